@@ -1,0 +1,35 @@
+"""`python -m moh_jax classify`."""
+
+import argparse
+import dataclasses
+import sys
+
+from moh_jax.cli import common
+from moh_jax.inference.classify import classify
+from moh_jax.inference.restore import restore
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  parser.add_argument("images", nargs="+", metavar="IMAGE")
+  common.add_checkpoint(parser)
+  parser.add_argument("--top", type=int, default=5, help="classes per image")
+  common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the most probable classes of each image."""
+  restored = restore(
+    args.checkpoint, step=args.step, **common.router_overrides(args)
+  )
+  predictions = classify(restored, args.images, top=args.top)
+  for file, best in zip(args.images, predictions):
+    line = ", ".join(f"{p.name} {p.probability:.1%}" for p in best)
+    stream = sys.stderr if args.json == "-" else sys.stdout
+    print(f"{file}: {line}", file=stream)
+  rows = [
+    {"image": file, "predictions": [dataclasses.asdict(p) for p in best]}
+    for file, best in zip(args.images, predictions)
+  ]
+  common.write_json(args.json, rows)
+  return 0

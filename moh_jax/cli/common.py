@@ -1,0 +1,117 @@
+"""Arguments and output that commands share."""
+
+import argparse
+import ast
+import importlib.util
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from moh_jax import config as config_lib
+from moh_jax.config import Config
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+  """Adds --json FILE."""
+  parser.add_argument(
+    "--json",
+    metavar="FILE",
+    default="",
+    help="write the figures as JSON to FILE; '-' prints one line to stdout",
+  )
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+  """Adds --checkpoint, --step and the overrides of the router."""
+  parser.add_argument(
+    "--checkpoint",
+    required=True,
+    metavar="DIR",
+    help="workdir of train.py or output of `convert`",
+  )
+  parser.add_argument(
+    "--step", type=int, help="which checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--top-k",
+    type=int_tuple,
+    metavar="K,K,...",
+    help="routed heads per token in each stage, instead of the trained ones",
+  )
+  parser.add_argument(
+    "--gate-form",
+    choices=("released", "paper"),
+    help="form of the gates, instead of the trained one",
+  )
+
+
+def router_overrides(args: argparse.Namespace) -> dict[str, Any]:
+  """The overrides that `add_checkpoint` parsed, for `restore`."""
+  return {"top_k": args.top_k, "gate_form": args.gate_form}
+
+
+def int_tuple(text: str) -> tuple[int, ...]:
+  """Parses "0,0,6,12"."""
+  try:
+    return tuple(int(part) for part in text.split(","))
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(
+      f"{text!r} must be integers separated by commas"
+    ) from error
+
+
+def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
+  """Loads a config file, "FILE[:ARG]", with "a.b=value" overrides.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file, an override or a value does not fit.
+  """
+  name, _, argument = spec.partition(":")
+  path = pathlib.Path(name)
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: no such config file")
+  module_spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(module_spec)
+  module_spec.loader.exec_module(module)
+  cfg = module.get_config(argument) if argument else module.get_config()
+  for override in overrides:
+    key, equals, text = override.partition("=")
+    if not equals:
+      raise ValueError(f"override {override!r} must be FIELD=VALUE")
+    try:
+      value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+      value = text
+    try:
+      with cfg.ignore_type():
+        cfg.update_from_flattened_dict({key: value})
+    except KeyError as error:
+      raise ValueError(f"unknown config key {key!r}") from error
+  return config_lib.from_config_dict(cfg)
+
+
+def write_json(target: str, value: Any) -> None:
+  """Writes figures where --json asked for them.
+
+  Args:
+    target: a file, "-" for one line on stdout, or "" for nowhere.
+    value: anything JSON can hold.
+  """
+  if target == "-":
+    print(json.dumps(value), file=sys.stdout, flush=True)
+  elif target:
+    pathlib.Path(target).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
+  """Aligns rows under a header, as text."""
+  cells = [[str(cell) for cell in row] for row in (header, *rows)]
+  widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+  lines = [
+    "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    for row in cells
+  ]
+  return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""`python -m moh_jax evaluate`."""
+
+import argparse
+
+from moh_jax import config as config_lib
+from moh_jax.cli import common
+from moh_jax.config import MeshConfig
+from moh_jax.data.pipeline import eval_batches
+from moh_jax.data.sources import make_source
+from moh_jax.evaluation import accuracy
+from moh_jax.inference.restore import restore
+from moh_jax.training import sharding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  common.add_checkpoint(parser)
+  parser.add_argument(
+    "--data", metavar="DIR", help="directory of images, instead of the run's"
+  )
+  parser.add_argument(
+    "--batch-size", type=int, help="examples per batch, instead of the run's"
+  )
+  parser.add_argument(
+    "--no-ema", action="store_true", help="score the raw parameters"
+  )
+  common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints accuracy and activated share on the held-out split."""
+  mesh = sharding.make_mesh(MeshConfig())
+  with sharding.use_mesh(mesh):
+    restored = restore(
+      args.checkpoint,
+      step=args.step,
+      use_ema=not args.no_ema,
+      mesh=mesh,
+      **common.router_overrides(args),
+    )
+    config = restored.config
+    if args.data:
+      data = {"source": "image_folder", "path": args.data}
+      config = config_lib.apply_overrides(config, "data", **data)
+    if args.batch_size:
+      config = config_lib.apply_overrides(
+        config, "eval", batch_size=args.batch_size
+      )
+    sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
+    batches = eval_batches(
+      config, make_source(config.data, config.model, "val")
+    )
+    figures = accuracy.evaluate(
+      accuracy.make_eval_step(restored.model), restored.params, batches, mesh
+    )
+  figures = {**figures, "step": restored.step}
+  if args.json != "-":
+    for name, value in figures.items():
+      print(
+        f"{name}: {value:.4f}"
+        if isinstance(value, float)
+        else f"{name}: {value}"
+      )
+  common.write_json(args.json, figures)
+  return 0

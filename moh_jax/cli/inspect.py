@@ -1,0 +1,97 @@
+"""`python -m moh_jax inspect`."""
+
+import argparse
+import dataclasses
+
+import jax
+from flax import traverse_util
+
+from moh_jax import config as config_lib
+from moh_jax.cli import common
+from moh_jax.config import Config, ViTConfig
+from moh_jax.training import checkpoint
+from moh_jax.training.state import abstract_params, unbox
+from moh_jax.training.tasks import make_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  what = parser.add_mutually_exclusive_group(required=True)
+  what.add_argument("--checkpoint", metavar="DIR")
+  what.add_argument("--config", metavar="FILE[:ARG]", help="nothing is trained")
+  parser.add_argument(
+    "--step", type=int, help="which checkpoint (default: the newest)"
+  )
+  common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the config, the head budget of each layer and the parameters."""
+  if args.checkpoint:
+    metadata, step = checkpoint.read_metadata(args.checkpoint, args.step)
+    config, names = metadata.config, metadata.class_names
+  else:
+    config, step, names = common.load_config(args.config), None, ()
+  model, inputs = make_model(config)
+  params = unbox(abstract_params(model, inputs))
+  layers = _layers(config.model)
+  present = sum(row["num_heads"] for row in layers)
+  report = {
+    "step": step,
+    "class_names": list(names),
+    "config": dataclasses.asdict(config),
+    "layers": layers,
+    "activated_share": sum(row["active"] for row in layers) / present,
+    "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+    "parameters_by_module": _by_module(params),
+  }
+  if args.json != "-":
+    _print(report, config)
+  common.write_json(args.json, report)
+  return 0
+
+
+def _layers(model: ViTConfig) -> list[dict]:
+  rows = []
+  stages = zip(model.budgets(), model.depths, model.stage_shapes())
+  for stage, (budget, depth, shape) in enumerate(stages):
+    routed = model.router != "none"
+    for _ in range(depth):
+      rows.append(
+        {
+          "layer": len(rows),
+          "stage": stage + 1,
+          "tokens": shape.grid[0] * shape.grid[1],
+          "num_heads": budget.num_heads,
+          "head_dim": budget.head_dim,
+          "shared": budget.shared,
+          "routed": budget.routed,
+          "top_k": budget.top_k,
+          "active": budget.active if routed else budget.num_heads,
+        }
+      )
+  return rows
+
+
+def _by_module(params: dict) -> dict[str, int]:
+  """Parameters of each part of a stage."""
+  counts: dict[str, int] = {}
+  for path, leaf in traverse_util.flatten_dict(params).items():
+    depth = 3 if "blocks" in path else 2
+    name = "/".join(path[: min(depth, len(path) - 1)])
+    counts[name] = counts.get(name, 0) + leaf.size
+  return counts
+
+
+def _print(report: dict, config: Config) -> None:
+  print(config_lib.to_json(config))
+  rows = report["layers"]
+  header = list(rows[0])
+  print("\n" + common.table([list(row.values()) for row in rows], header))
+  counts = report["parameters_by_module"].items()
+  print("\n" + common.table([(n, f"{c:,}") for n, c in counts], ("module", "parameters")))  # fmt: skip
+  if report["step"] is not None:
+    print(f"\nstep: {report['step']}")
+  print(f"router: {config.model.router} ({config.model.gate_form})")
+  print(f"activated share: {report['activated_share']:.4f}")
+  print(f"parameters: {report['parameters']:,}")

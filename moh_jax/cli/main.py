@@ -1,0 +1,81 @@
+"""Entry points: argument parsing, errors in one line, exit statuses.
+
+Exit status: 0 success, 1 a failed check, 2 wrong use or bad input.
+"""
+
+import argparse
+import importlib
+import sys
+import traceback as traceback_lib
+from collections.abc import Callable, Sequence
+
+import ml_collections
+
+# Command -> what it does. Each lives in the module of its name and has
+# add_arguments(parser) and run(args) -> exit status; only the one that is
+# called is imported.
+COMMANDS = {
+  "classify": "name what image files show",
+  "convert": "turn a public checkpoint into one of ours",
+  "evaluate": "score a checkpoint on its held-out data",
+  "export": "turn a checkpoint into public tensor names",
+  "inspect": "describe a checkpoint or config: heads, parameters, sizes",
+  "parity": "compare our numbers with recorded cases",
+}
+_USER_ERRORS = (ValueError, OSError, NotImplementedError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs `python -m moh_jax COMMAND ...` and returns its exit status."""
+  argv = sys.argv[1:] if argv is None else list(argv)
+  parser = argparse.ArgumentParser(
+    prog="python -m moh_jax",
+    description="Mixture-of-Head attention: convert, check and use models.",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    epilog="commands:\n"
+    + "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())
+    + "\n\nTraining is `python train.py --help`.",
+  )
+  parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+  parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+  args = parser.parse_args(argv)
+  module = importlib.import_module(f"moh_jax.cli.{args.command}")
+  command = argparse.ArgumentParser(
+    prog=f"python -m moh_jax {args.command}",
+    description=COMMANDS[args.command].capitalize() + ".",
+  )
+  module.add_arguments(command)
+  command.add_argument(
+    "--traceback", action="store_true", help="show the traceback of an error"
+  )
+  options = command.parse_args(args.arguments)
+  return report_errors(lambda: module.run(options), options.traceback)
+
+
+def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
+  """Runs a command, turning the user's mistakes into one line on stderr."""
+  try:
+    return call()
+  except _USER_ERRORS as error:
+    if show_traceback:
+      traceback_lib.print_exc()
+    else:
+      text = " ".join(str(error).split()) or type(error).__name__
+      print(f"error: {text}", file=sys.stderr)
+    return 2
+
+
+def train(
+  config: ml_collections.ConfigDict, workdir: str, json: str, traceback: bool
+) -> None:
+  """The body of train.py; exits with the command's status.
+
+  Args:
+    config: the parsed config file with its overrides.
+    workdir: directory of checkpoints and metrics.
+    json: file for the final figures, "-" for stdout, "" for none.
+    traceback: show an error's traceback.
+  """
+  from moh_jax.cli import train as command  # JAX only once flags are parsed
+
+  sys.exit(report_errors(lambda: command.run(config, workdir, json), traceback))

@@ -1,0 +1,26 @@
+"""Range checks that name the field, its value and what is allowed."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def at_least(section: str, low: float, **fields: float) -> None:
+  """Raises ValueError unless every field is at least `low`."""
+  for name, value in fields.items():
+    if not value >= low:
+      raise ValueError(f"{section}.{name}={value!r} must be at least {low}")
+
+
+def in_range(section: str, low: float, high: float, **fields: float) -> None:
+  """Raises ValueError unless every field is in [low, high]."""
+  for name, value in fields.items():
+    if not low <= value <= high:
+      raise ValueError(f"{section}.{name}={value!r} must be in [{low}, {high}]")
+
+
+def one_of(section: str, allowed: Iterable[Any], **fields: Any) -> None:
+  """Raises ValueError unless every field is one of `allowed`."""
+  allowed = tuple(allowed)
+  for name, value in fields.items():
+    if value not in allowed:
+      raise ValueError(f"{section}.{name}={value!r} must be one of {allowed}")

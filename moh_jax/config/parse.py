@@ -1,0 +1,160 @@
+"""ConfigDict, JSON and dataclasses: the same run in three forms."""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from moh_jax.config.model import MODEL_SECTIONS, ViTConfig
+from moh_jax.config.sections import (
+  CheckpointConfig,
+  DataConfig,
+  EvalConfig,
+  LogConfig,
+  MeshConfig,
+  OptimConfig,
+  TrainConfig,
+)
+
+_SECTIONS = {
+  "data": DataConfig,
+  "optim": OptimConfig,
+  "train": TrainConfig,
+  "mesh": MeshConfig,
+  "checkpoint": CheckpointConfig,
+  "eval": EvalConfig,
+  "log": LogConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run; see the sections for their fields."""
+
+  model: ViTConfig
+  data: DataConfig = DataConfig()
+  optim: OptimConfig = OptimConfig()
+  train: TrainConfig = TrainConfig()
+  mesh: MeshConfig = MeshConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  eval: EvalConfig = EvalConfig()
+  log: LogConfig = LogConfig()
+
+  def __post_init__(self):
+    batch, parts = self.data.batch_size, self.optim.accumulation
+    if batch % parts:
+      raise ValueError(
+        f"data.batch_size={batch} must be a multiple of "
+        f"optim.accumulation={parts}"
+      )
+    if self.optim.warmup_steps > self.train.steps:
+      raise ValueError(
+        f"optim.warmup_steps={self.optim.warmup_steps} must be at most "
+        f"train.steps={self.train.steps}"
+      )
+    if len(self.data.mean) != self.model.channels:
+      raise ValueError(
+        f"data.mean={self.data.mean} must have model.channels="
+        f"{self.model.channels} values"
+      )
+
+
+def to_config_dict(config: Config) -> ml_collections.ConfigDict:
+  """The run as a locked ConfigDict whose every leaf can be overridden."""
+  return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
+
+
+def from_config_dict(cfg: Mapping[str, Any]) -> Config:
+  """Checks a ConfigDict (or plain dict) and freezes it.
+
+  Raises:
+    ValueError: an unknown or missing key, a wrong type or a value out of range;
+      the message names the field, its value and what is allowed.
+  """
+  cfg = cfg.to_dict() if isinstance(cfg, ml_collections.ConfigDict) else cfg
+  unknown = sorted(set(cfg) - {"model", *_SECTIONS})
+  if unknown:
+    raise ValueError(
+      f"unknown config section {unknown[0]!r}; known: {['model', *_SECTIONS]}"
+    )
+  if "model" not in cfg:
+    raise ValueError("the config has no section 'model'")
+  model = dict(cfg["model"])
+  family = model.get("family")
+  if family not in MODEL_SECTIONS:
+    raise ValueError(
+      f"model.family={family!r} must be one of {tuple(MODEL_SECTIONS)}"
+    )
+  sections = {"model": _section("model", MODEL_SECTIONS[family], model)}
+  for name, cls in _SECTIONS.items():
+    sections[name] = _section(name, cls, cfg.get(name, {}))
+  return Config(**sections)
+
+
+def to_json(config: Config) -> str:
+  """The run as JSON, as checkpoints store it."""
+  return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True)
+
+
+def from_json(text: str) -> Config:
+  """Inverse of `to_json`."""
+  return from_config_dict(json.loads(text))
+
+
+def apply_overrides(config: Config, section: str, **fields: Any) -> Config:
+  """A copy with some fields of one section changed, checked again."""
+  changed = dataclasses.replace(getattr(config, section), **fields)
+  return dataclasses.replace(config, **{section: changed})
+
+
+def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
+  """Names what differs between two dataclasses of one section.
+
+  Returns:
+    Lines "section.field: OURS here, THEIRS there".
+  """
+  ours, theirs = dataclasses.asdict(ours), dataclasses.asdict(theirs)
+  return [
+    f"{section}.{name}: {ours.get(name)!r} here, {theirs.get(name)!r} there"
+    for name in sorted({*ours, *theirs})
+    if ours.get(name) != theirs.get(name)
+  ]
+
+
+def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
+  """Builds one section, refusing unknown keys and wrong types."""
+  hints = typing.get_type_hints(cls)
+  fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+  for key in values:
+    if key not in fields:
+      raise ValueError(
+        f"unknown config key {name}.{key}; known: {sorted(fields)}"
+      )
+  return cls(
+    **{
+      key: _coerce(f"{name}.{key}", value, fields[key])
+      for key, value in values.items()
+    }
+  )
+
+
+def _coerce(name: str, value: Any, hint: Any) -> Any:
+  """Checks a leaf's type; lists (from JSON) become tuples, ints floats."""
+  if isinstance(hint, types.GenericAlias):  # tuple[int, int], tuple[str, ...]
+    if not isinstance(value, list | tuple):
+      raise ValueError(f"{name}={value!r} must be a {hint}")
+    item, *rest = typing.get_args(hint)
+    length = None if rest == [...] else 1 + len(rest)
+    if length is not None and len(value) != length:
+      raise ValueError(f"{name}={value!r} must have {length} values")
+    return tuple(_coerce(f"{name}[{i}]", v, item) for i, v in enumerate(value))
+  if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  wrong_bool = isinstance(value, bool) and hint is not bool
+  if wrong_bool or not isinstance(value, hint):
+    raise ValueError(f"{name}={value!r} must be of type {hint.__name__}")
+  return value

@@ -1,0 +1,224 @@
+"""Config sections that every family shares."""
+
+import dataclasses
+
+from moh_jax.config.checks import at_least, in_range, one_of
+
+SOURCES = ("digits", "image_folder", "fake")
+AUGMENTATIONS = ("none", "shift", "crop_flip")
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where examples come from and how they become batches.
+
+  Attributes:
+    source: "digits" (scikit-learn's 1,797 scans), "image_folder"
+      (path/train/CLASS/* and path/val/CLASS/*) or "fake" (random images).
+    path: directory of "image_folder".
+    batch_size: examples per optimizer step, over all devices and processes.
+    augment: "none", "shift" (random crop after padding by one eighth) or
+      "crop_flip" (random resized crop and horizontal flip).
+    eval_resize: shorter side in pixels before the centre crop of evaluation;
+      0 resizes straight to the model's image size.
+    mean: per channel, subtracted from pixels in [0, 1].
+    std: per channel, divides after the mean.
+    num_threads: threads that read and transform.
+    prefetch: batches prepared ahead.
+    fake_examples: examples in each split of "fake".
+  """
+
+  source: str = "fake"
+  path: str = ""
+  batch_size: int = 128
+  augment: str = "none"
+  eval_resize: int = 0
+  mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+  std: tuple[float, ...] = (0.229, 0.224, 0.225)
+  num_threads: int = 4
+  prefetch: int = 4
+  fake_examples: int = 1024
+
+  def __post_init__(self):
+    one_of("data", SOURCES, source=self.source)
+    one_of("data", AUGMENTATIONS, augment=self.augment)
+    at_least("data", 1, batch_size=self.batch_size, prefetch=self.prefetch)
+    at_least("data", 1, fake_examples=self.fake_examples)
+    at_least("data", 0, eval_resize=self.eval_resize)
+    at_least("data", 1, num_threads=self.num_threads)
+    if self.source == "image_folder" and not self.path:
+      raise ValueError(
+        "data.path='' must name a directory with train/CLASS/* and "
+        "val/CLASS/* for data.source='image_folder'"
+      )
+    if len(self.mean) != len(self.std):
+      raise ValueError(
+        f"data.mean={self.mean} and data.std={self.std} must have one value "
+        "per channel each"
+      )
+    if min(self.std) <= 0:
+      raise ValueError(f"data.std={self.std} must be above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+  """AdamW, its schedule and what surrounds it.
+
+  Attributes:
+    lr: peak learning rate.
+    schedule: "cosine" from the peak to `final_lr`, or "constant".
+    warmup_steps: linear warm-up from `warmup_lr`, counted in `train.steps`.
+    warmup_lr: learning rate of the first step.
+    final_lr: learning rate at the end of the cosine.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the root of the second moment.
+    weight_decay: decoupled decay per step, times the learning rate.
+    no_decay: patterns (fnmatch) of parameter paths "a/b/c" that do not decay.
+    clip_norm: largest global gradient norm; 0 clips nothing.
+    ema_decay: decay of the averaged parameters; 0 keeps none.
+    accumulation: microbatches per optimizer step.
+  """
+
+  lr: float = 1e-3
+  schedule: str = "cosine"
+  warmup_steps: int = 0
+  warmup_lr: float = 0.0
+  final_lr: float = 0.0
+  b1: float = 0.9
+  b2: float = 0.999
+  eps: float = 1e-8
+  weight_decay: float = 0.05
+  no_decay: tuple[str, ...] = ("*bias", "*scale")
+  clip_norm: float = 1.0
+  ema_decay: float = 0.0
+  accumulation: int = 1
+
+  def __post_init__(self):
+    one_of("optim", SCHEDULES, schedule=self.schedule)
+    at_least("optim", 0, lr=self.lr, warmup_lr=self.warmup_lr)
+    at_least("optim", 0, final_lr=self.final_lr, eps=self.eps)
+    at_least("optim", 0, weight_decay=self.weight_decay)
+    at_least("optim", 0, clip_norm=self.clip_norm)
+    at_least("optim", 0, warmup_steps=self.warmup_steps)
+    at_least("optim", 1, accumulation=self.accumulation)
+    below_one = {"b1": self.b1, "b2": self.b2, "ema_decay": self.ema_decay}
+    for name, value in below_one.items():
+      if not 0 <= value < 1:
+        raise ValueError(f"optim.{name}={value!r} must be in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """The run: its length, its seed and its loss.
+
+  Attributes:
+    steps: optimizer steps.
+    seed: of parameters, data order and every random choice.
+    balance_weight: weight of the router's load-balance loss.
+    label_smoothing: share of the target spread over all classes.
+    mixup: alpha of mixup's Beta distribution; 0 is off.
+    cutmix: alpha of CutMix's Beta distribution; 0 is off.
+    cutmix_prob: probability of CutMix rather than mixup when both are on.
+  """
+
+  steps: int = 1000
+  seed: int = 0
+  balance_weight: float = 0.01
+  label_smoothing: float = 0.0
+  mixup: float = 0.0
+  cutmix: float = 0.0
+  cutmix_prob: float = 0.5
+
+  def __post_init__(self):
+    at_least("train", 1, steps=self.steps)
+    in_range("train", 0, 2**31 - 1, seed=self.seed)
+    at_least("train", 0, balance_weight=self.balance_weight)
+    at_least("train", 0, mixup=self.mixup, cutmix=self.cutmix)
+    in_range("train", 0, 1, cutmix_prob=self.cutmix_prob)
+    in_range("train", 0, 1, label_smoothing=self.label_smoothing)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Devices per mesh axis; at most one axis is -1, "all that are left".
+
+  Attributes:
+    data: replicas of the model, each with its share of the batch.
+    fsdp: devices that share parameters and optimizer state, and the batch.
+    tensor: devices that share heads and MLP columns.
+    sequence: devices that share the tokens of one example.
+  """
+
+  data: int = -1
+  fsdp: int = 1
+  tensor: int = 1
+  sequence: int = 1
+
+  def __post_init__(self):
+    sizes = dataclasses.asdict(self)
+    for name, size in sizes.items():
+      if size != -1 and size < 1:
+        raise ValueError(f"mesh.{name}={size} must be -1 or at least 1")
+    if list(sizes.values()).count(-1) > 1:
+      raise ValueError(f"mesh={sizes} must have at most one axis of size -1")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When the run is saved and what is kept.
+
+  Attributes:
+    every: steps between saves; the last step is always saved.
+    keep_last: newest checkpoints kept.
+    keep_every: also keep steps that are multiples of this; 0 keeps none.
+    async_save: write in the background while training goes on.
+  """
+
+  every: int = 1000
+  keep_last: int = 2
+  keep_every: int = 0
+  async_save: bool = True
+
+  def __post_init__(self):
+    at_least("checkpoint", 1, every=self.every, keep_last=self.keep_last)
+    at_least("checkpoint", 0, keep_every=self.keep_every)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Evaluation on the whole held-out split.
+
+  Attributes:
+    every: steps between evaluations; the last step is always evaluated, 0
+      evaluates only there.
+    batch_size: examples per batch, over all devices.
+    use_ema: evaluate the averaged parameters where the run keeps them.
+  """
+
+  every: int = 1000
+  batch_size: int = 128
+  use_ema: bool = True
+
+  def __post_init__(self):
+    at_least("eval", 0, every=self.every)
+    at_least("eval", 1, batch_size=self.batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+  """What the run writes besides checkpoints.
+
+  Attributes:
+    every: steps between metric records.
+    tensorboard: write tensorboard scalars beside metrics.jsonl.
+    progress: show a progress bar.
+  """
+
+  every: int = 50
+  tensorboard: bool = True
+  progress: bool = True
+
+  def __post_init__(self):
+    at_least("log", 1, every=self.every)

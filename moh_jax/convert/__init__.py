@@ -1,0 +1,1 @@
+"""Public checkpoints to ours and back, and parity with recorded cases."""

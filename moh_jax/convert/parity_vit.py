@@ -1,0 +1,189 @@
+"""Recorded cases of MoH-ViT and TransNeXt."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.config import ViTConfig
+from moh_jax.convert import rules
+from moh_jax.convert.vit import attention_rules, model_rules
+from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
+from moh_jax.models.vit import ViT
+from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
+from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.training.state import abstract_params, unbox
+
+Arrays = Mapping[str, np.ndarray]
+_COORDINATE_ATOL = 1e-6
+
+
+def attention(
+  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays, *, pooled: bool
+) -> dict[str, Any]:
+  """One attention module: outputs and gradients of sum(y * r) + l_aux."""
+  heads, dim = hyper["num_heads"], hyper["dim"]
+  budget = HeadBudget(
+    heads, hyper["shared_head"], hyper["routed_head"], dim // heads
+  )
+  grid = (hyper["H"], hyper["W"])
+  if pooled:
+    module = AggregatedAttention(
+      budget,
+      grid,
+      (hyper["pool_H"], hyper["pool_W"]),
+      window=hyper["window_size"],
+      qkv_bias=hyper["qkv_bias"],
+    )
+    keys = hyper["pool_H"] * hyper["pool_W"]
+  else:
+    module = FullAttention(budget, qkv_bias=hyper["qkv_bias"])
+    keys = math.prod(grid)
+  coordinates = RelativeCoordinates(
+    arrays["relative_coords_table"],
+    arrays["relative_pos_index"].reshape(-1, keys),
+  )
+  x = jnp.asarray(arrays["x"])
+  table = attention_rules(
+    budget, RouterConfig(), pooled=pooled, qkv_bias=hyper["qkv_bias"]
+  )
+  abstract = unbox(abstract_params(module, (x, coordinates)))
+  params = rules.load_params(table, weights, abstract, source="weights")
+
+  def objective(params, x):
+    (y, aux), recorded = module.apply(
+      {"params": params}, x, coordinates, mutable=["intermediates"]
+    )
+    (routing,) = recorded["intermediates"]["router"]["routing"]
+    loss = jnp.sum(y * arrays["r"]) + aux.balance_loss
+    return loss, (y, aux.balance_loss, routing)
+
+  differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+  (_, (y, l_aux, routing)), (grads, grad_x) = jax.jit(differentiate)(params, x)
+  return {
+    "y": y,
+    "gates": routing.gates,
+    "l_aux": l_aux,
+    "grad_x": grad_x,
+    "router_probs": routing.probs,
+    "router_mask": routing.selected,
+    **_named_grads("grads", table, grads),
+  }
+
+
+def classifier(
+  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays, *, moh: bool
+) -> dict[str, Any]:
+  """A whole network: stages, logits, gates, losses and gradients."""
+  config = model_config(hyper, moh=moh)
+  _check_coordinates(config, arrays)
+  model, table = ViT(config), model_rules(config)
+  images = jnp.asarray(arrays["images"]).transpose(0, 2, 3, 1)
+  abstract = unbox(abstract_params(model, (images,)))
+  params = rules.load_params(table, weights, abstract, source="weights")
+  labels = arrays.get("labels", np.zeros(len(images), np.int32))
+  rows = np.arange(len(images))
+
+  def losses(params):
+    (logits, aux), recorded = model.apply(
+      {"params": params}, images, mutable=["intermediates"]
+    )
+    cross_entropy = -jax.nn.log_softmax(logits)[rows, labels].mean()
+    moh_loss = 0.01 * aux.balance_loss
+    outputs = {
+      "logits": logits,
+      "l_aux_mean": aux.balance_loss,
+      "moh_loss": moh_loss,
+      "cross_entropy": cross_entropy,
+      "total_loss": cross_entropy + moh_loss,
+      "l_aux_per_layer": _routed_losses(config, aux.layers),
+    }
+    return outputs, recorded["intermediates"]
+
+  outputs, recorded = jax.jit(losses)(params)
+  for index, depth in enumerate(config.depths):
+    stage = f"stage{index + 1}"
+    (outputs[stage],) = recorded[f"{stage}_out"]
+    if moh:
+      router = recorded[stage]["blocks"]["attn"]["router"]
+      (routing,) = router["routing"]
+      for block in range(depth):
+        outputs[f"gates_{stage}_block{block}"] = routing.gates[block]
+
+  task_grads = jax.jit(jax.grad(lambda p: losses(p)[0]["cross_entropy"]))
+  total_grads = jax.jit(jax.grad(lambda p: losses(p)[0]["total_loss"]))
+  return {
+    **outputs,
+    **_named_grads("grads", table, task_grads(params)),
+    **_named_grads("grad_total", table, total_grads(params)),
+  }
+
+
+def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
+  """The config of a recorded network."""
+  heads = tuple(hyper["num_heads"])
+  size = hyper["img_size"]
+  windows = {w for w in hyper.get("window_size", [3]) if w}
+  if len(windows) > 1:
+    raise ValueError(
+      f"window_size {sorted(windows)} must be one for all stages"
+    )
+  return ViTConfig(
+    image_size=(size, size),
+    channels=hyper.get("in_chans", 3),
+    num_classes=hyper["num_classes"],
+    patch_stride=hyper["patch_size"],
+    embed_dims=tuple(hyper["embed_dims"]),
+    depths=tuple(hyper["depths"]),
+    num_heads=heads,
+    shared_heads=tuple(hyper["shared_head"]) if moh else heads,
+    top_k=tuple(hyper["routed_head"]) if moh else (0,) * len(heads),
+    mlp_ratios=tuple(hyper["mlp_ratios"]),
+    sr_ratios=tuple(hyper["sr_ratios"]),
+    window=windows.pop() if windows else 3,
+    fixed_pool_size=hyper.get("fixed_pool_size") or 0,
+    pretrain_image_size=hyper.get("pretrain_size") or 0,
+    router="two_stage" if moh else "none",
+    qkv_bias=hyper.get("qkv_bias", False),
+  )
+
+
+def _routed_losses(config: ViTConfig, layers: Mapping[str, Any]) -> jax.Array:
+  losses = [
+    layers[f"stage{index + 1}"].balance_loss
+    for index, top_k in enumerate(config.top_k)
+    if top_k
+  ]
+  return jnp.concatenate(losses) if losses else jnp.zeros(0)
+
+
+def _named_grads(
+  prefix: str, table: list[rules.Rule], grads: Any
+) -> dict[str, Any]:
+  named = rules.dump_params(table, grads)
+  return {f"{prefix}/{name}": grad for name, grad in named.items()}
+
+
+def _check_coordinates(config: ViTConfig, arrays: Arrays) -> None:
+  """Compares our relative coordinates with the recorded tables, pair by pair.
+
+  Raises:
+    ValueError: they differ by more than a rounding.
+  """
+  for index, shape in enumerate(config.stage_shapes()):
+    name = f"relative_coords_table{index + 1}"
+    if name not in arrays:
+      continue
+    ours = relative_coordinates(
+      shape.grid, shape.pool_grid or shape.grid, shape.pretrain_grid
+    )
+    recorded = arrays[name][arrays[f"relative_pos_index{index + 1}"]]
+    error = np.abs(ours.table[ours.index].reshape(recorded.shape) - recorded)
+    if error.max() > _COORDINATE_ATOL:
+      raise ValueError(
+        f"{name}: coordinates differ by {error.max():.1e}, at most "
+        f"{_COORDINATE_ATOL} allowed"
+      )

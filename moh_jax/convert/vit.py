@@ -1,0 +1,201 @@
+"""MoH-ViT and TransNeXt checkpoints.
+
+Names of github.com/SkyworkAI/MoH (MoH-ViT) and github.com/DaiShiResearch/
+TransNeXt (classification).
+"""
+
+from typing import Any
+
+from moh_jax.config import ViTConfig
+from moh_jax.convert import rules
+from moh_jax.convert.rules import Rule
+from moh_jax.ops.routing import HeadBudget, RouterConfig
+
+
+def attention_rules(
+  budget: HeadBudget, router: RouterConfig, *, pooled: bool, qkv_bias: bool
+) -> list[Rule]:
+  """Rules of one attention module.
+
+  Args:
+    budget: its head split.
+    router: its router.
+    pooled: aggregated attention rather than full.
+    qkv_bias: whether the projections have biases.
+  """
+  heads, dim = budget.num_heads, budget.head_dim
+  table = [
+    rules.one(
+      "temperature",
+      "query_scale/temperature",
+      lambda t: t.reshape(heads),
+      lambda t: t.reshape(heads, 1, 1),
+    ),
+    rules.one(
+      "query_embedding",
+      "query_scale/query_embedding",
+      lambda e: e.reshape(heads, dim),
+      lambda e: e.reshape(heads, 1, dim),
+    ),
+    *_position_mlp(),
+    *mix_rules("proj", "out", heads, dim),
+    *router_rules(budget, router),
+  ]
+  if not pooled:
+    return table + projection_rules("qkv", "qkv", 3, heads, dim, qkv_bias)
+  return [
+    *table,
+    *projection_rules("q", "q", 1, heads, dim, qkv_bias),
+    *projection_rules("kv", "kv", 2, heads, dim, qkv_bias),
+    rules.one("relative_pos_bias_local", "relative_pos_bias_local"),
+    rules.one("learnable_tokens", "learnable_tokens"),
+    rules.one(
+      "learnable_bias",
+      "learnable_bias",
+      lambda b: b.reshape(heads, -1),
+      lambda b: b.reshape(heads, 1, -1),
+    ),
+    rules.one(
+      "sr.weight",
+      "sr/kernel",
+      lambda w: w[:, :, 0, 0].T,
+      lambda w: w.T[:, :, None, None],
+    ),
+    rules.one("sr.bias", "sr/bias"),
+    *rules.norm("norm", "norm"),
+  ]
+
+
+def projection_rules(
+  theirs: str, ours: str, parts: int, heads: int, dim: int, bias: bool
+) -> list[Rule]:
+  """Linear (parts * H * D, C) to a `HeadProjection` kernel (C, parts, H, D)."""
+  table = [
+    rules.one(
+      f"{theirs}.weight",
+      f"{ours}/kernel",
+      lambda w: w.T.reshape(-1, parts, heads, dim),
+      lambda w: w.reshape(-1, parts * heads * dim).T,
+    )
+  ]
+  if bias:
+    table.append(
+      rules.one(
+        f"{theirs}.bias",
+        f"{ours}/bias",
+        lambda b: b.reshape(parts, heads, dim),
+        lambda b: b.reshape(-1),
+      )
+    )
+  return table
+
+
+def mix_rules(theirs: str, ours: str, heads: int, dim: int) -> list[Rule]:
+  """Linear (C, H * D) to a `HeadMix` kernel (H, D, C)."""
+  return [
+    rules.one(
+      f"{theirs}.weight",
+      f"{ours}/kernel",
+      lambda w: w.T.reshape(heads, dim, -1),
+      lambda w: w.reshape(heads * dim, -1).T,
+    ),
+    rules.one(f"{theirs}.bias", f"{ours}/bias"),
+  ]
+
+
+def router_rules(budget: HeadBudget, router: RouterConfig) -> list[Rule]:
+  """Router matrices wg, wg_0 and wg_1 where the layer has them."""
+  if router.kind == "none":
+    return []
+  present = {
+    ("wg", "routed"): budget.top_k > 0,
+    ("wg_0", "group"): (
+      router.two_stage and budget.top_k > 0 and budget.shared > 0
+    ),
+    ("wg_1", "shared"): budget.shared > 1,
+  }
+  return [
+    rules.one(
+      f"{theirs}.weight", f"router/{ours}", rules.transpose, rules.transpose
+    )
+    for (theirs, ours), there in present.items()
+    if there
+  ]
+
+
+def model_rules(config: ViTConfig) -> list[Rule]:
+  """Rules of the whole classifier."""
+  table = rules.linear("head", "head")
+  for index, budget in enumerate(config.budgets()):
+    number, stage = index + 1, f"stage{index + 1}"
+    table += rules.conv(
+      f"patch_embed{number}.proj", f"{stage}/patch_embed/proj"
+    )
+    table += rules.norm(
+      f"patch_embed{number}.norm", f"{stage}/patch_embed/norm"
+    )
+    table += rules.norm(f"norm{number}", f"{stage}/norm")
+    block = [
+      *rules.norm("norm1", "norm1"),
+      *rules.norm("norm2", "norm2"),
+      *rules.prefixed(
+        attention_rules(
+          budget,
+          config.router_config,
+          pooled=config.sr_ratios[index] > 1,
+          qkv_bias=config.qkv_bias,
+        ),
+        "attn.",
+        ("attn",),
+      ),
+      *rules.prefixed(_mlp(config.mlp_dims[index]), "mlp.", ("mlp",)),
+    ]
+    for rule in rules.prefixed(block, "", (stage, "blocks")):
+      names = [
+        tuple(f"block{number}.{layer}.{name}" for name in rule.theirs)
+        for layer in range(config.depths[index])
+      ]
+      table.append(rules.stacked(rule, names))
+  return table
+
+
+def _position_mlp() -> list[Rule]:
+  return [
+    rules.one(
+      "cpb_fc1.weight", "cpb/fc1_kernel", rules.transpose, rules.transpose
+    ),
+    rules.one("cpb_fc1.bias", "cpb/fc1_bias"),
+    *rules.linear("cpb_fc2", "cpb/fc2"),
+  ]
+
+
+def _mlp(hidden: int) -> list[Rule]:
+  """fc1 holds the gate's rows, then the value's."""
+
+  def halves(suffix: str, transpose: bool) -> Rule:
+    turn = (lambda w: w.T) if transpose else (lambda w: w)
+
+    def load(arrays: list) -> list:
+      return [turn(arrays[0][:hidden]), turn(arrays[0][hidden:])]
+
+    def dump(arrays: list) -> list:
+      namespace: Any = arrays[0].__array_namespace__()
+      return [namespace.concat([turn(x) for x in arrays])]
+
+    leaf = "kernel" if transpose else "bias"
+    return Rule(
+      (f"fc1.{suffix}",), (("gate", leaf), ("value", leaf)), load, dump
+    )
+
+  return [
+    halves("weight", transpose=True),
+    halves("bias", transpose=False),
+    rules.one(
+      "dwconv.dwconv.weight",
+      "dwconv/kernel",
+      lambda w: w[:, 0].transpose(1, 2, 0),
+      lambda w: w.transpose(2, 0, 1)[:, None],
+    ),
+    rules.one("dwconv.dwconv.bias", "dwconv/bias"),
+    *rules.linear("fc2", "out"),
+  ]

@@ -1,0 +1,135 @@
+"""Grain pipelines: this process's part of every global batch.
+
+The training stream is one global sequence (shuffled anew each epoch, random
+transforms keyed by the seed and the position), and global batch k is its
+examples [k * B, (k + 1) * B) whatever the number of processes: process p of P
+reads every P-th of them. So the position of a run is one number, the batches
+taken, and stays exact when the number of processes changes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from moh_jax.config import Config, DataConfig
+from moh_jax.data.sources import ImageSource
+from moh_jax.data.transforms import eval_transforms, train_transforms
+
+Batch = dict[str, np.ndarray]
+
+
+class TrainBatches:
+  """Endless training batches with an exact, storable position.
+
+  Each batch is {"image": [b, X, Y, channels] float32, "label": [b] int32},
+  b = batch size / processes.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    source: ImageSource,
+    *,
+    process_index: int | None = None,
+    process_count: int | None = None,
+  ):
+    """Opens the stream at its beginning.
+
+    Args:
+      config: the run.
+      source: the training split.
+      process_index: this process; None asks JAX.
+      process_count: all processes; None asks JAX.
+    """
+    index, count = _process(process_index, process_count)
+    local = _local_batch("data.batch_size", config.data.batch_size, count)
+    dataset = grain.MapDataset.source(source).seed(config.train.seed)
+    dataset = dataset.shuffle().repeat()
+    for transform in train_transforms(config.data, config.model):
+      if isinstance(transform, grain.transforms.RandomMap):
+        dataset = dataset.random_map(transform)
+      else:
+        dataset = dataset.map(transform)
+    # Batching before iterating makes the iterator's index count batches.
+    dataset = dataset[index::count].batch(local)
+    self._iterator = iter(dataset.to_iter_dataset(_read_options(config.data)))
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    return next(self._iterator)
+
+  @property
+  def position(self) -> int:
+    """Batches taken so far."""
+    return self._iterator.get_state()["next_index"]
+
+  def seek(self, position: int) -> None:
+    """Moves to before batch `position`, 0 the first."""
+    self._iterator.set_state({"next_index": position})
+
+
+def eval_batches(
+  config: Config,
+  source: ImageSource,
+  *,
+  process_index: int | None = None,
+  process_count: int | None = None,
+) -> Iterator[Batch]:
+  """The whole held-out split, once, unshuffled.
+
+  The last batch is filled up with zeros; "mask" [b] float32 is 0 there.
+
+  Args:
+    config: the run.
+    source: the held-out split.
+    process_index: this process; None asks JAX.
+    process_count: all processes; None asks JAX.
+
+  Returns:
+    Batches {"image", "label", "mask"}, equally many on every process.
+  """
+  index, count = _process(process_index, process_count)
+  size = config.eval.batch_size
+  local = _local_batch("eval.batch_size", size, count)
+  examples = len(source)
+  padded = -(-examples // size) * size
+  transforms = eval_transforms(config.data, config.model)
+  shape = (*config.model.image_size, config.model.channels)
+
+  def load(position: int) -> dict[str, Any]:
+    if position >= examples:
+      image = np.zeros(shape, np.float32)
+      return {"image": image, "label": np.int32(0), "mask": np.float32(0)}
+    element = source[position]
+    for transform in transforms:
+      element = transform.map(element)
+    return {**element, "mask": np.float32(1)}
+
+  dataset = grain.MapDataset.range(padded)[index::count].map(load)
+  dataset = dataset.batch(local)
+  return iter(dataset.to_iter_dataset(_read_options(config.data)))
+
+
+def _read_options(data: DataConfig) -> grain.ReadOptions:
+  return grain.ReadOptions(
+    num_threads=data.num_threads, prefetch_buffer_size=data.prefetch
+  )
+
+
+def _process(index: int | None, count: int | None) -> tuple[int, int]:
+  if index is None or count is None:
+    return jax.process_index(), jax.process_count()
+  return index, count
+
+
+def _local_batch(name: str, size: int, processes: int) -> int:
+  if size % processes:
+    raise ValueError(
+      f"{name}={size} must be a multiple of the {processes} processes"
+    )
+  return size // processes

@@ -1,0 +1,67 @@
+"""Accuracy of an image classifier on a whole split."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from moh_jax.training.sharding import shard_batch
+
+
+def make_eval_step(model: nn.Module) -> Callable:
+  """Jitted sums over one batch; padded examples (mask 0) count nothing.
+
+  Args:
+    model: maps images to (logits, aux).
+
+  Returns:
+    (params, batch) -> {name: [] float32 sum over the batch's examples}.
+  """
+
+  @jax.jit
+  def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
+    logits, aux = model.apply({"params": params}, batch["image"])
+    labels, mask = batch["label"], batch["mask"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1)
+    rank = (logits > label_logits).sum(-1)  # classes that beat the right one
+    return {
+      "examples": mask.sum(),
+      "loss": (losses * mask).sum(),
+      "accuracy": ((rank == 0) * mask).sum(),
+      "top5_accuracy": ((rank < 5) * mask).sum(),
+      "activated_share": aux.activated_share * mask.sum(),
+    }
+
+  return eval_step
+
+
+def evaluate(
+  eval_step: Callable, params: Any, batches: Iterable[Any], mesh: Mesh
+) -> dict[str, float]:
+  """Means over a split.
+
+  Args:
+    eval_step: of `make_eval_step`.
+    params: the parameters.
+    batches: this process's batches with "mask".
+    mesh: the devices.
+
+  Returns:
+    "accuracy", "top5_accuracy", "loss", "activated_share" and the number of
+    "examples".
+  """
+  total = None
+  for batch in batches:
+    sums = eval_step(params, shard_batch(batch, mesh))
+    total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+  if total is None:
+    raise ValueError("the split to evaluate is empty")
+  total = {name: float(value) for name, value in total.items()}
+  examples = int(total.pop("examples"))
+  means = {name: value / examples for name, value in total.items()}
+  return {**means, "examples": examples}

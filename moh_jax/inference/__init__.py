@@ -1,0 +1,1 @@
+"""Trained checkpoints in use."""

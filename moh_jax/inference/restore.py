@@ -1,0 +1,83 @@
+"""A model ready for inference, from its checkpoint alone."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import Mesh
+
+from moh_jax import config as config_lib
+from moh_jax.config import Config
+from moh_jax.training import checkpoint, sharding
+from moh_jax.training.state import abstract_params, unbox
+from moh_jax.training.tasks import make_model
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """A restored model.
+
+  Attributes:
+    config: the run's config, overrides applied.
+    model: the Linen module; `model.apply({"params": params}, ...)`.
+    params: parameters on the device or mesh.
+    step: optimizer steps they were trained for.
+    class_names: names of the outputs, empty where there are none.
+  """
+
+  config: Config
+  model: nn.Module
+  params: Any
+  step: int
+  class_names: tuple[str, ...]
+
+
+def restore(
+  directory: str,
+  *,
+  step: int | None = None,
+  use_ema: bool = True,
+  mesh: Mesh | None = None,
+  **model_overrides: Any,
+) -> Restored:
+  """Restores a checkpoint for inference.
+
+  Args:
+    directory: a working directory of train.py or an output of `convert`.
+    step: which checkpoint; None is the newest.
+    use_ema: prefer averaged parameters where the checkpoint has them.
+    mesh: devices to shard the parameters over; None is one device.
+    **model_overrides: model fields to change, for instance `top_k` and
+      `gate_form` to serve one training at several activated shares, `dtype`, or
+      `attention_impl`. None leaves a field as it was trained.
+
+  Returns:
+    The model, its parameters and its config.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint.
+    ValueError: an override does not fit the model.
+  """
+  metadata, step = checkpoint.read_metadata(directory, step)
+  overrides = {k: v for k, v in model_overrides.items() if v is not None}
+  config = metadata.config
+  if overrides:
+    config = config_lib.apply_overrides(config, "model", **overrides)
+  # The stored tree is the trained model's: an override such as top_k = 0 may
+  # use fewer parameters than the checkpoint holds.
+  trained, inputs = make_model(metadata.config)
+  boxed = abstract_params(trained, inputs)
+  if mesh is None:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: device, unbox(boxed))
+  else:
+    shardings = sharding.param_shardings(boxed, mesh)
+  abstract = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    unbox(boxed),
+    shardings,
+  )
+  params = checkpoint.restore_params(directory, step, abstract, use_ema=use_ema)
+  model, _ = make_model(config)
+  return Restored(config, model, params, step, metadata.class_names)

@@ -1,0 +1,1 @@
+"""Linen modules shared by the model families."""

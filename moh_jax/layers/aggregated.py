@@ -1,0 +1,242 @@
+"""TransNeXt's two attentions with routed heads (arXiv:2311.17132, 2410.11842).
+
+Both use cosine logits: unit queries plus a learned query embedding, scaled by
+softplus(temperature) * log(number of keys), against unit keys, plus a bias from
+a small MLP on log-spaced relative coordinates.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.layers.embed import CONV_INIT
+from moh_jax.layers.moh import LINEAR_INIT, HeadMix, HeadProjection, HeadRouter
+from moh_jax.ops import attention as attention_ops
+from moh_jax.ops import window as window_ops
+from moh_jax.ops.activation import gelu
+from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
+from moh_jax.ops.position import RelativeCoordinates, pooling_bins
+from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
+
+_POSITION_MLP_DIM = 512
+# softplus(temperature) starts at 1 / 0.24 (TransNeXt, section 3.3).
+_TEMPERATURE_INIT = math.log(math.exp(1 / 0.24) - 1)
+
+
+class QueryScale(nn.Module):
+  """Length-scaled cosine queries with a learned query embedding."""
+
+  @nn.compact
+  def __call__(
+    self, q: jax.Array, num_keys: np.ndarray
+  ) -> tuple[jax.Array, jax.Array]:
+    """Normalizes and scales queries.
+
+    Args:
+      q: [B, N, H, D].
+      num_keys: [N] or [] keys that each query sees.
+
+    Returns:
+      Unit queries and scaled queries, both [B, N, H, D] float32.
+    """
+    heads, dim = q.shape[2:]
+    temperature = self.param(
+      "temperature",
+      nn.with_logical_partitioning(
+        nn.initializers.constant(_TEMPERATURE_INIT), ("heads",)
+      ),
+      (heads,),
+      jnp.float32,
+    )
+    embedding = self.param(
+      "query_embedding",
+      nn.with_logical_partitioning(LINEAR_INIT, ("heads", "head_dim")),
+      (heads, dim),
+      jnp.float32,
+    )
+    length = jnp.asarray(np.log(num_keys), jnp.float32)  # [N] or []
+    scale = length[..., None] * jax.nn.softplus(temperature)  # [N, H] or [H]
+    unit = l2_normalize(q)
+    return unit, (unit + embedding) * scale[..., None]
+
+
+class PositionBias(nn.Module):
+  """Continuous position bias: an MLP on relative coordinates, per head.
+
+  Attributes:
+    num_heads: H.
+  """
+
+  num_heads: int
+
+  @nn.compact
+  def __call__(self, coordinates: RelativeCoordinates) -> jax.Array:
+    """Returns [H, N, M] float32 for N queries and M keys."""
+    kernel = self.param("fc1_kernel", LINEAR_INIT, (2, _POSITION_MLP_DIM))
+    bias = self.param("fc1_bias", nn.initializers.zeros, (_POSITION_MLP_DIM,))
+    # Two multiply-adds rather than a product with an inner dimension of two,
+    # whose [T, 512] result the remat policy "dots" would keep for every block.
+    x = jnp.asarray(coordinates.table)
+    hidden = nn.relu(x[:, :1] * kernel[0] + x[:, 1:] * kernel[1] + bias)
+    out = nn.Dense(self.num_heads, kernel_init=LINEAR_INIT, name="fc2")
+    return out(hidden).T[:, coordinates.index]
+
+
+class FullAttention(nn.Module):
+  """Cosine attention over all tokens, for the last stage.
+
+  Attributes:
+    budget: the layer's head split.
+    router: the kind and form of the router.
+    qkv_bias: bias of the query, key and value projections.
+    implementation: see `ops.attention.attention`.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  budget: HeadBudget
+  router: RouterConfig = RouterConfig()
+  qkv_bias: bool = True
+  implementation: str = "auto"
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, coordinates: RelativeCoordinates
+  ) -> tuple[jax.Array, RouterAux]:
+    """Attends.
+
+    Args:
+      x: [B, N, C] tokens.
+      coordinates: relative coordinates of N queries and N keys.
+
+    Returns:
+      [B, N, C] and the router's side values.
+    """
+    heads, dim = self.budget.num_heads, self.budget.head_dim
+    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+    gates, aux = HeadRouter(self.budget, self.router, name="router")(x)
+    q, k, v = HeadProjection(
+      3, heads, dim, use_bias=self.qkv_bias, name="qkv", **kinds
+    )(x)
+    _, q = QueryScale(name="query_scale")(q, np.asarray(x.shape[1]))
+    out = attention_ops.attention(
+      q.astype(self.dtype),
+      l2_normalize(k).astype(self.dtype),
+      v,
+      bias=PositionBias(heads, name="cpb")(coordinates),
+      scale=1.0,
+      implementation=self.implementation,
+    )
+    return HeadMix(x.shape[-1], name="out", **kinds)(out, gates), aux
+
+
+class AggregatedAttention(nn.Module):
+  """Cosine attention to a sliding window and to pooled tokens at once.
+
+  Attributes:
+    budget: the layer's head split.
+    grid: rows and columns of the tokens.
+    pool_grid: rows and columns of the pooled tokens.
+    window: odd width of the sliding window.
+    router: the kind and form of the router.
+    qkv_bias: bias of the query, key and value projections.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  budget: HeadBudget
+  grid: tuple[int, int]
+  pool_grid: tuple[int, int]
+  window: int = 3
+  router: RouterConfig = RouterConfig()
+  qkv_bias: bool = True
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, coordinates: RelativeCoordinates
+  ) -> tuple[jax.Array, RouterAux]:
+    """Attends.
+
+    Args:
+      x: [B, N, C] tokens, row by row over the grid.
+      coordinates: relative coordinates of N queries and the pooled keys.
+
+    Returns:
+      [B, N, C] and the router's side values.
+    """
+    heads, dim = self.budget.num_heads, self.budget.head_dim
+    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+    gates, aux = HeadRouter(self.budget, self.router, name="router")(x)
+
+    project_q = HeadProjection(
+      1, heads, dim, use_bias=self.qkv_bias, name="q", **kinds
+    )
+    project_kv = HeadProjection(
+      2, heads, dim, use_bias=self.qkv_bias, name="kv", **kinds
+    )
+    (q,), (k, v) = project_q(x), project_kv(x)
+    pool_k, pool_v = project_kv(self._pool(x))
+
+    counts = window_ops.window_counts(self.grid, self.window)
+    num_keys = counts + math.prod(self.pool_grid)
+    unit_q, q = QueryScale(name="query_scale")(q, num_keys)
+    out = aggregated_attention(
+      q.astype(self.dtype),
+      l2_normalize(k).astype(self.dtype),
+      v,
+      l2_normalize(pool_k).astype(self.dtype),
+      pool_v,
+      grid=self.grid,
+      window=self.window,
+      window_bias=self._per_position(
+        "relative_pos_bias_local", nn.initializers.normal(0.0004)
+      ),
+      pool_bias=PositionBias(heads, name="cpb")(coordinates),
+      position_weights=self._position_weights(unit_q),
+    )
+    return HeadMix(x.shape[-1], name="out", **kinds)(out, gates), aux
+
+  def _pool(self, x: jax.Array) -> jax.Array:
+    """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""
+    batch, _, channels = x.shape
+    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+    x = nn.Dense(channels, kernel_init=CONV_INIT, name="sr", **kinds)(x)
+    x = gelu(x).reshape(batch, *self.grid, channels)
+    rows, columns = (
+      jnp.asarray(pooling_bins(size, bins), x.dtype)
+      for size, bins in zip(self.grid, self.pool_grid)
+    )
+    x = jnp.einsum("pi,bijc->bpjc", rows, x)
+    x = jnp.einsum("qj,bpjc->bpqc", columns, x)
+    x = x.reshape(batch, -1, channels)
+    return nn.LayerNorm(
+      epsilon=1e-5, use_fast_variance=False, name="norm", **kinds
+    )(x)
+
+  def _position_weights(self, unit_q: jax.Array) -> jax.Array:
+    """Window weights that depend on the query alone, [B, N, H, L] float32."""
+    shape = (self.budget.num_heads, self.budget.head_dim, self.window**2)
+    tokens = self.param(
+      "learnable_tokens",
+      nn.with_logical_partitioning(LINEAR_INIT, ("heads", "head_dim", None)),
+      shape,
+      jnp.float32,
+    )
+    bias = self._per_position("learnable_bias", nn.initializers.zeros)
+    return jnp.einsum("bnhd,hdl->bnhl", unit_q, tokens) + bias
+
+  def _per_position(self, name: str, init) -> jax.Array:
+    """A parameter per head and window position, [H, L] float32."""
+    return self.param(
+      name,
+      nn.with_logical_partitioning(init, ("heads", None)),
+      (self.budget.num_heads, self.window**2),
+      jnp.float32,
+    )

@@ -1,0 +1,83 @@
+"""Feed-forward layers."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moh_jax.layers.moh import LINEAR_INIT
+from moh_jax.layers.partitioning import constrain
+from moh_jax.ops.activation import gelu
+from moh_jax.ops.window import depthwise_conv
+
+_KERNEL = 3
+
+
+class ConvGLU(nn.Module):
+  """Convolutional gated linear unit of TransNeXt (arXiv:2311.17132).
+
+  out(gelu(depthwise(gate(x))) * value(x)), GELU exact.
+
+  Attributes:
+    hidden_dim: F.
+    grid: rows and columns of the tokens.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  hidden_dim: int
+  grid: tuple[int, int]
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, N, C] to [B, N, C]."""
+    batch, tokens, channels = x.shape
+    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+    up = nn.with_logical_partitioning(LINEAR_INIT, ("embed", "mlp"))
+    gate = nn.Dense(self.hidden_dim, kernel_init=up, name="gate", **kinds)(x)
+    value = nn.Dense(self.hidden_dim, kernel_init=up, name="value", **kinds)(x)
+    gate = constrain(gate, "batch", None, "mlp")
+    value = constrain(value, "batch", None, "mlp")
+
+    gate = gate.reshape(batch, *self.grid, self.hidden_dim)
+    gate = DepthwiseConv(name="dwconv", **kinds)(gate)
+    gate = gate.reshape(batch, tokens, self.hidden_dim)
+    hidden = gelu(gate) * value
+
+    down = nn.with_logical_partitioning(LINEAR_INIT, ("mlp", "embed"))
+    out = nn.Dense(channels, kernel_init=down, name="out", **kinds)(hidden)
+    return constrain(out, "batch", None, None)
+
+
+class DepthwiseConv(nn.Module):
+  """3x3 depthwise convolution with bias and zero padding.
+
+  Attributes:
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, X, Y, F] to [B, X, Y, F]."""
+    features = x.shape[-1]
+    # fan_out of one group is the 3 x 3 window alone.
+    init = nn.initializers.normal((2.0 / _KERNEL**2) ** 0.5)
+    kernel = self.param(
+      "kernel",
+      nn.with_logical_partitioning(init, (None, None, "mlp")),
+      (_KERNEL, _KERNEL, features),
+      self.param_dtype,
+    )
+    bias = self.param(
+      "bias",
+      nn.with_logical_partitioning(nn.initializers.zeros, ("mlp",)),
+      (features,),
+      self.param_dtype,
+    )
+    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+    return depthwise_conv(x, kernel) + bias

@@ -1,0 +1,294 @@
+"""Mixture-of-Head attention: router, head mixing, and the whole layer.
+
+The contract that every family follows: it makes per-head outputs
+`heads` [B, N, H, D] in its own way; `HeadRouter` turns the tokens into
+`gates` [B, N, H] float32, exactly 0 for the heads a token did not choose; and
+`HeadMix` maps both to [B, N, C].
+"""
+
+import dataclasses
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moh_jax.layers.partitioning import constrain
+from moh_jax.ops import attention as attention_ops
+from moh_jax.ops import routing
+from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
+
+# The released models draw every linear weight with this deviation.
+LINEAR_INIT = nn.initializers.normal(0.02)
+
+
+class HeadRouter(nn.Module):
+  """Decides which heads a token uses and with what weight.
+
+  The two-stage router has up to three bias-free matrices: `routed` [C, R]
+  (W_r), `shared` [C, S] (W_s, for two or more shared heads) and `group` [C, 2]
+  (W_h, where both groups are in use). Everything is float32 at full matrix
+  precision whatever the compute dtype: a rounding that swaps the last selected
+  head changes the output.
+
+  Under `mutable=["intermediates"]` the layer records its `routing`.
+
+  Attributes:
+    budget: the layer's head split.
+    config: the kind and form of the router.
+  """
+
+  budget: HeadBudget
+  config: RouterConfig = RouterConfig()
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, token_mask: jax.Array | None = None
+  ) -> tuple[jax.Array | None, RouterAux]:
+    """Routes tokens.
+
+    Args:
+      x: [B, N, C] the tokens that the attention reads.
+      token_mask: [B, N] bool, True for the tokens that the balance loss and
+        the statistics count; None counts all.
+
+    Returns:
+      gates [B, N, H] float32, or None for the kind "none" (every head weighs
+      one), and the side values.
+    """
+    budget, config = self.budget, self.config
+    if config.kind == "none":
+      return None, routing.all_heads_aux(budget.num_heads)
+
+    chex.assert_rank(x, 3)
+    sizes = {
+      "routed": budget.routed if budget.top_k else 0,
+      "shared": budget.shared if budget.shared > 1 else 0,
+      "group": 2 if config.two_stage and budget.shared and budget.top_k else 0,
+    }
+    logits = self._logits(x, {n: s for n, s in sizes.items() if s})
+    decided = routing.two_stage_gates(
+      budget=budget,
+      routed_logits=logits.get("routed"),
+      shared_logits=logits.get("shared"),
+      group_logits=logits.get("group"),
+      batch_shape=x.shape[:2],
+      form=config.gate_form,
+    )
+    self.sow("intermediates", "routing", decided)
+    aux = routing.router_aux(
+      decided, budget, token_mask=token_mask, form=config.gate_form
+    )
+    return decided.gates, aux
+
+  def _logits(self, x: jax.Array, sizes: dict[str, int]) -> dict:
+    """One product for all router matrices; [B, N, size] float32 each."""
+    if not sizes:
+      return {}
+    kernels = [
+      self.param(
+        name,
+        nn.with_logical_partitioning(LINEAR_INIT, ("embed", None)),
+        (x.shape[-1], size),
+        jnp.float32,
+      )
+      for name, size in sizes.items()
+    ]
+    kernel = jnp.concatenate([k.astype(jnp.float32) for k in kernels], axis=-1)
+    logits = jnp.matmul(
+      x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST
+    )
+    splits = list(sizes.values())
+    bounds = [sum(splits[:i]) for i in range(1, len(splits))]
+    return dict(zip(sizes, jnp.split(logits, bounds, axis=-1)))
+
+
+class HeadProjection(nn.Module):
+  """Projects tokens to per-head vectors, several kinds in one product.
+
+  Attributes:
+    parts: kinds of vectors (3 for queries, keys and values).
+    num_heads: heads of each kind.
+    head_dim: width of a head.
+    use_bias: add a learned bias.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  parts: int
+  num_heads: int
+  head_dim: int
+  use_bias: bool = True
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> list[jax.Array]:
+    """Maps x [B, N, C] to `parts` arrays [B, N, H, D]."""
+    shape = (self.parts, self.num_heads, self.head_dim)
+    kernel = self.param(
+      "kernel",
+      nn.with_logical_partitioning(
+        LINEAR_INIT, ("embed", None, "heads", "head_dim")
+      ),
+      (x.shape[-1], *shape),
+      self.param_dtype,
+    )
+    x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    out = jnp.einsum("bnc,cphd->bnphd", x, kernel)
+    if self.use_bias:
+      bias = self.param(
+        "bias",
+        nn.with_logical_partitioning(
+          nn.initializers.zeros, (None, "heads", "head_dim")
+        ),
+        shape,
+        self.param_dtype,
+      )
+      out = out + bias.astype(out.dtype)
+    vectors = [out[:, :, part] for part in range(self.parts)]
+    return [constrain(v, "batch", None, "heads", "head_dim") for v in vectors]
+
+
+class HeadMix(nn.Module):
+  """Gated sum of the heads' outputs (arXiv:2410.11842, eq. 4).
+
+  Attributes:
+    features: C, width of the result.
+    use_bias: add a learned bias.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  features: int
+  use_bias: bool = True
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, heads: jax.Array, gates: jax.Array | None = None
+  ) -> jax.Array:
+    """Mixes heads.
+
+    Args:
+      heads: [B, N, H, D].
+      gates: [B, N, H], or None to weigh every head by one.
+
+    Returns:
+      [B, N, C].
+    """
+    chex.assert_rank(heads, 4)
+    kernel = self.param(
+      "kernel",
+      nn.with_logical_partitioning(LINEAR_INIT, ("heads", "head_dim", "embed")),
+      (*heads.shape[2:], self.features),
+      self.param_dtype,
+    )
+    if gates is not None:
+      chex.assert_equal_shape_prefix((heads, gates), 3)
+      heads = heads * gates[..., None].astype(heads.dtype)
+    heads, kernel = nn.dtypes.promote_dtype(heads, kernel, dtype=self.dtype)
+    out = jnp.einsum("bnhd,hdc->bnc", heads, kernel)
+    if self.use_bias:
+      bias = self.param(
+        "bias", nn.initializers.zeros, (self.features,), self.param_dtype
+      )
+      out = out + bias.astype(out.dtype)
+    return constrain(out, "batch", None, None)
+
+
+class MoHAttention(nn.Module):
+  """Softmax attention with routed heads, the plain form (DiT, LLM).
+
+  Attributes:
+    budget: the layer's head split; H * D need not equal the width.
+    router: the kind and form of the router.
+    num_kv_heads: key/value heads; None is one per query head.
+    causal: whether a token sees only itself and the tokens before it.
+    use_bias: biases of the projections.
+    implementation: see `ops.attention.attention`.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  budget: HeadBudget
+  router: RouterConfig = RouterConfig()
+  num_kv_heads: int | None = None
+  causal: bool = False
+  use_bias: bool = True
+  implementation: str = "auto"
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, token_mask: jax.Array | None = None
+  ) -> tuple[jax.Array, RouterAux]:
+    """Attends.
+
+    Args:
+      x: [B, N, C] tokens.
+      token_mask: [B, N] bool, False for padding: unseen as keys, not counted by
+        the router's statistics.
+
+    Returns:
+      [B, N, C] and the router's side values.
+    """
+    heads, dim = self.budget.num_heads, self.budget.head_dim
+    kinds = {
+      "use_bias": self.use_bias,
+      "dtype": self.dtype,
+      "param_dtype": self.param_dtype,
+    }
+    if self.num_kv_heads in (None, heads):
+      q, k, v = HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
+    else:
+      (q,) = HeadProjection(1, heads, dim, name="q", **kinds)(x)
+      k, v = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)(x)
+    gates, aux = HeadRouter(self.budget, self.router, name="router")(
+      x, token_mask
+    )
+    out = attention_ops.attention(
+      q,
+      k,
+      v,
+      key_mask=token_mask,
+      causal=self.causal,
+      implementation=self.implementation,
+    )
+    return HeadMix(x.shape[-1], name="out", **kinds)(out, gates), aux
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelAux:
+  """Router side values of a whole model.
+
+  Attributes:
+    balance_loss: [] mean over the layers that route, 0 if none does.
+    activated_share: [] heads used over heads present, all layers together.
+    layers: per group of equal layers, its `RouterAux` with a leading layer
+      axis.
+  """
+
+  balance_loss: jax.Array
+  activated_share: jax.Array
+  layers: dict[str, RouterAux]
+
+
+def collect_aux(
+  layers: dict[str, RouterAux], top_k: dict[str, int]
+) -> ModelAux:
+  """Gathers the side values of groups of equal layers.
+
+  Args:
+    layers: per group, values with a leading layer axis.
+    top_k: per group, routed heads a token activates (0 for no router).
+  """
+  losses = [layers[name].balance_loss for name in layers if top_k[name]]
+  loss = jnp.concatenate(losses).mean() if losses else jnp.zeros(())
+  loads = [aux.load for aux in layers.values()]
+  used = sum(load.sum() for load in loads)
+  present = sum(load.size for load in loads)
+  return ModelAux(loss, used / present, layers)

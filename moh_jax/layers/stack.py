@@ -1,0 +1,65 @@
+"""Stacks of equal blocks, scanned so that they compile once."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+
+# What the backward pass keeps of a block; the rest is computed again.
+REMAT_POLICIES: dict[str, Callable | None] = {
+  "full": jax.checkpoint_policies.nothing_saveable,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+REMAT_NAMES = ("none", *REMAT_POLICIES)
+
+
+def scan_blocks(
+  block: type[nn.Module], depth: int, *, in_axes: tuple, remat: str = "none"
+) -> type[nn.Module]:
+  """Lifts a block to a stack of `depth` blocks with stacked parameters.
+
+  The block maps (carry, *inputs) to (carry, aux); the stack returns the last
+  carry and every aux with a leading layer axis, the balance loss among them.
+  Parameters and recorded intermediates get a leading layer axis too.
+
+  Args:
+    block: the Linen class.
+    depth: blocks in the stack.
+    in_axes: per input after the carry, 0 to scan it or `nn.broadcast`.
+    remat: "none", "full" or "dots".
+
+  Returns:
+    The lifted class.
+  """
+  if remat not in REMAT_NAMES:
+    raise ValueError(f"remat={remat!r} must be one of {REMAT_NAMES}")
+  if remat != "none":
+    block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
+  return nn.scan(
+    block,
+    variable_axes={"params": 0, "intermediates": 0},
+    split_rngs={"params": True, "dropout": True},
+    in_axes=in_axes,
+    length=depth,
+    metadata_params={nn.PARTITION_NAME: "layers"},
+  )
+
+
+class DropPath(nn.Module):
+  """Stochastic depth (arXiv:1603.09382): drops a branch, sample by sample.
+
+  Attributes:
+    deterministic: keep every branch.
+  """
+
+  deterministic: bool
+
+  @nn.compact
+  def __call__(self, x: jax.Array, rate: jax.Array) -> jax.Array:
+    """Drops x [B, ...] with probability `rate` [] and rescales what stays."""
+    if self.deterministic:
+      return x
+    keep = 1.0 - rate
+    shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+    kept = jax.random.bernoulli(self.make_rng("dropout"), keep, shape)
+    return x * (kept / keep).astype(x.dtype)

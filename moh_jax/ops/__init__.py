@@ -1,0 +1,1 @@
+"""Pure array functions: no Flax modules, no configuration."""

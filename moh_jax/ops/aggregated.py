@@ -1,0 +1,94 @@
+"""Aggregated attention of TransNeXt (arXiv:2311.17132): window plus pool.
+
+Shapes: B batch, X x Y the token grid, N = X * Y tokens, H heads, D head dim,
+L window positions, P pooled positions.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from moh_jax.ops import window as window_ops
+
+
+def l2_normalize(x: jax.Array) -> jax.Array:
+  """Unit vectors x / max(||x||, 1e-12) over the last axis, float32."""
+  x = x.astype(jnp.float32)
+  square = jnp.sum(x * x, axis=-1, keepdims=True)
+  return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+def aggregated_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  pool_k: jax.Array,
+  pool_v: jax.Array,
+  *,
+  grid: tuple[int, int],
+  window: int,
+  window_bias: jax.Array,
+  pool_bias: jax.Array,
+  position_weights: jax.Array,
+) -> jax.Array:
+  """Attends to a sliding window and to pooled tokens with one softmax.
+
+  The window reads shifted views of one padded copy of k and of v (see
+  `ops.window`); the only per-pair arrays are the logits, [B, N, H, L] and
+  [B, H, N, P] float32.
+
+  Args:
+    q: [B, N, H, D] scaled queries.
+    k: [B, N, H, D] keys of the window.
+    v: [B, N, H, D] values of the window.
+    pool_k: [B, P, H, D] keys of the pooled tokens.
+    pool_v: [B, P, H, D] values of the pooled tokens.
+    grid: X and Y.
+    window: odd width of the window.
+    window_bias: [H, L] added to the window logits.
+    pool_bias: [H, N, P] added to the pooled logits.
+    position_weights: [B, N, H, L] added to the window's weights after the
+      softmax (TransNeXt's positional attention).
+
+  Returns:
+    [B, N, H, D] in the dtype of v.
+  """
+  chex.assert_equal_shape((q, k, v))
+  chex.assert_equal_shape((pool_k, pool_v))
+  batch, tokens, heads, dim = q.shape
+  on_grid = (batch, *grid, heads)
+
+  logits = window_ops.window_logits(
+    q.reshape(*on_grid, dim), k.reshape(*on_grid, dim), window
+  )
+  logits = logits.reshape(batch, tokens, heads, -1) + window_bias
+  inside = window_ops.window_inside(grid, window)[:, None, :]  # [N, 1, L]
+  logits = jnp.where(inside, logits, -jnp.inf)
+
+  pool_logits = jnp.einsum(
+    "bnhd,bphd->bhnp", q, pool_k, preferred_element_type=jnp.float32
+  )
+  pool_logits = pool_logits + pool_bias
+
+  # One softmax over both parts without concatenating them: a shared maximum
+  # and a shared sum. The token itself is always inside the window.
+  pool_max = pool_logits.max(-1)  # [B, H, N]
+  highest = jnp.maximum(logits.max(-1), pool_max.swapaxes(1, 2))
+  highest = jax.lax.stop_gradient(highest)  # [B, N, H]
+  weights = jnp.exp(logits - highest[..., None])
+  pool_weights = jnp.exp(pool_logits - highest.swapaxes(1, 2)[..., None])
+  total = weights.sum(-1) + pool_weights.sum(-1).swapaxes(1, 2)  # [B, N, H]
+  weights = weights / total[..., None] + position_weights
+
+  out = window_ops.window_mix(
+    weights.reshape(*on_grid, -1).astype(v.dtype),
+    v.reshape(*on_grid, dim),
+    window,
+  ).reshape(batch, tokens, heads, dim)
+  pool_out = jnp.einsum(
+    "bhnp,bphd->bnhd",
+    pool_weights.astype(pool_v.dtype),
+    pool_v,
+    preferred_element_type=jnp.float32,
+  )
+  return (out + pool_out / total[..., None]).astype(v.dtype)

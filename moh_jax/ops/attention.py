@@ -1,0 +1,116 @@
+"""Per-head attention behind one signature.
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads (H is a
+multiple of K), D head dim. `jax.nn.dot_product_attention` has the same layout
+but calls the heads N and the head dim H.
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  *,
+  bias: jax.Array | None = None,
+  key_mask: jax.Array | None = None,
+  causal: bool = False,
+  scale: float | None = None,
+  implementation: str = "auto",
+) -> jax.Array:
+  """Softmax attention of every head, not yet mixed over the heads.
+
+  Args:
+    q: [B, N, H, D] queries.
+    k: [B, M, K, D] keys; query head h reads key/value head h // (H / K).
+    v: [B, M, K, D] values.
+    bias: added to the scaled logits, broadcastable to [B, H, N, M].
+    key_mask: [B, M] bool, False for keys that no query may see (padding).
+    causal: query n sees the keys up to n + M - N: with fewer queries than keys
+      the queries are the last ones.
+    scale: factor of the logits; None is D ** -0.5.
+    implementation: "dense" computes every head; "auto" picks the best form for
+      the shapes and the device.
+
+  Returns:
+    [B, N, H, D] in the dtype of v. A query that sees no key gets 0.
+
+  Raises:
+    ValueError: the implementation is unknown, or the heads do not group.
+  """
+  chex.assert_rank((q, k, v), 4)
+  chex.assert_equal_shape((k, v))
+  if q.shape[2] % k.shape[2]:
+    raise ValueError(
+      f"{q.shape[2]} query heads are not a multiple of the "
+      f"{k.shape[2]} key/value heads"
+    )
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(
+      f"implementation={implementation!r} must be one of "
+      f"{tuple(IMPLEMENTATIONS)}"
+    )
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  mask = _visible(q.shape[1], k.shape[1], key_mask, causal)
+  return IMPLEMENTATIONS[implementation](q, k, v, bias, mask, scale)
+
+
+def _visible(
+  num_queries: int, num_keys: int, key_mask: jax.Array | None, causal: bool
+) -> jax.Array | None:
+  """Combines the masks, broadcastable to [B, 1, N, M]; None sees everything."""
+  mask = None if key_mask is None else key_mask[:, None, None, :]
+  if causal:
+    triangle = jnp.tri(num_queries, num_keys, num_keys - num_queries, bool)
+    mask = triangle if mask is None else mask & triangle
+  return mask
+
+
+def _dense(q, k, v, bias, mask, scale) -> jax.Array:
+  """All logits at once, [B, H, N, M] float32."""
+  batch, queries, heads, dim = q.shape
+  groups = k.shape[2]
+  grouped = q.reshape(batch, queries, groups, heads // groups, dim)
+  logits = jnp.einsum(
+    "bnkgd,bmkd->bkgnm", grouped, k, preferred_element_type=jnp.float32
+  )
+  logits = logits.reshape(batch, heads, queries, -1) * scale
+  if bias is not None:
+    logits = logits + bias
+  if mask is not None:
+    logits = jnp.where(mask, logits, -jnp.inf)
+  weights = softmax(logits, masked=mask is not None).astype(v.dtype)
+  weights = weights.reshape(batch, groups, heads // groups, queries, -1)
+  out = jnp.einsum("bkgnm,bmkd->bnkgd", weights, v)
+  return out.reshape(batch, queries, heads, dim)
+
+
+def softmax(logits: jax.Array, *, masked: bool) -> jax.Array:
+  """Softmax over the last axis in which a row of -inf gives 0, not NaN.
+
+  Args:
+    logits: [..., M] float32, -inf where masked.
+    masked: whether any logit may be -inf.
+
+  Returns:
+    [..., M] float32.
+  """
+  if not masked:
+    return jax.nn.softmax(logits)
+  # A row without keys: any finite maximum keeps exp(-inf) = 0 and 0 / 1 = 0.
+  highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+  highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+  weights = jnp.exp(logits - highest)
+  total = weights.sum(-1, keepdims=True)
+  return weights / jnp.where(total > 0, total, 1.0)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+  "auto": _dense,
+  "dense": _dense,
+}

@@ -1,0 +1,89 @@
+"""Positions as arrays: log-spaced relative coordinates of a token grid."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class RelativeCoordinates:
+  """Relative (row, column) coordinates of every query and key of a stage.
+
+  Many pairs share a coordinate, so the position MLP runs on the distinct ones.
+
+  Attributes:
+    table: [T, 2] float32 distinct log-spaced coordinates.
+    index: [N, M] int32 row of the table for each query and key.
+  """
+
+  table: np.ndarray | jax.Array
+  index: np.ndarray | jax.Array
+
+
+def pooling_bins(size: int, bins: int) -> np.ndarray:
+  """Averaging matrix of adaptive average pooling along one axis.
+
+  Bin i averages the positions floor(i * size / bins) up to, excluding,
+  ceil((i + 1) * size / bins); bins overlap where size is not a multiple.
+
+  Args:
+    size: positions.
+    bins: averages, 1 <= bins <= size.
+
+  Returns:
+    [bins, size] float64, rows sum to 1.
+  """
+  if not 1 <= bins <= size:
+    raise ValueError(f"bins={bins} must be in [1, {size}]")
+  edges = np.arange(bins + 1) * size
+  starts, stops = edges[:-1] // bins, -(-edges[1:] // bins)
+  position = np.arange(size)
+  inside = (position >= starts[:, None]) & (position < stops[:, None])
+  return inside / inside.sum(1, keepdims=True)
+
+
+def relative_coordinates(
+  query_grid: tuple[int, int],
+  key_grid: tuple[int, int],
+  pretrain_grid: tuple[int, int] | None = None,
+) -> RelativeCoordinates:
+  """Log-spaced relative coordinates of TransNeXt (arXiv:2311.17132).
+
+  Per axis: d = (query - key) / (pretrain size - 1) * 8, then
+  sign(d) log2(1 + |d|) / 3. A key of a pooled grid sits at the mean position of
+  its bin.
+
+  Args:
+    query_grid: rows and columns of the queries.
+    key_grid: rows and columns of the keys, at most the query grid.
+    pretrain_grid: query grid that the model was pre-trained with; None is
+      `query_grid`. An axis of size 1 has only the coordinate 0.
+
+  Returns:
+    The distinct coordinates and, for every pair, the row that holds its own.
+  """
+  pretrain_grid = pretrain_grid or query_grid
+  tables, indices = [], []
+  for size, keys, pretrain in zip(query_grid, key_grid, pretrain_grid):
+    positions = np.arange(size, dtype=np.float64)
+    key_positions = pooling_bins(size, keys) @ positions
+    offset = positions[:, None] - key_positions[None, :]
+    # Rounding merges equal offsets that differ by the noise of the mean.
+    distinct, index = np.unique(np.round(offset, 6), return_inverse=True)
+    scaled = distinct / max(pretrain - 1, 1) * 8
+    tables.append(np.sign(scaled) * np.log2(1 + np.abs(scaled)) / 3)
+    indices.append(index.reshape(size, keys))
+
+  rows, columns = tables
+  table = np.stack(np.meshgrid(rows, columns, indexing="ij"), axis=-1)
+  # [X, 1, KX, 1] and [1, Y, 1, KY] -> [X, Y, KX, KY]
+  index = (
+    indices[0][:, None, :, None] * len(columns) + indices[1][None, :, None, :]
+  )
+  queries, keys = int(np.prod(query_grid)), int(np.prod(key_grid))
+  return RelativeCoordinates(
+    table=table.reshape(-1, 2).astype(np.float32),
+    index=index.reshape(queries, keys).astype(np.int32),
+  )

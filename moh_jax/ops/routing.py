@@ -1,0 +1,305 @@
+"""Mixture-of-Head routing: which heads a token uses, and with what weight.
+
+One router for every family (MoH, arXiv:2410.11842, section 3). The first
+`shared` heads of a layer are always on; each token picks `top_k` of the other
+`routed` heads. Two published forms of the weights exist:
+
+- "paper": eq. 5 and 6. Shared head i weighs a1 * S_i, a selected routed head
+  a2 * P_i, with S = softmax(W_s x), P = softmax(W_r x) and
+  (a1, a2) = softmax(W_h x).
+- "released": what the public checkpoints were trained with. Shared heads weigh
+  2 a1 * shared * S_i; the selected P_i are first renormalised to sum to one and
+  then weigh 2 a2 * top_k * P_i, so that a uniform router gives every active
+  head the weight one.
+
+In both forms a1 and a2 drop out where one of the two groups is empty, and a
+single shared head has S = 1. Scores and weights are float32.
+
+Shapes: B batch, N tokens, H heads, R routed heads, S shared heads.
+"""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+
+ROUTER_KINDS = ("two_stage", "none")
+GATE_FORMS = ("released", "paper")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+  """Which router a model has; the head counts are in `HeadBudget`.
+
+  Attributes:
+    kind: "two_stage", or "none" for plain multi-head attention.
+    gate_form: "released" or "paper", see the module's docstring.
+    two_stage: learn the weights (a1, a2) of the shared and the routed group;
+      False fixes both to 1/2 (the paper's ablation, Table 5).
+  """
+
+  kind: str = "two_stage"
+  gate_form: str = "released"
+  two_stage: bool = True
+
+  def __post_init__(self):
+    if self.kind not in ROUTER_KINDS:
+      raise ValueError(f"router={self.kind!r} must be one of {ROUTER_KINDS}")
+    if self.gate_form not in GATE_FORMS:
+      raise ValueError(
+        f"gate_form={self.gate_form!r} must be one of {GATE_FORMS}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadBudget:
+  """How the heads of one layer are split; all counts are heads.
+
+  Attributes:
+    num_heads: all heads of the layer.
+    shared: the first heads, on for every token.
+    top_k: routed heads that each token activates.
+    head_dim: width of one head.
+  """
+
+  num_heads: int
+  shared: int
+  top_k: int
+  head_dim: int
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field.name}={value!r} must be an integer")
+    if self.num_heads < 1:
+      raise ValueError(f"num_heads={self.num_heads} must be at least 1")
+    if self.head_dim < 1:
+      raise ValueError(f"head_dim={self.head_dim} must be at least 1")
+    if not 0 <= self.shared <= self.num_heads:
+      raise ValueError(
+        f"shared={self.shared} must be in [0, {self.num_heads}], "
+        f"the layer has num_heads={self.num_heads}"
+      )
+    if not 0 <= self.top_k <= self.routed:
+      raise ValueError(
+        f"top_k={self.top_k} must be in [0, {self.routed}]: "
+        f"{self.num_heads} heads less {self.shared} shared leave "
+        f"{self.routed} routed"
+      )
+    if self.active == 0:
+      raise ValueError(
+        f"shared={self.shared} and top_k={self.top_k} leave no head active; "
+        "their sum must be at least 1"
+      )
+
+  @property
+  def routed(self) -> int:
+    """Heads that tokens choose among."""
+    return self.num_heads - self.shared
+
+  @property
+  def active(self) -> int:
+    """Heads that each token uses."""
+    return self.shared + self.top_k
+
+  @property
+  def share(self) -> float:
+    """Activated share of the heads, in (0, 1]."""
+    return self.active / self.num_heads
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+  """What a router decided for every token of one layer.
+
+  Attributes:
+    gates: [B, N, H] float32 weights, shared heads first; exactly 0 for heads
+      that a token did not choose.
+    probs: [B, N, R] float32 softmax over the routed heads, before the top-k.
+    selected: [B, N, R] bool, top_k True per token.
+    shared_scores: [B, N, S] float32 softmax over the shared heads.
+  """
+
+  gates: jax.Array
+  probs: jax.Array
+  selected: jax.Array
+  shared_scores: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterAux:
+  """Side values of one layer's router, float32.
+
+  Attributes:
+    balance_loss: [] load-balance loss, 0 where nothing is routed.
+    load: [H] share of tokens that use each head.
+    mean_score: [H] mean softmax score of each head within its group.
+    activated_share: [] mean share of heads used by a token.
+  """
+
+  balance_loss: jax.Array
+  load: jax.Array
+  mean_score: jax.Array
+  activated_share: jax.Array
+
+
+def top_k_mask(scores: jax.Array, k: int) -> jax.Array:
+  """Marks each token's k best heads.
+
+  Args:
+    scores: [..., R], R routed heads.
+    k: heads kept, 0 <= k <= R.
+
+  Returns:
+    [..., R] bool, k True per token; ties keep the lowest index.
+  """
+  num = scores.shape[-1]
+  if not 0 <= k <= num:
+    raise ValueError(f"k={k} must be in [0, {num}]")
+  if k in (0, num):
+    return jnp.full(scores.shape, k == num)
+  _, indices = jax.lax.top_k(scores, k)  # [..., k]
+  return jax.nn.one_hot(indices, num, dtype=jnp.bool_).any(-2)
+
+
+def two_stage_gates(
+  *,
+  budget: HeadBudget,
+  routed_logits: jax.Array | None,
+  shared_logits: jax.Array | None,
+  group_logits: jax.Array | None,
+  batch_shape: tuple[int, ...],
+  form: str = "released",
+) -> Routing:
+  """Two-stage routing weights (arXiv:2410.11842, eq. 5 and 6).
+
+  Args:
+    budget: the layer's head split.
+    routed_logits: [B, N, R] W_r x, or None when top_k is 0.
+    shared_logits: [B, N, S] W_s x, or None for fewer than two shared heads.
+    group_logits: [B, N, 2] W_h x (shared first), or None to fix a1 = a2 = 1/2
+      (the paper's ablation); ignored where one group is empty.
+    batch_shape: (B, N).
+    form: "released" or "paper", see the module's docstring.
+
+  Returns:
+    The `Routing` of every token.
+  """
+  released = form == "released"
+
+  if shared_logits is None:
+    shared_scores = jnp.ones((*batch_shape, budget.shared), jnp.float32)
+    if budget.shared > 1:
+      shared_scores /= budget.shared
+  else:
+    shared_scores = jax.nn.softmax(shared_logits.astype(jnp.float32))
+
+  if routed_logits is None:
+    probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
+  else:
+    probs = jax.nn.softmax(routed_logits.astype(jnp.float32))
+  selected = top_k_mask(probs, budget.top_k)
+
+  shared_gates = shared_scores
+  routed_gates = jnp.where(selected, probs, 0.0)
+  if released:
+    total = routed_gates.sum(-1, keepdims=True)
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).eps)
+    routed_gates = routed_gates / total * budget.top_k
+    shared_gates = shared_gates * budget.shared
+
+  if budget.shared and budget.top_k:
+    if group_logits is None:
+      groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
+    else:
+      groups = jax.nn.softmax(group_logits.astype(jnp.float32))
+    if released:
+      groups = groups * 2
+    shared_gates = shared_gates * groups[..., :1]
+    routed_gates = routed_gates * groups[..., 1:]
+
+  gates = jnp.concatenate([shared_gates, routed_gates], axis=-1)
+  return Routing(gates, probs, selected, shared_scores)
+
+
+def balance_loss(
+  probs: jax.Array,
+  selected: jax.Array,
+  *,
+  token_mask: jax.Array | None = None,
+  form: str = "released",
+) -> jax.Array:
+  """Load-balance loss of one layer (arXiv:2410.11842, eq. 7).
+
+  sum over routed heads of f_i P_i: f_i the share of tokens that select head i
+  (no gradient), P_i its mean softmax score. The released form multiplies by the
+  number of routed heads, so perfect balance gives top_k. Means run over the
+  whole batch, and under jit over the global batch of all devices.
+
+  Args:
+    probs: [B, N, R] float32.
+    selected: [B, N, R] bool.
+    token_mask: [B, N] bool, True for the tokens that count; None counts all.
+    form: "released" or "paper".
+
+  Returns:
+    [] float32.
+  """
+  chex.assert_equal_shape((probs, selected))
+  frequency = token_mean(selected, token_mask)
+  loss = jnp.sum(frequency * token_mean(probs, token_mask))
+  return loss * probs.shape[-1] if form == "released" else loss
+
+
+def token_mean(x: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
+  """Mean of [B, N, K] over tokens, [K] float32; masked tokens do not count."""
+  x = x.astype(jnp.float32)
+  if token_mask is None:
+    return x.mean((0, 1))
+  weight = token_mask.astype(jnp.float32)[..., None]
+  return (x * weight).sum((0, 1)) / jnp.maximum(weight.sum(), 1.0)
+
+
+def router_aux(
+  routing: Routing,
+  budget: HeadBudget,
+  *,
+  token_mask: jax.Array | None = None,
+  form: str = "released",
+) -> RouterAux:
+  """Balance loss and routing statistics of one layer.
+
+  Args:
+    routing: the decisions.
+    budget: the layer's head split.
+    token_mask: [B, N] bool, True for the tokens that count; None counts all.
+    form: form of the balance loss.
+
+  Returns:
+    A `RouterAux`; only `balance_loss` carries gradients.
+  """
+  if budget.top_k:
+    loss = balance_loss(
+      routing.probs, routing.selected, token_mask=token_mask, form=form
+    )
+  else:
+    loss = jnp.zeros((), jnp.float32)
+  routed_load = token_mean(routing.selected, token_mask)
+  load = jnp.concatenate([jnp.ones(budget.shared), routed_load])
+  scores = jnp.concatenate([routing.shared_scores, routing.probs], axis=-1)
+  mean_score = jax.lax.stop_gradient(token_mean(scores, token_mask))
+  return RouterAux(loss, load, mean_score, load.mean())
+
+
+def all_heads_aux(num_heads: int) -> RouterAux:
+  """Side values of a layer without a router (multi-head attention)."""
+  return RouterAux(
+    balance_loss=jnp.zeros(()),
+    load=jnp.ones(num_heads),
+    mean_score=jnp.full(num_heads, 1 / num_heads),
+    activated_share=jnp.ones(()),
+  )

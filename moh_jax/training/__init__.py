@@ -1,0 +1,1 @@
+"""From a config and batches to checkpoints, one job a file."""

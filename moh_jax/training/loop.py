@@ -1,0 +1,293 @@
+"""The run: from a config and a directory to a trained checkpoint."""
+
+import dataclasses
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+
+from moh_jax.config import Config
+from moh_jax.data.pipeline import TrainBatches, eval_batches
+from moh_jax.data.sources import ImageSource, make_source
+from moh_jax.evaluation import accuracy
+from moh_jax.training import checkpoint, optim, sharding
+from moh_jax.training.checkpoint import Checkpointer, Metadata
+from moh_jax.training.metrics import MetricsWriter
+from moh_jax.training.state import TrainState, make_state
+from moh_jax.training.step import jit_train_step
+from moh_jax.training.tasks import make_task
+
+
+class NonFiniteLossError(RuntimeError):
+  """The loss or the gradient norm became NaN or infinite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """How a run ended.
+
+  Attributes:
+    state: after the last step taken.
+    evaluation: figures of the last evaluation, empty if there was none.
+    finished: whether all steps are done; False after a request to stop.
+  """
+
+  state: TrainState
+  evaluation: dict[str, float]
+  finished: bool
+
+
+def train(config: Config, workdir: str) -> Result:
+  """Trains, evaluates and checkpoints; run again, it resumes.
+
+  SIGTERM and SIGINT save a checkpoint and return after the current step.
+
+  Args:
+    config: the run.
+    workdir: local directory or bucket for checkpoints and metrics.
+
+  Returns:
+    The final state and evaluation.
+
+  Raises:
+    ValueError: something does not fit; before any long work starts.
+    OSError: the working directory cannot be written.
+    NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
+  """
+  directory = prepare_workdir(workdir)
+  mesh = sharding.make_mesh(config.mesh)
+  sharding.check_batch(
+    "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
+  )
+  sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
+  sources = {
+    split: make_source(config.data, config.model, split)
+    for split in ("train", "val")
+  }
+  if (directory / checkpoint.FOLDER).exists():
+    _check_resumable(directory, config)
+  with sharding.use_mesh(mesh):
+    return _Run(config, directory, mesh, sources).run()
+
+
+def prepare_workdir(workdir: str) -> epath.Path:
+  """Creates the directory and proves that it can be written.
+
+  Raises:
+    OSError: it cannot; the message names the directory and the reason.
+  """
+  directory = epath.Path(workdir).expanduser().absolute()
+  probe = directory / f".write_probe_{jax.process_index()}"
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    probe.write_text("")
+    probe.unlink()
+  except OSError as error:
+    raise OSError(f"workdir {directory} cannot be written: {error}") from error
+  return directory
+
+
+def _check_resumable(directory: epath.Path, config: Config) -> None:
+  try:
+    checkpoint.find_step(directory, None)
+  except FileNotFoundError:
+    return  # an empty folder: killed before its first save
+  checkpoint.check_same_model(directory, config)
+
+
+class _StopRequest:
+  """Turns the first SIGTERM or SIGINT into a flag; a second one interrupts."""
+
+  def __init__(self):
+    self.requested = False
+    self._previous = {}
+
+  def __enter__(self) -> "_StopRequest":
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGTERM, signal.SIGINT):
+        self._previous[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self._restore()
+
+  def _handle(self, number: int, _: Any) -> None:
+    logging.warning(
+      "%s: saving after this step, then stopping", signal.Signals(number).name
+    )
+    self.requested = True
+    self._restore()
+
+  def _restore(self) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+    self._previous = {}
+
+
+class _Run:
+  """One call of `train`, inside its mesh."""
+
+  def __init__(
+    self,
+    config: Config,
+    directory: epath.Path,
+    mesh: jax.sharding.Mesh,
+    sources: dict[str, ImageSource],
+  ):
+    self.config, self.mesh, self.sources = config, mesh, sources
+    self.metadata = Metadata(config, sources["train"].class_names)
+    self.task = make_task(config)
+    optimizer = optim.make_optimizer(config.optim, config.train.steps)
+    self.init_state, self.abstract_state = make_state(
+      self.task.model,
+      self.task.inputs,
+      optimizer,
+      mesh,
+      seed=config.train.seed,
+      keep_ema=config.optim.ema_decay > 0,
+    )
+    self.train_step = jit_train_step(
+      loss_fn=self.task.loss_fn,
+      optimizer=optimizer,
+      schedule=optim.make_schedule(config.optim, config.train.steps),
+      accumulation=config.optim.accumulation,
+      ema_decay=config.optim.ema_decay,
+    )
+    self.eval_step = accuracy.make_eval_step(self.task.model)
+    self.batches = TrainBatches(config, sources["train"])
+    self.checkpointer = Checkpointer(directory, config.checkpoint)
+    self.directory = directory
+    self.saved_step: int | None = None
+
+  def run(self) -> Result:
+    """Restores or initializes, then takes the remaining steps."""
+    steps = self.config.train.steps
+    try:
+      state, start = self._start()
+      writer = MetricsWriter(
+        self.directory, self.config.log, start=start, steps=steps
+      )
+      try:
+        with _StopRequest() as stop:
+          return self._loop(state, start, writer, stop)
+      finally:
+        writer.close()
+    finally:
+      self.checkpointer.close()
+
+  def _start(self) -> tuple[TrainState, int]:
+    step = self.checkpointer.latest_step()
+    if step is None:
+      return self.init_state(), 0
+    state, position = self.checkpointer.restore(step, self.abstract_state)
+    self.batches.seek(position)
+    self.saved_step = step
+    logging.info("resumed from step %d in %s", step, self.directory)
+    return state, step
+
+  def _loop(
+    self,
+    state: TrainState,
+    start: int,
+    writer: MetricsWriter,
+    stop: _StopRequest,
+  ) -> Result:
+    config, steps = self.config, self.config.train.steps
+    evaluation: dict[str, float] = {}
+    clock = _Clock(start, config.data.batch_size)
+    pending: tuple[int, Any] | None = None  # metrics are read one step late
+    for step in range(start + 1, steps + 1):
+      batch = sharding.shard_batch(next(self.batches), self.mesh)
+      state, metrics = self.train_step(state, batch)
+      if pending:
+        self._report(*pending, writer, clock)
+      pending = (step, metrics)
+
+      stopping = self._asked_to_stop(stop, step)
+      last = step == steps
+      save = last or stopping or step % config.checkpoint.every == 0
+      evaluate = last or (config.eval.every and step % config.eval.every == 0)
+      if save or evaluate:  # never save or score a state that is not finite
+        self._report(*pending, writer, clock)
+        pending = None
+      if save:
+        self._save(state)
+      if evaluate and not (stopping and not last):
+        evaluation = self._evaluate(state)
+        writer.write(step, "val", evaluation)
+        clock.restart(step)
+      if stopping and not last:
+        self.checkpointer.wait()
+        logging.warning("stopped at step %d, saved; run again to resume", step)
+        return Result(state, evaluation, finished=False)
+    if not evaluation:  # a finished run that was started again
+      evaluation = self._evaluate(state)
+      writer.write(steps, "val", evaluation)
+    self.checkpointer.wait()
+    return Result(state, evaluation, finished=True)
+
+  def _asked_to_stop(self, stop: _StopRequest, step: int) -> bool:
+    if jax.process_count() > 1:  # all processes must stop at the same step
+      return self.checkpointer.reached_preemption(step)
+    return stop.requested
+
+  def _report(
+    self, step: int, metrics: Any, writer: MetricsWriter, clock: "_Clock"
+  ) -> None:
+    """Reads a step's metrics, checks them, and logs them if it is time."""
+    values = {name: float(value) for name, value in metrics.items()}
+    for name in ("loss", "grad_norm"):
+      if not math.isfinite(values[name]):
+        self.checkpointer.wait()
+        raise NonFiniteLossError(
+          f"{name}={values[name]} at step {step}; "
+          + (
+            "no checkpoint was saved before"
+            if self.saved_step is None
+            else f"the last good checkpoint is step {self.saved_step}"
+          )
+          + f" in {self.directory}"
+        )
+    writer.advance(step)
+    if step % self.config.log.every == 0 or step == self.config.train.steps:
+      values["images_per_second"] = clock.rate(step)
+      writer.write(step, "train", values)
+
+  def _save(self, state: TrainState) -> None:
+    self.checkpointer.save(state, self.batches.position, self.metadata)
+    self.saved_step = int(state.step)
+
+  def _evaluate(self, state: TrainState) -> dict[str, float]:
+    use_ema = self.config.eval.use_ema and state.ema is not None
+    params = state.ema if use_ema else state.params
+    batches = eval_batches(self.config, self.sources["val"])
+    return accuracy.evaluate(self.eval_step, params, batches, self.mesh)
+
+
+class _Clock:
+  """Throughput since the last report, evaluation left out."""
+
+  def __init__(
+    self,
+    step: int,
+    batch_size: int,
+    now: Callable[[], float] = time.perf_counter,
+  ):
+    self._batch_size, self._now = batch_size, now
+    self.restart(step)
+
+  def restart(self, step: int) -> None:
+    self._step, self._time = step, self._now()
+
+  def rate(self, step: int) -> float:
+    """Images per second since the last call."""
+    elapsed = self._now() - self._time
+    done = (step - self._step) * self._batch_size
+    self.restart(step)
+    return done / elapsed if elapsed > 0 else 0.0

@@ -1,0 +1,88 @@
+"""Training targets and losses, float32."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from moh_jax.config import TrainConfig
+
+
+def class_targets(
+  labels: jax.Array, num_classes: int, smoothing: float = 0.0
+) -> jax.Array:
+  """Target distributions with label smoothing (arXiv:1512.00567).
+
+  Args:
+    labels: [B] int class indices.
+    num_classes: K.
+    smoothing: share spread evenly over all classes.
+
+  Returns:
+    [B, K] float32, rows sum to 1.
+  """
+  return optax.smooth_labels(jax.nn.one_hot(labels, num_classes), smoothing)
+
+
+def soft_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Cross-entropy against target distributions.
+
+  Args:
+    logits: [B, K].
+    targets: [B, K], rows sum to 1.
+
+  Returns:
+    [B] float32.
+  """
+  chex.assert_equal_shape((logits, targets))
+  return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
+
+
+def mix_images(
+  rng: jax.Array, images: jax.Array, targets: jax.Array, config: TrainConfig
+) -> tuple[jax.Array, jax.Array]:
+  """Mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899) of a whole batch.
+
+  One draw serves the batch: each example is mixed with its mirror position, as
+  the DeiT recipe does.
+
+  Args:
+    rng: key of this step.
+    images: [B, X, Y, channels].
+    targets: [B, K].
+    config: `mixup`, `cutmix` and `cutmix_prob`; both alphas 0 mix nothing.
+
+  Returns:
+    Mixed images and targets.
+  """
+  if not (config.mixup or config.cutmix):
+    return images, targets
+  choose, draw, place = jax.random.split(rng, 3)
+  cut_prob = config.cutmix_prob if config.mixup else 1.0
+  if not config.cutmix:
+    cut_prob = 0.0
+  cut = jax.random.uniform(choose) < cut_prob
+  # An alpha of 0 is never the chosen one; Beta needs it positive all the same.
+  alpha = jnp.where(cut, config.cutmix or 1.0, config.mixup or 1.0)
+  share = jax.random.beta(draw, alpha, alpha)  # weight of the example itself
+
+  inside = _cut_box(place, images.shape[1:3], share)  # [X, Y]
+  cut_share = 1.0 - inside.mean()  # clipping at the border changes the area
+  weight = jnp.where(cut, 1.0 - inside, share)[..., None]  # [X, Y, 1]
+  weight = weight.astype(images.dtype)
+  images = images * weight + images[::-1] * (1 - weight)
+  share = jnp.where(cut, cut_share, share)
+  return images, targets * share + targets[::-1] * (1 - share)
+
+
+def _cut_box(
+  rng: jax.Array, shape: tuple[int, int], share: jax.Array
+) -> jax.Array:
+  """A random box of area 1 - share, [X, Y] float32, 1 inside."""
+  centre = jax.random.uniform(rng, (2,)) * jnp.asarray(shape)
+  half = jnp.sqrt(1.0 - share) * jnp.asarray(shape) / 2
+  low, high = jnp.floor(centre - half), jnp.floor(centre + half)
+  rows, columns = (jnp.arange(size) for size in shape)
+  in_rows = (rows >= low[0]) & (rows < high[0])
+  in_columns = (columns >= low[1]) & (columns < high[1])
+  return (in_rows[:, None] & in_columns[None, :]).astype(jnp.float32)

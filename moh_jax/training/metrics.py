@@ -1,0 +1,138 @@
+"""Where a run's figures go: a progress bar, metrics.jsonl, tensorboard."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import tqdm
+from etils import epath
+
+from moh_jax.config import LogConfig
+
+
+class MetricsWriter:
+  """Writes scalars of a run; processes other than the first write nothing.
+
+  metrics.jsonl has one object a line: {"step", "split", name: value, ...}.
+  """
+
+  def __init__(
+    self, workdir: epath.Path, config: LogConfig, *, start: int, steps: int
+  ):
+    """Opens the files for continuing at `start`.
+
+    Rows of later steps, left by a run that was killed after its last
+    checkpoint, are dropped: those steps will be taken again.
+
+    Args:
+      workdir: the run's directory.
+      config: what to write.
+      start: steps already done.
+      steps: length of the run.
+    """
+    self._active = jax.process_index() == 0
+    self._bar = None
+    self._tensorboard = None
+    self._rows: list[str] = []
+    if not self._active:
+      return
+    self._path = workdir / "metrics.jsonl"
+    self._rows = _rows_until(self._path, start)
+    self._path.write_text("".join(row + "\n" for row in self._rows))
+    self._start, self._opened = start, time.monotonic()
+    if config.tensorboard:
+      import tensorboardX  # an import of a second, not needed by every user
+
+      self._tensorboard = tensorboardX.SummaryWriter(
+        str(workdir / "tensorboard"), purge_step=start + 1 if start else None
+      )
+    self._bar = tqdm.tqdm(
+      total=steps,
+      initial=start,
+      unit="step",
+      dynamic_ncols=True,
+      disable=not (config.progress and sys.stderr.isatty()),
+    )
+    self._print_rows = config.progress and self._bar.disable
+
+  def advance(self, step: int) -> None:
+    """Moves the progress bar to `step`."""
+    if self._active:
+      self._bar.update(step - self._bar.n)
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    """Records scalars of one step.
+
+    Args:
+      step: optimizer steps done.
+      split: "train" or "val".
+      values: name -> number.
+    """
+    if not self._active:
+      return
+    row = {"step": step, "split": split, **values}
+    self._append(json.dumps(row))
+    if self._tensorboard:
+      for name, value in values.items():
+        self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+    if split == "train":
+      self._bar.set_postfix_str(_summary(values), refresh=False)
+    if self._print_rows:
+      eta = f", ETA {self._eta(step)}" if split == "train" else ""
+      line = f"step {step}/{self._bar.total} {split}: {_summary(values)}{eta}"
+      print(line, file=sys.stderr, flush=True)
+    elif split != "train":
+      self._bar.write(f"step {step} {split}: {_summary(values)}")
+
+  def _append(self, line: str) -> None:
+    self._rows.append(line)
+    if "://" in str(self._path):  # buckets cannot append
+      self._path.write_text("\n".join(self._rows) + "\n")
+    else:
+      with self._path.open("a") as stream:
+        stream.write(line + "\n")
+
+  def _eta(self, step: int) -> str:
+    """Remaining time, "MM:SS"."""
+    per_step = (time.monotonic() - self._opened) / max(step - self._start, 1)
+    return tqdm.tqdm.format_interval(per_step * (self._bar.total - step))
+
+  def close(self) -> None:
+    """Flushes and closes the files."""
+    if self._active:
+      self._bar.close()
+      if self._tensorboard:
+        self._tensorboard.close()
+
+
+_SHOWN = {
+  "loss": "loss {:.4f}",
+  "accuracy": "acc {:.2%}",
+  "balance_loss": "balance {:.3f}",
+  "activated_share": "heads {:.0%}",
+  "images_per_second": "{:.0f} images/s",
+}
+
+
+def _summary(values: Mapping[str, Any]) -> str:
+  shown = [
+    f.format(values[name]) for name, f in _SHOWN.items() if name in values
+  ]
+  return ", ".join(shown)
+
+
+def _rows_until(path: epath.Path, step: int) -> list[str]:
+  """Rows of a metrics file up to a step; a half-written last row is dropped."""
+  if not path.exists():
+    return []
+  rows = []
+  for line in path.read_text().splitlines():
+    try:
+      if json.loads(line)["step"] <= step:
+        rows.append(line)
+    except (json.JSONDecodeError, KeyError):
+      continue
+  return rows
