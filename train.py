@@ -30,4 +30,4 @@ def main(_) -> None:
 
 if __name__ == "__main__":
   flags.mark_flags_as_required(["config", "workdir"])
-  app.run(main)
+  app.run(main, flags_parser=cli.parse_flags)

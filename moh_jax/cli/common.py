@@ -2,12 +2,15 @@
 
 import argparse
 import ast
-import importlib.util
+import inspect
 import json
 import pathlib
+import runpy
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+import ml_collections
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
@@ -73,10 +76,18 @@ def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
   path = pathlib.Path(name)
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such config file")
-  module_spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(module_spec)
-  module_spec.loader.exec_module(module)
-  cfg = module.get_config(argument) if argument else module.get_config()
+  if path.suffix != ".py":
+    raise ValueError(f"{path}: a config file is Python and ends in .py")
+  get_config = runpy.run_path(str(path)).get("get_config")
+  if get_config is None:
+    raise ValueError(f"{path}: has no function get_config")
+  if argument and not inspect.signature(get_config).parameters:
+    raise ValueError(f"{path}: takes no argument, {argument!r} was given")
+  cfg = get_config(argument) if argument else get_config()
+  if not isinstance(cfg, ml_collections.ConfigDict):
+    raise ValueError(
+      f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
+    )
   for override in overrides:
     key, equals, text = override.partition("=")
     if not equals:

@@ -6,7 +6,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import MeshConfig
 from moh_jax.data.pipeline import eval_batches
-from moh_jax.data.sources import make_source
+from moh_jax.data.sources import check_class_names, make_source
 from moh_jax.evaluation import accuracy
 from moh_jax.inference.restore import restore
 from moh_jax.training import sharding
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     if args.data:
       data = {"source": "image_folder", "path": args.data}
       config = config_lib.apply_overrides(config, "data", **data)
-    if args.batch_size:
+    if args.batch_size is not None:
       config = config_lib.apply_overrides(
         config, "eval", batch_size=args.batch_size
       )
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-    batches = eval_batches(
-      config, make_source(config.data, config.model, "val")
-    )
+    source = make_source(config.data, config.model, "val")
+    check_class_names(restored.class_names, source.class_names, "the data")
+    batches = eval_batches(config, source)
     figures = accuracy.evaluate(
       accuracy.make_eval_step(restored.model), restored.params, batches, mesh
     )

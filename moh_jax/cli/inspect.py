@@ -88,8 +88,8 @@ def _print(report: dict, config: Config) -> None:
   rows = report["layers"]
   header = list(rows[0])
   print("\n" + common.table([list(row.values()) for row in rows], header))
-  counts = report["parameters_by_module"].items()
-  print("\n" + common.table([(n, f"{c:,}") for n, c in counts], ("module", "parameters")))  # fmt: skip
+  counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
+  print("\n" + common.table(counts, ("module", "parameters")))
   if report["step"] is not None:
     print(f"\nstep: {report['step']}")
   print(f"router: {config.model.router} ({config.model.gate_form})")

@@ -10,6 +10,7 @@ import traceback as traceback_lib
 from collections.abc import Callable, Sequence
 
 import ml_collections
+from absl import flags
 
 # Command -> what it does. Each lives in the module of its name and has
 # add_arguments(parser) and run(args) -> exit status; only the one that is
@@ -63,6 +64,20 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
       text = " ".join(str(error).split()) or type(error).__name__
       print(f"error: {text}", file=sys.stderr)
     return 2
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """Parses train.py's flags; wrong ones end it with one line and status 2."""
+  if "--traceback" in argv:
+    return flags.FLAGS(argv)
+  try:
+    return flags.FLAGS(argv)
+  except (*_USER_ERRORS, flags.Error) as error:
+    text = " ".join(str(error).split())
+  except (AttributeError, LookupError) as error:  # of ml_collections
+    text = f"unknown config key {error}"
+  print(f"error: {text}; see train.py --help", file=sys.stderr)
+  sys.exit(2)
 
 
 def train(

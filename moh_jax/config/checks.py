@@ -7,8 +7,10 @@ from typing import Any
 def at_least(section: str, low: float, **fields: float) -> None:
   """Raises ValueError unless every field is at least `low`."""
   for name, value in fields.items():
-    if not value >= low:
-      raise ValueError(f"{section}.{name}={value!r} must be at least {low}")
+    if not low <= value < float("inf"):
+      raise ValueError(
+        f"{section}.{name}={value!r} must be finite and at least {low}"
+      )
 
 
 def in_range(section: str, low: float, high: float, **fields: float) -> None:

@@ -83,9 +83,12 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
     )
   if "model" not in cfg:
     raise ValueError("the config has no section 'model'")
-  model = dict(cfg["model"])
+  for name, section in cfg.items():
+    if not isinstance(section, Mapping):
+      raise ValueError(f"config section {name}={section!r} must have fields")
+  model = cfg["model"]
   family = model.get("family")
-  if family not in MODEL_SECTIONS:
+  if not isinstance(family, str) or family not in MODEL_SECTIONS:
     raise ValueError(
       f"model.family={family!r} must be one of {tuple(MODEL_SECTIONS)}"
     )

@@ -52,7 +52,7 @@ class DataConfig:
         "data.path='' must name a directory with train/CLASS/* and "
         "val/CLASS/* for data.source='image_folder'"
       )
-    if len(self.mean) != len(self.std):
+    if not self.mean or len(self.mean) != len(self.std):
       raise ValueError(
         f"data.mean={self.mean} and data.std={self.std} must have one value "
         "per channel each"

@@ -6,6 +6,7 @@ int32}, `class_names` and `channels`.
 
 import functools
 import os
+import warnings
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,7 +75,11 @@ class ImageFolderSource:
         f"data.path={path!r} has no directory {split!r}; expected "
         f"{path}/{split}/CLASS/*.jpg"
       )
-    folders = sorted(entry for entry in root.iterdir() if entry.is_dir())
+    folders = sorted(
+      entry
+      for entry in root.iterdir()
+      if entry.is_dir() and not entry.name.startswith(".")
+    )
     self.class_names = tuple(folder.name for folder in folders)
     self.channels = channels
     self._files = [
@@ -150,6 +155,27 @@ def make_source(data: DataConfig, model: ViTConfig, split: str) -> ImageSource:
   return source
 
 
+def check_class_names(
+  ours: tuple[str, ...], theirs: tuple[str, ...], where: str
+) -> None:
+  """Refuses labels that mean different classes.
+
+  Args:
+    ours: names of the model's outputs.
+    theirs: names of the data's classes.
+    where: the data, for the message.
+
+  Raises:
+    ValueError: a name differs.
+  """
+  for label, (mine, other) in enumerate(zip(ours, theirs)):
+    if mine != other:
+      raise ValueError(
+        f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
+        "directories must have the names of the training split"
+      )
+
+
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
   """Reads one image file in any format Pillow knows.
 
@@ -173,10 +199,21 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such image file")
   try:
-    with path.open("rb") as stream, Image.open(stream) as image:
-      pixels = np.asarray(image.convert(modes[channels]))
+    with warnings.catch_warnings():
+      # Pillow's remarks on odd files: what matters is raised.
+      warnings.simplefilter("ignore", UserWarning)
+      with path.open("rb") as stream, Image.open(stream) as image:
+        pixels = np.asarray(_to_8_bits(image).convert(modes[channels]))
   except UnidentifiedImageError as error:
     raise ValueError(f"{path}: not an image that Pillow can read") from error
   except (OSError, SyntaxError, Image.DecompressionBombError) as error:
     raise ValueError(f"{path}: damaged or truncated image: {error}") from error
   return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+  """Scales 16-bit greys, which Pillow's `convert` would clip to white."""
+  if not image.mode.startswith("I"):
+    return image
+  pixels = np.clip(np.asarray(image), 0, 65535)
+  return Image.fromarray(np.round(pixels / 257).astype(np.uint8))

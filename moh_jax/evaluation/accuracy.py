@@ -28,7 +28,11 @@ def make_eval_step(model: nn.Module) -> Callable:
     labels, mask = batch["label"], batch["mask"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1)
-    rank = (logits > label_logits).sum(-1)  # classes that beat the right one
+    # Classes that beat the right one: higher, or equal with a lower index, as
+    # argmax decides; NaN beats everything, so a broken model scores nothing.
+    earlier = jnp.arange(logits.shape[-1]) < labels[:, None]
+    beaten_by = ~(logits <= label_logits) | ((logits == label_logits) & earlier)
+    rank = beaten_by.sum(-1)
     return {
       "examples": mask.sum(),
       "loss": (losses * mask).sum(),

@@ -5,6 +5,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
@@ -78,6 +79,20 @@ def restore(
     unbox(boxed),
     shardings,
   )
-  params = checkpoint.restore_params(directory, step, abstract, use_ema=use_ema)
   model, _ = make_model(config)
+  _check_parameters(unbox(abstract_params(model, inputs)), abstract, overrides)
+  params = checkpoint.restore_params(directory, step, abstract, use_ema=use_ema)
   return Restored(config, model, params, step, metadata.class_names)
+
+
+def _check_parameters(needed: Any, stored: Any, overrides: dict) -> None:
+  """Refuses overrides that need parameters which were never trained."""
+  flat = [traverse_util.flatten_dict(tree) for tree in (needed, stored)]
+  needed, stored = ({p: x.shape for p, x in tree.items()} for tree in flat)
+  unmet = [p for p, shape in needed.items() if stored.get(p) != shape]
+  if unmet:
+    names = ", ".join("/".join(path) for path in unmet)
+    raise ValueError(
+      f"the overrides {overrides} do not fit the checkpoint: it has no {names} "
+      "of that shape"
+    )

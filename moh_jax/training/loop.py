@@ -14,7 +14,11 @@ from etils import epath
 
 from moh_jax.config import Config
 from moh_jax.data.pipeline import TrainBatches, eval_batches
-from moh_jax.data.sources import ImageSource, make_source
+from moh_jax.data.sources import (
+  ImageSource,
+  check_class_names,
+  make_source,
+)
 from moh_jax.evaluation import accuracy
 from moh_jax.training import checkpoint, optim, sharding
 from moh_jax.training.checkpoint import Checkpointer, Metadata
@@ -43,7 +47,9 @@ class Result:
   finished: bool
 
 
-def train(config: Config, workdir: str) -> Result:
+def train(
+  config: Config, workdir: str, *, devices: list[jax.Device] | None = None
+) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
   SIGTERM and SIGINT save a checkpoint and return after the current step.
@@ -51,6 +57,7 @@ def train(config: Config, workdir: str) -> Result:
   Args:
     config: the run.
     workdir: local directory or bucket for checkpoints and metrics.
+    devices: the mesh's devices; None takes all devices of all processes.
 
   Returns:
     The final state and evaluation.
@@ -61,7 +68,7 @@ def train(config: Config, workdir: str) -> Result:
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
   directory = prepare_workdir(workdir)
-  mesh = sharding.make_mesh(config.mesh)
+  mesh = sharding.make_mesh(config.mesh, devices)
   sharding.check_batch(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
   )
@@ -70,6 +77,8 @@ def train(config: Config, workdir: str) -> Result:
     split: make_source(config.data, config.model, split)
     for split in ("train", "val")
   }
+  names = [sources[split].class_names for split in ("train", "val")]
+  check_class_names(*names, "the held-out split")
   if (directory / checkpoint.FOLDER).exists():
     _check_resumable(directory, config)
   with sharding.use_mesh(mesh):

@@ -84,8 +84,8 @@ class MetricsWriter:
       eta = f", ETA {self._eta(step)}" if split == "train" else ""
       line = f"step {step}/{self._bar.total} {split}: {_summary(values)}{eta}"
       print(line, file=sys.stderr, flush=True)
-    elif split != "train":
-      self._bar.write(f"step {step} {split}: {_summary(values)}")
+    elif split != "train" and not self._bar.disable:
+      self._bar.write(f"step {step} {split}: {_summary(values)}", sys.stderr)
 
   def _append(self, line: str) -> None:
     self._rows.append(line)

@@ -114,4 +114,9 @@ def make_state(
     jax.eval_shape(init),
     shardings,
   )
-  return jax.jit(init, out_shardings=shardings), abstract
+  # It runs once: compiling it fast matters more than running it fast.
+  compile_fast = {"xla_backend_optimization_level": 0}
+  return (
+    jax.jit(init, out_shardings=shardings, compiler_options=compile_fast),
+    abstract,
+  )

@@ -1,0 +1,79 @@
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+import tiny_checkpoint
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+_RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
+
+
+class ClassifyCommandTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.root = pathlib.Path(root)
+    cls.workdir = cls.root / "run"
+    tiny_checkpoint.save(cls.workdir)
+    cls.image = cls.root / "good.png"
+    Image.fromarray(_RGB).save(cls.image)
+
+  def _call(self, *argv):
+    return tiny_checkpoint.call("classify", *argv, "--checkpoint", self.workdir)
+
+  def test_json_has_the_predictions_of_every_image(self):
+    other = self.root / "other.jpg"
+    Image.fromarray(255 - _RGB).resize((20, 13)).save(other)
+    status, out, _ = self._call(self.image, other, "--json", "-")
+    rows = json.loads(out)  # nothing else on stdout
+    self.assertEqual(status, 0)
+    self.assertEqual([r["image"] for r in rows], [str(self.image), str(other)])
+    for row in rows:
+      best = row["predictions"]
+      values = [p["probability"] for p in best]
+      self.assertLen(best, 5)
+      self.assertEqual(values, sorted(values, reverse=True))
+      self.assertLessEqual(sum(values), 1 + 1e-6)
+      for p in best:
+        self.assertEqual(p["name"], tiny_checkpoint.CLASS_NAMES[p["label"]])
+
+  def test_prints_a_line_per_image(self):
+    status, out, _ = self._call(self.image, self.image, "--top", 2)
+    lines = out.splitlines()
+    self.assertEqual(status, 0)
+    self.assertLen(lines, 2)
+    for line in lines:
+      self.assertRegex(line, rf"^{self.image}: [a-z]+ \d.*%, [a-z]+ \d.*%$")
+
+  @parameterized.parameters(
+    ((), "no such image file"), (b"text\n", "not an image"), (60, "damaged")
+  )
+  def test_bad_file_is_one_line_that_names_it(self, content, reason):
+    path = self.root / f"bad{content if isinstance(content, int) else 0}.png"
+    if isinstance(content, int):
+      path.write_bytes(self.image.read_bytes()[:content])
+    elif content:
+      path.write_bytes(content)
+    else:
+      path.unlink(missing_ok=True)
+    status, out, err = self._call(self.image, path)
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertIn(str(path), err)
+    self.assertIn(reason, err)
+
+  def test_bad_override_names_the_field(self):
+    status, _, err = self._call(self.image, "--top-k", "9")
+    self.assertEqual(status, 2)
+    self.assertIn("top_k=9 must be in [0, 3]", err)
+
+  def test_top_is_at_least_one(self):
+    status, _, err = self._call(self.image, "--top", 0)
+    self.assertEqual((status, err), (2, "error: top=0 must be at least 1\n"))
+
+
+if __name__ == "__main__":
+  absltest.main()

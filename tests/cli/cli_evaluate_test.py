@@ -1,0 +1,83 @@
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+import tiny_checkpoint
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+
+class EvaluateCommandTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.root = pathlib.Path(root)
+    cls.workdir = cls.root / "run"
+    tiny_checkpoint.save(cls.workdir)
+
+  def _call(self, *argv):
+    return tiny_checkpoint.call("evaluate", "--checkpoint", self.workdir, *argv)
+
+  def _figures(self, *argv):
+    status, out, err = self._call(*argv, "--json", "-")
+    self.assertEqual(status, 0, err)
+    return json.loads(out)  # one object and nothing else
+
+  def test_json_is_alone_on_stdout(self):
+    figures = self._figures()
+    self.assertContainsSubset(
+      {"accuracy", "activated_share", "examples", "step"}, figures
+    )
+    self.assertEqual((figures["examples"], figures["step"]), (20, 0))
+    self.assertBetween(figures["accuracy"], 0, 1)
+
+  @parameterized.parameters((0, 0.25), (1, 0.5), (3, 1.0))
+  def test_top_k_changes_the_activated_share(self, top_k, share):
+    figures = self._figures("--top-k", top_k)
+    self.assertAlmostEqual(figures["activated_share"], share, places=5)
+
+  def test_batch_size_changes_no_figure(self):
+    ours, theirs = self._figures(), self._figures("--batch-size", 24)
+    self.assertEqual(ours.keys(), theirs.keys())
+    for name, value in ours.items():
+      self.assertAlmostEqual(value, theirs[name], places=5)
+
+  def test_gate_form_changes_the_loss(self):
+    ours, paper = self._figures(), self._figures("--gate-form", "paper")
+    self.assertNotAlmostEqual(ours["loss"], paper["loss"], places=6)
+    self.assertEqual(ours["activated_share"], paper["activated_share"])
+
+  def test_prints_a_line_per_figure(self):
+    status, out, _ = self._call()
+    self.assertEqual(status, 0)
+    self.assertRegex(out, r"(?m)^accuracy: 0\.\d{4}$")
+    self.assertRegex(out, r"(?m)^examples: 20$")
+
+  def test_data_is_another_directory(self):
+    root = self.root / "images"
+    for i, name in enumerate(tiny_checkpoint.CLASS_NAMES):
+      (root / "val" / name).mkdir(parents=True)
+      pixels = np.full((9, 9, 3), 40 * i, np.uint8)
+      Image.fromarray(pixels).save(root / "val" / name / "1.png")
+    self.assertEqual(self._figures("--data", root)["examples"], 6)
+
+  @parameterized.parameters(
+    (("--top-k", "4"), "top_k=4 must be in [0, 3]"),
+    (("--top-k", "1,1"), "model.top_k=(1, 1) must have one value per stage"),
+    (("--batch-size", "9"), "eval.batch_size=9 must be a multiple of"),
+    (("--batch-size", "-8"), "eval.batch_size=-8 must be at least 1"),
+    (("--batch-size", "0"), "eval.batch_size=0 must be at least 1"),
+    (("--step", "7"), "no checkpoint of step 7; it has [0]"),
+    (("--data", "/nope/images"), "data.path='/nope/images'"),
+  )
+  def test_bad_argument_is_one_line_that_names_it(self, argv, message):
+    status, out, err = self._call(*argv)
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertIn(message, err)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,77 @@
+import json
+import pathlib
+import tempfile
+
+import jax
+import tiny_checkpoint
+from absl.testing import absltest, parameterized
+
+from moh_jax.training.state import abstract_params, unbox
+from moh_jax.training.tasks import make_model
+
+_CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
+
+
+def _report(*argv):
+  status, out, err = tiny_checkpoint.call("inspect", *argv, "--json", "-")
+  if status:
+    raise AssertionError(err)
+  return json.loads(out)
+
+
+class InspectCommandTest(parameterized.TestCase):
+  def _checkpoint(self):
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_checkpoint.save(root)
+    return root
+
+  def test_describes_a_checkpoint(self):
+    report = _report("--checkpoint", self._checkpoint())
+    self.assertEqual(report["step"], 0)
+    self.assertEqual(report["class_names"], list(tiny_checkpoint.CLASS_NAMES))
+    self.assertEqual(report["activated_share"], 0.5)
+    self.assertEqual(report["config"]["model"]["top_k"], [1])
+
+  def test_layers_hold_the_head_budget(self):
+    (layer,) = _report("--checkpoint", self._checkpoint())["layers"]
+    expected = {
+      "layer": 0, "stage": 1, "tokens": 4, "num_heads": 4, "head_dim": 2,
+      "shared": 1, "routed": 3, "top_k": 1, "active": 2,
+    }  # fmt: skip
+    self.assertEqual(layer, expected)
+
+  def test_parameters_are_counted(self):
+    report = _report("--checkpoint", self._checkpoint())
+    params = unbox(abstract_params(*make_model(tiny_checkpoint.CONFIG)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    self.assertEqual(report["parameters"], count)
+    self.assertEqual(sum(report["parameters_by_module"].values()), count)
+
+  @parameterized.parameters(("moh", 0.75), ("mha", 1.0))
+  def test_describes_a_config(self, arg, share):
+    report = _report("--config", f"{_CONFIGS / 'vit_digits.py'}:{arg}")
+    self.assertIsNone(report["step"])
+    self.assertLen(report["layers"], 4)
+    self.assertEqual(report["activated_share"], share)
+
+  def test_prints_the_same_for_people(self):
+    status, out, _ = tiny_checkpoint.call(
+      "inspect", "--checkpoint", self._checkpoint()
+    )
+    self.assertEqual(status, 0)
+    self.assertIn('"top_k": [', out)
+    self.assertRegex(out, r"(?m)^layer +stage +tokens +num_heads")
+    self.assertRegex(out, r"(?m)^activated share: 0\.5000$")
+
+  @parameterized.parameters("nope.py", "vit.py:huge")
+  def test_bad_config_is_one_line(self, spec):
+    status, out, err = tiny_checkpoint.call(
+      "inspect", "--config", _CONFIGS / spec
+    )
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertIn(spec, err)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,120 @@
+import contextlib
+import io
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import tiny_checkpoint
+from absl.testing import absltest, parameterized
+
+from moh_jax.cli import main
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class MainTest(parameterized.TestCase):
+  @parameterized.parameters(*main.COMMANDS)
+  def test_every_command_has_help(self, command):
+    status, out, _ = tiny_checkpoint.call(command, "--help")
+    self.assertEqual(status, 0)
+    self.assertIn(f"python -m moh_jax {command}", out)
+    self.assertIn("--traceback", out)
+
+  def test_help_lists_the_commands(self):
+    status, out, _ = tiny_checkpoint.call("--help")
+    self.assertEqual(status, 0)
+    for name, text in main.COMMANDS.items():
+      self.assertRegex(out, f"{name} +{text}")
+
+  @parameterized.parameters((("paint",),), ((),))
+  def test_unknown_command_is_wrong_use(self, argv):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+      with self.assertRaises(SystemExit) as caught:
+        main.main(argv)
+    self.assertEqual(caught.exception.code, 2)
+    self.assertIn("COMMAND", err.getvalue())
+
+  @parameterized.parameters(
+    ("evaluate",),
+    ("classify", "--checkpoint", "x"),
+    ("inspect",),
+    ("inspect", "--checkpoint", "x", "--config", "y"),
+    ("convert", "--from", "onnx", "--source", "x", "--out", "y"),
+    ("evaluate", "--checkpoint", "x", "--top-k", "one"),
+    ("evaluate", "--checkpoint", "x", "--gate-form", "mine"),
+    ("evaluate", "--checkpoint", "x", "--nope"),
+  )
+  def test_wrong_arguments_are_wrong_use(self, *argv):
+    status, out, err = tiny_checkpoint.call(*argv)
+    self.assertEqual(status, 2)
+    self.assertEmpty(out)
+    self.assertIn(f"python -m moh_jax {argv[0]}: error: ", err)
+
+  @parameterized.parameters(
+    ("evaluate",), ("inspect",), ("classify", "x.png"), ("export", "--out", "y")
+  )
+  def test_missing_checkpoint_is_one_line(self, *argv):
+    where = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    status, out, err = tiny_checkpoint.call(
+      *argv, "--checkpoint", where / "nope"
+    )
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertIn(str(where / "nope"), err)
+
+  def test_traceback_is_shown_on_request(self):
+    argv = ("inspect", "--checkpoint", "/nope/nowhere")
+    _, _, short = tiny_checkpoint.call(*argv)
+    status, _, long = tiny_checkpoint.call(*argv, "--traceback")
+    self.assertEqual(status, 2)
+    self.assertNotIn("Traceback", short)
+    self.assertIn("Traceback (most recent call last)", long)
+    self.assertIn("FileNotFoundError", long)
+
+
+class ReportErrorsTest(parameterized.TestCase):
+  def _report(self, error):
+    def fail():
+      raise error
+
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+      return main.report_errors(fail, False), err.getvalue()
+
+  def test_keeps_the_status_of_a_command(self):
+    self.assertEqual(main.report_errors(lambda: 1, False), 1)
+
+  @parameterized.parameters(ValueError, OSError, NotImplementedError)
+  def test_users_mistakes_become_one_line(self, kind):
+    status, err = self._report(kind("field=1\n  must be  2"))
+    self.assertEqual((status, err), (2, "error: field=1 must be 2\n"))
+
+  def test_error_without_text_shows_its_kind(self):
+    _, err = self._report(NotImplementedError())
+    self.assertEqual(err, "error: NotImplementedError\n")
+
+  def test_our_own_mistakes_are_not_hidden(self):
+    with self.assertRaises(KeyError):
+      self._report(KeyError("bug"))
+
+
+class ModuleTest(absltest.TestCase):
+  def test_error_of_a_process_is_one_line_and_its_status(self):
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    workdir, text = pathlib.Path(where) / "run", pathlib.Path(where) / "a.png"
+    tiny_checkpoint.save(workdir)
+    text.write_text("no image")
+    argv = ("classify", str(text), "--checkpoint", str(workdir))
+    done = subprocess.run(
+      [sys.executable, "-m", "moh_jax", *argv],
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+    )
+    self.assertEqual((done.returncode, done.stdout), (2, ""))
+    self.assertLen(done.stderr.splitlines(), 1, done.stderr)
+    self.assertIn(str(text), done.stderr)
+
+
+if __name__ == "__main__":
+  absltest.main()

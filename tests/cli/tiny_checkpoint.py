@@ -1,0 +1,57 @@
+"""A checkpoint small enough for tests of the commands, and how to call them."""
+
+import contextlib
+import io
+
+import jax
+import numpy as np
+
+from moh_jax import config as config_lib
+from moh_jax.cli import main
+from moh_jax.training import checkpoint
+from moh_jax.training.state import abstract_params, unbox
+from moh_jax.training.tasks import make_model
+
+CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
+CONFIG = config_lib.Config(
+  model=config_lib.ViTConfig(
+    image_size=(8, 8),
+    num_classes=len(CLASS_NAMES),
+    patch_stride=4,
+    embed_dims=(8,),
+    depths=(1,),
+    num_heads=(4,),
+    shared_heads=(1,),
+    top_k=(1,),
+    mlp_ratios=(2,),
+    sr_ratios=(1,),
+  ),
+  data=config_lib.DataConfig(batch_size=8, fake_examples=20, num_threads=1),
+  train=config_lib.TrainConfig(steps=2),
+  checkpoint=config_lib.CheckpointConfig(async_save=False),
+  eval=config_lib.EvalConfig(batch_size=8),
+  log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+)
+
+
+def save(directory):
+  """Writes random parameters of `CONFIG` as the checkpoint of step 0."""
+  model, inputs = make_model(CONFIG)
+  rng = np.random.RandomState(0)
+  params = jax.tree.map(
+    lambda leaf: np.float32(rng.normal(0, 0.5, leaf.shape)),
+    unbox(abstract_params(model, inputs)),
+  )
+  metadata = checkpoint.Metadata(CONFIG, CLASS_NAMES)
+  checkpoint.save_params(directory, params, metadata)
+
+
+def call(*argv):
+  """Runs a command; its exit status, stdout and stderr."""
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    try:
+      status = main.main([str(arg) for arg in argv])
+    except SystemExit as stop:  # argparse
+      status = stop.code
+  return status, out.getvalue(), err.getvalue()

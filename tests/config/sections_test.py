@@ -1,0 +1,116 @@
+import math
+
+from absl.testing import absltest, parameterized
+
+from moh_jax import config as config_lib
+
+_SECTIONS = {
+  "data": config_lib.DataConfig,
+  "optim": config_lib.OptimConfig,
+  "train": config_lib.TrainConfig,
+  "mesh": config_lib.MeshConfig,
+  "checkpoint": config_lib.CheckpointConfig,
+  "eval": config_lib.EvalConfig,
+  "log": config_lib.LogConfig,
+}
+# Section, field, a value just outside its range, what the message allows.
+_OUT_OF_RANGE = (
+  ("data", "source", "csv", "('digits', 'image_folder', 'fake')"),
+  ("data", "augment", "flip", "('none', 'shift', 'crop_flip')"),
+  ("data", "batch_size", 0, "at least 1"),
+  ("data", "prefetch", 0, "at least 1"),
+  ("data", "fake_examples", 0, "at least 1"),
+  ("data", "num_threads", 0, "at least 1"),
+  ("data", "eval_resize", -1, "at least 0"),
+  ("optim", "schedule", "linear", "('cosine', 'constant')"),
+  ("optim", "lr", -1e-9, "at least 0"),
+  ("optim", "lr", math.nan, "at least 0"),
+  ("optim", "warmup_lr", -0.1, "at least 0"),
+  ("optim", "final_lr", -0.1, "at least 0"),
+  ("optim", "eps", -1e-8, "at least 0"),
+  ("optim", "weight_decay", -0.05, "at least 0"),
+  ("optim", "clip_norm", -1.0, "at least 0"),
+  ("optim", "warmup_steps", -1, "at least 0"),
+  ("optim", "accumulation", 0, "at least 1"),
+  ("optim", "b1", 1.0, "[0, 1)"),
+  ("optim", "b2", -0.1, "[0, 1)"),
+  ("optim", "ema_decay", 1.0, "[0, 1)"),
+  ("train", "steps", 0, "at least 1"),
+  ("train", "seed", -1, "[0, 2147483647]"),
+  ("train", "seed", 2**31, "[0, 2147483647]"),
+  ("train", "balance_weight", -0.01, "at least 0"),
+  ("train", "mixup", -0.1, "at least 0"),
+  ("train", "cutmix", -0.1, "at least 0"),
+  ("train", "cutmix_prob", 1.5, "[0, 1]"),
+  ("train", "label_smoothing", math.nan, "[0, 1]"),
+  ("mesh", "data", 0, "-1 or at least 1"),
+  ("mesh", "fsdp", -2, "-1 or at least 1"),
+  ("mesh", "tensor", 0, "-1 or at least 1"),
+  ("mesh", "sequence", 0, "-1 or at least 1"),
+  ("checkpoint", "every", 0, "at least 1"),
+  ("checkpoint", "keep_last", 0, "at least 1"),
+  ("checkpoint", "keep_every", -1, "at least 0"),
+  ("eval", "every", -1, "at least 0"),
+  ("eval", "batch_size", 0, "at least 1"),
+  ("log", "every", 0, "at least 1"),
+)
+# Section, field and the last value inside its range.
+_IN_RANGE = (
+  ("optim", "b1", 0.0),
+  ("optim", "ema_decay", 0.9999),
+  ("optim", "clip_norm", 0.0),
+  ("train", "seed", 2**31 - 1),
+  ("train", "cutmix_prob", 1.0),
+  ("train", "label_smoothing", 1.0),
+  ("mesh", "fsdp", 1),
+  ("checkpoint", "keep_every", 0),
+  ("eval", "every", 0),
+)
+
+
+class SectionsTest(parameterized.TestCase):
+  @parameterized.parameters(*_OUT_OF_RANGE)
+  def test_message_names_field_value_and_what_is_allowed(
+    self, section, field, value, allowed
+  ):
+    with self.assertRaises(ValueError) as caught:
+      _SECTIONS[section](**{field: value})
+    message = str(caught.exception)
+    self.assertStartsWith(message, f"{section}.{field}={value!r} must be ")
+    self.assertIn(allowed, message)
+
+  @parameterized.parameters(*_IN_RANGE)
+  def test_range_includes_its_last_value(self, section, field, value):
+    built = _SECTIONS[section](**{field: value})
+    self.assertEqual(getattr(built, field), value)
+
+  def test_image_folder_needs_a_path(self):
+    with self.assertRaisesRegex(ValueError, r"data\.path='' .*train/CLASS"):
+      config_lib.DataConfig(source="image_folder")
+
+  def test_mean_and_std_have_equally_many_values(self):
+    with self.assertRaisesRegex(
+      ValueError, r"data\.mean=\(0\.5,\) and data\.std=\(1\.0, 1\.0\)"
+    ):
+      config_lib.DataConfig(mean=(0.5,), std=(1.0, 1.0))
+
+  @parameterized.parameters(0.0, -1.0)
+  def test_std_is_above_zero(self, std):
+    with self.assertRaisesRegex(ValueError, r"data\.std=.* above 0"):
+      config_lib.DataConfig(mean=(0.5,), std=(std,))
+
+  def test_empty_mean_and_std_are_refused_by_name(self):
+    with self.assertRaisesRegex(ValueError, r"data\.(mean|std)=\(\)"):
+      config_lib.DataConfig(mean=(), std=())
+
+  def test_mesh_has_at_most_one_open_axis(self):
+    with self.assertRaisesRegex(ValueError, "at most one axis of size -1"):
+      config_lib.MeshConfig(data=-1, fsdp=-1)
+
+  def test_open_axis_may_be_any(self):
+    mesh = config_lib.MeshConfig(data=2, tensor=-1)
+    self.assertEqual((mesh.data, mesh.tensor), (2, -1))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,196 @@
+import pathlib
+import sys
+import warnings
+from unittest import mock
+
+import ml_collections
+from absl import flags
+from absl.testing import absltest, parameterized
+from ml_collections import config_flags
+
+from moh_jax import config as config_lib
+from moh_jax.cli import common
+
+_CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
+_ARGUMENTS = {
+  "vit": ("s80", "s75", "b75", "b50", "micro", "tiny", "small", "base"),
+  "vit_digits": ("moh", "mha"),
+}
+_ALL = [(name, arg) for name, args in _ARGUMENTS.items() for arg in args]
+
+
+def _spec(name, arg):
+  return f"{_CONFIGS / name}.py:{arg}"
+
+
+def _from_flags(*arguments):
+  """The config that `train.py` would see for these flags."""
+  values = flags.FlagValues()
+  holder = config_flags.DEFINE_config_file("config", flag_values=values)
+  argv = ["train.py", *arguments]  # config_flags looks for overrides there
+  with mock.patch.object(sys, "argv", argv), warnings.catch_warnings():
+    # ml_collections still loads files through load_module().
+    warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
+    values(argv)
+  return holder.value
+
+
+def _leaves(cfg):
+  flat = {}
+  for section, fields in cfg.items():
+    for field in fields:
+      flat[f"{section}.{field}"] = fields[field]
+  return flat
+
+
+class ConfigsTest(parameterized.TestCase):
+  def test_every_file_is_covered(self):
+    names = {path.stem for path in _CONFIGS.glob("*.py")}
+    self.assertEqual(names, set(_ARGUMENTS))
+
+  @parameterized.parameters(*_ALL)
+  def test_builds(self, name, arg):
+    config = common.load_config(_spec(name, arg))
+    self.assertIsInstance(config, config_lib.Config)
+
+  @parameterized.parameters(*_ALL)
+  def test_is_a_locked_dict(self, name, arg):
+    cfg = _from_flags(f"--config={_spec(name, arg)}")
+    self.assertIsInstance(cfg, ml_collections.ConfigDict)
+    self.assertTrue(cfg.is_locked)
+
+  @parameterized.parameters(("vit", "s80"), ("vit_digits", "moh"))
+  def test_default_argument(self, name, arg):
+    self.assertEqual(
+      common.load_config(str(_CONFIGS / f"{name}.py")),
+      common.load_config(_spec(name, arg)),
+    )
+
+  @parameterized.parameters(*_ARGUMENTS)
+  def test_unknown_argument_lists_the_known(self, name):
+    with self.assertRaises(ValueError) as caught:
+      common.load_config(_spec(name, "huge"))
+    for arg in _ARGUMENTS[name]:
+      self.assertIn(repr(arg), str(caught.exception))
+
+  @parameterized.parameters(*_ALL)
+  def test_every_leaf_can_be_set_in_the_dict(self, name, arg):
+    cfg = _from_flags(f"--config={_spec(name, arg)}")
+    before = cfg.to_json()
+    for path, value in _leaves(cfg).items():
+      cfg.update_from_flattened_dict({path: value})
+    self.assertEqual(cfg.to_json(), before)
+
+  @parameterized.parameters(("vit", "s80"), ("vit_digits", "mha"))
+  def test_every_leaf_can_be_set_by_a_flag(self, name, arg):
+    spec = f"--config={_spec(name, arg)}"
+    plain = _from_flags(spec)
+    overrides = [
+      f"--config.{path}={value if isinstance(value, str) else repr(value)}"
+      for path, value in _leaves(plain).items()
+    ]
+    cfg = _from_flags(spec, *overrides)
+    self.assertEqual(
+      config_lib.from_config_dict(cfg), config_lib.from_config_dict(plain)
+    )
+
+  @parameterized.parameters(
+    ("optim.lr=3e-4", "optim", "lr", 3e-4),
+    ("optim.lr=1", "optim", "lr", 1.0),
+    ("model.top_k=(0,0,5,11)", "model", "top_k", (0, 0, 5, 11)),
+    ("data.path=/images", "data", "path", "/images"),
+    ("checkpoint.async_save=false", "checkpoint", "async_save", False),
+    ("optim.no_decay=('*/bias',)", "optim", "no_decay", ("*/bias",)),
+  )
+  def test_a_flag_changes_its_leaf(self, flag, section, field, value):
+    spec = f"--config={_spec('vit', 's80')}"
+    config = config_lib.from_config_dict(_from_flags(spec, f"--config.{flag}"))
+    changed = getattr(getattr(config, section), field)
+    self.assertEqual(changed, value)
+    self.assertIs(type(changed), type(value))
+
+  def test_loading_leaves_no_module_behind(self):
+    common.load_config(_spec("vit_digits", "moh"))
+    self.assertNotIn("vit_digits", sys.modules)
+
+
+class ImageNetRecipeTest(parameterized.TestCase):
+  """Values of the paper's appendix (arXiv:2410.11842), not of the file."""
+
+  @parameterized.parameters(*_ARGUMENTS["vit"])
+  def test_optimizer_is_the_papers(self, arg):
+    optim = common.load_config(_spec("vit", arg)).optim
+    epoch = 1_281_167 // 1024
+    self.assertEqual(
+      (optim.lr, optim.warmup_lr, optim.final_lr), (1e-3, 1e-6, 1e-5)
+    )
+    self.assertEqual((optim.b1, optim.b2, optim.eps), (0.9, 0.999, 1e-8))
+    self.assertEqual((optim.weight_decay, optim.clip_norm), (0.05, 1.0))
+    self.assertEqual(optim.schedule, "cosine")
+    self.assertEqual(optim.warmup_steps, 5 * epoch)
+    self.assertEqual((optim.ema_decay, optim.accumulation), (0.0, 1))
+
+  @parameterized.parameters(*_ARGUMENTS["vit"])
+  def test_run_is_the_papers(self, arg):
+    config = common.load_config(_spec("vit", arg))
+    train, epoch = config.train, 1_281_167 // 1024
+    self.assertEqual(config.data.batch_size, 1024)
+    self.assertEqual(train.steps, 300 * epoch)
+    self.assertEqual((train.mixup, train.cutmix), (0.8, 1.0))
+    self.assertEqual(train.cutmix_prob, 0.5)
+    self.assertEqual(train.label_smoothing, 0.1)
+    self.assertEqual(train.balance_weight, 0.01)
+
+  @parameterized.parameters(*_ARGUMENTS["vit"])
+  def test_images_are_the_papers(self, arg):
+    config = common.load_config(_spec("vit", arg))
+    self.assertEqual(config.model.image_size, (224, 224))
+    self.assertEqual(config.model.num_classes, 1000)
+    self.assertEqual(config.data.eval_resize, 256)
+    self.assertEqual(config.data.mean, (0.485, 0.456, 0.406))
+    self.assertEqual(config.data.std, (0.229, 0.224, 0.225))
+
+  @parameterized.parameters(
+    ("s80", 0.45), ("s75", 0.45), ("b75", 0.6), ("b50", 0.6),
+    ("micro", 0.15), ("tiny", 0.25), ("small", 0.45), ("base", 0.6),
+  )  # fmt: skip
+  def test_drop_path(self, arg, rate):
+    model = common.load_config(_spec("vit", arg)).model
+    self.assertEqual(model.drop_path, rate)
+
+  @parameterized.parameters(
+    ("s80", (3, 6, 3, 8), (0, 0, 6, 12)),
+    ("s75", (3, 6, 3, 4), (0, 0, 6, 12)),
+    ("b75", (4, 8, 4, 5), (0, 0, 8, 16)),
+    ("b50", (2, 2, 2, 4), (2, 4, 6, 8)),
+  )
+  def test_head_budgets(self, arg, shared, top_k):
+    model = common.load_config(_spec("vit", arg)).model
+    self.assertEqual((model.shared_heads, model.top_k), (shared, top_k))
+    self.assertEqual(model.router, "two_stage")
+
+  @parameterized.parameters("micro", "tiny", "small", "base")
+  def test_transnext_has_no_router(self, arg):
+    model = common.load_config(_spec("vit", arg)).model
+    self.assertEqual(model.router, "none")
+    self.assertEqual(model.shared_heads, model.num_heads)
+
+
+class DigitsTest(absltest.TestCase):
+  def test_three_quarters_of_the_heads_are_active(self):
+    model = common.load_config(_spec("vit_digits", "moh")).model
+    self.assertEqual([b.share for b in model.budgets()], [0.75, 0.75])
+
+  def test_baseline_is_the_same_network_without_a_router(self):
+    moh = common.load_config(_spec("vit_digits", "moh"))
+    mha = common.load_config(_spec("vit_digits", "mha"))
+    lines = config_lib.differing_fields(moh.model, mha.model, "model")
+    fields = [line.partition(":")[0] for line in lines]
+    self.assertEqual(
+      fields, ["model.router", "model.shared_heads", "model.top_k"]
+    )
+    self.assertEqual((moh.optim, moh.train), (mha.optim, mha.train))
+
+
+if __name__ == "__main__":
+  absltest.main()

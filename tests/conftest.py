@@ -1,0 +1,36 @@
+"""Settings of every test, made before JAX starts.
+
+Eight fake CPU devices: most tests use one of them, those of meshes use all.
+LLVM does not optimize: programs here are small and compiling them is most of
+the suite's time (parity_test.py also runs every recorded case as users do).
+Programs that several tests share are compiled once per session, through a
+compilation cache of its own. Processes that tests start inherit both.
+"""
+
+import os
+import shutil
+import tempfile
+
+from absl import flags
+
+_XLA_FLAGS = (
+  "--xla_force_host_platform_device_count=8",
+  "--xla_backend_optimization_level=0",
+)
+os.environ["XLA_FLAGS"] = " ".join(
+  [os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+_CACHE = tempfile.mkdtemp(prefix="moh_jax_tests_")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def pytest_configure():
+  # absltest's temporary directories read flags, which pytest does not parse.
+  flags.FLAGS.mark_as_parsed()
+
+
+def pytest_unconfigure():
+  shutil.rmtree(_CACHE, ignore_errors=True)

@@ -1,0 +1,255 @@
+import dataclasses
+import itertools
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax import config as config_lib
+from moh_jax.data import pipeline, sources
+
+_CONFIG = config_lib.Config(
+  model=config_lib.ViTConfig(
+    image_size=(8, 8),
+    channels=1,
+    num_classes=40,
+    patch_stride=4,
+    embed_dims=(8,),
+    depths=(1,),
+    num_heads=(2,),
+    shared_heads=(1,),
+    top_k=(1,),
+    mlp_ratios=(2,),
+    sr_ratios=(1,),
+  ),
+  data=config_lib.DataConfig(
+    batch_size=4,
+    augment="shift",
+    mean=(0.5,),
+    std=(0.5,),
+    num_threads=2,
+    prefetch=2,
+  ),
+  eval=config_lib.EvalConfig(batch_size=4),
+)
+
+
+class _Numbered:
+  """Example i is a ramp of its own and has the label i."""
+
+  class_names = tuple(map(str, range(40)))
+  channels = 1
+
+  def __init__(self, examples):
+    self._examples = examples
+
+  def __len__(self):
+    return self._examples
+
+  def __getitem__(self, index):
+    image = np.arange(64, dtype=np.uint8).reshape(8, 8, 1) + np.uint8(index)
+    return {"image": image, "label": np.int32(index)}
+
+
+def _batches(config=_CONFIG, examples=10, position=0, count=8, process=(0, 1)):
+  stream = pipeline.TrainBatches(
+    config,
+    _Numbered(examples),
+    process_index=process[0],
+    process_count=process[1],
+  )
+  if position:
+    stream.seek(position)
+  return list(itertools.islice(stream, count))
+
+
+def _labels(batches):
+  return np.concatenate([batch["label"] for batch in batches])
+
+
+def _eval(config=_CONFIG, examples=10, process=(0, 1)):
+  return list(
+    pipeline.eval_batches(
+      config,
+      _Numbered(examples),
+      process_index=process[0],
+      process_count=process[1],
+    )
+  )
+
+
+def _assert_equal(test, ours, theirs):
+  test.assertEqual(len(ours), len(theirs))
+  for a, b in zip(ours, theirs):
+    test.assertEqual(a.keys(), b.keys())
+    for name in a:
+      np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+class TrainBatchesTest(parameterized.TestCase):
+  def test_batches_hold_images_and_labels(self):
+    (batch,) = _batches(count=1)
+    self.assertEqual(batch["image"].shape, (4, 8, 8, 1))
+    self.assertEqual(batch["image"].dtype, np.float32)
+    self.assertEqual(batch["label"].shape, (4,))
+    self.assertEqual(batch["label"].dtype, np.int32)
+
+  def test_same_seed_same_batches(self):
+    _assert_equal(self, _batches(), _batches())
+
+  def test_number_of_threads_changes_nothing(self):
+    one = config_lib.apply_overrides(_CONFIG, "data", num_threads=1, prefetch=1)
+    _assert_equal(self, _batches(), _batches(one))
+
+  def test_another_seed_another_order(self):
+    other = config_lib.apply_overrides(_CONFIG, "train", seed=1)
+    ours, theirs = (
+      _labels(_batches(examples=32)),
+      _labels(_batches(other, examples=32)),
+    )
+    self.assertFalse(np.array_equal(ours, theirs))
+
+  def test_another_seed_another_augmentation(self):
+    other = config_lib.apply_overrides(_CONFIG, "train", seed=1)
+    ours, theirs = _batches(examples=1), _batches(other, examples=1)
+    self.assertFalse(
+      all(np.array_equal(a["image"], b["image"]) for a, b in zip(ours, theirs))
+    )
+
+  def test_every_epoch_is_a_permutation(self):
+    labels = _labels(_batches(examples=10, count=10)).reshape(4, 10)
+    for epoch in labels:
+      self.assertCountEqual(epoch, range(10))
+
+  def test_every_epoch_is_reshuffled(self):
+    labels = _labels(_batches(examples=12, count=9)).reshape(3, 12)
+    orders = {tuple(epoch) for epoch in labels}
+    self.assertLen(orders, 3)
+    self.assertNotIn(tuple(range(12)), orders)
+
+  def test_an_example_is_augmented_anew_each_time(self):
+    batches = _batches(examples=1, count=4)
+    images = np.concatenate([batch["image"] for batch in batches])
+    self.assertGreater(len(np.unique(images, axis=0)), 3)
+
+  def test_examples_keep_their_labels(self):
+    plain = config_lib.apply_overrides(_CONFIG, "data", augment="none")
+    for batch in _batches(plain):
+      corner = (batch["image"][:, 0, 0, 0] * 0.5 + 0.5) * 255
+      np.testing.assert_allclose(corner, batch["label"], atol=1e-3)
+
+  @parameterized.parameters(1, 3, 7)
+  def test_seek_continues_an_uninterrupted_run(self, position):
+    whole = _batches(count=10)
+    rest = _batches(position=position, count=10 - position)
+    _assert_equal(self, rest, whole[position:])
+
+  def test_seek_goes_back(self):
+    stream = pipeline.TrainBatches(
+      _CONFIG, _Numbered(10), process_index=0, process_count=1
+    )
+    first = list(itertools.islice(stream, 5))
+    stream.seek(2)
+    _assert_equal(self, list(itertools.islice(stream, 3)), first[2:])
+
+  def test_position_counts_the_batches_taken(self):
+    stream = pipeline.TrainBatches(
+      _CONFIG, _Numbered(10), process_index=0, process_count=1
+    )
+    self.assertEqual(stream.position, 0)
+    for taken in range(1, 5):
+      next(stream)
+      self.assertEqual(stream.position, taken)
+    stream.seek(40)
+    next(stream)
+    self.assertEqual(stream.position, 41)
+
+  @parameterized.parameters(2, 4)
+  def test_processes_share_each_global_batch(self, processes):
+    whole = _batches()
+    parts = [_batches(process=(p, processes)) for p in range(processes)]
+    for step, batch in enumerate(whole):
+      for name in batch:
+        local = np.stack([part[step][name] for part in parts], axis=1)
+        joined = local.reshape(batch[name].shape)
+        np.testing.assert_array_equal(joined, batch[name])
+
+  def test_position_outlives_a_change_of_processes(self):
+    whole = _batches(count=6)
+    part = _batches(process=(1, 2), position=4, count=2)
+    for ours, theirs in zip(part, whole[4:]):
+      np.testing.assert_array_equal(ours["image"], theirs["image"][1::2])
+
+  def test_processes_must_divide_the_batch(self):
+    with self.assertRaisesRegex(
+      ValueError, "data.batch_size=4 must be a multiple of the 3 processes"
+    ):
+      _batches(process=(0, 3))
+
+  def test_unreadable_image_is_named(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    file = root / "train" / "ant" / "1.png"
+    file.parent.mkdir(parents=True)
+    file.write_text("no image")
+    source = sources.ImageFolderSource(str(root), "train", 1)
+    stream = pipeline.TrainBatches(
+      _CONFIG, source, process_index=0, process_count=1
+    )
+    with self.assertRaises(ValueError) as caught:
+      next(stream)
+    self.assertIn(str(file), str(caught.exception))
+
+
+class EvalBatchesTest(parameterized.TestCase):
+  @parameterized.parameters(10, 8, 3, 1)
+  def test_covers_every_example_once_in_order(self, examples):
+    batches = _eval(examples=examples)
+    masks = np.concatenate([batch["mask"] for batch in batches]) > 0
+    labels = _labels(batches)
+    np.testing.assert_array_equal(labels[masks], np.arange(examples))
+    self.assertLen(batches, -(-examples // 4))
+
+  def test_padding_is_zero_and_masked(self):
+    last = _eval(examples=10)[-1]
+    np.testing.assert_array_equal(last["mask"], [1, 1, 0, 0])
+    np.testing.assert_array_equal(last["image"][2:], 0)
+    np.testing.assert_array_equal(last["label"][2:], 0)
+    self.assertEqual(last["mask"].dtype, np.float32)
+
+  def test_is_neither_shuffled_nor_random(self):
+    _assert_equal(self, _eval(), _eval())
+    other = config_lib.apply_overrides(_CONFIG, "train", seed=1)
+    _assert_equal(self, _eval(), _eval(other))
+
+  def test_images_are_resized_and_normalized(self):
+    model = dataclasses.replace(_CONFIG.model, image_size=(12, 4))
+    config = dataclasses.replace(_CONFIG, model=model)
+    batch = _eval(config)[0]
+    self.assertEqual(batch["image"].shape, (4, 12, 4, 1))
+    self.assertEqual(batch["image"].dtype, np.float32)
+    self.assertBetween(batch["image"].min(), -1, 0)
+
+  @parameterized.product(processes=(2, 4), examples=(10, 1, 16))
+  def test_processes_share_the_split(self, processes, examples):
+    parts = [
+      _eval(examples=examples, process=(p, processes)) for p in range(processes)
+    ]
+    self.assertLen({len(part) for part in parts}, 1)
+    seen = [
+      label
+      for batch in itertools.chain(*parts)
+      for label, mask in zip(batch["label"], batch["mask"])
+      if mask
+    ]
+    self.assertCountEqual(seen, range(examples))
+
+  def test_processes_must_divide_the_batch(self):
+    with self.assertRaisesRegex(
+      ValueError, "eval.batch_size=4 must be a multiple of the 3 processes"
+    ):
+      _eval(process=(0, 3))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,151 @@
+import dataclasses
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax import config as config_lib
+from moh_jax.inference.classify import classify
+from moh_jax.inference.restore import Restored
+from moh_jax.training.state import abstract_params, unbox
+from moh_jax.training.tasks import make_model
+
+_CONFIG = config_lib.Config(
+  model=config_lib.ViTConfig(
+    image_size=(8, 8),
+    num_classes=6,
+    patch_stride=4,
+    embed_dims=(8,),
+    depths=(1,),
+    num_heads=(4,),
+    shared_heads=(1,),
+    top_k=(1,),
+    mlp_ratios=(2,),
+    sr_ratios=(1,),
+  ),
+)
+_RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
+
+
+def _restored(names=("ant", "bee", "cat", "dog", "eel", "fox")):
+  model, inputs = make_model(_CONFIG)
+  rng = np.random.RandomState(0)
+  params = jax.tree.map(
+    lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)),
+    unbox(abstract_params(model, inputs)),
+  )
+  return Restored(_CONFIG, model, params, 0, names)
+
+
+class ClassifyTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _write(self, picture, name="x.png"):
+    path = self.root / name
+    picture.save(path)
+    return str(path)
+
+  def test_probabilities_are_the_models_softmax(self):
+    restored = _restored()
+    path = self._write(Image.fromarray(_RGB))
+    (best,) = classify(restored, [path], top=6)
+    data = _CONFIG.data
+    pixels = (_RGB / 255 - np.array(data.mean)) / np.array(data.std)
+    logits, _ = restored.model.apply(
+      {"params": restored.params}, jnp.float32(pixels[None])
+    )
+    ours = {p.label: p.probability for p in best}
+    expected = np.asarray(jax.nn.softmax(logits[0]))
+    np.testing.assert_allclose([ours[i] for i in range(6)], expected, rtol=1e-4)
+
+  def test_most_probable_first_and_at_most_one_in_all(self):
+    path = self._write(Image.fromarray(_RGB))
+    (best,) = classify(_restored(), [path])
+    values = [p.probability for p in best]
+    self.assertLen(best, 5)
+    self.assertEqual(values, sorted(values, reverse=True))
+    self.assertLess(sum(values), 1)
+    self.assertLen({p.label for p in best}, 5)
+
+  @parameterized.parameters((1, 1), (6, 6), (50, 6))
+  def test_top_is_capped_by_the_classes(self, top, count):
+    path = self._write(Image.fromarray(_RGB))
+    (best,) = classify(_restored(), [path], top=top)
+    self.assertLen(best, count)
+
+  @parameterized.parameters(
+    ((),), (("ant", "bee", "cat", "dog", "eel", "fox"),)
+  )
+  def test_names_are_the_checkpoints(self, names):
+    path = self._write(Image.fromarray(_RGB))
+    (best,) = classify(_restored(names), [path])
+    for p in best:
+      self.assertEqual(p.name, names[p.label] if names else str(p.label))
+
+  def test_reads_any_mode_size_and_format(self):
+    picture = Image.fromarray(_RGB)
+    files = [
+      self._write(picture.convert(mode).resize(size), f"{i}.{suffix}")
+      for i, (mode, size, suffix) in enumerate(
+        [
+          ("RGB", (8, 8), "png"),
+          ("L", (16, 16), "jpg"),
+          ("P", (16, 16), "png"),
+          ("RGB", (31, 5), "bmp"),
+          ("RGBA", (3, 40), "png"),
+          ("1", (9, 9), "gif"),
+        ]
+      )
+    ]
+    rows = classify(_restored(), files, top=6)
+    self.assertLen(rows, len(files))
+    for row in rows:
+      self.assertAlmostEqual(sum(p.probability for p in row), 1, places=5)
+
+  def test_lossless_formats_agree(self):
+    picture = Image.fromarray(_RGB)
+    files = [self._write(picture, f"x.{s}") for s in ("png", "bmp", "tiff")]
+    first, *others = classify(_restored(), files)
+    for other in others:
+      self.assertEqual(other, first)
+
+  def test_each_file_keeps_its_place(self):
+    files = [
+      self._write(Image.fromarray(_RGB), "a.png"),
+      self._write(Image.fromarray(255 - _RGB), "b.png"),
+    ]
+    forward = classify(_restored(), files)
+    backward = classify(_restored(), files[::-1])
+    self.assertNotEqual(forward[0], forward[1])
+    self.assertEqual(forward, backward[::-1])
+
+  def test_crop_of_evaluation_is_applied(self):
+    restored = _restored()
+    data = dataclasses.replace(_CONFIG.data, eval_resize=8)
+    cropping = dataclasses.replace(
+      restored, config=dataclasses.replace(_CONFIG, data=data)
+    )
+    wide = np.concatenate([255 - _RGB[:, :4], _RGB, 255 - _RGB[:, :4]], 1)
+    centre = self._write(Image.fromarray(_RGB), "centre.png")
+    path = self._write(Image.fromarray(wide), "wide.png")
+    self.assertEqual(classify(cropping, [path]), classify(restored, [centre]))
+
+  def test_bad_file_is_found_before_the_model_runs(self):
+    broken = dataclasses.replace(_restored(), model=None, params=None)
+    good = self._write(Image.fromarray(_RGB))
+    with self.assertRaisesRegex(FileNotFoundError, "nope.png"):
+      classify(broken, [good, str(self.root / "nope.png")])
+
+  def test_top_is_at_least_one(self):
+    with self.assertRaisesRegex(ValueError, "top=0 must be at least 1"):
+      classify(_restored(), [], top=0)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,152 @@
+import dataclasses
+import tempfile
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax import config as config_lib
+from moh_jax.inference import restore as restore_lib
+from moh_jax.training import checkpoint, sharding
+from moh_jax.training.state import TrainState, abstract_params, unbox
+from moh_jax.training.tasks import make_model
+
+_CONFIG = config_lib.Config(
+  model=config_lib.ViTConfig(
+    image_size=(8, 8),
+    num_classes=6,
+    patch_stride=4,
+    embed_dims=(8,),
+    depths=(2,),
+    num_heads=(4,),
+    shared_heads=(1,),
+    top_k=(1,),
+    mlp_ratios=(2,),
+    sr_ratios=(1,),
+    drop_path=0.1,
+  ),
+  checkpoint=config_lib.CheckpointConfig(async_save=False, keep_last=9),
+)
+_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
+
+
+def _params(config=_CONFIG, seed=0):
+  rng = np.random.RandomState(seed)
+  return jax.tree.map(
+    lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)),
+    unbox(abstract_params(*make_model(config))),
+  )
+
+
+def _save(directory, config=_CONFIG):
+  metadata = checkpoint.Metadata(config, _NAMES)
+  checkpoint.save_params(directory, _params(config), metadata)
+
+
+def _save_steps(directory, steps):
+  """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
+  checkpointer = checkpoint.Checkpointer(directory, _CONFIG.checkpoint)
+  for step in steps:
+    state = TrainState(
+      step=jnp.int32(step),
+      params=_params(seed=step),
+      opt_state={"count": jnp.int32(step)},
+      ema=_params(seed=100 + step),
+      rng=jnp.zeros(2, jnp.uint32),
+    )
+    metadata = checkpoint.Metadata(_CONFIG, _NAMES)
+    checkpointer.save(state, step, metadata)
+  checkpointer.close()
+
+
+class RestoreTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.released = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.run_dir = cls.enterClassContext(tempfile.TemporaryDirectory())
+    _save(cls.released)
+    _save_steps(cls.run_dir, (2, 4))
+
+  def test_needs_the_checkpoint_alone(self):
+    restored = restore_lib.restore(self.released)
+    self.assertEqual(restored.config, _CONFIG)
+    self.assertEqual(restored.class_names, _NAMES)
+    self.assertEqual(restored.step, 0)
+    chex.assert_trees_all_equal(restored.params, _params())
+
+  def test_model_applies(self):
+    restored = restore_lib.restore(self.released)
+    shape = jax.eval_shape(
+      restored.model.apply,
+      {"params": restored.params},
+      jnp.zeros((3, 8, 8, 3)),
+    )[0]
+    self.assertEqual(shape.shape, (3, 6))
+
+  @parameterized.parameters((None, 4), (2, 2), (4, 4))
+  def test_newest_or_the_wanted_step(self, step, expected):
+    restored = restore_lib.restore(self.run_dir, step=step, use_ema=False)
+    self.assertEqual(restored.step, expected)
+    chex.assert_trees_all_equal(restored.params, _params(seed=expected))
+
+  def test_prefers_the_averaged_parameters(self):
+    restored = restore_lib.restore(self.run_dir)
+    chex.assert_trees_all_equal(restored.params, _params(seed=104))
+
+  def test_missing_step_lists_the_others(self):
+    with self.assertRaisesRegex(FileNotFoundError, r"step 3; it has \[2, 4\]"):
+      restore_lib.restore(self.run_dir, step=3)
+
+  def test_directory_without_checkpoint_is_named(self):
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    with self.assertRaisesRegex(FileNotFoundError, f"{where} holds no check"):
+      restore_lib.restore(where)
+
+  def test_overrides_change_config_and_model(self):
+    restored = restore_lib.restore(
+      self.released, top_k=(3,), gate_form="paper", dtype=None
+    )
+    model = dataclasses.replace(_CONFIG.model, top_k=(3,), gate_form="paper")
+    self.assertEqual(restored.config.model, model)
+    self.assertEqual(restored.model.config, model)
+    chex.assert_trees_all_equal(restored.params, _params())
+
+  @parameterized.parameters((0, 0.25), (1, 0.5), (2, 0.75), (3, 1.0))
+  def test_serves_one_training_at_several_shares(self, top_k, share):
+    restored = restore_lib.restore(self.released, top_k=(top_k,))
+    _, aux = jax.jit(restored.model.apply)(
+      {"params": restored.params}, jnp.ones((1, 8, 8, 3))
+    )
+    self.assertAlmostEqual(float(aux.activated_share), share, places=5)
+
+  @parameterized.parameters(
+    ({"top_k": (4,)}, r"top_k=4 must be in \[0, 3\]"),
+    ({"top_k": (1, 1)}, r"model\.top_k=\(1, 1\) must have one value"),
+    ({"gate_form": "mine"}, "gate_form='mine' must be one of"),
+    ({"dtype": "int8"}, "model.dtype='int8' must be one of"),
+  )
+  def test_override_that_does_not_fit_is_named(self, override, message):
+    with self.assertRaisesRegex(ValueError, message):
+      restore_lib.restore(self.released, **override)
+
+  def test_override_that_needs_untrained_parameters_is_refused(self):
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    config = config_lib.apply_overrides(_CONFIG, "model", top_k=(0,))
+    _save(where, config)
+    with self.assertRaisesRegex(ValueError, "top_k"):
+      restore_lib.restore(where, top_k=(1,))
+
+  def test_mesh_shards_the_parameters(self):
+    mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=4))
+    restored = restore_lib.restore(self.released, mesh=mesh)
+    kernel = restored.params["stage1"]["blocks"]["mlp"]["gate"]["kernel"]
+    self.assertLen(kernel.sharding.device_set, 8)
+    self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
+    chex.assert_trees_all_equal(jax.device_get(restored.params), _params())
+
+
+if __name__ == "__main__":
+  absltest.main()

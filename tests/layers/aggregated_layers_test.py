@@ -1,0 +1,174 @@
+"""TransNeXt's two attentions: pieces, shapes, precision.
+
+Their numbers are held against the public release in convert/parity_test.py.
+"""
+
+import functools
+import math
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.layers import aggregated
+from moh_jax.ops.position import relative_coordinates
+from moh_jax.ops.routing import HeadBudget, RouterConfig
+
+_B, _C, _GRID, _POOL = 2, 12, (4, 6), (2, 3)
+_N = math.prod(_GRID)
+_BUDGET = HeadBudget(num_heads=4, shared=1, top_k=2, head_dim=3)
+
+
+def _random(*shape, dtype=jnp.float32):
+  return jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
+
+
+def _params(module, *args):
+  shapes = jax.eval_shape(
+    lambda: nn.unbox(module.init(jax.random.key(0), *args))
+  )
+  rng = np.random.default_rng(1)
+  return jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape) / 4, x.dtype), shapes
+  )
+
+
+def _module(kind: str, **options) -> tuple[nn.Module, tuple]:
+  """An attention layer and its inputs."""
+  if kind == "full":
+    module = aggregated.FullAttention(_BUDGET, **options)
+    return module, (_random(_B, _N, _C), relative_coordinates(_GRID, _GRID))
+  module = aggregated.AggregatedAttention(_BUDGET, _GRID, _POOL, **options)
+  return module, (_random(_B, _N, _C), relative_coordinates(_GRID, _POOL))
+
+
+@functools.cache
+def _applied(kind: str, dtype=jnp.float32):
+  """Variables, outputs and gradients of a layer, compiled once."""
+  module, inputs = _module(kind, dtype=dtype)
+  variables = _params(module, *inputs)
+
+  def loss(variables, x):
+    out, aux = module.apply(variables, x, inputs[1])
+    return jnp.sum(jnp.sin(out.astype(jnp.float32))), (out, aux)
+
+  call = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+  (_, outputs), grads = call(variables, inputs[0])
+  return variables, outputs, grads
+
+
+@parameterized.parameters("full", "pooled")
+class AttentionLayersTest(parameterized.TestCase):
+  def test_shapes_and_float32(self, kind):
+    variables, (out, aux), _ = _applied(kind)
+    chex.assert_shape(out, (_B, _N, _C))
+    chex.assert_shape([aux.load, aux.mean_score], (4,))
+    chex.assert_shape([aux.balance_loss, aux.activated_share], ())
+    chex.assert_type(jax.tree.leaves((variables, out, aux)), jnp.float32)
+    np.testing.assert_allclose(aux.activated_share, 0.75)
+
+  def test_bfloat16_keeps_parameters_and_router_float32(self, kind):
+    variables, (out, aux), grads = _applied(kind, jnp.bfloat16)
+    chex.assert_type(out, jnp.bfloat16)
+    chex.assert_type(jax.tree.leaves((variables, aux, grads)), jnp.float32)
+
+  def test_bfloat16_is_close_to_float32(self, kind):
+    _, (out, aux), _ = _applied(kind, jnp.bfloat16)
+    _, (expected, expected_aux), _ = _applied(kind)
+    chex.assert_trees_all_close(aux, expected_aux, rtol=1e-6)
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(
+      np.asarray(out, np.float32), expected, atol=0.05 * scale
+    )
+
+  def test_gradients_are_finite_and_reach_the_tokens(self, kind):
+    _, _, (grads, grad_x) = _applied(kind)
+    chex.assert_tree_all_finite((grads, grad_x))
+    self.assertGreater(float(jnp.abs(grad_x).min()), 0.0)
+    for name in ("qkv",) if kind == "full" else ("q", "kv", "sr", "norm"):
+      for leaf in jax.tree.leaves(grads["params"][name]):
+        self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
+
+  def test_jit_equals_eager(self, kind):
+    variables, outputs, _ = _applied(kind)
+    module, inputs = _module(kind)
+    chex.assert_trees_all_close(
+      module.apply(variables, *inputs), outputs, rtol=1e-5, atol=1e-5
+    )
+
+  def test_without_router_all_heads_weigh_one(self, kind):
+    module, inputs = _module(kind, router=RouterConfig(kind="none"))
+    variables = _params(module, *inputs)
+    self.assertNotIn("router", variables["params"])
+    _, aux = jax.eval_shape(module.apply, variables, *inputs)
+    chex.assert_shape(aux.load, (4,))
+
+  def test_qkv_bias_can_be_left_out(self, kind):
+    module, inputs = _module(kind, qkv_bias=False)
+    params = _params(module, *inputs)["params"]
+    for name in ("qkv",) if kind == "full" else ("q", "kv"):
+      self.assertCountEqual(params[name], ["kernel"])
+
+
+class QueryScaleTest(parameterized.TestCase):
+  @parameterized.parameters(jnp.float32, jnp.bfloat16)
+  def test_scales_unit_queries_with_embedding(self, dtype):
+    q, module = _random(_B, 5, 2, 3, dtype=dtype), aggregated.QueryScale()
+    counts = np.array([4, 6, 9, 6, 4])
+    variables = _params(module, q, counts)
+    temperature = np.asarray(variables["params"]["temperature"], np.float64)
+    embedding = np.asarray(variables["params"]["query_embedding"], np.float64)
+    unit = np.asarray(q, np.float64)
+    unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
+    scale = np.log(counts)[:, None] * np.log1p(np.exp(temperature))  # [N, H]
+    got_unit, got = module.apply(variables, q, counts)
+    chex.assert_shape([got_unit, got], q.shape)
+    chex.assert_type([got_unit, got], jnp.float32)
+    np.testing.assert_allclose(got_unit, unit, atol=1e-6)
+    expected = (unit + embedding) * scale[..., None]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+  def test_one_count_serves_all_queries(self):
+    q, module = _random(_B, 5, 2, 3), aggregated.QueryScale()
+    variables = _params(module, q, np.asarray(7))
+    chex.assert_trees_all_close(
+      module.apply(variables, q, np.asarray(7)),
+      module.apply(variables, q, np.full(5, 7)),
+      rtol=1e-6,
+    )
+
+  def test_temperature_starts_at_the_published_scale(self):
+    q = _random(_B, 5, 2, 3)
+    variables = aggregated.QueryScale().init(
+      jax.random.key(0), q, np.asarray(5)
+    )
+    temperature = nn.unbox(variables["params"])["temperature"]
+    np.testing.assert_allclose(
+      jax.nn.softplus(temperature), 1 / 0.24, rtol=1e-6
+    )
+
+
+class PositionBiasTest(absltest.TestCase):
+  def test_equals_the_mlp_of_every_pair(self):
+    module, coordinates = (
+      aggregated.PositionBias(4),
+      relative_coordinates(_GRID, _POOL),
+    )
+    variables = _params(module, coordinates)
+    params = jax.tree.map(
+      lambda p: np.asarray(p, np.float64), variables["params"]
+    )
+    pairs = np.asarray(coordinates.table, np.float64)[coordinates.index]
+    hidden = np.maximum(pairs @ params["fc1_kernel"] + params["fc1_bias"], 0)
+    expected = hidden @ params["fc2"]["kernel"] + params["fc2"]["bias"]
+    bias = module.apply(variables, coordinates)
+    chex.assert_shape(bias, (4, _N, math.prod(_POOL)))
+    chex.assert_type(bias, jnp.float32)
+    np.testing.assert_allclose(bias, expected.transpose(2, 0, 1), atol=2e-5)
+
+
+if __name__ == "__main__":
+  absltest.main()

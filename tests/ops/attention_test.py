@@ -1,0 +1,236 @@
+"""Per-head attention against a NumPy reference; masks and their gradients."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.ops import attention as attention_ops
+from moh_jax.ops.attention import attention
+
+_B, _H, _D = 2, 4, 6
+
+
+def _inputs(queries=5, keys=5, kv_heads=_H, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  shapes = [(queries, _H), (keys, kv_heads), (keys, kv_heads)]
+  return [
+    jnp.asarray(rng.normal(size=(_B, *shape, _D)), dtype) for shape in shapes
+  ]
+
+
+def _reference(q, k, v, bias=None, key_mask=None, causal=False, scale=None):
+  """Attention of one query of one head at a time, float64."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  queries, keys = q.shape[1], k.shape[1]
+  group = q.shape[2] // k.shape[2]
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  bias = np.zeros(()) if bias is None else np.asarray(bias, np.float64)
+  bias = np.broadcast_to(bias, (_B, q.shape[2], queries, keys))
+  out = np.zeros(q.shape)
+  for b, n, h in np.ndindex(*q.shape[:3]):
+    seen = [
+      m
+      for m in range(keys)
+      if (key_mask is None or key_mask[b, m])
+      and (not causal or m <= n + keys - queries)
+    ]
+    if not seen:
+      continue
+    logits = k[b, seen, h // group] @ q[b, n, h] * scale + bias[b, h, n, seen]
+    weights = np.exp(logits - logits.max())
+    out[b, n, h] = weights / weights.sum() @ v[b, seen, h // group]
+  return out
+
+
+def _key_mask(keys: int) -> np.ndarray:
+  return np.arange(keys) < np.array([[keys], [keys - 2]])
+
+
+class AttentionTest(parameterized.TestCase):
+  @parameterized.product(
+    kv_heads=(1, 2, 4), masked=(False, True), causal=(False, True)
+  )
+  def test_equals_numpy_reference(self, kv_heads, masked, causal):
+    q, k, v = _inputs(kv_heads=kv_heads)
+    options = {"key_mask": _key_mask(5) if masked else None, "causal": causal}
+    out = attention(q, k, v, **options)
+    chex.assert_shape(out, q.shape)
+    expected = _reference(q, k, v, **options)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  @parameterized.product(
+    queries=(1, 3, 5), masked=(False, True), implementation=("auto", "dense")
+  )
+  def test_causal_queries_are_the_last_ones(
+    self, queries, masked, implementation
+  ):
+    q, k, v = _inputs(queries=queries, keys=5, kv_heads=2)
+    options = {"key_mask": _key_mask(5) if masked else None, "causal": True}
+    out = attention(q, k, v, **options, implementation=implementation)
+    expected = _reference(q, k, v, **options)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  def test_first_query_of_too_few_keys_sees_nothing(self):
+    q, k, v = _inputs(queries=5, keys=3)
+    out = attention(q, k, v, causal=True)
+    np.testing.assert_array_equal(out[:, :2], 0.0)
+    np.testing.assert_allclose(out, _reference(q, k, v, causal=True), atol=2e-6)
+
+  @parameterized.parameters(
+    ((_B, _H, 5, 7),), ((_H, 5, 7),), ((_B, 1, 1, 7),), ((1, _H, 5, 1),)
+  )
+  def test_bias_broadcasts_to_every_pair(self, shape):
+    q, k, v = _inputs(keys=7, kv_heads=2)
+    bias = jax.random.normal(jax.random.key(1), shape)
+    out = attention(q, k, v, bias=bias)
+    expected = _reference(q, k, v, bias=bias)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  @parameterized.parameters(0.0, 1.0, 2.5)
+  def test_scale_replaces_the_default(self, scale):
+    q, k, v = _inputs(kv_heads=2)
+    out = attention(q, k, v, scale=scale)
+    expected = _reference(q, k, v, scale=scale)
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+
+  def test_bias_is_added_after_scaling(self):
+    q, k, v = _inputs()
+    bias = jax.random.normal(jax.random.key(1), (_B, _H, 5, 5))
+    out = attention(q, k, v, bias=bias, scale=0.1)
+    expected = _reference(q, k, v, bias=bias, scale=0.1)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  def test_query_head_reads_its_group(self):
+    q, k, v = _inputs(kv_heads=2)
+    v = v.at[:, :, 0].set(0.0)
+    out = attention(q, k, v)
+    np.testing.assert_array_equal(out[:, :, :2], 0.0)
+    self.assertGreater(float(jnp.abs(out[:, :, 2:]).min()), 0.0)
+
+  @parameterized.product(
+    kv_heads=(2, 4), v_dtype=(jnp.float32, jnp.bfloat16), causal=(False, True)
+  )
+  def test_output_has_the_dtype_of_v(self, kv_heads, v_dtype, causal):
+    q, k, v = _inputs(kv_heads=kv_heads, dtype=jnp.bfloat16)
+    v = v.astype(v_dtype)
+    out = attention(q, k, v, causal=causal, key_mask=jnp.ones((_B, 5), bool))
+    chex.assert_shape(out, q.shape)
+    chex.assert_type(out, v_dtype)
+
+  def test_softmax_of_bfloat16_inputs_is_float32(self):
+    # 512 equal keys: bfloat16 weights and sums would be off by far more.
+    q, k, v = _inputs(queries=2, keys=512, dtype=jnp.bfloat16)
+    out = attention(q, jnp.zeros_like(k), jnp.ones_like(v))
+    np.testing.assert_allclose(np.asarray(out, np.float32), 1.0, rtol=4e-3)
+
+  def test_bfloat16_is_close_to_float32(self):
+    inputs = _inputs(kv_heads=2)
+    out = attention(*(x.astype(jnp.bfloat16) for x in inputs))
+    expected = attention(*inputs)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.03)
+
+  def test_jit_equals_eager(self):
+    q, k, v = _inputs(kv_heads=2)
+    mask = jnp.asarray(_key_mask(5))
+
+    def call(q, k, v, mask):
+      return attention(q, k, v, key_mask=mask, causal=True)
+
+    np.testing.assert_allclose(
+      jax.jit(call)(q, k, v, mask), call(q, k, v, mask), atol=1e-6
+    )
+
+
+class MaskingTest(parameterized.TestCase):
+  def test_query_without_keys_gives_zero(self):
+    q, k, v = _inputs()
+    mask = jnp.array([[True] * 5, [False] * 5])
+    out = attention(q, k, v, key_mask=mask)
+    np.testing.assert_array_equal(out[1], 0.0)
+    np.testing.assert_allclose(out[0], _reference(q, k, v)[0], atol=2e-6)
+
+  @parameterized.parameters(False, True)
+  def test_query_without_keys_has_finite_gradients(self, causal):
+    mask = jnp.array([[True] * 5, [False] * 5])
+    bias = jnp.zeros((_H, 5, 5))
+
+    def total(q, k, v, bias):
+      out = attention(q, k, v, bias=bias[None], key_mask=mask, causal=causal)
+      return jnp.sum(out**2)
+
+    grads = jax.grad(total, argnums=(0, 1, 2, 3))(*_inputs(), bias)
+    chex.assert_tree_all_finite(grads)
+    for grad in grads[:3]:
+      np.testing.assert_array_equal(grad[1], 0.0)
+      self.assertGreater(float(jnp.abs(grad[0]).max()), 0.0)
+
+  def test_masked_keys_do_not_matter(self):
+    q, k, v = _inputs()
+    mask = jnp.asarray(_key_mask(5))
+    other = jnp.where(mask[..., None, None], v, 1e9)
+    other_k = jnp.where(mask[..., None, None], k, 1e3)
+    chex.assert_trees_all_equal(
+      attention(q, k, v, key_mask=mask),
+      attention(q, other_k, other, key_mask=mask),
+    )
+
+  @parameterized.product(queries=(2, 5), argument=(1, 2))
+  def test_causal_output_has_no_gradient_of_later_keys(self, queries, argument):
+    q, k, v = _inputs(queries=queries, keys=5)
+
+    def output(*args):  # [N]
+      return jnp.sin(attention(*args, causal=True)).sum((0, 2, 3))
+
+    jacobian = jax.jacrev(output, argnums=argument)(q, k, v)
+    reach = jnp.abs(jacobian).sum((1, 3, 4))  # [N, M]
+    expected = np.tri(queries, 5, 5 - queries, dtype=bool)
+    if argument == 1 and queries == 5:
+      expected[0] = False  # a single visible key has weight one regardless
+    np.testing.assert_array_equal(np.asarray(reach) > 1e-7, expected)
+
+  def test_gradients_equal_finite_differences(self):
+    mask = jnp.asarray(_key_mask(5))
+
+    def call(q, k, v):
+      return attention(q, k, v, key_mask=mask, causal=True)
+
+    jax.test_util.check_grads(
+      call, _inputs(kv_heads=2), order=1, modes=("rev",), eps=1e-2, rtol=1e-2
+    )
+
+
+class SoftmaxTest(parameterized.TestCase):
+  @parameterized.parameters(False, True)
+  def test_equals_jax_where_nothing_is_masked(self, masked):
+    logits = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
+    weights = attention_ops.softmax(logits, masked=masked)
+    chex.assert_shape(weights, (3, 4, 7))
+    np.testing.assert_allclose(weights, jax.nn.softmax(logits), rtol=1e-5)
+
+  def test_masked_row_gives_zero_and_the_rest_sums_to_one(self):
+    logits = jnp.array([[-jnp.inf] * 3, [-jnp.inf, 2.0, 900.0]])
+    weights = attention_ops.softmax(logits, masked=True)
+    np.testing.assert_array_equal(weights, [[0, 0, 0], [0, 0, 1]])
+
+
+class ErrorsTest(parameterized.TestCase):
+  def test_unknown_implementation_lists_the_known(self):
+    with self.assertRaisesRegex(
+      ValueError, r"implementation='flush' .*'auto', 'dense'"
+    ):
+      attention(*_inputs(), implementation="flush")
+
+  def test_heads_that_do_not_group(self):
+    with self.assertRaisesRegex(ValueError, r"4 query heads .* 3 key/value"):
+      attention(*_inputs(kv_heads=3))
+
+  def test_keys_and_values_of_different_shape(self):
+    q, k, v = _inputs()
+    with self.assertRaises(AssertionError):
+      attention(q, k, v[:, :4])
+
+
+if __name__ == "__main__":
+  absltest.main()

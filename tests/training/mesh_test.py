@@ -1,0 +1,94 @@
+"""Training over a 2 x 2 x 2 mesh of fake devices equals one device."""
+
+import json
+import os
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import MeshConfig
+from moh_jax.inference.restore import restore
+from moh_jax.layers.partitioning import constrain
+from moh_jax.training import loop, sharding
+from tests.training import tiny
+
+_MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def _losses(workdir: str) -> list[float]:
+  with open(os.path.join(workdir, "metrics.jsonl")) as stream:
+    rows = [json.loads(line) for line in stream]
+  return [row["loss"] for row in rows if row["split"] == "train"]
+
+
+class MeshTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.one_dir, cls.mesh_dir = (
+      cls.create_tempdir(cls()).full_path for _ in range(2)
+    )
+    cls.one = loop.train(tiny.config(), cls.one_dir, devices=jax.devices()[:1])
+    cls.on_mesh = loop.train(tiny.config(mesh=_MESH), cls.mesh_dir)
+
+  def test_losses_equal_the_single_device_ones(self):
+    np.testing.assert_allclose(
+      _losses(self.mesh_dir), _losses(self.one_dir), rtol=2e-5
+    )
+    self.assertLen(_losses(self.mesh_dir), 4)
+
+  def test_parameters_and_moments_are_split(self):
+    state = self.on_mesh.state
+    kernel = state.params["stage2"]["blocks"]["attn"]["qkv"]["kernel"]
+    spec = jax.sharding.PartitionSpec(None, "fsdp", None, "tensor")
+    self.assertEqual(kernel.sharding.spec, spec)
+    moments = [
+      leaf
+      for leaf in jax.tree.leaves(state.opt_state)
+      if leaf.shape == kernel.shape
+    ]
+    self.assertNotEmpty(moments)
+    for moment in moments:
+      self.assertEqual(moment.sharding.spec, spec)
+
+  def test_mesh_checkpoint_restores_on_one_device(self):
+    restored = restore(self.mesh_dir)
+    leaf = restored.params["head"]["kernel"]
+    self.assertLen(leaf.sharding.device_set, 1)
+    chex.assert_trees_all_equal(
+      jax.device_get(restored.params), jax.device_get(self.on_mesh.state.params)
+    )
+
+  def test_one_device_checkpoint_continues_on_the_mesh(self):
+    config = tiny.config(mesh=_MESH, train={"steps": 5})
+    resumed = loop.train(config, self.one_dir)
+    self.assertEqual(int(resumed.state.step), 5)
+    self.assertLen(resumed.state.step.sharding.device_set, 8)
+
+  def test_lowered_step_holds_the_activation_constraints(self):
+    mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
+    with sharding.use_mesh(mesh):
+      lowered = jax.jit(
+        lambda x: constrain(x, "batch", None, "heads", "head_dim")
+      ).lower(jnp.zeros((8, 3, 4, 2)))
+    self.assertIn("sharding_constraint", lowered.as_text())
+    self.assertIn('"tensor"', lowered.as_text())
+
+  def test_constrain_is_the_identity_outside_a_mesh(self):
+    x = jnp.ones((3, 2))
+    self.assertIs(constrain(x, "batch", "heads"), x)
+
+  @parameterized.parameters(
+    ({"data": -1, "tensor": 3}, "must divide the 8 devices"),
+    ({"data": 16}, "needs 16 devices"),
+  )
+  def test_mesh_that_does_not_fit_is_refused(self, axes, message):
+    with self.assertRaisesRegex(ValueError, message):
+      sharding.make_mesh(MeshConfig(**axes))
+
+
+if __name__ == "__main__":
+  absltest.main()

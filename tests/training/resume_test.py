@@ -1,0 +1,108 @@
+"""A run that is stopped or killed continues exactly where it was saved."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from unittest import mock
+
+import chex
+import jax
+from absl.testing import absltest
+
+from moh_jax.data import pipeline
+from moh_jax.training import checkpoint, loop
+from tests.training import tiny
+
+_STEPS = 6
+
+
+def _config():
+  return tiny.config(
+    train={"steps": _STEPS},
+    checkpoint={"every": _STEPS // 2},
+    optim={"ema_decay": 0.9, "accumulation": 2},
+  )
+
+
+def _train(workdir: str) -> loop.Result:
+  return loop.train(_config(), workdir, devices=jax.devices()[:1])
+
+
+class ResumeTest(absltest.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.whole = _train(cls.create_tempdir(cls()).full_path)
+
+  def test_run_stopped_by_sigterm_resumes_bit_identically(self):
+    workdir = self.create_tempdir().full_path
+    take = pipeline.TrainBatches.__next__
+
+    def stop_at_four(batches):
+      if batches.position == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+      return take(batches)
+
+    with mock.patch.object(pipeline.TrainBatches, "__next__", stop_at_four):
+      stopped = _train(workdir)
+    self.assertFalse(stopped.finished)
+    self.assertEqual(checkpoint.find_step(workdir, None), 4)
+
+    resumed = _train(workdir)
+    self.assertTrue(resumed.finished)
+    chex.assert_trees_all_equal(resumed.state, self.whole.state)
+    self.assertEqual(resumed.evaluation, self.whole.evaluation)
+
+  def test_run_killed_by_sigkill_resumes_bit_identically(self):
+    workdir = self.create_tempdir().full_path
+    script = textwrap.dedent(f"""
+      import os, pathlib, signal, time
+      import jax
+      from moh_jax.data import pipeline
+      from moh_jax.training import loop
+      from tests.training import resume_test
+
+      take = pipeline.TrainBatches.__next__
+
+      def die_at_five(batches):
+        if batches.position == 4:  # step 3 is being saved in the background
+          saved = pathlib.Path({workdir!r}) / "checkpoints" / "3"
+          while not saved.exists():
+            time.sleep(0.05)
+          os.kill(os.getpid(), signal.SIGKILL)
+        return take(batches)
+
+      pipeline.TrainBatches.__next__ = die_at_five
+      resume_test._train({workdir!r})
+    """)
+    done = subprocess.run([sys.executable, "-c", script], check=False)
+    self.assertEqual(done.returncode, -signal.SIGKILL)
+    self.assertEqual(checkpoint.find_step(workdir, None), 3)
+
+    resumed = _train(workdir)
+    chex.assert_trees_all_equal(resumed.state, self.whole.state)
+
+  def test_finished_run_started_again_only_evaluates(self):
+    workdir = self.create_tempdir().full_path
+    first = _train(workdir)
+    with mock.patch.object(
+      pipeline.TrainBatches, "__next__", side_effect=AssertionError
+    ):
+      again = _train(workdir)
+    self.assertEqual(again.evaluation, first.evaluation)
+    self.assertEqual(int(again.state.step), _STEPS)
+
+  def test_half_written_checkpoint_is_never_restored(self):
+    workdir = self.create_tempdir().full_path
+    _train(workdir)
+    folder = os.path.join(workdir, "checkpoints")
+    os.makedirs(os.path.join(folder, "9.orbax-checkpoint-tmp", "params"))
+    self.assertEqual(checkpoint.find_step(workdir, None), _STEPS)
+    again = _train(workdir)
+    self.assertEqual(int(again.state.step), _STEPS)
+
+
+if __name__ == "__main__":
+  absltest.main()
