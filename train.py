@@ -15,6 +15,13 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "Directory of checkpoints and metrics, local or a bucket."
 )
+_DISTRIBUTED = flags.DEFINE_bool(
+  "distributed",
+  False,
+  "Join the other processes of the run: found by JAX on TPU pods, Slurm, Open "
+  "MPI and Kubernetes, else given by JAX_COORDINATOR_ADDRESS (HOST:PORT), "
+  "JAX_NUM_PROCESSES and JAX_PROCESS_ID.",
+)
 _JSON = flags.DEFINE_string(
   "json", "", "Write the final figures to this file; '-' is stdout."
 )
@@ -25,7 +32,13 @@ _TRACEBACK = flags.DEFINE_bool(
 
 def main(_) -> None:
   """Runs the configured training."""
-  cli.train(_CONFIG.value, _WORKDIR.value, _JSON.value, _TRACEBACK.value)
+  cli.train(
+    _CONFIG.value,
+    _WORKDIR.value,
+    distributed=_DISTRIBUTED.value,
+    json=_JSON.value,
+    traceback=_TRACEBACK.value,
+  )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Exit status: 0 success, 1 a failed check, 2 wrong use or bad input.
 """
 
 import argparse
+import functools
 import importlib
 import sys
 import traceback as traceback_lib
@@ -73,7 +74,10 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   try:
     return flags.FLAGS(argv)
   except (*_USER_ERRORS, flags.Error) as error:
-    text = " ".join(str(error).split())
+    # A config file's own error comes with its traceback; its last line says it.
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    wanted = lines[-1:] if "Traceback" in str(error) else lines
+    text = " ".join(" ".join(wanted).split())
   except (AttributeError, LookupError) as error:  # of ml_collections
     text = f"unknown config key {error}"
   print(f"error: {text}; see train.py --help", file=sys.stderr)
@@ -81,16 +85,25 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 
 
 def train(
-  config: ml_collections.ConfigDict, workdir: str, json: str, traceback: bool
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  *,
+  distributed: bool,
+  json: str,
+  traceback: bool,
 ) -> None:
   """The body of train.py; exits with the command's status.
 
   Args:
     config: the parsed config file with its overrides.
     workdir: directory of checkpoints and metrics.
+    distributed: join the run's other processes first.
     json: file for the final figures, "-" for stdout, "" for none.
     traceback: show an error's traceback.
   """
   from moh_jax.cli import train as command  # JAX only once flags are parsed
 
-  sys.exit(report_errors(lambda: command.run(config, workdir, json), traceback))
+  run = functools.partial(
+    command.run, config, workdir, distributed=distributed, json=json
+  )
+  sys.exit(report_errors(run, traceback))

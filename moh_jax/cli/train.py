@@ -1,7 +1,9 @@
 """The training command behind train.py."""
 
+import os
 import sys
 
+import jax
 import ml_collections
 from absl import logging
 
@@ -10,12 +12,19 @@ from moh_jax.cli.common import write_json
 from moh_jax.training import loop
 
 
-def run(cfg: ml_collections.ConfigDict, workdir: str, json: str) -> int:
+def run(
+  cfg: ml_collections.ConfigDict,
+  workdir: str,
+  *,
+  distributed: bool = False,
+  json: str = "",
+) -> int:
   """Trains and prints the final figures.
 
   Args:
     cfg: the config with its overrides.
     workdir: directory of checkpoints and metrics.
+    distributed: join the run's other processes first.
     json: file for the final figures, "-" for stdout, "" for none.
 
   Returns:
@@ -23,20 +32,44 @@ def run(cfg: ml_collections.ConfigDict, workdir: str, json: str) -> int:
     NaN or infinite.
   """
   logging.set_verbosity(logging.INFO)
-  logging.get_absl_logger().setLevel(logging.INFO)
   config = config_lib.from_config_dict(cfg)
+  if distributed:
+    join_processes()
   try:
     result = loop.train(config, workdir)
   except loop.NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
   figures = {**result.evaluation, "step": int(result.state.step)}
-  write_json(json, figures)
-  if result.finished and json != "-":
-    shown = ", ".join(
-      f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-      for name, value in figures.items()
-    )
-    print(f"held-out: {shown}")
-    print(f"checkpoint: {workdir}")
+  if jax.process_index() == 0:
+    write_json(json, figures)
+    if result.finished and json != "-":
+      shown = ", ".join(
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in figures.items()
+      )
+      print(f"held-out: {shown}")
+      print(f"checkpoint: {workdir}")
   return 0
+
+
+def join_processes() -> None:
+  """Connects this process to the others of its run.
+
+  Raises:
+    ValueError: the cluster is none that JAX recognizes and the environment does
+      not describe it either.
+  """
+  names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+  given = {
+    key: int(os.environ[name])
+    for key, name in names.items()
+    if name in os.environ
+  }
+  try:
+    jax.distributed.initialize(**given)  # the address is read by JAX itself
+  except (ValueError, RuntimeError) as error:
+    raise ValueError(
+      f"--distributed: {error}; outside TPU pods, Slurm, Open MPI and "
+      f"Kubernetes set JAX_COORDINATOR_ADDRESS, {' and '.join(names.values())}"
+    ) from error

@@ -59,13 +59,11 @@ def evaluate(
     "accuracy", "top5_accuracy", "loss", "activated_share" and the number of
     "examples".
   """
-  total = None
-  for batch in batches:
-    sums = eval_step(params, shard_batch(batch, mesh))
-    total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-  if total is None:
+  # Read only at the end: the devices never wait for the host.
+  sums = [eval_step(params, shard_batch(batch, mesh)) for batch in batches]
+  if not sums:
     raise ValueError("the split to evaluate is empty")
-  total = {name: float(value) for name, value in total.items()}
+  total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
   examples = int(total.pop("examples"))
   means = {name: value / examples for name, value in total.items()}
   return {**means, "examples": examples}

@@ -9,6 +9,7 @@ _SMALL = ViTConfig(
   depths=(5, 5, 22, 5),
   num_heads=(3, 6, 12, 24),
   drop_path=0.45,
+  remat="dots",
 )
 _BASE = ViTConfig(
   embed_dims=(96, 192, 384, 768),
@@ -17,6 +18,7 @@ _BASE = ViTConfig(
   shared_heads=(4, 8, 4, 5),
   top_k=(0, 0, 8, 16),
   drop_path=0.6,
+  remat="dots",
 )
 
 

@@ -1,0 +1,1 @@
+"""Speed and memory, each result written as JSON beside a table."""
