@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     source = make_source(config.data, config.model, "val")
     check_class_names(restored.class_names, source.class_names, "the data")
     batches = eval_batches(config, source)
+    batches = (sharding.shard_batch(batch, mesh) for batch in batches)
     figures = accuracy.evaluate(
-      accuracy.make_eval_step(restored.model), restored.params, batches, mesh
+      accuracy.make_eval_step(restored.model), restored.params, batches
     )
   figures = {**figures, "step": restored.step}
   if args.json != "-":

@@ -5,7 +5,7 @@ import dataclasses
 from moh_jax.config.checks import at_least, in_range, one_of
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "full", "dots")
 ATTENTION_IMPLS = ("auto", "dense")
 

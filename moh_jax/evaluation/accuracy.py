@@ -7,9 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
-
-from moh_jax.training.sharding import shard_batch
 
 
 def make_eval_step(model: nn.Module) -> Callable:
@@ -45,22 +42,21 @@ def make_eval_step(model: nn.Module) -> Callable:
 
 
 def evaluate(
-  eval_step: Callable, params: Any, batches: Iterable[Any], mesh: Mesh
+  eval_step: Callable, params: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
   """Means over a split.
 
   Args:
     eval_step: of `make_eval_step`.
     params: the parameters.
-    batches: this process's batches with "mask".
-    mesh: the devices.
+    batches: global batches with "mask", on the devices.
 
   Returns:
     "accuracy", "top5_accuracy", "loss", "activated_share" and the number of
     "examples".
   """
   # Read only at the end: the devices never wait for the host.
-  sums = [eval_step(params, shard_batch(batch, mesh)) for batch in batches]
+  sums = [eval_step(params, batch) for batch in batches]
   if not sums:
     raise ValueError("the split to evaluate is empty")
   total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}

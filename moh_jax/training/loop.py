@@ -13,19 +13,12 @@ from absl import logging
 from etils import epath
 
 from moh_jax.config import Config
-from moh_jax.data.pipeline import TrainBatches, eval_batches
-from moh_jax.data.sources import (
-  ImageSource,
-  check_class_names,
-  make_source,
-)
-from moh_jax.evaluation import accuracy
 from moh_jax.training import checkpoint, optim, sharding
 from moh_jax.training.checkpoint import Checkpointer, Metadata
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
-from moh_jax.training.tasks import make_task
+from moh_jax.training.tasks import Task, make_task
 
 
 class NonFiniteLossError(RuntimeError):
@@ -73,16 +66,11 @@ def train(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
   )
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  sources = {
-    split: make_source(config.data, config.model, split)
-    for split in ("train", "val")
-  }
-  names = [sources[split].class_names for split in ("train", "val")]
-  check_class_names(*names, "the held-out split")
+  task = make_task(config)
   if (directory / checkpoint.FOLDER).exists():
     _check_resumable(directory, config)
   with sharding.use_mesh(mesh):
-    return _Run(config, directory, mesh, sources).run()
+    return _Run(config, directory, mesh, task).run()
 
 
 def prepare_workdir(workdir: str) -> epath.Path:
@@ -111,14 +99,19 @@ def _check_resumable(directory: epath.Path, config: Config) -> None:
 
 
 class _StopRequest:
-  """Turns the first SIGTERM or SIGINT into a flag; a second one interrupts."""
+  """Turns the first SIGTERM or SIGINT into a flag; a second one interrupts.
+
+  With several processes it stays out of the way: there JAX's own handler
+  agrees with the other processes on the step to stop at.
+  """
 
   def __init__(self):
     self.requested = False
     self._previous = {}
 
   def __enter__(self) -> "_StopRequest":
-    if threading.current_thread() is threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and jax.process_count() == 1:
       for number in (signal.SIGTERM, signal.SIGINT):
         self._previous[number] = signal.signal(number, self._handle)
     return self
@@ -147,11 +140,10 @@ class _Run:
     config: Config,
     directory: epath.Path,
     mesh: jax.sharding.Mesh,
-    sources: dict[str, ImageSource],
+    task: Task,
   ):
-    self.config, self.mesh, self.sources = config, mesh, sources
-    self.metadata = Metadata(config, sources["train"].class_names)
-    self.task = make_task(config)
+    self.config, self.mesh, self.task = config, mesh, task
+    self.metadata = Metadata(config, task.class_names)
     optimizer = optim.make_optimizer(config.optim, config.train.steps)
     self.init_state, self.abstract_state = make_state(
       self.task.model,
@@ -168,8 +160,7 @@ class _Run:
       accumulation=config.optim.accumulation,
       ema_decay=config.optim.ema_decay,
     )
-    self.eval_step = accuracy.make_eval_step(self.task.model)
-    self.batches = TrainBatches(config, sources["train"])
+    self.batches = task.batches()
     self.checkpointer = Checkpointer(directory, config.checkpoint)
     self.directory = directory
     self.saved_step: int | None = None
@@ -209,7 +200,7 @@ class _Run:
   ) -> Result:
     config, steps = self.config, self.config.train.steps
     evaluation: dict[str, float] = {}
-    clock = _Clock(start, config.data.batch_size)
+    clock = _Clock(start, self.task.units_per_step)
     pending: tuple[int, Any] | None = None  # metrics are read one step late
     for step in range(start + 1, steps + 1):
       batch = sharding.shard_batch(next(self.batches), self.mesh)
@@ -265,7 +256,7 @@ class _Run:
         )
     writer.advance(step)
     if step % self.config.log.every == 0 or step == self.config.train.steps:
-      values["images_per_second"] = clock.rate(step)
+      values[f"{self.task.unit}_per_second"] = clock.rate(step)
       writer.write(step, "train", values)
 
   def _save(self, state: TrainState) -> None:
@@ -275,8 +266,7 @@ class _Run:
   def _evaluate(self, state: TrainState) -> dict[str, float]:
     use_ema = self.config.eval.use_ema and state.ema is not None
     params = state.ema if use_ema else state.params
-    batches = eval_batches(self.config, self.sources["val"])
-    return accuracy.evaluate(self.eval_step, params, batches, self.mesh)
+    return self.task.evaluate(params, self.mesh)
 
 
 class _Clock:
@@ -285,18 +275,18 @@ class _Clock:
   def __init__(
     self,
     step: int,
-    batch_size: int,
+    units_per_step: int,
     now: Callable[[], float] = time.perf_counter,
   ):
-    self._batch_size, self._now = batch_size, now
+    self._units_per_step, self._now = units_per_step, now
     self.restart(step)
 
   def restart(self, step: int) -> None:
     self._step, self._time = step, self._now()
 
   def rate(self, step: int) -> float:
-    """Images per second since the last call."""
+    """Units per second since the last call."""
     elapsed = self._now() - self._time
-    done = (step - self._step) * self._batch_size
+    done = (step - self._step) * self._units_per_step
     self.restart(step)
     return done / elapsed if elapsed > 0 else 0.0

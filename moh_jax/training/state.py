@@ -114,9 +114,8 @@ def make_state(
     jax.eval_shape(init),
     shardings,
   )
-  # It runs once: compiling it fast matters more than running it fast.
-  compile_fast = {"xla_backend_optimization_level": 0}
-  return (
-    jax.jit(init, out_shardings=shardings, compiler_options=compile_fast),
-    abstract,
-  )
+  # It runs once: on the CPU, compiling it fast matters more than running it.
+  on_cpu = mesh.devices.flat[0].platform == "cpu"
+  options = {"xla_backend_optimization_level": 0} if on_cpu else None
+  init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+  return init, abstract

@@ -1,31 +1,46 @@
-"""What a family trains on: its model, inputs and loss."""
+"""What a family trains on: its model, data, loss and evaluation."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from moh_jax.config import Config
+from moh_jax.data.pipeline import TrainBatches, eval_batches
+from moh_jax.data.sources import check_class_names, make_source
+from moh_jax.evaluation import accuracy
 from moh_jax.models.vit import ViT
-from moh_jax.training import losses
+from moh_jax.training import losses, sharding
 from moh_jax.training.step import LossFn, Metrics
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A family's training problem.
+  """A family's training problem: all that the loop does not know.
 
   Attributes:
     model: the Linen module.
     inputs: abstract positional arguments of the model, batch axis 1.
     loss_fn: (params, batch, rng) -> (loss, metrics).
+    batches: opens the training stream at its beginning.
+    evaluate: (params, mesh) -> figures on the whole held-out split.
+    class_names: names of the outputs, empty where there are none.
+    unit: what throughput counts.
+    units_per_step: how many of them a step takes.
   """
 
   model: nn.Module
   inputs: tuple[jax.ShapeDtypeStruct, ...]
   loss_fn: LossFn
+  batches: Callable[[], TrainBatches]
+  evaluate: Callable[[Any, Mesh], dict[str, float]]
+  class_names: tuple[str, ...]
+  unit: str
+  units_per_step: int
 
 
 def make_model(config: Config) -> tuple[nn.Module, tuple]:
@@ -36,9 +51,36 @@ def make_model(config: Config) -> tuple[nn.Module, tuple]:
 
 
 def make_task(config: Config) -> Task:
-  """Builds the task of the configured family."""
+  """Builds the task of the configured family and opens its data.
+
+  Raises:
+    FileNotFoundError: data is missing.
+    ValueError: the data does not fit the model.
+  """
+  train, held_out = (
+    make_source(config.data, config.model, split) for split in ("train", "val")
+  )
+  check_class_names(
+    train.class_names, held_out.class_names, "the held-out split"
+  )
   model, inputs = make_model(config)
-  return Task(model, inputs, classification_loss(model, config))
+  eval_step = accuracy.make_eval_step(model)
+
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+    batches = eval_batches(config, held_out)
+    batches = (sharding.shard_batch(batch, mesh) for batch in batches)
+    return accuracy.evaluate(eval_step, params, batches)
+
+  return Task(
+    model=model,
+    inputs=inputs,
+    loss_fn=classification_loss(model, config),
+    batches=lambda: TrainBatches(config, train),
+    evaluate=evaluate,
+    class_names=train.class_names,
+    unit="images",
+    units_per_step=config.data.batch_size,
+  )
 
 
 def classification_loss(model: nn.Module, config: Config) -> LossFn:

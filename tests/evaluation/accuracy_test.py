@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import MeshConfig
 from moh_jax.evaluation import accuracy
-from moh_jax.training import sharding
 
 _CLASSES, _BATCH = 8, 8
 _RNG = np.random.RandomState(0)
@@ -37,9 +35,8 @@ def _batches(logits=_LOGITS, labels=_LABELS, filler=0.0):
 
 
 def _evaluate(batches):
-  mesh = sharding.make_mesh(MeshConfig())
   step = accuracy.make_eval_step(_Echo())
-  return accuracy.evaluate(step, {}, batches, mesh)
+  return accuracy.evaluate(step, {}, batches)
 
 
 class AccuracyTest(parameterized.TestCase):
