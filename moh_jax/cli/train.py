@@ -1,11 +1,11 @@
 """The training command behind train.py."""
 
+import logging
 import os
 import sys
 
 import jax
 import ml_collections
-from absl import logging
 
 from moh_jax import config as config_lib
 from moh_jax.cli.common import write_json
@@ -31,7 +31,7 @@ def run(
     0 when all steps are done or a stop was asked for, 1 when the loss became
     NaN or infinite.
   """
-  logging.set_verbosity(logging.INFO)
+  logging.getLogger("moh_jax").setLevel(logging.INFO)
   config = config_lib.from_config_dict(cfg)
   if distributed:
     join_processes()

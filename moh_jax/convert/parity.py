@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,16 +66,19 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
   """
   directory = pathlib.Path(directory)
   meta = _read_meta(directory)
+  for name in meta["files"]:
+    if not (directory / name).is_file():
+      raise FileNotFoundError(f"{directory} has no {name}, meta.json lists it")
   arrays = _read_arrays(directory, meta["arrays"])
   weights = {}
-  if (directory / "weights.safetensors").exists():
+  if "weights.safetensors" in meta["files"]:
     weights = read_tensors(directory / "weights.safetensors")
   expected = {
     name: arrays[name]
     for name, entry in meta["arrays"].items()
     if entry["role"] == "output"
   }
-  if (directory / "grads.safetensors").exists():
+  if "grads.safetensors" in meta["files"]:
     grads = read_tensors(directory / "grads.safetensors")
     expected |= {f"grads/{name}": grad for name, grad in grads.items()}
 
@@ -114,7 +118,7 @@ def _read_meta(directory: pathlib.Path) -> dict[str, Any]:
     meta = json.loads(file.read_text())
   except json.JSONDecodeError as error:
     raise ValueError(f"{file}: not valid JSON: {error}") from error
-  for key in ("kind", "hyper_parameters", "arrays", "tolerance"):
+  for key in ("kind", "hyper_parameters", "arrays", "tolerance", "files"):
     if key not in meta:
       raise ValueError(f"{file}: has no entry {key!r}")
   if meta["kind"] not in KINDS:
@@ -128,12 +132,13 @@ def _read_arrays(
   directory: pathlib.Path, described: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
   file = directory / "io.npz"
-  if not file.is_file():
-    raise FileNotFoundError(f"{directory} has no io.npz")
   try:
-    with np.load(file, allow_pickle=False) as stored:
+    with (
+      file.open("rb") as stream,
+      np.load(stream, allow_pickle=False) as stored,
+    ):
       arrays = dict(stored)
-  except (ValueError, OSError, EOFError) as error:
+  except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
     raise ValueError(f"{file}: not a readable npz file: {error}") from error
   missing = [name for name in described if name not in arrays]
   if missing:

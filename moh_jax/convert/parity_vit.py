@@ -1,5 +1,6 @@
 """Recorded cases of MoH-ViT and TransNeXt."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -84,26 +85,11 @@ def classifier(
   images = jnp.asarray(arrays["images"]).transpose(0, 2, 3, 1)
   abstract = unbox(abstract_params(model, (images,)))
   params = rules.load_params(table, weights, abstract, source="weights")
-  labels = arrays.get("labels", np.zeros(len(images), np.int32))
-  rows = np.arange(len(images))
-
-  def losses(params):
-    (logits, aux), recorded = model.apply(
-      {"params": params}, images, mutable=["intermediates"]
-    )
-    cross_entropy = -jax.nn.log_softmax(logits)[rows, labels].mean()
-    moh_loss = 0.01 * aux.balance_loss
-    outputs = {
-      "logits": logits,
-      "l_aux_mean": aux.balance_loss,
-      "moh_loss": moh_loss,
-      "cross_entropy": cross_entropy,
-      "total_loss": cross_entropy + moh_loss,
-      "l_aux_per_layer": _routed_losses(config, aux.layers),
-    }
-    return outputs, recorded["intermediates"]
-
-  outputs, recorded = jax.jit(losses)(params)
+  # Without labels a case records neither losses nor gradients.
+  labels = arrays.get("labels")
+  outputs, recorded, grads = jax.jit(
+    functools.partial(_forward_backward, model, config)
+  )(params, images, labels)
   for index, depth in enumerate(config.depths):
     stage = f"stage{index + 1}"
     (outputs[stage],) = recorded[f"{stage}_out"]
@@ -113,13 +99,47 @@ def classifier(
       for block in range(depth):
         outputs[f"gates_{stage}_block{block}"] = routing.gates[block]
 
-  task_grads = jax.jit(jax.grad(lambda p: losses(p)[0]["cross_entropy"]))
-  total_grads = jax.jit(jax.grad(lambda p: losses(p)[0]["total_loss"]))
-  return {
-    **outputs,
-    **_named_grads("grads", table, task_grads(params)),
-    **_named_grads("grad_total", table, total_grads(params)),
-  }
+  for prefix, tree in grads.items():
+    outputs.update(_named_grads(prefix, table, tree))
+  return outputs
+
+
+def _forward_backward(
+  model: ViT,
+  config: ViTConfig,
+  params: Any,
+  images: jax.Array,
+  labels: jax.Array | None,
+) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+  """Outputs, recorded intermediates, and gradients of both losses."""
+
+  def losses(params: Any) -> tuple[jax.Array, Any]:
+    (logits, aux), recorded = model.apply(
+      {"params": params}, images, mutable=["intermediates"]
+    )
+    moh_loss = 0.01 * aux.balance_loss
+    outputs = {
+      "logits": logits,
+      "l_aux_mean": aux.balance_loss,
+      "moh_loss": moh_loss,
+      "l_aux_per_layer": _routed_losses(config, aux.layers),
+    }
+    if labels is None:
+      return jnp.zeros(2), (outputs, recorded["intermediates"])
+    rows = jnp.arange(len(labels))
+    cross_entropy = -jax.nn.log_softmax(logits)[rows, labels].mean()
+    total = cross_entropy + moh_loss
+    outputs |= {"cross_entropy": cross_entropy, "total_loss": total}
+    pair = jnp.stack([cross_entropy, total])
+    return pair, (outputs, recorded["intermediates"])
+
+  if labels is None:
+    _, (outputs, recorded) = losses(params)
+    return outputs, recorded, {}
+  _, pull, (outputs, recorded) = jax.vjp(losses, params, has_aux=True)
+  # One row of the Jacobian per loss: cross-entropy, total.
+  rows = {"grads": jnp.array([1.0, 0.0]), "grad_total": jnp.array([0.0, 1.0])}
+  return outputs, recorded, {name: pull(row)[0] for name, row in rows.items()}
 
 
 def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
@@ -163,7 +183,7 @@ def _routed_losses(config: ViTConfig, layers: Mapping[str, Any]) -> jax.Array:
 def _named_grads(
   prefix: str, table: list[rules.Rule], grads: Any
 ) -> dict[str, Any]:
-  named = rules.dump_params(table, grads)
+  named = rules.dump_params(table, jax.device_get(grads))
   return {f"{prefix}/{name}": grad for name, grad in named.items()}
 
 

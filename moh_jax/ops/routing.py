@@ -189,7 +189,7 @@ def two_stage_gates(
   Returns:
     The `Routing` of every token.
   """
-  released = form == "released"
+  released = _is_released(form)
 
   if shared_logits is None:
     shared_scores = jnp.ones((*batch_shape, budget.shared), jnp.float32)
@@ -252,7 +252,13 @@ def balance_loss(
   chex.assert_equal_shape((probs, selected))
   frequency = token_mean(selected, token_mask)
   loss = jnp.sum(frequency * token_mean(probs, token_mask))
-  return loss * probs.shape[-1] if form == "released" else loss
+  return loss * probs.shape[-1] if _is_released(form) else loss
+
+
+def _is_released(form: str) -> bool:
+  if form not in GATE_FORMS:
+    raise ValueError(f"gate_form={form!r} must be one of {GATE_FORMS}")
+  return form == "released"
 
 
 def token_mean(x: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:

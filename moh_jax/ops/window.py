@@ -2,10 +2,10 @@
 
 A token at row i, column j sees the `window x window` tokens around it; a
 position outside the grid contributes zero. Each function pads its operand once
-and reads `window**2` shifted views of that copy inside one fused loop, so keys
-and values are never unfolded into `window**2` copies: the extra memory is one
-padded copy of the operand, where the unfolded form needs nine (window 3).
-The backward passes are written in the same form: transposing the shifted reads
+and reads `window**2` shifted views of that copy, so keys and values are never
+unfolded into `window**2` copies: beside its result a function holds the padded
+copy, and on the CPU `window_logits` one view more, where the unfolded form
+holds nine copies (window 3). The backward passes are written in the same form: transposing the shifted reads
 automatically would scatter into `window**2` padded buffers and add them up.
 
 Shapes: B batch, X rows, Y columns, H heads, D head dim, C channels,
@@ -57,15 +57,19 @@ def window_inside(grid: tuple[int, int], window: int) -> np.ndarray:
   return inside.reshape(grid[0] * grid[1], window * window)
 
 
+def _pad(x: jax.Array, reach: int) -> jax.Array:
+  """Zeros around the grid of [B, X, Y, ...]."""
+  edge = (reach, reach)
+  return jnp.pad(x, [(0, 0), edge, edge] + [(0, 0)] * (x.ndim - 3))
+
+
 def _shifted(x: jax.Array, window: int, *, reverse: bool = False):
   """Yields, per offset, x moved so that [b, i, j] reads x[b, i + di, j + dj].
 
   `reverse` reads at (i - di, j - dj): the transposed access.
   """
-  reach = window // 2
   rows, columns = x.shape[1:3]
-  pads = [(0, 0), (reach, reach), (reach, reach)] + [(0, 0)] * (x.ndim - 3)
-  padded = jnp.pad(x, pads)
+  padded = _pad(x, window // 2)
   for i in range(window):
     for j in range(window):
       row, column = (window - 1 - i, window - 1 - j) if reverse else (i, j)
@@ -85,9 +89,34 @@ def window_logits(q: jax.Array, k: jax.Array, window: int) -> jax.Array:
     [B, X, Y, H, L] float32; 0 where the window leaves the grid.
   """
   chex.assert_equal_shape((q, k))
-  q = q.astype(jnp.float32)
+  return jax.lax.platform_dependent(
+    q.astype(jnp.float32),
+    k,
+    cpu=functools.partial(_logits_by_offset, window=window),
+    default=functools.partial(_logits_at_once, window=window),
+  )
+
+
+def _logits_at_once(q: jax.Array, k: jax.Array, *, window: int) -> jax.Array:
+  """Sums over shifted views that the compiler fuses with their products."""
   dots = [jnp.sum(q * view, axis=-1) for view in _shifted(k, window)]
   return jnp.stack(dots, axis=-1)
+
+
+def _logits_by_offset(q: jax.Array, k: jax.Array, *, window: int) -> jax.Array:
+  """`_logits_at_once`, one offset after the other.
+
+  The CPU's compiler does not fuse a slice into a sum over the last axis: at
+  once it would hold all `window**2` views, so they take turns in one buffer.
+  """
+  padded = _pad(k, window // 2)
+
+  def one(offset: jax.Array) -> jax.Array:  # [B, X, Y, H]
+    start = (0, offset // window, offset % window, 0, 0)
+    view = jax.lax.dynamic_slice(padded, start, k.shape)
+    return jnp.sum(q * view, axis=-1)
+
+  return jnp.moveaxis(jax.lax.map(one, jnp.arange(window**2)), 0, -1)
 
 
 def _window_logits_fwd(q, k, window):
@@ -202,10 +231,8 @@ def _taps_grad_by_row(
   On the CPU the nine reductions stream the whole map nine times from memory;
   a row of it stays in cache (14 ms instead of 73 ms for 4 x 56 x 56 x 384).
   """
-  reach = window // 2
   rows, columns = x.shape[1:3]
-  pads = ((0, 0), (reach, reach), (reach, reach), (0, 0))
-  padded = jnp.pad(x, pads)
+  padded = _pad(x, window // 2)
 
   def one_row(row: jax.Array) -> jax.Array:  # [L, C]
     band = jax.lax.dynamic_slice_in_dim(padded, row, window, axis=1)

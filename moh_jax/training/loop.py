@@ -1,6 +1,7 @@
 """The run: from a config and a directory to a trained checkpoint."""
 
 import dataclasses
+import logging
 import math
 import signal
 import threading
@@ -9,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from absl import logging
 from etils import epath
 
 from moh_jax.config import Config
@@ -19,6 +19,8 @@ from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.tasks import Task, make_task
+
+_LOG = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RuntimeError):
@@ -120,7 +122,7 @@ class _StopRequest:
     self._restore()
 
   def _handle(self, number: int, _: Any) -> None:
-    logging.warning(
+    _LOG.warning(
       "%s: saving after this step, then stopping", signal.Signals(number).name
     )
     self.requested = True
@@ -188,7 +190,7 @@ class _Run:
     state, position = self.checkpointer.restore(step, self.abstract_state)
     self.batches.seek(position)
     self.saved_step = step
-    logging.info("resumed from step %d in %s", step, self.directory)
+    _LOG.info("resumed from step %d in %s", step, self.directory)
     return state, step
 
   def _loop(
@@ -224,7 +226,7 @@ class _Run:
         clock.restart(step)
       if stopping and not last:
         self.checkpointer.wait()
-        logging.warning("stopped at step %d, saved; run again to resume", step)
+        _LOG.warning("stopped at step %d, saved; run again to resume", step)
         return Result(state, evaluation, finished=False)
     if not evaluation:  # a finished run that was started again
       evaluation = self._evaluate(state)

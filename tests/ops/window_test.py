@@ -209,7 +209,8 @@ class MemoryTest(parameterized.TestCase):
 
   def test_logits_pad_the_keys_only(self):
     logits = functools.partial(window_ops.window_logits, window=3)
-    self.assertLess(self._temporary(logits, self._TOKENS, self._TOKENS), 2.0)
+    # The padded copy (1.15), one view (1), the transposed result (0.28).
+    self.assertLess(self._temporary(logits, self._TOKENS, self._TOKENS), 2.5)
 
   def test_gradients_of_mix_unfold_nothing(self):
     grads = self._gradients(window_ops.window_mix)
