@@ -5,8 +5,9 @@ position outside the grid contributes zero. Each function pads its operand once
 and reads `window**2` shifted views of that copy, so keys and values are never
 unfolded into `window**2` copies: beside its result a function holds the padded
 copy, and on the CPU `window_logits` one view more, where the unfolded form
-holds nine copies (window 3). The backward passes are written in the same form: transposing the shifted reads
-automatically would scatter into `window**2` padded buffers and add them up.
+holds nine copies (window 3). The backward passes are written in the same form:
+transposing the shifted reads automatically would scatter into `window**2`
+padded buffers and add them up.
 
 Shapes: B batch, X rows, Y columns, H heads, D head dim, C channels,
 L = window * window offsets in row-major order.
