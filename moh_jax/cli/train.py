@@ -6,6 +6,7 @@ import sys
 
 import jax
 import ml_collections
+from absl import logging as absl_logging
 
 from moh_jax import config as config_lib
 from moh_jax.cli.common import write_json
@@ -31,6 +32,8 @@ def run(
     0 when all steps are done or a stop was asked for, 1 when the loss became
     NaN or infinite.
   """
+  # Our own notes, not those of the checkpoint library.
+  absl_logging.set_verbosity(absl_logging.WARNING)
   logging.getLogger("moh_jax").setLevel(logging.INFO)
   config = config_lib.from_config_dict(cfg)
   if distributed:
