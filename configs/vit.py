@@ -12,7 +12,7 @@ RandAugment, random erasing and repeated augmentation.
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import MODELS
+from moh_jax.models.registry import MODELS, NO_DECAY
 
 _ALIASES = {
   "s80": "moh-vit-s80",
@@ -48,14 +48,7 @@ def get_config(arg: str = "s80") -> ml_collections.ConfigDict:
       warmup_lr=1e-6,
       final_lr=1e-5,
       weight_decay=0.05,
-      no_decay=(
-        "*/bias",
-        "*/scale",
-        "*query_embedding",
-        "*relative_pos_bias_local",
-        "*/cpb/*",
-        "*temperature",
-      ),
+      no_decay=NO_DECAY,
       clip_norm=1.0,
     ),
     train=config_lib.TrainConfig(

@@ -8,16 +8,7 @@ Arguments: moh (default; 75 % of the heads), mha (the multi-head baseline).
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import without_router
-
-_NO_DECAY = (
-  "*/bias",
-  "*/scale",
-  "*query_embedding",
-  "*relative_pos_bias_local",
-  "*/cpb/*",
-  "*temperature",
-)
+from moh_jax.models.registry import NO_DECAY, without_router
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
@@ -56,7 +47,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
         warmup_lr=1e-6,
         final_lr=1e-5,
         weight_decay=0.05,
-        no_decay=_NO_DECAY,
+        no_decay=NO_DECAY,
       ),
       train=config_lib.TrainConfig(steps=500, label_smoothing=0.1),
       checkpoint=config_lib.CheckpointConfig(every=100),

@@ -5,8 +5,10 @@ import dataclasses
 import sys
 
 from moh_jax.cli import common
+from moh_jax.data.sources import read_image
 from moh_jax.inference.classify import classify
 from moh_jax.inference.restore import restore
+from moh_jax.training import checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Prints the most probable classes of each image."""
+  metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  for file in args.images:  # before the parameters, which take a while
+    read_image(file, metadata.config.model.channels)
   restored = restore(
     args.checkpoint, step=args.step, **common.router_overrides(args)
   )

@@ -14,6 +14,7 @@ import ml_collections
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
+from moh_jax.ops.routing import GATE_FORMS
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--gate-form",
-    choices=("released", "paper"),
+    choices=GATE_FORMS,
     help="form of the gates, instead of the trained one",
   )
 

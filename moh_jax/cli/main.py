@@ -79,7 +79,9 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     wanted = lines[-1:] if "Traceback" in str(error) else lines
     text = " ".join(" ".join(wanted).split())
   except (AttributeError, LookupError) as error:  # of ml_collections
-    text = f"unknown config key {error}"
+    key = str(error).strip("\"'")
+    given = [arg for arg in argv if key and f".{key}" in arg.partition("=")[0]]
+    text = f"unknown config key {given[0] if given else key!r}"
   print(f"error: {text}; see train.py --help", file=sys.stderr)
   sys.exit(2)
 

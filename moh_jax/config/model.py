@@ -3,11 +3,12 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.ops.attention import IMPLEMENTATIONS
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "full", "dots")
-ATTENTION_IMPLS = ("auto", "dense")
+ATTENTION_IMPLS = tuple(IMPLEMENTATIONS)
 
 
 @dataclasses.dataclass(frozen=True)

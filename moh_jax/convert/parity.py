@@ -76,14 +76,20 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
   expected = {
     name: arrays[name]
     for name, entry in meta["arrays"].items()
-    if entry["role"] == "output"
+    if entry.get("role") == "output"
   }
   if "grads.safetensors" in meta["files"]:
     grads = read_tensors(directory / "grads.safetensors")
     expected |= {f"grads/{name}": grad for name, grad in grads.items()}
 
   with jax.default_matmul_precision("highest"):
-    results = KINDS[meta["kind"]](meta["hyper_parameters"], arrays, weights)
+    try:
+      run = KINDS[meta["kind"]]
+      results = run(meta["hyper_parameters"], arrays, weights)
+    except KeyError as error:
+      raise ValueError(
+        f"{directory}: meta.json or io.npz lacks {error}"
+      ) from error
   tolerances = _tolerances(directory, meta, expected)
   return [
     _compare(directory.name, name, results.get(name), want, tolerances[name])
@@ -98,9 +104,7 @@ def _compare(
     return Row(case, name, None, None, tolerance, ok=False)
   got = np.asarray(got)
   if got.shape != want.shape:
-    raise ValueError(
-      f"{case}: {name} has shape {got.shape} here, {want.shape} in the record"
-    )
+    return Row(case, name, None, None, tolerance, ok=False)
   error = np.abs(got.astype(np.float64) - want.astype(np.float64))
   max_abs = float(error.max(initial=0.0))
   scale = float(np.abs(want.astype(np.float64)).max(initial=0.0))

@@ -53,9 +53,11 @@ class TrainBatches:
         dataset = dataset.random_map(transform)
       else:
         dataset = dataset.map(transform)
-    # Batching before iterating makes the iterator's index count batches.
-    dataset = dataset[index::count].batch(local)
-    self._iterator = iter(dataset.to_iter_dataset(_read_options(config.data)))
+    # Threads read examples, not whole batches: batch after iterating.
+    options = _read_options(config.data, local)
+    dataset = dataset[index::count].to_iter_dataset(options).batch(local)
+    self._iterator = iter(dataset)
+    self._local_batch = local
 
   def __iter__(self) -> Iterator[Batch]:
     return self
@@ -66,11 +68,11 @@ class TrainBatches:
   @property
   def position(self) -> int:
     """Batches taken so far."""
-    return self._iterator.get_state()["next_index"]
+    return self._iterator.get_state()["next_index"] // self._local_batch
 
   def seek(self, position: int) -> None:
     """Moves to before batch `position`, 0 the first."""
-    self._iterator.set_state({"next_index": position})
+    self._iterator.set_state({"next_index": position * self._local_batch})
 
 
 def eval_batches(
@@ -111,13 +113,14 @@ def eval_batches(
     return {**element, "mask": np.float32(1)}
 
   dataset = grain.MapDataset.range(padded)[index::count].map(load)
-  dataset = dataset.batch(local)
-  return iter(dataset.to_iter_dataset(_read_options(config.data)))
+  options = _read_options(config.data, local)
+  return iter(dataset.to_iter_dataset(options).batch(local))
 
 
-def _read_options(data: DataConfig) -> grain.ReadOptions:
+def _read_options(data: DataConfig, local_batch: int) -> grain.ReadOptions:
   return grain.ReadOptions(
-    num_threads=data.num_threads, prefetch_buffer_size=data.prefetch
+    num_threads=data.num_threads,
+    prefetch_buffer_size=data.prefetch * local_batch,
   )
 
 

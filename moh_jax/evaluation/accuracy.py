@@ -55,8 +55,11 @@ def evaluate(
     "accuracy", "top5_accuracy", "loss", "activated_share" and the number of
     "examples".
   """
-  # Read only at the end: the devices never wait for the host.
-  sums = [eval_step(params, batch) for batch in batches]
+  sums: list[dict[str, jax.Array]] = []
+  for batch in batches:
+    sums.append(eval_step(params, batch))
+    # Two batches in flight: the device is busy, its memory not full of them.
+    jax.block_until_ready(sums[-2:][0])
   if not sums:
     raise ValueError("the split to evaluate is empty")
   total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}

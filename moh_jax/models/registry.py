@@ -4,6 +4,17 @@ import dataclasses
 
 from moh_jax.config import ViTConfig
 
+# Parameters that the released ViT recipe does not decay: norms, biases, and
+# what sets positions and temperatures.
+NO_DECAY = (
+  "*/bias",
+  "*/scale",
+  "*query_embedding",
+  "*relative_pos_bias_local",
+  "*/cpb/*",
+  "*temperature",
+)
+
 _SMALL = ViTConfig(
   embed_dims=(72, 144, 288, 576),
   depths=(5, 5, 22, 5),

@@ -9,6 +9,7 @@ number of processes.
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -21,6 +22,12 @@ from moh_jax.training.state import TrainState
 FOLDER = "checkpoints"
 _ITEMS = ("params", "train", "ema", "data", "config")
 _RUN_FIELDS = ("step", "opt_state", "rng")
+# What the position in the training stream and the random choices depend on.
+_STREAM_FIELDS = (
+  ("train", "seed"),
+  ("data", "source"),
+  ("data", "batch_size"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,17 +221,24 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   return step
 
 
-def check_same_model(workdir: str | epath.Path, config: Config) -> None:
-  """Refuses to continue another model's run.
+def check_same_run(workdir: str | epath.Path, config: Config) -> None:
+  """Refuses to continue a run that this one could not follow exactly.
 
   Args:
     workdir: directory whose newest checkpoint would be continued.
     config: the run that wants to.
 
   Raises:
-    ValueError: the parameters would differ; the differing fields are named.
+    ValueError: the parameters, the data order or the random choices would
+      differ (the fields are named), or the run is already longer.
   """
-  stored = read_metadata(workdir)[0].config
+  metadata, step = read_metadata(workdir)
+  stored = metadata.config
+  if step > config.train.steps:
+    raise ValueError(
+      f"workdir {workdir} is at step {step}, beyond train.steps="
+      f"{config.train.steps}"
+    )
   # What may change in a continued run takes the new run's value.
   runtime = config.model.RUNTIME_FIELDS
   same = {name: getattr(config.model, name) for name in runtime}
@@ -242,11 +256,24 @@ def check_same_model(workdir: str | epath.Path, config: Config) -> None:
       f"optim.clip_norm: {config.optim.clip_norm} here, "
       f"{stored.optim.clip_norm} there"
     )
+  for section, name in _STREAM_FIELDS:
+    ours, theirs = (
+      getattr(getattr(run, section), name) for run in (config, stored)
+    )
+    if ours != theirs:
+      fields.append(f"{section}.{name}: {ours!r} here, {theirs!r} there")
   if fields:
     raise ValueError(
-      f"workdir {workdir} holds another model's checkpoint; "
+      f"workdir {workdir} holds another run's checkpoint; "
       f"{'; '.join(fields)}. Choose another workdir or the same config"
     )
+
+
+def resolve(directory: str | epath.Path) -> epath.Path:
+  """An absolute local path, or a bucket's address as it is."""
+  path = epath.Path(directory)
+  is_bucket = "://" in os.fspath(path)
+  return path if is_bucket else path.expanduser().absolute()
 
 
 def _reader(directory: str | epath.Path) -> ocp.CheckpointManager:
@@ -259,7 +286,7 @@ def _reader(directory: str | epath.Path) -> ocp.CheckpointManager:
 
 def _folder(directory: str | epath.Path) -> epath.Path:
   """DIR/checkpoints, also where DIR is already that folder."""
-  path = epath.Path(directory).expanduser().absolute()
+  path = resolve(directory)
   return path if path.name == FOLDER else path / FOLDER
 
 

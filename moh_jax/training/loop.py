@@ -62,13 +62,13 @@ def train(
     OSError: the working directory cannot be written.
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
-  directory = prepare_workdir(workdir)
   mesh = sharding.make_mesh(config.mesh, devices)
   sharding.check_batch(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
   )
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   task = make_task(config)
+  directory = prepare_workdir(workdir)
   if (directory / checkpoint.FOLDER).exists():
     _check_resumable(directory, config)
   with sharding.use_mesh(mesh):
@@ -81,7 +81,7 @@ def prepare_workdir(workdir: str) -> epath.Path:
   Raises:
     OSError: it cannot; the message names the directory and the reason.
   """
-  directory = epath.Path(workdir).expanduser().absolute()
+  directory = checkpoint.resolve(workdir)
   probe = directory / f".write_probe_{jax.process_index()}"
   try:
     directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _check_resumable(directory: epath.Path, config: Config) -> None:
     checkpoint.find_step(directory, None)
   except FileNotFoundError:
     return  # an empty folder: killed before its first save
-  checkpoint.check_same_model(directory, config)
+  checkpoint.check_same_run(directory, config)
 
 
 class _StopRequest:
@@ -156,13 +156,14 @@ class _Run:
       keep_ema=config.optim.ema_decay > 0,
     )
     self.train_step = jit_train_step(
+      state_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state),
       loss_fn=self.task.loss_fn,
       optimizer=optimizer,
       schedule=optim.make_schedule(config.optim, config.train.steps),
       accumulation=config.optim.accumulation,
       ema_decay=config.optim.ema_decay,
     )
-    self.batches = task.batches()
+    self.batches = task.batches(mesh)
     self.checkpointer = Checkpointer(directory, config.checkpoint)
     self.directory = directory
     self.saved_step: int | None = None

@@ -41,7 +41,9 @@ class MetricsWriter:
       return
     self._path = workdir / "metrics.jsonl"
     self._rows = _rows_until(self._path, start)
-    self._path.write_text("".join(row + "\n" for row in self._rows))
+    rows = [json.loads(row) for row in self._rows]
+    self._written = {(row["step"], row.get("split")) for row in rows}
+    self._replace_rows()
     self._start, self._opened = start, time.monotonic()
     if config.tensorboard:
       import tensorboardX  # an import of a second, not needed by every user
@@ -73,6 +75,9 @@ class MetricsWriter:
     """
     if not self._active:
       return
+    if (step, split) in self._written:
+      return  # a finished run that was started again
+    self._written.add((step, split))
     row = {"step": step, "split": split, **values}
     self._append(json.dumps(row))
     if self._tensorboard:
@@ -90,10 +95,16 @@ class MetricsWriter:
   def _append(self, line: str) -> None:
     self._rows.append(line)
     if "://" in str(self._path):  # buckets cannot append
-      self._path.write_text("\n".join(self._rows) + "\n")
+      self._replace_rows()
     else:
       with self._path.open("a") as stream:
         stream.write(line + "\n")
+
+  def _replace_rows(self) -> None:
+    """Writes all rows to a new file that then takes the old one's place."""
+    fresh = self._path.with_name(self._path.name + ".tmp")
+    fresh.write_text("".join(row + "\n" for row in self._rows))
+    fresh.replace(self._path)
 
   def _eta(self, step: int) -> str:
     """Remaining time, "MM:SS"."""
@@ -133,6 +144,6 @@ def _rows_until(path: epath.Path, step: int) -> list[str]:
     try:
       if json.loads(line)["step"] <= step:
         rows.append(line)
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError):
       continue
   return rows

@@ -55,6 +55,10 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
       f"mesh={sizes} needs {fixed} devices, there are {len(devices)}; set one "
       "axis to -1 to take what is left"
     )
+  if sizes["sequence"] > 1:
+    raise NotImplementedError(
+      f"mesh.sequence={sizes['sequence']}: must be 1 so far"
+    )
   return jax.make_mesh(
     tuple(sizes.values()),
     AXES,
@@ -137,17 +141,53 @@ def optimizer_shardings(
   )
 
 
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
-  """Global arrays from this process's slice of a batch.
+def batch_slice(mesh: Mesh) -> tuple[int, int]:
+  """Which part of every global batch this process reads.
+
+  Processes whose devices hold the same shards of the batch (a tensor axis that
+  spans hosts) read the same examples.
 
   Args:
-    batch: tree of [b, ...] host arrays, b = global batch / processes.
+    mesh: the devices.
+
+  Returns:
+    The part's index and the number of parts.
+
+  Raises:
+    ValueError: two processes share some shards of the batch but not all.
+  """
+  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  held: dict[int, set[int]] = {}
+  for device, index in sharding.devices_indices_map((shards,)).items():
+    start = index[0].indices(shards)[0]
+    held.setdefault(device.process_index, set()).add(start)
+  parts = sorted({tuple(sorted(part)) for part in held.values()})
+  if sum(map(len, parts)) != shards or len({len(part) for part in parts}) > 1:
+    raise ValueError(
+      f"mesh={dict(mesh.shape)} splits the batch unevenly over processes: "
+      f"their shards are {parts}; mesh.data x mesh.fsdp must divide, or be a "
+      "multiple of, the number of processes"
+    )
+  return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+  """Global arrays from this process's part of a batch.
+
+  Args:
+    batch: tree of [b, ...] host arrays, b = global batch / parts, see
+      `batch_slice`.
     mesh: the devices.
 
   Returns:
     Tree of [B, ...] arrays split over the data-parallel axes.
   """
   sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-  return jax.tree.map(
-    lambda x: jax.make_array_from_process_local_data(sharding, x), batch
-  )
+  _, parts = batch_slice(mesh)
+
+  def one(x: np.ndarray) -> jax.Array:
+    shape = (x.shape[0] * parts, *x.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, x, shape)
+
+  return jax.tree.map(one, batch)

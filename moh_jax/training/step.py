@@ -84,10 +84,16 @@ def _gradients(
   return jax.tree.map(lambda x: x / parts, total)
 
 
-def jit_train_step(**options: Any) -> Callable:
-  """`train_step` with its options bound, jitted, the state donated."""
+def jit_train_step(*, state_shardings: Any = None, **options: Any) -> Callable:
+  """`train_step` with its options bound, jitted, the state donated.
+
+  Args:
+    state_shardings: shardings that the state keeps from step to step; None
+      leaves them to the compiler.
+    **options: keyword arguments of `train_step`.
+  """
 
   def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     return train_step(state, batch, **options)
 
-  return jax.jit(step, donate_argnums=0)
+  return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, None))

@@ -26,7 +26,7 @@ class Task:
     model: the Linen module.
     inputs: abstract positional arguments of the model, batch axis 1.
     loss_fn: (params, batch, rng) -> (loss, metrics).
-    batches: opens the training stream at its beginning.
+    batches: (mesh) -> this process's training stream, at its beginning.
     evaluate: (params, mesh) -> figures on the whole held-out split.
     class_names: names of the outputs, empty where there are none.
     unit: what throughput counts.
@@ -36,7 +36,7 @@ class Task:
   model: nn.Module
   inputs: tuple[jax.ShapeDtypeStruct, ...]
   loss_fn: LossFn
-  batches: Callable[[], TrainBatches]
+  batches: Callable[[Mesh], TrainBatches]
   evaluate: Callable[[Any, Mesh], dict[str, float]]
   class_names: tuple[str, ...]
   unit: str
@@ -67,15 +67,22 @@ def make_task(config: Config) -> Task:
   eval_step = accuracy.make_eval_step(model)
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    batches = eval_batches(config, held_out)
+    index, parts = sharding.batch_slice(mesh)
+    batches = eval_batches(
+      config, held_out, process_index=index, process_count=parts
+    )
     batches = (sharding.shard_batch(batch, mesh) for batch in batches)
     return accuracy.evaluate(eval_step, params, batches)
+
+  def open_batches(mesh: Mesh) -> TrainBatches:
+    index, parts = sharding.batch_slice(mesh)
+    return TrainBatches(config, train, process_index=index, process_count=parts)
 
   return Task(
     model=model,
     inputs=inputs,
     loss_fn=classification_loss(model, config),
-    batches=lambda: TrainBatches(config, train),
+    batches=open_batches,
     evaluate=evaluate,
     class_names=train.class_names,
     unit="images",
