@@ -7,10 +7,10 @@ from typing import Any
 def at_least(section: str, low: float, **fields: float) -> None:
   """Raises ValueError unless every field is at least `low`."""
   for name, value in fields.items():
-    if not low <= value < float("inf"):
-      raise ValueError(
-        f"{section}.{name}={value!r} must be finite and at least {low}"
-      )
+    if not value >= low:
+      raise ValueError(f"{section}.{name}={value!r} must be at least {low}")
+    if value == float("inf"):
+      raise ValueError(f"{section}.{name}={value!r} must be finite")
 
 
 def in_range(section: str, low: float, high: float, **fields: float) -> None:

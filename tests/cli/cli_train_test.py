@@ -28,7 +28,13 @@ def _train(workdir, json="-", traceback=False, **sections):
   out, err = io.StringIO(), io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     try:
-      main.train(cfg, str(workdir), json, traceback)
+      main.train(
+        cfg,
+        str(workdir),
+        distributed=False,
+        json=json,
+        traceback=traceback,
+      )
     except SystemExit as stop:
       return stop.code, out.getvalue(), err.getvalue()
   raise AssertionError("train must exit with a status")

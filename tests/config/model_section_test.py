@@ -17,7 +17,7 @@ _TINY = ViTConfig(
 )
 _OUT_OF_RANGE = (
   ("family", "llm", "('vit',)"),
-  ("dtype", "float64", "('float32', 'bfloat16', 'float16')"),
+  ("dtype", "float64", "('float32', 'bfloat16')"),
   ("remat", "some", "('none', 'full', 'dots')"),
   ("attention_impl", "flash", "'dense'"),
   ("channels", 0, "at least 1"),

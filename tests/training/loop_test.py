@@ -68,6 +68,20 @@ class LoopTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, r"model\.top_k: \(0, 2\) here"):
       _train(other, workdir)
 
+  def test_other_seed_or_batch_cannot_continue_a_run(self):
+    workdir = self._dir()
+    _train(tiny.config(train={"steps": 2}), workdir)
+    other = tiny.config(train={"seed": 1}, data={"batch_size": 32})
+    pattern = r"train\.seed: 1 here, 0 there; data\.batch_size: 32 here"
+    with self.assertRaisesRegex(ValueError, pattern):
+      _train(other, workdir)
+
+  def test_run_beyond_its_steps_is_refused(self):
+    workdir = self._dir()
+    _train(tiny.config(train={"steps": 3}), workdir)
+    with self.assertRaisesRegex(ValueError, "step 3, beyond train.steps=2"):
+      _train(tiny.config(train={"steps": 2}), workdir)
+
   def test_runtime_fields_may_change_in_a_continued_run(self):
     workdir = self._dir()
     _train(tiny.config(train={"steps": 2}), workdir)

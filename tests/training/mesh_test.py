@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from etils import epath
 
 from moh_jax.config import MeshConfig
 from moh_jax.inference.restore import restore
 from moh_jax.layers.partitioning import constrain
 from moh_jax.training import loop, sharding
+from moh_jax.training.tasks import make_task
 from tests.training import tiny
 
 _MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -53,6 +55,30 @@ class MeshTest(parameterized.TestCase):
     self.assertNotEmpty(moments)
     for moment in moments:
       self.assertEqual(moment.sharding.spec, spec)
+
+  def test_state_keeps_its_shardings_and_compiles_once(self):
+    config = tiny.config(mesh=_MESH)
+    task = make_task(config)
+    mesh = sharding.make_mesh(config.mesh)
+    with sharding.use_mesh(mesh):
+      run = loop._Run(
+        config, epath.Path(self.create_tempdir().full_path), mesh, task
+      )
+      state = run.init_state()
+      for _ in range(2):
+        batch = sharding.shard_batch(next(run.batches), mesh)
+        state, _ = run.train_step(state, batch)
+      run.checkpointer.close()
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(run.abstract_state))
+    for leaf, abstract in leaves:
+      self.assertTrue(
+        leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
+      )
+    self.assertEqual(run.train_step._cache_size(), 1)
+
+  def test_sequence_axis_is_refused_until_a_model_uses_it(self):
+    with self.assertRaisesRegex(NotImplementedError, "mesh.sequence=2"):
+      sharding.make_mesh(MeshConfig(sequence=2))
 
   def test_mesh_checkpoint_restores_on_one_device(self):
     restored = restore(self.mesh_dir)

@@ -8,7 +8,7 @@ import sys
 
 import jax
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moh_jax.training import loop
 from tests.training import tiny
@@ -21,7 +21,8 @@ import jax
 assert jax.process_count() == 2, jax.process_count()
 from moh_jax.training import loop
 from tests.training import tiny
-loop.train(tiny.deterministic_config(mesh={"data": -1}), sys.argv[1])
+mesh = {"data": 1, "tensor": -1} if sys.argv[2] == "tensor" else {"data": -1}
+loop.train(tiny.deterministic_config(mesh=mesh), sys.argv[1])
 """
 
 
@@ -31,8 +32,10 @@ def _losses(workdir: str) -> list[float]:
   return [row["loss"] for row in rows if row["split"] == "train"]
 
 
-class ProcessesTest(absltest.TestCase):
-  def test_two_processes_train_and_one_continues(self):
+class ProcessesTest(parameterized.TestCase):
+  # "tensor": both processes hold the whole batch, so both must read it whole.
+  @parameterized.parameters("data", "tensor")
+  def test_two_processes_train_and_one_continues(self, axis):
     workdir = self.create_tempdir().full_path
     with socket.socket() as free:
       free.bind(("127.0.0.1", 0))
@@ -46,7 +49,7 @@ class ProcessesTest(absltest.TestCase):
     }
     children = [
       subprocess.Popen(
-        [sys.executable, "-c", _CHILD, workdir],
+        [sys.executable, "-c", _CHILD, workdir, axis],
         env={**environment, "JAX_PROCESS_ID": str(index)},
       )
       for index in range(2)
