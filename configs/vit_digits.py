@@ -50,7 +50,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
         no_decay=NO_DECAY,
       ),
       train=config_lib.TrainConfig(steps=500, label_smoothing=0.1),
-      checkpoint=config_lib.CheckpointConfig(every=100),
+      checkpoint=config_lib.CheckpointConfig(every=50),
       eval=config_lib.EvalConfig(every=100, batch_size=120),
       log=config_lib.LogConfig(every=20),
     )
