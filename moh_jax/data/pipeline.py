@@ -38,6 +38,9 @@ class TrainBatches:
   ):
     """Opens the stream at its beginning.
 
+    Processes that share their part of the batch (`sharding.batch_slice`) pass
+    the index of that part and the number of parts instead.
+
     Args:
       config: the run.
       source: the training split.

@@ -47,7 +47,8 @@ def train(
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
-  SIGTERM and SIGINT save a checkpoint and return after the current step.
+  SIGTERM, and with one process SIGINT, save a checkpoint and return after the
+  current step, or after the evaluation that is under way.
 
   Args:
     config: the run.
