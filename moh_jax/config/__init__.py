@@ -1,6 +1,8 @@
 """One frozen dataclass per config section; every range check lives here."""
 
-from moh_jax.config.model import MODEL_SECTIONS, StageShape, ViTConfig
+from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
+from moh_jax.config.dit import DiTConfig, LayerRun
+from moh_jax.config.model import MODEL_SECTIONS, ImageModel
 from moh_jax.config.parse import (
   Config,
   apply_overrides,
@@ -19,16 +21,22 @@ from moh_jax.config.sections import (
   OptimConfig,
   TrainConfig,
 )
+from moh_jax.config.vit import StageShape, ViTConfig
 
 __all__ = [
   "MODEL_SECTIONS",
   "CheckpointConfig",
   "Config",
   "DataConfig",
+  "DiTConfig",
+  "DiffusionConfig",
   "EvalConfig",
+  "ImageModel",
+  "LayerRun",
   "LogConfig",
   "MeshConfig",
   "OptimConfig",
+  "SampleConfig",
   "StageShape",
   "TrainConfig",
   "ViTConfig",

@@ -3,6 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
+from moh_jax.ops.attention import IMPLEMENTATIONS
+
+DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "full", "dots")
+
 
 def at_least(section: str, low: float, **fields: float) -> None:
   """Raises ValueError unless every field is at least `low`."""
@@ -26,3 +31,10 @@ def one_of(section: str, allowed: Iterable[Any], **fields: Any) -> None:
   for name, value in fields.items():
     if value not in allowed:
       raise ValueError(f"{section}.{name}={value!r} must be one of {allowed}")
+
+
+def check_runtime(model: Any) -> None:
+  """Checks how a model section says to compute: what all families share."""
+  one_of("model", DTYPES, dtype=model.dtype)
+  one_of("model", REMATS, remat=model.remat)
+  one_of("model", IMPLEMENTATIONS, attention_impl=model.attention_impl)

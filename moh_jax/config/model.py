@@ -1,212 +1,22 @@
-"""Model sections, one dataclass per family."""
+"""The model section: one dataclass per family."""
 
-import dataclasses
+from typing import Protocol
 
-from moh_jax.config.checks import at_least, in_range, one_of
-from moh_jax.ops.attention import IMPLEMENTATIONS
-from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.config.dit import DiTConfig
+from moh_jax.config.vit import ViTConfig
 
-DTYPES = ("float32", "bfloat16")
-REMATS = ("none", "full", "dots")
-ATTENTION_IMPLS = tuple(IMPLEMENTATIONS)
+MODEL_SECTIONS: dict[str, type] = {"vit": ViTConfig, "dit": DiTConfig}
 
 
-@dataclasses.dataclass(frozen=True)
-class StageShape:
-  """Token grids of one ViT stage, (rows, columns).
+class ImageModel(Protocol):
+  """What the data room needs to know of a model that reads images.
 
   Attributes:
-    grid: the stage's tokens.
-    pool_grid: pooled keys; None where the stage attends to all tokens.
-    pretrain_grid: the stage's tokens at the pre-training image size.
-  """
-
-  grid: tuple[int, int]
-  pool_grid: tuple[int, int] | None
-  pretrain_grid: tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class ViTConfig:
-  """TransNeXt classifier with or without MoH; tuples hold one value per stage.
-
-  Attributes:
-    family: "vit".
-    image_size: rows and columns of the input, pixels.
     channels: of the input.
-    num_classes: outputs.
-    patch_stride: pixels between tokens of the first stage; later stages halve
-      the grid.
-    embed_dims: width C.
-    depths: blocks.
-    num_heads: heads; each must divide the width.
-    shared_heads: heads that are always on.
-    top_k: routed heads per token.
-    mlp_ratios: F is floor(2/3 of floor(C * ratio)).
-    sr_ratios: grid over pooled grid; 1 attends to all tokens instead.
-    window: odd width of the sliding window.
-    fixed_pool_size: rows and columns of the pooled grid whatever the image
-      (TransNeXt's linear mode); 0 uses sr_ratios.
-    pretrain_image_size: image size that the relative coordinates refer to; 0 is
-      image_size.
-    router: "two_stage", or "none" for multi-head attention (TransNeXt).
-    gate_form: "released" or "paper".
-    two_stage: learn the weights of the shared and the routed group.
-    qkv_bias: biases of the query, key and value projections.
-    drop_path: stochastic depth of the last block; earlier ones rise linearly.
-    attention_impl: implementation of the last stage's attention.
-    dtype: compute dtype; parameters, router and softmax stay float32.
-    remat: what the backward pass recomputes: "none", "full" or "dots".
+    num_classes: labels.
+    input_shape: rows, columns and channels of an example.
   """
 
-  family: str = "vit"
-  image_size: tuple[int, int] = (224, 224)
-  channels: int = 3
-  num_classes: int = 1000
-  patch_stride: int = 4
-  embed_dims: tuple[int, ...] = (72, 144, 288, 576)
-  depths: tuple[int, ...] = (5, 5, 22, 5)
-  num_heads: tuple[int, ...] = (3, 6, 12, 24)
-  shared_heads: tuple[int, ...] = (3, 6, 3, 8)
-  top_k: tuple[int, ...] = (0, 0, 6, 12)
-  mlp_ratios: tuple[float, ...] = (8, 8, 4, 4)
-  sr_ratios: tuple[int, ...] = (8, 4, 2, 1)
-  window: int = 3
-  fixed_pool_size: int = 0
-  pretrain_image_size: int = 0
-  router: str = "two_stage"
-  gate_form: str = "released"
-  two_stage: bool = True
-  qkv_bias: bool = True
-  drop_path: float = 0.0
-  attention_impl: str = "auto"
-  dtype: str = "float32"
-  remat: str = "none"
-
-  # Fields that change neither the parameters nor what they mean, so that a
-  # checkpoint may be continued or served with other values.
-  RUNTIME_FIELDS = ("attention_impl", "drop_path", "dtype", "remat")
-
-  def __post_init__(self):
-    one_of("model", ("vit",), family=self.family)
-    one_of("model", DTYPES, dtype=self.dtype)
-    one_of("model", REMATS, remat=self.remat)
-    one_of("model", ATTENTION_IMPLS, attention_impl=self.attention_impl)
-    at_least("model", 1, channels=self.channels, num_classes=self.num_classes)
-    at_least("model", 1, patch_stride=self.patch_stride)
-    at_least("model", 0, fixed_pool_size=self.fixed_pool_size)
-    at_least("model", 0, pretrain_image_size=self.pretrain_image_size)
-    in_range("model", 0, 0.999, drop_path=self.drop_path)
-    if len(self.image_size) != 2 or min(self.image_size) < 1:
-      raise ValueError(
-        f"model.image_size={self.image_size} must be (rows, columns) in pixels"
-      )
-    if self.window < 1 or self.window % 2 == 0:
-      raise ValueError(f"model.window={self.window} must be odd")
-    self._check_stages()
-    self.router_config  # noqa: B018  (checks itself)
-    self.budgets()
-    self.stage_shapes()
-
-  def _check_stages(self):
-    stages = len(self.depths)
-    if not stages:
-      raise ValueError("model.depths=() must have at least one stage")
-    for name in (
-      "embed_dims",
-      "num_heads",
-      "shared_heads",
-      "top_k",
-      "mlp_ratios",
-      "sr_ratios",
-    ):
-      values = getattr(self, name)
-      if len(values) != stages:
-        raise ValueError(
-          f"model.{name}={values} must have one value per stage, as "
-          f"model.depths={self.depths} has ({stages})"
-        )
-    for name in ("embed_dims", "depths", "num_heads", "sr_ratios"):
-      if min(getattr(self, name)) < 1:
-        raise ValueError(
-          f"model.{name}={getattr(self, name)} must be at least 1 everywhere"
-        )
-    for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
-      if dim % heads:
-        raise ValueError(
-          f"model.embed_dims[{stage}]={dim} must be a multiple of "
-          f"model.num_heads[{stage}]={heads}"
-        )
-    for stage, hidden in enumerate(self.mlp_dims):
-      if hidden < 1:
-        raise ValueError(
-          f"model.mlp_ratios[{stage}]={self.mlp_ratios[stage]} leaves no MLP "
-          f"column at width {self.embed_dims[stage]}"
-        )
-
-  @property
-  def mlp_dims(self) -> tuple[int, ...]:
-    """F of every stage."""
-    pairs = zip(self.embed_dims, self.mlp_ratios)
-    return tuple(2 * int(dim * ratio) // 3 for dim, ratio in pairs)
-
-  @property
-  def router_config(self) -> RouterConfig:
-    """The router's kind and form."""
-    return RouterConfig(self.router, self.gate_form, self.two_stage)
-
-  def budgets(self) -> tuple[HeadBudget, ...]:
-    """The head split of every stage.
-
-    Raises:
-      ValueError: a split that does not add up, with its stage.
-    """
-    budgets = []
-    for stage, heads in enumerate(self.num_heads):
-      try:
-        budgets.append(
-          HeadBudget(
-            num_heads=heads,
-            shared=self.shared_heads[stage],
-            top_k=self.top_k[stage],
-            head_dim=self.embed_dims[stage] // heads,
-          )
-        )
-      except ValueError as error:
-        raise ValueError(f"model, stage {stage + 1}: {error}") from error
-    return tuple(budgets)
-
-  def stage_shapes(self) -> tuple[StageShape, ...]:
-    """Token grids of every stage.
-
-    Raises:
-      ValueError: a stage whose grid cannot hold its pooled grid.
-    """
-    shapes = []
-    grid = tuple(self.image_size)
-    pretrain = grid
-    if self.pretrain_image_size:
-      pretrain = (self.pretrain_image_size, self.pretrain_image_size)
-    for stage, ratio in enumerate(self.sr_ratios):
-      stride = 2 if stage else self.patch_stride
-      # A padded convolution with stride s keeps ceil(size / s) positions.
-      grid = tuple(-(-size // stride) for size in grid)
-      pretrain = tuple(-(-size // stride) for size in pretrain)
-      pool = None
-      if ratio > 1:
-        pool = tuple(size // ratio for size in grid)
-        if self.fixed_pool_size:
-          pool = (self.fixed_pool_size, self.fixed_pool_size)
-        fits = all(1 <= p <= size for p, size in zip(pool, grid))
-        if not fits:
-          raise ValueError(
-            f"model.image_size={self.image_size} is too small for stage "
-            f"{stage + 1}: its grid {grid} cannot be pooled to {pool} "
-            f"(model.sr_ratios[{stage}]={ratio}, "
-            f"model.fixed_pool_size={self.fixed_pool_size})"
-          )
-      shapes.append(StageShape(grid, pool, pretrain))
-    return tuple(shapes)
-
-
-MODEL_SECTIONS: dict[str, type] = {"vit": ViTConfig}
+  channels: int
+  num_classes: int
+  input_shape: tuple[int, int, int]

@@ -9,7 +9,9 @@ from typing import Any
 
 import ml_collections
 
-from moh_jax.config.model import MODEL_SECTIONS, ViTConfig
+from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
+from moh_jax.config.dit import DiTConfig
+from moh_jax.config.model import MODEL_SECTIONS
 from moh_jax.config.sections import (
   CheckpointConfig,
   DataConfig,
@@ -19,6 +21,7 @@ from moh_jax.config.sections import (
   OptimConfig,
   TrainConfig,
 )
+from moh_jax.config.vit import ViTConfig
 
 _SECTIONS = {
   "data": DataConfig,
@@ -29,13 +32,23 @@ _SECTIONS = {
   "eval": EvalConfig,
   "log": LogConfig,
 }
+# Sections that only some families have.
+_FAMILY_SECTIONS = {
+  "vit": {},
+  "dit": {"diffusion": DiffusionConfig, "sample": SampleConfig},
+}
+# Fields of the shared sections that only one family reads.
+_CLASSIFIER_FIELDS = ("label_smoothing", "mixup", "cutmix")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """A whole run; see the sections for their fields."""
+  """A whole run; see the sections for their fields.
 
-  model: ViTConfig
+  `diffusion` and `sample` are there for diffusion models and None for others.
+  """
+
+  model: ViTConfig | DiTConfig
   data: DataConfig = DataConfig()
   optim: OptimConfig = OptimConfig()
   train: TrainConfig = TrainConfig()
@@ -43,8 +56,11 @@ class Config:
   checkpoint: CheckpointConfig = CheckpointConfig()
   eval: EvalConfig = EvalConfig()
   log: LogConfig = LogConfig()
+  diffusion: DiffusionConfig | None = None
+  sample: SampleConfig | None = None
 
   def __post_init__(self):
+    self._check_family()
     batch, parts = self.data.batch_size, self.optim.accumulation
     if batch % parts:
       raise ValueError(
@@ -56,16 +72,56 @@ class Config:
         f"optim.warmup_steps={self.optim.warmup_steps} must be at most "
         f"train.steps={self.train.steps}"
       )
-    if len(self.data.mean) != self.model.channels:
+    # Latents are normalized already.
+    encoded = self.diffusion is not None and self.diffusion.space == "latent"
+    if not encoded and len(self.data.mean) != self.model.channels:
       raise ValueError(
         f"data.mean={self.data.mean} must have model.channels="
         f"{self.model.channels} values"
       )
 
+  def _check_family(self):
+    family = self.model.family
+    optional = {n for sections in _FAMILY_SECTIONS.values() for n in sections}
+    for name in sorted(optional):
+      wanted = name in _FAMILY_SECTIONS[family]
+      if wanted != (getattr(self, name) is not None):
+        raise ValueError(
+          f"config section {name!r} is {'missing' if wanted else 'unknown'} "
+          f"for model.family={family!r}"
+        )
+    if family == "vit":
+      if self.data.source == "latents":
+        raise ValueError(
+          "data.source='latents' is for diffusion models, model.family='vit'"
+        )
+      return
+    for name in _CLASSIFIER_FIELDS:
+      if value := getattr(self.train, name):
+        raise ValueError(
+          f"train.{name}={value} must be 0 for model.family={family!r}"
+        )
+    self._check_space()
+
+  def _check_space(self):
+    space, source = self.diffusion.space, self.data.source
+    if (space == "latent") != (source == "latents") and source != "fake":
+      raise ValueError(
+        f"diffusion.space={space!r} and data.source={source!r} do not go "
+        "together: 'latent' needs 'latents', as `encode-latents` writes them, "
+        "and 'pixel' an image source"
+      )
+    halves = (0.5,) * len(self.data.mean)
+    if space == "pixel" and (self.data.mean, self.data.std) != (halves, halves):
+      raise ValueError(
+        f"data.mean={self.data.mean} and data.std={self.data.std} must be 0.5 "
+        "for diffusion.space='pixel': pixels in [-1, 1]"
+      )
+
 
 def to_config_dict(config: Config) -> ml_collections.ConfigDict:
   """The run as a locked ConfigDict whose every leaf can be overridden."""
-  return ml_collections.ConfigDict(dataclasses.asdict(config)).lock()
+  return ml_collections.ConfigDict(_to_dict(config)).lock()
 
 
 def from_config_dict(cfg: Mapping[str, Any]) -> Config:
@@ -76,11 +132,6 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
       the message names the field, its value and what is allowed.
   """
   cfg = cfg.to_dict() if isinstance(cfg, ml_collections.ConfigDict) else cfg
-  unknown = sorted(set(cfg) - {"model", *_SECTIONS})
-  if unknown:
-    raise ValueError(
-      f"unknown config section {unknown[0]!r}; known: {['model', *_SECTIONS]}"
-    )
   if "model" not in cfg:
     raise ValueError("the config has no section 'model'")
   for name, section in cfg.items():
@@ -92,15 +143,30 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
     raise ValueError(
       f"model.family={family!r} must be one of {tuple(MODEL_SECTIONS)}"
     )
-  sections = {"model": _section("model", MODEL_SECTIONS[family], model)}
-  for name, cls in _SECTIONS.items():
-    sections[name] = _section(name, cls, cfg.get(name, {}))
+  known = {
+    "model": MODEL_SECTIONS[family],
+    **_SECTIONS,
+    **_FAMILY_SECTIONS[family],
+  }
+  if unknown := sorted(set(cfg) - set(known)):
+    raise ValueError(
+      f"unknown config section {unknown[0]!r}; known: {list(known)}"
+    )
+  sections = {
+    name: _section(name, cls, cfg.get(name, {})) for name, cls in known.items()
+  }
   return Config(**sections)
+
+
+def _to_dict(config: Config) -> dict[str, Any]:
+  """Nested dicts, without the sections that the family does not have."""
+  sections = dataclasses.asdict(config).items()
+  return {name: section for name, section in sections if section is not None}
 
 
 def to_json(config: Config) -> str:
   """The run as JSON, as checkpoints store it."""
-  return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True)
+  return json.dumps(_to_dict(config), indent=2, sort_keys=True)
 
 
 def from_json(text: str) -> Config:

@@ -4,8 +4,9 @@ import dataclasses
 
 from moh_jax.config.checks import at_least, in_range, one_of
 
-SOURCES = ("digits", "image_folder", "fake")
-AUGMENTATIONS = ("none", "shift", "crop_flip")
+SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
+AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
+BAD_IMAGES = ("raise", "skip")
 SCHEDULES = ("cosine", "constant")
 
 
@@ -15,11 +16,16 @@ class DataConfig:
 
   Attributes:
     source: "digits" (scikit-learn's 1,797 scans), "image_folder"
-      (path/train/CLASS/* and path/val/CLASS/*) or "fake" (random images).
-    path: directory of "image_folder".
+      (path/train/CLASS/* and path/val/CLASS/*), "array_record" (shards of
+      encoded images, path/train/*.array_record and path/val/...), "latents"
+      (what `encode-latents` writes, in the same places) or "fake" (random).
+    path: directory of the source, where it has one.
     batch_size: examples per optimizer step, over all devices and processes.
-    augment: "none", "shift" (random crop after padding by one eighth) or
-      "crop_flip" (random resized crop and horizontal flip).
+    augment: "none", "shift" (random crop after padding by one eighth),
+      "crop_flip" (random resized crop and horizontal flip) or "center_flip"
+      (the centre crop of ADM, arXiv:2105.05233, and horizontal flip).
+    bad_images: what a training image that cannot be read does: "raise", or
+      "skip": another image takes its place and a warning names it.
     eval_resize: shorter side in pixels before the centre crop of evaluation;
       0 resizes straight to the model's image size.
     mean: per channel, subtracted from pixels in [0, 1].
@@ -33,6 +39,7 @@ class DataConfig:
   path: str = ""
   batch_size: int = 128
   augment: str = "none"
+  bad_images: str = "raise"
   eval_resize: int = 0
   mean: tuple[float, ...] = (0.485, 0.456, 0.406)
   std: tuple[float, ...] = (0.229, 0.224, 0.225)
@@ -43,14 +50,15 @@ class DataConfig:
   def __post_init__(self):
     one_of("data", SOURCES, source=self.source)
     one_of("data", AUGMENTATIONS, augment=self.augment)
+    one_of("data", BAD_IMAGES, bad_images=self.bad_images)
     at_least("data", 1, batch_size=self.batch_size, prefetch=self.prefetch)
     at_least("data", 1, fake_examples=self.fake_examples)
     at_least("data", 0, eval_resize=self.eval_resize)
     at_least("data", 1, num_threads=self.num_threads)
-    if self.source == "image_folder" and not self.path:
+    if self.source not in ("digits", "fake") and not self.path:
       raise ValueError(
-        "data.path='' must name a directory with train/CLASS/* and "
-        "val/CLASS/* for data.source='image_folder'"
+        f"data.path='' must name the directory of data.source={self.source!r}, "
+        "with train/ and val/"
       )
     if not self.mean or len(self.mean) != len(self.std):
       raise ValueError(

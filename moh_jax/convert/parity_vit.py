@@ -11,6 +11,7 @@ import numpy as np
 
 from moh_jax.config import ViTConfig
 from moh_jax.convert import rules
+from moh_jax.convert.parity_attention import attention_results, named_grads
 from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
@@ -47,32 +48,10 @@ def attention(
     arrays["relative_coords_table"],
     arrays["relative_pos_index"].reshape(-1, keys),
   )
-  x = jnp.asarray(arrays["x"])
   table = attention_rules(
     budget, RouterConfig(), pooled=pooled, qkv_bias=hyper["qkv_bias"]
   )
-  abstract = unbox(abstract_params(module, (x, coordinates)))
-  params = rules.load_params(table, weights, abstract, source="weights")
-
-  def objective(params, x):
-    (y, aux), recorded = module.apply(
-      {"params": params}, x, coordinates, mutable=["intermediates"]
-    )
-    (routing,) = recorded["intermediates"]["router"]["routing"]
-    loss = jnp.sum(y * arrays["r"]) + aux.balance_loss
-    return loss, (y, aux.balance_loss, routing)
-
-  differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-  (_, (y, l_aux, routing)), (grads, grad_x) = jax.jit(differentiate)(params, x)
-  return {
-    "y": y,
-    "gates": routing.gates,
-    "l_aux": l_aux,
-    "grad_x": grad_x,
-    "router_probs": routing.probs,
-    "router_mask": routing.selected,
-    **_named_grads("grads", table, grads),
-  }
+  return attention_results(module, table, arrays, weights, coordinates)
 
 
 def classifier(
@@ -100,7 +79,7 @@ def classifier(
         outputs[f"gates_{stage}_block{block}"] = routing.gates[block]
 
   for prefix, tree in grads.items():
-    outputs.update(_named_grads(prefix, table, tree))
+    outputs.update(named_grads(prefix, table, tree))
   return outputs
 
 
@@ -178,13 +157,6 @@ def _routed_losses(config: ViTConfig, layers: Mapping[str, Any]) -> jax.Array:
     if top_k
   ]
   return jnp.concatenate(losses) if losses else jnp.zeros(0)
-
-
-def _named_grads(
-  prefix: str, table: list[rules.Rule], grads: Any
-) -> dict[str, Any]:
-  named = rules.dump_params(table, jax.device_get(grads))
-  return {f"{prefix}/{name}": grad for name, grad in named.items()}
 
 
 def _check_coordinates(config: ViTConfig, arrays: Arrays) -> None:

@@ -4,12 +4,37 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.moh import LINEAR_INIT
+from moh_jax.layers.moh import LINEAR_INIT, xavier_init
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.window import depthwise_conv
 
 _KERNEL = 3
+
+
+class MLP(nn.Module):
+  """Two linear layers with the tanh form of GELU between them.
+
+  Attributes:
+    hidden_dim: F.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  hidden_dim: int
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, N, C] to [B, N, C]."""
+    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+    up = nn.with_logical_partitioning(xavier_init(0, 1), ("embed", "mlp"))
+    hidden = nn.Dense(self.hidden_dim, kernel_init=up, name="up", **kinds)(x)
+    hidden = constrain(nn.gelu(hidden), "batch", None, "mlp")
+    down = nn.with_logical_partitioning(xavier_init(0, 1), ("mlp", "embed"))
+    out = nn.Dense(x.shape[-1], kernel_init=down, name="down", **kinds)(hidden)
+    return constrain(out, "batch", None, None)
 
 
 class ConvGLU(nn.Module):

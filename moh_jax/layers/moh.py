@@ -7,6 +7,7 @@ The contract that every family follows: it makes per-head outputs
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import chex
 import flax.linen as nn
@@ -18,8 +19,24 @@ from moh_jax.ops import attention as attention_ops
 from moh_jax.ops import routing
 from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
 
-# The released models draw every linear weight with this deviation.
+Axes = int | tuple[int, ...]
+
+# The released ViT draws every linear weight with this deviation.
 LINEAR_INIT = nn.initializers.normal(0.02)
+
+# (axes of the inputs, axes of the outputs) -> initializer of a kernel.
+KernelInit = Callable[[Axes, Axes], nn.initializers.Initializer]
+
+
+def normal_init(inputs: Axes, outputs: Axes) -> nn.initializers.Initializer:
+  """The same deviation whatever the shape, as the released ViT."""
+  del inputs, outputs
+  return LINEAR_INIT
+
+
+def xavier_init(inputs: Axes, outputs: Axes) -> nn.initializers.Initializer:
+  """Uniform by fan-in and fan-out of the whole matrix, as the released DiT."""
+  return nn.initializers.xavier_uniform(in_axis=inputs, out_axis=outputs)
 
 
 class HeadRouter(nn.Module):
@@ -36,10 +53,12 @@ class HeadRouter(nn.Module):
   Attributes:
     budget: the layer's head split.
     config: the kind and form of the router.
+    kernel_init: of the matrices.
   """
 
   budget: HeadBudget
   config: RouterConfig = RouterConfig()
+  kernel_init: KernelInit = normal_init
 
   @nn.compact
   def __call__(
@@ -88,7 +107,7 @@ class HeadRouter(nn.Module):
     kernels = [
       self.param(
         name,
-        nn.with_logical_partitioning(LINEAR_INIT, ("embed", None)),
+        nn.with_logical_partitioning(self.kernel_init(0, 1), ("embed", None)),
         (x.shape[-1], size),
         jnp.float32,
       )
@@ -111,6 +130,7 @@ class HeadProjection(nn.Module):
     num_heads: heads of each kind.
     head_dim: width of a head.
     use_bias: add a learned bias.
+    kernel_init: of the kernel.
     dtype: compute dtype.
     param_dtype: storage dtype.
   """
@@ -119,6 +139,7 @@ class HeadProjection(nn.Module):
   num_heads: int
   head_dim: int
   use_bias: bool = True
+  kernel_init: KernelInit = normal_init
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
 
@@ -129,7 +150,7 @@ class HeadProjection(nn.Module):
     kernel = self.param(
       "kernel",
       nn.with_logical_partitioning(
-        LINEAR_INIT, ("embed", None, "heads", "head_dim")
+        self.kernel_init(0, (1, 2, 3)), ("embed", None, "heads", "head_dim")
       ),
       (x.shape[-1], *shape),
       self.param_dtype,
@@ -156,12 +177,14 @@ class HeadMix(nn.Module):
   Attributes:
     features: C, width of the result.
     use_bias: add a learned bias.
+    kernel_init: of the kernel.
     dtype: compute dtype.
     param_dtype: storage dtype.
   """
 
   features: int
   use_bias: bool = True
+  kernel_init: KernelInit = normal_init
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
 
@@ -181,7 +204,9 @@ class HeadMix(nn.Module):
     chex.assert_rank(heads, 4)
     kernel = self.param(
       "kernel",
-      nn.with_logical_partitioning(LINEAR_INIT, ("heads", "head_dim", "embed")),
+      nn.with_logical_partitioning(
+        self.kernel_init((0, 1), 2), ("heads", "head_dim", "embed")
+      ),
       (*heads.shape[2:], self.features),
       self.param_dtype,
     )
@@ -207,6 +232,7 @@ class MoHAttention(nn.Module):
     num_kv_heads: key/value heads; None is one per query head.
     causal: whether a token sees only itself and the tokens before it.
     use_bias: biases of the projections.
+    kernel_init: of the projections and the router.
     implementation: see `ops.attention.attention`.
     dtype: compute dtype.
     param_dtype: storage dtype.
@@ -217,6 +243,7 @@ class MoHAttention(nn.Module):
   num_kv_heads: int | None = None
   causal: bool = False
   use_bias: bool = True
+  kernel_init: KernelInit = normal_init
   implementation: str = "auto"
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
@@ -238,6 +265,7 @@ class MoHAttention(nn.Module):
     heads, dim = self.budget.num_heads, self.budget.head_dim
     kinds = {
       "use_bias": self.use_bias,
+      "kernel_init": self.kernel_init,
       "dtype": self.dtype,
       "param_dtype": self.param_dtype,
     }
@@ -246,9 +274,9 @@ class MoHAttention(nn.Module):
     else:
       (q,) = HeadProjection(1, heads, dim, name="q", **kinds)(x)
       k, v = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)(x)
-    gates, aux = HeadRouter(self.budget, self.router, name="router")(
-      x, token_mask
-    )
+    gates, aux = HeadRouter(
+      self.budget, self.router, self.kernel_init, name="router"
+    )(x, token_mask)
     out = attention_ops.attention(
       q,
       k,

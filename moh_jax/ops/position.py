@@ -1,8 +1,9 @@
-"""Positions as arrays: log-spaced relative coordinates of a token grid."""
+"""Positions as arrays: log-spaced relative coordinates, sines and cosines."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -87,3 +88,39 @@ def relative_coordinates(
     table=table.reshape(-1, 2).astype(np.float32),
     index=index.reshape(queries, keys).astype(np.int32),
   )
+
+
+def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
+  """Fixed sine-cosine position table of a token grid (arXiv:2212.09748).
+
+  Args:
+    grid: rows and columns.
+    width: C, a multiple of 4.
+
+  Returns:
+    [N, C] float32, tokens row by row. The first half of C encodes the column,
+    the second the row; within a half, sines come first.
+  """
+  frequencies = 10000.0 ** -(np.arange(width // 4) / (width / 4))
+  rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+  halves = []
+  for place in (columns, rows):
+    angles = np.outer(place, frequencies)
+    halves += [np.sin(angles), np.cos(angles)]
+  return np.concatenate(halves, axis=1).astype(np.float32)
+
+
+def sinusoidal(t: jax.Array, width: int) -> jax.Array:
+  """Features of timesteps (arXiv:1706.03762), cosines first.
+
+  Args:
+    t: [B] timesteps, integer or not.
+    width: an even number of features.
+
+  Returns:
+    [B, width] float32.
+  """
+  half = width // 2
+  exponents = -np.log(10000.0) * np.arange(half, dtype=np.float32) / half
+  angles = t.astype(jnp.float32)[:, None] * np.exp(exponents)
+  return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

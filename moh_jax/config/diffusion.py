@@ -1,0 +1,91 @@
+"""Sections of diffusion models: the process, and sampling from it."""
+
+import dataclasses
+
+from moh_jax.config.checks import at_least, in_range, one_of
+
+SPACES = ("latent", "pixel")
+SCHEDULES = ("linear", "cosine")
+PREDICTIONS = ("epsilon", "x0", "v")
+LOSS_WEIGHTS = ("uniform", "min_snr")
+METHODS = ("ddpm", "ddim", "dpm")
+GUIDED_CHANNELS = ("three", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionConfig:
+  """The diffusion process and its training objective.
+
+  Attributes:
+    space: "latent" (of the Stable Diffusion autoencoder) or "pixel".
+    latent_scale: factor that brings latents to about unit variance.
+    schedule: "linear" betas (arXiv:2006.11239) or "cosine" (arXiv:2102.09672).
+    steps: timesteps of the training process.
+    prediction: what the network predicts: "epsilon" (the noise), "x0" (the
+      clean example) or "v" (arXiv:2202.00512).
+    loss_weight: of the squared error by timestep: "uniform", or "min_snr"
+      (arXiv:2303.09556).
+    snr_gamma: where "min_snr" cuts the signal-to-noise ratio.
+    vb_weight: weight of the variational bound that trains a learned variance.
+  """
+
+  space: str = "latent"
+  latent_scale: float = 0.18215
+  schedule: str = "linear"
+  steps: int = 1000
+  prediction: str = "epsilon"
+  loss_weight: str = "uniform"
+  snr_gamma: float = 5.0
+  vb_weight: float = 1.0
+
+  def __post_init__(self):
+    one_of("diffusion", SPACES, space=self.space)
+    one_of("diffusion", SCHEDULES, schedule=self.schedule)
+    one_of("diffusion", PREDICTIONS, prediction=self.prediction)
+    one_of("diffusion", LOSS_WEIGHTS, loss_weight=self.loss_weight)
+    # The linear betas scale with 1000 / steps and must stay below 1.
+    in_range("diffusion", 21, 100_000, steps=self.steps)
+    at_least("diffusion", 0, vb_weight=self.vb_weight)
+    for name in ("latent_scale", "snr_gamma"):
+      if not 0 < getattr(self, name) < float("inf"):
+        raise ValueError(
+          f"diffusion.{name}={getattr(self, name)!r} must be above 0"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+  """How images are drawn: a run's grids, and defaults of `sample`.
+
+  Attributes:
+    every: optimizer steps between sample grids; 0 writes none.
+    num: images of a grid; their labels go through the classes in turn.
+    method: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
+      (DPM-Solver++ 2M, arXiv:2211.01095).
+    steps: network evaluations per image.
+    cfg_scale: classifier-free guidance (arXiv:2207.12598); 1 is none.
+    cfg_channels: channels that are guided: "three", as released, or "all".
+    cfg_interval: guidance acts on timesteps t with low <= t < high
+      (arXiv:2404.07724).
+  """
+
+  every: int = 0
+  num: int = 16
+  method: str = "ddpm"
+  steps: int = 250
+  cfg_scale: float = 1.5
+  cfg_channels: str = "three"
+  cfg_interval: tuple[int, int] = (0, 100_000)
+
+  def __post_init__(self):
+    at_least("sample", 0, every=self.every)
+    at_least("sample", 1, num=self.num, steps=self.steps)
+    at_least("sample", 1, cfg_scale=self.cfg_scale)
+    one_of("sample", METHODS, method=self.method)
+    one_of("sample", GUIDED_CHANNELS, cfg_channels=self.cfg_channels)
+    low, high = self.cfg_interval
+    if not 0 <= low < high:
+      raise ValueError(
+        f"sample.cfg_interval={self.cfg_interval} must be (low, high) with "
+        "0 <= low < high"
+      )

@@ -1,0 +1,163 @@
+"""The model section of MoH-DiT."""
+
+import dataclasses
+
+from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
+from moh_jax.ops.routing import HeadBudget, RouterConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
+  """Consecutive layers with the same head split; a model scans each run.
+
+  Attributes:
+    budget: the split.
+    depth: layers in the run.
+  """
+
+  budget: HeadBudget
+  depth: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DiTConfig:
+  """Diffusion transformer (arXiv:2212.09748) with or without MoH.
+
+  The head tuples hold one value per layer.
+
+  Attributes:
+    family: "dit".
+    input_size: rows and columns of the input: latents, or pixels.
+    channels: of the input.
+    num_classes: labels.
+    patch_size: rows and columns of a token.
+    width: C.
+    num_heads: heads of every layer; their number is the depth.
+    head_dim: width of a head; heads x head_dim need not equal the width.
+    shared_heads: heads that are always on.
+    top_k: routed heads per token.
+    mlp_ratio: F is floor(C * ratio).
+    label_dropout: share of training examples that lose their label, which
+      teaches the unconditional model that guidance needs; 0 leaves it out.
+    learn_sigma: predict the variance too, in as many further channels.
+    router: "two_stage", or "none" for multi-head attention (DiT).
+    gate_form: "released" or "paper".
+    two_stage: learn the weights of the shared and the routed group.
+    attention_impl: implementation of the attention.
+    dtype: compute dtype; parameters, router and softmax stay float32.
+    remat: what the backward pass recomputes: "none", "full" or "dots".
+  """
+
+  family: str = "dit"
+  input_size: tuple[int, int] = (32, 32)
+  channels: int = 4
+  num_classes: int = 1000
+  patch_size: int = 2
+  width: int = 384
+  num_heads: tuple[int, ...] = (6,) * 12
+  head_dim: int = 64
+  shared_heads: tuple[int, ...] = (3,) * 8 + (6,) * 4
+  top_k: tuple[int, ...] = (2,) * 8 + (0,) * 4
+  mlp_ratio: float = 4.0
+  label_dropout: float = 0.1
+  learn_sigma: bool = True
+  router: str = "two_stage"
+  gate_form: str = "released"
+  two_stage: bool = True
+  attention_impl: str = "auto"
+  dtype: str = "float32"
+  remat: str = "none"
+
+  # Fields that change neither the parameters nor what they mean, so that a
+  # checkpoint may be continued or served with other values.
+  RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
+
+  def __post_init__(self):
+    one_of("model", ("dit",), family=self.family)
+    check_runtime(self)
+    at_least("model", 1, channels=self.channels, num_classes=self.num_classes)
+    at_least("model", 1, patch_size=self.patch_size, head_dim=self.head_dim)
+    in_range("model", 0, 0.999, label_dropout=self.label_dropout)
+    if self.width < 4 or self.width % 4:
+      raise ValueError(
+        f"model.width={self.width} must be a multiple of 4: sines and cosines "
+        "of rows and columns"
+      )
+    if int(self.width * self.mlp_ratio) < 1:
+      raise ValueError(
+        f"model.mlp_ratio={self.mlp_ratio} leaves no MLP column at width "
+        f"{self.width}"
+      )
+    sides = self.input_size
+    if min(sides) < 1 or any(side % self.patch_size for side in sides):
+      raise ValueError(
+        f"model.input_size={sides} must be multiples of model.patch_size="
+        f"{self.patch_size}"
+      )
+    if not self.num_heads:
+      raise ValueError("model.num_heads=() must have at least one layer")
+    for name in ("shared_heads", "top_k"):
+      values = getattr(self, name)
+      if len(values) != self.depth:
+        raise ValueError(
+          f"model.{name}={values} must have one value per layer, as "
+          f"model.num_heads={self.num_heads} has ({self.depth})"
+        )
+    self.router_config  # noqa: B018  (checks itself)
+    self.budgets()
+
+  @property
+  def depth(self) -> int:
+    """Layers."""
+    return len(self.num_heads)
+
+  @property
+  def input_shape(self) -> tuple[int, int, int]:
+    """Rows, columns and channels of an example."""
+    return (*self.input_size, self.channels)
+
+  @property
+  def grid(self) -> tuple[int, int]:
+    """Rows and columns of tokens."""
+    rows, columns = self.input_size
+    return rows // self.patch_size, columns // self.patch_size
+
+  @property
+  def out_channels(self) -> int:
+    """Channels of the output: the prediction, then the variance if learned."""
+    return self.channels * (2 if self.learn_sigma else 1)
+
+  @property
+  def mlp_dim(self) -> int:
+    """F."""
+    return int(self.width * self.mlp_ratio)
+
+  @property
+  def router_config(self) -> RouterConfig:
+    """The router's kind and form."""
+    return RouterConfig(self.router, self.gate_form, self.two_stage)
+
+  def budgets(self) -> tuple[HeadBudget, ...]:
+    """The head split of every layer.
+
+    Raises:
+      ValueError: a split that does not add up, with its layer.
+    """
+    budgets = []
+    splits = zip(self.num_heads, self.shared_heads, self.top_k)
+    for layer, (heads, shared, top_k) in enumerate(splits):
+      try:
+        budgets.append(HeadBudget(heads, shared, top_k, self.head_dim))
+      except ValueError as error:
+        raise ValueError(f"model, layer {layer}: {error}") from error
+    return tuple(budgets)
+
+  def runs(self) -> tuple[LayerRun, ...]:
+    """The layers as runs of equal ones, in order."""
+    runs: list[LayerRun] = []
+    for budget in self.budgets():
+      if runs and runs[-1].budget == budget:
+        runs[-1] = LayerRun(budget, runs[-1].depth + 1)
+      else:
+        runs.append(LayerRun(budget, 1))
+    return tuple(runs)

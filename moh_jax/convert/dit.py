@@ -1,0 +1,84 @@
+"""MoH-DiT and DiT checkpoints.
+
+Names of github.com/SkyworkAI/MoH (MoH-DiT) and github.com/facebookresearch/DiT.
+"""
+
+import functools
+
+import numpy as np
+
+from moh_jax.config import DiTConfig
+from moh_jax.convert import rules
+from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
+from moh_jax.convert.rules import Rule
+from moh_jax.ops.position import sincos_2d
+from moh_jax.ops.routing import HeadBudget
+
+# Their position table is rounded through other libraries than ours.
+_POSITION_ATOL = 1e-5
+
+
+def model_rules(config: DiTConfig) -> list[Rule]:
+  """Rules of the whole network."""
+  patch, channels = config.patch_size, config.channels
+  table = [
+    _position_table(config),
+    rules.one(
+      "x_embedder.proj.weight",
+      "patch/kernel",
+      lambda w: w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0]),
+      lambda w: w.reshape(patch, patch, channels, -1).transpose(3, 2, 0, 1),
+    ),
+    rules.one("x_embedder.proj.bias", "patch/bias"),
+    *rules.linear("t_embedder.mlp.0", "embed/time_in"),
+    *rules.linear("t_embedder.mlp.2", "embed/time_out"),
+    rules.one("y_embedder.embedding_table.weight", "embed/label/embedding"),
+    *rules.linear("final_layer.adaLN_modulation.1", "final_modulation/linear"),
+    *rules.linear("final_layer.linear", "final"),
+  ]
+  first = 0
+  for index, run in enumerate(config.runs()):
+    layers = range(first, first + run.depth)
+    first += run.depth
+    block = _block_rules(config, run.budget)
+    for rule in rules.prefixed(block, "", (f"blocks{index}",)):
+      names = [
+        tuple(f"blocks.{layer}.{name}" for name in rule.theirs)
+        for layer in layers
+      ]
+      table.append(rules.stacked(rule, names))
+  return table
+
+
+def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
+  heads, dim = budget.num_heads, budget.head_dim
+  attention = [
+    *projection_rules("qkv", "qkv", 3, heads, dim, bias=True),
+    *mix_rules("proj", "out", heads, dim),
+    *router_rules(budget, config.router_config),
+  ]
+  return [
+    *rules.prefixed(attention, "attn.", ("attn",)),
+    *rules.linear("mlp.fc1", "mlp/up"),
+    *rules.linear("mlp.fc2", "mlp/down"),
+    *rules.linear("adaLN_modulation.1", "modulation/linear"),
+  ]
+
+
+def _position_table(config: DiTConfig) -> Rule:
+  """Their checkpoints store the fixed table; ours compute it."""
+  ours = sincos_2d(config.grid, config.width)[None]
+
+  def load(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    if not np.allclose(arrays[0], ours, rtol=0, atol=_POSITION_ATOL):
+      raise ValueError(
+        "pos_embed is not the fixed sine-cosine table of a "
+        f"{config.grid[0]} x {config.grid[1]} grid"
+      )
+    return []
+
+  return Rule(("pos_embed",), (), load, functools.partial(_constant, ours))
+
+
+def _constant(table: np.ndarray, _: list) -> list[np.ndarray]:
+  return [table]

@@ -1,0 +1,206 @@
+"""MoH-DiT: a diffusion transformer with routed heads (arXiv:2410.11842)."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moh_jax.config import DiTConfig
+from moh_jax.layers.mlp import MLP
+from moh_jax.layers.moh import ModelAux, MoHAttention, collect_aux, xavier_init
+from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.stack import scan_blocks
+from moh_jax.ops.position import sincos_2d, sinusoidal
+from moh_jax.ops.routing import HeadBudget, RouterAux
+
+_FREQUENCIES = 256  # features of a timestep
+_EMBED_INIT = nn.initializers.normal(0.02)
+
+
+class Embedding(nn.Module):
+  """Conditioning vector: features of the timestep, through an MLP, and label.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: DiTConfig
+
+  @nn.compact
+  def __call__(self, t: jax.Array, labels: jax.Array) -> jax.Array:
+    """Maps t [B] and labels [B] to [B, C] float32."""
+    cfg = self.config
+    dtype = jnp.dtype(cfg.dtype)
+    init = nn.with_logical_partitioning(_EMBED_INIT, (None, "embed"))
+    kinds = {"dtype": dtype, "kernel_init": init}
+    x = sinusoidal(t, _FREQUENCIES)
+    x = nn.silu(nn.Dense(cfg.width, name="time_in", **kinds)(x))
+    x = nn.Dense(cfg.width, name="time_out", **kinds)(x)
+    rows = cfg.num_classes + bool(cfg.label_dropout)  # the last: no label
+    table = nn.Embed(
+      rows,
+      cfg.width,
+      embedding_init=nn.with_logical_partitioning(_EMBED_INIT, (None, "embed")),
+      dtype=dtype,
+      name="label",
+    )
+    return (x + table(labels)).astype(jnp.float32)
+
+
+class Modulation(nn.Module):
+  """adaLN-Zero: vectors that shift, scale and gate, zero at the start.
+
+  Attributes:
+    parts: vectors.
+    dtype: compute dtype.
+  """
+
+  parts: int
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, c: jax.Array) -> list[jax.Array]:
+    """Maps c [B, C] to `parts` arrays [B, 1, C]."""
+    zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))
+    width = c.shape[-1]
+    out = nn.Dense(
+      self.parts * width, kernel_init=zeros, dtype=self.dtype, name="linear"
+    )(nn.silu(c))
+    return jnp.split(out[:, None, :], self.parts, axis=-1)
+
+
+class Block(nn.Module):
+  """Attention and MLP, each modulated and gated by the conditioning.
+
+  Attributes:
+    config: the model.
+    budget: the layer's head split.
+  """
+
+  config: DiTConfig
+  budget: HeadBudget
+
+  @nn.compact
+  def __call__(self, x: jax.Array, c: jax.Array) -> tuple[jax.Array, RouterAux]:
+    """Maps x [B, N, C] and c [B, C] to [B, N, C] and the router's values."""
+    cfg = self.config
+    dtype = jnp.dtype(cfg.dtype)
+    parts = Modulation(6, dtype, name="modulation")(c)
+    shift, scale, gate = parts[:3]
+    out, aux = MoHAttention(
+      budget=self.budget,
+      router=cfg.router_config,
+      kernel_init=xavier_init,
+      implementation=cfg.attention_impl,
+      dtype=dtype,
+      name="attn",
+    )(modulate(layer_norm(dtype, "norm1")(x), shift, scale))
+    x = x + gate * out
+    shift, scale, gate = parts[3:]
+    normed = layer_norm(dtype, "norm2")(x)
+    mlp = MLP(cfg.mlp_dim, dtype=dtype, name="mlp")
+    out = mlp(modulate(normed, shift, scale))
+    x = constrain(x + gate * out, "batch", None, None)
+    self.sow("intermediates", "out", x)
+    return x, aux
+
+
+class DiT(nn.Module):
+  """The network: noisy inputs, timesteps and labels to a prediction.
+
+  Under `mutable=["intermediates"]` it records `tokens` (the input of the first
+  block), `conditioning`, and every layer's `out` and routing.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: DiTConfig
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, t: jax.Array, labels: jax.Array
+  ) -> tuple[jax.Array, ModelAux]:
+    """Predicts.
+
+    Args:
+      x: [B, X, Y, channels] noisy latents or pixels.
+      t: [B] timesteps of the training process, integer or not.
+      labels: [B] int32; num_classes stands for "no label" where the model was
+        trained with label dropout.
+
+    Returns:
+      [B, X, Y, out_channels] float32, the prediction and then, if learned, the
+      variance; and the routers' side values.
+
+    Raises:
+      ValueError: x of another shape.
+    """
+    cfg = self.config
+    if x.ndim != 4 or x.shape[1:] != cfg.input_shape:
+      raise ValueError(
+        f"x of shape {x.shape} must be [batch, "
+        f"{', '.join(map(str, cfg.input_shape))}]"
+      )
+    dtype = jnp.dtype(cfg.dtype)
+    x = patchify(x.astype(dtype), cfg.patch_size)
+    embed = nn.with_logical_partitioning(xavier_init(0, 1), (None, "embed"))
+    x = nn.Dense(cfg.width, kernel_init=embed, dtype=dtype, name="patch")(x)
+    x = x + sincos_2d(cfg.grid, cfg.width).astype(dtype)
+    x = constrain(x, "batch", None, None)
+    c = Embedding(cfg, name="embed")(t, labels)
+    self.sow("intermediates", "tokens", x)
+    self.sow("intermediates", "conditioning", c)
+
+    layers, top_k = {}, {}
+    for index, run in enumerate(cfg.runs()):
+      name = f"blocks{index}"
+      stack = scan_blocks(
+        Block, run.depth, in_axes=(nn.broadcast,), remat=cfg.remat
+      )
+      x, layers[name] = stack(cfg, run.budget, name=name)(x, c)
+      top_k[name] = 0 if cfg.router == "none" else run.budget.top_k
+
+    shift, scale = Modulation(2, dtype, name="final_modulation")(c)
+    zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))
+    x = nn.Dense(
+      cfg.patch_size**2 * cfg.out_channels,
+      kernel_init=zeros,
+      dtype=dtype,
+      name="final",
+    )(modulate(layer_norm(dtype, "final_norm")(x), shift, scale))
+    out = unpatchify(x.astype(jnp.float32), cfg.grid, cfg.patch_size)
+    return out, collect_aux(layers, top_k)
+
+
+def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
+  """Scales and shifts tokens [B, N, C] by vectors [B, 1, C]."""
+  return x * (1 + scale) + shift
+
+
+def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
+  """LayerNorm without parameters: the conditioning scales and shifts."""
+  return nn.LayerNorm(
+    epsilon=1e-6,
+    use_bias=False,
+    use_scale=False,
+    use_fast_variance=False,
+    dtype=dtype,
+    name=name,
+  )
+
+
+def patchify(x: jax.Array, patch: int) -> jax.Array:
+  """Cuts [B, X, Y, c] into tokens [B, N, patch * patch * c], row by row.
+
+  Within a token: rows of the patch, then columns, then channels.
+  """
+  batch, rows, columns, channels = x.shape
+  x = x.reshape(batch, rows // patch, patch, columns // patch, patch, channels)
+  return x.swapaxes(2, 3).reshape(batch, -1, patch * patch * channels)
+
+
+def unpatchify(x: jax.Array, grid: tuple[int, int], patch: int) -> jax.Array:
+  """Inverse of `patchify` for a grid of tokens."""
+  batch, (rows, columns) = x.shape[0], grid
+  x = x.reshape(batch, rows, columns, patch, patch, -1).swapaxes(2, 3)
+  return x.reshape(batch, rows * patch, columns * patch, -1)
