@@ -25,6 +25,9 @@ _DISTRIBUTED = flags.DEFINE_bool(
 _JSON = flags.DEFINE_string(
   "json", "", "Write the final figures to this file; '-' is stdout."
 )
+_VAE = flags.DEFINE_string(
+  "vae", "", "Autoencoder weights that show samples of latent diffusion."
+)
 _TRACEBACK = flags.DEFINE_bool(
   "traceback", False, "Show the traceback of an error, not one line."
 )
@@ -37,6 +40,7 @@ def main(_) -> None:
     _WORKDIR.value,
     distributed=_DISTRIBUTED.value,
     json=_JSON.value,
+    vae=_VAE.value,
     traceback=_TRACEBACK.value,
   )
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from benchmarks import timing
 from moh_jax.cli import common
-from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.config import Config, DataConfig, ViTConfig, without_router
 from moh_jax.layers.moh import HeadRouter
-from moh_jax.models.registry import get_model, without_router
+from moh_jax.models.registry import get_model
 from moh_jax.models.vit import ViT
 from moh_jax.training import optim, sharding
 from moh_jax.training.state import init_params, make_state, unbox

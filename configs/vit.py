@@ -12,7 +12,8 @@ RandAugment, random erasing and repeated augmentation.
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import MODELS, NO_DECAY
+from moh_jax.models.registry import MODELS
+from moh_jax.models.sizes_vit import NO_DECAY
 
 _ALIASES = {
   "s80": "moh-vit-s80",

@@ -8,7 +8,7 @@ Arguments: moh (default; 75 % of the heads), mha (the multi-head baseline).
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import NO_DECAY, without_router
+from moh_jax.models.sizes_vit import NO_DECAY
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
@@ -27,7 +27,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     drop_path=0.05,
   )
   if arg == "mha":
-    model = without_router(model)
+    model = config_lib.without_router(model)
   elif arg != "moh":
     raise ValueError(f"configs/vit_digits.py:{arg} must be 'moh' or 'mha'")
   return config_lib.to_config_dict(

@@ -5,11 +5,9 @@ import argparse
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import MeshConfig
-from moh_jax.data.pipeline import eval_batches
-from moh_jax.data.sources import check_class_names, make_source
-from moh_jax.evaluation import accuracy
 from moh_jax.inference.restore import restore
 from moh_jax.training import sharding
+from moh_jax.training.tasks import make_evaluate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints accuracy and activated share on the held-out split."""
+  """Prints the figures of the checkpoint's task on its held-out split."""
   mesh = sharding.make_mesh(MeshConfig())
   with sharding.use_mesh(mesh):
     restored = restore(
@@ -47,14 +45,8 @@ def run(args: argparse.Namespace) -> int:
         config, "eval", batch_size=args.batch_size
       )
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-    source = make_source(config.data, config.model, "val")
-    if config.data.source == "image_folder":  # its names are the user's
-      check_class_names(restored.class_names, source.class_names, "the data")
-    batches = eval_batches(config, source)
-    batches = (sharding.shard_batch(batch, mesh) for batch in batches)
-    figures = accuracy.evaluate(
-      accuracy.make_eval_step(restored.model), restored.params, batches
-    )
+    evaluate = make_evaluate(restored.model, config, restored.class_names)
+    figures = evaluate(restored.params, mesh)
   figures = {**figures, "step": restored.step}
   if args.json != "-":
     for name, value in figures.items():

@@ -1,17 +1,17 @@
 """`python -m moh_jax inspect`."""
 
 import argparse
-import dataclasses
+import math
 
 import jax
 from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config import Config, ViTConfig
+from moh_jax.config import Config, DiTConfig, ViTConfig
+from moh_jax.models.build import make_model
 from moh_jax.training import checkpoint
 from moh_jax.training.state import abstract_params, unbox
-from moh_jax.training.tasks import make_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
   report = {
     "step": step,
     "class_names": list(names),
-    "config": dataclasses.asdict(config),
+    "config": config_lib.to_config_dict(config).to_dict(),
     "layers": layers,
     "activated_share": sum(row["active"] for row in layers) / present,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -51,17 +51,24 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _layers(model: ViTConfig) -> list[dict]:
+def _layers(model: ViTConfig | DiTConfig) -> list[dict]:
+  if model.family == "vit":
+    stages = zip(model.budgets(), model.depths, model.stage_shapes())
+    groups = [
+      (budget, depth, math.prod(shape.grid)) for budget, depth, shape in stages
+    ]
+  else:
+    tokens = math.prod(model.grid)
+    groups = [(run.budget, run.depth, tokens) for run in model.runs()]
   rows = []
-  stages = zip(model.budgets(), model.depths, model.stage_shapes())
-  for stage, (budget, depth, shape) in enumerate(stages):
+  for index, (budget, depth, tokens) in enumerate(groups):
     routed = model.router != "none"
     for _ in range(depth):
       rows.append(
         {
           "layer": len(rows),
-          "stage": stage + 1,
-          "tokens": shape.grid[0] * shape.grid[1],
+          "stage": index + 1,
+          "tokens": tokens,
           "num_heads": budget.num_heads,
           "head_dim": budget.head_dim,
           "shared": budget.shared,

@@ -19,10 +19,14 @@ from absl import flags
 COMMANDS = {
   "classify": "name what image files show",
   "convert": "turn a public checkpoint into one of ours",
+  "encode-latents": "turn images into latents to train a diffusion model on",
   "evaluate": "score a checkpoint on its held-out data",
   "export": "turn a checkpoint into public tensor names",
+  "fid": "score images: FID, sFID, Inception Score, precision, recall",
   "inspect": "describe a checkpoint or config: heads, parameters, sizes",
+  "pack-images": "pack folders of images into array_record shards",
   "parity": "compare our numbers with recorded cases",
+  "sample": "draw images from a diffusion checkpoint",
 }
 _USER_ERRORS = (ValueError, OSError, NotImplementedError)
 
@@ -35,13 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     description="Mixture-of-Head attention: convert, check and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="commands:\n"
-    + "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items())
+    + "\n".join(f"  {name:<16}{text}" for name, text in COMMANDS.items())
     + "\n\nTraining is `python train.py --help`.",
   )
   parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   args = parser.parse_args(argv)
-  module = importlib.import_module(f"moh_jax.cli.{args.command}")
+  module = importlib.import_module(
+    f"moh_jax.cli.{args.command.replace('-', '_')}"
+  )
   command = argparse.ArgumentParser(
     prog=f"python -m moh_jax {args.command}",
     description=COMMANDS[args.command].capitalize() + ".",
@@ -92,6 +98,7 @@ def train(
   *,
   distributed: bool,
   json: str,
+  vae: str,
   traceback: bool,
 ) -> None:
   """The body of train.py; exits with the command's status.
@@ -101,11 +108,17 @@ def train(
     workdir: directory of checkpoints and metrics.
     distributed: join the run's other processes first.
     json: file for the final figures, "-" for stdout, "" for none.
+    vae: weights of the autoencoder that shows samples of latents.
     traceback: show an error's traceback.
   """
   from moh_jax.cli import train as command  # JAX only once flags are parsed
 
   run = functools.partial(
-    command.run, config, workdir, distributed=distributed, json=json
+    command.run,
+    config,
+    workdir,
+    distributed=distributed,
+    json=json,
+    vae=vae,
   )
   sys.exit(report_errors(run, traceback))

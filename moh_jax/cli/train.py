@@ -10,6 +10,7 @@ from absl import logging as absl_logging
 
 from moh_jax import config as config_lib
 from moh_jax.cli.common import write_json
+from moh_jax.convert.decoder import load_decoder
 from moh_jax.training import loop
 
 
@@ -19,6 +20,7 @@ def run(
   *,
   distributed: bool = False,
   json: str = "",
+  vae: str = "",
 ) -> int:
   """Trains and prints the final figures.
 
@@ -27,6 +29,7 @@ def run(
     workdir: directory of checkpoints and metrics.
     distributed: join the run's other processes first.
     json: file for the final figures, "-" for stdout, "" for none.
+    vae: weights of the autoencoder that shows samples of latents.
 
   Returns:
     0 when all steps are done or a stop was asked for, 1 when the loss became
@@ -39,7 +42,8 @@ def run(
   if distributed:
     join_processes()
   try:
-    result = loop.train(config, workdir)
+    decode = load_decoder(vae, config) if vae else None
+    result = loop.train(config, workdir, decode=decode)
   except loop.NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
@@ -51,7 +55,8 @@ def run(
         f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
         for name, value in figures.items()
       )
-      print(f"held-out: {shown}")
+      if result.evaluation:
+        print(f"held-out: {shown}")
       print(f"checkpoint: {workdir}")
   return 0
 

@@ -1,8 +1,9 @@
 """One frozen dataclass per config section; every range check lives here."""
 
+from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig, LayerRun
-from moh_jax.config.model import MODEL_SECTIONS, ImageModel
+from moh_jax.config.model import MODEL_SECTIONS, ImageModel, without_router
 from moh_jax.config.parse import (
   Config,
   apply_overrides,
@@ -39,6 +40,7 @@ __all__ = [
   "SampleConfig",
   "StageShape",
   "TrainConfig",
+  "VAEConfig",
   "ViTConfig",
   "apply_overrides",
   "differing_fields",
@@ -46,4 +48,5 @@ __all__ = [
   "from_json",
   "to_config_dict",
   "to_json",
+  "without_router",
 ]

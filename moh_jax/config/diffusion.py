@@ -3,13 +3,13 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.diffusion.guidance import GUIDED_CHANNELS
+from moh_jax.diffusion.objective import LOSS_WEIGHTS
+from moh_jax.diffusion.prediction import PREDICTIONS
+from moh_jax.diffusion.process import SCHEDULES
+from moh_jax.diffusion.samplers import METHODS
 
 SPACES = ("latent", "pixel")
-SCHEDULES = ("linear", "cosine")
-PREDICTIONS = ("epsilon", "x0", "v")
-LOSS_WEIGHTS = ("uniform", "min_snr")
-METHODS = ("ddpm", "ddim", "dpm")
-GUIDED_CHANNELS = ("three", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,9 @@ class SampleConfig:
     num: images of a grid; their labels go through the classes in turn.
     method: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
       (DPM-Solver++ 2M, arXiv:2211.01095).
-    steps: network evaluations per image.
+    steps: timesteps visited: "N" spread evenly, "ddimN" at a fixed stride, or
+      "N,M,..." for that many in each of equal sections, see
+      `diffusion.process.respace`.
     cfg_scale: classifier-free guidance (arXiv:2207.12598); 1 is none.
     cfg_channels: channels that are guided: "three", as released, or "all".
     cfg_interval: guidance acts on timesteps t with low <= t < high
@@ -72,14 +74,14 @@ class SampleConfig:
   every: int = 0
   num: int = 16
   method: str = "ddpm"
-  steps: int = 250
+  steps: str = "250"
   cfg_scale: float = 1.5
   cfg_channels: str = "three"
   cfg_interval: tuple[int, int] = (0, 100_000)
 
   def __post_init__(self):
     at_least("sample", 0, every=self.every)
-    at_least("sample", 1, num=self.num, steps=self.steps)
+    at_least("sample", 1, num=self.num)
     at_least("sample", 1, cfg_scale=self.cfg_scale)
     one_of("sample", METHODS, method=self.method)
     one_of("sample", GUIDED_CHANNELS, cfg_channels=self.cfg_channels)

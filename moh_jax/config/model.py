@@ -1,11 +1,13 @@
 """The model section: one dataclass per family."""
 
-from typing import Protocol
+import dataclasses
+from typing import Any, Protocol, TypeVar
 
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.vit import ViTConfig
 
 MODEL_SECTIONS: dict[str, type] = {"vit": ViTConfig, "dit": DiTConfig}
+_Model = TypeVar("_Model", ViTConfig, DiTConfig)
 
 
 class ImageModel(Protocol):
@@ -20,3 +22,20 @@ class ImageModel(Protocol):
   channels: int
   num_classes: int
   input_shape: tuple[int, int, int]
+
+
+def without_router(model: _Model, **changes: Any) -> _Model:
+  """The multi-head baseline of a model: the same network, router off.
+
+  Args:
+    model: the section.
+    **changes: further fields to change.
+  """
+  heads = changes.get("num_heads", model.num_heads)
+  return dataclasses.replace(
+    model,
+    router="none",
+    shared_heads=heads,
+    top_k=(0,) * len(heads),
+    **changes,
+  )

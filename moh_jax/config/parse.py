@@ -22,6 +22,7 @@ from moh_jax.config.sections import (
   TrainConfig,
 )
 from moh_jax.config.vit import ViTConfig
+from moh_jax.diffusion.process import spaced_timesteps
 
 _SECTIONS = {
   "data": DataConfig,
@@ -102,6 +103,7 @@ class Config:
           f"train.{name}={value} must be 0 for model.family={family!r}"
         )
     self._check_space()
+    self._check_sampling()
 
   def _check_space(self):
     space, source = self.diffusion.space, self.data.source
@@ -116,6 +118,17 @@ class Config:
       raise ValueError(
         f"data.mean={self.data.mean} and data.std={self.data.std} must be 0.5 "
         "for diffusion.space='pixel': pixels in [-1, 1]"
+      )
+
+  def _check_sampling(self):
+    try:
+      spaced_timesteps(self.diffusion.steps, self.sample.steps)
+    except ValueError as error:
+      raise ValueError(f"sample.{error}") from error
+    if self.sample.cfg_scale != 1 and not self.model.label_dropout:
+      raise ValueError(
+        f"sample.cfg_scale={self.sample.cfg_scale} must be 1 for a model with "
+        "model.label_dropout=0: it cannot do without labels"
       )
 
 

@@ -17,7 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from moh_jax.convert import parity_vit
+from moh_jax.convert import (
+  parity_diffusion,
+  parity_dit,
+  parity_fid,
+  parity_vae,
+  parity_vit,
+)
 from moh_jax.convert.tensor_files import read_tensors
 
 # kind -> (hyper-parameters, inputs, weights) -> named results; gradients of
@@ -27,7 +33,18 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
   "vit_full_attention": functools.partial(parity_vit.attention, pooled=False),
   "moh_vit_model": functools.partial(parity_vit.classifier, moh=True),
   "transnext_model": functools.partial(parity_vit.classifier, moh=False),
+  "dit_attention": parity_dit.attention,
+  "moh_dit_model": functools.partial(parity_dit.network, moh=True),
+  "gaussian_diffusion": parity_diffusion.diffusion,
+  "dit_model": functools.partial(parity_dit.network, moh=False),
+  "autoencoder_kl": parity_vae.autoencoder,
+  "image_metrics": parity_fid.metrics,
+  "inception_fid": parity_fid.inception,
 }
+# Kinds whose functions also take `meta` and `directory`: cases with further
+# files, or with a recipe in place of weights.
+_WHOLE_CASE = ("image_metrics", "inception_fid")
+_TABLE_RTOL = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +102,8 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
   with jax.default_matmul_precision("highest"):
     try:
       run = KINDS[meta["kind"]]
+      if meta["kind"] in _WHOLE_CASE:
+        run = functools.partial(run, meta=meta, directory=directory)
       results = run(meta["hyper_parameters"], arrays, weights)
     except KeyError as error:
       raise ValueError(
@@ -168,6 +187,8 @@ def _tolerances(
       tolerances[name] = float(stated[name])
     elif array.dtype.kind in "iub":
       tolerances[name] = 0.0
+    elif array.dtype == np.float64:  # tables, recorded without a tolerance
+      tolerances[name] = _TABLE_RTOL * float(np.abs(array).max(initial=0.0))
     else:
       raise ValueError(f"{directory}/meta.json: no tolerance for {name!r}")
   return tolerances

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from moh_jax.config import Config, DataConfig
+from moh_jax.data.recipes import eval_recipe, train_recipe
 from moh_jax.data.sources import ImageSource
-from moh_jax.data.transforms import eval_transforms, train_transforms
 
 Batch = dict[str, np.ndarray]
 
@@ -51,7 +51,7 @@ class TrainBatches:
     local = _local_batch("data.batch_size", config.data.batch_size, count)
     dataset = grain.MapDataset.source(source).seed(config.train.seed)
     dataset = dataset.shuffle().repeat()
-    for transform in train_transforms(config.data, config.model):
+    for transform in train_recipe(config):
       if isinstance(transform, grain.transforms.RandomMap):
         dataset = dataset.random_map(transform)
       else:
@@ -96,24 +96,25 @@ def eval_batches(
     process_count: all processes; None asks JAX.
 
   Returns:
-    Batches {"image", "label", "mask"}, equally many on every process.
+    Batches {"image", "label", "index", "mask"}, equally many on every process;
+    "index" [b] int32 is the example's place in the split.
   """
   index, count = _process(process_index, process_count)
   size = config.eval.batch_size
   local = _local_batch("eval.batch_size", size, count)
   examples = len(source)
   padded = -(-examples // size) * size
-  transforms = eval_transforms(config.data, config.model)
-  shape = (*config.model.image_size, config.model.channels)
+  transforms = eval_recipe(config)
+  shape = config.model.input_shape
 
   def load(position: int) -> dict[str, Any]:
     if position >= examples:
-      image = np.zeros(shape, np.float32)
-      return {"image": image, "label": np.int32(0), "mask": np.float32(0)}
+      element = {"image": np.zeros(shape, np.float32), "label": np.int32(0)}
+      return {**element, "index": np.int32(0), "mask": np.float32(0)}
     element = source[position]
     for transform in transforms:
       element = transform.map(element)
-    return {**element, "mask": np.float32(1)}
+    return {**element, "index": np.int32(position), "mask": np.float32(1)}
 
   dataset = grain.MapDataset.range(padded)[index::count].map(load)
   options = _read_options(config.data, local)

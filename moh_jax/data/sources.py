@@ -1,22 +1,22 @@
 """Random-access sources of labelled images.
 
 A source has `len()`, `source[i]` = {"image": [X, Y, channels] uint8, "label":
-int32}, `class_names` and `channels`.
+int32}, `class_names` and `channels`. Sources of latents give what their
+transform reads instead of the image.
 """
 
 import functools
-import os
-import warnings
 from typing import Any, Protocol
 
 import numpy as np
 from etils import epath
-from PIL import Image, UnidentifiedImageError
 
-from moh_jax.config import DataConfig, ViTConfig
-
-SPLITS = ("train", "val")
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+from moh_jax.config import Config, ImageModel
+from moh_jax.data.images import SPLITS, fingerprint, list_images, read_image
+from moh_jax.data.latents import LatentSource
+from moh_jax.data.recipes import crops_center, is_latent
+from moh_jax.data.records import ArrayRecordSource
+from moh_jax.data.tolerant import CheckedSource
 
 
 class ImageSource(Protocol):
@@ -69,79 +69,107 @@ class ImageFolderSource:
   """Images in path/SPLIT/CLASS/*, classes in alphabetical order."""
 
   def __init__(self, path: str, split: str, channels: int):
-    root = epath.Path(path) / split
-    if not root.is_dir():
+    """Lists a split.
+
+    Args:
+      path: directory of the splits, local or a bucket.
+      split: "train" or "val"; "" is `path` itself.
+      channels: 1 converts to grey, 3 to RGB.
+
+    Raises:
+      FileNotFoundError: there is no such directory, or no image in it.
+    """
+    self._root = epath.Path(path) / split
+    if not self._root.is_dir():
       raise FileNotFoundError(
         f"data.path={path!r} has no directory {split!r}; expected "
         f"{path}/{split}/CLASS/*.jpg"
       )
-    folders = sorted(
-      entry
-      for entry in root.iterdir()
-      if entry.is_dir() and not entry.name.startswith(".")
-    )
-    self.class_names = tuple(folder.name for folder in folders)
+    self.class_names, self._files = list_images(self._root)
     self.channels = channels
-    self._files = [
-      (os.fspath(file), label)
-      for label, folder in enumerate(folders)
-      for file in sorted(folder.iterdir())
-      if file.suffix.lower() in _SUFFIXES
-    ]
-    if not self._files:
-      raise FileNotFoundError(
-        f"{root} holds no image; expected {root}/CLASS/* with a suffix in "
-        f"{_SUFFIXES}"
-      )
+
+  @property
+  def fingerprint(self) -> str:
+    """Which images these are, in which order."""
+    return fingerprint(self._files)
 
   def __len__(self) -> int:
     return len(self._files)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    file, label = self._files[index]
-    return {"image": read_image(file, self.channels), "label": np.int32(label)}
+    name, label = self._files[index]
+    image = read_image(self._root / name, self.channels)
+    return {"image": image, "label": np.int32(label)}
+
+  def name(self, index: int) -> str:
+    """The image's CLASS/NAME."""
+    return self._files[index][0]
 
 
 class FakeSource:
-  """Random images and labels, a function of the index alone."""
+  """Random examples and labels, a function of the index alone.
 
-  def __init__(self, split: str, examples: int, model: ViTConfig):
+  Images, or latents of unit variance where a model is made for latents.
+  """
+
+  def __init__(
+    self,
+    split: str,
+    examples: int,
+    model: ImageModel,
+    *,
+    latent: bool = False,
+  ):
     self.class_names = tuple(str(i) for i in range(model.num_classes))
     self.channels = model.channels
-    self._shape = (*model.image_size, model.channels)
+    self._shape = model.input_shape
     self._seed = SPLITS.index(split)
     self._examples = examples
+    self._latent = latent
 
   def __len__(self) -> int:
     return self._examples
 
   def __getitem__(self, index: int) -> dict[str, Any]:
     rng = np.random.default_rng((self._seed, index))
-    image = rng.integers(0, 256, self._shape, np.uint8)
+    if self._latent:
+      image = rng.standard_normal(self._shape, np.float32)
+    else:
+      image = rng.integers(0, 256, self._shape, np.uint8)
     label = np.int32(rng.integers(len(self.class_names)))
     return {"image": image, "label": label}
 
 
-def make_source(data: DataConfig, model: ViTConfig, split: str) -> ImageSource:
+def make_source(config: Config, split: str) -> ImageSource:
   """Opens one split of the configured source.
 
+  Bad images of the training split follow `data.bad_images`; in the held-out
+  split they raise, as figures on other images would be others.
+
   Args:
-    data: the data section.
-    model: the model that will read the images.
+    config: the run.
     split: "train" or "val".
 
   Raises:
-    FileNotFoundError: a directory is missing or empty.
-    ValueError: classes or channels do not fit the model.
+    FileNotFoundError: a directory, metadata.json or a shard is missing.
+    ValueError: the data is damaged or does not fit the model.
   """
   if split not in SPLITS:
     raise ValueError(f"split={split!r} must be one of {SPLITS}")
+  data, model = config.data, config.model
   if data.source == "digits":
     source = DigitsSource(split)
   elif data.source == "image_folder":
     source = ImageFolderSource(data.path, split, model.channels)
+  elif data.source == "array_record":
+    source = ArrayRecordSource(data.path, split, model.channels)
+  elif data.source == "latents":
+    source = LatentSource(data.path, split)
+    source.check_fits(config)
   else:
-    source = FakeSource(split, data.fake_examples, model)
+    source = FakeSource(
+      split, data.fake_examples, model, latent=is_latent(config)
+    )
   if len(source.class_names) != model.num_classes:
     raise ValueError(
       f"model.num_classes={model.num_classes} must be the "
@@ -152,7 +180,13 @@ def make_source(data: DataConfig, model: ViTConfig, split: str) -> ImageSource:
       f"model.channels={model.channels} must be the {source.channels} of "
       f"data.source={data.source!r}"
     )
-  return source
+  if data.source in ("digits", "fake"):  # never bad, and small by nature
+    return source
+  skip = data.bad_images == "skip" and split == "train"
+  smallest = (0, 0)
+  if crops_center(config, split):
+    smallest = model.input_shape[:2]
+  return CheckedSource(source, skip=skip, smallest=smallest)
 
 
 def check_class_names(
@@ -174,46 +208,3 @@ def check_class_names(
         f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
         "directories must have the names of the training split"
       )
-
-
-def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
-  """Reads one image file in any format Pillow knows.
-
-  Args:
-    file: path, local or of a bucket.
-    channels: 1 converts to grey, 3 to RGB.
-
-  Returns:
-    [X, Y, channels] uint8.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: the file is no image, or a truncated one.
-  """
-  modes = {1: "L", 3: "RGB"}
-  if channels not in modes:
-    raise ValueError(
-      f"image files have 1 or 3 channels, the model has {channels}"
-    )
-  path = epath.Path(file)
-  if not path.is_file():
-    raise FileNotFoundError(f"{path}: no such image file")
-  try:
-    with warnings.catch_warnings():
-      # Pillow's remarks on odd files: what matters is raised.
-      warnings.simplefilter("ignore", UserWarning)
-      with path.open("rb") as stream, Image.open(stream) as image:
-        pixels = np.asarray(_to_8_bits(image).convert(modes[channels]))
-  except UnidentifiedImageError as error:
-    raise ValueError(f"{path}: not an image that Pillow can read") from error
-  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-    raise ValueError(f"{path}: damaged or truncated image: {error}") from error
-  return pixels.reshape(*pixels.shape[:2], channels)
-
-
-def _to_8_bits(image: Image.Image) -> Image.Image:
-  """Scales 16-bit greys, which Pillow's `convert` would clip to white."""
-  if not image.mode.startswith("I"):
-    return image
-  pixels = np.clip(np.asarray(image), 0, 65535)
-  return Image.fromarray(np.round(pixels / 257).astype(np.uint8))

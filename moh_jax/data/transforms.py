@@ -10,20 +10,24 @@ import grain
 import numpy as np
 from PIL import Image
 
-from moh_jax.config import DataConfig, ViTConfig
+from moh_jax.config import DataConfig, ImageModel
 
 Example = dict[str, Any]
 
 
 def resize(
-  image: np.ndarray, size: tuple[int, int], box: tuple | None = None
+  image: np.ndarray,
+  size: tuple[int, int],
+  box: tuple | None = None,
+  resample: Image.Resampling = Image.Resampling.BICUBIC,
 ) -> np.ndarray:
-  """Bicubic resize with antialiasing.
+  """Resize with antialiasing.
 
   Args:
     image: [X, Y, channels] uint8.
     size: rows and columns of the result.
     box: (left, upper, right, lower) part of the image to read; None is all.
+    resample: the filter.
 
   Returns:
     [*size, channels] uint8.
@@ -34,7 +38,7 @@ def resize(
     image.squeeze(-1) if image.shape[-1] == 1 else image
   )
   rows, columns = size
-  out = picture.resize((columns, rows), Image.Resampling.BICUBIC, box=box)
+  out = picture.resize((columns, rows), resample, box=box)
   return np.asarray(out).reshape(rows, columns, image.shape[-1])
 
 
@@ -68,6 +72,54 @@ class ResizeCenterCrop(grain.transforms.Map):
     top, left = ((s - w) // 2 for s, w in zip(scaled, self.size))
     rows, columns = self.size
     return {**element, "image": image[top : top + rows, left : left + columns]}
+
+
+@dataclasses.dataclass(frozen=True)
+class CenterCrop(grain.transforms.Map):
+  """ADM's centre crop (arXiv:2105.05233), as DiT and its FID use it.
+
+  Halves the image with a box filter while it has twice the size, then resizes
+  the shorter side with a bicubic one, then crops. Smaller images are enlarged.
+  """
+
+  size: tuple[int, int]
+
+  def map(self, element: Example) -> Example:
+    """Resizes and crops one example."""
+    return {**element, "image": center_crop(element["image"], self.size)}
+
+
+def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+  """The rule of `CenterCrop`.
+
+  Args:
+    image: [X, Y, channels] uint8.
+    size: rows and columns of the result.
+
+  Returns:
+    [*size, channels] uint8.
+  """
+  while all(s >= 2 * wanted for s, wanted in zip(image.shape, size)):
+    halves = (image.shape[0] // 2, image.shape[1] // 2)
+    image = resize(image, halves, resample=Image.Resampling.BOX)
+  scale = max(wanted / s for s, wanted in zip(image.shape, size))
+  scaled = tuple(
+    max(round(s * scale), wanted) for s, wanted in zip(image.shape, size)
+  )
+  image = resize(image, scaled)
+  top, left = ((s - wanted) // 2 for s, wanted in zip(scaled, size))
+  return image[top : top + size[0], left : left + size[1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomFlip(grain.transforms.RandomMap):
+  """Mirrors half of the images, left to right."""
+
+  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
+    """Mirrors one example, or does not."""
+    if rng.random() < 0.5:
+      return {**element, "image": element["image"][:, ::-1]}
+    return element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,19 +190,25 @@ class Normalize(grain.transforms.Map):
     return {**element, "image": image}
 
 
-def train_transforms(data: DataConfig, model: ViTConfig) -> list:
-  """The transforms of training examples, in order."""
+def train_transforms(data: DataConfig, model: ImageModel) -> list:
+  """The transforms of training images, in order."""
+  size = model.input_shape[:2]
   normalize = Normalize(data.mean, data.std)
+  if data.augment == "center_flip":
+    return [CenterCrop(size), RandomFlip(), normalize]
   if data.augment == "crop_flip":
-    return [RandomCropFlip(model.image_size), normalize]
+    return [RandomCropFlip(size), normalize]
   if data.augment == "shift":
-    return [Resize(model.image_size), RandomShift(), normalize]
-  return [Resize(model.image_size), normalize]
+    return [Resize(size), RandomShift(), normalize]
+  return [Resize(size), normalize]
 
 
-def eval_transforms(data: DataConfig, model: ViTConfig) -> list:
-  """The transforms of held-out examples and of `classify`, in order."""
-  fit = Resize(model.image_size)
-  if data.eval_resize:
-    fit = ResizeCenterCrop(data.eval_resize, model.image_size)
+def eval_transforms(data: DataConfig, model: ImageModel) -> list:
+  """The transforms of held-out images and of `classify`, in order."""
+  size = model.input_shape[:2]
+  fit = Resize(size)
+  if data.augment == "center_flip":
+    fit = CenterCrop(size)
+  elif data.eval_resize:
+    fit = ResizeCenterCrop(data.eval_resize, size)
   return [fit, Normalize(data.mean, data.std)]

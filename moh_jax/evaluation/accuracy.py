@@ -1,6 +1,5 @@
-"""Accuracy of an image classifier on a whole split."""
+"""Accuracy of an image classifier."""
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -8,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from moh_jax.evaluation.means import EvalStep
 
-def make_eval_step(model: nn.Module) -> Callable:
+
+def make_eval_step(model: nn.Module) -> EvalStep:
   """Jitted sums over one batch; padded examples (mask 0) count nothing.
 
   Args:
@@ -39,30 +40,3 @@ def make_eval_step(model: nn.Module) -> Callable:
     }
 
   return eval_step
-
-
-def evaluate(
-  eval_step: Callable, params: Any, batches: Iterable[Any]
-) -> dict[str, float]:
-  """Means over a split.
-
-  Args:
-    eval_step: of `make_eval_step`.
-    params: the parameters.
-    batches: global batches with "mask", on the devices.
-
-  Returns:
-    "accuracy", "top5_accuracy", "loss", "activated_share" and the number of
-    "examples".
-  """
-  sums: list[dict[str, jax.Array]] = []
-  for batch in batches:
-    sums.append(eval_step(params, batch))
-    # Two batches in flight: the device is busy, its memory not full of them.
-    jax.block_until_ready(sums[-2:][0])
-  if not sums:
-    raise ValueError("the split to evaluate is empty")
-  total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
-  examples = int(total.pop("examples"))
-  means = {name: value / examples for name, value in total.items()}
-  return {**means, "examples": examples}

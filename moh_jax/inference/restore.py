@@ -1,6 +1,7 @@
 """A model ready for inference, from its checkpoint alone."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -10,9 +11,9 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
+from moh_jax.models.build import make_model
 from moh_jax.training import checkpoint, sharding
 from moh_jax.training.state import abstract_params, unbox
-from moh_jax.training.tasks import make_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ def restore(
   step: int | None = None,
   use_ema: bool = True,
   mesh: Mesh | None = None,
+  sample: Mapping[str, Any] | None = None,
   **model_overrides: Any,
 ) -> Restored:
   """Restores a checkpoint for inference.
@@ -49,6 +51,7 @@ def restore(
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
+    sample: fields of the section `sample` to change, for diffusion models.
     **model_overrides: model fields to change, for instance `top_k` and
       `gate_form` to serve one training at several activated shares, `dtype`, or
       `attention_impl`. None leaves a field as it was trained.
@@ -65,6 +68,13 @@ def restore(
   config = metadata.config
   if overrides:
     config = config_lib.apply_overrides(config, "model", **overrides)
+  if sample:
+    if config.sample is None:
+      raise ValueError(
+        f"model.family={config.model.family!r} has no section 'sample' to "
+        f"change {sorted(sample)} of"
+      )
+    config = config_lib.apply_overrides(config, "sample", **sample)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(metadata.config)

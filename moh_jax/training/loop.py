@@ -13,12 +13,14 @@ import jax
 from etils import epath
 
 from moh_jax.config import Config
+from moh_jax.models.generation import Decode
 from moh_jax.training import checkpoint, optim, sharding
 from moh_jax.training.checkpoint import Checkpointer, Metadata
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
-from moh_jax.training.tasks import Task, make_task
+from moh_jax.training.task import Task
+from moh_jax.training.tasks import make_task
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,7 +45,11 @@ class Result:
 
 
 def train(
-  config: Config, workdir: str, *, devices: list[jax.Device] | None = None
+  config: Config,
+  workdir: str,
+  *,
+  devices: list[jax.Device] | None = None,
+  decode: Decode | None = None,
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
@@ -54,6 +60,7 @@ def train(
     config: the run.
     workdir: local directory or bucket for checkpoints and metrics.
     devices: the mesh's devices; None takes all devices of all processes.
+    decode: latents to images, for previews of latent diffusion.
 
   Returns:
     The final state and evaluation.
@@ -68,7 +75,7 @@ def train(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
   )
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  task = make_task(config)
+  task = make_task(config, decode)
   directory = prepare_workdir(workdir)
   if (directory / checkpoint.FOLDER).exists():
     _check_resumable(directory, config)
@@ -222,6 +229,10 @@ class _Run:
         pending = None
       if save:
         self._save(state)
+      if self.task.preview and (last or step % self.task.preview_every == 0):
+        picture = self.task.preview(self._inference_params(state), self.mesh)
+        writer.write_image(step, "samples", picture)
+        clock.restart(step)
       if evaluate and not (stopping and not last):
         evaluation = self._evaluate(state)
         writer.write(step, "val", evaluation)
@@ -268,9 +279,11 @@ class _Run:
     self.saved_step = int(state.step)
 
   def _evaluate(self, state: TrainState) -> dict[str, float]:
+    return self.task.evaluate(self._inference_params(state), self.mesh)
+
+  def _inference_params(self, state: TrainState) -> Any:
     use_ema = self.config.eval.use_ema and state.ema is not None
-    params = state.ema if use_ema else state.params
-    return self.task.evaluate(params, self.mesh)
+    return state.ema if use_ema else state.params
 
 
 class _Clock:

@@ -1,14 +1,18 @@
 """Where a run's figures go: a progress bar, metrics.jsonl, tensorboard."""
 
+import io
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import tqdm
 from etils import epath
+from PIL import Image
 
 from moh_jax.config import LogConfig
 
@@ -75,8 +79,10 @@ class MetricsWriter:
     """
     if not self._active:
       return
-    if (step, split) in self._written:
-      return  # a finished run that was started again
+    # A mean of nothing (no example in some group) has no value to record.
+    values = {n: v for n, v in values.items() if math.isfinite(v)}
+    if not values or (step, split) in self._written:
+      return  # the second: a finished run that was started again
     self._written.add((step, split))
     row = {"step": step, "split": split, **values}
     self._append(json.dumps(row))
@@ -91,6 +97,27 @@ class MetricsWriter:
       print(line, file=sys.stderr, flush=True)
     elif split != "train" and not self._bar.disable:
       self._bar.write(f"step {step} {split}: {_summary(values)}", sys.stderr)
+
+  def write_image(self, step: int, name: str, picture: np.ndarray) -> None:
+    """Writes a picture to WORKDIR/NAME/STEP.png and tensorboard.
+
+    Args:
+      step: optimizer steps done.
+      name: directory, and name in tensorboard.
+      picture: [rows, columns, 1 or 3] uint8.
+    """
+    if not self._active:
+      return
+    file = self._path.parent / name / f"{step:08d}.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    stream = io.BytesIO()
+    grey = picture.shape[-1] == 1
+    Image.fromarray(picture[..., 0] if grey else picture).save(stream, "png")
+    fresh = file.with_name(file.name + ".tmp")
+    fresh.write_bytes(stream.getvalue())
+    fresh.replace(file)
+    if self._tensorboard:
+      self._tensorboard.add_image(name, picture, step, dataformats="HWC")
 
   def _append(self, line: str) -> None:
     self._rows.append(line)
@@ -122,6 +149,7 @@ class MetricsWriter:
 _SHOWN = {
   "loss": "loss {:.4f}",
   "accuracy": "acc {:.2%}",
+  "mse": "mse {:.4f}",
   "balance_loss": "balance {:.3f}",
   "activated_share": "heads {:.0%}",
   "images_per_second": "{:.0f} images/s",

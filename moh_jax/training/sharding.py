@@ -191,3 +191,24 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.make_array_from_process_local_data(sharding, x, shape)
 
   return jax.tree.map(one, batch)
+
+
+def put_batch(array: np.ndarray, mesh: Mesh) -> jax.Array:
+  """Splits an array that every process has whole over the batch axes."""
+  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  return jax.make_array_from_callback(
+    array.shape, sharding, lambda index: array[index]
+  )
+
+
+def pad_to_shards(array: np.ndarray, mesh: Mesh) -> np.ndarray:
+  """Repeats the last example until the batch axes divide the length."""
+  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+  missing = -len(array) % shards
+  return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
+
+
+def gather(array: jax.Array, mesh: Mesh) -> np.ndarray:
+  """The whole of a global array, on every process."""
+  whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))(array)
+  return np.asarray(whole.addressable_data(0))

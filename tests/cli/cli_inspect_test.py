@@ -7,7 +7,7 @@ import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
 from moh_jax.training.state import abstract_params, unbox
-from moh_jax.training.tasks import make_model
+from moh_jax.models.build import make_model
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 

@@ -10,7 +10,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import main
 from moh_jax.training import checkpoint
 from moh_jax.training.state import abstract_params, unbox
-from moh_jax.training.tasks import make_model
+from moh_jax.models.build import make_model
 
 CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 CONFIG = config_lib.Config(

@@ -13,7 +13,7 @@ from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors, write_safetensors
 from moh_jax.inference.restore import restore
 from moh_jax.training.state import abstract_params, unbox
-from moh_jax.training.tasks import make_model
+from moh_jax.models.build import make_model
 
 _CONFIG = Config(
   model=ViTConfig(

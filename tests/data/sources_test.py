@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 from sklearn import datasets
 
-from moh_jax.config import DataConfig, ViTConfig
+from moh_jax.config import Config, DataConfig, ViTConfig
 from moh_jax.data import sources
 
 _MODEL = ViTConfig(
@@ -156,129 +156,84 @@ class FakeSourceTest(absltest.TestCase):
     self.assertEqual(labels, {0, 1})
 
 
+class FakeLatentsTest(absltest.TestCase):
+  def test_are_ready_to_use(self):
+    source = sources.FakeSource("train", 50, _MODEL, latent=True)
+    latents = np.stack([source[i]["image"] for i in range(50)])
+    self.assertEqual(latents.dtype, np.float32)
+    self.assertEqual(latents.shape[1:], (8, 12, 3))
+    self.assertAlmostEqual(latents.mean(), 0, delta=0.03)
+    self.assertAlmostEqual(latents.std(), 1, delta=0.03)
+    np.testing.assert_array_equal(source[3]["image"], latents[3])
+
+
+def _config(model=_MODEL, **data):
+  return Config(model=model, data=DataConfig(**data))
+
+
 class MakeSourceTest(_TempDirTest):
   def test_unknown_split_lists_the_known(self):
     with self.assertRaisesRegex(ValueError, "split='test' .*'train', 'val'"):
-      sources.make_source(DataConfig(), _MODEL, "test")
+      sources.make_source(_config(), "test")
 
   def test_number_of_classes_must_fit(self):
-    data = DataConfig(source="digits")
+    config = _config(source="digits")
     with self.assertRaisesRegex(ValueError, r"num_classes=2 must be the 10"):
-      sources.make_source(data, _MODEL, "train")
+      sources.make_source(config, "train")
 
   def test_channels_must_fit(self):
-    data = DataConfig(source="digits")
     model = dataclasses.replace(_MODEL, num_classes=10)
+    config = _config(model, source="digits")
     with self.assertRaisesRegex(ValueError, r"channels=3 must be the 1 "):
-      sources.make_source(data, model, "train")
+      sources.make_source(config, "train")
 
-  def test_wrong_number_of_folders_is_refused(self):
-    _write(self.root / "train" / "ant" / "1.png")
-    data = DataConfig(source="image_folder", path=str(self.root))
-    with self.assertRaisesRegex(ValueError, "num_classes=2 must be the 1 "):
-      sources.make_source(data, _MODEL, "train")
-
-  @parameterized.parameters(
-    ("fake", sources.FakeSource), ("image_folder", sources.ImageFolderSource)
-  )
-  def test_opens_the_configured_source(self, name, cls):
+  @parameterized.parameters("fake", "image_folder")
+  def test_opens_the_configured_source(self, name):
     for folder in ("ant", "cat"):
       _write(self.root / "train" / folder / "1.png")
-    data = DataConfig(source=name, path=str(self.root), fake_examples=7)
-    source = sources.make_source(data, _MODEL, "train")
-    self.assertIsInstance(source, cls)
+    config = _config(source=name, path=str(self.root), fake_examples=7)
+    source = sources.make_source(config, "train")
+    self.assertLen(source, 7 if name == "fake" else 2)
     self.assertLen(source.class_names, 2)
 
+  def test_skipping_is_for_training_alone(self):
+    for split in sources.SPLITS:
+      for folder in ("ant", "cat"):
+        _write(self.root / split / folder / "1.png")
+      (self.root / split / "ant" / "0.png").write_text("no image")
+    config = _config(
+      source="image_folder", path=str(self.root), bad_images="skip"
+    )
+    train, val = (sources.make_source(config, s) for s in sources.SPLITS)
+    np.testing.assert_array_equal(train[0]["image"], _RGB)
+    with self.assertRaisesRegex(ValueError, "ant/0.png: not an image"):
+      val[0]
 
-class ReadImageTest(_TempDirTest):
-  @parameterized.parameters("png", "bmp", "tiff", "webp")
-  def test_lossless_formats_keep_every_pixel(self, suffix):
-    options = {"lossless": True} if suffix == "webp" else {}
-    path = _write(self.root / f"x.{suffix}", **options)
-    np.testing.assert_array_equal(sources.read_image(path, 3), _RGB)
+  def test_centre_crop_needs_large_images(self):
+    for folder in ("ant", "cat"):
+      _write(self.root / "train" / folder / "1.png")
+    for augment, refused in (("crop_flip", False), ("center_flip", True)):
+      config = _config(
+        source="image_folder", path=str(self.root), augment=augment
+      )
+      source = sources.make_source(config, "train")
+      if not refused:
+        self.assertEqual(source[0]["image"].shape, (6, 5, 3))
+        continue
+      with self.assertRaisesRegex(
+        ValueError, "ant/1.png: 6 x 5 pixels .* at least 8 x 12 needed"
+      ):
+        source[0]
 
-  def test_jpeg_keeps_size_and_mean(self):
-    path = _write(self.root / "x.jpg", np.full((9, 7, 3), 100, np.uint8))
-    image = sources.read_image(path, 3)
-    self.assertEqual(image.shape, (9, 7, 3))
-    np.testing.assert_allclose(image, 100, atol=2)
-
-  def test_grey_becomes_three_equal_channels(self):
-    path = _write(self.root / "x.png", _RGB[..., 0])
-    image = sources.read_image(path, 3)
-    for channel in range(3):
-      np.testing.assert_array_equal(image[..., channel], _RGB[..., 0])
-
-  def test_rgb_becomes_luma(self):
-    path = _write(self.root / "x.png")
-    image = sources.read_image(path, 1)
-    luma = _RGB @ np.array([0.299, 0.587, 0.114])
-    self.assertEqual(image.shape, (6, 5, 1))
-    np.testing.assert_allclose(image[..., 0], luma, atol=1)
-
-  def test_palette_gives_its_colours(self):
-    path = self.root / "x.png"
-    colours = np.array([[200, 10, 30], [5, 250, 90]], np.uint8)
-    index = np.array([[0, 1, 1], [1, 0, 0]], np.uint8)
-    picture = Image.fromarray(index).convert("P")
-    picture.putpalette(colours.ravel().tolist())
-    picture.save(path)
-    np.testing.assert_array_equal(sources.read_image(path, 3), colours[index])
-
-  def test_palette_with_transparency_is_read_quietly(self):
-    path = self.root / "x.png"
-    picture = Image.fromarray(_RGB[..., 0]).convert("P")
-    picture.save(path, transparency=bytes([0, 128, 255]))
-    self.assertEqual(sources.read_image(path, 3).shape, (6, 5, 3))
-
-  def test_alpha_is_dropped(self):
-    rgba = np.concatenate([_RGB, np.full((6, 5, 1), 7, np.uint8)], -1)
-    path = _write(self.root / "x.png", rgba)
-    np.testing.assert_array_equal(sources.read_image(path, 3), _RGB)
-
-  def test_two_bytes_a_pixel_are_scaled_to_one(self):
-    deep = np.array([[0, 0x4080], [0x80FF, 0xFFFF]], np.uint16)
-    path = _write(self.root / "x.png", deep)
-    image = sources.read_image(path, 1)[..., 0]
-    np.testing.assert_allclose(image, deep / 257, atol=1)
-
-  def test_result_has_rows_first(self):
-    path = _write(self.root / "x.png", np.zeros((4, 16, 3), np.uint8))
-    self.assertEqual(sources.read_image(path, 3).shape, (4, 16, 3))
-
-  def test_truncated_tiff_gives_one_error_and_no_warning(self):
-    path = _write(self.root / "x.tiff")
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with self.assertRaises(ValueError) as caught:
-      sources.read_image(path, 3)
-    self.assertStartsWith(str(caught.exception), f"{path}: ")
-
-  @parameterized.parameters("png", "jpg", "bmp", "gif", "webp")
-  def test_truncated_file_is_named(self, suffix):
-    path = _write(self.root / f"x.{suffix}")
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with self.assertRaises(ValueError) as caught:
-      sources.read_image(path, 3)
-    self.assertStartsWith(str(caught.exception), f"{path}: ")
-
-  @parameterized.parameters(b"", b"some text\n", b"\x89PNG\r\n\x1a\n")
-  def test_file_that_is_no_image_is_named(self, content):
-    path = self.root / "x.png"
-    path.write_bytes(content)
-    with self.assertRaises(ValueError) as caught:
-      sources.read_image(path, 3)
-    self.assertStartsWith(str(caught.exception), f"{path}: ")
-
-  @parameterized.parameters("nope.png", ".")
-  def test_missing_file_is_named(self, name):
-    path = self.root / name
-    with self.assertRaisesRegex(FileNotFoundError, "no such image file") as e:
-      sources.read_image(path, 3)
-    self.assertIn(str(path), str(e.exception))
-
-  def test_other_channels_are_refused(self):
-    with self.assertRaisesRegex(ValueError, "1 or 3 channels.* has 4"):
-      sources.read_image(_write(self.root / "x.png"), 4)
+  def test_digits_may_be_enlarged(self):
+    model = dataclasses.replace(
+      _MODEL, image_size=(16, 16), channels=1, num_classes=10
+    )
+    data = DataConfig(
+      source="digits", augment="center_flip", mean=(0.5,), std=(0.5,)
+    )
+    source = sources.make_source(Config(model=model, data=data), "train")
+    self.assertEqual(source[0]["image"].shape, (8, 8, 1))
 
 
 if __name__ == "__main__":

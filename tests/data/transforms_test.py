@@ -2,6 +2,7 @@ import pickle
 
 import numpy as np
 from absl.testing import absltest, parameterized
+from PIL import Image
 
 from moh_jax.config import DataConfig, ViTConfig
 from moh_jax.data import transforms
@@ -22,6 +23,8 @@ _ALL = (
   transforms.ResizeCenterCrop(10, (8, 6)),
   transforms.RandomShift(),
   transforms.RandomCropFlip((8, 6)),
+  transforms.CenterCrop((8, 6)),
+  transforms.RandomFlip(),
   transforms.Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)),
 )
 
@@ -54,7 +57,7 @@ class CommonTest(parameterized.TestCase):
     self.assertEqual(_apply(transform, image)["label"], 3)
     np.testing.assert_array_equal(image, before)
 
-  @parameterized.product(transform=_ALL[:4], channels=(1, 3))
+  @parameterized.product(transform=_ALL[:-1], channels=(1, 3))
   def test_pixels_stay_bytes(self, transform, channels):
     out = _apply(transform, _image((11, 9, channels)))["image"]
     self.assertEqual(out.dtype, np.uint8)
@@ -122,6 +125,74 @@ class ResizeCenterCropTest(parameterized.TestCase):
   def test_crop_larger_than_the_shorter_side_still_fits(self):
     crop = transforms.ResizeCenterCrop(4, (8, 6))
     self.assertEqual(_apply(crop, _image((5, 9, 1)))["image"].shape, (8, 6, 1))
+
+
+def _adm(image, size):
+  """ADM's rule in Pillow's own terms: widths first."""
+  picture = Image.fromarray(image)
+  while min(picture.size) >= 2 * size:
+    picture = picture.resize(
+      (picture.width // 2, picture.height // 2), Image.Resampling.BOX
+    )
+  scale = size / min(picture.size)
+  picture = picture.resize(
+    (round(picture.width * scale), round(picture.height * scale)),
+    Image.Resampling.BICUBIC,
+  )
+  left, top = (picture.width - size) // 2, (picture.height - size) // 2
+  return np.asarray(picture)[top : top + size, left : left + size]
+
+
+class CenterCropTest(parameterized.TestCase):
+  def test_twice_the_size_is_the_mean_of_four(self):
+    image = np.arange(16, dtype=np.uint8).reshape(4, 4, 1) * 4
+    out = transforms.center_crop(image, (2, 2))[..., 0]
+    np.testing.assert_array_equal(out, [[10, 18], [42, 50]])
+
+  def test_four_times_the_size_is_halved_twice(self):
+    image = _image((8, 8, 1)) // 16 * 16
+    means = image.reshape(2, 4, 2, 4).mean((1, 3))
+    out = transforms.center_crop(image, (2, 2))[..., 0]
+    np.testing.assert_allclose(out, means, atol=1)
+
+  @parameterized.parameters(
+    ((3, 7), slice(0, 3), slice(2, 5)),
+    ((3, 6), slice(0, 3), slice(1, 4)),
+    ((8, 3), slice(2, 5), slice(0, 3)),
+    ((3, 3), slice(0, 3), slice(0, 3)),
+  )
+  def test_fitting_shorter_side_is_cropped_alone(self, shape, rows, columns):
+    image = _image((*shape, 3))
+    out = transforms.center_crop(image, (3, 3))
+    np.testing.assert_array_equal(out, image[rows, columns])
+
+  @parameterized.product(
+    shape=((8, 8), (9, 17), (31, 16), (64, 50), (33, 130), (5, 6)),
+    size=(7, 8),
+  )
+  def test_equals_the_public_rule(self, shape, size):
+    image = _image((*shape, 3))
+    out = transforms.center_crop(image, (size, size))
+    np.testing.assert_array_equal(out, _adm(image, size))
+
+  @parameterized.parameters((50, 20), (20, 50), (12, 8), (9, 40))
+  def test_other_aspects(self, rows, columns):
+    image = np.full((rows, columns, 3), 9, np.uint8)
+    out = transforms.center_crop(image, (12, 8))
+    np.testing.assert_array_equal(out, np.full((12, 8, 3), 9))
+
+
+class RandomFlipTest(absltest.TestCase):
+  def test_half_are_mirrored_left_to_right(self):
+    image = _image((4, 6, 3))
+    outs = [
+      _apply(transforms.RandomFlip(), image, seed)["image"]
+      for seed in range(400)
+    ]
+    mirrored = [np.array_equal(out, image[:, ::-1]) for out in outs]
+    for out, mirror in zip(outs, mirrored):
+      np.testing.assert_array_equal(out, image[:, ::-1] if mirror else image)
+    self.assertBetween(np.mean(mirrored), 0.43, 0.57)
 
 
 class RandomShiftTest(absltest.TestCase):
@@ -210,6 +281,7 @@ class ChoiceTest(parameterized.TestCase):
     ("none", ["Resize", "Normalize"]),
     ("shift", ["Resize", "RandomShift", "Normalize"]),
     ("crop_flip", ["RandomCropFlip", "Normalize"]),
+    ("center_flip", ["CenterCrop", "RandomFlip", "Normalize"]),
   )
   def test_augment_chooses_the_training_transforms(self, augment, names):
     data = DataConfig(augment=augment)
@@ -220,6 +292,11 @@ class ChoiceTest(parameterized.TestCase):
     data = DataConfig(augment="crop_flip")
     chosen = transforms.eval_transforms(data, _MODEL)
     self.assertEqual(chosen[0], transforms.Resize((8, 8)))
+
+  def test_centre_crop_of_training_is_that_of_evaluation(self):
+    data = DataConfig(augment="center_flip")
+    chosen = transforms.eval_transforms(data, _MODEL)
+    self.assertEqual(chosen[0], transforms.CenterCrop((8, 8)))
 
   def test_eval_resize_crops_the_centre(self):
     chosen = transforms.eval_transforms(DataConfig(eval_resize=10), _MODEL)

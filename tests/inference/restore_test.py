@@ -11,7 +11,7 @@ from moh_jax import config as config_lib
 from moh_jax.inference import restore as restore_lib
 from moh_jax.training import checkpoint, sharding
 from moh_jax.training.state import TrainState, abstract_params, unbox
-from moh_jax.training.tasks import make_model
+from moh_jax.models.build import make_model
 
 _CONFIG = config_lib.Config(
   model=config_lib.ViTConfig(

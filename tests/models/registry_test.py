@@ -79,7 +79,7 @@ class RegistryTest(parameterized.TestCase):
       registry.get_model("moh-vit-s81")
 
   def test_without_router_changes_only_what_it_says(self):
-    config = registry.without_router(
+    config = config_lib.without_router(
       registry.MODELS["moh-vit-b50"], num_classes=7
     )
     self.assertEqual(config.router, "none")

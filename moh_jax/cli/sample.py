@@ -1,0 +1,141 @@
+"""`python -m moh_jax sample`."""
+
+import argparse
+import pathlib
+
+import jax
+import numpy as np
+from PIL import Image
+
+from moh_jax.cli import common
+from moh_jax.config import Config, MeshConfig
+from moh_jax.convert.decoder import load_decoder
+from moh_jax.convert.vae import HOW_TO_GET
+from moh_jax.diffusion.guidance import GUIDED_CHANNELS
+from moh_jax.diffusion.samplers import METHODS
+from moh_jax.inference.restore import restore
+from moh_jax.inference.sample import Sampler, sample_images, sample_npz
+from moh_jax.models.generation import image_grid
+from moh_jax.training import sharding
+
+_OPTIONS = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  common.add_checkpoint(parser)
+  parser.add_argument(
+    "--out",
+    required=True,
+    metavar="FILE",
+    help=".png: one grid of all images; .npz: arr_0 uint8 [N, X, Y, channels] "
+    "and labels arr_1, written in parts that survive a kill",
+  )
+  parser.add_argument(
+    "--labels",
+    type=common.int_tuple,
+    default=(),
+    metavar="L,L,...",
+    help="labels of the images in turn (default: every class)",
+  )
+  parser.add_argument(
+    "--num", type=int, help="images (default: one for each of the labels)"
+  )
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--method", choices=METHODS)
+  parser.add_argument(
+    "--steps", metavar="N", help="N, ddimN, or N,M,... for equal sections"
+  )
+  parser.add_argument("--cfg-scale", type=float, help="guidance; 1 is none")
+  parser.add_argument("--cfg-channels", choices=GUIDED_CHANNELS)
+  parser.add_argument(
+    "--cfg-interval",
+    type=common.int_tuple,
+    metavar="LOW,HIGH",
+    help="guide timesteps LOW <= t < HIGH only",
+  )
+  parser.add_argument(
+    "--vae", metavar="PATH", help=f"autoencoder of latents: {HOW_TO_GET}"
+  )
+  parser.add_argument("--batch-size", type=int, default=64)
+  parser.add_argument("--columns", type=int, help="of the grid")
+  parser.add_argument(
+    "--no-ema", action="store_true", help="use the raw parameters"
+  )
+
+
+def run(args: argparse.Namespace) -> int:
+  """Draws images and writes them."""
+  out = pathlib.Path(args.out)
+  if out.suffix not in (".png", ".npz"):
+    raise ValueError(f"--out {args.out!r} must end in .png or .npz")
+  if not out.parent.is_dir():
+    raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
+  for name in ("num", "batch_size", "columns"):
+    value = getattr(args, name)
+    if value is not None and value < 1:
+      option = name.replace("_", "-")
+      raise ValueError(f"--{option} {value} must be at least 1")
+  mesh = sharding.make_mesh(MeshConfig())
+  with sharding.use_mesh(mesh):
+    restored = restore(
+      args.checkpoint,
+      step=args.step,
+      use_ema=not args.no_ema,
+      mesh=mesh,
+      sample=_overrides(args),
+      **common.router_overrides(args),
+    )
+    config = restored.config
+    decode = load_decoder(args.vae, config) if args.vae else None
+    sampler = Sampler(
+      restored,
+      labels=args.labels,
+      seed=args.seed,
+      mesh=mesh,
+      decode=decode,
+    )
+    num = args.num or len(sampler.labels)
+    size = min(args.batch_size, num)
+    if out.suffix == ".png":
+      images = sample_images(sampler, num, size, progress=True)
+      _write_grid(out, images, args.columns or min(num, 10))
+    else:
+      settings = _settings(args, config, restored.step)
+      sample_npz(
+        sampler,
+        num,
+        out,
+        batch_size=size,
+        settings=settings,
+        progress=True,
+      )
+  print(f"{num} images written to {out}")
+  return 0
+
+
+def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
+  if jax.process_index():
+    return
+  grid = image_grid(images, columns)
+  Image.fromarray(grid[..., 0] if grid.shape[-1] == 1 else grid).save(out)
+
+
+def _overrides(args: argparse.Namespace) -> dict:
+  given = {name: getattr(args, name) for name in _OPTIONS}
+  return {name: value for name, value in given.items() if value is not None}
+
+
+def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
+  """What the images depend on."""
+  return {
+    "checkpoint": str(pathlib.Path(args.checkpoint).absolute()),
+    "step": step,
+    "ema": not args.no_ema,
+    "seed": args.seed,
+    "labels": args.labels,
+    "vae": args.vae,
+    **{name: getattr(config.sample, name) for name in _OPTIONS},
+    "top_k": args.top_k,
+    "gate_form": args.gate_form,
+  }

@@ -1,0 +1,42 @@
+"""The autoencoder's decoder as a function, from the user's weights."""
+
+import functools
+
+import jax
+
+from moh_jax.config import Config
+from moh_jax.convert.vae import load_vae
+from moh_jax.models.generation import Decode
+from moh_jax.models.vae import VAE
+
+
+def load_decoder(path: str, config: Config) -> Decode:
+  """Reads an autoencoder and checks that it fits a diffusion model.
+
+  Args:
+    path: weights, see `convert.vae.load_vae`.
+    config: of the diffusion model.
+
+  Returns:
+    Latents [B, x, y, channels] to images [B, X, Y, 3] in [-1, 1].
+
+  Raises:
+    FileNotFoundError: there are no such weights.
+    ValueError: the model has no latents, or others.
+  """
+  diffusion = config.diffusion
+  if diffusion is None or diffusion.space != "latent":
+    raise ValueError(f"--vae {path!r}: the model does not work on latents")
+  vae_config, params = load_vae(path)
+  if vae_config.latent_channels != config.model.channels:
+    raise ValueError(
+      f"--vae {path!r}: its {vae_config.latent_channels} latent channels must "
+      f"be model.channels={config.model.channels}"
+    )
+  vae = VAE(vae_config)
+
+  @jax.jit
+  def decode(params, latents):
+    return vae.apply({"params": params}, latents, method="decode")
+
+  return functools.partial(decode, params)

@@ -1,0 +1,115 @@
+"""The FID Inception checkpoint.
+
+Names of `pt_inception-2015-12-05-6726825d.pth`, which pytorch-fid and
+torch-fidelity distribute.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from moh_jax.convert import rules
+from moh_jax.convert.rules import Rule
+from moh_jax.convert.tensor_files import read_tensors
+from moh_jax.models.inception import InceptionV3
+from moh_jax.ops.inception_input import INPUT_SIZE
+
+FILE = "pt_inception-2015-12-05-6726825d.pth"
+_URL = (
+  "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
+  + FILE
+)
+HOW_TO_GET = (
+  f"the FID metrics need the Inception weights {FILE}: download {_URL} to any "
+  "place and pass --inception PATH (a safetensors file of the same tensors "
+  "will do)"
+)
+_UNIT = {
+  "kernel": "conv.weight",
+  "scale": "bn.weight",
+  "bias": "bn.bias",
+  "mean": "bn.running_mean",
+  "var": "bn.running_var",
+}
+
+
+def load_inception(path: str | os.PathLike) -> Any:
+  """Reads the parameters of `InceptionV3`.
+
+  Args:
+    path: the public .pth file, or its tensors as safetensors.
+
+  Returns:
+    The parameter tree of NumPy float32 arrays.
+
+  Raises:
+    FileNotFoundError: there is no such file; says which one is expected.
+    ValueError: the file is damaged or holds other tensors.
+  """
+  if not pathlib.Path(path).exists():
+    raise FileNotFoundError(f"{path}: no such file; {HOW_TO_GET}")
+  return convert_inception(read_tensors(path), InceptionV3(), source=str(path))
+
+
+def convert_inception(
+  tensors: Mapping[str, np.ndarray], model: InceptionV3, *, source: str
+) -> Any:
+  """Converts named tensors to the parameters of `model`.
+
+  Args:
+    tensors: under the public names; BatchNorm's counters may be missing.
+    model: the network.
+    source: where the tensors come from, for messages.
+
+  Returns:
+    The parameter tree of NumPy float32 arrays.
+
+  Raises:
+    ValueError: tensors are missing, left over or of another shape.
+  """
+  abstract = abstract_inception(model)
+  # Converters of the TensorFlow graph write no counters.
+  used = {
+    name: tensor
+    for name, tensor in tensors.items()
+    if not name.endswith(".num_batches_tracked")
+  }
+  table = inception_rules(abstract)
+  return rules.load_params(table, used, abstract, source=source)
+
+
+def abstract_inception(model: InceptionV3) -> Any:
+  """The parameter tree as ShapeDtypeStructs."""
+  x = jax.ShapeDtypeStruct((1, INPUT_SIZE, INPUT_SIZE, 3), jnp.float32)
+  return jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+
+
+def inception_rules(params: Any) -> list[Rule]:
+  """Rules of the network; our modules bear the public names.
+
+  Args:
+    params: the parameter tree, abstract or not.
+  """
+  table = rules.linear("fc", "fc")
+  for path in traverse_util.flatten_dict(params):
+    if path[0] == "fc":
+      continue
+    theirs = ".".join((*path[:-1], _UNIT[path[-1]]))
+    turns = (_to_ours, _to_theirs) if path[-1] == "kernel" else ()
+    table.append(rules.one(theirs, "/".join(path), *turns))
+  return table
+
+
+def _to_ours(kernel: Any) -> Any:
+  """(out, in, X, Y) to (X, Y, in, out)."""
+  return kernel.transpose(2, 3, 1, 0)
+
+
+def _to_theirs(kernel: Any) -> Any:
+  return kernel.transpose(3, 2, 0, 1)

@@ -1,0 +1,41 @@
+"""Recorded cases of the Stable Diffusion autoencoder."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from moh_jax.convert.parity_dit import channels_first, channels_last
+from moh_jax.convert.vae import convert_vae, public_config
+from moh_jax.models.vae import VAE, sample_posterior
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def autoencoder(
+  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays
+) -> dict[str, Any]:
+  """The encoder's Gaussian and a sample of it; decoded latents and means."""
+  config = public_config(hyper)
+  model = VAE(config)
+  params = convert_vae(weights, config, source="weights")
+
+  @jax.jit
+  def encode(params, images):
+    return model.apply({"params": params}, images, method="encode")
+
+  @jax.jit
+  def decode(params, latents):
+    return model.apply({"params": params}, latents, method="decode")
+
+  mean, logvar = encode(params, channels_last(arrays["image"]))
+  noise = channels_last(arrays["sample_eps"])
+  results = {
+    "mean": mean,
+    "logvar": logvar,
+    "sample": sample_posterior(noise, mean, logvar),
+    "decoded": decode(params, channels_last(arrays["z"])),
+    "mode_reconstruction": decode(params, mean),
+  }
+  return {name: channels_first(x) for name, x in results.items()}

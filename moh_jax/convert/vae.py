@@ -1,0 +1,301 @@
+"""The Stable Diffusion autoencoder's checkpoints: diffusers' AutoencoderKL.
+
+Weights of stabilityai/sd-vae-ft-mse, sd-vae-ft-ema and other files of the same
+layout, under the names of either age of diffusers.
+"""
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.convert import rules
+from moh_jax.convert.rules import Rule
+from moh_jax.convert.tensor_files import read_tensors
+from moh_jax.models.vae import VAE
+
+FILE = "diffusion_pytorch_model.safetensors"
+_FILES = (FILE, "diffusion_pytorch_model.bin")
+HOW_TO_GET = (
+  f"latents need the Stable Diffusion autoencoder: put {FILE} (or "
+  f"{_FILES[1]}) and config.json of stabilityai/sd-vae-ft-ema or "
+  "stabilityai/sd-vae-ft-mse (https://huggingface.co/stabilityai/"
+  "sd-vae-ft-ema) into one folder and pass --vae PATH, the folder or the file"
+)
+# Names of the attention's layers in old files, and today.
+_RENAMED = {
+  "query": "to_q",
+  "key": "to_k",
+  "value": "to_v",
+  "proj_attn": "to_out.0",
+}
+_ATTENTION = re.compile(
+  r"(.*\.mid_block\.attentions\.0\.)"
+  rf"({'|'.join((*_RENAMED, *map(re.escape, _RENAMED.values())))})"
+  r"\.(weight|bias)"
+)
+
+
+def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
+  """Reads a public autoencoder.
+
+  Args:
+    path: a file of weights (safetensors, or `torch.save`'s), a folder as
+      diffusers writes it, or a pipeline's folder with the subfolder `vae`. The
+      sizes come from a config.json beside the weights, else from the shapes.
+
+  Returns:
+    The config, and the parameter tree of NumPy float32 arrays.
+
+  Raises:
+    FileNotFoundError: there are no weights; says which file is expected.
+    NotImplementedError: an autoencoder of another architecture.
+    ValueError: a file is damaged, or its tensors do not fit.
+  """
+  file = _find_weights(pathlib.Path(path))
+  tensors = current_names(read_tensors(file))
+  described = file.parent / "config.json"
+  if described.is_file():
+    config = _read_config(described)
+  else:
+    config = infer_config(tensors, source=str(file))
+  return config, convert_vae(tensors, config, source=str(file))
+
+
+def convert_vae(
+  tensors: Mapping[str, np.ndarray], config: VAEConfig, *, source: str
+) -> Any:
+  """Converts named tensors to the parameters of `VAE(config)`.
+
+  Args:
+    tensors: under public names of either age.
+    config: the model.
+    source: where the tensors come from, for messages.
+
+  Returns:
+    The parameter tree of NumPy float32 arrays.
+
+  Raises:
+    ValueError: tensors are missing, left over or of another shape.
+  """
+  return rules.load_params(
+    vae_rules(config),
+    current_names(tensors),
+    abstract_vae(config),
+    source=source,
+  )
+
+
+def dump_vae(params: Any, config: VAEConfig) -> dict[str, Any]:
+  """Gives parameters as tensors under today's public names."""
+  return rules.dump_params(vae_rules(config), params)
+
+
+def abstract_vae(config: VAEConfig) -> Any:
+  """The parameter tree as ShapeDtypeStructs."""
+  side = config.downscale
+  images = jax.ShapeDtypeStruct(
+    (1, side, side, config.image_channels), jnp.float32
+  )
+  return jax.eval_shape(VAE(config).init, jax.random.key(0), images)["params"]
+
+
+def vae_rules(config: VAEConfig) -> list[Rule]:
+  """Rules of the whole autoencoder."""
+  widths, layers = config.block_out_channels, config.layers_per_block
+  last = len(widths) - 1
+  table = []
+  for side, kind, sampler, depth in (
+    ("encoder", "down", "downsamplers", layers),
+    ("decoder", "up", "upsamplers", layers + 1),
+  ):
+    part = [
+      *rules.conv("conv_in", "conv_in"),
+      *rules.norm("conv_norm_out", "norm_out"),
+      *rules.conv("conv_out", "conv_out"),
+      *_resnet("mid_block.resnets.0", "mid/resnet0"),
+      *_resnet("mid_block.resnets.1", "mid/resnet1"),
+    ]
+    if config.mid_attention:
+      part += _attention("mid_block.attentions.0", "mid/attn")
+    order = widths if kind == "down" else widths[::-1]
+    before = order[0]
+    for level, width in enumerate(order):
+      for layer in range(depth):
+        part += _resnet(
+          f"{kind}_blocks.{level}.resnets.{layer}",
+          f"{kind}{level}_resnet{layer}",
+          shortcut=before != width,
+        )
+        before = width
+      if level < last:
+        part += rules.conv(
+          f"{kind}_blocks.{level}.{sampler}.0.conv", f"{kind}{level}_conv"
+        )
+    table += rules.prefixed(part, f"{side}.", (side,))
+  if config.use_quant_conv:
+    table += rules.conv("quant_conv", "quant_conv")
+  if config.use_post_quant_conv:
+    table += rules.conv("post_quant_conv", "post_quant_conv")
+  return table
+
+
+def current_names(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Gives the attention's tensors today's names and shapes.
+
+  Its layers were once called query, key, value and proj_attn, and in files
+  converted from the original release they are 1x1 convolutions.
+  """
+  out = {}
+  for name, tensor in tensors.items():
+    if match := _ATTENTION.fullmatch(name):
+      module, layer, leaf = match.groups()
+      renamed = f"{module}{_RENAMED.get(layer, layer)}.{leaf}"
+      if tensor.ndim == 4 and tensor.shape[2:] == (1, 1):
+        tensor = tensor[:, :, 0, 0]
+      # A file with both keeps the old one as a tensor that does not fit.
+      name = name if renamed in tensors else renamed
+    out[name] = tensor
+  return out
+
+
+def public_config(entries: Mapping[str, Any]) -> VAEConfig:
+  """Reads the entries of diffusers' config.json; those left out are its own.
+
+  Raises:
+    KeyError: it has no "block_out_channels".
+    NotImplementedError: an architecture that `VAE` is not.
+    ValueError: a value out of range.
+  """
+  widths = tuple(entries["block_out_channels"])
+  channels = entries.get("in_channels", 3)
+  supported = {
+    "_class_name": {"AutoencoderKL"},
+    "act_fn": {"silu", "swish"},
+    "out_channels": {channels},
+  }
+  for key, allowed in supported.items():
+    if key in entries and entries[key] not in allowed:
+      raise NotImplementedError(
+        f"{key}={entries[key]!r} must be one of {sorted(allowed)}"
+      )
+  for key, block in (
+    ("down_block_types", "DownEncoderBlock2D"),
+    ("up_block_types", "UpDecoderBlock2D"),
+  ):
+    if list(entries.get(key, [block] * len(widths))) != [block] * len(widths):
+      raise NotImplementedError(
+        f"{key}={entries[key]!r} must be {block!r} for each of "
+        f"block_out_channels={widths}"
+      )
+  return VAEConfig(
+    block_out_channels=widths,
+    layers_per_block=entries.get("layers_per_block", 1),
+    image_channels=channels,
+    latent_channels=entries.get("latent_channels", 4),
+    norm_groups=entries.get("norm_num_groups", 32),
+    norm_eps=entries.get("norm_eps", VAEConfig.norm_eps),
+    use_quant_conv=entries.get("use_quant_conv", True),
+    use_post_quant_conv=entries.get("use_post_quant_conv", True),
+    mid_attention=entries.get("mid_block_add_attention", True),
+  )
+
+
+def infer_config(
+  tensors: Mapping[str, np.ndarray], *, source: str
+) -> VAEConfig:
+  """Reads the sizes off the shapes of tensors with today's names.
+
+  Raises:
+    ValueError: no such autoencoder, or its number of groups is not 32, which
+      shapes do not show.
+  """
+
+  def shape(name: str) -> tuple[int, ...]:
+    found = tensors.get(f"{name}.weight")
+    if found is None or found.ndim != 4:
+      raise ValueError(
+        f"{source}: no autoencoder of diffusers' layout: it has no "
+        f"convolution {name}.weight; {HOW_TO_GET}"
+      )
+    return found.shape
+
+  def count(pattern: str) -> int:
+    number = 0
+    while f"{pattern.format(number)}.weight" in tensors:
+      number += 1
+    return number
+
+  image_channels = shape("encoder.conv_in")[1]
+  latent_channels = shape("decoder.conv_in")[1]
+  first = "encoder.down_blocks.{}.resnets.0.conv1"
+  shape(first.format(0))
+  widths = tuple(shape(first.format(i))[0] for i in range(count(first)))
+  groups = VAEConfig.norm_groups
+  if any(width % groups for width in widths):
+    raise ValueError(
+      f"{source}: widths {widths} are not multiples of {groups} groups, and "
+      "shapes do not show their number: put the checkpoint's config.json "
+      "(norm_num_groups) beside it"
+    )
+  return VAEConfig(
+    block_out_channels=widths,
+    layers_per_block=count("encoder.down_blocks.0.resnets.{}.conv1"),
+    image_channels=image_channels,
+    latent_channels=latent_channels,
+    norm_groups=groups,
+    use_quant_conv="quant_conv.weight" in tensors,
+    use_post_quant_conv="post_quant_conv.weight" in tensors,
+    mid_attention="encoder.mid_block.attentions.0.to_q.weight" in tensors,
+  )
+
+
+def _find_weights(path: pathlib.Path) -> pathlib.Path:
+  if path.is_file():
+    return path
+  if not path.is_dir():
+    raise FileNotFoundError(f"{path}: no such file or folder; {HOW_TO_GET}")
+  for folder in (path, path / "vae"):
+    for name in _FILES:
+      if (folder / name).is_file():
+        return folder / name
+  raise FileNotFoundError(
+    f"{path}: found neither {' nor '.join(_FILES)}, here or in its subfolder "
+    f"vae; {HOW_TO_GET}"
+  )
+
+
+def _read_config(file: pathlib.Path) -> VAEConfig:
+  try:
+    entries = json.loads(file.read_bytes())
+    return public_config(entries)
+  except NotImplementedError as error:
+    raise NotImplementedError(f"{file}: {error}") from error
+  except KeyError as error:
+    raise ValueError(f"{file}: has no entry {error}") from error
+  except (ValueError, TypeError, AttributeError) as error:
+    raise ValueError(f"{file}: no config of an autoencoder: {error}") from error
+
+
+def _resnet(theirs: str, ours: str, *, shortcut: bool = False) -> list[Rule]:
+  table = []
+  for number in (1, 2):
+    table += rules.norm(f"{theirs}.norm{number}", f"{ours}/norm{number}")
+    table += rules.conv(f"{theirs}.conv{number}", f"{ours}/conv{number}")
+  if shortcut:
+    table += rules.conv(f"{theirs}.conv_shortcut", f"{ours}/shortcut")
+  return table
+
+
+def _attention(theirs: str, ours: str) -> list[Rule]:
+  table = rules.norm(f"{theirs}.group_norm", f"{ours}/norm")
+  for name, layer in zip(("query", "key", "value", "out"), _RENAMED.values()):
+    table += rules.linear(f"{theirs}.{layer}", f"{ours}/{name}")
+  return table

@@ -1,0 +1,168 @@
+"""Encoded images: folders of them, and their pixels."""
+
+import hashlib
+import io
+import os
+import warnings
+from typing import IO
+
+import numpy as np
+from etils import epath
+from PIL import Image, UnidentifiedImageError
+
+SPLITS = ("train", "val")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+_MODES = {1: "L", 3: "RGB"}
+
+
+def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
+  """Reads one image file in any format Pillow knows.
+
+  Args:
+    file: path, local or of a bucket.
+    channels: 1 converts to grey, 3 to RGB.
+
+  Returns:
+    [X, Y, channels] uint8.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file is no image, or a truncated one.
+  """
+  _check_channels(channels)
+  path = epath.Path(file)
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: no such image file")
+  try:
+    with path.open("rb") as stream:
+      return _decode(stream, channels, str(path))
+  except OSError as error:
+    raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
+  """Reads one image from the bytes of its file.
+
+  Args:
+    content: in any format Pillow knows.
+    channels: 1 converts to grey, 3 to RGB.
+    name: the image, for errors.
+
+  Returns:
+    [X, Y, channels] uint8.
+
+  Raises:
+    ValueError: the bytes are no image, or a truncated one.
+  """
+  _check_channels(channels)
+  return _decode(io.BytesIO(content), channels, name)
+
+
+def list_images(
+  folder: str | os.PathLike,
+) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
+  """Lists folder/CLASS/*, classes in alphabetical order.
+
+  Args:
+    folder: local directory or bucket.
+
+  Returns:
+    The class names, and the files as (CLASS/NAME, label).
+
+  Raises:
+    FileNotFoundError: there is no image.
+  """
+  root = epath.Path(folder)
+  classes = sorted(
+    entry
+    for entry in root.iterdir()
+    if entry.is_dir() and not entry.name.startswith(".")
+  )
+  files = [
+    (f"{entry.name}/{file.name}", label)
+    for label, entry in enumerate(classes)
+    for file in sorted(entry.iterdir())
+    if file.suffix.lower() in _SUFFIXES
+  ]
+  if not files:
+    raise FileNotFoundError(
+      f"{root} holds no image; expected {root}/CLASS/* with a suffix in "
+      f"{_SUFFIXES}"
+    )
+  return tuple(entry.name for entry in classes), files
+
+
+def fingerprint(files: list[tuple[str, int]]) -> str:
+  """Which images these are, in which order: their number and a hash."""
+  digest = hashlib.sha256()
+  for name, label in files:
+    digest.update(f"{label} {name}\n".encode(errors="surrogateescape"))
+  return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
+
+
+def find_splits(
+  root: str | os.PathLike, split: str | None = None
+) -> dict[str, epath.Path]:
+  """Which folders of classes (or packed images) a directory holds.
+
+  Args:
+    root: holds train/ or val/, or the classes themselves.
+    split: the one that is wanted; where `root` has no train/ or val/, the name
+      that its images get. None takes all there are, and "train" for the latter.
+
+  Returns:
+    Folder by split.
+
+  Raises:
+    FileNotFoundError: there is no such directory or split.
+  """
+  root = epath.Path(root)
+  if not root.is_dir():
+    raise FileNotFoundError(f"{root}: no such directory of images")
+  found = {name: root / name for name in SPLITS if _is_split(root / name)}
+  if not found:
+    return {split or SPLITS[0]: root}
+  if split is None:
+    return found
+  if split not in found:
+    raise FileNotFoundError(
+      f"{root} has no split {split!r}, only {sorted(found)}"
+    )
+  return {split: found[split]}
+
+
+def _is_split(folder: epath.Path) -> bool:
+  """A class may be called "train" too; it holds files."""
+  return folder.is_dir() and any(
+    entry.is_dir() or entry.name == "metadata.json"
+    for entry in folder.iterdir()
+  )
+
+
+def _check_channels(channels: int):
+  if channels not in _MODES:
+    raise ValueError(
+      f"image files have 1 or 3 channels, the model has {channels}"
+    )
+
+
+def _decode(stream: IO[bytes], channels: int, name: str) -> np.ndarray:
+  try:
+    with warnings.catch_warnings():
+      # Pillow's remarks on odd files: what matters is raised.
+      warnings.simplefilter("ignore", UserWarning)
+      with Image.open(stream) as image:
+        pixels = np.asarray(_to_8_bits(image).convert(_MODES[channels]))
+  except UnidentifiedImageError as error:
+    raise ValueError(f"{name}: not an image that Pillow can read") from error
+  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    raise ValueError(f"{name}: damaged or truncated image: {error}") from error
+  return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+  """Scales 16-bit greys, which Pillow's `convert` would clip to white."""
+  if not image.mode.startswith("I"):
+    return image
+  pixels = np.clip(np.asarray(image), 0, 65535)
+  return Image.fromarray(np.round(pixels / 257).astype(np.uint8))

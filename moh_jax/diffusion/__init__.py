@@ -1,0 +1,1 @@
+"""The diffusion process as pure functions: tables, training, sampling."""

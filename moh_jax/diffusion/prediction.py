@@ -1,0 +1,156 @@
+"""What a network predicts, and the reverse step that follows from it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.diffusion.process import Process, lookup
+
+PREDICTIONS = ("epsilon", "x0", "v")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reverse:
+  """p(x_{t-1} | x_t) and the clean example it assumes; all [B, ...].
+
+  Attributes:
+    mean: of the Gaussian.
+    log_variance: of the Gaussian, broadcastable to the mean.
+    x0: predicted clean example, clipped if so asked.
+  """
+
+  mean: jax.Array
+  log_variance: jax.Array
+  x0: jax.Array
+
+
+def split_output(out: jax.Array, channels: int) -> tuple:
+  """The prediction, and the variance output or None.
+
+  Args:
+    out: [B, X, Y, channels or 2 * channels].
+    channels: of the example.
+
+  Raises:
+    ValueError: another number of channels.
+  """
+  if out.shape[-1] == channels:
+    return out, None
+  if out.shape[-1] != 2 * channels:
+    raise ValueError(
+      f"{out.shape[-1]} output channels must be {channels}, or {2 * channels} "
+      "with a learned variance"
+    )
+  return out[..., :channels], out[..., channels:]
+
+
+def training_target(
+  process: Process,
+  prediction: str,
+  x0: jax.Array,
+  t: jax.Array,
+  noise: jax.Array,
+) -> jax.Array:
+  """What the network should output at step t [B]; [B, ...]."""
+  if prediction == "epsilon":
+    return noise
+  if prediction == "x0":
+    return x0
+  signal = lookup(np.sqrt(process.alphas_cumprod), t, x0.ndim)
+  spread = lookup(np.sqrt(1.0 - process.alphas_cumprod), t, x0.ndim)
+  return signal * noise - spread * x0  # v, arXiv:2202.00512
+
+
+def predict_x0(
+  process: Process,
+  prediction: str,
+  output: jax.Array,
+  x: jax.Array,
+  t: jax.Array,
+) -> jax.Array:
+  """The clean example that a prediction stands for.
+
+  Args:
+    process: S steps.
+    prediction: "epsilon", "x0" or "v".
+    output: [B, ...] of the network.
+    x: [B, ...] x_t.
+    t: [B] int steps of the process.
+
+  Returns:
+    [B, ...].
+
+  Raises:
+    ValueError: an unknown prediction.
+  """
+  level = process.alphas_cumprod
+  if prediction == "x0":
+    return output
+  if prediction == "epsilon":
+    scale = lookup(np.sqrt(1.0 / level), t, x.ndim)
+    return scale * x - lookup(np.sqrt(1.0 / level - 1), t, x.ndim) * output
+  if prediction == "v":
+    signal = lookup(np.sqrt(level), t, x.ndim)
+    return signal * x - lookup(np.sqrt(1.0 - level), t, x.ndim) * output
+  raise ValueError(f"prediction={prediction!r} must be one of {PREDICTIONS}")
+
+
+def implied_noise(
+  process: Process, x0: jax.Array, x: jax.Array, t: jax.Array
+) -> jax.Array:
+  """The noise that leads from x0 to x; [B, ...]."""
+  level = process.alphas_cumprod
+  scale = lookup(np.sqrt(1.0 / level), t, x.ndim)
+  return (scale * x - x0) / lookup(np.sqrt(1.0 / level - 1), t, x.ndim)
+
+
+def reverse_step(
+  process: Process,
+  prediction: str,
+  out: jax.Array,
+  x: jax.Array,
+  t: jax.Array,
+  *,
+  clip: bool = False,
+) -> Reverse:
+  """p(x_{t-1} | x_t).
+
+  A learned variance interpolates, in the logarithm, between the posterior's
+  and beta (arXiv:2102.09672); a network without one uses beta.
+
+  Args:
+    process: S steps.
+    prediction: "epsilon", "x0" or "v".
+    out: [B, X, Y, channels or 2 * channels] of the network.
+    x: [B, X, Y, channels] x_t.
+    t: [B] int steps of the process.
+    clip: keep the predicted clean example in [-1, 1].
+
+  Returns:
+    The Gaussian.
+  """
+  output, spread = split_output(out, x.shape[-1])
+  x0 = predict_x0(process, prediction, output, x, t)
+  if clip:
+    x0 = jnp.clip(x0, -1.0, 1.0)
+  mean = posterior_mean(process, x0, x, t)
+  low = process.posterior_log_variance
+  if spread is None:
+    # Beta, but at the first step the posterior's: as released.
+    table = np.append(low[0], np.log(process.betas[1:]))
+    return Reverse(mean, lookup(table, t, x.ndim), x0)
+  share = (spread + 1.0) / 2.0
+  high = lookup(np.log(process.betas), t, x.ndim)
+  return Reverse(mean, share * high + (1 - share) * lookup(low, t, x.ndim), x0)
+
+
+def posterior_mean(
+  process: Process, x0: jax.Array, x: jax.Array, t: jax.Array
+) -> jax.Array:
+  """Mean of q(x_{t-1} | x_t, x_0); [B, ...]."""
+  weights = (process.posterior_mean_x0, process.posterior_mean_xt)
+  first, second = (lookup(table, t, x.ndim) for table in weights)
+  return first * x0 + second * x

@@ -1,0 +1,180 @@
+"""The noising process and its tables.
+
+A process has S steps; x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise with a_t the
+cumulative product of 1 - beta (arXiv:2006.11239). Tables are float64 NumPy
+arrays, rounded to float32 where an array program looks a value up.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SCHEDULES = ("linear", "cosine")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Process:
+  """A process, possibly of fewer steps than the one it was trained with.
+
+  Attributes:
+    timesteps: [S] int32 what the network is told at each step, ascending:
+      timesteps of the training process.
+    alphas_cumprod: [S] float64, descending.
+  """
+
+  timesteps: np.ndarray
+  alphas_cumprod: np.ndarray
+
+  @property
+  def num_steps(self) -> int:
+    """S."""
+    return len(self.timesteps)
+
+  @functools.cached_property
+  def alphas_cumprod_prev(self) -> np.ndarray:
+    """[S] of the step before; 1 before the first."""
+    return np.append(1.0, self.alphas_cumprod[:-1])
+
+  @functools.cached_property
+  def betas(self) -> np.ndarray:
+    """[S]."""
+    return 1.0 - self.alphas_cumprod / self.alphas_cumprod_prev
+
+  @functools.cached_property
+  def posterior_variance(self) -> np.ndarray:
+    """[S] variance of q(x_{t-1} | x_t, x_0); 0 at the first step."""
+    shrink = (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+    return self.betas * shrink
+
+  @functools.cached_property
+  def posterior_log_variance(self) -> np.ndarray:
+    """[S] its logarithm; the first step takes the second's, being -inf."""
+    variance = self.posterior_variance
+    if self.num_steps == 1:
+      return np.log(self.betas)
+    return np.log(np.append(variance[1], variance[1:]))
+
+  @functools.cached_property
+  def posterior_mean_x0(self) -> np.ndarray:
+    """[S] weight of x_0 in the posterior's mean."""
+    shrink = np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+    return self.betas * shrink
+
+  @functools.cached_property
+  def posterior_mean_xt(self) -> np.ndarray:
+    """[S] weight of x_t in the posterior's mean."""
+    left = (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
+    return left * np.sqrt(1.0 - self.betas)
+
+  @functools.cached_property
+  def snr(self) -> np.ndarray:
+    """[S] signal-to-noise ratio a / (1 - a)."""
+    return self.alphas_cumprod / (1.0 - self.alphas_cumprod)
+
+
+def make_process(schedule: str, steps: int) -> Process:
+  """The training process.
+
+  Args:
+    schedule: "linear" betas, 1e-4 to 0.02 over 1000 steps and scaled for other
+      numbers (arXiv:2006.11239), or "cosine" (arXiv:2102.09672).
+    steps: S.
+  """
+  if schedule == "linear":
+    scale = 1000 / steps
+    betas = np.linspace(scale * 1e-4, scale * 0.02, steps)
+  elif schedule == "cosine":
+    times = np.arange(steps + 1) / steps
+    level = np.cos((times + 0.008) / 1.008 * np.pi / 2) ** 2
+    betas = np.minimum(1 - level[1:] / level[:-1], 0.999)
+  else:
+    raise ValueError(f"schedule={schedule!r} must be one of {SCHEDULES}")
+  return Process(np.arange(steps, dtype=np.int32), np.cumprod(1.0 - betas))
+
+
+def respace(process: Process, spacing: str | int) -> Process:
+  """The same noise levels at fewer steps.
+
+  Args:
+    process: the training process.
+    spacing: "N", N steps spread evenly from the first to the last; "ddimN",
+      N steps at a fixed stride from the first (arXiv:2010.02502); or
+      "N,M,...", that many from each of equal sections.
+
+  Raises:
+    ValueError: more steps than the process (or a section) has, or a stride
+      that no integer gives.
+  """
+  kept = spaced_timesteps(process.num_steps, str(spacing))
+  return Process(process.timesteps[kept], process.alphas_cumprod[kept])
+
+
+def spaced_timesteps(num_steps: int, spacing: str) -> np.ndarray:
+  """Indices that `respace` keeps, [S'] int ascending."""
+  if spacing.startswith("ddim"):
+    return _strided(num_steps, _count(spacing.removeprefix("ddim"), spacing))
+  counts = [_count(part, spacing) for part in spacing.split(",")]
+  size, extra = divmod(num_steps, len(counts))
+  kept, start = [], 0
+  for section, count in enumerate(counts):
+    length = size + (section < extra)
+    if count > length:
+      raise ValueError(
+        f"steps={spacing!r} asks for {count} of the {length} timesteps in "
+        f"section {section + 1} of {len(counts)}; the process has {num_steps}"
+      )
+    stride = (length - 1) / (count - 1) if count > 1 else 1.0
+    place = 0.0  # accumulated and rounded half to even, as released
+    for _ in range(count):
+      kept.append(start + round(place))
+      place += stride
+    start += length
+  return np.array(kept)
+
+
+def _strided(num_steps: int, count: int) -> np.ndarray:
+  for stride in range(1, num_steps + 1):
+    kept = np.arange(0, num_steps, stride)
+    if len(kept) == count:
+      return kept
+  raise ValueError(
+    f"steps='ddim{count}' must be the number of steps that an integer stride "
+    f"takes through {num_steps} timesteps"
+  )
+
+
+def _count(text: str, spacing: str) -> int:
+  if not text.strip().isdigit() or int(text) < 1:
+    raise ValueError(
+      f"steps={spacing!r} must be N, 'ddimN' or 'N,M,...' with numbers of at "
+      "least 1"
+    )
+  return int(text)
+
+
+def lookup(table: np.ndarray, t: jax.Array, ndim: int) -> jax.Array:
+  """Values of a table at steps t [B], float32 [B, 1, ..., 1] of rank `ndim`."""
+  values = jnp.asarray(table, jnp.float32)[t]
+  return values.reshape(values.shape + (1,) * (ndim - values.ndim))
+
+
+def q_sample(
+  process: Process, x0: jax.Array, t: jax.Array, noise: jax.Array
+) -> jax.Array:
+  """Noises clean examples.
+
+  Args:
+    process: S steps.
+    x0: [B, ...] clean examples.
+    t: [B] int steps.
+    noise: [B, ...] standard normal.
+
+  Returns:
+    x_t [B, ...].
+  """
+  signal = lookup(np.sqrt(process.alphas_cumprod), t, x0.ndim)
+  spread = lookup(np.sqrt(1.0 - process.alphas_cumprod), t, x0.ndim)
+  return signal * x0 + spread * noise

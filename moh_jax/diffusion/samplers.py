@@ -1,0 +1,138 @@
+"""Samplers: noise to examples in one scan, so that they compile once."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.diffusion.guidance import Predict
+from moh_jax.diffusion.prediction import (
+  implied_noise,
+  predict_x0,
+  reverse_step,
+  split_output,
+)
+from moh_jax.diffusion.process import Process, lookup
+
+# Number of a step, 0 the noisiest -> [B, ...] standard normal.
+Noise = Callable[[jax.Array], jax.Array]
+METHODS = ("ddpm", "ddim", "dpm")
+
+
+def sample(
+  predict: Predict,
+  x: jax.Array,
+  process: Process,
+  *,
+  method: str,
+  prediction: str = "epsilon",
+  noise: Noise | None = None,
+  eta: float = 0.0,
+  clip: bool = False,
+  trajectory: bool = False,
+) -> jax.Array:
+  """Draws examples.
+
+  Args:
+    predict: the network, labels bound and guided.
+    x: [B, ...] standard normal noise to start from.
+    process: the steps to take, see `respace`.
+    method: "ddpm", ancestral (arXiv:2006.11239); "ddim" (arXiv:2010.02502); or
+      "dpm", DPM-Solver++ 2M (arXiv:2211.01095), deterministic.
+    prediction: what the network predicts: "epsilon", "x0" or "v".
+    noise: of each step, for "ddpm" and for "ddim" with `eta`.
+    eta: stochasticity of "ddim"; 0 is deterministic.
+    clip: keep predicted clean examples in [-1, 1].
+    trajectory: return x after every step.
+
+  Returns:
+    x_0 [B, ...], or [S, B, ...].
+
+  Raises:
+    ValueError: an unknown method, or noise is missing.
+  """
+  if method not in METHODS:
+    raise ValueError(f"method={method!r} must be one of {METHODS}")
+  if noise is None and (method == "ddpm" or (method == "ddim" and eta)):
+    raise ValueError(f"method={method!r} with eta={eta} needs noise")
+  timesteps = jnp.asarray(process.timesteps, jnp.int32)
+  batch = x.shape[0]
+
+  def output(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The network at a step of the process, and the step for every example."""
+    out = predict(x, jnp.broadcast_to(timesteps[step], (batch,)))
+    return out, jnp.broadcast_to(step, (batch,))
+
+  def clean(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out, t = output(x, step)
+    value, _ = split_output(out, x.shape[-1])
+    x0 = predict_x0(process, prediction, value, x, t)
+    return (jnp.clip(x0, -1.0, 1.0) if clip else x0), t
+
+  def ddpm(x: jax.Array, step: jax.Array) -> jax.Array:
+    out, t = output(x, step)
+    reverse = reverse_step(process, prediction, out, x, t, clip=clip)
+    added = jnp.exp(0.5 * reverse.log_variance) * noise(last - step)
+    return reverse.mean + jnp.where(step > 0, added, 0.0)
+
+  def ddim(x: jax.Array, step: jax.Array) -> jax.Array:
+    x0, t = clean(x, step)
+    direction = implied_noise(process, x0, x, t)
+    before = process.alphas_cumprod_prev
+    sigma = eta * np.sqrt(process.posterior_variance)
+    mean = lookup(np.sqrt(before), t, x.ndim) * x0
+    mean += lookup(np.sqrt(1.0 - before - sigma**2), t, x.ndim) * direction
+    if not eta:
+      return mean
+    added = lookup(sigma, t, x.ndim) * noise(last - step)
+    return mean + jnp.where(step > 0, added, 0.0)
+
+  solver = _solver_tables(process)
+
+  def dpm(carry: tuple, step: jax.Array) -> tuple:
+    x, previous = carry
+    x0, t = clean(x, step)
+    keep, move, history = (lookup(table, t, x.ndim) for table in solver)
+    blend = x0 + history * (x0 - previous)
+    return keep * x + move * blend, x0
+
+  last = process.num_steps - 1
+  advance = {"ddpm": ddpm, "ddim": ddim}.get(method)
+
+  def body(carry: tuple, step: jax.Array) -> tuple:
+    if method == "dpm":
+      carry = dpm(carry, step)
+    else:
+      carry = (advance(carry[0], step), carry[1])
+    return carry, carry[0] if trajectory else None
+
+  # Only the multistep method remembers: its first step has no history.
+  memory = jnp.zeros_like(x) if method == "dpm" else None
+  steps = jnp.arange(last, -1, -1)
+  (x, _), path = jax.lax.scan(body, (x, memory), steps)
+  return path if trajectory else x
+
+
+def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
+  """Coefficients of DPM-Solver++ 2M in the half log-SNR lambda, each [S].
+
+  A step from s to t: x_t = keep x_s + move (x0 + history (x0 - x0 before)),
+  keep = sigma_t / sigma_s, move = alpha_t (1 - exp(-h)), history = h / (2 h
+  before), h = lambda_t - lambda_s. The first step has no history, and the last,
+  to no noise at all, is x0 itself.
+  """
+  alpha, sigma = (
+    np.sqrt(level)
+    for level in (process.alphas_cumprod, 1 - process.alphas_cumprod)
+  )
+  log_snr = np.log(alpha / sigma)
+  size = process.num_steps
+  keep, move, history = np.zeros(size), np.ones(size), np.zeros(size)
+  for step in range(1, size):
+    h = log_snr[step - 1] - log_snr[step]
+    keep[step] = sigma[step - 1] / sigma[step]
+    move[step] = alpha[step - 1] * -np.expm1(-h)
+    if step < size - 1:
+      history[step] = h / (2 * (log_snr[step] - log_snr[step + 1]))
+  return keep, move, history

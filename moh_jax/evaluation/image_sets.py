@@ -1,0 +1,229 @@
+"""Sets of equally large images to be scored: an npz file or a folder.
+
+A set has a path, the images' size and number, and reads them in order, a batch
+at a time, without holding them all.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import pathlib
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import IO, Protocol
+
+import numpy as np
+from PIL import Image
+
+from moh_jax.data.sources import read_image
+
+_LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3)"
+_THREADS = 8
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)
+
+
+class ImageSet(Protocol):
+  """What the metrics read."""
+
+  path: str
+  size: tuple[int, int]
+
+  def __len__(self) -> int:
+    """Number of images."""
+
+  def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    """Images in order, [b, X, Y, 3] uint8; the last batch may be smaller."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NpzImages:
+  """`arr_0` of an npz file, compressed or not; made by `open_images`."""
+
+  path: str
+  shape: tuple[int, int, int, int]
+  fortran_order: bool
+
+  @property
+  def size(self) -> tuple[int, int]:
+    """(X, Y) of every image."""
+    return self.shape[1:3]
+
+  def __len__(self) -> int:
+    return self.shape[0]
+
+  def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    """Images in order, [b, X, Y, 3] uint8; the last batch may be smaller.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    if self.fortran_order:  # its first image ends with the file
+      with np.load(self.path, allow_pickle=False) as stored:
+        images = stored["arr_0"]
+      for start in range(0, len(self), batch_size):
+        yield np.ascontiguousarray(images[start : start + batch_size])
+      return
+    image_bytes = int(np.prod(self.shape[1:]))
+    with _open_member(self.path) as stream:
+      _read_header(self.path, stream)
+      for start in range(0, len(self), batch_size):
+        count = min(batch_size, len(self) - start)
+        with _damage(self.path):
+          data = stream.read(count * image_bytes)
+        if len(data) != count * image_bytes:
+          raise ValueError(f"{self.path}: arr_0 ends after {start} images")
+        yield np.frombuffer(data, np.uint8).reshape(count, *self.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderImages:
+  """Image files of a folder and those below; made by `open_images`."""
+
+  path: str
+  files: tuple[str, ...]
+  size: tuple[int, int]
+
+  def __len__(self) -> int:
+    return len(self.files)
+
+  def batches(self, batch_size: int) -> Iterator[np.ndarray]:
+    """Images in order of their paths, [b, X, Y, 3] uint8.
+
+    Raises:
+      ValueError: a file is damaged.
+    """
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+      for start in range(0, len(self), batch_size):
+        files = self.files[start : start + batch_size]
+        yield np.stack(list(pool.map(lambda file: read_image(file, 3), files)))
+
+
+def open_images(path: str | os.PathLike) -> ImageSet:
+  """Checks a set of images and makes it readable.
+
+  Args:
+    path: an npz file with `arr_0`, uint8 [N, X, Y, 3] (other arrays in it are
+      not read), or a folder with images of any format Pillow reads.
+
+  Raises:
+    FileNotFoundError: there is no such file or folder, or no image in it.
+    ValueError: another layout or dtype, no images, several sizes, a damaged
+      file.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    return _open_folder(path)
+  check_npz(path)
+  if "arr_0" not in npz_names(path):
+    raise ValueError(
+      f"{path}: holds {npz_names(path)}; images must be {_LAYOUT}"
+    )
+  with _open_member(path) as stream:
+    shape, fortran_order, dtype = _read_header(path, stream)
+    header = stream.tell()
+  if dtype != np.uint8 or len(shape) != 4 or shape[-1] != 3:
+    raise ValueError(
+      f"{path}: arr_0 has dtype {dtype} and shape {shape}; images must be "
+      f"{_LAYOUT}, with values 0-255"
+    )
+  if 0 in shape:
+    raise ValueError(f"{path}: arr_0 of shape {shape} holds no image")
+  with zipfile.ZipFile(path) as archive:
+    stored = archive.getinfo("arr_0.npy").file_size - header
+  if stored != int(np.prod(shape)):
+    raise ValueError(
+      f"{path}: arr_0 has {stored} bytes, its shape {shape} needs "
+      f"{int(np.prod(shape))}"
+    )
+  return NpzImages(str(path), shape, fortran_order)
+
+
+def check_npz(path: str | os.PathLike) -> None:
+  """Raises unless a file is there and an npz archive."""
+  path = pathlib.Path(path)
+  if not path.is_file():
+    raise FileNotFoundError(
+      f"{path}: no such file; expected an npz file or a folder of images"
+    )
+  if not zipfile.is_zipfile(path):
+    raise ValueError(f"{path}: not an npz file, or a truncated one")
+
+
+def npz_names(path: str | os.PathLike) -> tuple[str, ...]:
+  """Names of the arrays of an npz file."""
+  with _damage(path), zipfile.ZipFile(path) as archive:
+    return tuple(name.removesuffix(".npy") for name in archive.namelist())
+
+
+def _open_folder(path: pathlib.Path) -> FolderImages:
+  suffixes = {
+    suffix
+    for suffix, kind in Image.registered_extensions().items()
+    if kind in Image.OPEN
+  }
+  files = sorted(
+    file
+    for file in path.rglob("*")
+    if file.suffix.lower() in suffixes
+    and file.is_file()
+    # Files of the desktop, not of the user.
+    and not any(part.startswith(".") for part in file.relative_to(path).parts)
+  )
+  if not files:
+    raise FileNotFoundError(f"{path}: no image file in this folder or below")
+  sizes = [_image_size(file) for file in files]
+  for file, size in zip(files, sizes):
+    if size != sizes[0]:
+      raise ValueError(
+        f"{path}: all images must have one size; {files[0]} has "
+        f"{_written(sizes[0])}, {file} has {_written(size)}"
+      )
+  return FolderImages(str(path), tuple(map(str, files)), sizes[0])
+
+
+def _image_size(file: pathlib.Path) -> tuple[int, int]:
+  """(X, Y) from the header alone, for a folder may hold 50,000 images."""
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # remarks on odd metadata
+      with Image.open(file) as image:
+        width, height = image.size
+  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    raise ValueError(
+      f"{file}: not an image Pillow can read: {error}"
+    ) from error
+  return height, width
+
+
+def _written(size: tuple[int, int]) -> str:
+  return f"{size[0]} rows x {size[1]} columns"
+
+
+@contextlib.contextmanager
+def _damage(path: str | os.PathLike) -> Iterator[None]:
+  """Names the file in the errors of a damaged archive."""
+  try:
+    yield
+  except _DAMAGE as error:
+    raise ValueError(f"{path}: damaged npz file: {error}") from error
+
+
+@contextlib.contextmanager
+def _open_member(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+  with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as stream:
+    yield stream
+
+
+def _read_header(
+  path: str | os.PathLike, stream: IO[bytes]
+) -> tuple[tuple[int, ...], bool, np.dtype]:
+  """Shape, Fortran order and dtype; leaves the stream at the data."""
+  with _damage(path):
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+      return np.lib.format.read_array_header_1_0(stream)
+    # Version 3 differs in text that only names of fields need.
+    return np.lib.format.read_array_header_2_0(stream)

@@ -1,0 +1,39 @@
+"""Means of per-example figures over a whole split."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+# (params, batch) -> {name: [] float32 sum over the batch's examples}, with the
+# number of "examples"; padded examples (mask 0) count nothing.
+EvalStep = Callable[[Any, Any], dict[str, jax.Array]]
+
+
+def mean_figures(
+  eval_step: EvalStep, params: Any, batches: Iterable[Any]
+) -> dict[str, float]:
+  """Means over a split.
+
+  Args:
+    eval_step: sums over one batch, jitted.
+    params: the parameters.
+    batches: global batches with "mask", on the devices.
+
+  Returns:
+    The mean of every figure and the number of "examples".
+
+  Raises:
+    ValueError: there is no batch.
+  """
+  sums: list[dict[str, jax.Array]] = []
+  for batch in batches:
+    sums.append(eval_step(params, batch))
+    # Two batches in flight: the device is busy, its memory not full of them.
+    jax.block_until_ready(sums[-2:][0])
+  if not sums:
+    raise ValueError("the split to evaluate is empty")
+  total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
+  examples = int(total.pop("examples"))
+  means = {name: value / examples for name, value in total.items()}
+  return {**means, "examples": examples}

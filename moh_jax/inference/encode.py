@@ -1,0 +1,191 @@
+"""Images to latents in shards, before a diffusion model is trained on them."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from jax.sharding import Mesh
+
+from moh_jax.config import MeshConfig
+from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.data.latents import encode_moments
+from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
+from moh_jax.data.tolerant import CheckedSource
+from moh_jax.data.transforms import center_crop
+from moh_jax.inference.latent_set import EncodeOptions, NamedSource
+from moh_jax.models.vae import VAE
+from moh_jax.training import sharding
+
+
+def encode_latents(
+  source: NamedSource,
+  writer: ShardSetWriter,
+  config: VAEConfig,
+  params: Any,
+  options: EncodeOptions,
+  *,
+  devices: list | None = None,
+  process_index: int | None = None,
+  process_count: int | None = None,
+  progress: bool = True,
+) -> dict[str, Any] | None:
+  """Encodes every image and its mirror image.
+
+  Every process writes whole shards, on its own devices, and waits for no other;
+  the one that finds all of them there writes metadata.json.
+
+  Args:
+    source: the images.
+    writer: of `open_latents`.
+    config: the autoencoder.
+    params: its parameters.
+    options: the same as `writer`'s.
+    devices: None takes this process's.
+    process_index: this process; None asks JAX.
+    process_count: all processes; None asks JAX.
+    progress: show a progress bar on stderr.
+
+  Returns:
+    What metadata.json says; None while other processes' shards are missing.
+
+  Raises:
+    FileNotFoundError: an image is gone, with bad_images="raise".
+    OSError: a shard could not be written; finished ones are whole.
+    ValueError: an image is bad, or the batch does not fit the devices.
+  """
+  mesh = sharding.make_mesh(MeshConfig(), devices or jax.local_devices())
+  sharding.check_batch("batch_size", options.batch_size, mesh)
+  if process_index is None or process_count is None:
+    process_index, process_count = jax.process_index(), jax.process_count()
+  mine = range(process_index, writer.num_shards, process_count)
+  with sharding.use_mesh(mesh):
+    encoder = _Encoder(VAE(config), params, mesh, options.batch_size)
+    _write_shards(encoder, source, writer, options, mine, progress)
+  return None if writer.todo() else writer.finish()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Image:
+  """An image to encode, or the reason why not."""
+
+  name: str
+  label: int = 0
+  pixels: np.ndarray | None = None
+  problem: str = ""
+
+
+class _Encoder:
+  """The compiled autoencoder, over all devices of a mesh."""
+
+  def __init__(self, autoencoder: VAE, params: Any, mesh: Mesh, batch: int):
+    self.batch = batch
+    self._mesh = mesh
+    self._params = jax.device_put(params, sharding.replicated(mesh))
+
+    @jax.jit
+    def encode(params: Any, images: jax.Array) -> jax.Array:
+      x = images.astype(jnp.float32) / 127.5 - 1
+      moments = [
+        jnp.stack(
+          autoencoder.apply({"params": params}, view, method="encode"), 1
+        )
+        for view in (x, x[:, :, ::-1])
+      ]
+      return jnp.stack(moments, 1).astype(jnp.float32)
+
+    self._encode = encode
+
+  def __call__(self, images: list[_Image]) -> jax.Array:
+    """At most `batch` images -> [batch, 2, 2, x, y, channels] float32."""
+    pixels = np.stack([image.pixels for image in images])
+    padding = [(0, self.batch - len(images)), *((0, 0),) * 3]
+    pixels = np.pad(pixels, padding)  # one size, one compilation
+    return self._encode(self._params, sharding.shard_batch(pixels, self._mesh))
+
+
+def _write_shards(
+  encoder: _Encoder,
+  source: NamedSource,
+  writer: ShardSetWriter,
+  options: EncodeOptions,
+  mine: range,
+  progress: bool,
+):
+  """Encodes those of this process's shards that are not done."""
+  todo = [shard for shard in writer.todo() if shard in mine]
+  left = sum(len(writer.items(shard)) for shard in todo)
+  total = sum(len(writer.items(shard)) for shard in mine)
+  size = (options.image_size,) * 2
+  checked = CheckedSource(source, skip=False, smallest=size)
+
+  def read(index: int) -> _Image:
+    try:
+      example = checked[index]
+    except (ValueError, FileNotFoundError) as error:
+      if options.bad_images == "raise":
+        raise
+      return _Image(source.name(index), problem=str(error))
+    pixels = center_crop(example["image"], size)
+    return _Image(source.name(index), int(example["label"]), pixels)
+
+  bar = tqdm.tqdm(
+    total=total, initial=total - left, unit="image", disable=not progress
+  )
+  with concurrent.futures.ThreadPoolExecutor(options.threads) as pool, bar:
+    indices = itertools.chain.from_iterable(map(writer.items, todo))
+    images = _read_ahead(pool, read, indices, 2 * options.batch_size)
+    for shard in todo:
+      of_shard = itertools.islice(images, len(writer.items(shard)))
+      with writer.open(shard) as target:
+        _write_shard(encoder, of_shard, target, bar)
+
+
+def _write_shard(
+  encoder: _Encoder, images: Iterator[_Image], target: OpenShard, bar: tqdm.tqdm
+):
+  """Encodes one shard; the devices work while the last batch is written."""
+  previous = None
+  while batch := list(itertools.islice(images, encoder.batch)):
+    for bad in (image for image in batch if image.problem):
+      target.skip(bad.name, bad.problem)
+    good = [image for image in batch if not image.problem]
+    encoded = (good, encoder(good)) if good else None
+    if previous:
+      _add(target, *previous)
+    previous = encoded
+    bar.update(len(batch))
+  if previous:
+    _add(target, *previous)
+
+
+def _add(target: OpenShard, images: list[_Image], moments: jax.Array):
+  for image, values in zip(images, np.asarray(moments)):
+    try:
+      payload = encode_moments(values)
+    except ValueError as error:
+      raise ValueError(f"{image.name}: {error}") from error
+    target.add({"label": image.label, "name": image.name}, payload)
+
+
+def _read_ahead(
+  pool: concurrent.futures.Executor,
+  read: Any,
+  indices: Iterable[int],
+  ahead: int,
+) -> Iterator[_Image]:
+  """Reads in order, `ahead` images before they are wanted."""
+  indices = iter(indices)
+  first = itertools.islice(indices, ahead)
+  waiting = collections.deque(pool.submit(read, index) for index in first)
+  while waiting:
+    image = waiting.popleft().result()
+    for index in itertools.islice(indices, 1):
+      waiting.append(pool.submit(read, index))
+    yield image

@@ -1,0 +1,232 @@
+"""Images from a diffusion checkpoint: a few, or tens of thousands."""
+
+import json
+import os
+import pathlib
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from moh_jax.inference.restore import Restored
+from moh_jax.models.generation import Decode, make_paint
+from moh_jax.training import sharding
+
+_SETTINGS = "settings.json"
+
+
+class Sampler:
+  """Draws the images of a run: image i has noise and label of index i."""
+
+  def __init__(
+    self,
+    restored: Restored,
+    *,
+    labels: Sequence[int] = (),
+    seed: int = 0,
+    mesh: Mesh,
+    decode: Decode | None = None,
+  ):
+    """Prepares the program; it is compiled by the first batch.
+
+    Args:
+      restored: a diffusion model, its parameters on the mesh.
+      labels: of the images in turn, repeated; empty takes every class once.
+      seed: of all noise.
+      mesh: the devices that share each batch.
+      decode: latents to images; required by models of latents.
+
+    Raises:
+      ValueError: not a diffusion model, a label out of range, a seed out of
+        range, or the decoder is missing.
+    """
+    config = restored.config
+    if config.model.family != "dit":
+      raise ValueError(
+        f"model.family={config.model.family!r} must be 'dit' to draw samples"
+      )
+    classes = config.model.num_classes
+    for label in labels:
+      if not 0 <= label < classes:
+        raise ValueError(f"label {label} must be in [0, {classes - 1}]")
+    if not 0 <= seed < 2**31:
+      raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")
+    self._paint = make_paint(restored.model, config, decode)
+    self.labels = np.asarray(labels or range(classes), np.int32)
+    self._mesh, self._seed, self._params = mesh, seed, restored.params
+
+  def batch(self, start: int, size: int) -> np.ndarray:
+    """Images [size, X, Y, channels] uint8, from index `start` on."""
+    index = np.arange(start, start + size, dtype=np.int32)
+    index = sharding.pad_to_shards(index, self._mesh)
+    labels = self.label(index)
+    parts = [sharding.put_batch(part, self._mesh) for part in (index, labels)]
+    images = self._paint(self._params, self._seed, *parts)
+    return sharding.gather(images, self._mesh)[:size]
+
+  def label(self, index: np.ndarray) -> np.ndarray:
+    """Labels of images by index, int32."""
+    return self.labels[index % len(self.labels)]
+
+
+def sample_images(
+  sampler: Sampler, num: int, batch_size: int, *, progress: bool = False
+) -> np.ndarray:
+  """Draws a few images at once into memory; [num, X, Y, channels] uint8."""
+  batches = [
+    sampler.batch(start, size)[: min(size, num - start)]
+    for start, size in _batches(num, batch_size, range(0, num), progress)
+  ]
+  return np.concatenate(batches)
+
+
+def sample_npz(
+  sampler: Sampler,
+  num: int,
+  out: str | os.PathLike,
+  *,
+  batch_size: int,
+  settings: dict[str, Any],
+  progress: bool = False,
+) -> int:
+  """Draws many images into the npz file of ADM's evaluator.
+
+  Finished batches wait in OUT.parts, so that a killed call continues where it
+  stopped; the file appears when it is whole, with "arr_0" [num, X, Y, channels]
+  uint8 and the labels "arr_1" [num] int32.
+
+  Args:
+    sampler: what to draw.
+    num: images.
+    out: file to write, .npz.
+    batch_size: images per batch and part.
+    settings: what the images depend on, as JSON values; a later call must have
+      the same.
+    progress: show a progress bar.
+
+  Returns:
+    The images drawn by this call; the others were there.
+
+  Raises:
+    ValueError: OUT.parts holds the parts of other settings.
+    OSError: a part cannot be written; the parts before it are whole.
+  """
+  out = pathlib.Path(out)
+  parts = out.with_name(out.name + ".parts")
+  settings = {**settings, "num": num, "batch_size": batch_size}
+  first = jax.process_index() == 0
+  if first:
+    _open_parts(parts, settings)
+  _wait_for_all("parts opened")
+  starts = range(0, num, batch_size)
+  missing = [start for start in starts if not _part(parts, start).exists()]
+  _wait_for_all("parts listed")  # before the first process adds any
+  for start, size in _batches(num, batch_size, missing, progress):
+    images = sampler.batch(start, size)[: num - start]
+    if first:
+      try:
+        _write_part(_part(parts, start), images)
+      except OSError as error:
+        raise OSError(
+          f"{_part(parts, start)} cannot be written: {error}; what is in "
+          f"{parts} is whole: make room and run again to continue"
+        ) from error
+  if first:
+    labels = sampler.label(np.arange(num, dtype=np.int32))
+    _join(out, [_part(parts, start) for start in starts], num, labels)
+    shutil.rmtree(parts)
+  _wait_for_all("file written")
+  return sum(min(batch_size, num - start) for start in missing)
+
+
+def _batches(
+  num: int, size: int, starts: Sequence[int], progress: bool
+) -> Iterator[tuple[int, int]]:
+  """(start, size) of every wanted batch; all are full, so one program."""
+  wanted = [start for start in starts if start % size == 0]
+  with tqdm.tqdm(
+    total=num,
+    initial=num - sum(min(size, num - start) for start in wanted),
+    unit="image",
+    disable=not progress or jax.process_index() > 0,
+  ) as bar:
+    for start in wanted:
+      yield start, size
+      bar.update(min(size, num - start))
+
+
+def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
+  """Creates the directory, or checks that it belongs to the same images."""
+  file = parts / _SETTINGS
+  if not file.exists():
+    parts.mkdir(parents=True, exist_ok=True)
+    _replace(file, lambda stream: stream.write(json.dumps(settings).encode()))
+    return
+  stored = json.loads(file.read_text())
+  wanted = json.loads(json.dumps(settings))
+  differing = [
+    f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
+    for name in sorted({*wanted, *stored})
+    if wanted.get(name) != stored.get(name)
+  ]
+  if differing:
+    raise ValueError(
+      f"{parts} holds unfinished samples of other settings; "
+      f"{'; '.join(differing)}. Use the same settings, or remove it"
+    )
+
+
+def _part(parts: pathlib.Path, start: int) -> pathlib.Path:
+  return parts / f"{start:09d}.npy"
+
+
+def _write_part(file: pathlib.Path, images: np.ndarray) -> None:
+  _replace(file, lambda stream: np.save(stream, images))
+
+
+def _join(
+  out: pathlib.Path, parts: list[pathlib.Path], num: int, labels: np.ndarray
+) -> None:
+  """Streams the parts into one npz, a part in memory at a time."""
+  shape = np.load(parts[0], mmap_mode="r").shape[1:]
+  header = {
+    "descr": np.lib.format.dtype_to_descr(np.dtype(np.uint8)),
+    "fortran_order": False,
+    "shape": (num, *shape),
+  }
+
+  def write(stream: Any) -> None:
+    with zipfile.ZipFile(stream, "w") as archive:
+      with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+        np.lib.format.write_array_header_2_0(member, header)
+        for part in parts:
+          member.write(np.load(part).tobytes())
+      with archive.open("arr_1.npy", "w") as member:
+        np.save(member, labels)
+
+  _replace(out, write)
+
+
+def _replace(file: pathlib.Path, write: Callable[[Any], Any]) -> None:
+  """Writes a new file that takes the old one's place when it is whole."""
+  fresh = file.with_name(file.name + ".tmp")
+  try:
+    with fresh.open("wb") as stream:
+      write(stream)
+      stream.flush()
+      os.fsync(stream.fileno())
+    os.replace(fresh, file)
+  except OSError:
+    fresh.unlink(missing_ok=True)
+    raise
+
+
+def _wait_for_all(name: str) -> None:
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(name)

@@ -1,0 +1,284 @@
+"""The Inception-v3 that FID is defined with.
+
+The network of 2015 that openai/guided-diffusion's evaluator runs: average
+pooling that ignores padding, a max pooling in the last block, 1008 outputs, no
+auxiliary head (arXiv:1512.00567 and arXiv:1706.08500). Inference only.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+POOL_DIM = 2048
+SPATIAL_DIM = 2023  # 17 x 17 positions x 7 channels, channel fastest
+_MIN_SIZE = 75  # the last reduction needs a pixel left
+_BRANCH_POOL = "branch_pool"
+
+
+class Features(NamedTuple):
+  """What the metrics use.
+
+  Attributes:
+    pool3: [B, 2048] average of the last block, the FID feature.
+    spatial: [B, 17, 17, 7] first channels of Mixed_6d, the sFID feature.
+    logits: [B, num_classes] class scores without the class bias.
+  """
+
+  pool3: jax.Array
+  spatial: jax.Array
+  logits: jax.Array
+
+
+class Unit(NamedTuple):
+  """A convolution unit: its checkpoint name, width, kernel and stride."""
+
+  name: str
+  features: int
+  kernel: tuple[int, int] = (1, 1)
+  stride: int = 1
+  padding: str = "SAME"
+
+
+# A branch is a sequence of units and poolings; units in a tuple of their own
+# read the same input and stand side by side in the output.
+Step = Unit | str | tuple[Unit, ...]
+Branch = tuple[Step, ...]
+
+
+class ConvUnit(nn.Module):
+  """Convolution without bias, BatchNorm with stored statistics, ReLU.
+
+  Attributes:
+    unit: its shape.
+    epsilon: of BatchNorm.
+  """
+
+  unit: Unit
+  epsilon: float
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, X, Y, channels] to [B, X', Y', features]."""
+    unit, width = self.unit, (self.unit.features,)
+    shape = (*unit.kernel, x.shape[-1], unit.features)
+    kernel = self.param("kernel", nn.initializers.he_normal(), shape)
+    scale = self.param("scale", nn.initializers.ones, width)
+    bias = self.param("bias", nn.initializers.zeros, width)
+    mean = self.param("mean", nn.initializers.zeros, width)
+    var = self.param("var", nn.initializers.ones, width)
+    x = jax.lax.conv_general_dilated(
+      x,
+      kernel,
+      (unit.stride, unit.stride),
+      unit.padding,
+      dimension_numbers=("NHWC", "HWIO", "NHWC"),
+      # Scores of 16-bit products are not comparable with published ones.
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    return nn.relu((x - mean) * (scale / jnp.sqrt(var + self.epsilon)) + bias)
+
+
+class Mixed(nn.Module):
+  """Parallel branches, joined along the channels.
+
+  Attributes:
+    branches: in the order of the output's channels.
+    epsilon: of BatchNorm.
+  """
+
+  branches: tuple[Branch, ...]
+  epsilon: float
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, X, Y, channels] to [B, X', Y', the branches' widths]."""
+    outputs = []
+    for branch in self.branches:
+      y = x
+      for step in branch:
+        if isinstance(step, str):
+          y = _pool(step, y)
+        else:
+          units = (step,) if isinstance(step, Unit) else step
+          parts = [ConvUnit(u, self.epsilon, name=u.name)(y) for u in units]
+          y = jnp.concatenate(parts, -1)
+      outputs.append(y)
+    return jnp.concatenate(outputs, -1)
+
+
+class InceptionV3(nn.Module):
+  """The feature network.
+
+  Under `mutable=["intermediates"]` it records the output of every block as
+  `BLOCK_out`, and of the stem's poolings as `maxpool1_out` and `maxpool2_out`.
+
+  Attributes:
+    num_classes: outputs, the unused ones included.
+    spatial_channels: channels kept of the spatial map.
+    epsilon: of BatchNorm.
+  """
+
+  num_classes: int = 1008
+  spatial_channels: int = 7
+  epsilon: float = 1e-3
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> Features:
+    """Extracts features.
+
+    Args:
+      x: [B, X, Y, 3] float32, resized and scaled by
+        `ops.inception_input.prepare`.
+
+    Raises:
+      ValueError: x has another rank, number of channels or too few pixels.
+    """
+    if x.ndim != 4 or x.shape[-1] != 3 or min(x.shape[1:3]) < _MIN_SIZE:
+      raise ValueError(
+        f"x of shape {x.shape} must be [batch, X, Y, 3] with X and Y at least "
+        f"{_MIN_SIZE}"
+      )
+    for step in _STEM:
+      if isinstance(step, Unit):
+        x = ConvUnit(step, self.epsilon, name=step.name)(x)
+        self.sow("intermediates", f"{step.name}_out", x)
+      else:
+        x = _pool("reduce", x)
+        self.sow("intermediates", f"{step}_out", x)
+    for name, branches in _BLOCKS.items():
+      x = Mixed(branches, self.epsilon, name=name)(x)
+      self.sow("intermediates", f"{name}_out", x)
+      if name == "Mixed_6d":  # its first branch is the evaluator's tensor
+        spatial = x[..., : self.spatial_channels]
+    pool3 = x.mean((1, 2))
+    # The evaluator never adds fc.bias; it is here because checkpoints have it.
+    logits = ClassMatrix(self.num_classes, name="fc")(pool3)
+    return Features(pool3, spatial, logits)
+
+
+class ClassMatrix(nn.Module):
+  """The classifier, whose bias is stored and not added.
+
+  Attributes:
+    num_classes: outputs.
+  """
+
+  num_classes: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, C] to [B, num_classes]."""
+    shape = (x.shape[-1], self.num_classes)
+    kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+    self.param("bias", nn.initializers.zeros, shape[1:])
+    return jnp.dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
+
+
+def _pool(kind: str, x: jax.Array) -> jax.Array:
+  """3 x 3 pooling: "avg" and "max" keep the size, "reduce" halves it."""
+  if kind == "avg":
+    return nn.avg_pool(
+      x, (3, 3), (1, 1), padding="SAME", count_include_pad=False
+    )
+  if kind == "max":
+    return nn.max_pool(x, (3, 3), (1, 1), padding="SAME")
+  return nn.max_pool(x, (3, 3), (2, 2))
+
+
+def _mixed_35(pool: int) -> tuple[Branch, ...]:
+  """A block of 35 x 35 positions."""
+  return (
+    (Unit("branch1x1", 64),),
+    (Unit("branch5x5_1", 48), Unit("branch5x5_2", 64, (5, 5))),
+    (
+      Unit("branch3x3dbl_1", 64),
+      Unit("branch3x3dbl_2", 96, (3, 3)),
+      Unit("branch3x3dbl_3", 96, (3, 3)),
+    ),
+    ("avg", Unit(_BRANCH_POOL, pool)),
+  )
+
+
+def _mixed_17(width: int) -> tuple[Branch, ...]:
+  """A block of 17 x 17 positions with factorized 7 x 7 convolutions."""
+  row, column = (1, 7), (7, 1)
+  return (
+    (Unit("branch1x1", 192),),
+    (
+      Unit("branch7x7_1", width),
+      Unit("branch7x7_2", width, row),
+      Unit("branch7x7_3", 192, column),
+    ),
+    (
+      Unit("branch7x7dbl_1", width),
+      Unit("branch7x7dbl_2", width, column),
+      Unit("branch7x7dbl_3", width, row),
+      Unit("branch7x7dbl_4", width, column),
+      Unit("branch7x7dbl_5", 192, row),
+    ),
+    ("avg", Unit(_BRANCH_POOL, 192)),
+  )
+
+
+def _mixed_8(pool: str) -> tuple[Branch, ...]:
+  """A block of 8 x 8 positions whose 3 x 3 branches fork at their end."""
+
+  def fork(name: str) -> tuple[Unit, ...]:
+    return Unit(f"{name}a", 384, (1, 3)), Unit(f"{name}b", 384, (3, 1))
+
+  return (
+    (Unit("branch1x1", 320),),
+    (Unit("branch3x3_1", 384), fork("branch3x3_2")),
+    (
+      Unit("branch3x3dbl_1", 448),
+      Unit("branch3x3dbl_2", 384, (3, 3)),
+      fork("branch3x3dbl_3"),
+    ),
+    (pool, Unit(_BRANCH_POOL, 192)),
+  )
+
+
+_STEM: tuple[Unit | str, ...] = (
+  Unit("Conv2d_1a_3x3", 32, (3, 3), 2, "VALID"),
+  Unit("Conv2d_2a_3x3", 32, (3, 3), 1, "VALID"),
+  Unit("Conv2d_2b_3x3", 64, (3, 3)),
+  "maxpool1",
+  Unit("Conv2d_3b_1x1", 80),
+  Unit("Conv2d_4a_3x3", 192, (3, 3), 1, "VALID"),
+  "maxpool2",
+)
+_BLOCKS: dict[str, tuple[Branch, ...]] = {
+  "Mixed_5b": _mixed_35(32),
+  "Mixed_5c": _mixed_35(64),
+  "Mixed_5d": _mixed_35(64),
+  "Mixed_6a": (
+    (Unit("branch3x3", 384, (3, 3), 2, "VALID"),),
+    (
+      Unit("branch3x3dbl_1", 64),
+      Unit("branch3x3dbl_2", 96, (3, 3)),
+      Unit("branch3x3dbl_3", 96, (3, 3), 2, "VALID"),
+    ),
+    ("reduce",),
+  ),
+  "Mixed_6b": _mixed_17(128),
+  "Mixed_6c": _mixed_17(160),
+  "Mixed_6d": _mixed_17(160),
+  "Mixed_6e": _mixed_17(192),
+  "Mixed_7a": (
+    (
+      Unit("branch3x3_1", 192),
+      Unit("branch3x3_2", 320, (3, 3), 2, "VALID"),
+    ),
+    (
+      Unit("branch7x7x3_1", 192),
+      Unit("branch7x7x3_2", 192, (1, 7)),
+      Unit("branch7x7x3_3", 192, (7, 1)),
+      Unit("branch7x7x3_4", 192, (3, 3), 2, "VALID"),
+    ),
+    ("reduce",),
+  ),
+  "Mixed_7b": _mixed_8("avg"),
+  "Mixed_7c": _mixed_8("max"),
+}

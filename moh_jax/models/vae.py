@@ -1,0 +1,271 @@
+"""The autoencoder of Stable Diffusion (arXiv:2112.10752), without its training.
+
+Images become the latents that a diffusion model works on, and latents images.
+Large ones go through it tile by tile: vae_tiling.py.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.layers.partitioning import constrain
+from moh_jax.ops.attention import attention
+
+_LOGVAR_RANGE = (-30.0, 20.0)
+
+
+class ResidualBlock(nn.Module):
+  """Two normalized 3x3 convolutions beside a shortcut.
+
+  Attributes:
+    config: the model.
+    features: channels of the output; a 1x1 convolution is on the shortcut
+      where the input has another number.
+  """
+
+  config: VAEConfig
+  features: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, X, Y, C] to [B, X, Y, features]."""
+    cfg = self.config
+    y = nn.silu(_norm(cfg, "norm1", x))
+    y = _conv(cfg, self.features, "conv1")(y)
+    y = nn.silu(_norm(cfg, "norm2", y))
+    y = _conv(cfg, self.features, "conv2")(y)
+    if x.shape[-1] != self.features:
+      x = _conv(cfg, self.features, "shortcut", 1)(x)
+    return x + y
+
+
+class PixelAttention(nn.Module):
+  """Attention of one head among all positions, added to its input.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: VAEConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, X, Y, C] to the same shape."""
+    dtype = jnp.dtype(self.config.dtype)
+    batch, rows, columns, channels = x.shape
+    tokens = _norm(self.config, "norm", x)
+    tokens = tokens.reshape(batch, rows * columns, 1, channels)
+    q, k, v = (
+      nn.Dense(channels, dtype=dtype, name=name)(tokens)
+      for name in ("query", "key", "value")
+    )
+    # [B, N, 1, C]
+    heads = attention(q, k, v, implementation="dense")
+    out = nn.Dense(channels, dtype=dtype, name="out")(heads)
+    return x + out.reshape(x.shape)
+
+
+class MidBlock(nn.Module):
+  """Residual block, attention where there is any, residual block.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: VAEConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, X, Y, C] to the same shape."""
+    features = x.shape[-1]
+    x = ResidualBlock(self.config, features, name="resnet0")(x)
+    if self.config.mid_attention:
+      x = PixelAttention(self.config, name="attn")(x)
+    return ResidualBlock(self.config, features, name="resnet1")(x)
+
+
+class Encoder(nn.Module):
+  """From pixels to the moments of the latents, before the 1x1 convolution.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: VAEConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, X, Y, channels] to [B, x, y, 2 * latent_channels]."""
+    cfg = self.config
+    widths = cfg.block_out_channels
+    x = _conv(cfg, widths[0], "conv_in")(x)
+    for level, width in enumerate(widths):
+      for layer in range(cfg.layers_per_block):
+        x = ResidualBlock(cfg, width, name=f"down{level}_resnet{layer}")(x)
+      if level + 1 < len(widths):
+        x = _conv(cfg, width, f"down{level}_conv", stride=2)(x)
+    x = MidBlock(cfg, name="mid")(x)
+    x = nn.silu(_norm(cfg, "norm_out", x))
+    return _conv(cfg, 2 * cfg.latent_channels, "conv_out")(x)
+
+
+class Decoder(nn.Module):
+  """From latents, after the 1x1 convolution, to pixels.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: VAEConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, x, y, latent_channels] to [B, X, Y, channels]."""
+    cfg = self.config
+    widths = cfg.block_out_channels[::-1]
+    x = _conv(cfg, widths[0], "conv_in")(x)
+    x = MidBlock(cfg, name="mid")(x)
+    for level, width in enumerate(widths):
+      for layer in range(cfg.layers_per_block + 1):
+        x = ResidualBlock(cfg, width, name=f"up{level}_resnet{layer}")(x)
+      if level + 1 < len(widths):
+        x = x.repeat(2, axis=1).repeat(2, axis=2)
+        x = _conv(cfg, width, f"up{level}_conv")(x)
+    x = nn.silu(_norm(cfg, "norm_out", x))
+    return _conv(cfg, cfg.image_channels, "conv_out")(x)
+
+
+class VAE(nn.Module):
+  """The autoencoder; call `apply` with `method="encode"` or `"decode"`.
+
+  Parameters bear no logical axes: every device holds all of them.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: VAEConfig
+
+  def setup(self):
+    """Makes the modules that `encode` and `decode` use."""
+    cfg = self.config
+    self.encoder = Encoder(cfg)
+    self.decoder = Decoder(cfg)
+    if cfg.use_quant_conv:
+      self.quant_conv = _conv(cfg, 2 * cfg.latent_channels, None, 1)
+    if cfg.use_post_quant_conv:
+      self.post_quant_conv = _conv(cfg, cfg.latent_channels, None, 1)
+
+  def __call__(self, images: jax.Array) -> jax.Array:
+    """Reconstructs images [B, X, Y, channels] from their latents' means."""
+    mean, _ = self.encode(images)
+    return self.decode(mean)
+
+  def encode(self, images: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Gives the Gaussian of every latent.
+
+    Args:
+      images: [B, X, Y, channels] in [-1, 1], X and Y multiples of the config's
+        `downscale`.
+
+    Returns:
+      Mean and log variance, [B, x, y, latent_channels] float32. They are not
+      scaled: a diffusion model's `latent_scale` is applied to a sample.
+
+    Raises:
+      ValueError: images of another shape.
+    """
+    cfg = self.config
+    _check_shape("images", images, cfg.image_channels, cfg.downscale)
+    x = images.astype(jnp.dtype(cfg.dtype))
+    x = self.encoder(constrain(x, "batch", None, None, None))
+    if cfg.use_quant_conv:
+      x = self.quant_conv(x)
+    mean, logvar = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return mean, jnp.clip(logvar, *_LOGVAR_RANGE)
+
+  def decode(self, latents: jax.Array) -> jax.Array:
+    """Gives the images of latents.
+
+    Args:
+      latents: [B, x, y, latent_channels], not scaled.
+
+    Returns:
+      [B, X, Y, channels] float32, mostly in [-1, 1], not clamped.
+
+    Raises:
+      ValueError: latents of another shape.
+    """
+    cfg = self.config
+    _check_shape("latents", latents, cfg.latent_channels, 1)
+    x = latents.astype(jnp.dtype(cfg.dtype))
+    x = constrain(x, "batch", None, None, None)
+    if cfg.use_post_quant_conv:
+      x = self.post_quant_conv(x)
+    return self.decoder(x).astype(jnp.float32)
+
+
+def sample_posterior(
+  source: jax.Array, mean: jax.Array, logvar: jax.Array
+) -> jax.Array:
+  """Draws latents from the encoder's Gaussians.
+
+  Args:
+    source: a random key, or standard normal noise of the shape of `mean`.
+    mean: any shape, float32.
+    logvar: the same shape.
+
+  Returns:
+    The same shape, float32.
+
+  Raises:
+    ValueError: noise of another shape.
+  """
+  key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)
+  if key or source.dtype == jnp.uint32:  # the older form of a key
+    source = jax.random.normal(source, mean.shape, mean.dtype)
+  elif source.shape != mean.shape:
+    raise ValueError(f"noise of shape {source.shape} must be {mean.shape}")
+  return mean + jnp.exp(0.5 * logvar) * source
+
+
+def _conv(
+  config: VAEConfig,
+  features: int,
+  name: str | None,
+  size: int = 3,
+  stride: int = 1,
+) -> nn.Conv:
+  """A convolution that keeps the size, or halves it with stride 2."""
+  half = size // 2
+  # Halving pads only at the bottom and the right.
+  pads = (half, half) if stride == 1 else (0, 1)
+  return nn.Conv(
+    features,
+    (size, size),
+    strides=stride,
+    padding=(pads, pads),
+    dtype=jnp.dtype(config.dtype),
+    name=name,
+  )
+
+
+def _norm(config: VAEConfig, name: str, x: jax.Array) -> jax.Array:
+  """GroupNorm of [B, X, Y, C]; float32, as is the activation behind it."""
+  return nn.GroupNorm(
+    num_groups=config.norm_groups,
+    epsilon=config.norm_eps,
+    use_fast_variance=False,
+    dtype=jnp.float32,
+    name=name,
+  )(x)
+
+
+def _check_shape(name: str, x: jax.Array, channels: int, step: int) -> None:
+  fits = x.ndim == 4 and x.shape[-1] == channels and min(x.shape[1:3]) > 0
+  if not fits or any(side % step for side in x.shape[1:3]):
+    raise ValueError(
+      f"{name} of shape {x.shape} must be [batch, rows, columns, {channels}], "
+      f"rows and columns multiples of {step}"
+    )

@@ -1,0 +1,147 @@
+"""Images larger than the memory, through the autoencoder tile by tile.
+
+All tiles have one shape, so that one program serves them, and the device holds
+one tile at a time. Neighbours overlap and are blended linearly. Statistics of
+norms and the attention are a tile's own: with several tiles the result differs
+a little from that of the whole image.
+"""
+
+import fractions
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def encode_tiled(
+  apply_fn: Callable[[np.ndarray], tuple[jax.Array, jax.Array]],
+  images: np.ndarray,
+  tile: int,
+  overlap: int,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Encodes images of any size in the memory of one tile.
+
+  Args:
+    apply_fn: encodes [B, t, t, channels]; jit it.
+    images: [B, X, Y, channels] in [-1, 1].
+    tile: side of a tile in pixels; the image's where that is smaller.
+    overlap: pixels that neighbours share at least. Like `tile`, X and Y a
+      multiple of the config's `downscale`.
+
+  Returns:
+    Mean and log variance, [B, x, y, latent_channels] float32 on the host. Equal
+    to the result of `apply_fn` where one tile suffices.
+
+  Raises:
+    ValueError: sizes that do not fit.
+  """
+  return _tiled(apply_fn, images, tile, overlap)
+
+
+def decode_tiled(
+  apply_fn: Callable[[np.ndarray], jax.Array],
+  latents: np.ndarray,
+  tile: int,
+  overlap: int,
+) -> np.ndarray:
+  """Decodes latents of any size in the memory of one tile.
+
+  Args:
+    apply_fn: decodes [B, t, t, latent_channels]; jit it.
+    latents: [B, x, y, latent_channels], not scaled.
+    tile: side of a tile in positions of the latents; theirs where smaller.
+    overlap: positions that neighbours share at least.
+
+  Returns:
+    [B, X, Y, channels] float32 on the host. Equal to the result of `apply_fn`
+    where one tile suffices.
+
+  Raises:
+    ValueError: sizes that do not fit.
+  """
+  return _tiled(apply_fn, latents, tile, overlap)
+
+
+def _tiled(
+  apply_fn: Callable[[np.ndarray], Any], array: Any, tile: int, overlap: int
+) -> Any:
+  if not 0 <= overlap < tile:
+    raise ValueError(f"overlap={overlap} must be in [0, tile={tile})")
+  array = np.asarray(array)
+  sides = array.shape[1:3]
+  shape = tuple(min(tile, side) for side in sides)
+
+  def run(row: int, column: int) -> Any:
+    part = array[:, row : row + shape[0], column : column + shape[1]]
+    return jax.tree.map(lambda y: np.asarray(y, np.float32), apply_fn(part))
+
+  first = run(0, 0)
+  if shape == sides:
+    return first
+  # `step` positions of the input become `scale` of the output.
+  height = jax.tree.leaves(first)[0].shape[1]
+  scale, step = fractions.Fraction(height, shape[0]).as_integer_ratio()
+  if any(size % step for size in (*sides, tile, overlap)):
+    raise ValueError(
+      f"sides {sides}, tile={tile} and overlap={overlap} must be multiples of "
+      f"{step}"
+    )
+  rows, columns = (
+    _spans(side // step, size // step, overlap // step, scale)
+    for side, size in zip(sides, shape)
+  )
+  whole = [side // step * scale for side in sides]
+  total = jax.tree.map(
+    lambda y: np.zeros((len(y), *whole, y.shape[-1]), np.float32), first
+  )
+  for row, down in rows:
+    for column, across in columns:
+      at = row * step, column * step
+      part = run(*at) if any(at) else first
+      weight = down[:, None, None] * across[:, None]
+      window = (
+        slice(None),
+        slice(row * scale, row * scale + len(down)),
+        slice(column * scale, column * scale + len(across)),
+      )
+      for out, y in zip(jax.tree.leaves(total), jax.tree.leaves(part)):
+        out[window] += weight * y
+  return total
+
+
+def _spans(
+  side: int, tile: int, overlap: int, scale: int
+) -> list[tuple[int, np.ndarray]]:
+  """Tiles along one axis, evenly spread.
+
+  Args:
+    side: length of the axis.
+    tile: of a tile, at most `side`.
+    overlap: what neighbours share at least.
+    scale: positions of the output per position of the axis.
+
+  Returns:
+    Start of each tile, and its weights [tile * scale] at the output's
+    positions. The weights of all tiles sum to 1 everywhere.
+  """
+  gaps = -(-(side - tile) // (tile - overlap))
+  starts = [i * (side - tile) // max(gaps, 1) for i in range(gaps + 1)]
+  positions = (np.arange(side * scale) + 0.5) / scale
+  # How far each position has passed into tile 0, 1, ...: a ramp in the middle
+  # of what two neighbours share, no longer than from centre to centre, so that
+  # no position mixes three tiles.
+  passed = [np.ones_like(positions)]
+  for start, after in itertools.pairwise(starts):
+    middle = (start + tile + after) / 2
+    length = min(start + tile - after, after - start)
+    offset = positions - middle
+    ramp = offset / length + 0.5 if length else offset > 0
+    passed.append(np.clip(ramp, 0.0, 1.0))
+  passed.append(np.zeros_like(positions))
+  weights = -np.diff(passed, axis=0)
+  return [
+    (start, weight[start * scale : (start + tile) * scale].astype(np.float32))
+    for start, weight in zip(starts, weights)
+  ]

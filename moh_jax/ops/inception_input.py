@@ -1,0 +1,57 @@
+"""The two ways from pixels to the input of the FID Inception."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+INPUT_SIZE = 299
+RESIZES = ("tf1", "ptfid")
+
+
+def prepare(
+  images: jax.Array, resize: str = "tf1", size: int = INPUT_SIZE
+) -> jax.Array:
+  """Resizes and scales pixels to the network's input.
+
+  Neither form antialiases nor rounds in between.
+
+  Args:
+    images: [B, X, Y, 3] uint8 pixels (or their values in float32).
+    resize: "tf1", TensorFlow 1's bilinear rule without half-pixel centres and
+      (x - 128) / 128, which published ADM and DiT numbers use; "ptfid",
+      half-pixel centres and 2 x / 255 - 1, as pytorch-fid.
+    size: of the result.
+
+  Returns:
+    [B, size, size, 3] float32.
+
+  Raises:
+    ValueError: an unknown resize.
+  """
+  if resize not in RESIZES:
+    raise ValueError(f"resize={resize!r} must be one of {RESIZES}")
+  x = images.astype(jnp.float32)
+  x = x / 255 if resize == "ptfid" else x
+  # Columns, then rows, as TensorFlow's kernel rounds.
+  for axis in (2, 1):
+    x = _interpolate(x, axis, size, half_pixel=resize == "ptfid")
+  return 2 * x - 1 if resize == "ptfid" else (x - 128) / 128
+
+
+def _interpolate(
+  x: jax.Array, axis: int, size: int, *, half_pixel: bool
+) -> jax.Array:
+  length = x.shape[axis]
+  # In float32, as the public kernels compute coordinates.
+  step = np.float32(length) / np.float32(size)
+  source = np.arange(size, dtype=np.float32)
+  if half_pixel:
+    half = np.float32(0.5)
+    source = np.maximum((source + half) * step - half, np.float32(0))
+  else:
+    source = source * step
+  low = np.minimum(np.floor(source).astype(np.int32), length - 1)
+  high = np.minimum(low + 1, length - 1)
+  weight = (source - low).reshape(-1, *(1,) * (x.ndim - 1 - axis))
+  below = jnp.take(x, low, axis)
+  return below + (jnp.take(x, high, axis) - below) * weight

@@ -1,0 +1,92 @@
+"""Image classification: the task of MoH-ViT."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moh_jax.config import Config
+from moh_jax.data.sources import check_class_names, make_source
+from moh_jax.evaluation import accuracy
+from moh_jax.models.build import make_model
+from moh_jax.training import losses
+from moh_jax.training.step import LossFn, Metrics
+from moh_jax.training.task import Evaluate, Task, evaluate_split, stream
+
+
+def make_task(config: Config) -> Task:
+  """Opens the data and builds the task.
+
+  Raises:
+    FileNotFoundError: data is missing.
+    ValueError: the data does not fit the model.
+  """
+  train = make_source(config, "train")
+  model, inputs = make_model(config)
+  return Task(
+    model=model,
+    inputs=inputs,
+    loss_fn=make_loss(model, config),
+    batches=lambda mesh: stream(config, train, mesh),
+    evaluate=make_evaluate(model, config, train.class_names),
+    class_names=train.class_names,
+    unit="images",
+    units_per_step=config.data.batch_size,
+  )
+
+
+def make_evaluate(
+  model: nn.Module, config: Config, class_names: tuple[str, ...]
+) -> Evaluate:
+  """Opens the held-out split and prepares its evaluation.
+
+  Args:
+    model: maps images to (logits, aux).
+    config: the run.
+    class_names: of the model's outputs.
+  """
+  held_out = make_source(config, "val")
+  check_class_names(class_names, held_out.class_names, "the held-out split")
+  eval_step = accuracy.make_eval_step(model)
+  return lambda params, mesh: evaluate_split(
+    config, held_out, eval_step, params, mesh
+  )
+
+
+def make_loss(model: nn.Module, config: Config) -> LossFn:
+  """Cross-entropy of an image classifier plus the weighted balance loss.
+
+  Args:
+    model: maps images to (logits, aux).
+    config: the run; its `train` section says how targets are made.
+
+  Returns:
+    The loss function; its metrics log the task loss and the balance loss apart.
+  """
+  train = config.train
+
+  def loss_fn(
+    params: Any, batch: Any, rng: jax.Array
+  ) -> tuple[jax.Array, Metrics]:
+    mix_rng, dropout_rng = jax.random.split(rng)
+    labels = batch["label"]
+    targets = losses.class_targets(
+      labels, config.model.num_classes, train.label_smoothing
+    )
+    images, targets = losses.mix_images(mix_rng, batch["image"], targets, train)
+    logits, aux = model.apply(
+      {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
+    )
+    task_loss = losses.soft_cross_entropy(logits, targets).mean()
+    loss = task_loss + train.balance_weight * aux.balance_loss
+    correct = (logits.argmax(-1) == labels).astype(jnp.float32)
+    return loss, {
+      "loss": loss,
+      "task_loss": task_loss,
+      "balance_loss": aux.balance_loss,
+      "accuracy": correct.mean(),
+      "activated_share": aux.activated_share,
+    }
+
+  return loss_fn

@@ -1,0 +1,172 @@
+"""Class-conditional diffusion: the task of MoH-DiT."""
+
+import logging
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from moh_jax.config import Config
+from moh_jax.data.sources import check_class_names, make_source
+from moh_jax.diffusion.guidance import drop_labels
+from moh_jax.diffusion.objective import training_losses
+from moh_jax.diffusion.process import make_process, q_sample
+from moh_jax.evaluation.denoising import make_eval_step
+from moh_jax.models.build import make_model
+from moh_jax.models.generation import Decode, image_grid, make_paint
+from moh_jax.training import sharding
+from moh_jax.training.step import LossFn, Metrics
+from moh_jax.training.task import (
+  Evaluate,
+  Preview,
+  Task,
+  evaluate_split,
+  stream,
+)
+
+_LOG = logging.getLogger(__name__)
+_QUARTILES = 4
+
+
+def make_task(config: Config, decode: Decode | None = None) -> Task:
+  """Opens the data and builds the task.
+
+  Args:
+    config: the run.
+    decode: for previews of latents.
+
+  Raises:
+    FileNotFoundError: data is missing.
+    ValueError: the data does not fit the model, or previews of latents lack
+      their autoencoder.
+  """
+  train = make_source(config, "train")
+  model, inputs = make_model(config)
+  return Task(
+    model=model,
+    inputs=inputs,
+    loss_fn=make_loss(model, config),
+    batches=lambda mesh: stream(config, train, mesh),
+    evaluate=make_evaluate(model, config, train.class_names),
+    class_names=train.class_names,
+    unit="images",
+    units_per_step=config.data.batch_size,
+    preview=_make_preview(model, config, decode),
+    preview_every=config.sample.every,
+  )
+
+
+def make_evaluate(
+  model: nn.Module, config: Config, class_names: tuple[str, ...]
+) -> Evaluate:
+  """Opens the held-out split, if there is one, and prepares its evaluation.
+
+  Args:
+    model: maps (x, t, labels) to (output, aux).
+    config: the run.
+    class_names: that the model was trained with.
+  """
+  try:
+    held_out = make_source(config, "val")
+  except FileNotFoundError as error:
+    _LOG.warning("no held-out split, nothing will be evaluated: %s", error)
+    return lambda params, mesh: {}
+  check_class_names(class_names, held_out.class_names, "the held-out split")
+  eval_step = make_eval_step(model, config.diffusion)
+  return lambda params, mesh: evaluate_split(
+    config, held_out, eval_step, params, mesh
+  )
+
+
+def make_loss(model: nn.Module, config: Config) -> LossFn:
+  """Denoising loss plus the weighted balance loss.
+
+  Timesteps are uniform; the squared error is also logged for each quarter of
+  them, not a number where a batch has none.
+
+  Args:
+    model: maps (x, t, labels) to (output, aux).
+    config: the run.
+
+  Returns:
+    The loss function.
+  """
+  diffusion, no_label = config.diffusion, config.model.num_classes
+  process = make_process(diffusion.schedule, diffusion.steps)
+
+  def loss_fn(
+    params: Any, batch: Any, rng: jax.Array
+  ) -> tuple[jax.Array, Metrics]:
+    time_rng, noise_rng, label_rng = jax.random.split(rng, 3)
+    x0 = batch["image"]
+    t = jax.random.randint(time_rng, x0.shape[:1], 0, process.num_steps)
+    noise = jax.random.normal(noise_rng, x0.shape)
+    labels = drop_labels(
+      label_rng, batch["label"], no_label, config.model.label_dropout
+    )
+    x = q_sample(process, x0, t, noise)
+    out, aux = model.apply({"params": params}, x, t, labels)
+    losses = training_losses(
+      process,
+      diffusion.prediction,
+      out,
+      x0=x0,
+      x=x,
+      t=t,
+      noise=noise,
+      loss_weight=diffusion.loss_weight,
+      snr_gamma=diffusion.snr_gamma,
+    )
+    task_loss = losses["weighted_mse"].mean()
+    metrics = {"mse": losses["mse"].mean()}
+    if "vb" in losses:
+      metrics["vb"] = losses["vb"].mean()
+      task_loss = task_loss + diffusion.vb_weight * metrics["vb"]
+    loss = task_loss + config.train.balance_weight * aux.balance_loss
+    return loss, {
+      "loss": loss,
+      "task_loss": task_loss,
+      **metrics,
+      **_by_quartile(losses["mse"], t, process.num_steps),
+      "balance_loss": aux.balance_loss,
+      "activated_share": aux.activated_share,
+    }
+
+  return loss_fn
+
+
+def _by_quartile(mse: jax.Array, t: jax.Array, num_steps: int) -> Metrics:
+  quartile = t * _QUARTILES // num_steps
+  out = {}
+  for index in range(_QUARTILES):
+    inside = quartile == index
+    mean = jnp.where(inside, mse, 0.0).sum() / inside.sum()
+    out[f"mse_quartile{index + 1}"] = mean
+  return out
+
+
+def _make_preview(
+  model: nn.Module, config: Config, decode: Decode | None
+) -> Preview | None:
+  """A grid of samples whose noise and labels never change during a run."""
+  if not config.sample.every:
+    return None
+  if config.diffusion.space == "latent" and decode is None:
+    raise ValueError(
+      f"sample.every={config.sample.every} must be 0, or --vae must name the "
+      "autoencoder that shows latents"
+    )
+  paint, num = make_paint(model, config, decode), config.sample.num
+  classes, seed = config.model.num_classes, config.train.seed
+
+  def preview(params: Any, mesh: Mesh) -> np.ndarray:
+    index = sharding.pad_to_shards(np.arange(num, dtype=np.int32), mesh)
+    batch = (index, index % classes)
+    batch = [sharding.put_batch(part, mesh) for part in batch]
+    pictures = sharding.gather(paint(params, seed, *batch), mesh)[:num]
+    return image_grid(pictures, columns=min(num, max(1, round(num**0.5))))
+
+  return preview

@@ -1,0 +1,156 @@
+"""The command from files to figures, with the recorded random network."""
+
+import json
+import pathlib
+import tempfile
+
+import numpy as np
+import threadpoolctl
+import tiny_checkpoint
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.convert import parity_fid
+from moh_jax.convert.tensor_files import read_tensors, write_safetensors
+
+_CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
+_RNG = np.random.RandomState(0)
+_SAMPLES = _RNG.randint(0, 256, (5, 9, 9, 3), np.uint8)
+_REFERENCE = _RNG.randint(0, 200, (6, 9, 9, 3), np.uint8)
+
+
+class FidCommandTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    # Eigenvalues in BLAS threads that wait for busy cores take 20 times longer.
+    cls.enterClassContext(threadpoolctl.threadpool_limits(1))
+    cls.root = pathlib.Path(
+      cls.enterClassContext(tempfile.TemporaryDirectory())
+    )
+    meta = json.loads((_CASE / "meta.json").read_text())
+    stored = read_tensors(_CASE / "weights.safetensors")
+    cls.weights = cls.root / "inception.safetensors"
+    write_safetensors(cls.weights, parity_fid.regenerate(meta, stored))
+    cls.samples, cls.folder = cls.root / "samples.npz", cls.root / "reference"
+    cls.folder.mkdir()
+    np.savez(cls.samples, _SAMPLES)
+    for i, image in enumerate(_REFERENCE):
+      Image.fromarray(image).save(cls.folder / f"{i}.png")
+    cls.stats = cls.root / "stats.npz"
+    # One run through everything; tests look at what it left.
+    cls.result = cls._call(
+      *("--samples", cls.samples, "--reference", cls.folder),
+      *("--save-stats", cls.stats, "--json", "-"),
+    )
+
+  @classmethod
+  def _call(cls, *argv, weights=True):
+    network = ("--inception", cls.weights) if weights else ()
+    return tiny_checkpoint.call("fid", *argv, *network, "--batch-size", 8)
+
+  def test_json_has_all_figures(self):
+    status, out, _ = self.result
+    figures = json.loads(out)  # nothing else on stdout
+    self.assertEqual(status, 0)
+    self.assertGreater(figures["fid"], 1.0)
+    self.assertGreater(figures["sfid"], 1.0)
+    self.assertBetween(figures["inception_score"], 1.0, 5.0)
+    for name in ("precision", "recall"):
+      self.assertBetween(figures[name], 0.0, 1.0)
+    self.assertEqual(figures["samples"], str(self.samples))
+    self.assertEqual(figures["reference"], str(self.folder))
+    self.assertEqual((figures["num_samples"], figures["num_reference"]), (5, 6))
+    self.assertEqual(figures["resize"], "tf1")
+
+  def test_warns_how_many_images_are_needed(self):
+    _, _, err = self.result
+    self.assertRegex(
+      err, f"warning: {self.samples}: 5 images .* fid and sfid .* least 2049"
+    )
+    self.assertIn("6/6", err)  # progress
+
+  def test_two_files_of_statistics_need_no_network(self):
+    argv = ("--samples", self.stats, "--reference", self.stats)
+    status, out, _ = self._call(
+      *argv, *("--metrics", "sfid", "--json", "-"), weights=False
+    )
+    figures = json.loads(out)
+    self.assertEqual(status, 0)
+    self.assertAlmostEqual(figures["sfid"], 0.0, delta=1e-6)
+    for name in ("fid", "precision", "num_samples", "num_reference"):
+      self.assertIsNone(figures[name])
+
+  def test_saved_statistics_serve_as_reference_of_a_folder(self):
+    copies = self.root / "copies"
+    copies.mkdir()
+    for i, image in enumerate(_SAMPLES):
+      Image.fromarray(image).save(copies / f"{i}.png")
+    status, out, _ = self._call(
+      *("--samples", copies, "--reference", self.stats, "--metrics", "fid,is"),
+    )
+    figures = dict(line.split(": ", 1) for line in out.splitlines())
+    first = json.loads(self.result[1])
+    self.assertEqual(status, 0)
+    self.assertAlmostEqual(float(figures["fid"]), 0.0, places=3)
+    self.assertEqual(
+      figures["inception_score"], f"{first['inception_score']:.4f}"
+    )
+    self.assertNotIn("sfid", figures)
+
+  def test_without_reference_scores_what_needs_none(self):
+    status, out, err = self._call("--samples", self.samples, "--json", "-")
+    figures, first = json.loads(out), json.loads(self.result[1])
+    self.assertEqual(status, 0)
+    self.assertAlmostEqual(
+      figures["inception_score"], first["inception_score"], places=5
+    )
+    self.assertIsNone(figures["fid"])
+    self.assertIn("note: without fid, sfid, pr: there is no --reference", err)
+
+  @parameterized.named_parameters(
+    ("no_reference", ("--metrics", "fid,pr"), "fid,pr need --reference"),
+    ("batch", ("--batch-size", 0), "--batch-size=0 must be at least 1"),
+    ("devices", ("--batch-size", 9), "--batch-size=9 must be a multiple of 8"),
+    ("no_images", ("--reference", "stats.npz", "--metrics", "pr"), "arr_0"),
+    ("no_file", ("--reference", "none.npz"), "none.npz: no such file"),
+    ("one", ("--reference", "one.npz"), "at least 4 samples"),
+    ("one_fid", ("--reference", "one.npz", "--metrics", "fid"), "at least 2"),
+    ("half", ("--reference", "half.npz"), "lacks"),
+    ("place", ("--save-stats", "no/stats.npz"), "no directory"),
+    ("weights", ("--inception", "no.pth"), "pt_inception-2015-12-05-6726825d"),
+  )
+  def test_mistakes_are_one_line(self, argv, reason):
+    np.savez(self.root / "one.npz", _SAMPLES[:1])
+    np.savez(self.root / "half.npz", _SAMPLES, mu=np.zeros(2048))
+    argv = [
+      self.root / arg if str(arg).endswith((".npz", ".pth")) else arg
+      for arg in argv
+    ]
+    status, out, err = tiny_checkpoint.call(
+      *("fid", "--samples", self.samples, "--batch-size", 8),
+      *("--inception", self.weights, *argv),
+    )
+    self.assertEqual((status, out), (2, ""))
+    lines = [li for li in err.splitlines() if not li.startswith("note: ")]
+    self.assertLen(lines, 1)
+    self.assertStartsWith(lines[0], "error: ")
+    self.assertIn(reason, lines[0])
+
+  def test_missing_weights_say_which_file_and_where(self):
+    status, _, err = self._call("--samples", self.samples, weights=False)
+    self.assertEqual(status, 2)
+    self.assertRegex(
+      err,
+      "no --inception was given;.*pt_inception-2015-12-05-6726825d.pth: "
+      "download https://.*pass --inception PATH",
+    )
+
+  def test_unknown_metric_lists_the_known(self):
+    status, _, err = self._call("--samples", self.samples, "--metrics", "kid")
+    self.assertEqual(status, 2)
+    self.assertIn("'kid' must be one of fid, sfid, is, pr", err)
+
+
+if __name__ == "__main__":
+  absltest.main()

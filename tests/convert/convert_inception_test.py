@@ -1,0 +1,87 @@
+import json
+import pathlib
+
+import numpy as np
+from absl.testing import absltest
+
+from moh_jax.convert import parity_fid, rules
+from moh_jax.convert.inception import (
+  FILE,
+  abstract_inception,
+  convert_inception,
+  inception_rules,
+  load_inception,
+)
+from moh_jax.convert.tensor_files import read_tensors, write_safetensors
+from moh_jax.models.inception import InceptionV3
+
+_CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
+
+
+class RecordedWeightsTest(absltest.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.meta = json.loads((_CASE / "meta.json").read_text())
+    cls.stored = read_tensors(_CASE / "weights.safetensors")
+    cls.tensors = parity_fid.regenerate(cls.meta, cls.stored)
+
+
+class InceptionCheckpointTest(RecordedWeightsTest):
+  def _convert(self, tensors):
+    return convert_inception(tensors, InceptionV3(), source="here")
+
+  def test_names_are_those_of_the_public_file(self):
+    table = inception_rules(abstract_inception(InceptionV3()))
+    names = [name for rule in table for name in rule.theirs]
+    public = [entry["name"] for entry in self.meta["state_dict"]]
+    counters = [n for n in public if n.endswith("num_batches_tracked")]
+    self.assertNotEmpty(counters)
+    self.assertCountEqual(names + counters, public)
+
+  def test_file_there_and_back_is_exact(self):
+    file = pathlib.Path(self.create_tempdir().full_path) / "inception.st"
+    # Written by PyTorch the file has BatchNorm's counters too.
+    counter = {"Mixed_7c.branch1x1.bn.num_batches_tracked": np.int64(7)}
+    write_safetensors(file, self.tensors | counter)
+    params = load_inception(file)
+    back = rules.dump_params(inception_rules(params), params)
+    self.assertEqual(back.keys(), self.tensors.keys())
+    for name, tensor in self.tensors.items():
+      np.testing.assert_array_equal(back[name], tensor, err_msg=name)
+
+  def test_missing_file_says_which_is_expected_and_how_to_pass_it(self):
+    with self.assertRaisesRegex(
+      FileNotFoundError, f"no/file.pth: no such file;.*{FILE}.*--inception PATH"
+    ):
+      load_inception("no/file.pth")
+
+  def test_another_network_is_refused(self):
+    # torchvision's: 1000 classes and an auxiliary head.
+    tensors = self.tensors | {"AuxLogits.fc.bias": np.zeros(1000)}
+    tensors["fc.bias"] = np.zeros(1000, np.float32)
+    del tensors["Mixed_6a.branch3x3.bn.running_var"]
+    with self.assertRaisesRegex(
+      ValueError,
+      r"here: .*1 missing: Mixed_6a\.branch3x3\.bn\.running_var; "
+      r"1 not expected: AuxLogits\.fc\.bias; 1 shape: fc\.bias \(1000,\)",
+    ):
+      self._convert(tensors)
+
+
+class RecipeTest(RecordedWeightsTest):
+  def test_reproduces_the_test_vector(self):
+    vector = self.meta["recipe"]["test_vector"]
+    np.testing.assert_array_equal(
+      self.tensors[vector["name"]][:4], np.float32(vector["first_values"])
+    )
+
+  def test_notices_another_tensor(self):
+    name = "Conv2d_1a_3x3.bn.running_mean"
+    stored = self.stored | {name: self.stored[name] + 1}
+    with self.assertRaisesRegex(ValueError, f"{name}: not the recorded"):
+      parity_fid.regenerate(self.meta, stored)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,271 @@
+import json
+import pathlib
+import pickle
+import resource
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.data import shards
+from moh_jax.data.shard_writer import ShardSetWriter
+
+_KIND = "images"
+
+
+class _SetTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    self.folder = pathlib.Path(root) / "set"
+
+  def _writer(self, items=10, shard_size=4, **settings):
+    return ShardSetWriter(
+      self.folder,
+      _KIND,
+      items=items,
+      shard_size=shard_size,
+      settings={"size": 8, **settings},
+      notes={"class_names": ["ant"]},
+    )
+
+  def _fill(self, writer, only=None):
+    for shard in writer.todo() if only is None else only:
+      with writer.open(shard) as target:
+        for item in writer.items(shard):
+          target.add({"label": item}, f"item {item}\n".encode())
+    return writer
+
+  def _whole(self, **options):
+    return self._fill(self._writer(**options)).finish()
+
+  def _files(self):
+    return {
+      path.name: path.read_bytes()
+      for path in sorted(self.folder.iterdir())
+      if path.is_file()
+    }
+
+
+class RecordTest(absltest.TestCase):
+  def test_payload_may_hold_any_byte(self):
+    header, payload = {"label": 3, "name": "a\nb/é\udcff"}, bytes(range(256))
+    record = shards.pack(header, payload)
+    self.assertEqual(shards.unpack(record), (header, payload))
+
+  def test_header_is_one_line_of_json(self):
+    record = shards.pack({"label": 3, "name": "ant/1.jpg"}, b"\xff\xd8")
+    self.assertEqual(record, b'{"label":3,"name":"ant/1.jpg"}\n\xff\xd8')
+
+
+class ReadTest(_SetTest):
+  def test_items_come_back_in_order(self):
+    self._whole()
+    read = shards.Shards(self.folder, _KIND)
+    self.assertLen(read, 10)
+    for item in range(10):
+      header, payload = read[item]
+      self.assertEqual(header, {"label": item})
+      self.assertEqual(payload, f"item {item}\n".encode())
+
+  def test_pickles_after_reading(self):
+    self._whole()
+    read = shards.Shards(self.folder, _KIND)
+    expected = read[7]
+    self.assertEqual(pickle.loads(pickle.dumps(read))[7], expected)
+
+  def test_empty_shard_between_others(self):
+    writer = self._fill(self._writer(), only=[0, 2])
+    with writer.open(1) as target:
+      for item in writer.items(1):
+        target.skip(str(item), "bad")
+    metadata = writer.finish()
+    read = shards.Shards(self.folder, _KIND)
+    labels = [read[i][0]["label"] for i in range(len(read))]
+    self.assertEqual(labels, [0, 1, 2, 3, 8, 9])
+    self.assertEqual((metadata["examples"], metadata["skipped"]), (6, 4))
+
+  def test_unfinished_set_is_refused(self):
+    self._fill(self._writer(), only=[0])
+    with self.assertRaisesRegex(FileNotFoundError, "metadata.json.*unfinished"):
+      shards.Shards(self.folder, _KIND)
+
+  def test_missing_shards_are_named(self):
+    self._whole()
+    (self.folder / "00001-of-00003.array_record").unlink()
+    with self.assertRaisesRegex(
+      FileNotFoundError, "lacks 1 of its 3 shards: 00001-of-00003"
+    ):
+      shards.Shards(self.folder, _KIND)
+
+  def test_truncated_shard_is_named(self):
+    self._whole()
+    path = self.folder / "00002-of-00003.array_record"
+    path.write_bytes(path.read_bytes()[:1000])
+    with self.assertRaisesRegex(
+      ValueError, r"truncated .*: 00002-of-00003.array_record \(1000 bytes\)"
+    ):
+      shards.Shards(self.folder, _KIND)
+
+  def test_damaged_record_is_named(self):
+    self._whole()
+    path = self.folder / "00001-of-00003.array_record"
+    content = path.read_bytes()
+    self.assertEqual(content.count(b"item 6\n"), 1)
+    path.write_bytes(content.replace(b"item 6\n", b"item 9\n"))
+    read = shards.Shards(self.folder, _KIND)
+    self.assertEqual(read[5][0], {"label": 5})
+    with self.assertRaisesRegex(
+      ValueError, r"00001-of-00003.array_record\[2\]: damaged record"
+    ):
+      read[6]
+
+  @parameterized.parameters(
+    ("{", "damaged, or not one of ours"),
+    ("[]", "damaged, or not one of ours"),
+    ('{"format": "latents", "version": 1}', "'latents' of version 1, expected"),
+    ('{"format": "images", "version": 9}', "'images' of version 9, expected"),
+  )
+  def test_other_metadata_is_refused(self, text, reason):
+    self._whole()
+    (self.folder / shards.METADATA).write_text(text)
+    with self.assertRaisesRegex(ValueError, reason):
+      shards.Shards(self.folder, _KIND)
+
+
+class WriteTest(_SetTest):
+  def test_metadata_describes_the_set(self):
+    self._whole()
+    metadata = json.loads((self.folder / shards.METADATA).read_text())
+    del metadata["shards"][0]["bytes"]
+    self.assertEqual(
+      metadata["shards"][0],
+      {"file": "00000-of-00003.array_record", "examples": 4, "skipped": {}},
+    )
+    del metadata["shards"]
+    self.assertEqual(
+      metadata,
+      {
+        "format": _KIND,
+        "version": 1,
+        "size": 8,
+        "items": 10,
+        "shard_size": 4,
+        "class_names": ["ant"],
+        "examples": 10,
+        "skipped": 0,
+      },
+    )
+
+  def test_nothing_else_stays(self):
+    self._whole()
+    names = [f"0000{i}-of-00003.array_record" for i in range(3)]
+    self.assertEqual(list(self._files()), [*names, shards.METADATA])
+    self.assertLen(list(self.folder.iterdir()), 4)
+
+  def test_interrupted_set_continues_to_the_same_bytes(self):
+    self._whole()
+    whole = self._files()
+    for path in self.folder.iterdir():
+      path.unlink()
+    writer = self._fill(self._writer(), only=[1])
+    with self.assertRaises(KeyboardInterrupt), writer.open(0) as target:
+      target.add({"label": 0}, b"item 0\n")
+      raise KeyboardInterrupt
+    self.assertEqual(
+      list(self.folder.glob("*.array_record")),
+      [self.folder / "00001-of-00003.array_record"],
+    )
+    kept = (self.folder / "00001-of-00003.array_record").stat().st_mtime_ns
+    again = self._writer()
+    self.assertEqual(again.todo(), [0, 2])
+    self._fill(again).finish()
+    self.assertEqual(self._files(), whole)
+    stat = (self.folder / "00001-of-00003.array_record").stat()
+    self.assertEqual(stat.st_mtime_ns, kept)
+
+  def test_killed_without_a_word_leaves_no_whole_shard(self):
+    writer = self._writer()
+    growing = self.folder / "unfinished" / "00000-of-00003.array_record"
+    growing.write_bytes(b"half a shard")
+    self.assertEqual(writer.todo(), [0, 1, 2])
+    self._fill(self._writer()).finish()
+    self.assertLen(shards.Shards(self.folder, _KIND), 10)
+
+  @parameterized.parameters(True, False)
+  def test_damaged_shard_of_a_whole_set_is_written_again(self, truncated):
+    self._whole()
+    whole = self._files()
+    path = self.folder / "00001-of-00003.array_record"
+    if truncated:
+      path.write_bytes(b"")
+    else:
+      path.unlink()
+    writer = self._writer()
+    self.assertEqual(writer.todo(), [1])
+    self._fill(writer).finish()
+    self.assertEqual(self._files(), whole)
+
+  @parameterized.parameters(True, False)
+  def test_other_settings_are_named_and_refused(self, whole):
+    writer = self._fill(self._writer())
+    if whole:
+      writer.finish()
+    for changed, message in (
+      ({"size": 16}, "size: 16 here, 8 there"),
+      ({"shard_size": 5}, "shard_size: 5 here, 4 there"),
+      ({"items": 11}, "items: 11 here, 10 there"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        self._writer(**changed)
+
+  def test_shards_of_nobody_are_not_touched(self):
+    self._whole()
+    (self.folder / shards.METADATA).unlink()
+    with self.assertRaisesRegex(ValueError, "shards without metadata.json"):
+      self._writer()
+
+  def test_skipped_items_are_listed(self):
+    writer = self._fill(self._writer(), only=[0, 1])
+    with writer.open(2) as target:
+      target.add({"label": 8}, b"item 8\n")
+      target.skip("ant/9.jpg", "not an image")
+    # The note outlives an interruption.
+    metadata = self._writer().finish()
+    self.assertEqual(metadata["skipped"], 1)
+    self.assertEqual(
+      (self.folder / "skipped.txt").read_text(), "ant/9.jpg: not an image\n"
+    )
+
+  def test_a_set_of_nothing_is_refused(self):
+    writer = self._writer(items=1)
+    with writer.open(0) as target:
+      target.skip("ant/0.jpg", "not an image")
+    with self.assertRaisesRegex(ValueError, "none of the 1 images .*ant/0.jpg"):
+      writer.finish()
+
+  def test_an_error_of_the_caller_is_not_one_of_the_disk(self):
+    writer = self._writer()
+    with self.assertRaisesRegex(FileNotFoundError, "^mine$"), writer.open(0):
+      raise FileNotFoundError("mine")
+
+  def test_full_disk_leaves_finished_shards_whole(self):
+    writer = self._fill(self._writer(), only=[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+    with (
+      self.assertRaisesRegex(
+        OSError, "File too large.*finished ones are whole"
+      ),
+      writer.open(1) as target,
+    ):
+      target.add({"label": 0}, bytes(1 << 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again = self._writer()
+    self.assertEqual(again.todo(), [1, 2])
+    self._fill(again).finish()
+    self.assertLen(shards.Shards(self.folder, _KIND), 10)
+
+
+if __name__ == "__main__":
+  absltest.main()

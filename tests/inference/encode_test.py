@@ -1,0 +1,215 @@
+import dataclasses
+import functools
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+import tiny_vae
+from absl.testing import absltest, parameterized
+
+from moh_jax.data.latents import LatentSource
+from moh_jax.data.transforms import center_crop
+from moh_jax.inference import encode, latent_set
+from moh_jax.models.vae import VAE
+
+_OPTIONS = latent_set.EncodeOptions(
+  image_size=8, latent_scale=0.5, batch_size=2, shard_size=4, threads=2
+)
+
+
+@functools.cache
+def _params():
+  return tiny_vae.params()
+
+
+class EncodeTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.images = self.root / "images"
+    tiny_vae.save_images(self.images)
+
+  def _source(self):
+    return latent_set.open_images(self.images, 3)
+
+  def _open(self, name, options=_OPTIONS, weights="w", config=tiny_vae.CONFIG):
+    return latent_set.open_latents(
+      self._source(),
+      self.root / name,
+      config,
+      options,
+      weights=weights,
+      notes={"vae": "tiny", "encoded_from": "here"},
+    )
+
+  def _encode(self, name="out", source=None, devices=1, process=(0, 1), **kw):
+    options = dataclasses.replace(_OPTIONS, **kw)
+    return encode.encode_latents(
+      source or self._source(),
+      self._open(name, options),
+      tiny_vae.CONFIG,
+      _params(),
+      options,
+      devices=jax.devices()[:devices],
+      process_index=process[0],
+      process_count=process[1],
+      progress=False,
+    )
+
+  def _read(self, name="out"):
+    source = LatentSource(str(self.root), name)
+    return [source[i] for i in range(len(source))]
+
+  def _files(self, name):
+    return {
+      path.name: path.read_bytes() for path in (self.root / name).iterdir()
+    }
+
+  def test_holds_the_posteriors_of_image_and_mirror(self):
+    metadata = self._encode()
+    source, read = self._source(), self._read()
+    self.assertEqual(metadata["examples"], 10)
+    crops = np.stack(
+      [center_crop(source[i]["image"], (8, 8)) for i in range(10)]
+    )
+    pixels = np.float32(crops) / 127.5 - 1
+    for view, images in enumerate((pixels, pixels[:, :, ::-1])):
+      moments = VAE(tiny_vae.CONFIG).apply(
+        {"params": _params()}, images, method="encode"
+      )
+      for part, expected in enumerate(moments):
+        stored = np.stack([example["image"][view, part] for example in read])
+        np.testing.assert_allclose(stored, expected, rtol=2e-3, atol=2e-3)
+    self.assertEqual([int(e["label"]) for e in read], [0] * 5 + [1] * 5)
+
+  def test_metadata_says_how(self):
+    metadata = self._encode()
+    for name, value in (
+      ("format", "latents"),
+      ("class_names", ["ant", "cat"]),
+      ("image_size", 8),
+      ("latent_shape", [4, 4, 2]),
+      ("latent_scale", 0.5),
+      ("vae_sha256", "w"),
+      ("vae", "tiny"),
+      ("encoded_from", "here"),
+      ("skipped", 0),
+    ):
+      stored = metadata[name]
+      stored = list(stored) if isinstance(stored, tuple) else stored
+      self.assertEqual(stored, value, name)
+
+  def test_one_and_eight_devices_agree(self):
+    self._encode("one", devices=1, batch_size=8)
+    self._encode("eight", devices=8, batch_size=8)
+    for ours, theirs in zip(self._read("one"), self._read("eight")):
+      np.testing.assert_allclose(
+        ours["image"], theirs["image"], rtol=2e-3, atol=2e-3
+      )
+
+  def test_processes_write_whole_shards_of_their_own(self):
+    self._encode("one")
+    self.assertIsNone(self._encode("two", process=(1, 2)))
+    shards = sorted(p.name for p in (self.root / "two").glob("*.array_record"))
+    self.assertEqual(shards, ["00001-of-00003.array_record"])
+    self.assertIsNotNone(self._encode("two", process=(0, 2)))
+    self.assertEqual(self._files("two"), self._files("one"))
+
+  @parameterized.parameters(0, 5, 9)
+  def test_killed_and_continued_gives_the_same_bytes(self, reached):
+    self._encode("whole")
+    source = self._source()
+
+    class Killed(type(source)):
+      def __getitem__(self, index):
+        if index == reached:
+          raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+    killed = Killed(str(self.images), "", 3)
+    with self.assertRaises(KeyboardInterrupt):
+      self._encode("killed", source=killed)
+    # Reading is two batches ahead, so the shard before may be lost as well.
+    done = len(list((self.root / "killed").glob("*.array_record")))
+    self.assertBetween(done, max(reached // 4 - 1, 0), reached // 4)
+    self._encode("killed")
+    self.assertEqual(self._files("killed"), self._files("whole"))
+
+  def test_finished_set_is_left_alone(self):
+    self._encode()
+    before = self._files("out")
+    times = {
+      path.name: path.stat().st_mtime_ns
+      for path in (self.root / "out").glob("*.array_record")
+    }
+    self._encode()
+    self.assertEqual(self._files("out"), before)
+    for path in (self.root / "out").glob("*.array_record"):
+      self.assertEqual(path.stat().st_mtime_ns, times[path.name])
+
+  def test_bad_images_raise(self):
+    (self.images / "ant" / "1.png").write_text("no image")
+    with self.assertRaisesRegex(ValueError, "ant/1.png: not an image"):
+      self._encode()
+
+  def test_bad_images_are_skipped_and_listed(self):
+    (self.images / "ant" / "1.png").write_text("no image")
+    tiny_vae.Image.new("RGB", (7, 30)).save(self.images / "cat" / "4.png")
+    metadata = self._encode(bad_images="skip")
+    self.assertEqual((metadata["examples"], metadata["skipped"]), (8, 2))
+    listing = (self.root / "out" / "skipped.txt").read_text().splitlines()
+    self.assertLen(listing, 2)
+    self.assertRegex(listing[0], "^ant/1.png: .*not an image")
+    self.assertRegex(listing[1], "^cat/4.png: .*30 x 7 .* 8 x 8 needed")
+    labels = [int(example["label"]) for example in self._read()]
+    self.assertEqual(labels, [0] * 4 + [1] * 4)
+
+  @parameterized.parameters(
+    ({"image_size": 16}, {}, "image_size: 16 here, 8 there"),
+    ({"latent_scale": 1.0}, {}, "latent_scale: 1.0 here, 0.5 there"),
+    ({"shard_size": 5}, {}, "shard_size: 5 here, 4 there"),
+    ({}, {"weights": "other"}, "vae_sha256: 'other' here, 'w' there"),
+    (
+      {},
+      {"config": dataclasses.replace(tiny_vae.CONFIG, dtype="bfloat16")},
+      "compute_dtype: 'bfloat16' here, 'float32' there",
+    ),
+  )
+  def test_other_settings_are_refused(self, options, others, message):
+    self._encode()
+    options = dataclasses.replace(_OPTIONS, **options)
+    with self.assertRaisesRegex(ValueError, message):
+      self._open("out", options, **others)
+
+  def test_sizes_must_fit(self):
+    with self.assertRaisesRegex(ValueError, "image_size=9 must be a multiple"):
+      self._open("out", dataclasses.replace(_OPTIONS, image_size=9))
+    with self.assertRaisesRegex(ValueError, "batch_size=6 must be a multiple"):
+      self._encode(devices=8, batch_size=6)
+
+  @parameterized.parameters(
+    ({"shard_size": 0}, "shard_size=0"),
+    ({"bad_images": "hide"}, "bad_images='hide'"),
+    ({"latent_scale": 0.0}, "latent_scale=0.0"),
+  )
+  def test_options_check_themselves(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      dataclasses.replace(_OPTIONS, **options)
+
+  def test_hash_is_of_weights_and_sizes(self):
+    hashes = [
+      latent_set.weights_sha256(config, params)
+      for config, params in (
+        (tiny_vae.CONFIG, _params()),
+        (dataclasses.replace(tiny_vae.CONFIG, norm_groups=1), _params()),
+        (tiny_vae.CONFIG, tiny_vae.params(1)),
+        (dataclasses.replace(tiny_vae.CONFIG, dtype="bfloat16"), _params()),
+      )
+    ]
+    self.assertLen(set(hashes), 3)
+    self.assertEqual(hashes[0], hashes[3])
+
+
+if __name__ == "__main__":
+  absltest.main()
