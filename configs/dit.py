@@ -33,7 +33,6 @@ def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
       source="latents",
       path="data/imagenet256_latents",
       batch_size=256,
-      num_threads=16,
     ),
     # arXiv:2212.09748: constant rate, no decay, no clipping, no warm-up.
     optim=config_lib.OptimConfig(

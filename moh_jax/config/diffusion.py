@@ -38,6 +38,9 @@ class DiffusionConfig:
   snr_gamma: float = 5.0
   vb_weight: float = 1.0
 
+  # Fields of the objective: a run may be continued with other values.
+  RUNTIME_FIELDS = ("loss_weight", "snr_gamma", "vb_weight")
+
   def __post_init__(self):
     one_of("diffusion", SPACES, space=self.space)
     one_of("diffusion", SCHEDULES, schedule=self.schedule)

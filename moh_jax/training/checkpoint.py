@@ -239,13 +239,9 @@ def check_same_run(workdir: str | epath.Path, config: Config) -> None:
       f"workdir {workdir} is at step {step}, beyond train.steps="
       f"{config.train.steps}"
     )
-  # What may change in a continued run takes the new run's value.
-  runtime = config.model.RUNTIME_FIELDS
-  same = {name: getattr(config.model, name) for name in runtime}
-  stored_model = stored.model
-  if type(stored_model) is type(config.model):
-    stored_model = dataclasses.replace(stored_model, **same)
-  fields = config_lib.differing_fields(config.model, stored_model, "model")
+  fields = _differing(config.model, stored.model, "model")
+  if config.diffusion and stored.diffusion:
+    fields += _differing(config.diffusion, stored.diffusion, "diffusion")
   if bool(config.optim.ema_decay) != bool(stored.optim.ema_decay):
     fields.append(
       f"optim.ema_decay: {config.optim.ema_decay} here, "
@@ -267,6 +263,14 @@ def check_same_run(workdir: str | epath.Path, config: Config) -> None:
       f"workdir {workdir} holds another run's checkpoint; "
       f"{'; '.join(fields)}. Choose another workdir or the same config"
     )
+
+
+def _differing(ours: Any, theirs: Any, section: str) -> list[str]:
+  """Fields that differ, but for those that a continued run may change."""
+  if type(theirs) is type(ours):
+    same = {name: getattr(ours, name) for name in ours.RUNTIME_FIELDS}
+    theirs = dataclasses.replace(theirs, **same)
+  return config_lib.differing_fields(ours, theirs, section)
 
 
 def resolve(directory: str | epath.Path) -> epath.Path:

@@ -74,7 +74,8 @@ def make_evaluate(
   except FileNotFoundError as error:
     _LOG.warning("no held-out split, nothing will be evaluated: %s", error)
     return lambda params, mesh: {}
-  check_class_names(class_names, held_out.class_names, "the held-out split")
+  if config.data.source != "fake":
+    check_class_names(class_names, held_out.class_names, "the held-out split")
   eval_step = make_eval_step(model, config.diffusion)
   return lambda params, mesh: evaluate_split(
     config, held_out, eval_step, params, mesh
