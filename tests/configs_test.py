@@ -15,6 +15,13 @@ _CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 _ARGUMENTS = {
   "vit": ("s80", "s75", "b75", "b50", "micro", "tiny", "small", "base"),
   "vit_digits": ("moh", "mha"),
+  "dit": (
+    *("s2_90", "s2_75", "b2_90", "b2_75"),
+    *("l2_90", "l2_75", "xl2_90", "xl2_75"),
+    *("s2", "s4", "s8", "b2", "b4", "b8"),
+    *("l2", "l4", "l8", "xl2", "xl4", "xl8"),
+  ),
+  "dit_digits": ("moh", "mha", "long", "mha_long"),
 }
 _ALL = [(name, arg) for name, args in _ARGUMENTS.items() for arg in args]
 
@@ -59,7 +66,12 @@ class ConfigsTest(parameterized.TestCase):
     self.assertIsInstance(cfg, ml_collections.ConfigDict)
     self.assertTrue(cfg.is_locked)
 
-  @parameterized.parameters(("vit", "s80"), ("vit_digits", "moh"))
+  @parameterized.parameters(
+    ("vit", "s80"),
+    ("vit_digits", "moh"),
+    ("dit", "xl2_90"),
+    ("dit_digits", "moh"),
+  )
   def test_default_argument(self, name, arg):
     self.assertEqual(
       common.load_config(str(_CONFIGS / f"{name}.py")),
@@ -81,7 +93,12 @@ class ConfigsTest(parameterized.TestCase):
       cfg.update_from_flattened_dict({path: value})
     self.assertEqual(cfg.to_json(), before)
 
-  @parameterized.parameters(("vit", "s80"), ("vit_digits", "mha"))
+  @parameterized.parameters(
+    ("vit", "s80"),
+    ("vit_digits", "mha"),
+    ("dit", "b2_75"),
+    ("dit_digits", "moh"),
+  )
   def test_every_leaf_can_be_set_by_a_flag(self, name, arg):
     spec = f"--config={_spec(name, arg)}"
     plain = _from_flags(spec)
@@ -103,7 +120,22 @@ class ConfigsTest(parameterized.TestCase):
     ("optim.no_decay=('*/bias',)", "optim", "no_decay", ("*/bias",)),
   )
   def test_a_flag_changes_its_leaf(self, flag, section, field, value):
-    spec = f"--config={_spec('vit', 's80')}"
+    self._check_flag(_spec("vit", "s80"), flag, section, field, value)
+
+  @parameterized.parameters(
+    ("model.input_size=(64,64)", "model", "input_size", (64, 64)),
+    ("diffusion.schedule=cosine", "diffusion", "schedule", "cosine"),
+    ("sample.steps=50", "sample", "steps", "50"),
+    ("sample.cfg_scale=4", "sample", "cfg_scale", 4.0),
+    ("sample.cfg_interval=(100,900)", "sample", "cfg_interval", (100, 900)),
+  )
+  def test_a_flag_changes_a_leaf_of_diffusion(
+    self, flag, section, field, value
+  ):
+    self._check_flag(_spec("dit", "s2_90"), flag, section, field, value)
+
+  def _check_flag(self, spec, flag, section, field, value):
+    spec = f"--config={spec}"
     config = config_lib.from_config_dict(_from_flags(spec, f"--config.{flag}"))
     changed = getattr(getattr(config, section), field)
     self.assertEqual(changed, value)
@@ -174,6 +206,92 @@ class ImageNetRecipeTest(parameterized.TestCase):
     model = common.load_config(_spec("vit", arg)).model
     self.assertEqual(model.router, "none")
     self.assertEqual(model.shared_heads, model.num_heads)
+
+
+class DiTRecipeTest(parameterized.TestCase):
+  """Values of the papers (arXiv:2410.11842, arXiv:2212.09748)."""
+
+  @parameterized.parameters(*_ARGUMENTS["dit"])
+  def test_optimizer_is_the_papers(self, arg):
+    config = common.load_config(_spec("dit", arg))
+    optim = config.optim
+    self.assertEqual((optim.lr, optim.schedule), (1e-4, "constant"))
+    self.assertEqual((optim.b1, optim.b2, optim.eps), (0.9, 0.999, 1e-8))
+    self.assertEqual((optim.weight_decay, optim.clip_norm), (0.0, 0.0))
+    self.assertEqual((optim.warmup_steps, optim.accumulation), (0, 1))
+    self.assertEqual(optim.ema_decay, 0.9999)
+    self.assertEqual(config.data.batch_size, 256)
+
+  @parameterized.parameters(
+    ("s2_90", 400_000), ("l2_75", 400_000), ("xl2", 7_000_000)
+  )
+  def test_run_is_the_papers(self, arg, steps):
+    config = common.load_config(_spec("dit", arg))
+    self.assertEqual(config.train.steps, steps)
+    self.assertEqual(config.train.balance_weight, 0.01)
+
+  @parameterized.parameters(*_ARGUMENTS["dit"])
+  def test_process_and_sampling_are_the_papers(self, arg):
+    config = common.load_config(_spec("dit", arg))
+    diffusion, sample = config.diffusion, config.sample
+    self.assertEqual((diffusion.schedule, diffusion.steps), ("linear", 1000))
+    self.assertEqual(diffusion.prediction, "epsilon")
+    self.assertEqual(diffusion.latent_scale, 0.18215)
+    self.assertEqual(diffusion.loss_weight, "uniform")
+    self.assertEqual(diffusion.vb_weight, 1.0)
+    self.assertEqual((sample.method, sample.steps), ("ddpm", "250"))
+    self.assertEqual((sample.cfg_scale, sample.cfg_channels), (1.5, "three"))
+
+  @parameterized.parameters(*_ARGUMENTS["dit"])
+  def test_model_reads_latents_of_256_pixels(self, arg):
+    model = common.load_config(_spec("dit", arg)).model
+    self.assertEqual(model.input_shape, (32, 32, 4))
+    self.assertEqual((model.num_classes, model.label_dropout), (1000, 0.1))
+    self.assertTrue(model.learn_sigma)
+    self.assertEqual(model.router, "two_stage" if "_" in arg else "none")
+    self.assertEqual(str(model.patch_size), arg.partition("_")[0][-1])
+
+  @parameterized.parameters(
+    ("s2_90", 384, {(6, 3, 2): 8, (6, 6, 0): 4}),
+    ("b2_90", 768, {(12, 6, 4): 5, (12, 7, 4): 5, (12, 12, 0): 2}),
+    ("l2_75", 1024, {(8, 8, 0): 8, (16, 8, 4): 8, (24, 12, 4): 8}),
+    ("xl2_90", 1152, {(8, 8, 0): 9, (16, 16, 0): 10, (24, 16, 3): 9}),
+    ("xl8", 1152, {(16, 16, 0): 28}),
+  )
+  def test_head_budgets(self, arg, width, runs):
+    model = common.load_config(_spec("dit", arg)).model
+    self.assertEqual(model.width, width)
+    found = {
+      (run.budget.num_heads, run.budget.shared, run.budget.top_k): run.depth
+      for run in model.runs()
+    }
+    self.assertEqual(found, runs)
+
+
+class DiTDigitsTest(parameterized.TestCase):
+  def test_two_thirds_of_the_heads_are_active(self):
+    model = common.load_config(_spec("dit_digits", "moh")).model
+    self.assertLen(model.runs(), 1)
+    self.assertAlmostEqual(model.budgets()[0].share, 2 / 3)
+
+  @parameterized.parameters(("moh", "mha"), ("long", "mha_long"))
+  def test_baseline_is_the_same_network_without_a_router(self, moh, mha):
+    moh = common.load_config(_spec("dit_digits", moh))
+    mha = common.load_config(_spec("dit_digits", mha))
+    lines = config_lib.differing_fields(moh.model, mha.model, "model")
+    fields = [line.partition(":")[0] for line in lines]
+    self.assertEqual(
+      fields, ["model.router", "model.shared_heads", "model.top_k"]
+    )
+    for section in ("data", "optim", "train", "diffusion", "sample"):
+      self.assertEqual(getattr(moh, section), getattr(mha, section))
+
+  @parameterized.parameters(("moh", "long"), ("mha", "mha_long"))
+  def test_long_is_four_times_the_steps(self, short, long):
+    short = common.load_config(_spec("dit_digits", short))
+    long = common.load_config(_spec("dit_digits", long))
+    self.assertEqual(long.train.steps, 4 * short.train.steps)
+    self.assertEqual(long.model, short.model)
 
 
 class DigitsTest(absltest.TestCase):

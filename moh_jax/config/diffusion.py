@@ -65,9 +65,9 @@ class SampleConfig:
     num: images of a grid; their labels go through the classes in turn.
     method: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
       (DPM-Solver++ 2M, arXiv:2211.01095).
-    steps: timesteps visited: "N" spread evenly, "ddimN" at a fixed stride, or
-      "N,M,..." for that many in each of equal sections, see
-      `diffusion.process.respace`.
+    steps: timesteps visited: "N" spread evenly ("dpm": evenly in the logarithm
+      of the signal-to-noise ratio), "ddimN" at a fixed stride, or "N,M,..." for
+      that many in each of equal sections, see `diffusion.process.respace`.
     cfg_scale: classifier-free guidance (arXiv:2207.12598); 1 is none.
     cfg_channels: channels that are guided: "three", as released, or "all".
     cfg_interval: guidance acts on timesteps t with low <= t < high

@@ -20,8 +20,8 @@ class Process:
   """A process, possibly of fewer steps than the one it was trained with.
 
   Attributes:
-    timesteps: [S] int32 what the network is told at each step, ascending:
-      timesteps of the training process.
+    timesteps: [S] what the network is told at each step, ascending: timesteps
+      of the training process, int32, or float32 between two of them.
     alphas_cumprod: [S] float64, descending.
   """
 
@@ -110,6 +110,22 @@ def respace(process: Process, spacing: str | int) -> Process:
   """
   kept = spaced_timesteps(process.num_steps, str(spacing))
   return Process(process.timesteps[kept], process.alphas_cumprod[kept])
+
+
+def even_log_snr(process: Process, steps: int) -> Process:
+  """Noise levels at equal distances of the logarithm of the SNR.
+
+  Where a multistep solver wants them (arXiv:2211.01095): its error goes with
+  those distances. The levels fall between timesteps.
+
+  Args:
+    process: the training process.
+    steps: levels, from the noisiest of the process to the cleanest.
+  """
+  log_snr = np.log(process.snr)  # descending
+  levels = np.linspace(log_snr[-1], log_snr[0], steps)[::-1]
+  times = np.interp(-levels, -log_snr, process.timesteps)
+  return Process(times.astype(np.float32), 1.0 / (1.0 + np.exp(-levels)))
 
 
 def spaced_timesteps(num_steps: int, spacing: str) -> np.ndarray:

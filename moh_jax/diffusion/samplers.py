@@ -56,7 +56,7 @@ def sample(
     raise ValueError(f"method={method!r} must be one of {METHODS}")
   if noise is None and (method == "ddpm" or (method == "ddim" and eta)):
     raise ValueError(f"method={method!r} with eta={eta} needs noise")
-  timesteps = jnp.asarray(process.timesteps, jnp.int32)
+  timesteps = jnp.asarray(process.timesteps)
   batch = x.shape[0]
 
   def output(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from moh_jax.config import Config
 from moh_jax.diffusion.guidance import guide
-from moh_jax.diffusion.process import make_process, respace
+from moh_jax.diffusion.process import even_log_snr, make_process, respace
 from moh_jax.diffusion.samplers import sample
 
 # (params, seed [], index [B], labels [B]) -> [B, X, Y, channels] float32.
@@ -35,6 +35,8 @@ def make_draw(model: nn.Module, config: Config) -> Draw:
   options, diffusion = config.sample, config.diffusion
   training = make_process(diffusion.schedule, diffusion.steps)
   process = respace(training, options.steps)
+  if options.method == "dpm" and options.steps.isdigit():
+    process = even_log_snr(training, int(options.steps))
   low, high = options.cfg_interval
   last = int(process.timesteps[-1])
   everywhere = low <= process.timesteps[0] and last < high

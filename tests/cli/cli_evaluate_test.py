@@ -79,5 +79,40 @@ class EvaluateCommandTest(parameterized.TestCase):
     self.assertIn(message, err)
 
 
+class EvaluateDiffusionTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.workdir = cls.enterClassContext(tempfile.TemporaryDirectory())
+    tiny_checkpoint.save_dit(cls.workdir)
+
+  def _call(self, *argv):
+    return tiny_checkpoint.call("evaluate", "--checkpoint", self.workdir, *argv)
+
+  def test_prints_the_losses_on_the_held_out_split(self):
+    status, out, err = self._call()
+    self.assertEqual(status, 0, err)
+    figures = dict(line.split(": ") for line in out.splitlines())
+    self.assertEqual(
+      figures.keys(),
+      {"loss", "mse", "vb", "activated_share", "examples", "step"},
+    )
+    self.assertEqual(figures["examples"], "359")
+    loss, mse, bound = (float(figures[n]) for n in ("loss", "mse", "vb"))
+    self.assertAlmostEqual(loss, mse + bound, delta=2e-4)
+
+  def test_top_k_changes_the_activated_share(self):
+    status, out, err = self._call("--top-k", "0,2", "--json", "-")
+    self.assertEqual(status, 0, err)
+    share = json.loads(out)["activated_share"]
+    self.assertAlmostEqual(share, (1 + 4) / (2 + 4), places=5)
+
+  def test_missing_data_is_one_line(self):
+    status, out, err = self._call("--data", "/nope/images")
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertIn("data.path='/nope/images'", err)
+
+
 if __name__ == "__main__":
   absltest.main()

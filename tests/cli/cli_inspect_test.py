@@ -6,8 +6,8 @@ import jax
 import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
-from moh_jax.training.state import abstract_params, unbox
 from moh_jax.models.build import make_model
+from moh_jax.training.state import abstract_params, unbox
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 
@@ -62,6 +62,30 @@ class InspectCommandTest(parameterized.TestCase):
     self.assertIn('"top_k": [', out)
     self.assertRegex(out, r"(?m)^layer +stage +tokens +num_heads")
     self.assertRegex(out, r"(?m)^activated share: 0\.5000$")
+
+  def test_layers_of_a_diffusion_model_have_the_budgets_of_their_runs(self):
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_checkpoint.save_dit(root)
+    report = _report("--checkpoint", root)
+    common = {"tokens": 4, "head_dim": 4, "top_k": 1}
+    first = {"layer": 0, "stage": 1, "num_heads": 2, "shared": 1, "routed": 1}
+    second = {"layer": 1, "stage": 2, "num_heads": 4, "shared": 2, "routed": 2}
+    self.assertEqual(
+      report["layers"],
+      [{**common, **first, "active": 2}, {**common, **second, "active": 3}],
+    )
+    self.assertAlmostEqual(report["activated_share"], 5 / 6)
+    self.assertEqual(report["class_names"], list("0123456789"))
+    self.assertEqual(report["config"]["sample"]["steps"], "4")
+    count = sum(report["parameters_by_module"].values())
+    self.assertEqual(report["parameters"], count)
+
+  def test_equal_layers_of_a_diffusion_config_are_one_stage(self):
+    report = _report("--config", f"{_CONFIGS / 'dit_digits.py'}:moh")
+    self.assertEqual([row["layer"] for row in report["layers"]], [0, 1, 2, 3])
+    self.assertEqual({row["stage"] for row in report["layers"]}, {1})
+    self.assertEqual({row["active"] for row in report["layers"]}, {4})
+    self.assertAlmostEqual(report["activated_share"], 4 / 6)
 
   @parameterized.parameters("nope.py", "vit.py:huge")
   def test_bad_config_is_one_line(self, spec):

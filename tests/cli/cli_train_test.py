@@ -10,18 +10,26 @@ from unittest import mock
 
 import tiny_checkpoint
 from absl import logging
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
+from PIL import Image
 
 from moh_jax import config as config_lib
-from moh_jax.cli import main
+from moh_jax.cli import common, main
 from moh_jax.training import loop
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def _train(workdir, json="-", traceback=False, **sections):
+def _train(
+  workdir,
+  json="-",
+  traceback=False,
+  vae="",
+  config=tiny_checkpoint.CONFIG,
+  **sections,
+):
   """Exit status, stdout and stderr of the body of train.py."""
-  cfg = config_lib.to_config_dict(tiny_checkpoint.CONFIG)
+  cfg = config_lib.to_config_dict(config)
   with cfg.unlocked():
     for section, fields in sections.items():
       cfg[section].update(fields)
@@ -33,6 +41,7 @@ def _train(workdir, json="-", traceback=False, **sections):
         str(workdir),
         distributed=False,
         json=json,
+        vae=vae,
         traceback=traceback,
       )
     except SystemExit as stop:
@@ -40,7 +49,7 @@ def _train(workdir, json="-", traceback=False, **sections):
   raise AssertionError("train must exit with a status")
 
 
-class TrainCommandTest(absltest.TestCase):
+class TrainCommandTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     root = self.enterContext(tempfile.TemporaryDirectory())
@@ -84,6 +93,56 @@ class TrainCommandTest(absltest.TestCase):
       status, out, err = _train(self.workdir)
     self.assertEqual((status, out), (1, ""))
     self.assertEqual(err, "error: loss=nan at step 1\n")
+
+  def test_diffusion_run_writes_pictures_and_evaluates(self):
+    sections = {
+      "model": {
+        "width": 16, "patch_size": 4, "num_heads": (2, 2), "head_dim": 4,
+        "shared_heads": (1, 1), "top_k": (1, 1),
+      },
+      "data": {"batch_size": 16},
+      "optim": {"warmup_steps": 0},
+      "train": {"steps": 2},
+      "log": {"tensorboard": False, "progress": False},
+      "sample": {"every": 1, "num": 6, "steps": "2"},
+    }  # fmt: skip
+    digits = common.load_config(str(_ROOT / "configs" / "dit_digits.py"))
+    status, out, err = _train(self.workdir, config=digits, **sections)
+    self.assertEqual(status, 0, err)
+    figures = json.loads(out.splitlines()[-1])
+    self.assertEqual(
+      figures.keys(),
+      {"loss", "mse", "vb", "activated_share", "examples", "step"},
+    )
+    self.assertEqual((figures["step"], figures["examples"]), (2, 359))
+    files = sorted((self.workdir / "samples").iterdir())
+    self.assertEqual(
+      [path.name for path in files], ["00000001.png", "00000002.png"]
+    )
+    with Image.open(files[0]) as picture:  # 3 rows of 2 images
+      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
+
+  @parameterized.parameters(tiny_checkpoint.CONFIG, tiny_checkpoint.DIT_CONFIG)
+  def test_autoencoder_of_a_model_of_pixels_is_refused(self, config):
+    status, out, err = _train(self.workdir, vae="sd-vae", config=config)
+    self.assertEqual((status, out), (2, ""))
+    self.assertEqual(
+      err, "error: --vae 'sd-vae': the model does not work on latents\n"
+    )
+    self.assertFalse(self.workdir.exists())
+
+  def test_pictures_of_latents_need_the_autoencoder(self):
+    status, out, err = _train(
+      self.workdir,
+      config=tiny_checkpoint.DIT_CONFIG,
+      data={"source": "fake"},
+      diffusion={"space": "latent"},
+      sample={"every": 1},
+    )
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertIn("--vae", err)
+    self.assertFalse(self.workdir.exists())
 
 
 class TrainScriptTest(absltest.TestCase):

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import pathlib
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -8,6 +9,7 @@ import tempfile
 import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
+from moh_jax import cli
 from moh_jax.cli import main
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -27,6 +29,11 @@ class MainTest(parameterized.TestCase):
     for name, text in main.COMMANDS.items():
       self.assertRegex(out, f"{name} +{text}")
 
+  def test_every_module_of_a_command_is_listed(self):
+    modules = {module.name for module in pkgutil.iter_modules(cli.__path__)}
+    commands = {name.replace("-", "_") for name in main.COMMANDS}
+    self.assertEqual(modules - {"common", "main", "train"}, commands)
+
   @parameterized.parameters((("paint",),), ((),))
   def test_unknown_command_is_wrong_use(self, argv):
     with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -44,6 +51,10 @@ class MainTest(parameterized.TestCase):
     ("evaluate", "--checkpoint", "x", "--top-k", "one"),
     ("evaluate", "--checkpoint", "x", "--gate-form", "mine"),
     ("evaluate", "--checkpoint", "x", "--nope"),
+    ("sample", "--checkpoint", "x"),
+    ("sample", "--checkpoint", "x", "--out", "y.png", "--method", "euler"),
+    ("sample", "--checkpoint", "x", "--out", "y.png", "--labels", "cat"),
+    ("sample", "--checkpoint", "x", "--out", "y.png", "--num", "many"),
   )
   def test_wrong_arguments_are_wrong_use(self, *argv):
     status, out, err = tiny_checkpoint.call(*argv)
@@ -52,7 +63,11 @@ class MainTest(parameterized.TestCase):
     self.assertIn(f"python -m moh_jax {argv[0]}: error: ", err)
 
   @parameterized.parameters(
-    ("evaluate",), ("inspect",), ("classify", "x.png"), ("export", "--out", "y")
+    ("evaluate",),
+    ("inspect",),
+    ("classify", "x.png"),
+    ("export", "--out", "y"),
+    ("sample", "--out", "y.png"),
   )
   def test_missing_checkpoint_is_one_line(self, *argv):
     where = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))

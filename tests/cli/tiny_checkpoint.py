@@ -8,9 +8,10 @@ import numpy as np
 
 from moh_jax import config as config_lib
 from moh_jax.cli import main
+from moh_jax.models.build import make_model
 from moh_jax.training import checkpoint
 from moh_jax.training.state import abstract_params, unbox
-from moh_jax.models.build import make_model
+from tests.training import tiny
 
 CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 CONFIG = config_lib.Config(
@@ -32,6 +33,8 @@ CONFIG = config_lib.Config(
   eval=config_lib.EvalConfig(batch_size=8),
   log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
 )
+# Of handwritten digits, classes "0" to "9".
+DIT_CONFIG = tiny.dit_config(mesh={"data": -1})
 
 
 def save(directory):
@@ -44,6 +47,12 @@ def save(directory):
   )
   metadata = checkpoint.Metadata(CONFIG, CLASS_NAMES)
   checkpoint.save_params(directory, params, metadata)
+
+
+def save_dit(directory):
+  """Writes random parameters of `DIT_CONFIG`, likewise."""
+  metadata = checkpoint.Metadata(DIT_CONFIG, tuple("0123456789"))
+  checkpoint.save_params(directory, tiny.random_params(DIT_CONFIG), metadata)
 
 
 def call(*argv):

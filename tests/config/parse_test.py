@@ -80,7 +80,9 @@ class FromConfigDictTest(parameterized.TestCase):
 
   @parameterized.parameters("resnet", None)
   def test_unknown_family_lists_the_known(self, family):
-    with self.assertRaisesRegex(ValueError, r"model\.family=.*\('vit',\)"):
+    with self.assertRaisesRegex(
+      ValueError, r"model\.family=.*\('vit', 'dit'\)"
+    ):
       config_lib.from_config_dict(_changed("model", family=family))
 
   @parameterized.parameters(

@@ -15,8 +15,10 @@ _SECTIONS = {
 }
 # Section, field, a value just outside its range, what the message allows.
 _OUT_OF_RANGE = (
-  ("data", "source", "csv", "('digits', 'image_folder', 'fake')"),
-  ("data", "augment", "flip", "('none', 'shift', 'crop_flip')"),
+  ("data", "source", "csv", "('digits', 'image_folder', "),
+  ("data", "source", "csv", "'array_record', 'latents', 'fake')"),
+  ("data", "augment", "flip", "('none', 'shift', 'crop_flip', 'center_flip')"),
+  ("data", "bad_images", "ignore", "('raise', 'skip')"),
   ("data", "batch_size", 0, "at least 1"),
   ("data", "prefetch", 0, "at least 1"),
   ("data", "fake_examples", 0, "at least 1"),
@@ -84,9 +86,16 @@ class SectionsTest(parameterized.TestCase):
     built = _SECTIONS[section](**{field: value})
     self.assertEqual(getattr(built, field), value)
 
-  def test_image_folder_needs_a_path(self):
-    with self.assertRaisesRegex(ValueError, r"data\.path='' .*train/CLASS"):
-      config_lib.DataConfig(source="image_folder")
+  @parameterized.parameters("image_folder", "array_record", "latents")
+  def test_source_on_disk_needs_a_path(self, source):
+    with self.assertRaisesRegex(
+      ValueError, rf"data\.path='' must .*data\.source='{source}', with train/"
+    ):
+      config_lib.DataConfig(source=source)
+
+  @parameterized.parameters("digits", "fake")
+  def test_source_without_files_needs_no_path(self, source):
+    self.assertEqual(config_lib.DataConfig(source=source).path, "")
 
   def test_mean_and_std_have_equally_many_values(self):
     with self.assertRaisesRegex(

@@ -1,5 +1,7 @@
 """Whole checkpoints there and back again."""
 
+import dataclasses
+import functools
 import pathlib
 
 import chex
@@ -7,13 +9,21 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import Config, DataConfig, ViTConfig
-from moh_jax.convert import rules, vit
+from moh_jax.config import (
+  Config,
+  DataConfig,
+  DiffusionConfig,
+  DiTConfig,
+  SampleConfig,
+  ViTConfig,
+)
+from moh_jax.convert import checkpoints, rules
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors, write_safetensors
 from moh_jax.inference.restore import restore
-from moh_jax.training.state import abstract_params, unbox
 from moh_jax.models.build import make_model
+from moh_jax.models.registry import MODELS
+from moh_jax.training.state import abstract_params, unbox
 
 _CONFIG = Config(
   model=ViTConfig(
@@ -29,17 +39,31 @@ _CONFIG = Config(
   ),
   data=DataConfig(eval_resize=20),
 )
+_DIT = Config(
+  model=DiTConfig(
+    input_size=(8, 8),
+    num_classes=5,
+    width=16,
+    num_heads=(2, 4, 4),
+    head_dim=4,
+    shared_heads=(2, 2, 2),
+    top_k=(0, 1, 1),
+  ),
+  data=DataConfig(source="latents", path="some/latents"),
+  diffusion=DiffusionConfig(prediction="v"),
+  sample=SampleConfig(cfg_scale=4.0),
+)
 
 
-def _tensors() -> dict[str, np.ndarray]:
+def _tensors(config: Config = _CONFIG) -> dict[str, np.ndarray]:
   """A public checkpoint of the model with random weights."""
-  model, inputs = make_model(_CONFIG)
+  model, inputs = make_model(config)
   rng = np.random.default_rng(0)
   params = jax.tree.map(
     lambda x: rng.normal(size=x.shape).astype(np.float32),
     unbox(abstract_params(model, inputs)),
   )
-  return rules.dump_params(vit.model_rules(_CONFIG.model), params)
+  return rules.dump_params(checkpoints.model_rules(config.model), params)
 
 
 class ConvertTest(parameterized.TestCase):
@@ -119,6 +143,98 @@ class ConvertTest(parameterized.TestCase):
   def test_export_without_a_checkpoint_raises(self):
     with self.assertRaises(FileNotFoundError):
       export(self._target(), str(self.folder / "none.safetensors"))
+
+
+class ConvertDiTTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.folder = pathlib.Path(cls.create_tempdir(cls()).full_path)
+    cls.source, cls.out = cls.folder / "public.safetensors", cls.folder / "ours"
+    cls.tensors = _tensors(_DIT)
+    write_safetensors(cls.source, cls.tensors)
+    cls.result = convert("moh-dit", str(cls.source), str(cls.out), config=_DIT)
+
+  def test_restores_with_its_process_and_sampling(self):
+    restored = restore(str(self.out))
+    self.assertEqual(restored.config.model, _DIT.model)
+    self.assertEqual(restored.config.diffusion, _DIT.diffusion)
+    self.assertEqual(restored.config.sample, _DIT.sample)
+    kernel = restored.params["blocks1"]["mlp"]["up"]["kernel"][1]
+    np.testing.assert_array_equal(
+      kernel.T, self.tensors["blocks.2.mlp.fc1.weight"]
+    )
+
+  def test_counts_parameters_without_the_fixed_table(self):
+    sizes = {name: tensor.size for name, tensor in self.tensors.items()}
+    total = sum(sizes.values()) - sizes["pos_embed"]
+    self.assertEqual(self.result, ("custom", total))
+
+  def test_export_returns_the_source_tensors(self):
+    exported = self.folder / "again.safetensors"
+    export(str(self.out), str(exported))
+    chex.assert_trees_all_equal(read_tensors(exported), self.tensors)
+
+  def test_export_counts_as_convert_does(self):
+    exported = self.folder / "counted.safetensors"
+    self.assertEqual(export(str(self.out), str(exported)), self.result[1])
+
+  def test_image_size_is_refused(self):
+    out = self.create_tempdir().full_path
+    with self.assertRaisesRegex(
+      ValueError, "--image-size 512: only classifiers .*family='dit'"
+    ):
+      convert("moh-dit", str(self.source), out, config=_DIT, image_size=512)
+
+  def test_shapes_of_no_released_model_list_the_candidates(self):
+    # Of its own kind only: those of the others start alike.
+    with self.assertRaises(ValueError) as caught:
+      convert("dit", str(self.source), self.create_tempdir().full_path)
+    message = str(caught.exception)
+    self.assertIn("shapes of none of ['dit-s2', ", message)
+    self.assertNotIn("moh-dit", message)
+
+
+@functools.cache
+def _shapes(name: str, side: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """The public tensors of a released model for inputs of this size."""
+  model = dataclasses.replace(MODELS[name], input_size=(side, side))
+  network, inputs = make_model(dataclasses.replace(_DIT, model=model))
+  params = unbox(abstract_params(network, inputs))
+  table = checkpoints.model_rules(model)
+  return jax.eval_shape(functools.partial(rules.dump_params, table), params)
+
+
+class ReleasedRunTest(parameterized.TestCase):
+  """What a released model stands for; shapes only."""
+
+  @parameterized.product(name=("dit-s2", "moh-dit-s2-75"), side=(32, 64, 16))
+  def test_input_size_is_that_of_the_position_table(self, name, side):
+    run = checkpoints._released_run(MODELS[name], _shapes(name, side))
+    self.assertEqual(run.model.input_size, (side, side))
+    same = dataclasses.replace(MODELS[name], input_size=(side, side))
+    self.assertEqual(run.model, same)
+    self.assertEqual(run.data.source, "latents")
+    self.assertEqual(run.diffusion, DiffusionConfig())
+
+  @parameterized.parameters(
+    ("dit", "dit-s4", 64),
+    ("dit", "dit-s8", 32),
+    ("moh-dit", "moh-dit-s2-90", 64),
+  )
+  def test_model_is_found_by_its_shapes(self, kind, name, side):
+    found = checkpoints._find_model(kind, _shapes(name, side), "a.pt")
+    self.assertEqual(found, name)
+
+  @parameterized.parameters(({},), ({"pos_embed": np.zeros((1, 250, 384))},))
+  def test_without_a_square_table_the_size_is_the_models(self, tensors):
+    run = checkpoints._released_run(MODELS["dit-s2"], tensors)
+    self.assertEqual(run.model, MODELS["dit-s2"])
+
+  def test_classifier_keeps_its_size(self):
+    run = checkpoints._released_run(MODELS["moh-vit-s80"], {})
+    self.assertEqual(run.model, MODELS["moh-vit-s80"])
+    self.assertEqual(run.data.eval_resize, 256)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shutil
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -160,6 +161,44 @@ class DamagedCaseTest(parameterized.TestCase):
     write_safetensors(path, read_tensors(path) | {"wg_9": np.zeros(3)})
     with self.assertRaisesRegex(ValueError, "1 not expected: wg_9"):
       parity.run_case(self.case)
+
+
+class TableToleranceTest(parameterized.TestCase):
+  """A case of one recorded table for which meta.json states no tolerance."""
+
+  def _row(self, recorded: np.ndarray, computed: np.ndarray) -> parity.Row:
+    case = pathlib.Path(self.create_tempdir().full_path)
+    np.savez(case / "io.npz", table=recorded)
+    meta = {
+      "kind": "table",
+      "hyper_parameters": {},
+      "arrays": {"table": {"role": "output", "shape": recorded.shape}},
+      "tolerance": {},
+      "files": {"io.npz": "the table"},
+    }
+    (case / "meta.json").write_text(json.dumps(meta))
+    kinds = {"table": lambda *_: {"table": computed}}
+    with mock.patch.dict(parity.KINDS, kinds):
+      (row,) = parity.run_case(case)
+    return row
+
+  @parameterized.parameters((0.9, True), (1.1, False))
+  def test_float64_gets_a_billionth_of_its_scale(self, billionths, ok):
+    recorded = np.array([1e-6, -500.0, 3.0])
+    row = self._row(recorded, recorded + np.eye(3)[2] * billionths * 500e-9)
+    np.testing.assert_allclose(row.tolerance, 500e-9)
+    self.assertEqual(row.ok, ok)
+
+  @parameterized.parameters(np.int64, np.uint8, np.bool_)
+  def test_integers_and_masks_must_be_equal(self, dtype):
+    recorded = np.array([0, 1, 1], dtype)
+    self.assertEqual(self._row(recorded, recorded).tolerance, 0.0)
+    self.assertFalse(self._row(recorded, recorded[::-1]).ok)
+
+  def test_float32_needs_a_tolerance(self):
+    recorded = np.ones(2, np.float32)
+    with self.assertRaisesRegex(ValueError, "no tolerance for 'table'"):
+      self._row(recorded, recorded)
 
 
 if __name__ == "__main__":

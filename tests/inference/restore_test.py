@@ -9,9 +9,10 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.inference import restore as restore_lib
+from moh_jax.models.build import make_model
 from moh_jax.training import checkpoint, sharding
 from moh_jax.training.state import TrainState, abstract_params, unbox
-from moh_jax.models.build import make_model
+from tests.training import tiny
 
 _CONFIG = config_lib.Config(
   model=config_lib.ViTConfig(
@@ -146,6 +147,60 @@ class RestoreTest(parameterized.TestCase):
     self.assertLen(kernel.sharding.device_set, 8)
     self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
     chex.assert_trees_all_equal(jax.device_get(restored.params), _params())
+
+  def test_sampling_of_a_classifier_is_refused(self):
+    with self.assertRaisesRegex(
+      ValueError, r"'vit' has no section 'sample' to change \['steps'\]"
+    ):
+      restore_lib.restore(self.released, sample={"steps": "2"})
+
+
+class DiffusionRestoreTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.directory = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.config = tiny.dit_config()
+    checkpoint.save_params(
+      cls.directory,
+      tiny.random_params(cls.config),
+      checkpoint.Metadata(cls.config, tuple("0123456789")),
+    )
+
+  @parameterized.parameters(None, {})
+  def test_samples_as_it_was_trained_to(self, sample):
+    restored = restore_lib.restore(self.directory, sample=sample)
+    self.assertEqual(restored.config, self.config)
+    chex.assert_trees_all_equal(
+      restored.params, tiny.random_params(self.config)
+    )
+
+  def test_sampling_overrides_change_the_config_and_not_the_model(self):
+    sample = {"method": "dpm", "steps": "7", "cfg_interval": (3, 9)}
+    restored = restore_lib.restore(self.directory, sample=sample)
+    expected = dataclasses.replace(self.config.sample, **sample)
+    self.assertEqual(restored.config.sample, expected)
+    self.assertEqual(restored.config.model, self.config.model)
+
+  @parameterized.parameters(
+    ({"steps": "51"}, "sample.steps='51' asks for 51 of the 50 timesteps"),
+    ({"cfg_scale": 0.5}, "sample.cfg_scale=0.5 must be at least 1"),
+    ({"method": "euler"}, "sample.method='euler' must be one of"),
+    ({"cfg_interval": (5, 5)}, r"sample.cfg_interval=\(5, 5\) must be"),
+  )
+  def test_sampling_that_does_not_fit_is_named(self, sample, message):
+    with self.assertRaisesRegex(ValueError, message):
+      restore_lib.restore(self.directory, sample=sample)
+
+  def test_model_and_sampling_overrides_go_together(self):
+    restored = restore_lib.restore(
+      self.directory, sample={"cfg_scale": 1.0}, top_k=(0, 2)
+    )
+    self.assertEqual(restored.config.model.top_k, (0, 2))
+    self.assertEqual(restored.config.sample.cfg_scale, 1.0)
+    chex.assert_trees_all_equal(
+      restored.params, tiny.random_params(self.config)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The convolutional gated linear unit."""
+"""Feed-forward layers: plain, and the convolutional gated linear unit."""
 
 import math
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.layers.mlp import ConvGLU, DepthwiseConv
+from moh_jax.layers.mlp import MLP, ConvGLU, DepthwiseConv
 
 _B, _C, _F, _GRID = 2, 4, 6, (3, 5)
 _N = math.prod(_GRID)
@@ -46,6 +46,63 @@ def _reference(params, x):
   conv = (conv + bias).reshape(_B, _N, _F)
   cdf = 0.5 * (1 + np.vectorize(math.erf)(conv / math.sqrt(2)))
   return dense("out", conv * cdf * dense("value", x))
+
+
+class MLPTest(parameterized.TestCase):
+  def test_equals_numpy_reference(self):
+    module, x = MLP(_F), _tokens()
+    variables = _params(module, x)
+    params = jax.tree.map(np.float64, variables["params"])
+    hidden = np.float64(x) @ params["up"]["kernel"] + params["up"]["bias"]
+    inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)
+    hidden = 0.5 * hidden * (1 + np.tanh(inner))
+    expected = hidden @ params["down"]["kernel"] + params["down"]["bias"]
+    out = jax.jit(module.apply)(variables, x)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+  @parameterized.parameters(jnp.float32, jnp.bfloat16)
+  def test_shapes_and_dtypes(self, dtype):
+    module = MLP(_F, dtype=dtype)
+    out, variables = jax.eval_shape(
+      lambda x: module.init_with_output(jax.random.key(0), x), _tokens(dtype)
+    )
+    chex.assert_shape(out, (_B, _N, _C))
+    chex.assert_type(out, dtype)
+    chex.assert_type(jax.tree.leaves(variables), jnp.float32)
+    params = nn.unbox(variables)["params"]
+    chex.assert_shape(params["up"]["kernel"], (_C, _F))
+    chex.assert_shape(params["down"]["kernel"], (_F, _C))
+
+  def test_stores_parameters_in_param_dtype(self):
+    leaves = jax.tree.leaves(
+      _params(MLP(_F, param_dtype=jnp.bfloat16), _tokens())
+    )
+    chex.assert_type(leaves, jnp.bfloat16)
+
+  def test_kernels_start_uniform_by_fan_in_and_fan_out(self):
+    x = jnp.zeros((1, 1, 40))
+    params = nn.unbox(jax.jit(MLP(200).init)(jax.random.key(0), x))["params"]
+    bound = math.sqrt(6 / 240)
+    for layer in params.values():
+      np.testing.assert_array_equal(layer["bias"], 0.0)
+      largest = float(jnp.abs(layer["kernel"]).max())
+      self.assertBetween(largest, 0.98 * bound, bound)
+      np.testing.assert_allclose(
+        layer["kernel"].std(), bound / math.sqrt(3), rtol=0.03
+      )
+
+  def test_gradients_reach_every_parameter(self):
+    module, x = MLP(_F), _tokens()
+
+    @jax.jit
+    @jax.grad
+    def gradient(variables):
+      return jnp.sum(module.apply(variables, x) ** 2)
+
+    grads = gradient(_params(module, x))
+    chex.assert_tree_all_finite(grads)
+    for leaf in jax.tree.leaves(grads):
+      self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
 
 
 class ConvGLUTest(parameterized.TestCase):

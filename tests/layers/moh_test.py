@@ -387,6 +387,47 @@ class MoHAttentionTest(parameterized.TestCase):
       module.init(jax.random.key(0), _tokens())
 
 
+class KernelInitTest(parameterized.TestCase):
+  @parameterized.parameters(None, 2)
+  def test_xavier_counts_the_fans_of_the_whole_matrix(self, kv_heads):
+    budget = HeadBudget(num_heads=6, shared=3, top_k=1, head_dim=8)
+    module = moh.MoHAttention(
+      budget, num_kv_heads=kv_heads, kernel_init=moh.xavier_init
+    )
+    x = jnp.zeros((1, 1, 32))
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
+    fans = {
+      "out": (48, 32),
+      **({"q": (32, 48), "kv": (32, 32)} if kv_heads else {"qkv": (32, 144)}),
+    }
+    kernels = {name: params[name]["kernel"] for name in fans}
+    fans |= {"routed": (32, 3), "shared": (32, 3), "group": (32, 2)}
+    kernels |= params["router"]
+    self.assertCountEqual(kernels, fans)
+    for name, kernel in kernels.items():
+      bound = np.sqrt(6 / sum(fans[name]))
+      self.assertBetween(float(jnp.abs(kernel).max()), 0.9 * bound, bound, name)
+      spread = 2 / np.sqrt(kernel.size)
+      np.testing.assert_allclose(kernel.std(), bound / 3**0.5, rtol=spread)
+
+  def test_default_is_the_same_deviation_everywhere(self):
+    budget = HeadBudget(num_heads=6, shared=3, top_k=1, head_dim=8)
+    module, x = moh.MoHAttention(budget), jnp.zeros((1, 1, 32))
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), x))["params"]
+    kernels = [params[name]["kernel"] for name in ("qkv", "out")]
+    for kernel in (*kernels, *params["router"].values()):
+      spread = 3 / np.sqrt(kernel.size)
+      np.testing.assert_allclose(kernel.std(), 0.02, rtol=spread)
+
+  def test_biases_start_at_zero(self):
+    module = moh.MoHAttention(_BUDGET, kernel_init=moh.xavier_init)
+    params = nn.unbox(jax.jit(module.init)(jax.random.key(0), _tokens()))[
+      "params"
+    ]
+    for name in ("qkv", "out"):
+      np.testing.assert_array_equal(params[name]["bias"], 0.0)
+
+
 def _layers_aux(losses, load) -> routing.RouterAux:
   """Stacked side values of layers with the given losses and one load."""
   load = jnp.tile(jnp.asarray(load, jnp.float32), (len(losses), 1))

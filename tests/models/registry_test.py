@@ -10,9 +10,17 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.convert import rules, vit
+from moh_jax.config import (
+  Config,
+  DiffusionConfig,
+  DiTConfig,
+  SampleConfig,
+  without_router,
+)
+from moh_jax.convert import rules
+from moh_jax.convert.checkpoints import model_rules
 from moh_jax.models import registry
-from moh_jax.models.vit import ViT
+from moh_jax.models.build import make_model
 from moh_jax.training.state import abstract_params, unbox
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -25,27 +33,52 @@ _PUBLIC = {
   "transnext-tiny": "transnext_tiny",
   "transnext-small": "transnext_small",
   "transnext-base": "transnext_base",
+  "moh-dit-s2-90": "MoH-DiT-S/2-90",
+  "moh-dit-s2-75": "MoH-DiT-S/2-75",
+  "moh-dit-b2-90": "MoH-DiT-B/2-90",
+  "moh-dit-b2-75": "MoH-DiT-B/2-75",
+  "moh-dit-l2-90": "MoH-DiT-L/2-90",
+  "moh-dit-l2-75": "MoH-DiT-L/2-75",
+  "moh-dit-xl2-90": "MoH-DiT-XL/2-90",
+  "moh-dit-xl2-75": "MoH-DiT-XL/2-75",
+  "dit-s2": "DiT-S/2",
+  "dit-b2": "DiT-B/2",
+  "dit-l2": "DiT-L/2",
+  "dit-xl2": "DiT-XL/2",
 }
+# Sizes that only differ from a recorded one in their patches.
+_OTHER_PATCHES = tuple(
+  f"dit-{size}{patch}" for size in ("s", "b", "l", "xl") for patch in (4, 8)
+)
 
 
 @functools.cache
 def _tables() -> dict:
-  with gzip.open(_GOLDENS / "param_tables_vit.json.gz") as stream:
-    return json.load(stream)
+  tables = {}
+  for family in ("vit", "dit"):
+    with gzip.open(_GOLDENS / f"param_tables_{family}.json.gz") as stream:
+      tables |= json.load(stream)
+  return tables
+
+
+def _run(model) -> Config:
+  """The smallest run of a model section."""
+  if isinstance(model, DiTConfig):
+    return Config(model, diffusion=DiffusionConfig(), sample=SampleConfig())
+  return Config(model)
 
 
 def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:
   """The model's parameters under their public names; computes nothing."""
   config = registry.MODELS[name]
-  images = jax.ShapeDtypeStruct((1, *config.image_size, 3), jnp.float32)
-  params = unbox(abstract_params(ViT(config), (images,)))
-  table = vit.model_rules(config)
+  params = unbox(abstract_params(*make_model(_run(config))))
+  table = model_rules(config)
   return jax.eval_shape(functools.partial(rules.dump_params, table), params)
 
 
 class RegistryTest(parameterized.TestCase):
-  def test_covers_every_released_classifier(self):
-    self.assertCountEqual(registry.MODELS, _PUBLIC)
+  def test_covers_every_released_model(self):
+    self.assertCountEqual(registry.MODELS, [*_PUBLIC, *_OTHER_PATCHES])
     self.assertCountEqual(_tables(), _PUBLIC.values())
 
   @parameterized.parameters(*_PUBLIC)
@@ -57,31 +90,61 @@ class RegistryTest(parameterized.TestCase):
     self.assertEqual(total, public["total"])
     chex.assert_type(list(tensors.values()), jnp.float32)
 
+  @parameterized.parameters(*_OTHER_PATCHES)
+  def test_patches_change_only_what_they_must(self, name):
+    base, patch = name[:-1], int(name[-1])
+    public, tensors = _tables()[_PUBLIC[f"{base}2"]], _tensors(name)
+    shapes = {key: list(leaf.shape) for key, leaf in tensors.items()}
+    changed = {
+      key: shape
+      for key, shape in shapes.items()
+      if shape != public["params"][key]
+    }
+    width = registry.MODELS[name].width
+    self.assertEqual(
+      changed,
+      {
+        "pos_embed": [1, (32 // patch) ** 2, width],
+        "x_embedder.proj.weight": [width, 4, patch, patch],
+        "final_layer.linear.weight": [patch**2 * 8, width],
+        "final_layer.linear.bias": [patch**2 * 8],
+      },
+    )
+    self.assertEqual(shapes.keys(), public["params"].keys())
+
   @parameterized.parameters(
     ("moh-vit-s80", 0.80),
     ("moh-vit-s75", 0.75),
     ("moh-vit-b75", 0.75),
     ("moh-vit-b50", 0.50),
     ("transnext-base", 1.0),
+    ("moh-dit-s2-90", 0.90),
+    ("moh-dit-s2-75", 0.75),
+    ("moh-dit-b2-90", 0.90),
+    ("moh-dit-b2-75", 0.75),
+    ("moh-dit-l2-90", 0.90),
+    ("moh-dit-l2-75", 0.75),
+    ("moh-dit-xl2-90", 0.90),
+    ("moh-dit-xl2-75", 0.75),
+    ("dit-xl2", 1.0),
   )
   def test_activates_the_share_it_is_named_for(self, name, share):
     config = registry.get_model(name)
     # Heads of all layers, as the papers count them.
-    pairs = list(zip(config.budgets(), config.depths))
+    depths = getattr(config, "depths", None) or (1,) * len(config.num_heads)
+    pairs = list(zip(config.budgets(), depths))
     used = sum(budget.active * depth for budget, depth in pairs)
     present = sum(budget.num_heads * depth for budget, depth in pairs)
     self.assertAlmostEqual(used / present, share, delta=0.03)
 
   def test_unknown_name_lists_the_known(self):
     with self.assertRaisesRegex(
-      ValueError, "'moh-vit-s81' .*moh-vit-s80.*transnext-base"
+      ValueError, "'moh-vit-s81' .*moh-vit-s80.*transnext-base.*dit-xl8"
     ):
       registry.get_model("moh-vit-s81")
 
   def test_without_router_changes_only_what_it_says(self):
-    config = config_lib.without_router(
-      registry.MODELS["moh-vit-b50"], num_classes=7
-    )
+    config = without_router(registry.MODELS["moh-vit-b50"], num_classes=7)
     self.assertEqual(config.router, "none")
     self.assertEqual(config.num_classes, 7)
     self.assertEqual(config.shared_heads, config.num_heads)

@@ -1,4 +1,4 @@
-"""Relative coordinates and pooling bins."""
+"""Relative coordinates, pooling bins, sines and cosines."""
 
 import fractions
 import functools
@@ -6,10 +6,17 @@ import math
 import pathlib
 
 import chex
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.position import pooling_bins, relative_coordinates
+from moh_jax.convert.tensor_files import read_tensors
+from moh_jax.ops.position import (
+  pooling_bins,
+  relative_coordinates,
+  sincos_2d,
+  sinusoidal,
+)
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -126,6 +133,56 @@ class RelativeCoordinatesTest(parameterized.TestCase):
     other = relative_coordinates((7, 7), (7, 7), (4, 4))
     np.testing.assert_allclose(np.abs(plain.table).max(), np.log2(9) / 3)
     np.testing.assert_allclose(np.abs(other.table).max(), np.log2(17) / 3)
+
+
+class Sincos2dTest(parameterized.TestCase):
+  @parameterized.parameters(((2, 3), 8), ((1, 1), 4), ((5, 2), 12))
+  def test_equals_the_formula_value_by_value(self, grid, width):
+    table = sincos_2d(grid, width)
+    chex.assert_shape(table, (grid[0] * grid[1], width))
+    chex.assert_type(table, np.float32)
+    quarter = width // 4
+    for row, column in np.ndindex(*grid):
+      expected = [
+        wave(place / 10000 ** (k / quarter))
+        for place in (column, row)
+        for wave in (math.sin, math.cos)
+        for k in range(quarter)
+      ]
+      np.testing.assert_allclose(
+        table[row * grid[1] + column], expected, atol=1e-6
+      )
+
+  @parameterized.parameters("moh_dit_tiny", "dit_tiny")
+  def test_equals_the_recorded_table(self, case):
+    weights = read_tensors(_GOLDENS / case / "weights.safetensors")
+    recorded = weights["pos_embed"][0]
+    side = math.isqrt(len(recorded))
+    table = sincos_2d((side, side), recorded.shape[1])
+    np.testing.assert_allclose(table, recorded, atol=1e-6)
+
+  def test_places_of_a_large_grid_are_distinct(self):
+    table = sincos_2d((32, 32), 384)
+    self.assertLen(np.unique(table.round(4), axis=0), 32 * 32)
+
+
+class SinusoidalTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (np.int32([0, 1, 999]), 256), (np.float32([0.5, 37.25]), 6)
+  )
+  def test_equals_the_formula_cosines_first(self, t, width):
+    features = sinusoidal(jnp.asarray(t), width)
+    chex.assert_shape(features, (len(t), width))
+    chex.assert_type(features, jnp.float32)
+    half = width // 2
+    angles = np.outer(t, 10000.0 ** -(np.arange(half) / half))
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    # Angles near 1000 are float32.
+    np.testing.assert_allclose(features, expected, atol=2e-4)
+
+  def test_timestep_zero_is_ones_and_zeros(self):
+    features = sinusoidal(jnp.zeros(1, jnp.int32), 8)
+    np.testing.assert_array_equal(features, [[1.0] * 4 + [0.0] * 4])
 
 
 if __name__ == "__main__":

@@ -17,13 +17,52 @@ from moh_jax.training import loop, sharding
 from moh_jax.training.tasks import make_task
 from tests.training import tiny
 
-_MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+_MESH = tiny.MESH
 
 
 def _losses(workdir: str) -> list[float]:
   with open(os.path.join(workdir, "metrics.jsonl")) as stream:
     rows = [json.loads(line) for line in stream]
   return [row["loss"] for row in rows if row["split"] == "train"]
+
+
+class DiffusionMeshTest(absltest.TestCase):
+  """Noise, timesteps and dropped labels are those of one device too."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.one_dir, cls.mesh_dir = (
+      cls.create_tempdir(cls()).full_path for _ in range(2)
+    )
+    one = jax.devices()[:1]
+    cls.one = loop.train(tiny.dit_config(), cls.one_dir, devices=one)
+    cls.on_mesh = loop.train(tiny.dit_config(mesh=_MESH), cls.mesh_dir)
+
+  def test_losses_equal_the_single_device_ones(self):
+    np.testing.assert_allclose(
+      _losses(self.mesh_dir), _losses(self.one_dir), rtol=2e-5
+    )
+    self.assertLen(_losses(self.mesh_dir), 4)
+
+  def test_held_out_figures_equal_the_single_device_ones(self):
+    ours, theirs = self.on_mesh.evaluation, self.one.evaluation
+    self.assertEqual(ours.keys(), theirs.keys())
+    for name, value in ours.items():
+      np.testing.assert_allclose(value, theirs[name], rtol=1e-4, err_msg=name)
+
+  def test_parameters_are_split(self):
+    kernel = self.on_mesh.state.params["blocks1"]["attn"]["qkv"]["kernel"]
+    spec = (None, "fsdp", None, "tensor")  # layers, C, parts, heads
+    self.assertEqual(tuple(kernel.sharding.spec)[:4], spec)
+
+  def test_mesh_checkpoint_restores_on_one_device(self):
+    restored = restore(self.mesh_dir)
+    for leaf in jax.tree.leaves(restored.params):
+      self.assertLen(leaf.sharding.device_set, 1)
+    chex.assert_trees_all_equal(
+      jax.device_get(restored.params), jax.device_get(self.on_mesh.state.ema)
+    )
 
 
 class MeshTest(parameterized.TestCase):

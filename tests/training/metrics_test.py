@@ -6,8 +6,10 @@ import tempfile
 from unittest import mock
 
 import jax
+import numpy as np
 from absl.testing import absltest, parameterized
 from etils import epath
+from PIL import Image
 
 from moh_jax.config import LogConfig
 from moh_jax.training.metrics import MetricsWriter
@@ -110,6 +112,82 @@ class MetricsWriterTest(parameterized.TestCase):
     writer.close()
     events = list((pathlib.Path(self.dir) / "tensorboard").glob("*tfevents*"))
     self.assertLen(events, int(tensorboard))
+
+  @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
+  def test_figures_without_a_value_are_left_out(self, nothing):
+    writer = self._writer()
+    writer.write(1, "train", {"loss": 0.5, "mse_quartile1": nothing})
+    self.assertEqual(self._rows(), [{"step": 1, "split": "train", "loss": 0.5}])
+
+  @parameterized.parameters(({},), ({"mse": float("nan")},))
+  def test_no_figures_write_no_row(self, values):
+    writer = self._writer()
+    writer.write(1, "val", values)
+    self.assertEmpty(self._rows())
+    writer.write(1, "val", {"loss": 0.5})  # the step is not taken by nothing
+    self.assertLen(self._rows(), 1)
+
+
+class WriteImageTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.dir = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _write(self, picture, step=12, tensorboard=False):
+    config = LogConfig(tensorboard=tensorboard, progress=False)
+    writer = MetricsWriter(epath.Path(self.dir), config, start=0, steps=20)
+    self.addCleanup(writer.close)
+    writer.write_image(step, "samples", picture)
+    return writer
+
+  def _picture(self, channels):
+    shape = (6, 4, channels)
+    return np.random.RandomState(0).randint(0, 256, shape, np.uint8)
+
+  @parameterized.parameters((1, "L"), (3, "RGB"))
+  def test_png_holds_the_picture(self, channels, mode):
+    picture = self._picture(channels)
+    self._write(picture)
+    with Image.open(self.dir / "samples" / "00000012.png") as stored:
+      self.assertEqual(stored.mode, mode)
+      pixels = np.asarray(stored).reshape(picture.shape)
+    np.testing.assert_array_equal(pixels, picture)
+
+  def test_killed_while_writing_leaves_the_picture_before(self):
+    old, new = self._picture(1), 255 - self._picture(1)
+    self._write(old)
+    before = (self.dir / "samples" / "00000012.png").read_bytes()
+    kind = type(epath.Path(self.dir))
+    write = kind.write_bytes
+
+    def half(path, data):
+      write(path, data[:20])
+      raise KeyboardInterrupt
+
+    with mock.patch.object(kind, "write_bytes", half):
+      with self.assertRaises(KeyboardInterrupt):
+        self._write(new)
+    after = (self.dir / "samples" / "00000012.png").read_bytes()
+    self.assertEqual(after, before)
+
+  def test_nothing_temporary_stays(self):
+    self._write(self._picture(1))
+    names = [path.name for path in (self.dir / "samples").iterdir()]
+    self.assertEqual(names, ["00000012.png"])
+
+  @parameterized.parameters(1, 3)
+  def test_tensorboard_gets_it_where_configured(self, channels):
+    writer = self._write(self._picture(channels), tensorboard=True)
+    writer.close()
+    (events,) = (self.dir / "tensorboard").glob("*tfevents*")
+    content = events.read_bytes()
+    self.assertIn(b"samples", content)
+    self.assertIn(b"PNG", content)
+
+  def test_other_processes_write_nothing(self):
+    with mock.patch.object(jax, "process_index", return_value=1):
+      self._write(self._picture(1))
+    self.assertEmpty(list(self.dir.iterdir()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from unittest import mock
 
 import chex
 import jax
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moh_jax.data import pipeline
 from moh_jax.training import checkpoint, loop
@@ -18,25 +18,36 @@ from tests.training import tiny
 _STEPS = 6
 
 
-def _config():
-  return tiny.config(
+_FAMILIES = {"vit": tiny.config, "dit": tiny.dit_config}
+_OPTIM = {
+  "vit": {"ema_decay": 0.9, "accumulation": 2},
+  "dit": {},  # as it is: averaged
+}
+
+
+def _config(family):
+  return _FAMILIES[family](
     train={"steps": _STEPS},
     checkpoint={"every": _STEPS // 2},
-    optim={"ema_decay": 0.9, "accumulation": 2},
+    optim=_OPTIM[family],
   )
 
 
-def _train(workdir: str) -> loop.Result:
-  return loop.train(_config(), workdir, devices=jax.devices()[:1])
+def _train(workdir: str, family: str = "vit") -> loop.Result:
+  return loop.train(_config(family), workdir, devices=jax.devices()[:1])
 
 
-class ResumeTest(absltest.TestCase):
+class ResumeTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.whole = _train(cls.create_tempdir(cls()).full_path)
+    cls.whole = {
+      family: _train(cls.create_tempdir(cls()).full_path, family)
+      for family in _FAMILIES
+    }
 
-  def test_run_stopped_by_sigterm_resumes_bit_identically(self):
+  @parameterized.parameters(*_FAMILIES)
+  def test_run_stopped_by_sigterm_resumes_bit_identically(self, family):
     workdir = self.create_tempdir().full_path
     take = pipeline.TrainBatches.__next__
 
@@ -46,16 +57,18 @@ class ResumeTest(absltest.TestCase):
       return take(batches)
 
     with mock.patch.object(pipeline.TrainBatches, "__next__", stop_at_four):
-      stopped = _train(workdir)
+      stopped = _train(workdir, family)
     self.assertFalse(stopped.finished)
     self.assertEqual(checkpoint.find_step(workdir, None), 4)
 
-    resumed = _train(workdir)
+    resumed = _train(workdir, family)
     self.assertTrue(resumed.finished)
-    chex.assert_trees_all_equal(resumed.state, self.whole.state)
-    self.assertEqual(resumed.evaluation, self.whole.evaluation)
+    whole = self.whole[family]
+    chex.assert_trees_all_equal(resumed.state, whole.state)
+    self.assertEqual(resumed.evaluation, whole.evaluation)
 
-  def test_run_killed_by_sigkill_resumes_bit_identically(self):
+  @parameterized.parameters(*_FAMILIES)
+  def test_run_killed_by_sigkill_resumes_bit_identically(self, family):
     workdir = self.create_tempdir().full_path
     script = textwrap.dedent(f"""
       import os, pathlib, signal, time
@@ -75,14 +88,14 @@ class ResumeTest(absltest.TestCase):
         return take(batches)
 
       pipeline.TrainBatches.__next__ = die_at_five
-      resume_test._train({workdir!r})
+      resume_test._train({workdir!r}, {family!r})
     """)
     done = subprocess.run([sys.executable, "-c", script], check=False)
     self.assertEqual(done.returncode, -signal.SIGKILL)
     self.assertEqual(checkpoint.find_step(workdir, None), 3)
 
-    resumed = _train(workdir)
-    chex.assert_trees_all_equal(resumed.state, self.whole.state)
+    resumed = _train(workdir, family)
+    chex.assert_trees_all_equal(resumed.state, self.whole[family].state)
 
   def test_finished_run_started_again_only_evaluates(self):
     workdir = self.create_tempdir().full_path

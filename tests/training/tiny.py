@@ -3,9 +3,15 @@
 import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
+
 from moh_jax import config as config_lib
 from moh_jax.config import Config
+from moh_jax.models.build import make_model
+from moh_jax.training.state import abstract_params, unbox
 
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}  # all eight fake devices
 MODEL = config_lib.ViTConfig(
   image_size=(8, 8),
   channels=1,
@@ -19,6 +25,19 @@ MODEL = config_lib.ViTConfig(
   mlp_ratios=(2, 2),
   sr_ratios=(2, 1),
   drop_path=0.2,
+)
+
+DIT = config_lib.DiTConfig(
+  input_size=(8, 8),
+  channels=1,
+  num_classes=10,
+  patch_size=4,
+  width=16,
+  num_heads=(2, 4),
+  head_dim=4,
+  shared_heads=(1, 2),
+  top_k=(1, 1),
+  mlp_ratio=2.0,
 )
 
 
@@ -42,6 +61,48 @@ def config(**sections: dict[str, Any]) -> Config:
     eval=config_lib.EvalConfig(every=0, batch_size=120),
     log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
   )
+  return _changed(base, sections)
+
+
+def dit_config(**sections: dict[str, Any]) -> Config:
+  """The tiny diffusion run on real digits, likewise.
+
+  Its programs do not depend on `train.steps`, so that runs share them.
+  """
+  base = Config(
+    model=DIT,
+    data=config_lib.DataConfig(
+      source="digits",
+      batch_size=16,
+      mean=(0.5,),
+      std=(0.5,),
+      num_threads=1,
+      prefetch=1,
+    ),
+    optim=config_lib.OptimConfig(
+      lr=1e-2, schedule="constant", warmup_steps=2, ema_decay=0.9
+    ),
+    train=config_lib.TrainConfig(steps=4),
+    mesh=config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
+    checkpoint=config_lib.CheckpointConfig(every=2),
+    eval=config_lib.EvalConfig(every=0, batch_size=120),
+    log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+    diffusion=config_lib.DiffusionConfig(space="pixel", steps=50),
+    sample=config_lib.SampleConfig(num=5, steps="4", cfg_scale=2.0),
+  )
+  return _changed(base, sections)
+
+
+def random_params(config: Config, seed: int = 0) -> Any:
+  """Parameters that leave no output zero, unlike those of a new DiT."""
+  rng = np.random.RandomState(seed)
+  return jax.tree.map(
+    lambda leaf: np.float32(rng.normal(0, 0.2, leaf.shape)),
+    unbox(abstract_params(*make_model(config))),
+  )
+
+
+def _changed(base: Config, sections: dict[str, dict[str, Any]]) -> Config:
   changed = {
     name: dataclasses.replace(getattr(base, name), **fields)
     for name, fields in sections.items()

@@ -1,0 +1,124 @@
+"""Reads what a diffusion model of digits draws, and compares its solvers.
+
+  python -m benchmarks.digits --checkpoint runs/dit
+  python -m benchmarks.digits --checkpoint runs/dit --solvers
+
+A scikit-learn classifier, trained on the real training scans alone, reads 500
+guided samples, 50 of each digit: `accuracy` is the share it reads as the digit
+that was asked for, `classifier_accuracy` its own on held-out real scans.
+
+--solvers draws the same noise with several solvers and numbers of steps. Their
+`error` is the root mean squared difference from DDIM with 1000 steps, which is
+near the exact solution, in pixels of [-1, 1].
+"""
+
+import argparse
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from sklearn import svm
+
+from benchmarks import timing
+from moh_jax.cli import common
+from moh_jax.data.sources import DigitsSource
+from moh_jax.inference.restore import Restored, restore
+from moh_jax.models.generation import make_draw, to_pixels
+
+_SAMPLES = 500
+_SOLVERS = (
+  ("ddpm", "20"),
+  ("ddpm", "100"),
+  ("ddim", "10"),
+  ("ddim", "20"),
+  ("ddim", "50"),
+  ("ddim", "100"),
+  ("dpm", "10"),
+  ("dpm", "20"),
+  ("dpm", "50"),
+)
+_REFERENCE = ("ddim", "1000")
+
+
+def main() -> None:
+  """Scores a checkpoint."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--checkpoint", required=True, metavar="DIR")
+  parser.add_argument("--seed", type=int, default=0, help="of the noise")
+  parser.add_argument("--solvers", action="store_true", help="compare them")
+  common.add_json(parser)
+  args = parser.parse_args()
+  restored = restore(args.checkpoint)
+  classifier, own = _classifier()
+  result = {
+    "machine": timing.machine(),
+    "step": restored.step,
+    "classifier_accuracy": own,
+    "rows": [],
+  }
+  options = restored.config.sample
+  solvers = [(options.method, options.steps)]
+  reference = None
+  if args.solvers:
+    solvers = _SOLVERS
+    reference = _samples(restored, *_REFERENCE, args.seed)
+  for method, steps in solvers:
+    images = _samples(restored, method, steps, args.seed)
+    row = {
+      "method": method,
+      "steps": steps,
+      "cfg_scale": options.cfg_scale,
+      "accuracy": _accuracy(classifier, images),
+    }
+    if reference is not None:
+      row["error"] = float(np.sqrt(np.square(images - reference).mean()))
+    result["rows"].append(row)
+  rows = result["rows"]
+  cells = [
+    [f"{v:.4f}" if isinstance(v, float) else v for v in row.values()]
+    for row in rows
+  ]
+  print(common.table(cells, list(rows[0])))
+  print(f"the classifier reads {own:.2%} of held-out real digits")
+  common.write_json(args.json, result)
+
+
+def _classifier() -> tuple[svm.SVC, float]:
+  """Trained on the training scans; its accuracy on the held-out ones."""
+  data = {}
+  for split in ("train", "val"):
+    source = DigitsSource(split)
+    examples = [source[i] for i in range(len(source))]
+    pixels = np.stack([e["image"] for e in examples])
+    data[split] = _features(pixels), np.stack([e["label"] for e in examples])
+  classifier = svm.SVC(gamma=0.001).fit(*data["train"])
+  return classifier, float(classifier.score(*data["val"]))
+
+
+def _features(pixels: np.ndarray) -> np.ndarray:
+  """uint8 pixels to scikit-learn's scale of 0 to 16, flat."""
+  return pixels.reshape(len(pixels), -1) * (16 / 255)
+
+
+def _samples(
+  restored: Restored, method: str, steps: str, seed: int
+) -> np.ndarray:
+  """Images [500, 8, 8, 1] float32, the digits in turn."""
+  config = restored.config
+  options = dataclasses.replace(config.sample, method=method, steps=steps)
+  config = dataclasses.replace(config, sample=options)
+  draw = jax.jit(make_draw(restored.model, config))
+  index = jnp.arange(_SAMPLES, dtype=jnp.int32)
+  labels = index % config.model.num_classes
+  return np.asarray(draw(restored.params, seed, index, labels))
+
+
+def _accuracy(classifier: svm.SVC, images: np.ndarray) -> float:
+  labels = np.arange(len(images)) % len(classifier.classes_)
+  read = classifier.predict(_features(np.asarray(to_pixels(images))))
+  return float((read == labels).mean())
+
+
+if __name__ == "__main__":
+  main()

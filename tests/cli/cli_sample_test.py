@@ -1,0 +1,151 @@
+import pathlib
+import tempfile
+from unittest import mock
+
+import numpy as np
+import tiny_checkpoint
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.inference.sample import Sampler
+
+
+class SampleCommandTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    cls.workdir, cls.classifier = root / "dit", root / "vit"
+    tiny_checkpoint.save_dit(cls.workdir)
+    tiny_checkpoint.save(cls.classifier)
+
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _call(self, *argv, out="x.png", checkpoint=None):
+    checkpoint = checkpoint or self.workdir
+    options = ("--checkpoint", checkpoint, "--out", self.root / out)
+    return tiny_checkpoint.call("sample", *options, *argv)
+
+  def _grid(self, *argv):
+    status, out, err = self._call(*argv)
+    self.assertEqual(status, 0, err)
+    with Image.open(self.root / "x.png") as picture:
+      self.assertEqual(picture.mode, "L")
+      return out, np.asarray(picture)
+
+  def _npz(self, *argv, out="x.npz"):
+    status, _, err = self._call(*argv, out=out)
+    self.assertEqual(status, 0, err)
+    with np.load(self.root / out) as stored:
+      return stored["arr_0"], stored["arr_1"]
+
+  def test_grid_holds_one_image_of_every_class(self):
+    out, grid = self._grid()
+    self.assertEqual(out, f"10 images written to {self.root / 'x.png'}\n")
+    self.assertEqual(grid.shape, (8, 10 * 8 + 9 * 2))
+    images, labels = self._npz()
+    np.testing.assert_array_equal(labels, np.arange(10))
+    for i, image in enumerate(images):
+      tile = grid[:, 10 * i : 10 * i + 8]
+      np.testing.assert_array_equal(tile, image[..., 0])
+
+  def test_grid_is_of_the_wanted_labels_number_and_columns(self):
+    out, grid = self._grid("--labels", "3,3,7", "--num", 5, "--columns", 2)
+    self.assertStartsWith(out, "5 images")
+    self.assertEqual(grid.shape, (28, 18))
+    np.testing.assert_array_equal(grid[20:, 10:], 255)  # no sixth image
+
+  def test_npz_has_the_layout_of_the_evaluator(self):
+    images, labels = self._npz("--num", 21, "--batch-size", 8)
+    self.assertEqual((images.shape, images.dtype), ((21, 8, 8, 1), np.uint8))
+    self.assertEqual(labels.dtype, np.int32)
+    np.testing.assert_array_equal(labels, np.arange(21) % 10)
+    self.assertEqual([p.name for p in self.root.iterdir()], ["x.npz"])
+
+  def test_seed_repeats_and_another_differs(self):
+    first, _ = self._npz("--num", 8)
+    again, _ = self._npz("--num", 8, out="again.npz")
+    other, _ = self._npz("--num", 8, "--seed", 1, out="other.npz")
+    np.testing.assert_array_equal(again, first)
+    self.assertFalse(np.array_equal(other, first))
+
+  def test_options_of_sampling_change_the_images(self):
+    before, _ = self._npz("--num", 8)
+    for argv in (("--steps", "3"), ("--method", "dpm"), ("--cfg-scale", "4")):
+      after, _ = self._npz("--num", 8, *argv)
+      self.assertFalse(np.array_equal(after, before), argv)
+
+  def test_killed_call_continues_only_with_the_same_settings(self):
+    whole, _ = self._npz("--num", 16, "--batch-size", 8, out="whole.npz")
+    argv = ("--num", 16, "--batch-size", 8)
+    draw, drawn = Sampler.batch, []
+
+    def die_at_the_second(sampler, start, size):
+      drawn.append(start)
+      if drawn == [0, 8]:
+        raise KeyboardInterrupt
+      return draw(sampler, start, size)
+
+    with mock.patch.object(Sampler, "batch", die_at_the_second):
+      with self.assertRaises(KeyboardInterrupt):
+        self._call(*argv, out="x.npz")
+      status, _, err = self._call(
+        *argv, "--seed", 1, "--cfg-scale", 3, out="x.npz"
+      )
+      self.assertEqual(status, 2)
+      self.assertIn("cfg_scale: 3.0 here, 2.0 there; seed: 1 here, 0", err)
+      images, _ = self._npz(*argv)
+    self.assertEqual(drawn, [0, 8, 8])
+    np.testing.assert_array_equal(images, whole)
+
+  @parameterized.parameters(
+    (("--labels", "3,10"), "label 10 must be in [0, 9]"),
+    (("--labels=-1",), "label -1 must be in [0, 9]"),
+    (("--seed=-1",), "seed=-1 must be in [0, 2147483647]"),
+    (("--cfg-scale", "0.5"), "sample.cfg_scale=0.5 must be at least 1"),
+    (("--cfg-interval", "9,3"), "sample.cfg_interval=(9, 3) must be"),
+    (("--cfg-interval", "3"), "cfg_interval"),
+    (("--steps", "51"), "steps='51' asks for 51 of the 50 timesteps"),
+    (("--steps", "ddim49"), "steps='ddim49' must be"),
+    (("--steps", "few"), "steps='few' must be"),
+    (("--num", "0"), "--num 0 must be at least 1"),
+    (("--batch-size", "0"), "--batch-size 0 must be at least 1"),
+    (("--columns", "0"), "--columns 0 must be at least 1"),
+    (("--top-k", "1,9"), "top_k=9 must be in"),
+    (("--step", "7"), "no checkpoint of step 7; it has [0]"),
+    (("--vae", "sd-vae"), "--vae 'sd-vae': the model does not work on latents"),
+  )
+  def test_bad_value_is_one_line_that_names_it(self, argv, message):
+    self._assert_refused(message, *argv)
+
+  @parameterized.parameters(
+    ("x.jpg", "must end in .png or .npz"),
+    ("x", "must end in .png or .npz"),
+    ("nope/x.png", "no directory"),
+  )
+  def test_bad_target_is_one_line_that_names_it(self, out, message):
+    self._assert_refused(message, out=out)
+    self._assert_refused(str(self.root / out), out=out)
+
+  @parameterized.parameters("x.png", "x.npz")
+  def test_classifier_is_refused(self, out):
+    message = "model.family='vit' must be 'dit'"
+    self._assert_refused(message, out=out, checkpoint=self.classifier)
+
+  def test_sampling_options_of_a_classifier_are_refused(self):
+    self._assert_refused(
+      "'vit' has no section 'sample'", "--steps", 4, checkpoint=self.classifier
+    )
+
+  def _assert_refused(self, message, *argv, **options):
+    status, out, err = self._call(*argv, **options)
+    self.assertEqual((status, out), (2, ""))
+    self.assertLen(err.splitlines(), 1)
+    self.assertIn(message, err)
+    self.assertEmpty(list(self.root.iterdir()))
+
+
+if __name__ == "__main__":
+  absltest.main()

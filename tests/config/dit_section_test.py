@@ -1,0 +1,164 @@
+import dataclasses
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import DiTConfig, LayerRun, without_router
+from moh_jax.ops.routing import HeadBudget, RouterConfig
+
+_TINY = DiTConfig(
+  input_size=(4, 6),
+  channels=3,
+  num_classes=5,
+  width=8,
+  num_heads=(4, 4, 6),
+  head_dim=4,
+  shared_heads=(2, 2, 6),
+  top_k=(1, 1, 0),
+)
+_OUT_OF_RANGE = (
+  ("family", "vit", "('dit',)"),
+  ("dtype", "float64", "('float32', 'bfloat16')"),
+  ("remat", "some", "('none', 'full', 'dots')"),
+  ("attention_impl", "flash", "'dense'"),
+  ("channels", 0, "at least 1"),
+  ("num_classes", 0, "at least 1"),
+  ("patch_size", 0, "at least 1"),
+  ("head_dim", 0, "at least 1"),
+  ("label_dropout", -0.1, "[0, 0.999]"),
+  ("label_dropout", 1.0, "[0, 0.999]"),
+  ("width", 6, "multiple of 4"),
+  ("width", 0, "multiple of 4"),
+  ("width", -4, "multiple of 4"),
+  ("input_size", (4, 5), "multiples of model.patch_size=2"),
+  ("input_size", (0, 4), "multiples of model.patch_size=2"),
+  ("num_heads", (), "at least one layer"),
+  ("shared_heads", (2, 2), "one value per layer"),
+  ("shared_heads", (2, 2, 6, 6), "model.num_heads=(4, 4, 6) has (3)"),
+  ("top_k", (1,), "one value per layer"),
+)
+
+
+def _config(**changes) -> DiTConfig:
+  return dataclasses.replace(_TINY, **changes)
+
+
+class DiTConfigTest(parameterized.TestCase):
+  @parameterized.parameters(*_OUT_OF_RANGE)
+  def test_message_names_field_value_and_what_is_allowed(
+    self, field, value, allowed
+  ):
+    with self.assertRaises(ValueError) as caught:
+      _config(**{field: value})
+    message = str(caught.exception)
+    self.assertStartsWith(message, f"model.{field}={value!r} must ")
+    self.assertIn(allowed, message)
+
+  @parameterized.parameters(0.0, 0.1, -1.0)
+  def test_mlp_has_a_column(self, ratio):
+    with self.assertRaisesRegex(
+      ValueError, rf"model\.mlp_ratio={ratio} leaves no .* at width 8"
+    ):
+      _config(mlp_ratio=ratio)
+
+  @parameterized.named_parameters(
+    ("more_routed_than_left", {"top_k": (1, 3, 0)}, r"1: top_k=3 .*\[0, 2\]"),
+    ("negative_top_k", {"top_k": (-1, 1, 0)}, "0: top_k=-1 must be in"),
+    ("too_many_shared", {"shared_heads": (2, 2, 7)}, r"2: shared=7 .*\[0, 6\]"),
+    ("no_head", {"num_heads": (4, 0, 6)}, "1: num_heads=0 must be at least 1"),
+    (
+      "no_head_active",
+      {"shared_heads": (2, 0, 6), "top_k": (1, 0, 0)},
+      "1: .*no head active",
+    ),
+  )
+  def test_budget_that_does_not_add_up_names_its_layer(self, changes, message):
+    with self.assertRaisesRegex(ValueError, f"^model, layer {message}"):
+      _config(**changes)
+
+  @parameterized.parameters(
+    ("router", "one_stage", "two_stage"), ("gate_form", "mine", "released")
+  )
+  def test_unknown_router_lists_the_known(self, field, value, known):
+    with self.assertRaisesRegex(ValueError, f"{field}='{value}'.*{known}"):
+      _config(**{field: value})
+
+  @parameterized.parameters(
+    ("label_dropout", 0.0), ("label_dropout", 0.999), ("width", 4)
+  )
+  def test_range_includes_its_last_value(self, field, value):
+    self.assertEqual(getattr(_config(**{field: value}), field), value)
+
+  def test_budgets_split_every_layer(self):
+    self.assertEqual(
+      _TINY.budgets(),
+      (HeadBudget(4, 2, 1, 4), HeadBudget(4, 2, 1, 4), HeadBudget(6, 6, 0, 4)),
+    )
+
+  def test_derived_sizes(self):
+    self.assertEqual(_TINY.depth, 3)
+    self.assertEqual(_TINY.input_shape, (4, 6, 3))
+    self.assertEqual(_TINY.grid, (2, 3))
+    self.assertEqual(_config(patch_size=1).grid, (4, 6))
+    self.assertEqual(_TINY.mlp_dim, 32)
+    self.assertEqual(_config(mlp_ratio=1.4).mlp_dim, 11)
+
+  @parameterized.parameters((True, 6), (False, 3))
+  def test_learned_variance_doubles_the_output(self, learn_sigma, channels):
+    config = _config(learn_sigma=learn_sigma)
+    self.assertEqual(config.out_channels, channels)
+
+  def test_router_config_has_the_router_fields(self):
+    config = _config(router="none", gate_form="paper", two_stage=False)
+    self.assertEqual(config.router_config, RouterConfig("none", "paper", False))
+
+  def test_runtime_fields_exist(self):
+    names = {field.name for field in dataclasses.fields(DiTConfig)}
+    self.assertContainsSubset(DiTConfig.RUNTIME_FIELDS, names)
+
+
+class RunsTest(absltest.TestCase):
+  def test_equal_neighbours_are_one_run(self):
+    self.assertEqual(
+      _TINY.runs(),
+      (
+        LayerRun(HeadBudget(4, 2, 1, 4), 2),
+        LayerRun(HeadBudget(6, 6, 0, 4), 1),
+      ),
+    )
+
+  def test_equal_layers_apart_are_two_runs(self):
+    config = _config(
+      num_heads=(4, 6, 4), shared_heads=(2, 6, 2), top_k=(1, 0, 1)
+    )
+    self.assertEqual([run.depth for run in config.runs()], [1, 1, 1])
+
+  def test_any_part_of_the_split_divides(self):
+    for changes in (
+      {"num_heads": (4, 5), "shared_heads": (2, 2), "top_k": (1, 1)},
+      {"num_heads": (4, 4), "shared_heads": (2, 1), "top_k": (1, 1)},
+      {"num_heads": (4, 4), "shared_heads": (2, 2), "top_k": (1, 2)},
+    ):
+      self.assertLen(_config(**changes).runs(), 2)
+
+  def test_default_is_the_small_model(self):
+    self.assertEqual([run.depth for run in DiTConfig().runs()], [8, 4])
+
+
+class WithoutRouterTest(absltest.TestCase):
+  def test_changes_the_router_and_the_split_only(self):
+    config = without_router(_TINY)
+    self.assertEqual(config.router, "none")
+    self.assertEqual(config.shared_heads, config.num_heads)
+    self.assertEqual(config.top_k, (0, 0, 0))
+    back = dataclasses.replace(
+      config, router="two_stage", shared_heads=(2, 2, 6), top_k=(1, 1, 0)
+    )
+    self.assertEqual(back, _TINY)
+
+  def test_other_heads_may_be_named(self):
+    config = without_router(_TINY, num_heads=(2, 2))
+    self.assertEqual((config.shared_heads, config.top_k), ((2, 2), (0, 0)))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,283 @@
+"""Samplers against exact denoisers of simple distributions."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.diffusion import samplers
+from moh_jax.diffusion.prediction import PREDICTIONS, reverse_step
+from moh_jax.diffusion.process import Process, lookup, make_process, respace
+
+_TRAINING = make_process("linear", 1000)
+_SHAPE = (3, 2, 2, 1)
+_KEY = jax.random.key(0)
+_Z = jax.random.normal(jax.random.key(1), _SHAPE)
+_X0 = jax.random.normal(jax.random.key(2), _SHAPE) / 2
+
+
+def _noise(shape=_SHAPE):
+  return lambda step: jax.random.normal(jax.random.fold_in(_KEY, step), shape)
+
+
+def _network(denoise, prediction="epsilon", training=_TRAINING):
+  """A network that knows the clean example, (x, signal, spread) -> x0."""
+  level = training.alphas_cumprod
+  tables = np.sqrt(level), np.sqrt(1 - level)
+
+  def predict(x, t):
+    signal, spread = (lookup(table, t, x.ndim) for table in tables)
+    x0 = denoise(x, signal, spread)
+    noise = (x - signal * x0) / spread
+    velocity = signal * noise - spread * x0
+    return {"epsilon": noise, "x0": x0, "v": velocity}[prediction]
+
+  return predict
+
+
+def _perfect(prediction="epsilon"):
+  return _network(lambda x, signal, spread: _X0, prediction)
+
+
+def _gaussian(x, signal, spread, mean=2.0, deviation=0.5):
+  """Mean of the clean example, which is normal, given x."""
+  variance = deviation**2
+  gain = signal * variance / (signal**2 * variance + spread**2)
+  return mean + gain * (x - signal * mean)
+
+
+def _two_points(x, signal, spread):
+  """Mean of the clean example, -1 or 1, given x; nonlinear in x."""
+  return jnp.tanh(signal * x / spread**2)
+
+
+@functools.cache
+def _sampler(predict, method, spacing, prediction="epsilon", **options):
+  return jax.jit(
+    functools.partial(
+      samplers.sample,
+      predict,
+      process=respace(_TRAINING, spacing),
+      method=method,
+      prediction=prediction,
+      **options,
+    )
+  )
+
+
+def _hand_ddpm(predict, x, process, noise):
+  """Ancestral sampling step by step, the noisiest first."""
+  path = []
+  for number, step in enumerate(reversed(range(process.num_steps))):
+    t = jnp.full(len(x), step)
+    out = predict(x, jnp.asarray(process.timesteps)[t])
+    reverse = reverse_step(process, "epsilon", out, x, t)
+    x = reverse.mean
+    if step:
+      x += jnp.exp(0.5 * reverse.log_variance) * noise(number)
+    path.append(x)
+  return path
+
+
+class PerfectDenoiserTest(parameterized.TestCase):
+  @parameterized.product(
+    method=samplers.METHODS,
+    prediction=PREDICTIONS,
+    spacing=("1", "2", "20"),
+  )
+  def test_returns_the_example(self, method, prediction, spacing):
+    draw = _sampler(
+      _perfect(prediction), method, spacing, prediction, noise=_noise()
+    )
+    np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
+
+  def test_stochastic_ddim_returns_the_example(self):
+    draw = _sampler(_perfect(), "ddim", "20", noise=_noise(), eta=1.0)
+    np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
+
+  @parameterized.parameters(*samplers.METHODS)
+  def test_clips_the_example(self, method):
+    predict = _network(lambda x, signal, spread: 4 * _X0)
+    draw = _sampler(predict, method, "5", noise=_noise(), clip=True)
+    expected = jnp.clip(4 * _X0, -1, 1)
+    self.assertGreater(float(jnp.abs(4 * _X0).max()), 1.5)
+    np.testing.assert_allclose(draw(_Z), expected, atol=1e-4)
+
+
+class StepsTest(parameterized.TestCase):
+  @parameterized.parameters(*samplers.METHODS)
+  def test_network_is_told_timesteps_of_training_noisiest_first(self, method):
+    told = []
+
+    def predict(x, t):
+      chex.assert_shape(t, (3,))
+      chex.assert_type(t, jnp.int32)
+      told.append(np.asarray(t))
+      return x
+
+    with jax.disable_jit():
+      samplers.sample(
+        predict,
+        _Z,
+        respace(_TRAINING, "4"),
+        method=method,
+        prediction="x0",
+        noise=jnp.zeros_like,
+      )
+    expected = np.repeat([[999], [666], [333], [0]], 3, axis=1)
+    np.testing.assert_array_equal(told, expected)
+
+  def test_ddpm_equals_the_steps_by_hand(self):
+    predict = _network(_gaussian)
+    draw = _sampler(predict, "ddpm", "5", noise=_noise(), trajectory=True)
+    path = _hand_ddpm(predict, _Z, respace(_TRAINING, "5"), _noise())
+    np.testing.assert_allclose(draw(_Z), path, rtol=1e-4, atol=1e-4)
+
+  def test_fully_stochastic_ddim_is_ddpm_with_the_posteriors_variance(self):
+    def with_variance(x, t):  # -1: the lower end, the posterior's
+      out = _network(_gaussian)(x, t)
+      return jnp.concatenate([out, jnp.full_like(out, -1.0)], axis=-1)
+
+    ddpm, ddim = (
+      _sampler(with_variance, method, "10", noise=_noise(), eta=1.0)
+      for method in ("ddpm", "ddim")
+    )
+    np.testing.assert_allclose(ddim(_Z), ddpm(_Z), rtol=1e-4, atol=1e-4)
+
+  @parameterized.parameters(*samplers.METHODS)
+  def test_trajectory_ends_with_the_sample(self, method):
+    predict = _network(_gaussian)
+    path, last = (
+      _sampler(predict, method, "5", noise=_noise(), trajectory=keep)(_Z)
+      for keep in (True, False)
+    )
+    chex.assert_shape(path, (5, *_SHAPE))
+    np.testing.assert_allclose(path[-1], last, rtol=1e-6)
+    moved = np.abs(np.diff(np.concatenate([_Z[None], path]), axis=0))
+    self.assertTrue(np.all(moved.max((1, 2, 3, 4)) > 0))
+
+  @parameterized.parameters(*samplers.METHODS)
+  def test_jit_equals_eager(self, method):
+    options = {"method": method, "noise": _noise()}
+    process, predict = respace(_TRAINING, "3"), _network(_two_points)
+    with jax.disable_jit():
+      eager = samplers.sample(predict, _Z, process, **options)
+    jitted = _sampler(predict, method, "3", noise=options["noise"])
+    np.testing.assert_allclose(jitted(_Z), eager, rtol=1e-4, atol=1e-5)
+
+  @parameterized.parameters(*samplers.METHODS)
+  def test_traces_once_whatever_the_steps_and_calls(self, method):
+    traces = {}
+
+    def draw(spacing):
+      def predict(x, t):
+        traces[spacing] = traces.get(spacing, 0) + 1
+        return x
+
+      call = _sampler(predict, method, spacing, noise=_noise())
+      call(_Z)
+      first = traces[spacing]
+      call(_Z + 1)
+      self.assertEqual(traces[spacing], first)
+
+    draw("3")
+    draw("50")
+    self.assertEqual(traces["3"], traces["50"])
+
+
+class DistributionTest(parameterized.TestCase):
+  @parameterized.parameters(("ddpm", "500"), ("ddim", "100"), ("dpm", "20"))
+  def test_gaussian_data_have_their_mean_and_variance(self, method, spacing):
+    shape = (8192, 1, 1, 1)
+    z = jax.random.normal(jax.random.key(3), shape)
+    draw = _sampler(_network(_gaussian), method, spacing, noise=_noise(shape))
+    x = np.asarray(draw(z))
+    self.assertAlmostEqual(x.mean(), 2.0, delta=0.03)
+    self.assertAlmostEqual(x.std(), 0.5, delta=0.03)
+
+  @parameterized.parameters("20", "50")
+  def test_solver_of_twenty_steps_is_nearer_the_limit_than_ddim(self, spacing):
+    z = jnp.linspace(-2.5, 2.5, 64).reshape(64, 1, 1, 1)
+    predict = _network(_gaussian)
+    limit = _sampler(predict, "ddim", "1000")(z)
+    solver = _sampler(predict, "dpm", "20")(z)
+    ddim = _sampler(predict, "ddim", spacing)(z)
+    error = float(jnp.abs(solver - limit).mean())
+    self.assertLess(error, float(jnp.abs(ddim - limit).mean()))
+
+  @parameterized.parameters("ddim", "dpm")
+  def test_more_steps_are_nearer_the_limit(self, method):
+    z = jnp.linspace(-2.5, 2.5, 64).reshape(64, 1, 1, 1)
+    predict = _network(_gaussian)
+    limit = _sampler(predict, "ddim", "1000")(z)
+    few, many = (
+      float(jnp.abs(_sampler(predict, method, spacing)(z) - limit).max())
+      for spacing in ("10", "50")
+    )
+    self.assertLess(many, 0.5 * few)
+
+  @parameterized.parameters(("ddim", 2), ("dpm", 4))
+  def test_half_the_step_divides_the_error_by(self, method, factor):
+    # Steps of equal log-SNR; all x of normal data keep their distance from the
+    # mean in deviations.
+    z, errors = 1.5, []
+    for steps in (20, 40):
+      level = 1 / (1 + np.exp(-2 * np.linspace(3, -3, steps)))
+      process = Process(np.arange(steps), level)
+      signal, spread = np.sqrt(level), np.sqrt(1 - level)
+      deviation = np.sqrt(signal**2 / 4 + spread**2)
+      place = (z - 2 * signal[-1]) / deviation[-1]
+      last = 2 * signal[0] + place * deviation[0]
+      x = samplers.sample(
+        _network(_gaussian, training=process),
+        jnp.full((1, 1, 1, 1), z),
+        process,
+        method=method,
+      )
+      expected = _gaussian(last, signal[0], spread[0])
+      errors.append(abs(x.item() - expected))
+    self.assertBetween(errors[0] / errors[1], 0.8 * factor, 1.2 * factor)
+
+  @parameterized.parameters("ddim", "dpm")
+  def test_deterministic_methods_read_no_noise(self, method):
+    predict = _network(_gaussian)
+    plain = _sampler(predict, method, "5")(_Z)
+    chex.assert_trees_all_equal(
+      _sampler(predict, method, "5", noise=_noise())(_Z), plain
+    )
+
+  def test_noise_changes_the_sample_and_repeats_it(self):
+    def draw(seed):
+      def noise(step):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return jax.random.normal(key, _SHAPE)
+
+      return _sampler(_network(_gaussian), "ddpm", "5", noise=noise)(_Z)
+
+    chex.assert_trees_all_equal(draw(0), draw(0))
+    self.assertGreater(float(jnp.abs(draw(0) - draw(1)).max()), 0.05)
+
+
+class ErrorsTest(parameterized.TestCase):
+  def _sample(self, **options):
+    return samplers.sample(_perfect(), _Z, respace(_TRAINING, "2"), **options)
+
+  def test_unknown_method_lists_the_known(self):
+    with self.assertRaisesRegex(
+      ValueError, r"method='euler' must be one of \('ddpm', 'ddim', 'dpm'\)"
+    ):
+      self._sample(method="euler")
+
+  @parameterized.parameters(("ddpm", 0.0), ("ddim", 0.5))
+  def test_stochastic_methods_need_noise(self, method, eta):
+    with self.assertRaisesRegex(
+      ValueError, f"method='{method}' with eta={eta} needs noise"
+    ):
+      self._sample(method=method, eta=eta)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,226 @@
+"""Drawing from a diffusion model: noise by index, guidance, pixels, grids."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax import config as config_lib
+from moh_jax.models import generation
+from moh_jax.models.build import make_model
+from moh_jax.training.state import abstract_params, unbox
+
+_CONFIG = config_lib.Config(
+  model=config_lib.DiTConfig(
+    input_size=(4, 4),
+    channels=1,
+    num_classes=3,
+    width=8,
+    num_heads=(2,),
+    head_dim=4,
+    shared_heads=(1,),
+    top_k=(1,),
+    mlp_ratio=1.0,
+  ),
+  data=config_lib.DataConfig(mean=(0.5,), std=(0.5,)),
+  diffusion=config_lib.DiffusionConfig(space="pixel", steps=100),
+  sample=config_lib.SampleConfig(steps="5", cfg_scale=2.0),
+)
+_LATENT = dataclasses.replace(
+  _CONFIG, diffusion=dataclasses.replace(_CONFIG.diffusion, space="latent")
+)
+_INDEX = np.array([5, 0, 9, 2])
+_LABELS = np.array([2, 1, 0, 1])
+
+
+def _sampling(config=_CONFIG, **changes):
+  return config_lib.apply_overrides(config, "sample", **changes)
+
+
+@functools.cache
+def _model_and_params():
+  """The network with random parameters: a fresh one predicts zeros."""
+  model, inputs = make_model(_CONFIG)
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32) / 4,
+    unbox(abstract_params(model, inputs)),
+  )
+  return model, params
+
+
+@functools.cache
+def _drawer(config):
+  model, _ = _model_and_params()
+  return jax.jit(generation.make_draw(model, config))
+
+
+def _draw(config=_CONFIG, seed=7, index=_INDEX, labels=_LABELS) -> np.ndarray:
+  _, params = _model_and_params()
+  x = _drawer(config)(params, seed, jnp.asarray(index), jnp.asarray(labels))
+  return np.asarray(x)
+
+
+class DrawTest(parameterized.TestCase):
+  @parameterized.parameters("ddpm", "ddim", "dpm")
+  def test_order_of_the_batch_does_not_matter(self, method):
+    config, order = _sampling(method=method), [2, 0, 3, 1]
+    x = _draw(config)
+    chex.assert_shape(x, (4, 4, 4, 1))
+    shuffled = _draw(config, index=_INDEX[order], labels=_LABELS[order])
+    np.testing.assert_allclose(shuffled, x[order], atol=1e-5)
+    self.assertGreater(np.abs(x[0] - x[2]).max(), 1e-2)
+
+  @parameterized.parameters(1, 3)
+  def test_size_of_the_batch_does_not_matter(self, size):
+    part = _draw(index=_INDEX[:size], labels=_LABELS[:size])
+    np.testing.assert_allclose(part, _draw()[:size], atol=1e-5)
+
+  def test_equal_index_and_label_give_equal_images(self):
+    x = _draw(index=[4, 4, 4, 8], labels=[1, 1, 2, 1])
+    np.testing.assert_allclose(x[0], x[1], atol=1e-6)
+    self.assertGreater(np.abs(x[0] - x[2]).max(), 1e-3)
+    self.assertGreater(np.abs(x[0] - x[3]).max(), 1e-2)
+
+  def test_seed_decides_the_noise(self):
+    chex.assert_trees_all_equal(_draw(seed=7), _draw(seed=7))
+    self.assertGreater(np.abs(_draw(seed=8) - _draw(seed=7)).max(), 1e-2)
+
+  def test_every_step_has_noise_of_its_own(self):
+    numbers = []
+
+    def sample(predict, x, process, *, noise, **options):
+      del predict, process, options
+      numbers.extend([x, noise(0), noise(1)])
+      return x
+
+    with mock.patch.object(generation, "sample", sample):
+      model, params = _model_and_params()
+      draw = generation.make_draw(model, _CONFIG)
+      draw(params, 0, jnp.asarray(_INDEX), jnp.asarray(_LABELS))
+    flat = np.stack([np.ravel(x) for x in numbers])
+    self.assertLess(np.abs(np.corrcoef(flat) - np.eye(3)).max(), 0.5)
+
+  def test_pixels_stay_in_range_and_latents_do_not(self):
+    self.assertLessEqual(np.abs(_draw()).max(), 1.0)
+    self.assertGreater(np.abs(_draw(_LATENT)).max(), 1.0)
+
+
+class GuidanceTest(parameterized.TestCase):
+  def test_scale_one_equals_no_guidance_anywhere(self):
+    plain = _draw(_sampling(cfg_scale=1.0))
+    nowhere = _draw(_sampling(cfg_interval=(1000, 1001)))
+    np.testing.assert_allclose(nowhere, plain, atol=1e-5)
+
+  def test_scale_moves_the_images(self):
+    plain = _draw(_sampling(cfg_scale=1.0))
+    self.assertGreater(np.abs(_draw() - plain).max(), 1e-2)
+
+  def test_images_without_a_label_are_not_moved(self):
+    unlabelled = np.full(4, _CONFIG.model.num_classes)
+    plain = _draw(_sampling(cfg_scale=1.0), labels=unlabelled)
+    np.testing.assert_allclose(_draw(labels=unlabelled), plain, atol=1e-5)
+
+  @parameterized.parameters((50, 100), (0, 50))
+  def test_interval_is_between_guided_and_plain(self, low, high):
+    # Latents, which are not clipped.
+    config = _sampling(_LATENT, cfg_interval=(low, high))
+    for other in (_LATENT, _sampling(_LATENT, cfg_scale=1.0)):
+      self.assertGreater(np.abs(_draw(config) - _draw(other)).max(), 1e-4)
+
+  @parameterized.parameters(((0, 100), 0), ((0, 99), 1), ((1, 100), 1))
+  def test_interval_of_all_steps_costs_no_conditional(self, interval, count):
+    model, params = _model_and_params()
+    draw = generation.make_draw(model, _sampling(cfg_interval=interval))
+    arguments = (params, 0, jnp.asarray(_INDEX), jnp.asarray(_LABELS))
+    program = str(jax.make_jaxpr(draw)(*arguments))
+    self.assertEqual(program.count("cond["), count)
+
+
+class PaintTest(absltest.TestCase):
+  def _paint(self, config, decode=None):
+    model, params = _model_and_params()
+    paint = generation.make_paint(model, config, decode)
+    return paint(params, 7, jnp.asarray(_INDEX), jnp.asarray(_LABELS))
+
+  def test_pixels_of_the_drawn_images(self):
+    images = self._paint(_CONFIG)
+    chex.assert_type(images, jnp.uint8)
+    expected = generation.to_pixels(_draw())
+    np.testing.assert_allclose(
+      np.int32(images), np.int32(expected), atol=1
+    )  # a rounding apart at most
+
+  def test_decoder_gets_unscaled_latents(self):
+    got = []
+
+    def decode(x):
+      got.append(np.asarray(x))
+      return jnp.ones((4, 8, 8, 3))
+
+    images = self._paint(_LATENT, decode)
+    np.testing.assert_array_equal(images, np.full((4, 8, 8, 3), 255))
+    np.testing.assert_allclose(
+      got[0] * 0.18215, _draw(_LATENT), rtol=1e-4, atol=1e-5
+    )
+
+  def test_latents_without_a_decoder_raise(self):
+    model, _ = _model_and_params()
+    with self.assertRaisesRegex(
+      ValueError, r"diffusion\.space='latent'.*--vae PATH"
+    ):
+      generation.make_paint(model, _LATENT)
+
+
+class PixelsTest(absltest.TestCase):
+  def test_every_level_comes_back(self):
+    levels = np.arange(256)
+    images = jnp.asarray(levels / 127.5 - 1, jnp.float32)
+    np.testing.assert_array_equal(generation.to_pixels(images), levels)
+
+  def test_rounds_to_the_nearest_and_clips(self):
+    levels = np.array([-300.0, -0.6, 0.4, 0.6, 99.4, 99.6, 254.6, 255.4, 900])
+    images = jnp.asarray(levels / 127.5 - 1, jnp.float32)
+    expected = [0, 0, 0, 1, 99, 100, 255, 255, 255]
+    pixels = generation.to_pixels(images)
+    chex.assert_type(pixels, jnp.uint8)
+    np.testing.assert_array_equal(pixels, expected)
+
+
+class ImageGridTest(parameterized.TestCase):
+  def _images(self, count):
+    """Images of one colour each: 10, 20, ..."""
+    colours = 10 * np.arange(1, count + 1, dtype=np.uint8)
+    return np.broadcast_to(colours[:, None, None, None], (count, 2, 3, 1))
+
+  @parameterized.parameters(0, 1, 2)
+  def test_lays_out_row_by_row_with_white_between(self, gap):
+    grid = generation.image_grid(self._images(6), columns=3, gap=gap)
+    chex.assert_shape(grid, (2 * 2 + gap, 3 * 3 + 2 * gap, 1))
+    expected = np.full(grid.shape, 255)
+    for number in range(6):
+      row, column = divmod(number, 3)
+      top, left = row * (2 + gap), column * (3 + gap)
+      expected[top : top + 2, left : left + 3] = 10 * (number + 1)
+    np.testing.assert_array_equal(grid, expected)
+    self.assertEqual(grid.dtype, np.uint8)
+
+  def test_last_row_is_filled_with_white(self):
+    grid = generation.image_grid(self._images(4), columns=3, gap=0)
+    np.testing.assert_array_equal(grid[2:, :3], 40)
+    np.testing.assert_array_equal(grid[2:, 3:], 255)
+
+  def test_fewer_images_than_columns(self):
+    grid = generation.image_grid(self._images(1), columns=2, gap=2)
+    chex.assert_shape(grid, (2, 8, 1))
+    np.testing.assert_array_equal(grid[:, :3], 10)
+    np.testing.assert_array_equal(grid[:, 3:], 255)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,303 @@
+"""The diffusion task: its loss, its held-out figures and its previews."""
+
+import dataclasses
+import json
+import pathlib
+import types
+from unittest import mock
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.training import denoising, loop, optim, sharding
+from moh_jax.training.state import make_state
+from moh_jax.training.step import jit_train_step
+from moh_jax.training.tasks import make_task
+from tests.training import tiny
+
+_EXAMPLES = 4096
+_PREVIEW = {"every": 2, "num": 5}
+_NO_LABEL = tiny.DIT.num_classes
+
+
+class _Echo(nn.Module):
+  """Predicts a function of what the network is told."""
+
+  said: str = "nothing"
+  learn_sigma: bool = False
+
+  @nn.compact
+  def __call__(self, x, t, labels):
+    value = {
+      "nothing": jnp.zeros(x.shape[:1]),
+      "quartile": t * 4 // 50,
+      "time": t,
+      "no label": labels == _NO_LABEL,
+      "label": labels,
+    }[self.said]
+    value = jnp.float32(value).reshape(-1, 1, 1, 1)
+    out = jnp.broadcast_to(value, x.shape)
+    if self.learn_sigma:
+      out = jnp.concatenate([out, jnp.zeros_like(x)], axis=-1)
+    aux = types.SimpleNamespace(
+      balance_loss=jnp.float32(3.0), activated_share=jnp.float32(0.5)
+    )
+    return out, aux
+
+
+def _metrics(network, examples=_EXAMPLES, labels=0, seed=0, **sections):
+  """Metrics on empty images, whose error is the prediction squared."""
+  sections["diffusion"] = {"prediction": "x0", **sections.get("diffusion", {})}
+  loss_fn = denoising.make_loss(network, tiny.dit_config(**sections))
+  batch = {
+    "image": jnp.zeros((examples, 1, 1, 1)),
+    "label": jnp.full(examples, labels, jnp.int32),
+  }
+  loss, metrics = loss_fn({}, batch, jax.random.key(seed))
+  chex.assert_trees_all_equal(loss, metrics["loss"])
+  return {name: float(value) for name, value in metrics.items()}
+
+
+class LossTest(parameterized.TestCase):
+  @parameterized.parameters(0.0, 0.1, 0.5)
+  def test_configured_share_of_labels_is_dropped(self, rate):
+    sections = {"model": {"label_dropout": rate}, "sample": {"cfg_scale": 1.0}}
+    share = _metrics(_Echo("no label"), **sections)["mse"]
+    self.assertAlmostEqual(share, rate, delta=0.03 if rate else 0)
+
+  def test_labels_that_stay_are_the_examples(self):
+    model = {"label_dropout": 0.0}
+    metrics = _metrics(
+      _Echo("label"), labels=7, model=model, sample={"cfg_scale": 1.0}
+    )
+    self.assertEqual(metrics["mse"], 49.0)
+
+  def test_timesteps_are_uniform(self):
+    mse = _metrics(_Echo("time"))["mse"]
+    self.assertAlmostEqual(mse / np.square(np.arange(50)).mean(), 1, delta=0.05)
+
+  def test_quartiles_split_the_error_by_timestep(self):
+    metrics = _metrics(_Echo("quartile"))
+    quartiles = [metrics[f"mse_quartile{i}"] for i in (1, 2, 3, 4)]
+    self.assertEqual(quartiles, [0, 1, 4, 9])
+
+  def test_quartile_without_examples_is_not_a_number(self):
+    metrics = _metrics(_Echo("quartile"), examples=1)
+    quartiles = [metrics[f"mse_quartile{i}"] for i in (1, 2, 3, 4)]
+    self.assertEqual(np.isnan(quartiles).sum(), 3)
+    self.assertEqual(np.nanmax(quartiles), metrics["mse"])
+    self.assertTrue(np.isfinite(metrics["loss"]))
+
+  def test_empty_quartile_leaves_the_gradients_finite(self):
+    class Scale(nn.Module):
+      @nn.compact
+      def __call__(self, x, t, labels):
+        scale = self.param("scale", nn.initializers.ones, ())
+        out, aux = _Echo()(x, t, labels)
+        return out + scale * x, aux
+
+    config = tiny.dit_config()
+    loss_fn = denoising.make_loss(Scale(), config)
+    batch = {"image": jnp.ones((1, 8, 8, 1)), "label": jnp.zeros(1, jnp.int32)}
+    grads, _ = jax.grad(loss_fn, has_aux=True)(
+      {"scale": jnp.float32(1)}, batch, jax.random.key(0)
+    )
+    self.assertTrue(np.isfinite(grads["scale"]))
+    self.assertNotEqual(float(grads["scale"]), 0)
+
+  @parameterized.product(vb_weight=(0.0, 0.5), balance_weight=(0.0, 0.1))
+  def test_loss_is_the_weighted_sum_of_its_parts(
+    self, vb_weight, balance_weight
+  ):
+    metrics = _metrics(
+      _Echo("quartile", learn_sigma=True),
+      diffusion={"vb_weight": vb_weight},
+      train={"balance_weight": balance_weight},
+    )
+    task = metrics["mse"] + vb_weight * metrics["vb"]
+    self.assertGreater(metrics["vb"], 0.05)
+    self.assertAlmostEqual(metrics["task_loss"] / task, 1, places=5)
+    total = task + balance_weight * 3.0
+    self.assertAlmostEqual(metrics["loss"] / total, 1, places=5)
+    self.assertEqual(metrics["balance_loss"], 3.0)
+    self.assertEqual(metrics["activated_share"], 0.5)
+
+  def test_bound_is_missing_without_a_learned_variance(self):
+    metrics = _metrics(_Echo("quartile"))
+    self.assertNotIn("vb", metrics)
+    self.assertEqual(metrics["task_loss"], metrics["mse"])
+
+  def test_noise_timesteps_and_labels_come_from_the_key(self):
+    first, again, other = (
+      _metrics(_Echo("time"), examples=8, seed=seed)["mse"]
+      for seed in (0, 0, 1)
+    )
+    self.assertEqual(first, again)
+    self.assertNotEqual(first, other)
+
+
+class StepsTest(absltest.TestCase):
+  """Ten steps of the real model on one batch."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    config = tiny.dit_config(train={"steps": 10})
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    task = make_task(config)
+    optimizer = optim.make_optimizer(config.optim, config.train.steps)
+    init, abstract = make_state(
+      task.model, task.inputs, optimizer, mesh, seed=0, keep_ema=True
+    )
+    step = jit_train_step(
+      state_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+      loss_fn=task.loss_fn,
+      optimizer=optimizer,
+      schedule=optim.make_schedule(config.optim, config.train.steps),
+      ema_decay=config.optim.ema_decay,
+    )
+    with sharding.use_mesh(mesh):
+      batch = sharding.shard_batch(next(task.batches(mesh)), mesh)
+      state = init()
+      cls.params, cls.metrics = [jax.device_get(state.params)], []
+      for _ in range(10):
+        state, metrics = step(state, batch)
+        cls.params.append(jax.device_get(state.params))
+        cls.metrics.append(jax.device_get(metrics))
+      cls.average = jax.device_get(state.ema)
+      # The draws of the first step, with the trained parameters.
+      again = dataclasses.replace(state, step=jnp.zeros_like(state.step))
+      _, cls.last = step(again, batch)
+
+  def test_loss_decreases_on_a_fixed_batch(self):
+    first, last = self.metrics[0], self.last
+    self.assertLess(float(last["loss"]), 0.8 * float(first["loss"]))
+    self.assertLess(float(last["mse"]), 0.9 * float(first["mse"]))
+
+  def test_new_model_predicts_nothing(self):
+    self.assertAlmostEqual(float(self.metrics[0]["mse"]), 1.0, delta=0.1)
+
+  def test_average_equals_a_hand_rolled_one(self):
+    mine = jax.tree.map(np.float64, self.params[0])
+    for params in self.params[1:]:
+      mine = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, mine, params)
+    chex.assert_trees_all_close(
+      jax.tree.map(np.float64, self.average), mine, atol=1e-6
+    )
+    gap = jax.tree.map(lambda e, p: np.abs(e - p).max(), mine, self.params[-1])
+    self.assertGreater(max(jax.tree.leaves(gap)), 1e-3)
+
+  def test_every_parameter_is_trained(self):
+    moved = jax.tree.map(
+      lambda a, b: np.abs(a - b).max(), self.params[0], self.params[-1]
+    )
+    self.assertGreater(min(jax.tree.leaves(moved)), 1e-5)
+
+
+class HeldOutTest(absltest.TestCase):
+  def _train_alone(self, config, split):
+    if split == "val":
+      raise FileNotFoundError("data.path='x' has no directory 'val'")
+    return self._make_source(config, split)
+
+  def setUp(self):
+    super().setUp()
+    self._make_source = denoising.make_source
+    self.enterContext(
+      mock.patch.object(denoising, "make_source", self._train_alone)
+    )
+
+  def test_missing_split_is_a_warning_and_no_figures(self):
+    with self.assertLogs("moh_jax", "WARNING") as logged:
+      task = make_task(tiny.dit_config())
+    self.assertLen(logged.output, 1)
+    self.assertIn("no directory 'val'", logged.output[0])
+    self.assertEqual(task.evaluate({}, None), {})
+
+  def test_run_without_a_split_finishes_with_no_figures(self):
+    workdir = self.create_tempdir().full_path
+    config = tiny.dit_config(eval={"every": 2})
+    result = loop.train(config, workdir, devices=jax.devices()[:1])
+    self.assertTrue(result.finished)
+    self.assertEqual(result.evaluation, {})
+    text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    self.assertEqual([row["split"] for row in rows], ["train"] * 4)
+
+
+class PreviewTest(parameterized.TestCase):
+  def _preview(self, devices=1, seed=0):
+    config = tiny.dit_config(sample=_PREVIEW, mesh={"data": devices})
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
+    params = jax.device_put(
+      tiny.random_params(config, seed), sharding.replicated(mesh)
+    )
+    with sharding.use_mesh(mesh):
+      return make_task(config).preview(params, mesh)
+
+  def test_is_a_grid_of_the_wanted_images(self):
+    picture = self._preview()
+    # 3 rows of 2 images of 8 x 8 pixels, 2 pixels apart; the sixth is blank.
+    self.assertEqual(picture.shape, (28, 18, 1))
+    self.assertEqual(picture.dtype, np.uint8)
+    np.testing.assert_array_equal(picture[20:, 10:], 255)
+    self.assertLess(picture[20:, :8].min(), 255)
+
+  def test_changes_with_the_parameters_alone(self):
+    first, again, other = (self._preview(seed=seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    self.assertFalse(np.array_equal(first, other))
+
+  def test_is_the_same_on_eight_devices(self):
+    one, eight = self._preview(), self._preview(devices=8)
+    gap = np.abs(one.astype(int) - eight)
+    self.assertLessEqual(gap.max(), 1)  # where the rounding is a tie
+
+  def test_none_is_drawn_unless_asked_for(self):
+    task = make_task(tiny.dit_config(sample={"every": 0}))
+    self.assertIsNone(task.preview)
+
+  def test_run_writes_one_at_every_interval_and_at_the_end(self):
+    workdir = pathlib.Path(self.create_tempdir().full_path)
+    config = tiny.dit_config(sample=_PREVIEW, train={"steps": 3})
+    loop.train(config, str(workdir), devices=jax.devices()[:1])
+    files = sorted(path.name for path in (workdir / "samples").iterdir())
+    self.assertEqual(files, ["00000002.png", "00000003.png"])
+    with Image.open(workdir / "samples" / files[0]) as picture:
+      self.assertEqual((picture.size, picture.mode), ((18, 28), "L"))
+
+  def test_latents_need_their_autoencoder(self):
+    config = self._latent_config()
+    with self.assertRaisesRegex(ValueError, r"sample\.every=2 .* --vae"):
+      make_task(config)
+
+  def test_latents_are_shown_as_the_autoencoder_decodes_them(self):
+    decoded = []
+
+    def decode(latents):
+      decoded.append(latents)
+      return jnp.zeros((len(latents), 16, 16, 3))
+
+    config = self._latent_config()
+    picture = make_task(config, decode).preview(
+      tiny.random_params(config),
+      sharding.make_mesh(config.mesh, jax.devices()[:1]),
+    )
+    self.assertEqual(decoded[0].shape, (5, 8, 8, 1))
+    self.assertEqual(picture.shape, (52, 34, 3))
+
+  def _latent_config(self):
+    return tiny.dit_config(
+      sample=_PREVIEW,
+      data={"source": "fake"},
+      diffusion={"space": "latent"},
+    )
+
+
+if __name__ == "__main__":
+  absltest.main()
