@@ -42,7 +42,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     "--top-k",
     type=int_tuple,
     metavar="K,K,...",
-    help="routed heads per token in each stage, instead of the trained ones",
+    help="routed heads per token in each stage (DiT: layer), instead of the "
+    "trained ones",
   )
   parser.add_argument(
     "--gate-form",

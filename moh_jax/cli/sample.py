@@ -57,8 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--vae", metavar="PATH", help=f"autoencoder of latents: {HOW_TO_GET}"
   )
+  parser.add_argument(
+    "--vae-tile",
+    type=int,
+    default=0,
+    metavar="N",
+    help="decode in overlapping squares of N latent pixels, to bound memory",
+  )
   parser.add_argument("--batch-size", type=int, default=64)
   parser.add_argument("--columns", type=int, help="of the grid")
+  parser.add_argument(
+    "--zoom", type=int, default=1, help="enlarge the grid's pixels so often"
+  )
   parser.add_argument(
     "--no-ema", action="store_true", help="use the raw parameters"
   )
@@ -71,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError(f"--out {args.out!r} must end in .png or .npz")
   if not out.parent.is_dir():
     raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
-  for name in ("num", "batch_size", "columns"):
+  for name in ("num", "batch_size", "columns", "zoom"):
     value = getattr(args, name)
     if value is not None and value < 1:
       option = name.replace("_", "-")
@@ -87,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
       **common.router_overrides(args),
     )
     config = restored.config
-    decode = load_decoder(args.vae, config) if args.vae else None
+    decode = None
+    if args.vae:
+      decode = load_decoder(args.vae, config, tile=args.vae_tile)
     sampler = Sampler(
       restored,
       labels=args.labels,
@@ -99,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     size = min(args.batch_size, num)
     if out.suffix == ".png":
       images = sample_images(sampler, num, size, progress=True)
+      images = images.repeat(args.zoom, axis=1).repeat(args.zoom, axis=2)
       _write_grid(out, images, args.columns or min(num, 10))
     else:
       settings = _settings(args, config, restored.step)
@@ -135,6 +148,7 @@ def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
     "seed": args.seed,
     "labels": args.labels,
     "vae": args.vae,
+    "vae_tile": args.vae_tile,
     **{name: getattr(config.sample, name) for name in _OPTIONS},
     "top_k": args.top_k,
     "gate_form": args.gate_form,

@@ -8,25 +8,35 @@ from moh_jax.config import Config
 from moh_jax.convert.vae import load_vae
 from moh_jax.models.generation import Decode
 from moh_jax.models.vae import VAE
+from moh_jax.models.vae_tiling import decode_tiled
+
+_SMALLEST_TILE = 16
 
 
-def load_decoder(path: str, config: Config) -> Decode:
+def load_decoder(path: str, config: Config, *, tile: int = 0) -> Decode:
   """Reads an autoencoder and checks that it fits a diffusion model.
 
   Args:
     path: weights, see `convert.vae.load_vae`.
     config: of the diffusion model.
+    tile: decode large latents in overlapping squares of this many latent
+      pixels, which bounds the memory; 0 decodes them whole.
 
   Returns:
     Latents [B, x, y, channels] to images [B, X, Y, 3] in [-1, 1].
 
   Raises:
     FileNotFoundError: there are no such weights.
-    ValueError: the model has no latents, or others.
+    ValueError: the model has no latents, or others; or a tile too small, or
+      tiles with several processes.
   """
   diffusion = config.diffusion
   if diffusion is None or diffusion.space != "latent":
     raise ValueError(f"--vae {path!r}: the model does not work on latents")
+  if tile and (tile < _SMALLEST_TILE or jax.process_count() > 1):
+    raise ValueError(
+      f"--vae-tile {tile} must be at least {_SMALLEST_TILE}, in one process"
+    )
   vae_config, params = load_vae(path)
   if vae_config.latent_channels != config.model.channels:
     raise ValueError(
@@ -39,4 +49,7 @@ def load_decoder(path: str, config: Config) -> Decode:
   def decode(params, latents):
     return vae.apply({"params": params}, latents, method="decode")
 
-  return functools.partial(decode, params)
+  whole = functools.partial(decode, params)
+  if not tile:
+    return whole
+  return lambda latents: decode_tiled(whole, latents, tile, tile // 4)

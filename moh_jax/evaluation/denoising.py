@@ -1,18 +1,20 @@
-"""Losses of a diffusion model on held-out examples."""
+"""Losses of a diffusion model, and their means on held-out examples."""
 
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moh_jax.config import DiffusionConfig
 from moh_jax.diffusion.objective import training_losses
-from moh_jax.diffusion.process import make_process, q_sample
+from moh_jax.diffusion.process import Process, make_process, q_sample
 from moh_jax.evaluation.means import EvalStep
+from moh_jax.layers.moh import ModelAux
 
 _SEED = 0
-_GOLDEN_RATIO = 0.618033988749895
+_GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32
 
 
 def make_eval_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
@@ -34,36 +36,70 @@ def make_eval_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
   @jax.jit
   def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
     x0, labels, index = batch["image"], batch["label"], batch["index"]
-    # Multiples of the golden ratio spread evenly, however many there are.
-    place = jnp.mod(index * _GOLDEN_RATIO, 1.0)
-    t = (place * process.num_steps).astype(jnp.int32)
+    # Multiples of the golden ratio, modulo 1, spread evenly however many there
+    # are; 24 bits of them are exact in float32.
+    place = (index.astype(jnp.uint32) * _GOLDEN_RATIO) >> 8
+    t = (place / 2**24 * process.num_steps).astype(jnp.int32)
     key = jax.random.key(_SEED)
 
     def draw(i: jax.Array) -> jax.Array:
       return jax.random.normal(jax.random.fold_in(key, i), x0.shape[1:])
 
     noise = jax.vmap(draw)(index)
-    x = q_sample(process, x0, t, noise)
-    out, aux = model.apply({"params": params}, x, t, labels)
-    losses = training_losses(
-      process,
-      diffusion.prediction,
-      out,
-      x0=x0,
-      x=x,
-      t=t,
-      noise=noise,
-      loss_weight=diffusion.loss_weight,
-      snr_gamma=diffusion.snr_gamma,
+    losses, aux = denoising_losses(
+      model, diffusion, process, params, x0, labels, t=t, noise=noise
     )
     mask = batch["mask"]
-    loss = losses.pop("weighted_mse")
-    loss = loss + diffusion.vb_weight * losses.get("vb", 0.0)
     return {
       "examples": mask.sum(),
-      "loss": (loss * mask).sum(),
       **{name: (value * mask).sum() for name, value in losses.items()},
       "activated_share": aux.activated_share * mask.sum(),
     }
 
   return eval_step
+
+
+def denoising_losses(
+  model: nn.Module,
+  diffusion: DiffusionConfig,
+  process: Process,
+  params: Any,
+  x0: jax.Array,
+  labels: jax.Array,
+  *,
+  t: jax.Array,
+  noise: jax.Array,
+) -> tuple[dict[str, jax.Array], ModelAux]:
+  """Noises clean examples, denoises them and compares.
+
+  Args:
+    model: maps (x, t, labels) to (output, aux).
+    diffusion: the objective.
+    process: the training process.
+    params: of the model.
+    x0: [B, X, Y, channels] clean examples.
+    labels: [B] int32.
+    t: [B] int32 steps.
+    noise: [B, X, Y, channels] standard normal.
+
+  Returns:
+    Losses of every example, [B] float32: "loss" (the objective), "mse", and
+    "vb" where the variance is learned; and the routers' side values.
+  """
+  x = q_sample(process, x0, t, noise)
+  out, aux = model.apply({"params": params}, x, t, labels)
+  losses = training_losses(
+    process,
+    diffusion.prediction,
+    out,
+    x0=x0,
+    x=x,
+    t=t,
+    noise=noise,
+    loss_weight=diffusion.loss_weight,
+    snr_gamma=diffusion.snr_gamma,
+  )
+  loss = losses.pop("weighted_mse")
+  if "vb" in losses:
+    loss = loss + diffusion.vb_weight * losses["vb"]
+  return {"loss": loss, **losses}, aux

@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.data.sources import check_class_names, make_source
 from moh_jax.diffusion.guidance import drop_labels
-from moh_jax.diffusion.objective import training_losses
-from moh_jax.diffusion.process import make_process, q_sample
-from moh_jax.evaluation.denoising import make_eval_step
+from moh_jax.diffusion.process import make_process
+from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
 from moh_jax.models.build import make_model
 from moh_jax.models.generation import Decode, image_grid, make_paint
 from moh_jax.training import sharding
@@ -108,29 +107,16 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     labels = drop_labels(
       label_rng, batch["label"], no_label, config.model.label_dropout
     )
-    x = q_sample(process, x0, t, noise)
-    out, aux = model.apply({"params": params}, x, t, labels)
-    losses = training_losses(
-      process,
-      diffusion.prediction,
-      out,
-      x0=x0,
-      x=x,
-      t=t,
-      noise=noise,
-      loss_weight=diffusion.loss_weight,
-      snr_gamma=diffusion.snr_gamma,
+    losses, aux = denoising_losses(
+      model, diffusion, process, params, x0, labels, t=t, noise=noise
     )
-    task_loss = losses["weighted_mse"].mean()
-    metrics = {"mse": losses["mse"].mean()}
-    if "vb" in losses:
-      metrics["vb"] = losses["vb"].mean()
-      task_loss = task_loss + diffusion.vb_weight * metrics["vb"]
+    means = {name: value.mean() for name, value in losses.items()}
+    task_loss = means.pop("loss")
     loss = task_loss + config.train.balance_weight * aux.balance_loss
     return loss, {
       "loss": loss,
       "task_loss": task_loss,
-      **metrics,
+      **means,
       **_by_quartile(losses["mse"], t, process.num_steps),
       "balance_loss": aux.balance_loss,
       "activated_share": aux.activated_share,

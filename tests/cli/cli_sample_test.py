@@ -73,7 +73,7 @@ class SampleCommandTest(parameterized.TestCase):
 
   def test_options_of_sampling_change_the_images(self):
     before, _ = self._npz("--num", 8)
-    for argv in (("--steps", "3"), ("--method", "dpm"), ("--cfg-scale", "4")):
+    for argv in (("--method", "dpm", "--steps", "3"), ("--cfg-scale", "4")):
       after, _ = self._npz("--num", 8, *argv)
       self.assertFalse(np.array_equal(after, before), argv)
 
@@ -106,7 +106,7 @@ class SampleCommandTest(parameterized.TestCase):
     (("--seed=-1",), "seed=-1 must be in [0, 2147483647]"),
     (("--cfg-scale", "0.5"), "sample.cfg_scale=0.5 must be at least 1"),
     (("--cfg-interval", "9,3"), "sample.cfg_interval=(9, 3) must be"),
-    (("--cfg-interval", "3"), "cfg_interval"),
+    (("--cfg-interval", "3"), "sample.cfg_interval=(3,) must be"),
     (("--steps", "51"), "steps='51' asks for 51 of the 50 timesteps"),
     (("--steps", "ddim49"), "steps='ddim49' must be"),
     (("--steps", "few"), "steps='few' must be"),

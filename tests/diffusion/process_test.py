@@ -173,6 +173,34 @@ class RespaceTest(parameterized.TestCase):
       respace(process, spacing)
 
 
+class EvenLogSnrTest(parameterized.TestCase):
+  @parameterized.product(schedule=process_lib.SCHEDULES, steps=(2, 20, 100))
+  def test_log_snr_falls_evenly_between_the_ends(self, schedule, steps):
+    whole = make_process(schedule, 1000)
+    process = process_lib.even_log_snr(whole, steps)
+    log_snr = np.log(process.snr)
+    chex.assert_shape(log_snr, (steps,))
+    np.testing.assert_allclose(
+      log_snr[[0, -1]], np.log(whole.snr)[[0, -1]], rtol=1e-6
+    )
+    gaps = np.diff(log_snr)
+    np.testing.assert_allclose(gaps, gaps.mean(), rtol=1e-6)
+
+  @parameterized.parameters(*process_lib.SCHEDULES)
+  def test_times_are_where_the_process_has_these_levels(self, schedule):
+    whole = make_process(schedule, 1000)
+    process = process_lib.even_log_snr(whole, 30)
+    times = process.timesteps
+    self.assertEqual(times.dtype, np.float32)
+    self.assertEqual((times[0], times[-1]), (0.0, 999.0))
+    self.assertTrue(np.all(np.diff(times) > 0))
+    below = whole.alphas_cumprod[np.ceil(times).astype(int)]
+    above = whole.alphas_cumprod[np.floor(times).astype(int)]
+    slack = 1e-6 * above
+    self.assertTrue(np.all(process.alphas_cumprod >= below - slack))
+    self.assertTrue(np.all(process.alphas_cumprod <= above + slack))
+
+
 class NoisingTest(parameterized.TestCase):
   def test_each_example_has_its_own_step(self):
     process = make_process("linear", 100)

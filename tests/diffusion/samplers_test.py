@@ -10,7 +10,12 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.diffusion import samplers
 from moh_jax.diffusion.prediction import PREDICTIONS, reverse_step
-from moh_jax.diffusion.process import Process, lookup, make_process, respace
+from moh_jax.diffusion.process import (
+  Process,
+  even_log_snr,
+  make_process,
+  respace,
+)
 
 _TRAINING = make_process("linear", 1000)
 _SHAPE = (3, 2, 2, 1)
@@ -23,13 +28,16 @@ def _noise(shape=_SHAPE):
   return lambda step: jax.random.normal(jax.random.fold_in(_KEY, step), shape)
 
 
+@functools.cache
 def _network(denoise, prediction="epsilon", training=_TRAINING):
   """A network that knows the clean example, (x, signal, spread) -> x0."""
-  level = training.alphas_cumprod
-  tables = np.sqrt(level), np.sqrt(1 - level)
+  log_snr = np.log(training.snr).astype(np.float32)
+  timesteps = np.arange(training.num_steps, dtype=np.float32)
 
   def predict(x, t):
-    signal, spread = (lookup(table, t, x.ndim) for table in tables)
+    value = jnp.interp(t.astype(jnp.float32), timesteps, log_snr)
+    value = value.reshape(-1, *[1] * (x.ndim - 1))
+    signal, spread = (jnp.sqrt(jax.nn.sigmoid(s)) for s in (value, -value))
     x0 = denoise(x, signal, spread)
     noise = (x - signal * x0) / spread
     velocity = signal * noise - spread * x0
@@ -49,9 +57,19 @@ def _gaussian(x, signal, spread, mean=2.0, deviation=0.5):
   return mean + gain * (x - signal * mean)
 
 
-def _two_points(x, signal, spread):
-  """Mean of the clean example, -1 or 1, given x; nonlinear in x."""
-  return jnp.tanh(signal * x / spread**2)
+def _two_gaussians(x, signal, spread, deviation=0.2):
+  """Mean of the clean example, near -1 or 1, given x; nonlinear in x."""
+  variance = signal**2 * deviation**2 + spread**2
+  gain = signal * deviation**2 / variance
+  side = jnp.tanh(signal * x / variance)
+  return gain * x + (1 - gain * signal) * side
+
+
+def _process(spacing):
+  """Steps of the training process; "evenN" at even log-SNR."""
+  if spacing.startswith("even"):
+    return even_log_snr(_TRAINING, int(spacing.removeprefix("even")))
+  return respace(_TRAINING, spacing)
 
 
 @functools.cache
@@ -60,7 +78,7 @@ def _sampler(predict, method, spacing, prediction="epsilon", **options):
     functools.partial(
       samplers.sample,
       predict,
-      process=respace(_TRAINING, spacing),
+      process=_process(spacing),
       method=method,
       prediction=prediction,
       **options,
@@ -83,15 +101,16 @@ def _hand_ddpm(predict, x, process, noise):
 
 
 class PerfectDenoiserTest(parameterized.TestCase):
-  @parameterized.product(
-    method=samplers.METHODS,
-    prediction=PREDICTIONS,
-    spacing=("1", "2", "20"),
-  )
-  def test_returns_the_example(self, method, prediction, spacing):
+  @parameterized.product(method=samplers.METHODS, prediction=PREDICTIONS)
+  def test_returns_the_example(self, method, prediction):
     draw = _sampler(
-      _perfect(prediction), method, spacing, prediction, noise=_noise()
+      _perfect(prediction), method, "20", prediction, noise=_noise()
     )
+    np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
+
+  @parameterized.product(method=samplers.METHODS, spacing=("1", "2"))
+  def test_few_steps_return_the_example(self, method, spacing):
+    draw = _sampler(_perfect(), method, spacing, noise=_noise())
     np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
 
   def test_stochastic_ddim_returns_the_example(self):
@@ -130,6 +149,20 @@ class StepsTest(parameterized.TestCase):
     expected = np.repeat([[999], [666], [333], [0]], 3, axis=1)
     np.testing.assert_array_equal(told, expected)
 
+  def test_network_is_told_times_between_timesteps(self):
+    told = []
+
+    def predict(x, t):
+      chex.assert_type(t, jnp.float32)
+      told.append(np.asarray(t[0]))
+      return x
+
+    process = _process("even3")
+    with jax.disable_jit():
+      samplers.sample(predict, _Z, process, method="dpm", prediction="x0")
+    np.testing.assert_allclose(told, process.timesteps[::-1])
+    self.assertNotEqual(told[1], np.round(told[1]))
+
   def test_ddpm_equals_the_steps_by_hand(self):
     predict = _network(_gaussian)
     draw = _sampler(predict, "ddpm", "5", noise=_noise(), trajectory=True)
@@ -161,8 +194,13 @@ class StepsTest(parameterized.TestCase):
 
   @parameterized.parameters(*samplers.METHODS)
   def test_jit_equals_eager(self, method):
-    options = {"method": method, "noise": _noise()}
-    process, predict = respace(_TRAINING, "3"), _network(_two_points)
+    drawn = jax.random.normal(_KEY, (3, *_SHAPE))
+    options = {"method": method, "noise": lambda step: drawn[step]}
+    process = respace(_TRAINING, "3")
+
+    def predict(x, t):
+      return jnp.tanh(x) * t.reshape(-1, 1, 1, 1) / 1000
+
     with jax.disable_jit():
       eager = samplers.sample(predict, _Z, process, **options)
     jitted = _sampler(predict, method, "3", noise=options["noise"])
@@ -189,7 +227,7 @@ class StepsTest(parameterized.TestCase):
 
 
 class DistributionTest(parameterized.TestCase):
-  @parameterized.parameters(("ddpm", "500"), ("ddim", "100"), ("dpm", "20"))
+  @parameterized.parameters(("ddpm", "500"), ("ddim", "100"), ("dpm", "even20"))
   def test_gaussian_data_have_their_mean_and_variance(self, method, spacing):
     shape = (8192, 1, 1, 1)
     z = jax.random.normal(jax.random.key(3), shape)
@@ -198,26 +236,34 @@ class DistributionTest(parameterized.TestCase):
     self.assertAlmostEqual(x.mean(), 2.0, delta=0.03)
     self.assertAlmostEqual(x.std(), 0.5, delta=0.03)
 
-  @parameterized.parameters("20", "50")
-  def test_solver_of_twenty_steps_is_nearer_the_limit_than_ddim(self, spacing):
+  def _errors(self, denoise, *samplings):
+    """Mean distances of samples from those of very many steps."""
     z = jnp.linspace(-2.5, 2.5, 64).reshape(64, 1, 1, 1)
-    predict = _network(_gaussian)
-    limit = _sampler(predict, "ddim", "1000")(z)
-    solver = _sampler(predict, "dpm", "20")(z)
-    ddim = _sampler(predict, "ddim", spacing)(z)
-    error = float(jnp.abs(solver - limit).mean())
-    self.assertLess(error, float(jnp.abs(ddim - limit).mean()))
+    limit = _sampler(_network(denoise), "ddim", "1000")(z)
+    return [
+      float(jnp.abs(_sampler(_network(denoise), *sampling)(z) - limit).mean())
+      for sampling in samplings
+    ]
 
-  @parameterized.parameters("ddim", "dpm")
-  def test_more_steps_are_nearer_the_limit(self, method):
-    z = jnp.linspace(-2.5, 2.5, 64).reshape(64, 1, 1, 1)
-    predict = _network(_gaussian)
-    limit = _sampler(predict, "ddim", "1000")(z)
-    few, many = (
-      float(jnp.abs(_sampler(predict, method, spacing)(z) - limit).max())
-      for spacing in ("10", "50")
+  @parameterized.product(
+    denoise=(_gaussian, _two_gaussians), spacing=("20", "50")
+  )
+  def test_solver_of_twenty_steps_is_nearer_the_limit_than_ddim(
+    self, denoise, spacing
+  ):
+    solver, ddim = self._errors(denoise, ("dpm", "even20"), ("ddim", spacing))
+    self.assertLess(solver, ddim)
+
+  def test_solver_at_even_timesteps_is_nearer_the_limit_than_ddim(self):
+    solver, ddim = self._errors(
+      _gaussian, ("dpm", "ddim20"), ("ddim", "ddim20")
     )
-    self.assertLess(many, 0.5 * few)
+    self.assertLess(solver, ddim)
+
+  @parameterized.parameters(("ddim", "10", "50"), ("dpm", "even10", "even50"))
+  def test_more_steps_are_nearer_the_limit(self, method, few, many):
+    first, second = self._errors(_gaussian, (method, few), (method, many))
+    self.assertLess(second, 0.5 * first)
 
   @parameterized.parameters(("ddim", 2), ("dpm", 4))
   def test_half_the_step_divides_the_error_by(self, method, factor):

@@ -167,7 +167,7 @@ class DiffusionRestoreTest(parameterized.TestCase):
       checkpoint.Metadata(cls.config, tuple("0123456789")),
     )
 
-  @parameterized.parameters(None, {})
+  @parameterized.parameters((None,), ({},))
   def test_samples_as_it_was_trained_to(self, sample):
     restored = restore_lib.restore(self.directory, sample=sample)
     self.assertEqual(restored.config, self.config)

@@ -30,6 +30,7 @@ _CONFIG = DiTConfig(
   top_k=(1, 1, 0),
   mlp_ratio=2.0,
 )
+_MHA = without_router(_CONFIG, num_heads=(4, 4, 4))
 _B = 2
 
 
@@ -72,9 +73,14 @@ def _run(config: DiTConfig):
 
 
 @functools.cache
+def _recording(config: DiTConfig):
+  """A function of the inputs alone: the results, and what is recorded."""
+  apply = functools.partial(DiT(config).apply, mutable=["intermediates"])
+  return jax.jit(functools.partial(apply, _variables(config)))
+
+
 def _forward(config: DiTConfig):
-  """A function of the inputs alone."""
-  return jax.jit(functools.partial(DiT(config).apply, _variables(config)))
+  return lambda *inputs: _recording(config)(*inputs)[0]
 
 
 class DiTTest(parameterized.TestCase):
@@ -118,10 +124,19 @@ class DiTTest(parameterized.TestCase):
     jitted = _forward(config)(*_inputs())
     chex.assert_trees_all_close(eager, jitted, rtol=1e-4, atol=1e-4)
 
-  @parameterized.parameters("full", "dots")
-  def test_remat_gives_equal_outputs_and_gradients(self, remat):
-    ours, plain = _run(_config(remat=remat)), _run(_CONFIG)
+  def test_remat_gives_equal_outputs_and_gradients(self):
+    ours, plain = _run(_config(remat="dots")), _run(_CONFIG)
     chex.assert_trees_all_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+  @parameterized.parameters(("none", 0), ("full", 2), ("dots", 2))
+  def test_remat_recomputes_every_run(self, remat, count):
+    config = _config(remat=remat)
+
+    def loss(variables):
+      return DiT(config).apply(variables, *_inputs(config))[0].sum()
+
+    program = str(jax.make_jaxpr(loss)(_variables(_CONFIG)))
+    self.assertEqual(program.count("prevent_cse"), count)
 
   def test_bfloat16_is_close_and_parameters_stay_float32(self):
     config = _config(dtype="bfloat16")
@@ -167,28 +182,27 @@ class DiTTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"must be \[batch, 4, 6, 3\]"):
       DiT(_CONFIG).init(jax.random.key(0), jnp.zeros(shape), t, labels)
 
-  @parameterized.parameters(((1, 6), 1), ((9, 3), 3))
+  @parameterized.parameters(((1, 6), 1), ((9, 3), 3), ((2, 2), 2))
   def test_sides_may_be_any_multiples_of_the_patch(self, size, patch):
     config = _config(input_size=size, patch_size=patch)
-    out, _ = _forward(config)(*_inputs(config))
-    chex.assert_shape(out, (_B, *size, 6))
-    chex.assert_tree_all_finite(out)
-
-  def test_transposed_input_is_another_input(self):
-    # Rows and columns have position codes of their own.
-    config = _config(input_size=(4, 4))
-    x, t, labels = _inputs(config)
-    plain, _ = _forward(config)(x, t, labels)
-    turned, _ = _forward(config)(x.swapaxes(1, 2), t, labels)
-    self.assertGreater(
-      float(jnp.abs(turned.swapaxes(1, 2) - plain).max()), 1e-2
+    out, _ = jax.eval_shape(
+      DiT(config).apply, _variables(config), *_inputs(config)
     )
+    chex.assert_shape(out, (_B, *size, 6))
+
+  @parameterized.parameters(1, 2)
+  def test_rows_and_columns_of_patches_have_places(self, axis):
+    # Without position codes the output would move along with the input.
+    x, t, labels = _inputs()
+    plain, _ = _forward(_CONFIG)(x, t, labels)
+    moved, _ = _forward(_CONFIG)(jnp.roll(x, 2, axis), t, labels)
+    back = jnp.roll(moved, -2, axis)
+    self.assertGreater(float(jnp.abs(back - plain).max()), 1e-2)
 
 
 class RoutingTest(absltest.TestCase):
   def test_gates_are_zero_for_the_heads_a_token_did_not_choose(self):
-    apply = functools.partial(DiT(_CONFIG).apply, mutable=["intermediates"])
-    _, recorded = jax.jit(apply)(_variables(_CONFIG), *_inputs())
+    _, recorded = _recording(_CONFIG)(*_inputs())
     recorded = recorded["intermediates"]
     (routing,) = recorded["blocks0"]["attn"]["router"]["routing"]
     gates = np.asarray(routing.gates)
@@ -199,8 +213,7 @@ class RoutingTest(absltest.TestCase):
     self.assertTrue(np.all(np.asarray(routing.gates) > 0))
 
   def test_records_tokens_conditioning_and_layers(self):
-    apply = functools.partial(DiT(_CONFIG).apply, mutable=["intermediates"])
-    _, recorded = jax.eval_shape(apply, _variables(_CONFIG), *_inputs())
+    _, recorded = _recording(_CONFIG)(*_inputs())
     recorded = recorded["intermediates"]
     chex.assert_shape(recorded["tokens"][0], (_B, 6, 8))
     chex.assert_shape(recorded["conditioning"][0], (_B, 8))
@@ -208,11 +221,9 @@ class RoutingTest(absltest.TestCase):
     chex.assert_shape(recorded["blocks1"]["out"][0], (1, _B, 6, 8))
 
   def test_router_off_has_no_router_and_all_heads(self):
-    config = without_router(_CONFIG)
-    params = _variables(config)["params"]
-    for name in ("blocks0", "blocks1"):
-      self.assertNotIn("router", params[name]["attn"])
-    _, aux = _forward(config)(*_inputs())
+    self.assertNotIn("router", _variables(_MHA)["params"]["blocks0"]["attn"])
+    self.assertIn("router", _variables(_CONFIG)["params"]["blocks0"]["attn"])
+    _, aux = _forward(_MHA)(*_inputs())
     self.assertEqual(float(aux.activated_share), 1.0)
     self.assertEqual(float(aux.balance_loss), 0.0)
 
@@ -220,13 +231,10 @@ class RoutingTest(absltest.TestCase):
 class RunsTest(absltest.TestCase):
   def test_how_layers_are_grouped_does_not_matter(self):
     # Without a router the split is not read, but it still divides the runs.
-    whole = _config(
-      num_heads=(4,) * 3, shared_heads=(4,) * 3, top_k=(0,) * 3, router="none"
-    )
-    parts = dataclasses.replace(whole, shared_heads=(4, 3, 4), top_k=(0, 1, 0))
-    self.assertEqual([len(c.runs()) for c in (whole, parts)], [1, 3])
-    variables = _variables(whole)
-    public = rules.dump_params(model_rules(whole), variables["params"])
+    parts = dataclasses.replace(_MHA, shared_heads=(4, 3, 4), top_k=(0, 1, 0))
+    self.assertEqual([len(c.runs()) for c in (_MHA, parts)], [1, 3])
+    variables = _variables(_MHA)
+    public = rules.dump_params(model_rules(_MHA), variables["params"])
     params = rules.load_params(
       model_rules(parts), public, _variables(parts)["params"], source="whole"
     )
@@ -235,7 +243,7 @@ class RunsTest(absltest.TestCase):
       ["blocks0", "blocks1", "blocks2"],
     )
     out, _ = jax.jit(DiT(parts).apply)({"params": params}, *_inputs())
-    expected, _ = _forward(whole)(*_inputs())
+    expected, _ = _forward(_MHA)(*_inputs())
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -252,7 +260,9 @@ class InitializationTest(parameterized.TestCase):
       top_k=(1, 1),
       num_classes=200,
     )
-    cls.variables = jax.jit(functools.partial(_init, cls.config))()
+    init = jax.jit(DiT(cls.config).init_with_output)
+    (cls.out, _), variables = init(jax.random.key(0), *_inputs(cls.config))
+    cls.variables = nn.unbox(variables)
 
   def _leaf(self, path: str) -> np.ndarray:
     leaf = self.variables["params"]
@@ -261,9 +271,8 @@ class InitializationTest(parameterized.TestCase):
     return np.asarray(leaf)
 
   def test_fresh_model_outputs_zero(self):
-    apply = jax.jit(DiT(self.config).apply)
-    out, _ = apply(self.variables, *_inputs(self.config))
-    np.testing.assert_array_equal(out, 0.0)
+    chex.assert_shape(self.out, (_B, 4, 4, 8))
+    np.testing.assert_array_equal(self.out, 0.0)
 
   @parameterized.parameters(
     ("blocks0/attn/qkv/kernel", 64, 3 * 128),

@@ -91,20 +91,41 @@ class DrawTest(parameterized.TestCase):
     chex.assert_trees_all_equal(_draw(seed=7), _draw(seed=7))
     self.assertGreater(np.abs(_draw(seed=8) - _draw(seed=7)).max(), 1e-2)
 
-  def test_every_step_has_noise_of_its_own(self):
-    numbers = []
+  def _called(self, config) -> dict:
+    """What the sampler is called with."""
+    called = {}
 
-    def sample(predict, x, process, *, noise, **options):
-      del predict, process, options
-      numbers.extend([x, noise(0), noise(1)])
+    def sample(predict, x, process, **options):
+      del predict
+      called.update(options, x=x, process=process)
+      called["noises"] = [options["noise"](step) for step in range(2)]
       return x
 
     with mock.patch.object(generation, "sample", sample):
       model, params = _model_and_params()
-      draw = generation.make_draw(model, _CONFIG)
+      draw = generation.make_draw(model, config)
       draw(params, 0, jnp.asarray(_INDEX), jnp.asarray(_LABELS))
-    flat = np.stack([np.ravel(x) for x in numbers])
+    return called
+
+  def test_every_step_has_noise_of_its_own(self):
+    called = self._called(_CONFIG)
+    flat = np.stack([np.ravel(x) for x in (called["x"], *called["noises"])])
     self.assertLess(np.abs(np.corrcoef(flat) - np.eye(3)).max(), 0.5)
+
+  @parameterized.parameters(
+    ("ddpm", "5", [0, 25, 50, 74, 99]),
+    ("ddim", "ddim5", [0, 20, 40, 60, 80]),
+    ("dpm", "ddim5", [0, 20, 40, 60, 80]),
+  )
+  def test_visits_these_timesteps(self, method, steps, expected):
+    called = self._called(_sampling(method=method, steps=steps))
+    self.assertEqual(called["process"].timesteps.tolist(), expected)
+    self.assertEqual(called["method"], method)
+
+  def test_solver_visits_even_log_snr(self):
+    process = self._called(_sampling(method="dpm", steps="5"))["process"]
+    gaps = np.diff(np.log(process.snr))
+    np.testing.assert_allclose(gaps, gaps.mean(), rtol=1e-6)
 
   def test_pixels_stay_in_range_and_latents_do_not(self):
     self.assertLessEqual(np.abs(_draw()).max(), 1.0)
