@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.cli import common
+from moh_jax.cli.processes import join_processes
 from moh_jax.config import Config, MeshConfig
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.vae import HOW_TO_GET
@@ -70,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--zoom", type=int, default=1, help="enlarge the grid's pixels so often"
   )
   parser.add_argument(
+    "--distributed",
+    action="store_true",
+    help="join the run's other processes first, as train.py does",
+  )
+  parser.add_argument(
     "--no-ema", action="store_true", help="use the raw parameters"
   )
 
@@ -86,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     if value is not None and value < 1:
       option = name.replace("_", "-")
       raise ValueError(f"--{option} {value} must be at least 1")
+  if args.distributed:
+    join_processes()
   mesh = sharding.make_mesh(MeshConfig())
   with sharding.use_mesh(mesh):
     restored = restore(
@@ -123,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
         settings=settings,
         progress=True,
       )
-  print(f"{num} images written to {out}")
+  if jax.process_index() == 0:
+    print(f"{num} images written to {out}")
   return 0
 
 

@@ -1,7 +1,6 @@
 """The training command behind train.py."""
 
 import logging
-import os
 import sys
 
 import jax
@@ -10,6 +9,7 @@ from absl import logging as absl_logging
 
 from moh_jax import config as config_lib
 from moh_jax.cli.common import write_json
+from moh_jax.cli.processes import join_processes
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.training import loop
 
@@ -59,25 +59,3 @@ def run(
         print(f"held-out: {shown}")
       print(f"checkpoint: {workdir}")
   return 0
-
-
-def join_processes() -> None:
-  """Connects this process to the others of its run.
-
-  Raises:
-    ValueError: the cluster is none that JAX recognizes and the environment does
-      not describe it either.
-  """
-  names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-  given = {
-    key: int(os.environ[name])
-    for key, name in names.items()
-    if name in os.environ
-  }
-  try:
-    jax.distributed.initialize(**given)  # the address is read by JAX itself
-  except (ValueError, RuntimeError) as error:
-    raise ValueError(
-      f"--distributed: {error}; outside TPU pods, Slurm, Open MPI and "
-      f"Kubernetes set JAX_COORDINATOR_ADDRESS, {' and '.join(names.values())}"
-    ) from error

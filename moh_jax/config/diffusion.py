@@ -88,8 +88,8 @@ class SampleConfig:
     at_least("sample", 1, cfg_scale=self.cfg_scale)
     one_of("sample", METHODS, method=self.method)
     one_of("sample", GUIDED_CHANNELS, cfg_channels=self.cfg_channels)
-    low, high = self.cfg_interval
-    if not 0 <= low < high:
+    interval = self.cfg_interval
+    if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
       raise ValueError(
         f"sample.cfg_interval={self.cfg_interval} must be (low, high) with "
         "0 <= low < high"

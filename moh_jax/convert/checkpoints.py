@@ -95,7 +95,7 @@ def export(
   table = model_rules(restored.config.model)
   tensors = rules.dump_params(table, jax.device_get(restored.params))
   write_safetensors(out, tensors, {"step": str(restored.step)})
-  return _count(tensors)
+  return _count(restored.params)
 
 
 def _find_model(kind: str, tensors: dict[str, np.ndarray], source: str) -> str:

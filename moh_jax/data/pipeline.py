@@ -2,9 +2,10 @@
 
 The training stream is one global sequence (shuffled anew each epoch, random
 transforms keyed by the seed and the position), and global batch k is its
-examples [k * B, (k + 1) * B) whatever the number of processes: process p of P
-reads every P-th of them. So the position of a run is one number, the batches
-taken, and stays exact when the number of processes changes.
+examples [k * B, (k + 1) * B), in order, whatever the number of processes:
+process p of P reads the p-th of P parts. So the position of a run is one
+number, the batches taken, and stays exact when the number of processes changes;
+and what a loss draws for a row of the batch meets the same example.
 """
 
 from collections.abc import Iterator
@@ -58,8 +59,8 @@ class TrainBatches:
         dataset = dataset.map(transform)
     # Threads read examples, not whole batches: batch after iterating.
     options = _read_options(config.data, local)
-    dataset = dataset[index::count].to_iter_dataset(options).batch(local)
-    self._iterator = iter(dataset)
+    dataset = _Part(dataset, index, local, config.data.batch_size)
+    self._iterator = iter(dataset.to_iter_dataset(options).batch(local))
     self._local_batch = local
 
   def __iter__(self) -> Iterator[Batch]:
@@ -119,6 +120,23 @@ def eval_batches(
   dataset = grain.MapDataset.range(padded)[index::count].map(load)
   options = _read_options(config.data, local)
   return iter(dataset.to_iter_dataset(options).batch(local))
+
+
+class _Part(grain.MapDataset):
+  """One process's part of every batch of a global sequence."""
+
+  def __init__(
+    self, parent: grain.MapDataset, part: int, local: int, batch: int
+  ):
+    super().__init__(parent)
+    self._part, self._local, self._batch = part, local, batch
+
+  def __len__(self) -> int:
+    return len(self._parent) // self._batch * self._local
+
+  def __getitem__(self, index: int) -> Any:
+    step, row = divmod(index, self._local)
+    return self._parent[step * self._batch + self._part * self._local + row]
 
 
 def _read_options(data: DataConfig, local_batch: int) -> grain.ReadOptions:

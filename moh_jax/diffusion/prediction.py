@@ -54,11 +54,17 @@ def training_target(
   t: jax.Array,
   noise: jax.Array,
 ) -> jax.Array:
-  """What the network should output at step t [B]; [B, ...]."""
+  """What the network should output at step t [B]; [B, ...].
+
+  Raises:
+    ValueError: an unknown prediction.
+  """
   if prediction == "epsilon":
     return noise
   if prediction == "x0":
     return x0
+  if prediction != "v":
+    raise ValueError(f"prediction={prediction!r} must be one of {PREDICTIONS}")
   signal = lookup(np.sqrt(process.alphas_cumprod), t, x0.ndim)
   spread = lookup(np.sqrt(1.0 - process.alphas_cumprod), t, x0.ndim)
   return signal * noise - spread * x0  # v, arXiv:2202.00512

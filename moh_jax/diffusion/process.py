@@ -7,6 +7,7 @@ arrays, rounded to float32 where an array program looks a value up.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +164,7 @@ def _strided(num_steps: int, count: int) -> np.ndarray:
 
 
 def _count(text: str, spacing: str) -> int:
-  if not text.strip().isdigit() or int(text) < 1:
+  if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) < 1:
     raise ValueError(
       f"steps={spacing!r} must be N, 'ddimN' or 'N,M,...' with numbers of at "
       "least 1"

@@ -119,8 +119,8 @@ def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
 
   A step from s to t: x_t = keep x_s + move (x0 + history (x0 - x0 before)),
   keep = sigma_t / sigma_s, move = alpha_t (1 - exp(-h)), history = h / (2 h
-  before), h = lambda_t - lambda_s. The first step has no history, and the last,
-  to no noise at all, is x0 itself.
+  before) but at most 1/2, h = lambda_t - lambda_s. The first step has no
+  history, and the last, to no noise at all, is x0 itself.
   """
   alpha, sigma = (
     np.sqrt(level)
@@ -134,5 +134,8 @@ def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
     keep[step] = sigma[step - 1] / sigma[step]
     move[step] = alpha[step - 1] * -np.expm1(-h)
     if step < size - 1:
-      history[step] = h / (2 * (log_snr[step] - log_snr[step + 1]))
+      # Capped at its value for equal steps: a step much longer than the one
+      # before (the last to t = 0, evenly spaced in t) would overshoot.
+      ratio = h / (log_snr[step] - log_snr[step + 1])
+      history[step] = min(ratio, 1.0) / 2
   return keep, move, history

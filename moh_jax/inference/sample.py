@@ -166,6 +166,8 @@ def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
   file = parts / _SETTINGS
   if not file.exists():
     parts.mkdir(parents=True, exist_ok=True)
+    for stale in parts.glob("*.npy"):  # of a call killed while it cleaned up
+      stale.unlink()
     _replace(file, lambda stream: stream.write(json.dumps(settings).encode()))
     return
   stored = json.loads(file.read_text())

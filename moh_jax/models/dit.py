@@ -16,6 +16,31 @@ _FREQUENCIES = 256  # features of a timestep
 _EMBED_INIT = nn.initializers.normal(0.02)
 
 
+class LabelTable(nn.Module):
+  """A vector for every label.
+
+  Attributes:
+    rows: labels.
+    width: C.
+  """
+
+  rows: int
+  width: int
+
+  @nn.compact
+  def __call__(self, labels: jax.Array) -> jax.Array:
+    """Maps labels [B] to [B, C] float32."""
+    table = self.param(
+      "embedding",
+      nn.with_logical_partitioning(_EMBED_INIT, (None, "embed")),
+      (self.rows, self.width),
+      jnp.float32,
+    )
+    # Whole on every device: rows of a table split along the width would have
+    # to be split along the batch by the same devices afterwards.
+    return jnp.take(constrain(table, None, None), labels, axis=0)
+
+
 class Embedding(nn.Module):
   """Conditioning vector: features of the timestep, through an MLP, and label.
 
@@ -36,14 +61,8 @@ class Embedding(nn.Module):
     x = nn.silu(nn.Dense(cfg.width, name="time_in", **kinds)(x))
     x = nn.Dense(cfg.width, name="time_out", **kinds)(x)
     rows = cfg.num_classes + bool(cfg.label_dropout)  # the last: no label
-    table = nn.Embed(
-      rows,
-      cfg.width,
-      embedding_init=nn.with_logical_partitioning(_EMBED_INIT, (None, "embed")),
-      dtype=dtype,
-      name="label",
-    )
-    return (x + table(labels)).astype(jnp.float32)
+    table = LabelTable(rows, cfg.width, name="label")
+    return constrain(x.astype(jnp.float32) + table(labels), "batch", None)
 
 
 class Modulation(nn.Module):

@@ -44,12 +44,17 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   train = make_source(config, "train")
   model, inputs = make_model(config)
+  try:
+    evaluate = make_evaluate(model, config, train.class_names)
+  except FileNotFoundError as error:
+    _LOG.warning("no held-out split, nothing will be evaluated: %s", error)
+    evaluate = _no_figures
   return Task(
     model=model,
     inputs=inputs,
     loss_fn=make_loss(model, config),
     batches=lambda mesh: stream(config, train, mesh),
-    evaluate=make_evaluate(model, config, train.class_names),
+    evaluate=evaluate,
     class_names=train.class_names,
     unit="images",
     units_per_step=config.data.batch_size,
@@ -61,24 +66,28 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 def make_evaluate(
   model: nn.Module, config: Config, class_names: tuple[str, ...]
 ) -> Evaluate:
-  """Opens the held-out split, if there is one, and prepares its evaluation.
+  """Opens the held-out split and prepares its evaluation.
 
   Args:
     model: maps (x, t, labels) to (output, aux).
     config: the run.
     class_names: that the model was trained with.
+
+  Raises:
+    FileNotFoundError: there is no held-out split.
   """
-  try:
-    held_out = make_source(config, "val")
-  except FileNotFoundError as error:
-    _LOG.warning("no held-out split, nothing will be evaluated: %s", error)
-    return lambda params, mesh: {}
+  held_out = make_source(config, "val")
   if config.data.source != "fake":
     check_class_names(class_names, held_out.class_names, "the held-out split")
   eval_step = make_eval_step(model, config.diffusion)
   return lambda params, mesh: evaluate_split(
     config, held_out, eval_step, params, mesh
   )
+
+
+def _no_figures(params: Any, mesh: Mesh) -> dict[str, float]:
+  del params, mesh
+  return {}
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:

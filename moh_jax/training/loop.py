@@ -229,15 +229,17 @@ class _Run:
         pending = None
       if save:
         self._save(state)
-      if self.task.preview and (last or step % self.task.preview_every == 0):
+      leaving = stopping and not last
+      preview = last or step % max(self.task.preview_every, 1) == 0
+      if self.task.preview and preview and not leaving:
         picture = self.task.preview(self._inference_params(state), self.mesh)
         writer.write_image(step, "samples", picture)
         clock.restart(step)
-      if evaluate and not (stopping and not last):
+      if evaluate and not leaving:
         evaluation = self._evaluate(state)
         writer.write(step, "val", evaluation)
         clock.restart(step)
-      if stopping and not last:
+      if leaving:
         self.checkpointer.wait()
         _LOG.warning("stopped at step %d, saved; run again to resume", step)
         return Result(state, evaluation, finished=False)

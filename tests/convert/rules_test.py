@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import ViTConfig
+from moh_jax.config import ViTConfig, without_router
 from moh_jax.convert import rules, vit
-from moh_jax.config import without_router
 from moh_jax.models.vit import ViT
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.training.state import abstract_params, unbox

@@ -171,15 +171,14 @@ class TrainBatchesTest(parameterized.TestCase):
     parts = [_batches(process=(p, processes)) for p in range(processes)]
     for step, batch in enumerate(whole):
       for name in batch:
-        local = np.stack([part[step][name] for part in parts], axis=1)
-        joined = local.reshape(batch[name].shape)
+        joined = np.concatenate([part[step][name] for part in parts])
         np.testing.assert_array_equal(joined, batch[name])
 
   def test_position_outlives_a_change_of_processes(self):
     whole = _batches(count=6)
     part = _batches(process=(1, 2), position=4, count=2)
     for ours, theirs in zip(part, whole[4:]):
-      np.testing.assert_array_equal(ours["image"], theirs["image"][1::2])
+      np.testing.assert_array_equal(ours["image"], theirs["image"][len(ours["image"]) :])
 
   def test_processes_must_divide_the_batch(self):
     with self.assertRaisesRegex(

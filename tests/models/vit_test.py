@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import ViTConfig
-from moh_jax.config import without_router
+from moh_jax.config import ViTConfig, without_router
 from moh_jax.models.vit import ViT, drop_path_rates
 
 # A pooled stage of two blocks and a full one; 2 + 3 active of 2 x 2 + 4 heads.

@@ -20,7 +20,7 @@ _IMAGES, _BATCH = 13, 8
 
 _CHILD = """
 import sys
-from moh_jax.cli.train import join_processes
+from moh_jax.cli.processes import join_processes
 join_processes()
 import jax
 assert jax.process_count() == 2, jax.process_count()
