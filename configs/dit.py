@@ -15,8 +15,6 @@ import ml_collections
 from moh_jax import config as config_lib
 from moh_jax.models.registry import MODELS
 
-_EPOCH = 1_281_167 // 256  # steps
-
 
 def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
   name = ("moh-dit-" if "_" in arg else "dit-") + arg.replace("_", "-")
@@ -46,7 +44,7 @@ def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
       steps=7_000_000 if "xl" in arg else 400_000, balance_weight=0.01
     ),
     checkpoint=config_lib.CheckpointConfig(
-      every=_EPOCH, keep_last=2, keep_every=50_000
+      every=5_000, keep_last=2, keep_every=50_000
     ),
     eval=config_lib.EvalConfig(every=50_000, batch_size=256),
     log=config_lib.LogConfig(every=100),

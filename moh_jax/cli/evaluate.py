@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
   common.add_checkpoint(parser)
   parser.add_argument(
-    "--data", metavar="DIR", help="directory of images, instead of the run's"
+    "--data",
+    metavar="DIR",
+    help="directory of images, shards or latents, instead of the run's",
   )
   parser.add_argument(
     "--batch-size", type=int, help="examples per batch, instead of the run's"
@@ -38,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     )
     config = restored.config
     if args.data:
-      data = {"source": "image_folder", "path": args.data}
+      stored = config.data.source in ("latents", "array_record")
+      source = config.data.source if stored else "image_folder"
+      data = {"source": source, "path": args.data}
       config = config_lib.apply_overrides(config, "data", **data)
     if args.batch_size is not None:
       config = config_lib.apply_overrides(

@@ -15,9 +15,14 @@ from moh_jax.convert.vae import HOW_TO_GET
 from moh_jax.diffusion.guidance import GUIDED_CHANNELS
 from moh_jax.diffusion.samplers import METHODS
 from moh_jax.inference.restore import restore
-from moh_jax.inference.sample import Sampler, sample_images, sample_npz
+from moh_jax.inference.sample import (
+  Sampler,
+  check_request,
+  sample_images,
+  sample_npz,
+)
 from moh_jax.models.generation import image_grid
-from moh_jax.training import sharding
+from moh_jax.training import checkpoint, sharding
 
 _OPTIONS = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
 
@@ -94,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
       raise ValueError(f"--{option} {value} must be at least 1")
   if args.distributed:
     join_processes()
+  _check_before_restoring(args)
   mesh = sharding.make_mesh(MeshConfig())
   with sharding.use_mesh(mesh):
     restored = restore(
@@ -107,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     config = restored.config
     decode = None
     if args.vae:
-      decode = load_decoder(args.vae, config, tile=args.vae_tile)
+      decode = load_decoder(args.vae, config, mesh, tile=args.vae_tile)
     sampler = Sampler(
       restored,
       labels=args.labels,
@@ -141,6 +147,14 @@ def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
     return
   grid = image_grid(images, columns)
   Image.fromarray(grid[..., 0] if grid.shape[-1] == 1 else grid).save(out)
+
+
+def _check_before_restoring(args: argparse.Namespace) -> None:
+  """Refuses what the checkpoint's config alone shows to be wrong."""
+  metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  check_request(metadata.config, args.labels, args.seed)
+  if metadata.config.diffusion.space == "latent" and not args.vae:
+    raise ValueError(f"--vae is missing: {HOW_TO_GET}")
 
 
 def _overrides(args: argparse.Namespace) -> dict:

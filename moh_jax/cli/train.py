@@ -11,7 +11,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli.common import write_json
 from moh_jax.cli.processes import join_processes
 from moh_jax.convert.decoder import load_decoder
-from moh_jax.training import loop
+from moh_jax.training import loop, sharding
 
 
 def run(
@@ -42,7 +42,9 @@ def run(
   if distributed:
     join_processes()
   try:
-    decode = load_decoder(vae, config) if vae else None
+    decode = None
+    if vae:
+      decode = load_decoder(vae, config, sharding.make_mesh(config.mesh))
     result = loop.train(config, workdir, decode=decode)
   except loop.NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)

@@ -44,7 +44,8 @@ class DiTConfig:
     gate_form: "released" or "paper".
     two_stage: learn the weights of the shared and the routed group.
     attention_impl: implementation of the attention.
-    dtype: compute dtype; parameters, router and softmax stay float32.
+    dtype: compute dtype of the layers' branches; parameters, residual stream,
+      conditioning, both ends, router and softmax stay float32.
     remat: what the backward pass recomputes: "none", "full" or "dots".
   """
 

@@ -113,6 +113,13 @@ class Config:
         "together: 'latent' needs 'latents', as `encode-latents` writes them, "
         "and 'pixel' an image source"
       )
+    if source == "latents":
+      for name, neutral in (("augment", "none"), ("eval_resize", 0)):
+        if (value := getattr(self.data, name)) != neutral:
+          raise ValueError(
+            f"data.{name}={value!r} must be {neutral!r} for latents, which are "
+            "cropped and mirrored when they are encoded"
+          )
     halves = (0.5,) * len(self.data.mean)
     if space == "pixel" and (self.data.mean, self.data.std) != (halves, halves):
       raise ValueError(
@@ -125,6 +132,11 @@ class Config:
       spaced_timesteps(self.diffusion.steps, self.sample.steps)
     except ValueError as error:
       raise ValueError(f"sample.{error}") from error
+    if self.sample.cfg_interval[0] >= self.diffusion.steps:
+      raise ValueError(
+        f"sample.cfg_interval={self.sample.cfg_interval} must begin below "
+        f"diffusion.steps={self.diffusion.steps}"
+      )
     if self.sample.cfg_scale != 1 and not self.model.label_dropout:
       raise ValueError(
         f"sample.cfg_scale={self.sample.cfg_scale} must be 1 for a model with "
@@ -188,8 +200,13 @@ def from_json(text: str) -> Config:
 
 
 def apply_overrides(config: Config, section: str, **fields: Any) -> Config:
-  """A copy with some fields of one section changed, checked again."""
-  changed = dataclasses.replace(getattr(config, section), **fields)
+  """A copy with some fields of one section changed, checked again.
+
+  Raises:
+    ValueError: an unknown field, a wrong type or a value out of range.
+  """
+  old = getattr(config, section)
+  changed = _section(section, type(old), {**dataclasses.asdict(old), **fields})
   return dataclasses.replace(config, **{section: changed})
 
 

@@ -180,7 +180,8 @@ class CheckpointConfig:
   Attributes:
     every: steps between saves; the last step is always saved.
     keep_last: newest checkpoints kept.
-    keep_every: also keep steps that are multiples of this; 0 keeps none.
+    keep_every: also keep steps that are multiples of this, itself a multiple of
+      `every`; 0 keeps none.
     async_save: write in the background while training goes on.
   """
 
@@ -192,6 +193,11 @@ class CheckpointConfig:
   def __post_init__(self):
     at_least("checkpoint", 1, every=self.every, keep_last=self.keep_last)
     at_least("checkpoint", 0, keep_every=self.keep_every)
+    if self.keep_every % self.every:
+      raise ValueError(
+        f"checkpoint.keep_every={self.keep_every} must be a multiple of "
+        f"checkpoint.every={self.every}: other steps are not saved"
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,22 +3,27 @@
 import functools
 
 import jax
+from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.convert.vae import load_vae
 from moh_jax.models.generation import Decode
 from moh_jax.models.vae import VAE
 from moh_jax.models.vae_tiling import decode_tiled
+from moh_jax.training import sharding
 
 _SMALLEST_TILE = 16
 
 
-def load_decoder(path: str, config: Config, *, tile: int = 0) -> Decode:
+def load_decoder(
+  path: str, config: Config, mesh: Mesh, *, tile: int = 0
+) -> Decode:
   """Reads an autoencoder and checks that it fits a diffusion model.
 
   Args:
     path: weights, see `convert.vae.load_vae`.
     config: of the diffusion model.
+    mesh: the devices; each holds all the weights.
     tile: decode large latents in overlapping squares of this many latent
       pixels, which bounds the memory; 0 decodes them whole.
 
@@ -44,6 +49,7 @@ def load_decoder(path: str, config: Config, *, tile: int = 0) -> Decode:
       f"be model.channels={config.model.channels}"
     )
   vae = VAE(vae_config)
+  params = jax.device_put(params, sharding.replicated(mesh))
 
   @jax.jit
   def decode(params, latents):

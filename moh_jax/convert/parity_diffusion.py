@@ -138,11 +138,10 @@ def _samples(
 
   @jax.jit
   def run(params):
-    def predict(x, t):
-      out, _ = DiT(config).apply({"params": params}, x, t, arrays["sample_y"])
-      return out
+    def predict(x, t, labels):
+      return DiT(config).apply({"params": params}, x, t, labels)[0]
 
-    guided = guided_twice(predict, cfg_scale)
+    guided = guided_twice(predict, arrays["sample_y"], cfg_scale)
     path = sample(
       guided,
       z,

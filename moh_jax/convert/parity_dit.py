@@ -12,6 +12,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.parity_attention import attention_results
+from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.models.dit import DiT
 from moh_jax.ops.routing import HeadBudget, RouterConfig
@@ -75,41 +76,42 @@ def network(
       layer += 1
   outputs["l_aux_per_layer"] = np.stack(losses) if losses else np.zeros(0)
 
-  def predict(x, t):
-    out, _ = model.apply({"params": params}, x, t, arrays["y_cfg"])
-    return out
+  def predict(x, t, labels):
+    return model.apply({"params": params}, x, t, labels)[0]
 
-  doubled = guided_twice(predict, hyper["cfg_scale"])
+  doubled = guided_twice(predict, arrays["y_cfg"], hyper["cfg_scale"])
   outputs["out_cfg"] = channels_first(jax.jit(doubled)(x, arrays["t"]))
   return outputs
 
 
-def guided_twice(predict: Any, scale: float) -> Any:
+def guided_twice(
+  predict: LabelledPredict, labels: np.ndarray, scale: float
+) -> Predict:
   """Guidance as the release evaluates it, on a batch that is there twice.
 
   Args:
-    predict: (x [2n, ...], t [2n]) -> [2n, X, Y, channels]; the first n examples
-      have their labels, the others none.
+    predict: the network.
+    labels: [2n], those of n examples and then as often "no label".
     scale: of the guidance.
 
   Returns:
-    The same function, guided; both halves read the first half of x, and the
-    channels that are not guided stay each half's own.
+    (x [2n, ...], t [2n]) -> output; both halves read the first half of x, and
+    the second keeps its own output in the channels that are not guided.
   """
+  labels, nothing = np.split(labels, 2)
 
-  def guided(x: jax.Array, t: jax.Array) -> jax.Array:
-    half = x[: len(x) // 2]
-    labelled, free = jnp.split(predict(jnp.concatenate([half, half]), t), 2)
-    move = (scale - 1) * (labelled - free)[..., :_GUIDED]
-    head = labelled[..., :_GUIDED] + move
-    return jnp.concatenate(
-      [
-        jnp.concatenate([head, part[..., _GUIDED:]], axis=-1)
-        for part in (labelled, free)
-      ]
-    )
+  def call(x: jax.Array, t: jax.Array) -> jax.Array:
+    def own_times(x: jax.Array, _: jax.Array, labels: jax.Array) -> jax.Array:
+      return predict(x, t, labels)  # each half has timesteps of its own
 
-  return guided
+    x = x[: len(labels)]
+    guided = guide(own_times, labels, int(nothing[0]), scale=scale)
+    first = guided(x, t[: len(labels)])
+    rest = predict(x, t[len(labels) :], nothing)[..., _GUIDED:]
+    second = jnp.concatenate([first[..., :_GUIDED], rest], axis=-1)
+    return jnp.concatenate([first, second])
+
+  return call
 
 
 def load_network(config: DiTConfig, weights: Arrays) -> Any:

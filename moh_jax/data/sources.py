@@ -140,6 +140,12 @@ class FakeSource:
     return {"image": image, "label": label}
 
 
+def has_split(config: Config, split: str) -> bool:
+  """Whether the configured source has a split at all, whole or not."""
+  path = config.data.path
+  return not path or (epath.Path(path) / split).exists()
+
+
 def make_source(config: Config, split: str) -> ImageSource:
   """Opens one split of the configured source.
 

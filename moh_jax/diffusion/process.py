@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 SCHEDULES = ("linear", "cosine")
+# Below it there is nothing but noise: a cosine schedule goes on to -20, where
+# a solver's steps would be wasted.
+_LOWEST_LOG_SNR = -10.2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,10 +124,12 @@ def even_log_snr(process: Process, steps: int) -> Process:
 
   Args:
     process: the training process.
-    steps: levels, from the noisiest of the process to the cleanest.
+    steps: levels, from the noisiest of the process (but for those that are
+      nothing but noise) to the cleanest.
   """
   log_snr = np.log(process.snr)  # descending
-  levels = np.linspace(log_snr[-1], log_snr[0], steps)[::-1]
+  lowest = max(log_snr[-1], _LOWEST_LOG_SNR)
+  levels = np.linspace(lowest, log_snr[0], steps)[::-1]
   times = np.interp(-levels, -log_snr, process.timesteps)
   return Process(times.astype(np.float32), 1.0 / (1.0 + np.exp(-levels)))
 

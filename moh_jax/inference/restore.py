@@ -1,6 +1,7 @@
 """A model ready for inference, from its checkpoint alone."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
-from moh_jax.models.build import make_model
+from moh_jax.models.build import fit_params, make_model
 from moh_jax.training import checkpoint, sharding
 from moh_jax.training.state import abstract_params, unbox
 
@@ -90,8 +91,15 @@ def restore(
     shardings,
   )
   model, _ = make_model(config)
-  _check_parameters(unbox(abstract_params(model, inputs)), abstract, overrides)
-  params = checkpoint.restore_params(directory, step, abstract, use_ema=use_ema)
+  fit = functools.partial(fit_params, trained=metadata.config, wanted=config)
+  _check_parameters(
+    unbox(abstract_params(model, inputs)),
+    jax.eval_shape(fit, abstract),
+    overrides,
+  )
+  params = fit(
+    checkpoint.restore_params(directory, step, abstract, use_ema=use_ema)
+  )
   return Restored(config, model, params, step, metadata.class_names)
 
 

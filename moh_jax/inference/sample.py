@@ -1,5 +1,6 @@
 """Images from a diffusion checkpoint: a few, or tens of thousands."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import tqdm
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from moh_jax.config import Config
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, make_paint
 from moh_jax.training import sharding
@@ -47,16 +49,8 @@ class Sampler:
         range, or the decoder is missing.
     """
     config = restored.config
-    if config.model.family != "dit":
-      raise ValueError(
-        f"model.family={config.model.family!r} must be 'dit' to draw samples"
-      )
+    check_request(config, labels, seed)
     classes = config.model.num_classes
-    for label in labels:
-      if not 0 <= label < classes:
-        raise ValueError(f"label {label} must be in [0, {classes - 1}]")
-    if not 0 <= seed < 2**31:
-      raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")
     self._paint = make_paint(restored.model, config, decode)
     self.labels = np.asarray(labels or range(classes), np.int32)
     self._mesh, self._seed, self._params = mesh, seed, restored.params
@@ -73,6 +67,24 @@ class Sampler:
   def label(self, index: np.ndarray) -> np.ndarray:
     """Labels of images by index, int32."""
     return self.labels[index % len(self.labels)]
+
+
+def check_request(config: Config, labels: Sequence[int], seed: int) -> None:
+  """Checks what `Sampler` is asked for, without a checkpoint's parameters.
+
+  Raises:
+    ValueError: not a diffusion model, or a label or the seed out of range.
+  """
+  if config.model.family != "dit":
+    raise ValueError(
+      f"model.family={config.model.family!r} must be 'dit' to draw samples"
+    )
+  classes = config.model.num_classes
+  for label in labels:
+    if not 0 <= label < classes:
+      raise ValueError(f"label {label} must be in [0, {classes - 1}]")
+  if not 0 <= seed < 2**31:
+    raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")
 
 
 def sample_images(
@@ -114,34 +126,37 @@ def sample_npz(
     The images drawn by this call; the others were there.
 
   Raises:
-    ValueError: OUT.parts holds the parts of other settings.
+    ValueError: the file, or OUT.parts, holds images of other settings.
     OSError: a part cannot be written; the parts before it are whole.
   """
   out = pathlib.Path(out)
   parts = out.with_name(out.name + ".parts")
   settings = {**settings, "num": num, "batch_size": batch_size}
   first = jax.process_index() == 0
-  if first:
-    _open_parts(parts, settings)
-  _wait_for_all("parts opened")
   starts = range(0, num, batch_size)
-  missing = [start for start in starts if not _part(parts, start).exists()]
-  _wait_for_all("parts listed")  # before the first process adds any
+
+  def find_missing() -> list[bool]:
+    if _is_finished(out, settings):
+      return [False] * len(starts)
+    _open_parts(parts, settings)
+    return [not _part(parts, start).exists() for start in starts]
+
+  flags = _ask_first_process(find_missing, len(starts))
+  missing = [start for start, flag in zip(starts, flags) if flag]
   for start, size in _batches(num, batch_size, missing, progress):
     images = sampler.batch(start, size)[: num - start]
     if first:
-      try:
-        _write_part(_part(parts, start), images)
-      except OSError as error:
-        raise OSError(
-          f"{_part(parts, start)} cannot be written: {error}; what is in "
-          f"{parts} is whole: make room and run again to continue"
-        ) from error
-  if first:
+      file = _part(parts, start)
+      with _saying_what_is_whole(file, parts):
+        _write_part(file, images)
+  if first and parts.exists():
     labels = sampler.label(np.arange(num, dtype=np.int32))
-    _join(out, [_part(parts, start) for start in starts], num, labels)
+    with _saying_what_is_whole(out, parts):
+      files = [_part(parts, start) for start in starts]
+      _join(out, files, num, labels, settings)
     shutil.rmtree(parts)
-  _wait_for_all("file written")
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices("samples written")
   return sum(min(batch_size, num - start) for start in missing)
 
 
@@ -159,6 +174,61 @@ def _batches(
     for start in wanted:
       yield start, size
       bar.update(min(size, num - start))
+
+
+def _ask_first_process(
+  question: Callable[[], list[bool]], length: int
+) -> list[bool]:
+  """What the first process finds on its disk; its error stops all of them."""
+  if jax.process_count() == 1:
+    return question()
+  error, answer = None, [False] * length
+  if jax.process_index() == 0:
+    try:
+      answer = question()
+    except (ValueError, OSError) as caught:
+      error = caught
+  told = np.array([error is not None, *answer], np.int32)
+  told = multihost_utils.broadcast_one_to_all(told)
+  if error is not None:
+    raise error
+  if told[0]:
+    raise ValueError("the first process cannot write the samples, see there")
+  return [bool(flag) for flag in told[1:]]
+
+
+@contextlib.contextmanager
+def _saying_what_is_whole(
+  file: pathlib.Path, parts: pathlib.Path
+) -> Iterator[None]:
+  try:
+    yield
+  except OSError as error:
+    raise OSError(
+      f"{file} cannot be written: {error}; what is in {parts} is whole: make "
+      "room and run again to continue"
+    ) from error
+
+
+def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
+  """Whether the file is there; its comment says what it was made with."""
+  if not out.exists():
+    return False
+  try:
+    with zipfile.ZipFile(out) as archive:
+      comment = archive.comment
+  except zipfile.BadZipFile:
+    comment = b""
+  if comment != _comment(settings):
+    raise ValueError(
+      f"{out} exists and was made with other settings; remove it or choose "
+      "another file"
+    )
+  return True
+
+
+def _comment(settings: dict[str, Any]) -> bytes:
+  return json.dumps(settings, sort_keys=True).encode()
 
 
 def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
@@ -193,7 +263,11 @@ def _write_part(file: pathlib.Path, images: np.ndarray) -> None:
 
 
 def _join(
-  out: pathlib.Path, parts: list[pathlib.Path], num: int, labels: np.ndarray
+  out: pathlib.Path,
+  parts: list[pathlib.Path],
+  num: int,
+  labels: np.ndarray,
+  settings: dict[str, Any],
 ) -> None:
   """Streams the parts into one npz, a part in memory at a time."""
   shape = np.load(parts[0], mmap_mode="r").shape[1:]
@@ -211,6 +285,7 @@ def _join(
           member.write(np.load(part).tobytes())
       with archive.open("arr_1.npy", "w") as member:
         np.save(member, labels)
+      archive.comment = _comment(settings)
 
   _replace(out, write)
 
@@ -227,8 +302,3 @@ def _replace(file: pathlib.Path, write: Callable[[Any], Any]) -> None:
   except OSError:
     fresh.unlink(missing_ok=True)
     raise
-
-
-def _wait_for_all(name: str) -> None:
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)

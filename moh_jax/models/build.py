@@ -1,12 +1,23 @@
 """Config to network."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from moh_jax.config import Config
-from moh_jax.models.dit import DiT
+from moh_jax.models.dit import DiT, restack
 from moh_jax.models.vit import ViT
+
+
+def fit_params(params: Any, trained: Config, wanted: Config) -> Any:
+  """Parameters of a trained model as another config of it lays them out."""
+  ours, theirs = trained.model, wanted.model
+  if ours.family == "dit" and ours.depth == theirs.depth:
+    if [run.depth for run in ours.runs()] != [r.depth for r in theirs.runs()]:
+      return restack(params, ours, theirs)
+  return params
 
 
 def make_model(config: Config) -> tuple[nn.Module, tuple]:

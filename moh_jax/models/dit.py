@@ -1,8 +1,11 @@
 """MoH-DiT: a diffusion transformer with routed heads (arXiv:2410.11842)."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from moh_jax.config import DiTConfig
 from moh_jax.layers.mlp import MLP
@@ -54,15 +57,14 @@ class Embedding(nn.Module):
   def __call__(self, t: jax.Array, labels: jax.Array) -> jax.Array:
     """Maps t [B] and labels [B] to [B, C] float32."""
     cfg = self.config
-    dtype = jnp.dtype(cfg.dtype)
-    init = nn.with_logical_partitioning(_EMBED_INIT, (None, "embed"))
-    kinds = {"dtype": dtype, "kernel_init": init}
+    init = nn.with_logical_partitioning(_EMBED_INIT, ("embed", None))
+    kinds = {"dtype": jnp.float32, "kernel_init": init}
     x = sinusoidal(t, _FREQUENCIES)
     x = nn.silu(nn.Dense(cfg.width, name="time_in", **kinds)(x))
     x = nn.Dense(cfg.width, name="time_out", **kinds)(x)
     rows = cfg.num_classes + bool(cfg.label_dropout)  # the last: no label
     table = LabelTable(rows, cfg.width, name="label")
-    return constrain(x.astype(jnp.float32) + table(labels), "batch", None)
+    return constrain(x + table(labels), "batch", None)
 
 
 class Modulation(nn.Module):
@@ -160,12 +162,13 @@ class DiT(nn.Module):
         f"x of shape {x.shape} must be [batch, "
         f"{', '.join(map(str, cfg.input_shape))}]"
       )
-    dtype = jnp.dtype(cfg.dtype)
-    x = patchify(x.astype(dtype), cfg.patch_size)
+    # Both ends, the conditioning and the sum that runs through the blocks are
+    # float32: in bfloat16 the input alone would lose what little noise the last
+    # timesteps have. The blocks' branches compute in `dtype`.
+    x = patchify(x.astype(jnp.float32), cfg.patch_size)
     embed = nn.with_logical_partitioning(xavier_init(0, 1), (None, "embed"))
-    x = nn.Dense(cfg.width, kernel_init=embed, dtype=dtype, name="patch")(x)
-    x = x + sincos_2d(cfg.grid, cfg.width).astype(dtype)
-    x = constrain(x, "batch", None, None)
+    x = nn.Dense(cfg.width, kernel_init=embed, name="patch")(x)
+    x = constrain(x + sincos_2d(cfg.grid, cfg.width), "batch", None, None)
     c = Embedding(cfg, name="embed")(t, labels)
     self.sow("intermediates", "tokens", x)
     self.sow("intermediates", "conditioning", c)
@@ -179,16 +182,49 @@ class DiT(nn.Module):
       x, layers[name] = stack(cfg, run.budget, name=name)(x, c)
       top_k[name] = 0 if cfg.router == "none" else run.budget.top_k
 
-    shift, scale = Modulation(2, dtype, name="final_modulation")(c)
+    shift, scale = Modulation(2, name="final_modulation")(c)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))
     x = nn.Dense(
-      cfg.patch_size**2 * cfg.out_channels,
-      kernel_init=zeros,
-      dtype=dtype,
-      name="final",
-    )(modulate(layer_norm(dtype, "final_norm")(x), shift, scale))
-    out = unpatchify(x.astype(jnp.float32), cfg.grid, cfg.patch_size)
+      cfg.patch_size**2 * cfg.out_channels, kernel_init=zeros, name="final"
+    )(modulate(layer_norm(jnp.float32, "final_norm")(x), shift, scale))
+    out = unpatchify(x, cfg.grid, cfg.patch_size)
     return out, collect_aux(layers, top_k)
+
+
+def restack(params: Any, trained: DiTConfig, wanted: DiTConfig) -> Any:
+  """Stacks the layers' parameters in the runs of another head budget.
+
+  Which layers are equal, and so stacked, depends on `top_k`; a layer's own
+  parameters do not, but for routers that a layer with `top_k` 0 does without.
+
+  Args:
+    params: of the trained model.
+    trained: its config.
+    wanted: the config of the model that will use them, of equal depth.
+
+  Returns:
+    The tree that the wanted model expects, where the trained one has it all.
+  """
+  layers = [
+    {
+      path: x[i]
+      for path, x in traverse_util.flatten_dict(
+        params[f"blocks{index}"]
+      ).items()
+    }
+    for index, run in enumerate(trained.runs())
+    for i in range(run.depth)
+  ]
+  out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
+  first = 0
+  for index, run in enumerate(wanted.runs()):
+    group = layers[first : first + run.depth]
+    first += run.depth
+    shared = set.intersection(*(set(layer) for layer in group))
+    out[f"blocks{index}"] = traverse_util.unflatten_dict(
+      {p: jnp.stack([layer[p] for layer in group]) for p in sorted(shared)}
+    )
+  return out
 
 
 def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ def _dense(q, k, v, bias, mask, scale) -> jax.Array:
   q = q.reshape(batch, queries, groups, -1, dim).transpose(0, 2, 3, 1, 4)
   q = q.reshape(batch * groups, -1, dim)
   k, v = (x.swapaxes(1, 2).reshape(batch * groups, keys, dim) for x in (k, v))
-  logits = jnp.einsum("bnd,bmd->bnm", q, k, preferred_element_type=jnp.float32)
+  logits = _logits(q, k)
   logits = logits.reshape(batch, heads, queries, keys) * scale
   if bias is not None:
     logits = logits + bias
@@ -92,6 +92,30 @@ def _dense(q, k, v, bias, mask, scale) -> jax.Array:
   out = jnp.einsum("bnm,bmd->bnd", weights, v)
   out = out.reshape(batch, heads, queries, dim) / total.astype(v.dtype)
   return out.swapaxes(1, 2)
+
+
+@jax.custom_vjp
+def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
+  """Q [b, n, D] and k [b, m, D] to float32 [b, n, m].
+
+  Its gradient is rounded to the inputs' dtype before the products: autodiff
+  would multiply float32 by bfloat16 there, at a fraction of the speed.
+  """
+  return jnp.einsum("bnd,bmd->bnm", q, k, preferred_element_type=jnp.float32)
+
+
+def _logits_forward(q: jax.Array, k: jax.Array) -> tuple:
+  return _logits(q, k), (q, k)
+
+
+def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
+  q, k = saved
+  grad = grad.astype(q.dtype)
+  dq = jnp.einsum("bnm,bmd->bnd", grad, k)
+  return dq, jnp.einsum("bnm,bnd->bmd", grad, q)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def unnormalized_softmax(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.data.sources import check_class_names, make_source
+from moh_jax.data.sources import check_class_names, has_split, make_source
 from moh_jax.diffusion.guidance import drop_labels
 from moh_jax.diffusion.process import make_process
 from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
@@ -44,10 +44,10 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   train = make_source(config, "train")
   model, inputs = make_model(config)
-  try:
+  if has_split(config, "val"):
     evaluate = make_evaluate(model, config, train.class_names)
-  except FileNotFoundError as error:
-    _LOG.warning("no held-out split, nothing will be evaluated: %s", error)
+  else:
+    _LOG.warning("%s has no val/: nothing is evaluated", config.data.path)
     evaluate = _no_figures
   return Task(
     model=model,

@@ -71,17 +71,22 @@ def _gradients(
     x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
     return constrain(x, None, "batch", *[None] * (x.ndim - 2))
 
-  def add(total: Any, inputs: Any) -> tuple[Any, None]:
+  def add(total: Any, inputs: Any) -> tuple[Any, Metrics]:
     microbatch, index = inputs
-    new = one(microbatch, jax.random.fold_in(rng, index))
-    return jax.tree.map(jnp.add, total, new), None
+    grads, metrics = one(microbatch, jax.random.fold_in(rng, index))
+    return jax.tree.map(jnp.add, total, grads), metrics
 
   inputs = (jax.tree.map(split, batch), jnp.arange(parts))
   first = jax.tree.map(lambda x: x[0], inputs)
-  shapes = jax.eval_shape(lambda b: one(b, rng), first[0])
+  shapes, _ = jax.eval_shape(lambda b: one(b, rng), first[0])
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  total, _ = jax.lax.scan(add, zeros, inputs)
-  return jax.tree.map(lambda x: x / parts, total)
+  total, metrics = jax.lax.scan(add, zeros, inputs)
+  # A metric may have no value in some microbatch; a loss always has one.
+  means = {
+    name: values.mean() if name == "loss" else jnp.nanmean(values)
+    for name, values in metrics.items()
+  }
+  return jax.tree.map(lambda x: x / parts, total), means
 
 
 def jit_train_step(*, state_shardings: Any = None, **options: Any) -> Callable:

@@ -32,7 +32,9 @@ class MainTest(parameterized.TestCase):
   def test_every_module_of_a_command_is_listed(self):
     modules = {module.name for module in pkgutil.iter_modules(cli.__path__)}
     commands = {name.replace("-", "_") for name in main.COMMANDS}
-    self.assertEqual(modules - {"common", "main", "processes", "train"}, commands)
+    self.assertEqual(
+      modules - {"common", "main", "processes", "train"}, commands
+    )
 
   @parameterized.parameters((("paint",),), ((),))
   def test_unknown_command_is_wrong_use(self, argv):

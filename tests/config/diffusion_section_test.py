@@ -110,6 +110,18 @@ class FamilyTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"unknown config section '{name}'"):
       config_lib.from_config_dict(cfg)
 
+  @parameterized.parameters(
+    ({"augment": "shift"}, r"data\.augment='shift' must be 'none' for latents"),
+    ({"eval_resize": 9}, r"data\.eval_resize=9 must be 0 for latents"),
+  )
+  def test_latents_are_augmented_when_they_are_encoded(self, data, message):
+    with self.assertRaisesRegex(ValueError, message):
+      _with(_CONFIG, data=data)
+
+  def test_interval_begins_within_the_process(self):
+    with self.assertRaisesRegex(ValueError, r"must begin below .*steps=500"):
+      _with(_CONFIG, sample={"cfg_interval": (1000, 2000)})
+
   def test_classifiers_read_no_latents(self):
     with self.assertRaisesRegex(
       ValueError, r"data\.source='latents' is for diffusion .*family='vit'"

@@ -52,6 +52,7 @@ _OUT_OF_RANGE = (
   ("checkpoint", "every", 0, "at least 1"),
   ("checkpoint", "keep_last", 0, "at least 1"),
   ("checkpoint", "keep_every", -1, "at least 0"),
+  ("checkpoint", "keep_every", 1500, "multiple of checkpoint.every=1000"),
   ("eval", "every", -1, "at least 0"),
   ("eval", "batch_size", 0, "at least 1"),
   ("log", "every", 0, "at least 1"),

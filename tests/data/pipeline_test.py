@@ -178,7 +178,9 @@ class TrainBatchesTest(parameterized.TestCase):
     whole = _batches(count=6)
     part = _batches(process=(1, 2), position=4, count=2)
     for ours, theirs in zip(part, whole[4:]):
-      np.testing.assert_array_equal(ours["image"], theirs["image"][len(ours["image"]) :])
+      np.testing.assert_array_equal(
+        ours["image"], theirs["image"][len(ours["image"]) :]
+      )
 
   def test_processes_must_divide_the_batch(self):
     with self.assertRaisesRegex(

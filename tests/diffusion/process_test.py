@@ -180,9 +180,8 @@ class EvenLogSnrTest(parameterized.TestCase):
     process = process_lib.even_log_snr(whole, steps)
     log_snr = np.log(process.snr)
     chex.assert_shape(log_snr, (steps,))
-    np.testing.assert_allclose(
-      log_snr[[0, -1]], np.log(whole.snr)[[0, -1]], rtol=1e-6
-    )
+    ends = np.maximum(np.log(whole.snr)[[0, -1]], -10.2)  # then only noise
+    np.testing.assert_allclose(log_snr[[0, -1]], ends, rtol=1e-6)
     gaps = np.diff(log_snr)
     np.testing.assert_allclose(gaps, gaps.mean(), rtol=1e-6)
 
@@ -192,7 +191,9 @@ class EvenLogSnrTest(parameterized.TestCase):
     process = process_lib.even_log_snr(whole, 30)
     times = process.timesteps
     self.assertEqual(times.dtype, np.float32)
-    self.assertEqual((times[0], times[-1]), (0.0, 999.0))
+    self.assertEqual(times[0], 0.0)
+    if schedule == "linear":
+      self.assertEqual(times[-1], 999.0)
     self.assertTrue(np.all(np.diff(times) > 0))
     below = whole.alphas_cumprod[np.ceil(times).astype(int)]
     above = whole.alphas_cumprod[np.floor(times).astype(int)]

@@ -8,6 +8,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
+from moh_jax.convert import rules
+from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.inference import restore as restore_lib
 from moh_jax.models.build import make_model
 from moh_jax.training import checkpoint, sharding
@@ -192,6 +194,15 @@ class DiffusionRestoreTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       restore_lib.restore(self.directory, sample=sample)
 
+  @parameterized.parameters(
+    ({"sample": {"steps": 4}}, "sample.steps=4 must be of type str"),
+    ({"sample": {"nope": 1}}, "unknown config key sample.nope"),
+    ({"top_k": 1}, "model.top_k=1 must be a tuple"),
+  )
+  def test_overrides_of_a_wrong_kind_are_named(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      restore_lib.restore(self.directory, **options)
+
   def test_model_and_sampling_overrides_go_together(self):
     restored = restore_lib.restore(
       self.directory, sample={"cfg_scale": 1.0}, top_k=(0, 2)
@@ -201,6 +212,50 @@ class DiffusionRestoreTest(parameterized.TestCase):
     chex.assert_trees_all_equal(
       restored.params, tiny.random_params(self.config)
     )
+
+
+class RestackTest(parameterized.TestCase):
+  """Runs of equal layers depend on top_k; what a layer computes does not."""
+
+  def _config(self, top_k):
+    model = dataclasses.replace(
+      tiny.DIT,
+      num_heads=(4,) * 4,
+      shared_heads=(1,) * 4,
+      top_k=top_k,
+    )
+    return dataclasses.replace(tiny.dit_config(), model=model)
+
+  @parameterized.parameters(
+    ((1, 1, 2, 2), (1, 1, 1, 1)),  # two runs become one
+    ((2, 2, 2, 2), (2, 1, 1, 3)),  # one becomes three
+    ((1, 2, 1, 2), (2, 2, 1, 1)),
+  )
+  def test_serves_other_shares_whatever_the_runs(self, trained, wanted):
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    config = self._config(trained)
+    params = tiny.random_params(config)
+    checkpoint.save_params(root, params, checkpoint.Metadata(config))
+    restored = restore_lib.restore(root, top_k=wanted)
+    self.assertEqual(restored.config.model.top_k, wanted)
+
+    public = dit_rules(config.model)
+    ours = rules.dump_params(public, params)
+    table = dit_rules(restored.config.model)
+    theirs = rules.dump_params(table, restored.params)
+    chex.assert_trees_all_equal(theirs, ours)
+    inputs = (jnp.ones((2, 8, 8, 1)), jnp.arange(2), jnp.arange(2))
+    _, aux = restored.model.apply({"params": restored.params}, *inputs)
+    share = sum(1 + k for k in wanted) / 16
+    self.assertAlmostEqual(float(aux.activated_share), share, places=6)
+
+  def test_a_layer_without_a_trained_router_cannot_route(self):
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    config = self._config((1, 0, 0, 1))
+    params = tiny.random_params(config)
+    checkpoint.save_params(root, params, checkpoint.Metadata(config))
+    with self.assertRaisesRegex(ValueError, "it has no blocks0/attn/router"):
+      restore_lib.restore(root, top_k=(1, 1, 1, 1))
 
 
 if __name__ == "__main__":

@@ -275,10 +275,23 @@ class SampleNpzTest(parameterized.TestCase):
     self._killed(kill_before=8, settings=settings)
     self.assertEqual(self._run(settings=settings), _NUM - 8)
 
-  def test_finished_file_is_replaced_by_a_new_one(self):
-    self.out.write_bytes(b"old")
+  def test_finished_file_is_not_drawn_again(self):
     self._run()
-    self._assert_whole()
+    written = self.out.read_bytes()
+    self.assertEqual(self._run(), 0)
+    self.assertEqual(self.drawn, list(_STARTS))
+    self.assertEqual(self.out.read_bytes(), written)
+
+  @parameterized.parameters(False, True)
+  def test_file_of_other_settings_is_not_overwritten(self, whole):
+    self.out.write_bytes(b"old")
+    if whole:
+      self.out.unlink()
+      self._run(settings={**_SETTINGS, "seed": 1})
+    written = self.out.read_bytes()
+    with self.assertRaisesRegex(ValueError, "exists and was made with other"):
+      self._run()
+    self.assertEqual(self.out.read_bytes(), written)
 
 
 if __name__ == "__main__":

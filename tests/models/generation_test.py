@@ -135,7 +135,7 @@ class DrawTest(parameterized.TestCase):
 class GuidanceTest(parameterized.TestCase):
   def test_scale_one_equals_no_guidance_anywhere(self):
     plain = _draw(_sampling(cfg_scale=1.0))
-    nowhere = _draw(_sampling(cfg_interval=(1000, 1001)))
+    nowhere = _draw(_sampling(cfg_interval=(1, 2)))
     np.testing.assert_allclose(nowhere, plain, atol=1e-5)
 
   def test_scale_moves_the_images(self):

@@ -216,6 +216,21 @@ class SoftmaxTest(parameterized.TestCase):
     np.testing.assert_array_equal(weights / total, [[0, 0, 0], [0, 0, 1]])
 
 
+class PrecisionTest(absltest.TestCase):
+  def test_bfloat16_products_stay_bfloat16_backward(self):
+    q, k, v = (x.astype(jnp.bfloat16) for x in _inputs())
+
+    def loss(*args):
+      return attention(*args).astype(jnp.float32).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    self.assertLen(products, 6)
+    kinds = [line.split("=")[0].split(":")[1].strip() for line in products]
+    # The logits alone come out in float32.
+    self.assertEqual([kind.startswith("f32") for kind in kinds].count(True), 1)
+
+
 class ErrorsTest(parameterized.TestCase):
   def test_unknown_implementation_lists_the_known(self):
     with self.assertRaisesRegex(

@@ -201,8 +201,7 @@ class StepsTest(absltest.TestCase):
 
 class HeldOutTest(absltest.TestCase):
   def _train_alone(self, config, split):
-    if split == "val":
-      raise FileNotFoundError("data.path='x' has no directory 'val'")
+    self.assertEqual(split, "train")
     return self._make_source(config, split)
 
   def setUp(self):
@@ -211,12 +210,15 @@ class HeldOutTest(absltest.TestCase):
     self.enterContext(
       mock.patch.object(denoising, "make_source", self._train_alone)
     )
+    self.enterContext(
+      mock.patch.object(denoising, "has_split", lambda config, split: False)
+    )
 
   def test_missing_split_is_a_warning_and_no_figures(self):
     with self.assertLogs("moh_jax", "WARNING") as logged:
       task = make_task(tiny.dit_config())
     self.assertLen(logged.output, 1)
-    self.assertIn("no directory 'val'", logged.output[0])
+    self.assertIn("has no val/", logged.output[0])
     self.assertEqual(task.evaluate({}, None), {})
 
   def test_run_without_a_split_finishes_with_no_figures(self):
@@ -228,6 +230,19 @@ class HeldOutTest(absltest.TestCase):
     text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     self.assertEqual([row["split"] for row in rows], ["train"] * 4)
+
+
+class DamagedHeldOutTest(absltest.TestCase):
+  def test_split_that_is_there_but_not_whole_is_refused(self):
+    root = pathlib.Path(self.create_tempdir().full_path)
+    file = root / "train" / "0" / "1.png"
+    file.parent.mkdir(parents=True)
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(file)
+    (root / "val").mkdir()
+    data = {"source": "image_folder", "path": str(root), "batch_size": 1}
+    config = tiny.dit_config(data=data, model={"num_classes": 1})
+    with self.assertRaisesRegex(FileNotFoundError, "holds no image"):
+      make_task(config)
 
 
 class PreviewTest(parameterized.TestCase):

@@ -104,6 +104,22 @@ class StepTest(absltest.TestCase):
     rates = jnp.stack([first["lr"], second["lr"]])
     chex.assert_trees_all_close(rates, jnp.array([0.0, 5e-4]), rtol=1e-6)
 
+  def test_a_metric_without_value_in_a_microbatch_is_left_out_of_its_mean(self):
+    config = tiny.dit_config()
+    init, _, step = _setup(config, accumulation=2)
+
+    def loss_fn(params, batch, rng):
+      value = batch["label"].astype(jnp.float32).mean()
+      missing = jnp.where(value > 0, value, jnp.nan)
+      total = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
+      return total, {"loss": total, "sometimes": missing}
+
+    step = functools.partial(step, loss_fn=loss_fn)
+    # Example i is in microbatch i % 2: one has the label 0, the other 6.
+    batch = {"label": jnp.arange(16) % 2 * 6}
+    _, metrics = jax.jit(step)(init(), batch)
+    self.assertEqual(float(metrics["sometimes"]), 6.0)
+
 
 if __name__ == "__main__":
   absltest.main()
