@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--source",
     required=True,
     metavar="PATH",
-    help="safetensors file or folder, or .pth",
+    help="safetensors file or folder, or .pth/.pt",
   )
   parser.add_argument("--out", required=True, metavar="DIR")
   parser.add_argument(
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--image-size",
     type=int,
-    help="input size in pixels, instead of the model's; the relative "
-    "coordinates keep the pre-training size",
+    help="input size of a classifier in pixels, instead of the model's; the "
+    "relative coordinates keep the pre-training size",
   )
 
 

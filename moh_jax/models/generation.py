@@ -100,7 +100,7 @@ def make_paint(
   if not in_pixels and decode is None:
     raise ValueError(
       "diffusion.space='latent': an autoencoder must decode what the model "
-      "draws (--vae PATH)"
+      "draws (`decode`, --vae PATH)"
     )
   draw = jax.jit(make_draw(model, config))
   finish = jax.jit(to_pixels)
