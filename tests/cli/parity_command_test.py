@@ -13,7 +13,7 @@ _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 class ParityCommandTest(absltest.TestCase):
   def test_all_recorded_cases_pass(self):
     cases = sorted(path.parent for path in _GOLDENS.glob("*/meta.json"))
-    self.assertLen(cases, 10)
+    self.assertLen(cases, 22)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
       [sys.executable, "-m", "moh_jax", "parity", *map(str, cases)],
@@ -23,7 +23,7 @@ class ParityCommandTest(absltest.TestCase):
       check=False,
     )
     self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-    self.assertRegex(done.stdout, r"10 case\(s\), \d+ arrays, 0 failed")
+    self.assertRegex(done.stdout, r"22 case\(s\), \d+ arrays, 0 failed")
 
 
 if __name__ == "__main__":
