@@ -101,15 +101,6 @@ def inception_rules(params: Any) -> list[Rule]:
     if path[0] == "fc":
       continue
     theirs = ".".join((*path[:-1], _UNIT[path[-1]]))
-    turns = (_to_ours, _to_theirs) if path[-1] == "kernel" else ()
-    table.append(rules.one(theirs, "/".join(path), *turns))
+    rule = rules.conv_kernel if path[-1] == "kernel" else rules.one
+    table.append(rule(theirs, "/".join(path)))
   return table
-
-
-def _to_ours(kernel: Any) -> Any:
-  """(out, in, X, Y) to (X, Y, in, out)."""
-  return kernel.transpose(2, 3, 1, 0)
-
-
-def _to_theirs(kernel: Any) -> Any:
-  return kernel.transpose(3, 2, 0, 1)

@@ -10,13 +10,8 @@ import numpy as np
 from moh_jax.config import DiTConfig
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.parity_attention import named_grads
-from moh_jax.convert.parity_dit import (
-  channels_first,
-  channels_last,
-  guided_twice,
-  load_network,
-  model_config,
-)
+from moh_jax.convert.parity_dit import guided_twice, load_network, model_config
+from moh_jax.convert.parity_layout import channels_first, channels_last
 from moh_jax.diffusion.objective import training_losses
 from moh_jax.diffusion.prediction import reverse_step
 from moh_jax.diffusion.process import (

@@ -12,6 +12,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.parity_attention import attention_results
+from moh_jax.convert.parity_layout import channels_first, channels_last
 from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.models.dit import DiT
@@ -150,13 +151,3 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> DiTConfig:
     learn_sigma=hyper["learn_sigma"],
     router="two_stage" if moh else "none",
   )
-
-
-def channels_last(x: np.ndarray) -> jax.Array:
-  """[..., c, X, Y] to [..., X, Y, c]."""
-  return jnp.moveaxis(jnp.asarray(x), -3, -1)
-
-
-def channels_first(x: jax.Array) -> jax.Array:
-  """[..., X, Y, c] to [..., c, X, Y]."""
-  return jnp.moveaxis(x, -1, -3)

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from moh_jax.convert.parity_dit import channels_first, channels_last
+from moh_jax.convert.parity_layout import channels_first, channels_last
 from moh_jax.convert.vae import convert_vae, public_config
-from moh_jax.models.vae import VAE, sample_posterior
+from moh_jax.data.latents import sample_posterior
+from moh_jax.models.vae import VAE
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -30,11 +31,11 @@ def autoencoder(
     return model.apply({"params": params}, latents, method="decode")
 
   mean, logvar = encode(params, channels_last(arrays["image"]))
-  noise = channels_last(arrays["sample_eps"])
+  noise = np.asarray(channels_last(arrays["sample_eps"]))
   results = {
     "mean": mean,
     "logvar": logvar,
-    "sample": sample_posterior(noise, mean, logvar),
+    "sample": sample_posterior(np.asarray(mean), np.asarray(logvar), noise),
     "decoded": decode(params, channels_last(arrays["z"])),
     "mode_reconstruction": decode(params, mean),
   }

@@ -70,14 +70,19 @@ def norm(theirs: str, ours: str) -> list[Rule]:
 def conv(theirs: str, ours: str) -> list[Rule]:
   """A torch Conv2d (out, in, X, Y) to a Conv kernel (X, Y, in, out)."""
   return [
-    one(
-      f"{theirs}.weight",
-      f"{ours}/kernel",
-      lambda w: w.transpose(2, 3, 1, 0),
-      lambda w: w.transpose(3, 2, 0, 1),
-    ),
+    conv_kernel(f"{theirs}.weight", f"{ours}/kernel"),
     one(f"{theirs}.bias", f"{ours}/bias"),
   ]
+
+
+def conv_kernel(theirs: str, ours: str) -> Rule:
+  """A torch convolution's (out, in, X, Y) to (X, Y, in, out)."""
+  return one(
+    theirs,
+    ours,
+    lambda w: w.transpose(2, 3, 1, 0),
+    lambda w: w.transpose(3, 2, 0, 1),
+  )
 
 
 def stacked(rule: Rule, names: Iterable[tuple[str, ...]]) -> Rule:

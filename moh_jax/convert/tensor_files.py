@@ -12,7 +12,6 @@ import os
 import pathlib
 import pickle
 import sys
-import uuid
 import zipfile
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,6 +20,8 @@ import ml_dtypes  # noqa: F401, gives NumPy the names bfloat16 and float8_*
 import numpy as np
 import safetensors
 import safetensors.numpy
+
+from moh_jax.files import replacing
 
 _Arrays = dict[str, np.ndarray]
 _EXPECTED = (
@@ -106,17 +107,12 @@ def write_safetensors(
   for item in (metadata or {}).items():
     if not all(isinstance(text, str) for text in item):
       raise ValueError(f"{path}: metadata {item}; expected text for text")
-  temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+  metadata = dict(metadata) if metadata else None
   try:
-    metadata = dict(metadata) if metadata else None
-    safetensors.numpy.save_file(arrays, temporary, metadata)
-    with open(temporary, "r+b") as file:
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+      safetensors.numpy.save_file(arrays, temporary, metadata)
   except safetensors.SafetensorError as err:
     raise OSError(f"{path}: not written, a disk problem? ({err})") from err
-  finally:
-    temporary.unlink(missing_ok=True)
 
 
 def _error(path: pathlib.Path, found: str) -> ValueError:

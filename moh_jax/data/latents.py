@@ -105,6 +105,13 @@ def encode_moments(moments: np.ndarray) -> bytes:
   return stored.tobytes()
 
 
+def sample_posterior(
+  mean: np.ndarray, log_variance: np.ndarray, noise: np.ndarray
+) -> np.ndarray:
+  """Latents of the autoencoder's Gaussians for standard normal noise."""
+  return mean + np.exp(0.5 * log_variance) * noise
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleLatent(grain.transforms.RandomMap):
   """Draws a latent from the posterior of the image or of its mirror image."""
@@ -118,7 +125,7 @@ class SampleLatent(grain.transforms.RandomMap):
     mirrored = int(rng.random() < 0.5)
     mean, log_variance = element["image"][mirrored].astype(np.float32)
     noise = rng.standard_normal(mean.shape, np.float32)
-    latent = mean + np.exp(0.5 * log_variance) * noise
+    latent = sample_posterior(mean, log_variance, noise)
     return {**element, "image": latent * np.float32(self.scale)}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from array_record.python import array_record_module
 
 from moh_jax.data import shards
+from moh_jax.files import replacing
 
 # Any record by itself, and payloads that are compressed already or are noise.
 _OPTIONS = "group_size:1,uncompressed"
@@ -246,15 +247,5 @@ def _write_json(path: pathlib.Path, value: Any):
 
 
 def _write(path: pathlib.Path, text: str):
-  """Replaces a file as a whole."""
-  temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-  try:
-    with temporary.open(
-      "w", encoding="utf-8", errors="surrogateescape"
-    ) as file:
-      file.write(text)
-      file.flush()
-      os.fsync(file.fileno())
-    temporary.replace(path)
-  finally:
-    temporary.unlink(missing_ok=True)
+  with replacing(path) as temporary:
+    temporary.write_text(text, encoding="utf-8", errors="surrogateescape")

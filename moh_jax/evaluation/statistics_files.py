@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import uuid
 import zipfile
 import zlib
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from moh_jax.evaluation.image_sets import check_npz, npz_names
 from moh_jax.evaluation.statistics import Gaussian
+from moh_jax.files import replacing
 
 _KEYS = ("mu", "sigma", "mu_s", "sigma_s")
 
@@ -84,18 +84,9 @@ def write_statistics(
   Raises:
     FileNotFoundError: the directory of `path` does not exist.
   """
-  path = pathlib.Path(path)
   check_writable(path)
-  temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-  try:
-    with temporary.open("wb") as file:
-      values = (*pool3, *spatial)
-      np.savez(file, **dict(zip(_KEYS, values)))
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  finally:
-    temporary.unlink(missing_ok=True)
+  with replacing(path) as temporary, temporary.open("wb") as file:
+    np.savez(file, **dict(zip(_KEYS, (*pool3, *spatial))))
 
 
 def check_writable(path: str | os.PathLike) -> None:

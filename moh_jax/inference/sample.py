@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
+from moh_jax.files import replacing
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, make_paint
 from moh_jax.training import sharding
@@ -91,9 +92,10 @@ def sample_images(
   sampler: Sampler, num: int, batch_size: int, *, progress: bool = False
 ) -> np.ndarray:
   """Draws a few images at once into memory; [num, X, Y, channels] uint8."""
+  starts = range(0, num, batch_size)
   batches = [
-    sampler.batch(start, size)[: min(size, num - start)]
-    for start, size in _batches(num, batch_size, range(0, num), progress)
+    sampler.batch(start, size)[: num - start]
+    for start, size in _batches(num, batch_size, starts, progress)
   ]
   return np.concatenate(batches)
 
@@ -147,8 +149,9 @@ def sample_npz(
     images = sampler.batch(start, size)[: num - start]
     if first:
       file = _part(parts, start)
-      with _saying_what_is_whole(file, parts):
-        _write_part(file, images)
+      with _saying_what_is_whole(file, parts), replacing(file) as fresh:
+        with fresh.open("wb") as stream:
+          np.save(stream, images)
   if first and parts.exists():
     labels = sampler.label(np.arange(num, dtype=np.int32))
     with _saying_what_is_whole(out, parts):
@@ -164,14 +167,13 @@ def _batches(
   num: int, size: int, starts: Sequence[int], progress: bool
 ) -> Iterator[tuple[int, int]]:
   """(start, size) of every wanted batch; all are full, so one program."""
-  wanted = [start for start in starts if start % size == 0]
   with tqdm.tqdm(
     total=num,
-    initial=num - sum(min(size, num - start) for start in wanted),
+    initial=num - sum(min(size, num - start) for start in starts),
     unit="image",
     disable=not progress or jax.process_index() > 0,
   ) as bar:
-    for start in wanted:
+    for start in starts:
       yield start, size
       bar.update(min(size, num - start))
 
@@ -238,7 +240,8 @@ def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
     parts.mkdir(parents=True, exist_ok=True)
     for stale in parts.glob("*.npy"):  # of a call killed while it cleaned up
       stale.unlink()
-    _replace(file, lambda stream: stream.write(json.dumps(settings).encode()))
+    with replacing(file) as fresh:
+      fresh.write_text(json.dumps(settings))
     return
   stored = json.loads(file.read_text())
   wanted = json.loads(json.dumps(settings))
@@ -258,10 +261,6 @@ def _part(parts: pathlib.Path, start: int) -> pathlib.Path:
   return parts / f"{start:09d}.npy"
 
 
-def _write_part(file: pathlib.Path, images: np.ndarray) -> None:
-  _replace(file, lambda stream: np.save(stream, images))
-
-
 def _join(
   out: pathlib.Path,
   parts: list[pathlib.Path],
@@ -277,28 +276,11 @@ def _join(
     "shape": (num, *shape),
   }
 
-  def write(stream: Any) -> None:
-    with zipfile.ZipFile(stream, "w") as archive:
-      with archive.open("arr_0.npy", "w", force_zip64=True) as member:
-        np.lib.format.write_array_header_2_0(member, header)
-        for part in parts:
-          member.write(np.load(part).tobytes())
-      with archive.open("arr_1.npy", "w") as member:
-        np.save(member, labels)
-      archive.comment = _comment(settings)
-
-  _replace(out, write)
-
-
-def _replace(file: pathlib.Path, write: Callable[[Any], Any]) -> None:
-  """Writes a new file that takes the old one's place when it is whole."""
-  fresh = file.with_name(file.name + ".tmp")
-  try:
-    with fresh.open("wb") as stream:
-      write(stream)
-      stream.flush()
-      os.fsync(stream.fileno())
-    os.replace(fresh, file)
-  except OSError:
-    fresh.unlink(missing_ok=True)
-    raise
+  with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
+    with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+      np.lib.format.write_array_header_2_0(member, header)
+      for part in parts:
+        member.write(np.load(part).tobytes())
+    with archive.open("arr_1.npy", "w") as member:
+      np.save(member, labels)
+    archive.comment = _comment(settings)

@@ -34,9 +34,10 @@ def make_draw(model: nn.Module, config: Config) -> Draw:
   """
   options, diffusion = config.sample, config.diffusion
   training = make_process(diffusion.schedule, diffusion.steps)
-  process = respace(training, options.steps)
   if options.method == "dpm" and options.steps.isdigit():
     process = even_log_snr(training, int(options.steps))
+  else:
+    process = respace(training, options.steps)
   low, high = options.cfg_interval
   last = int(process.timesteps[-1])
   everywhere = low <= process.timesteps[0] and last < high

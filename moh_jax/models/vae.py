@@ -206,30 +206,6 @@ class VAE(nn.Module):
     return self.decoder(x).astype(jnp.float32)
 
 
-def sample_posterior(
-  source: jax.Array, mean: jax.Array, logvar: jax.Array
-) -> jax.Array:
-  """Draws latents from the encoder's Gaussians.
-
-  Args:
-    source: a random key, or standard normal noise of the shape of `mean`.
-    mean: any shape, float32.
-    logvar: the same shape.
-
-  Returns:
-    The same shape, float32.
-
-  Raises:
-    ValueError: noise of another shape.
-  """
-  key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)
-  if key or source.dtype == jnp.uint32:  # the older form of a key
-    source = jax.random.normal(source, mean.shape, mean.dtype)
-  elif source.shape != mean.shape:
-    raise ValueError(f"noise of shape {source.shape} must be {mean.shape}")
-  return mean + jnp.exp(0.5 * logvar) * source
-
-
 def _conv(
   config: VAEConfig,
   features: int,

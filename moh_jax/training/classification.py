@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import Config
-from moh_jax.data.sources import check_class_names, make_source
+from moh_jax.data.sources import make_source
 from moh_jax.evaluation import accuracy
 from moh_jax.models.build import make_model
 from moh_jax.training import losses
 from moh_jax.training.step import LossFn, Metrics
-from moh_jax.training.task import Evaluate, Task, evaluate_split, stream
+from moh_jax.training.task import Evaluate, Task, evaluate_held_out, stream
 
 
 def make_task(config: Config) -> Task:
@@ -46,13 +46,7 @@ def make_evaluate(
     config: the run.
     class_names: of the model's outputs.
   """
-  held_out = make_source(config, "val")
-  if config.data.source != "fake":
-    check_class_names(class_names, held_out.class_names, "the held-out split")
-  eval_step = accuracy.make_eval_step(model)
-  return lambda params, mesh: evaluate_split(
-    config, held_out, eval_step, params, mesh
-  )
+  return evaluate_held_out(config, class_names, accuracy.make_eval_step(model))
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.data.sources import check_class_names, has_split, make_source
+from moh_jax.data.sources import has_split, make_source
 from moh_jax.diffusion.guidance import drop_labels
 from moh_jax.diffusion.process import make_process
 from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
@@ -22,7 +22,7 @@ from moh_jax.training.task import (
   Evaluate,
   Preview,
   Task,
-  evaluate_split,
+  evaluate_held_out,
   stream,
 )
 
@@ -76,13 +76,8 @@ def make_evaluate(
   Raises:
     FileNotFoundError: there is no held-out split.
   """
-  held_out = make_source(config, "val")
-  if config.data.source != "fake":
-    check_class_names(class_names, held_out.class_names, "the held-out split")
   eval_step = make_eval_step(model, config.diffusion)
-  return lambda params, mesh: evaluate_split(
-    config, held_out, eval_step, params, mesh
-  )
+  return evaluate_held_out(config, class_names, eval_step)
 
 
 def _no_figures(params: Any, mesh: Mesh) -> dict[str, float]:

@@ -230,8 +230,7 @@ class _Run:
       if save:
         self._save(state)
       leaving = stopping and not last
-      preview = last or step % max(self.task.preview_every, 1) == 0
-      if self.task.preview and preview and not leaving:
+      if self._preview_due(step) and not leaving:
         picture = self.task.preview(self._inference_params(state), self.mesh)
         writer.write_image(step, "samples", picture)
         clock.restart(step)
@@ -248,6 +247,12 @@ class _Run:
       writer.write(steps, "val", evaluation)
     self.checkpointer.wait()
     return Result(state, evaluation, finished=True)
+
+  def _preview_due(self, step: int) -> bool:
+    if self.task.preview is None:
+      return False
+    last = step == self.config.train.steps
+    return last or step % self.task.preview_every == 0
 
   def _asked_to_stop(self, stop: _StopRequest, step: int) -> bool:
     if jax.process_count() > 1:  # all processes must stop at the same step

@@ -113,9 +113,7 @@ class MetricsWriter:
     stream = io.BytesIO()
     grey = picture.shape[-1] == 1
     Image.fromarray(picture[..., 0] if grey else picture).save(stream, "png")
-    fresh = file.with_name(file.name + ".tmp")
-    fresh.write_bytes(stream.getvalue())
-    fresh.replace(file)
+    _replace(file, stream.getvalue())
     if self._tensorboard:
       self._tensorboard.add_image(name, picture, step, dataformats="HWC")
 
@@ -128,10 +126,7 @@ class MetricsWriter:
         stream.write(line + "\n")
 
   def _replace_rows(self) -> None:
-    """Writes all rows to a new file that then takes the old one's place."""
-    fresh = self._path.with_name(self._path.name + ".tmp")
-    fresh.write_text("".join(row + "\n" for row in self._rows))
-    fresh.replace(self._path)
+    _replace(self._path, "".join(row + "\n" for row in self._rows).encode())
 
   def _eta(self, step: int) -> str:
     """Remaining time, "MM:SS"."""
@@ -161,6 +156,13 @@ def _summary(values: Mapping[str, Any]) -> str:
     f.format(values[name]) for name, f in _SHOWN.items() if name in values
   ]
   return ", ".join(shown)
+
+
+def _replace(file: epath.Path, content: bytes) -> None:
+  """Writes a new file that takes the old one's place, also in a bucket."""
+  fresh = file.with_name(file.name + ".tmp")
+  fresh.write_bytes(content)
+  fresh.replace(file)
 
 
 def _rows_until(path: epath.Path, step: int) -> list[str]:

@@ -11,7 +11,11 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.data.pipeline import TrainBatches, eval_batches
-from moh_jax.data.sources import ImageSource
+from moh_jax.data.sources import (
+  ImageSource,
+  check_class_names,
+  make_source,
+)
 from moh_jax.evaluation.means import EvalStep, mean_figures
 from moh_jax.training import sharding
 from moh_jax.training.step import LossFn
@@ -57,17 +61,30 @@ def stream(config: Config, source: ImageSource, mesh: Mesh) -> TrainBatches:
   return TrainBatches(config, source, process_index=index, process_count=parts)
 
 
-def evaluate_split(
-  config: Config,
-  source: ImageSource,
-  eval_step: EvalStep,
-  params: Any,
-  mesh: Mesh,
-) -> dict[str, float]:
-  """Mean figures over a whole split, on a mesh."""
-  index, parts = sharding.batch_slice(mesh)
-  batches = eval_batches(
-    config, source, process_index=index, process_count=parts
-  )
-  batches = (sharding.shard_batch(batch, mesh) for batch in batches)
-  return mean_figures(eval_step, params, batches)
+def evaluate_held_out(
+  config: Config, class_names: tuple[str, ...], eval_step: EvalStep
+) -> Evaluate:
+  """Opens the held-out split and prepares its evaluation.
+
+  Args:
+    config: the run.
+    class_names: of the labels that the model was trained with.
+    eval_step: sums over one batch.
+
+  Raises:
+    FileNotFoundError: there is no held-out split.
+    ValueError: its classes are others.
+  """
+  source = make_source(config, "val")
+  if config.data.source != "fake":
+    check_class_names(class_names, source.class_names, "the held-out split")
+
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+    index, parts = sharding.batch_slice(mesh)
+    batches = eval_batches(
+      config, source, process_index=index, process_count=parts
+    )
+    batches = (sharding.shard_batch(batch, mesh) for batch in batches)
+    return mean_figures(eval_step, params, batches)
+
+  return evaluate

@@ -192,5 +192,12 @@ class StreamTest(_LatentsTest):
     np.testing.assert_array_equal(held_out["image"], stored)
 
 
+class PosteriorTest(absltest.TestCase):
+  def test_noise_is_scaled_by_the_deviation_and_shifted_by_the_mean(self):
+    mean, log_variance = np.ones(2), 2 * np.log(np.full(2, 3.0))
+    drawn = latents.sample_posterior(mean, log_variance, np.array([1.0, -2.0]))
+    np.testing.assert_allclose(drawn, [4.0, -5.0], rtol=1e-12)
+
+
 if __name__ == "__main__":
   absltest.main()

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.convert.vae import abstract_vae
-from moh_jax.models.vae import VAE, sample_posterior
+from moh_jax.models.vae import VAE
 
 _CONFIG = VAEConfig(
   block_out_channels=(4, 8), layers_per_block=1, norm_groups=2
@@ -125,37 +125,6 @@ class VAETest(parameterized.TestCase):
     encode = _apply(_CONFIG, "encode")
     _, logvar = encode({"params": params}, _images())
     np.testing.assert_array_equal(logvar, np.full(logvar.shape, expected))
-
-
-class SamplePosteriorTest(absltest.TestCase):
-  def test_follows_the_gaussian(self):
-    mean = jnp.array([-1.0, 3.0])
-    logvar = 2 * jnp.log(jnp.array([0.5, 2.0]))
-    shape = (20_000, 2)
-    sample = sample_posterior(
-      jax.random.key(0),
-      jnp.broadcast_to(mean, shape),
-      jnp.broadcast_to(logvar, shape),
-    )
-    np.testing.assert_allclose(sample.mean(0), mean, atol=0.05)
-    np.testing.assert_allclose(sample.std(0), [0.5, 2.0], rtol=0.03)
-
-  def test_noise_is_used_as_it_is(self):
-    noise = jnp.array([1.0, -2.0])
-    sample = sample_posterior(noise, jnp.ones(2), 2 * jnp.log(3 * jnp.ones(2)))
-    np.testing.assert_allclose(sample, [4.0, -5.0], rtol=1e-6)
-
-  def test_both_forms_of_a_key_agree(self):
-    zeros = jnp.zeros((3, 2))
-    key = jax.random.key(3)
-    np.testing.assert_array_equal(
-      sample_posterior(key, zeros, zeros),
-      sample_posterior(jax.random.key_data(key), zeros, zeros),
-    )
-
-  def test_noise_of_another_shape_is_refused(self):
-    with self.assertRaisesRegex(ValueError, r"\(1, 2\) must be \(3, 2\)"):
-      sample_posterior(jnp.ones((1, 2)), jnp.zeros((3, 2)), jnp.zeros((3, 2)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""Local files that are whole or absent, never partial."""
+
+import contextlib
+import os
+import pathlib
+import uuid
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+  """Gives a path to write to; what is there at the end takes `path`'s place.
+
+  After an error, or a kill, `path` is what it was.
+
+  Args:
+    path: file to write or replace; its directory must exist.
+  """
+  path = pathlib.Path(path)
+  temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+  try:
+    yield temporary
+    with temporary.open("r+b") as file:
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  finally:
+    temporary.unlink(missing_ok=True)
