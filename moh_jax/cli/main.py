@@ -27,6 +27,8 @@ COMMANDS = {
   "pack-images": "pack folders of images into array_record shards",
   "parity": "compare our numbers with recorded cases",
   "sample": "draw images from a diffusion checkpoint",
+  "tokenize": "turn text files into token sets to train a language model on",
+  "train-tokenizer": "train a byte-level BPE tokenizer on text files",
 }
 _USER_ERRORS = (ValueError, OSError, NotImplementedError)
 

@@ -2,8 +2,11 @@
 
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
-from moh_jax.config.dit import DiTConfig, LayerRun
-from moh_jax.config.model import MODEL_SECTIONS, ImageModel, without_router
+from moh_jax.config.dit import DiTConfig
+from moh_jax.config.families import FAMILIES
+from moh_jax.config.layers import LayerRun, LayerStack
+from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
+from moh_jax.config.model import ImageModel, without_router
 from moh_jax.config.parse import (
   Config,
   apply_overrides,
@@ -22,10 +25,12 @@ from moh_jax.config.sections import (
   OptimConfig,
   TrainConfig,
 )
+from moh_jax.config.text import TextDataConfig, TuneConfig
 from moh_jax.config.vit import StageShape, ViTConfig
 
 __all__ = [
-  "MODEL_SECTIONS",
+  "CACHE_DTYPES",
+  "FAMILIES",
   "CheckpointConfig",
   "Config",
   "DataConfig",
@@ -33,13 +38,17 @@ __all__ = [
   "DiffusionConfig",
   "EvalConfig",
   "ImageModel",
+  "LLMConfig",
   "LayerRun",
+  "LayerStack",
   "LogConfig",
   "MeshConfig",
   "OptimConfig",
   "SampleConfig",
   "StageShape",
+  "TextDataConfig",
   "TrainConfig",
+  "TuneConfig",
   "VAEConfig",
   "ViTConfig",
   "apply_overrides",

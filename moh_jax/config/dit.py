@@ -3,24 +3,11 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
-from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.config.layers import LayerStack
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerRun:
-  """Consecutive layers with the same head split; a model scans each run.
-
-  Attributes:
-    budget: the split.
-    depth: layers in the run.
-  """
-
-  budget: HeadBudget
-  depth: int
-
-
-@dataclasses.dataclass(frozen=True)
-class DiTConfig:
+class DiTConfig(LayerStack):
   """Diffusion transformer (arXiv:2212.09748) with or without MoH.
 
   The head tuples hold one value per layer.
@@ -95,22 +82,7 @@ class DiTConfig:
         f"model.input_size={sides} must be multiples of model.patch_size="
         f"{self.patch_size}"
       )
-    if not self.num_heads:
-      raise ValueError("model.num_heads=() must have at least one layer")
-    for name in ("shared_heads", "top_k"):
-      values = getattr(self, name)
-      if len(values) != self.depth:
-        raise ValueError(
-          f"model.{name}={values} must have one value per layer, as "
-          f"model.num_heads={self.num_heads} has ({self.depth})"
-        )
-    self.router_config  # noqa: B018  (checks itself)
-    self.budgets()
-
-  @property
-  def depth(self) -> int:
-    """Layers."""
-    return len(self.num_heads)
+    self.check_layers()
 
   @property
   def input_shape(self) -> tuple[int, int, int]:
@@ -132,33 +104,3 @@ class DiTConfig:
   def mlp_dim(self) -> int:
     """F."""
     return int(self.width * self.mlp_ratio)
-
-  @property
-  def router_config(self) -> RouterConfig:
-    """The router's kind and form."""
-    return RouterConfig(self.router, self.gate_form, self.two_stage)
-
-  def budgets(self) -> tuple[HeadBudget, ...]:
-    """The head split of every layer.
-
-    Raises:
-      ValueError: a split that does not add up, with its layer.
-    """
-    budgets = []
-    splits = zip(self.num_heads, self.shared_heads, self.top_k)
-    for layer, (heads, shared, top_k) in enumerate(splits):
-      try:
-        budgets.append(HeadBudget(heads, shared, top_k, self.head_dim))
-      except ValueError as error:
-        raise ValueError(f"model, layer {layer}: {error}") from error
-    return tuple(budgets)
-
-  def runs(self) -> tuple[LayerRun, ...]:
-    """The layers as runs of equal ones, in order."""
-    runs: list[LayerRun] = []
-    for budget in self.budgets():
-      if runs and runs[-1].budget == budget:
-        runs[-1] = LayerRun(budget, runs[-1].depth + 1)
-      else:
-        runs.append(LayerRun(budget, 1))
-    return tuple(runs)

@@ -1,13 +1,13 @@
-"""The model section: one dataclass per family."""
+"""What model sections of several families share."""
 
 import dataclasses
 from typing import Any, Protocol, TypeVar
 
 from moh_jax.config.dit import DiTConfig
+from moh_jax.config.llm import LLMConfig
 from moh_jax.config.vit import ViTConfig
 
-MODEL_SECTIONS: dict[str, type] = {"vit": ViTConfig, "dit": DiTConfig}
-_Model = TypeVar("_Model", ViTConfig, DiTConfig)
+_Model = TypeVar("_Model", ViTConfig, DiTConfig, LLMConfig)
 
 
 class ImageModel(Protocol):

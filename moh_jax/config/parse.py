@@ -11,7 +11,8 @@ import ml_collections
 
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
-from moh_jax.config.model import MODEL_SECTIONS
+from moh_jax.config.families import FAMILIES, OPTIONAL_SECTIONS
+from moh_jax.config.llm import LLMConfig
 from moh_jax.config.sections import (
   CheckpointConfig,
   DataConfig,
@@ -21,11 +22,10 @@ from moh_jax.config.sections import (
   OptimConfig,
   TrainConfig,
 )
+from moh_jax.config.text import TextDataConfig, TuneConfig
 from moh_jax.config.vit import ViTConfig
-from moh_jax.diffusion.process import spaced_timesteps
 
 _SECTIONS = {
-  "data": DataConfig,
   "optim": OptimConfig,
   "train": TrainConfig,
   "mesh": MeshConfig,
@@ -33,24 +33,18 @@ _SECTIONS = {
   "eval": EvalConfig,
   "log": LogConfig,
 }
-# Sections that only some families have.
-_FAMILY_SECTIONS = {
-  "vit": {},
-  "dit": {"diffusion": DiffusionConfig, "sample": SampleConfig},
-}
-# Fields of the shared sections that only one family reads.
-_CLASSIFIER_FIELDS = ("label_smoothing", "mixup", "cutmix")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run; see the sections for their fields.
 
-  `diffusion` and `sample` are there for diffusion models and None for others.
+  `diffusion` and `sample` are there for diffusion models, `tune` for language
+  models; they are None for others.
   """
 
-  model: ViTConfig | DiTConfig
-  data: DataConfig = DataConfig()
+  model: ViTConfig | DiTConfig | LLMConfig
+  data: DataConfig | TextDataConfig = DataConfig()
   optim: OptimConfig = OptimConfig()
   train: TrainConfig = TrainConfig()
   mesh: MeshConfig = MeshConfig()
@@ -59,9 +53,24 @@ class Config:
   log: LogConfig = LogConfig()
   diffusion: DiffusionConfig | None = None
   sample: SampleConfig | None = None
+  tune: TuneConfig | None = None
 
   def __post_init__(self):
-    self._check_family()
+    name = self.model.family
+    family = FAMILIES[name]
+    for section in OPTIONAL_SECTIONS:
+      wanted = section in family.sections
+      if wanted != (getattr(self, section) is not None):
+        raise ValueError(
+          f"config section {section!r} is {'missing' if wanted else 'unknown'} "
+          f"for model.family={name!r}"
+        )
+    if not isinstance(self.data, family.data):
+      raise ValueError(
+        f"config section 'data' must be a {family.data.__name__} for "
+        f"model.family={name!r}, not a {type(self.data).__name__}"
+      )
+    family.check(self)
     batch, parts = self.data.batch_size, self.optim.accumulation
     if batch % parts:
       raise ValueError(
@@ -72,75 +81,6 @@ class Config:
       raise ValueError(
         f"optim.warmup_steps={self.optim.warmup_steps} must be at most "
         f"train.steps={self.train.steps}"
-      )
-    # Latents are normalized already.
-    encoded = self.diffusion is not None and self.diffusion.space == "latent"
-    if not encoded and len(self.data.mean) != self.model.channels:
-      raise ValueError(
-        f"data.mean={self.data.mean} must have model.channels="
-        f"{self.model.channels} values"
-      )
-
-  def _check_family(self):
-    family = self.model.family
-    optional = {n for sections in _FAMILY_SECTIONS.values() for n in sections}
-    for name in sorted(optional):
-      wanted = name in _FAMILY_SECTIONS[family]
-      if wanted != (getattr(self, name) is not None):
-        raise ValueError(
-          f"config section {name!r} is {'missing' if wanted else 'unknown'} "
-          f"for model.family={family!r}"
-        )
-    if family == "vit":
-      if self.data.source == "latents":
-        raise ValueError(
-          "data.source='latents' is for diffusion models, model.family='vit'"
-        )
-      return
-    for name in _CLASSIFIER_FIELDS:
-      if value := getattr(self.train, name):
-        raise ValueError(
-          f"train.{name}={value} must be 0 for model.family={family!r}"
-        )
-    self._check_space()
-    self._check_sampling()
-
-  def _check_space(self):
-    space, source = self.diffusion.space, self.data.source
-    if (space == "latent") != (source == "latents") and source != "fake":
-      raise ValueError(
-        f"diffusion.space={space!r} and data.source={source!r} do not go "
-        "together: 'latent' needs 'latents', as `encode-latents` writes them, "
-        "and 'pixel' an image source"
-      )
-    if source == "latents":
-      for name, neutral in (("augment", "none"), ("eval_resize", 0)):
-        if (value := getattr(self.data, name)) != neutral:
-          raise ValueError(
-            f"data.{name}={value!r} must be {neutral!r} for latents, which are "
-            "cropped and mirrored when they are encoded"
-          )
-    halves = (0.5,) * len(self.data.mean)
-    if space == "pixel" and (self.data.mean, self.data.std) != (halves, halves):
-      raise ValueError(
-        f"data.mean={self.data.mean} and data.std={self.data.std} must be 0.5 "
-        "for diffusion.space='pixel': pixels in [-1, 1]"
-      )
-
-  def _check_sampling(self):
-    try:
-      spaced_timesteps(self.diffusion.steps, self.sample.steps)
-    except ValueError as error:
-      raise ValueError(f"sample.{error}") from error
-    if self.sample.cfg_interval[0] >= self.diffusion.steps:
-      raise ValueError(
-        f"sample.cfg_interval={self.sample.cfg_interval} must begin below "
-        f"diffusion.steps={self.diffusion.steps}"
-      )
-    if self.sample.cfg_scale != 1 and not self.model.label_dropout:
-      raise ValueError(
-        f"sample.cfg_scale={self.sample.cfg_scale} must be 1 for a model with "
-        "model.label_dropout=0: it cannot do without labels"
       )
 
 
@@ -164,14 +104,15 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
       raise ValueError(f"config section {name}={section!r} must have fields")
   model = cfg["model"]
   family = model.get("family")
-  if not isinstance(family, str) or family not in MODEL_SECTIONS:
+  if not isinstance(family, str) or family not in FAMILIES:
     raise ValueError(
-      f"model.family={family!r} must be one of {tuple(MODEL_SECTIONS)}"
+      f"model.family={family!r} must be one of {tuple(FAMILIES)}"
     )
   known = {
-    "model": MODEL_SECTIONS[family],
+    "model": FAMILIES[family].model,
+    "data": FAMILIES[family].data,
     **_SECTIONS,
-    **_FAMILY_SECTIONS[family],
+    **FAMILIES[family].sections,
   }
   if unknown := sorted(set(cfg) - set(known)):
     raise ValueError(

@@ -129,10 +129,15 @@ class TrainConfig:
     mixup: alpha of mixup's Beta distribution; 0 is off.
     cutmix: alpha of CutMix's Beta distribution; 0 is off.
     cutmix_prob: probability of CutMix rather than mixup when both are on.
+    init_from: workdir or output of `convert` whose parameters the run starts
+      from, with a fresh optimizer; "" draws them. What that model lacks, such
+      as a router, is drawn; further rows of its vocabulary are the mean of its
+      own.
   """
 
   steps: int = 1000
   seed: int = 0
+  init_from: str = ""
   balance_weight: float = 0.01
   label_smoothing: float = 0.0
   mixup: float = 0.0

@@ -8,31 +8,78 @@ number, the batches taken, and stays exact when the number of processes changes;
 and what a loss draws for a row of the batch meets the same example.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import jax
 import numpy as np
 
-from moh_jax.config import Config, DataConfig
+from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.data.recipes import eval_recipe, train_recipe
 from moh_jax.data.sources import ImageSource
 
 Batch = dict[str, np.ndarray]
 
 
+class Source(Protocol):
+  """Random access to examples, dicts of arrays."""
+
+  def __len__(self) -> int:
+    """Number of examples."""
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    """One example."""
+
+
+def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
+  """The endless stream of training images, or latents.
+
+  Args:
+    config: the run.
+    source: the training split.
+
+  Returns:
+    Examples {"image": [X, Y, channels] float32, "label": [] int32}.
+  """
+  dataset = grain.MapDataset.source(source).seed(config.train.seed)
+  dataset = dataset.shuffle().repeat()
+  for transform in train_recipe(config):
+    if isinstance(transform, grain.transforms.RandomMap):
+      dataset = dataset.random_map(transform)
+    else:
+      dataset = dataset.map(transform)
+  return dataset
+
+
+class TransformedSource:
+  """Held-out images after their transforms, none of which is random."""
+
+  def __init__(self, config: Config, source: ImageSource):
+    """Wraps the held-out split of a run."""
+    self._source, self._transforms = source, eval_recipe(config)
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    element = self._source[index]
+    for transform in self._transforms:
+      element = transform.map(element)
+    return element
+
+
 class TrainBatches:
   """Endless training batches with an exact, storable position.
 
-  Each batch is {"image": [b, X, Y, channels] float32, "label": [b] int32},
-  b = batch size / processes.
+  Each batch holds b = batch size / processes examples.
   """
 
   def __init__(
     self,
-    config: Config,
-    source: ImageSource,
+    dataset: grain.MapDataset,
+    data: DataConfig | TextDataConfig,
     *,
     process_index: int | None = None,
     process_count: int | None = None,
@@ -43,23 +90,16 @@ class TrainBatches:
     the index of that part and the number of parts instead.
 
     Args:
-      config: the run.
-      source: the training split.
+      dataset: the endless training stream of examples.
+      data: the section that says how it is read.
       process_index: this process; None asks JAX.
       process_count: all processes; None asks JAX.
     """
     index, count = _process(process_index, process_count)
-    local = _local_batch("data.batch_size", config.data.batch_size, count)
-    dataset = grain.MapDataset.source(source).seed(config.train.seed)
-    dataset = dataset.shuffle().repeat()
-    for transform in train_recipe(config):
-      if isinstance(transform, grain.transforms.RandomMap):
-        dataset = dataset.random_map(transform)
-      else:
-        dataset = dataset.map(transform)
+    local = _local_batch("data.batch_size", data.batch_size, count)
     # Threads read examples, not whole batches: batch after iterating.
-    options = _read_options(config.data, local)
-    dataset = _Part(dataset, index, local, config.data.batch_size)
+    options = _read_options(data, local)
+    dataset = _Part(dataset, index, local, data.batch_size)
     self._iterator = iter(dataset.to_iter_dataset(options).batch(local))
     self._local_batch = local
 
@@ -81,7 +121,7 @@ class TrainBatches:
 
 def eval_batches(
   config: Config,
-  source: ImageSource,
+  source: Source,
   *,
   process_index: int | None = None,
   process_count: int | None = None,
@@ -92,30 +132,29 @@ def eval_batches(
 
   Args:
     config: the run.
-    source: the held-out split.
+    source: the held-out examples, ready for the model.
     process_index: this process; None asks JAX.
     process_count: all processes; None asks JAX.
 
   Returns:
-    Batches {"image", "label", "index", "mask"}, equally many on every process;
-    "index" [b] int32 is the example's place in the split.
+    Batches of the examples with "index" and "mask", equally many on every
+    process; "index" [b] int32 is the example's place in the split.
   """
   index, count = _process(process_index, process_count)
   size = config.eval.batch_size
   local = _local_batch("eval.batch_size", size, count)
   examples = len(source)
   padded = -(-examples // size) * size
-  transforms = eval_recipe(config)
-  shape = config.model.input_shape
+
+  @functools.cache
+  def nothing() -> dict[str, Any]:
+    return jax.tree.map(np.zeros_like, source[0])
 
   def load(position: int) -> dict[str, Any]:
-    if position >= examples:
-      element = {"image": np.zeros(shape, np.float32), "label": np.int32(0)}
-      return {**element, "index": np.int32(0), "mask": np.float32(0)}
-    element = source[position]
-    for transform in transforms:
-      element = transform.map(element)
-    return {**element, "index": np.int32(position), "mask": np.float32(1)}
+    there = position < examples
+    element = source[position] if there else nothing()
+    place = np.int32(position if there else 0)
+    return {**element, "index": place, "mask": np.float32(there)}
 
   dataset = grain.MapDataset.range(padded)[index::count].map(load)
   options = _read_options(config.data, local)
@@ -139,7 +178,9 @@ class _Part(grain.MapDataset):
     return self._parent[step * self._batch + self._part * self._local + row]
 
 
-def _read_options(data: DataConfig, local_batch: int) -> grain.ReadOptions:
+def _read_options(
+  data: DataConfig | TextDataConfig, local_batch: int
+) -> grain.ReadOptions:
   return grain.ReadOptions(
     num_threads=data.num_threads,
     prefetch_buffer_size=data.prefetch * local_batch,

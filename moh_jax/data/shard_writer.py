@@ -31,17 +31,23 @@ class OpenShard:
   Attributes:
     examples: records so far.
     skipped: items left out, and why.
+    notes: further entries of what metadata.json says of the shard.
   """
 
   def __init__(self, path: pathlib.Path):
     self._writer = array_record_module.ArrayRecordWriter(str(path), _OPTIONS)
     self.examples = 0
     self.skipped: dict[str, str] = {}
+    self.notes: dict[str, Any] = {}
 
   def add(self, header: dict[str, Any], payload: bytes) -> None:
-    """Appends a record."""
+    """Appends a record of a header and a payload."""
+    self.add_record(shards.pack(header, payload))
+
+  def add_record(self, record: bytes) -> None:
+    """Appends a record as it is."""
     with _disk_errors():
-      self._writer.write(shards.pack(header, payload))
+      self._writer.write(record)
     self.examples += 1
 
   def skip(self, name: str, reason: str) -> None:
@@ -70,7 +76,7 @@ class ShardSetWriter:
 
     Args:
       folder: of the set; created.
-      kind: "images" or "latents".
+      kind: "images", "latents" or "tokens".
       items: how many there are.
       shard_size: items of a shard.
       settings: what the records depend on; a set is continued only with the
@@ -135,6 +141,7 @@ class ShardSetWriter:
           "file": name,
           "examples": target.examples,
           "bytes": growing.stat().st_size,
+          **target.notes,
           "skipped": target.skipped,
         }
         # First what is known of it: without that it would be written again.
@@ -143,8 +150,23 @@ class ShardSetWriter:
     finally:
       growing.unlink(missing_ok=True)
 
-  def finish(self) -> dict[str, Any]:
+  def entries(self) -> list[dict[str, Any]]:
+    """What metadata.json will say of each shard.
+
+    Raises:
+      ValueError: a shard is missing.
+    """
+    done = self._finished()
+    names = [self._name(shard) for shard in range(self.num_shards)]
+    if missing := [name for name in names if name not in done]:
+      raise ValueError(f"{self._folder} lacks the shards {missing[:5]}")
+    return [done[name] for name in names]
+
+  def finish(self, **notes: Any) -> dict[str, Any]:
     """Writes skipped.txt and metadata.json.
+
+    Args:
+      **notes: further entries of metadata.json.
 
     Returns:
       What metadata.json says.
@@ -152,23 +174,20 @@ class ShardSetWriter:
     Raises:
       ValueError: a shard is missing, or no item could be read.
     """
-    done = self._finished()
-    names = [self._name(shard) for shard in range(self.num_shards)]
-    if missing := [name for name in names if name not in done]:
-      raise ValueError(f"{self._folder} lacks the shards {missing[:5]}")
-    entries = [done[name] for name in names]
+    entries = self.entries()
     examples = sum(entry["examples"] for entry in entries)
     skipped = [item for entry in entries for item in entry["skipped"].items()]
     if not examples:
       raise ValueError(
-        f"{self._folder}: none of the {self._items} images could be read, for "
-        f"instance {': '.join(skipped[0])}"
+        f"{self._folder}: none of the {self._items} {self._kind} could be "
+        f"read, for instance {': '.join(skipped[0])}"
       )
     metadata = {
       "format": self._kind,
       "version": shards.VERSION,
       **self._settings,
       **self._notes,
+      **notes,
       "examples": examples,
       "skipped": len(skipped),
       "shards": entries,

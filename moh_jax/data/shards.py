@@ -2,8 +2,8 @@
 
 A set is a folder of NNNNN-of-NNNNN.array_record and metadata.json, which is
 written last and says what the set holds and how large each shard is. A record
-is one line of JSON, then bytes. The folder is local or mounted: array_record
-reads no buckets.
+is one line of JSON, then bytes (of the kind "tokens": bytes alone). The folder
+is local or mounted: array_record reads no buckets.
 """
 
 import json
@@ -39,7 +39,7 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
 
   Args:
     folder: where metadata.json stands.
-    kind: "images" or "latents", what is wanted.
+    kind: "images", "latents" or "tokens", what is wanted.
 
   Raises:
     FileNotFoundError: there is no metadata.json.
@@ -78,7 +78,7 @@ class Shards:
 
     Args:
       folder: where metadata.json stands.
-      kind: "images" or "latents".
+      kind: "images", "latents" or "tokens".
 
     Raises:
       FileNotFoundError: metadata.json or a shard is missing.
@@ -105,8 +105,21 @@ class Shards:
     Raises:
       ValueError: the record is damaged; it is named.
     """
+    record = self.record(index)
     try:
-      return unpack(self._records[index])
+      return unpack(record)
+    except ValueError as error:
+      where = self.locate(index)
+      raise ValueError(f"{where}: damaged record: {error}") from error
+
+  def record(self, index: int) -> bytes:
+    """One record as it was written.
+
+    Raises:
+      ValueError: the record is damaged; it is named.
+    """
+    try:
+      return self._records[index]
     except (RuntimeError, ValueError) as error:
       where = self.locate(index)
       raise ValueError(f"{where}: damaged record: {error}") from error

@@ -1,4 +1,4 @@
-"""Means of per-example figures over a whole split."""
+"""Sums and means of per-example figures over a whole split."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +13,17 @@ EvalStep = Callable[[Any, Any], dict[str, jax.Array]]
 def mean_figures(
   eval_step: EvalStep, params: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
-  """Means over a split.
+  """Means over a split: `sum_figures` over the number of examples."""
+  total = sum_figures(eval_step, params, batches)
+  examples = int(total.pop("examples"))
+  means = {name: value / examples for name, value in total.items()}
+  return {**means, "examples": examples}
+
+
+def sum_figures(
+  eval_step: EvalStep, params: Any, batches: Iterable[Any]
+) -> dict[str, float]:
+  """Sums over a split.
 
   Args:
     eval_step: sums over one batch, jitted.
@@ -21,7 +31,7 @@ def mean_figures(
     batches: global batches with "mask", on the devices.
 
   Returns:
-    The mean of every figure and the number of "examples".
+    The sum of every figure, the number of "examples" among them.
 
   Raises:
     ValueError: there is no batch.
@@ -33,7 +43,4 @@ def mean_figures(
     jax.block_until_ready(sums[-2:][0])
   if not sums:
     raise ValueError("the split to evaluate is empty")
-  total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
-  examples = int(total.pop("examples"))
-  means = {name: value / examples for name, value in total.items()}
-  return {**means, "examples": examples}
+  return {name: sum(float(s[name]) for s in sums) for name in sums[0]}

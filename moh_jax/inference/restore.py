@@ -11,10 +11,10 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config
+from moh_jax.config import Config, TuneConfig
 from moh_jax.models.build import fit_params, make_model
-from moh_jax.training import checkpoint, sharding
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.training import checkpoint
+from moh_jax.training.state import abstract_on, abstract_params, unbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,10 @@ def restore(
   metadata, step = checkpoint.read_metadata(directory, step)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
   config = metadata.config
+  if config.tune:  # a schedule of the training; what it ended with is served
+    config = dataclasses.replace(config, tune=TuneConfig())
+  if len(overrides.get("top_k", ())) == 1:  # the same in every layer
+    overrides["top_k"] = overrides["top_k"] * len(config.model.top_k)
   if overrides:
     config = config_lib.apply_overrides(config, "model", **overrides)
   if sample:
@@ -79,17 +83,7 @@ def restore(
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(metadata.config)
-  boxed = abstract_params(trained, inputs)
-  if mesh is None:
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = jax.tree.map(lambda _: device, unbox(boxed))
-  else:
-    shardings = sharding.param_shardings(boxed, mesh)
-  abstract = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    unbox(boxed),
-    shardings,
-  )
+  abstract = abstract_on(trained, inputs, mesh)
   model, _ = make_model(config)
   fit = functools.partial(fit_params, trained=metadata.config, wanted=config)
   _check_parameters(

@@ -37,6 +37,38 @@ class MLP(nn.Module):
     return constrain(out, "batch", None, None)
 
 
+class SwiGLU(nn.Module):
+  """Gated MLP (arXiv:2002.05202): down(silu(gate(x)) * up(x)).
+
+  Attributes:
+    hidden_dim: F.
+    use_bias: add learned biases.
+    dtype: compute dtype.
+    param_dtype: storage dtype.
+  """
+
+  hidden_dim: int
+  use_bias: bool = False
+  dtype: jnp.dtype = jnp.float32
+  param_dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps [B, N, C] to [B, N, C]."""
+    kinds = {
+      "use_bias": self.use_bias,
+      "dtype": self.dtype,
+      "param_dtype": self.param_dtype,
+    }
+    wide = nn.with_logical_partitioning(LINEAR_INIT, ("embed", "mlp"))
+    gate = nn.Dense(self.hidden_dim, kernel_init=wide, name="gate", **kinds)(x)
+    up = nn.Dense(self.hidden_dim, kernel_init=wide, name="up", **kinds)(x)
+    hidden = constrain(nn.silu(gate) * up, "batch", None, "mlp")
+    narrow = nn.with_logical_partitioning(LINEAR_INIT, ("mlp", "embed"))
+    down = nn.Dense(x.shape[-1], kernel_init=narrow, name="down", **kinds)
+    return constrain(down(hidden), "batch", None, None)
+
+
 class ConvGLU(nn.Module):
   """Convolutional gated linear unit of TransNeXt (arXiv:2311.17132).
 

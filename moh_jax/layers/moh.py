@@ -8,6 +8,7 @@ The contract that every family follows: it makes per-head outputs
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops import attention as attention_ops
 from moh_jax.ops import routing
+from moh_jax.ops.cache import cached_attention, write_cache
+from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
 
 Axes = int | tuple[int, ...]
@@ -39,14 +42,49 @@ def xavier_init(inputs: Axes, outputs: Axes) -> nn.initializers.Initializer:
   return nn.initializers.xavier_uniform(in_axis=inputs, out_axis=outputs)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadChoice:
+  """How a layer departs from its head budget, without other parameters.
+
+  Attributes:
+    top_k: [] int32 routed heads per token, in place of the budget's.
+    order: [H] int32, the heads in the order in which the first are shared; None
+      is their own order. `Routing` follows this order, gates the heads' own.
+  """
+
+  top_k: jax.Array | None = None
+  order: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+  """Where tokens stand in their texts; what is None does not apply.
+
+  Attributes:
+    rotation: RoPE's angles of the tokens.
+    segments: [B, N] int32 documents packed into a sequence; a token sees only
+      its own.
+    slot: [] int32 slot of the cache for the first of the tokens.
+    visible: [B, N, M] bool slots of the cache that the tokens see; None where
+      they see one another alone.
+  """
+
+  rotation: Rotation | None = None
+  segments: jax.Array | None = None
+  slot: jax.Array | None = None
+  visible: jax.Array | None = None
+
+
 class HeadRouter(nn.Module):
   """Decides which heads a token uses and with what weight.
 
   The two-stage router has up to three bias-free matrices: `routed` [C, R]
   (W_r), `shared` [C, S] (W_s, for two or more shared heads) and `group` [C, 2]
-  (W_h, where both groups are in use). Everything is float32 at full matrix
-  precision whatever the compute dtype: a rounding that swaps the last selected
-  head changes the output.
+  (W_h, where both groups are in use); "query_norm" has none. Everything is
+  float32 at full matrix precision whatever the compute dtype: a rounding that
+  swaps the last selected head changes the output.
 
   Under `mutable=["intermediates"]` the layer records its `routing`.
 
@@ -62,7 +100,12 @@ class HeadRouter(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, token_mask: jax.Array | None = None
+    self,
+    x: jax.Array,
+    token_mask: jax.Array | None = None,
+    *,
+    norms: jax.Array | None = None,
+    choice: HeadChoice | None = None,
   ) -> tuple[jax.Array | None, RouterAux]:
     """Routes tokens.
 
@@ -70,6 +113,8 @@ class HeadRouter(nn.Module):
       x: [B, N, C] the tokens that the attention reads.
       token_mask: [B, N] bool, True for the tokens that the balance loss and
         the statistics count; None counts all.
+      norms: [B, N, H] norms of the queries, which "query_norm" needs.
+      choice: what departs from the budget in this layer.
 
     Returns:
       gates [B, N, H] float32, or None for the kind "none" (every head weighs
@@ -80,25 +125,46 @@ class HeadRouter(nn.Module):
       return None, routing.all_heads_aux(budget.num_heads)
 
     chex.assert_rank(x, 3)
+    choice = HeadChoice() if choice is None else choice
+    if config.kind == "query_norm":
+      if choice.order is not None:
+        norms = jnp.take(norms, choice.order, axis=-1)
+      decided = routing.query_norm_gates(
+        norms,
+        budget,
+        straight_through=config.straight_through,
+        top_k=choice.top_k,
+      )
+    else:
+      decided = self._two_stage(x, choice.top_k)
+    self.sow("intermediates", "routing", decided)
+    aux = routing.router_aux(
+      decided, budget, token_mask=token_mask, form=config.gate_form
+    )
+    gates = decided.gates
+    if choice.order is not None:
+      gates = jnp.take(gates, jnp.argsort(choice.order), axis=-1)
+    return gates, aux
+
+  def _two_stage(
+    self, x: jax.Array, top_k: jax.Array | None
+  ) -> routing.Routing:
+    budget, config = self.budget, self.config
     sizes = {
       "routed": budget.routed if budget.top_k else 0,
       "shared": budget.shared if budget.shared > 1 else 0,
       "group": 2 if config.two_stage and budget.shared and budget.top_k else 0,
     }
     logits = self._logits(x, {n: s for n, s in sizes.items() if s})
-    decided = routing.two_stage_gates(
+    return routing.two_stage_gates(
       budget=budget,
       routed_logits=logits.get("routed"),
       shared_logits=logits.get("shared"),
       group_logits=logits.get("group"),
       batch_shape=x.shape[:2],
       form=config.gate_form,
+      top_k=top_k,
     )
-    self.sow("intermediates", "routing", decided)
-    aux = routing.router_aux(
-      decided, budget, token_mask=token_mask, form=config.gate_form
-    )
-    return decided.gates, aux
 
   def _logits(self, x: jax.Array, sizes: dict[str, int]) -> dict:
     """One product for all router matrices; [B, N, size] float32 each."""
@@ -231,7 +297,8 @@ class MoHAttention(nn.Module):
     router: the kind and form of the router.
     num_kv_heads: key/value heads; None is one per query head.
     causal: whether a token sees only itself and the tokens before it.
-    use_bias: biases of the projections.
+    use_bias: biases of the query, key and value projections.
+    out_bias: bias of the output projection; None is as `use_bias`.
     kernel_init: of the projections and the router.
     implementation: see `ops.attention.attention`.
     dtype: compute dtype.
@@ -243,6 +310,7 @@ class MoHAttention(nn.Module):
   num_kv_heads: int | None = None
   causal: bool = False
   use_bias: bool = True
+  out_bias: bool | None = None
   kernel_init: KernelInit = normal_init
   implementation: str = "auto"
   dtype: jnp.dtype = jnp.float32
@@ -250,42 +318,72 @@ class MoHAttention(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, token_mask: jax.Array | None = None
+    self,
+    x: jax.Array,
+    token_mask: jax.Array | None = None,
+    *,
+    places: Places | None = None,
+    choice: HeadChoice | None = None,
   ) -> tuple[jax.Array, RouterAux]:
     """Attends.
+
+    Where the variable collection "cache" holds a `LayerCache`, "keys_values",
+    the tokens' keys and values are written to it from `places.slot` on.
 
     Args:
       x: [B, N, C] tokens.
       token_mask: [B, N] bool, False for padding: unseen as keys, not counted by
         the router's statistics.
+      places: where the tokens stand in their texts.
+      choice: how the layer departs from its budget.
 
     Returns:
       [B, N, C] and the router's side values.
     """
+    places = Places() if places is None else places
+    q, k, v = self._project(x)
+    routed_by_norm = self.router.kind == "query_norm"
+    norms = routing.query_norms(q) if routed_by_norm else None
+    gates, aux = HeadRouter(
+      self.budget, self.router, self.kernel_init, name="router"
+    )(x, token_mask, norms=norms, choice=choice)
+    if places.rotation is not None:
+      q, k = (rotate(part, places.rotation) for part in (q, k))
+    if self.has_variable("cache", "keys_values"):
+      cache = self.variable("cache", "keys_values", lambda: None)
+      cache.value = write_cache(cache.value, k, v, places.slot)
+    if places.visible is not None:
+      out = cached_attention(q, cache.value, places.visible)
+    else:
+      out = attention_ops.attention(
+        q,
+        k,
+        v,
+        key_mask=token_mask,
+        segments=places.segments,
+        causal=self.causal,
+        implementation=self.implementation,
+      )
+    bias = self.use_bias if self.out_bias is None else self.out_bias
+    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias))
+    return mix(out, gates), aux
+
+  def _project(self, x: jax.Array) -> list[jax.Array]:
     heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = {
-      "use_bias": self.use_bias,
+    kinds = self._kinds(self.use_bias)
+    if self.num_kv_heads in (None, heads):
+      return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
+    query = HeadProjection(1, heads, dim, name="q", **kinds)
+    pair = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)
+    return [*query(x), *pair(x)]
+
+  def _kinds(self, use_bias: bool) -> dict[str, Any]:
+    return {
+      "use_bias": use_bias,
       "kernel_init": self.kernel_init,
       "dtype": self.dtype,
       "param_dtype": self.param_dtype,
     }
-    if self.num_kv_heads in (None, heads):
-      q, k, v = HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
-    else:
-      (q,) = HeadProjection(1, heads, dim, name="q", **kinds)(x)
-      k, v = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)(x)
-    gates, aux = HeadRouter(
-      self.budget, self.router, self.kernel_init, name="router"
-    )(x, token_mask)
-    out = attention_ops.attention(
-      q,
-      k,
-      v,
-      key_mask=token_mask,
-      causal=self.causal,
-      implementation=self.implementation,
-    )
-    return HeadMix(x.shape[-1], name="out", **kinds)(out, gates), aux
 
 
 @jax.tree_util.register_dataclass

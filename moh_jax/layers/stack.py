@@ -20,7 +20,7 @@ def scan_blocks(
 
   The block maps (carry, *inputs) to (carry, aux); the stack returns the last
   carry and every aux with a leading layer axis, the balance loss among them.
-  Parameters and recorded intermediates get a leading layer axis too.
+  Parameters, caches and recorded intermediates get a leading layer axis too.
 
   Args:
     block: the Linen class.
@@ -37,7 +37,7 @@ def scan_blocks(
     block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={"params": 0, "intermediates": 0},
+    variable_axes={"params": 0, "intermediates": 0, "cache": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=in_axes,
     length=depth,

@@ -6,15 +6,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config import Config
-from moh_jax.models.dit import DiT, restack
+from moh_jax.config import Config, LayerStack
+from moh_jax.models.dit import DiT
+from moh_jax.models.llm import LLM, grow_vocabulary
+from moh_jax.models.restack import restack
 from moh_jax.models.vit import ViT
 
 
 def fit_params(params: Any, trained: Config, wanted: Config) -> Any:
   """Parameters of a trained model as another config of it lays them out."""
   ours, theirs = trained.model, wanted.model
-  if ours.family == "dit" and ours.depth == theirs.depth:
+  if ours.family == "llm" and theirs.vocab_size > ours.vocab_size:
+    params = grow_vocabulary(params, theirs.vocab_size)
+  if isinstance(ours, LayerStack) and ours.depth == theirs.depth:
     if [run.depth for run in ours.runs()] != [r.depth for r in theirs.runs()]:
       return restack(params, ours, theirs)
   return params
@@ -31,6 +35,8 @@ def make_model(config: Config) -> tuple[nn.Module, tuple]:
     batch of 1.
   """
   model = config.model
+  if model.family == "llm":
+    return LLM(model), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
   example = jax.ShapeDtypeStruct((1, *model.input_shape), jnp.float32)
   if model.family == "dit":
     number = jax.ShapeDtypeStruct((1,), jnp.int32)

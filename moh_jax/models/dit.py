@@ -1,11 +1,8 @@
 """MoH-DiT: a diffusion transformer with routed heads (arXiv:2410.11842)."""
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import traverse_util
 
 from moh_jax.config import DiTConfig
 from moh_jax.layers.mlp import MLP
@@ -189,42 +186,6 @@ class DiT(nn.Module):
     )(modulate(layer_norm(jnp.float32, "final_norm")(x), shift, scale))
     out = unpatchify(x, cfg.grid, cfg.patch_size)
     return out, collect_aux(layers, top_k)
-
-
-def restack(params: Any, trained: DiTConfig, wanted: DiTConfig) -> Any:
-  """Stacks the layers' parameters in the runs of another head budget.
-
-  Which layers are equal, and so stacked, depends on `top_k`; a layer's own
-  parameters do not, but for routers that a layer with `top_k` 0 does without.
-
-  Args:
-    params: of the trained model.
-    trained: its config.
-    wanted: the config of the model that will use them, of equal depth.
-
-  Returns:
-    The tree that the wanted model expects, where the trained one has it all.
-  """
-  layers = [
-    {
-      path: x[i]
-      for path, x in traverse_util.flatten_dict(
-        params[f"blocks{index}"]
-      ).items()
-    }
-    for index, run in enumerate(trained.runs())
-    for i in range(run.depth)
-  ]
-  out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
-  first = 0
-  for index, run in enumerate(wanted.runs()):
-    group = layers[first : first + run.depth]
-    first += run.depth
-    shared = set.intersection(*(set(layer) for layer in group))
-    out[f"blocks{index}"] = traverse_util.unflatten_dict(
-      {p: jnp.stack([layer[p] for layer in group]) for p in sorted(shared)}
-    )
-  return out
 
 
 def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ multiple of K), D head dim. `jax.nn.dot_product_attention` has the same layout
 but calls the heads N and the head dim H.
 """
 
+import functools
 from collections.abc import Callable
 
 import chex
@@ -19,6 +20,7 @@ def attention(
   *,
   bias: jax.Array | None = None,
   key_mask: jax.Array | None = None,
+  segments: jax.Array | None = None,
   causal: bool = False,
   scale: float | None = None,
   implementation: str = "auto",
@@ -31,6 +33,8 @@ def attention(
     v: [B, M, K, D] values.
     bias: added to the scaled logits, broadcastable to [B, H, N, M].
     key_mask: [B, M] bool, False for keys that no query may see (padding).
+    segments: [B, N] int32 where N = M: a query sees the keys of its segment
+      (documents packed into one sequence).
     causal: query n sees the keys up to n + M - N: with fewer queries than keys
       the queries are the last ones.
     scale: factor of the logits; None is D ** -0.5.
@@ -56,19 +60,26 @@ def attention(
       f"{tuple(IMPLEMENTATIONS)}"
     )
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  mask = _visible(q.shape[1], k.shape[1], key_mask, causal)
+  mask = _visible(q.shape[1], k.shape[1], key_mask, segments, causal)
   return IMPLEMENTATIONS[implementation](q, k, v, bias, mask, scale)
 
 
 def _visible(
-  num_queries: int, num_keys: int, key_mask: jax.Array | None, causal: bool
+  num_queries: int,
+  num_keys: int,
+  key_mask: jax.Array | None,
+  segments: jax.Array | None,
+  causal: bool,
 ) -> jax.Array | None:
   """Combines the masks, broadcastable to [B, 1, N, M]; None sees everything."""
-  mask = None if key_mask is None else key_mask[:, None, None, :]
+  masks = []
+  if key_mask is not None:
+    masks.append(key_mask[:, None, None, :])
+  if segments is not None:
+    masks.append((segments[:, :, None] == segments[:, None, :])[:, None])
   if causal:
-    triangle = jnp.tri(num_queries, num_keys, num_keys - num_queries, bool)
-    mask = triangle if mask is None else mask & triangle
-  return mask
+    masks.append(jnp.tri(num_queries, num_keys, num_keys - num_queries, bool))
+  return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def _dense(q, k, v, bias, mask, scale) -> jax.Array:

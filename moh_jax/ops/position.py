@@ -1,10 +1,12 @@
-"""Positions as arrays: log-spaced relative coordinates, sines and cosines."""
+"""Positions as arrays: relative coordinates, sines and cosines, rotations."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3")
 
 
 @jax.tree_util.register_dataclass
@@ -124,3 +126,101 @@ def sinusoidal(t: jax.Array, width: int) -> jax.Array:
   exponents = -np.log(10000.0) * np.arange(half, dtype=np.float32) / half
   angles = t.astype(jnp.float32)[:, None] * np.exp(exponents)
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryConfig:
+  """Rotary position embedding (RoPE, arXiv:2104.09864) and its extensions.
+
+  Attributes:
+    dim: D, width of a head.
+    theta: base; pair i turns by theta ** (-2 i / D) a token.
+    scaling: "none"; "linear" divides positions by `factor`
+      (arXiv:2306.15595); "dynamic" raises the base where a text is longer than
+      `original_length` (NTK); "llama3" divides the slow frequencies alone by
+      `factor` (LLaMA 3.1).
+    factor: of the scaling.
+    low_freq_factor: wavelengths above original_length / this are divided.
+    high_freq_factor: wavelengths below original_length / this are kept;
+      between the two the frequencies are interpolated.
+    original_length: tokens of the training before it was scaled.
+  """
+
+  dim: int
+  theta: float = 10000.0
+  scaling: str = "none"
+  factor: float = 1.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_length: int = 8192
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+  """Angles of tokens.
+
+  Attributes:
+    cos: [B, N, D / 2] float32.
+    sin: [B, N, D / 2] float32.
+  """
+
+  cos: jax.Array
+  sin: jax.Array
+
+
+def rotation(positions: jax.Array, config: RotaryConfig) -> Rotation:
+  """Angles of tokens at some positions.
+
+  Args:
+    positions: [B, N] int32.
+    config: the rotary embedding. The base of "dynamic" follows the largest of
+      all positions, so keys of a cache keep the base they were written with.
+
+  Returns:
+    Their sines and cosines.
+  """
+  exponents = np.arange(0, config.dim, 2, dtype=np.float32) / config.dim
+  angle_at = positions[..., None].astype(jnp.float32)
+  if config.scaling == "dynamic":
+    longest = jnp.maximum(positions.max() + 1, config.original_length)
+    stretch = config.factor * longest / config.original_length
+    stretch = stretch - (config.factor - 1)
+    theta = config.theta * stretch ** (config.dim / max(config.dim - 2, 1))
+    angles = angle_at / theta**exponents
+  else:
+    frequencies = 1.0 / np.float32(config.theta) ** exponents
+    angles = angle_at * _scaled_frequencies(frequencies, config)
+  return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def _scaled_frequencies(
+  frequencies: np.ndarray, config: RotaryConfig
+) -> np.ndarray:
+  if config.scaling == "none":
+    return frequencies
+  slow = frequencies / config.factor
+  if config.scaling == "linear":
+    return slow
+  # 0 where a wavelength is long (slow frequencies), 1 where it is short.
+  turns = config.original_length * frequencies / (2 * np.pi)
+  span = config.high_freq_factor - config.low_freq_factor
+  share = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)
+  mixed = (1 - share) * slow + share * frequencies
+  return mixed.astype(np.float32)
+
+
+def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+  """Turns the pairs (i, i + D / 2) of queries or keys.
+
+  Args:
+    x: [B, N, H, D].
+    by: angles of the tokens.
+
+  Returns:
+    [B, N, H, D] in the dtype of x; computed in float32.
+  """
+  cos, sin = by.cos[:, :, None], by.sin[:, :, None]
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = [first * cos - second * sin, second * cos + first * sin]
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)

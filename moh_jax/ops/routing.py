@@ -15,6 +15,10 @@ One router for every family (MoH, arXiv:2410.11842, section 3). The first
 In both forms a1 and a2 drop out where one of the two groups is empty, and a
 single shared head has S = 1. Scores and weights are float32.
 
+The router "query_norm" has no parameters, for pre-trained models that become
+MoH: heads are chosen by the norms of their queries, the gates of shared and
+chosen heads are 1, and gradients pass straight through to the scores.
+
 Shapes: B batch, N tokens, H heads, R routed heads, S shared heads.
 """
 
@@ -24,8 +28,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-ROUTER_KINDS = ("two_stage", "none")
+ROUTER_KINDS = ("two_stage", "query_norm", "none")
 GATE_FORMS = ("released", "paper")
+ESTIMATORS = ("selected", "all")
+_TINY_VARIANCE = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +39,19 @@ class RouterConfig:
   """Which router a model has; the head counts are in `HeadBudget`.
 
   Attributes:
-    kind: "two_stage", or "none" for plain multi-head attention.
+    kind: "two_stage", "query_norm", or "none" for plain multi-head attention.
     gate_form: "released" or "paper", see the module's docstring.
     two_stage: learn the weights (a1, a2) of the shared and the routed group;
       False fixes both to 1/2 (the paper's ablation, Table 5).
+    straight_through: which routed heads' scores get a gradient from the hard
+      gates of "query_norm": the "selected" ones, since the score of another is
+      the constant 0 in eq. 5, or "all", which needs every head's output.
   """
 
   kind: str = "two_stage"
   gate_form: str = "released"
   two_stage: bool = True
+  straight_through: str = "selected"
 
   def __post_init__(self):
     if self.kind not in ROUTER_KINDS:
@@ -49,6 +59,11 @@ class RouterConfig:
     if self.gate_form not in GATE_FORMS:
       raise ValueError(
         f"gate_form={self.gate_form!r} must be one of {GATE_FORMS}"
+      )
+    if self.straight_through not in ESTIMATORS:
+      raise ValueError(
+        f"straight_through={self.straight_through!r} must be one of "
+        f"{ESTIMATORS}"
       )
 
 
@@ -147,23 +162,30 @@ class RouterAux:
   activated_share: jax.Array
 
 
-def top_k_mask(scores: jax.Array, k: int) -> jax.Array:
+def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
   """Marks each token's k best heads.
 
   Args:
     scores: [..., R], R routed heads.
-    k: heads kept, 0 <= k <= R.
+    k: heads kept, 0 <= k <= R; an array [] may change without a new program.
 
   Returns:
     [..., R] bool, k True per token; ties keep the lowest index.
   """
   num = scores.shape[-1]
+  if not isinstance(k, int):
+    return _ranks(scores) < k
   if not 0 <= k <= num:
     raise ValueError(f"k={k} must be in [0, {num}]")
   if k in (0, num):
     return jnp.full(scores.shape, k == num)
   _, indices = jax.lax.top_k(scores, k)  # [..., k]
   return jax.nn.one_hot(indices, num, dtype=jnp.bool_).any(-2)
+
+
+def _ranks(scores: jax.Array) -> jax.Array:
+  """Place of each of [..., R] scores, 0 the best; ties go by index."""
+  return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
 
 
 def two_stage_gates(
@@ -174,6 +196,7 @@ def two_stage_gates(
   group_logits: jax.Array | None,
   batch_shape: tuple[int, ...],
   form: str = "released",
+  top_k: jax.Array | None = None,
 ) -> Routing:
   """Two-stage routing weights (arXiv:2410.11842, eq. 5 and 6).
 
@@ -185,11 +208,13 @@ def two_stage_gates(
       (the paper's ablation); ignored where one group is empty.
     batch_shape: (B, N).
     form: "released" or "paper", see the module's docstring.
+    top_k: [] int32, at least 1, in place of the budget's where a layer routes.
 
   Returns:
     The `Routing` of every token.
   """
   released = _is_released(form)
+  kept = budget.top_k if top_k is None or not budget.top_k else top_k
 
   if shared_logits is None:
     shared_scores = jnp.ones((*batch_shape, budget.shared), jnp.float32)
@@ -202,14 +227,14 @@ def two_stage_gates(
     probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
   else:
     probs = jax.nn.softmax(routed_logits.astype(jnp.float32))
-  selected = top_k_mask(probs, budget.top_k)
+  selected = top_k_mask(probs, kept)
 
   shared_gates = shared_scores
   routed_gates = jnp.where(selected, probs, 0.0)
   if released:
     total = routed_gates.sum(-1, keepdims=True)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).eps)
-    routed_gates = routed_gates / total * budget.top_k
+    routed_gates = routed_gates / total * kept
     shared_gates = shared_gates * budget.shared
 
   if budget.shared and budget.top_k:
@@ -224,6 +249,59 @@ def two_stage_gates(
 
   gates = jnp.concatenate([shared_gates, routed_gates], axis=-1)
   return Routing(gates, probs, selected, shared_scores)
+
+
+def query_norms(queries: jax.Array) -> jax.Array:
+  """L2 norms of queries [B, N, H, D], [B, N, H] float32."""
+  queries = queries.astype(jnp.float32)
+  squares = jnp.sum(queries * queries, axis=-1)
+  # The root of 0 has no gradient.
+  return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
+
+
+def query_norm_gates(
+  norms: jax.Array,
+  budget: HeadBudget,
+  *,
+  straight_through: str = "selected",
+  top_k: jax.Array | None = None,
+) -> Routing:
+  """Hard gates from the norms of the queries (arXiv:2410.11842, eq. 9, 10).
+
+  The logit of a routed head is the norm of its query over the standard
+  deviation (Bessel-corrected) of these norms over the token's routed heads;
+  softmax gives the scores. Gates are exactly 0 or 1; backwards, the gate of a
+  routed head is its score.
+
+  Args:
+    norms: [B, N, H] float32 norms of the queries before RoPE, shared heads
+      first.
+    budget: the layer's head split.
+    straight_through: "selected" or "all", see `RouterConfig`.
+    top_k: [] int32, at least 1, in place of the budget's where a layer routes.
+
+  Returns:
+    The `Routing` of every token.
+  """
+  shared, norms = norms[..., : budget.shared], norms[..., budget.shared :]
+  shared = jnp.ones_like(shared)
+  if not budget.top_k:
+    none = jnp.zeros_like(norms)
+    gates = jnp.concatenate([shared, none], axis=-1)
+    return Routing(gates, none, none.astype(bool), shared)
+  if budget.routed > 1:
+    centred = norms - norms.mean(-1, keepdims=True)
+    variance = (centred * centred).sum(-1, keepdims=True) / (budget.routed - 1)
+    # All norms equal: no preference, whatever they are divided by.
+    norms = norms * jax.lax.rsqrt(jnp.maximum(variance, _TINY_VARIANCE))
+  probs = jax.nn.softmax(norms)
+  selected = top_k_mask(norms, budget.top_k if top_k is None else top_k)
+
+  passed = probs - jax.lax.stop_gradient(probs)  # 0, with the scores' gradient
+  if straight_through == "selected":
+    passed = jnp.where(selected, passed, 0.0)
+  gates = jnp.concatenate([shared, selected + passed], axis=-1)
+  return Routing(gates, probs, selected, shared)
 
 
 def balance_loss(

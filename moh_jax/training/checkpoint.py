@@ -12,11 +12,13 @@ import json
 import os
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from moh_jax import config as config_lib
 from moh_jax.config import CheckpointConfig, Config
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.training.state import TrainState
 
 FOLDER = "checkpoints"
@@ -27,6 +29,10 @@ _STREAM_FIELDS = (
   ("train", "seed"),
   ("data", "source"),
   ("data", "batch_size"),
+  ("data", "mix"),
+  ("data", "ratios"),
+  ("data", "sequence_length"),
+  ("data", "separate_documents"),
 )
 
 
@@ -37,10 +43,12 @@ class Metadata:
   Attributes:
     config: the run's resolved config.
     class_names: names of the outputs, empty where there are none.
+    tokenizer_sha256: of the tokenizer's file, empty where there is none.
   """
 
   config: Config
   class_names: tuple[str, ...] = ()
+  tokenizer_sha256: str = ""
 
 
 class Checkpointer:
@@ -130,6 +138,23 @@ class Checkpointer:
     self._manager.close()
 
 
+def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
+  """Puts the tokenizer's file beside the checkpoints that need it.
+
+  Args:
+    directory: a working directory.
+    tokenizer: one without a file (bytes) leaves nothing.
+  """
+  if not tokenizer.file_name or jax.process_index():
+    return
+  path = resolve(directory) / tokenizer.file_name
+  if path.exists() and path.read_bytes() == tokenizer.content:
+    return
+  growing = path.with_name(f".{path.name}.tmp")
+  growing.write_bytes(tokenizer.content)
+  growing.replace(path)
+
+
 def read_metadata(
   directory: str | epath.Path, step: int | None = None
 ) -> tuple[Metadata, int]:
@@ -170,32 +195,69 @@ def restore_params(
   Returns:
     The parameters.
   """
-  has_ema = (_folder(directory) / str(step) / "ema").exists()
-  item = "ema" if use_ema and has_ema else "params"
+  item = params_item(directory, step, use_ema=use_ema).name
   with _reader(directory) as manager:
     items = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
     return manager.restore(step, args=items)[item]
 
 
+def params_item(
+  directory: str | epath.Path, step: int, *, use_ema: bool
+) -> epath.Path:
+  """Where a checkpoint's parameters lie, the averaged ones if preferred."""
+  folder = _folder(directory) / str(step)
+  has_ema = (folder / "ema").exists()
+  return folder / ("ema" if use_ema and has_ema else "params")
+
+
+def check_vacant(directory: str | epath.Path) -> None:
+  """Refuses to write over checkpoints.
+
+  Raises:
+    ValueError: the directory already holds some.
+  """
+  folder = _folder(directory)
+  if folder.is_dir() and (steps := ocp.utils.checkpoint_steps(folder)):
+    raise ValueError(
+      f"{directory} already holds checkpoints {sorted(steps)}; choose an empty "
+      "directory"
+    )
+
+
 def save_params(
-  directory: str | epath.Path, params: Any, metadata: Metadata
+  directory: str | epath.Path,
+  params: Any,
+  metadata: Metadata,
+  handler: ocp.CheckpointHandler | None = None,
 ) -> None:
   """Writes parameters as the checkpoint of step 0, for inference.
+
+  Args:
+    directory: where to; what a killed call left there is removed.
+    params: the tree.
+    metadata: config and class names.
+    handler: of a tree whose leaves are not arrays; it takes PyTreeSave.
 
   Raises:
     ValueError: the directory already holds checkpoints.
   """
-  folder = _folder(directory)
-  with ocp.CheckpointManager(folder, item_names=_ITEMS) as manager:
-    if manager.all_steps():
-      raise ValueError(
-        f"{directory} already holds checkpoints {manager.all_steps()}; "
-        "choose an empty directory"
-      )
-    items = ocp.args.Composite(
-      params=ocp.args.StandardSave(params),
-      config=ocp.args.JsonSave(_to_json(metadata)),
-    )
+  check_vacant(directory)
+  save: ocp.args.CheckpointArgs = ocp.args.StandardSave(params)
+  handlers = {}
+  if handler is not None:
+    save = ocp.args.PyTreeSave(params)
+    handlers = {"params": handler, "config": ocp.JsonCheckpointHandler()}
+  options = ocp.CheckpointManagerOptions(
+    cleanup_tmp_directories=True, enable_async_checkpointing=False
+  )
+  with ocp.CheckpointManager(
+    _folder(directory),
+    item_names=_ITEMS,
+    item_handlers=handlers or None,
+    options=options,
+  ) as manager:
+    config = ocp.args.JsonSave(_to_json(metadata))
+    items = ocp.args.Composite(params=save, config=config)
     manager.save(0, args=items, force=True)
 
 
@@ -221,19 +283,19 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   return step
 
 
-def check_same_run(workdir: str | epath.Path, config: Config) -> None:
+def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
   """Refuses to continue a run that this one could not follow exactly.
 
   Args:
     workdir: directory whose newest checkpoint would be continued.
-    config: the run that wants to.
+    ours: of the run that wants to.
 
   Raises:
     ValueError: the parameters, the data order or the random choices would
       differ (the fields are named), or the run is already longer.
   """
   metadata, step = read_metadata(workdir)
-  stored = metadata.config
+  config, stored = ours.config, metadata.config
   if step > config.train.steps:
     raise ValueError(
       f"workdir {workdir} is at step {step}, beyond train.steps="
@@ -242,6 +304,13 @@ def check_same_run(workdir: str | epath.Path, config: Config) -> None:
   fields = _differing(config.model, stored.model, "model")
   if config.diffusion and stored.diffusion:
     fields += _differing(config.diffusion, stored.diffusion, "diffusion")
+  if config.tune != stored.tune:
+    fields += config_lib.differing_fields(config.tune, stored.tune, "tune")
+  if ours.tokenizer_sha256 != metadata.tokenizer_sha256:
+    fields.append(
+      f"sha256 of the tokenizer: {ours.tokenizer_sha256[:16]!r} here, "
+      f"{metadata.tokenizer_sha256[:16]!r} there"
+    )
   if bool(config.optim.ema_decay) != bool(stored.optim.ema_decay):
     fields.append(
       f"optim.ema_decay: {config.optim.ema_decay} here, "
@@ -253,11 +322,11 @@ def check_same_run(workdir: str | epath.Path, config: Config) -> None:
       f"{stored.optim.clip_norm} there"
     )
   for section, name in _STREAM_FIELDS:
-    ours, theirs = (
-      getattr(getattr(run, section), name) for run in (config, stored)
+    here, there = (  # a section that has no such field has None twice
+      getattr(getattr(run, section), name, None) for run in (config, stored)
     )
-    if ours != theirs:
-      fields.append(f"{section}.{name}: {ours!r} here, {theirs!r} there")
+    if here != there:
+      fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
   if fields:
     raise ValueError(
       f"workdir {workdir} holds another run's checkpoint; "
@@ -296,9 +365,15 @@ def _folder(directory: str | epath.Path) -> epath.Path:
 
 def _to_json(metadata: Metadata) -> dict[str, Any]:
   config = json.loads(config_lib.to_json(metadata.config))
-  return {"config": config, "class_names": list(metadata.class_names)}
+  return {
+    "config": config,
+    "class_names": list(metadata.class_names),
+    "tokenizer_sha256": metadata.tokenizer_sha256,
+  }
 
 
 def _from_json(stored: dict[str, Any]) -> Metadata:
   config = config_lib.from_config_dict(stored["config"])
-  return Metadata(config, tuple(stored["class_names"]))
+  return Metadata(
+    config, tuple(stored["class_names"]), stored.get("tokenizer_sha256", "")
+  )

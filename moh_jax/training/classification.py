@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import Config
+from moh_jax.data.pipeline import train_images
 from moh_jax.data.sources import make_source
 from moh_jax.evaluation import accuracy
 from moh_jax.models.build import make_model
@@ -28,7 +29,7 @@ def make_task(config: Config) -> Task:
     model=model,
     inputs=inputs,
     loss_fn=make_loss(model, config),
-    batches=lambda mesh: stream(config, train, mesh),
+    batches=lambda mesh: stream(config, train_images(config, train), mesh),
     evaluate=make_evaluate(model, config, train.class_names),
     class_names=train.class_names,
     unit="images",
@@ -62,8 +63,9 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
   train = config.train
 
   def loss_fn(
-    params: Any, batch: Any, rng: jax.Array
+    params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Metrics]:
+    del step
     mix_rng, dropout_rng = jax.random.split(rng)
     labels = batch["label"]
     targets = losses.class_targets(

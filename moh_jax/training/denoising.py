@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
+from moh_jax.data.pipeline import train_images
 from moh_jax.data.sources import has_split, make_source
 from moh_jax.diffusion.guidance import drop_labels
 from moh_jax.diffusion.process import make_process
@@ -53,7 +54,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     model=model,
     inputs=inputs,
     loss_fn=make_loss(model, config),
-    batches=lambda mesh: stream(config, train, mesh),
+    batches=lambda mesh: stream(config, train_images(config, train), mesh),
     evaluate=evaluate,
     class_names=train.class_names,
     unit="images",
@@ -102,8 +103,9 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
   process = make_process(diffusion.schedule, diffusion.steps)
 
   def loss_fn(
-    params: Any, batch: Any, rng: jax.Array
+    params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Metrics]:
+    del step
     time_rng, noise_rng, label_rng = jax.random.split(rng, 3)
     x0 = batch["image"]
     t = jax.random.randint(time_rng, x0.shape[:1], 0, process.num_steps)

@@ -10,17 +10,23 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from moh_jax.config import Config
 from moh_jax.models.generation import Decode
 from moh_jax.training import checkpoint, optim, sharding
-from moh_jax.training.checkpoint import Checkpointer, Metadata
+from moh_jax.training.checkpoint import (
+  Checkpointer,
+  Metadata,
+  save_tokenizer,
+)
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.task import Task
 from moh_jax.training.tasks import make_task
+from moh_jax.training.warm_start import WarmStart
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +84,7 @@ def train(
   task = make_task(config, decode)
   directory = prepare_workdir(workdir)
   if (directory / checkpoint.FOLDER).exists():
-    _check_resumable(directory, config)
+    _check_resumable(directory, _metadata(config, task))
   with sharding.use_mesh(mesh):
     return _Run(config, directory, mesh, task).run()
 
@@ -100,12 +106,17 @@ def prepare_workdir(workdir: str) -> epath.Path:
   return directory
 
 
-def _check_resumable(directory: epath.Path, config: Config) -> None:
+def _metadata(config: Config, task: Task) -> Metadata:
+  sha256 = task.tokenizer.sha256 if task.tokenizer else ""
+  return Metadata(config, task.class_names, sha256)
+
+
+def _check_resumable(directory: epath.Path, metadata: Metadata) -> None:
   try:
     checkpoint.find_step(directory, None)
   except FileNotFoundError:
     return  # an empty folder: killed before its first save
-  checkpoint.check_same_run(directory, config)
+  checkpoint.check_same_run(directory, metadata)
 
 
 class _StopRequest:
@@ -153,7 +164,7 @@ class _Run:
     task: Task,
   ):
     self.config, self.mesh, self.task = config, mesh, task
-    self.metadata = Metadata(config, task.class_names)
+    self.metadata = _metadata(config, task)
     optimizer = optim.make_optimizer(config.optim, config.train.steps)
     self.init_state, self.abstract_state = make_state(
       self.task.model,
@@ -175,6 +186,11 @@ class _Run:
     self.checkpointer = Checkpointer(directory, config.checkpoint)
     self.directory = directory
     self.saved_step: int | None = None
+    self.warm_start: WarmStart | None = None
+    if config.train.init_from and self.checkpointer.latest_step() is None:
+      self.warm_start = WarmStart(config, self.abstract_state.params, mesh)
+    if task.tokenizer:
+      save_tokenizer(directory, task.tokenizer)
 
   def run(self) -> Result:
     """Restores or initializes, then takes the remaining steps."""
@@ -195,7 +211,12 @@ class _Run:
   def _start(self) -> tuple[TrainState, int]:
     step = self.checkpointer.latest_step()
     if step is None:
-      return self.init_state(), 0
+      state = self.init_state()
+      if self.warm_start:
+        params = self.warm_start.load(state.params)
+        ema = jax.tree.map(jnp.copy, params) if state.ema is not None else None
+        state = dataclasses.replace(state, params=params, ema=ema)
+      return state, 0
     state, position = self.checkpointer.restore(step, self.abstract_state)
     self.batches.seek(position)
     self.saved_step = step
@@ -279,6 +300,8 @@ class _Run:
     writer.advance(step)
     if step % self.config.log.every == 0 or step == self.config.train.steps:
       values[f"{self.task.unit}_per_second"] = clock.rate(step)
+      if self.task.drawn:
+        values |= self.task.drawn(step * self.config.data.batch_size)
       writer.write(step, "train", values)
 
   def _save(self, state: TrainState) -> None:

@@ -25,6 +25,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
   ("head_dim", None),
   ("mlp", "tensor"),
   ("classes", "tensor"),
+  ("vocab", "tensor"),
   ("layers", None),
 )
 

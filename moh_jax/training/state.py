@@ -60,6 +60,27 @@ def abstract_params(model: nn.Module, inputs: Any) -> Any:
   return jax.eval_shape(lambda *args: init_params(model, key, args), *inputs)
 
 
+def abstract_on(model: nn.Module, inputs: Any, mesh: Mesh | None) -> Any:
+  """Parameters as ShapeDtypeStructs with shardings, to restore into.
+
+  Args:
+    model: the Linen module.
+    inputs: its abstract positional arguments.
+    mesh: the devices; None is one device.
+  """
+  boxed = abstract_params(model, inputs)
+  if mesh is None:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: device, unbox(boxed))
+  else:
+    shardings = sharding.param_shardings(boxed, mesh)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    unbox(boxed),
+    shardings,
+  )
+
+
 def make_state(
   model: nn.Module,
   inputs: Any,

@@ -1,5 +1,6 @@
 """One optimizer step, pure and jitted once."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,10 @@ from moh_jax.layers.partitioning import constrain
 from moh_jax.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
-LossFn = Callable[[Any, Any, jax.Array], tuple[jax.Array, Metrics]]
+# (params, batch, rng, [] int32 steps done before) -> ([] loss, metrics).
+LossFn = Callable[
+  [Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]
+]
 
 
 def train_step(
@@ -29,7 +33,7 @@ def train_step(
   Args:
     state: before the step; its buffers are donated.
     batch: tree of [B, ...] arrays.
-    loss_fn: (params, batch, rng) -> ([] loss, {name: [] metric}).
+    loss_fn: (params, batch, rng, step) -> ([] loss, {name: [] metric}).
     optimizer: the gradient transformation.
     schedule: step -> learning rate, for the metrics.
     accumulation: microbatches that the batch is cut into; gradients and
@@ -41,6 +45,7 @@ def train_step(
     The state after the step and float32 scalars.
   """
   rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+  loss_fn = functools.partial(_at_step, loss_fn, state.step)
   grads, metrics = _gradients(state.params, batch, rng, loss_fn, accumulation)
   metrics["grad_norm"] = optax.tree.norm(grads)
   metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
@@ -53,8 +58,14 @@ def train_step(
   return new_state, metrics
 
 
+def _at_step(
+  loss_fn: LossFn, step: jax.Array, params: Any, batch: Any, rng: jax.Array
+) -> tuple[jax.Array, Metrics]:
+  return loss_fn(params, batch, rng, step)
+
+
 def _gradients(
-  params: Any, batch: Any, rng: jax.Array, loss_fn: LossFn, parts: int
+  params: Any, batch: Any, rng: jax.Array, loss_fn: Callable, parts: int
 ) -> tuple[Any, Metrics]:
   """Mean gradients and metrics over `parts` microbatches."""
 

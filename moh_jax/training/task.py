@@ -1,21 +1,24 @@
 """What the training loop needs of a family."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
+import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.data.pipeline import TrainBatches, eval_batches
-from moh_jax.data.sources import (
-  ImageSource,
-  check_class_names,
-  make_source,
+from moh_jax.data.pipeline import (
+  Source,
+  TrainBatches,
+  TransformedSource,
+  eval_batches,
 )
+from moh_jax.data.sources import check_class_names, make_source
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.means import EvalStep, mean_figures
 from moh_jax.training import sharding
 from moh_jax.training.step import LossFn
@@ -31,7 +34,7 @@ class Task:
   Attributes:
     model: the Linen module.
     inputs: abstract positional arguments of the model, batch axis 1.
-    loss_fn: (params, batch, rng) -> (loss, metrics).
+    loss_fn: (params, batch, rng, step) -> (loss, metrics).
     batches: (mesh) -> this process's training stream, at its beginning.
     evaluate: (params, mesh) -> figures on the whole held-out split; empty where
       there is none.
@@ -41,6 +44,9 @@ class Task:
     preview: (params, mesh) -> a picture [rows, columns, channels] uint8 to
       watch the run by, or None.
     preview_every: steps between previews.
+    tokenizer: of the text that the model reads, or None.
+    drawn: (examples) -> figures of the first so many of the training stream, to
+      log; or None.
   """
 
   model: nn.Module
@@ -53,12 +59,29 @@ class Task:
   units_per_step: int
   preview: Preview | None = None
   preview_every: int = 0
+  tokenizer: Tokenizer | None = None
+  drawn: Callable[[int], dict[str, float]] | None = None
 
 
-def stream(config: Config, source: ImageSource, mesh: Mesh) -> TrainBatches:
+def stream(
+  config: Config, dataset: grain.MapDataset, mesh: Mesh
+) -> TrainBatches:
   """This process's training batches on a mesh."""
   index, parts = sharding.batch_slice(mesh)
-  return TrainBatches(config, source, process_index=index, process_count=parts)
+  return TrainBatches(
+    dataset, config.data, process_index=index, process_count=parts
+  )
+
+
+def held_out_batches(
+  config: Config, source: Source, mesh: Mesh
+) -> Iterator[Any]:
+  """Global batches of the held-out examples, on the devices."""
+  index, parts = sharding.batch_slice(mesh)
+  batches = eval_batches(
+    config, source, process_index=index, process_count=parts
+  )
+  return (sharding.shard_batch(batch, mesh) for batch in batches)
 
 
 def evaluate_held_out(
@@ -79,12 +102,10 @@ def evaluate_held_out(
   if config.data.source != "fake":
     check_class_names(class_names, source.class_names, "the held-out split")
 
+  ready = TransformedSource(config, source)
+
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    index, parts = sharding.batch_slice(mesh)
-    batches = eval_batches(
-      config, source, process_index=index, process_count=parts
-    )
-    batches = (sharding.shard_batch(batch, mesh) for batch in batches)
+    batches = held_out_batches(config, ready, mesh)
     return mean_figures(eval_step, params, batches)
 
   return evaluate

@@ -6,10 +6,14 @@ import flax.linen as nn
 
 from moh_jax.config import Config
 from moh_jax.models.generation import Decode
-from moh_jax.training import classification, denoising
+from moh_jax.training import classification, denoising, language_modeling
 from moh_jax.training.task import Evaluate, Task
 
-_FAMILIES: dict[str, ModuleType] = {"vit": classification, "dit": denoising}
+_FAMILIES: dict[str, ModuleType] = {
+  "vit": classification,
+  "dit": denoising,
+  "llm": language_modeling,
+}
 
 
 def make_task(config: Config, decode: Decode | None = None) -> Task:
@@ -25,7 +29,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   if config.model.family == "dit":
     return denoising.make_task(config, decode)
-  return classification.make_task(config)
+  return _FAMILIES[config.model.family].make_task(config)
 
 
 def make_evaluate(

@@ -8,7 +8,7 @@ import numpy as np
 import tiny_checkpoint
 from absl.testing import absltest
 
-from moh_jax.data import pipeline, sources
+from moh_jax.data import sources
 from tests.data import tiny_sets
 from tests.inference import tiny_vae
 
@@ -54,12 +54,12 @@ class EncodeLatentsCommandTest(absltest.TestCase):
     self.assertIn("image/s", err)
     config = tiny_sets.dit_config(path=self.out)
     batch = next(
-      pipeline.TrainBatches(config, sources.make_source(config, "train"))
+      tiny_sets.train_stream(config, sources.make_source(config, "train"))
     )
     self.assertEqual(batch["image"].shape, (4, 4, 4, 2))
     self.assertTrue(np.isfinite(batch["image"]).all())
     source = sources.make_source(config, "val")
-    self.assertLen(list(pipeline.eval_batches(config, source)), 3)
+    self.assertLen(list(tiny_sets.eval_stream(config, source)), 3)
 
   def test_packed_images_give_the_same_latents(self):
     packed = self.root / "packed"

@@ -2,7 +2,7 @@ import dataclasses
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import MODEL_SECTIONS, StageShape, ViTConfig
+from moh_jax.config import FAMILIES, StageShape, ViTConfig
 
 _TINY = ViTConfig(
   image_size=(16, 8),
@@ -152,8 +152,8 @@ class ViTConfigTest(parameterized.TestCase):
     self.assertContainsSubset(ViTConfig.RUNTIME_FIELDS, names)
 
   def test_family_is_registered(self):
-    for family, section in MODEL_SECTIONS.items():
-      self.assertEqual(section().family, family)
+    for name, family in FAMILIES.items():
+      self.assertEqual(family.model().family, name)
 
 
 if __name__ == "__main__":

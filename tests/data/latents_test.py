@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import apply_overrides
-from moh_jax.data import latents, pipeline, sources
+from moh_jax.data import latents, sources
 from tests.data import tiny_sets
 
 
@@ -20,7 +20,7 @@ class _LatentsTest(parameterized.TestCase):
     self.config = tiny_sets.dit_config(path=self.root)
 
   def _batches(self, count, position=0, process=(0, 1)):
-    stream = pipeline.TrainBatches(
+    stream = tiny_sets.train_stream(
       self.config,
       sources.make_source(self.config, "train"),
       process_index=process[0],
@@ -162,7 +162,7 @@ class StreamTest(_LatentsTest):
 
   def test_evaluation_is_not_random(self):
     source = sources.make_source(self.config, "val")
-    batches = list(pipeline.eval_batches(self.config, source))
+    batches = list(tiny_sets.eval_stream(self.config, source))
     images = np.concatenate([batch["image"] for batch in batches])
     self.assertLen(images, 12)
     for item in range(10):
@@ -185,10 +185,10 @@ class StreamTest(_LatentsTest):
   def test_random_latents_pass_as_they_are(self):
     config = tiny_sets.dit_config(source="fake", fake_examples=4)
     source = sources.make_source(config, "train")
-    batch = next(pipeline.TrainBatches(config, source))
+    batch = next(tiny_sets.train_stream(config, source))
     stored = np.stack([source[i]["image"] for i in range(4)])
     self.assertCountEqual(batch["image"].tolist(), stored.tolist())
-    (held_out,) = pipeline.eval_batches(config, source)
+    (held_out,) = tiny_sets.eval_stream(config, source)
     np.testing.assert_array_equal(held_out["image"], stored)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.data import pipeline, sources
+from moh_jax.data import sources
+from tests.data import tiny_sets
 
 _CONFIG = config_lib.Config(
   model=config_lib.ViTConfig(
@@ -53,7 +54,7 @@ class _Numbered:
 
 
 def _batches(config=_CONFIG, examples=10, position=0, count=8, process=(0, 1)):
-  stream = pipeline.TrainBatches(
+  stream = tiny_sets.train_stream(
     config,
     _Numbered(examples),
     process_index=process[0],
@@ -70,7 +71,7 @@ def _labels(batches):
 
 def _eval(config=_CONFIG, examples=10, process=(0, 1)):
   return list(
-    pipeline.eval_batches(
+    tiny_sets.eval_stream(
       config,
       _Numbered(examples),
       process_index=process[0],
@@ -146,7 +147,7 @@ class TrainBatchesTest(parameterized.TestCase):
     _assert_equal(self, rest, whole[position:])
 
   def test_seek_goes_back(self):
-    stream = pipeline.TrainBatches(
+    stream = tiny_sets.train_stream(
       _CONFIG, _Numbered(10), process_index=0, process_count=1
     )
     first = list(itertools.islice(stream, 5))
@@ -154,7 +155,7 @@ class TrainBatchesTest(parameterized.TestCase):
     _assert_equal(self, list(itertools.islice(stream, 3)), first[2:])
 
   def test_position_counts_the_batches_taken(self):
-    stream = pipeline.TrainBatches(
+    stream = tiny_sets.train_stream(
       _CONFIG, _Numbered(10), process_index=0, process_count=1
     )
     self.assertEqual(stream.position, 0)
@@ -194,7 +195,7 @@ class TrainBatchesTest(parameterized.TestCase):
     file.parent.mkdir(parents=True)
     file.write_text("no image")
     source = sources.ImageFolderSource(str(root), "train", 1)
-    stream = pipeline.TrainBatches(
+    stream = tiny_sets.train_stream(
       _CONFIG, source, process_index=0, process_count=1
     )
     with self.assertRaises(ValueError) as caught:

@@ -8,7 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data import pack, pipeline, records, sources
+from moh_jax.data import pack, records, sources
 from moh_jax.data.transforms import center_crop
 from tests.data import tiny_sets
 
@@ -90,7 +90,7 @@ class SourceTest(_PackedTest):
     config = tiny_sets.dit_config(
       "pixel", name, path, (8, 8), 3, augment="center_flip"
     )
-    stream = pipeline.TrainBatches(config, sources.make_source(config, "train"))
+    stream = tiny_sets.train_stream(config, sources.make_source(config, "train"))
     batch = next(stream)
     self.assertEqual(batch["image"].shape, (4, 8, 8, 3))
     self.assertBetween(batch["image"].min(), -1, -0.5)
@@ -107,7 +107,7 @@ class SourceTest(_PackedTest):
         "pixel", "array_record", path, (8, 8), 3, bad_images="skip"
       )
       source = sources.make_source(config, "train")
-      stream = pipeline.TrainBatches(config, source)
+      stream = tiny_sets.train_stream(config, source)
       stream.seek(position)
       batches = list(itertools.islice(stream, count))
       self.assertEqual(stream.position, position + count)
@@ -123,7 +123,7 @@ class SourceTest(_PackedTest):
     self._pack()
     config = tiny_sets.dit_config("pixel", "array_record", self.out, (8, 8), 3)
     source = sources.make_source(config, "val")
-    batches = list(pipeline.eval_batches(config, source))
+    batches = list(tiny_sets.eval_stream(config, source))
     packed = records.ArrayRecordSource(str(self.out), "val", 3)
     expected = center_crop(packed[1]["image"], (8, 8)) / 127.5 - 1
     np.testing.assert_allclose(batches[0]["image"][1], expected, atol=1e-6)

@@ -10,7 +10,7 @@ from moh_jax.config import (
   EvalConfig,
   SampleConfig,
 )
-from moh_jax.data import latents
+from moh_jax.data import latents, pipeline
 from moh_jax.data.shard_writer import ShardSetWriter
 
 SHAPE = (4, 4, 2)
@@ -78,3 +78,13 @@ def dit_config(
     diffusion=DiffusionConfig(space=space, latent_scale=0.5),
     sample=SampleConfig(),
   )
+
+
+def train_stream(config, source, **process):
+  dataset = pipeline.train_images(config, source)
+  return pipeline.TrainBatches(dataset, config.data, **process)
+
+
+def eval_stream(config, source, **process):
+  ready = pipeline.TransformedSource(config, source)
+  return pipeline.eval_batches(config, ready, **process)

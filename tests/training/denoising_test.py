@@ -58,7 +58,7 @@ def _metrics(network, examples=_EXAMPLES, labels=0, seed=0, **sections):
     "image": jnp.zeros((examples, 1, 1, 1)),
     "label": jnp.full(examples, labels, jnp.int32),
   }
-  loss, metrics = loss_fn({}, batch, jax.random.key(seed))
+  loss, metrics = loss_fn({}, batch, jax.random.key(seed), 0)
   chex.assert_trees_all_equal(loss, metrics["loss"])
   return {name: float(value) for name, value in metrics.items()}
 
@@ -105,7 +105,7 @@ class LossTest(parameterized.TestCase):
     loss_fn = denoising.make_loss(Scale(), config)
     batch = {"image": jnp.ones((1, 8, 8, 1)), "label": jnp.zeros(1, jnp.int32)}
     grads, _ = jax.grad(loss_fn, has_aux=True)(
-      {"scale": jnp.float32(1)}, batch, jax.random.key(0)
+      {"scale": jnp.float32(1)}, batch, jax.random.key(0), 0
     )
     self.assertTrue(np.isfinite(grads["scale"]))
     self.assertNotEqual(float(grads["scale"]), 0)

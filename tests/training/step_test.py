@@ -108,7 +108,7 @@ class StepTest(absltest.TestCase):
     config = tiny.dit_config()
     init, _, step = _setup(config, accumulation=2)
 
-    def loss_fn(params, batch, rng):
+    def loss_fn(params, batch, rng, step):
       value = batch["label"].astype(jnp.float32).mean()
       missing = jnp.where(value > 0, value, jnp.nan)
       total = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))

@@ -1,0 +1,104 @@
+"""`python -m moh_jax generate`."""
+
+import argparse
+import dataclasses
+import sys
+
+from moh_jax.cli import common
+from moh_jax.config import CACHE_DTYPES, MeshConfig
+from moh_jax.config.checks import DTYPES
+from moh_jax.inference.decoding import Sampling
+from moh_jax.inference.generate import Generator
+from moh_jax.inference.restore import restore
+from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.training import sharding
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  common.add_checkpoint(parser)
+  parser.add_argument(
+    "--prompt",
+    action="append",
+    required=True,
+    metavar="TEXT",
+    help="text to write on from; several times for several texts",
+  )
+  parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+  parser.add_argument(
+    "--temperature", type=float, default=0.0, help="0: always the best token"
+  )
+  parser.add_argument(
+    "--sample-top-k",
+    type=int,
+    default=0,
+    metavar="N",
+    help="draw from the N best tokens (--top-k is of the heads)",
+  )
+  parser.add_argument(
+    "--top-p",
+    type=float,
+    default=1.0,
+    metavar="P",
+    help="draw from the fewest best tokens that have probability P",
+  )
+  parser.add_argument(
+    "--stop", action="append", default=[], metavar="TEXT", help="ends a text"
+  )
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--batch-size", type=int, default=8)
+  parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
+  parser.add_argument(
+    "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
+  )
+  parser.add_argument(
+    "--no-ema", action="store_true", help="use the raw parameters"
+  )
+  common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the texts; a single one appears as it is written."""
+  sampling = Sampling(
+    max_new_tokens=args.max_new_tokens,
+    temperature=args.temperature,
+    top_k=args.sample_top_k,
+    top_p=args.top_p,
+    stop=tuple(args.stop),
+    seed=args.seed,
+  )
+  tokenizer = load_checkpoint_tokenizer(args.checkpoint)
+  mesh = sharding.make_mesh(MeshConfig())
+  with sharding.use_mesh(mesh):
+    restored = restore(
+      args.checkpoint,
+      step=args.step,
+      use_ema=not args.no_ema,
+      mesh=mesh,
+      dtype=args.dtype,
+      **common.router_overrides(args),
+    )
+  generator = Generator(
+    restored,
+    tokenizer,
+    mesh=mesh,
+    cache_dtype=args.cache_dtype,
+    batch_size=args.batch_size,
+  )
+  if len(args.prompt) == 1 and not args.json:
+    sys.stdout.write(args.prompt[0])
+    for piece in generator.stream(args.prompt[0], sampling):
+      sys.stdout.write(piece)
+      sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0
+  completions = generator.generate(args.prompt, sampling)
+  if args.json != "-":
+    for prompt, completion in zip(args.prompt, completions):
+      print(f"{prompt}{completion.text}\n[{completion.finish}]\n")
+  rows = [
+    {"prompt": prompt, **dataclasses.asdict(completion)}
+    for prompt, completion in zip(args.prompt, completions)
+  ]
+  common.write_json(args.json, {"completions": rows, "step": restored.step})
+  return 0

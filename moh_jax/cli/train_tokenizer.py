@@ -1,0 +1,58 @@
+"""`python -m moh_jax train-tokenizer`."""
+
+import argparse
+import pathlib
+
+from moh_jax.cli.tokenize import INPUT_HELP
+from moh_jax.data.text_files import read_documents
+from moh_jax.data.text_pieces import list_pieces
+from moh_jax.data.tokenize import PIECE_BYTES
+from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
+from moh_jax.files import replacing
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  parser.add_argument(
+    "--input", required=True, nargs="+", metavar="GLOB", help=INPUT_HELP
+  )
+  parser.add_argument(
+    "--vocab-size",
+    required=True,
+    type=int,
+    metavar="N",
+    help="entries, among them the 256 bytes, begin and end of text",
+  )
+  parser.add_argument(
+    "--out", required=True, metavar="FILE", help="for instance tokenizer.json"
+  )
+  parser.add_argument(
+    "--field",
+    default="text",
+    help="field of JSON objects and tables that is the text (default: text)",
+  )
+
+
+def run(args: argparse.Namespace) -> int:
+  """Trains a byte-level BPE and writes it."""
+  out = pathlib.Path(args.out)
+  if out.suffix != ".json":
+    raise ValueError(f"--out={args.out} must end in .json")
+  if not out.parent.is_dir():
+    raise FileNotFoundError(f"--out={args.out}: no directory {out.parent}")
+  texts = (
+    text
+    for group in list_pieces(args.input, PIECE_BYTES)
+    for piece in group
+    for _, text in read_documents(piece, args.field)
+  )
+  content = train_bpe(texts, args.vocab_size)
+  with replacing(out) as path:
+    path.write_bytes(content)
+  entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size
+  print(f"{out}: {entries:,} entries")
+  if entries < args.vocab_size:
+    print(
+      f"the text has no more; --vocab-size={args.vocab_size} is not reached"
+    )
+  return 0

@@ -1,0 +1,182 @@
+"""The plan of a set of text files: pieces that are read independently.
+
+The plan depends on the files alone, not on where they lie or how many processes
+read them. Large files of JSON lines are cut between lines and tables between
+their row groups; packed files and plain text stay whole.
+"""
+
+import dataclasses
+import glob
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from moh_jax.data.extras import import_llm_extra
+
+_PACKINGS = (".gz", ".zst")
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_CHUNK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """Part of a file.
+
+  Attributes:
+    file: path.
+    name: path below the folder that all files share.
+    start: first byte, or row group of a table.
+    stop: the byte or row group after the last.
+    first: number of the first line or row, from 1.
+    size: bytes on disk, of a table: of its columns before compression.
+  """
+
+  file: str
+  name: str
+  start: int
+  stop: int
+  first: int
+  size: int
+
+
+def file_format(file: str) -> tuple[str, str]:
+  """What a file is by its name: "text", "jsonl" or "parquet", and packing.
+
+  Returns:
+    The format, and ".gz", ".zst" or "".
+  """
+  path = pathlib.PurePath(file.lower())
+  packing = path.suffix if path.suffix in _PACKINGS else ""
+  suffix = path.with_suffix("").suffix if packing else path.suffix
+  if suffix in _JSON_LINES:
+    return "jsonl", packing
+  if suffix == ".parquet" and not packing:
+    return "parquet", ""
+  return "text", packing
+
+
+def list_pieces(
+  globs: Sequence[str], piece_bytes: int
+) -> list[tuple[Piece, ...]]:
+  """Plans how files are read.
+
+  Args:
+    globs: paths, or patterns with *, ? and ** for any folders.
+    piece_bytes: about what a group has; a piece that cannot be cut may have
+      more.
+
+  Returns:
+    Groups of pieces, in order of the files' names.
+
+  Raises:
+    FileNotFoundError: a pattern matches no file.
+    ValueError: a table is damaged, an optional library is missing, or
+      `piece_bytes` is not positive.
+  """
+  if piece_bytes < 1:
+    raise ValueError(f"piece_bytes={piece_bytes} must be at least 1")
+  files = _list_files(globs)
+  root = os.path.commonpath([os.path.dirname(file) for file in files])
+  names = {pathlib.Path(f).relative_to(root).as_posix(): f for f in files}
+  groups: list[tuple[Piece, ...]] = []
+  group, size = [], 0
+  for name in sorted(names):
+    for piece in _cut(names[name], name, piece_bytes):
+      if group and size + piece.size > piece_bytes:
+        groups.append(tuple(group))
+        group, size = [], 0
+      group.append(piece)
+      size += piece.size
+  return [*groups, tuple(group)]
+
+
+def fingerprint(groups: Iterable[Iterable[Piece]]) -> str:
+  """Which pieces these are: names and sizes, not contents."""
+  digest = hashlib.sha256()
+  for group in groups:
+    for piece in group:
+      entry = f"{piece.name} {piece.start} {piece.stop} {piece.first}\n"
+      digest.update(entry.encode(errors="surrogateescape"))
+    digest.update(b"\n")
+  return f"sha256 {digest.hexdigest()[:16]}"
+
+
+def open_parquet(file: str) -> Any:
+  """Opens a table.
+
+  Raises:
+    ValueError: it is damaged, or the library is missing.
+  """
+  pyarrow = import_llm_extra("pyarrow", file)
+  parquet = import_llm_extra("pyarrow.parquet", file)
+  try:
+    return parquet.ParquetFile(file)
+  except (pyarrow.ArrowException, OSError) as error:  # the latter of a footer
+    raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
+
+
+def _list_files(globs: Sequence[str]) -> list[str]:
+  files: set[str] = set()
+  for pattern in globs:
+    path = os.path.abspath(os.path.expanduser(pattern))
+    found = [path] if os.path.isfile(path) else []
+    found = found or glob.glob(path, recursive=True)
+    found = [file for file in found if os.path.isfile(file)]
+    if not found:
+      hint = "; of a folder, give DIR/**/*" if os.path.isdir(path) else ""
+      raise FileNotFoundError(f"{pattern}: no such file{hint}")
+    files.update(found)
+  if not files:
+    raise FileNotFoundError("no input file was given")
+  return sorted(files)
+
+
+def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
+  kind, packing = file_format(file)
+  if kind == "parquet":
+    return _cut_table(file, name, piece_bytes)
+  size = os.path.getsize(file)
+  if kind == "text" or packing or size <= piece_bytes:
+    return [Piece(file, name, 0, size, 1, size)]
+  return _cut_lines(file, name, piece_bytes, size)
+
+
+def _cut_lines(
+  file: str, name: str, piece_bytes: int, size: int
+) -> list[Piece]:
+  pieces, start, line = [], 0, 1
+  with open(file, "rb") as stream:
+    while start < size:
+      stream.seek(min(start + piece_bytes, size) - 1)
+      stream.readline()
+      stop = stream.tell()
+      pieces.append(Piece(file, name, start, stop, line, stop - start))
+      stream.seek(start)
+      while start < stop:
+        chunk = stream.read(min(_CHUNK, stop - start))
+        if not chunk:
+          raise ValueError(f"{file}: became shorter while it was read")
+        line += chunk.count(b"\n")
+        start += len(chunk)
+  return pieces
+
+
+def _cut_table(file: str, name: str, piece_bytes: int) -> list[Piece]:
+  with open_parquet(file) as table:
+    metadata = table.metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    sizes = [(group.total_byte_size, group.num_rows) for group in groups]
+  pieces: list[Piece] = []
+  row = 1
+  for index, (size, rows) in enumerate(sizes):
+    last = pieces[-1] if pieces else None
+    if last and last.size + size <= piece_bytes:
+      pieces[-1] = dataclasses.replace(
+        last, stop=index + 1, size=last.size + size
+      )
+    else:
+      pieces.append(Piece(file, name, index, index + 1, row, size))
+    row += rows
+  return pieces

@@ -1,0 +1,73 @@
+"""Zstandard files, read as a stream that notices where the end is missing."""
+
+import io
+import pathlib
+from typing import IO
+
+from moh_jax.data.extras import import_llm_extra
+
+_CHUNK = 1 << 18  # packed bytes
+
+
+class ZstdReader(io.RawIOBase):
+  """The unpacked bytes of a file of one or more frames."""
+
+  def __init__(self, file: str):
+    """Opens a file.
+
+    Raises:
+      ValueError: the library is missing.
+    """
+    self._library = import_llm_extra("zstandard", file)
+    self._packed = pathlib.Path(file).open("rb")
+    self._frame = None  # being unpacked
+    self._input = b""
+    self._output = memoryview(b"")
+
+  @classmethod
+  def open(cls, file: str) -> IO[bytes]:
+    """A buffered reader; errors as in `readinto`."""
+    return io.BufferedReader(cls(file), 1 << 20)
+
+  def readable(self) -> bool:
+    """True."""
+    return True
+
+  def readinto(self, target) -> int:
+    """Fills `target`.
+
+    Returns:
+      Bytes written, 0 at the end.
+
+    Raises:
+      EOFError: the last frame is damaged or is not whole.
+    """
+    while not self._output:
+      if not self._input:
+        self._input = self._packed.read(_CHUNK)
+      if not self._input:
+        if self._frame is not None:
+          raise EOFError("the file ends inside a frame")
+        return 0
+      self._unpack()
+    count = min(len(target), len(self._output))
+    target[:count] = self._output[:count]
+    self._output = self._output[count:]
+    return count
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._packed.close()
+    super().close()
+
+  def _unpack(self):
+    if self._frame is None:
+      self._frame = self._library.ZstdDecompressor().decompressobj()
+    try:
+      self._output = memoryview(self._frame.decompress(self._input))
+    except self._library.ZstdError as error:
+      raise EOFError(str(error)) from error
+    self._input = b""
+    if self._frame.eof:
+      self._input = self._frame.unused_data
+      self._frame = None

@@ -1,0 +1,49 @@
+"""How well a language model predicts held-out text."""
+
+import flax.linen as nn
+import jax
+
+from typing import Any
+
+from moh_jax.config import LLMConfig
+from moh_jax.evaluation.means import EvalStep
+from moh_jax.models.llm import output_kernel
+from moh_jax.ops.cross_entropy import token_cross_entropy
+
+
+def make_eval_step(model: nn.Module, config: LLMConfig) -> EvalStep:
+  """Jitted sums over one batch of packed sequences.
+
+  Args:
+    model: the network.
+    config: its section.
+
+  Returns:
+    (params, batch) -> sums over the batch: "nats" and "tokens" of the targets
+    that count, those the model gets right ("correct"), and per sequence
+    "examples" and "activated_share".
+  """
+
+  @jax.jit
+  def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
+    x, aux = model.apply(
+      {"params": params},
+      batch["inputs"],
+      positions=batch["positions"],
+      segments=batch["segments"],
+      token_mask=batch["segments"] > 0,
+      with_logits=False,
+    )
+    nats, correct = token_cross_entropy(
+      x, output_kernel(params, config), batch["targets"], config.loss_chunk
+    )
+    weights, examples = batch["weights"], batch["mask"].sum()
+    return {
+      "examples": examples,
+      "nats": (nats * weights).sum(),
+      "tokens": weights.sum(),
+      "correct": (correct * weights).sum(),
+      "activated_share": aux.activated_share * examples,
+    }
+
+  return eval_step

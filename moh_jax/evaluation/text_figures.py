@@ -1,0 +1,26 @@
+"""Figures of text from the nats that a model needs for it."""
+
+import math
+
+
+def bits_per_byte(nats: float, num_bytes: int) -> float:
+  """Bits that a model needs for a byte of text, whatever its tokenizer.
+
+  Args:
+    nats: summed cross-entropy of the text's tokens.
+    num_bytes: of the text as UTF-8, at least 1.
+  """
+  return nats / math.log(2) / num_bytes
+
+
+def perplexity(nats: float, count: int) -> float:
+  """exp of the mean nats per unit, tokens or words; infinite where too large.
+
+  Args:
+    nats: summed cross-entropy.
+    count: units, at least 1.
+  """
+  try:
+    return math.exp(nats / count)
+  except OverflowError:
+    return math.inf

@@ -1,0 +1,198 @@
+"""The jitted halves of text generation: reading prompts, writing tokens."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moh_jax.config import LLMConfig
+from moh_jax.layers.partitioning import constrain
+from moh_jax.models.llm import LLM, new_cache, output_kernel, output_logits
+from moh_jax.ops.sampling import choose_tokens
+
+NO_TOKEN = -1  # stands for what a finished row would have written
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """How tokens are drawn.
+
+  Attributes:
+    max_new_tokens: tokens written at most.
+    temperature: of the distribution; 0 always takes the best token.
+    top_k: draw from so many best tokens; 0 from all.
+    top_p: draw from the fewest best tokens that have this probability.
+    stop: texts that end what is written; they are left out of it.
+    seed: of the draws; row i of a call draws the same whatever stands beside it.
+  """
+
+  max_new_tokens: int = 64
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  stop: tuple[str, ...] = ()
+  seed: int = 0
+
+  def __post_init__(self):
+    if self.max_new_tokens < 1:
+      raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+    if not 0 <= self.temperature < float("inf"):
+      raise ValueError(f"temperature={self.temperature} must be at least 0")
+    if self.top_k < 0:
+      raise ValueError(f"top_k={self.top_k} must be at least 0")
+    if not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+    if "" in self.stop:
+      raise ValueError("stop='' must not be empty")
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed={self.seed} must be in [0, {2**32 - 1}]")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+  """A batch that is being written.
+
+  Attributes:
+    cache: of the model.
+    slot: [] int32 that the next token is written to.
+    padding: [B] int32 empty slots before each text.
+    logits: [B, V] float32 of the next token.
+    finished: [B] bool, rows that ended or are padding of the batch.
+    rows: [B] int32 places in the call's prompts, for the random keys.
+  """
+
+  cache: Any
+  slot: jax.Array
+  padding: jax.Array
+  logits: jax.Array
+  finished: jax.Array
+  rows: jax.Array
+
+
+def make_prefill(model: LLM, cache_dtype: str) -> Any:
+  """Jitted: reads prompts into a new cache.
+
+  Args:
+    model: with unrolled layers.
+    cache_dtype: of keys and values.
+
+  Returns:
+    (params, tokens [B, P], padding [B], rows [B], finished [B], slots) ->
+    Decoding; prompts stand at the right of P, `slots` is static.
+  """
+  config = model.config
+
+  @functools.partial(jax.jit, static_argnums=5)
+  def prefill(params, tokens, padding, rows, finished, slots):
+    batch, length = tokens.shape
+    cache = new_cache(config, batch, slots, cache_dtype, unrolled=True)
+    cache = jax.tree.map(_split_cache, cache)
+    place = jnp.arange(length)[None] - padding[:, None]
+    (x, _), written = model.apply(
+      {"params": params, "cache": cache},
+      tokens,
+      positions=jnp.maximum(place, 0),
+      token_mask=place >= 0,
+      slot=jnp.int32(0),
+      with_logits=False,
+      mutable=["cache"],
+    )
+    logits = _next_logits(params, config, x)
+    slot = jnp.int32(length)
+    return Decoding(written["cache"], slot, padding, logits, finished, rows)
+
+  return prefill
+
+
+def make_decode(model: LLM, eos_id: int | None, span: int) -> Any:
+  """Jitted: writes up to `span` tokens a row.
+
+  Args:
+    model: with unrolled layers.
+    eos_id: token that ends a text, or None.
+    span: tokens a call writes at most.
+
+  Returns:
+    (params, Decoding, seed, first, count, temperature, top_k, top_p) ->
+    (Decoding, tokens [B, span] int32, log-probabilities [B, span] float32);
+    `first` is the number of tokens written before and `count` how many are
+    wanted. Places that were not written hold `NO_TOKEN`. The last three are
+    static.
+  """
+
+  @functools.partial(jax.jit, static_argnums=(5, 6, 7), donate_argnums=1)
+  def decode(
+    params, state, seed, first, count, temperature, top_k, top_p
+  ) -> tuple[Decoding, jax.Array, jax.Array]:
+    batch = state.rows.shape[0]
+    key = jax.random.key(seed)
+    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.rows)
+
+    def one(carry):
+      step, state, tokens, log_probs = carry
+      keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
+      chosen, log_prob = choose_tokens(
+        state.logits, keys, temperature=temperature, top_k=top_k, top_p=top_p
+      )
+      written = jnp.where(state.finished, NO_TOKEN, chosen)
+      tokens = tokens.at[:, step].set(written)
+      log_probs = log_probs.at[:, step].set(log_prob)
+      finished = state.finished
+      if eos_id is not None:
+        finished = finished | (chosen == eos_id)
+      state = _read_token(model, params, state, chosen)
+      state = dataclasses.replace(state, finished=finished)
+      return step + 1, state, tokens, log_probs
+
+    def unfinished(carry):
+      step, state, *_ = carry
+      return (step < count) & ~state.finished.all()
+
+    start = (
+      jnp.int32(0),
+      state,
+      jnp.full((batch, span), NO_TOKEN, jnp.int32),
+      jnp.zeros((batch, span), jnp.float32),
+    )
+    _, state, tokens, log_probs = jax.lax.while_loop(unfinished, one, start)
+    return state, tokens, log_probs
+
+  return decode
+
+
+def _read_token(
+  model: LLM, params: Any, state: Decoding, tokens: jax.Array
+) -> Decoding:
+  """Puts [B] tokens into the cache and predicts the next ones."""
+  leaf = jax.tree.leaves(state.cache)[0]
+  slots = jnp.arange(leaf.shape[2])
+  after_padding = slots[None] >= state.padding[:, None]
+  visible = after_padding & (slots <= state.slot)[None]
+  (x, _), written = model.apply(
+    {"params": params, "cache": state.cache},
+    tokens[:, None],
+    positions=(state.slot - state.padding)[:, None],
+    slot=state.slot,
+    visible=visible[:, None],
+    with_logits=False,
+    mutable=["cache"],
+  )
+  return dataclasses.replace(
+    state,
+    cache=written["cache"],
+    slot=state.slot + 1,
+    logits=_next_logits(params, model.config, x),
+  )
+
+
+def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:
+  logits = output_logits(x[:, -1], output_kernel(params, config))
+  return constrain(logits, "batch", None)
+
+
+def _split_cache(x: jax.Array) -> jax.Array:
+  """Keys, values and scales: batch and heads over the mesh."""
+  return constrain(x, "batch", "heads", *[None] * (x.ndim - 2))

@@ -1,0 +1,333 @@
+"""Text generation with a key/value cache."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from moh_jax.config import CACHE_DTYPES, LLMConfig
+from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
+from moh_jax.inference.decoding import (
+  NO_TOKEN,
+  Decoding,
+  Sampling,
+  make_decode,
+  make_prefill,
+)
+from moh_jax.inference.restore import Restored
+from moh_jax.models.llm import LLM, unroll
+from moh_jax.training import sharding
+
+Prompt = str | Sequence[int]
+
+_SPAN = 32  # tokens between two looks at what was written
+_SMALLEST_BUCKET = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """What was written after a prompt.
+
+  Attributes:
+    text: without the end-of-text token and without the stop text.
+    tokens: ids, the end-of-text token and those of the stop text included.
+    log_probs: natural logarithms of their probabilities under the model.
+    finish: "length" (max_new_tokens), "end" (end-of-text token) or "stop".
+  """
+
+  text: str
+  tokens: tuple[int, ...]
+  log_probs: tuple[float, ...]
+  finish: str
+
+
+class Generator:
+  """Writes on from prompts.
+
+  Programs are compiled once per bucket: prompt lengths, cache slots and batch
+  sizes are rounded up to powers of two.
+
+  Attributes:
+    config: the model section.
+    tokenizer: text to ids.
+  """
+
+  def __init__(
+    self,
+    restored: Restored,
+    tokenizer: Tokenizer,
+    *,
+    mesh: Mesh | None = None,
+    cache_dtype: str | None = None,
+    batch_size: int = 8,
+  ):
+    """Prepares the parameters.
+
+    Args:
+      restored: a language model.
+      tokenizer: the one it was trained with.
+      mesh: devices that share the work; the one that `restored` lies on.
+      cache_dtype: of keys and values: "float32", "bfloat16" or "int8"; None is
+        the compute dtype.
+      batch_size: texts written at one time.
+
+    Raises:
+      ValueError: the model is none of language, the tokenizer has more ids than
+        it, or an argument is none of the allowed.
+    """
+    config = restored.config.model
+    if not isinstance(config, LLMConfig):
+      raise ValueError(
+        f"a model of family {config.family!r} writes no text; a language model "
+        "is needed"
+      )
+    cache_dtype = config.dtype if cache_dtype is None else cache_dtype
+    if cache_dtype not in CACHE_DTYPES:
+      raise ValueError(
+        f"cache_dtype={cache_dtype!r} must be one of {CACHE_DTYPES}"
+      )
+    if batch_size < 1:
+      raise ValueError(f"batch_size={batch_size} must be at least 1")
+    if tokenizer.vocab_size > config.vocab_size:
+      raise ValueError(
+        f"the tokenizer has {tokenizer.vocab_size} ids, more than "
+        f"model.vocab_size={config.vocab_size}"
+      )
+    self.config, self.tokenizer = config, tokenizer
+    self._mesh, self._batch_size = mesh, batch_size
+    model = LLM(config, unrolled=True)
+    with self._on_mesh():
+      self._params = _serving_params(restored.params, config)
+    self._prefill = make_prefill(model, cache_dtype)
+    self._decode = make_decode(model, tokenizer.eos_id, _SPAN)
+
+  def generate(
+    self, prompts: Sequence[Prompt], sampling: Sampling = Sampling()
+  ) -> list[Completion]:
+    """Writes on from every prompt.
+
+    Args:
+      prompts: texts, which begin-of-text is put before, or ids as they are.
+      sampling: how tokens are drawn.
+
+    Returns:
+      One completion a prompt.
+
+    Raises:
+      ValueError: a prompt is empty, holds an id beyond the vocabulary, or is
+        too long for the model with what is to be written.
+    """
+    ids = [self._encode(i, p, sampling) for i, p in enumerate(prompts)]
+    # Texts of similar length share a batch, so that little of it is padding.
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    done: dict[int, Completion] = {}
+    for start in range(0, len(order), self._batch_size):
+      rows = order[start : start + self._batch_size]
+      writers = [_Writer(self.tokenizer, sampling) for _ in rows]
+      for _ in self._write(rows, [ids[row] for row in rows], writers, sampling):
+        pass
+      done |= {row: w.completion() for row, w in zip(rows, writers)}
+    return [done[row] for row in range(len(ids))]
+
+  def stream(
+    self, prompt: Prompt, sampling: Sampling = Sampling()
+  ) -> Iterator[str]:
+    """Writes on from one prompt, and gives the text as it grows.
+
+    Args:
+      prompt: a text or ids, see `generate`.
+      sampling: how tokens are drawn.
+
+    Yields:
+      Pieces of the text; together they are what `generate` gives.
+    """
+    ids = self._encode(0, prompt, sampling)
+    writer = _Writer(self.tokenizer, sampling)
+    for _ in self._write([0], [ids], [writer], sampling, span=1):
+      if piece := writer.new_text():
+        yield piece
+    if piece := writer.new_text():
+      yield piece
+
+  def _encode(
+    self, index: int, prompt: Prompt, sampling: Sampling
+  ) -> list[int]:
+    if isinstance(prompt, str):
+      bos = self.tokenizer.bos_id
+      ids = [] if bos is None else [bos]
+      ids += self.tokenizer.encode(prompt)
+    else:
+      ids = [int(token) for token in prompt]
+    name = f"prompt {index}"
+    if not ids:
+      raise ValueError(f"{name} is empty; the tokenizer has no begin of text")
+    beyond = [t for t in ids if not 0 <= t < self.config.vocab_size]
+    if beyond:
+      raise ValueError(
+        f"{name}: token {beyond[0]} must be in [0, {self.config.vocab_size})"
+      )
+    needed = len(ids) + sampling.max_new_tokens
+    if needed > self.config.max_length:
+      raise ValueError(
+        f"{name} has {len(ids)} tokens; with max_new_tokens="
+        f"{sampling.max_new_tokens} that is more than model.max_length="
+        f"{self.config.max_length}"
+      )
+    return ids
+
+  def _write(
+    self,
+    rows: list[int],
+    prompts: list[list[int]],
+    writers: list["_Writer"],
+    sampling: Sampling,
+    span: int = _SPAN,
+  ) -> Iterator[None]:
+    """Feeds writers until all are done, `span` tokens at a time."""
+    with self._on_mesh():
+      state = self._start(rows, prompts, sampling)
+      written = 0
+      while written < sampling.max_new_tokens:
+        count = min(span, sampling.max_new_tokens - written)
+        state, tokens, log_probs = self._decode(
+          self._params,
+          state,
+          np.uint32(sampling.seed),
+          np.int32(written),
+          np.int32(count),
+          sampling.temperature,
+          sampling.top_k,
+          sampling.top_p,
+        )
+        tokens, log_probs = self._read(tokens), self._read(log_probs)
+        for row, writer in enumerate(writers):
+          for place in range(count):
+            writer.add(int(tokens[row, place]), float(log_probs[row, place]))
+        written += count
+        yield
+        if all(writer.finish for writer in writers):
+          return
+
+  def _start(
+    self, rows: list[int], prompts: list[list[int]], sampling: Sampling
+  ) -> Decoding:
+    """Reads the prompts."""
+    size = _bucket(len(rows), 1)
+    if self._mesh is not None:
+      size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))
+    longest = max(map(len, prompts))
+    length = min(
+      _bucket(longest, _SMALLEST_BUCKET), max(self.config.max_length, longest)
+    )
+    slots = _bucket(length + sampling.max_new_tokens, _SMALLEST_BUCKET)
+    tokens = np.zeros((size, length), np.int32)
+    padding = np.full(size, length - 1, np.int32)
+    for row, ids in enumerate(prompts):
+      tokens[row, length - len(ids) :] = ids
+      padding[row] = length - len(ids)
+    missing = size - len(rows)
+    inputs = (
+      tokens,
+      padding,
+      np.asarray(rows + [0] * missing, np.int32),
+      np.arange(size) >= len(rows),
+    )
+    if self._mesh is not None:
+      inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
+    return self._prefill(self._params, *inputs, slots)
+
+  def _read(self, array: jax.Array) -> np.ndarray:
+    if self._mesh is None:
+      return np.asarray(array)
+    return sharding.gather(array, self._mesh)
+
+  def _on_mesh(self) -> contextlib.AbstractContextManager:
+    if self._mesh is None:
+      return contextlib.nullcontext()
+    return sharding.use_mesh(self._mesh)
+
+
+class _Writer:
+  """Text of one completion as its tokens come."""
+
+  def __init__(self, tokenizer: Tokenizer, sampling: Sampling):
+    self._decoder = StreamDecoder(tokenizer)
+    self._eos_id, self._stop = tokenizer.eos_id, sampling.stop
+    self._limit = sampling.max_new_tokens
+    self._tokens: list[int] = []
+    self._log_probs: list[float] = []
+    self._text, self._given = "", 0
+    self.finish = ""
+
+  def add(self, token: int, log_prob: float) -> None:
+    """Takes the next token; those after the end are nothing."""
+    if self.finish or token == NO_TOKEN:
+      return
+    self._tokens.append(token)
+    self._log_probs.append(log_prob)
+    if token == self._eos_id:
+      self._end("end", self._decoder.flush())
+      return
+    self._text += self._decoder.feed(token)
+    if len(self._tokens) == self._limit:
+      self._end("length", self._decoder.flush())
+    else:
+      self._cut()
+
+  def _end(self, reason: str, rest: str) -> None:
+    self._text += rest
+    self._cut()
+    self.finish = self.finish or reason
+
+  def _cut(self) -> None:
+    places = [self._text.find(text) for text in self._stop]
+    if found := [place for place in places if place >= 0]:
+      self._text, self.finish = self._text[: min(found)], "stop"
+
+  def new_text(self) -> str:
+    """Text not given before; what may begin a stop text is held back."""
+    end = len(self._text)
+    if not self.finish:
+      end -= max((_overlap(self._text, stop) for stop in self._stop), default=0)
+    piece = self._text[self._given : end]
+    self._given = max(end, self._given)
+    return piece
+
+  def completion(self) -> Completion:
+    """The whole."""
+    return Completion(
+      self._text, tuple(self._tokens), tuple(self._log_probs), self.finish
+    )
+
+
+def _overlap(text: str, stop: str) -> int:
+  """Characters at the end of a text that a stop text begins with."""
+  sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+  return next((n for n in sizes if text.endswith(stop[:n])), 0)
+
+
+def _bucket(size: int, smallest: int) -> int:
+  """The next power of two."""
+  return max(smallest, 1 << (size - 1).bit_length())
+
+
+def _serving_params(params: Any, config: LLMConfig) -> Any:
+  """Layers by themselves, large matrices in the compute dtype."""
+  dtype = jnp.dtype(config.dtype)
+
+  def cast(path: tuple, x: jax.Array) -> jax.Array:
+    names = {getattr(key, "key", None) for key in path}
+    small = x.ndim < 2 or "router" in names  # routers are float32 always
+    return x if small else x.astype(dtype)
+
+  def prepare(params: Any) -> Any:
+    layers = unroll(params, config)
+    return jax.tree_util.tree_map_with_path(cast, layers)
+
+  return jax.jit(prepare)(nn.unbox(params))

@@ -1,0 +1,53 @@
+"""The tokenizer that belongs to a checkpoint."""
+
+from moh_jax.data.tokenizers import (
+  BytesTokenizer,
+  JsonTokenizer,
+  SentencePieceTokenizer,
+  Tokenizer,
+  tokenizer_from_bytes,
+)
+from moh_jax.training import checkpoint
+
+
+def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
+  """Opens the tokenizer of a language model.
+
+  Args:
+    directory: a working directory of train.py or an output of `convert`.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint, or no tokenizer beside it.
+    ValueError: the checkpoint is no language model, or the tokenizer is not the
+      one that it was trained with.
+  """
+  metadata, _ = checkpoint.read_metadata(directory)
+  if metadata.config.model.family != "llm":
+    raise ValueError(
+      f"{directory} holds a model of family {metadata.config.model.family!r}; "
+      "a language model is needed"
+    )
+  expected = metadata.tokenizer_sha256
+  if expected == BytesTokenizer.sha256:
+    return BytesTokenizer()
+  folder = checkpoint.resolve(directory)
+  if folder.name == checkpoint.FOLDER:
+    folder = folder.parent
+  for kind in (JsonTokenizer, SentencePieceTokenizer):
+    file = folder / kind.file_name
+    if not file.exists():
+      continue
+    try:
+      tokenizer = tokenizer_from_bytes(kind.kind, file.read_bytes())
+    except ValueError as error:
+      raise ValueError(f"{file}: {error}") from error
+    if expected and tokenizer.sha256 != expected:
+      raise ValueError(
+        f"{file} has sha256 {tokenizer.sha256[:16]}, the checkpoint was trained "
+        f"with a tokenizer of {expected[:16]}"
+      )
+    return tokenizer
+  raise FileNotFoundError(
+    f"{folder} holds no {JsonTokenizer.file_name} or "
+    f"{SentencePieceTokenizer.file_name}; put the model's tokenizer there"
+  )

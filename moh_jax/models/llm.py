@@ -1,0 +1,304 @@
+"""MoH-LLM: a decoder of the LLaMA kind with routed heads (arXiv:2410.11842)."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moh_jax.config import LLMConfig
+from moh_jax.layers.mlp import SwiGLU
+from moh_jax.layers.moh import (
+  LINEAR_INIT,
+  HeadChoice,
+  ModelAux,
+  MoHAttention,
+  Places,
+  collect_aux,
+)
+from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.stack import scan_blocks
+from moh_jax.ops.cache import make_cache
+from moh_jax.ops.position import rotation
+from moh_jax.ops.routing import HeadBudget, RouterAux
+
+
+class TokenTable(nn.Module):
+  """A vector for every token.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: LLMConfig
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    """[V, C] float32."""
+    return self.param(
+      "embedding",
+      nn.with_logical_partitioning(LINEAR_INIT, ("vocab", "embed")),
+      (self.config.vocab_size, self.config.width),
+      jnp.float32,
+    )
+
+
+class OutputKernel(nn.Module):
+  """Weights of the output layer.
+
+  Attributes:
+    config: the model.
+  """
+
+  config: LLMConfig
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    """[C, V] float32."""
+    return self.param(
+      "kernel",
+      nn.with_logical_partitioning(LINEAR_INIT, ("embed", "vocab")),
+      (self.config.width, self.config.vocab_size),
+      jnp.float32,
+    )
+
+
+class Block(nn.Module):
+  """Attention and gated MLP, each after RMSNorm.
+
+  Attributes:
+    config: the model.
+    budget: the layer's head split.
+  """
+
+  config: LLMConfig
+  budget: HeadBudget
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    choice: HeadChoice,
+    places: Places,
+    token_mask: jax.Array | None,
+  ) -> tuple[jax.Array, RouterAux]:
+    """Maps x [B, N, C] to [B, N, C] and the router's values."""
+    cfg = self.config
+    dtype = jnp.dtype(cfg.dtype)
+    attention = MoHAttention(
+      budget=self.budget,
+      router=cfg.router_config,
+      num_kv_heads=cfg.num_kv_heads,
+      causal=True,
+      use_bias=cfg.qkv_bias,
+      out_bias=cfg.out_bias,
+      implementation=cfg.attention_impl,
+      dtype=dtype,
+      name="attn",
+    )
+    normed = rms_norm(cfg, "attn_norm")(x)
+    out, aux = attention(normed, token_mask, places=places, choice=choice)
+    x = x + out
+    mlp = SwiGLU(cfg.mlp_dim, cfg.mlp_bias, dtype, name="mlp")
+    x = x + mlp(rms_norm(cfg, "mlp_norm")(x))
+    return constrain(x, "batch", None, None), aux
+
+
+class LLM(nn.Module):
+  """The network: tokens to logits of the next ones.
+
+  Under `mutable=["intermediates"]` every layer records its routing. With a
+  variable collection "cache" (see `new_cache`) keys and values are written to
+  it; `tokens` then stand in the slots from `slot` on.
+
+  Attributes:
+    config: the model.
+    unrolled: every layer has parameters of its own (`unroll`) in place of
+      stacked ones: decoding reads them without copying them out of the stack.
+  """
+
+  config: LLMConfig
+  unrolled: bool = False
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
+    top_k: jax.Array | None = None,
+    slot: jax.Array | None = None,
+    visible: jax.Array | None = None,
+    with_logits: bool = True,
+  ) -> tuple[jax.Array, ModelAux]:
+    """Predicts the next token at every place.
+
+    Args:
+      tokens: [B, N] int32.
+      positions: [B, N] int32; None is 0 to N - 1.
+      segments: [B, N] int32 documents packed into a sequence; a token sees only
+        its own. None is one document.
+      token_mask: [B, N] bool, False for padding: unseen and not counted.
+      top_k: [layers] int32 routed heads per token, at least 1, in place of the
+        config's where a layer routes.
+      slot: [] int32 of the first token in the cache.
+      visible: [B, N, M] bool slots of the cache that the tokens see; None where
+        the cache holds nothing before them.
+      with_logits: False leaves the output layer out (`output_logits` is it).
+
+    Returns:
+      Logits [B, N, V] float32, or what the output layer reads [B, N, C]; and
+      the routers' side values.
+
+    Raises:
+      ValueError: more tokens than the model's range.
+    """
+    cfg = self.config
+    dtype = jnp.dtype(cfg.dtype)
+    batch, length = tokens.shape
+    if length > cfg.max_length:
+      raise ValueError(
+        f"a sequence of {length} tokens exceeds model.max_length="
+        f"{cfg.max_length}, the range of its positions"
+      )
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    places = Places(rotation(positions, cfg.rotary), segments, slot, visible)
+
+    table = TokenTable(cfg, name="embed")()
+    # Whole along the width: the devices that share it share the batch too.
+    vectors = constrain(table.astype(dtype), "vocab", None)
+    x = constrain(jnp.take(vectors, tokens, axis=0), "batch", None, None)
+    choices = _choices(cfg, top_k)
+    layers, routed = {}, {}
+    first = 0
+    for index, run in enumerate(cfg.runs()):
+      name = f"blocks{index}"
+      choice = jax.tree.map(lambda a: a[first : first + run.depth], choices)  # noqa: B023
+      first += run.depth
+      inputs = (choice, places, token_mask)
+      x, layers[name] = self._stack(name, run.budget, run.depth, x, inputs)
+      routed[name] = 0 if cfg.router == "none" else run.budget.top_k
+    aux = collect_aux(layers, routed)
+    x = rms_norm(cfg, "norm")(x)
+    if not with_logits:
+      return x, aux
+    kernel = table.T if cfg.tie_embeddings else OutputKernel(cfg, name="head")()
+    return output_logits(x, kernel), aux
+
+  def _stack(
+    self,
+    name: str,
+    budget: HeadBudget,
+    depth: int,
+    x: jax.Array,
+    inputs: tuple[HeadChoice, Places, jax.Array | None],
+  ) -> tuple[jax.Array, RouterAux]:
+    cfg = self.config
+    if not self.unrolled:
+      stack = scan_blocks(
+        Block,
+        depth,
+        in_axes=(0, nn.broadcast, nn.broadcast),
+        remat=cfg.remat,
+      )
+      return stack(cfg, budget, name=name)(x, *inputs)
+    choices, *rest = inputs
+    values = []
+    for layer in range(depth):
+      choice = jax.tree.map(lambda a: a[layer], choices)  # noqa: B023
+      x, aux = Block(cfg, budget, name=f"{name}_{layer}")(x, choice, *rest)
+      values.append(aux)
+    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *values)
+
+
+def output_kernel(params: Any, config: LLMConfig) -> jax.Array:
+  """The output layer's weights [C, V] among a model's parameters."""
+  if config.tie_embeddings:
+    return params["embed"]["embedding"].T
+  return params["head"]["kernel"]
+
+
+def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """The output layer: x [..., C] and kernel [C, V] to [..., V] float32."""
+  return jnp.matmul(
+    x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
+  )
+
+
+def rms_norm(config: LLMConfig, name: str) -> nn.RMSNorm:
+  """RMSNorm (arXiv:1910.07467), computed in float32."""
+  return nn.RMSNorm(
+    epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), name=name
+  )
+
+
+def _choices(config: LLMConfig, top_k: jax.Array | None) -> HeadChoice:
+  """Every layer's departure from its budget, with a leading layer axis."""
+  order = None
+  if config.head_order and config.router != "none":
+    order = jnp.asarray(config.head_order, jnp.int32)
+  return HeadChoice(top_k, order)
+
+
+def grow_vocabulary(params: Any, rows: int) -> Any:
+  """Adds tokens: their vectors are the mean of the old ones.
+
+  Args:
+    params: of a model with fewer tokens.
+    rows: tokens wanted.
+  """
+  grown = dict(params)
+  for module, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
+    if module in params:
+      old = params[module][leaf]
+      mean = old.mean(axis, keepdims=True)
+      new = jnp.repeat(mean, rows - old.shape[axis], axis=axis)
+      grown[module] = {leaf: jnp.concatenate([old, new], axis=axis)}
+  return grown
+
+
+def unroll(params: Any, config: LLMConfig) -> Any:
+  """Parameters, or a cache, of every layer by itself, for `unrolled`."""
+  out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
+  for index, run in enumerate(config.runs()):
+    for layer in range(run.depth):
+      out[f"blocks{index}_{layer}"] = jax.tree.map(
+        lambda x: x[layer],  # noqa: B023
+        params[f"blocks{index}"],
+      )
+  return out
+
+
+def new_cache(
+  config: LLMConfig,
+  batch: int,
+  slots: int,
+  dtype: str = "float32",
+  *,
+  unrolled: bool = False,
+) -> Any:
+  """An empty variable collection "cache".
+
+  Args:
+    config: the model.
+    batch: texts.
+    slots: tokens of a text at most.
+    dtype: "float32", "bfloat16" or "int8".
+    unrolled: for a model of that kind.
+  """
+  layer = make_cache(batch, config.num_kv_heads, slots, config.head_dim, dtype)
+  cache = {}
+  for index, run in enumerate(config.runs()):
+    if unrolled:
+      for i in range(run.depth):
+        cache[f"blocks{index}_{i}"] = {"attn": {"keys_values": layer}}
+    else:
+      stacked = jax.tree.map(
+        lambda x: jnp.zeros((run.depth, *x.shape), x.dtype),  # noqa: B023
+        layer,
+      )
+      cache[f"blocks{index}"] = {"attn": {"keys_values": stacked}}
+  return cache

@@ -1,0 +1,57 @@
+"""Sizes and head budgets of MoH-LLM and LLaMA."""
+
+import dataclasses
+
+from moh_jax.config import LLMConfig, without_router
+
+# (layers, width, MLP width, heads, head dim): arXiv:2410.11842.
+_SIZES = {
+  "s": (12, 768, 2048, 12, 64),
+  "b": (24, 1536, 4096, 16, 96),
+}
+# (shared, top_k). The paper gives the activated share; of the active heads at
+# least 40 % are shared here.
+_BUDGETS = {"s-75": (4, 5), "s-50": (3, 3), "b-75": (6, 6), "b-50": (4, 4)}
+
+
+def _moh(name: str) -> LLMConfig:
+  depth, width, mlp_dim, heads, head_dim = _SIZES[name[0]]
+  shared, top_k = _BUDGETS[name]
+  return LLMConfig(
+    width=width,
+    mlp_dim=mlp_dim,
+    num_heads=(heads,) * depth,
+    num_kv_heads=heads,
+    head_dim=head_dim,
+    shared_heads=(shared,) * depth,
+    top_k=(top_k,) * depth,
+    remat="dots",
+  )
+
+
+_DEPTH = 32
+# Vocabulary as in the continue-tuned models; 128,256 as released by Meta.
+_MOH_LLAMA3_8B = LLMConfig(
+  vocab_size=160896,
+  max_length=8192,
+  width=4096,
+  mlp_dim=14336,
+  num_heads=(32,) * _DEPTH,
+  num_kv_heads=8,
+  head_dim=128,
+  shared_heads=(16,) * _DEPTH,
+  top_k=(8,) * _DEPTH,
+  rope_theta=500000.0,
+  router="query_norm",
+  remat="dots",
+)
+
+LLM_MODELS: dict[str, LLMConfig] = {
+  **{f"moh-llm-{name}": _moh(name) for name in _BUDGETS},
+  **{f"llm-{size}": without_router(_moh(f"{size}-75")) for size in _SIZES},
+  "moh-llama3-8b": _MOH_LLAMA3_8B,
+  "llama3-8b-expanded": without_router(_MOH_LLAMA3_8B),
+  "llama3-8b": dataclasses.replace(
+    without_router(_MOH_LLAMA3_8B), vocab_size=128256
+  ),
+}

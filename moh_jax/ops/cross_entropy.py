@@ -1,0 +1,153 @@
+"""Cross-entropy of a large vocabulary, some tokens of a sequence at a time.
+
+The logits of a whole batch, [B, N, V] float32, would be the largest array of a
+language model by far. Here they exist for `chunk` tokens of each sequence at a
+time, in the forward pass alone: gradients are taken while they are there, as
+the loss is a weighted sum whose weights are known.
+
+Shapes: B batch, N tokens, C width, V vocabulary, n tokens of a chunk.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from moh_jax.ops.attention import unnormalized_softmax
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def summed_cross_entropy(
+  x: jax.Array,
+  kernel: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  chunk: int,
+) -> jax.Array:
+  """Weighted sum of the tokens' cross-entropies.
+
+  Args:
+    x: [B, N, C] what the output layer reads.
+    kernel: [C, V] of the output layer; products run in the dtype of x.
+    targets: [B, N] int32.
+    weights: [B, N] float32, 0 for tokens that do not count. No gradient flows
+      to them.
+    chunk: n; 0 takes all tokens at once.
+
+  Returns:
+    [] float32, nats.
+  """
+  return _scan_chunks(x, kernel, targets, weights, chunk, gradients=False)[0]
+
+
+def _forward(x, kernel, targets, weights, chunk):
+  total, grads = _scan_chunks(
+    x, kernel, targets, weights, chunk, gradients=True
+  )
+  return total, grads
+
+
+def _backward(chunk, grads, cotangent):
+  del chunk
+  dx, dkernel = grads
+  scaled = (cotangent * dx).astype(dx.dtype), cotangent * dkernel
+  return (*scaled, None, None)
+
+
+summed_cross_entropy.defvjp(_forward, _backward)
+
+
+def token_cross_entropy(
+  x: jax.Array, kernel: jax.Array, targets: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+  """Every token's cross-entropy, and whether it is the most likely one.
+
+  Args:
+    x: [B, N, C] what the output layer reads.
+    kernel: [C, V] of the output layer.
+    targets: [B, N] int32.
+    chunk: n; 0 takes all tokens at once.
+
+  Returns:
+    [B, N] float32, nats; and [B, N] bool, ties going to the target.
+  """
+  kernel = kernel.astype(x.dtype)
+
+  def one(parts: tuple) -> tuple[jax.Array, jax.Array]:
+    logits, picked, highest = _logits(parts[0], kernel, parts[1])
+    _, total = unnormalized_softmax(logits, masked=False)
+    nll = jnp.log(total[..., 0]) + highest - picked
+    return nll, picked >= highest
+
+  parts = _split(chunk, x, targets)
+  joined = [_join(part) for part in jax.lax.map(one, parts)]
+  length = targets.shape[1]
+  return joined[0][:, :length], joined[1][:, :length]
+
+
+def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
+  chex.assert_equal_shape((targets, weights))
+  rounded = kernel.astype(x.dtype)
+
+  def one(carry: tuple, parts: tuple) -> tuple:
+    total, dkernel = carry
+    part, target, weight = parts
+    logits, picked, highest = _logits(part, rounded, target)
+    exps, sums = unnormalized_softmax(logits, masked=False)
+    nll = jnp.log(sums[..., 0]) + highest - picked
+    total = total + (nll * weight).sum()
+    if not gradients:
+      return (total, dkernel), None
+    hit = _is_target(logits, target)
+    grad = (exps / sums - hit) * weight[..., None]
+    grad = grad.astype(x.dtype)
+    dx = jnp.einsum("bnv,cv->bnc", grad, rounded)
+    dkernel = dkernel + jnp.einsum(
+      "bnc,bnv->cv", part, grad, preferred_element_type=jnp.float32
+    )
+    return (total, dkernel), dx
+
+  size = kernel.shape if gradients else (0,)
+  start = (jnp.zeros((), jnp.float32), jnp.zeros(size, jnp.float32))
+  parts = _split(chunk, x, targets, weights)
+  (total, dkernel), dx = jax.lax.scan(one, start, parts)
+  if not gradients:
+    return total, None
+  dx = _join(dx)[:, : x.shape[1]]
+  return total, (dx, dkernel.astype(kernel.dtype))
+
+
+def _logits(
+  x: jax.Array, kernel: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Logits [B, n, V] float32, the targets' and the highest ones [B, n]."""
+  logits = jnp.einsum(
+    "bnc,cv->bnv", x, kernel, preferred_element_type=jnp.float32
+  )
+  picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+  return logits, picked, logits.max(-1)
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  return jnp.arange(logits.shape[-1]) == targets[..., None]
+
+
+def _split(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """[B, N, ...] to [chunks, B, n, ...], filled up with zeros."""
+  length = arrays[0].shape[1]
+  chunk = min(chunk or length, length)
+  parts = -(-length // chunk)
+
+  def one(x: jax.Array) -> jax.Array:
+    fill = [(0, 0), (0, parts * chunk - length), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, fill).reshape(x.shape[0], parts, chunk, *x.shape[2:])
+    return x.swapaxes(0, 1)
+
+  return tuple(one(x) for x in arrays)
+
+
+def _join(x: jax.Array) -> jax.Array:
+  """[chunks, B, n, ...] to [B, chunks * n, ...]."""
+  x = x.swapaxes(0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])

@@ -1,0 +1,158 @@
+"""Next-token prediction: the task of MoH-LLM."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from moh_jax.config import Config, TuneConfig
+from moh_jax.data import sequences
+from moh_jax.evaluation.language import make_eval_step
+from moh_jax.evaluation.means import sum_figures
+from moh_jax.evaluation.text_figures import bits_per_byte, perplexity
+from moh_jax.models.build import make_model
+from moh_jax.models.llm import output_kernel
+from moh_jax.ops.cross_entropy import summed_cross_entropy
+from moh_jax.training.step import LossFn, Metrics
+from moh_jax.training.task import Evaluate, Task, held_out_batches, stream
+
+# What compressors make of the held-out text, where its set says so.
+_COMPRESSORS = ("gzip", "xz")
+
+
+def make_task(config: Config) -> Task:
+  """Opens the data and builds the task.
+
+  Raises:
+    FileNotFoundError: data is missing.
+    ValueError: the data does not fit the model.
+  """
+  data, vocab_size = config.data, config.model.vocab_size
+  train = sequences.train_sequences(data, vocab_size, config.train.seed)
+  model, inputs = make_model(config)
+  drawn = None
+  if len(data.mix) > 1:
+    drawn = lambda n: {  # noqa: E731
+      f"mix/{name}": share
+      for name, share in sequences.drawn_shares(data, n).items()
+    }
+  return Task(
+    model=model,
+    inputs=inputs,
+    loss_fn=make_loss(model, config),
+    batches=lambda mesh: stream(config, train, mesh),
+    evaluate=make_evaluate(model, config),
+    class_names=(),
+    unit="tokens",
+    units_per_step=data.batch_size * data.sequence_length,
+    tokenizer=sequences.open_tokenizer(data, vocab_size),
+    drawn=drawn,
+  )
+
+
+def make_evaluate(
+  model: nn.Module, config: Config, class_names: tuple[str, ...] = ()
+) -> Evaluate:
+  """Opens the held-out text and prepares its evaluation.
+
+  Args:
+    model: the network.
+    config: the run.
+    class_names: none.
+
+  Raises:
+    FileNotFoundError: there is no held-out text.
+    ValueError: it does not fit the model.
+  """
+  del class_names
+  held_out = sequences.HeldOut(config.data, config.model.vocab_size)
+  eval_step = make_eval_step(model, config.model)
+
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+    batches = held_out_batches(config, held_out, mesh)
+    sums = sum_figures(eval_step, params, batches)
+    nats, tokens = sums["nats"], sums["tokens"]
+    figures = {
+      "bits_per_byte": bits_per_byte(nats, held_out.text_bytes),
+      "loss": nats / tokens,
+      "perplexity": perplexity(nats, tokens),
+      "accuracy": sums["correct"] / tokens,
+      "activated_share": sums["activated_share"] / sums["examples"],
+      "tokens": int(tokens),
+    }
+    for name in _COMPRESSORS:
+      if f"{name}_bytes" in held_out.notes:
+        packed = held_out.notes[f"{name}_bytes"]
+        figures[f"{name}_bits_per_byte"] = 8 * packed / held_out.text_bytes
+    return figures
+
+  return evaluate
+
+
+def make_loss(model: nn.Module, config: Config) -> LossFn:
+  """Mean cross-entropy of the targets plus the weighted balance loss.
+
+  Args:
+    model: the network.
+    config: the run.
+
+  Returns:
+    The loss function.
+  """
+  scheduled = top_k_schedule(config.tune, config.model.depth)
+
+  def loss_fn(
+    params: Any, batch: Any, rng: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, Metrics]:
+    del rng
+    x, aux = model.apply(
+      {"params": params},
+      batch["inputs"],
+      positions=batch["positions"],
+      segments=batch["segments"],
+      top_k=scheduled(step),
+      with_logits=False,
+    )
+    nats = summed_cross_entropy(
+      x,
+      output_kernel(params, config.model),
+      batch["targets"],
+      batch["weights"],
+      config.model.loss_chunk,
+    )
+    task_loss = nats / jnp.maximum(batch["weights"].sum(), 1.0)
+    loss = task_loss + config.train.balance_weight * aux.balance_loss
+    return loss, {
+      "loss": loss,
+      "task_loss": task_loss,
+      "balance_loss": aux.balance_loss,
+      "activated_share": aux.activated_share,
+    }
+
+  return loss_fn
+
+
+def top_k_schedule(
+  config: TuneConfig, depth: int
+) -> Callable[[jax.Array], jax.Array | None]:
+  """Routed heads per token by optimizer step.
+
+  Args:
+    config: the section.
+    depth: layers.
+
+  Returns:
+    step [] -> [depth] int32, or None where the model's own holds throughout.
+  """
+  if not config.top_k_steps:
+    return lambda step: None
+  begins = jnp.asarray(config.top_k_steps)
+  values = jnp.asarray(config.top_k_values, jnp.int32)
+
+  def at(step: jax.Array) -> jax.Array:
+    return jnp.full(depth, values[(step >= begins).sum() - 1])
+
+  return at
