@@ -4,13 +4,17 @@
     --json benchmarks/results/vit_cpu.json
   python -m benchmarks.models --model moh-dit-s2-90 --batch 8 \
     --json benchmarks/results/dit_cpu.json
+  python -m benchmarks.models --model moh-llm-s-75 --batch 2 --length 512 \
+    --json benchmarks/results/llm_cpu.json
 
 Forward and forward + backward, jitted, random inputs; the ratio is the time of
 the MoH model over that of the same network with the router off, in the same
 run. `router` is the forward time of all routers of the model by themselves.
 Memory is what XLA allocates for the compiled program: arguments, outputs and
 temporaries. A diffusion model is also sampled: the time of `--sampler-steps`
-steps over as many forward passes.
+steps over as many forward passes. A language model scores `--length` tokens of
+each text (forward is its loss) and, for 1 and 8 texts, reads prompts of that
+length and writes: the time of one more token (`benchmarks/writing.py`).
 """
 
 import argparse
@@ -21,8 +25,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from benchmarks import timing
+from benchmarks import timing, writing
 from moh_jax.cli import common
 from moh_jax.config import (
   Config,
@@ -30,13 +35,18 @@ from moh_jax.config import (
   DiffusionConfig,
   OptimConfig,
   SampleConfig,
+  TextDataConfig,
+  TuneConfig,
   without_router,
 )
+from moh_jax.data.packing import FakeSequences
 from moh_jax.layers.moh import HeadRouter
 from moh_jax.models.build import make_model
 from moh_jax.models.generation import make_draw
+from moh_jax.models.llm import LLM
 from moh_jax.models.registry import get_model
 from moh_jax.training import optim, sharding
+from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.state import init_params, make_state, unbox
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.tasks import make_task
@@ -52,6 +62,9 @@ def main() -> None:
   parser.add_argument("--remat", help="instead of the model's")
   parser.add_argument("--sampler-steps", type=int, default=10)
   parser.add_argument(
+    "--length", type=int, default=512, help="tokens of a text"
+  )
+  parser.add_argument(
     "--compile-only", action="store_true", help="only the train step"
   )
   common.add_json(parser)
@@ -66,28 +79,32 @@ def main() -> None:
     "dtype": args.dtype,
     "remat": moh.remat,
     "batch": args.batch,
-    "train_step": _train_step(_run(moh, args.batch)),
+    "train_step": _train_step(_run(moh, args)),
   }
+  if moh.family == "llm":
+    result["length"] = args.length
   if not args.compile_only:
     result["rows"] = _rows(moh, args)
     if moh.family == "dit":
       result["sampler"] = _sampler(moh, args)
+    if moh.family == "llm":
+      result["rows"] += writing.rows(moh, args.length, args.rounds)
   result["peak_resident_bytes"] = timing.peak_resident_bytes()
   _print(result)
   common.write_json(args.json, result)
 
 
 def _print(result: dict) -> None:
-  header = ("variant", "mode", "ms", "spread", "examples/s", "to MHA", "MB")
+  header = ("variant", "mode", "ms", "spread", "units/s", "to MHA", "MB")
   cells = [
     (
       row["variant"],
       row["mode"],
       f"{row['ms']:.1f}",
       f"{row['spread']:.0%}",
-      f"{row['examples_per_second']:.2f}",
+      f"{row['units_per_second']:.2f}",
       f"{row['ratio_to_mha']:.3f}",
-      f"{row['program_bytes'] / 1e6:.0f}",
+      f"{row['program_bytes'] / 1e6:.0f}" if "program_bytes" in row else "",
     )
     for row in result.get("rows", ())
   ]
@@ -98,8 +115,12 @@ def _print(result: dict) -> None:
       print(f"{part} {name}: {value:,.3f}".rstrip("0").rstrip("."))
 
 
-def _run(model: Any, batch: int) -> Config:
+def _run(model: Any, args: argparse.Namespace, batch: int = 0) -> Config:
   """A run of random data around a model."""
+  batch = batch or args.batch
+  if model.family == "llm":
+    text = TextDataConfig(sequence_length=args.length, batch_size=batch)
+    return Config(model=model, data=text, tune=TuneConfig())
   halves = (0.5,) * model.channels
   data = DataConfig(batch_size=batch, mean=halves, std=halves)
   ema = 0.9999 if model.family == "dit" else 0.0
@@ -128,12 +149,14 @@ def _compile(function: Callable, *args: Any) -> _Program:
 
 def _rows(moh: Any, args: argparse.Namespace) -> list[dict]:
   models = {"moh": moh, "mha": without_router(moh)}
-  programs = {n: _programs(_run(m, args.batch)) for n, m in models.items()}
+  programs = {n: _programs(_run(m, args)) for n, m in models.items()}
+  units = args.batch * (args.length if moh.family == "llm" else 1)
   rows = []
   for mode in ("forward", "forward_backward"):
     calls = {name: p[mode] for name, p in programs.items()}
     if mode == "forward":
-      calls["router"] = _routers(moh, args.batch)
+      if moh.router == "two_stage":
+        calls["router"] = _routers(moh, args)
     times = timing.interleaved(
       {name: call.run for name, call in calls.items()}, args.rounds
     )
@@ -143,7 +166,7 @@ def _rows(moh: Any, args: argparse.Namespace) -> list[dict]:
         "mode": mode,
         "ms": times[name].median * 1e3,
         "spread": times[name].spread,
-        "examples_per_second": args.batch / times[name].median,
+        "units_per_second": units / times[name].median,
         "ratio_to_mha": times[name].median / times["mha"].median,
         "program_bytes": call.bytes,
       }
@@ -175,6 +198,8 @@ def _inputs(run: Config, batch: int) -> tuple[Any, Any, list]:
 
 
 def _programs(run: Config) -> dict[str, _Program]:
+  if run.model.family == "llm":
+    return _text_programs(run)
   model, params, inputs = _inputs(_without_drop_path(run), run.data.batch_size)
 
   def loss(params: Any, *inputs: Any) -> jax.Array:
@@ -190,6 +215,26 @@ def _programs(run: Config) -> dict[str, _Program]:
   }
 
 
+def _text_programs(run: Config) -> dict[str, _Program]:
+  """The loss of packed text, and its gradients."""
+  params = writing.random_params(run.model)
+  loss_fn = make_loss(LLM(run.model), run)
+  source = FakeSequences(
+    run.model.vocab_size, run.data.sequence_length, run.data.batch_size
+  )
+  examples = [source[i] for i in range(run.data.batch_size)]
+  batch = jax.tree.map(lambda *x: jnp.stack(x), *examples)
+  inputs = (params, batch, jax.random.key(0), jnp.int32(0))
+
+  def forward(*inputs: Any) -> jax.Array:
+    return loss_fn(*inputs)[0]
+
+  return {
+    "forward": _compile(forward, *inputs),
+    "forward_backward": _compile(jax.grad(forward), *inputs),
+  }
+
+
 def _without_drop_path(run: Config) -> Config:
   if run.model.family != "vit":
     return run
@@ -197,16 +242,18 @@ def _without_drop_path(run: Config) -> Config:
   return dataclasses.replace(run, model=model)
 
 
-def _routers(model: Any, batch: int) -> _Program:
+def _routers(model: Any, args: argparse.Namespace) -> _Program:
   """The routers of every layer, on random tokens, and their use: the gates."""
   key = jax.random.key(2)
   layers, tokens = [], []
-  for budget, depth, width, count in _layer_groups(model):
+  for group in model.layer_groups():
+    budget = group.budget
     module = HeadRouter(budget, model.router_config)
-    x = jax.random.normal(key, (batch, count, width))
-    heads = jnp.ones((batch, count, budget.num_heads, budget.head_dim))
+    tokens_ = args.length if model.family == "llm" else group.tokens
+    x = jax.random.normal(key, (args.batch, tokens_, group.width))
+    heads = jnp.ones((args.batch, tokens_, budget.num_heads, budget.head_dim))
     params = unbox(module.init(key, x)["params"])
-    layers.append((module, depth))
+    layers.append((module, group.depth))
     tokens.append((params, x, heads))
 
   def run(inputs: list) -> list[jax.Array]:
@@ -224,18 +271,9 @@ def _routers(model: Any, batch: int) -> _Program:
   return _compile(run, tokens)
 
 
-def _layer_groups(model: Any) -> list[tuple]:
-  """(budget, layers, width, tokens) of each group of equal layers."""
-  if model.family == "dit":
-    tokens = model.grid[0] * model.grid[1]
-    return [(r.budget, r.depth, model.width, tokens) for r in model.runs()]
-  grids = [shape.grid[0] * shape.grid[1] for shape in model.stage_shapes()]
-  return list(zip(model.budgets(), model.depths, model.embed_dims, grids))
-
-
 def _sampler(model: Any, args: argparse.Namespace) -> dict[str, float]:
   """Time of a guided sampler over that of its network evaluations."""
-  run = _run(model, args.batch)
+  run = _run(model, args)
   options = SampleConfig(
     method="ddpm", steps=str(args.sampler_steps), cfg_scale=1.5
   )
@@ -282,12 +320,7 @@ def _train_step(run: Config) -> dict[str, float]:
     schedule=optim.make_schedule(run.optim, run.train.steps),
     ema_decay=run.optim.ema_decay,
   )
-  abstract = {
-    "image": jax.ShapeDtypeStruct(
-      (run.data.batch_size, *run.model.input_shape), jnp.float32
-    ),
-    "label": jax.ShapeDtypeStruct((run.data.batch_size,), jnp.int32),
-  }
+  abstract = _abstract_batch(run)
   start = time.perf_counter()
   compiled = step.lower(state, abstract).compile()
   seconds = time.perf_counter() - start
@@ -297,6 +330,21 @@ def _train_step(run: Config) -> dict[str, float]:
     "optimizer_bytes": _bytes(state.opt_state),
     "ema_bytes": _bytes(state.ema),
     "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+  }
+
+
+def _abstract_batch(run: Config) -> dict[str, jax.ShapeDtypeStruct]:
+  size = run.data.batch_size
+  if run.model.family == "llm":
+    example = FakeSequences(2, run.data.sequence_length, 1)[0]
+  else:
+    example = {
+      "image": np.zeros(run.model.input_shape, np.float32),
+      "label": np.int32(0),
+    }
+  return {
+    name: jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
+    for name, x in example.items()
   }
 
 

@@ -19,9 +19,7 @@ _ARGUMENTS = ("moh", "moh50", "mha", "bytes")
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
   if arg not in _ARGUMENTS:
-    raise ValueError(
-      f"configs/llm_stdlib.py:{arg} must be one of {_ARGUMENTS}"
-    )
+    raise ValueError(f"configs/llm_stdlib.py:{arg} must be one of {_ARGUMENTS}")
   depth = 4
   model = config_lib.LLMConfig(
     vocab_size=2048,

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import json
 import pathlib
@@ -13,7 +14,7 @@ from typing import Any
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config
+from moh_jax.config import Config, MeshConfig
 from moh_jax.ops.routing import GATE_FORMS
 
 
@@ -50,6 +51,35 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     choices=GATE_FORMS,
     help="form of the gates, instead of the trained one",
   )
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+  """Adds --mesh."""
+  parser.add_argument(
+    "--mesh",
+    type=mesh_config,
+    default=MeshConfig(),
+    metavar="AXIS=N,...",
+    help="devices per axis, such as fsdp=4,tensor=2 for a model too large for "
+    "one; -1 takes those left (default: data=-1, the model on each)",
+  )
+
+
+def mesh_config(text: str) -> MeshConfig:
+  """Parses "fsdp=4,tensor=2"."""
+  known = [field.name for field in dataclasses.fields(MeshConfig)]
+  sizes = {}
+  for part in text.split(","):
+    name, _, size = part.partition("=")
+    if name not in known or not size.lstrip("-").isdigit():
+      raise argparse.ArgumentTypeError(
+        f"{text!r} must be AXIS=N,... with axes {', '.join(known)}"
+      )
+    sizes[name] = int(size)
+  try:
+    return MeshConfig(**sizes)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def router_overrides(args: argparse.Namespace) -> dict[str, Any]:

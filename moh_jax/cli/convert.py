@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--source",
     required=True,
     metavar="PATH",
-    help="safetensors file or folder, or .pth/.pt",
+    help="safetensors file or folder, or .pth/.pt; a folder of transformers "
+    "says in its config.json which model it is",
   )
   parser.add_argument("--out", required=True, metavar="DIR")
   parser.add_argument(
@@ -24,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   which = parser.add_mutually_exclusive_group()
   which.add_argument(
-    "--model", help="released model (default: the one whose shapes fit)"
+    "--model",
+    help="released model (default: that of config.json, or the one whose "
+    "shapes fit)",
   )
   which.add_argument(
     "--config", metavar="FILE[:ARG]", help="config file of another model"

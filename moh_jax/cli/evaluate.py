@@ -1,10 +1,11 @@
 """`python -m moh_jax evaluate`."""
 
 import argparse
+from typing import Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config import MeshConfig
+from moh_jax.config import Config
 from moh_jax.inference.restore import restore
 from moh_jax.training import sharding
 from moh_jax.training.tasks import make_evaluate
@@ -13,10 +14,11 @@ from moh_jax.training.tasks import make_evaluate
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
   common.add_checkpoint(parser)
+  common.add_mesh(parser)
   parser.add_argument(
     "--data",
     metavar="DIR",
-    help="directory of images, shards or latents, instead of the run's",
+    help="directory of images, shards, latents or tokens, instead of the run's",
   )
   parser.add_argument(
     "--batch-size", type=int, help="examples per batch, instead of the run's"
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Prints the figures of the checkpoint's task on its held-out split."""
-  mesh = sharding.make_mesh(MeshConfig())
+  mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
       args.checkpoint,
@@ -40,16 +42,16 @@ def run(args: argparse.Namespace) -> int:
     )
     config = restored.config
     if args.data:
-      stored = config.data.source in ("latents", "array_record")
-      source = config.data.source if stored else "image_folder"
-      data = {"source": source, "path": args.data}
+      data = _other_data(config, args.data)
       config = config_lib.apply_overrides(config, "data", **data)
     if args.batch_size is not None:
       config = config_lib.apply_overrides(
         config, "eval", batch_size=args.batch_size
       )
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-    evaluate = make_evaluate(restored.model, config, restored.class_names)
+    evaluate = make_evaluate(
+      restored.model, config, restored.class_names, restored.tokenizer_sha256
+    )
     figures = evaluate(restored.params, mesh)
   figures = {**figures, "step": restored.step}
   if args.json != "-":
@@ -61,3 +63,12 @@ def run(args: argparse.Namespace) -> int:
       )
   common.write_json(args.json, figures)
   return 0
+
+
+def _other_data(config: Config, path: str) -> dict[str, Any]:
+  """What reads another directory as the run read its own."""
+  if config.model.family == "llm":
+    return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
+  stored = config.data.source in ("latents", "array_record")
+  source = config.data.source if stored else "image_folder"
+  return {"source": source, "path": path}

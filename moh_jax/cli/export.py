@@ -2,7 +2,10 @@
 
 import argparse
 
-from moh_jax.convert.checkpoints import export
+from moh_jax.convert.checkpoints import SHARD_SIZE, export
+from moh_jax.convert.tensor_writer import DTYPES
+
+_UNITS = {"GB": 10**9, "MB": 10**6}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,17 +15,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--step", type=int, help="which checkpoint (default: the newest)"
   )
   parser.add_argument(
-    "--out", required=True, metavar="FILE", help="safetensors file to write"
+    "--out",
+    required=True,
+    metavar="PATH",
+    help="safetensors file to write; for a language model a folder that "
+    "transformers loads, new or empty",
   )
   parser.add_argument(
     "--no-ema", action="store_true", help="export the raw parameters"
+  )
+  parser.add_argument(
+    "--dtype", choices=DTYPES, default="float32", help="of the stored weights"
+  )
+  parser.add_argument(
+    "--shard-size",
+    type=_bytes,
+    default=SHARD_SIZE,
+    metavar="SIZE",
+    help="largest file of a language model, as 5GB or 500MB (default: 5GB)",
   )
 
 
 def run(args: argparse.Namespace) -> int:
   """Writes the weights under their public names."""
   count = export(
-    args.checkpoint, args.out, step=args.step, use_ema=not args.no_ema
+    args.checkpoint,
+    args.out,
+    step=args.step,
+    use_ema=not args.no_ema,
+    dtype=args.dtype,
+    shard_size=args.shard_size,
   )
   print(f"{count:,} parameters written to {args.out}")
   return 0
+
+
+def _bytes(text: str) -> int:
+  """Parses "5GB"."""
+  number, unit = text[:-2], text[-2:].upper()
+  if unit not in _UNITS or not number.isdigit() or not int(number):
+    raise argparse.ArgumentTypeError(
+      f"{text!r} must be a whole number and one of {', '.join(_UNITS)}"
+    )
+  return int(number) * _UNITS[unit]

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 
 from moh_jax.cli import common
-from moh_jax.config import CACHE_DTYPES, MeshConfig
+from moh_jax.config import CACHE_DTYPES
 from moh_jax.config.checks import DTYPES
 from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
@@ -17,6 +17,7 @@ from moh_jax.training import sharding
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
   common.add_checkpoint(parser)
+  common.add_mesh(parser)
   parser.add_argument(
     "--prompt",
     action="append",
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     seed=args.seed,
   )
   tokenizer = load_checkpoint_tokenizer(args.checkpoint)
-  mesh = sharding.make_mesh(MeshConfig())
+  mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
       args.checkpoint,

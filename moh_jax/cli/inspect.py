@@ -1,14 +1,14 @@
 """`python -m moh_jax inspect`."""
 
 import argparse
-import math
+from typing import Any
 
 import jax
 from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config import Config, DiTConfig, ViTConfig
+from moh_jax.config import Config
 from moh_jax.models.build import make_model
 from moh_jax.training import checkpoint
 from moh_jax.training.state import abstract_params, unbox
@@ -51,24 +51,17 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _layers(model: ViTConfig | DiTConfig) -> list[dict]:
-  if model.family == "vit":
-    stages = zip(model.budgets(), model.depths, model.stage_shapes())
-    groups = [
-      (budget, depth, math.prod(shape.grid)) for budget, depth, shape in stages
-    ]
-  else:
-    tokens = math.prod(model.grid)
-    groups = [(run.budget, run.depth, tokens) for run in model.runs()]
+def _layers(model: Any) -> list[dict]:
   rows = []
-  for index, (budget, depth, tokens) in enumerate(groups):
-    routed = model.router != "none"
-    for _ in range(depth):
+  routed = model.router != "none"
+  for index, group in enumerate(model.layer_groups()):
+    budget = group.budget
+    for _ in range(group.depth):
       rows.append(
         {
           "layer": len(rows),
           "stage": index + 1,
-          "tokens": tokens,
+          "tokens": group.tokens,
           "num_heads": budget.num_heads,
           "head_dim": budget.head_dim,
           "shared": budget.shared,

@@ -9,7 +9,7 @@ from PIL import Image
 
 from moh_jax.cli import common
 from moh_jax.cli.processes import join_processes
-from moh_jax.config import Config, MeshConfig
+from moh_jax.config import Config
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.vae import HOW_TO_GET
 from moh_jax.diffusion.guidance import GUIDED_CHANNELS
@@ -30,6 +30,7 @@ _OPTIONS = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
   common.add_checkpoint(parser)
+  common.add_mesh(parser)
   parser.add_argument(
     "--out",
     required=True,
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
   if args.distributed:
     join_processes()
   _check_before_restoring(args)
-  mesh = sharding.make_mesh(MeshConfig())
+  mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
       args.checkpoint,

@@ -96,6 +96,11 @@ class DiTConfig(LayerStack):
     return rows // self.patch_size, columns // self.patch_size
 
   @property
+  def num_tokens(self) -> int:
+    """N."""
+    return self.grid[0] * self.grid[1]
+
+  @property
   def out_channels(self) -> int:
     """Channels of the output: the prediction, then the variance if learned."""
     return self.channels * (2 if self.learn_sigma else 1)

@@ -18,11 +18,29 @@ class LayerRun:
   depth: int
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+  """Equal layers of a model, for reports.
+
+  Attributes:
+    budget: the head split.
+    depth: layers.
+    width: C.
+    tokens: N, of a text the longest.
+  """
+
+  budget: HeadBudget
+  depth: int
+  width: int
+  tokens: int
+
+
 class LayerStack:
   """What model sections with one value per layer have in common.
 
   Their fields `num_heads`, `shared_heads` and `top_k` are tuples of one value
-  per layer; `head_dim`, `router`, `gate_form` and `two_stage` hold for all.
+  per layer; `head_dim`, `width`, `router`, `gate_form` and `two_stage` hold for
+  all. `num_tokens` is the N of every layer.
   """
 
   @property
@@ -67,6 +85,13 @@ class LayerStack:
       except ValueError as error:
         raise ValueError(f"model, layer {layer}: {error}") from error
     return tuple(budgets)
+
+  def layer_groups(self) -> tuple[LayerGroup, ...]:
+    """The layers by groups of equal ones, in order."""
+    return tuple(
+      LayerGroup(run.budget, run.depth, self.width, self.num_tokens)
+      for run in self.runs()
+    )
 
   def runs(self) -> tuple[LayerRun, ...]:
     """The layers as runs of equal ones, in order."""

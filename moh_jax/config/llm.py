@@ -134,6 +134,11 @@ class LLMConfig(LayerStack):
         )
 
   @property
+  def num_tokens(self) -> int:
+    """N of the longest sequence."""
+    return self.max_length
+
+  @property
   def router_config(self) -> RouterConfig:
     """The router's kind and form."""
     return RouterConfig(

@@ -3,6 +3,7 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
+from moh_jax.config.layers import LayerGroup
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 
@@ -173,6 +174,16 @@ class ViTConfig:
       except ValueError as error:
         raise ValueError(f"model, stage {stage + 1}: {error}") from error
     return tuple(budgets)
+
+  def layer_groups(self) -> tuple[LayerGroup, ...]:
+    """The blocks by stage."""
+    parts = zip(
+      self.budgets(), self.depths, self.embed_dims, self.stage_shapes()
+    )
+    return tuple(
+      LayerGroup(budget, depth, width, shape.grid[0] * shape.grid[1])
+      for budget, depth, width, shape in parts
+    )
 
   def stage_shapes(self) -> tuple[StageShape, ...]:
     """Token grids of every stage.

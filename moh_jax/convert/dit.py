@@ -3,19 +3,56 @@
 Names of github.com/SkyworkAI/MoH (MoH-DiT) and github.com/facebookresearch/DiT.
 """
 
+import dataclasses
 import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from moh_jax.config import DiTConfig
+from moh_jax.config import (
+  Config,
+  DataConfig,
+  DiffusionConfig,
+  DiTConfig,
+  SampleConfig,
+)
 from moh_jax.convert import rules
-from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
+from moh_jax.convert.layers import (
+  mix_rules,
+  projection_rules,
+  router_rules,
+  stack_rules,
+)
 from moh_jax.convert.rules import Rule
 from moh_jax.ops.position import sincos_2d
 from moh_jax.ops.routing import HeadBudget
 
 # Their position table is rounded through other libraries than ours.
 _POSITION_ATOL = 1e-5
+# Released diffusion models: latents of ImageNet.
+_DATA = DataConfig(source="latents", path="data/imagenet_latents")
+
+
+def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
+  """The run that a released model stands for.
+
+  Args:
+    model: its config; its input size is that of the position table, if there is
+      one.
+    tensors: its checkpoint.
+  """
+  tokens = tensors["pos_embed"].shape[1] if "pos_embed" in tensors else 0
+  side = math.isqrt(tokens) * model.patch_size
+  if side and math.isqrt(tokens) ** 2 == tokens:  # 256 or 512 pixels, or other
+    model = dataclasses.replace(model, input_size=(side, side))
+  return Config(
+    model=model,
+    data=_DATA,
+    diffusion=DiffusionConfig(),
+    sample=SampleConfig(),
+  )
 
 
 def model_rules(config: DiTConfig) -> list[Rule]:
@@ -36,18 +73,8 @@ def model_rules(config: DiTConfig) -> list[Rule]:
     *rules.linear("final_layer.adaLN_modulation.1", "final_modulation/linear"),
     *rules.linear("final_layer.linear", "final"),
   ]
-  first = 0
-  for index, run in enumerate(config.runs()):
-    layers = range(first, first + run.depth)
-    first += run.depth
-    block = _block_rules(config, run.budget)
-    for rule in rules.prefixed(block, "", (f"blocks{index}",)):
-      names = [
-        tuple(f"blocks.{layer}.{name}" for name in rule.theirs)
-        for layer in layers
-      ]
-      table.append(rules.stacked(rule, names))
-  return table
+  block = functools.partial(_block_rules, config)
+  return table + stack_rules(config, block, "blocks.{layer}.")
 
 
 def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:

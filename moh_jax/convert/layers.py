@@ -1,8 +1,14 @@
 """Rules of the layers that families share: projections, mixing, router."""
 
+from collections.abc import Callable
+
+from moh_jax.config import LayerStack
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Rule
 from moh_jax.ops.routing import HeadBudget, RouterConfig
+
+# Router matrices in the releases of ViT and DiT.
+_ROUTER_NAMES = {"routed": "wg", "group": "wg_0", "shared": "wg_1"}
 
 
 def projection_rules(
@@ -29,34 +35,74 @@ def projection_rules(
   return table
 
 
-def mix_rules(theirs: str, ours: str, heads: int, dim: int) -> list[Rule]:
+def mix_rules(
+  theirs: str, ours: str, heads: int, dim: int, bias: bool = True
+) -> list[Rule]:
   """Linear (C, H * D) to a `HeadMix` kernel (H, D, C)."""
-  return [
+  table = [
     rules.one(
       f"{theirs}.weight",
       f"{ours}/kernel",
       lambda w: w.T.reshape(heads, dim, -1),
       lambda w: w.reshape(heads * dim, -1).T,
-    ),
-    rules.one(f"{theirs}.bias", f"{ours}/bias"),
+    )
   ]
+  return table + ([rules.one(f"{theirs}.bias", f"{ours}/bias")] if bias else [])
 
 
-def router_rules(budget: HeadBudget, router: RouterConfig) -> list[Rule]:
-  """Router matrices wg, wg_0 and wg_1 where the layer has them."""
-  if router.kind == "none":
+def router_rules(
+  budget: HeadBudget,
+  router: RouterConfig,
+  names: dict[str, str] | None = None,
+) -> list[Rule]:
+  """Router matrices where the layer has them.
+
+  Args:
+    budget: the layer's head split.
+    router: its router.
+    names: what they call the matrices "routed", "group" and "shared"; None is
+      wg, wg_0 and wg_1.
+  """
+  if router.kind != "two_stage":
     return []
   present = {
-    ("wg", "routed"): budget.top_k > 0,
-    ("wg_0", "group"): (
-      router.two_stage and budget.top_k > 0 and budget.shared > 0
-    ),
-    ("wg_1", "shared"): budget.shared > 1,
+    "routed": budget.top_k > 0,
+    "group": router.two_stage and budget.top_k > 0 and budget.shared > 0,
+    "shared": budget.shared > 1,
   }
+  names = _ROUTER_NAMES if names is None else names
   return [
     rules.one(
-      f"{theirs}.weight", f"router/{ours}", rules.transpose, rules.transpose
+      f"{names[ours]}.weight",
+      f"router/{ours}",
+      rules.transpose,
+      rules.transpose,
     )
-    for (theirs, ours), there in present.items()
+    for ours, there in present.items()
     if there
   ]
+
+
+def stack_rules(
+  config: LayerStack,
+  block: Callable[[HeadBudget], list[Rule]],
+  theirs: str,
+) -> list[Rule]:
+  """Rules of all layers, each in the run of equal ones that holds it.
+
+  Args:
+    config: the model.
+    block: rules of a layer by its head split.
+    theirs: what precedes a layer's names, with {layer} for its number.
+  """
+  table, first = [], 0
+  for index, run in enumerate(config.runs()):
+    layers = range(first, first + run.depth)
+    first += run.depth
+    for rule in rules.prefixed(block(run.budget), "", (f"blocks{index}",)):
+      names = [
+        tuple(theirs.format(layer=layer) + name for name in rule.theirs)
+        for layer in layers
+      ]
+      table.append(rules.stacked(rule, names))
+  return table

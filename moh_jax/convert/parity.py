@@ -21,14 +21,16 @@ from moh_jax.convert import (
   parity_diffusion,
   parity_dit,
   parity_fid,
+  parity_llama,
   parity_vae,
   parity_vit,
 )
+from moh_jax.convert.parity_case import Case
 from moh_jax.convert.tensor_files import read_tensors
 
-# kind -> (hyper-parameters, inputs, weights) -> named results; gradients of
-# the case's objective are under "grads/NAME".
-KINDS: dict[str, Callable[..., dict[str, Any]]] = {
+# kind -> case -> named results; gradients of the case's objective are under
+# "grads/NAME".
+KINDS: dict[str, Callable[[Case], dict[str, Any]]] = {
   "vit_pooled_attention": functools.partial(parity_vit.attention, pooled=True),
   "vit_full_attention": functools.partial(parity_vit.attention, pooled=False),
   "moh_vit_model": functools.partial(parity_vit.classifier, moh=True),
@@ -40,10 +42,9 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
   "autoencoder_kl": parity_vae.autoencoder,
   "image_metrics": parity_fid.metrics,
   "inception_fid": parity_fid.inception,
+  "moh_llama_model": functools.partial(parity_llama.network, moh=True),
+  "llama_model": functools.partial(parity_llama.network, moh=False),
 }
-# Kinds whose functions also take `meta` and `directory`: cases with further
-# files, or with a recipe in place of weights.
-_WHOLE_CASE = ("image_metrics", "inception_fid")
 _TABLE_RTOL = 1e-9
 
 
@@ -99,12 +100,10 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
     grads = read_tensors(directory / "grads.safetensors")
     expected |= {f"grads/{name}": grad for name, grad in grads.items()}
 
+  case = Case(meta["hyper_parameters"], arrays, weights, meta, directory)
   with jax.default_matmul_precision("highest"):
     try:
-      run = KINDS[meta["kind"]]
-      if meta["kind"] in _WHOLE_CASE:
-        run = functools.partial(run, meta=meta, directory=directory)
-      results = run(meta["hyper_parameters"], arrays, weights)
+      results = KINDS[meta["kind"]](case)
     except KeyError as error:
       raise ValueError(
         f"{directory}: meta.json or io.npz lacks {error}"

@@ -1,15 +1,14 @@
 """Recorded diffusion: tables, losses, gradients and samplers on an MoH-DiT."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moh_jax.config import DiTConfig
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.parity_attention import named_grads
+from moh_jax.convert.parity_case import Arrays, Case
 from moh_jax.convert.parity_dit import guided_twice, load_network, model_config
 from moh_jax.convert.parity_layout import channels_first, channels_last
 from moh_jax.diffusion.objective import training_losses
@@ -24,7 +23,6 @@ from moh_jax.diffusion.process import (
 from moh_jax.diffusion.samplers import sample
 from moh_jax.models.dit import DiT
 
-Arrays = Mapping[str, np.ndarray]
 _TABLES = {
   "betas": "betas",
   "alphas_cumprod": "alphas_cumprod",
@@ -36,10 +34,9 @@ _TABLES = {
 _MAP = "timestep_map_"
 
 
-def diffusion(
-  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays
-) -> dict[str, Any]:
+def diffusion(case: Case) -> dict[str, Any]:
   """All results of a case; `arrays` also says which respacings there are."""
+  hyper, arrays, weights = case.hyper, case.arrays, case.weights
   config = model_config(hyper, moh=True)
   process = make_process("linear", hyper["diffusion_steps"])
   params = load_network(config, weights)

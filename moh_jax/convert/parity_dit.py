@@ -12,6 +12,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.parity_attention import attention_results
+from moh_jax.convert.parity_case import Arrays, Case
 from moh_jax.convert.parity_layout import channels_first, channels_last
 from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
 from moh_jax.layers.moh import MoHAttention
@@ -19,14 +20,12 @@ from moh_jax.models.dit import DiT
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.training.state import abstract_params, unbox
 
-Arrays = Mapping[str, np.ndarray]
 _GUIDED = 3  # channels that the release guides
 
 
-def attention(
-  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays
-) -> dict[str, Any]:
+def attention(case: Case) -> dict[str, Any]:
   """One attention module: outputs and gradients of sum(y * r) + l_aux."""
+  hyper = case.hyper
   heads = hyper["num_heads"]
   head_dim = hyper.get("head_dim") or hyper["dim"] // heads
   budget = HeadBudget(
@@ -39,13 +38,12 @@ def attention(
     *mix_rules("proj", "out", heads, head_dim),
     *router_rules(budget, RouterConfig()),
   ]
-  return attention_results(module, table, arrays, weights)
+  return attention_results(module, table, case.arrays, case.weights)
 
 
-def network(
-  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays, *, moh: bool
-) -> dict[str, Any]:
+def network(case: Case, *, moh: bool) -> dict[str, Any]:
   """A whole network: tokens, blocks, output, gates, losses, guidance."""
+  hyper, arrays, weights = case.hyper, case.arrays, case.weights
   config = model_config(hyper, moh=moh)
   model = DiT(config)
   params = load_network(config, weights)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.convert.inception import convert_inception
+from moh_jax.convert.parity_case import Arrays, Case
 from moh_jax.evaluation import fid, precision_recall
 from moh_jax.evaluation.image_sets import open_images
 from moh_jax.evaluation.statistics import Gaussian, moments
@@ -19,19 +20,10 @@ from moh_jax.evaluation.statistics_files import read_statistics
 from moh_jax.models.inception import InceptionV3
 from moh_jax.ops.inception_input import RESIZES, prepare
 
-Arrays = Mapping[str, np.ndarray]
 
-
-def metrics(
-  hyper: Mapping[str, Any],
-  arrays: Arrays,
-  weights: Arrays,
-  *,
-  meta: Mapping[str, Any],
-  directory: pathlib.Path,
-) -> dict[str, Any]:
+def metrics(case: Case) -> dict[str, Any]:
   """The metrics of recorded features; the case has no network."""
-  del weights
+  hyper, arrays = case.hyper, case.arrays
   channels = hyper["spatial_channels"]
   results = {}
   sets = {
@@ -46,8 +38,8 @@ def metrics(
       results[f"mu_{name}{suffix}"] = g.mean
       results[f"sigma_{name}{suffix}"] = g.covariance
   references = gaussians["real"], gaussians["real_s"]
-  if "adm_reference.npz" in meta["files"]:
-    references = _read_adm(directory, references)
+  if "adm_reference.npz" in case.meta["files"]:
+    references = _read_adm(case.directory, references)
   for prefix, a, b in (
     ("fid", gaussians["gen"], references[0]),
     ("sfid", gaussians["gen_s"], references[1]),
@@ -66,22 +58,15 @@ def metrics(
   return results | _scores(hyper, arrays) | _manifolds(hyper, arrays)
 
 
-def inception(
-  hyper: Mapping[str, Any],
-  arrays: Arrays,
-  weights: Arrays,
-  *,
-  meta: Mapping[str, Any],
-  directory: pathlib.Path,
-) -> dict[str, Any]:
+def inception(case: Case) -> dict[str, Any]:
   """The feature network on every recorded set of pictures, in one batch."""
-  del directory
+  hyper, arrays = case.hyper, case.arrays
   model = InceptionV3(
     num_classes=hyper["num_classes"],
     spatial_channels=hyper["spatial_channels"],
     epsilon=hyper["bn_eps"],
   )
-  tensors = regenerate(meta, weights)
+  tensors = regenerate(case.meta, case.weights)
   params = convert_inception(tensors, model, source="weights")
   grid = arrays["input_grid_index"]
   results, inputs, rows = {}, [], {}

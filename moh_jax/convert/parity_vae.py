@@ -1,24 +1,21 @@
 """Recorded cases of the Stable Diffusion autoencoder."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from moh_jax.convert.parity_case import Case
 from moh_jax.convert.parity_layout import channels_first, channels_last
 from moh_jax.convert.vae import convert_vae, public_config
 from moh_jax.data.latents import sample_posterior
 from moh_jax.models.vae import VAE
 
-Arrays = Mapping[str, np.ndarray]
 
-
-def autoencoder(
-  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays
-) -> dict[str, Any]:
+def autoencoder(case: Case) -> dict[str, Any]:
   """The encoder's Gaussian and a sample of it; decoded latents and means."""
-  config = public_config(hyper)
+  arrays, weights = case.arrays, case.weights
+  config = public_config(case.hyper)
   model = VAE(config)
   params = convert_vae(weights, config, source="weights")
 

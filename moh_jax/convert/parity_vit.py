@@ -12,6 +12,7 @@ import numpy as np
 from moh_jax.config import ViTConfig
 from moh_jax.convert import rules
 from moh_jax.convert.parity_attention import attention_results, named_grads
+from moh_jax.convert.parity_case import Arrays, Case
 from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
@@ -19,14 +20,12 @@ from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.training.state import abstract_params, unbox
 
-Arrays = Mapping[str, np.ndarray]
 _COORDINATE_ATOL = 1e-6
 
 
-def attention(
-  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays, *, pooled: bool
-) -> dict[str, Any]:
+def attention(case: Case, *, pooled: bool) -> dict[str, Any]:
   """One attention module: outputs and gradients of sum(y * r) + l_aux."""
+  hyper, arrays, weights = case.hyper, case.arrays, case.weights
   heads, dim = hyper["num_heads"], hyper["dim"]
   budget = HeadBudget(
     heads, hyper["shared_head"], hyper["routed_head"], dim // heads
@@ -54,10 +53,9 @@ def attention(
   return attention_results(module, table, arrays, weights, coordinates)
 
 
-def classifier(
-  hyper: Mapping[str, Any], arrays: Arrays, weights: Arrays, *, moh: bool
-) -> dict[str, Any]:
+def classifier(case: Case, *, moh: bool) -> dict[str, Any]:
   """A whole network: stages, logits, gates, losses and gradients."""
+  hyper, arrays, weights = case.hyper, case.arrays, case.weights
   config = model_config(hyper, moh=moh)
   _check_coordinates(config, arrays)
   model, table = ViT(config), model_rules(config)

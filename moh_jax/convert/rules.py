@@ -2,7 +2,8 @@
 
 A rule maps a list of their tensors to a list of our arrays and back. Only
 views, transposes, splits and joins are used, so the same rules carry weights,
-gradients and, under `jax.eval_shape`, shapes.
+gradients and, under `jax.eval_shape`, shapes; and on arrays that are mapped
+from a file they read nothing by themselves.
 """
 
 import dataclasses
@@ -15,6 +16,9 @@ from flax import traverse_util
 
 Path = tuple[str, ...]
 Arrays = list[Any]
+# What weights may be stored as. Others are quantized: their numbers mean
+# nothing without scales.
+WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _MAX_LISTED = 8
 
 
@@ -27,12 +31,47 @@ class Rule:
     ours: paths in our parameter tree.
     load: their arrays, in order, to ours.
     dump: the inverse.
+    layer: of a scanned stack, the rule of one layer (its names and paths mean
+      nothing); None where there is no leading layer axis.
   """
 
   theirs: tuple[str, ...]
   ours: tuple[Path, ...]
   load: Callable[[Arrays], Arrays]
   dump: Callable[[Arrays], Arrays]
+  layer: "Rule | None" = None
+
+  @property
+  def layers(self) -> tuple[tuple[str, ...], ...]:
+    """Of a stack, the names of each layer."""
+    width = len(self.layer.theirs)
+    starts = range(0, len(self.theirs), width)
+    return tuple(self.theirs[start : start + width] for start in starts)
+
+
+class Joined:
+  """Arrays side by side along a new axis, read only where they are asked for.
+
+  Attributes:
+    shape: of the whole.
+    dtype: of the whole.
+  """
+
+  def __init__(self, parts: list[np.ndarray], axis: int):
+    """Takes equal shapes and dtypes."""
+    self._parts, self._axis = parts, axis
+    shape = parts[0].shape
+    self.shape = (*shape[:axis], len(parts), *shape[axis:])
+    self.dtype = parts[0].dtype
+
+  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
+    rest = (*index[: self._axis], *index[self._axis + 1 :])
+    kept = self._parts[index[self._axis]]
+    return np.stack([part[rest] for part in kept], self._axis)
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None):
+    return np.stack(self._parts, self._axis).astype(dtype or self.dtype)
 
 
 def one(
@@ -105,7 +144,7 @@ def stacked(rule: Rule, names: Iterable[tuple[str, ...]]) -> Rule:
     return [x for i in range(depth) for x in rule.dump([a[i] for a in arrays])]
 
   theirs = tuple(name for layer in names for name in layer)
-  return Rule(theirs, rule.ours, load, dump)
+  return Rule(theirs, rule.ours, load, dump, rule)
 
 
 def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
@@ -122,7 +161,7 @@ def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
 
 def load_params(
   rules: Iterable[Rule],
-  tensors: Mapping[str, np.ndarray],
+  tensors: Mapping[str, Any],
   abstract: Any,
   *,
   source: str,
@@ -139,24 +178,18 @@ def load_params(
     Our parameter tree of NumPy arrays in our dtypes.
 
   Raises:
-    ValueError: tensors are missing, left over or of another shape; all of them
-      are listed.
+    ValueError: tensors are missing, left over or of another shape or kind; all
+      of them are listed.
   """
   rules = list(rules)
-  expected = {
-    name: leaf.shape
-    for name, leaf in jax.eval_shape(
-      lambda p: dump_params(rules, p), abstract
-    ).items()
-  }
-  _check_names_and_shapes(expected, tensors, source)
+  check_tensors(rules, tensors, abstract, source=source)
   params: dict[Path, np.ndarray] = {}
   for rule in rules:
-    loaded = rule.load([tensors[name] for name in rule.theirs])
+    loaded = rule.load([np.asarray(tensors[name]) for name in rule.theirs])
     params.update(zip(rule.ours, loaded))
   leaves = traverse_util.flatten_dict(abstract)
   return traverse_util.unflatten_dict(
-    {path: params[path].astype(leaf.dtype) for path, leaf in leaves.items()}
+    {path: np.array(params[path], leaf.dtype) for path, leaf in leaves.items()}
   )
 
 
@@ -166,27 +199,84 @@ def dump_params(rules: Iterable[Rule], params: Any) -> dict[str, Any]:
   Raises:
     ValueError: a parameter that no rule mentions.
   """
+  rules = list(rules)
   flat = traverse_util.flatten_dict(params)
-  out, used = {}, set()
+  check_covered(rules, flat)
+  out = {}
   for rule in rules:
     out.update(zip(rule.theirs, rule.dump([flat[path] for path in rule.ours])))
-    used.update(rule.ours)
-  if left := ["/".join(path) for path in flat if path not in used]:
-    raise ValueError(f"parameters without a conversion rule: {_listed(left)}")
   return out
 
 
+def check_covered(rules: Iterable[Rule], paths: Iterable[Path]) -> None:
+  """Refuses parameters that no rule mentions.
+
+  Raises:
+    ValueError: there are such; they are listed.
+  """
+  used = {path for rule in rules for path in rule.ours}
+  if left := ["/".join(path) for path in paths if path not in used]:
+    raise ValueError(f"parameters without a conversion rule: {_listed(left)}")
+
+
+def expected_tensors(
+  rules: Iterable[Rule], abstract: Any
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Their tensors of our abstract parameters; computes nothing."""
+  rules = list(rules)
+  return jax.eval_shape(lambda params: dump_params(rules, params), abstract)
+
+
+def check_tensors(
+  rules: Iterable[Rule],
+  tensors: Mapping[str, Any],
+  abstract: Any,
+  *,
+  source: str,
+) -> None:
+  """Checks a public checkpoint without reading it.
+
+  Rules without parameters of ours, which only check a tensor, are run.
+
+  Args:
+    rules: the table.
+    tensors: their tensors, or what has their shape and dtype.
+    abstract: our parameter tree as ShapeDtypeStructs.
+    source: where the tensors come from, for messages.
+
+  Raises:
+    ValueError: tensors are missing, left over or of another shape or kind; all
+      of them are listed.
+  """
+  rules = list(rules)
+  _check_names_and_shapes(expected_tensors(rules, abstract), tensors, source)
+  for rule in rules:
+    if not rule.ours:
+      rule.load([np.asarray(tensors[name]) for name in rule.theirs])
+
+
 def _check_names_and_shapes(
-  expected: Mapping[str, tuple], tensors: Mapping[str, Any], source: str
+  expected: Mapping[str, Any], tensors: Mapping[str, Any], source: str
 ) -> None:
   missing = [name for name in expected if name not in tensors]
   extra = [name for name in tensors if name not in expected]
+  there = {name: tensors[name] for name in expected if name in tensors}
   misshapen = [
-    f"{name} {tuple(tensors[name].shape)} instead of {shape}"
-    for name, shape in expected.items()
-    if name in tensors and tuple(tensors[name].shape) != shape
+    f"{name} {tuple(tensor.shape)} instead of {expected[name].shape}"
+    for name, tensor in there.items()
+    if tuple(tensor.shape) != expected[name].shape
   ]
-  problems = {"missing": missing, "not expected": extra, "shape": misshapen}
+  quantized = [
+    f"{name} {tensor.dtype}"
+    for name, tensor in there.items()
+    if np.dtype(tensor.dtype).name not in WEIGHT_DTYPES
+  ]
+  problems = {
+    "missing": missing,
+    "not expected": extra,
+    "shape": misshapen,
+    f"dtype, must be one of {', '.join(WEIGHT_DTYPES)}": quantized,
+  }
   if any(problems.values()):
     found = [
       f"{len(names)} {kind}: {_listed(names)}"

@@ -5,15 +5,17 @@ become flat dicts of NumPy arrays. A torch checkpoint is a pickle; here it is
 read as data: tensors are rebuilt, every other class becomes an inert object.
 """
 
+import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import pathlib
 import pickle
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401, gives NumPy the names bfloat16 and float8_*
@@ -23,7 +25,7 @@ import safetensors.numpy
 
 from moh_jax.files import replacing
 
-_Arrays = dict[str, np.ndarray]
+_Arrays = dict[str, Any]
 _EXPECTED = (
   "a safetensors file, a directory or *.index.json of safetensors shards, or"
   " a zip checkpoint of torch.save (torch >= 1.6)"
@@ -37,6 +39,16 @@ _SAFE_DTYPES = (
   *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
   *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 )
+# What the safetensors format calls the dtypes.
+_STORED_DTYPES = {
+  **{f"{kind}{bits}": f"{name}{bits}" for kind, name, bits in (
+    *(("F", "float", bits) for bits in (16, 32, 64)),
+    *(("I", "int", bits) for bits in (8, 16, 32, 64)),
+    *(("U", "uint", bits) for bits in (8, 16, 32, 64)),
+  )},
+  **{"BF16": "bfloat16", "BOOL": "bool", "C64": "complex64"},
+  **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+}  # fmt: skip
 _FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
 _DTYPES = (*_SAFE_DTYPES, "complex128", *(f"float8_{kind}" for kind in _FLOAT8))
 
@@ -61,11 +73,71 @@ def read_tensors(
     ValueError: the file is damaged or of another kind, or holds no dict of
       tensors (under `key`).
   """
+  return _read(path, key, _read_file)
+
+
+def open_tensors(
+  path: str | os.PathLike, key: str | None = None
+) -> dict[str, "StoredTensor | np.ndarray"]:
+  """Opens the named tensors of a checkpoint as `read_tensors` reads them.
+
+  Tensors of safetensors stay in their file: `np.asarray` maps one into memory,
+  where the parts that are used are read. Those of other files are read.
+
+  Args:
+    path: as for `read_tensors`.
+    key: as for `read_tensors`.
+
+  Returns:
+    Tensors by name, with `shape` and `dtype`.
+
+  Raises:
+    FileNotFoundError: as for `read_tensors`.
+    ValueError: as for `read_tensors`.
+  """
+  return _read(path, key, _open_file)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor in a safetensors file, not read yet.
+
+  Attributes:
+    file: the file.
+    offset: of its first byte.
+    shape: its shape.
+    dtype: its dtype.
+  """
+
+  file: pathlib.Path
+  offset: int
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None):
+    """Maps the tensor; what is in memory is freed with the array."""
+    if not self.size:  # nothing to map
+      return np.zeros(self.shape, dtype or self.dtype)
+    array = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+    array = np.asarray(array)
+    return array if dtype is None else array.astype(dtype, copy=bool(copy))
+
+
+def _read(
+  path: str | os.PathLike, key: str | None, read: "_ReadFile"
+) -> _Arrays:
   path = pathlib.Path(path)
   if not path.exists():
     raise FileNotFoundError(f"{path}: no such file; expected {_EXPECTED}")
-  sharded = path.is_dir() or _sniff(path) == "index"
-  tensors = (_read_shards if sharded else _read_file)(path, key)
+  if path.is_dir() or _sniff(path) == "index":
+    tensors = _read_shards(path, key, read)
+  else:
+    tensors = read(path, key)
   if all(name.startswith("module.") for name in tensors):
     tensors = {n.removeprefix("module."): t for n, t in tensors.items()}
   return tensors
@@ -142,6 +214,37 @@ def _sniff(path: pathlib.Path) -> str:
   return f"unknown content {head[:8]!r}..." if head else "an empty file"
 
 
+_ReadFile = Callable[[pathlib.Path, str | None], _Arrays]
+
+
+def _open_file(path: pathlib.Path, key: str | None) -> _Arrays:
+  if _sniff(path) != "safetensors":
+    return _read_file(path, key)
+  try:
+    with safetensors.safe_open(path, "numpy"):  # the whole file is there
+      pass
+  except safetensors.SafetensorError as err:
+    raise _error(path, f"a damaged safetensors file ({err})") from err
+  with path.open("rb") as file:
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
+  header.pop("__metadata__", None)
+  tensors = {}
+  for name, entry in header.items():
+    if entry["dtype"] not in _STORED_DTYPES:
+      raise ValueError(
+        f"{path}: tensor {name!r} has dtype {entry['dtype']}; expected one of"
+        f" {', '.join(_STORED_DTYPES)}"
+      )
+    tensors[name] = StoredTensor(
+      path,
+      8 + size + entry["data_offsets"][0],
+      tuple(entry["shape"]),
+      np.dtype(_STORED_DTYPES[entry["dtype"]]),
+    )
+  return _select(path, tensors, key, StoredTensor)
+
+
 def _read_file(path: pathlib.Path, key: str | None) -> _Arrays:
   found = _sniff(path)
   if found == "zip":
@@ -160,13 +263,15 @@ def _read_file(path: pathlib.Path, key: str | None) -> _Arrays:
   return _select(path, tensors, key, np.ndarray)
 
 
-def _read_shards(path: pathlib.Path, key: str | None) -> _Arrays:
+def _read_shards(
+  path: pathlib.Path, key: str | None, read: _ReadFile
+) -> _Arrays:
   """Reads the shards that a directory holds or an index file lists."""
   weight_map, shards = {}, []
   if path.is_dir():
     indexes = sorted(path.glob("*.safetensors.index.json"))
     if len(indexes) == 1:
-      return _read_shards(indexes[0], key)
+      return _read_shards(indexes[0], key, read)
     shards = [file.name for file in sorted(path.glob("*.safetensors"))]
     if indexes or not shards:
       found = f"a directory with {len(indexes)} indexes, {len(shards)} shards"
@@ -187,7 +292,7 @@ def _read_shards(path: pathlib.Path, key: str | None) -> _Arrays:
     file = folder / shard
     if not file.is_file():
       raise FileNotFoundError(f"{file}: no such file, but {path} lists it")
-    content = _read_file(file, key)
+    content = read(file, key)
     if both := sorted(tensors.keys() & content.keys()):
       raise ValueError(
         f"{file}: {both[0]!r} is in another shard; pass one file"

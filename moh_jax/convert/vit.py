@@ -4,13 +4,28 @@ Names of github.com/SkyworkAI/MoH (MoH-ViT) and github.com/DaiShiResearch/
 TransNeXt (classification).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config import ViTConfig
+from moh_jax.config import Config, DataConfig, ViTConfig
 from moh_jax.convert import rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.rules import Rule
 from moh_jax.ops.routing import HeadBudget, RouterConfig
+
+# Released classifiers: ImageNet, centre crop of a 256-pixel resize.
+_DATA = DataConfig(
+  source="image_folder",
+  path="data/imagenet",
+  eval_resize=256,
+  augment="crop_flip",
+)
+
+
+def released_run(model: ViTConfig, tensors: Mapping[str, Any]) -> Config:
+  """The run that a released model stands for."""
+  del tensors  # its config says it all
+  return Config(model=model, data=_DATA)
 
 
 def attention_rules(

@@ -193,7 +193,9 @@ def open_sets(
   return found
 
 
-def open_tokenizer(data: TextDataConfig, vocab_size: int) -> Tokenizer | None:
+def open_tokenizer(
+  data: TextDataConfig, vocab_size: int, split: str = "train"
+) -> Tokenizer | None:
   """The tokenizer of the configured text; None for "fake".
 
   Raises:
@@ -202,7 +204,7 @@ def open_tokenizer(data: TextDataConfig, vocab_size: int) -> Tokenizer | None:
   """
   if data.source == "fake":
     return None
-  first, *_ = open_sets(data, vocab_size, "train").values()
+  first, *_ = open_sets(data, vocab_size, split).values()
   return first.tokenizer()
 
 

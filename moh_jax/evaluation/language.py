@@ -1,9 +1,9 @@
 """How well a language model predicts held-out text."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
-
-from typing import Any
 
 from moh_jax.config import LLMConfig
 from moh_jax.evaluation.means import EvalStep

@@ -25,7 +25,7 @@ class Sampling:
     top_k: draw from so many best tokens; 0 from all.
     top_p: draw from the fewest best tokens that have this probability.
     stop: texts that end what is written; they are left out of it.
-    seed: of the draws; row i of a call draws the same whatever stands beside it.
+    seed: of the draws; prompt i of a call draws the same whatever the others.
   """
 
   max_new_tokens: int = 64
@@ -37,7 +37,9 @@ class Sampling:
 
   def __post_init__(self):
     if self.max_new_tokens < 1:
-      raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+      raise ValueError(
+        f"max_new_tokens={self.max_new_tokens} must be at least 1"
+      )
     if not 0 <= self.temperature < float("inf"):
       raise ValueError(f"temperature={self.temperature} must be at least 0")
     if self.top_k < 0:

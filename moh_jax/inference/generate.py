@@ -28,6 +28,7 @@ Prompt = str | Sequence[int]
 
 _SPAN = 32  # tokens between two looks at what was written
 _SMALLEST_BUCKET = 16
+_GREEDY = Sampling()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +104,12 @@ class Generator:
     self._mesh, self._batch_size = mesh, batch_size
     model = LLM(config, unrolled=True)
     with self._on_mesh():
-      self._params = _serving_params(restored.params, config)
+      self._params = serving_params(restored.params, config)
     self._prefill = make_prefill(model, cache_dtype)
     self._decode = make_decode(model, tokenizer.eos_id, _SPAN)
 
   def generate(
-    self, prompts: Sequence[Prompt], sampling: Sampling = Sampling()
+    self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY
   ) -> list[Completion]:
     """Writes on from every prompt.
 
@@ -136,7 +137,7 @@ class Generator:
     return [done[row] for row in range(len(ids))]
 
   def stream(
-    self, prompt: Prompt, sampling: Sampling = Sampling()
+    self, prompt: Prompt, sampling: Sampling = _GREEDY
   ) -> Iterator[str]:
     """Writes on from one prompt, and gives the text as it grows.
 
@@ -317,8 +318,13 @@ def _bucket(size: int, smallest: int) -> int:
   return max(smallest, 1 << (size - 1).bit_length())
 
 
-def _serving_params(params: Any, config: LLMConfig) -> Any:
-  """Layers by themselves, large matrices in the compute dtype."""
+def serving_params(params: Any, config: LLMConfig) -> Any:
+  """Parameters for decoding: layers by themselves, matrices in `dtype`.
+
+  Args:
+    params: as trained.
+    config: the model.
+  """
   dtype = jnp.dtype(config.dtype)
 
   def cast(path: tuple, x: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ class Restored:
     params: parameters on the device or mesh.
     step: optimizer steps they were trained for.
     class_names: names of the outputs, empty where there are none.
+    tokenizer_sha256: of the tokenizer's file, empty where there is none.
   """
 
   config: Config
@@ -34,6 +35,7 @@ class Restored:
   params: Any
   step: int
   class_names: tuple[str, ...]
+  tokenizer_sha256: str = ""
 
 
 def restore(
@@ -55,7 +57,8 @@ def restore(
     sample: fields of the section `sample` to change, for diffusion models.
     **model_overrides: model fields to change, for instance `top_k` and
       `gate_form` to serve one training at several activated shares, `dtype`, or
-      `attention_impl`. None leaves a field as it was trained.
+      `attention_impl`. A `top_k` of one value holds for every layer (ViT:
+      stage). None leaves a field as it was trained.
 
   Returns:
     The model, its parameters and its config.
@@ -69,8 +72,9 @@ def restore(
   config = metadata.config
   if config.tune:  # a schedule of the training; what it ended with is served
     config = dataclasses.replace(config, tune=TuneConfig())
-  if len(overrides.get("top_k", ())) == 1:  # the same in every layer
-    overrides["top_k"] = overrides["top_k"] * len(config.model.top_k)
+  top_k = overrides.get("top_k")
+  if isinstance(top_k, list | tuple) and len(top_k) == 1:
+    overrides["top_k"] = tuple(top_k) * len(config.model.top_k)
   if overrides:
     config = config_lib.apply_overrides(config, "model", **overrides)
   if sample:
@@ -94,7 +98,14 @@ def restore(
   params = fit(
     checkpoint.restore_params(directory, step, abstract, use_ema=use_ema)
   )
-  return Restored(config, model, params, step, metadata.class_names)
+  return Restored(
+    config,
+    model,
+    params,
+    step,
+    metadata.class_names,
+    metadata.tokenizer_sha256,
+  )
 
 
 def _check_parameters(needed: Any, stored: Any, overrides: dict) -> None:

@@ -43,8 +43,8 @@ def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
       raise ValueError(f"{file}: {error}") from error
     if expected and tokenizer.sha256 != expected:
       raise ValueError(
-        f"{file} has sha256 {tokenizer.sha256[:16]}, the checkpoint was trained "
-        f"with a tokenizer of {expected[:16]}"
+        f"{file} has sha256 {tokenizer.sha256[:16]}, the checkpoint was "
+        f"trained with a tokenizer of {expected[:16]}"
       )
     return tokenizer
   raise FileNotFoundError(

@@ -51,10 +51,12 @@ class HeadChoice:
     top_k: [] int32 routed heads per token, in place of the budget's.
     order: [H] int32, the heads in the order in which the first are shared; None
       is their own order. `Routing` follows this order, gates the heads' own.
+    scale: [H] float32 that multiplies the gates, to see what a head is worth.
   """
 
   top_k: jax.Array | None = None
   order: jax.Array | None = None
+  scale: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -121,11 +123,14 @@ class HeadRouter(nn.Module):
       one), and the side values.
     """
     budget, config = self.budget, self.config
-    if config.kind == "none":
-      return None, routing.all_heads_aux(budget.num_heads)
-
     chex.assert_rank(x, 3)
     choice = HeadChoice() if choice is None else choice
+    if config.kind == "none":
+      gates = None
+      if choice.scale is not None:
+        gates = jnp.broadcast_to(choice.scale, (*x.shape[:2], budget.num_heads))
+      return gates, routing.all_heads_aux(budget.num_heads)
+
     if config.kind == "query_norm":
       if choice.order is not None:
         norms = jnp.take(norms, choice.order, axis=-1)
@@ -144,6 +149,8 @@ class HeadRouter(nn.Module):
     gates = decided.gates
     if choice.order is not None:
       gates = jnp.take(gates, jnp.argsort(choice.order), axis=-1)
+    if choice.scale is not None:
+      gates = gates * choice.scale
     return gates, aux
 
   def _two_stage(

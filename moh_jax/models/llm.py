@@ -129,6 +129,7 @@ class LLM(nn.Module):
     segments: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     top_k: jax.Array | None = None,
+    head_scale: jax.Array | None = None,
     slot: jax.Array | None = None,
     visible: jax.Array | None = None,
     with_logits: bool = True,
@@ -143,6 +144,8 @@ class LLM(nn.Module):
       token_mask: [B, N] bool, False for padding: unseen and not counted.
       top_k: [layers] int32 routed heads per token, at least 1, in place of the
         config's where a layer routes.
+      head_scale: [layers, H] float32 that multiplies the gates, for models of
+        one number of heads.
       slot: [] int32 of the first token in the cache.
       visible: [B, N, M] bool slots of the cache that the tokens see; None where
         the cache holds nothing before them.
@@ -171,7 +174,7 @@ class LLM(nn.Module):
     # Whole along the width: the devices that share it share the batch too.
     vectors = constrain(table.astype(dtype), "vocab", None)
     x = constrain(jnp.take(vectors, tokens, axis=0), "batch", None, None)
-    choices = _choices(cfg, top_k)
+    choices = _choices(cfg, top_k, head_scale)
     layers, routed = {}, {}
     first = 0
     for index, run in enumerate(cfg.runs()):
@@ -235,12 +238,14 @@ def rms_norm(config: LLMConfig, name: str) -> nn.RMSNorm:
   )
 
 
-def _choices(config: LLMConfig, top_k: jax.Array | None) -> HeadChoice:
+def _choices(
+  config: LLMConfig, top_k: jax.Array | None, head_scale: jax.Array | None
+) -> HeadChoice:
   """Every layer's departure from its budget, with a leading layer axis."""
   order = None
   if config.head_order and config.router != "none":
     order = jnp.asarray(config.head_order, jnp.int32)
-  return HeadChoice(top_k, order)
+  return HeadChoice(top_k, order, head_scale)
 
 
 def grow_vocabulary(params: Any, rows: int) -> Any:

@@ -54,20 +54,27 @@ def make_task(config: Config) -> Task:
 
 
 def make_evaluate(
-  model: nn.Module, config: Config, class_names: tuple[str, ...] = ()
+  model: nn.Module, config: Config, tokenizer_sha256: str = ""
 ) -> Evaluate:
   """Opens the held-out text and prepares its evaluation.
 
   Args:
     model: the network.
     config: the run.
-    class_names: none.
+    tokenizer_sha256: of the tokenizer it was trained with; "" if unknown.
 
   Raises:
     FileNotFoundError: there is no held-out text.
-    ValueError: it does not fit the model.
+    ValueError: it does not fit the model, or was made with another tokenizer.
   """
-  del class_names
+  data = config.data
+  tokenizer = sequences.open_tokenizer(data, config.model.vocab_size, "val")
+  sha256 = tokenizer.sha256 if tokenizer else tokenizer_sha256
+  if tokenizer_sha256 and sha256 != tokenizer_sha256:
+    raise ValueError(
+      f"data.path={data.path!r} was made with a tokenizer of sha256 "
+      f"{sha256[:16]}, the model was trained with {tokenizer_sha256[:16]}"
+    )
   held_out = sequences.HeldOut(config.data, config.model.vocab_size)
   eval_step = make_eval_step(model, config.model)
 

@@ -13,9 +13,7 @@ from moh_jax.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
 # (params, batch, rng, [] int32 steps done before) -> ([] loss, metrics).
-LossFn = Callable[
-  [Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]
-]
+LossFn = Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 
 
 def train_step(

@@ -33,7 +33,10 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
 
 def make_evaluate(
-  model: nn.Module, config: Config, class_names: tuple[str, ...]
+  model: nn.Module,
+  config: Config,
+  class_names: tuple[str, ...],
+  tokenizer_sha256: str = "",
 ) -> Evaluate:
   """Opens the held-out split of the configured family alone.
 
@@ -41,7 +44,9 @@ def make_evaluate(
     model: the network.
     config: the run.
     class_names: that the model was trained with; empty if unknown.
+    tokenizer_sha256: of the tokenizer it was trained with; "" if unknown.
   """
-  return _FAMILIES[config.model.family].make_evaluate(
-    model, config, class_names
-  )
+  family = _FAMILIES[config.model.family]
+  if family is language_modeling:
+    return family.make_evaluate(model, config, tokenizer_sha256)
+  return family.make_evaluate(model, config, class_names)

@@ -49,15 +49,13 @@ class WarmStart:
 
   def _check(self, fitted: Any) -> None:
     needed, given = _flat(self._abstract), _flat(fitted)
-    wrong = [
-      f"{'/'.join(path)} {given[path].shape if path in given else 'missing'}, "
-      f"{leaf.shape} needed"
-      for path, leaf in needed.items()
-      if path in given
-      and given[path].shape != leaf.shape
-      or path not in given
-      and not _is_router(path)
-    ]
+    wrong = []
+    for path, leaf in needed.items():
+      shape = given[path].shape if path in given else None
+      drawn = shape is None and _is_router(path)
+      if shape != leaf.shape and not drawn:
+        found = "missing" if shape is None else shape
+        wrong.append(f"{'/'.join(path)} {found}, {leaf.shape} needed")
     wrong += [
       f"{'/'.join(path)} not used"
       for path in given

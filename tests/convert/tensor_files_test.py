@@ -353,6 +353,68 @@ class SafetensorsTest(_TestCase):
       tensor_files.write_safetensors(self.path.parent, {"w": np.zeros(1)})
 
 
+class OpenTest(_TestCase):
+  """`open_tensors` gives what `read_tensors` does, without reading."""
+
+  @parameterized.parameters(
+    *("float64", "float32", "float16", "complex64", "bool", "uint8", "int8"),
+    *("uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    ml_dtypes.bfloat16,
+  )
+  def test_maps_what_reading_gives(self, dtype):
+    values = np.array([[0, 1, 2], [3, 4, 5]]).astype(dtype)
+    tensors = {"whole": values, "scalar": values[1, 1], "none": values[:0]}
+    tensor_files.write_safetensors(self.path, tensors, {"step": "7"})
+    opened = tensor_files.open_tensors(self.path)
+    self.assertEqual(opened.keys(), tensors.keys())
+    for name, value in tensors.items():
+      self.assertEqual(opened[name].shape, value.shape)
+      self.assertEqual(opened[name].size, value.size)
+      self.assertEqual(opened[name].dtype, value.dtype)
+      np.testing.assert_array_equal(np.asarray(opened[name]), value)
+      wide = np.asarray(opened[name], np.complex128)
+      np.testing.assert_array_equal(wide, value.astype(np.complex128))
+
+  def test_values_are_read_when_they_are_used(self):
+    tensor_files.write_safetensors(self.path, {"w": np.zeros(3)})
+    opened = tensor_files.open_tensors(self.path)["w"]
+    array = np.asarray(opened)
+    self.assertIsInstance(array.base, np.memmap)
+    self.assertFalse(array.flags.writeable)
+    content = self.path.read_bytes()
+    with self.path.open("r+b") as file:
+      file.seek(len(content) - 8)
+      file.write(np.float64(5).tobytes())
+    self.assertEqual(array[2], 5)
+
+  def test_torch_files_are_read(self):
+    tree = {"w": _tensor("0", (2,), (1,), size=2)}
+    _save(self.path, tree, {"0": np.float32([1, 2])})
+    opened = tensor_files.open_tensors(self.path)["w"]
+    np.testing.assert_array_equal(opened, [1, 2])
+
+  def test_has_no_keys(self):
+    tensor_files.write_safetensors(self.path, {"w": np.zeros(3)})
+    with self.assertRaisesRegex(ValueError, "no dict of tensors for key='ema'"):
+      tensor_files.open_tensors(self.path, "ema")
+
+  def test_unknown_dtype_is_named(self):
+    header = {"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
+    header = json.dumps(header).encode()
+    size = len(header).to_bytes(8, "little")
+    self.path.write_bytes(size + header + b"0")
+    with self.assertRaisesRegex(ValueError, "'w' has dtype F4; expected one"):
+      tensor_files.open_tensors(self.path)
+
+  @parameterized.parameters(0.3, 0.99)
+  def test_truncated_file_is_named(self, share):
+    tensor_files.write_safetensors(self.path, {"w": np.zeros(99)})
+    content = self.path.read_bytes()
+    self.path.write_bytes(content[: int(len(content) * share)])
+    with self.assertRaisesRegex(ValueError, "weights: found a damaged"):
+      tensor_files.open_tensors(self.path)
+
+
 class ShardsTest(_TestCase):
   def setUp(self):
     super().setUp()
@@ -370,9 +432,10 @@ class ShardsTest(_TestCase):
     self.index.write_text(json.dumps({"weight_map": weight_map}))
 
   def check(self, path):
-    read = tensor_files.read_tensors(path)
-    self.assertEqual(sorted(read), ["a", "b"])
-    np.testing.assert_array_equal(read["b"], [98, 98])
+    for reader in (tensor_files.read_tensors, tensor_files.open_tensors):
+      read = reader(path)
+      self.assertEqual(sorted(read), ["a", "b"])
+      np.testing.assert_array_equal(read["b"], [98, 98])
 
   def test_reads_a_directory(self):
     self.check(self.path)

@@ -1,4 +1,4 @@
-"""Feed-forward layers: plain, and the convolutional gated linear unit."""
+"""Feed-forward layers: plain, gated, and gated by a convolution."""
 
 import math
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.layers.mlp import MLP, ConvGLU, DepthwiseConv
+from moh_jax.layers.mlp import MLP, ConvGLU, DepthwiseConv, SwiGLU
 
 _B, _C, _F, _GRID = 2, 4, 6, (3, 5)
 _N = math.prod(_GRID)
@@ -103,6 +103,52 @@ class MLPTest(parameterized.TestCase):
     chex.assert_tree_all_finite(grads)
     for leaf in jax.tree.leaves(grads):
       self.assertGreater(float(jnp.abs(leaf).max()), 0.0)
+
+
+class SwiGLUTest(parameterized.TestCase):
+  @parameterized.parameters(False, True)
+  def test_equals_numpy_reference(self, use_bias):
+    module, x = SwiGLU(_F, use_bias), _tokens()
+    variables = _params(module, x)
+    params = jax.tree.map(np.float64, variables["params"])
+
+    def dense(name, x):
+      return x @ params[name]["kernel"] + params[name].get("bias", 0)
+
+    gate = dense("gate", np.float64(x))
+    hidden = gate / (1 + np.exp(-gate)) * dense("up", np.float64(x))
+    out = jax.jit(module.apply)(variables, x)
+    np.testing.assert_allclose(out, dense("down", hidden), rtol=2e-5, atol=2e-5)
+
+  @parameterized.product(dtype=(jnp.float32, jnp.bfloat16), use_bias=(0, 1))
+  def test_shapes_and_dtypes(self, dtype, use_bias):
+    module = SwiGLU(_F, bool(use_bias), dtype=dtype)
+    out, variables = jax.eval_shape(
+      lambda x: module.init_with_output(jax.random.key(0), x), _tokens(dtype)
+    )
+    chex.assert_shape(out, (_B, _N, _C))
+    chex.assert_type(out, dtype)
+    chex.assert_type(jax.tree.leaves(variables), jnp.float32)
+    leaves = ["kernel", "bias"] if use_bias else ["kernel"]
+    shapes = {"gate": (_C, _F), "up": (_C, _F), "down": (_F, _C)}
+    params = nn.unbox(variables)["params"]
+    self.assertCountEqual(params, shapes)
+    for name, shape in shapes.items():
+      self.assertCountEqual(params[name], leaves)
+      chex.assert_shape(params[name]["kernel"], shape)
+
+  def test_stores_parameters_in_param_dtype(self):
+    module = SwiGLU(_F, param_dtype=jnp.bfloat16)
+    leaves = jax.tree.leaves(_params(module, _tokens()))
+    chex.assert_type(leaves, jnp.bfloat16)
+
+  def test_kernels_start_with_the_deviation_of_linear_layers(self):
+    x = jnp.zeros((1, 1, 40))
+    init = jax.jit(SwiGLU(200, use_bias=True).init)
+    params = nn.unbox(init(jax.random.key(0), x))["params"]
+    for layer in params.values():
+      np.testing.assert_array_equal(layer["bias"], 0.0)
+      np.testing.assert_allclose(layer["kernel"].std(), 0.02, rtol=0.05)
 
 
 class ConvGLUTest(parameterized.TestCase):

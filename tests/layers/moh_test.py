@@ -1,5 +1,7 @@
 """Router, head mixing and the whole Mixture-of-Head attention."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -9,6 +11,8 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.layers import moh
 from moh_jax.ops import routing
+from moh_jax.ops.cache import make_cache
+from moh_jax.ops.position import RotaryConfig, rotate, rotation
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 _B, _N, _C = 2, 5, 8
@@ -160,6 +164,101 @@ class HeadRouterTest(parameterized.TestCase):
   def test_rejects_tokens_without_a_batch(self):
     with self.assertRaises(AssertionError):
       moh.HeadRouter(_BUDGET).init(jax.random.key(0), jnp.zeros((_N, _C)))
+
+
+_QUERY_NORM = RouterConfig("query_norm")
+_ORDER = (4, 0, 5, 2, 1, 3)
+
+
+def _norms() -> jax.Array:
+  norms = np.random.default_rng(3).uniform(size=(_B, _N, 6))
+  return jnp.asarray(norms, jnp.float32)
+
+
+class QueryNormRouterTest(parameterized.TestCase):
+  def test_has_no_parameters_and_the_gates_of_the_norms(self):
+    module = moh.HeadRouter(_BUDGET, _QUERY_NORM)
+    (gates, aux), variables = module.init_with_output(
+      jax.random.key(0), _tokens(), norms=_norms(), mutable=["params"]
+    )
+    self.assertEmpty(variables)
+    expected = routing.query_norm_gates(_norms(), _BUDGET)
+    chex.assert_trees_all_equal(gates, expected.gates)
+    chex.assert_trees_all_equal(aux, routing.router_aux(expected, _BUDGET))
+
+  def test_form_changes_the_balance_loss_only(self):
+    ours, theirs = (
+      moh.HeadRouter(_BUDGET, RouterConfig("query_norm", form)).apply(
+        {}, _tokens(), norms=_norms()
+      )
+      for form in routing.GATE_FORMS
+    )
+    chex.assert_trees_all_equal(ours[0], theirs[0])
+    released, paper = ours[1].balance_loss, theirs[1].balance_loss
+    np.testing.assert_allclose(released, 4 * paper, rtol=1e-6)
+
+  def test_estimator_is_the_configs(self):
+    def gradient(straight_through):
+      config = RouterConfig("query_norm", straight_through=straight_through)
+
+      def total(norms):
+        gates, _ = moh.HeadRouter(_BUDGET, config).apply(
+          {}, _tokens(), norms=norms
+        )
+        return jnp.sum(jnp.where(gates == 0, 1.0, 0.0) * gates)
+
+      return float(jnp.abs(jax.jit(jax.grad(total))(_norms())).max())
+
+    self.assertEqual(gradient("selected"), 0.0)
+    self.assertGreater(gradient("all"), 0.1)
+
+
+class HeadChoiceTest(parameterized.TestCase):
+  """Departures from the budget, the same for both routers."""
+
+  def _route(self, kind, budget=_BUDGET, choice=None):
+    module = moh.HeadRouter(budget, RouterConfig(kind))
+    args = {"norms": _norms(), "choice": choice}
+    variables = {}
+    if kind == "two_stage":
+      variables = _params(moh.HeadRouter(_BUDGET), _tokens())
+    apply = functools.partial(module.apply, mutable=["intermediates"])
+    (gates, aux), recorded = jax.jit(apply)(variables, _tokens(), **args)
+    return gates, aux, recorded["intermediates"]["routing"][0]
+
+  @parameterized.product(kind=("two_stage", "query_norm"), top_k=(1, 4))
+  def test_top_k_replaces_the_budgets(self, kind, top_k):
+    choice = moh.HeadChoice(top_k=jnp.int32(top_k))
+    expected = self._route(kind, HeadBudget(6, 2, top_k, 3))
+    ours = self._route(kind, choice=choice)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-6)
+    share = float(ours[1].activated_share)
+    self.assertAlmostEqual(share, (2 + top_k) / 6, places=6)
+
+  @parameterized.parameters("two_stage", "query_norm")
+  def test_own_order_changes_nothing(self, kind):
+    choice = moh.HeadChoice(order=jnp.arange(6))
+    chex.assert_trees_all_equal(
+      self._route(kind, choice=choice), self._route(kind)
+    )
+
+  @parameterized.parameters("two_stage", "query_norm")
+  def test_gates_follow_the_order_and_the_routing_stays_in_it(self, kind):
+    choice = moh.HeadChoice(order=jnp.array(_ORDER))
+    gates, _, decided = self._route(kind, choice=choice)
+    for place, head in enumerate(_ORDER):
+      np.testing.assert_array_equal(
+        gates[..., head], decided.gates[..., place]
+      )
+    # The first of the order are shared.
+    self.assertTrue(bool((gates[..., list(_ORDER[:2])] > 0).all()))
+
+  def test_order_of_norms_is_that_of_the_heads(self):
+    choice = moh.HeadChoice(order=jnp.array(_ORDER))
+    gates, _, _ = self._route("query_norm", choice=choice)
+    ordered = _norms()[..., jnp.array(_ORDER)]
+    expected = routing.query_norm_gates(ordered, _BUDGET).gates
+    np.testing.assert_array_equal(gates[..., jnp.array(_ORDER)], expected)
 
 
 class HeadProjectionTest(parameterized.TestCase):
@@ -385,6 +484,141 @@ class MoHAttentionTest(parameterized.TestCase):
     module = moh.MoHAttention(_BUDGET, implementation="flush")
     with self.assertRaisesRegex(ValueError, "implementation='flush'"):
       module.init(jax.random.key(0), _tokens())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend_jitted(module, variables, x, places, choice):
+  return module.apply(variables, x, places=places, choice=choice)[0]
+
+
+def _attend(module, variables, x=None, places=None, choice=None):
+  x = _tokens() if x is None else x
+  return _attend_jitted(module, variables, x, places, choice)
+
+
+class QueryNormAttentionTest(parameterized.TestCase):
+  @parameterized.parameters(None, 2)
+  def test_all_heads_on_are_multi_head_attention_exactly(self, kv_heads):
+    build = functools.partial(moh.MoHAttention, num_kv_heads=kv_heads)
+    plain = build(_BUDGET, RouterConfig(kind="none"))
+    variables = _params(plain, _tokens())
+    routed = build(HeadBudget(6, 2, 4, 3), _QUERY_NORM)
+    chex.assert_trees_all_equal_shapes(variables, _params(routed, _tokens()))
+    np.testing.assert_array_equal(
+      _attend(routed, variables), _attend(plain, variables)
+    )
+
+  def test_heads_are_chosen_by_the_norms_of_their_queries(self):
+    module, x = moh.MoHAttention(_BUDGET, _QUERY_NORM), _tokens()
+    variables = _params(module, x)
+    _, recorded = module.apply(variables, x, mutable=["intermediates"])
+    (decided,) = recorded["intermediates"]["router"]["routing"]
+    kernel, bias = (variables["params"]["qkv"][n] for n in ("kernel", "bias"))
+    queries = np.einsum("bnc,chd->bnhd", x, kernel[:, 0]) + bias[0]
+    norms = jnp.asarray(np.linalg.norm(queries, axis=-1))
+    expected = routing.query_norm_gates(norms, _BUDGET)
+    chex.assert_trees_all_close(decided, expected, rtol=1e-4)
+
+  def test_order_of_heads_is_as_if_the_weights_were_moved(self):
+    module = moh.MoHAttention(_BUDGET, _QUERY_NORM)
+    variables = _params(module, _tokens())
+    order = jnp.array(_ORDER)
+    ordered = _attend(
+      module, variables, choice=moh.HeadChoice(order=order)
+    )
+    moved = jax.tree.map(lambda p: p, variables)
+    moved["params"]["qkv"] = {
+      "kernel": variables["params"]["qkv"]["kernel"][:, :, order],
+      "bias": variables["params"]["qkv"]["bias"][:, order],
+    }
+    moved["params"]["out"] = {
+      "kernel": variables["params"]["out"]["kernel"][order],
+      "bias": variables["params"]["out"]["bias"],
+    }
+    expected = _attend(module, moved)
+    np.testing.assert_allclose(ordered, expected, atol=2e-5)
+    gap = jnp.abs(ordered - _attend(module, variables)).max()
+    self.assertGreater(float(gap), 0.1)
+
+
+class PlacesTest(parameterized.TestCase):
+  """Rotations, segments and caches of a whole layer."""
+
+  def setUp(self):
+    super().setUp()
+    budget = HeadBudget(num_heads=6, shared=2, top_k=2, head_dim=4)
+    self.module = moh.MoHAttention(budget, num_kv_heads=2, causal=True)
+    self.variables = _params(self.module, _tokens())
+    positions = jnp.broadcast_to(jnp.arange(_N), (_B, _N))
+    self.rotation = rotation(positions, RotaryConfig(dim=4, theta=10.0))
+
+  def test_rotation_turns_queries_and_keys_and_not_values(self):
+    places = moh.Places(rotation=self.rotation)
+    out = _attend(self.module, self.variables, places=places)
+    gap = jnp.abs(out - _attend(self.module, self.variables)).max()
+    self.assertGreater(float(gap), 1e-2)
+    # A token that sees itself alone is its value, which does not turn.
+    each = jnp.broadcast_to(jnp.arange(_N), (_B, _N))
+    alone = moh.Places(rotation=self.rotation, segments=each)
+    np.testing.assert_allclose(
+      _attend(self.module, self.variables, places=alone),
+      _attend(self.module, self.variables, places=moh.Places(segments=each)),
+      atol=1e-5,
+    )
+
+  def test_segments_are_attended_alone(self):
+    segments = jnp.array([[1, 1, 2, 2, 2]] * _B)
+    out = _attend(
+      self.module, self.variables, places=moh.Places(segments=segments)
+    )
+    for part in (slice(0, 2), slice(2, 5)):
+      alone = _attend(self.module, self.variables, _tokens()[:, part])
+      np.testing.assert_allclose(out[:, part], alone, atol=2e-5)
+
+  def test_keys_written_are_turned_and_read_back(self):
+    whole = moh.Places(rotation=self.rotation)
+    expected = _attend(self.module, self.variables, places=whole)
+    cache = {"keys_values": make_cache(_B, 2, 8, 4, "float32")}
+    outs = []
+    apply = jax.jit(functools.partial(self.module.apply, mutable=["cache"]))
+    for start, stop in ((0, 3), (3, 5)):
+      slots = jnp.arange(8) <= jnp.arange(start, stop)[:, None]
+      places = moh.Places(
+        rotation=jax.tree.map(lambda x: x[:, start:stop], self.rotation),  # noqa: B023
+        slot=jnp.int32(start),
+        visible=None if start == 0 else jnp.stack([slots] * _B),
+      )
+      variables = {**self.variables, "cache": cache}
+      x = _tokens()[:, start:stop]
+      (out, _), written = apply(variables, x, places=places)
+      cache = written["cache"]
+      outs.append(out)
+    np.testing.assert_allclose(
+      jnp.concatenate(outs, axis=1), expected, atol=2e-5
+    )
+    kernel, bias = (
+      self.variables["params"]["kv"][name] for name in ("kernel", "bias")
+    )
+    keys = jnp.einsum("bnc,chd->bnhd", _tokens(), kernel[:, 0]) + bias[0]
+    np.testing.assert_allclose(
+      cache["keys_values"].k[:, :, :_N].swapaxes(1, 2),
+      rotate(keys, self.rotation),
+      atol=1e-5,
+    )
+
+  @parameterized.parameters(
+    (True, None, True, True),
+    (False, None, False, False),
+    (True, False, True, False),
+    (False, True, False, True),
+  )
+  def test_output_bias_follows_the_others_unless_told(
+    self, use_bias, out_bias, projections, output
+  ):
+    module = moh.MoHAttention(_BUDGET, use_bias=use_bias, out_bias=out_bias)
+    params = _params(module, _tokens())["params"]
+    self.assertEqual("bias" in params["qkv"], projections)
+    self.assertEqual("bias" in params["out"], output)
 
 
 class KernelInitTest(parameterized.TestCase):

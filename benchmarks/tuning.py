@@ -1,0 +1,88 @@
+"""Three ways to continue-tune a multi-head language model into MoH.
+
+  python train.py --config=configs/llm_stdlib.py:mha --workdir=runs/mha
+  python -m benchmarks.tuning --checkpoint runs/mha --workdir runs/tuning \
+    --json benchmarks/results/tuning_cpu.json
+
+Shares the first heads, or the most important ones, or lowers the number of
+active heads step by step; beside them the same steps without a router. Held-out
+bits per byte when the router turns on, before any step, and after tuning.
+"""
+
+import argparse
+import pathlib
+
+from benchmarks import timing
+from moh_jax.cli import common
+from moh_jax.cli import main as cli
+from moh_jax.config import Config
+from moh_jax.inference.restore import restore
+from moh_jax.training import loop, sharding
+from moh_jax.training.tasks import make_evaluate
+
+_CONFIG = "configs/llm_stdlib_tune.py"
+
+
+def main() -> None:
+  """Tunes, evaluates and prints a table."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--checkpoint", required=True, metavar="DIR")
+  parser.add_argument("--workdir", required=True, metavar="DIR")
+  common.add_json(parser)
+  args = parser.parse_args()
+  workdir = pathlib.Path(args.workdir)
+  workdir.mkdir(parents=True, exist_ok=True)
+  heads = workdir / "heads.json"
+  cli.main(["heads", "--checkpoint", args.checkpoint, "--json", str(heads)])
+
+  rows = []
+  before = _bits(args.checkpoint)
+  for kind in ("mha", "first", f"importance:{heads}", "schedule"):
+    name = kind.partition(":")[0]
+    config = common.load_config(
+      f"{_CONFIG}:{kind}", [f"train.init_from={args.checkpoint}"]
+    )
+    result = loop.train(config, str(workdir / name))
+    rows.append(
+      {
+        "kind": name,
+        "activated_share": result.evaluation["activated_share"],
+        "router_on": _bits(args.checkpoint, config),
+        "tuned": result.evaluation["bits_per_byte"],
+      }
+    )
+  if args.json != "-":
+    print(f"before: {before:.4f} bits per byte, all heads on")
+    cells = [
+      (
+        row["kind"],
+        f"{row['activated_share']:.2f}",
+        f"{row['router_on']:.4f}",
+        f"{row['tuned']:.4f}",
+      )
+      for row in rows
+    ]
+    header = ("way", "active heads", "router turned on", "tuned")
+    print(common.table(cells, header))
+  report = {"machine": timing.machine(), "before": before, "rows": rows}
+  common.write_json(args.json, report)
+
+
+def _bits(directory: str, config: Config | None = None) -> float:
+  """Held-out bits per byte, with the router of another config if given."""
+  mesh = sharding.make_mesh(common.load_config(f"{_CONFIG}:mha").mesh)
+  overrides = {}
+  if config is not None:
+    names = ("router", "shared_heads", "top_k", "head_order")
+    overrides = {name: getattr(config.model, name) for name in names}
+    if config.tune.top_k_values:
+      first = config.tune.top_k_values[0]
+      overrides["top_k"] = (first,) * config.model.depth
+  with sharding.use_mesh(mesh):
+    restored = restore(directory, mesh=mesh, **overrides)
+    evaluate = make_evaluate(restored.model, restored.config, ())
+    return evaluate(restored.params, mesh)["bits_per_byte"]
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,96 @@
+"""How fast a language model reads prompts and writes tokens."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from moh_jax.config import LLMConfig, without_router
+from moh_jax.inference.decoding import make_decode, make_prefill
+from moh_jax.inference.generate import serving_params
+from moh_jax.models.llm import LLM
+from moh_jax.training.state import init_params, unbox
+
+_SPAN = 32  # tokens written at one time
+_BATCHES = (1, 8)
+
+
+def rows(moh: LLMConfig, length: int, rounds: int) -> list[dict]:
+  """Times a model against its multi-head baseline, in turns.
+
+  Args:
+    moh: the model.
+    length: tokens of a prompt; the cache has twice as many slots.
+    rounds: measured calls.
+
+  Returns:
+    Rows of "read_B" (a whole batch of prompts) and "write_B" (one token each).
+  """
+  result = []
+  for batch in _BATCHES:
+    models = {"moh": moh, "mha": without_router(moh)}
+    writers = {n: _Writer(m, batch, length) for n, m in models.items()}
+    for mode in ("read", "write"):
+      calls = {name: getattr(w, mode) for name, w in writers.items()}
+      times = timing.interleaved(calls, rounds)
+      tokens = length if mode == "read" else _SPAN
+      result += [
+        {
+          "variant": name,
+          "mode": f"{mode}_{batch}",
+          "ms": time.median * 1e3 / (1 if mode == "read" else _SPAN),
+          "spread": time.spread,
+          "units_per_second": batch * tokens / time.median,
+          "ratio_to_mha": time.median / times["mha"].median,
+        }
+        for name, time in times.items()
+      ]
+  return result
+
+
+def random_params(config: LLMConfig) -> Any:
+  """Parameters as they are drawn."""
+  model = LLM(config)
+  tokens = [jnp.zeros((1, 1), jnp.int32)]
+  on_cpu = jax.devices()[0].platform == "cpu"
+  options = {"xla_backend_optimization_level": 0} if on_cpu else None
+  init = jax.jit(
+    lambda: unbox(init_params(model, jax.random.key(1), tokens)),
+    compiler_options=options,
+  )
+  return init()
+
+
+class _Writer:
+  """Texts being written, `_SPAN` tokens a call."""
+
+  def __init__(self, config: LLMConfig, batch: int, length: int):
+    model = LLM(config, unrolled=True)
+    self._params = serving_params(random_params(config), config)
+    self._prefill = make_prefill(model, config.dtype)
+    self._decode = make_decode(model, None, _SPAN)
+    self._slots = 2 * length
+    self._prompts = (
+      np.ones((batch, length), np.int32),
+      np.zeros(batch, np.int32),
+      np.arange(batch, dtype=np.int32),
+      np.zeros(batch, bool),
+    )
+    self._state = self.read()
+
+  def read(self) -> Any:
+    """Reads prompts into a new cache."""
+    return self._prefill(self._params, *self._prompts, self._slots)
+
+  def write(self) -> jax.Array:
+    """Writes; starts anew where the cache is full."""
+    if int(self._state.slot) + _SPAN > self._slots:
+      self._state = jax.block_until_ready(self.read())
+    greedy = (0.0, 0, 1.0)
+    numbers = np.uint32(0), np.int32(0), np.int32(_SPAN)
+    self._state, tokens, _ = self._decode(
+      self._params, self._state, *numbers, *greedy
+    )
+    return tokens

@@ -1,0 +1,76 @@
+"""MoH-LLM from scratch with the paper's recipe (arXiv:2410.11842).
+
+  python -m moh_jax tokenize --input 'C4/*.json.gz' --tokenizer tokenizer.json \
+    --out TOKENS/c4          # and so on for each of the sources below
+  python train.py --config=configs/llm.py:s75 --workdir=DIR \
+    --config.data.path=TOKENS --config.mesh.fsdp=16
+
+Arguments: s75, s50, b75, b50 (MoH) and s, b (multi-head baseline), 100 billion
+tokens each; s75_200, b_200 and so on train on 200 billion.
+"""
+
+import ml_collections
+
+from moh_jax import config as config_lib
+from moh_jax.models.registry import MODELS
+
+# Percent of the sequences: RedPajama's Books, Wikipedia, ArXiv, StackExchange
+# and C4, Dolma, and the Pile.
+MIX = {
+  "books": 4.24,
+  "wikipedia": 3.50,
+  "arxiv": 4.37,
+  "stackexchange": 3.19,
+  "c4": 10.94,
+  "dolma": 61.28,
+  "pile": 12.48,
+}
+_SEQUENCE = 2048
+_BATCH = 2048  # sequences: 4 million tokens
+
+
+def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
+  name, _, billions = arg.partition("_")
+  models = [n for n in MODELS if "llm-" in n]
+  names = {n.partition("llm-")[2].replace("-", ""): n for n in models}
+  if name not in names or billions not in ("", "100", "200"):
+    raise ValueError(
+      f"configs/llm.py:{arg} must be one of {tuple(names)}, with _200 for 200 "
+      "billion tokens"
+    )
+  small = name[0] == "s"
+  config = config_lib.Config(
+    model=MODELS[names[name]],
+    data=config_lib.TextDataConfig(
+      source="tokens",
+      path="data/tokens",
+      mix=tuple(MIX),
+      ratios=tuple(MIX.values()),
+      sequence_length=_SEQUENCE,
+      batch_size=_BATCH,
+    ),
+    optim=config_lib.OptimConfig(
+      lr=3e-4 if small else 5e-4,
+      schedule="cosine",
+      warmup_steps=2000 if small else 500,
+      warmup_lr=1e-7,
+      final_lr=3e-5 if small else 5e-5,
+      b2=0.95,
+      weight_decay=0.1,
+      clip_norm=1.0,
+    ),
+    train=config_lib.TrainConfig(
+      steps=int(billions or 100) * 10**9 // (_BATCH * _SEQUENCE),
+      balance_weight=0.01,
+    ),
+    tune=config_lib.TuneConfig(),
+    checkpoint=config_lib.CheckpointConfig(
+      every=1000, keep_last=2, keep_every=5000
+    ),
+    eval=config_lib.EvalConfig(every=2000, batch_size=256),
+    log=config_lib.LogConfig(every=20),
+  )
+  cfg = config_lib.to_config_dict(config)
+  with cfg.unlocked():
+    cfg.model.dtype = "bfloat16"
+  return cfg

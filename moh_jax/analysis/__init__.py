@@ -1,0 +1,1 @@
+"""What heads do in a trained model."""

@@ -1,0 +1,299 @@
+"""`python -m moh_jax evaluate-lm`."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from moh_jax import config as config_lib
+from moh_jax.cli import common
+from moh_jax.cli.tokenize import INPUT_HELP
+from moh_jax.config import LLMConfig
+from moh_jax.config.checks import DTYPES
+from moh_jax.data.text_files import read_documents
+from moh_jax.data.text_pieces import Piece, list_pieces
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.evaluation import harness
+from moh_jax.evaluation.documents import score_documents
+from moh_jax.evaluation.harness_tasks import PRESETS, choose_tasks
+from moh_jax.inference.decoding import Sampling
+from moh_jax.inference.generate import Generator
+from moh_jax.inference.restore import Restored, restore
+from moh_jax.inference.score import Scorer
+from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.models.build import fit_params, make_model
+from moh_jax.ops.routing import GATE_FORMS
+from moh_jax.training import checkpoint, sharding
+
+_PIECE_BYTES = 64 << 20
+_COUNTS = ("documents", "bytes", "words", "tokens")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  parser.add_argument(
+    "--checkpoint",
+    required=True,
+    metavar="DIR",
+    help="workdir of train.py or output of `convert`",
+  )
+  parser.add_argument(
+    "--step", type=int, help="which checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--tasks",
+    metavar="T,T,...",
+    help="tasks, groups or tags of lm-eval (the extra moh_jax[llm]), or a "
+    f"preset: {', '.join(PRESETS)}",
+  )
+  parser.add_argument(
+    "--text",
+    nargs="+",
+    metavar="GLOB",
+    help=f"{INPUT_HELP}; scored without lm-eval",
+  )
+  parser.add_argument(
+    "--field",
+    default="text",
+    help="field of JSON objects and tables that is the text (default: text)",
+  )
+  parser.add_argument(
+    "--num-fewshot",
+    type=int,
+    metavar="N",
+    help="examples before each question, instead of the preset's or the "
+    "task's; tasks whose prompt has none keep it so",
+  )
+  parser.add_argument(
+    "--limit", type=int, metavar="N", help="documents of each task at most"
+  )
+  parser.add_argument(
+    "--include-path", default="", metavar="DIR", help="folder of more tasks"
+  )
+  parser.add_argument("--batch-size", type=int, default=8)
+  parser.add_argument(
+    "--top-k",
+    type=common.int_tuple,
+    metavar="K,K,...",
+    help="routed heads per token in every layer, instead of the trained ones: "
+    "one run for each number, side by side",
+  )
+  parser.add_argument(
+    "--gate-form",
+    choices=GATE_FORMS,
+    help="form of the gates, instead of the trained one",
+  )
+  parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
+  parser.add_argument(
+    "--no-ema", action="store_true", help="score the raw parameters"
+  )
+  parser.add_argument(
+    "--no-bos",
+    action="store_true",
+    help="tasks: contexts do not begin with the begin of text, for models that "
+    "were trained without",
+  )
+  common.add_mesh(parser)
+  common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the figures, a column for each activated share."""
+  if not args.tasks and not args.text:
+    raise ValueError("nothing to do: give --tasks, --text or both")
+  _check_model(args)
+  tokenizer = load_checkpoint_tokenizer(args.checkpoint)
+  pieces = _pieces(args.text) if args.text else []
+  tasks = None
+  if args.tasks:
+    choices = choose_tasks(args.tasks, args.num_fewshot)
+    tasks = harness.load_tasks(choices, args.include_path)
+
+  mesh = sharding.make_mesh(args.mesh)
+  sharding.check_batch("batch-size", args.batch_size, mesh)
+  with sharding.use_mesh(mesh):
+    # All that are asked for need the same parameters, or fewer.
+    first = (max(args.top_k),) if args.top_k else None
+    restored = restore(
+      args.checkpoint,
+      step=args.step,
+      use_ema=not args.no_ema,
+      mesh=mesh,
+      top_k=first,
+      gate_form=args.gate_form,
+      dtype=args.dtype,
+    )
+    runs = []
+    for top_k in args.top_k or (None,):
+      one = restored if top_k is None else _at_top_k(restored, top_k)
+      model = one.config.model
+      scorer = Scorer(
+        one.model, one.params, model, batch_size=args.batch_size, mesh=mesh
+      )
+      figures = {
+        "top_k": list(model.top_k),
+        "activated_share": _activated_share(model),
+      }
+      if tasks is not None:
+        figures |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
+      if pieces:
+        figures["text"] = score_documents(
+          scorer,
+          tokenizer,
+          _documents(pieces, args.field),
+          progress=sys.stderr.isatty(),
+        )
+      runs.append(figures)
+  if args.json != "-":
+    _print(runs)
+  common.write_json(
+    args.json,
+    {
+      "checkpoint": args.checkpoint,
+      "step": restored.step,
+      "dtype": restored.config.model.dtype,
+      "gate_form": restored.config.model.gate_form,
+      "runs": runs,
+    },
+  )
+  return 0
+
+
+def _activated_share(model: LLMConfig) -> float:
+  """Heads that a token uses over all heads, all layers together."""
+  if model.router == "none":
+    return 1.0
+  active = sum(budget.active for budget in model.budgets())
+  return active / sum(model.num_heads)
+
+
+def _check_model(args: argparse.Namespace) -> None:
+  """Refuses what does not fit the model, before anything large is read."""
+  metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  model = metadata.config.model
+  if not isinstance(model, LLMConfig):
+    raise ValueError(
+      f"{args.checkpoint} holds a model of family {model.family!r}; a language "
+      "model is needed"
+    )
+  if args.batch_size < 1:
+    raise ValueError(f"batch-size={args.batch_size} must be at least 1")
+  if args.limit is not None and args.limit < 1:
+    raise ValueError(f"limit={args.limit} must be at least 1")
+  if args.top_k and model.router == "none":
+    raise ValueError(
+      f"top-k={args.top_k}: the model has no routed heads, model.router='none'"
+    )
+  for top_k in args.top_k or ():
+    _with_top_k(metadata.config, top_k)
+
+
+def _with_top_k(config: config_lib.Config, top_k: int) -> config_lib.Config:
+  config = dataclasses.replace(config, tune=config_lib.TuneConfig())
+  values = (top_k,) * config.model.depth
+  return config_lib.apply_overrides(config, "model", top_k=values)
+
+
+def _at_top_k(restored: Restored, top_k: int) -> Restored:
+  """The same parameters with another number of routed heads in every layer."""
+  wanted = _with_top_k(restored.config, top_k)
+  model, _ = make_model(wanted)
+  params = fit_params(restored.params, restored.config, wanted)
+  return dataclasses.replace(
+    restored, config=wanted, model=model, params=params
+  )
+
+
+def _run_tasks(
+  tasks: harness.HarnessTasks,
+  restored: Restored,
+  tokenizer: Tokenizer,
+  scorer: Scorer,
+  mesh: Mesh,
+  args: argparse.Namespace,
+) -> dict[str, Any]:
+  from moh_jax.evaluation.harness_model import HarnessModel  # needs lm-eval
+
+  generator = None
+  if tasks.need_generation:
+    generator = Generator(
+      restored, tokenizer, mesh=mesh, batch_size=args.batch_size
+    )
+
+  def generate(prompts: Sequence[list[int]], **options: Any) -> list[str]:
+    made = generator.generate(prompts, Sampling(**options))
+    return [completion.text for completion in made]
+
+  model = HarnessModel(
+    tokenizer,
+    scorer,
+    generate,
+    add_bos=not args.no_bos,
+    progress=sys.stderr.isatty(),
+  )
+  return harness.run_tasks(tasks, model, limit=args.limit)
+
+
+def _pieces(globs: Sequence[str]) -> list[Piece]:
+  return [
+    piece for group in list_pieces(globs, _PIECE_BYTES) for piece in group
+  ]
+
+
+def _documents(pieces: Sequence[Piece], field: str) -> Iterator[str]:
+  for piece in pieces:
+    for _, text in read_documents(piece, field):
+      yield text
+
+
+def _print(runs: Sequence[dict[str, Any]]) -> None:
+  heads = [
+    f"{_short(run['top_k'])} ({run['activated_share']:.1%})" for run in runs
+  ]
+  if "tasks" in runs[0]:
+    rows = [
+      (name, row["shots"], metric, *(_value(run, name, metric) for run in runs))
+      for name, row in runs[0]["tasks"].items()
+      for metric in row["metrics"]
+    ]
+    means = [run["mean"] for run in runs]
+    if means[0] is not None:
+      rows.append(("mean of *", "", "", *(f"{mean:.4f}" for mean in means)))
+    header = ("task", "shots", "metric", *(f"top_k={head}" for head in heads))
+    print(common.table(rows, header))
+  if "text" in runs[0]:
+    if "tasks" in runs[0]:
+      print()
+    names = [name for name in runs[0]["text"] if name not in _COUNTS]
+    rows = [
+      (name, *(_figure(run["text"][name]) for run in runs)) for name in names
+    ]
+    rows += [(name, f"{runs[0]['text'][name]:,}") for name in _COUNTS]
+    rows = [(*row, *[""] * (len(runs) + 1 - len(row))) for row in rows]
+    print(common.table(rows, ("text", *(f"top_k={head}" for head in heads))))
+
+
+def _value(run: dict[str, Any], name: str, metric: str) -> str:
+  """A figure with its standard error; a star marks what the mean is of."""
+  row = run["tasks"][name]
+  found = row["metrics"][metric]
+  if found["value"] is None:
+    return "n/a"
+  text = _figure(found["value"])
+  if found["stderr"] is not None:
+    text += f" +- {_figure(found['stderr'])}"
+  return f"{text} *" if metric == row["main"] else text
+
+
+def _figure(value: float) -> str:
+  """Four places; perplexities may have too many digits before them."""
+  return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def _short(top_k: Sequence[int]) -> str:
+  """One number where all layers have the same."""
+  values = top_k if len(set(top_k)) > 1 else top_k[:1]
+  return ",".join(map(str, values))

@@ -1,0 +1,80 @@
+"""`python -m moh_jax heads`."""
+
+import argparse
+import itertools
+
+from moh_jax import config as config_lib
+from moh_jax.analysis.importance import head_importance, order_by_importance
+from moh_jax.cli import common
+from moh_jax.data import sequences
+from moh_jax.inference.restore import restore
+from moh_jax.training import sharding
+from moh_jax.training.task import stream
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Declares the command's arguments."""
+  common.add_checkpoint(parser)
+  common.add_mesh(parser)
+  parser.add_argument(
+    "--batches",
+    type=int,
+    default=8,
+    metavar="N",
+    help="batches of the run's training text to measure on",
+  )
+  parser.add_argument("--batch-size", type=int, help="sequences per batch")
+  common.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints what every head of a language model is worth.
+
+  The JSON's "head_order" is what `model.head_order` takes to share the most
+  important heads in place of the first.
+  """
+  if args.batches < 1:
+    raise ValueError(f"--batches {args.batches} must be at least 1")
+  mesh = sharding.make_mesh(args.mesh)
+  with sharding.use_mesh(mesh):
+    restored = restore(
+      args.checkpoint,
+      step=args.step,
+      mesh=mesh,
+      **common.router_overrides(args),
+    )
+    config = restored.config
+    if config.model.family != "llm":
+      raise ValueError(
+        f"{args.checkpoint} holds a model of family {config.model.family!r}; "
+        "heads are measured of language models so far"
+      )
+    if args.batch_size is not None:
+      config = config_lib.apply_overrides(
+        config, "data", batch_size=args.batch_size
+      )
+    sharding.check_batch("data.batch_size", config.data.batch_size, mesh)
+    text = sequences.train_sequences(
+      config.data, config.model.vocab_size, config.train.seed
+    )
+    batches = itertools.islice(stream(config, text, mesh), args.batches)
+    importance = head_importance(
+      restored.model,
+      config.model,
+      restored.params,
+      (sharding.shard_batch(batch, mesh) for batch in batches),
+    )
+  if args.json != "-":
+    rows = [
+      (layer, *(f"{value:.3f}" for value in values))
+      for layer, values in enumerate(importance)
+    ]
+    heads = (f"head {head}" for head in range(importance.shape[1]))
+    print(common.table(rows, ("layer", *heads)))
+  report = {
+    "importance": importance.tolist(),
+    "head_order": order_by_importance(importance),
+    "step": restored.step,
+  }
+  common.write_json(args.json, report)
+  return 0

@@ -1,0 +1,368 @@
+"""Hugging Face's config.json of the LLaMA family, to `LLMConfig` and back.
+
+Read is what our model computes exactly; everything else is refused, since a
+field that is passed over makes wrong numbers without a word. What config.json
+has no place for stands under a key of ours, `moh_jax`: fields of `LLMConfig`
+that replace what the other keys say.
+
+`max_position_embeddings` is the length of the training. transformers computes
+texts of any length; `max_length` is what the RoPE was made for: the length of
+the training times the factor under the scalings "linear" and "dynamic", and
+that length itself under "llama3", where it already is the longer one.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from moh_jax.config import LLMConfig, without_router
+from moh_jax.ops.position import ROPE_SCALINGS
+
+FILE = "config.json"
+# Architectures whose biases of the attention differ; the rest is one network.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+# Of exported models that only this project computes: under a plain name others
+# would load them and compute something else.
+OUR_ARCHITECTURE = "MoHLlamaForCausalLM"
+OUR_KEY = "moh_jax"
+
+_MODEL_TYPES = {"llama": 0, "mistral": 1, "qwen2": 2}
+_REQUIRED = (
+  "vocab_size",
+  "hidden_size",
+  "intermediate_size",
+  "num_hidden_layers",
+  "num_attention_heads",
+  "max_position_embeddings",
+  "rms_norm_eps",
+)
+# Longer texts than the training's are a matter of the factor alone.
+_STRETCHED = ("linear", "dynamic")
+_LLAMA3 = {
+  "low_freq_factor": "rope_low_freq_factor",
+  "high_freq_factor": "rope_high_freq_factor",
+  "original_max_position_embeddings": "rope_original_length",
+}
+
+
+def read_config(path: pathlib.Path) -> LLMConfig:
+  """Reads a config.json.
+
+  Args:
+    path: the file.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is damaged, or of a model that ours does not compute; the
+      field, its value and what is supported are named.
+  """
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: no such file")
+  try:
+    stored = json.loads(path.read_text())
+  except ValueError as error:
+    raise ValueError(f"{path}: not valid JSON: {error}") from error
+  if not isinstance(stored, dict):
+    raise ValueError(f"{path}: holds no JSON object")
+  try:
+    return from_hf(stored)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+
+
+def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
+  """The model of a parsed config.json; exact, or an error.
+
+  Raises:
+    ValueError: a field is missing, or has a value that our model does not
+      compute.
+  """
+  architecture = _architecture(stored)
+  _check_supported(stored, architecture)
+  for name in _REQUIRED:
+    if stored.get(name) is None:
+      raise ValueError(f"has no {name!r}")
+  heads = _integer(stored, "num_attention_heads")
+  width = _integer(stored, "hidden_size")
+  layers = _integer(stored, "num_hidden_layers")
+  kv_heads, head_dim = heads, width // heads
+  if stored.get("num_key_value_heads") is not None:
+    kv_heads = _integer(stored, "num_key_value_heads")
+  if stored.get("head_dim") is not None:
+    head_dim = _integer(stored, "head_dim")
+  elif width % heads:
+    raise ValueError(
+      f"hidden_size={width} must be a multiple of num_attention_heads={heads} "
+      "where no head_dim is given"
+    )
+  if heads % kv_heads:
+    raise ValueError(
+      f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
+    )
+  qkv_bias = out_bias = bool(stored.get("attention_bias", False))
+  if architecture == "Qwen2ForCausalLM":
+    qkv_bias, out_bias = True, False
+  fields = {
+    "vocab_size": _integer(stored, "vocab_size"),
+    "width": width,
+    "mlp_dim": _integer(stored, "intermediate_size"),
+    "num_heads": (heads,) * layers,
+    "num_kv_heads": kv_heads,
+    "head_dim": head_dim,
+    "norm_eps": float(stored["rms_norm_eps"]),
+    "tie_embeddings": bool(stored.get("tie_word_embeddings", False)),
+    "qkv_bias": qkv_bias,
+    "out_bias": out_bias,
+    "mlp_bias": bool(stored.get("mlp_bias", False)),
+    "router": "none",
+    "shared_heads": (heads,) * layers,
+    "top_k": (0,) * layers,
+    "remat": "dots",  # as our released models
+    **_rope(stored),
+  }
+  fields |= _our_fields(stored, architecture)
+  try:
+    return LLMConfig(**fields)
+  except TypeError as error:  # of values that only our key holds
+    raise ValueError(f"{OUR_KEY}: {error}") from error
+
+
+def to_hf(
+  model: LLMConfig,
+  *,
+  dtype: str = "float32",
+  bos_id: int | None = None,
+  eos_id: int | None = None,
+) -> dict[str, Any]:
+  """The config.json of a model; `from_hf` gives the model back.
+
+  Args:
+    model: the config.
+    dtype: of the stored weights.
+    bos_id: token that begins a text, if known.
+    eos_id: token that ends one, if known.
+
+  Returns:
+    What transformers' `LlamaForCausalLM` or `Qwen2ForCausalLM` loads, where
+    one of them computes this model.
+  """
+  names = ("LlamaForCausalLM", "Qwen2ForCausalLM")
+  for architecture in (*names, OUR_ARCHITECTURE):
+    stored = _to_hf(model, architecture)
+    # `router` must stand there for its absence to mean a damaged file.
+    ours = {"router": model.router} if architecture == OUR_ARCHITECTURE else {}
+    plain = from_hf(stored | {OUR_KEY: {"router": "none"}})
+    if architecture != OUR_ARCHITECTURE and _numbers(plain) != _numbers(model):
+      continue
+    for field in dataclasses.fields(model):
+      value = getattr(model, field.name)
+      if value != getattr(plain, field.name):
+        ours[field.name] = value
+    stored |= {OUR_KEY: ours} if ours else {}
+    break
+  ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+  return {**stored, **ids, "torch_dtype": dtype}
+
+
+def moh_llama3(model: LLMConfig) -> LLMConfig:
+  """A plain LLaMA as the MoH-LLaMA3 release routes it.
+
+  Of the heads of a layer the first int(0.5 h) are shared, and int(0.25 h) of
+  the others are chosen by the norms of their queries.
+  """
+  return dataclasses.replace(
+    model,
+    router="query_norm",
+    shared_heads=tuple(int(0.5 * heads) for heads in model.num_heads),
+    top_k=tuple(int(0.25 * heads) for heads in model.num_heads),
+  )
+
+
+def _architecture(stored: Mapping[str, Any]) -> str:
+  known = (*ARCHITECTURES, OUR_ARCHITECTURE)
+  found = stored.get("architectures")
+  if not found:  # as in configs that were written by hand
+    kind = stored.get("model_type")
+    if kind not in _MODEL_TYPES:
+      raise ValueError(
+        f"architectures={found!r}, model_type={kind!r}: supported are "
+        f"{known} or, without architectures, {tuple(_MODEL_TYPES)}"
+      )
+    return ARCHITECTURES[_MODEL_TYPES[kind]]
+  if not isinstance(found, list) or len(found) > 1 or found[0] not in known:
+    raise ValueError(f"architectures={found!r} must be one of {known}")
+  return found[0]
+
+
+def _check_supported(stored: Mapping[str, Any], architecture: str) -> None:
+  """Refuses what would change the numbers."""
+
+  def refuse(name: str, allowed: str) -> None:
+    raise ValueError(f"{name}={stored[name]!r} must be {allowed}")
+
+  if stored.get("hidden_act", "silu") not in ("silu", "swish"):
+    refuse("hidden_act", "'silu'")
+  if stored.get("quantization_config"):
+    refuse("quantization_config", "absent: weights must not be quantized")
+  if stored.get("partial_rotary_factor") not in (None, 1, 1.0):
+    refuse("partial_rotary_factor", "1: all of a head is rotated")
+  if _slides(stored, architecture):
+    refuse(
+      "sliding_window",
+      "null (or at least max_position_embeddings, or use_sliding_window "
+      "false): every token sees all before it",
+    )
+  kinds = set(stored.get("layer_types") or ["full_attention"])
+  if kinds != {"full_attention"}:
+    refuse("layer_types", "'full_attention' in every layer")
+
+
+def _slides(stored: Mapping[str, Any], architecture: str) -> bool:
+  window = stored.get("sliding_window")
+  if window is None or architecture in ("LlamaForCausalLM", OUR_ARCHITECTURE):
+    return False
+  on = stored.get("use_sliding_window", architecture == "MistralForCausalLM")
+  longest = stored.get("max_position_embeddings") or math.inf
+  return bool(on) and window < longest
+
+
+def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
+  """Fields of RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+  name = "rope_parameters"
+  if stored.get(name) is None:
+    name = "rope_scaling"
+  scaling = stored.get(name) or {}
+  if not isinstance(scaling, dict) or any(
+    isinstance(value, dict) for value in scaling.values()
+  ):
+    raise ValueError(f"{name}={scaling!r} must be one set of parameters")
+  kind = scaling.get("rope_type", scaling.get("type", "default"))
+  kind = "none" if kind == "default" else kind
+  if kind not in ROPE_SCALINGS:
+    allowed = ("default", *ROPE_SCALINGS[1:])
+    raise ValueError(f"{name}.rope_type={kind!r} must be one of {allowed}")
+  if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
+    raise ValueError(
+      f"{name}.partial_rotary_factor={scaling['partial_rotary_factor']} must "
+      "be 1: all of a head is rotated"
+    )
+  length = _integer(stored, "max_position_embeddings")
+  theta = scaling.get("rope_theta", stored.get("rope_theta"))
+  fields = {
+    "rope_theta": 10000.0 if theta is None else float(theta),
+    "rope_scaling": kind,
+    "max_length": length,
+  }
+  if kind == "none":
+    return fields
+  if not isinstance(scaling.get("factor"), int | float):
+    raise ValueError(
+      f"{name}.factor={scaling.get('factor')!r} must be a number for "
+      f"rope_type={kind!r}"
+    )
+  fields["rope_factor"] = float(scaling["factor"])
+  if kind in _STRETCHED:
+    fields["max_length"] = int(length * fields["rope_factor"])
+  if kind == "dynamic":
+    fields["rope_original_length"] = length
+  if kind == "llama3":
+    # transformers, too, takes the whole length where none is given.
+    given = {"original_max_position_embeddings": length, **scaling}
+    for theirs, ours in _LLAMA3.items():
+      if not isinstance(given.get(theirs), int | float):
+        raise ValueError(
+          f"{name}.{theirs}={given.get(theirs)!r} must be a number for "
+          "rope_type='llama3'"
+        )
+      fields[ours] = type(getattr(LLMConfig(), ours))(given[theirs])
+  return fields
+
+
+def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+  ours = stored.get(OUR_KEY) or {}
+  names = {field.name for field in dataclasses.fields(LLMConfig)}
+  if unknown := sorted(set(ours) - names):
+    raise ValueError(f"{OUR_KEY}: unknown fields {unknown}")
+  if architecture == OUR_ARCHITECTURE and "router" not in ours:
+    raise ValueError(
+      f"architectures=[{OUR_ARCHITECTURE!r}] needs {OUR_KEY}.router"
+    )
+  if architecture != OUR_ARCHITECTURE and ours.get("router", "none") != "none":
+    raise ValueError(
+      f"{OUR_KEY}.router={ours['router']!r} must be 'none' for architectures="
+      f"[{architecture!r}]"
+    )
+  return {name: _frozen(value) for name, value in ours.items()}
+
+
+def _frozen(value: Any) -> Any:
+  """JSON's lists as the tuples of a config."""
+  if isinstance(value, list):
+    return tuple(_frozen(item) for item in value)
+  return value
+
+
+def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
+  """The keys of transformers alone."""
+  kind = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
+  length = model.max_length
+  scaling: dict[str, Any] | None = None
+  if model.rope_scaling != "none":
+    scaling = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+  if model.rope_scaling == "linear":
+    length = math.ceil(length / model.rope_factor)
+  elif model.rope_scaling == "dynamic":
+    length = model.rope_original_length
+  elif model.rope_scaling == "llama3":
+    scaling |= {theirs: getattr(model, o) for theirs, o in _LLAMA3.items()}
+  stored = {
+    "architectures": [architecture],
+    "model_type": kind.get(architecture, "moh_llama"),
+    "vocab_size": model.vocab_size,
+    "hidden_size": model.width,
+    "intermediate_size": model.mlp_dim,
+    "num_hidden_layers": model.depth,
+    "num_attention_heads": model.num_heads[0],
+    "num_key_value_heads": model.num_kv_heads,
+    "head_dim": model.head_dim,
+    "hidden_act": "silu",
+    "max_position_embeddings": length,
+    "rms_norm_eps": model.norm_eps,
+    "rope_theta": model.rope_theta,
+    "rope_scaling": scaling,
+    "tie_word_embeddings": model.tie_embeddings,
+    "attention_dropout": 0.0,
+  }
+  if architecture == "Qwen2ForCausalLM":
+    return stored | {"use_sliding_window": False}
+  return stored | {
+    "attention_bias": model.qkv_bias and model.out_bias,
+    "mlp_bias": model.mlp_bias,
+  }
+
+
+def _numbers(model: LLMConfig) -> LLMConfig:
+  """A model with the fields that do not change its numbers at one value."""
+  default = LLMConfig()
+  unused = {"max_length", *LLMConfig.RUNTIME_FIELDS}
+  if model.router == "none":
+    unused |= {"gate_form", "two_stage", "straight_through", "head_order"}
+    model = without_router(model)
+  if model.rope_scaling == "none":
+    unused |= {"rope_factor"}
+  if model.rope_scaling != "llama3":
+    unused |= {"rope_low_freq_factor", "rope_high_freq_factor"}
+  if model.rope_scaling not in ("llama3", "dynamic"):
+    unused |= {"rope_original_length"}
+  unused = {name: getattr(default, name) for name in unused}
+  return dataclasses.replace(model, **unused)
+
+
+def _integer(stored: Mapping[str, Any], name: str) -> int:
+  value = stored[name]
+  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+  return value

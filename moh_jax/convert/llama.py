@@ -1,0 +1,121 @@
+"""Checkpoints of the LLaMA family, with or without MoH.
+
+Names of `LlamaForCausalLM` and its relatives in Hugging Face's transformers.
+RoPE turns the same pairs there, so no rows are permuted. MoH-LLaMA3 of
+github.com/SkyworkAI/MoH has no further tensors. Router matrices of models
+trained here have no public names; `model.layers.N.self_attn.router.*` is ours.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
+from moh_jax.convert import rules
+from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
+from moh_jax.convert.rules import Joined, Rule
+from moh_jax.ops.routing import HeadBudget
+
+_ROUTER_NAMES = {
+  name: f"router.{name}" for name in ("routed", "group", "shared")
+}
+_SEQUENCE_LENGTH = 2048  # of further training; longer ones are a choice
+
+
+def model_rules(config: LLMConfig) -> list[Rule]:
+  """Rules of the whole network."""
+  table = [
+    rules.one("model.embed_tokens.weight", "embed/embedding"),
+    rules.one("model.norm.weight", "norm/scale"),
+  ]
+  if not config.tie_embeddings:
+    table += rules.linear("lm_head", "head", bias=False)
+  block = functools.partial(_block_rules, config)
+  return table + stack_rules(config, block, "model.layers.{layer}.")
+
+
+def released_run(model: LLMConfig, tensors: Mapping[str, Any]) -> Config:
+  """The run that a released model stands for."""
+  del tensors  # its config says it all
+  length = min(_SEQUENCE_LENGTH, model.max_length)
+  data = TextDataConfig(sequence_length=length)
+  return Config(model=model, data=data, tune=TuneConfig())
+
+
+def is_ignored(model: LLMConfig, name: str) -> bool:
+  """Whether a checkpoint may hold a tensor that has no meaning.
+
+  Old checkpoints hold RoPE's frequencies, which follow from the config. The
+  output layer of a model with tied embeddings is the embedding, whatever else
+  is stored: so does transformers.
+  """
+  tied = model.tie_embeddings and name == "lm_head.weight"
+  return tied or name.endswith("rotary_emb.inv_freq")
+
+
+def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
+  heads, dim = budget.num_heads, budget.head_dim
+  kv_heads = config.num_kv_heads
+  project = functools.partial(_projection, dim=dim, bias=config.qkv_bias)
+  if kv_heads == heads:
+    attention = project(("q_proj", "k_proj", "v_proj"), "qkv", heads)
+  else:
+    attention = [
+      *project(("q_proj",), "q", heads),
+      *project(("k_proj", "v_proj"), "kv", kv_heads),
+    ]
+  attention += mix_rules("o_proj", "out", heads, dim, config.out_bias)
+  attention += router_rules(budget, config.router_config, _ROUTER_NAMES)
+  table = [
+    *rules.prefixed(attention, "self_attn.", ("attn",)),
+    rules.one("input_layernorm.weight", "attn_norm/scale"),
+    rules.one("post_attention_layernorm.weight", "mlp_norm/scale"),
+  ]
+  for name in ("gate", "up", "down"):
+    table += rules.linear(
+      f"mlp.{name}_proj", f"mlp/{name}", bias=config.mlp_bias
+    )
+  return table
+
+
+def _projection(
+  theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
+) -> list[Rule]:
+  """Linears (H * D, C) to one `HeadProjection` kernel (C, parts, H, D)."""
+
+  def rule(
+    kind: str,
+    name: str,
+    axis: int,
+    load: Callable[[Any], Any],
+    dump: Callable[[Any], Any],
+  ) -> Rule:
+    before = (slice(None),) * axis
+    parts = range(len(theirs))
+    return Rule(
+      tuple(f"{part}.{kind}" for part in theirs),
+      ((ours, name),),
+      lambda arrays: [Joined([load(a) for a in arrays], axis)],
+      lambda arrays: [dump(arrays[0][(*before, part)]) for part in parts],
+    )
+
+  table = [
+    rule(
+      "weight",
+      "kernel",
+      1,
+      lambda w: w.T.reshape(-1, heads, dim),
+      lambda k: k.reshape(-1, heads * dim).T,
+    )
+  ]
+  if bias:
+    table.append(
+      rule(
+        "bias",
+        "bias",
+        0,
+        lambda b: b.reshape(heads, dim),
+        lambda b: b.reshape(-1),
+      )
+    )
+  return table

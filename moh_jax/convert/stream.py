@@ -1,0 +1,352 @@
+"""Checkpoints written and read piece by piece, in bounded memory.
+
+A stacked leaf of an 8B model (one MLP matrix of all layers) has 7.5 GB in
+float32, three times the largest tensor of its source, so a leaf must not exist
+as one array. Orbax saves arrays that exist; what it lets a user replace is how
+a leaf of some type is written: a `TypeHandler` in a registry of one's own. Ours
+writes a leaf as `ocp.type_handlers.NumpyHandler` would (the same array format
+under the same name and type string, from Orbax's own specs), but one block
+after another, each read from the source when it is its turn. Everything else,
+the step folder that appears by a rename when it is whole above all, stays
+Orbax's, and the result is an ordinary checkpoint. The same handler reads: it
+opens leaves where Orbax's would load them.
+
+Peak memory of a conversion:
+
+    0.45 GB (Python, JAX, a few blocks of 32 MiB)  +  mapped source tensors
+
+The second term is one tensor of the source in the source's dtype, or the two or
+three that make one of our projections; the largest is the embedding. These
+pages belong to the page cache: the kernel takes them back if it must. Measured
+with 1.2e9 parameters in bfloat16, largest tensor 250 MiB, largest leaf 1 GiB in
+float32: 676 MiB.
+
+Orbax exports two of the functions used here (`get_json_tspec_write` and
+`get_json_tspec_read`) without documenting them; what they and the handler do is
+pinned in tests/convert/stream_test.py.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from flax import traverse_util
+from jax.sharding import Mesh
+
+from moh_jax.config import Config
+from moh_jax.convert import rules
+from moh_jax.convert.rules import Rule
+from moh_jax.models.build import make_model
+from moh_jax.training import checkpoint, sharding
+from moh_jax.training.state import abstract_params, unbox
+
+BLOCK_BYTES = 2**25
+_Index = tuple[slice, ...]
+
+
+class _Leaf:
+  """What our handler is registered for."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SourceLeaf(_Leaf):
+  """A parameter of ours as it will be made of their tensors.
+
+  Attributes:
+    rule: what makes it.
+    place: which of the rule's parameters it is.
+    tensors: theirs, by name; `np.asarray` maps one.
+    shape: its shape.
+    dtype: its dtype.
+  """
+
+  rule: Rule
+  place: int
+  tensors: Mapping[str, Any]
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  @property
+  def block_shape(self) -> tuple[int, ...]:
+    """Shape of the blocks that are written at one time; edges are smaller."""
+    shape = (1, *self.shape[1:]) if self.rule.layer else self.shape
+    return block_shape(shape, self.dtype.itemsize)
+
+  def blocks(self) -> Iterator[tuple[_Index, np.ndarray]]:
+    """Every block with its place."""
+    for layer, part in self._parts():
+      first = len(layer)  # 1 where `part` is a layer of a stack, else 0
+      for index in _tiles(self.shape[first:], self.block_shape[first:]):
+        block = np.array(part[index], self.dtype, order="C")
+        yield (*layer, *index), block[None] if layer else block
+
+  def read(self, index: _Index) -> np.ndarray:
+    """A part of the parameter, a slice of every axis."""
+    if self.rule.layer is None:
+      (whole,) = self._parts()
+      return np.array(whole[1][index], self.dtype, order="C")
+    layers = self.rule.layers[index[0]]
+    sizes = [len(range(*i.indices(size))) for i, size in zip(index, self.shape)]
+    out = np.empty(sizes, self.dtype)
+    for place, names in enumerate(layers):  # the others are not touched
+      out[place] = self._load(self.rule.layer, names)[index[1:]]
+    return out
+
+  def _parts(self) -> Iterator[tuple[_Index, Any]]:
+    """The leaf, or each of its layers, with the place of the latter."""
+    if self.rule.layer is None:
+      yield (), self._load(self.rule, self.rule.theirs)
+      return
+    for layer, names in enumerate(self.rule.layers):
+      yield (slice(layer, layer + 1),), self._load(self.rule.layer, names)
+
+  def _load(self, rule: Rule, names: Sequence[str]) -> Any:
+    arrays = [np.asarray(self.tensors[name]) for name in names]
+    return rule.load(arrays)[self.place]
+
+
+class StoredLeaf(_Leaf):
+  """A parameter in a checkpoint, read where it is asked for.
+
+  Attributes:
+    shape: its shape.
+    dtype: its dtype.
+  """
+
+  def __init__(self, store: ts.TensorStore):
+    """Takes an open array."""
+    self._store = store
+    self.shape = tuple(store.shape)
+    self.dtype = store.dtype.numpy_dtype
+    chunk = store.chunk_layout.read_chunk.shape
+    self._group = max(1, chunk[0]) if chunk else 1
+    self._kept: tuple[int, Any] = (-1, None)
+
+  def layer(self, index: int) -> np.ndarray:
+    """One layer of a stack; layers that are stored together are read once.
+
+    A chunk of the array cannot be read in part. The checkpoints of `convert`
+    have several a layer, so this reads one; those of a training run may have
+    one of a whole stack, or of a device's part of it.
+    """
+    first = index - index % self._group
+    if self._kept[0] != first:
+      self._kept = (-1, None)  # freed before the next is read
+      group = self._store[first : first + self._group].read().result()
+      self._kept = (first, group)
+    return self._kept[1][index - first]
+
+  def read(self) -> np.ndarray:
+    """All of it."""
+    return self._store.read().result()
+
+  def free(self) -> None:
+    """Forgets the layers that were read last."""
+    self._kept = (-1, None)
+
+
+class _Handler(ocp.type_handlers.NumpyHandler):
+  """Writes `SourceLeaf`s and opens `StoredLeaf`s, as NumPy arrays."""
+
+  async def serialize(
+    self,
+    values: Sequence[SourceLeaf],
+    infos: Sequence[ocp.type_handlers.ParamInfo],
+    args: Sequence[ocp.SaveArgs] | None = None,
+  ) -> Sequence[ocp.future.Future]:
+    del args
+    return [
+      ocp.future.CommitFutureAwaitingContractedSignals(
+        self._write(values, infos), name="moh_jax_stream"
+      )
+    ]
+
+  async def _write(
+    self,
+    leaves: Sequence[SourceLeaf],
+    infos: Sequence[ocp.type_handlers.ParamInfo],
+  ) -> None:
+    for leaf, info in zip(leaves, infos):  # one at a time bounds the memory
+      await info.await_path_creation()
+      spec = ocp.type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=info.is_ocdbt_checkpoint,
+        global_shape=leaf.shape,
+        local_shape=leaf.block_shape,
+        dtype=leaf.dtype,
+        process_index=0,
+      )
+      store = await ts.open(
+        ts.Spec(spec), create=True, open=True, context=info.ts_context
+      )
+      written = None
+      for index, block in leaf.blocks():
+        if written is not None:  # while it was, the next one was read
+          await written.commit
+        written = store[index].write(
+          block, can_reference_source_data_indefinitely=True
+        )
+      await written.commit
+
+  async def deserialize(
+    self,
+    infos: Sequence[ocp.type_handlers.ParamInfo],
+    args: Sequence[ocp.RestoreArgs] | None = None,
+  ) -> Sequence[StoredLeaf]:
+    del args
+    leaves = []
+    for info in infos:
+      await info.await_path_creation()
+      spec = ocp.type_handlers.get_json_tspec_read(
+        info, use_ocdbt=info.is_ocdbt_checkpoint
+      )
+      store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
+      leaves.append(StoredLeaf(store))
+    return leaves
+
+
+def _pieces_handler() -> ocp.PyTreeCheckpointHandler:
+  """Orbax's handler of trees, with ours for the leaves."""
+  registry = ocp.type_handlers.create_type_handler_registry(
+    (_Leaf, _Handler()),
+    # Orbax asks for the one of jax.Array to find out how it keeps metadata.
+    (jax.Array, ocp.type_handlers.ArrayHandler()),
+  )
+  return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def source_params(
+  table: Sequence[Rule],
+  tensors: Mapping[str, Any],
+  abstract: Any,
+  *,
+  source: str,
+) -> Any:
+  """Checks a public checkpoint and lays our parameters over it.
+
+  Args:
+    table: the conversion rules.
+    tensors: theirs, by name.
+    abstract: our parameter tree as ShapeDtypeStructs.
+    source: where the tensors come from, for messages.
+
+  Returns:
+    Our parameter tree of `SourceLeaf`s; nothing is read yet.
+
+  Raises:
+    ValueError: tensors are missing, left over or of another shape or kind; all
+      of them are listed.
+  """
+  rules.check_tensors(table, tensors, abstract, source=source)
+  leaves = traverse_util.flatten_dict(abstract)
+  out = {}
+  for rule in table:
+    for place, path in enumerate(rule.ours):
+      leaf = leaves[path]
+      shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+      out[path] = SourceLeaf(rule, place, tensors, shape, dtype)
+  return traverse_util.unflatten_dict(out)
+
+
+def save_params(
+  directory: str, params: Any, metadata: checkpoint.Metadata
+) -> None:
+  """Writes a tree of `SourceLeaf`s as the checkpoint of step 0.
+
+  Raises:
+    ValueError: the directory already holds checkpoints.
+  """
+  checkpoint.save_params(directory, params, metadata, handler=_pieces_handler())
+
+
+def open_params(
+  directory: str, step: int, abstract: Any, *, use_ema: bool
+) -> Any:
+  """Opens a checkpoint's parameters without reading them.
+
+  Args:
+    directory: a working directory or an output of `convert`.
+    step: which checkpoint.
+    abstract: its parameter tree as ShapeDtypeStructs.
+    use_ema: prefer averaged parameters.
+
+  Returns:
+    The tree of `StoredLeaf`s.
+
+  Raises:
+    ValueError: a stored parameter has another shape.
+  """
+  item = checkpoint.params_item(directory, step, use_ema=use_ema)
+  args = jax.tree.map(
+    lambda _: ocp.RestoreArgs(restore_type=StoredLeaf), abstract
+  )
+  opened = _pieces_handler().restore(
+    item, args=ocp.args.PyTreeRestore(item=abstract, restore_args=args)
+  )
+  leaves = traverse_util.flatten_dict(abstract)
+  for path, leaf in traverse_util.flatten_dict(opened).items():
+    if leaf.shape != leaves[path].shape:
+      raise ValueError(
+        f"{item}: {'/'.join(path)} has shape {leaf.shape}, not "
+        f"{leaves[path].shape} as its config says"
+      )
+  return opened
+
+
+def load_sharded(
+  table: Sequence[Rule],
+  tensors: Mapping[str, Any],
+  config: Config,
+  mesh: Mesh,
+  *,
+  source: str,
+) -> Any:
+  """Puts a public checkpoint onto a mesh without a checkpoint of ours.
+
+  Every process reads what its devices hold, and one device's part of one
+  parameter at a time.
+
+  Args:
+    table: the conversion rules.
+    tensors: theirs, by name.
+    config: the run.
+    mesh: the devices.
+    source: where the tensors come from, for messages.
+
+  Returns:
+    The parameters as sharded arrays.
+
+  Raises:
+    ValueError: the tensors do not fit the model; they are listed.
+  """
+  boxed = abstract_params(*make_model(config))
+  leaves = source_params(table, tensors, unbox(boxed), source=source)
+  return jax.tree.map(
+    lambda leaf, to: jax.make_array_from_callback(leaf.shape, to, leaf.read),
+    leaves,
+    sharding.param_shardings(boxed, mesh),
+  )
+
+
+def block_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+  """Leading parts of an array, each of at most `BLOCK_BYTES` if it can be."""
+  block = list(shape)
+  for axis, size in enumerate(shape):
+    rest = math.prod(block[axis + 1 :]) * itemsize
+    block[axis] = max(1, min(size, BLOCK_BYTES // max(rest, 1)))
+    if block[axis] > 1 or rest <= BLOCK_BYTES:
+      break
+  return tuple(block)
+
+
+def _tiles(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[_Index]:
+  """Places of the blocks of an array."""
+  starts = [range(0, n, b) for n, b in zip(shape, block)]
+  for start in itertools.product(*starts):
+    yield tuple(slice(s, min(s + b, n)) for s, b, n in zip(start, block, shape))

@@ -1,0 +1,69 @@
+"""How well a language model predicts whole documents."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.evaluation.text_figures import bits_per_byte, perplexity
+
+_WINDOWS = 4096  # scored at one time: sorted by length, and in memory
+
+
+def score_documents(
+  scorer: Any, tokenizer: Tokenizer, texts: Iterable[str], *, progress=False
+) -> dict[str, float]:
+  """Scores every token of every document once.
+
+  Documents are independent. One that is longer than the model's range is read
+  in windows with one token of context; the end of a document is not predicted.
+
+  Args:
+    scorer: an `inference.score.Scorer`.
+    tokenizer: of the model.
+    texts: the documents.
+    progress: show bars on stderr.
+
+  Returns:
+    "bits_per_byte", "perplexity" (per token), "word_perplexity" (words are what
+    stands between white space), "nats", and the numbers of "tokens", "words",
+    "bytes" (UTF-8) and "documents".
+
+  Raises:
+    ValueError: the tokenizer has neither begin nor end of text, or there is no
+      text.
+  """
+  prefix = tokenizer.bos_id
+  prefix = tokenizer.eos_id if prefix is None else prefix
+  if prefix is None:
+    raise ValueError(
+      f"the tokenizer ({tokenizer.kind}) has neither begin nor end of text; "
+      "one of them must stand before a document's first token"
+    )
+  counts = dict.fromkeys(("tokens", "words", "bytes", "documents"), 0)
+  nats = 0.0
+  windows: list[tuple[list[int], list[int]]] = []
+
+  def score() -> float:
+    scores = scorer.log_likelihoods(windows, progress=progress)
+    windows.clear()
+    return -sum(score.log_likelihood for score in scores)
+
+  for text in texts:
+    tokens = tokenizer.encode(text)
+    windows += scorer.rolling(tokens, prefix)
+    counts["tokens"] += len(tokens)
+    counts["words"] += len(text.split())
+    counts["bytes"] += len(text.encode())
+    counts["documents"] += 1
+    if len(windows) >= _WINDOWS:
+      nats += score()
+  nats += score()
+  if not counts["tokens"] or not counts["words"]:
+    raise ValueError(f"the text to score is empty: {counts}")
+  return {
+    "bits_per_byte": bits_per_byte(nats, counts["bytes"]),
+    "perplexity": perplexity(nats, counts["tokens"]),
+    "word_perplexity": perplexity(nats, counts["words"]),
+    "nats": nats,
+    **counts,
+  }

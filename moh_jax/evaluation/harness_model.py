@@ -1,0 +1,234 @@
+"""A language model as the evaluation harness (lm-eval) asks it.
+
+This module imports `lm_eval`, of the extra `moh_jax[llm]`; `harness.py` checks
+that it is there.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import tqdm
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+from moh_jax.data.tokenizers import Tokenizer
+
+_CALL = 128  # prompts of a call of `generate`, so that the bar moves
+_MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
+# Names of the same option, the first that is given counts.
+_LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens")
+_OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p")
+
+
+class Scores(Protocol):
+  """What `inference.score.Scorer` does for the harness."""
+
+  max_length: int
+
+  def log_likelihoods(
+    self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progress: bool
+  ) -> Sequence[Any]:
+    """Objects with `log_likelihood` (nats) and `greedy`, one per pair."""
+
+  def rolling(
+    self, tokens: Sequence[int], prefix_id: int
+  ) -> list[tuple[list[int], list[int]]]:
+    """Pairs that score each token of a text once."""
+
+
+# (prompts as token ids; options of `generation_options`, and `seed`) -> the
+# texts that follow them. A stop string, and what comes after it, may be there.
+Generate = Callable[..., Sequence[str]]
+
+
+class HarnessModel(LM):
+  """Answers the harness's requests, in one process on any number of devices.
+
+  Text becomes tokens as in the harness's own adapter of Hugging Face models:
+  a context's trailing spaces belong to its continuation; both are encoded
+  together and the continuation is what the context alone does not account for;
+  an empty context is the begin of text; contexts are cut from the left.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    scorer: Scores,
+    generate: Generate,
+    *,
+    add_bos: bool = True,
+    seed: int = 0,
+    progress: bool = False,
+  ):
+    """Wraps a model.
+
+    Args:
+      tokenizer: of the model.
+      scorer: scores continuations.
+      generate: writes continuations.
+      add_bos: contexts begin with the begin of text, as documents in training
+        do (and as the harness's adapter does for the tokenizer of LLaMA). False
+        leaves it to empty contexts.
+      seed: of what is sampled.
+      progress: show bars on stderr.
+
+    Raises:
+      ValueError: the tokenizer has no begin and no end of text.
+    """
+    super().__init__()
+    prefix = tokenizer.bos_id
+    prefix = tokenizer.eos_id if prefix is None else prefix
+    if prefix is None:
+      raise ValueError(
+        f"the tokenizer ({tokenizer.kind}) has neither begin nor end of text; "
+        "one of them must stand before a text's first token"
+      )
+    self._prefix = prefix
+    self._tokenizer = tokenizer
+    self._scorer = scorer
+    self._generate = generate
+    self._before = [prefix] if add_bos else []
+    self._seed = seed
+    self._progress = progress
+
+  @property
+  def tokenizer_name(self) -> str:
+    """Names the tokenizer in the harness's caches of requests."""
+    return f"{self._tokenizer.kind}-{self._tokenizer.sha256[:16]}"
+
+  @property
+  def max_length(self) -> int:
+    """Tokens that the model reads at most."""
+    return self._scorer.max_length
+
+  def loglikelihood(
+    self, requests: Sequence[Instance]
+  ) -> list[tuple[float, bool]]:
+    """Nats of continuations after contexts, and whether each is greedy."""
+    texts = [_split(*request.args) for request in requests]
+    encoded = self._encode_all(
+      text for pair in texts for text in (pair[0], "".join(pair))
+    )
+    pairs = []
+    for context, continuation in texts:
+      whole, before = encoded[context + continuation], encoded[context]
+      start = self._before + before if context else [self._prefix]
+      pairs.append((start, whole[len(before) :]))
+    scores = self._scorer.log_likelihoods(pairs, progress=self._progress)
+    return [(score.log_likelihood, score.greedy) for score in scores]
+
+  def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+    """Nats of whole texts."""
+    encoded = self._encode_all(request.args[0] for request in requests)
+    windows = [
+      self._scorer.rolling(encoded[request.args[0]], self._prefix)
+      for request in requests
+    ]
+    scores = iter(
+      self._scorer.log_likelihoods(
+        [pair for pairs in windows for pair in pairs], progress=self._progress
+      )
+    )
+    return [
+      sum(next(scores).log_likelihood for _ in pairs) for pairs in windows
+    ]
+
+  def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+    """Continuations up to the first of the task's stop strings.
+
+    Raises:
+      ValueError: an option that is not known, or no room for a context.
+    """
+    encoded = self._encode_all(request.args[0] for request in requests)
+    groups: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {}
+    for index, request in enumerate(requests):
+      options = generation_options(request.args[1])
+      room = self.max_length - options["max_new_tokens"]
+      if room < 1:
+        raise ValueError(
+          f"max_gen_toks={options['max_new_tokens']} of task "
+          f"{request.task_name!r} must be less than model.max_length="
+          f"{self.max_length}"
+        )
+      ids = self._before + encoded[request.args[0]] or [self._prefix]
+      prompts = groups.setdefault(repr(options), (options, {}))[1]
+      prompts[index] = ids[-room:]
+    texts = [""] * len(requests)
+    bar = tqdm.tqdm(
+      total=len(requests), unit="text", disable=not self._progress
+    )
+    seed = self._seed
+    with bar:
+      for options, prompts in groups.values():
+        order = sorted(prompts, key=lambda i: -len(prompts[i]))
+        for start in range(0, len(order), _CALL):
+          part = order[start : start + _CALL]
+          made = self._generate(
+            [prompts[index] for index in part], **options, seed=seed
+          )
+          for index, text in zip(part, made):
+            texts[index] = _until(text, options["stop"])
+          bar.update(len(part))
+          seed += 1  # or repeats of a question in two calls would be the same
+    return texts
+
+  def _encode_all(self, texts: Iterable[str]) -> dict[str, list[int]]:
+    """Token ids of each distinct text."""
+    distinct = list(dict.fromkeys(texts))
+    return dict(zip(distinct, self._tokenizer.encode_batch(distinct)))
+
+
+def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
+  """A task's options of generation under our names.
+
+  Args:
+    given: "until", "max_gen_toks" (or "max_new_tokens", "max_tokens"),
+      "do_sample", "temperature", "top_k", "top_p".
+
+  Returns:
+    "stop", "max_new_tokens", "temperature" (0 is greedy), "top_k", "top_p".
+
+  Raises:
+    ValueError: an option that is not known; it would change the figures.
+  """
+  given = {n: v for n, v in given.items() if (n, v) != ("num_beams", 1)}
+  if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):
+    raise ValueError(
+      f"generation option {unknown[0]}={given[unknown[0]]!r} must be one of "
+      f"{(*_OPTIONS, *_LENGTH_OPTIONS)}"
+    )
+  until = given.get("until") or []
+  stop = (until,) if isinstance(until, str) else tuple(until)
+  lengths = [given[n] for n in _LENGTH_OPTIONS if given.get(n) is not None]
+  temperature = given.get("temperature")
+  sampled = given.get("do_sample")
+  if sampled is None:
+    sampled = bool(temperature)
+  if not sampled:
+    temperature = 0.0
+  elif temperature is None:
+    temperature = 1.0
+  top_p = given.get("top_p")
+  return {
+    "stop": tuple(text for text in stop if text),
+    "max_new_tokens": int((lengths or [_MAX_NEW_TOKENS])[0]),
+    "temperature": float(temperature),
+    "top_k": int(given.get("top_k") or 0),
+    "top_p": 1.0 if top_p is None else float(top_p),
+  }
+
+
+def _split(context: str, continuation: str) -> tuple[str, str]:
+  """Moves the context's trailing spaces to its continuation."""
+  bare = context.rstrip()
+  if not bare:  # nothing but spaces: they cannot be a context of their own
+    return "", context + continuation
+  return bare, context[len(bare) :] + continuation
+
+
+def _until(text: str, stop: Sequence[str]) -> str:
+  """The text before the first stop string."""
+  if not stop:
+    return text
+  return re.split("|".join(map(re.escape, stop)), text, maxsplit=1)[0]

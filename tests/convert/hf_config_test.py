@@ -1,0 +1,272 @@
+"""config.json of transformers: what is read, refused and written."""
+
+import dataclasses
+import json
+import pathlib
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import without_router
+from moh_jax.convert import hf_config
+from moh_jax.models.registry import MODELS
+from tests.convert import tiny_llm
+
+# Of meta-llama/Meta-Llama-3-8B, without what does not bear on the network.
+_LLAMA3 = {
+  "architectures": ["LlamaForCausalLM"],
+  "attention_bias": False,
+  "bos_token_id": 128000,
+  "eos_token_id": 128001,
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "intermediate_size": 14336,
+  "max_position_embeddings": 8192,
+  "model_type": "llama",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 8,
+  "pretraining_tp": 1,
+  "rms_norm_eps": 1e-05,
+  "rope_scaling": None,
+  "rope_theta": 500000.0,
+  "tie_word_embeddings": False,
+  "torch_dtype": "bfloat16",
+  "vocab_size": 128256,
+}
+_LLAMA31 = {
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+  "rope_type": "llama3",
+}
+
+
+def _read(**changes):
+  stored = {**_LLAMA3, **changes}
+  return hf_config.from_hf({k: v for k, v in stored.items() if v != "absent"})
+
+
+class ReadTest(parameterized.TestCase):
+  def test_llama3_is_the_registered_model(self):
+    self.assertEqual(_read(), MODELS["llama3-8b"])
+
+  def test_moh_llama3_is_the_registered_model(self):
+    model = hf_config.moh_llama3(_read(vocab_size=160896))
+    self.assertEqual(model, MODELS["moh-llama3-8b"])
+
+  def test_first_llama_has_a_kv_head_for_each(self):
+    model = _read(
+      num_key_value_heads="absent", attention_bias="absent", rope_theta="absent"
+    )
+    self.assertEqual(model.num_kv_heads, 32)
+    self.assertEqual(model.rope_theta, 10000.0)
+    self.assertFalse(model.qkv_bias)
+
+  def test_biases_are_of_all_four_projections(self):
+    model = _read(attention_bias=True, mlp_bias=True)
+    self.assertTrue(model.qkv_bias and model.out_bias and model.mlp_bias)
+
+  def test_qwen2_has_biases_of_three_projections(self):
+    model = _read(
+      architectures=["Qwen2ForCausalLM"],
+      sliding_window=4096,
+      use_sliding_window=False,
+      attention_bias="absent",
+    )
+    self.assertTrue(model.qkv_bias)
+    self.assertFalse(model.out_bias)
+
+  @parameterized.parameters(None, 8192, 10000)
+  def test_mistral_whose_window_never_closes(self, window):
+    model = _read(architectures=["MistralForCausalLM"], sliding_window=window)
+    self.assertEqual(model, MODELS["llama3-8b"])
+
+  def test_model_type_stands_in_for_architectures(self):
+    model = _read(architectures="absent", model_type="qwen2")
+    self.assertTrue(model.qkv_bias)
+
+  def test_head_dim_is_free(self):
+    self.assertEqual(_read(head_dim=64).head_dim, 64)
+    self.assertEqual(_read(head_dim=None).head_dim, 128)
+
+  @parameterized.parameters("rope_parameters", "rope_scaling")
+  def test_both_spellings_of_rope(self, name):
+    model = _read(**{name: _LLAMA31, "max_position_embeddings": 131072})
+    self.assertEqual(model.rope_scaling, "llama3")
+    self.assertEqual(model.rope_factor, 8.0)
+    self.assertEqual(model.rope_original_length, 8192)
+    self.assertEqual(model.rope_theta, 500000.0)
+    self.assertEqual(model.max_length, 131072)
+
+  def test_theta_inside_rope_parameters_is_the_one(self):
+    rope = {"rope_type": "default", "rope_theta": 123.0}
+    model = _read(rope_parameters=rope, rope_theta="absent")
+    self.assertEqual((model.rope_theta, model.rope_scaling), (123.0, "none"))
+
+  @parameterized.parameters("linear", "dynamic")
+  def test_stretched_rope_reads_longer_texts(self, kind):
+    model = _read(rope_scaling={"type": kind, "factor": 4.0})
+    self.assertEqual(model.rope_scaling, kind)
+    self.assertEqual(model.max_length, 4 * 8192)
+    if kind == "dynamic":
+      self.assertEqual(model.rope_original_length, 8192)
+
+  @parameterized.parameters(
+    ({"architectures": ["GemmaForCausalLM"]}, "Gemma.*'LlamaForCausalLM'"),
+    ({"architectures": "absent", "model_type": "gpt2"}, "'gpt2'.*'llama'"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+    (
+      {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+      "sliding_window=4096 must be null",
+    ),
+    (
+      {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+      },
+      "sliding_window=4096",
+    ),
+    (
+      {"layer_types": ["full_attention", "sliding_attention"]},
+      "layer_types=.*must be 'full_attention'",
+    ),
+    ({"quantization_config": {"bits": 4}}, "quantization_config=.*'bits': 4"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+      "rope_scaling.rope_type='yarn' must be one of .*'llama3'",
+    ),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=None"),
+    (
+      {"rope_scaling": _LLAMA31 | {"low_freq_factor": None}},
+      "rope_scaling.low_freq_factor=None",
+    ),
+    (
+      {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+      "must be one set",
+    ),
+    ({"num_key_value_heads": 5}, "num_key_value_heads=5 must divide .*=32"),
+    ({"hidden_size": 4097}, "hidden_size=4097 must be a multiple"),
+    ({"vocab_size": "absent"}, "has no 'vocab_size'"),
+    ({"vocab_size": "many"}, "vocab_size='many' must be an integer"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
+    ({"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
+    ({"moh_jax": {"depth": 3}}, r"moh_jax: unknown fields \['depth'\]"),
+    ({"moh_jax": {"router": "query_norm"}}, "moh_jax.router='query_norm'"),
+    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs moh_jax.router"),
+  )
+  def test_other_networks_are_refused_by_field_and_value(self, changes, regex):
+    with self.assertRaisesRegex(ValueError, regex):
+      _read(**changes)
+
+
+class FileTest(absltest.TestCase):
+  def _file(self, text: str) -> pathlib.Path:
+    path = pathlib.Path(self.create_tempdir().full_path) / "config.json"
+    path.write_text(text)
+    return path
+
+  def test_errors_name_the_file(self):
+    path = self._file(json.dumps(_LLAMA3 | {"hidden_act": "gelu"}))
+    with self.assertRaisesRegex(ValueError, "config.json: hidden_act='gelu'"):
+      hf_config.read_config(path)
+
+  def test_damaged_json_is_named(self):
+    with self.assertRaisesRegex(ValueError, "config.json: not valid JSON"):
+      hf_config.read_config(self._file('{"hidden_size": '))
+    with self.assertRaisesRegex(
+      ValueError, "config.json: holds no JSON object"
+    ):
+      hf_config.read_config(self._file("[]"))
+
+  def test_missing_file_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "nowhere/config.json"):
+      hf_config.read_config(pathlib.Path("nowhere/config.json"))
+
+
+def _all_models():
+  models = {name: m for name, m in MODELS.items() if m.family == "llm"}
+  tiny = tiny_llm.MHA
+  changes = {
+    "tiny_moh": {"model": tiny_llm.MOH},
+    "paper": {"model": tiny_llm.MOH, "gate_form": "paper", "two_stage": False},
+    "order": {
+      "model": tiny_llm.QUERY_NORM,
+      "head_order": ((5, 4, 3, 2, 1, 0),) * 3,
+      "straight_through": "all",
+    },
+    "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "qwen2": {"qkv_bias": True},
+    "out_bias": {"out_bias": True},
+    "tied": {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16"},
+    "linear": {
+      "rope_scaling": "linear",
+      "rope_factor": 3.0,
+      "max_length": 100,
+    },
+    "dynamic": {
+      "rope_scaling": "dynamic",
+      "rope_factor": 2.5,
+      "rope_original_length": 40,
+      "max_length": 100,
+    },
+    "llama3": {
+      "rope_scaling": "llama3",
+      "rope_factor": 8.0,
+      "rope_low_freq_factor": 2.0,
+      "rope_original_length": 32,
+    },
+    "unused": {"rope_factor": 2.0, "rope_original_length": 5},
+  }
+  for name, fields in changes.items():
+    model = fields.pop("model", tiny)
+    models[name] = dataclasses.replace(model, **fields)
+  models["heads_by_layer"] = without_router(tiny_llm.MOH, num_heads=(3, 6, 3))
+  return models
+
+
+_MODELS = _all_models()
+
+
+class RoundTripTest(parameterized.TestCase):
+  @parameterized.parameters(*_MODELS)
+  def test_reading_what_was_written_gives_the_model(self, name):
+    written = json.loads(json.dumps(hf_config.to_hf(_MODELS[name])))
+    self.assertEqual(hf_config.from_hf(written), _MODELS[name])
+
+  @parameterized.parameters(
+    ("llama3-8b", "LlamaForCausalLM", "llama"),
+    ("biases", "LlamaForCausalLM", "llama"),
+    ("unused", "LlamaForCausalLM", "llama"),
+    ("linear", "LlamaForCausalLM", "llama"),
+    ("qwen2", "Qwen2ForCausalLM", "qwen2"),
+    ("out_bias", "MoHLlamaForCausalLM", "moh_llama"),
+    ("heads_by_layer", "MoHLlamaForCausalLM", "moh_llama"),
+    ("moh-llama3-8b", "MoHLlamaForCausalLM", "moh_llama"),
+    ("moh-llm-s-75", "MoHLlamaForCausalLM", "moh_llama"),
+  )
+  def test_only_what_transformers_computes_has_its_name(
+    self, name, architecture, model_type
+  ):
+    written = hf_config.to_hf(_MODELS[name])
+    self.assertEqual(written["architectures"], [architecture])
+    self.assertEqual(written["model_type"], model_type)
+
+  def test_released_llama_needs_no_key_of_ours(self):
+    written = hf_config.to_hf(MODELS["llama3-8b"], bos_id=128000, eos_id=128001)
+    self.assertNotIn("moh_jax", written)
+    same = {k: v for k, v in _LLAMA3.items() if k != "pretraining_tp"}
+    self.assertContainsSubset(same | {"torch_dtype": "float32"}, written)
+
+  def test_moh_fields_stand_under_our_key(self):
+    ours = hf_config.to_hf(_MODELS["order"])["moh_jax"]
+    self.assertEqual(ours["router"], "query_norm")
+    self.assertEqual(ours["shared_heads"], (3, 3, 3))
+    self.assertEqual(ours["top_k"], (1, 1, 1))
+    self.assertLen(ours["head_order"], 3)
+
+
+if __name__ == "__main__":
+  absltest.main()

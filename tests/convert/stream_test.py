@@ -1,0 +1,286 @@
+"""Checkpoints written in pieces: ordinary to Orbax, whole or absent."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+import textwrap
+from unittest import mock
+
+import chex
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl.testing import absltest, parameterized
+from flax import traverse_util
+
+from moh_jax.config import MeshConfig
+from moh_jax.convert import stream
+from moh_jax.convert.llama import model_rules, released_run
+from moh_jax.convert.tensor_files import open_tensors
+from moh_jax.models.build import make_model
+from moh_jax.training import checkpoint
+from moh_jax.training.sharding import make_mesh
+from moh_jax.training.state import abstract_on
+from tests.convert import tiny_llm
+
+_RUN = released_run(tiny_llm.MOH, {})
+_MESHES = {
+  "fsdp": MeshConfig(data=1, fsdp=8),
+  "tensor": MeshConfig(data=1, fsdp=4, tensor=2),
+  "heads": MeshConfig(data=2, fsdp=2, tensor=2),
+}
+
+
+def _source(tensors=None, model=tiny_llm.MOH):
+  tensors = tiny_llm.tensors(model) if tensors is None else tensors
+  return stream.source_params(
+    model_rules(model), tensors, tiny_llm.abstract(model), source="some.file"
+  )
+
+
+def _save(directory, params=None):
+  params = _source() if params is None else params
+  stream.save_params(directory, params, checkpoint.Metadata(_RUN))
+
+
+class WriteTest(parameterized.TestCase):
+  """With blocks of a few rows, so that every leaf has several."""
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(mock.patch.object(stream, "BLOCK_BYTES", 300))
+
+  def _target(self) -> str:
+    return self.create_tempdir().full_path
+
+  @parameterized.parameters("float32", "bfloat16", "float16")
+  def test_standard_restore_reads_it(self, dtype):
+    out = self._target()
+    _save(out, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
+    abstract = abstract_on(*make_model(_RUN), None)
+    params = checkpoint.restore_params(out, 0, abstract, use_ema=True)
+    chex.assert_trees_all_equal(
+      params, tiny_llm.random_params(tiny_llm.MOH, dtype)
+    )
+    chex.assert_type(jax.tree.leaves(params), np.float32)
+
+  @parameterized.parameters(*_MESHES)
+  def test_standard_restore_reads_it_onto_a_mesh(self, name):
+    out = self._target()
+    _save(out)
+    mesh = make_mesh(_MESHES[name])
+    abstract = abstract_on(*make_model(_RUN), mesh)
+    params = checkpoint.restore_params(out, 0, abstract, use_ema=True)
+    chex.assert_trees_all_equal(params, tiny_llm.random_params(tiny_llm.MOH))
+    kernel = params["blocks0"]["mlp"]["up"]["kernel"]
+    self.assertEqual(kernel.sharding.mesh.shape, mesh.shape)
+    self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
+
+  def test_leaves_are_described_as_orbax_describes_arrays(self):
+    ours, plain = self._target(), self._target()
+    _save(ours)
+    params = tiny_llm.random_params(tiny_llm.MOH)
+    checkpoint.save_params(plain, params, checkpoint.Metadata(_RUN))
+    handler = ocp.StandardCheckpointHandler()
+    found = [
+      handler.metadata(checkpoint.params_item(d, 0, use_ema=True)).tree
+      for d in (ours, plain)
+    ]
+    described = [
+      {
+        path: (type(leaf), leaf.name, leaf.shape, leaf.dtype)
+        for path, leaf in traverse_util.flatten_dict(tree).items()
+      }
+      for tree in found
+    ]
+    self.assertEqual(*described)
+
+  def test_blocks_are_the_chunks_of_the_stored_array(self):
+    out = self._target()
+    _save(out)
+    opened = stream.open_params(
+      out, 0, tiny_llm.abstract(tiny_llm.MOH), use_ema=True
+    )
+    store = opened["blocks0"]["mlp"]["up"]["kernel"]._store
+    # [2, 24, 20] float32: 3 rows of 80 bytes fit into 300.
+    self.assertEqual(store.chunk_layout.write_chunk.shape, (1, 3, 20))
+    store = opened["embed"]["embedding"]._store
+    self.assertEqual(store.chunk_layout.write_chunk.shape, (3, 24))
+
+  def test_existing_checkpoint_is_kept(self):
+    out = self._target()
+    _save(out)
+    with self.assertRaisesRegex(ValueError, r"already holds checkpoints \[0\]"):
+      _save(out)
+
+  def test_failure_in_the_middle_leaves_no_checkpoint(self):
+    out = self._target()
+    tensors = tiny_llm.tensors(tiny_llm.MOH)
+    params = _source(tensors)
+    del tensors["model.layers.2.mlp.down_proj.weight"]  # after it was checked
+    with self.assertRaisesRegex(KeyError, "2.mlp.down_proj"):
+      _save(out, params)
+    with self.assertRaises(FileNotFoundError):
+      checkpoint.find_step(out, None)
+    _save(out)  # what is left of the first is no obstacle
+    self.assertEqual(checkpoint.find_step(out, None), 0)
+    found = sorted(
+      p.name for p in (pathlib.Path(out) / "checkpoints").iterdir()
+    )
+    self.assertEqual(found, ["0"])
+
+  def test_kill_in_the_middle_leaves_no_checkpoint(self):
+    out = self._target()
+    program = f"""
+      import os
+      from tests.convert import stream_test as t
+      from moh_jax.convert import stream
+      blocks = stream.SourceLeaf.blocks
+      def killed(leaf):
+        if leaf.rule.theirs[0].endswith("down_proj.weight"):
+          os.kill(os.getpid(), 9)
+        return blocks(leaf)
+      stream.SourceLeaf.blocks = killed
+      t._save({out!r})
+    """
+    done = subprocess.run(
+      [sys.executable, "-c", textwrap.dedent(program)],
+      cwd=pathlib.Path(__file__).parents[2],
+      check=False,
+    )
+    self.assertEqual(done.returncode, -9)
+    self.assertNotEmpty(list((pathlib.Path(out) / "checkpoints").iterdir()))
+    with self.assertRaises(FileNotFoundError):
+      checkpoint.find_step(out, None)
+    _save(out)
+    self.assertEqual(checkpoint.find_step(out, None), 0)
+
+
+class MemoryTest(absltest.TestCase):
+  def test_peak_is_far_below_a_stacked_leaf(self):
+    # Three MLP leaves of 64 MiB in float32, their tensors of 4 MiB.
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    big = dataclasses.replace(
+      tiny_llm.MHA,
+      **{"width": 512, "mlp_dim": 4096, "num_heads": (6,) * 8},
+      **{"shared_heads": (6,) * 8, "top_k": (0,) * 8},
+    )
+    tiny_llm.write_folder(folder / "big", big, "bfloat16", shards=2)
+    tiny_llm.write_folder(folder / "tiny", tiny_llm.MHA, "bfloat16")
+    program = f"""
+      import resource
+      from moh_jax.convert import checkpoints, stream
+      stream.BLOCK_BYTES = 2**21
+      peaks = []
+      for name in ("tiny", "big"):
+        folder = f"{folder}/{{name}}"
+        checkpoints.convert("llama", folder, f"{{folder}}_ours")
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+      print(peaks[1] - peaks[0])
+    """
+    done = subprocess.run(
+      [sys.executable, "-c", textwrap.dedent(program)],
+      cwd=pathlib.Path(__file__).parents[2],
+      check=True,
+      capture_output=True,
+    )
+    self.assertLess(int(done.stdout), 32 * 1024)  # KiB
+
+
+class CheckTest(absltest.TestCase):
+  def test_what_does_not_fit_is_listed_before_anything_is_written(self):
+    tensors = tiny_llm.tensors(tiny_llm.MOH)
+    del tensors["model.norm.weight"]
+    tensors["lm_head.bias"] = np.zeros(3, np.float32)
+    tensors["lm_head.weight"] = np.zeros((5, 24), np.float32)
+    tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((20, 24), np.int8)
+    with self.assertRaises(ValueError) as caught:
+      _source(tensors)
+    message = str(caught.exception)
+    self.assertIn("some.file", message)
+    self.assertIn("1 missing: model.norm.weight", message)
+    self.assertIn("1 not expected: lm_head.bias", message)
+    self.assertIn("lm_head.weight (5, 24) instead of (37, 24)", message)
+    self.assertIn("1 dtype, must be one of float64, float32,", message)
+    self.assertIn("up_proj.weight int8", message)
+
+
+class OpenTest(parameterized.TestCase):
+  @parameterized.product(
+    streamed=(True, False), part=(1, 2), blocks=(300, stream.BLOCK_BYTES)
+  )
+  def test_layers_are_those_of_the_stack(self, streamed, part, blocks):
+    # However the array is divided: by us, or whole by a training run.
+    out = self.create_tempdir().full_path
+    params = tiny_llm.random_params(tiny_llm.MHA)
+    run = released_run(tiny_llm.MHA, {})
+    with mock.patch.object(stream, "BLOCK_BYTES", blocks):
+      if streamed:
+        source = _source(model=tiny_llm.MHA)
+        stream.save_params(out, source, checkpoint.Metadata(run))
+      else:
+        checkpoint.save_params(out, params, checkpoint.Metadata(run))
+    opened = stream.open_params(
+      out, 0, tiny_llm.abstract(tiny_llm.MHA), use_ema=True
+    )
+    leaf, want = (t["blocks0"]["mlp"]["up"]["kernel"] for t in (opened, params))
+    np.testing.assert_array_equal(leaf.layer(part), want[part])
+    np.testing.assert_array_equal(leaf.layer(0), want[0])
+    np.testing.assert_array_equal(leaf.read(), want)
+    leaf.free()
+    np.testing.assert_array_equal(leaf.layer(2), want[2])
+
+  def test_another_shape_than_the_configs_is_named(self):
+    out = self.create_tempdir().full_path
+    _save(out)
+    abstract = tiny_llm.abstract(tiny_llm.MOH)
+    abstract["norm"]["scale"] = jax.ShapeDtypeStruct((25,), np.float32)
+    with self.assertRaisesRegex(
+      ValueError, r"norm/scale has shape \(24,\), not \(25,\)"
+    ):
+      stream.open_params(out, 0, abstract, use_ema=True)
+
+
+class LoadShardedTest(parameterized.TestCase):
+  @parameterized.product(mesh=tuple(_MESHES), dtype=("float32", "bfloat16"))
+  def test_equals_the_converted_checkpoint(self, mesh, dtype):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    tiny_llm.write_folder(folder / "hf", tiny_llm.MOH, dtype, shards=3)
+    tensors = open_tensors(folder / "hf")
+    out = str(folder / "ours")
+    _save(out, _source(tensors))
+    devices = make_mesh(_MESHES[mesh])
+    abstract = abstract_on(*make_model(_RUN), devices)
+    restored = checkpoint.restore_params(out, 0, abstract, use_ema=True)
+    table = model_rules(tiny_llm.MOH)
+    loaded = stream.load_sharded(table, tensors, _RUN, devices, source="hf")
+    chex.assert_trees_all_equal(loaded, restored)
+    shardings = [
+      jax.tree.map(lambda x: x.sharding, tree) for tree in (loaded, restored)
+    ]
+    self.assertEqual(*shardings)
+
+
+class BlockShapeTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((), ()),
+    ((7,), (7,)),
+    ((128257, 4096), (2048, 4096)),  # rows need not divide
+    ((1, 4096, 14336), (1, 585, 14336)),
+    ((2, 3, 2**23), (1, 1, 2**23)),
+    ((2, 2**24), (1, 2**23)),  # one row is too large
+    ((1, 32, 128, 4096), (1, 16, 128, 4096)),
+  )
+  def test_float32(self, shape, block):
+    self.assertEqual(stream.block_shape(shape, 4), block)
+
+  def test_tiles_cover_an_array_once(self):
+    seen = np.zeros((5, 7), int)
+    for index in stream._tiles(seen.shape, (2, 3)):
+      seen[index] += 1
+    np.testing.assert_array_equal(seen, 1)
+
+
+if __name__ == "__main__":
+  absltest.main()

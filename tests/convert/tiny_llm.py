@@ -1,0 +1,83 @@
+"""Tiny language models as public checkpoints, for several tests."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from moh_jax.config import LLMConfig, without_router
+from moh_jax.convert import hf_config, rules
+from moh_jax.convert.llama import model_rules, released_run
+from moh_jax.models.build import make_model
+from moh_jax.training.state import abstract_params, unbox
+
+MOH = LLMConfig(
+  vocab_size=37,
+  max_length=64,
+  width=24,
+  mlp_dim=20,
+  num_heads=(6, 6, 6),
+  num_kv_heads=3,
+  head_dim=4,
+  shared_heads=(2, 2, 3),
+  top_k=(2, 2, 1),
+  remat="dots",
+)
+MHA = without_router(MOH)
+# What the release makes of 6 heads: 3 shared, 1 routed.
+QUERY_NORM = hf_config.moh_llama3(MHA)
+
+
+def abstract(model: LLMConfig) -> Any:
+  """Our parameter tree as ShapeDtypeStructs."""
+  return unbox(abstract_params(*make_model(released_run(model, {}))))
+
+
+def random_params(model: LLMConfig, dtype: str = "float32") -> Any:
+  """Our parameters, of values that the dtype holds exactly."""
+  rng = np.random.default_rng(0)
+
+  def draw(leaf):
+    values = rng.normal(size=leaf.shape, scale=0.2).astype(np.float32)
+    return values.astype(dtype).astype(leaf.dtype)
+
+  return jax.tree.map(draw, abstract(model))
+
+
+def tensors(model: LLMConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
+  """The same under their public names."""
+  dumped = rules.dump_params(model_rules(model), random_params(model, dtype))
+  return {name: x.astype(dtype) for name, x in dumped.items()}
+
+
+def write_folder(
+  folder: pathlib.Path,
+  model: LLMConfig,
+  dtype: str = "float32",
+  shards: int = 1,
+  config: dict[str, Any] | None = None,
+) -> dict[str, np.ndarray]:
+  """Writes what transformers would; returns the tensors."""
+  folder.mkdir(parents=True, exist_ok=True)
+  stored = {
+    n: np.ascontiguousarray(x) for n, x in tensors(model, dtype).items()
+  }
+  names = sorted(stored)  # so that a layer's tensors lie in several shards
+  files = {
+    f"model-{i + 1:05}-of-{shards:05}.safetensors": names[i::shards]
+    for i in range(shards)
+  }
+  for file, held in files.items():
+    save_file({n: stored[n] for n in held}, folder / file, {"format": "pt"})
+  if shards > 1:
+    weight_map = {name: file for file, held in files.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(
+      json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+  config = hf_config.to_hf(model) if config is None else config
+  if config:
+    (folder / "config.json").write_text(json.dumps(config))
+  return stored

@@ -1,0 +1,211 @@
+import dataclasses
+import types
+import unittest
+
+import tiny_harness
+from absl.testing import absltest, parameterized
+
+from moh_jax.data import tokenizers
+
+if tiny_harness.INSTALLED:
+  from lm_eval.api.instance import Instance
+  from lm_eval.api.model import TemplateLM
+  from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+  from moh_jax.evaluation.harness_model import HarnessModel, generation_options
+
+
+@dataclasses.dataclass
+class _Scorer:
+  """Remembers what it is asked; a score is the number of tokens."""
+
+  max_length: int = 40
+
+  def log_likelihoods(self, pairs, progress):
+    del progress
+    self.pairs = list(pairs)
+    return [
+      types.SimpleNamespace(log_likelihood=-len(pair[1]), greedy=True)
+      for pair in pairs
+    ]
+
+  def rolling(self, tokens, prefix_id):
+    return [([prefix_id], tokens[:3]), (tokens[2:3], tokens[3:])]
+
+
+@dataclasses.dataclass
+class _Generate:
+  """Remembers its calls; writes "ab" and, for each prompt, its length."""
+
+  def __post_init__(self):
+    self.calls = []
+
+  def __call__(self, prompts, **options):
+    self.calls.append((prompts, options))
+    return [f"ab {len(prompt)}\nQ: more" for prompt in prompts]
+
+
+def _requests(kind, *arguments):
+  return [
+    Instance(kind, {}, args, i, ("a_task", i, 1))
+    for i, args in enumerate(arguments)
+  ]
+
+
+def _bpe():
+  text = "the cat sat on the mat, the cat said the the cat the mat sat at " * 9
+  return tokenizers.JsonTokenizer(tokenizers.train_bpe([text], 300))
+
+
+@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
+class HarnessModelNeedsLmEvalTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.scorer, self.generate = _Scorer(), _Generate()
+
+  def _model(self, tokenizer=None, **options):
+    tokenizer = tokenizer or tokenizers.BytesTokenizer()
+    return HarnessModel(tokenizer, self.scorer, self.generate, **options)
+
+  def _pairs(self, *arguments, **options):
+    model = self._model(**options)
+    scores = model.loglikelihood(_requests("loglikelihood", *arguments))
+    self.assertEqual(scores, [(-len(p[1]), True) for p in self.scorer.pairs])
+    return self.scorer.pairs
+
+  def test_trailing_spaces_belong_to_the_continuation(self):
+    pairs = self._pairs(("ab \n", "cd"), ("ab", " cd"))
+    self.assertEqual(pairs[0], ([256, *b"ab"], list(b" \ncd")))
+    self.assertEqual(pairs[1], ([256, *b"ab"], list(b" cd")))
+
+  @parameterized.parameters(("",), (" ",))
+  def test_empty_context_is_the_begin_of_text(self, context):
+    for add_bos in (True, False):
+      pairs = self._pairs((context, "cd"), add_bos=add_bos)
+      self.assertEqual(pairs, [([256], list(f"{context}cd".encode()))])
+
+  def test_contexts_may_go_without_begin_of_text(self):
+    pairs = self._pairs(("ab", " cd"), add_bos=False)
+    self.assertEqual(pairs, [(list(b"ab"), list(b" cd"))])
+
+  @parameterized.parameters(True, False)
+  def test_pairs_are_encoded_as_the_harness_does(self, add_bos):
+    tokenizer = _bpe()
+
+    class Theirs(TemplateLM):
+      def tok_encode(self, string, add_special_tokens=None, **_):
+        special = add_bos if add_special_tokens is None else add_special_tokens
+        return [tokenizer.bos_id] * special + tokenizer.encode(string)
+
+      def _loglikelihood_tokens(self, requests, **_):
+        return [(context, scored) for _, context, scored in requests]
+
+      def loglikelihood_rolling(self, requests):
+        raise NotImplementedError
+
+      generate_until = loglikelihood_rolling
+
+      @property
+      def eot_token_id(self):
+        return tokenizer.bos_id
+
+    texts = ("the cat", "the cat ", "the c", "", "the mat\n\n", "th  ")
+    arguments = [(a, b) for a in texts for b in (" sat", "at", " the cat", "e")]
+    requests = _requests("loglikelihood", *arguments)
+    theirs = Theirs().loglikelihood(requests, disable_tqdm=True)
+    ours = self._pairs(*arguments, tokenizer=tokenizer, add_bos=add_bos)
+    self.assertEqual(ours, theirs)
+
+  @parameterized.parameters(1, 7, 8, 9, 16, 17, 40)
+  def test_windows_of_the_scorer_are_the_harness_s(self, length):
+    from moh_jax.inference.score import Scorer
+
+    scorer = Scorer.__new__(Scorer)  # the rule needs nothing but the range
+    scorer._config = types.SimpleNamespace(max_length=8)
+    tokens = list(range(100, 100 + length))
+    theirs = get_rolling_token_windows(tokens, 1, 8, context_len=1)
+    self.assertEqual(
+      scorer.rolling(tokens, 1), list(map(make_disjoint_window, theirs))
+    )
+
+  def test_windows_of_a_text_are_summed(self):
+    model = self._model()
+    requests = _requests("loglikelihood_rolling", ("abcdef",), ("gh",))
+    self.assertEqual(model.loglikelihood_rolling(requests), [-6, -2])
+    self.assertEqual(self.scorer.pairs[0], ([256], list(b"abc")))
+
+  def test_texts_end_at_the_first_stop_string(self):
+    requests = _requests(
+      "generate_until",
+      ("abc", {"until": ["Q:", "\n"], "max_gen_toks": 3}),
+      ("abcdef", {"until": "b", "max_gen_toks": 3}),
+    )
+    self.assertEqual(self._model().generate_until(requests), ["ab 4", "a"])
+
+  def test_prompts_of_one_kind_share_a_call_and_leave_room(self):
+    one, other = {"max_gen_toks": 30}, {"max_gen_toks": 30, "temperature": 0.5}
+    requests = _requests(
+      "generate_until", ("a", one), ("b" * 50, other), ("c" * 50, one)
+    )
+    made = self._model(seed=7).generate_until(requests)
+    self.assertEqual(
+      [t.splitlines()[0] for t in made], ["ab 2", "ab 10", "ab 10"]
+    )
+    (first, options), (second, sampled) = self.generate.calls
+    self.assertEqual(first, [[ord("c")] * 10, [256, ord("a")]])
+    self.assertEqual(second, [[ord("b")] * 10])
+    self.assertEqual((options["temperature"], options["seed"]), (0.0, 7))
+    self.assertEqual((sampled["temperature"], sampled["seed"]), (0.5, 8))
+
+  def test_task_that_leaves_no_room_is_named(self):
+    requests = _requests("generate_until", ("a", {"max_gen_toks": 40}))
+    with self.assertRaisesRegex(
+      ValueError, "max_gen_toks=40 of task 'a_task' must be less than .*=40"
+    ):
+      self._model().generate_until(requests)
+
+  def test_tokenizer_without_begin_and_end_is_refused(self):
+    tokenizer = tokenizers.BytesTokenizer()
+    tokenizer.bos_id = tokenizer.eos_id = None
+    with self.assertRaisesRegex(ValueError, "neither begin nor end of text"):
+      self._model(tokenizer)
+
+  def test_tokenizer_has_a_name_of_its_own(self):
+    names = {self._model().tokenizer_name, self._model(_bpe()).tokenizer_name}
+    self.assertLen(names, 2)
+
+
+@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
+class GenerationOptionsNeedsLmEvalTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, 0.0),
+    ({"temperature": 0.7}, 0.7),
+    ({"do_sample": False, "temperature": 0.7}, 0.0),
+    ({"do_sample": True}, 1.0),
+    ({"do_sample": True, "temperature": 0.3}, 0.3),
+  )
+  def test_temperature_says_whether_tokens_are_drawn(self, given, temperature):
+    self.assertEqual(generation_options(given)["temperature"], temperature)
+
+  def test_all_options_have_our_names(self):
+    given = {"until": ["a", ""], "max_new_tokens": 9, "top_k": 5, "top_p": 0.5}
+    self.assertEqual(
+      generation_options({**given, "num_beams": 1}),
+      {
+        "stop": ("a",),
+        "max_new_tokens": 9,
+        "temperature": 0.0,
+        "top_k": 5,
+        "top_p": 0.5,
+      },
+    )
+
+  @parameterized.parameters(({"num_beams": 4},), ({"typical_p": 0.5},))
+  def test_option_that_we_do_not_have_is_refused(self, given):
+    name, value = next(iter(given.items()))
+    with self.assertRaisesRegex(ValueError, f"{name}={value} must be one of"):
+      generation_options(given)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,181 @@
+import pathlib
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+import jax
+import numpy as np
+import tiny_harness
+from absl.testing import absltest, parameterized
+
+from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.evaluation import harness
+from moh_jax.evaluation.harness_tasks import TaskChoice, choose_tasks
+from moh_jax.inference.score import Scorer
+from moh_jax.models.build import make_model
+from tests.inference import tiny_text_model
+
+
+class MissingLibraryTest(absltest.TestCase):
+  def test_missing_lm_eval_says_how_to_install_it(self):
+    with mock.patch.dict(sys.modules, {"lm_eval": None}):
+      with self.assertRaisesRegex(
+        ValueError, r"harness needs the library 'lm_eval'.*moh_jax\[llm\]"
+      ):
+        harness.load_tasks([TaskChoice("piqa")])
+
+
+def _plain_log_softmax():
+  """A function from up to 48 tokens to log-probabilities [48, V]."""
+  model = make_model(tiny_text_model.CONFIG)[0]
+  params = tiny_text_model.params()
+
+  @jax.jit
+  def apply(tokens):
+    return jax.nn.log_softmax(model.apply({"params": params}, tokens)[0][0])
+
+  def log_softmax(tokens):
+    padded = np.zeros((1, 48), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(apply(padded))
+
+  return log_softmax
+
+
+@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
+class HarnessNeedsLmEvalTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    from moh_jax.evaluation.harness_model import HarnessModel
+
+    cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    tiny_harness.write_tasks(cls.folder)
+    config = tiny_text_model.CONFIG
+    cls.scorer = Scorer(
+      make_model(config)[0], tiny_text_model.params(), config.model
+    )
+    cls.prompts = []
+
+    def generate(prompts, **options):
+      cls.prompts += [bytes(p[1:]).decode() for p in prompts]
+      return ["4\nQ" for _ in prompts]
+
+    cls.model = HarnessModel(BytesTokenizer(), cls.scorer, generate)
+
+  def _load(self, names, shots=None):
+    return harness.load_tasks(choose_tasks(names, shots), self.folder)
+
+  def _run(self, names, shots=None, **options):
+    return harness.run_tasks(self._load(names, shots), self.model, **options)
+
+  def _only_our_tasks(self):
+    """Leaves out the harness's own tasks, which take seconds to read."""
+    from lm_eval.tasks import manager
+
+    files = sorted(pathlib.Path(self.folder).glob("*.yaml"))
+    return mock.patch.object(
+      manager.TaskIndex, "_iter_yaml_files", lambda root: files
+    )
+
+  def test_choices_are_scored_as_by_plain_probabilities(self):
+    log_softmax = _plain_log_softmax()
+    right, normalized = [], []
+    for row in tiny_harness.CHOICES:
+      # The task's delimiter, a space, stands before each choice.
+      question = row["question"].rstrip()
+      between = row["question"][len(question) :] + " "
+      scores, per_byte = [], []
+      for choice in row["choices"]:
+        text = f"{question}{between}{choice}".encode()
+        rows = log_softmax([256, *text])
+        places = range(len(question.encode()), len(text))
+        scores.append(sum(rows[i, text[i]] for i in places))
+        per_byte.append(scores[-1] / len(choice))
+      right.append(np.argmax(scores) == row["answer"])
+      normalized.append(np.argmax(per_byte) == row["answer"])
+    row = self._run("tiny_choice")["tasks"]["tiny_choice"]
+    metrics = row["metrics"]
+    self.assertAlmostEqual(metrics["acc"]["value"], np.mean(right))
+    self.assertAlmostEqual(metrics["acc_norm"]["value"], np.mean(normalized))
+    self.assertAlmostEqual(
+      metrics["acc"]["stderr"], np.std(right, ddof=1) / len(right) ** 0.5
+    )
+    self.assertEqual((row["main"], row["documents"]), ("acc_norm", 5))
+
+  def test_bits_per_byte_are_those_of_plain_probabilities(self):
+    log_softmax = _plain_log_softmax()
+    nats = size = 0
+    for row in tiny_harness.TEXTS:
+      text = row["text"].encode()
+      tokens = [256, *text]
+      for start in range(1, len(tokens), 48):  # windows of model.max_length
+        stop = min(start + 48, len(tokens))
+        first = max(stop - 49, 0)
+        rows = log_softmax(tokens[first : stop - 1])
+        nats -= sum(rows[i - first - 1, tokens[i]] for i in range(start, stop))
+      size += len(text)
+    report = self._run("tiny_text")
+    row = report["tasks"]["tiny_text"]
+    bits = row["metrics"]["bits_per_byte"]
+    self.assertAlmostEqual(bits["value"], nats / np.log(2) / size, places=4)
+    self.assertFalse(bits["higher_is_better"])
+    self.assertEqual(row["main"], "")  # a perplexity has no place in a mean
+    self.assertIsNone(report["mean"])
+
+  def test_written_answers_are_compared(self):
+    self.prompts.clear()
+    loaded = self._load("tiny_write", 2)
+    self.assertTrue(loaded.need_generation)
+    report = harness.run_tasks(loaded, self.model, limit=1)
+    self.assertEqual(report["mean"], 1.0)
+    self.assertEqual(report["tasks"]["tiny_write"]["shots"], 2)
+    self.assertEqual(self.prompts, ["1+1= 2\n\n3+1= 4\n\n2+2="])
+
+  def test_tasks_can_run_again_with_the_same_figures(self):
+    loaded = self._load("tiny_choice,tiny_text", 1)
+    first = harness.run_tasks(loaded, self.model)
+    self.assertEqual(harness.run_tasks(loaded, self.model), first)
+
+  def test_group_has_one_row_and_its_parts(self):
+    with self._only_our_tasks():
+      loaded = self._load("tiny_group", 1)
+    report = harness.run_tasks(loaded, self.model, limit=3)
+    self.assertEqual(list(report["tasks"]), ["tiny_group"])
+    row = report["tasks"]["tiny_group"]
+    self.assertEqual(set(row["parts"]), {"tiny_choice", "tiny_second"})
+    shots = [row["parts"][name]["shots"] for name in sorted(row["parts"])]
+    self.assertEqual(shots, [1, 0])  # the second says itself that it has none
+    self.assertEqual(row["documents"], 6)
+    values = [p["metrics"]["acc"]["value"] for p in row["parts"].values()]
+    self.assertAlmostEqual(row["metrics"]["acc"]["value"], np.mean(values))
+    self.assertAlmostEqual(report["mean"], np.mean(values))
+
+  def test_prints_nothing_on_stdout(self):
+    with mock.patch.object(sys, "stdout") as out:
+      self._run("tiny_text")
+    out.write.assert_not_called()
+
+  @parameterized.parameters(
+    ("tiny_chioce", "'tiny_chioce' is none .* did you mean 'tiny_choice'"),
+    ("tiny_lost", "task 'tiny_lost' cannot be loaded: .*nope.jsonl"),
+    ("tiny_beams", "task 'tiny_beams': .*num_beams=4 must be one of"),
+    ("tiny_choice,tiny_group", "'tiny_choice' is asked for twice"),
+  )
+  def test_task_that_cannot_run_is_named(self, name, message):
+    with self._only_our_tasks():
+      with self.assertRaisesRegex(ValueError, message):
+        self._load(name)
+
+  def test_missing_folder_of_tasks_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "include-path /nope"):
+      harness.load_tasks(choose_tasks("tiny_choice"), "/nope")
+
+  def test_limit_must_be_positive(self):
+    with self.assertRaisesRegex(ValueError, "limit=0 must be at least 1"):
+      self._run("tiny_choice", limit=0)
+
+
+if __name__ == "__main__":
+  absltest.main()

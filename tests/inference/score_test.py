@@ -1,0 +1,227 @@
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax import config as config_lib
+from moh_jax.inference.score import Score, Scorer
+from moh_jax.models.build import make_model
+from moh_jax.training import sharding
+from moh_jax.training.state import abstract_on
+from tests.inference import tiny_text_model
+
+_CONFIG = tiny_text_model.CONFIG
+_MODEL = _CONFIG.model
+_LIMIT = _MODEL.max_length
+
+
+def _scorer(config=_CONFIG, params=None, **options):
+  model, _ = make_model(config)
+  params = tiny_text_model.params(config) if params is None else params
+  return Scorer(model, params, config.model, **options)
+
+
+@functools.cache
+def _log_softmax(config):
+  """A function from the tokens of one text to log-probabilities [N, V]."""
+  params, (model, _) = tiny_text_model.params(config), make_model(config)
+
+  @jax.jit
+  def log_softmax(tokens):
+    logits, _ = model.apply({"params": params}, tokens[None])
+    return jax.nn.log_softmax(logits[0])
+
+  return log_softmax
+
+
+def _plain(pairs, config=_CONFIG):
+  """Scores from the whole logits of each pair by itself."""
+  scores = []
+  for context, continuation in pairs:
+    ids = np.array([*context, *continuation])[-(_LIMIT + 1) :]
+    padded = np.zeros(_LIMIT, np.int32)  # one program for all
+    padded[: len(ids) - 1] = ids[:-1]
+    rows = np.asarray(_log_softmax(config)(padded))[
+      len(ids) - 1 - len(continuation) :
+    ]
+    picked = [rows[i, token] for i, token in enumerate(continuation)]
+    greedy = [rows[i].argmax() == t for i, t in enumerate(continuation)]
+    scores.append(Score(sum(picked), all(greedy), len(continuation)))
+  return scores
+
+
+def _pairs(lengths, seed=0):
+  rng = np.random.RandomState(seed)
+  return [
+    (rng.randint(0, 256, a).tolist(), rng.randint(0, 256, b).tolist())
+    for a, b in lengths
+  ]
+
+
+# Short and long, before and at both bounds of the shapes and of the tail, and
+# contexts that lose their beginning.
+_LENGTHS = (
+  *((1, 1), (5, 3), (9, 16), (9, 17), (9, 18), (31, 1), (32, 1), (33, 1)),
+  *((16, 16), (17, 16), (1, 48), (30, 19), (47, 1), (48, 1), (60, 2), (90, 48)),
+)
+
+
+class ScorerTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.scorer = _scorer(batch_size=4)  # its programs are those of many tests
+
+  def _assert_close(self, ours, theirs):
+    self.assertEqual(
+      [(s.greedy, s.tokens) for s in ours],
+      [(s.greedy, s.tokens) for s in theirs],
+    )
+    np.testing.assert_allclose(
+      [s.log_likelihood for s in ours],
+      [s.log_likelihood for s in theirs],
+      rtol=1e-5,
+      atol=1e-5,
+    )
+
+  def test_scores_equal_those_of_whole_logits(self):
+    pairs = _pairs(_LENGTHS)
+    self._assert_close(self.scorer.log_likelihoods(pairs), _plain(pairs))
+
+  def test_tied_embeddings_are_read_from_the_embedding(self):
+    model = dataclasses.replace(_MODEL, tie_embeddings=True)
+    config = dataclasses.replace(_CONFIG, model=model)
+    pairs = _pairs([(5, 3), (9, 2)])
+    ours = _scorer(config).log_likelihoods(pairs)
+    self._assert_close(ours, _plain(pairs, config))
+
+  @parameterized.parameters(1, 64)
+  def test_batch_size_changes_no_score(self, batch_size):
+    pairs = _pairs([(5, 3), (9, 1), (20, 9), (1, 16), (3, 4)])
+    ours = _scorer(batch_size=batch_size).log_likelihoods(pairs)
+    self._assert_close(ours, _plain(pairs))
+
+  def test_order_of_the_pairs_changes_no_score(self):
+    pairs = _pairs(_LENGTHS)
+    backwards = self.scorer.log_likelihoods(pairs[::-1])[::-1]
+    self._assert_close(self.scorer.log_likelihoods(pairs), backwards)
+
+  def test_greedy_is_whether_every_token_is_the_most_likely(self):
+    context = _pairs([(6, 1)])[0][0]
+    written = []
+    for _ in range(3):
+      read = context + written
+      padded = np.array(read + [0] * (_LIMIT - len(read)), np.int32)
+      ranked = _log_softmax(_CONFIG)(padded)[len(read) - 1]
+      written.append(int(np.argmax(ranked)))
+    other = [*written[:2], (written[2] + 1) % 264]
+    wrong_start = [(written[0] + 1) % 264, *written[1:]]
+    scores = self.scorer.log_likelihoods(
+      [(context, written), (context, other), (context, wrong_start)]
+    )
+    self.assertEqual([s.greedy for s in scores], [True, False, False])
+
+  def test_choices_of_one_token_share_a_forward_pass(self):
+    context = _pairs([(9, 1)])[0][0]
+    pairs = [(context, [token]) for token in (65, 66, 67, 68)]
+    with mock.patch.object(
+      self.scorer, "_step", wraps=self.scorer._step
+    ) as step:
+      ours = self.scorer.log_likelihoods(pairs * 5)
+    self.assertEqual(step.call_count, 1)
+    self._assert_close(ours, _plain(pairs) * 5)
+
+  def test_pairs_that_read_the_same_are_kept_apart(self):
+    # The same tokens, cut elsewhere; the same pair twice; more choices than a
+    # row holds; a choice of the same prefix but another length.
+    ids = _pairs([(12, 1)])[0][0]
+    pairs = [(ids[:cut], ids[cut:]) for cut in (1, 6, 11)]
+    pairs += [pairs[1], (ids[:6], [*ids[6:], 7]), (ids[:6], ids[6:7])]
+    pairs += [(ids[:-1], [token]) for token in range(40)]
+    self._assert_close(self.scorer.log_likelihoods(pairs), _plain(pairs))
+
+  def test_probabilities_of_all_choices_sum_to_one(self):
+    scores = self.scorer.log_likelihoods([([3, 1], [t]) for t in range(264)])
+    total = np.exp([score.log_likelihood for score in scores]).sum()
+    self.assertAlmostEqual(total, 1, places=5)
+    self.assertEqual(sum(score.greedy for score in scores), 1)
+
+  def test_empty_continuation_is_certain(self):
+    self.assertEqual(
+      _scorer().log_likelihoods([([1], [])])[0], Score(0, True, 0)
+    )
+    self.assertEmpty(self.scorer.log_likelihoods([]))
+
+  def test_too_long_context_loses_its_beginning(self):
+    context, continuation = _pairs([(70, 5)])[0]
+    kept = context[-(_LIMIT + 1 - 5) :]
+    self.assertEqual(
+      self.scorer.log_likelihoods([(context, continuation)]),
+      self.scorer.log_likelihoods([(kept, continuation)]),
+    )
+
+  @parameterized.parameters(
+    (([], [1]), "context of pair 1 is empty"),
+    (([1], [1] * 49), "pair 1 has 49 tokens, more than model.max_length=48"),
+    (([1], [264]), r"pair 1 has a token outside \[0, 264\).*: 264"),
+    (([-1], [2]), r"pair 1 has a token outside \[0, 264\).*: -1"),
+  )
+  def test_pair_that_cannot_be_scored_is_named(self, pair, message):
+    with self.assertRaisesRegex(ValueError, message):
+      self.scorer.log_likelihoods([([1], [1]), pair])
+
+  def test_few_programs_serve_all_lengths(self):
+    scorer = _scorer(batch_size=4)
+    scorer.log_likelihoods(_pairs([(n, 1) for n in range(1, 60)]))
+    self.assertEqual(scorer._step._cache_size(), 2)  # 32 and 48
+
+  def test_mesh_shares_batch_and_parameters(self):
+    mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, tensor=2))
+    model, inputs = make_model(_CONFIG)
+    places = abstract_on(model, inputs, mesh)
+    params = jax.tree.map(
+      lambda x, place: jax.device_put(x, place.sharding),
+      tiny_text_model.params(),
+      places,
+    )
+    pairs = _pairs([(5, 3), (9, 2), (2, 1), (4, 4), (20, 6)])
+    scorer = _scorer(params=params, batch_size=4, mesh=mesh)
+    self._assert_close(scorer.log_likelihoods(pairs), _plain(pairs))
+
+  def test_batch_that_the_mesh_cannot_share_is_refused(self):
+    mesh = sharding.make_mesh(config_lib.MeshConfig(data=8))
+    with self.assertRaisesRegex(ValueError, "batch_size=4 must be a multiple"):
+      _scorer(batch_size=4, mesh=mesh)
+    with self.assertRaisesRegex(ValueError, "batch_size=0 must be at least 1"):
+      _scorer(batch_size=0)
+
+
+class RollingTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.scorer = _scorer()
+
+  @parameterized.parameters(1, 2, 47, 48, 49, 50, 95, 96, 97, 200)
+  def test_every_token_is_scored_once_with_context(self, length):
+    tokens = list(range(1, length + 1))
+    pairs = self.scorer.rolling(tokens, prefix_id=0)
+    self.assertEqual([t for _, scored in pairs for t in scored], tokens)
+    text = [0, *tokens]
+    for context, scored in pairs:
+      window = [*context, *scored]
+      self.assertNotEmpty(context)
+      self.assertLessEqual(len(window), _LIMIT + 1)
+      self.assertEqual(window, text[window[0] : window[-1] + 1])
+    if length > _LIMIT:  # the last has all the context there is room for
+      self.assertLen([*pairs[-1][0], *pairs[-1][1]], _LIMIT + 1)
+
+  def test_empty_text_has_no_window(self):
+    self.assertEmpty(self.scorer.rolling([], 0))
+
+
+if __name__ == "__main__":
+  absltest.main()
