@@ -76,6 +76,8 @@ def mesh_config(text: str) -> MeshConfig:
         f"{text!r} must be AXIS=N,... with axes {', '.join(known)}"
       )
     sizes[name] = int(size)
+  if -1 in sizes.values():
+    sizes.setdefault("data", 1)  # in place of its own -1
   try:
     return MeshConfig(**sizes)
   except ValueError as error:

@@ -14,7 +14,7 @@ def bits_per_byte(nats: float, num_bytes: int) -> float:
 
 
 def perplexity(nats: float, count: int) -> float:
-  """The exp of the mean nats per unit, tokens or words; infinite where too large.
+  """Exponential of the mean nats per unit; infinite where it is too large.
 
   Args:
     nats: summed cross-entropy.

@@ -1,7 +1,6 @@
 """Text generation with a key/value cache."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import CACHE_DTYPES, LLMConfig
-from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.inference.completion import Completion, CompletionWriter
 from moh_jax.inference.decoding import (
-  NO_TOKEN,
   Decoding,
   Sampling,
   make_decode,
@@ -29,23 +28,6 @@ Prompt = str | Sequence[int]
 _SPAN = 32  # tokens between two looks at what was written
 _SMALLEST_BUCKET = 16
 _GREEDY = Sampling()
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-  """What was written after a prompt.
-
-  Attributes:
-    text: without the end-of-text token and without the stop text.
-    tokens: ids, the end-of-text token and those of the stop text included.
-    log_probs: natural logarithms of their probabilities under the model.
-    finish: "length" (max_new_tokens), "end" (end-of-text token) or "stop".
-  """
-
-  text: str
-  tokens: tuple[int, ...]
-  log_probs: tuple[float, ...]
-  finish: str
 
 
 class Generator:
@@ -130,7 +112,7 @@ class Generator:
     done: dict[int, Completion] = {}
     for start in range(0, len(order), self._batch_size):
       rows = order[start : start + self._batch_size]
-      writers = [_Writer(self.tokenizer, sampling) for _ in rows]
+      writers = [CompletionWriter(self.tokenizer, sampling) for _ in rows]
       for _ in self._write(rows, [ids[row] for row in rows], writers, sampling):
         pass
       done |= {row: w.completion() for row, w in zip(rows, writers)}
@@ -149,7 +131,7 @@ class Generator:
       Pieces of the text; together they are what `generate` gives.
     """
     ids = self._encode(0, prompt, sampling)
-    writer = _Writer(self.tokenizer, sampling)
+    writer = CompletionWriter(self.tokenizer, sampling)
     for _ in self._write([0], [ids], [writer], sampling, span=1):
       if piece := writer.new_text():
         yield piece
@@ -186,7 +168,7 @@ class Generator:
     self,
     rows: list[int],
     prompts: list[list[int]],
-    writers: list["_Writer"],
+    writers: list[CompletionWriter],
     sampling: Sampling,
     span: int = _SPAN,
   ) -> Iterator[None]:
@@ -252,65 +234,6 @@ class Generator:
     if self._mesh is None:
       return contextlib.nullcontext()
     return sharding.use_mesh(self._mesh)
-
-
-class _Writer:
-  """Text of one completion as its tokens come."""
-
-  def __init__(self, tokenizer: Tokenizer, sampling: Sampling):
-    self._decoder = StreamDecoder(tokenizer)
-    self._eos_id, self._stop = tokenizer.eos_id, sampling.stop
-    self._limit = sampling.max_new_tokens
-    self._tokens: list[int] = []
-    self._log_probs: list[float] = []
-    self._text, self._given = "", 0
-    self.finish = ""
-
-  def add(self, token: int, log_prob: float) -> None:
-    """Takes the next token; those after the end are nothing."""
-    if self.finish or token == NO_TOKEN:
-      return
-    self._tokens.append(token)
-    self._log_probs.append(log_prob)
-    if token == self._eos_id:
-      self._end("end", self._decoder.flush())
-      return
-    self._text += self._decoder.feed(token)
-    if len(self._tokens) == self._limit:
-      self._end("length", self._decoder.flush())
-    else:
-      self._cut()
-
-  def _end(self, reason: str, rest: str) -> None:
-    self._text += rest
-    self._cut()
-    self.finish = self.finish or reason
-
-  def _cut(self) -> None:
-    places = [self._text.find(text) for text in self._stop]
-    if found := [place for place in places if place >= 0]:
-      self._text, self.finish = self._text[: min(found)], "stop"
-
-  def new_text(self) -> str:
-    """Text not given before; what may begin a stop text is held back."""
-    end = len(self._text)
-    if not self.finish:
-      end -= max((_overlap(self._text, stop) for stop in self._stop), default=0)
-    piece = self._text[self._given : end]
-    self._given = max(end, self._given)
-    return piece
-
-  def completion(self) -> Completion:
-    """The whole."""
-    return Completion(
-      self._text, tuple(self._tokens), tuple(self._log_probs), self.finish
-    )
-
-
-def _overlap(text: str, stop: str) -> int:
-  """Characters at the end of a text that a stop text begins with."""
-  sizes = range(min(len(stop) - 1, len(text)), 0, -1)
-  return next((n for n in sizes if text.endswith(stop[:n])), 0)
 
 
 def _bucket(size: int, smallest: int) -> int:
