@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import timing
 from moh_jax.config import LLMConfig, without_router
 from moh_jax.inference.decoding import make_decode, make_prefill
-from moh_jax.inference.generate import serving_params
+from moh_jax.inference.generate import batch_bucket, serving_params
 from moh_jax.models.llm import LLM
 from moh_jax.training.state import init_params, unbox
 
@@ -72,11 +72,12 @@ class _Writer:
     self._prefill = make_prefill(model, config.dtype)
     self._decode = make_decode(model, None, _SPAN)
     self._slots = 2 * length
+    rows = batch_bucket(batch, config)
     self._prompts = (
-      np.ones((batch, length), np.int32),
-      np.zeros(batch, np.int32),
-      np.arange(batch, dtype=np.int32),
-      np.zeros(batch, bool),
+      np.ones((rows, length), np.int32),
+      np.zeros(rows, np.int32),
+      np.arange(rows, dtype=np.int32),
+      np.zeros(rows, bool),
     )
     self._state = self.read()
 

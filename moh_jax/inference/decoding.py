@@ -191,7 +191,8 @@ def _read_token(
 
 
 def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:
-  logits = output_logits(x[:, -1], output_kernel(params, config))
+  kernel = output_kernel(params, config, unrolled=True)
+  logits = output_logits(x[:, -1], kernel)
   return constrain(logits, "batch", None)
 
 

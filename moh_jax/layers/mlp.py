@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from moh_jax.layers.linear import Linear
 from moh_jax.layers.moh import LINEAR_INIT, xavier_init
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops.activation import gelu
@@ -43,12 +44,14 @@ class SwiGLU(nn.Module):
   Attributes:
     hidden_dim: F.
     use_bias: add learned biases.
+    output_major: how the kernels are stored, see `Linear`.
     dtype: compute dtype.
     param_dtype: storage dtype.
   """
 
   hidden_dim: int
   use_bias: bool = False
+  output_major: bool = False
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
 
@@ -56,16 +59,17 @@ class SwiGLU(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
     kinds = {
+      "kernel_init": LINEAR_INIT,
       "use_bias": self.use_bias,
+      "output_major": self.output_major,
       "dtype": self.dtype,
       "param_dtype": self.param_dtype,
     }
-    wide = nn.with_logical_partitioning(LINEAR_INIT, ("embed", "mlp"))
-    gate = nn.Dense(self.hidden_dim, kernel_init=wide, name="gate", **kinds)(x)
-    up = nn.Dense(self.hidden_dim, kernel_init=wide, name="up", **kinds)(x)
+    wide = ("embed", "mlp")
+    gate = Linear(self.hidden_dim, wide, name="gate", **kinds)(x)
+    up = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
     hidden = constrain(nn.silu(gate) * up, "batch", None, "mlp")
-    narrow = nn.with_logical_partitioning(LINEAR_INIT, ("mlp", "embed"))
-    down = nn.Dense(x.shape[-1], kernel_init=narrow, name="down", **kinds)
+    down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
     return constrain(down(hidden), "batch", None, None)
 
 

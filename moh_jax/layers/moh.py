@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from moh_jax.layers.linear import product
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops import attention as attention_ops
 from moh_jax.ops import routing
@@ -26,6 +27,8 @@ Axes = int | tuple[int, ...]
 
 # The released ViT draws every linear weight with this deviation.
 LINEAR_INIT = nn.initializers.normal(0.02)
+
+_MIX_AXES = ("heads", "head_dim", "embed")
 
 # (axes of the inputs, axes of the outputs) -> initializer of a kernel.
 KernelInit = Callable[[Axes, Axes], nn.initializers.Initializer]
@@ -204,6 +207,7 @@ class HeadProjection(nn.Module):
     head_dim: width of a head.
     use_bias: add a learned bias.
     kernel_init: of the kernel.
+    output_major: the kernel is [parts, H, D, C], else [C, parts, H, D].
     dtype: compute dtype.
     param_dtype: storage dtype.
   """
@@ -213,6 +217,7 @@ class HeadProjection(nn.Module):
   head_dim: int
   use_bias: bool = True
   kernel_init: KernelInit = normal_init
+  output_major: bool = False
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
 
@@ -220,16 +225,19 @@ class HeadProjection(nn.Module):
   def __call__(self, x: jax.Array) -> list[jax.Array]:
     """Maps x [B, N, C] to `parts` arrays [B, N, H, D]."""
     shape = (self.parts, self.num_heads, self.head_dim)
+    whole, axes = (x.shape[-1], *shape), ("embed", None, "heads", "head_dim")
+    init, spec = self.kernel_init(0, (1, 2, 3)), "bnc,cphd->bnphd"
+    if self.output_major:
+      whole, axes = (*whole[1:], whole[0]), (*axes[1:], axes[0])
+      init, spec = self.kernel_init(3, (0, 1, 2)), "bnc,phdc->bnphd"
     kernel = self.param(
       "kernel",
-      nn.with_logical_partitioning(
-        self.kernel_init(0, (1, 2, 3)), ("embed", None, "heads", "head_dim")
-      ),
-      (x.shape[-1], *shape),
+      nn.with_logical_partitioning(init, axes),
+      whole,
       self.param_dtype,
     )
     x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
-    out = jnp.einsum("bnc,cphd->bnphd", x, kernel)
+    out = product(spec, x, kernel, output_major=self.output_major)
     if self.use_bias:
       bias = self.param(
         "bias",
@@ -251,6 +259,7 @@ class HeadMix(nn.Module):
     features: C, width of the result.
     use_bias: add a learned bias.
     kernel_init: of the kernel.
+    output_major: the kernel is [C, H, D], else [H, D, C].
     dtype: compute dtype.
     param_dtype: storage dtype.
   """
@@ -258,6 +267,7 @@ class HeadMix(nn.Module):
   features: int
   use_bias: bool = True
   kernel_init: KernelInit = normal_init
+  output_major: bool = False
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
 
@@ -275,19 +285,22 @@ class HeadMix(nn.Module):
       [B, N, C].
     """
     chex.assert_rank(heads, 4)
+    shape, axes = (*heads.shape[2:], self.features), _MIX_AXES
+    init, spec = self.kernel_init((0, 1), 2), "bnhd,hdc->bnc"
+    if self.output_major:
+      shape, axes = (shape[2], *shape[:2]), (axes[2], *axes[:2])
+      init, spec = self.kernel_init((1, 2), 0), "bnhd,chd->bnc"
     kernel = self.param(
       "kernel",
-      nn.with_logical_partitioning(
-        self.kernel_init((0, 1), 2), ("heads", "head_dim", "embed")
-      ),
-      (*heads.shape[2:], self.features),
+      nn.with_logical_partitioning(init, axes),
+      shape,
       self.param_dtype,
     )
     if gates is not None:
       chex.assert_equal_shape_prefix((heads, gates), 3)
       heads = heads * gates[..., None].astype(heads.dtype)
     heads, kernel = nn.dtypes.promote_dtype(heads, kernel, dtype=self.dtype)
-    out = jnp.einsum("bnhd,hdc->bnc", heads, kernel)
+    out = product(spec, heads, kernel, output_major=self.output_major)
     if self.use_bias:
       bias = self.param(
         "bias", nn.initializers.zeros, (self.features,), self.param_dtype
@@ -307,6 +320,7 @@ class MoHAttention(nn.Module):
     use_bias: biases of the query, key and value projections.
     out_bias: bias of the output projection; None is as `use_bias`.
     kernel_init: of the projections and the router.
+    output_major: how the projections' kernels are stored.
     implementation: see `ops.attention.attention`.
     dtype: compute dtype.
     param_dtype: storage dtype.
@@ -319,6 +333,7 @@ class MoHAttention(nn.Module):
   use_bias: bool = True
   out_bias: bool | None = None
   kernel_init: KernelInit = normal_init
+  output_major: bool = False
   implementation: str = "auto"
   dtype: jnp.dtype = jnp.float32
   param_dtype: jnp.dtype = jnp.float32
@@ -388,6 +403,7 @@ class MoHAttention(nn.Module):
     return {
       "use_bias": use_bias,
       "kernel_init": self.kernel_init,
+      "output_major": self.output_major,
       "dtype": self.dtype,
       "param_dtype": self.param_dtype,
     }

@@ -43,24 +43,33 @@ class TokenTable(nn.Module):
     )
 
 
+_OUTPUT_AXES = ("embed", "vocab")
+
+
 class OutputKernel(nn.Module):
   """Weights of the output layer.
 
   Attributes:
     config: the model.
+    output_major: how they are stored, see `Linear`.
   """
 
   config: LLMConfig
+  output_major: bool = False
 
   @nn.compact
   def __call__(self) -> jax.Array:
     """[C, V] float32."""
-    return self.param(
+    shape, axes = (self.config.width, self.config.vocab_size), _OUTPUT_AXES
+    if self.output_major:
+      shape, axes = shape[::-1], axes[::-1]
+    kernel = self.param(
       "kernel",
-      nn.with_logical_partitioning(LINEAR_INIT, ("embed", "vocab")),
-      (self.config.width, self.config.vocab_size),
+      nn.with_logical_partitioning(LINEAR_INIT, axes),
+      shape,
       jnp.float32,
     )
+    return kernel.T if self.output_major else kernel
 
 
 class Block(nn.Module):
@@ -69,10 +78,12 @@ class Block(nn.Module):
   Attributes:
     config: the model.
     budget: the layer's head split.
+    output_major: how its kernels are stored.
   """
 
   config: LLMConfig
   budget: HeadBudget
+  output_major: bool = False
 
   @nn.compact
   def __call__(
@@ -92,6 +103,7 @@ class Block(nn.Module):
       causal=True,
       use_bias=cfg.qkv_bias,
       out_bias=cfg.out_bias,
+      output_major=self.output_major,
       implementation=cfg.attention_impl,
       dtype=dtype,
       name="attn",
@@ -99,7 +111,9 @@ class Block(nn.Module):
     normed = rms_norm(cfg, "attn_norm")(x)
     out, aux = attention(normed, token_mask, places=places, choice=choice)
     x = x + out
-    mlp = SwiGLU(cfg.mlp_dim, cfg.mlp_bias, dtype, name="mlp")
+    mlp = SwiGLU(
+      cfg.mlp_dim, cfg.mlp_bias, self.output_major, dtype, name="mlp"
+    )
     x = x + mlp(rms_norm(cfg, "mlp_norm")(x))
     return constrain(x, "batch", None, None), aux
 
@@ -114,7 +128,8 @@ class LLM(nn.Module):
   Attributes:
     config: the model.
     unrolled: every layer has parameters of its own (`unroll`) in place of
-      stacked ones: decoding reads them without copying them out of the stack.
+      stacked ones, and its kernels are output-major: decoding reads them
+      without copying them out of a stack.
   """
 
   config: LLMConfig
@@ -188,7 +203,10 @@ class LLM(nn.Module):
     x = rms_norm(cfg, "norm")(x)
     if not with_logits:
       return x, aux
-    kernel = table.T if cfg.tie_embeddings else OutputKernel(cfg, name="head")()
+    if cfg.tie_embeddings:
+      kernel = table.T
+    else:
+      kernel = OutputKernel(cfg, self.unrolled, name="head")()
     return output_logits(x, kernel), aux
 
   def _stack(
@@ -212,16 +230,20 @@ class LLM(nn.Module):
     values = []
     for layer in range(depth):
       choice = jax.tree.map(lambda a: a[layer], choices)  # noqa: B023
-      x, aux = Block(cfg, budget, name=f"{name}_{layer}")(x, choice, *rest)
+      block = Block(cfg, budget, True, name=f"{name}_{layer}")
+      x, aux = block(x, choice, *rest)
       values.append(aux)
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *values)
 
 
-def output_kernel(params: Any, config: LLMConfig) -> jax.Array:
+def output_kernel(
+  params: Any, config: LLMConfig, *, unrolled: bool = False
+) -> jax.Array:
   """The output layer's weights [C, V] among a model's parameters."""
   if config.tie_embeddings:
     return params["embed"]["embedding"].T
-  return params["head"]["kernel"]
+  kernel = params["head"]["kernel"]
+  return kernel.T if unrolled else kernel
 
 
 def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -266,15 +288,26 @@ def grow_vocabulary(params: Any, rows: int) -> Any:
 
 
 def unroll(params: Any, config: LLMConfig) -> Any:
-  """Parameters, or a cache, of every layer by itself, for `unrolled`."""
+  """Parameters of every layer by itself, output-major, for `unrolled`."""
   out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
+  if "head" in out:
+    out["head"] = {"kernel": out["head"]["kernel"].T}
   for index, run in enumerate(config.runs()):
     for layer in range(run.depth):
-      out[f"blocks{index}_{layer}"] = jax.tree.map(
-        lambda x: x[layer],  # noqa: B023
+      out[f"blocks{index}_{layer}"] = jax.tree_util.tree_map_with_path(
+        lambda path, x: _output_major(path, x[layer]),  # noqa: B023
         params[f"blocks{index}"],
       )
   return out
+
+
+def _output_major(path: tuple, x: jax.Array) -> jax.Array:
+  """Puts the outputs of a layer's kernel first."""
+  names = [key.key for key in path]
+  if names[-1] != "kernel":
+    return x
+  inputs = 2 if names[-2] == "out" else 1  # heads and their dim, or the width
+  return jnp.moveaxis(x, range(inputs), range(-inputs, 0))
 
 
 def new_cache(
