@@ -8,7 +8,12 @@ import numpy as np
 
 from benchmarks import timing
 from moh_jax.config import LLMConfig, without_router
-from moh_jax.inference.decoding import make_decode, make_prefill
+from moh_jax.inference.decoding import (
+  Sampling,
+  make_decode,
+  make_prefill,
+  span_numbers,
+)
 from moh_jax.inference.generate import batch_bucket, serving_params
 from moh_jax.models.llm import LLM
 from moh_jax.training.state import init_params, unbox
@@ -26,21 +31,21 @@ def rows(moh: LLMConfig, length: int, rounds: int) -> list[dict]:
     rounds: measured calls.
 
   Returns:
-    Rows of "read_B" (a whole batch of prompts) and "write_B" (one token each).
+    Rows of "prefill_B" (a batch of prompts) and "decode_B" (a token each).
   """
   result = []
   for batch in _BATCHES:
     models = {"moh": moh, "mha": without_router(moh)}
     writers = {n: _Writer(m, batch, length) for n, m in models.items()}
-    for mode in ("read", "write"):
+    for mode in ("prefill", "decode"):
       calls = {name: getattr(w, mode) for name, w in writers.items()}
       times = timing.interleaved(calls, rounds)
-      tokens = length if mode == "read" else _SPAN
+      tokens = length if mode == "prefill" else _SPAN
       result += [
         {
           "variant": name,
           "mode": f"{mode}_{batch}",
-          "ms": time.median * 1e3 / (1 if mode == "read" else _SPAN),
+          "ms": time.median * 1e3 / (1 if mode == "prefill" else _SPAN),
           "spread": time.spread,
           "units_per_second": batch * tokens / time.median,
           "ratio_to_mha": time.median / times["mha"].median,
@@ -69,8 +74,8 @@ class _Writer:
   def __init__(self, config: LLMConfig, batch: int, length: int):
     model = LLM(config, unrolled=True)
     self._params = serving_params(random_params(config), config)
-    self._prefill = make_prefill(model, config.dtype)
-    self._decode = make_decode(model, None, _SPAN)
+    self._read = make_prefill(model, config.dtype)
+    self._write = make_decode(model, None, _SPAN)
     self._slots = 2 * length
     rows = batch_bucket(batch, config)
     self._prompts = (
@@ -79,19 +84,18 @@ class _Writer:
       np.arange(rows, dtype=np.int32),
       np.zeros(rows, bool),
     )
-    self._state = self.read()
+    self._state = self.prefill()
 
-  def read(self) -> Any:
+  def prefill(self) -> Any:
     """Reads prompts into a new cache."""
-    return self._prefill(self._params, *self._prompts, self._slots)
+    return self._read(self._params, *self._prompts, self._slots)
 
-  def write(self) -> jax.Array:
+  def decode(self) -> jax.Array:
     """Writes; starts anew where the cache is full."""
     if int(self._state.slot) + _SPAN > self._slots:
-      self._state = jax.block_until_ready(self.read())
-    greedy = (0.0, 0, 1.0)
-    numbers = np.uint32(0), np.int32(0), np.int32(_SPAN)
-    self._state, tokens, _ = self._decode(
-      self._params, self._state, *numbers, *greedy
+      self._state = jax.block_until_ready(self.prefill())
+    numbers = span_numbers(Sampling(), 0, _SPAN)
+    self._state, tokens, _ = self._write(
+      self._params, self._state, numbers, True, False
     )
     return tokens

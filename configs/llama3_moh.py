@@ -69,9 +69,10 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
       schedule="cosine",
       warmup_steps=50,
       final_lr=final_lr,
-      b2=0.95,
+      b2=0.95,  # ours, the paper does not say
       weight_decay=0.1,
       clip_norm=1.0,
+      accumulation=32,  # one sequence a device at a time on 64 devices
     ),
     train=config_lib.TrainConfig(steps=steps, balance_weight=0.01),
     tune=tune,
@@ -83,4 +84,5 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
   with cfg.unlocked():
     cfg.model.dtype = "bfloat16"
     cfg.model.remat = "full"
+    cfg.model.loss_chunk = 512
   return cfg

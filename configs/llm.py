@@ -55,9 +55,10 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
       warmup_steps=2000 if small else 500,
       warmup_lr=1e-7,
       final_lr=3e-5 if small else 5e-5,
-      b2=0.95,
+      b2=0.95,  # ours, the paper does not say
       weight_decay=0.1,
       clip_norm=1.0,
+      accumulation=32,  # four sequences a device at a time on 16 devices
     ),
     train=config_lib.TrainConfig(
       steps=int(billions or 100) * 10**9 // (_BATCH * _SEQUENCE),

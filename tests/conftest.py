@@ -7,6 +7,7 @@ Programs that several tests share are compiled once per session, through a
 compilation cache of its own. Processes that tests start inherit both.
 """
 
+import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -17,6 +18,9 @@ _XLA_FLAGS = (
   "--xla_force_host_platform_device_count=8",
   "--xla_backend_optimization_level=0",
 )
+if importlib.metadata.version("jax").startswith("0.10."):
+  # Compiles in half the time; XLA no longer knows it in 0.11.
+  _XLA_FLAGS += ("--xla_cpu_use_fusion_emitters=false",)
 os.environ["XLA_FLAGS"] = " ".join(
   [os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]
 )

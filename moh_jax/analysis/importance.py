@@ -39,37 +39,36 @@ def head_importance(
     raise ValueError(
       f"model.num_heads={config.num_heads} must be the same in every layer"
     )
-  shape = (config.depth, config.num_heads[0])
+  heads = config.num_heads[0]
 
-  def loss(scale: jax.Array, params: Any, sequence: Any) -> jax.Array:
-    sequence = jax.tree.map(lambda x: x[None], sequence)
+  def losses(scale: jax.Array, params: Any, batch: Any) -> jax.Array:
+    """Sum over the sequences of each one's mean loss."""
     x, _ = model.apply(
       {"params": params},
-      sequence["inputs"],
-      positions=sequence["positions"],
-      segments=sequence["segments"],
+      batch["inputs"],
+      positions=batch["positions"],
+      segments=batch["segments"],
       head_scale=scale,
       with_logits=False,
     )
-    weights = sequence["weights"]
-    nats = summed_cross_entropy(
+    weights = batch["weights"]
+    targets = jnp.maximum(weights.sum(-1, keepdims=True), 1.0)
+    return summed_cross_entropy(
       x,
       output_kernel(params, config),
-      sequence["targets"],
-      weights,
+      batch["targets"],
+      weights / targets,
       config.loss_chunk,
     )
-    return nats / jnp.maximum(weights.sum(), 1.0)
 
   @jax.jit
   def measure(params: Any, batch: Any) -> jax.Array:
+    # A gate of its own for every sequence: one backward pass tells them apart.
+    size = batch["inputs"].shape[0]
+    ones = jnp.ones((config.depth, size, 1, heads))
+    return jnp.abs(jax.grad(losses)(ones, params, batch)).sum((1, 2))
 
-    def one(sequence: Any) -> jax.Array:
-      return jnp.abs(jax.grad(loss)(jnp.ones(shape), params, sequence))
-
-    return jax.lax.map(one, batch).sum(0)
-
-  total, count = np.zeros(shape), 0
+  total, count = np.zeros((config.depth, heads)), 0
   for batch in batches:
     total += np.asarray(measure(params, batch), np.float64)
     count += batch["inputs"].shape[0]

@@ -60,8 +60,8 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     type=mesh_config,
     default=MeshConfig(),
     metavar="AXIS=N,...",
-    help="devices per axis, such as fsdp=4,tensor=2 for a model too large for "
-    "one; -1 takes those left (default: data=-1, the model on each)",
+    help="devices per axis, such as tensor=8 for a model too large for one; -1 "
+    "takes those left (default: data=-1, the model on each)",
   )
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-import sys
+import itertools
 
 from moh_jax.cli import common
 from moh_jax.config import CACHE_DTYPES
@@ -87,11 +87,11 @@ def run(args: argparse.Namespace) -> int:
     batch_size=args.batch_size,
   )
   if len(args.prompt) == 1 and not args.json:
-    sys.stdout.write(args.prompt[0])
-    for piece in generator.stream(args.prompt[0], sampling):
-      sys.stdout.write(piece)
-      sys.stdout.flush()
-    sys.stdout.write("\n")
+    pieces = generator.stream(args.prompt[0], sampling)
+    first = next(pieces, "")  # a bad prompt is an error before any output
+    for piece in itertools.chain([args.prompt[0], first], pieces):
+      print(piece, end="", flush=True)
+    print()
     return 0
   completions = generator.generate(args.prompt, sampling)
   if args.json != "-":

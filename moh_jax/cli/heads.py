@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="N",
     help="batches of the run's training text to measure on",
   )
-  parser.add_argument("--batch-size", type=int, help="sequences per batch")
+  parser.add_argument(
+    "--batch-size", type=int, default=8, help="sequences per batch"
+  )
   common.add_json(parser)
 
 
@@ -49,11 +51,12 @@ def run(args: argparse.Namespace) -> int:
         f"{args.checkpoint} holds a model of family {config.model.family!r}; "
         "heads are measured of language models so far"
       )
-    if args.batch_size is not None:
-      config = config_lib.apply_overrides(
-        config, "data", batch_size=args.batch_size
-      )
-    sharding.check_batch("data.batch_size", config.data.batch_size, mesh)
+    # Nothing is accumulated here, so any batch will do.
+    config = config_lib.apply_overrides(config, "optim", accumulation=1)
+    config = config_lib.apply_overrides(
+      config, "data", batch_size=args.batch_size
+    )
+    sharding.check_batch("--batch-size", args.batch_size, mesh)
     text = sequences.train_sequences(
       config.data, config.model.vocab_size, config.train.seed
     )

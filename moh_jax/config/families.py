@@ -124,6 +124,11 @@ def _check_llm(config: Any) -> None:
       f"tune.top_k_values={tune.top_k_values} must end with the model.top_k of "
       f"the layers that route, {tuple(sorted(set(routing)))}"
     )
+  if tune.top_k_steps[-1] >= config.train.steps:
+    raise ValueError(
+      f"tune.top_k_steps={tune.top_k_steps} must end before train.steps="
+      f"{config.train.steps}"
+    )
   least = min(b.routed for b in model.budgets() if b.top_k)
   if max(tune.top_k_values) > least:
     raise ValueError(

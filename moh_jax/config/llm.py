@@ -126,6 +126,11 @@ class LLMConfig(LayerStack):
         f"model.head_order has {len(self.head_order)} rows, must have one per "
         f"layer ({self.depth}) or none"
       )
+    if self.head_order and len(set(self.num_heads)) > 1:
+      raise ValueError(
+        f"model.head_order must be () where layers differ in their heads, "
+        f"model.num_heads={self.num_heads}"
+      )
     for layer, order in enumerate(self.head_order):
       if sorted(order) != list(range(self.num_heads[layer])):
         raise ValueError(

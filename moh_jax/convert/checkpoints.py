@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from moh_jax.convert import (
 from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.tokenizers import load_tokenizer
+from moh_jax.files import replacing
 from moh_jax.models.build import make_model
 from moh_jax.models.registry import MODELS, get_model
 from moh_jax.training import checkpoint
@@ -344,8 +346,17 @@ def _copy_tokenizer(source: Any, target: Any) -> str:
     return ""
   target.mkdir(parents=True, exist_ok=True)
   for name in found:
-    (target / name).write_bytes((source / name).read_bytes())
+    _write_whole(target / name, (source / name).read_bytes())
   return hashlib.sha256((source / found[0]).read_bytes()).hexdigest()
+
+
+def _write_whole(path: Any, content: bytes):
+  """Writes a file that a kill leaves whole or absent."""
+  if "://" in os.fspath(path):  # so are all files of buckets
+    path.write_bytes(content)
+    return
+  with replacing(path) as temporary:
+    temporary.write_bytes(content)
 
 
 def _ids(folder: pathlib.Path) -> dict[str, int | None]:

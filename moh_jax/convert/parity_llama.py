@@ -11,7 +11,12 @@ import numpy as np
 from moh_jax.config import LLMConfig
 from moh_jax.convert import hf_config, llama, rules
 from moh_jax.convert.parity_case import Arrays, Case
-from moh_jax.inference.decoding import make_decode, make_prefill
+from moh_jax.inference.decoding import (
+  Sampling,
+  make_decode,
+  make_prefill,
+  span_numbers,
+)
 from moh_jax.models.llm import LLM, new_cache, unroll
 from moh_jax.training.state import abstract_params, unbox
 
@@ -143,10 +148,9 @@ def _write(
     np.zeros(batch, bool),
     length + steps,
   )
-  numbers = np.uint32(0), np.int32(0), np.int32(steps)
-  greedy = (0.0, 0, 1.0)
+  numbers = span_numbers(Sampling(), 0, steps)
   _, tokens, _ = make_decode(model, None, steps)(
-    params, state, *numbers, *greedy
+    params, state, numbers, True, False
   )
   tokens = np.asarray(tokens).astype(prompts.dtype)
   return np.concatenate([prompts, tokens], axis=1)

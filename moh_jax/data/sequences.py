@@ -6,7 +6,6 @@ a pure function of the seed and i.
 """
 
 import bisect
-import functools
 import itertools
 import os
 import pathlib
@@ -20,7 +19,7 @@ from moh_jax.config.text import TextDataConfig
 from moh_jax.data.packing import FakeSequences, PackedSource, Sequence
 from moh_jax.data.shards import METADATA, read_metadata
 from moh_jax.data.stdlib_text import prepare
-from moh_jax.data.token_sets import KIND, TokenSet
+from moh_jax.data.token_sets import KIND, TokenSet, read_tokenizer
 from moh_jax.data.tokenizers import Tokenizer
 
 SPLITS = ("train", "val")
@@ -65,7 +64,11 @@ def source_names(data: TextDataConfig) -> tuple[str, ...]:
 
 
 def drawn_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
-  """The share of each source among the first sequences of the stream."""
+  """The share of each source among the first sequences of the stream.
+
+  Whose turn it is follows from the ratios alone, with nothing random about it,
+  so these are the shares drawn, not those expected.
+  """
   counts = Mixture(data.ratios or (100.0,)).counts(sequences)
   names = source_names(data)
   return {name: n / max(sequences, 1) for name, n in zip(names, counts)}
@@ -82,8 +85,7 @@ def train_sequences(
     seed: of the order.
 
   Returns:
-    A dataset of packed sequences (`packing.py`), each also with "source",
-    int32, its place in `source_names`.
+    A dataset of packed sequences (`packing.py`).
 
   Raises:
     FileNotFoundError: a set, or a file of it, is missing.
@@ -99,8 +101,8 @@ def train_sequences(
       )
     # Sources of the same length would be shuffled alike by the same seed.
     own = np.random.SeedSequence((seed, index)).generate_state(1)[0]
-    dataset = grain.MapDataset.source(source).seed(int(own)).shuffle().repeat()
-    datasets.append(dataset.map(functools.partial(_name_source, index)))
+    dataset = grain.MapDataset.source(source).seed(int(own))
+    datasets.append(dataset.shuffle().repeat())
   if len(datasets) == 1:
     return datasets[0]
   mixture = Mixture(data.ratios)
@@ -140,12 +142,12 @@ class HeldOut:
     return self._ends[-1]
 
   def __getitem__(self, index: int) -> Sequence:
-    """A packed sequence, also with "source"."""
+    """A packed sequence."""
     if not 0 <= index < len(self):
       raise IndexError(f"index={index} of {len(self)} sequences")
     source = bisect.bisect_right(self._ends, index)
     first = self._ends[source] - len(self._sources[source])
-    return _name_source(source, self._sources[source][index - first])
+    return self._sources[source][index - first]
 
 
 def open_sets(
@@ -166,31 +168,8 @@ def open_sets(
     ValueError: a set is damaged, does not fit the model, or has another
       tokenizer than the others or than the other split.
   """
-  if split not in SPLITS:
-    raise ValueError(f"split={split!r} must be one of {SPLITS}")
-  root = pathlib.Path(data.path)
-  if data.source == "stdlib":
-    root = prepare(root, data.tokenizer, vocab_size)
-  folders = [root / name for name in data.mix] or [root]
-  found = {
-    name: _open_set(folder / split)
-    for name, folder in zip(source_names(data), folders)
-  }
-  tokenizers = {s.folder: s.metadata["tokenizer"] for s in found.values()}
-  for other in SPLITS:
-    for folder in folders:
-      if (folder / other / METADATA).is_file():
-        metadata = read_metadata(folder / other, KIND)
-        tokenizers.setdefault(folder / other, metadata["tokenizer"])
-  _check_alike(tokenizers)
-  for token_set in found.values():
-    if token_set.metadata["vocab_size"] > vocab_size:
-      raise ValueError(
-        f"{token_set.folder}: its tokenizer has "
-        f"{token_set.metadata['vocab_size']} ids, more than model.vocab_size="
-        f"{vocab_size}"
-      )
-  return found
+  described = _describe_sets(data, vocab_size, split)
+  return {name: TokenSet(folder) for name, (folder, _) in described.items()}
 
 
 def open_tokenizer(
@@ -198,14 +177,47 @@ def open_tokenizer(
 ) -> Tokenizer | None:
   """The tokenizer of the configured text; None for "fake".
 
+  It needs what the sets say of themselves and the tokenizer's file, no shard.
+
   Raises:
-    FileNotFoundError: as `open_sets`.
-    ValueError: as `open_sets`.
+    FileNotFoundError: a set, or the tokenizer's file, is missing.
+    ValueError: one of these is damaged, or the sets do not fit the model or
+      each other, as for `open_sets`.
   """
   if data.source == "fake":
     return None
-  first, *_ = open_sets(data, vocab_size, split).values()
-  return first.tokenizer()
+  (folder, metadata), *_ = _describe_sets(data, vocab_size, split).values()
+  return read_tokenizer(folder, metadata)
+
+
+def _describe_sets(
+  data: TextDataConfig, vocab_size: int, split: str
+) -> dict[str, tuple[pathlib.Path, dict[str, Any]]]:
+  """Folder and metadata of one split of every source, checked."""
+  if split not in SPLITS:
+    raise ValueError(f"split={split!r} must be one of {SPLITS}")
+  root = pathlib.Path(data.path)
+  if data.source == "stdlib":
+    root = prepare(root, data.tokenizer, vocab_size)
+  folders = [root / name for name in data.mix] or [root]
+  found = {
+    name: (folder / split, _describe_set(folder / split))
+    for name, folder in zip(source_names(data), folders)
+  }
+  tokenizers = {f: metadata["tokenizer"] for f, metadata in found.values()}
+  for other in SPLITS:
+    for folder in folders:
+      place = folder / other
+      if place not in tokenizers and (place / METADATA).is_file():
+        tokenizers[place] = read_metadata(place, KIND)["tokenizer"]
+  _check_alike(tokenizers)
+  for folder, metadata in found.values():
+    if metadata["vocab_size"] > vocab_size:
+      raise ValueError(
+        f"{folder}: its tokenizer has {metadata['vocab_size']} ids, more than "
+        f"model.vocab_size={vocab_size}"
+      )
+  return found
 
 
 def _open_sources(
@@ -221,12 +233,12 @@ def _open_sources(
   ]
 
 
-def _open_set(folder: pathlib.Path) -> TokenSet:
+def _describe_set(folder: pathlib.Path) -> dict[str, Any]:
   if not folder.is_dir():
     raise FileNotFoundError(
       f"{folder}: no such directory; `python -m moh_jax tokenize` makes it"
     )
-  return TokenSet(folder)
+  return read_metadata(folder, KIND)
 
 
 def _check_alike(tokenizers: dict[os.PathLike, dict[str, str]]):
@@ -248,7 +260,3 @@ def _merge(notes: list[dict[str, Any]]) -> dict[str, Any]:
     for key, value in notes[0].items()
     if isinstance(value, int) and all(key in entry for entry in notes)
   }
-
-
-def _name_source(index: int, element: Sequence) -> Sequence:
-  return {**element, "source": np.int32(index)}

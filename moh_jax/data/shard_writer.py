@@ -200,6 +200,16 @@ class ShardSetWriter:
     shutil.rmtree(self._unfinished, ignore_errors=True)
     return metadata
 
+  def discard(self) -> None:
+    """Removes what is there of an unfinished set."""
+    if (self._folder / shards.METADATA).is_file():
+      return
+    for shard in range(self.num_shards):
+      (self._folder / self._name(shard)).unlink(missing_ok=True)
+    shutil.rmtree(self._unfinished, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other files are there
+      self._folder.rmdir()
+
   def _name(self, shard: int) -> str:
     return f"{shard:05d}-of-{self.num_shards:05d}.array_record"
 

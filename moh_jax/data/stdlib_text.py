@@ -4,14 +4,18 @@ The packages `HELD_OUT` are the held-out text. Every file is one document. Other
 versions of Python have other sources, so figures compare within one of them.
 """
 
+import contextlib
+import functools
 import glob
 import gzip
+import logging
 import lzma
 import os
 import pathlib
 import platform
 import shutil
 import sysconfig
+import time
 import uuid
 from collections.abc import Iterable
 
@@ -35,6 +39,8 @@ _LEFT_OUT = (
 )
 _PIECE_BYTES = 4 << 20
 _XZ_PRESET = 9
+_ABANDONED_SECONDS = 3600  # preparing takes a minute
+_LOG = logging.getLogger(__name__)
 
 
 def prepare(
@@ -43,7 +49,8 @@ def prepare(
   """Tokenizes the standard library once.
 
   The notes of the held-out set have "gzip_bytes" and "xz_bytes", what its text
-  takes under gzip -9 and xz -9, and "python".
+  takes under gzip -9 and xz -9, and "python". A set that another version of
+  Python made is used all the same; a warning names both.
 
   Args:
     path: folder of all such sets; created.
@@ -61,6 +68,7 @@ def prepare(
     raise ValueError(f"tokenizer={tokenizer!r} must be one of ('bpe', 'bytes')")
   name = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
   folder = pathlib.Path(path) / name
+  _remove_abandoned(folder)
   if not folder.is_dir():
     growing = folder.with_name(f".{name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -69,7 +77,10 @@ def prepare(
     finally:
       shutil.rmtree(growing, ignore_errors=True)
   for split in ("train", "val"):
-    TokenSet(folder / split)
+    token_set = TokenSet(folder / split)
+  made_by = token_set.metadata["notes"].get("python", "unknown")
+  if made_by != platform.python_version():
+    _warn_of_python(folder, made_by)
   return folder
 
 
@@ -136,6 +147,25 @@ def _is_text(file: pathlib.Path) -> bool:
   except UnicodeDecodeError:
     return False
   return bool(content)
+
+
+@functools.cache  # once a process: every split is opened by itself
+def _warn_of_python(folder: pathlib.Path, made_by: str):
+  _LOG.warning(
+    "%s has the sources of Python %s, this is Python %s: figures compare "
+    "within one version; remove the folder to make it anew",
+    folder,
+    made_by,
+    platform.python_version(),
+  )
+
+
+def _remove_abandoned(folder: pathlib.Path):
+  """Removes what killed runs left of this folder."""
+  for growing in folder.parent.glob(f".{folder.name}.*.tmp"):
+    with contextlib.suppress(FileNotFoundError):  # of another process
+      if time.time() - growing.stat().st_mtime > _ABANDONED_SECONDS:
+        shutil.rmtree(growing, ignore_errors=True)
 
 
 def _move(source: pathlib.Path, target: pathlib.Path):

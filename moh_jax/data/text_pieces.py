@@ -97,7 +97,9 @@ def fingerprint(groups: Iterable[Iterable[Piece]]) -> str:
   digest = hashlib.sha256()
   for group in groups:
     for piece in group:
-      entry = f"{piece.name} {piece.start} {piece.stop} {piece.first}\n"
+      # A table's start and stop are row groups: they tell nothing of its size.
+      numbers = piece.start, piece.stop, piece.first, piece.size
+      entry = " ".join(map(str, (piece.name, *numbers))) + "\n"
       digest.update(entry.encode(errors="surrogateescape"))
     digest.update(b"\n")
   return f"sha256 {digest.hexdigest()[:16]}"

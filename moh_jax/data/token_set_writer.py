@@ -137,6 +137,18 @@ class TokenSetWriter:
       yield tokens
       tokens.close()
 
+  def documents(self) -> int:
+    """The documents of the whole set.
+
+    Raises:
+      ValueError: a shard is missing.
+    """
+    return sum(entry["documents"] for entry in self._writer.entries())
+
+  def discard(self) -> None:
+    """Removes what is there of an unfinished set."""
+    self._writer.discard()
+
   def finish(self) -> dict[str, Any]:
     """Writes documents.npy, the tokenizer's file and metadata.json.
 

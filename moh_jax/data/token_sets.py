@@ -35,6 +35,35 @@ def token_dtype(vocab_size: int) -> np.dtype:
   return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
+def read_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
+  """The tokenizer that made a set; opens none of its shards.
+
+  Args:
+    folder: of the set.
+    metadata: what it says of itself.
+
+  Raises:
+    FileNotFoundError: its file is missing.
+    ValueError: its file is another, or an optional library is missing.
+  """
+  entry = metadata["tokenizer"]
+  content, path = b"", folder / entry["file"]
+  if entry["file"]:
+    if not path.is_file():
+      raise FileNotFoundError(f"{path}: no such tokenizer file")
+    content = path.read_bytes()
+  try:
+    tokenizer = tokenizer_from_bytes(entry["kind"], content)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+  if tokenizer.sha256 != entry["sha256"]:
+    raise ValueError(
+      f"{path}: sha256 {tokenizer.sha256}, the set was made with "
+      f"{entry['sha256']}"
+    )
+  return tokenizer
+
+
 class TokenSet:
   """Random access to the tokens of a set; picklable, and safe in threads.
 
@@ -103,22 +132,7 @@ class TokenSet:
       FileNotFoundError: its file is missing.
       ValueError: its file is another, or an optional library is missing.
     """
-    entry = self.metadata["tokenizer"]
-    content, path = b"", self.folder / entry["file"]
-    if entry["file"]:
-      if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such tokenizer file")
-      content = path.read_bytes()
-    try:
-      tokenizer = tokenizer_from_bytes(entry["kind"], content)
-    except ValueError as error:
-      raise ValueError(f"{path}: {error}") from error
-    if tokenizer.sha256 != entry["sha256"]:
-      raise ValueError(
-        f"{path}: sha256 {tokenizer.sha256}, the set was made with "
-        f"{entry['sha256']}"
-      )
-    return tokenizer
+    return read_tokenizer(self.folder, self.metadata)
 
   def _read(self, start: int, stop: int) -> np.ndarray:
     """The tokens from `start` on that stand in its block."""

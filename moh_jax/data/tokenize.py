@@ -1,10 +1,12 @@
 """Tokenizing text files into token sets, on several processes.
 
 A shard depends on the files, the tokenizer and the options alone, so a run that
-was killed continues, on any number of processes, to the same bytes.
+was killed continues, on any number of processes, to the same bytes. The input
+is read once: a group of its pieces gives one shard of every split.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -12,17 +14,22 @@ import multiprocessing
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tqdm
 
 from moh_jax.data.text_files import read_documents
-from moh_jax.data.text_pieces import Piece, fingerprint, list_pieces
+from moh_jax.data.text_pieces import (
+  Piece,
+  file_format,
+  fingerprint,
+  list_pieces,
+)
 from moh_jax.data.token_set_writer import TokenSetWriter
 from moh_jax.data.tokenizers import Tokenizer
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 256 << 20
 # What is encoded in one call: enough to share among threads.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 20
@@ -52,37 +59,49 @@ class HeldOutPart:
     return (number < self.share) == self.held_out
 
 
+# Tells by its name whether a document is wanted; None takes all.
+_Keep = Callable[[str], bool] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Job:
   """What a process needs to write shards; picklable."""
 
-  writer: TokenSetWriter
+  writers: dict[str, TokenSetWriter]
+  keeps: Mapping[str, _Keep]
   groups: list[tuple[Piece, ...]]
+  todo: dict[int, list[str]]  # the splits that lack a group's shard
   tokenizer: Tokenizer
   field: str
-  keep: Callable[[str], bool] | None
 
-  def write(self, shard: int) -> int:
-    """Writes one shard; returns the bytes of its pieces."""
-    with self.writer.open(shard) as target:
-      documents = self._documents(shard)
-      for names, texts in _batches(documents):
+  def write(self, group: int) -> int:
+    """Writes the shards of one group; returns the bytes of its pieces."""
+    with contextlib.ExitStack() as stack:
+      targets = {
+        split: stack.enter_context(self.writers[split].open(group))
+        for split in self.todo[group]
+      }
+      for names, texts in _batches(self._documents(group)):
         ids = self.tokenizer.encode_batch(texts)
         for name, text, tokens in zip(names, texts, ids):
-          if tokens:
-            target.add(tokens, len(text.encode()))
-          else:
-            target.skip(name, "empty")
-    return self.size(shard)
+          for split, target in targets.items():
+            if not _wanted(self.keeps[split], name):
+              continue
+            if tokens:
+              target.add(tokens, len(text.encode()))
+            else:
+              target.skip(name, "empty")
+    return self.size(group)
 
-  def size(self, shard: int) -> int:
-    """Bytes of a shard's pieces."""
-    return sum(piece.size for piece in self.groups[shard])
+  def size(self, group: int) -> int:
+    """Bytes of a group's pieces."""
+    return sum(piece.size for piece in self.groups[group])
 
-  def _documents(self, shard: int) -> Iterator[tuple[str, str]]:
-    for piece in self.groups[shard]:
+  def _documents(self, group: int) -> Iterator[tuple[str, str]]:
+    keeps = [self.keeps[split] for split in self.todo[group]]
+    for piece in self.groups[group]:
       for name, text in read_documents(piece, self.field):
-        if self.keep is None or self.keep(name):
+        if any(_wanted(keep, name) for keep in keeps):
           yield name, text
 
 
@@ -92,12 +111,8 @@ def tokenize(
   out: str | os.PathLike,
   *,
   split: str,
-  field: str = "text",
   keep: Callable[[str], bool] | None = None,
-  piece_bytes: int = PIECE_BYTES,
-  workers: int = 1,
-  notes: dict[str, Any] | None = None,
-  progress: bool = True,
+  **options: Any,
 ) -> dict[str, Any]:
   """Makes the token set out/split; continues where it was interrupted.
 
@@ -106,13 +121,9 @@ def tokenize(
     tokenizer: the tokenizer.
     out: folder of the splits, local or mounted.
     split: name of the set.
-    field: of JSON objects and tables that is the text.
     keep: tells by its name whether a document is wanted; None takes all. It is
       pickled, and its repr is a setting of the set.
-    piece_bytes: about the input of one shard.
-    workers: processes; 1 is this one, which then encodes on all cores.
-    notes: free entries of metadata.json.
-    progress: show a progress bar on stderr.
+    **options: of `tokenize_parts`.
 
   Returns:
     What metadata.json says.
@@ -123,34 +134,7 @@ def tokenize(
     ValueError: an input is damaged, has no document that is wanted, or `out`
       holds a set of other settings.
   """
-  if workers < 1:
-    raise ValueError(f"workers={workers} must be at least 1")
-  groups = list_pieces(inputs, piece_bytes)
-  writer = TokenSetWriter(
-    pathlib.Path(out) / split,
-    tokenizer,
-    num_shards=len(groups),
-    settings={
-      "inputs": fingerprint(groups),
-      "field": field,
-      "keep": "all" if keep is None else repr(keep),
-    },
-    notes=notes or {},
-  )
-  job = _Job(writer, groups, tokenizer, field, keep)
-  todo = writer.todo()
-  sizes = [job.size(shard) for shard in range(len(groups))]
-  with tqdm.tqdm(
-    desc=split,
-    total=sum(sizes),
-    initial=sum(sizes) - sum(sizes[shard] for shard in todo),
-    unit="B",
-    unit_scale=True,
-    disable=not progress,
-  ) as bar:
-    for size in _write_all(job, todo, workers):
-      bar.update(size)
-  return writer.finish()
+  return tokenize_parts(inputs, tokenizer, out, {split: keep}, **options)[split]
 
 
 def tokenize_splits(
@@ -168,7 +152,7 @@ def tokenize_splits(
     tokenizer: the tokenizer.
     out: folder of the splits.
     held_out: share of the documents in "val", by a hash of their names.
-    **options: of `tokenize`.
+    **options: of `tokenize_parts`.
 
   Returns:
     What metadata.json says, by split.
@@ -178,19 +162,104 @@ def tokenize_splits(
     OSError: as `tokenize`.
     ValueError: as `tokenize`; or `held_out` is not a share.
   """
-  # The small one first: whether it gets a document at all is known early.
-  done = {
-    split: tokenize(
-      inputs,
-      tokenizer,
-      out,
-      split=split,
-      keep=HeldOutPart(held_out, split == "val"),
-      **options,
-    )
-    for split in ("val", "train")
+  parts = {
+    split: HeldOutPart(held_out, split == "val") for split in ("train", "val")
   }
-  return {"train": done["train"], "val": done["val"]}
+  return tokenize_parts(inputs, tokenizer, out, parts, **options)
+
+
+def tokenize_parts(
+  inputs: Sequence[str],
+  tokenizer: Tokenizer,
+  out: str | os.PathLike,
+  parts: Mapping[str, _Keep],
+  *,
+  field: str = "text",
+  piece_bytes: int = PIECE_BYTES,
+  workers: int = 1,
+  notes: dict[str, Any] | None = None,
+  progress: bool = True,
+) -> dict[str, dict[str, Any]]:
+  """Makes several sets of one reading; continues where it was interrupted.
+
+  A set of which no shard could be written is removed again, so other options
+  may be tried. So are all of them if one has no document; of plain text, where
+  the names of the files tell, that is known before anything is read.
+
+  Args:
+    inputs: as of `tokenize`.
+    tokenizer: the tokenizer.
+    out: folder of the splits.
+    parts: `keep` of `tokenize` by split.
+    field: of JSON objects and tables that is the text.
+    piece_bytes: about the input of one shard.
+    workers: processes; 1 is this one, which then encodes on all cores.
+    notes: free entries of metadata.json.
+    progress: show a progress bar on stderr.
+
+  Returns:
+    What metadata.json says, by split.
+
+  Raises:
+    FileNotFoundError: as `tokenize`.
+    OSError: as `tokenize`.
+    ValueError: as `tokenize`.
+  """
+  if workers < 1:
+    raise ValueError(f"workers={workers} must be at least 1")
+  groups = list_pieces(inputs, piece_bytes)
+  out = pathlib.Path(out)
+  pieces = [piece for group in groups for piece in group]
+  if all(file_format(piece.file)[0] == "text" for piece in pieces):
+    for split, keep in parts.items():
+      if not any(_wanted(keep, piece.name) for piece in pieces):
+        raise _no_document(out / split, keep)
+  writers: dict[str, TokenSetWriter] = {}
+  try:
+    for split, keep in parts.items():
+      writers[split] = TokenSetWriter(
+        out / split,
+        tokenizer,
+        num_shards=len(groups),
+        settings={
+          "inputs": fingerprint(groups),
+          "field": field,
+          "keep": "all" if keep is None else repr(keep),
+        },
+        notes=notes or {},
+      )
+    todo: dict[int, list[str]] = {}
+    for split, writer in writers.items():
+      for group in writer.todo():
+        todo.setdefault(group, []).append(split)
+    job = _Job(writers, parts, groups, todo, tokenizer, field)
+    _run(job, workers, progress)
+  except (OSError, ValueError):
+    for writer in writers.values():
+      if len(writer.todo()) == len(groups):
+        writer.discard()
+    raise
+  for split, writer in writers.items():
+    if not writer.documents():
+      for other in writers.values():
+        other.discard()
+      raise _no_document(out / split, parts[split])
+  return {split: writer.finish() for split, writer in writers.items()}
+
+
+def _wanted(keep: _Keep, name: str) -> bool:
+  return keep is None or keep(name)
+
+
+def _no_document(folder: pathlib.Path, keep: _Keep) -> ValueError:
+  reason = f"{folder}: the input has no document for it"
+  if isinstance(keep, HeldOutPart):
+    other = "larger" if keep.held_out else "smaller"
+    reason += (
+      f"; give a {other} --held-out than {keep.share}, or files of its own "
+      f"with --split={folder.name}"
+    )
+  return ValueError(reason)
 
 
 def _batches(
@@ -210,6 +279,21 @@ def _batches(
     yield names, texts
 
 
+def _run(job: _Job, workers: int, progress: bool):
+  """Writes all that is left."""
+  total = sum(map(job.size, range(len(job.groups))))
+  with tqdm.tqdm(
+    desc=", ".join(job.writers),
+    total=total,
+    initial=total - sum(map(job.size, job.todo)),
+    unit="B",
+    unit_scale=True,
+    disable=not progress,
+  ) as bar:
+    for size in _write_all(job, sorted(job.todo), workers):
+      bar.update(size)
+
+
 def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
   workers = min(workers, len(todo))
   if workers <= 1:
@@ -222,9 +306,9 @@ def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
     initargs=(job,),
   )
   try:
-    shards = [pool.submit(_write_shard, shard) for shard in todo]
-    for shard in concurrent.futures.as_completed(shards):
-      yield shard.result()
+    groups = [pool.submit(_write_group, group) for group in todo]
+    for group in concurrent.futures.as_completed(groups):
+      yield group.result()
   except concurrent.futures.BrokenExecutor as error:
     raise OSError(
       f"a process that tokenizes ended ({error}), perhaps for lack of memory; "
@@ -253,5 +337,5 @@ def _leave_with(parent):
   os._exit(1)
 
 
-def _write_shard(shard: int) -> int:
-  return _worker_job[0].write(shard)
+def _write_group(group: int) -> int:
+  return _worker_job[0].write(group)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moh_jax.config import LLMConfig
 from moh_jax.layers.partitioning import constrain
@@ -46,10 +47,22 @@ class Sampling:
       raise ValueError(f"top_k={self.top_k} must be at least 0")
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+    if self.top_k >= 2**31:
+      raise ValueError(f"top_k={self.top_k} must be below {2**31}")
     if "" in self.stop:
       raise ValueError("stop='' must not be empty")
     if not 0 <= self.seed < 2**32:
       raise ValueError(f"seed={self.seed} must be in [0, {2**32 - 1}]")
+
+  @property
+  def greedy(self) -> bool:
+    """Whether the best token is always taken."""
+    return self.temperature == 0
+
+  @property
+  def cut(self) -> bool:
+    """Whether only some tokens may be drawn."""
+    return bool(self.top_k) or self.top_p < 1
 
 
 @jax.tree_util.register_dataclass
@@ -118,26 +131,32 @@ def make_decode(model: LLM, eos_id: int | None, span: int) -> Any:
     span: tokens a call writes at most.
 
   Returns:
-    (params, Decoding, seed, first, count, temperature, top_k, top_p) ->
-    (Decoding, tokens [B, span] int32, log-probabilities [B, span] float32);
-    `first` is the number of tokens written before and `count` how many are
-    wanted. Places that were not written hold `NO_TOKEN`. The last three are
-    static.
+    (params, Decoding, numbers, greedy, cut) -> (Decoding, tokens [B, span]
+    int32, log-probabilities [B, span] float32). `span_numbers` makes `numbers`;
+    the last two are static, see `choose_tokens`. Places that were not written
+    hold `NO_TOKEN`.
   """
 
-  @functools.partial(jax.jit, static_argnums=(5, 6, 7), donate_argnums=1)
+  @functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=1)
   def decode(
-    params, state, seed, first, count, temperature, top_k, top_p
+    params, state, numbers, greedy, cut
   ) -> tuple[Decoding, jax.Array, jax.Array]:
     batch = state.rows.shape[0]
-    key = jax.random.key(seed)
+    first, count = numbers["first"], numbers["count"]
+    key = jax.random.key(numbers["seed"])
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, state.rows)
 
     def one(carry):
       step, state, tokens, log_probs = carry
       keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
       chosen, log_prob = choose_tokens(
-        state.logits, keys, temperature=temperature, top_k=top_k, top_p=top_p
+        state.logits,
+        keys,
+        temperature=numbers["temperature"],
+        top_k=numbers["top_k"],
+        top_p=numbers["top_p"],
+        greedy=greedy,
+        cut=cut,
       )
       written = jnp.where(state.finished, NO_TOKEN, chosen)
       tokens = tokens.at[:, step].set(written)
@@ -163,6 +182,26 @@ def make_decode(model: LLM, eos_id: int | None, span: int) -> Any:
     return state, tokens, log_probs
 
   return decode
+
+
+def span_numbers(
+  sampling: Sampling, first: int, count: int
+) -> dict[str, np.generic]:
+  """Arguments of a span that may change without a new program.
+
+  Args:
+    sampling: how tokens are drawn.
+    first: tokens written before.
+    count: tokens wanted, at most the span.
+  """
+  return {
+    "seed": np.uint32(sampling.seed),
+    "first": np.int32(first),
+    "count": np.int32(count),
+    "temperature": np.float32(sampling.temperature),
+    "top_k": np.int32(sampling.top_k),
+    "top_p": np.float32(sampling.top_p),
+  }
 
 
 def _read_token(
@@ -193,7 +232,7 @@ def _read_token(
 def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:
   kernel = output_kernel(params, config, unrolled=True)
   logits = output_logits(x[:, -1], kernel)
-  return constrain(logits, "batch", None)
+  return constrain(logits, "batch", "vocab")
 
 
 def _split_cache(x: jax.Array) -> jax.Array:

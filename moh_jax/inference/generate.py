@@ -18,6 +18,7 @@ from moh_jax.inference.decoding import (
   Sampling,
   make_decode,
   make_prefill,
+  span_numbers,
 )
 from moh_jax.inference.restore import Restored
 from moh_jax.models.llm import LLM, unroll
@@ -181,14 +182,11 @@ class Generator:
         state, tokens, log_probs = self._decode(
           self._params,
           state,
-          np.uint32(sampling.seed),
-          np.int32(written),
-          np.int32(count),
-          sampling.temperature,
-          sampling.top_k,
-          sampling.top_p,
+          span_numbers(sampling, written, count),
+          sampling.greedy,
+          sampling.cut,
         )
-        tokens, log_probs = self._read(tokens), self._read(log_probs)
+        tokens, log_probs = self._read((tokens, log_probs))
         for row, writer in enumerate(writers):
           for place in range(count):
             writer.add(int(tokens[row, place]), float(log_probs[row, place]))
@@ -225,10 +223,10 @@ class Generator:
       inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
     return self._prefill(self._params, *inputs, slots)
 
-  def _read(self, array: jax.Array) -> np.ndarray:
+  def _read(self, arrays: Any) -> Any:
     if self._mesh is None:
-      return np.asarray(array)
-    return sharding.gather(array, self._mesh)
+      return jax.device_get(arrays)
+    return sharding.gather(arrays, self._mesh)
 
   def _on_mesh(self) -> contextlib.AbstractContextManager:
     if self._mesh is None:

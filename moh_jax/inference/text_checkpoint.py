@@ -1,5 +1,7 @@
 """The tokenizer that belongs to a checkpoint."""
 
+from typing import Any
+
 from moh_jax.data.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
@@ -33,21 +35,31 @@ def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
   folder = checkpoint.resolve(directory)
   if folder.name == checkpoint.FOLDER:
     folder = folder.parent
+  refused = []
   for kind in (JsonTokenizer, SentencePieceTokenizer):
     file = folder / kind.file_name
     if not file.exists():
       continue
     try:
-      tokenizer = tokenizer_from_bytes(kind.kind, file.read_bytes())
-    except ValueError as error:
-      raise ValueError(f"{file}: {error}") from error
-    if expected and tokenizer.sha256 != expected:
-      raise ValueError(
-        f"{file} has sha256 {tokenizer.sha256[:16]}, the checkpoint was "
-        f"trained with a tokenizer of {expected[:16]}"
-      )
-    return tokenizer
+      return _read(kind, file, expected)
+    except ValueError as error:  # the right one may lie beside it
+      refused.append(str(error))
+  if refused:
+    raise ValueError("; ".join(refused))
   raise FileNotFoundError(
     f"{folder} holds no {JsonTokenizer.file_name} or "
     f"{SentencePieceTokenizer.file_name}; put the model's tokenizer there"
   )
+
+
+def _read(kind: Any, file: Any, expected: str) -> Tokenizer:
+  try:
+    tokenizer = tokenizer_from_bytes(kind.kind, file.read_bytes())
+  except ValueError as error:
+    raise ValueError(f"{file}: {error}") from error
+  if expected and tokenizer.sha256 != expected:
+    raise ValueError(
+      f"{file} has sha256 {tokenizer.sha256[:16]}, the checkpoint was trained "
+      f"with a tokenizer of {expected[:16]}"
+    )
+  return tokenizer

@@ -54,7 +54,8 @@ class HeadChoice:
     top_k: [] int32 routed heads per token, in place of the budget's.
     order: [H] int32, the heads in the order in which the first are shared; None
       is their own order. `Routing` follows this order, gates the heads' own.
-    scale: [H] float32 that multiplies the gates, to see what a head is worth.
+    scale: [H] or [B, 1, H] float32 that multiplies the gates, to see what a
+      head is worth.
   """
 
   top_k: jax.Array | None = None

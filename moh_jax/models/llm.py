@@ -159,8 +159,8 @@ class LLM(nn.Module):
       token_mask: [B, N] bool, False for padding: unseen and not counted.
       top_k: [layers] int32 routed heads per token, at least 1, in place of the
         config's where a layer routes.
-      head_scale: [layers, H] float32 that multiplies the gates, for models of
-        one number of heads.
+      head_scale: [layers, H] or [layers, B, 1, H] float32 that multiplies the
+        gates, for models of one number of heads.
       slot: [] int32 of the first token in the cache.
       visible: [B, N, M] bool slots of the cache that the tokens see; None where
         the cache holds nothing before them.
@@ -183,7 +183,8 @@ class LLM(nn.Module):
       )
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    places = Places(rotation(positions, cfg.rotary), segments, slot, visible)
+    angles = rotation(positions, cfg.rotary, token_mask)
+    places = Places(angles, segments, slot, visible)
 
     table = TokenTable(cfg, name="embed")()
     # Whole along the width: the devices that share it share the batch too.

@@ -86,11 +86,15 @@ def _dense(q, k, v, bias, mask, scale) -> jax.Array:
   """All logits at once, [B, H, N, M] float32."""
   batch, queries, heads, dim = q.shape
   keys, groups = k.shape[1:3]
-  # One batch axis, batch x key/value head, and the queries of all its heads in
-  # one matrix: the CPU's batched product is twice as fast so.
+  # On one device batch and key/value heads are one axis, which makes the CPU's
+  # batched products twice as fast; a mesh that splits both needs them apart.
+  mesh = jax.sharding.get_abstract_mesh()
+  apart = not mesh.empty and mesh.size > 1
+  lead = (batch, groups) if apart else (batch * groups,)
+  # The queries of all heads that read the same keys are rows of one product.
   q = q.reshape(batch, queries, groups, -1, dim).transpose(0, 2, 3, 1, 4)
-  q = q.reshape(batch * groups, -1, dim)
-  k, v = (x.swapaxes(1, 2).reshape(batch * groups, keys, dim) for x in (k, v))
+  q = q.reshape(*lead, -1, dim)
+  k, v = (x.swapaxes(1, 2).reshape(*lead, keys, dim) for x in (k, v))
   logits = _logits(q, k)
   logits = logits.reshape(batch, heads, queries, keys) * scale
   if bias is not None:
@@ -99,20 +103,18 @@ def _dense(q, k, v, bias, mask, scale) -> jax.Array:
     logits = jnp.where(mask, logits, -jnp.inf)
   # Normalized after the product with the values: one pass less over M.
   weights, total = unnormalized_softmax(logits, masked=mask is not None)
-  weights = weights.astype(v.dtype).reshape(*q.shape[:2], keys)
-  out = jnp.einsum("bnm,bmd->bnd", weights, v)
-  out = out.reshape(batch, heads, queries, dim) / total.astype(v.dtype)
-  return out.swapaxes(1, 2)
+  out = _mix_values(weights.reshape(*q.shape[:-1], keys), v)
+  out = out.reshape(batch, heads, queries, dim) / total
+  return out.astype(v.dtype).swapaxes(1, 2)
 
 
+# Both products give float32 and round what comes back to the inputs' dtype
+# before the products of the backward pass: autodiff would multiply float32 by
+# bfloat16 there, at a fraction of the speed.
 @jax.custom_vjp
 def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
-  """Q [b, n, D] and k [b, m, D] to float32 [b, n, m].
-
-  Its gradient is rounded to the inputs' dtype before the products: autodiff
-  would multiply float32 by bfloat16 there, at a fraction of the speed.
-  """
-  return jnp.einsum("bnd,bmd->bnm", q, k, preferred_element_type=jnp.float32)
+  """Q [..., n, D] and k [..., m, D] to float32 [..., n, m]."""
+  return _wide("...nd,...md->...nm", q, k)
 
 
 def _logits_forward(q: jax.Array, k: jax.Array) -> tuple:
@@ -122,11 +124,36 @@ def _logits_forward(q: jax.Array, k: jax.Array) -> tuple:
 def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
   q, k = saved
   grad = grad.astype(q.dtype)
-  dq = jnp.einsum("bnm,bmd->bnd", grad, k)
-  return dq, jnp.einsum("bnm,bnd->bmd", grad, q)
+  dq = jnp.einsum("...nm,...md->...nd", grad, k)
+  return dq, jnp.einsum("...nm,...nd->...md", grad, q)
 
 
 _logits.defvjp(_logits_forward, _logits_backward)
+
+
+@jax.custom_vjp
+def _mix_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+  """Weights [..., n, m] float32 and v [..., m, D] to float32 [..., n, D]."""
+  return _wide("...nm,...md->...nd", weights.astype(v.dtype), v)
+
+
+def _mix_forward(weights: jax.Array, v: jax.Array) -> tuple:
+  weights = weights.astype(v.dtype)
+  return _wide("...nm,...md->...nd", weights, v), (weights, v)
+
+
+def _mix_backward(saved: tuple, grad: jax.Array) -> tuple:
+  weights, v = saved
+  grad = grad.astype(v.dtype)
+  dv = jnp.einsum("...nm,...nd->...md", weights, grad)
+  return _wide("...nd,...md->...nm", grad, v), dv
+
+
+_mix_values.defvjp(_mix_forward, _mix_backward)
+
+
+def _wide(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 
 
 def unnormalized_softmax(

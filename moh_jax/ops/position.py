@@ -169,13 +169,19 @@ class Rotation:
   sin: jax.Array
 
 
-def rotation(positions: jax.Array, config: RotaryConfig) -> Rotation:
+def rotation(
+  positions: jax.Array,
+  config: RotaryConfig,
+  token_mask: jax.Array | None = None,
+) -> Rotation:
   """Angles of tokens at some positions.
 
   Args:
     positions: [B, N] int32.
-    config: the rotary embedding. The base of "dynamic" follows the largest of
-      all positions, so keys of a cache keep the base they were written with.
+    config: the rotary embedding. The base of "dynamic" follows the largest
+      position of the row, so keys of a cache keep the base they were written
+      with.
+    token_mask: [B, N] bool, False for padding, whose positions count nothing.
 
   Returns:
     Their sines and cosines.
@@ -183,7 +189,9 @@ def rotation(positions: jax.Array, config: RotaryConfig) -> Rotation:
   exponents = np.arange(0, config.dim, 2, dtype=np.float32) / config.dim
   angle_at = positions[..., None].astype(jnp.float32)
   if config.scaling == "dynamic":
-    longest = jnp.maximum(positions.max() + 1, config.original_length)
+    real = positions if token_mask is None else positions * token_mask
+    longest = real.max(-1)[:, None, None] + 1
+    longest = jnp.maximum(longest, config.original_length)
     stretch = config.factor * longest / config.original_length
     stretch = stretch - (config.factor - 1)
     theta = config.theta * stretch ** (config.dim / max(config.dim - 2, 1))

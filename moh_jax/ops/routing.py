@@ -31,7 +31,9 @@ import jax.numpy as jnp
 ROUTER_KINDS = ("two_stage", "query_norm", "none")
 GATE_FORMS = ("released", "paper")
 ESTIMATORS = ("selected", "all")
-_TINY_VARIANCE = 1e-20
+# Norms that differ by less than this share of themselves are equal.
+_EQUAL_TO = 1e-6
+_TINY = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,19 +175,18 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
     [..., R] bool, k True per token; ties keep the lowest index.
   """
   num = scores.shape[-1]
-  if not isinstance(k, int):
-    return _ranks(scores) < k
-  if not 0 <= k <= num:
-    raise ValueError(f"k={k} must be in [0, {num}]")
-  if k in (0, num):
-    return jnp.full(scores.shape, k == num)
-  _, indices = jax.lax.top_k(scores, k)  # [..., k]
-  return jax.nn.one_hot(indices, num, dtype=jnp.bool_).any(-2)
-
-
-def _ranks(scores: jax.Array) -> jax.Array:
-  """Place of each of [..., R] scores, 0 the best; ties go by index."""
-  return jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
+  if isinstance(k, int):
+    if not 0 <= k <= num:
+      raise ValueError(f"k={k} must be in [0, {num}]")
+    if k in (0, num):
+      return jnp.full(scores.shape, k == num)
+  # The rank of a head: how many are better, or as good and before it. Heads are
+  # few, and unlike a sort this stays on the devices that hold the tokens.
+  ours, theirs = scores[..., :, None], scores[..., None, :]
+  index = jnp.arange(num)
+  before = index[None, :] < index[:, None]
+  better = (theirs > ours) | ((theirs == ours) & before)
+  return better.sum(-1) < k
 
 
 def two_stage_gates(
@@ -290,10 +291,14 @@ def query_norm_gates(
     gates = jnp.concatenate([shared, none], axis=-1)
     return Routing(gates, none, none.astype(bool), shared)
   if budget.routed > 1:
-    centred = norms - norms.mean(-1, keepdims=True)
-    variance = (centred * centred).sum(-1, keepdims=True) / (budget.routed - 1)
-    # All norms equal: no preference, whatever they are divided by.
-    norms = norms * jax.lax.rsqrt(jnp.maximum(variance, _TINY_VARIANCE))
+    mean = norms.mean(-1, keepdims=True)
+    variance = jnp.square(norms - mean).sum(-1, keepdims=True)
+    variance = variance / (budget.routed - 1)
+    # Equal norms differ by rounding alone, which must not be blown up: they
+    # prefer no head. (1 stands in where the root would have no gradient.)
+    differ = variance > jnp.square(_EQUAL_TO * mean) + _TINY
+    scale = jax.lax.rsqrt(jnp.where(differ, variance, 1.0))
+    norms = jnp.where(differ, norms * scale, 0.0)
   probs = jax.nn.softmax(norms)
   selected = top_k_mask(norms, budget.top_k if top_k is None else top_k)
 

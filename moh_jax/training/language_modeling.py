@@ -100,7 +100,11 @@ def make_evaluate(
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:
-  """Mean cross-entropy of the targets plus the weighted balance loss.
+  """Cross-entropy of the targets plus the weighted balance loss.
+
+  What is minimized divides by all places of the batch, targets or not: every
+  target has the same weight whatever batch or microbatch it is in. The metric
+  "task_loss" is the mean over the targets.
 
   Args:
     model: the network.
@@ -130,11 +134,11 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       batch["weights"],
       config.model.loss_chunk,
     )
-    task_loss = nats / jnp.maximum(batch["weights"].sum(), 1.0)
-    loss = task_loss + config.train.balance_weight * aux.balance_loss
+    loss = nats / batch["weights"].size
+    loss = loss + config.train.balance_weight * aux.balance_loss
     return loss, {
       "loss": loss,
-      "task_loss": task_loss,
+      "task_loss": nats / jnp.maximum(batch["weights"].sum(), 1.0),
       "balance_loss": aux.balance_loss,
       "activated_share": aux.activated_share,
     }

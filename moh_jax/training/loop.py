@@ -188,7 +188,9 @@ class _Run:
     self.saved_step: int | None = None
     self.warm_start: WarmStart | None = None
     if config.train.init_from and self.checkpointer.latest_step() is None:
-      self.warm_start = WarmStart(config, self.abstract_state.params, mesh)
+      self.warm_start = WarmStart(
+        self.metadata, self.abstract_state.params, mesh
+      )
     if task.tokenizer:
       save_tokenizer(directory, task.tokenizer)
 

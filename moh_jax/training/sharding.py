@@ -1,7 +1,8 @@
 """Mesh axes, and the one table that maps logical axes to them."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -209,7 +210,13 @@ def pad_to_shards(array: np.ndarray, mesh: Mesh) -> np.ndarray:
   return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
 
 
-def gather(array: jax.Array, mesh: Mesh) -> np.ndarray:
-  """The whole of a global array, on every process."""
-  whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))(array)
-  return np.asarray(whole.addressable_data(0))
+def gather(arrays: Any, mesh: Mesh) -> Any:
+  """The whole of each global array of a tree, on every process."""
+  whole = _gather_on(replicated(mesh))(arrays)
+  return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole)
+
+
+@functools.cache
+def _gather_on(target: NamedSharding) -> Callable[[Any], Any]:
+  """Compiled once for each shape, not once a call."""
+  return jax.jit(lambda x: x, out_shardings=target)

@@ -8,44 +8,91 @@ import jax
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from moh_jax.config import Config
 from moh_jax.models.build import fit_params, make_model
 from moh_jax.training import checkpoint
+from moh_jax.training.checkpoint import Metadata
 from moh_jax.training.state import abstract_on
 
 _LOG = logging.getLogger(__name__)
 _Flat = dict[tuple[str, ...], Any]
 
 
+# Fields without parameters of their own that the parameters were trained with.
+_NUMERIC_FIELDS = (
+  "gate_form",
+  "num_kv_heads",
+  "norm_eps",
+  "rope_theta",
+  "rope_scaling",
+  "rope_factor",
+  "rope_low_freq_factor",
+  "rope_high_freq_factor",
+  "rope_original_length",
+)
+
+
 class WarmStart:
   """The parameters of `train.init_from`, fitted to a run's model."""
 
-  def __init__(self, config: Config, abstract: Any, mesh: Mesh):
+  def __init__(self, ours: Metadata, abstract: Any, mesh: Mesh):
     """Checks, before any long work, that the parameters fit.
 
     Args:
-      config: the run.
+      ours: of the run.
       abstract: its parameters as ShapeDtypeStructs with shardings.
       mesh: the devices.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      ValueError: its model is of another family or shape.
+      ValueError: its model is of another family or shape, computes something
+        else with the same parameters, or reads another tokenizer's ids.
     """
+    config = ours.config
     self._directory = config.train.init_from
     metadata, self._step = checkpoint.read_metadata(self._directory, None)
-    ours, theirs = config.model, metadata.config.model
-    if ours.family != theirs.family:
+    model, theirs = config.model, metadata.config.model
+    if model.family != theirs.family:
       raise ValueError(
         f"train.init_from={self._directory!r} holds a model of family "
-        f"{theirs.family!r}, model.family={ours.family!r}"
+        f"{theirs.family!r}, model.family={model.family!r}"
       )
+    self._check_numbers(model, theirs)
+    self._check_tokenizer(ours, metadata)
     self._abstract = abstract
     self._stored = abstract_on(*make_model(metadata.config), mesh)
     self._fit = functools.partial(
       fit_params, trained=metadata.config, wanted=config
     )
     self._check(jax.eval_shape(self._fit, self._stored))
+
+  def _check_numbers(self, ours: Any, theirs: Any) -> None:
+    routed = "none" not in (ours.router, theirs.router)
+    for name in _NUMERIC_FIELDS:
+      if name == "gate_form" and not routed:
+        continue
+      here, there = (getattr(model, name, None) for model in (ours, theirs))
+      if here != there:
+        raise ValueError(
+          f"train.init_from={self._directory!r} was trained with model.{name}="
+          f"{there!r}, the run has {here!r}"
+        )
+
+  def _check_tokenizer(self, ours: Metadata, theirs: Metadata) -> None:
+    here, there = ours.tokenizer_sha256, theirs.tokenizer_sha256
+    if not here or not there or here == there:
+      return
+    old, new = (m.config.model.vocab_size for m in (theirs, ours))
+    if new == old:
+      raise ValueError(
+        f"train.init_from={self._directory!r} was trained with a tokenizer of "
+        f"sha256 {there[:16]}, the run's text was made with {here[:16]}: the "
+        "same ids mean other text"
+      )
+    _LOG.warning(
+      "another tokenizer than that of %s: the first %d ids must mean the same",
+      self._directory,
+      old,
+    )
 
   def _check(self, fitted: Any) -> None:
     needed, given = _flat(self._abstract), _flat(fitted)

@@ -65,6 +65,18 @@ class TokenizeCommandTest(absltest.TestCase):
       self.assertEqual(status, 2)
       self.assertIn(message, err.splitlines()[-1])
 
+  def test_too_few_files_for_a_part_may_be_tried_again(self):
+    for name in "abcde":
+      (self.root / f"{name}.txt").write_text(name)
+    status, _, err = self._call(pattern="*.txt")
+    self.assertEqual(status, 2)
+    self.assertIn(
+      f"{self.out}/val: the input has no document for it; give a larger "
+      "--held-out than 0.005, or files of its own with --split=val",
+      err.splitlines()[-1],
+    )
+    self.assertEqual(self._call("--held-out=0.5", pattern="*.txt")[0], 0)
+
   def test_held_out_and_split_exclude_each_other(self):
     status, _, err = self._call("--held-out=0.1", "--split=val")
     self.assertEqual(status, 2)

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import pathlib
 import unittest
 from unittest import mock
@@ -259,6 +260,17 @@ class TokenizerTest(_Case):
     self.assertEqual((folder / "tokenizer.model").read_bytes(), b"not a model")
     stored = json.loads((folder / "config.json").read_text())
     self.assertIsNone(stored["eos_token_id"])
+
+  def test_a_kill_leaves_no_part_of_it(self):
+    self._source_with(tokenizer__json=_TOKENIZER)
+    with (
+      mock.patch.object(os, "replace", side_effect=KeyboardInterrupt),
+      self.assertRaises(KeyboardInterrupt),
+    ):
+      self._convert()
+    self.assertEmpty(list(self.out.iterdir()))
+    self._convert()
+    self.assertEqual((self.out / "tokenizer.json").read_bytes(), _TOKENIZER)
 
   def test_absence_is_said_and_no_obstacle(self):
     self._source_with()

@@ -90,7 +90,9 @@ class SourceTest(_PackedTest):
     config = tiny_sets.dit_config(
       "pixel", name, path, (8, 8), 3, augment="center_flip"
     )
-    stream = tiny_sets.train_stream(config, sources.make_source(config, "train"))
+    stream = tiny_sets.train_stream(
+      config, sources.make_source(config, "train")
+    )
     batch = next(stream)
     self.assertEqual(batch["image"].shape, (4, 8, 8, 3))
     self.assertBetween(batch["image"].min(), -1, -0.5)

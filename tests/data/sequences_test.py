@@ -3,6 +3,7 @@ import dataclasses
 import pathlib
 import pickle
 import tempfile
+from unittest import mock
 
 import grain
 import numpy as np
@@ -80,10 +81,16 @@ class TrainTest(_SetsTest):
   def test_sources_come_by_their_ratios(self):
     data = self._mixed()
     stream = sequences.train_sequences(data, _VOCAB, seed=0)
+    rows = {}
+    for name, token_set in sequences.open_sets(data, _VOCAB, "train").items():
+      tokens = token_set.tokens(0, token_set.num_tokens // 16 * 16)
+      rows |= {row.tobytes(): name for row in tokens.reshape(-1, 16)}
     for n in (4, 50, 333):
-      seen = collections.Counter(int(stream[i]["source"]) for i in range(n))
+      seen = collections.Counter(
+        rows[stream[i]["inputs"].tobytes()] for i in range(n)
+      )
       shares = sequences.drawn_shares(data, n)
-      self.assertEqual(shares, {"a": seen[0] / n, "b": seen[1] / n})
+      self.assertEqual(shares, {"a": seen["a"] / n, "b": seen["b"] / n})
     self.assertAlmostEqual(shares["a"], 0.75, delta=0.01)
 
   def test_element_is_a_function_of_seed_and_index(self):
@@ -130,7 +137,8 @@ class TrainTest(_SetsTest):
     self._write("")
     data = self._data()
     element = sequences.train_sequences(data, _VOCAB, seed=0)[5]
-    self.assertEqual(element["source"], 0)
+    names = ("inputs", "targets", "segments", "positions", "weights")
+    self.assertCountEqual(element, names)
     self.assertEqual(sequences.source_names(data), ("tokens",))
     self.assertEqual(sequences.drawn_shares(data, 7), {"tokens": 1.0})
     self.assertEqual(sequences.drawn_shares(data, 0), {"tokens": 0.0})
@@ -148,6 +156,34 @@ class TrainTest(_SetsTest):
     self.assertLen(set(first), 10)
     self.assertEqual(sequences.open_tokenizer(data, 50), None)
     self.assertLess(max(stream[i]["targets"].max() for i in range(10)), 50)
+
+
+class OpenTest(_SetsTest):
+  def test_tokenizer_needs_no_shard(self):
+    used = tokenizers.JsonTokenizer(tokenizers.train_bpe(iter(["text"]), 260))
+    self._write("", used=used)
+    for path in self.root.rglob("*.array_record"):
+      path.unlink()
+    for split in sequences.SPLITS:
+      found = sequences.open_tokenizer(self._data(), _VOCAB, split)
+      self.assertEqual(found.sha256, used.sha256)
+    with self.assertRaisesRegex(FileNotFoundError, "lacks 2 of its 2 shards"):
+      sequences.open_sets(self._data(), _VOCAB, "train")
+
+  def test_a_run_opens_every_set_once(self):
+    data = self._mixed()
+    with mock.patch.object(
+      sequences, "TokenSet", side_effect=sequences.TokenSet
+    ) as opened:
+      sequences.train_sequences(data, _VOCAB, 0)
+      sequences.HeldOut(data, _VOCAB)
+      for split in sequences.SPLITS:
+        sequences.open_tokenizer(data, _VOCAB, split)
+    folders = [call.args[0] for call in opened.call_args_list]
+    self.assertCountEqual(
+      folders,
+      [self.root / name / s for name in "ab" for s in sequences.SPLITS],
+    )
 
 
 class RefusedTest(_SetsTest):
@@ -209,11 +245,11 @@ class HeldOutTest(_SetsTest):
     data = self._mixed()
     held_out = sequences.HeldOut(data, _VOCAB)
     rows = []
-    for index, (name, seed, count) in enumerate((("a", 1, 40), ("b", 2, 10))):
+    for name, seed, count in (("a", 1, 40), ("b", 2, 10)):
       alone = sequences.HeldOut(
         dataclasses.replace(data, mix=(name,), ratios=(100.0,)), _VOCAB
       )
-      rows += [{**alone[i], "source": index} for i in range(len(alone))]
+      rows += [alone[i] for i in range(len(alone))]
       documents = tiny_text.random_documents(2, count, 50, seed=seed)
       row, _ = tiny_text.row(documents)
       weights = sum(alone[i]["weights"].sum() for i in range(len(alone)))

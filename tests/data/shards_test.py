@@ -1,9 +1,13 @@
+import concurrent.futures
 import json
+import os
 import pathlib
 import pickle
 import resource
 import tempfile
+from unittest import mock
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import shards
@@ -72,6 +76,60 @@ class ReadTest(_SetTest):
     read = shards.Shards(self.folder, _KIND)
     expected = read[7]
     self.assertEqual(pickle.loads(pickle.dumps(read))[7], expected)
+
+  def _open_files(self):
+    """How many files of the set this process has open."""
+    links = list(pathlib.Path("/proc/self/fd").iterdir())
+    targets = [os.readlink(link) for link in links if link.is_symlink()]
+    return sum(target.startswith(str(self.folder)) for target in targets)
+
+  def _labels(self, read, indices):
+    return [read[i][0]["label"] for i in indices]
+
+  def test_few_shards_are_open_at_one_time(self):
+    self._whole(items=60, shard_size=2)
+    with mock.patch.object(shards, "_most_open", return_value=5):
+      sets = [shards.Shards(self.folder, _KIND) for _ in range(2)]
+      for index in [*range(60), *range(60)]:
+        for read in sets:
+          self.assertEqual(self._labels(read, [index]), [index])
+          self.assertLessEqual(self._open_files(), 5)
+      orders = np.random.default_rng(0).integers(60, size=(8, 300)).tolist()
+      with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(self._labels, 4 * sets, orders))
+      self.assertEqual(found, orders)
+      self.assertLessEqual(self._open_files(), 5)
+    read = None
+    sets.clear()
+    self.assertEqual(self._open_files(), 0)
+
+  def test_limit_of_open_files_is_kept(self):
+    self._whole(items=60, shard_size=2)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+    soft = len(os.listdir("/proc/self/fd")) + 30
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
+    read = shards.Shards(self.folder, _KIND)
+    self.assertEqual(self._labels(read, range(60)), list(range(60)))
+    self.assertBetween(self._open_files(), 10, soft // 2)
+
+  def test_shard_that_cannot_be_opened_is_tried_again(self):
+    self._whole()
+    read = shards.Shards(self.folder, _KIND)
+    path = self.folder / "00001-of-00003.array_record"
+    content = path.read_bytes()
+    path.unlink()
+    with self.assertRaisesRegex(ValueError, r"\[1\]: damaged.*open\(\) failed"):
+      read[5]
+    path.write_bytes(content)
+    self.assertEqual(read[5][0], {"label": 5})
+
+  def test_index_beyond_the_set_is_refused(self):
+    self._whole()
+    read = shards.Shards(self.folder, _KIND)
+    for index in (-1, 10):
+      with self.assertRaisesRegex(IndexError, f"index={index} of 10 records"):
+        read[index]
 
   def test_empty_shard_between_others(self):
     writer = self._fill(self._writer(), only=[0, 2])

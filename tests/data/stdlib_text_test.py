@@ -1,8 +1,11 @@
 import concurrent.futures
 import gzip
 import lzma
+import os
 import pathlib
+import platform
 import tempfile
+import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -101,6 +104,35 @@ class StdlibTest(absltest.TestCase):
       ]
     self.assertLen({f.result() for f in found}, 1)
     self.assertEqual([p.name for p in self.out.iterdir()], ["bytes"])
+
+  def test_leftovers_of_killed_runs_disappear(self):
+    for name, age in (
+      (".bytes.1.tmp", 4000),
+      (".bytes.2.tmp", 3000),  # perhaps of a run that goes on
+      (".bpe300.3.tmp", 4000),  # of another set
+    ):
+      (self.out / name / "train").mkdir(parents=True)
+      then = time.time() - age
+      os.utime(self.out / name, (then, then))
+    for _ in range(2):
+      stdlib_text.prepare(self.out, "bytes", 257)
+      self.assertCountEqual(
+        [path.name for path in self.out.iterdir()],
+        ["bytes", ".bytes.2.tmp", ".bpe300.3.tmp"],
+      )
+
+  def test_set_of_another_python_is_told(self):
+    with self.assertNoLogs(level="WARNING"):
+      stdlib_text.prepare(self.out, "bytes", 257)
+    with (
+      mock.patch("platform.python_version", return_value="3.99.1"),
+      self.assertLogs(level="WARNING") as logs,
+    ):
+      for _ in range(2):
+        stdlib_text.prepare(self.out, "bytes", 257)
+    (line,) = logs.output
+    made_by = platform.python_version()
+    self.assertIn(f"sources of Python {made_by}, this is Python 3.99.1", line)
 
   def test_damage_is_noticed_later(self):
     folder = stdlib_text.prepare(self.out, "bytes", 257)

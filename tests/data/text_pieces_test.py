@@ -122,6 +122,18 @@ class PiecesTest(parameterized.TestCase):
       self.assertEqual(firsts, [1 + 15 * piece.start for piece in pieces])
 
   @unittest.skipUnless(_PYARROW, "pyarrow is not installed")
+  def test_size_of_a_table_counts_with_pyarrow(self):
+    import pyarrow
+    from pyarrow import parquet
+
+    found = set()
+    for text in ("short", "a longer text"):
+      table = pyarrow.table({"text": [text + str(i) for i in range(20)]})
+      parquet.write_table(table, self.root / "a.parquet")
+      found.add(text_pieces.fingerprint(self._list("*")))
+    self.assertLen(found, 2)
+
+  @unittest.skipUnless(_PYARROW, "pyarrow is not installed")
   def test_damaged_table_is_named_with_pyarrow(self):
     self._write("a.parquet", b"PAR1 no table")
     with self.assertRaisesRegex(ValueError, "a.parquet: damaged or no Parquet"):

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -183,12 +184,25 @@ class TokenizeTest(_FilesTest):
       self._run("out", workers=0)
 
 
+class _FullDisk(tokenizers.BytesTokenizer):
+  """Fails after some batches."""
+
+  def __init__(self, batches):
+    self.left = batches
+
+  def encode_batch(self, texts):
+    self.left -= 1
+    if self.left < 0:
+      raise OSError("full")
+    return super().encode_batch(texts)
+
+
 class SplitsTest(_FilesTest):
-  def _split(self, held_out, **options):
+  def _split(self, held_out, name="out", tokenizer=None, **options):
     return tokenize.tokenize_splits(
-      [str(self.root / "in.jsonl")],
-      tokenizers.BytesTokenizer(),
-      self.root / "out",
+      [str(self.root / options.pop("files", "in.jsonl"))],
+      tokenizer or tokenizers.BytesTokenizer(),
+      self.root / name,
       held_out=held_out,
       piece_bytes=2000,
       progress=False,
@@ -210,10 +224,68 @@ class SplitsTest(_FilesTest):
     self._run("other", keep=keep, **options)
     self.assertEqual(self._texts("other", "val"), self._texts("out", "val"))
 
-  def test_a_part_without_documents_is_told_before_the_work(self):
-    with self.assertRaisesRegex(ValueError, "val: .*no document for it"):
-      self._split(1e-9)
-    self.assertFalse((self.root / "out" / "train").exists())
+  def test_input_is_read_once(self):
+    with mock.patch.object(
+      tokenize, "read_documents", side_effect=tokenize.read_documents
+    ) as read:
+      metadata = self._split(0.2)
+    self.assertEqual(read.call_count, len(metadata["train"]["shards"]))
+    self.assertGreater(read.call_count, 5)
+
+  def test_parts_are_those_of_two_readings(self):
+    self._split(0.2, workers=2)
+    for split in ("train", "val"):
+      keep = tokenize.HeldOutPart(0.2, split == "val")
+      self._run("alone", split=split, keep=keep)
+    self.assertEqual(self._files("out"), self._files("alone"))
+
+  def test_interrupted_run_continues_to_the_same_bytes(self):
+    whole = self._split(0.2, "whole")
+    with self.assertRaisesRegex(OSError, "full"):
+      self._split(0.2, tokenizer=_FullDisk(3))
+    written = sorted((self.root / "out").glob("*/*.array_record"))
+    self.assertLen(written, 6)
+    # As where it was killed between the two shards of a group.
+    written.pop(0).unlink()
+    times = [path.stat().st_mtime_ns for path in written]
+    self.assertEqual(self._split(0.2), whole)
+    self.assertEqual(self._files("out"), self._files("whole"))
+    self.assertEqual([path.stat().st_mtime_ns for path in written], times)
+
+  @parameterized.parameters(("in.jsonl", 1e-9, "val"), ("*.txt", 0.9, "train"))
+  def test_a_part_without_documents_leaves_nothing(self, files, share, split):
+    for name in "abcde":  # of which 0.9 takes all, as 0.005 takes none
+      (self.root / f"{name}.txt").write_text(name)
+    word = {"train": "smaller", "val": "larger"}[split]
+    with self.assertRaisesRegex(
+      ValueError,
+      f"{split}: .*no document for it; give a {word} --held-out than {share}"
+      f".* --split={split}",
+    ):
+      self._split(share, files=files)
+    self.assertEmpty(self._files("out"))
+    self.assertLen(self._split(0.5, files=files), 2)
+
+  def test_plain_text_without_a_part_is_told_before_the_work(self):
+    for name in "abcde":
+      (self.root / f"{name}.txt").write_text(name)
+    with (
+      mock.patch.object(tokenize, "read_documents") as read,
+      self.assertRaisesRegex(ValueError, "val: .*--held-out than 0.005"),
+    ):
+      self._split(0.005, files="*.txt")
+    read.assert_not_called()
+    self.assertFalse((self.root / "out").exists())
+
+  def test_options_that_wrote_nothing_do_not_stick(self):
+    with self.assertRaisesRegex(ValueError, "line 1: no field 'body'"):
+      self._split(0.2, field="body")
+    self._split(0.2)
+    with self.assertRaisesRegex(ValueError, "keep: 'HeldOutPart"):
+      self._split(0.3)
+    self.assertLen(
+      self._texts("out", "val"), self._split(0.2)["val"]["documents"]
+    )
 
   def test_share_is_checked(self):
     for share in (0, 1, -0.1):

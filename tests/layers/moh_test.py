@@ -247,9 +247,7 @@ class HeadChoiceTest(parameterized.TestCase):
     choice = moh.HeadChoice(order=jnp.array(_ORDER))
     gates, _, decided = self._route(kind, choice=choice)
     for place, head in enumerate(_ORDER):
-      np.testing.assert_array_equal(
-        gates[..., head], decided.gates[..., place]
-      )
+      np.testing.assert_array_equal(gates[..., head], decided.gates[..., place])
     # The first of the order are shared.
     self.assertTrue(bool((gates[..., list(_ORDER[:2])] > 0).all()))
 
@@ -523,9 +521,7 @@ class QueryNormAttentionTest(parameterized.TestCase):
     module = moh.MoHAttention(_BUDGET, _QUERY_NORM)
     variables = _params(module, _tokens())
     order = jnp.array(_ORDER)
-    ordered = _attend(
-      module, variables, choice=moh.HeadChoice(order=order)
-    )
+    ordered = _attend(module, variables, choice=moh.HeadChoice(order=order))
     moved = jax.tree.map(lambda p: p, variables)
     moved["params"]["qkv"] = {
       "kernel": variables["params"]["qkv"]["kernel"][:, :, order],

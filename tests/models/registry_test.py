@@ -14,7 +14,10 @@ from moh_jax.config import (
   Config,
   DiffusionConfig,
   DiTConfig,
+  LLMConfig,
   SampleConfig,
+  TextDataConfig,
+  TuneConfig,
   without_router,
 )
 from moh_jax.convert import rules
@@ -46,6 +49,23 @@ _PUBLIC = {
   "dit-l2": "DiT-L/2",
   "dit-xl2": "DiT-XL/2",
 }
+# Parameters of the language models that were never released, by the sizes of
+# their layers: C (heads * D) 4 of the attention, 3 C F of the MLP, 2 C of the
+# norms and, where routed, C (R + S + 2); V C twice and C around them.
+_SIZED = {
+  "llm-s": 185_617_152,
+  "llm-b": 880_879_104,
+  "moh-llm-s-75": 185_617_152 + 12 * 768 * (8 + 4 + 2),
+  "moh-llm-s-50": 185_617_152 + 12 * 768 * (9 + 3 + 2),
+  "moh-llm-b-75": 880_879_104 + 24 * 1536 * (10 + 6 + 2),
+  "moh-llm-b-50": 880_879_104 + 24 * 1536 * (12 + 4 + 2),
+}
+# Name -> the recorded table with the same parameters.
+_LLAMA = {
+  "moh-llama3-8b": "MoH-LLaMA3-8B",
+  "llama3-8b-expanded": "MoH-LLaMA3-8B",
+  "llama3-8b": "LLaMA3-8B",
+}
 # Sizes that only differ from a recorded one in their patches.
 _OTHER_PATCHES = tuple(
   f"dit-{size}{patch}" for size in ("s", "b", "l", "xl") for patch in (4, 8)
@@ -55,7 +75,7 @@ _OTHER_PATCHES = tuple(
 @functools.cache
 def _tables() -> dict:
   tables = {}
-  for family in ("vit", "dit"):
+  for family in ("vit", "dit", "llm"):
     with gzip.open(_GOLDENS / f"param_tables_{family}.json.gz") as stream:
       tables |= json.load(stream)
   return tables
@@ -63,6 +83,8 @@ def _tables() -> dict:
 
 def _run(model) -> Config:
   """The smallest run of a model section."""
+  if isinstance(model, LLMConfig):
+    return Config(model, data=TextDataConfig(), tune=TuneConfig())
   if isinstance(model, DiTConfig):
     return Config(model, diffusion=DiffusionConfig(), sample=SampleConfig())
   return Config(model)
@@ -78,17 +100,42 @@ def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:
 
 class RegistryTest(parameterized.TestCase):
   def test_covers_every_released_model(self):
-    self.assertCountEqual(registry.MODELS, [*_PUBLIC, *_OTHER_PATCHES])
-    self.assertCountEqual(_tables(), _PUBLIC.values())
+    names = [*_PUBLIC, *_OTHER_PATCHES, *_SIZED, *_LLAMA]
+    self.assertCountEqual(registry.MODELS, names)
+    recorded = {*_PUBLIC.values(), *_LLAMA.values()}
+    self.assertCountEqual(_tables(), recorded)
 
-  @parameterized.parameters(*_PUBLIC)
+  @parameterized.parameters(*_PUBLIC, *_LLAMA)
   def test_has_the_public_names_shapes_and_total(self, name):
-    public, tensors = _tables()[_PUBLIC[name]], _tensors(name)
+    table = (_PUBLIC | _LLAMA)[name]
+    public, tensors = _tables()[table], _tensors(name)
     shapes = {key: list(leaf.shape) for key, leaf in tensors.items()}
     self.assertEqual(shapes, public["params"])
     total = sum(leaf.size for leaf in tensors.values())
     self.assertEqual(total, public["total"])
     chex.assert_type(list(tensors.values()), jnp.float32)
+
+  @parameterized.parameters(*_SIZED)
+  def test_language_model_has_the_parameters_of_its_sizes(self, name):
+    config = registry.get_model(name)
+    params = unbox(abstract_params(*make_model(_run(config))))
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    self.assertEqual(total, _SIZED[name])
+    millions = {"llm-s": 186, "llm-b": 881, "moh-llm-s": 186, "moh-llm-b": 882}
+    size = name if name in millions else name[:-3]
+    self.assertEqual(round(total / 1e6), millions[size])
+
+  def test_language_models_route_at_least_two_fifths_shared(self):
+    for name in _SIZED:
+      for budget in registry.get_model(name).budgets():
+        self.assertGreaterEqual(budget.shared, 0.4 * budget.active, name)
+
+  def test_llama3_is_continued_with_every_weight_shared_by_its_baseline(self):
+    routed, plain = (
+      unbox(abstract_params(*make_model(_run(registry.get_model(name)))))
+      for name in ("moh-llama3-8b", "llama3-8b-expanded")
+    )
+    chex.assert_trees_all_equal_shapes(routed, plain)
 
   @parameterized.parameters(*_OTHER_PATCHES)
   def test_patches_change_only_what_they_must(self, name):
@@ -127,6 +174,13 @@ class RegistryTest(parameterized.TestCase):
     ("moh-dit-xl2-90", 0.90),
     ("moh-dit-xl2-75", 0.75),
     ("dit-xl2", 1.0),
+    ("moh-llm-s-75", 0.75),
+    ("moh-llm-s-50", 0.50),
+    ("moh-llm-b-75", 0.75),
+    ("moh-llm-b-50", 0.50),
+    ("llm-b", 1.0),
+    ("moh-llama3-8b", 0.75),
+    ("llama3-8b", 1.0),
   )
   def test_activates_the_share_it_is_named_for(self, name, share):
     config = registry.get_model(name)

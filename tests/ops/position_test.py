@@ -1,4 +1,4 @@
-"""Relative coordinates, pooling bins, sines and cosines."""
+"""Relative coordinates, pooling bins, sines and cosines, rotations."""
 
 import fractions
 import functools
@@ -6,14 +6,19 @@ import math
 import pathlib
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.position import (
+  ROPE_SCALINGS,
+  RotaryConfig,
   pooling_bins,
   relative_coordinates,
+  rotate,
+  rotation,
   sincos_2d,
   sinusoidal,
 )
@@ -183,6 +188,148 @@ class SinusoidalTest(parameterized.TestCase):
   def test_timestep_zero_is_ones_and_zeros(self):
     features = sinusoidal(jnp.zeros(1, jnp.int32), 8)
     np.testing.assert_array_equal(features, [[1.0] * 4 + [0.0] * 4])
+
+
+_ROPE = {
+  "none": RotaryConfig(dim=16, theta=100.0),
+  "linear": RotaryConfig(dim=16, theta=100.0, scaling="linear", factor=4.0),
+  "dynamic": RotaryConfig(
+    dim=16, theta=100.0, scaling="dynamic", factor=2.0, original_length=12
+  ),
+  "llama3": RotaryConfig(
+    dim=16,
+    theta=100.0,
+    scaling="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_length=60,
+  ),
+}
+_LONG = 40
+
+
+def _frequencies(config: RotaryConfig, length: int) -> np.ndarray:
+  """Radians a token, pair by pair, as the papers write them."""
+  theta = config.theta
+  if config.scaling == "dynamic" and length > config.original_length:
+    ratio = config.factor * length / config.original_length
+    grown = ratio - (config.factor - 1)
+    theta *= grown ** (config.dim / (config.dim - 2))
+  frequencies = []
+  for i in range(config.dim // 2):
+    frequency = theta ** (-2 * i / config.dim)
+    wavelength = 2 * math.pi / frequency
+    if config.scaling == "linear":
+      frequency /= config.factor
+    if config.scaling == "llama3":
+      longest = config.original_length / config.low_freq_factor
+      shortest = config.original_length / config.high_freq_factor
+      if wavelength > longest:
+        frequency /= config.factor
+      elif wavelength >= shortest:
+        share = config.original_length / wavelength - config.low_freq_factor
+        share /= config.high_freq_factor - config.low_freq_factor
+        slow = frequency / config.factor
+        frequency = (1 - share) * slow + share * frequency
+    frequencies.append(frequency)
+  return np.array(frequencies)
+
+
+class RotationTest(parameterized.TestCase):
+  @parameterized.product(scaling=ROPE_SCALINGS, length=(5, 12, _LONG))
+  def test_angles_equal_the_formula(self, scaling, length):
+    config = _ROPE[scaling]
+    positions = np.stack([np.arange(length), np.arange(length)[::-1]])
+    got = jax.jit(lambda p: rotation(p, config))(jnp.asarray(positions))
+    chex.assert_shape([got.cos, got.sin], (2, length, 8))
+    chex.assert_type([got.cos, got.sin], jnp.float32)
+    angles = positions[..., None] * _frequencies(config, length)
+    np.testing.assert_allclose(got.cos, np.cos(angles), atol=2e-5)
+    np.testing.assert_allclose(got.sin, np.sin(angles), atol=2e-5)
+
+  def test_llama3_case_has_all_three_bands(self):
+    ratios = _frequencies(_ROPE["none"], 1) / _frequencies(_ROPE["llama3"], 1)
+    kept, divided = np.isclose(ratios, 1), np.isclose(ratios, 8)
+    self.assertTrue(kept.any())
+    self.assertTrue(divided.any())
+    self.assertTrue((~kept & ~divided).any())
+
+  @parameterized.parameters((12, True), (13, False), (_LONG, False))
+  def test_dynamic_changes_only_texts_beyond_the_original_length(
+    self, length, same
+  ):
+    positions = jnp.arange(length)[None]
+    ours, plain = (
+      rotation(positions, _ROPE[name]) for name in ("dynamic", "none")
+    )
+    gap = float(jnp.abs(ours.sin - plain.sin).max())
+    self.assertEqual(gap < 1e-5, same, gap)
+
+  def test_positions_that_restart_repeat_their_angles(self):
+    config = _ROPE["llama3"]
+    whole = rotation(jnp.array([[0, 1, 2, 0, 1, 0]]), config)
+    alone = rotation(jnp.array([[0, 1, 2]]), config)
+    for start, count in ((0, 3), (3, 2), (5, 1)):
+      chex.assert_trees_all_equal(
+        jax.tree.map(lambda x: x[:, start : start + count], whole),  # noqa: B023
+        jax.tree.map(lambda x: x[:, :count], alone),  # noqa: B023
+      )
+
+  @parameterized.parameters(2, 16)
+  def test_smallest_and_larger_heads_turn(self, dim):
+    got = rotation(jnp.array([[3]]), RotaryConfig(dim=dim, scaling="dynamic"))
+    chex.assert_shape(got.cos, (1, 1, dim // 2))
+    np.testing.assert_allclose(got.cos[0, 0, 0], np.cos(3.0), atol=1e-6)
+
+
+class RotateTest(parameterized.TestCase):
+  def test_turns_pairs_of_both_halves(self):
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 16))
+    positions = np.array([[0, 1, 2, 3, 4], [7, 0, 1, 0, 1]])
+    config = _ROPE["none"]
+    turned = rotate(
+      jnp.asarray(x, jnp.float32), rotation(jnp.asarray(positions), config)
+    )
+    pairs = x[..., :8] + 1j * x[..., 8:]
+    angles = positions[..., None] * _frequencies(config, 1)
+    pairs = pairs * np.exp(1j * angles)[:, :, None]
+    expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
+    np.testing.assert_allclose(turned, expected, atol=1e-5)
+
+  @parameterized.parameters("none", "linear", "llama3")
+  def test_scores_depend_on_the_differences_of_positions(self, scaling):
+    rng = np.random.default_rng(0)
+    q, k = (
+      jnp.asarray(rng.normal(size=(1, 6, 2, 16)), jnp.float32) for _ in "qk"
+    )
+
+    def scores(positions):
+      by = rotation(positions, _ROPE[scaling])
+      return jnp.einsum("bnhd,bmhd->bhnm", rotate(q, by), rotate(k, by))
+
+    positions = jnp.array([[0, 1, 2, 5, 9, 11]])
+    shifted = scores(positions + 23)
+    np.testing.assert_allclose(shifted, scores(positions), atol=1e-4)
+    # The case can fail: other differences have other scores.
+    other = scores(2 * positions)
+    self.assertGreater(float(jnp.abs(other - shifted).max()), 0.1)
+
+  def test_keeps_lengths_and_the_first_position(self):
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 16))
+    turned = rotate(x, rotation(jnp.arange(4)[None], _ROPE["linear"]))
+    np.testing.assert_array_equal(turned[:, 0], x[:, 0])
+    np.testing.assert_allclose(
+      jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+    )
+
+  def test_bfloat16_is_turned_in_float32_and_rounded_once(self):
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 16), jnp.bfloat16)
+    by = rotation(jnp.arange(4)[None], _ROPE["none"])
+    turned = rotate(x, by)
+    chex.assert_type(turned, jnp.bfloat16)
+    expected = rotate(x.astype(jnp.float32), by).astype(jnp.bfloat16)
+    chex.assert_trees_all_equal(turned, expected)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Routing: both forms of the gates, the balance loss, head budgets."""
+"""Routing: the gates of every router, the balance loss, head budgets."""
 
 import functools
 
@@ -259,6 +259,213 @@ class TopKMaskTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, rf"k={k} .*\[0, 6\]"):
       routing.top_k_mask(jnp.zeros((2, 6)), k)
 
+  @parameterized.parameters(1, 2, 4, 6)
+  def test_traced_k_marks_the_same_as_a_static_one(self, k):
+    # Whole numbers: many ties.
+    scores = jax.random.randint(jax.random.key(0), (3, 5, 6), 0, 3)
+    mask = jax.jit(routing.top_k_mask)(scores.astype(jnp.float32), k)
+    expected = routing.top_k_mask(scores.astype(jnp.float32), k)
+    chex.assert_type(mask, jnp.bool_)
+    np.testing.assert_array_equal(mask, expected)
+
+
+class TracedTopKTest(parameterized.TestCase):
+  """`top_k` as an array routes as a budget of that `top_k`."""
+
+  @parameterized.product(shared=(0, 2), form=routing.GATE_FORMS)
+  def test_two_stage_gates_are_those_of_the_budget(self, shared, form):
+    budget = HeadBudget(4 + shared, shared, 3, head_dim=4)
+    logits = _logits(budget)
+
+    @jax.jit
+    def route(top_k):
+      return routing.two_stage_gates(
+        budget=budget, batch_shape=_BATCH, form=form, top_k=top_k, **logits
+      )
+
+    for k in (1, 2, 4):
+      static = _route(HeadBudget(4 + shared, shared, k, 4), logits, form)
+      chex.assert_trees_all_close(route(jnp.int32(k)), static, rtol=1e-6)
+
+  @parameterized.parameters(*routing.ESTIMATORS)
+  def test_query_norm_gates_and_gradients_are_those_of_the_budget(
+    self, straight_through
+  ):
+    norms = jax.random.uniform(jax.random.key(0), (*_BATCH, 6))
+    weight = jax.random.normal(jax.random.key(1), norms.shape)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.grad, argnums=1, has_aux=True)
+    def run(k, norms, top_k=None):
+      budget = HeadBudget(6, 2, k, 4)
+      routed = routing.query_norm_gates(
+        norms, budget, straight_through=straight_through, top_k=top_k
+      )
+      return jnp.sum(weight * routed.gates), routed
+
+    for k in (1, 4):
+      traced, static = run(3, norms, jnp.int32(k)), run(k, norms)
+      chex.assert_trees_all_close(traced, static, rtol=1e-6, atol=1e-6)
+
+  @parameterized.parameters("all_shared", "none_selected")
+  def test_layer_that_routes_nothing_ignores_it(self, corner):
+    budget = _budget(corner)
+    logits = _logits(budget)
+    routed = routing.two_stage_gates(
+      budget=budget, batch_shape=_BATCH, top_k=jnp.int32(1), **logits
+    )
+    chex.assert_trees_all_equal(routed, _route(budget, logits, "released"))
+    norms = jnp.arange(1.0, 7.0)[None, None]
+    chex.assert_trees_all_equal(
+      routing.query_norm_gates(norms, budget, top_k=jnp.int32(1)),
+      routing.query_norm_gates(norms, budget),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("shared", "top_k", "kind"))
+def _norm_call(norms, weights, shared, top_k, kind):
+  """Gradient of the weighted sum of gates [H], and the routing."""
+  budget = HeadBudget(len(norms), shared, top_k, head_dim=4)
+
+  def total(norms):
+    routed = routing.query_norm_gates(
+      norms[None, None], budget, straight_through=kind
+    )
+    return jnp.sum(routed.gates * weights), routed
+
+  return jax.grad(total, has_aux=True)(norms)
+
+
+def _by_norm(norms, weights=None, shared=0, top_k=1, kind="selected"):
+  """Routes one token by the norms of its heads: its gradient and routing."""
+  norms = np.float32(norms)
+  weights = np.zeros_like(norms) if weights is None else np.float32(weights)
+  grads, routed = _norm_call(norms, weights, shared, top_k, kind)
+  return np.asarray(grads), jax.tree.map(lambda x: np.asarray(x)[0, 0], routed)
+
+
+class QueryNormGatesTest(parameterized.TestCase):
+  def test_scores_are_the_softmax_of_norms_over_their_deviation(self):
+    # Routed norms 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14,
+    # over 3 (Bessel) for the variance.
+    _, routed = _by_norm([5, 1, 2, 3, 6], shared=1, top_k=2)
+    expected = _softmax(np.array([1, 2, 3, 6]) / np.sqrt(14 / 3))
+    np.testing.assert_allclose(routed.probs, expected, rtol=1e-6)
+    np.testing.assert_array_equal(routed.selected, [False, False, True, True])
+    np.testing.assert_array_equal(routed.gates, [1, 0, 0, 1, 1])
+    np.testing.assert_array_equal(routed.shared_scores, [1])
+
+  @parameterized.parameters(
+    (0, 1, "all"),
+    (2, 2, "all"),
+    (2, 2, "selected"),
+    (1, 5, "all"),
+    (6, 0, "selected"),
+    (2, 0, "all"),
+  )
+  def test_gates_are_exactly_one_for_the_largest_norms_and_zero_else(
+    self, shared, top_k, kind
+  ):
+    norms = jax.random.uniform(jax.random.key(0), (*_BATCH, 6))
+    budget = HeadBudget(6, shared, top_k, head_dim=4)
+    route = jax.jit(
+      lambda n: routing.query_norm_gates(n, budget, straight_through=kind)
+    )
+    routed = route(norms)
+    order = np.argsort(-np.asarray(norms[..., shared:]), -1)
+    expected = np.zeros((*_BATCH, 6), np.float32)
+    expected[..., :shared] = 1
+    np.put_along_axis(expected, shared + order[..., :top_k], 1, axis=-1)
+    np.testing.assert_array_equal(routed.gates, expected)
+    chex.assert_type(routed.gates, jnp.float32)
+    np.testing.assert_array_equal(routed.selected, expected[..., shared:] == 1)
+
+  def test_norms_of_shared_heads_do_not_matter(self):
+    _, ours = _by_norm([9, 1, 2, 4], shared=1)
+    _, theirs = _by_norm([0, 1, 2, 4], shared=1)
+    chex.assert_trees_all_equal(ours, theirs)
+
+  def test_scale_of_the_norms_does_not_matter(self):
+    (_, small), (_, large) = (
+      _by_norm(scale * np.array([1, 2, 4]), top_k=2) for scale in (1e-3, 1e3)
+    )
+    chex.assert_trees_all_close(small, large, rtol=1e-5)
+
+  def test_straight_through_gradients_equal_a_hand_computed_case(self):
+    # Routed norms n = 1, 2, 3: mean 2, deviation s = sqrt((1 + 0 + 1) / 2) = 1,
+    # so the logits z = n / s are 1, 2, 3 and the scores P = exp(z) / sum.
+    # The objective is sum_i c_i gate_i with c = 1, 2, 4; a gate counts as its
+    # score where it passes, so with g_i = c_i there and 0 else,
+    #   G_j = dL/dz_j = P_j (g_j - sum_i g_i P_i).
+    # ds/dn_j = (n_j - mean) / ((R - 1) s) = -1/2, 0, 1/2, so
+    #   dL/dn_j = G_j / s - sum_i G_i n_i / s**2 * ds/dn_j.
+    # "selected", top_k = 1: g = 0, 0, 4. P = 0.0900306, 0.2447285, 0.6652410;
+    # sum g P = 2.6609638; G = -0.2395679, -0.6512136, 0.8907815;
+    # sum G n = 1.1303493; dL/dn = 0.3256068, -0.6512136, 0.3256068.
+    # "all": g = 1, 2, 4; sum g P = 3.2404514; G = -0.2017092, -0.3035741,
+    # 0.5052833; sum G n = 0.7069926; dL/dn = 0.1517871, -0.3035741, 0.1517870.
+    for straight_through, expected in (
+      ("selected", [0.3256068, -0.6512136, 0.3256068]),
+      ("all", [0.1517871, -0.3035741, 0.1517870]),
+    ):
+      grads, _ = _by_norm(
+        [7, 1, 2, 3], [5, 1, 2, 4], shared=1, kind=straight_through
+      )
+      np.testing.assert_allclose(grads, [0.0, *expected], atol=2e-6)
+
+  def test_only_all_learns_from_heads_that_were_not_chosen(self):
+    for kind, learns in (("selected", False), ("all", True)):
+      grads, _ = _by_norm([1, 2, 4], [3, -2, 0], kind=kind)  # 4 is chosen
+      self.assertEqual(bool(np.abs(grads).max() > 0.1), learns)
+
+  @parameterized.parameters(*routing.ESTIMATORS)
+  def test_one_routed_head_is_always_on(self, kind):
+    grads, routed = _by_norm([1, 2, 3], [1, 2, 3], shared=2, kind=kind)
+    np.testing.assert_array_equal(routed.gates, [1, 1, 1])
+    np.testing.assert_array_equal(routed.probs, [1])
+    np.testing.assert_array_equal(grads, 0.0)
+
+  @parameterized.parameters(0.0, 1e-3, 0.3, 1e4)
+  def test_equal_norms_have_uniform_scores_and_finite_gradients(self, norm):
+    grads, routed = _by_norm(np.full(5, norm), np.arange(5), top_k=2)
+    np.testing.assert_allclose(routed.probs, 0.2, rtol=1e-6)
+    np.testing.assert_array_equal(routed.gates, [1, 1, 0, 0, 0])
+    self.assertTrue(np.isfinite(grads).all())
+
+  def test_balance_loss_is_that_of_the_scores(self):
+    norms = jax.random.uniform(jax.random.key(0), (*_BATCH, 6))
+    budget = _budget("some_of_each")
+    routed = routing.query_norm_gates(norms, budget)
+    aux = routing.router_aux(routed, budget)
+    expected = routing.balance_loss(routed.probs, routed.selected)
+    np.testing.assert_allclose(aux.balance_loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(aux.load.sum(), 4.0, rtol=1e-6)
+
+
+class QueryNormsTest(absltest.TestCase):
+  def test_are_the_lengths_of_the_queries_in_float32(self):
+    queries = jax.random.normal(jax.random.key(0), (2, 3, 4, 8), jnp.bfloat16)
+    norms = routing.query_norms(queries)
+    chex.assert_type(norms, jnp.float32)
+    expected = np.linalg.norm(np.asarray(queries, np.float64), axis=-1)
+    np.testing.assert_allclose(norms, expected, rtol=1e-6)
+
+  def test_zero_queries_have_finite_gradients(self):
+    budget = HeadBudget(4, 1, 2, head_dim=8)
+    queries = jax.random.normal(jax.random.key(0), (2, 3, 4, 8))
+    queries = queries.at[1].set(0.0)
+
+    def total(queries):
+      gates = routing.query_norm_gates(
+        routing.query_norms(queries), budget, straight_through="all"
+      ).gates
+      return jnp.sum(gates * jnp.arange(4.0))
+
+    grads = jax.jit(jax.grad(total))(queries)
+    chex.assert_tree_all_finite(grads)
+    np.testing.assert_array_equal(grads[1], 0.0)
+    self.assertGreater(float(jnp.abs(grads[0]).max()), 0.0)
+
 
 class BalanceLossTest(parameterized.TestCase):
   def setUp(self):
@@ -442,7 +649,9 @@ class HeadBudgetTest(parameterized.TestCase):
 class RouterConfigTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"kind": "one_stage"}, r"'one_stage' .*two_stage.*none"),
+    ({"kind": "norm"}, r"router='norm' .*two_stage.*query_norm.*none"),
     ({"gate_form": "release"}, r"gate_form='release' .*released.*paper"),
+    ({"straight_through": "no"}, r"straight_through='no' .*selected.*all"),
   )
   def test_rejects_unknown_names_listing_the_known(self, fields, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -1,7 +1,10 @@
 """Training over a 2 x 2 x 2 mesh of fake devices equals one device."""
 
+import contextlib
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 
 import chex
 import jax
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 from etils import epath
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moh_jax.config import MeshConfig
 from moh_jax.inference.restore import restore
@@ -55,6 +59,93 @@ class DiffusionMeshTest(absltest.TestCase):
     kernel = self.on_mesh.state.params["blocks1"]["attn"]["qkv"]["kernel"]
     spec = (None, "fsdp", None, "tensor")  # layers, C, parts, heads
     self.assertEqual(tuple(kernel.sharding.spec)[:4], spec)
+
+  def test_mesh_checkpoint_restores_on_one_device(self):
+    restored = restore(self.mesh_dir)
+    for leaf in jax.tree.leaves(restored.params):
+      self.assertLen(leaf.sharding.device_set, 1)
+    chex.assert_trees_all_equal(
+      jax.device_get(restored.params), jax.device_get(self.on_mesh.state.ema)
+    )
+
+
+@contextlib.contextmanager
+def _fresh_compiler_log() -> Iterator[list[str]]:
+  """Collects what XLA writes to stderr, with every program compiled anew."""
+  log: list[str] = []
+  before, cached = os.dup(2), jax.config.jax_enable_compilation_cache
+  with tempfile.TemporaryFile() as file:
+    os.dup2(file.fileno(), 2)
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+      yield log
+    finally:
+      jax.config.update("jax_enable_compilation_cache", cached)
+      os.dup2(before, 2)
+      os.close(before)
+      file.seek(0)
+      log += file.read().decode(errors="replace").splitlines()
+
+
+class LanguageMeshTest(absltest.TestCase):
+  """Vocabulary, heads and MLP are split over `tensor`, widths over `fsdp`."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.one_dir, cls.mesh_dir = (
+      cls.create_tempdir(cls()).full_path for _ in range(2)
+    )
+    one = jax.devices()[:1]
+    cls.one = loop.train(tiny.llm_config(), cls.one_dir, devices=one)
+    with _fresh_compiler_log() as cls.log:
+      cls.on_mesh = loop.train(tiny.llm_config(mesh=_MESH), cls.mesh_dir)
+
+  def test_losses_equal_the_single_device_ones(self):
+    np.testing.assert_allclose(
+      _losses(self.mesh_dir), _losses(self.one_dir), rtol=2e-5
+    )
+    self.assertLen(_losses(self.mesh_dir), 4)
+
+  def test_held_out_figures_equal_the_single_device_ones(self):
+    ours, theirs = self.on_mesh.evaluation, self.one.evaluation
+    self.assertEqual(ours.keys(), theirs.keys())
+    for name, value in ours.items():
+      np.testing.assert_allclose(value, theirs[name], rtol=1e-4, err_msg=name)
+
+  def test_parameters_are_split(self):
+    params = self.on_mesh.state.params
+    blocks = params["blocks0"]
+    for leaf, spec in (
+      (params["embed"]["embedding"], ("tensor", "fsdp")),
+      (params["head"]["kernel"], ("fsdp", "tensor")),
+      (blocks["attn"]["q"]["kernel"], (None, "fsdp", None, "tensor", None)),
+      (blocks["attn"]["kv"]["kernel"], (None, "fsdp", None, "tensor", None)),
+      (blocks["attn"]["out"]["kernel"], (None, "tensor", None, "fsdp")),
+      (blocks["mlp"]["down"]["kernel"], (None, "tensor", "fsdp")),
+    ):
+      self.assertEqual(tuple(leaf.sharding.spec), spec)
+
+  def test_no_array_is_gathered_whole_to_be_split_anew(self):
+    found = [line for line in self.log if "rematerialization" in line]
+    self.assertEmpty(found)
+
+  def test_such_a_gathering_would_be_seen(self):
+    mesh = jax.make_mesh(
+      (2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3
+    )
+
+    def split(x, *spec):
+      sharding = NamedSharding(mesh, PartitionSpec(*spec))
+      return jax.lax.with_sharding_constraint(x, sharding)
+
+    @jax.jit
+    def resplit(x):
+      return split(2 * split(jnp.sin(x), "a", "b"), ("c", "b", "a"), None)
+
+    with _fresh_compiler_log() as log:
+      resplit.lower(jnp.zeros((16, 16))).compile()
+    self.assertIn("rematerialization", "".join(log))
 
   def test_mesh_checkpoint_restores_on_one_device(self):
     restored = restore(self.mesh_dir)

@@ -40,6 +40,19 @@ DIT = config_lib.DiTConfig(
   mlp_ratio=2.0,
 )
 
+LLM = config_lib.LLMConfig(
+  vocab_size=60,
+  max_length=32,
+  width=32,
+  mlp_dim=24,
+  num_heads=(4, 4),
+  num_kv_heads=2,
+  head_dim=8,
+  shared_heads=(1, 1),
+  top_k=(2, 2),
+  loss_chunk=5,
+)
+
 
 def config(**sections: dict[str, Any]) -> Config:
   """The tiny run on real digits, with fields of some sections changed."""
@@ -89,6 +102,31 @@ def dit_config(**sections: dict[str, Any]) -> Config:
     log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
     diffusion=config_lib.DiffusionConfig(space="pixel", steps=50),
     sample=config_lib.SampleConfig(num=5, steps="4", cfg_scale=2.0),
+  )
+  return _changed(base, sections)
+
+
+def llm_config(**sections: dict[str, Any]) -> Config:
+  """The tiny run on random tokens, likewise; nor on `train.steps`."""
+  base = Config(
+    model=LLM,
+    data=config_lib.TextDataConfig(
+      source="fake",
+      sequence_length=16,
+      batch_size=8,
+      fake_examples=20,
+      num_threads=1,
+      prefetch=1,
+    ),
+    optim=config_lib.OptimConfig(
+      lr=1e-2, schedule="constant", warmup_steps=2, ema_decay=0.9
+    ),
+    train=config_lib.TrainConfig(steps=4),
+    mesh=config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
+    checkpoint=config_lib.CheckpointConfig(every=2),
+    eval=config_lib.EvalConfig(every=0, batch_size=8),
+    log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+    tune=config_lib.TuneConfig(),
   )
   return _changed(base, sections)
 

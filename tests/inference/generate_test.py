@@ -1,0 +1,367 @@
+"""Generation: which tokens, which text, and what is refused."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import without_router
+from moh_jax.inference.decoding import Sampling
+from moh_jax.inference.generate import Generator
+from moh_jax.inference.restore import Restored
+from moh_jax.models.build import make_model
+from moh_jax.training import sharding
+from tests.inference import tiny_writer
+from tests.training import tiny
+
+_PROMPTS = ((5, 9, 33), (7,), (1, 2, 3, 4, 5, 6, 7), (40, 41, 42, 40, 41))
+_GREEDY = Sampling(max_new_tokens=6)
+_DRAWN = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
+_ROUTERS = ("two_stage", "query_norm")
+
+
+@functools.cache
+def _mesh():
+  return sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
+
+
+def _config(router="two_stage", **changes):
+  model = dataclasses.replace(
+    tiny_writer.RANDOM.model, router=router, **changes
+  )
+  return dataclasses.replace(tiny_writer.RANDOM, model=model)
+
+
+@functools.cache
+def _generator(router="two_stage", on_mesh=False, cache_dtype=None, size=4):
+  config = _config(router)
+  mesh = _mesh() if on_mesh else None
+  params = tiny_writer.random_params(config)
+  return Generator(
+    tiny_writer.restored(config, params, mesh),
+    tiny_writer.WORDS,
+    mesh=mesh,
+    cache_dtype=cache_dtype,
+    batch_size=size,
+  )
+
+
+@functools.cache
+def _alphabet():
+  params = tiny_writer.alphabet_params()
+  return Generator(
+    tiny_writer.restored(tiny_writer.ALPHABET, params), tiny_writer.WORDS
+  )
+
+
+@functools.cache
+def _full(router):
+  """A function of tokens: log-probabilities after each, without a cache."""
+  config = _config(router)
+  apply = jax.jit(make_model(config)[0].apply)
+  params = tiny_writer.random_params(config)
+
+  def log_probs(tokens):
+    padded = np.zeros((1, 24), np.int32)
+    padded[0, : len(tokens)] = tokens
+    logits, _ = apply({"params": params}, padded)
+    return np.asarray(jax.nn.log_softmax(logits[0, : len(tokens)]))
+
+  return log_probs
+
+
+@functools.cache
+def _written(router="two_stage", sampling=_GREEDY):
+  return _generator(router).generate(_PROMPTS, sampling)
+
+
+def _tokens(completions):
+  return [completion.tokens for completion in completions]
+
+
+class TokensTest(parameterized.TestCase):
+  @parameterized.parameters(*_ROUTERS)
+  def test_greedy_takes_the_best_token_of_the_whole_text(self, router):
+    for prompt, completion in zip(_PROMPTS, _written(router)):
+      text = list(prompt)
+      for token in completion.tokens:
+        best = int(_full(router)(text)[-1].argmax())
+        self.assertEqual(token, best)
+        text.append(best)
+      self.assertLen(completion.tokens, 6)
+    self.assertGreater(len(set(_tokens(_written(router)))), 1)
+
+  @parameterized.parameters(
+    ("two_stage", _GREEDY), ("two_stage", _DRAWN), ("query_norm", _GREEDY)
+  )
+  def test_log_probabilities_are_those_of_the_whole_text(
+    self, router, sampling
+  ):
+    for prompt, completion in zip(_PROMPTS, _written(router, sampling)):
+      text = [*prompt, *completion.tokens]
+      table = _full(router)(text)[len(prompt) - 1 : -1]
+      expected = table[np.arange(len(completion.tokens)), completion.tokens]
+      np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+
+  def test_batch_size_changes_nothing(self):
+    one_by_one = _generator(size=1).generate(_PROMPTS, _DRAWN)
+    self.assertEqual(_tokens(one_by_one), _tokens(_written(sampling=_DRAWN)))
+
+  def test_other_prompts_change_nothing(self):
+    other = [*_PROMPTS]
+    other[1] = (8, 8, 8, 8, 8, 8, 8, 8, 9)
+    written = _generator().generate(other, _DRAWN)
+    for row in (0, 2, 3):
+      expected = _written(sampling=_DRAWN)[row]
+      self.assertEqual(written[row].tokens, expected.tokens)
+
+  def test_eight_devices_write_the_same(self):
+    ours = _generator(on_mesh=True).generate(_PROMPTS, _DRAWN)
+    theirs = _written(sampling=_DRAWN)
+    self.assertEqual(_tokens(ours), _tokens(theirs))
+    for one, other in zip(ours, theirs):
+      np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
+
+  def test_seed_repeats_and_another_differs(self):
+    again = _generator().generate(_PROMPTS, _DRAWN)
+    self.assertEqual(again, _written(sampling=_DRAWN))
+    other = dataclasses.replace(_DRAWN, seed=4)
+    written = _generator().generate(_PROMPTS, other)
+    self.assertNotEqual(_tokens(written), _tokens(again))
+
+  def test_rows_of_equal_prompts_draw_differently(self):
+    written = _generator().generate([(5, 9)] * 4, _DRAWN)
+    self.assertGreater(len(set(_tokens(written))), 1)
+
+  @parameterized.parameters({"top_k": 1}, {"top_p": 1e-6})
+  def test_one_kept_token_is_the_best(self, **options):
+    sampling = dataclasses.replace(_DRAWN, **options)
+    written = _generator().generate(_PROMPTS, sampling)
+    self.assertEqual(_tokens(written), _tokens(_written()))
+
+  def test_longer_text_begins_alike(self):
+    longer = dataclasses.replace(_DRAWN, max_new_tokens=36)
+    written = _generator().generate(_PROMPTS, longer)
+    for one, other in zip(written, _written(sampling=_DRAWN)):
+      self.assertEqual(one.tokens[:6], other.tokens)
+      self.assertEqual(one.finish == "length", len(one.tokens) == 36)
+    # More than one look at what was written.
+    self.assertEqual(max(len(one.tokens) for one in written), 36)
+
+  def test_int8_cache_writes_with_close_probabilities(self):
+    written = _generator(cache_dtype="int8").generate(_PROMPTS, _GREEDY)
+    first, exact = (
+      np.array([completion.log_probs[0] for completion in completions])
+      for completions in (written, _written())
+    )
+    np.testing.assert_allclose(first, exact, atol=1e-4)  # of the prompt alone
+    for prompt, completion in zip(_PROMPTS, written):
+      text = [*prompt, *completion.tokens]
+      table = _full("two_stage")(text)[len(prompt) - 1 : -1]
+      expected = table[np.arange(len(completion.tokens)), completion.tokens]
+      gap = np.abs(completion.log_probs - expected).max()
+      self.assertBetween(gap, 0, 1.0)
+    later = [[c.log_probs[1] for c in w] for w in (written, _written())]
+    gap = np.abs(np.subtract(*later)).max()
+    self.assertGreater(gap, 1e-6)  # the cache is another
+
+  def test_bfloat16_model_writes(self):
+    config = _config(dtype="bfloat16")
+    params = tiny_writer.random_params(config)
+    generator = Generator(
+      tiny_writer.restored(config, params), tiny_writer.WORDS
+    )
+    (completion,) = generator.generate([_PROMPTS[2]], _GREEDY)
+    self.assertLen(completion.tokens, 6)
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(generator._params)}
+    self.assertEqual(kinds, {"bfloat16", "float32"})  # router and norms
+    router = generator._params["blocks0_0"]["attn"]["router"]["routed"]
+    self.assertEqual(router.dtype, jnp.float32)
+
+
+class TextTest(parameterized.TestCase):
+  """The alphabet's model writes "bB", "cC", ... after "aA"."""
+
+  def _write(self, prompt="aA", **options):
+    (completion,) = _alphabet().generate([prompt], Sampling(**options))
+    return completion
+
+  def _stream(self, prompt="aA", **options):
+    return list(_alphabet().stream(prompt, Sampling(**options)))
+
+  def test_ends_at_the_number_of_tokens(self):
+    completion = self._write(max_new_tokens=3)
+    self.assertEqual(completion.text, "bBcCdD")
+    self.assertEqual(completion.tokens, (2, 3, 4))
+    self.assertEqual(completion.finish, "length")
+    self.assertLen(completion.log_probs, 3)
+    expected = 8 - np.log(np.exp(8) + 59)
+    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
+
+  def test_end_of_text_ends_and_is_no_text(self):
+    completion = self._write("xX", max_new_tokens=9)
+    self.assertEqual(completion.text, "yYzZ")
+    self.assertEqual(completion.tokens, (25, 26, 28))
+    self.assertEqual(completion.finish, "end")
+    self.assertLen(completion.log_probs, 3)
+
+  def test_end_of_text_as_the_last_token_is_an_end(self):
+    self.assertEqual(self._write("yY", max_new_tokens=2).finish, "end")
+
+  def test_begin_of_text_comes_before_texts_alone(self):
+    self.assertEqual(self._write("", max_new_tokens=2).text, "aAbB")
+    (completion,) = _alphabet().generate([(27,)], Sampling(max_new_tokens=2))
+    self.assertEqual(completion.text, "aAbB")
+    by_ids = _alphabet().generate([(1,)], Sampling(max_new_tokens=2))
+    self.assertEqual(by_ids[0].text, "bBcC")
+
+  def test_rows_that_ended_wait_for_the_others(self):
+    prompts = ["zZ", "aA", "xX"]
+    written = _alphabet().generate(prompts, Sampling(max_new_tokens=5))
+    self.assertEqual([c.text for c in written], ["", "bBcCdDeEfF", "yYzZ"])
+    self.assertEqual([c.finish for c in written], ["end", "length", "end"])
+    self.assertEqual([len(c.tokens) for c in written], [1, 5, 3])
+
+  @parameterized.parameters(
+    (("dD",), "bBcC", 3),  # a whole token
+    (("Dd",), "bBcCdDeE", 6),  # nowhere
+    (("De",), "bBcCd", 4),  # across two tokens
+    (("DeEf",), "bBcCd", 5),  # across three
+    (("E",), "bBcCdDe", 4),  # within one
+    (("fF", "cC"), "bB", 2),  # the one that comes first
+    (("CdD", "d"), "bBc", 3),  # both in one token: where the first begins
+  )
+  def test_stop_text_ends_and_is_left_out(self, stop, text, tokens):
+    completion = self._write(stop=stop, max_new_tokens=6)
+    if stop == ("Dd",):
+      self.assertEqual(completion.text, "bBcCdDeEfFgG")
+      self.assertEqual(completion.finish, "length")
+      return
+    self.assertEqual(completion.text, text)
+    self.assertEqual(completion.finish, "stop")
+    self.assertLen(completion.tokens, tokens)
+    self.assertLen(completion.log_probs, tokens)
+
+  def test_stop_text_in_the_prompt_does_not_count(self):
+    completion = self._write("aAbB", stop=("Bc",), max_new_tokens=2)
+    self.assertEqual(completion.text, "cCdD")
+
+  @parameterized.parameters(
+    ((), ["bB", "cC", "dD", "eE"]),
+    (("De",), ["bB", "cC", "d"]),  # "D" was held back
+    (("Dx",), ["bB", "cC", "d", "DeE"]),  # and is given where it was not it
+    (("E",), ["bB", "cC", "dD", "e"]),
+    (("cCdDx",), ["bB", "cCdDeE"]),
+    (("EfF",), ["bB", "cC", "dD", "eE"]),  # nothing follows: no reason to
+  )
+  def test_stream_holds_back_what_may_begin_a_stop(self, stop, pieces):
+    self.assertEqual(self._stream(stop=stop, max_new_tokens=4), pieces)
+
+  @parameterized.product(
+    stop=((), ("De",), ("E", "CdD"), ("EfFgG",), ("zZ",)),
+    prompt=("aA", "vVwW"),
+  )
+  def test_pieces_add_up_to_the_text(self, stop, prompt):
+    options = {"stop": stop, "max_new_tokens": 7}
+    pieces = self._stream(prompt, **options)
+    self.assertNotIn("", pieces)
+    self.assertEqual("".join(pieces), self._write(prompt, **options).text)
+
+  def test_drawn_stream_is_the_first_row_of_generate(self):
+    generator = _generator(size=1)
+    pieces = list(generator.stream("aAbB", _DRAWN))
+    (completion,) = generator.generate(["aAbB"], _DRAWN)
+    self.assertNotEmpty(completion.text)
+    self.assertEqual("".join(pieces), completion.text)
+
+  def test_stream_of_bytes_has_no_half_characters(self):
+    config = tiny.llm_config(model={"vocab_size": 257, "max_length": 64})
+    params = tiny_writer.random_params(config)
+    generator = Generator(
+      tiny_writer.restored(config, params), tiny_writer.BYTES
+    )
+    sampling = Sampling(max_new_tokens=24, temperature=1.5, seed=1)
+    pieces = list(generator.stream("Grüße", sampling))
+    (completion,) = generator.generate(["Grüße"], sampling)
+    self.assertEqual("".join(pieces), completion.text)
+    self.assertEqual(
+      completion.text, tiny_writer.BYTES.decode(completion.tokens)
+    )
+
+
+class ErrorsTest(parameterized.TestCase):
+  def _generator(self, config=None, tokenizer=None, **options):
+    config = config or tiny_writer.ALPHABET
+    params = tiny_writer.alphabet_params()
+    restored = tiny_writer.restored(config, params)
+    return Generator(restored, tokenizer or tiny_writer.WORDS, **options)
+
+  @parameterized.parameters(
+    ([(1,), ()], {}, "prompt 1 is empty"),
+    ([(1, 60)], {}, r"prompt 0: token 60 must be in \[0, 60\)"),
+    ([(-1,)], {}, r"prompt 0: token -1 must be in \[0, 60\)"),
+    (
+      [(1,), (1,) * 30],
+      {"max_new_tokens": 3},
+      "prompt 1 has 30 tokens; with max_new_tokens=3 .*max_length=32",
+    ),
+    (["aA"], {"max_new_tokens": 31}, "prompt 0 has 2 tokens; with max_new"),
+  )
+  def test_bad_prompt_is_named(self, prompts, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      options = {"max_new_tokens": 4, **options}
+      _alphabet().generate(prompts, Sampling(**options))
+
+  def test_longest_prompt_is_taken(self):
+    sampling = Sampling(max_new_tokens=2)
+    (completion,) = _alphabet().generate([(1,) * 30], sampling)
+    self.assertEqual(completion.text, "bBcC")
+
+  def test_stream_refuses_the_same(self):
+    with self.assertRaisesRegex(ValueError, "prompt 0: token 60"):
+      list(_alphabet().stream((60,), Sampling()))
+
+  def test_empty_text_needs_a_begin_of_text(self):
+    words = tiny_writer.WORDS
+    without = types.SimpleNamespace(
+      vocab_size=29, bos_id=None, eos_id=None, encode=words.encode,
+      decode=words.decode,
+    )  # fmt: skip
+    generator = self._generator(tokenizer=without)
+    with self.assertRaisesRegex(ValueError, "prompt 0 is empty; the tokenizer"):
+      generator.generate([""], Sampling())
+
+  def test_model_of_another_family_is_refused(self):
+    config = tiny.config()
+    restored = Restored(config, make_model(config)[0], {}, 0, ())
+    with self.assertRaisesRegex(ValueError, "family 'vit' writes no text"):
+      Generator(restored, tiny_writer.WORDS)
+
+  @parameterized.parameters(
+    ({"cache_dtype": "float16"}, r"cache_dtype='float16' must be .*'int8'"),
+    ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+    (
+      {"tokenizer": tiny_writer.BYTES},
+      r"257 ids, more than model\.vocab_size=60",
+    ),
+  )
+  def test_bad_option_is_named(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      self._generator(**options)
+
+  def test_baseline_writes_too(self):
+    config = dataclasses.replace(
+      tiny_writer.ALPHABET, model=without_router(tiny_writer.ALPHABET.model)
+    )
+    (completion,) = self._generator(config).generate(
+      ["aA"], Sampling(max_new_tokens=2)
+    )
+    self.assertEqual(completion.text, "bBcC")
+
+
+if __name__ == "__main__":
+  absltest.main()

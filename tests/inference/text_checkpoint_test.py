@@ -1,0 +1,115 @@
+"""Which tokenizer belongs to a checkpoint."""
+
+import hashlib
+import importlib.util
+import io
+import pathlib
+import tempfile
+import unittest
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer
+from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.training import checkpoint
+from tests.data import tiny_words
+from tests.inference import tiny_writer
+from tests.training import tiny
+
+_SENTENCEPIECE = importlib.util.find_spec("sentencepiece") is not None
+
+
+class LoadTokenizerTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    self.root = pathlib.Path(where)
+
+  def test_finds_the_file_of_the_run(self):
+    tiny_writer.save_alphabet(self.root)
+    for folder in (self.root, self.root / "checkpoints"):
+      tokenizer = load_checkpoint_tokenizer(str(folder))
+      self.assertIsInstance(tokenizer, JsonTokenizer)
+      self.assertEqual(tokenizer.sha256, tiny_writer.WORDS.sha256)
+
+  def test_bytes_need_no_file(self):
+    sha256 = BytesTokenizer.sha256
+    tiny_writer.save_alphabet(self.root, tokenizer_sha256=sha256)
+    tokenizer = load_checkpoint_tokenizer(str(self.root))
+    self.assertIsInstance(tokenizer, BytesTokenizer)
+
+  def test_another_file_is_refused(self):
+    tiny_writer.save_alphabet(self.root)
+    other = tiny_words.tokenizer(("[NEW]",))
+    (self.root / "tokenizer.json").write_bytes(other.content)
+    ours, theirs = other.sha256[:16], tiny_writer.WORDS.sha256[:16]
+    with self.assertRaisesRegex(
+      ValueError, rf"tokenizer\.json has sha256 {ours}, .* of {theirs}"
+    ):
+      load_checkpoint_tokenizer(str(self.root))
+
+  @unittest.skipUnless(_SENTENCEPIECE, "sentencepiece is not installed")
+  def test_the_right_file_beside_a_stale_one_with_sentencepiece(self):
+    import sentencepiece
+
+    words = [f"{a}{b}" for a in "abcdef" for b in "ghijkl"]
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(words),
+      model_writer=model,
+      vocab_size=30,
+      hard_vocab_limit=False,
+      minloglevel=2,
+    )
+    content = model.getvalue()
+    sha256 = hashlib.sha256(content).hexdigest()
+    tiny_writer.save_alphabet(self.root, tokenizer_sha256=sha256)
+    (self.root / "tokenizer.model").write_bytes(content)
+    for stale in (tiny_words.tokenizer(("[NEW]",)).content, b"{}"):
+      (self.root / "tokenizer.json").write_bytes(stale)
+      tokenizer = load_checkpoint_tokenizer(str(self.root))
+      self.assertEqual(tokenizer.sha256, sha256)
+    (self.root / "tokenizer.model").write_bytes(b"other")
+    with self.assertRaisesRegex(
+      ValueError, r"tokenizer\.json: not a .*; .*tokenizer\.model: not a"
+    ):
+      load_checkpoint_tokenizer(str(self.root))
+
+  def test_damaged_file_is_named(self):
+    tiny_writer.save_alphabet(self.root)
+    (self.root / "tokenizer.json").write_text("{}")
+    with self.assertRaisesRegex(
+      ValueError, r"tokenizer\.json: not a tokenizer"
+    ):
+      load_checkpoint_tokenizer(str(self.root))
+
+  def test_any_file_fits_a_checkpoint_that_knows_of_none(self):
+    tiny_writer.save_alphabet(self.root, tokenizer_sha256="")
+    other = tiny_words.tokenizer(("[NEW]",))
+    (self.root / "tokenizer.json").write_bytes(other.content)
+    tokenizer = load_checkpoint_tokenizer(str(self.root))
+    self.assertEqual(tokenizer.sha256, other.sha256)
+
+  def test_missing_file_is_asked_for(self):
+    tiny_writer.save_alphabet(self.root)
+    (self.root / "tokenizer.json").unlink()
+    with self.assertRaisesRegex(
+      FileNotFoundError, r"holds no tokenizer\.json or tokenizer\.model"
+    ):
+      load_checkpoint_tokenizer(str(self.root))
+
+  def test_missing_checkpoint_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, str(self.root)):
+      load_checkpoint_tokenizer(str(self.root))
+
+  def test_model_of_another_family_is_refused(self):
+    config = tiny.config()
+    checkpoint.save_params(
+      self.root, tiny.random_params(config), checkpoint.Metadata(config)
+    )
+    with self.assertRaisesRegex(ValueError, "family 'vit'; a language model"):
+      load_checkpoint_tokenizer(str(self.root))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,271 @@
+"""The language task: its loss, its schedule, its figures and its text."""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import tempfile
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import TuneConfig
+from moh_jax.data import sequences
+from moh_jax.models.build import make_model
+from moh_jax.training import language_modeling, loop, sharding
+from moh_jax.training.language_modeling import make_loss, top_k_schedule
+from moh_jax.training.tasks import make_task
+from tests.data import tiny_text, tiny_words
+from tests.training import tiny
+
+_SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
+
+
+def _batch(config=None, size=4):
+  config = config or tiny.llm_config()
+  data = sequences.train_sequences(config.data, config.model.vocab_size, 0)
+  return jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(size)])
+
+
+@functools.cache
+def _loss(config):
+  loss_fn = make_loss(make_model(config)[0], config)
+
+  @jax.jit
+  def call(batch, step):
+    params = tiny.random_params(config)
+    loss, metrics = loss_fn(params, batch, jax.random.key(0), step)
+    return metrics | {"returned": loss}
+
+  return call
+
+
+def _metrics(config=None, batch=None, step=0):
+  config = config or tiny.llm_config()
+  metrics = _loss(config)(batch or _batch(config), jnp.int32(step))
+  return {name: float(value) for name, value in metrics.items()}
+
+
+class LossTest(parameterized.TestCase):
+  def test_task_loss_is_the_mean_cross_entropy_of_what_counts(self):
+    config, batch = tiny.llm_config(), _batch()
+    model, _ = make_model(config)
+    logits, aux = jax.jit(model.apply)(
+      {"params": tiny.random_params(config)},
+      batch["inputs"],
+      positions=batch["positions"],
+      segments=batch["segments"],
+    )
+    log_probs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    picked = np.take_along_axis(log_probs, batch["targets"][..., None], -1)
+    weights = batch["weights"]
+    self.assertLess(weights.sum(), weights.size)  # some documents begin
+    expected = -(picked[..., 0] * weights).sum() / weights.sum()
+    metrics = _metrics()
+    self.assertAlmostEqual(metrics["task_loss"] / expected, 1, places=5)
+    balance = float(aux.balance_loss)
+    self.assertAlmostEqual(metrics["balance_loss"] / balance, 1, places=5)
+
+  def test_loss_adds_the_weighted_balance_loss(self):
+    metrics = _metrics(tiny.llm_config(train={"balance_weight": 0.5}))
+    expected = metrics["task_loss"] + 0.5 * metrics["balance_loss"]
+    self.assertGreater(metrics["balance_loss"], 0.5)
+    self.assertAlmostEqual(metrics["loss"] / expected, 1, places=5)
+    self.assertEqual(metrics["loss"], metrics["returned"])
+    self.assertAlmostEqual(metrics["activated_share"], 0.75, places=6)
+
+  def test_targets_of_weight_zero_do_not_matter(self):
+    batch = _batch()
+    batch["weights"][:, 5:] = 0
+    other = batch | {"targets": batch["targets"].copy()}
+    other["targets"][batch["weights"] == 0] = 1
+    self.assertEqual(_metrics(batch=batch), _metrics(batch=other))
+
+  def test_batch_in_which_nothing_counts_has_no_task_loss(self):
+    batch = _batch()
+    batch["weights"] = np.zeros_like(batch["weights"])
+    self.assertEqual(_metrics(batch=batch)["task_loss"], 0.0)
+
+  def test_scheduled_top_k_is_that_of_the_step(self):
+    config = tiny.llm_config(tune=_SCHEDULE)
+    batch = _batch()
+    shares = [_metrics(config, batch, step) for step in (0, 1, 2, 3)]
+    shares = [round(m["activated_share"], 5) for m in shares]
+    self.assertEqual(shares, [1.0, 1.0, 0.75, 0.75])
+    last = _metrics(config, batch, 2)["loss"]
+    self.assertAlmostEqual(last / _metrics(batch=batch)["loss"], 1, places=5)
+
+
+class ScheduleTest(parameterized.TestCase):
+  def test_no_schedule_leaves_the_models_own(self):
+    self.assertIsNone(top_k_schedule(TuneConfig(), 3)(jnp.int32(5)))
+
+  def test_values_begin_at_their_steps_in_every_layer(self):
+    config = TuneConfig(top_k_steps=(0, 3, 4), top_k_values=(5, 1, 2))
+    at = jax.jit(top_k_schedule(config, 3))
+    values = [at(jnp.int32(step)) for step in (0, 2, 3, 4, 99)]
+    chex.assert_shape(values, (3,))
+    chex.assert_type(values, jnp.int32)
+    for value, expected in zip(values, (5, 5, 1, 2, 2)):
+      np.testing.assert_array_equal(value, expected)
+
+
+def _write_sets(root, tokenizer=None):
+  """Two sources, of 1 and of 2 documents a shard, with held-out parts."""
+  used = tokenizer or tiny_words.tokenizer()
+  for seed, name in enumerate(("web", "code")):
+    for split, count in (("train", 12), ("val", 3 + 2 * seed)):
+      documents = tiny_text.random_documents(2, count, 20, 27, seed=seed)
+      tiny_text.write(
+        root / name / split, documents, used, gzip_bytes=100, xz_bytes=80
+      )
+
+
+def _word_config(root, **sections):
+  data = {
+    "source": "tokens",
+    "path": str(root),
+    "mix": ("web", "code"),
+    "ratios": (75.0, 25.0),
+    **sections.pop("data", {}),
+  }
+  return tiny.llm_config(
+    data=data, tune=_SCHEDULE, checkpoint={"every": 4}, **sections
+  )
+
+
+class TokenRunTest(parameterized.TestCase):
+  """A run on two token sets, with a schedule."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    cls.sets, cls.workdir = root / "sets", root / "run"
+    _write_sets(cls.sets)
+    config = _word_config(cls.sets)
+    cls.result = loop.train(config, str(cls.workdir), devices=jax.devices()[:1])
+    text = (cls.workdir / "metrics.jsonl").read_text()
+    cls.rows = [json.loads(line) for line in text.splitlines()]
+
+  def _rows(self, split):
+    return [row for row in self.rows if row["split"] == split]
+
+  def test_activated_share_changes_at_the_step(self):
+    shares = [round(r["activated_share"], 5) for r in self._rows("train")]
+    self.assertEqual(shares, [1.0, 1.0, 0.75, 0.75])
+
+  def test_drawn_shares_of_the_mix_are_logged(self):
+    rows = self._rows("train")
+    for row in rows:
+      self.assertEqual(row["mix/web"] + row["mix/code"], 1.0)
+    # 8 sequences a step: 32 in all, three quarters of them "web".
+    self.assertEqual((rows[-1]["mix/web"], rows[-1]["mix/code"]), (0.75, 0.25))
+
+  def test_metrics_are_those_of_language(self):
+    wanted = {"loss", "task_loss", "balance_loss", "tokens_per_second", "lr"}
+    self.assertContainsSubset(wanted, self._rows("train")[0])
+    wanted = {"bits_per_byte", "perplexity", "accuracy", "gzip_bits_per_byte"}
+    self.assertContainsSubset(wanted, self._rows("val")[0])
+    self.assertAlmostEqual(self.result.evaluation["activated_share"], 0.75)
+
+  def test_tokenizer_lies_beside_the_checkpoints(self):
+    content = (self.workdir / "tokenizer.json").read_bytes()
+    self.assertEqual(content, tiny_words.tokenizer().content)
+
+  def test_another_tokenizer_is_refused_on_resume(self):
+    with tempfile.TemporaryDirectory() as root:
+      _write_sets(pathlib.Path(root), tiny_words.tokenizer(("[NEW]",)))
+      with self.assertRaisesRegex(
+        ValueError, r"holds another run's .*sha256 of the tokenizer: '\w{16}'"
+      ):
+        self._resume(_word_config(root))
+    # The run's own file was not touched.
+    self.test_tokenizer_lies_beside_the_checkpoints()
+
+  @parameterized.parameters(
+    ("data", {"ratios": (50.0, 50.0)}, r"data\.ratios: \(50.0, 50.0\) here"),
+    ("data", {"mix": ("code", "web")}, r"data\.mix: \('code', 'web'\) here"),
+    ("data", {"sequence_length": 8}, r"data\.sequence_length: 8 here, 16"),
+    ("data", {"separate_documents": False}, "separate_documents: False here"),
+    ("model", {"rope_theta": 5.0}, r"model\.rope_theta: 5.0 here, 10000.0"),
+  )
+  def test_what_would_change_the_run_is_refused_on_resume(
+    self, section, fields, message
+  ):
+    with self.assertRaisesRegex(ValueError, message):
+      self._resume(_word_config(self.sets, **{section: fields}))
+
+  def test_another_schedule_is_refused_on_resume(self):
+    config = dataclasses.replace(
+      _word_config(self.sets), tune=TuneConfig((0, 3), (3, 2))
+    )
+    with self.assertRaisesRegex(
+      ValueError, r"tune\.top_k_steps: \(0, 3\) here"
+    ):
+      self._resume(config)
+
+  def _resume(self, config):
+    loop.train(config, str(self.workdir), devices=jax.devices()[:1])
+
+  def test_model_must_have_the_tokenizers_ids(self):
+    config = _word_config(self.sets, model={"vocab_size": 28})
+    with self.assertRaisesRegex(
+      ValueError, r"has 29 ids, more .*vocab_size=28"
+    ):
+      make_task(config)
+
+
+class EvaluateTest(absltest.TestCase):
+  """Figures of a model whose prediction is uniform."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    _write_sets(root)
+    cls.config = _word_config(root)
+    cls.held_out = sequences.HeldOut(cls.config.data, 60)
+    cls.evaluate = staticmethod(
+      language_modeling.make_evaluate(make_model(cls.config)[0], cls.config)
+    )
+    params = jax.tree.map(jnp.zeros_like, tiny.random_params(cls.config))
+    mesh = sharding.make_mesh(cls.config.mesh, jax.devices()[:1])
+    with sharding.use_mesh(mesh):
+      cls.figures = cls.evaluate(params, mesh)
+
+  def test_every_token_of_every_document_counts_once(self):
+    # A document's begin is read alone; its end is predicted.
+    counted = 0
+    for seed, count in enumerate((3, 5)):
+      for shard in tiny_text.random_documents(2, count, 20, 27, seed=seed):
+        counted += sum(len(ids) + 1 for ids in shard)
+    self.assertEqual(self.figures["tokens"], counted)
+    # And the last sequence of each source is padded.
+    self.assertLess(counted, 16 * len(self.held_out))
+
+  def test_uniform_prediction_needs_the_logarithm_of_the_vocabulary(self):
+    # A float32 sum of hundreds of nats.
+    self.assertAlmostEqual(self.figures["loss"] / math.log(60), 1, places=5)
+    self.assertAlmostEqual(self.figures["perplexity"] / 60, 1, places=4)
+    bits = math.log2(60) * self.figures["tokens"] / self.held_out.text_bytes
+    self.assertAlmostEqual(self.figures["bits_per_byte"] / bits, 1, places=5)
+
+  def test_compressors_are_compared_with(self):
+    # 100 and 80 bytes for each of the two held-out sets.
+    num_bytes = self.held_out.text_bytes
+    for name, size in (("gzip", 200), ("xz", 160)):
+      figure = self.figures[f"{name}_bits_per_byte"]
+      self.assertAlmostEqual(figure, 8 * size / num_bytes)
+
+  def test_ties_and_all_heads(self):
+    self.assertEqual(self.figures["accuracy"], 1.0)
+    self.assertAlmostEqual(self.figures["activated_share"], 0.75, places=5)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,202 @@
+"""Starting a run from another run's parameters."""
+
+import dataclasses
+import pathlib
+import tempfile
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import traverse_util
+
+from moh_jax.config import Config, without_router
+from moh_jax.data import sequences
+from moh_jax.models.build import make_model
+from moh_jax.models.llm import grow_vocabulary
+from moh_jax.models.restack import restack
+from moh_jax.training import checkpoint, loop, sharding
+from moh_jax.training.language_modeling import make_loss
+from moh_jax.training.state import abstract_on
+from moh_jax.training.warm_start import WarmStart
+from tests.training import tiny
+
+
+def _plain(**model) -> Config:
+  """The run of the multi-head baseline."""
+  config = tiny.llm_config()
+  return dataclasses.replace(config, model=without_router(tiny.LLM, **model))
+
+
+def _flat(params):
+  return traverse_util.flatten_dict(params, sep="/")
+
+
+class WarmStartTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.root = pathlib.Path(
+      cls.enterClassContext(tempfile.TemporaryDirectory())
+    )
+    cls.directory = str(cls.root / "routed")
+    cls.stored = cls._save(cls.directory, tiny.llm_config())
+    cls.baseline = str(cls.root / "plain")
+    cls.stored_baseline = cls._save(cls.baseline, _plain())
+
+  @classmethod
+  def _save(cls, directory, config):
+    params = tiny.random_params(config)
+    checkpoint.save_params(directory, params, checkpoint.Metadata(config))
+    return params
+
+  def _start(self, config, mesh=None, source=None):
+    """A run of the config that starts from what was saved."""
+    train = dataclasses.replace(
+      config.train, init_from=source or self.directory
+    )
+    config = dataclasses.replace(config, train=train)
+    mesh = mesh or sharding.make_mesh(tiny.llm_config().mesh, jax.devices()[:1])
+    return WarmStart(config, abstract_on(*make_model(config), mesh), mesh)
+
+  def _load(self, config, mesh=None, source=None):
+    drawn = tiny.random_params(config, seed=1)
+    return self._start(config, mesh, source).load(drawn), drawn
+
+  def test_same_model_gets_the_stored_parameters(self):
+    loaded, _ = self._load(tiny.llm_config())
+    chex.assert_trees_all_equal(loaded, self.stored)
+
+  def test_router_that_the_baseline_lacks_is_drawn(self):
+    stored = _flat(self.stored_baseline)
+    both = self._load(tiny.llm_config(), source=self.baseline)
+    loaded, drawn = map(_flat, both)
+    self.assertEqual(loaded.keys(), drawn.keys())
+    routers = [path for path in loaded if "/router/" in path]
+    self.assertLen(routers, 2)
+    for path, leaf in loaded.items():
+      expected = drawn[path] if path in routers else stored[path]
+      np.testing.assert_array_equal(leaf, expected, path)
+
+  def test_router_that_the_model_lacks_is_left_out(self):
+    stored = _flat(self.stored)
+    loaded, _ = self._load(tiny.llm_config(model={"router": "query_norm"}))
+    for path, leaf in _flat(loaded).items():
+      np.testing.assert_array_equal(leaf, stored[path], path)
+
+  def test_vocabulary_is_grown(self):
+    loaded, _ = self._load(tiny.llm_config(model={"vocab_size": 70}))
+    expected = grow_vocabulary(self.stored, 70)
+    chex.assert_trees_all_close(loaded, expected, atol=1e-6)
+
+  def test_layers_are_regrouped(self):
+    config = tiny.llm_config(model={"top_k": (1, 3)})
+    loaded, _ = self._load(config)
+    expected = restack(self.stored, tiny.LLM, config.model)
+    chex.assert_trees_all_equal(loaded, expected)
+
+  def test_parameters_lie_on_the_runs_mesh(self):
+    config = tiny.llm_config(mesh=tiny.MESH)
+    loaded, _ = self._load(config, mesh=sharding.make_mesh(config.mesh))
+    kernel = loaded["head"]["kernel"]
+    self.assertEqual(tuple(kernel.sharding.spec), ("fsdp", "tensor"))
+    chex.assert_trees_all_equal(jax.device_get(loaded), self.stored)
+
+  def test_all_heads_on_continue_the_baseline_exactly(self):
+    model = {"router": "query_norm", "top_k": (3, 3)}
+    config = tiny.llm_config(model=model)
+    loaded, _ = self._load(config, source=self.baseline)
+    data = sequences.train_sequences(config.data, 60, 0)
+    batch = jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
+
+    def loss(config, params):
+      loss_fn = make_loss(make_model(config)[0], config)
+      args = (batch, jax.random.key(0), jnp.int32(0))
+      return jax.jit(lambda p: loss_fn(p, *args)[1]["task_loss"])(params)
+
+    plain = loss(_plain(), self.stored_baseline)
+    self.assertEqual(float(loss(config, loaded)), float(plain))
+
+  def test_another_family_is_refused(self):
+    images = str(self.root / "images")
+    self._save(images, tiny.config())
+    with self.assertRaisesRegex(
+      ValueError,
+      rf"train\.init_from='{images}' .* 'vit', model\.family='llm'",
+    ):
+      self._start(tiny.llm_config(), source=images)
+
+  @parameterized.parameters(
+    (
+      {"mlp_dim": 20},
+      r"blocks0/mlp/gate/kernel \(2, 32, 24\), \(2, 32, 20\) needed",
+    ),
+    ({"vocab_size": 50}, r"embed/embedding \(60, 32\), \(50, 32\) needed"),
+    (
+      {"qkv_bias": True},
+      r"blocks0/attn/q/bias missing, \(2, 1, 4, 8\) needed",
+    ),
+    ({"tie_embeddings": True}, "head/kernel not used"),
+    ({"num_kv_heads": 4}, r"blocks0/attn/qkv/kernel missing"),
+    (
+      {"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)},
+      r"blocks0/attn/kv/kernel \(2, .*\), \(1, .*\) needed.*, and \d+ more",
+    ),
+  )
+  def test_another_shape_is_refused_by_name(self, model, message):
+    pattern = f"does not fit the model: .*{message}"
+    with self.assertRaisesRegex(ValueError, pattern):
+      self._start(tiny.llm_config(model=model))
+
+  def test_missing_checkpoint_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "nowhere"):
+      self._start(tiny.llm_config(), source=str(self.root / "nowhere"))
+
+
+class RunTest(absltest.TestCase):
+  """A whole run that starts from another."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+    cls.source, cls.workdir = root / "source", str(root / "run")
+    metadata = checkpoint.Metadata(tiny.llm_config())
+    cls.stored = tiny.random_params(tiny.llm_config())
+    checkpoint.save_params(cls.source, cls.stored, metadata)
+    cls.config = tiny.llm_config(
+      train={"init_from": str(cls.source), "steps": 2}
+    )
+    started = []
+    init = loop._Run._loop
+
+    def keep(run, state, *args):
+      started.append(jax.device_get((state.step, state.params, state.ema)))
+      return init(run, state, *args)
+
+    with mock.patch.object(loop._Run, "_loop", keep):
+      loop.train(cls.config, cls.workdir, devices=jax.devices()[:1])
+    ((cls.step, cls.params, cls.ema),) = started
+
+  def test_begins_at_step_zero_from_the_stored_parameters(self):
+    self.assertEqual(int(self.step), 0)
+    chex.assert_trees_all_equal(self.params, self.stored)
+    chex.assert_trees_all_equal(self.ema, self.stored)
+
+  def test_resumed_run_goes_on_and_does_not_start_anew(self):
+    train = {"init_from": "/nowhere", "steps": 3}
+    config = tiny.llm_config(train=train)
+    resumed = loop.train(config, self.workdir, devices=jax.devices()[:1])
+    self.assertEqual(int(resumed.state.step), 3)
+
+  def test_missing_source_is_named_before_any_step(self):
+    config = tiny.llm_config(train={"init_from": "/nowhere"})
+    workdir = self.create_tempdir().full_path
+    with self.assertRaisesRegex(FileNotFoundError, "/nowhere"):
+      loop.train(config, workdir, devices=jax.devices()[:1])
+
+
+if __name__ == "__main__":
+  absltest.main()
