@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
   completions = generator.generate(args.prompt, sampling)
   if args.json != "-":
     for prompt, completion in zip(args.prompt, completions):
-      print(f"{prompt}{completion.text}\n[{completion.finish}]\n")
+      print(f"{prompt}{completion.text}\n[{completion.finish_reason}]\n")
   rows = [
     {"prompt": prompt, **dataclasses.asdict(completion)}
     for prompt, completion in zip(args.prompt, completions)

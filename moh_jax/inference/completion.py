@@ -14,13 +14,14 @@ class Completion:
     text: without the end-of-text token and without the stop text.
     tokens: ids, the end-of-text token and those of the stop text included.
     log_probs: natural logarithms of their probabilities under the model.
-    finish: "length" (max_new_tokens), "end" (end-of-text token) or "stop".
+    finish_reason: "length" (max_new_tokens), "end" (end-of-text token) or
+      "stop".
   """
 
   text: str
   tokens: tuple[int, ...]
   log_probs: tuple[float, ...]
-  finish: str
+  finish_reason: str
 
 
 class CompletionWriter:
@@ -33,11 +34,11 @@ class CompletionWriter:
     self._tokens: list[int] = []
     self._log_probs: list[float] = []
     self._text, self._given = "", 0
-    self.finish = ""
+    self.finish_reason = ""
 
   def add(self, token: int, log_prob: float) -> None:
     """Takes the next token; those after the end are nothing."""
-    if self.finish or token == NO_TOKEN:
+    if self.finish_reason or token == NO_TOKEN:
       return
     self._tokens.append(token)
     self._log_probs.append(log_prob)
@@ -53,17 +54,17 @@ class CompletionWriter:
   def _end(self, reason: str, rest: str) -> None:
     self._text += rest
     self._cut()
-    self.finish = self.finish or reason
+    self.finish_reason = self.finish_reason or reason
 
   def _cut(self) -> None:
     places = [self._text.find(text) for text in self._stop]
     if found := [place for place in places if place >= 0]:
-      self._text, self.finish = self._text[: min(found)], "stop"
+      self._text, self.finish_reason = self._text[: min(found)], "stop"
 
   def new_text(self) -> str:
     """Text not given before; what may begin a stop text is held back."""
     end = len(self._text)
-    if not self.finish:
+    if not self.finish_reason:
       end -= max((_overlap(self._text, stop) for stop in self._stop), default=0)
     piece = self._text[self._given : end]
     self._given = max(end, self._given)
@@ -72,7 +73,10 @@ class CompletionWriter:
   def completion(self) -> Completion:
     """The whole."""
     return Completion(
-      self._text, tuple(self._tokens), tuple(self._log_probs), self.finish
+      self._text,
+      tuple(self._tokens),
+      tuple(self._log_probs),
+      self.finish_reason,
     )
 
 

@@ -192,7 +192,7 @@ class Generator:
             writer.add(int(tokens[row, place]), float(log_probs[row, place]))
         written += count
         yield
-        if all(writer.finish for writer in writers):
+        if all(writer.finish_reason for writer in writers):
           return
 
   def _start(

@@ -20,7 +20,6 @@ _Flat = dict[tuple[str, ...], Any]
 # Fields without parameters of their own that the parameters were trained with.
 _NUMERIC_FIELDS = (
   "gate_form",
-  "num_kv_heads",
   "norm_eps",
   "rope_theta",
   "rope_scaling",

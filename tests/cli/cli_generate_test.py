@@ -49,9 +49,9 @@ class GenerateCommandTest(parameterized.TestCase):
     self.assertEqual(first["prompt"], "aA")
     self.assertEqual(first["text"], "bBcCdD")
     self.assertEqual(first["tokens"], [2, 3, 4])
-    self.assertEqual(first["finish"], "length")
+    self.assertEqual(first["finish_reason"], "length")
     self.assertLen(first["log_probs"], 3)
-    self.assertEqual((second["text"], second["finish"]), ("yYzZ", "end"))
+    self.assertEqual((second["text"], second["finish_reason"]), ("yYzZ", "end"))
 
   def test_json_file_leaves_the_text_on_stdout(self):
     with tempfile.TemporaryDirectory() as root:

@@ -148,7 +148,7 @@ class TokensTest(parameterized.TestCase):
     written = _generator().generate(_PROMPTS, longer)
     for one, other in zip(written, _written(sampling=_DRAWN)):
       self.assertEqual(one.tokens[:6], other.tokens)
-      self.assertEqual(one.finish == "length", len(one.tokens) == 36)
+      self.assertEqual(one.finish_reason == "length", len(one.tokens) == 36)
     # More than one look at what was written.
     self.assertEqual(max(len(one.tokens) for one in written), 36)
 
@@ -197,7 +197,7 @@ class TextTest(parameterized.TestCase):
     completion = self._write(max_new_tokens=3)
     self.assertEqual(completion.text, "bBcCdD")
     self.assertEqual(completion.tokens, (2, 3, 4))
-    self.assertEqual(completion.finish, "length")
+    self.assertEqual(completion.finish_reason, "length")
     self.assertLen(completion.log_probs, 3)
     expected = 8 - np.log(np.exp(8) + 59)
     np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4)
@@ -206,11 +206,11 @@ class TextTest(parameterized.TestCase):
     completion = self._write("xX", max_new_tokens=9)
     self.assertEqual(completion.text, "yYzZ")
     self.assertEqual(completion.tokens, (25, 26, 28))
-    self.assertEqual(completion.finish, "end")
+    self.assertEqual(completion.finish_reason, "end")
     self.assertLen(completion.log_probs, 3)
 
   def test_end_of_text_as_the_last_token_is_an_end(self):
-    self.assertEqual(self._write("yY", max_new_tokens=2).finish, "end")
+    self.assertEqual(self._write("yY", max_new_tokens=2).finish_reason, "end")
 
   def test_begin_of_text_comes_before_texts_alone(self):
     self.assertEqual(self._write("", max_new_tokens=2).text, "aAbB")
@@ -223,7 +223,7 @@ class TextTest(parameterized.TestCase):
     prompts = ["zZ", "aA", "xX"]
     written = _alphabet().generate(prompts, Sampling(max_new_tokens=5))
     self.assertEqual([c.text for c in written], ["", "bBcCdDeEfF", "yYzZ"])
-    self.assertEqual([c.finish for c in written], ["end", "length", "end"])
+    self.assertEqual([c.finish_reason for c in written], ["end", "length", "end"])
     self.assertEqual([len(c.tokens) for c in written], [1, 5, 3])
 
   @parameterized.parameters(
@@ -239,10 +239,10 @@ class TextTest(parameterized.TestCase):
     completion = self._write(stop=stop, max_new_tokens=6)
     if stop == ("Dd",):
       self.assertEqual(completion.text, "bBcCdDeEfFgG")
-      self.assertEqual(completion.finish, "length")
+      self.assertEqual(completion.finish_reason, "length")
       return
     self.assertEqual(completion.text, text)
-    self.assertEqual(completion.finish, "stop")
+    self.assertEqual(completion.finish_reason, "stop")
     self.assertLen(completion.tokens, tokens)
     self.assertLen(completion.log_probs, tokens)
 

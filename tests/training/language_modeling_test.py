@@ -72,7 +72,9 @@ class LossTest(parameterized.TestCase):
 
   def test_loss_adds_the_weighted_balance_loss(self):
     metrics = _metrics(tiny.llm_config(train={"balance_weight": 0.5}))
-    expected = metrics["task_loss"] + 0.5 * metrics["balance_loss"]
+    # Every place of the batch counts in the divisor, every target the same.
+    share = _batch()["weights"].mean()
+    expected = metrics["task_loss"] * share + 0.5 * metrics["balance_loss"]
     self.assertGreater(metrics["balance_loss"], 0.5)
     self.assertAlmostEqual(metrics["loss"] / expected, 1, places=5)
     self.assertEqual(metrics["loss"], metrics["returned"])

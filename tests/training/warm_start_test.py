@@ -18,6 +18,7 @@ from moh_jax.models.build import make_model
 from moh_jax.models.llm import grow_vocabulary
 from moh_jax.models.restack import restack
 from moh_jax.training import checkpoint, loop, sharding
+from moh_jax.training.checkpoint import Metadata
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.state import abstract_on
 from moh_jax.training.warm_start import WarmStart
@@ -59,7 +60,9 @@ class WarmStartTest(parameterized.TestCase):
     )
     config = dataclasses.replace(config, train=train)
     mesh = mesh or sharding.make_mesh(tiny.llm_config().mesh, jax.devices()[:1])
-    return WarmStart(config, abstract_on(*make_model(config), mesh), mesh)
+    return WarmStart(
+      Metadata(config), abstract_on(*make_model(config), mesh), mesh
+    )
 
   def _load(self, config, mesh=None, source=None):
     drawn = tiny.random_params(config, seed=1)
@@ -118,6 +121,36 @@ class WarmStartTest(parameterized.TestCase):
 
     plain = loss(_plain(), self.stored_baseline)
     self.assertEqual(float(loss(config, loaded)), float(plain))
+
+  @parameterized.parameters(
+    ("rope_theta", 500.0), ("norm_eps", 1e-3), ("rope_scaling", "linear")
+  )
+  def test_other_numbers_without_parameters_are_refused(self, name, value):
+    with self.assertRaisesRegex(
+      ValueError, rf"model\.{name}=.*, the run has {value!r}"
+    ):
+      self._start(tiny.llm_config(model={name: value}))
+
+  def test_another_tokenizer_is_refused_unless_the_vocabulary_grows(self):
+    directory = str(self.root / "words")
+    config = tiny.llm_config()
+    checkpoint.save_params(
+      directory,
+      self.stored,
+      Metadata(config, tokenizer_sha256="a" * 64),
+    )
+    train = dataclasses.replace(config.train, init_from=directory)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+
+    def start(config):
+      config = dataclasses.replace(config, train=train)
+      ours = Metadata(config, tokenizer_sha256="b" * 64)
+      return WarmStart(ours, abstract_on(*make_model(config), mesh), mesh)
+
+    with self.assertRaisesRegex(ValueError, "sha256 a{16}, .* with b{16}"):
+      start(config)
+    with self.assertLogs(level="WARNING"):
+      start(tiny.llm_config(model={"vocab_size": 70}))
 
   def test_another_family_is_refused(self):
     images = str(self.root / "images")
