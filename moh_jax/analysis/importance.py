@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig
-from moh_jax.models.llm import output_kernel
-from moh_jax.ops.cross_entropy import summed_cross_entropy
+from moh_jax.models.llm import summed_nats
 
 
 def head_importance(
@@ -53,13 +52,7 @@ def head_importance(
     )
     weights = batch["weights"]
     targets = jnp.maximum(weights.sum(-1, keepdims=True), 1.0)
-    return summed_cross_entropy(
-      x,
-      output_kernel(params, config),
-      batch["targets"],
-      weights / targets,
-      config.loss_chunk,
-    )
+    return summed_nats(x, params, config, batch["targets"], weights / targets)
 
   @jax.jit
   def measure(params: Any, batch: Any) -> jax.Array:

@@ -1,7 +1,7 @@
 """Logical axis names to shardings; modules name axes, never mesh axes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -66,3 +66,47 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return x
   spec = resolve_spec(names, x.shape, dict(mesh.shape), rules)
   return jax.lax.with_sharding_constraint(x, spec)
+
+
+def sum_over_batch(
+  function: Callable[..., jax.Array],
+  split: tuple[jax.Array, ...],
+  whole: tuple[jax.Array, ...],
+) -> jax.Array:
+  """Adds what a function makes of every device's part of a batch.
+
+  What the function sums over the tokens it is given stays on the device, and so
+  do its gradients to `whole`, until one reduction at the end: in a loop over
+  the tokens the compiler would reduce in every turn.
+
+  Args:
+    function: (*split, *whole) -> [] sum over the batch.
+    split: arrays with a leading batch axis.
+    whole: arrays that every part needs, weights for instance.
+
+  Returns:
+    [] the sum over the whole batch, on one device or a mesh.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  rules = dict(nn.get_logical_axis_rules())
+  if mesh.empty or not rules:
+    return function(*split, *whole)
+  names = rules["batch"] or ()
+  names = (names,) if isinstance(names, str) else tuple(names)
+  axes = tuple(name for name in names if mesh.shape[name] > 1)
+  size = math.prod(mesh.shape[name] for name in axes)
+  if not axes or split[0].shape[0] % size:
+    return function(*split, *whole)
+
+  def local(*args: jax.Array) -> jax.Array:
+    return jax.lax.psum(function(*args), axes)
+
+  over_axes = jax.shard_map(
+    local,
+    in_specs=(PartitionSpec(axes),) * len(split)
+    + (PartitionSpec(),) * len(whole),
+    out_specs=PartitionSpec(),
+    axis_names=set(axes),
+    check_vma=False,  # loops inside start from zeros that vary nowhere
+  )
+  return over_axes(*split, *whole)

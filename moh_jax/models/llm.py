@@ -16,9 +16,10 @@ from moh_jax.layers.moh import (
   Places,
   collect_aux,
 )
-from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.partitioning import constrain, sum_over_batch
 from moh_jax.layers.stack import scan_blocks
 from moh_jax.ops.cache import make_cache
+from moh_jax.ops.cross_entropy import summed_cross_entropy
 from moh_jax.ops.position import rotation
 from moh_jax.ops.routing import HeadBudget, RouterAux
 
@@ -245,6 +246,34 @@ def output_kernel(
     return params["embed"]["embedding"].T
   kernel = params["head"]["kernel"]
   return kernel.T if unrolled else kernel
+
+
+def summed_nats(
+  x: jax.Array,
+  params: Any,
+  config: LLMConfig,
+  targets: jax.Array,
+  weights: jax.Array,
+) -> jax.Array:
+  """Weighted sum of the targets' cross-entropies, a few logits at a time.
+
+  Args:
+    x: [B, N, C] what the output layer reads.
+    params: of the model.
+    config: its section.
+    targets: [B, N] int32.
+    weights: [B, N] float32.
+
+  Returns:
+    [] float32.
+  """
+
+  def local(x, targets, weights, kernel):
+    return summed_cross_entropy(x, kernel, targets, weights, config.loss_chunk)
+
+  return sum_over_batch(
+    local, (x, targets, weights), (output_kernel(params, config),)
+  )
 
 
 def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -14,8 +14,7 @@ from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import sum_figures
 from moh_jax.evaluation.text_figures import bits_per_byte, perplexity
 from moh_jax.models.build import make_model
-from moh_jax.models.llm import output_kernel
-from moh_jax.ops.cross_entropy import summed_cross_entropy
+from moh_jax.models.llm import summed_nats
 from moh_jax.training.step import LossFn, Metrics
 from moh_jax.training.task import Evaluate, Task, held_out_batches, stream
 
@@ -127,12 +126,8 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       top_k=scheduled(step),
       with_logits=False,
     )
-    nats = summed_cross_entropy(
-      x,
-      output_kernel(params, config.model),
-      batch["targets"],
-      batch["weights"],
-      config.model.loss_chunk,
+    nats = summed_nats(
+      x, params, config.model, batch["targets"], batch["weights"]
     )
     loss = nats / batch["weights"].size
     loss = loss + config.train.balance_weight * aux.balance_loss
