@@ -14,7 +14,11 @@ from moh_jax.inference.decoding import (
   make_prefill,
   span_numbers,
 )
-from moh_jax.inference.generate import batch_bucket, serving_params
+from moh_jax.inference.generate import (
+  batch_bucket,
+  default_cache_dtype,
+  serving_params,
+)
 from moh_jax.models.llm import LLM
 from moh_jax.training.state import init_params, unbox
 
@@ -74,7 +78,7 @@ class _Writer:
   def __init__(self, config: LLMConfig, batch: int, length: int):
     model = LLM(config, unrolled=True)
     self._params = serving_params(random_params(config), config)
-    self._read = make_prefill(model, config.dtype)
+    self._read = make_prefill(model, default_cache_dtype(config))
     self._write = make_decode(model, None, _SPAN)
     self._slots = 2 * length
     rows = batch_bucket(batch, config)

@@ -20,7 +20,7 @@ import ml_collections
 
 from moh_jax import config as config_lib
 
-_STEPS = 120
+_STEPS = 80
 _ARGUMENTS = ("first", "importance:FILE", "schedule", "mha")
 
 

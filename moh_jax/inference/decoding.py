@@ -10,7 +10,7 @@ import numpy as np
 
 from moh_jax.config import LLMConfig
 from moh_jax.layers.partitioning import constrain
-from moh_jax.models.llm import LLM, new_cache, output_kernel, output_logits
+from moh_jax.models.llm import LLM, new_cache
 from moh_jax.ops.sampling import choose_tokens
 
 NO_TOKEN = -1  # stands for what a finished row would have written
@@ -230,8 +230,12 @@ def _read_token(
 
 
 def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:
-  kernel = output_kernel(params, config, unrolled=True)
-  logits = output_logits(x[:, -1], kernel)
+  # Both are [V, C] here, a row for every token.
+  name = ("embed", "embedding") if config.tie_embeddings else ("head", "kernel")
+  kernel = params[name[0]][name[1]].astype(x.dtype)
+  logits = jnp.einsum(
+    "bc,vc->bv", x[:, -1], kernel, preferred_element_type=jnp.float32
+  )
   return constrain(logits, "batch", "vocab")
 
 

@@ -58,7 +58,7 @@ class Generator:
       tokenizer: the one it was trained with.
       mesh: devices that share the work; the one that `restored` lies on.
       cache_dtype: of keys and values: "float32", "bfloat16" or "int8"; None is
-        the compute dtype.
+        the compute dtype, on a CPU float32.
       batch_size: texts written at one time.
 
     Raises:
@@ -71,7 +71,8 @@ class Generator:
         f"a model of family {config.family!r} writes no text; a language model "
         "is needed"
       )
-    cache_dtype = config.dtype if cache_dtype is None else cache_dtype
+    if cache_dtype is None:
+      cache_dtype = default_cache_dtype(config)
     if cache_dtype not in CACHE_DTYPES:
       raise ValueError(
         f"cache_dtype={cache_dtype!r} must be one of {CACHE_DTYPES}"
@@ -232,6 +233,12 @@ class Generator:
     if self._mesh is None:
       return contextlib.nullcontext()
     return sharding.use_mesh(self._mesh)
+
+
+def default_cache_dtype(config: LLMConfig) -> str:
+  """Of keys and values; a CPU attends in float32 fastest."""
+  on_cpu = jax.devices()[0].platform == "cpu"
+  return "float32" if on_cpu else config.dtype
 
 
 def batch_bucket(texts: int, config: LLMConfig) -> int:

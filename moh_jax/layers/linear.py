@@ -12,7 +12,8 @@ def product(
 
   Weights are output-major where they are served from: every output reads one
   row, and a float32 result keeps bfloat16 products on the CPU's matrix units
-  (XLA's other form of them is four times slower there).
+  (XLA's other form of them is four times slower there). Give them as a matrix:
+  with several axes of outputs the CPU transposes first.
 
   Args:
     spec: of the einsum.

@@ -227,10 +227,10 @@ class HeadProjection(nn.Module):
     """Maps x [B, N, C] to `parts` arrays [B, N, H, D]."""
     shape = (self.parts, self.num_heads, self.head_dim)
     whole, axes = (x.shape[-1], *shape), ("embed", None, "heads", "head_dim")
-    init, spec = self.kernel_init(0, (1, 2, 3)), "bnc,cphd->bnphd"
+    init = self.kernel_init(0, (1, 2, 3))
     if self.output_major:
       whole, axes = (*whole[1:], whole[0]), (*axes[1:], axes[0])
-      init, spec = self.kernel_init(3, (0, 1, 2)), "bnc,phdc->bnphd"
+      init = self.kernel_init(3, (0, 1, 2))
     kernel = self.param(
       "kernel",
       nn.with_logical_partitioning(init, axes),
@@ -238,7 +238,12 @@ class HeadProjection(nn.Module):
       self.param_dtype,
     )
     x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
-    out = product(spec, x, kernel, output_major=self.output_major)
+    if self.output_major:
+      matrix = kernel.reshape(-1, x.shape[-1])
+      out = product("bnc,fc->bnf", x, matrix, output_major=True)
+      out = out.reshape(*x.shape[:2], *shape)
+    else:
+      out = product("bnc,cphd->bnphd", x, kernel, output_major=False)
     if self.use_bias:
       bias = self.param(
         "bias",
@@ -287,10 +292,10 @@ class HeadMix(nn.Module):
     """
     chex.assert_rank(heads, 4)
     shape, axes = (*heads.shape[2:], self.features), _MIX_AXES
-    init, spec = self.kernel_init((0, 1), 2), "bnhd,hdc->bnc"
+    init = self.kernel_init((0, 1), 2)
     if self.output_major:
       shape, axes = (shape[2], *shape[:2]), (axes[2], *axes[:2])
-      init, spec = self.kernel_init((1, 2), 0), "bnhd,chd->bnc"
+      init = self.kernel_init((1, 2), 0)
     kernel = self.param(
       "kernel",
       nn.with_logical_partitioning(init, axes),
@@ -301,7 +306,12 @@ class HeadMix(nn.Module):
       chex.assert_equal_shape_prefix((heads, gates), 3)
       heads = heads * gates[..., None].astype(heads.dtype)
     heads, kernel = nn.dtypes.promote_dtype(heads, kernel, dtype=self.dtype)
-    out = product(spec, heads, kernel, output_major=self.output_major)
+    if self.output_major:
+      flat = heads.reshape(*heads.shape[:2], -1)
+      matrix = kernel.reshape(self.features, -1)
+      out = product("bnf,cf->bnc", flat, matrix, output_major=True)
+    else:
+      out = product("bnhd,hdc->bnc", heads, kernel, output_major=False)
     if self.use_bias:
       bias = self.param(
         "bias", nn.initializers.zeros, (self.features,), self.param_dtype

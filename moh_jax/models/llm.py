@@ -238,14 +238,11 @@ class LLM(nn.Module):
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *values)
 
 
-def output_kernel(
-  params: Any, config: LLMConfig, *, unrolled: bool = False
-) -> jax.Array:
+def output_kernel(params: Any, config: LLMConfig) -> jax.Array:
   """The output layer's weights [C, V] among a model's parameters."""
   if config.tie_embeddings:
     return params["embed"]["embedding"].T
-  kernel = params["head"]["kernel"]
-  return kernel.T if unrolled else kernel
+  return params["head"]["kernel"]
 
 
 def summed_nats(

@@ -103,14 +103,18 @@ def cached_attention(
   """
   batch, new, heads, dim = q.shape
   groups = cache.k.shape[1]
+  dtype = q.dtype
+  if cache.k_scale is None:  # a float32 cache is not rounded to read it
+    dtype = jnp.promote_types(dtype, cache.k.dtype)
   scale = dim**-0.5 if scale is None else scale
   # Query heads of a key/value head and new tokens are the rows of one product.
   grouped = q.reshape(batch, new, groups, -1, dim).transpose(0, 2, 1, 3, 4)
   grouped = grouped.reshape(batch, groups, -1, dim)  # [B, K, n * H / K, D]
+  grouped = grouped.astype(dtype)
   logits = jnp.einsum(
     "bkrd,bkmd->bkrm",
     grouped,
-    cache.k.astype(q.dtype),
+    cache.k.astype(dtype),
     preferred_element_type=jnp.float32,
   )
   if cache.k_scale is not None:
@@ -122,8 +126,8 @@ def cached_attention(
     weights = weights * cache.v_scale[:, :, None]
   out = jnp.einsum(
     "bkrm,bkmd->bkrd",
-    weights.astype(q.dtype),
-    cache.v.astype(q.dtype),
+    weights.astype(dtype),
+    cache.v.astype(dtype),
     preferred_element_type=jnp.float32,
   )
   out = (out / total).astype(q.dtype)
