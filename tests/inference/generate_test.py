@@ -223,7 +223,8 @@ class TextTest(parameterized.TestCase):
     prompts = ["zZ", "aA", "xX"]
     written = _alphabet().generate(prompts, Sampling(max_new_tokens=5))
     self.assertEqual([c.text for c in written], ["", "bBcCdDeEfF", "yYzZ"])
-    self.assertEqual([c.finish_reason for c in written], ["end", "length", "end"])
+    reasons = [completion.finish_reason for completion in written]
+    self.assertEqual(reasons, ["end", "length", "end"])
     self.assertEqual([len(c.tokens) for c in written], [1, 5, 3])
 
   @parameterized.parameters(
