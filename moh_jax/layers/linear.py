@@ -5,26 +5,40 @@ import jax
 import jax.numpy as jnp
 
 
+def on_one_device() -> bool:
+  """Whether no mesh splits arrays, so that axes may be merged at will."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh.empty or mesh.size == 1
+
+
 def product(
-  spec: str, x: jax.Array, kernel: jax.Array, *, output_major: bool
+  x: jax.Array, matrix: jax.Array, *, output_major: bool = False
 ) -> jax.Array:
-  """An einsum of activations and weights in the dtype of x.
+  """Activations times a matrix, as one product of two matrices.
+
+  With more axes XLA on the CPU copies operands of the backward pass into
+  another order first, at the cost of the product itself.
 
   Weights are output-major where they are served from: every output reads one
   row, and a float32 result keeps bfloat16 products on the CPU's matrix units
-  (XLA's other form of them is four times slower there). Give them as a matrix:
-  with several axes of outputs the CPU transposes first.
+  (XLA's other form of them is four times slower there).
 
   Args:
-    spec: of the einsum.
-    x: activations.
-    kernel: weights, of the same dtype.
-    output_major: how they are stored.
+    x: [..., C].
+    matrix: [C, F], or [F, C] where output-major; of the dtype of x.
+    output_major: how it is stored.
+
+  Returns:
+    [..., F] in the dtype of x.
   """
-  if not output_major:
-    return jnp.einsum(spec, x, kernel)
-  out = jnp.einsum(spec, x, kernel, preferred_element_type=jnp.float32)
-  return out.astype(x.dtype)
+  rows = x.reshape(-1, x.shape[-1])
+  if output_major:
+    out = jnp.einsum(
+      "rc,fc->rf", rows, matrix, preferred_element_type=jnp.float32
+    )
+  else:
+    out = rows @ matrix
+  return out.astype(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 class Linear(nn.Module):
@@ -51,9 +65,9 @@ class Linear(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., C] to [..., features]."""
-    shape, axes, spec = (x.shape[-1], self.features), self.axes, "...c,cf->...f"
+    shape, axes = (x.shape[-1], self.features), self.axes
     if self.output_major:
-      shape, axes, spec = shape[::-1], axes[::-1], "...c,fc->...f"
+      shape, axes = shape[::-1], axes[::-1]
     kernel = self.param(
       "kernel",
       nn.with_logical_partitioning(self.kernel_init, axes),
@@ -61,7 +75,7 @@ class Linear(nn.Module):
       self.param_dtype,
     )
     x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
-    out = product(spec, x, kernel, output_major=self.output_major)
+    out = product(x, kernel, output_major=self.output_major)
     if self.use_bias:
       bias = self.param(
         "bias",

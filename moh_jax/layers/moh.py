@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.linear import product
+from moh_jax.layers.linear import on_one_device, product
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops import attention as attention_ops
 from moh_jax.ops import routing
@@ -239,11 +239,12 @@ class HeadProjection(nn.Module):
     )
     x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
     if self.output_major:
-      matrix = kernel.reshape(-1, x.shape[-1])
-      out = product("bnc,fc->bnf", x, matrix, output_major=True)
-      out = out.reshape(*x.shape[:2], *shape)
-    else:
-      out = product("bnc,cphd->bnphd", x, kernel, output_major=False)
+      out = product(x, kernel.reshape(-1, x.shape[-1]), output_major=True)
+    elif on_one_device():
+      out = product(x, kernel.reshape(x.shape[-1], -1))
+    else:  # heads that a mesh splits cannot be merged with the parts
+      out = jnp.einsum("bnc,cphd->bnphd", x, kernel)
+    out = out.reshape(*x.shape[:2], *shape)
     if self.use_bias:
       bias = self.param(
         "bias",
@@ -306,12 +307,12 @@ class HeadMix(nn.Module):
       chex.assert_equal_shape_prefix((heads, gates), 3)
       heads = heads * gates[..., None].astype(heads.dtype)
     heads, kernel = nn.dtypes.promote_dtype(heads, kernel, dtype=self.dtype)
+    flat = heads.reshape(*heads.shape[:2], -1)
     if self.output_major:
-      flat = heads.reshape(*heads.shape[:2], -1)
       matrix = kernel.reshape(self.features, -1)
-      out = product("bnf,cf->bnc", flat, matrix, output_major=True)
+      out = product(flat, matrix, output_major=True)
     else:
-      out = product("bnhd,hdc->bnc", heads, kernel, output_major=False)
+      out = product(flat, kernel.reshape(-1, self.features))
     if self.use_bias:
       bias = self.param(
         "bias", nn.initializers.zeros, (self.features,), self.param_dtype
