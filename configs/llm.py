@@ -33,11 +33,9 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
   name, _, billions = arg.partition("_")
   models = [n for n in MODELS if "llm-" in n]
   names = {n.partition("llm-")[2].replace("-", ""): n for n in models}
-  if name not in names or billions not in ("", "100", "200"):
-    raise ValueError(
-      f"configs/llm.py:{arg} must be one of {tuple(names)}, with _200 for 200 "
-      "billion tokens"
-    )
+  known = (*names, *(f"{n}_200" for n in names))
+  if arg not in known:
+    raise ValueError(f"configs/llm.py:{arg} must be one of {known}")
   small = name[0] == "s"
   config = config_lib.Config(
     model=MODELS[names[name]],

@@ -22,6 +22,10 @@ _ARGUMENTS = {
     *("l2", "l4", "l8", "xl2", "xl4", "xl8"),
   ),
   "dit_digits": ("moh", "mha", "long", "mha_long"),
+  "llm": ("s75", "s50", "b75", "b50", "s", "b", "s75_200", "b_200"),
+  "llm_stdlib": ("moh", "moh50", "mha", "bytes"),
+  "llm_stdlib_tune": ("first", "schedule", "mha"),
+  "llama3_moh": ("stage1", "stage2", "stage2_schedule"),
 }
 _ALL = [(name, arg) for name, args in _ARGUMENTS.items() for arg in args]
 
