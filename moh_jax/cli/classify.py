@@ -24,9 +24,7 @@ def run(args: argparse.Namespace) -> int:
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
   for file in args.images:  # before the parameters, which take a while
     read_image(file, metadata.config.model.channels)
-  restored = restore(
-    args.checkpoint, step=args.step, **common.router_overrides(args)
-  )
+  restored = restore(args.checkpoint, **common.restore_options(args))
   predictions = classify(restored, args.images, top=args.top)
   for file, best in zip(args.images, predictions):
     line = ", ".join(f"{p.name} {p.probability:.1%}" for p in best)

@@ -17,6 +17,11 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, MeshConfig
 from moh_jax.ops.routing import GATE_FORMS
 
+_TOP_K_HELP = (
+  "routed heads per token in each stage (DiT: layer), instead of the trained "
+  "ones"
+)
+
 
 def add_json(parser: argparse.ArgumentParser) -> None:
   """Adds --json FILE."""
@@ -28,24 +33,38 @@ def add_json(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-  """Adds --checkpoint, --step and the overrides of the router."""
+def add_step(parser: argparse.ArgumentParser) -> None:
+  """Adds --step."""
+  parser.add_argument(
+    "--step", type=int, help="which checkpoint (default: the newest)"
+  )
+
+
+def add_no_ema(parser: argparse.ArgumentParser) -> None:
+  """Adds --no-ema."""
+  parser.add_argument(
+    "--no-ema", action="store_true", help="use the raw parameters"
+  )
+
+
+def add_checkpoint(
+  parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP
+) -> None:
+  """Adds the options of what is restored: which parameters, which router.
+
+  Args:
+    parser: of the command.
+    top_k: help of --top-k, where a command reads it in its own way.
+  """
   parser.add_argument(
     "--checkpoint",
     required=True,
     metavar="DIR",
     help="workdir of train.py or output of `convert`",
   )
-  parser.add_argument(
-    "--step", type=int, help="which checkpoint (default: the newest)"
-  )
-  parser.add_argument(
-    "--top-k",
-    type=int_tuple,
-    metavar="K,K,...",
-    help="routed heads per token in each stage (DiT: layer), instead of the "
-    "trained ones",
-  )
+  add_step(parser)
+  add_no_ema(parser)
+  parser.add_argument("--top-k", type=int_tuple, metavar="K,K,...", help=top_k)
   parser.add_argument(
     "--gate-form",
     choices=GATE_FORMS,
@@ -84,9 +103,14 @@ def mesh_config(text: str) -> MeshConfig:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def router_overrides(args: argparse.Namespace) -> dict[str, Any]:
-  """The overrides that `add_checkpoint` parsed, for `restore`."""
-  return {"top_k": args.top_k, "gate_form": args.gate_form}
+def restore_options(args: argparse.Namespace) -> dict[str, Any]:
+  """What `add_checkpoint` parsed, as options of `restore`."""
+  return {
+    "step": args.step,
+    "use_ema": not args.no_ema,
+    "top_k": args.top_k,
+    "gate_form": args.gate_form,
+  }
 
 
 def int_tuple(text: str) -> tuple[int, ...]:

@@ -23,9 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--batch-size", type=int, help="examples per batch, instead of the run's"
   )
-  parser.add_argument(
-    "--no-ema", action="store_true", help="score the raw parameters"
-  )
   common.add_json(parser)
 
 
@@ -34,11 +31,7 @@ def run(args: argparse.Namespace) -> int:
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
-      args.checkpoint,
-      step=args.step,
-      use_ema=not args.no_ema,
-      mesh=mesh,
-      **common.router_overrides(args),
+      args.checkpoint, mesh=mesh, **common.restore_options(args)
     )
     config = restored.config
     if args.data:

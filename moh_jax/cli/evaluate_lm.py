@@ -25,7 +25,6 @@ from moh_jax.inference.restore import Restored, restore
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.build import fit_params, make_model
-from moh_jax.ops.routing import GATE_FORMS
 from moh_jax.training import checkpoint, sharding
 
 _PIECE_BYTES = 64 << 20
@@ -34,14 +33,10 @@ _COUNTS = ("documents", "bytes", "words", "tokens")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
-  parser.add_argument(
-    "--checkpoint",
-    required=True,
-    metavar="DIR",
-    help="workdir of train.py or output of `convert`",
-  )
-  parser.add_argument(
-    "--step", type=int, help="which checkpoint (default: the newest)"
+  common.add_checkpoint(
+    parser,
+    top_k="routed heads per token in every layer, instead of the trained ones: "
+    "one run for each number, side by side",
   )
   parser.add_argument(
     "--tasks",
@@ -74,22 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--include-path", default="", metavar="DIR", help="folder of more tasks"
   )
   parser.add_argument("--batch-size", type=int, default=8)
-  parser.add_argument(
-    "--top-k",
-    type=common.int_tuple,
-    metavar="K,K,...",
-    help="routed heads per token in every layer, instead of the trained ones: "
-    "one run for each number, side by side",
-  )
-  parser.add_argument(
-    "--gate-form",
-    choices=GATE_FORMS,
-    help="form of the gates, instead of the trained one",
-  )
   parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
-  parser.add_argument(
-    "--no-ema", action="store_true", help="score the raw parameters"
-  )
   parser.add_argument(
     "--no-bos",
     action="store_true",
@@ -119,12 +99,9 @@ def run(args: argparse.Namespace) -> int:
     first = (max(args.top_k),) if args.top_k else None
     restored = restore(
       args.checkpoint,
-      step=args.step,
-      use_ema=not args.no_ema,
       mesh=mesh,
-      top_k=first,
-      gate_form=args.gate_form,
       dtype=args.dtype,
+      **(common.restore_options(args) | {"top_k": first}),
     )
     runs = []
     for top_k in args.top_k or (None,):

@@ -2,6 +2,7 @@
 
 import argparse
 
+from moh_jax.cli import common
 from moh_jax.convert.checkpoints import SHARD_SIZE, export
 from moh_jax.convert.tensor_writer import DTYPES
 
@@ -11,9 +12,7 @@ _UNITS = {"GB": 10**9, "MB": 10**6}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
   parser.add_argument("--checkpoint", required=True, metavar="DIR")
-  parser.add_argument(
-    "--step", type=int, help="which checkpoint (default: the newest)"
-  )
+  common.add_step(parser)
   parser.add_argument(
     "--out",
     required=True,
@@ -21,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="safetensors file to write; for a language model a folder that "
     "transformers loads, new or empty",
   )
-  parser.add_argument(
-    "--no-ema", action="store_true", help="export the raw parameters"
-  )
+  common.add_no_ema(parser)
   parser.add_argument(
     "--dtype", choices=DTYPES, default="float32", help="of the stored weights"
   )

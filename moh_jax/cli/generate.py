@@ -52,9 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
   )
-  parser.add_argument(
-    "--no-ema", action="store_true", help="use the raw parameters"
-  )
   common.add_json(parser)
 
 
@@ -73,11 +70,9 @@ def run(args: argparse.Namespace) -> int:
   with sharding.use_mesh(mesh):
     restored = restore(
       args.checkpoint,
-      step=args.step,
-      use_ema=not args.no_ema,
       mesh=mesh,
       dtype=args.dtype,
-      **common.router_overrides(args),
+      **common.restore_options(args),
     )
   generator = Generator(
     restored,

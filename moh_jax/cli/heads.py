@@ -40,10 +40,7 @@ def run(args: argparse.Namespace) -> int:
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
-      args.checkpoint,
-      step=args.step,
-      mesh=mesh,
-      **common.router_overrides(args),
+      args.checkpoint, mesh=mesh, **common.restore_options(args)
     )
     config = restored.config
     if config.model.family != "llm":

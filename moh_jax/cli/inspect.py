@@ -19,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   what = parser.add_mutually_exclusive_group(required=True)
   what.add_argument("--checkpoint", metavar="DIR")
   what.add_argument("--config", metavar="FILE[:ARG]", help="nothing is trained")
-  parser.add_argument(
-    "--step", type=int, help="which checkpoint (default: the newest)"
-  )
+  common.add_step(parser)
   common.add_json(parser)
 
 

@@ -81,9 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action="store_true",
     help="join the run's other processes first, as train.py does",
   )
-  parser.add_argument(
-    "--no-ema", action="store_true", help="use the raw parameters"
-  )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,11 +102,9 @@ def run(args: argparse.Namespace) -> int:
   with sharding.use_mesh(mesh):
     restored = restore(
       args.checkpoint,
-      step=args.step,
-      use_ema=not args.no_ema,
       mesh=mesh,
       sample=_overrides(args),
-      **common.router_overrides(args),
+      **common.restore_options(args),
     )
     config = restored.config
     decode = None

@@ -1,4 +1,4 @@
-"""Reads and writes files of named tensors without running code from them.
+"""Reads files of named tensors without running code from them.
 
 Safetensors files, sharded safetensors and the zip checkpoints of `torch.save`
 become flat dicts of NumPy arrays. A torch checkpoint is a pickle; here it is
@@ -15,15 +15,13 @@ import pathlib
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401, gives NumPy the names bfloat16 and float8_*
 import numpy as np
 import safetensors
 import safetensors.numpy
-
-from moh_jax.files import replacing
 
 _Arrays = dict[str, Any]
 _EXPECTED = (
@@ -141,50 +139,6 @@ def _read(
   if all(name.startswith("module.") for name in tensors):
     tensors = {n.removeprefix("module."): t for n, t in tensors.items()}
   return tensors
-
-
-def write_safetensors(
-  path: str | os.PathLike,
-  tensors: Mapping[str, Any],
-  metadata: Mapping[str, str] | None = None,
-) -> None:
-  """Writes a safetensors file that is complete or absent, never partial.
-
-  Args:
-    path: file to write or replace; its directory must exist.
-    tensors: arrays by name (NumPy, or anything `np.asarray` takes).
-    metadata: text stored in the header.
-
-  Raises:
-    FileNotFoundError: the directory of `path` does not exist.
-    ValueError: `path` is a directory, or a name, dtype or metadata entry is
-      one that safetensors cannot hold.
-  """
-  path = pathlib.Path(path)
-  if not path.parent.is_dir():
-    raise FileNotFoundError(f"{path}: no directory {path.parent}; create it")
-  if path.is_dir():
-    raise ValueError(f"{path}: is a directory; expected a file name")
-  arrays = {}
-  for name, value in tensors.items():
-    # Not np.ascontiguousarray, which turns a scalar into a vector.
-    arrays[name] = np.asarray(value, order="C")
-    if not isinstance(name, str) or name in ("", "__metadata__"):
-      raise ValueError(f"{path}: tensor name {name!r}; expected other text")
-    if arrays[name].dtype.name not in _SAFE_DTYPES:
-      raise ValueError(
-        f"{path}: tensor {name!r} has dtype {arrays[name].dtype};"
-        f" expected one of {', '.join(_SAFE_DTYPES)}"
-      )
-  for item in (metadata or {}).items():
-    if not all(isinstance(text, str) for text in item):
-      raise ValueError(f"{path}: metadata {item}; expected text for text")
-  metadata = dict(metadata) if metadata else None
-  try:
-    with replacing(path) as temporary:
-      safetensors.numpy.save_file(arrays, temporary, metadata)
-  except safetensors.SafetensorError as err:
-    raise OSError(f"{path}: not written, a disk problem? ({err})") from err
 
 
 def _error(path: pathlib.Path, found: str) -> ValueError:

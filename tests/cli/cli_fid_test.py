@@ -11,7 +11,8 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.convert import parity_fid
-from moh_jax.convert.tensor_files import read_tensors, write_safetensors
+from moh_jax.convert.tensor_files import read_tensors
+from tests.convert.stored import save_tensors
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 _RNG = np.random.RandomState(0)
@@ -31,7 +32,7 @@ class FidCommandTest(parameterized.TestCase):
     meta = json.loads((_CASE / "meta.json").read_text())
     stored = read_tensors(_CASE / "weights.safetensors")
     cls.weights = cls.root / "inception.safetensors"
-    write_safetensors(cls.weights, parity_fid.regenerate(meta, stored))
+    save_tensors(cls.weights, parity_fid.regenerate(meta, stored))
     cls.samples, cls.folder = cls.root / "samples.npz", cls.root / "reference"
     cls.folder.mkdir()
     np.savez(cls.samples, _SAMPLES)

@@ -19,11 +19,12 @@ from moh_jax.config import (
 )
 from moh_jax.convert import checkpoints, rules
 from moh_jax.convert.checkpoints import convert, export
-from moh_jax.convert.tensor_files import read_tensors, write_safetensors
+from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.inference.restore import restore
 from moh_jax.models.build import make_model
 from moh_jax.models.registry import MODELS
 from moh_jax.training.state import abstract_params, unbox
+from tests.convert.stored import save_tensors
 
 _CONFIG = Config(
   model=ViTConfig(
@@ -72,7 +73,7 @@ class ConvertTest(parameterized.TestCase):
     super().setUpClass()
     cls.folder = pathlib.Path(cls.create_tempdir(cls()).full_path)
     cls.source, cls.out = cls.folder / "public.safetensors", cls.folder / "ours"
-    write_safetensors(cls.source, _tensors())
+    save_tensors(cls.source, _tensors())
     cls.result = convert(
       "moh-vit", str(cls.source), str(cls.out), config=_CONFIG
     )
@@ -152,7 +153,7 @@ class ConvertDiTTest(parameterized.TestCase):
     cls.folder = pathlib.Path(cls.create_tempdir(cls()).full_path)
     cls.source, cls.out = cls.folder / "public.safetensors", cls.folder / "ours"
     cls.tensors = _tensors(_DIT)
-    write_safetensors(cls.source, cls.tensors)
+    save_tensors(cls.source, cls.tensors)
     cls.result = convert("moh-dit", str(cls.source), str(cls.out), config=_DIT)
 
   def test_restores_with_its_process_and_sampling(self):

@@ -12,8 +12,9 @@ from moh_jax.convert.inception import (
   inception_rules,
   load_inception,
 )
-from moh_jax.convert.tensor_files import read_tensors, write_safetensors
+from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import InceptionV3
+from tests.convert.stored import save_tensors
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 
@@ -43,7 +44,7 @@ class InceptionCheckpointTest(RecordedWeightsTest):
     file = pathlib.Path(self.create_tempdir().full_path) / "inception.st"
     # Written by PyTorch the file has BatchNorm's counters too.
     counter = {"Mixed_7c.branch1x1.bn.num_batches_tracked": np.int64(7)}
-    write_safetensors(file, self.tensors | counter)
+    save_tensors(file, self.tensors | counter)
     params = load_inception(file)
     back = rules.dump_params(inception_rules(params), params)
     self.assertEqual(back.keys(), self.tensors.keys())

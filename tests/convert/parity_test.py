@@ -9,7 +9,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.convert import parity
-from moh_jax.convert.tensor_files import read_tensors, write_safetensors
+from moh_jax.convert.tensor_files import read_tensors
+from tests.convert.stored import save_tensors
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _CASES = sorted(path.parent.name for path in _GOLDENS.glob("*/meta.json"))
@@ -72,7 +73,7 @@ class DamagedCaseTest(parameterized.TestCase):
     path = self.case / "weights.safetensors"
     weights = {k: v.copy() for k, v in read_tensors(path).items()}
     weights["proj.weight"][3, 5] += 1e-2
-    write_safetensors(path, weights)
+    save_tensors(path, weights)
     failed = self._failed()
     self.assertContainsSubset({"y", "grad_x"}, failed)
     self.assertNotIn("gates", failed)
@@ -158,7 +159,7 @@ class DamagedCaseTest(parameterized.TestCase):
 
   def test_weight_that_fits_no_parameter_is_named(self):
     path = self.case / "weights.safetensors"
-    write_safetensors(path, read_tensors(path) | {"wg_9": np.zeros(3)})
+    save_tensors(path, read_tensors(path) | {"wg_9": np.zeros(3)})
     with self.assertRaisesRegex(ValueError, "1 not expected: wg_9"):
       parity.run_case(self.case)
 

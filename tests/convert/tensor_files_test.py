@@ -13,6 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.convert import tensor_files
+from tests.convert.stored import save_tensors
 
 
 class _Code(bytes):
@@ -300,7 +301,7 @@ class SafetensorsTest(_TestCase):
       "scalar": values[1, 1],
       "none": values[:0],
     }
-    tensor_files.write_safetensors(self.path, tensors)
+    save_tensors(self.path, tensors)
     read = tensor_files.read_tensors(self.path)
     self.assertEqual(read.keys(), tensors.keys())
     for name, value in tensors.items():
@@ -315,43 +316,6 @@ class SafetensorsTest(_TestCase):
     self.assertEqual(size[:2], b"\x80\x02")
     self.assertEqual(tensor_files.read_tensors(self.path)["w"], 7)
 
-  def test_writes_metadata(self):
-    tensor_files.write_safetensors(self.path, {"w": np.ones(2)}, {"step": "7"})
-    header = self.path.read_bytes()[8:].split(b"}}")[0]
-    self.assertIn(b'"__metadata__":{"step":"7"}', header)
-
-  @parameterized.parameters("fsync", "replace")
-  def test_failed_write_leaves_the_old_file(self, step):
-    tensor_files.write_safetensors(self.path, {"w": np.ones(2)})
-    with mock.patch.object(os, step, side_effect=OSError("disk")):
-      with self.assertRaisesRegex(OSError, "disk"):
-        tensor_files.write_safetensors(self.path, {"w": np.zeros(2)})
-    self.assertEqual(os.listdir(self.path.parent), [self.path.name])
-    read = tensor_files.read_tensors(self.path)["w"]
-    np.testing.assert_array_equal(read, np.ones(2))
-
-  @parameterized.parameters(
-    ({"w": np.array(["a"])}, None, "dtype <U1"),
-    ({"w": np.zeros(1, ml_dtypes.float8_e4m3fn)}, None, "float8_e4m3fn"),
-    ({"": np.zeros(1)}, None, "name ''"),
-    ({"__metadata__": np.zeros(1)}, None, "'__metadata__'"),
-    ({"w": np.zeros(1)}, {"step": 7}, "'step', 7"),
-  )
-  def test_write_rejects(self, tensors, metadata, message):
-    with self.assertRaises(ValueError) as caught:
-      tensor_files.write_safetensors(self.path, tensors, metadata)
-    self.assertStartsWith(str(caught.exception), f"{self.path}: ")
-    self.assertIn(message, str(caught.exception))
-    self.assertFalse(self.path.exists())
-
-  def test_write_needs_the_directory(self):
-    with self.assertRaisesRegex(FileNotFoundError, f"{self.path}.*create it"):
-      tensor_files.write_safetensors(self.path / "x", {"w": np.zeros(1)})
-
-  def test_write_rejects_a_directory(self):
-    with self.assertRaisesRegex(ValueError, "is a directory"):
-      tensor_files.write_safetensors(self.path.parent, {"w": np.zeros(1)})
-
 
 class OpenTest(_TestCase):
   """`open_tensors` gives what `read_tensors` does, without reading."""
@@ -364,7 +328,7 @@ class OpenTest(_TestCase):
   def test_maps_what_reading_gives(self, dtype):
     values = np.array([[0, 1, 2], [3, 4, 5]]).astype(dtype)
     tensors = {"whole": values, "scalar": values[1, 1], "none": values[:0]}
-    tensor_files.write_safetensors(self.path, tensors, {"step": "7"})
+    save_tensors(self.path, tensors, {"step": "7"})
     opened = tensor_files.open_tensors(self.path)
     self.assertEqual(opened.keys(), tensors.keys())
     for name, value in tensors.items():
@@ -376,7 +340,7 @@ class OpenTest(_TestCase):
       np.testing.assert_array_equal(wide, value.astype(np.complex128))
 
   def test_values_are_read_when_they_are_used(self):
-    tensor_files.write_safetensors(self.path, {"w": np.zeros(3)})
+    save_tensors(self.path, {"w": np.zeros(3)})
     opened = tensor_files.open_tensors(self.path)["w"]
     array = np.asarray(opened)
     self.assertIsInstance(array.base, np.memmap)
@@ -394,7 +358,7 @@ class OpenTest(_TestCase):
     np.testing.assert_array_equal(opened, [1, 2])
 
   def test_has_no_keys(self):
-    tensor_files.write_safetensors(self.path, {"w": np.zeros(3)})
+    save_tensors(self.path, {"w": np.zeros(3)})
     with self.assertRaisesRegex(ValueError, "no dict of tensors for key='ema'"):
       tensor_files.open_tensors(self.path, "ema")
 
@@ -408,7 +372,7 @@ class OpenTest(_TestCase):
 
   @parameterized.parameters(0.3, 0.99)
   def test_truncated_file_is_named(self, share):
-    tensor_files.write_safetensors(self.path, {"w": np.zeros(99)})
+    save_tensors(self.path, {"w": np.zeros(99)})
     content = self.path.read_bytes()
     self.path.write_bytes(content[: int(len(content) * share)])
     with self.assertRaisesRegex(ValueError, "weights: found a damaged"):
@@ -425,7 +389,7 @@ class ShardsTest(_TestCase):
 
   def write(self, file, name):
     tensors = {f"module.{name}": np.full(2, ord(name))}
-    tensor_files.write_safetensors(self.path / file, tensors)
+    save_tensors(self.path / file, tensors)
 
   def write_index(self, **weight_map):
     weight_map = {f"module.{k}": v for k, v in weight_map.items()}
@@ -506,7 +470,7 @@ class OtherFilesTest(_TestCase):
     self.path.write_bytes(content[: len(content) // 2])
     self.assert_rejected("damaged zip")
     self.path.unlink()
-    tensor_files.write_safetensors(self.path, {"w": np.zeros(9)})
+    save_tensors(self.path, {"w": np.zeros(9)})
     self.path.write_bytes(self.path.read_bytes()[:-1])
     self.assert_rejected("damaged safetensors")
 

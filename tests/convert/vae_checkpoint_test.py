@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.convert import vae
-from moh_jax.convert.tensor_files import write_safetensors
+from tests.convert.stored import save_tensors
 
 _CONFIG = VAEConfig(
   block_out_channels=(4, 8),
@@ -131,7 +131,7 @@ class LoadTest(parameterized.TestCase):
 
   def _write(self, folder, tensors=None, **entries):
     folder.mkdir(exist_ok=True)
-    write_safetensors(folder / vae.FILE, tensors or _tensors())
+    save_tensors(folder / vae.FILE, tensors or _tensors())
     (folder / "config.json").write_text(json.dumps(_JSON | entries))
 
   @parameterized.parameters("", vae.FILE)
@@ -152,7 +152,7 @@ class LoadTest(parameterized.TestCase):
     tensors = vae.dump_vae(_params(config), config)
     half = {name: x.astype(np.float16) for name, x in tensors.items()}
     file = self.folder / "vae.safetensors"
-    write_safetensors(file, half)
+    save_tensors(file, half)
     found, params = vae.load_vae(file)
     self.assertEqual(found, config)
     chex.assert_type(jax.tree.leaves(params), np.float32)

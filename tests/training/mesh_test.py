@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import chex
 import jax
@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moh_jax.config import MeshConfig
+from moh_jax.config import Config, MeshConfig
 from moh_jax.inference.restore import restore
 from moh_jax.layers.partitioning import constrain
 from moh_jax.training import loop, sharding
@@ -28,45 +28,6 @@ def _losses(workdir: str) -> list[float]:
   with open(os.path.join(workdir, "metrics.jsonl")) as stream:
     rows = [json.loads(line) for line in stream]
   return [row["loss"] for row in rows if row["split"] == "train"]
-
-
-class DiffusionMeshTest(absltest.TestCase):
-  """Noise, timesteps and dropped labels are those of one device too."""
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.one_dir, cls.mesh_dir = (
-      cls.create_tempdir(cls()).full_path for _ in range(2)
-    )
-    one = jax.devices()[:1]
-    cls.one = loop.train(tiny.dit_config(), cls.one_dir, devices=one)
-    cls.on_mesh = loop.train(tiny.dit_config(mesh=_MESH), cls.mesh_dir)
-
-  def test_losses_equal_the_single_device_ones(self):
-    np.testing.assert_allclose(
-      _losses(self.mesh_dir), _losses(self.one_dir), rtol=2e-5
-    )
-    self.assertLen(_losses(self.mesh_dir), 4)
-
-  def test_held_out_figures_equal_the_single_device_ones(self):
-    ours, theirs = self.on_mesh.evaluation, self.one.evaluation
-    self.assertEqual(ours.keys(), theirs.keys())
-    for name, value in ours.items():
-      np.testing.assert_allclose(value, theirs[name], rtol=1e-4, err_msg=name)
-
-  def test_parameters_are_split(self):
-    kernel = self.on_mesh.state.params["blocks1"]["attn"]["qkv"]["kernel"]
-    spec = (None, "fsdp", None, "tensor")  # layers, C, parts, heads
-    self.assertEqual(tuple(kernel.sharding.spec)[:4], spec)
-
-  def test_mesh_checkpoint_restores_on_one_device(self):
-    restored = restore(self.mesh_dir)
-    for leaf in jax.tree.leaves(restored.params):
-      self.assertLen(leaf.sharding.device_set, 1)
-    chex.assert_trees_all_equal(
-      jax.device_get(restored.params), jax.device_get(self.on_mesh.state.ema)
-    )
 
 
 @contextlib.contextmanager
@@ -87,8 +48,11 @@ def _fresh_compiler_log() -> Iterator[list[str]]:
       log += file.read().decode(errors="replace").splitlines()
 
 
-class LanguageMeshTest(absltest.TestCase):
-  """Vocabulary, heads and MLP are split over `tensor`, widths over `fsdp`."""
+class _Runs:
+  """A run on one device and the same over the mesh."""
+
+  make_config: Callable[..., Config]
+  watch = staticmethod(contextlib.nullcontext)  # of the run over the mesh
 
   @classmethod
   def setUpClass(cls):
@@ -97,9 +61,9 @@ class LanguageMeshTest(absltest.TestCase):
       cls.create_tempdir(cls()).full_path for _ in range(2)
     )
     one = jax.devices()[:1]
-    cls.one = loop.train(tiny.llm_config(), cls.one_dir, devices=one)
-    with _fresh_compiler_log() as cls.log:
-      cls.on_mesh = loop.train(tiny.llm_config(mesh=_MESH), cls.mesh_dir)
+    cls.one = loop.train(cls.make_config(), cls.one_dir, devices=one)
+    with cls.watch() as cls.log:
+      cls.on_mesh = loop.train(cls.make_config(mesh=_MESH), cls.mesh_dir)
 
   def test_losses_equal_the_single_device_ones(self):
     np.testing.assert_allclose(
@@ -112,6 +76,34 @@ class LanguageMeshTest(absltest.TestCase):
     self.assertEqual(ours.keys(), theirs.keys())
     for name, value in ours.items():
       np.testing.assert_allclose(value, theirs[name], rtol=1e-4, err_msg=name)
+
+  def test_mesh_checkpoint_restores_on_one_device(self):
+    restored = restore(self.mesh_dir)
+    for leaf in jax.tree.leaves(restored.params):
+      self.assertLen(leaf.sharding.device_set, 1)
+    state = self.on_mesh.state
+    chex.assert_trees_all_equal(
+      jax.device_get(restored.params),
+      jax.device_get(state.params if state.ema is None else state.ema),
+    )
+
+
+class DiffusionMeshTest(_Runs, absltest.TestCase):
+  """Noise, timesteps and dropped labels are those of one device too."""
+
+  make_config = staticmethod(tiny.dit_config)
+
+  def test_parameters_are_split(self):
+    kernel = self.on_mesh.state.params["blocks1"]["attn"]["qkv"]["kernel"]
+    spec = (None, "fsdp", None, "tensor")  # layers, C, parts, heads
+    self.assertEqual(tuple(kernel.sharding.spec)[:4], spec)
+
+
+class LanguageMeshTest(_Runs, absltest.TestCase):
+  """Vocabulary, heads and MLP are split over `tensor`, widths over `fsdp`."""
+
+  make_config = staticmethod(tiny.llm_config)
+  watch = staticmethod(_fresh_compiler_log)
 
   def test_parameters_are_split(self):
     params = self.on_mesh.state.params
@@ -147,30 +139,9 @@ class LanguageMeshTest(absltest.TestCase):
       resplit.lower(jnp.zeros((16, 16))).compile()
     self.assertIn("rematerialization", "".join(log))
 
-  def test_mesh_checkpoint_restores_on_one_device(self):
-    restored = restore(self.mesh_dir)
-    for leaf in jax.tree.leaves(restored.params):
-      self.assertLen(leaf.sharding.device_set, 1)
-    chex.assert_trees_all_equal(
-      jax.device_get(restored.params), jax.device_get(self.on_mesh.state.ema)
-    )
 
-
-class MeshTest(parameterized.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.one_dir, cls.mesh_dir = (
-      cls.create_tempdir(cls()).full_path for _ in range(2)
-    )
-    cls.one = loop.train(tiny.config(), cls.one_dir, devices=jax.devices()[:1])
-    cls.on_mesh = loop.train(tiny.config(mesh=_MESH), cls.mesh_dir)
-
-  def test_losses_equal_the_single_device_ones(self):
-    np.testing.assert_allclose(
-      _losses(self.mesh_dir), _losses(self.one_dir), rtol=2e-5
-    )
-    self.assertLen(_losses(self.mesh_dir), 4)
+class MeshTest(_Runs, parameterized.TestCase):
+  make_config = staticmethod(tiny.config)
 
   def test_parameters_and_moments_are_split(self):
     state = self.on_mesh.state
@@ -209,14 +180,6 @@ class MeshTest(parameterized.TestCase):
   def test_sequence_axis_is_refused_until_a_model_uses_it(self):
     with self.assertRaisesRegex(NotImplementedError, "mesh.sequence=2"):
       sharding.make_mesh(MeshConfig(sequence=2))
-
-  def test_mesh_checkpoint_restores_on_one_device(self):
-    restored = restore(self.mesh_dir)
-    leaf = restored.params["head"]["kernel"]
-    self.assertLen(leaf.sharding.device_set, 1)
-    chex.assert_trees_all_equal(
-      jax.device_get(restored.params), jax.device_get(self.on_mesh.state.params)
-    )
 
   def test_one_device_checkpoint_continues_on_the_mesh(self):
     config = tiny.config(mesh=_MESH, train={"steps": 5})

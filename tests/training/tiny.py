@@ -54,6 +54,14 @@ LLM = config_lib.LLMConfig(
 )
 
 
+# One device, everything logged, checkpoints in between.
+_RUN = {
+  "mesh": config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
+  "checkpoint": config_lib.CheckpointConfig(every=2),
+  "log": config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+}
+
+
 def config(**sections: dict[str, Any]) -> Config:
   """The tiny run on real digits, with fields of some sections changed."""
   base = Config(
@@ -69,10 +77,8 @@ def config(**sections: dict[str, Any]) -> Config:
     ),
     optim=config_lib.OptimConfig(lr=1e-3, warmup_steps=2),
     train=config_lib.TrainConfig(steps=4, mixup=0.2, cutmix=0.5),
-    mesh=config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
-    checkpoint=config_lib.CheckpointConfig(every=2),
     eval=config_lib.EvalConfig(every=0, batch_size=120),
-    log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+    **_RUN,
   )
   return _changed(base, sections)
 
@@ -96,10 +102,8 @@ def dit_config(**sections: dict[str, Any]) -> Config:
       lr=1e-2, schedule="constant", warmup_steps=2, ema_decay=0.9
     ),
     train=config_lib.TrainConfig(steps=4),
-    mesh=config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
-    checkpoint=config_lib.CheckpointConfig(every=2),
     eval=config_lib.EvalConfig(every=0, batch_size=120),
-    log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+    **_RUN,
     diffusion=config_lib.DiffusionConfig(space="pixel", steps=50),
     sample=config_lib.SampleConfig(num=5, steps="4", cfg_scale=2.0),
   )
@@ -122,10 +126,8 @@ def llm_config(**sections: dict[str, Any]) -> Config:
       lr=1e-2, schedule="constant", warmup_steps=2, ema_decay=0.9
     ),
     train=config_lib.TrainConfig(steps=4),
-    mesh=config_lib.MeshConfig(data=1, fsdp=1, tensor=1),
-    checkpoint=config_lib.CheckpointConfig(every=2),
     eval=config_lib.EvalConfig(every=0, batch_size=8),
-    log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+    **_RUN,
     tune=config_lib.TuneConfig(),
   )
   return _changed(base, sections)
