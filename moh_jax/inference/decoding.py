@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig
+from moh_jax.layers.linear import product
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM, new_cache
 from moh_jax.ops.sampling import choose_tokens
@@ -233,9 +234,7 @@ def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:
   # Both are [V, C] here, a row for every token.
   name = ("embed", "embedding") if config.tie_embeddings else ("head", "kernel")
   kernel = params[name[0]][name[1]].astype(x.dtype)
-  logits = jnp.einsum(
-    "bc,vc->bv", x[:, -1], kernel, preferred_element_type=jnp.float32
-  )
+  logits = product(x[:, -1], kernel, output_major=True, dtype=jnp.float32)
   return constrain(logits, "batch", "vocab")
 
 

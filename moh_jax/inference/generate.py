@@ -204,10 +204,8 @@ class Generator:
     if self._mesh is not None:
       size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))
     longest = max(map(len, prompts))
-    length = min(
-      _bucket(longest, _SMALLEST_BUCKET), max(self.config.max_length, longest)
-    )
-    slots = _bucket(length + sampling.max_new_tokens, _SMALLEST_BUCKET)
+    length = min(length_bucket(longest), max(self.config.max_length, longest))
+    slots = length_bucket(length + sampling.max_new_tokens)
     tokens = np.zeros((size, length), np.int32)
     padding = np.full(size, length - 1, np.int32)
     for row, ids in enumerate(prompts):
@@ -246,12 +244,22 @@ def batch_bucket(texts: int, config: LLMConfig) -> int:
   on_cpu = jax.devices()[0].platform == "cpu"
   # A single row is a matrix-vector product, which XLA keeps off the CPU's
   # bfloat16 units: two rows take a fraction of its time.
-  return _bucket(texts, 2 if on_cpu and config.dtype == "bfloat16" else 1)
+  smallest = 2 if on_cpu and config.dtype == "bfloat16" else 1
+  return max(smallest, _power(texts))
 
 
-def _bucket(size: int, smallest: int) -> int:
-  """The next power of two."""
-  return max(smallest, 1 << (size - 1).bit_length())
+def length_bucket(tokens: int) -> int:
+  """Slots for so many tokens: 4 to 7 times a power of two, at most 1/4 free.
+
+  Every token that is written reads all slots, and every bucket is a program.
+  """
+  step = max(4, _power(tokens) // 8)
+  return max(_SMALLEST_BUCKET, -(-tokens // step) * step)
+
+
+def _power(size: int) -> int:
+  """The power of two that is at least `size`."""
+  return 1 << (size - 1).bit_length()
 
 
 def serving_params(params: Any, config: LLMConfig) -> Any:

@@ -14,7 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention import unnormalized_softmax
+from moh_jax.ops.softmax import unnormalized_softmax
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -76,7 +76,7 @@ def token_cross_entropy(
 
   def one(parts: tuple) -> tuple[jax.Array, jax.Array]:
     logits, picked, highest = _logits(parts[0], kernel, parts[1])
-    _, total = unnormalized_softmax(logits, masked=False)
+    _, total, _ = unnormalized_softmax(logits, masked=False)
     nll = jnp.log(total[..., 0]) + highest - picked
     return nll, picked >= highest
 
@@ -94,7 +94,7 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
     total, dkernel = carry
     part, target, weight = parts
     logits, picked, highest = _logits(part, rounded, target)
-    exps, sums = unnormalized_softmax(logits, masked=False)
+    exps, sums, _ = unnormalized_softmax(logits, masked=False)
     nll = jnp.log(sums[..., 0]) + highest - picked
     total = total + (nll * weight).sum()
     if not gradients:
@@ -111,7 +111,9 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
   size = kernel.shape if gradients else (0,)
   start = (jnp.zeros((), jnp.float32), jnp.zeros(size, jnp.float32))
   parts = _split(chunk, x, targets, weights)
-  (total, dkernel), dx = jax.lax.scan(one, start, parts)
+  # A single chunk needs no loop, and so no zeros to start from.
+  alone = len(parts[0]) == 1
+  (total, dkernel), dx = jax.lax.scan(one, start, parts, unroll=alone)
   if not gradients:
     return total, None
   dx = _join(dx)[:, : x.shape[1]]
