@@ -13,6 +13,7 @@ import shutil
 import tempfile
 
 from absl import flags
+from hypothesis import settings
 
 _XLA_FLAGS = (
   "--xla_force_host_platform_device_count=8",
@@ -25,6 +26,12 @@ os.environ["XLA_FLAGS"] = " ".join(
   [os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# The same examples in every run; compiling takes what time it takes.
+settings.register_profile(
+  "suite", deadline=None, derandomize=True, database=None
+)
+settings.load_profile("suite")
 
 _CACHE = tempfile.mkdtemp(prefix="moh_jax_tests_")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from moh_jax.ops.attention import IMPLEMENTATIONS
+from moh_jax.ops.attention_forms import IMPLEMENTATIONS
 
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "full", "dots")

@@ -13,11 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.layers.embed import CONV_INIT
-from moh_jax.layers.moh import LINEAR_INIT, HeadMix, HeadProjection, HeadRouter
-from moh_jax.ops import attention as attention_ops
+from moh_jax.layers.moh import (
+  LINEAR_INIT,
+  HeadMix,
+  HeadProjection,
+  HeadRouter,
+  active_heads,
+)
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
+from moh_jax.ops.attention import attention
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
 
@@ -124,12 +130,14 @@ class FullAttention(nn.Module):
       3, heads, dim, use_bias=self.qkv_bias, name="qkv", **kinds
     )(x)
     _, q = QueryScale(name="query_scale")(q, np.asarray(x.shape[1]))
-    out = attention_ops.attention(
+    # The bias spans all heads and tokens, so no mesh splits this by hand.
+    out = attention(
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),
       v,
       bias=PositionBias(heads, name="cpb")(coordinates),
       scale=1.0,
+      active=active_heads(gates, self.budget, self.router),
       implementation=self.implementation,
     )
     return HeadMix(x.shape[-1], name="out", **kinds)(out, gates), aux

@@ -68,6 +68,54 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec)
 
 
+def map_shards(
+  function: Callable[..., jax.Array],
+  arrays: Sequence[jax.Array],
+  names: Sequence[Sequence[str | None]],
+  out: Sequence[str | None],
+) -> jax.Array:
+  """Runs a function on every device's part of arrays.
+
+  Nothing passes between the devices: the function must do the same to every
+  part as to the whole along the axes that the mesh splits. Outside a mesh it
+  is called as it is.
+
+  Args:
+    function: (*arrays) -> result.
+    arrays: inputs.
+    names: of each input, one logical name or None per dimension. Dimensions of
+      one name are split alike, or not at all.
+    out: names of the result's dimensions.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  rules = nn.get_logical_axis_rules()
+  if mesh.empty or mesh.size == 1 or not rules:
+    return function(*arrays)
+  sizes = dict(mesh.shape)
+  # What all dimensions of a name divide by, they divide by together.
+  common: dict[str, int] = {}
+  for array, axes in zip(arrays, names):
+    for size, name in zip(array.shape, axes, strict=True):
+      if name is not None:
+        common[name] = math.gcd(size, common.get(name, 0))
+
+  def spec(axes: Sequence[str | None]) -> PartitionSpec:
+    return resolve_spec(axes, [common.get(n, 1) for n in axes], sizes, rules)
+
+  specs = tuple(spec(axes) for axes in names)
+  used = {a for s in specs for entry in s if entry for a in entry}
+  if not used:
+    return function(*arrays)
+  mapped = jax.shard_map(
+    function,
+    in_specs=specs,
+    out_specs=spec(out),
+    axis_names=used,
+    check_vma=False,  # loops inside start from zeros that vary nowhere
+  )
+  return mapped(*arrays)
+
+
 def sum_over_batch(
   function: Callable[..., jax.Array],
   split: tuple[jax.Array, ...],

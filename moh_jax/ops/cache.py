@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention import unnormalized_softmax
+from moh_jax.ops.softmax import unnormalized_softmax
 
 _INT8_MAX = 127.0
 
@@ -121,7 +121,7 @@ def cached_attention(
     logits = logits * cache.k_scale[:, :, None]
   rows = jnp.repeat(visible, heads // groups, axis=1)[:, None]  # [B, 1, r, M]
   logits = jnp.where(rows, logits * scale, -jnp.inf)
-  weights, total = unnormalized_softmax(logits, masked=True)
+  weights, total, _ = unnormalized_softmax(logits, masked=True)
   if cache.v_scale is not None:
     weights = weights * cache.v_scale[:, :, None]
   out = jnp.einsum(

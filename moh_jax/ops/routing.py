@@ -68,6 +68,11 @@ class RouterConfig:
         f"{ESTIMATORS}"
       )
 
+  @property
+  def needs_all_heads(self) -> bool:
+    """Whether gradients need the outputs of heads that weigh nothing."""
+    return self.kind == "query_norm" and self.straight_through == "all"
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadBudget:

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops import attention as attention_ops
 from moh_jax.ops.attention import attention
 
 _B, _H, _D = 2, 4, 6
@@ -238,21 +237,6 @@ class SegmentsTest(parameterized.TestCase):
     np.testing.assert_array_equal(out[~mask], 0.0)  # no key is left to see
     expected = attention(q, k, v, segments=options["segments"])
     np.testing.assert_allclose(out[mask], expected[mask], atol=2e-6)
-
-
-class SoftmaxTest(parameterized.TestCase):
-  @parameterized.parameters(False, True)
-  def test_equals_jax_where_nothing_is_masked(self, masked):
-    logits = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
-    weights, total = attention_ops.unnormalized_softmax(logits, masked=masked)
-    chex.assert_shape((weights, total), [(3, 4, 7), (3, 4, 1)])
-    expected = jax.nn.softmax(logits)
-    np.testing.assert_allclose(weights / total, expected, rtol=1e-5)
-
-  def test_masked_row_gives_zero_and_the_rest_sums_to_one(self):
-    logits = jnp.array([[-jnp.inf] * 3, [-jnp.inf, 2.0, 900.0]])
-    weights, total = attention_ops.unnormalized_softmax(logits, masked=True)
-    np.testing.assert_array_equal(weights / total, [[0, 0, 0], [0, 0, 1]])
 
 
 class PrecisionTest(absltest.TestCase):

@@ -1,0 +1,130 @@
+"""Which form of attention a call gets, and why.
+
+Five forms give the same values to rounding:
+
+- "dense": all logits at once (`ops/dense.py`).
+- "blocked": every head, some rows at a time (`ops/blocked.py`).
+- "packed": like "blocked", but only the heads that tokens chose.
+- "kernel": like "packed", as one kernel (`ops/kernels/`).
+- "cudnn": cuDNN's fused attention on NVIDIA GPUs (`ops/cudnn.py`).
+
+`choose_form` maps what users ask for to one of them. Its rules for CPUs come
+from `python -m moh_jax bench attention`, see benchmarks/results/.
+"""
+
+import dataclasses
+
+import jax
+
+IMPLEMENTATIONS = ("auto", "dense", "packed", "kernel", "cudnn")
+
+# On a CPU, logits of a whole batch that its caches hold, in elements: all at
+# once is fastest up to here, several times slower beyond.
+_CACHED_LOGITS = 3 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+  """What the choice depends on.
+
+  Attributes:
+    platform: "cpu", "gpu" or "tpu".
+    batch: B.
+    queries: N.
+    keys: M.
+    num_heads: H.
+    head_dim: D.
+    active: heads of a token at most; H where all are at work.
+    causal: whether later keys are hidden.
+    biased: whether a bias is added to the logits.
+    dtype: of the queries.
+    one_device: whether no mesh splits the arrays.
+  """
+
+  platform: str
+  batch: int
+  queries: int
+  keys: int
+  num_heads: int
+  head_dim: int
+  active: int
+  causal: bool = False
+  biased: bool = False
+  dtype: str = "float32"
+  one_device: bool = True
+
+  @property
+  def share(self) -> float:
+    """Of the (token, head) pairs that are at work."""
+    return self.active / self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """A form of attention.
+
+  Attributes:
+    name: see the module's docstring.
+    rows: of a block, where the form has blocks.
+    at_once: blocks of a head that are worked on together, at most.
+  """
+
+  name: str
+  rows: int = 0
+  at_once: int = 1
+
+
+def platform() -> str:
+  """Of the default device, as `AttentionCase` names it."""
+  name = jax.default_backend()
+  return "gpu" if name in ("cuda", "rocm") else name
+
+
+def choose_form(implementation: str, case: AttentionCase) -> Form:
+  """Maps an implementation to a form.
+
+  Args:
+    implementation: one of `IMPLEMENTATIONS`.
+    case: of the call.
+
+  Raises:
+    ValueError: the implementation is unknown, or cannot do this.
+  """
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(
+      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
+    )
+  if case.active == case.num_heads:  # nothing to leave out
+    packs = False
+  elif implementation == "auto":
+    packs = _packing_pays(case)
+  else:
+    packs = implementation == "packed"
+  return _packed_form(case) if packs else _dense_form(case)
+
+
+def _logits_are_cached(case: AttentionCase) -> bool:
+  size = case.batch * case.num_heads * case.queries * case.keys
+  return size <= _CACHED_LOGITS
+
+
+def _dense_form(case: AttentionCase) -> Form:
+  if case.platform != "cpu" or not case.one_device or _logits_are_cached(case):
+    return Form("dense")
+  # A causal block sees the keys up to its last row: large ones see too many.
+  long = case.queries >= 2048 and not case.causal
+  return Form("blocked", min(case.queries, 1024 if long else 512))
+
+
+def _packed_form(case: AttentionCase) -> Form:
+  if not case.causal:
+    return Form("packed", 64 if case.queries >= 384 else 32, 8)
+  rows = 128 if case.queries >= 2048 else 64
+  return Form("packed", rows if case.queries >= 384 else 32, 4)
+
+
+def _packing_pays(case: AttentionCase) -> bool:
+  if case.platform != "cpu" or not case.one_device or case.queries < 256:
+    return False
+  in_caches = _logits_are_cached(case) and not case.causal
+  return case.share <= (0.55 if in_caches else 0.8)

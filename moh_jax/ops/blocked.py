@@ -1,0 +1,309 @@
+"""Attention block by block: some rows of one head at a time.
+
+The logits of one block, [R, M], are all that is ever held, forward and
+backward, so memory is linear in the sequence. A loop over the key/value heads
+runs a loop over the blocks that read them, whose bounds come from a table:
+blocks that no token chose cost nothing. Loops with such bounds cannot be
+differentiated, so the gradients are written out; they need the output and the
+log-sum-exp of every row alone (FlashAttention, arXiv:2205.14135).
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim, T blocks, R rows of a block, L keys that a block reads.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
+from moh_jax.ops.softmax import unnormalized_softmax
+from moh_jax.ops.visible import Visible
+
+# A causal block reads the keys up to its last token, rounded up to a share of
+# them that has its own program.
+_SHARES = 8
+_SMALLEST_SHARE = 64  # keys
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def blocked_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  visible: Visible,
+  blocks: HeadBlocks,
+  scale: float,
+  at_once: int = 1,
+) -> jax.Array:
+  """Softmax attention of the (token, head) pairs in a table.
+
+  Args:
+    q: [B, N, H, D].
+    k: [B, M, K, D]; query head h reads key/value head h // (H / K).
+    v: [B, M, K, D].
+    bias: [B or 1, H or 1, N, M] added to the scaled logits, or None.
+    visible: which keys a query sees.
+    blocks: the pairs at work.
+    scale: factor of the logits.
+    at_once: blocks of a head that are worked on together, at most.
+
+  Returns:
+    [B, N, H, D] in the dtype of v; 0 for pairs that are not at work and for
+    queries that see no key.
+  """
+  return _forward(q, k, v, bias, visible, blocks, scale, at_once)[0]
+
+
+def _forward(q, k, v, bias, visible, blocks, scale, at_once):
+  problem = _Problem(q.shape, k.shape, bias, visible, blocks, scale, at_once)
+  queries, keys, values = gather_rows(q, blocks), _by_head(k), _by_head(v)
+
+  def group(g: jax.Array, results: tuple) -> tuple:
+    ours, theirs = keys[g], values[g]
+
+    def work(rows: "_Rows", length: int, sums: tuple) -> tuple:
+      logits = problem.logits(rows, rows.of(queries), ours[:length])
+      weights, total, highest = unnormalized_softmax(
+        logits, masked=not visible.everything
+      )
+      out = _wide("rm,md->rd", weights.astype(v.dtype), theirs[:length])
+      log_sum = highest + jnp.log(total)
+      return ((out / total).astype(v.dtype), log_sum[:, 0]), sums
+
+    return problem.over_blocks(g, work, results, ())[0]
+
+  results = (
+    problem.no_rows(v.shape[-1:], v.dtype),
+    problem.no_rows((), jnp.float32),
+  )
+  out, log_sums = lax.fori_loop(0, problem.groups, group, results)
+  out = scatter_rows(out, blocks, q.shape[2])
+  return out, (q, k, v, bias, visible, blocks, out, log_sums)
+
+
+def _backward(scale, at_once, saved, grad):
+  q, k, v, bias, visible, blocks, out, log_sums = saved
+  problem = _Problem(q.shape, k.shape, bias, visible, blocks, scale, at_once)
+  queries, keys, values = gather_rows(q, blocks), _by_head(k), _by_head(v)
+  inner = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
+  grads, inner = (gather_rows(x, blocks) for x in (grad, inner))
+
+  def group(g: jax.Array, carry: tuple) -> tuple:
+    dq, dk, dv, dbias = carry
+    ours, theirs = keys[g], values[g]
+
+    def work(rows: "_Rows", length: int, sums: tuple) -> tuple:
+      dk, dv, dbias = sums
+      query, dout = rows.of(queries), rows.of(grads)
+      logits = problem.logits(rows, query, ours[:length])
+      weights = jnp.exp(logits - rows.of(log_sums)[:, None])
+      dv = _add_product(dv, dout, weights.astype(dout.dtype))
+      dweights = _wide("rd,md->rm", dout, theirs[:length])
+      dlogits = weights * (dweights - rows.of(inner)[:, None])
+      dbias = problem.add_bias_grad(dbias, rows, dlogits)
+      dlogits = (dlogits * scale).astype(q.dtype)
+      dk = _add_product(dk, query, dlogits)
+      dq = _wide("rm,md->rd", dlogits, ours[:length]).astype(q.dtype)
+      return (dq,), (dk, dv, dbias)
+
+    none = jnp.zeros(ours.shape[::-1], jnp.float32)
+    (dq,), sums = problem.over_blocks(g, work, (dq,), (none, none, dbias))
+    dk = dk.at[g].set(sums[0].astype(k.dtype))
+    dv = dv.at[g].set(sums[1].astype(v.dtype))
+    return dq, dk, dv, sums[2]
+
+  start = (
+    problem.no_rows(q.shape[-1:], q.dtype),
+    jnp.zeros_like(keys.swapaxes(1, 2)),
+    jnp.zeros_like(values.swapaxes(1, 2)),
+    None if bias is None else jnp.zeros(bias.shape, jnp.float32),
+  )
+  dq, dk, dv, dbias = lax.fori_loop(0, problem.groups, group, start)
+  if bias is not None:
+    dbias = dbias.astype(bias.dtype)
+  batch = q.shape[0]
+  dq = scatter_rows(dq, blocks, q.shape[2])
+  return dq, _from_heads(dk, batch), _from_heads(dv, batch), dbias, None, None
+
+
+blocked_attention.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+  """What both passes ask of the table, the bias and the masks."""
+
+  q_shape: tuple[int, ...]
+  k_shape: tuple[int, ...]
+  bias: jax.Array | None
+  visible: Visible
+  blocks: HeadBlocks
+  scale: float
+  at_once: int
+
+  @property
+  def most(self) -> int:
+    """Blocks that are worked on together, at most."""
+    return min(self.at_once, len(self.blocks.token))
+
+  @property
+  def groups(self) -> int:
+    """Key/value heads of the whole batch."""
+    return self.k_shape[0] * self.k_shape[2]
+
+  def no_rows(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros for every row, and for what one step may write beyond them."""
+    blocks, rows = self.blocks.token.shape
+    return jnp.zeros(((blocks + self.most - 1) * rows, *shape), dtype)
+
+  def over_blocks(
+    self, group: jax.Array, work: Callable, results: tuple, sums: tuple
+  ) -> tuple[tuple, tuple]:
+    """Works on all blocks that read a key/value head.
+
+    Args:
+      group: the key/value head.
+      work: (rows, L, sums) -> values of these rows, new sums.
+      results: values of all rows so far.
+      sums: what every step adds to.
+    """
+    heads = self.q_shape[2] // self.k_shape[2]
+    first, table = self.blocks.first, self.blocks
+    end = first[(group + 1) * heads]
+    lengths = self._lengths()
+    width = table.token.shape[1]
+
+    def program(count: int, length: int, t: jax.Array, sums: tuple) -> tuple:
+      token = lax.dynamic_slice_in_dim(table.token, t, count).reshape(-1)
+      rows = _Rows(t * width, table.head[t], token)
+      values, sums = work(rows, length, sums)
+      # Of one shape whatever the count: the next step writes over the rest.
+      spare = (self.most - count) * width
+      return jax.tree.map(lambda x: _lengthen(x, spare), values), sums
+
+    programs = [
+      functools.partial(program, count + 1, length)
+      for count in range(self.most)
+      for length in lengths
+    ]
+
+    def step(state: tuple) -> tuple:
+      t, results, sums = state
+      left = first[table.head[t] + 1] - t
+      # As even as possible: 9 blocks, 8 at once, are 5 and 4.
+      count = -(-left // -(-left // self.most))
+      index = (count - 1) * len(lengths)
+      if len(lengths) > 1:
+        index += self._last_key(t + count - 1) // lengths[0]
+      if len(programs) > 1:
+        values, sums = lax.switch(index, programs, t, sums)
+      else:
+        values, sums = programs[0](t, sums)
+      results = jax.tree.map(
+        lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * width, 0),
+        results,
+        values,
+      )
+      return t + count, results, sums
+
+    state = (first[group * heads], results, sums)
+    return lax.while_loop(lambda state: state[0] < end, step, state)[1:]
+
+  def _lengths(self) -> list[int]:
+    """Numbers of keys that have a program."""
+    keys = self.k_shape[1]
+    if not self.visible.causal or keys < 2 * _SMALLEST_SHARE:
+      return [keys]
+    step = max(_SMALLEST_SHARE, -(-keys // _SHARES))
+    return [min(end, keys) for end in range(step, keys + step, step)]
+
+  def _last_key(self, t: jax.Array) -> jax.Array:
+    """That a row of block t may see, where attention is causal."""
+    token, queries = self.blocks.token[t], self.q_shape[1]
+    last = jnp.where(token < queries, token, 0).max()
+    return jnp.maximum(last + self.k_shape[1] - queries, 0)
+
+  def logits(
+    self, rows: "_Rows", query: jax.Array, keys: jax.Array
+  ) -> jax.Array:
+    """Of rows and the first L keys, [r, L] float32, -inf where hidden."""
+    logits = _wide("rd,md->rm", query, keys) * self.scale
+    length = len(keys)
+    if self.bias is not None:
+      logits = logits + self.bias[self._bias_rows(rows)][:, :length]
+    if self.visible.everything:
+      return logits
+    row = rows.head // self.q_shape[2]
+    seen = jnp.ones((1, length), bool)
+    if self.visible.key_mask is not None:
+      seen = seen & self.visible.key_mask[row, :length]
+    if self.visible.segments is not None:
+      segments = self.visible.segments[row]
+      own = jnp.take(segments, rows.token, mode="clip")
+      seen = seen & (own[:, None] == segments[:length])
+    if self.visible.causal:
+      last = rows.token + self.k_shape[1] - self.q_shape[1]
+      seen = seen & (jnp.arange(length) <= last[:, None])
+    return jnp.where(seen, logits, -jnp.inf)
+
+  def add_bias_grad(
+    self, total: jax.Array | None, rows: "_Rows", grad: jax.Array
+  ) -> jax.Array | None:
+    """Adds [r, L] to the rows of the bias that were read."""
+    if total is None:
+      return None
+    fill = total.shape[-1] - grad.shape[-1]
+    grad = jnp.pad(grad, ((0, 0), (0, fill)))
+    return total.at[self._bias_rows(rows)].add(grad)
+
+  def _bias_rows(self, rows: "_Rows") -> tuple:
+    batch, heads = self.bias.shape[:2]
+    row = rows.head // self.q_shape[2] if batch > 1 else 0
+    head = rows.head % self.q_shape[2] if heads > 1 else 0
+    # Empty rows read the last token's; their gradients are 0.
+    return row, head, jnp.minimum(rows.token, self.q_shape[1] - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+  """Some rows of one head: where they lie, and which tokens they are."""
+
+  start: jax.Array  # [] int32
+  head: jax.Array  # [] int32
+  token: jax.Array  # [r] int32
+
+  def of(self, x: jax.Array) -> jax.Array:
+    """These rows of all rows."""
+    return lax.dynamic_slice_in_dim(x, self.start, len(self.token))
+
+
+def _lengthen(x: jax.Array, rows: int) -> jax.Array:
+  return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1))) if rows else x
+
+
+def _by_head(x: jax.Array) -> jax.Array:
+  """[B, M, K, D] to [B * K, M, D]."""
+  return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _from_heads(x: jax.Array, batch: int) -> jax.Array:
+  """[B * K, D, M] to [B, M, K, D]."""
+  return jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), -1, 1)
+
+
+def _add_product(total: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+  """Adds a^T b, of a [r, D] and b [r, L], to the first L columns [D, M]."""
+  # The barrier keeps the transposition of the small operand out of the product:
+  # XLA for CPUs takes twice as long for one that contracts the rows.
+  part = _wide("dr,rm->dm", lax.optimization_barrier(a.T), b)
+  return total.at[:, : part.shape[1]].add(part)
+
+
+def _wide(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

@@ -1,0 +1,107 @@
+"""Attention of every head from all logits at once.
+
+The form for short sequences and, with XLA's fusions, for accelerators without
+a kernel of their own.
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from moh_jax.ops.mesh import on_one_device
+from moh_jax.ops.softmax import unnormalized_softmax
+from moh_jax.ops.visible import Visible
+
+
+def dense_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  visible: Visible,
+  scale: float,
+) -> jax.Array:
+  """Softmax attention of every head from all logits, [B, H, N, M] float32.
+
+  Args:
+    q: [B, N, H, D].
+    k: [B, M, K, D].
+    v: [B, M, K, D].
+    bias: broadcastable to [B, H, N, M], or None.
+    visible: which keys a query sees.
+    scale: factor of the logits.
+
+  Returns:
+    [B, N, H, D] in the dtype of v; 0 for queries that see no key.
+  """
+  batch, queries, heads, dim = q.shape
+  keys, groups = k.shape[1:3]
+  mask = visible.mask(queries, keys)
+  # On one device batch and key/value heads are one axis, which makes the CPU's
+  # batched products twice as fast; a mesh that splits both needs them apart.
+  lead = (batch * groups,) if on_one_device() else (batch, groups)
+  # The queries of all heads that read the same keys are rows of one product.
+  q = q.reshape(batch, queries, groups, -1, dim).transpose(0, 2, 3, 1, 4)
+  q = q.reshape(*lead, -1, dim)
+  k, v = (x.swapaxes(1, 2).reshape(*lead, keys, dim) for x in (k, v))
+  logits = _logits(q, k)
+  logits = logits.reshape(batch, heads, queries, keys) * scale
+  if bias is not None:
+    logits = logits + bias
+  if mask is not None:
+    logits = jnp.where(mask, logits, -jnp.inf)
+  # Normalized after the product with the values: one pass less over M.
+  weights, total, _ = unnormalized_softmax(logits, masked=mask is not None)
+  out = _mix_values(weights.reshape(*q.shape[:-1], keys), v)
+  out = out.reshape(batch, heads, queries, dim) / total
+  return out.astype(v.dtype).swapaxes(1, 2)
+
+
+# Both products give float32 and round what comes back to the inputs' dtype
+# before the products of the backward pass: autodiff would multiply float32 by
+# bfloat16 there, at a fraction of the speed.
+@jax.custom_vjp
+def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
+  """Q [..., n, D] and k [..., m, D] to float32 [..., n, m]."""
+  return _wide("...nd,...md->...nm", q, k)
+
+
+def _logits_forward(q: jax.Array, k: jax.Array) -> tuple:
+  return _logits(q, k), (q, k)
+
+
+def _logits_backward(saved: tuple, grad: jax.Array) -> tuple:
+  q, k = saved
+  grad = grad.astype(q.dtype)
+  dq = jnp.einsum("...nm,...md->...nd", grad, k)
+  return dq, jnp.einsum("...nm,...nd->...md", grad, q)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
+
+
+@jax.custom_vjp
+def _mix_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+  """Weights [..., n, m] float32 and v [..., m, D] to float32 [..., n, D]."""
+  return _wide("...nm,...md->...nd", weights.astype(v.dtype), v)
+
+
+def _mix_forward(weights: jax.Array, v: jax.Array) -> tuple:
+  weights = weights.astype(v.dtype)
+  return _wide("...nm,...md->...nd", weights, v), (weights, v)
+
+
+def _mix_backward(saved: tuple, grad: jax.Array) -> tuple:
+  weights, v = saved
+  grad = grad.astype(v.dtype)
+  dv = jnp.einsum("...nm,...nd->...md", weights, grad)
+  return _wide("...nd,...md->...nm", grad, v), dv
+
+
+_mix_values.defvjp(_mix_forward, _mix_backward)
+
+
+def _wide(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
