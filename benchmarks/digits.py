@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import svm
 
-from benchmarks import timing
+from moh_jax.bench import timing
 from moh_jax.cli import common
 from moh_jax.data.sources import DigitsSource
 from moh_jax.inference.restore import Restored, restore

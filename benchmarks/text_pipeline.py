@@ -14,7 +14,7 @@ import time
 import grain
 import numpy as np
 
-from benchmarks import timing
+from moh_jax.bench import timing
 from moh_jax.cli import common
 from moh_jax.config.text import TextDataConfig
 from moh_jax.data.sequences import train_sequences

@@ -12,7 +12,7 @@ bits per byte when the router turns on, before any step, and after tuning.
 import argparse
 import pathlib
 
-from benchmarks import timing
+from moh_jax.bench import timing
 from moh_jax.cli import common
 from moh_jax.cli import main as cli
 from moh_jax.config import Config

@@ -10,7 +10,7 @@ import functools
 
 import jax
 
-from benchmarks import timing
+from moh_jax.bench import timing
 from moh_jax.cli import common
 from moh_jax.ops import window
 

@@ -17,6 +17,7 @@ from absl import flags
 # add_arguments(parser) and run(args) -> exit status; only the one that is
 # called is imported.
 COMMANDS = {
+  "bench": "time forms of attention, layers, decoding and models",
   "classify": "name what image files show",
   "convert": "turn a public checkpoint into one of ours",
   "encode-latents": "turn images into latents to train a diffusion model on",

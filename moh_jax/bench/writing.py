@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
-from moh_jax.config import LLMConfig, without_router
+from moh_jax.bench import compare
+from moh_jax.bench.compare import Setting, Variant
+from moh_jax.bench.programs import Program, jit_once
+from moh_jax.bench.report import Row
+from moh_jax.config import LLMConfig
 from moh_jax.inference.decoding import (
   Sampling,
   make_decode,
@@ -17,6 +20,7 @@ from moh_jax.inference.decoding import (
 from moh_jax.inference.generate import (
   batch_bucket,
   default_cache_dtype,
+  length_bucket,
   serving_params,
 )
 from moh_jax.models.llm import LLM
@@ -26,50 +30,55 @@ _SPAN = 32  # tokens written at one time
 _BATCHES = (1, 8)
 
 
-def rows(moh: LLMConfig, length: int, rounds: int) -> list[dict]:
-  """Times a model against its multi-head baseline, in turns.
+def measure(
+  models: dict[str, LLMConfig],
+  shares: dict[str, float],
+  length: int,
+  rounds: int,
+) -> list[Row]:
+  """Times models against their multi-head baseline, in turns.
 
   Args:
-    moh: the model.
-    length: tokens of a prompt; the cache has twice as many slots.
-    rounds: measured calls.
+    models: implementation -> model; "mha" is the baseline.
+    shares: implementation -> share of the heads that are at work.
+    length: tokens of a prompt; the cache has room for a span of tokens more.
+    rounds: measured turns.
 
   Returns:
     Rows of "prefill_B" (a batch of prompts) and "decode_B" (a token each).
   """
-  result = []
+  rows = []
   for batch in _BATCHES:
-    models = {"moh": moh, "mha": without_router(moh)}
     writers = {n: _Writer(m, batch, length) for n, m in models.items()}
     for mode in ("prefill", "decode"):
-      calls = {name: getattr(w, mode) for name, w in writers.items()}
-      times = timing.interleaved(calls, rounds)
-      tokens = length if mode == "prefill" else _SPAN
-      result += [
-        {
-          "variant": name,
-          "mode": f"{mode}_{batch}",
-          "ms": time.median * 1e3 / (1 if mode == "prefill" else _SPAN),
-          "spread": time.spread,
-          "units_per_second": batch * tokens / time.median,
-          "ratio_to_mha": time.median / times["mha"].median,
-        }
-        for name, time in times.items()
+      variants = [
+        Variant(
+          name,
+          shares[name],
+          Program(getattr(writer, mode), 1 if mode == "prefill" else _SPAN),
+          name == "mha",
+        )
+        for name, writer in writers.items()
       ]
-  return result
+      setting = Setting(
+        op="model",
+        mode=f"{mode}_{batch}",
+        length=length,
+        units=batch * (length if mode == "prefill" else 1),
+        rounds=rounds,
+        least=0.0,
+      )
+      rows += compare.measure(setting, variants)
+  return rows
 
 
 def random_params(config: LLMConfig) -> Any:
   """Parameters as they are drawn."""
   model = LLM(config)
   tokens = [jnp.zeros((1, 1), jnp.int32)]
-  on_cpu = jax.devices()[0].platform == "cpu"
-  options = {"xla_backend_optimization_level": 0} if on_cpu else None
-  init = jax.jit(
-    lambda: unbox(init_params(model, jax.random.key(1), tokens)),
-    compiler_options=options,
-  )
-  return init()
+  return jit_once(
+    lambda: unbox(init_params(model, jax.random.key(1), tokens))
+  )()
 
 
 class _Writer:
@@ -80,7 +89,7 @@ class _Writer:
     self._params = serving_params(random_params(config), config)
     self._read = make_prefill(model, default_cache_dtype(config))
     self._write = make_decode(model, None, _SPAN)
-    self._slots = 2 * length
+    self._slots = length_bucket(length + _SPAN)
     rows = batch_bucket(batch, config)
     self._prompts = (
       np.ones((rows, length), np.int32),

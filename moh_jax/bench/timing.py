@@ -1,6 +1,7 @@
 """Interleaved timing: what is compared runs in turns in one process."""
 
 import dataclasses
+import math
 import os
 import platform
 import resource
@@ -9,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 
 import jax
+
+_MOST_REPEATS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,25 +28,40 @@ class Timing:
 
 
 def interleaved(
-  calls: Mapping[str, Callable[[], object]], rounds: int
+  calls: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.0
 ) -> dict[str, Timing]:
   """Times functions in turns, so that a slow spell of the machine hits all.
 
   Args:
     calls: name -> function of JAX arrays without arguments.
-    rounds: measured calls of each; one more warms up.
+    rounds: measured turns of each; one more call warms up.
+    least: seconds that a turn should take: shorter calls are repeated in it.
 
   Returns:
-    name -> its times.
+    name -> its times of one call.
   """
+  repeats = {name: _repeats(call, least) for name, call in calls.items()}
   times: dict[str, list[float]] = {name: [] for name in calls}
-  for round_ in range(rounds + 1):
+  for _ in range(rounds):
     for name, call in calls.items():
-      start = time.perf_counter()
-      jax.block_until_ready(call())
-      if round_:
-        times[name].append(time.perf_counter() - start)
+      times[name].append(_seconds(call, repeats[name]))
   return {name: _summarize(values) for name, values in times.items()}
+
+
+def _repeats(call: Callable[[], object], least: float) -> int:
+  """Warms up, and counts the calls of a turn."""
+  _seconds(call)
+  if not least:
+    return 1
+  return min(math.ceil(least / _seconds(call)), _MOST_REPEATS)
+
+
+def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
+  """Of one call, mean of some."""
+  start = time.perf_counter()
+  for _ in range(repeats):
+    jax.block_until_ready(call())
+  return (time.perf_counter() - start) / repeats
 
 
 def _summarize(values: list[float]) -> Timing:

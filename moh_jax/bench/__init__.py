@@ -1,0 +1,1 @@
+"""Speed, memory and exactness, measured side by side in one process."""

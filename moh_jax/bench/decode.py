@@ -1,0 +1,138 @@
+"""Attention of one new token to a cache.
+
+Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from moh_jax.bench import compare, exactness
+from moh_jax.bench.attention import attention_flops, random_active
+from moh_jax.bench.compare import Setting, Variant
+from moh_jax.bench.options import DENSE_FORMS, HeadOptions
+from moh_jax.bench.programs import compile_program, default_loops
+from moh_jax.bench.report import Row
+from moh_jax.ops.cache import (
+  LayerCache,
+  cached_attention,
+  make_cache,
+  write_cache,
+)
+from moh_jax.ops.dense import dense_attention
+from moh_jax.ops.visible import Visible
+
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
+
+
+def _dense(
+  q: jax.Array, cache: LayerCache, visible: jax.Array, gates: jax.Array | None
+) -> jax.Array:
+  """Reads the keys and values of every head."""
+  out = cached_attention(q, cache, visible)
+  return out if gates is None else out * gates[..., None].astype(out.dtype)
+
+
+# name -> (q [B, 1, H, D], cache, visible [B, 1, M], gates [B, 1, H] or None)
+# -> gated [B, 1, H, D].
+_IMPLEMENTATIONS: dict[str, Callable] = {"dense": _dense}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions(HeadOptions):
+  """Of one token more.
+
+  Attributes:
+    cache_dtype: of `CACHE_DTYPES`; None is the compute dtype.
+  """
+
+  lengths: tuple[int, ...] = (1024, 4096)
+  cache_dtype: str | None = None
+
+  known_implementations: ClassVar[tuple[str, ...]] = tuple(_IMPLEMENTATIONS)
+
+
+def measure(options: DecodeOptions, peak: float) -> list[Row]:
+  """Compares gated attention to a cache with multi-head attention to it.
+
+  Args:
+    options: what to compare.
+    peak: the device's matrix peak, FLOP/s.
+  """
+  rows = []
+  for length in options.lengths:
+    setting = Setting(
+      op="decode",
+      mode="decode",
+      length=length,
+      units=options.batch,
+      rounds=options.rounds,
+      dtype=options.dtype,
+      peak=peak,
+    )
+    rows += compare.measure(setting, _variants(options, length))
+  return rows
+
+
+def _variants(options: DecodeOptions, length: int) -> list[Variant]:
+  batch, heads, dim = options.batch, options.heads, options.head_dim
+  keys = jax.random.split(jax.random.key(0), 3)
+  q = jax.random.normal(keys[0], (batch, 1, heads, dim), options.dtype)
+  cache = make_cache(
+    batch,
+    options.num_kv_heads,
+    length,
+    dim,
+    options.cache_dtype or options.dtype,
+  )
+  new = (
+    jax.random.normal(key, (batch, length, options.num_kv_heads, dim))
+    for key in keys[1:]
+  )
+  cache = write_cache(cache, *new, jnp.int32(0))
+  visible = jnp.ones((batch, 1, length), bool)
+  expected = _reference(q, cache)
+  variants = []
+  for budget in (None, *options.budgets()):
+    gates, names = None, [n for n in options.compared if n in DENSE_FORMS]
+    if budget is not None:
+      mask = random_active(budget, batch, 1).mask
+      gates, names = mask.astype(jnp.float32), options.compared
+    share = 1.0 if budget is None else budget.share
+    for name in names:
+      program = compile_program(
+        _IMPLEMENTATIONS[name], q, cache, visible, gates, loops=default_loops()
+      )
+      gated = expected if gates is None else expected * gates[..., None]
+      variants.append(
+        Variant(
+          name,
+          share,
+          program,
+          budget is None,
+          # A new token sees every slot.
+          attention_flops(round(batch * heads * share), length, dim),
+          exactness.compare((program.run(), ()), (gated, ())),
+        )
+      )
+  return variants
+
+
+@jax.jit
+def _reference(q: jax.Array, cache: LayerCache) -> jax.Array:
+  """The dense form in float32, on the keys and values of a cache."""
+  k, v = (x.astype(jnp.float32) for x in (cache.k, cache.v))
+  if cache.k_scale is not None:
+    k, v = k * cache.k_scale[..., None], v * cache.v_scale[..., None]
+  with jax.default_matmul_precision("highest"):
+    return dense_attention(
+      q.astype(jnp.float32),
+      k.swapaxes(1, 2),
+      v.swapaxes(1, 2),
+      None,
+      Visible(),
+      q.shape[-1] ** -0.5,
+    )

@@ -1,0 +1,46 @@
+import functools
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.bench import decode as bench
+from moh_jax.bench.decode import CACHE_DTYPES, DecodeOptions
+
+_TINY = functools.partial(
+  DecodeOptions, lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,)
+)
+
+
+class MeasureTest(parameterized.TestCase):
+  def test_gated_attention_stands_beside_multi_head_attention(self):
+    rows = bench.measure(
+      _TINY(lengths=(16, 32), shares=(50, 75), batch=3, kv_heads=2), 1e9
+    )
+    forms = [(1.0, "mha"), (0.5, "dense"), (0.75, "dense")]
+    self.assertEqual(
+      [(r.length, r.share, r.implementation) for r in rows],
+      [(n, *form) for n in (16, 32) for form in forms],
+    )
+    self.assertEqual({r.mode for r in rows}, {"decode"})
+    self.assertEqual([r.name for r in rows if r.fault], [])
+    # 3 texts, 4 heads, 16 slots, 2 products of 8 multiplications.
+    self.assertEqual(rows[0].flops, 2 * 3 * 4 * 16 * 2 * 8)
+    self.assertEqual(rows[1].flops, rows[0].flops / 2)
+
+  @parameterized.parameters(*CACHE_DTYPES)
+  def test_every_cache_is_exact(self, dtype):
+    rows = bench.measure(_TINY(cache_dtype=dtype), 1e9)
+    self.assertEqual([row.fault for row in rows], [None, None])
+
+  def test_wrong_form_is_found(self):
+    def wrong(q, cache, visible, gates):
+      out = bench._dense(q, cache, visible, gates)
+      return out if gates is None else out * 1.01
+
+    with mock.patch.dict(bench._IMPLEMENTATIONS, {"dense": wrong}):
+      rows = bench.measure(_TINY(), 1e9)
+    self.assertEqual([row.fault is None for row in rows], [True, False])
+
+
+if __name__ == "__main__":
+  absltest.main()
