@@ -9,7 +9,13 @@ from flax import traverse_util
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import Config
+from moh_jax.config.layers import LayerGroup
 from moh_jax.models.build import make_model
+from moh_jax.ops.attention_forms import (
+  AttentionCase,
+  choose_form,
+  platform,
+)
 from moh_jax.training import checkpoint
 from moh_jax.training.state import abstract_params, unbox
 
@@ -54,6 +60,7 @@ def _layers(model: Any) -> list[dict]:
   routed = model.router != "none"
   for index, group in enumerate(model.layer_groups()):
     budget = group.budget
+    active = budget.active if routed else budget.num_heads
     for _ in range(group.depth):
       rows.append(
         {
@@ -65,10 +72,30 @@ def _layers(model: Any) -> list[dict]:
           "shared": budget.shared,
           "routed": budget.routed,
           "top_k": budget.top_k,
-          "active": budget.active if routed else budget.num_heads,
+          "active": active,
+          "attention": _attention(model, group, active),
         }
       )
   return rows
+
+
+def _attention(model: Any, group: LayerGroup, active: int) -> str:
+  """The form of attention that the layer has here, for one example."""
+  if group.sees == "window":
+    return "window"
+  budget = group.budget
+  case = AttentionCase(
+    platform=platform(),
+    batch=1,
+    queries=group.tokens,
+    keys=group.tokens,
+    num_heads=budget.num_heads,
+    head_dim=budget.head_dim,
+    active=active,
+    causal=group.sees == "before",
+    dtype=model.dtype,
+  )
+  return choose_form(model.attention_impl, case).name
 
 
 def _by_module(params: dict) -> dict[str, int]:

@@ -27,12 +27,15 @@ class LayerGroup:
     depth: layers.
     width: C.
     tokens: N, of a text the longest.
+    sees: what a token attends to: "all" tokens, those "before" it, or a
+      "window" and pooled tokens.
   """
 
   budget: HeadBudget
   depth: int
   width: int
   tokens: int
+  sees: str = "all"
 
 
 class LayerStack:
@@ -40,8 +43,10 @@ class LayerStack:
 
   Their fields `num_heads`, `shared_heads` and `top_k` are tuples of one value
   per layer; `head_dim`, `width`, `router`, `gate_form` and `two_stage` hold for
-  all. `num_tokens` is the N of every layer.
+  all. `num_tokens` is the N of every layer, `sees` as in `LayerGroup`.
   """
+
+  sees = "all"
 
   @property
   def depth(self) -> int:
@@ -89,7 +94,7 @@ class LayerStack:
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The layers by groups of equal ones, in order."""
     return tuple(
-      LayerGroup(run.budget, run.depth, self.width, self.num_tokens)
+      LayerGroup(run.budget, run.depth, self.width, self.num_tokens, self.sees)
       for run in self.runs()
     )
 

@@ -87,6 +87,7 @@ class LLMConfig(LayerStack):
   # Fields that change neither the parameters nor what they mean, so that a
   # checkpoint may be continued or served with other values.
   RUNTIME_FIELDS = ("attention_impl", "dtype", "loss_chunk", "remat")
+  sees = "before"
 
   def __post_init__(self):
     one_of("model", ("llm",), family=self.family)

@@ -178,11 +178,21 @@ class ViTConfig:
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The blocks by stage."""
     parts = zip(
-      self.budgets(), self.depths, self.embed_dims, self.stage_shapes()
+      self.budgets(),
+      self.depths,
+      self.embed_dims,
+      self.stage_shapes(),
+      self.sr_ratios,
     )
     return tuple(
-      LayerGroup(budget, depth, width, shape.grid[0] * shape.grid[1])
-      for budget, depth, width, shape in parts
+      LayerGroup(
+        budget,
+        depth,
+        width,
+        shape.grid[0] * shape.grid[1],
+        "all" if ratio == 1 else "window",
+      )
+      for budget, depth, width, shape, ratio in parts
     )
 
   def stage_shapes(self) -> tuple[StageShape, ...]:

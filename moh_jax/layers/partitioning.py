@@ -103,7 +103,8 @@ def map_shards(
     return resolve_spec(axes, [common.get(n, 1) for n in axes], sizes, rules)
 
   specs = tuple(spec(axes) for axes in names)
-  used = {a for s in specs for entry in s if entry for a in entry}
+  entries = [entry for s in specs for entry in s if entry]
+  used = {a for e in entries for a in ((e,) if isinstance(e, str) else e)}
   if not used:
     return function(*arrays)
   mapped = jax.shard_map(

@@ -15,6 +15,7 @@ from moh_jax.ops.attention_forms import (
   platform,
 )
 from moh_jax.ops.blocked import blocked_attention
+from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
 from moh_jax.ops.mesh import on_one_device
@@ -91,6 +92,8 @@ def attention(
   visible = Visible(key_mask, segments, causal)
   if form.name == "dense":
     return dense_attention(q, k, v, bias, visible, scale)
+  if form.name == "cudnn":
+    return cudnn_attention(q, k, v, bias, visible, active, scale)
   if bias is not None:
     rows = jnp.reshape(bias, (1,) * (4 - bias.ndim) + bias.shape)
     bias = jnp.broadcast_to(rows, (*rows.shape[:2], queries, keys))

@@ -94,6 +94,8 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     raise ValueError(
       f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
     )
+  if implementation == "cudnn":
+    return _cudnn_form(case)
   if case.active == case.num_heads:  # nothing to leave out
     packs = False
   elif implementation == "auto":
@@ -101,6 +103,19 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
   else:
     packs = implementation == "packed"
   return _packed_form(case) if packs else _dense_form(case)
+
+
+def _cudnn_form(case: AttentionCase) -> Form:
+  problem = ""
+  if case.platform != "gpu":
+    problem = f"an NVIDIA GPU, this is a {case.platform}"
+  elif case.dtype not in ("bfloat16", "float16"):
+    problem = f"model.dtype bfloat16 or float16, not {case.dtype}"
+  elif case.head_dim % 8:
+    problem = f"a head_dim that is a multiple of 8, not {case.head_dim}"
+  if problem:
+    raise ValueError(f"implementation='cudnn' needs {problem}")
+  return Form("cudnn")
 
 
 def _logits_are_cached(case: AttentionCase) -> bool:

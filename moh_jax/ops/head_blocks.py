@@ -10,6 +10,7 @@ Shapes: B batch, N tokens, H heads, T blocks, R rows of a block.
 """
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -117,6 +118,7 @@ def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
   )
 
 
+@jax.custom_vjp
 def gather_rows(x: jax.Array, blocks: HeadBlocks) -> jax.Array:
   """Values of pairs [B, N, H, ...] as rows [T * R, ...]; empty ones are 0."""
   batch, tokens, heads = x.shape[:3]
@@ -127,7 +129,32 @@ def gather_rows(x: jax.Array, blocks: HeadBlocks) -> jax.Array:
   return jnp.take(flat, index, axis=0, mode="fill", fill_value=0)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def scatter_rows(rows: jax.Array, blocks: HeadBlocks, heads: int) -> jax.Array:
   """Rows [T * R, ...] to pairs [B, N, H, ...]; 0 where none is at work."""
   out = jnp.take(rows, blocks.row, axis=0, mode="fill", fill_value=0)
   return out.reshape(-1, heads, *out.shape[1:]).swapaxes(1, 2)
+
+
+# Either undoes the other, so each is the other's gradient too: autodiff would
+# add to rows one by one what is a plain gather.
+def _gather_forward(x: jax.Array, blocks: HeadBlocks) -> tuple:
+  # An empty array that knows how many heads there are.
+  return gather_rows(x, blocks), (blocks, jnp.zeros((x.shape[2], 0)))
+
+
+def _gather_backward(saved: tuple, grad: jax.Array) -> tuple:
+  blocks, heads = saved
+  return scatter_rows(grad, blocks, len(heads)), None
+
+
+def _scatter_forward(rows: jax.Array, blocks: HeadBlocks, heads: int) -> tuple:
+  return scatter_rows(rows, blocks, heads), blocks
+
+
+def _scatter_backward(heads: int, blocks: HeadBlocks, grad: jax.Array) -> tuple:
+  return gather_rows(grad, blocks), None
+
+
+gather_rows.defvjp(_gather_forward, _gather_backward)
+scatter_rows.defvjp(_scatter_forward, _scatter_backward)

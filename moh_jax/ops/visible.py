@@ -33,7 +33,7 @@ class Visible:
     return self.key_mask is None and self.segments is None and not self.causal
 
   def mask(self, num_queries: int, num_keys: int) -> jax.Array | None:
-    """All in one, broadcastable to [B, 1, N, M]; None sees everything."""
+    """All in one, [B or 1, 1, N or 1, M]; None sees everything."""
     masks = []
     if self.key_mask is not None:
       masks.append(self.key_mask[:, None, None, :])
@@ -41,5 +41,6 @@ class Visible:
       equal = self.segments[:, :, None] == self.segments[:, None, :]
       masks.append(equal[:, None])
     if self.causal:
-      masks.append(jnp.tri(num_queries, num_keys, num_keys - num_queries, bool))
+      last = num_keys - num_queries
+      masks.append(jnp.tri(num_queries, num_keys, last, bool)[None, None])
     return functools.reduce(jnp.logical_and, masks) if masks else None

@@ -37,6 +37,7 @@ class InspectCommandTest(parameterized.TestCase):
     expected = {
       "layer": 0, "stage": 1, "tokens": 4, "num_heads": 4, "head_dim": 2,
       "shared": 1, "routed": 3, "top_k": 1, "active": 2,
+      "attention": "dense",
     }  # fmt: skip
     self.assertEqual(layer, expected)
 
@@ -54,6 +55,16 @@ class InspectCommandTest(parameterized.TestCase):
     self.assertLen(report["layers"], 4)
     self.assertEqual(report["activated_share"], share)
 
+  def test_says_which_layers_skip_heads(self):
+    report = _report("--config", f"{_CONFIGS / 'llm_stdlib.py'}:moh")
+    self.assertEqual({r["attention"] for r in report["layers"]}, {"packed"})
+    report = _report("--config", f"{_CONFIGS / 'llm_stdlib.py'}:mha")
+    self.assertEqual({r["attention"] for r in report["layers"]}, {"blocked"})
+    report = _report("--config", f"{_CONFIGS / 'vit_digits.py'}:moh")
+    attention = [row["attention"] for row in report["layers"]]
+    self.assertEqual(attention[0], "window")
+    self.assertEqual(attention[-1], "dense")
+
   def test_prints_the_same_for_people(self):
     status, out, _ = tiny_checkpoint.call(
       "inspect", "--checkpoint", self._checkpoint()
@@ -67,7 +78,7 @@ class InspectCommandTest(parameterized.TestCase):
     root = self.enterContext(tempfile.TemporaryDirectory())
     tiny_checkpoint.save_dit(root)
     report = _report("--checkpoint", root)
-    common = {"tokens": 4, "head_dim": 4, "top_k": 1}
+    common = {"tokens": 4, "head_dim": 4, "top_k": 1, "attention": "dense"}
     first = {"layer": 0, "stage": 1, "num_heads": 2, "shared": 1, "routed": 1}
     second = {"layer": 1, "stage": 2, "num_heads": 4, "shared": 2, "routed": 2}
     self.assertEqual(

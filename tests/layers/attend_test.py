@@ -1,0 +1,133 @@
+"""Attention of the heads at work, on one device and split over a mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import MeshConfig
+from moh_jax.layers.moh import (
+  HeadChoice,
+  MoHAttention,
+  Places,
+  active_heads,
+  attend,
+)
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.training import sharding
+from moh_jax.training.state import unbox
+
+_BUDGET = HeadBudget(num_heads=4, shared=1, top_k=1, head_dim=8)
+
+
+class ActiveHeadsTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.gates = jnp.array([[[1.0, 0.0, 0.5, 0.0]]])
+
+  def test_are_those_with_a_gate(self):
+    active = active_heads(self.gates, _BUDGET, RouterConfig())
+    np.testing.assert_array_equal(active.mask, [[[True, False, True, False]]])
+    self.assertEqual(active.most, 2)
+
+  def test_a_number_that_may_change_has_the_heads_as_its_bound(self):
+    choice = HeadChoice(top_k=jnp.int32(1))
+    active = active_heads(self.gates, _BUDGET, RouterConfig(), choice)
+    self.assertEqual(active.most, 4)
+
+  def test_every_head_counts_without_a_router(self):
+    self.assertIsNone(active_heads(None, _BUDGET, RouterConfig("none")))
+
+  def test_every_head_counts_for_gradients_to_all_scores(self):
+    router = RouterConfig("query_norm", straight_through="all")
+    self.assertIsNone(active_heads(self.gates, _BUDGET, router))
+
+
+class MeshTest(parameterized.TestCase):
+  @parameterized.product(kv_heads=(2, 4, 1), causal=(False, True))
+  def test_split_batch_and_heads_equal_one_device(self, kv_heads, causal):
+    r = jax.random.split(jax.random.key(0), 5)
+    q = jax.random.normal(r[0], (8, 70, 4, 8))
+    k, v = (jax.random.normal(key, (8, 70, kv_heads, 8)) for key in r[1:3])
+    mask = jax.random.bernoulli(r[3], 0.5, q.shape[:3])
+    weights = jax.random.normal(r[4], q.shape) * mask[..., None]
+    options = {
+      "key_mask": jnp.arange(70)[None] < 60 + jnp.arange(8)[:, None],
+      "segments": jnp.arange(70)[None].repeat(8, 0) // 40,
+      "causal": causal,
+    }
+
+    def loss(q, k, v, implementation):
+      active = ActiveHeads(mask, 4)
+      out = attend(
+        q, k, v, active=active, implementation=implementation, **options
+      )
+      return (out * weights).sum()
+
+    grad = functools.partial(
+      jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnums=3), q, k, v
+    )
+    expected = grad("dense")
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with sharding.use_mesh(mesh):
+      total, grads = grad("packed")
+    np.testing.assert_allclose(total, expected[0], rtol=1e-5)
+    for got, want in zip(grads, expected[1]):
+      np.testing.assert_allclose(got, want, atol=1e-5)
+
+  def test_devices_pack_their_own_heads(self):
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    q = jnp.ones((8, 40, 4, 8))
+    active = ActiveHeads(jnp.ones((8, 40, 4), bool), 3)
+    with sharding.use_mesh(mesh):
+      compiled = (
+        jax.jit(
+          lambda q: attend(
+            q, q, q, active=active, causal=True, implementation="packed"
+          )
+        )
+        .lower(sharding.shard_batch({"x": q}, mesh)["x"])
+        .compile()
+      )
+    text = compiled.as_text()
+    for word in ("all-reduce", "all-to-all", "collective-permute"):
+      self.assertNotIn(word, text)
+
+
+class LayerTest(parameterized.TestCase):
+  @parameterized.product(
+    router=("two_stage", "query_norm", "none"), causal=(False, True)
+  )
+  def test_packed_layer_equals_the_dense_one(self, router, causal):
+    layer = MoHAttention(
+      HeadBudget(num_heads=6, shared=2, top_k=2, head_dim=8),
+      RouterConfig(router),
+      num_kv_heads=3,
+      causal=causal,
+      implementation="dense",
+    )
+    x = jax.random.normal(jax.random.key(0), (2, 50, 24))
+    token_mask = jnp.arange(50) < jnp.array([[50], [44]])
+    places = Places(segments=jnp.arange(50)[None].repeat(2, 0) // 30)
+    params = unbox(layer.init(jax.random.key(1), x))
+    params = jax.tree.map(lambda leaf: 20 * leaf, params)
+
+    def loss(params, x, implementation):
+      same = dataclasses.replace(layer, implementation=implementation)
+      out, aux = same.apply(params, x, token_mask, places=places)
+      out = jnp.where(token_mask[..., None], out, 0.0)
+      return jnp.square(out).sum() + aux.balance_loss
+
+    grad = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    want, got = grad(params, x, "dense"), grad(params, x, "packed")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+      scale = max(1.0, float(jnp.abs(b).max()))
+      np.testing.assert_allclose(a, b, atol=1e-5 * scale)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,97 @@
+"""Which form a call gets."""
+
+import dataclasses
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.ops.attention_forms import (
+  IMPLEMENTATIONS,
+  AttentionCase,
+  Form,
+  choose_form,
+)
+
+_CASE = AttentionCase(
+  platform="cpu",
+  batch=1,
+  queries=1024,
+  keys=1024,
+  num_heads=32,
+  head_dim=64,
+  active=16,
+)
+
+
+def _name(implementation: str = "auto", **changes) -> str:
+  case = dataclasses.replace(_CASE, **changes)
+  return choose_form(implementation, case).name
+
+
+class ChooseTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({}, "packed"),
+    ({"active": 24}, "packed"),
+    ({"active": 29}, "blocked"),  # 90 %: nothing is gained
+    ({"active": 32}, "blocked"),
+    ({"queries": 128, "keys": 128}, "dense"),
+    ({"queries": 128, "keys": 128, "batch": 64}, "blocked"),
+    ({"queries": 256, "keys": 256}, "packed"),
+    ({"queries": 256, "keys": 256, "active": 24}, "dense"),
+    ({"queries": 256, "keys": 256, "active": 24, "causal": True}, "packed"),
+    ({"queries": 1}, "dense"),
+    ({"one_device": False}, "dense"),
+    ({"platform": "gpu"}, "dense"),
+    ({"platform": "tpu"}, "dense"),
+  )
+  def test_auto(self, changes, expected):
+    self.assertEqual(_name(**changes), expected)
+
+  @parameterized.parameters("cpu", "gpu", "tpu")
+  def test_what_is_asked_for_is_done(self, platform):
+    self.assertEqual(_name("packed", platform=platform), "packed")
+    self.assertNotEqual(_name("dense", platform=platform), "packed")
+
+  def test_nothing_to_pack_is_dense(self):
+    self.assertEqual(_name("packed", active=32), "blocked")
+
+  @parameterized.parameters(
+    ({}, 64, 8),
+    ({"queries": 256}, 32, 8),
+    ({"causal": True}, 64, 4),
+    ({"causal": True, "queries": 4096}, 128, 4),
+  )
+  def test_rows_of_packed_blocks(self, changes, rows, at_once):
+    case = dataclasses.replace(_CASE, **changes)
+    expected = Form("packed", rows, at_once)
+    self.assertEqual(choose_form("packed", case), expected)
+
+  @parameterized.parameters((1024, 512), (4096, 1024), (300, 300))
+  def test_rows_of_dense_blocks(self, queries, rows):
+    case = dataclasses.replace(_CASE, queries=queries, keys=4096)
+    self.assertEqual(choose_form("dense", case), Form("blocked", rows))
+
+
+class CudnnTest(parameterized.TestCase):
+  def test_is_taken_on_a_gpu(self):
+    self.assertEqual(_name("cudnn", platform="gpu", dtype="bfloat16"), "cudnn")
+
+  @parameterized.parameters(
+    ({"platform": "tpu"}, "an NVIDIA GPU, this is a tpu"),
+    ({"dtype": "float32"}, "bfloat16 or float16, not float32"),
+    ({"head_dim": 36}, "a multiple of 8, not 36"),
+  )
+  def test_what_it_cannot_do_is_refused(self, changes, message):
+    able = {"platform": "gpu", "dtype": "bfloat16"}
+    with self.assertRaisesRegex(ValueError, message):
+      _name("cudnn", **(able | changes))
+
+
+class ErrorsTest(absltest.TestCase):
+  def test_unknown_implementation_lists_the_known(self):
+    with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
+      _name("flush")
+    self.assertIn("packed", IMPLEMENTATIONS)
+
+
+if __name__ == "__main__":
+  absltest.main()
