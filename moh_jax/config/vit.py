@@ -86,6 +86,11 @@ class ViTConfig:
   def __post_init__(self):
     one_of("model", ("vit",), family=self.family)
     check_runtime(self)
+    if self.attention_impl == "kernel":
+      raise ValueError(
+        "model.attention_impl='kernel' must be 'auto', 'dense', 'packed' or "
+        "'cudnn': the kernels add no position bias"
+      )
     at_least("model", 1, channels=self.channels, num_classes=self.num_classes)
     at_least("model", 1, patch_stride=self.patch_stride)
     at_least("model", 0, fixed_pool_size=self.fixed_pool_size)

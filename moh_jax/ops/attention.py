@@ -18,6 +18,7 @@ from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
+from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.mesh import on_one_device
 from moh_jax.ops.visible import Visible
 
@@ -97,10 +98,21 @@ def attention(
   if bias is not None:
     rows = jnp.reshape(bias, (1,) * (4 - bias.ndim) + bias.shape)
     bias = jnp.broadcast_to(rows, (*rows.shape[:2], queries, keys))
-  if form.name == "blocked":
+  if form.name == "blocked" or active is None:
     blocks = all_blocks(batch, queries, heads, form.rows)
   else:
     blocks = head_blocks(active, form.rows)
+  if form.name == "kernel":
+    return kernel_attention(
+      q,
+      k,
+      v,
+      visible,
+      blocks,
+      scale,
+      platform="tpu" if case.platform == "tpu" else "gpu",
+      interpret=case.platform == "cpu",
+    )
   dtype = v.dtype
   if case.platform == "cpu":
     # XLA for CPUs rewrites whole arrays of 16 bits in every turn of a loop.

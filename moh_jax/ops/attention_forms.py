@@ -5,7 +5,8 @@ Five forms give the same values to rounding:
 - "dense": all logits at once (`ops/dense.py`).
 - "blocked": every head, some rows at a time (`ops/blocked.py`).
 - "packed": like "blocked", but only the heads that tokens chose.
-- "kernel": like "packed", as one kernel (`ops/kernels/`).
+- "kernel": like "packed", as one kernel (`ops/kernels/`); a CPU interprets it,
+  for tests.
 - "cudnn": cuDNN's fused attention on NVIDIA GPUs (`ops/cudnn.py`).
 
 `choose_form` maps what users ask for to one of them. Its rules for CPUs come
@@ -16,11 +17,16 @@ import dataclasses
 
 import jax
 
+from moh_jax.ops.kernels.sizes import block_sizes, device_kind
+
 IMPLEMENTATIONS = ("auto", "dense", "packed", "kernel", "cudnn")
 
 # On a CPU, logits of a whole batch that its caches hold, in elements: all at
 # once is fastest up to here, several times slower beyond.
 _CACHED_LOGITS = 3 << 20
+
+# Whose kernels a platform runs; a CPU interprets those of GPUs, slowly.
+_KERNELS = {"cpu": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,8 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     )
   if implementation == "cudnn":
     return _cudnn_form(case)
+  if implementation == "kernel":
+    return _kernel_form(case)
   if case.active == case.num_heads:  # nothing to leave out
     packs = False
   elif implementation == "auto":
@@ -103,6 +111,17 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
   else:
     packs = implementation == "packed"
   return _packed_form(case) if packs else _dense_form(case)
+
+
+def _kernel_form(case: AttentionCase) -> Form:
+  if case.biased:
+    raise ValueError(
+      "implementation='kernel' adds no bias to the logits; 'packed' does"
+    )
+  kind = device_kind(_KERNELS[case.platform])
+  per_head = case.queries * case.active // case.num_heads
+  sizes = block_sizes(kind, case.head_dim, case.dtype, per_head)
+  return Form("kernel", sizes.rows)
 
 
 def _cudnn_form(case: AttentionCase) -> Form:

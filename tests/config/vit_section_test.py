@@ -20,6 +20,7 @@ _OUT_OF_RANGE = (
   ("dtype", "float64", "('float32', 'bfloat16')"),
   ("remat", "some", "('none', 'full', 'dots')"),
   ("attention_impl", "flash", "'dense'"),
+  ("attention_impl", "kernel", "add no position bias"),
   ("channels", 0, "at least 1"),
   ("num_classes", 0, "at least 1"),
   ("patch_stride", 0, "at least 1"),

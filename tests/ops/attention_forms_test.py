@@ -71,6 +71,19 @@ class ChooseTest(parameterized.TestCase):
     self.assertEqual(choose_form("dense", case), Form("blocked", rows))
 
 
+class KernelTest(parameterized.TestCase):
+  @parameterized.parameters("cpu", "gpu", "tpu")
+  def test_rows_are_those_of_the_tiles(self, platform):
+    case = dataclasses.replace(_CASE, platform=platform, dtype="bfloat16")
+    form = choose_form("kernel", case)
+    self.assertEqual(form.name, "kernel")
+    self.assertIn(form.rows, (64, 128, 256))
+
+  def test_bias_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "'kernel' adds no bias"):
+      _name("kernel", platform="gpu", biased=True)
+
+
 class CudnnTest(parameterized.TestCase):
   def test_is_taken_on_a_gpu(self):
     self.assertEqual(_name("cudnn", platform="gpu", dtype="bfloat16"), "cudnn")

@@ -7,6 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops.attention import attention
+from moh_jax.ops.head_blocks import ActiveHeads
 
 _B, _H, _D = 2, 4, 6
 
@@ -139,6 +140,32 @@ class AttentionTest(parameterized.TestCase):
 
     np.testing.assert_allclose(
       jax.jit(call)(q, k, v, mask), call(q, k, v, mask), atol=1e-6
+    )
+
+
+class ActiveTest(parameterized.TestCase):
+  """Heads that no gate weighs may be left out; those at work are the same."""
+
+  @parameterized.product(
+    implementation=("auto", "dense", "packed", "kernel"),
+    causal=(False, True),
+    every=(False, True),
+  )
+  def test_implementations_agree_on_the_heads_at_work(
+    self, implementation, causal, every
+  ):
+    q, k, v = _inputs(queries=20, keys=20, kv_heads=2)
+    on = jax.random.bernoulli(jax.random.key(0), 0.5, q.shape[:3])
+    active = None if every else ActiveHeads(on, _H)
+    on = jnp.ones_like(on) if every else on
+    out = attention(
+      q, k, v, causal=causal, active=active, implementation=implementation
+    )
+    expected = _reference(q, k, v, causal=causal)
+    np.testing.assert_allclose(
+      jnp.where(on[..., None], out, 0),
+      np.where(on[..., None], expected, 0),
+      atol=2e-6,
     )
 
 

@@ -1,0 +1,122 @@
+"""Attention of the pairs at work in one kernel, with its gradients.
+
+The kernels read keys and values in place and the queries as rows: the (token,
+head) pairs of `HeadBlocks`. What the gradients need is kept as rows too, so
+its size is that of the heads at work.
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim, T blocks, R rows of a block.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
+from moh_jax.ops.kernels import gpu, tpu
+from moh_jax.ops.kernels.problem import Problem
+from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes, device_kind
+from moh_jax.ops.visible import Visible
+
+_PLATFORMS = {"gpu": gpu, "tpu": tpu}
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def kernel_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  visible: Visible,
+  blocks: HeadBlocks,
+  scale: float,
+  *,
+  platform: str,
+  sizes: BlockSizes | None = None,
+  interpret: bool = False,
+) -> jax.Array:
+  """Softmax attention of the (token, head) pairs in a table, as one kernel.
+
+  Sums are float32. Products of float32 inputs have the precision of
+  `jax.default_matmul_precision`, as elsewhere.
+
+  Args:
+    q: [B, N, H, D] bfloat16, float16 or float32.
+    k: [B, M, K, D]; query head h reads key/value head h // (H / K).
+    v: [B, M, K, D].
+    visible: which keys a query sees.
+    blocks: the pairs at work; on GPUs, rows of a block are a power of two of
+      at least 16.
+    scale: factor of the logits.
+    platform: "gpu" (NVIDIA, Triton) or "tpu".
+    sizes: of the tiles; None is what `block_sizes` knows of the device. The
+      rows of the blocks are those of the table whatever it says.
+    interpret: runs the kernels on any device, slowly.
+
+  Returns:
+    [B, N, H, D] in the dtype of v; 0 for pairs that are not at work and for
+    queries that see no key.
+
+  Raises:
+    ValueError: the platform, a dtype or the rows of a block are not supported.
+  """
+  chex.assert_rank((q, k, v), 4)
+  chex.assert_equal_shape((k, v))
+  chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
+  chex.assert_shape(blocks.row, (q.shape[0] * q.shape[2], q.shape[1]))
+  if platform not in _PLATFORMS:
+    raise ValueError(f"platform={platform!r} must be one of {set(_PLATFORMS)}")
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.dtype not in _DTYPES:
+      known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
+      raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
+  rows = blocks.token.shape[1]
+  _PLATFORMS[platform].check_rows(rows)
+  dtype, out_dtype = jnp.promote_types(q.dtype, k.dtype), v.dtype
+  if platform == "tpu":  # without float16
+    dtype, v_dtype = (_no_float16(x) for x in (dtype, out_dtype))
+    v = v.astype(v_dtype)
+  if sizes is None:
+    sizes = block_sizes(device_kind(platform), q.shape[-1], dtype)
+  options = (float(scale), platform, sizes.with_rows(rows), interpret)
+  out = _attend(q.astype(dtype), k.astype(dtype), v, visible, blocks, options)
+  return out.astype(out_dtype)
+
+
+def _no_float16(dtype: jnp.dtype) -> jnp.dtype:
+  return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, visible, blocks, options):
+  return _forward(q, k, v, visible, blocks, options)[0]
+
+
+def _forward(q, k, v, visible, blocks, options):
+  scale, platform, sizes, interpret = options
+  problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
+  rows = gather_rows(q, blocks)
+  kernels = _PLATFORMS[platform]
+  out, log_sums = kernels.forward(problem, rows, k, v, sizes.forward)
+  saved = rows, k, v, visible, blocks, out, log_sums
+  return scatter_rows(out, blocks, q.shape[2]), saved
+
+
+def _backward(options, saved, grad):
+  scale, platform, sizes, interpret = options
+  rows, k, v, visible, blocks, out, log_sums = saved
+  problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
+  grad = gather_rows(grad, blocks)
+  kernels = _PLATFORMS[platform]
+  dq, inner = kernels.query_gradient(
+    problem, rows, k, v, out, log_sums, grad, sizes.dq
+  )
+  dk, dv = kernels.key_gradients(
+    problem, rows, k, v, log_sums, inner, grad, sizes.dkv
+  )
+  dq = scatter_rows(dq, blocks, problem.group * problem.kv_heads)
+  return dq, dk, dv, None, None
+
+
+_attend.defvjp(_forward, _backward)

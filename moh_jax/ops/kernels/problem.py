@@ -1,0 +1,129 @@
+"""What one call of the kernels is about, and the tables that they read.
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, G query
+heads of a key/value head, T blocks, R rows of a block.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from moh_jax.ops.head_blocks import HeadBlocks
+from moh_jax.ops.visible import Visible
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """One call of the attention.
+
+  Attributes:
+    k_shape: B, M, K and the head dim.
+    dtype: of the queries and keys.
+    visible: which keys a query sees.
+    blocks: the pairs at work.
+    scale: factor of the logits.
+    interpret: whether the kernels run in Pallas's interpreter.
+  """
+
+  k_shape: tuple[int, ...]
+  dtype: jnp.dtype
+  visible: Visible
+  blocks: HeadBlocks
+  scale: float
+  interpret: bool
+
+  @property
+  def batch(self) -> int:
+    """B."""
+    return self.k_shape[0]
+
+  @property
+  def keys(self) -> int:
+    """M."""
+    return self.k_shape[1]
+
+  @property
+  def kv_heads(self) -> int:
+    """K."""
+    return self.k_shape[2]
+
+  @property
+  def head_dim(self) -> int:
+    """D."""
+    return self.k_shape[3]
+
+  @property
+  def queries(self) -> int:
+    """N."""
+    return self.blocks.row.shape[1]
+
+  @property
+  def group(self) -> int:
+    """G."""
+    return self.blocks.row.shape[0] // (self.batch * self.kv_heads)
+
+  @property
+  def rows(self) -> int:
+    """R."""
+    return self.blocks.token.shape[1]
+
+  @property
+  def num_blocks(self) -> int:
+    """T."""
+    return self.blocks.token.shape[0]
+
+  @property
+  def selective(self) -> bool:
+    """Whether keys are hidden by values, not by their place alone."""
+    visible = self.visible
+    return visible.key_mask is not None or visible.segments is not None
+
+  @property
+  def factor(self) -> float:
+    """Of the products of queries and keys: logits of a softmax in base 2."""
+    return self.scale * LOG2_E
+
+  def last_keys(self) -> jax.Array:
+    """The last key that a causal row sees, [T * R] int32; M if empty."""
+    return self.blocks.token.reshape(-1) + (self.keys - self.queries)
+
+  def reach(self, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Keys at the start that all rows of a part see, and that any row may.
+
+    Args:
+      rows: of a part, a divisor of R.
+
+    Returns:
+      Two of [T * R / rows] int32. A part without rows has (M, 0).
+    """
+    token = self.blocks.token.reshape(-1, rows)
+    empty = token[:, 0] == self.queries
+    if not self.visible.causal:
+      least = jnp.full(len(token), self.keys, jnp.int32)
+      return least, jnp.where(empty, 0, least)
+    last = jnp.where(token == self.queries, -1, token).max(-1)
+    ends = jnp.stack([token[:, 0], last]) + (1 + self.keys - self.queries)
+    least, most = jnp.clip(ends, 0, self.keys)
+    return jnp.where(empty, self.keys, least), jnp.where(empty, 0, most)
+
+  def row_segments(self) -> jax.Array | None:
+    """The segment of every row, [T * R] int32; of any token where empty."""
+    segments = self.visible.segments
+    if segments is None:
+      return None
+    heads = self.group * self.kv_heads
+    token = jnp.minimum(self.blocks.token, self.queries - 1)
+    return segments[self.blocks.head[:, None] // heads, token].reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """An array, or the shape of an output, and what a program sees of it."""
+
+  array: jax.Array | jax.ShapeDtypeStruct
+  spec: pl.BlockSpec

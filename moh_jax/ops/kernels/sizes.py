@@ -1,0 +1,175 @@
+"""Sizes of the kernels' tiles for a device, a head dim and a dtype.
+
+What `moh_jax.ops.kernels.tuning` measured on a device comes first: it is read
+from the file that the environment variable MOH_JAX_BLOCK_SIZES names. Other
+devices get what the compilers say is good: on GPUs tiles that fit the
+registers and 99 KiB of shared memory, which all since Ampere have, and on TPUs
+tiles whose schedule keeps the matrix units busiest.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+  """How a kernel cuts its work.
+
+  Attributes:
+    rows: (token, head) pairs that a program holds or reads at a time.
+    keys: keys that a program holds or reads at a time.
+    warps: of a program; GPUs only.
+    stages: of the pipeline that loads; GPUs only.
+  """
+
+  rows: int
+  keys: int
+  warps: int = 4
+  stages: int = 2
+
+  def cut(self, rows: int) -> "Tile":
+    """With at most so many rows, and warps for them."""
+    if self.rows <= rows:
+      return self
+    warps = max(min(4, self.warps), self.warps * rows // self.rows)
+    return dataclasses.replace(self, rows=rows, warps=warps)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+  """Tiles of the three kernels.
+
+  Attributes:
+    forward: its rows are those of a block of the table, R.
+    dq: of the gradient of the queries; on GPUs its rows divide R.
+    dkv: of the gradients of keys and values; on GPUs its rows divide R.
+  """
+
+  forward: Tile
+  dq: Tile
+  dkv: Tile
+
+  @property
+  def rows(self) -> int:
+    """R, for `head_blocks`."""
+    return self.forward.rows
+
+  def with_rows(self, rows: int) -> "BlockSizes":
+    """For tables whose blocks have so many rows."""
+    forward = dataclasses.replace(self.forward.cut(rows), rows=rows)
+    # The rows of the last are in a loop: its warps share the keys.
+    dkv = dataclasses.replace(self.dkv, rows=min(self.dkv.rows, rows))
+    return BlockSizes(forward, self.dq.cut(rows), dkv)
+
+
+# By platform and bytes of a number: head dim at most, tiles.
+_DEFAULTS = {
+  ("gpu", 2): (
+    (32, Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    (64, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    (96, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    (128, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    (256, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), Tile(32, 32, 8, 2)),
+  ),
+  ("gpu", 4): (
+    (64, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    (128, Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
+    (256, Tile(32, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 16, 4, 2)),
+  ),
+  ("tpu", 2): ((256, Tile(256, 1024), Tile(256, 1024), Tile(256, 512)),),
+  ("tpu", 4): ((256, Tile(256, 512), Tile(256, 512), Tile(256, 512)),),
+}
+# Half the rows for heads with fewer: the last block of a head is half empty.
+_FEW_ROWS = {"gpu": 512, "tpu": 768}
+
+
+def block_sizes(
+  device_kind: str,
+  head_dim: int,
+  dtype: jax.typing.DTypeLike,
+  per_head: int | None = None,
+) -> BlockSizes:
+  """Tiles for a device.
+
+  Args:
+    device_kind: `jax.Device.device_kind`, or "gpu" or "tpu". One that begins
+      with "TPU" is a TPU, all others are taken for GPUs.
+    head_dim: D, at most 256.
+    dtype: of the queries.
+    per_head: tokens that a head has on average (N * active heads / H), if the
+      blocks may be made smaller for heads with few; None leaves them.
+
+  Raises:
+    ValueError: the head dim is too large.
+  """
+  dtype = jnp.dtype(dtype)
+  platform = "tpu" if device_kind.lower().startswith("tpu") else "gpu"
+  sizes = measured().get(_key(device_kind, head_dim, dtype))
+  if sizes is None:
+    table = _DEFAULTS[platform, max(2, min(4, dtype.itemsize))]
+    tiles = next((x[1:] for x in table if head_dim <= x[0]), None)
+    if tiles is None:
+      raise ValueError(f"head_dim={head_dim} must be at most {table[-1][0]}")
+    sizes = BlockSizes(*tiles)
+  if per_head is not None and per_head < _FEW_ROWS[platform]:
+    smallest = 64 if platform == "gpu" else 128
+    sizes = sizes.with_rows(max(min(smallest, sizes.rows), sizes.rows // 2))
+  return sizes
+
+
+def device_kind(platform: str) -> str:
+  """Of the default device if it is of a platform, else the platform's name."""
+  device = jax.devices()[0]
+  return device.device_kind if device.platform == platform else platform
+
+
+def read(path: str | os.PathLike) -> dict[tuple[str, int, str], BlockSizes]:
+  """What `write` wrote, by device kind, head dim and dtype.
+
+  Raises:
+    OSError: the file cannot be read.
+    ValueError: it is not such a file.
+  """
+  try:
+    entries = json.loads(pathlib.Path(path).read_text())
+    return {
+      _key(entry["device"], entry["head_dim"], jnp.dtype(entry["dtype"])):
+      BlockSizes(*(Tile(**entry[x]) for x in ("forward", "dq", "dkv")))
+      for entry in entries
+    }  # fmt: skip
+  except (KeyError, TypeError) as error:
+    raise ValueError(f"{path} is not a file of block sizes: {error}") from None
+
+
+def write(
+  path: str | os.PathLike, sizes: dict[tuple[str, int, str], BlockSizes]
+) -> None:
+  """Writes entries; those that the file has and `sizes` lacks stay."""
+  path = pathlib.Path(path)
+  if path.exists():
+    sizes = read(path) | sizes
+  names = ("device", "head_dim", "dtype")
+  entries = [
+    dict(zip(names, key)) | dataclasses.asdict(sizes[key])
+    for key in sorted(sizes)
+  ]
+  path.write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def _key(kind: str, dim: int, dtype: jnp.dtype) -> tuple[str, int, str]:
+  return kind, dim, dtype.name
+
+
+@functools.cache
+def measured() -> dict[tuple[str, int, str], BlockSizes]:
+  """What the file of the environment has."""
+  path = os.environ.get(FILE_VARIABLE)
+  return read(path) if path else {}

@@ -1,0 +1,480 @@
+"""The GPU and TPU kernels, interpreted, against NumPy; and that they lower."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import unittest
+import warnings
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from jax.experimental import topologies
+
+from moh_jax.ops.blocked import blocked_attention
+from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
+from moh_jax.ops.kernels import gpu_plan, gpu_tables, sizes, tuning
+from moh_jax.ops.kernels.attention import kernel_attention
+from moh_jax.ops.kernels.problem import Problem
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
+from moh_jax.ops.visible import Visible
+
+_PLATFORMS = ("gpu", "tpu")
+_DEVICE = jax.devices()[0].platform
+_LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+  """Shapes and masks; every table has blocks of 16 rows."""
+
+  batch: int = 2
+  queries: int = 37
+  keys: int = 37
+  heads: int = 4
+  kv_heads: int = 4
+  head_dim: int = 24
+  causal: bool = False
+  key_mask: bool = False
+  segments: bool = False
+  choice: str = "random"  # of heads
+  scale: float | None = None
+
+  def factor(self) -> float:
+    return self.head_dim**-0.5 if self.scale is None else self.scale
+
+  def arrays(self, dtype=jnp.float32) -> list[jax.Array]:
+    """Queries, keys, values and a gradient of the output."""
+    rng = np.random.default_rng(0)
+    shapes = (
+      (self.queries, self.heads),
+      (self.keys, self.kv_heads),
+      (self.keys, self.kv_heads),
+      (self.queries, self.heads),
+    )
+    return [
+      jnp.asarray(rng.normal(size=(self.batch, *shape, self.head_dim)), dtype)
+      for shape in shapes
+    ]
+
+  def visible(self) -> Visible:
+    rng = np.random.default_rng(1)
+    key_mask = segments = None
+    if self.key_mask:
+      key_mask = rng.random((self.batch, self.keys)) < 0.7
+      key_mask[0] = False  # nothing to see at all
+      key_mask = jnp.asarray(key_mask)
+    if self.segments:
+      segments = np.sort(rng.integers(0, 4, (self.batch, self.queries)), -1)
+      segments = jnp.asarray(segments, jnp.int32)
+    return Visible(key_mask, segments, self.causal)
+
+  def active(self) -> np.ndarray:
+    """[B, N, H] bool."""
+    shape = self.batch, self.queries, self.heads
+    if self.choice == "random":
+      mask = np.random.default_rng(2).random(shape) < 0.5
+      mask[..., -1] = False  # one head that nobody chose
+      return mask
+    mask = np.zeros(shape, bool)
+    if self.choice == "one head":
+      mask[..., 1] = True
+    return mask
+
+  def blocks(self, rows: int = 16):
+    active = ActiveHeads(jnp.asarray(self.active()), self.heads)
+    return head_blocks(active, rows)
+
+
+_CASES = {
+  "bidirectional": _Case(),
+  "whole_blocks": _Case(queries=32, keys=32, head_dim=16),
+  "causal": _Case(causal=True, head_dim=80),
+  "fewer_queries": _Case(queries=13, causal=True, kv_heads=2),
+  "fewer_keys": _Case(keys=13, causal=True),
+  "grouped": _Case(kv_heads=1, keys=48, head_dim=80),
+  "key_mask": _Case(key_mask=True, kv_heads=2),
+  "segments": _Case(segments=True),
+  "all_masks": _Case(segments=True, causal=True, key_mask=True, kv_heads=2),
+  "one_head": _Case(choice="one head", causal=True, scale=-0.3),
+  "no_head": _Case(choice="none", batch=1),
+  "one_token": _Case(queries=1, keys=1, batch=1, kv_heads=1),
+}
+
+
+def _reference(case: _Case, dtype=jnp.float32) -> list[np.ndarray]:
+  """Output and gradients of queries, keys and values, float64."""
+  q, k, v, grad = (np.asarray(x, np.float64) for x in case.arrays(dtype))
+  group = case.heads // case.kv_heads
+  k, v = (np.repeat(x, group, axis=2) for x in (k, v))
+  logits = np.einsum("bnhd,bmhd->bhnm", q, k) * case.factor()
+  seen = case.visible().mask(case.queries, case.keys)
+  seen = np.ones((), bool) if seen is None else np.asarray(seen)
+  at_work = case.active().transpose(0, 2, 1)[..., None]
+  weights = np.exp(logits - logits.max(-1, keepdims=True)) * (seen & at_work)
+  total = weights.sum(-1, keepdims=True)
+  weights /= np.where(total > 0, total, 1)
+  out = np.einsum("bhnm,bmhd->bnhd", weights, v)
+  dv = np.einsum("bhnm,bnhd->bmhd", weights, grad)
+  dweights = np.einsum("bnhd,bmhd->bhnm", grad, v)
+  inner = (weights * dweights).sum(-1, keepdims=True)
+  dlogits = weights * (dweights - inner) * case.factor()
+  dq = np.einsum("bhnm,bmhd->bnhd", dlogits, k)
+  dk = np.einsum("bhnm,bnhd->bmhd", dlogits, q)
+
+  def of_groups(x: np.ndarray) -> np.ndarray:
+    return x.reshape(*x.shape[:2], case.kv_heads, group, -1).sum(3)
+
+  return [out, dq, of_groups(dk), of_groups(dv)]
+
+
+def _tiles(rows: int = 16, keys: int = 16, part: int = 16) -> BlockSizes:
+  """Several blocks of keys, and of rows, in the smallest arrays."""
+  tile = Tile(part, keys)
+  return BlockSizes(Tile(rows, keys), tile, tile)
+
+
+@functools.partial(jax.jit, static_argnames=("case", "platform", "tiles"))
+def _kernels(case, arrays, blocks, *, platform, tiles):
+  def attend(q, k, v):
+    return kernel_attention(
+      q, k, v, case.visible(), blocks, case.factor(),
+      platform=platform, sizes=tiles, interpret=True,
+    )  # fmt: skip
+
+  out, pull = jax.vjp(attend, *arrays[:3])
+  return [out, *pull(arrays[3].astype(out.dtype))]
+
+
+def _assert_close(results, expected, tolerance=2e-6, gradient_tolerance=1e-5):
+  for i, (got, want) in enumerate(zip(results, expected)):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    atol = (gradient_tolerance if i else tolerance) * max(np.abs(want).max(), 1)
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+class InterpretedTest(parameterized.TestCase):
+  @parameterized.product(name=list(_CASES), platform=_PLATFORMS)
+  def test_equals_numpy(self, name, platform):
+    case = _CASES[name]
+    results = _kernels(
+      case, case.arrays(), case.blocks(), platform=platform, tiles=_tiles()
+    )
+    _assert_close(results, _reference(case))
+
+  @parameterized.parameters(
+    (jnp.bfloat16, "gpu"), (jnp.bfloat16, "tpu"), (jnp.float16, "gpu")
+  )
+  def test_16_bits_are_close_to_numpy(self, dtype, platform):
+    case = _CASES["fewer_queries"]
+    results = _kernels(
+      case, case.arrays(dtype), case.blocks(), platform=platform, tiles=_tiles()
+    )
+    chex.assert_type(results, dtype)
+    _assert_close(results, _reference(case, dtype), 2e-2, 2e-2)
+
+  def test_values_may_have_another_dtype(self):
+    case = _CASES["fewer_queries"]
+    q, k, v, grad = case.arrays()
+    arrays = [q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), v, grad]
+    results = _kernels(
+      case, arrays, case.blocks(), platform="gpu", tiles=_tiles()
+    )
+    dtypes = [jnp.float32, jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    chex.assert_type(results, dtypes)
+    _assert_close(results, _reference(case), 2e-2, 2e-2)
+
+  @parameterized.parameters(("gpu", 32, 64, 16), ("tpu", 32, 32, 32))
+  def test_any_tile_gives_the_same(self, platform, rows, keys, part):
+    case = _CASES["all_masks"]
+    tiles = _tiles(rows, keys, part)
+    results = _kernels(
+      case, case.arrays(), case.blocks(rows), platform=platform, tiles=tiles
+    )
+    _assert_close(results, _reference(case))
+
+  @parameterized.parameters(*_PLATFORMS)
+  def test_equals_plain_xla_where_all_heads_are_at_work(self, platform):
+    case = _Case(kv_heads=2, causal=True)
+    *inputs, grad = case.arrays()
+    blocks = all_blocks(case.batch, case.queries, case.heads, 16)
+    results = _kernels(
+      case, case.arrays(), blocks, platform=platform, tiles=_tiles()
+    )
+    rest = None, case.visible(), blocks, case.factor()
+    out, pull = jax.vjp(lambda *x: blocked_attention(*x, *rest), *inputs)
+    _assert_close(results, [out, *pull(grad)])
+
+  @parameterized.parameters(*_PLATFORMS)
+  def test_vmap_maps_tables_too(self, platform):
+    case = _Case(batch=1, queries=20, keys=20, causal=True)
+    blocks = [case.blocks(), all_blocks(1, 20, 4, 16)]
+    most = max(len(x.token) for x in blocks)
+    self.assertEqual([len(x.token) for x in blocks], [most] * 2)
+    arrays = [case.arrays(), [x[:, ::-1] for x in case.arrays()]]
+    call = functools.partial(_kernels, case, platform=platform, tiles=_tiles())
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *zip(arrays, blocks))
+    together = jax.vmap(call)(*stacked)
+    for i in range(2):
+      alone = call(arrays[i], blocks[i])
+      _assert_close([x[i] for x in together], alone)
+
+  @parameterized.parameters(*_PLATFORMS)
+  def test_keys_after_the_last_token_are_not_read(self, platform):
+    case = _Case(causal=True)
+    q, k, v, grad = case.arrays()
+    early = np.arange(case.queries)[:, None] < 16
+    active = ActiveHeads(jnp.asarray(case.active() & early), case.heads)
+    after = (jnp.arange(case.keys) >= 16)[:, None, None]
+    k, v = (jnp.where(after, jnp.nan, x) for x in (k, v))
+    out, dq, _, _ = _kernels(
+      case, [q, k, v, grad], head_blocks(active, 16), platform=platform,
+      tiles=_tiles(),
+    )  # fmt: skip
+    chex.assert_tree_all_finite((out, dq))
+    self.assertGreater(float(jnp.abs(out).max()), 0)
+
+
+class ErrorsTest(absltest.TestCase):
+  def _call(self, dtype=jnp.float32, rows=16, **options):
+    case = _CASES["one_token"]
+    q, k, v, _ = case.arrays(dtype)
+    kernel_attention(
+      q, k, v, Visible(), case.blocks(rows), 1.0, interpret=True, **options
+    )
+
+  def test_unknown_platform_lists_the_known(self):
+    with self.assertRaisesRegex(ValueError, "platform='npu' .*'gpu'"):
+      self._call(platform="npu")
+
+  def test_other_dtypes(self):
+    with self.assertRaisesRegex(ValueError, "q is int32, .* bfloat16"):
+      self._call(dtype=jnp.int32, platform="gpu")
+
+  def test_rows_that_the_hardware_lacks(self):
+    with self.assertRaisesRegex(ValueError, "rows=24 .* power of two"):
+      self._call(rows=24, platform="gpu")
+    with self.assertRaisesRegex(ValueError, "rows=12 .* multiple of 8"):
+      self._call(rows=12, platform="tpu")
+
+  def test_table_of_other_shapes(self):
+    q, k, v, _ = _Case(queries=5).arrays()
+    with self.assertRaises(AssertionError):
+      kernel_attention(
+        q, k, v, Visible(), _Case(queries=6).blocks(), 1.0, platform="gpu"
+      )
+
+
+@contextlib.contextmanager
+def _as_if_on_a_gpu():
+  """Lets Triton kernels be lowered without a GPU, warnings aside."""
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(warnings.catch_warnings())
+    # JAX 0.11 announces that its Triton backend will go one day.
+    warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
+    if _DEVICE != "gpu" and hasattr(jax.sharding, "AbstractDevice"):
+      device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H100", num_cores=None, platform="gpu"
+      )
+      mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+      stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+    yield
+
+
+def _traced(platform, dtype, sharding=None, **options):
+  """Attention with gradients for a device, default tiles, heads chosen."""
+  case = _Case(queries=200, keys=200, heads=8, kv_heads=4, **options)
+  shapes = jax.eval_shape(lambda: case.arrays(dtype))
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+  )
+  rows = block_sizes(platform, case.head_dim, dtype).rows
+
+  def call(q, k, v, grad):
+    def attend(q, k, v):
+      return kernel_attention(
+        q, k, v, case.visible(), case.blocks(rows), 1.0, platform=platform
+      )
+
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, *pull(grad)
+
+  return jax.jit(call).trace(*shapes)
+
+
+_OPTIONS = {
+  "plain": {"head_dim": 72},
+  "causal": {"head_dim": 64, "causal": True},
+  "masks": {
+    "head_dim": 128, "causal": True, "key_mask": True, "segments": True,
+  },
+}  # fmt: skip
+
+
+class LoweringTest(parameterized.TestCase):
+  """What a machine without the device can check: that kernels lower."""
+
+  @parameterized.product(name=list(_OPTIONS), dtype=(jnp.bfloat16, jnp.float32))
+  def test_to_triton(self, name, dtype):
+    with _as_if_on_a_gpu():
+      traced = _traced("gpu", dtype, **_OPTIONS[name])
+      text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    self.assertEqual(text.count("__gpu$xla.gpu.triton"), 3)
+
+  @parameterized.product(name=list(_OPTIONS), dtype=(jnp.bfloat16, jnp.float32))
+  def test_to_mosaic(self, name, dtype):
+    traced = _traced("tpu", dtype, **_OPTIONS[name])
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    self.assertEqual(text.count("@tpu_custom_call"), 3)
+
+  @parameterized.product(topology=("v5e:2x2", "v6e:2x2"), name=list(_OPTIONS))
+  @unittest.skipUnless(_LIBTPU, "libtpu is not installed")
+  def test_compiles_for_a_tpu(self, topology, name):
+    # libtpu aborts on flags that are for CPUs, and looks for a TPU's network.
+    settings = {"XLA_FLAGS": "", "TPU_SKIP_MDS_QUERY": "1"}
+    with mock.patch.dict(os.environ, settings):
+      devices = topologies.get_topology_desc(topology, platform="tpu").devices
+      one = jax.sharding.SingleDeviceSharding(devices[0])
+      for dtype in (jnp.bfloat16, jnp.float32):
+        _traced("tpu", dtype, one, **_OPTIONS[name]).lower().compile()
+
+
+class DeviceTest(parameterized.TestCase):
+  @parameterized.parameters(*_CASES)
+  @unittest.skipUnless(_DEVICE in _PLATFORMS, "there is no GPU or TPU")
+  def test_on_this_gpu_or_tpu_equals_numpy(self, name):
+    case = _CASES[name]
+    rows = block_sizes(_DEVICE, case.head_dim, jnp.float32).rows
+
+    def attend(q, k, v):
+      return kernel_attention(
+        q, k, v, case.visible(), case.blocks(rows), case.factor(),
+        platform=_DEVICE,
+      )  # fmt: skip
+
+    with jax.default_matmul_precision("highest"):
+      *inputs, grad = case.arrays()
+      out, pull = jax.vjp(jax.jit(attend), *inputs)
+      results = [out, *pull(grad)]
+    _assert_close(results, _reference(case), 1e-4, 1e-4)
+
+
+class TablesTest(parameterized.TestCase):
+  @parameterized.product(
+    queries=(13, 37), keys=(13, 37), rows=(8,), block=(16,)
+  )
+  def test_loops_visit_what_is_seen_and_no_more(
+    self, queries, keys, rows, block
+  ):
+    case = _Case(queries=queries, keys=keys, causal=True)
+    table = case.blocks()
+    shape = case.batch, keys, case.kv_heads, case.head_dim
+    problem = Problem(shape, jnp.float32, case.visible(), table, 1.0, True)
+    clear, end = gpu_tables.keys_of_rows(problem, rows, block)
+    begin, whole = gpu_tables.rows_of_keys(problem, rows, block)
+    token = np.asarray(table.token).reshape(-1, rows)
+    seen = token[..., None] + keys - queries >= np.arange(keys)
+    seen &= (token < queries)[..., None]
+    first = np.asarray(table.first) * (16 // rows)
+    for head, j in np.ndindex(*begin.shape):
+      span = slice(j * block, (j + 1) * block)
+      parts = range(first[head], first[head + 1])
+      parts = [i for i in parts if (token[i] < queries).any()]
+      some = [i for i in parts if seen[i, :, span].any()]
+      all_ = [i for i in some if seen[i][token[i] < queries, span].all()]
+      self.assertEqual(some, [i for i in parts if i >= begin[head, j]])
+      self.assertEqual(all_, [i for i in parts if i >= whole[head, j]])
+      self.assertEqual(some, [i for i in parts if end[i] > j])
+      self.assertEqual(
+        [i for i in all_ if (j + 1) * block <= keys],
+        [i for i in parts if clear[i] > j],
+      )
+
+
+class SizesTest(parameterized.TestCase):
+  @parameterized.product(
+    kind=("gpu", "NVIDIA H200", "tpu", "TPU v5 lite"),
+    dtype=(jnp.bfloat16, jnp.float16, jnp.float32),
+    head_dim=(24, 64, 72, 128, 256),
+  )
+  def test_every_device_has_tiles(self, kind, dtype, head_dim):
+    tiles = block_sizes(kind, head_dim, dtype)
+    for tile in (tiles.dq, tiles.dkv):
+      self.assertEqual(tiles.rows % tile.rows, 0)
+    few = block_sizes(kind, head_dim, dtype, per_head=100)
+    self.assertLessEqual(few.rows, tiles.rows)
+    self.assertLessEqual(few.rows, 128)
+
+  def test_too_large_head_dim(self):
+    with self.assertRaisesRegex(ValueError, "head_dim=320 .* at most 256"):
+      block_sizes("gpu", 320, jnp.bfloat16)
+
+  def test_blocks_with_fewer_rows_cut_every_tile(self):
+    tiles = BlockSizes(Tile(128, 64, 8), Tile(64, 32), Tile(64, 32, 8))
+    expected = BlockSizes(Tile(32, 64, 4), Tile(32, 32), Tile(32, 32, 8))
+    self.assertEqual(tiles.with_rows(32), expected)
+
+  @parameterized.parameters(
+    (8, ((0, 16),)), (24, ((0, 32),)), (64, ((0, 64),)),
+    (72, ((0, 64), (64, 16))), (80, ((0, 64), (64, 16))), (120, ((0, 128),)),
+    (192, ((0, 128), (128, 64))),
+  )  # fmt: skip
+  def test_head_dims_become_powers_of_two(self, dim, parts):
+    self.assertEqual(gpu_plan.column_parts(dim, 2), parts)
+    self.assertLen(gpu_plan.column_parts(dim, 1), 1)
+
+
+class TuningTest(parameterized.TestCase):
+  @parameterized.parameters(("gpu", 2), ("tpu", 1))
+  def test_chooses_among_tiles(self, platform, count):
+    workload = tuning.Workload(1, 16, 2, 1, 16, "float32")
+    tiles = [Tile(16, 16), Tile(16, 8)][:count]
+    lines = []
+    best = tuning.tune(
+      workload, platform, tiles, repeats=1, interpret=True, report=lines.append
+    )
+    self.assertContainsSubset((best.forward, best.dq, best.dkv), tiles)
+    self.assertLen(lines, 3 * count)
+
+  def test_tiles_that_do_not_run_are_passed_over(self):
+    workload = tuning.Workload(1, 16, 2, 1, 16, "float32")
+    tiles = [Tile(16, 16)]
+    too_large = RuntimeError("too large")
+    with mock.patch.object(tuning.gpu, "forward", side_effect=too_large):
+      with self.assertRaisesRegex(ValueError, "none of 1 tiles .*too large"):
+        tuning.tune(workload, "gpu", tiles, repeats=1, interpret=True)
+
+  def test_file_of_tiles_is_merged_and_used(self):
+    path = self.create_tempfile().full_path + ".json"
+    one = _tiles()
+    other = _tiles(32, 64)
+    sizes.write(path, {("GPU X", 64, "float32"): one})
+    sizes.write(path, {("GPU X", 64, "bfloat16"): other})
+    expected = {
+      ("GPU X", 64, "float32"): one, ("GPU X", 64, "bfloat16"): other
+    }  # fmt: skip
+    self.assertEqual(sizes.read(path), expected)
+    with mock.patch.dict(os.environ, {sizes.FILE_VARIABLE: path}):
+      sizes.measured.cache_clear()
+      self.addCleanup(sizes.measured.cache_clear)
+      self.assertEqual(block_sizes("GPU X", 64, jnp.bfloat16), other)
+      default = block_sizes("gpu", 128, jnp.bfloat16)
+      self.assertEqual(block_sizes("GPU X", 128, jnp.bfloat16), default)
+
+  def test_other_files_are_named(self):
+    path = self.create_tempfile(content='[{"device": "GPU X"}]').full_path
+    with self.assertRaisesRegex(ValueError, "not a file of block sizes"):
+      sizes.read(path)
+
+  @unittest.skipIf(_DEVICE in _PLATFORMS, "there is a GPU or TPU")
+  def test_command_needs_a_device(self):
+    self.assertEqual(tuning.main(["--out", "unused.json"]), 2)
+
+
+if __name__ == "__main__":
+  absltest.main()
