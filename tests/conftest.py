@@ -33,8 +33,12 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-_CACHE = tempfile.mkdtemp(prefix="moh_jax_tests_")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+# Workers of pytest-xdist inherit the cache of the process that starts them.
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not _IS_WORKER:
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(
+    prefix="moh_jax_tests_"
+  )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
@@ -44,4 +48,5 @@ def pytest_configure():
 
 
 def pytest_unconfigure():
-  shutil.rmtree(_CACHE, ignore_errors=True)
+  if not _IS_WORKER:
+    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
