@@ -1,6 +1,7 @@
 """Safetensors written tensor by tensor."""
 
 import json
+import os
 import pathlib
 from unittest import mock
 
@@ -69,6 +70,18 @@ class FileTest(parameterized.TestCase):
     planned = [*_planned(v=np.ones(3)), Planned(("w",), ((2,),), fail)]
     with self.assertRaisesRegex(OSError, "gone"):
       tensor_writer.write_file(self.path, planned, "float32", {})
+    self.assertEqual(self.path.read_bytes(), content)
+    self.assertEqual(list(self.path.parent.iterdir()), [self.path])
+
+  @parameterized.parameters("fsync", "replace")
+  def test_failing_disk_leaves_the_old_file(self, step):
+    tensor_writer.write_file(self.path, _planned(w=np.ones(2)), "float32", {})
+    content = self.path.read_bytes()
+    with mock.patch.object(os, step, side_effect=OSError("disk")):
+      with self.assertRaisesRegex(OSError, "disk"):
+        tensor_writer.write_file(
+          self.path, _planned(w=np.zeros(2)), "float32", {}
+        )
     self.assertEqual(self.path.read_bytes(), content)
     self.assertEqual(list(self.path.parent.iterdir()), [self.path])
 
