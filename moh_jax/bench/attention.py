@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.bench import compare, exactness
-from moh_jax.bench.compare import Setting, Variant
+from moh_jax.bench.compare import Variant, setting_of
 from moh_jax.bench.options import DENSE_FORMS, SequenceOptions
 from moh_jax.bench.programs import compile_program, default_loops
 from moh_jax.bench.report import Row
@@ -67,14 +67,8 @@ def measure(options: SequenceOptions, peak: float) -> list[Row]:
   for length in options.lengths:
     inputs = _inputs(options, length)
     for mode in options.modes:
-      setting = Setting(
-        op="attention",
-        mode=mode,
-        length=length,
-        units=options.batch * length,
-        rounds=options.rounds,
-        dtype=options.dtype,
-        peak=peak,
+      setting = setting_of(
+        options, "attention", mode, length, peak, units=options.batch * length
       )
       rows += compare.measure(setting, _variants(options, mode, inputs))
   return rows

@@ -7,7 +7,7 @@ import jax
 
 from moh_jax.bench import timing
 from moh_jax.bench.exactness import Errors
-from moh_jax.bench.options import DENSE_FORMS
+from moh_jax.bench.options import DENSE_FORMS, HeadOptions
 from moh_jax.bench.programs import Program
 from moh_jax.bench.report import Row
 
@@ -56,6 +56,21 @@ class Setting:
   dtype: str = "float32"
   peak: float | None = None
   least: float = 0.005
+
+
+def setting_of(
+  options: HeadOptions, op: str, mode: str, length: int, peak: float, units: int
+) -> Setting:
+  """The setting of a comparison of heads, see `Setting`."""
+  return Setting(
+    op=op,
+    mode=mode,
+    length=length,
+    units=units,
+    rounds=options.rounds,
+    dtype=options.dtype,
+    peak=peak,
+  )
 
 
 def measure(setting: Setting, variants: Sequence[Variant]) -> list[Row]:

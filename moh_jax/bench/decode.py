@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from moh_jax.bench import compare, exactness
 from moh_jax.bench.attention import attention_flops, random_active
-from moh_jax.bench.compare import Setting, Variant
+from moh_jax.bench.compare import Variant, setting_of
 from moh_jax.bench.options import DENSE_FORMS, HeadOptions
 from moh_jax.bench.programs import compile_program, default_loops
 from moh_jax.bench.report import Row
@@ -64,14 +64,8 @@ def measure(options: DecodeOptions, peak: float) -> list[Row]:
   """
   rows = []
   for length in options.lengths:
-    setting = Setting(
-      op="decode",
-      mode="decode",
-      length=length,
-      units=options.batch,
-      rounds=options.rounds,
-      dtype=options.dtype,
-      peak=peak,
+    setting = setting_of(
+      options, "decode", "decode", length, peak, units=options.batch
     )
     rows += compare.measure(setting, _variants(options, length))
   return rows

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from moh_jax.bench import compare, exactness
 from moh_jax.bench.attention import attention_flops, passes
-from moh_jax.bench.compare import Setting, Variant
+from moh_jax.bench.compare import Variant, setting_of
 from moh_jax.bench.options import (
   DENSE_FORMS,
   SequenceOptions,
@@ -101,14 +101,8 @@ def measure(options: LayerOptions, peak: float) -> list[Row]:
   params = {split: _random_params(options, split) for split in splits}
   for length in options.lengths:
     for mode in options.modes:
-      setting = Setting(
-        op="layer",
-        mode=mode,
-        length=length,
-        units=options.batch * length,
-        rounds=options.rounds,
-        dtype=options.dtype,
-        peak=peak,
+      setting = setting_of(
+        options, "layer", mode, length, peak, units=options.batch * length
       )
       variants = _variants(options, params, mode, length)
       rows += compare.measure(setting, variants)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import jax
 
 from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import IMPLEMENTATIONS, platform
+from moh_jax.ops.attention_forms import IMPLEMENTATIONS
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import HeadBudget
 
@@ -140,7 +140,7 @@ class SequenceOptions(HeadOptions):
 
   def check_possible(self, implementation: str) -> None:
     """Raises a ValueError where the device or the shapes rule one out."""
-    if implementation in ("kernel", "cudnn") and platform() == "cpu":
+    if implementation in ("kernel", "cudnn") and jax.default_backend() == "cpu":
       raise ValueError(
         f"--implementations {implementation} needs an accelerator, this is a "
         "CPU"

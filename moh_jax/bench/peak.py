@@ -5,8 +5,6 @@ import time
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import platform
-
 _CALLS = 10
 _CPU_SIZES = (1024, 2048)
 _ACCELERATOR_SIZES = (4096, 8192)
@@ -21,7 +19,7 @@ def matrix_peak(dtype: str) -> float:
   Args:
     dtype: of the matrices.
   """
-  sizes = _CPU_SIZES if platform() == "cpu" else _ACCELERATOR_SIZES
+  sizes = _CPU_SIZES if jax.default_backend() == "cpu" else _ACCELERATOR_SIZES
   return max(2 * n**3 / _best_seconds(n, dtype) for n in sizes)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import platform
-
 # On accelerators a small function takes less time than to call it: there a
 # call evaluates it so many times.
 _LOOPS = 16
@@ -54,18 +52,19 @@ def compile_program(function: Callable, *args: Any, loops: int = 1) -> Program:
 
 def jit_once(function: Callable) -> Callable:
   """Jits what runs once, such as an initialization: compiles it quickly."""
-  quick = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
+  on_cpu = jax.default_backend() == "cpu"
+  quick = {"xla_backend_optimization_level": 0} if on_cpu else None
   return jax.jit(function, compiler_options=quick)
 
 
 def default_loops() -> int:
   """Evaluations of one call of a small function on the default device."""
-  return 1 if platform() == "cpu" else _LOOPS
+  return 1 if jax.default_backend() == "cpu" else _LOOPS
 
 
 def exact_products(dtype: str) -> contextlib.AbstractContextManager:
   """Makes float32 products exact where a device would round their inputs."""
-  if platform() == "cpu" or dtype != "float32":
+  if jax.default_backend() == "cpu" or dtype != "float32":
     return contextlib.nullcontext()
   return jax.default_matmul_precision("highest")
 

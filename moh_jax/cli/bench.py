@@ -111,7 +111,7 @@ def _add_heads(parser: argparse.ArgumentParser, op: str) -> None:
   _add_list(
     parser,
     "shares",
-    _percentages,
+    common.percent_tuple,
     "P",
     "percent of the heads that are at work",
     defaults.shares,
@@ -208,13 +208,3 @@ def _add_list(
 def _names(text: str) -> tuple[str, ...]:
   """Parses "dense,packed"."""
   return tuple(text.split(","))
-
-
-def _percentages(text: str) -> tuple[float, ...]:
-  """Parses "50,62.5"."""
-  try:
-    return tuple(float(part) for part in text.split(","))
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"{text!r} must be percentages separated by commas"
-    ) from error

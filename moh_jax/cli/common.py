@@ -115,11 +115,20 @@ def restore_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def int_tuple(text: str) -> tuple[int, ...]:
   """Parses "0,0,6,12"."""
+  return _parts(text, int, "integers")
+
+
+def percent_tuple(text: str) -> tuple[float, ...]:
+  """Parses "50,62.5"."""
+  return _parts(text, float, "percentages")
+
+
+def _parts(text: str, kind: type, what: str) -> tuple:
   try:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(kind(part) for part in text.split(","))
   except ValueError as error:
     raise argparse.ArgumentTypeError(
-      f"{text!r} must be integers separated by commas"
+      f"{text!r} must be {what} separated by commas"
     ) from error
 
 

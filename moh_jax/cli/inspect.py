@@ -11,11 +11,7 @@ from moh_jax.cli import common
 from moh_jax.config import Config
 from moh_jax.config.layers import LayerGroup
 from moh_jax.models.build import make_model
-from moh_jax.ops.attention_forms import (
-  AttentionCase,
-  choose_form,
-  platform,
-)
+from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.training import checkpoint
 from moh_jax.training.state import abstract_params, unbox
 
@@ -85,7 +81,7 @@ def _attention(model: Any, group: LayerGroup, active: int) -> str:
     return "window"
   budget = group.budget
   case = AttentionCase(
-    platform=platform(),
+    platform=jax.default_backend(),
     batch=1,
     queries=group.tokens,
     keys=group.tokens,

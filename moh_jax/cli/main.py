@@ -33,6 +33,7 @@ COMMANDS = {
   "sample": "draw images from a diffusion checkpoint",
   "tokenize": "turn text files into token sets to train a language model on",
   "train-tokenizer": "train a byte-level BPE tokenizer on text files",
+  "tune-kernels": "measure the attention kernels' tiles on this GPU or TPU",
 }
 _USER_ERRORS = (ValueError, OSError, NotImplementedError)
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig
-from moh_jax.layers.linear import product
 from moh_jax.layers.partitioning import constrain
-from moh_jax.models.llm import LLM, new_cache
+from moh_jax.models.llm import LLM, new_cache, unrolled_logits
 from moh_jax.ops.sampling import choose_tokens
 
 NO_TOKEN = -1  # stands for what a finished row would have written
@@ -231,10 +230,7 @@ def _read_token(
 
 
 def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:
-  # Both are [V, C] here, a row for every token.
-  name = ("embed", "embedding") if config.tie_embeddings else ("head", "kernel")
-  kernel = params[name[0]][name[1]].astype(x.dtype)
-  logits = product(x[:, -1], kernel, output_major=True, dtype=jnp.float32)
+  logits = unrolled_logits(x[:, -1], params, config)
   return constrain(logits, "batch", "vocab")
 
 

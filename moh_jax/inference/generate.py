@@ -35,7 +35,7 @@ class Generator:
   """Writes on from prompts.
 
   Programs are compiled once per bucket: prompt lengths, cache slots and batch
-  sizes are rounded up to powers of two.
+  are rounded up (`length_bucket`, `batch_bucket`).
 
   Attributes:
     config: the model section.

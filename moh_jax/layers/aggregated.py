@@ -12,14 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.layers.attend import active_heads
 from moh_jax.layers.embed import CONV_INIT
-from moh_jax.layers.moh import (
-  LINEAR_INIT,
-  HeadMix,
-  HeadProjection,
-  HeadRouter,
-  active_heads,
-)
+from moh_jax.layers.moh import LINEAR_INIT, HeadMix, HeadProjection, HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.aggregated import aggregated_attention, l2_normalize

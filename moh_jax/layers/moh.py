@@ -15,12 +15,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from moh_jax.layers.attend import active_heads, attend
 from moh_jax.layers.linear import product
-from moh_jax.layers.partitioning import constrain, map_shards
+from moh_jax.layers.partitioning import constrain
 from moh_jax.ops import routing
-from moh_jax.ops.attention import attention
 from moh_jax.ops.cache import cached_attention, write_cache
-from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.mesh import on_one_device
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
@@ -323,67 +322,6 @@ class HeadMix(nn.Module):
     return constrain(out, "batch", None, None)
 
 
-def active_heads(
-  gates: jax.Array | None,
-  budget: HeadBudget,
-  router: RouterConfig,
-  choice: HeadChoice | None = None,
-) -> ActiveHeads | None:
-  """The heads whose outputs count.
-
-  Args:
-    gates: [B, N, H] of the router, or None where every head weighs one.
-    budget: the layer's head split.
-    router: the kind of the router.
-    choice: how the layer departs from its budget.
-  """
-  if gates is None or router.needs_all_heads:
-    return None
-  most = budget.active
-  if choice is not None and choice.top_k is not None:
-    most = budget.num_heads  # the number is not known before the program runs
-  return ActiveHeads(gates != 0, most)
-
-
-def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  *,
-  active: ActiveHeads | None,
-  key_mask: jax.Array | None = None,
-  segments: jax.Array | None = None,
-  **options: Any,
-) -> jax.Array:
-  """`ops.attention.attention`, on every device's part of batch and heads.
-
-  XLA splits plain products by itself; the table of active heads is made by
-  each device for its own, so that nothing passes between them.
-  """
-  if active is None or options["implementation"] in ("auto", "dense"):
-    return attention(
-      q, k, v, active=active, key_mask=key_mask, segments=segments, **options
-    )
-  heads = ("batch", None, "heads", None)
-  named = {
-    "q": (q, heads),
-    "k": (k, heads),
-    "v": (v, heads),
-    "mask": (active.mask, heads[:3]),
-    "key_mask": (key_mask, ("batch", None)),
-    "segments": (segments, ("batch", None)),
-  }
-  given = {name: pair for name, pair in named.items() if pair[0] is not None}
-
-  def local(*arrays: jax.Array) -> jax.Array:
-    parts = dict(zip(given, arrays))
-    active_here = ActiveHeads(parts.pop("mask"), active.most)
-    return attention(active=active_here, **parts, **options)
-
-  arrays, names = zip(*given.values())
-  return map_shards(local, arrays, names, heads)
-
-
 class MoHAttention(nn.Module):
   """Softmax attention with routed heads, the plain form (DiT, LLM).
 
@@ -449,6 +387,7 @@ class MoHAttention(nn.Module):
     if self.has_variable("cache", "keys_values"):
       cache = self.variable("cache", "keys_values", lambda: None)
       cache.value = write_cache(cache.value, k, v, places.slot)
+    top_k = None if choice is None else choice.top_k
     if places.visible is not None:
       out = cached_attention(q, cache.value, places.visible)
     else:
@@ -456,7 +395,7 @@ class MoHAttention(nn.Module):
         q,
         k,
         v,
-        active=active_heads(gates, self.budget, self.router, choice),
+        active=active_heads(gates, self.budget, self.router, top_k),
         key_mask=token_mask,
         segments=places.segments,
         causal=self.causal,

@@ -136,26 +136,10 @@ def sum_over_batch(
   Returns:
     [] the sum over the whole batch, on one device or a mesh.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  rules = dict(nn.get_logical_axis_rules())
-  if mesh.empty or not rules:
-    return function(*split, *whole)
-  names = rules["batch"] or ()
-  names = (names,) if isinstance(names, str) else tuple(names)
-  axes = tuple(name for name in names if mesh.shape[name] > 1)
-  size = math.prod(mesh.shape[name] for name in axes)
-  if not axes or split[0].shape[0] % size:
-    return function(*split, *whole)
 
   def local(*args: jax.Array) -> jax.Array:
-    return jax.lax.psum(function(*args), axes)
+    return function(*args)[None]  # of every part; one on a single device
 
-  over_axes = jax.shard_map(
-    local,
-    in_specs=(PartitionSpec(axes),) * len(split)
-    + (PartitionSpec(),) * len(whole),
-    out_specs=PartitionSpec(),
-    axis_names=set(axes),
-    check_vma=False,  # loops inside start from zeros that vary nowhere
-  )
-  return over_axes(*split, *whole)
+  names = [("batch", *[None] * (x.ndim - 1)) for x in split]
+  names += [(None,) * x.ndim for x in whole]
+  return map_shards(local, (*split, *whole), names, ("batch",)).sum()

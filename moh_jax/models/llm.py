@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import LLMConfig
+from moh_jax.layers.linear import product
 from moh_jax.layers.mlp import SwiGLU
 from moh_jax.layers.moh import (
   LINEAR_INIT,
@@ -326,6 +327,16 @@ def unroll(params: Any, config: LLMConfig) -> Any:
         params[f"blocks{index}"],
       )
   return out
+
+
+def unrolled_logits(x: jax.Array, params: Any, config: LLMConfig) -> jax.Array:
+  """The output layer of `unroll`: x [..., C] to [..., V] float32."""
+  # Both kinds of weights are [V, C] here.
+  name, leaf = "head", "kernel"
+  if config.tie_embeddings:
+    name, leaf = "embed", "embedding"
+  kernel = params[name][leaf].astype(x.dtype)
+  return product(x, kernel, output_major=True, dtype=jnp.float32)
 
 
 def _output_major(path: tuple, x: jax.Array) -> jax.Array:

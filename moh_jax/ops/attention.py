@@ -9,11 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import (
-  AttentionCase,
-  choose_form,
-  platform,
-)
+from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import dense_attention
@@ -76,7 +72,7 @@ def attention(
   if active is not None:
     chex.assert_shape(active.mask, (batch, queries, heads))
   case = AttentionCase(
-    platform=platform(),
+    platform=jax.default_backend(),
     batch=batch,
     queries=queries,
     keys=keys,

@@ -9,13 +9,11 @@ Five forms give the same values to rounding:
   for tests.
 - "cudnn": cuDNN's fused attention on NVIDIA GPUs (`ops/cudnn.py`).
 
-`choose_form` maps what users ask for to one of them. Its rules for CPUs come
-from `python -m moh_jax bench attention`, see benchmarks/results/.
+`choose_form` maps what users ask for to one of them. Its rules for CPUs were
+measured, see docs/architecture.md; other devices have not been yet.
 """
 
 import dataclasses
-
-import jax
 
 from moh_jax.ops.kernels.sizes import block_sizes, device_kind
 
@@ -34,7 +32,7 @@ class AttentionCase:
   """What the choice depends on.
 
   Attributes:
-    platform: "cpu", "gpu" or "tpu".
+    platform: `jax.default_backend()`, "cpu", "gpu" or "tpu".
     batch: B.
     queries: N.
     keys: M.
@@ -78,12 +76,6 @@ class Form:
   name: str
   rows: int = 0
   at_once: int = 1
-
-
-def platform() -> str:
-  """Of the default device, as `AttentionCase` names it."""
-  name = jax.default_backend()
-  return "gpu" if name in ("cuda", "rocm") else name
 
 
 def choose_form(implementation: str, case: AttentionCase) -> Form:
@@ -160,5 +152,6 @@ def _packed_form(case: AttentionCase) -> Form:
 def _packing_pays(case: AttentionCase) -> bool:
   if case.platform != "cpu" or not case.one_device or case.queries < 256:
     return False
-  in_caches = _logits_are_cached(case) and not case.causal
-  return case.share <= (0.55 if in_caches else 0.8)
+  if _logits_are_cached(case) and not case.causal:
+    return False
+  return case.share <= 0.8

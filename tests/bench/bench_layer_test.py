@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.bench import layer as bench
 from moh_jax.bench.layer import LayerOptions, layer_flops
-from moh_jax.layers import moh
+from moh_jax.layers import attend
 from moh_jax.ops.routing import HeadBudget
 
 _TINY = functools.partial(
@@ -112,9 +112,9 @@ class MeasureTest(parameterized.TestCase):
       out = moh_attention(*args, implementation="dense", **options)
       return out * (1.01 if implementation == "packed" else 1)
 
-    moh_attention = moh.attention
+    moh_attention = attend.attention
     options = _TINY(modes=("forward_backward",), implementations=("packed",))
-    with mock.patch.object(moh, "attention", wrong):
+    with mock.patch.object(attend, "attention", wrong):
       rows = bench.measure(options, 1e9)
     self.assertEqual([row.fault is None for row in rows], [True, True, False])
 

@@ -1,5 +1,6 @@
 from unittest import mock
 
+import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.bench import options
@@ -73,7 +74,7 @@ class OptionsTest(parameterized.TestCase):
       return q
 
     with (
-      mock.patch.object(options, "platform", lambda: "gpu"),
+      mock.patch.object(jax, "default_backend", lambda: "gpu"),
       mock.patch.object(options, "attention", attend),
     ):
       self.assertEqual(

@@ -42,7 +42,7 @@ class CompileProgramTest(parameterized.TestCase):
 class DeviceTest(parameterized.TestCase):
   @parameterized.parameters(("cpu", 1), ("gpu", 16), ("tpu", 16))
   def test_short_functions_are_looped_on_accelerators(self, platform, loops):
-    with mock.patch.object(programs, "platform", lambda: platform):
+    with mock.patch.object(jax, "default_backend", lambda: platform):
       self.assertEqual(programs.default_loops(), loops)
 
   @parameterized.parameters(
@@ -51,7 +51,7 @@ class DeviceTest(parameterized.TestCase):
     ("gpu", "bfloat16", None),
   )
   def test_float32_is_not_rounded(self, platform, dtype, expected):
-    with mock.patch.object(programs, "platform", lambda: platform):
+    with mock.patch.object(jax, "default_backend", lambda: platform):
       with programs.exact_products(dtype):
         self.assertEqual(jax.config.jax_default_matmul_precision, expected)
 

@@ -9,13 +9,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
-from moh_jax.layers.moh import (
-  HeadChoice,
-  MoHAttention,
-  Places,
-  active_heads,
-  attend,
-)
+from moh_jax.layers.attend import active_heads, attend
+from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.training import sharding
@@ -35,8 +30,8 @@ class ActiveHeadsTest(parameterized.TestCase):
     self.assertEqual(active.most, 2)
 
   def test_a_number_that_may_change_has_the_heads_as_its_bound(self):
-    choice = HeadChoice(top_k=jnp.int32(1))
-    active = active_heads(self.gates, _BUDGET, RouterConfig(), choice)
+    top_k = jnp.int32(1)
+    active = active_heads(self.gates, _BUDGET, RouterConfig(), top_k)
     self.assertEqual(active.most, 4)
 
   def test_every_head_counts_without_a_router(self):
@@ -78,6 +73,19 @@ class MeshTest(parameterized.TestCase):
     np.testing.assert_allclose(total, expected[0], rtol=1e-5)
     for got, want in zip(grads, expected[1]):
       np.testing.assert_allclose(got, want, atol=1e-5)
+
+  def test_all_heads_of_a_kernel_are_split_too(self):
+    q = jax.random.normal(jax.random.key(0), (8, 20, 4, 8))
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    run = jax.jit(
+      lambda q, name: attend(q, q, q, active=None, implementation=name),
+      static_argnums=1,
+    )
+    expected = run(q, "dense")
+    with sharding.use_mesh(mesh):
+      out = run(q, "kernel")
+      self.assertLen(out.sharding.device_set, 8)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
   def test_devices_pack_their_own_heads(self):
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels import gpu_plan, gpu_tables, sizes, tuning
+from moh_jax.ops.kernels import gpu_plan, gpu_tables, sizes
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
@@ -429,26 +429,7 @@ class SizesTest(parameterized.TestCase):
     self.assertLen(gpu_plan.column_parts(dim, 1), 1)
 
 
-class TuningTest(parameterized.TestCase):
-  @parameterized.parameters(("gpu", 2), ("tpu", 1))
-  def test_chooses_among_tiles(self, platform, count):
-    workload = tuning.Workload(1, 16, 2, 1, 16, "float32")
-    tiles = [Tile(16, 16), Tile(16, 8)][:count]
-    lines = []
-    best = tuning.tune(
-      workload, platform, tiles, repeats=1, interpret=True, report=lines.append
-    )
-    self.assertContainsSubset((best.forward, best.dq, best.dkv), tiles)
-    self.assertLen(lines, 3 * count)
-
-  def test_tiles_that_do_not_run_are_passed_over(self):
-    workload = tuning.Workload(1, 16, 2, 1, 16, "float32")
-    tiles = [Tile(16, 16)]
-    too_large = RuntimeError("too large")
-    with mock.patch.object(tuning.gpu, "forward", side_effect=too_large):
-      with self.assertRaisesRegex(ValueError, "none of 1 tiles .*too large"):
-        tuning.tune(workload, "gpu", tiles, repeats=1, interpret=True)
-
+class TileFileTest(absltest.TestCase):
   def test_file_of_tiles_is_merged_and_used(self):
     path = self.create_tempfile().full_path + ".json"
     one = _tiles()
@@ -470,10 +451,6 @@ class TuningTest(parameterized.TestCase):
     path = self.create_tempfile(content='[{"device": "GPU X"}]').full_path
     with self.assertRaisesRegex(ValueError, "not a file of block sizes"):
       sizes.read(path)
-
-  @unittest.skipIf(_DEVICE in _PLATFORMS, "there is a GPU or TPU")
-  def test_command_needs_a_device(self):
-    self.assertEqual(tuning.main(["--out", "unused.json"]), 2)
 
 
 if __name__ == "__main__":

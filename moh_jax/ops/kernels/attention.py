@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
 from moh_jax.ops.kernels import gpu, tpu
-from moh_jax.ops.kernels.problem import Problem
+from moh_jax.ops.kernels.problem import Kernels, Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes, device_kind
 from moh_jax.ops.visible import Visible
 
-_PLATFORMS = {"gpu": gpu, "tpu": tpu}
+PLATFORMS: dict[str, Kernels] = {"gpu": gpu, "tpu": tpu}
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -65,14 +65,14 @@ def kernel_attention(
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
   chex.assert_shape(blocks.row, (q.shape[0] * q.shape[2], q.shape[1]))
-  if platform not in _PLATFORMS:
-    raise ValueError(f"platform={platform!r} must be one of {set(_PLATFORMS)}")
+  if platform not in PLATFORMS:
+    raise ValueError(f"platform={platform!r} must be one of {set(PLATFORMS)}")
   for name, x in (("q", q), ("k", k), ("v", v)):
     if x.dtype not in _DTYPES:
       known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
   rows = blocks.token.shape[1]
-  _PLATFORMS[platform].check_rows(rows)
+  PLATFORMS[platform].check_rows(rows)
   dtype, out_dtype = jnp.promote_types(q.dtype, k.dtype), v.dtype
   if platform == "tpu":  # without float16
     dtype, v_dtype = (_no_float16(x) for x in (dtype, out_dtype))
@@ -97,7 +97,7 @@ def _forward(q, k, v, visible, blocks, options):
   scale, platform, sizes, interpret = options
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
   rows = gather_rows(q, blocks)
-  kernels = _PLATFORMS[platform]
+  kernels = PLATFORMS[platform]
   out, log_sums = kernels.forward(problem, rows, k, v, sizes.forward)
   saved = rows, k, v, visible, blocks, out, log_sums
   return scatter_rows(out, blocks, q.shape[2]), saved
@@ -108,7 +108,7 @@ def _backward(options, saved, grad):
   rows, k, v, visible, blocks, out, log_sums = saved
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
   grad = gather_rows(grad, blocks)
-  kernels = _PLATFORMS[platform]
+  kernels = PLATFORMS[platform]
   dq, inner = kernels.query_gradient(
     problem, rows, k, v, out, log_sums, grad, sizes.dq
   )

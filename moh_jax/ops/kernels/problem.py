@@ -6,12 +6,14 @@ heads of a key/value head, T blocks, R rows of a block.
 
 import dataclasses
 import math
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from moh_jax.ops.head_blocks import HeadBlocks
+from moh_jax.ops.kernels.sizes import Tile
 from moh_jax.ops.visible import Visible
 
 LOG2_E = math.log2(math.e)
@@ -127,3 +129,84 @@ class Argument:
 
   array: jax.Array | jax.ShapeDtypeStruct
   spec: pl.BlockSpec
+
+
+class Kernels(Protocol):
+  """What a platform's module has.
+
+  Rows are [T * R, D], numbers of rows [T * R]; keys and values [B, M, K, D].
+  Rows of blocks that are not in use are not defined where they are results.
+  Keys have the dtype of the queries; gradients of the output have that of the
+  values and are 0 in empty rows.
+  """
+
+  def check_rows(self, rows: int) -> None:
+    """Raises ValueError if blocks cannot have so many rows."""
+
+  def forward(
+    self, problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
+  ) -> tuple[jax.Array, jax.Array]:
+    """Attention of the rows.
+
+    Args:
+      problem: the call.
+      q: rows of the queries.
+      k: keys.
+      v: values.
+      tile: sizes; TPUs take the rows of a block whatever it says.
+
+    Returns:
+      Rows in the dtype of v and the log-sum-exp of each in base 2, float32.
+    """
+
+  def query_gradient(
+    self,
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    log_sums: jax.Array,
+    grad: jax.Array,
+    tile: Tile,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Gradient of the rows of the queries.
+
+    Args:
+      problem: as for `forward`, like q, k, v and tile.
+      q: rows.
+      k: keys.
+      v: values.
+      out: rows from `forward`.
+      log_sums: from `forward`.
+      grad: rows, of the output.
+      tile: sizes.
+
+    Returns:
+      Rows in the dtype of q and the inner product of every row's output and
+      gradient, float32.
+    """
+
+  def key_gradients(
+    self,
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_sums: jax.Array,
+    inner: jax.Array,
+    grad: jax.Array,
+    tile: Tile,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Gradients of keys and values, in their shapes and dtypes.
+
+    Args:
+      problem: as for `query_gradient`, like q, k, v, log_sums, grad and tile.
+      q: rows.
+      k: keys.
+      v: values.
+      log_sums: from `forward`.
+      inner: from `query_gradient`.
+      grad: rows.
+      tile: sizes.
+    """

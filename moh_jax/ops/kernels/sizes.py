@@ -1,6 +1,6 @@
 """Sizes of the kernels' tiles for a device, a head dim and a dtype.
 
-What `moh_jax.ops.kernels.tuning` measured on a device comes first: it is read
+What the command `tune-kernels` measured on a device comes first: it is read
 from the file that the environment variable MOH_JAX_BLOCK_SIZES names. Other
 devices get what the compilers say is good: on GPUs tiles that fit the
 registers and 99 KiB of shared memory, which all since Ampere have, and on TPUs

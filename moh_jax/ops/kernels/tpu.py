@@ -25,19 +25,7 @@ from moh_jax.ops.kernels.tpu_plan import LANES, Plan, as_columns, widen
 def forward(
   problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of the rows.
-
-  Args:
-    problem: the call.
-    q: [T * R, D] rows of the queries.
-    k: [B, M, K, D] in the dtype of q.
-    v: [B, M, K, D].
-    tile: sizes; only its keys matter.
-
-  Returns:
-    [T * R, D] in the dtype of v and the log-sum-exp of every row in base 2,
-    [T * R] float32.
-  """
+  """See `Kernels.forward`."""
   plan = Plan(problem, tile.keys, keys_first=False)
   masks = plan.row_masks()
   out, log_sums = plan.call(
@@ -64,22 +52,7 @@ def query_gradient(
   grad: jax.Array,
   tile: Tile,
 ) -> tuple[jax.Array, jax.Array]:
-  """Gradient of the rows of the queries.
-
-  Args:
-    problem: the call.
-    q: [T * R, D].
-    k: [B, M, K, D] in the dtype of q.
-    v: [B, M, K, D].
-    out: [T * R, D] from `forward`.
-    log_sums: [T * R] float32 from `forward`.
-    grad: [T * R, D] of out, in its dtype; 0 in empty rows.
-    tile: sizes; only its keys matter.
-
-  Returns:
-    [T * R, D] in the dtype of q and the inner product of every row's output
-    and gradient, [T * R] float32.
-  """
+  """See `Kernels.query_gradient`."""
   plan = Plan(problem, tile.keys, keys_first=False)
   masks = plan.row_masks()
   dq, inner = plan.call(
@@ -108,21 +81,7 @@ def key_gradients(
   grad: jax.Array,
   tile: Tile,
 ) -> tuple[jax.Array, jax.Array]:
-  """Gradients of keys and values.
-
-  Args:
-    problem: the call.
-    q: [T * R, D].
-    k: [B, M, K, D] in the dtype of q.
-    v: [B, M, K, D].
-    log_sums: [T * R] float32 from `forward`.
-    inner: [T * R] float32 from `query_gradient`.
-    grad: [T * R, D] of the output, in the dtype of v; 0 in empty rows.
-    tile: sizes; only its keys matter.
-
-  Returns:
-    Two of [B, M, K, D] in the dtypes of k and v.
-  """
+  """See `Kernels.key_gradients`."""
   plan = Plan(problem, tile.keys, keys_first=True)
   masks = plan.key_masks()
   grads = plan.call(

@@ -1,42 +1,24 @@
-"""Measures which tiles are fastest on the present device.
-
-    python -m moh_jax.ops.kernels.tuning --out tiles.json --head-dim 64 128
-    MOH_JAX_BLOCK_SIZES=tiles.json python train.py ...
+"""Measures which tiles of the attention kernels are fastest on a device.
 
 The three kernels are timed one by one for every number of rows of a block,
 which they share: the best three of the rows with the smallest sum win.
 """
 
-import argparse
 import dataclasses
 import itertools
-import sys
-import time
 from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.head_blocks import ActiveHeads, gather_rows, head_blocks
-from moh_jax.ops.kernels import gpu, tpu
+from moh_jax.bench import timing
+from moh_jax.bench.attention import random_active
+from moh_jax.ops.head_blocks import gather_rows, head_blocks
+from moh_jax.ops.kernels.attention import PLATFORMS
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import (
-  FILE_VARIABLE,
-  BlockSizes,
-  Tile,
-  block_sizes,
-  write,
-)
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.routing import HeadBudget
 from moh_jax.ops.visible import Visible
-
-__all__ = [
-  "BlockSizes",
-  "Tile",
-  "Workload",
-  "block_sizes",
-  "candidates",
-  "tune",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +68,7 @@ def tune(
     workload: what is computed.
     platform: "gpu" or "tpu".
     tiles: to choose from; None is `candidates`.
-    repeats: calls of every kernel, of which the fastest tenth counts.
+    repeats: calls of every kernel, whose median counts.
     interpret: runs the kernels in the interpreter, for tests.
     report: is told every result in a line.
 
@@ -130,17 +112,16 @@ class _Bench:
   def __init__(
     self, workload: Workload, platform: str, rows: int, interpret: bool
   ):
-    self._kernels = {"gpu": gpu, "tpu": tpu}[platform]
+    self._kernels = PLATFORMS[platform]
     self._platform, self._rows = platform, rows
-    keys = jax.random.split(jax.random.key(0), 5)
     shape = workload.batch, workload.tokens, workload.num_heads
-    scores = jax.random.uniform(keys[0], shape)
-    least = jnp.sort(scores)[..., -workload.active, None]
-    active = ActiveHeads(scores >= least, workload.active)
-    self._blocks = head_blocks(active, rows)
+    budget = HeadBudget(
+      workload.num_heads, 0, workload.active, workload.head_dim
+    )
+    self._blocks = head_blocks(random_active(budget, *shape[:2]), rows)
     q, self._k, self._v, grad = (
       jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
-      for key in keys[1:]
+      for key in jax.random.split(jax.random.key(0), 4)
     )
     self._q, self._grad = (gather_rows(x, self._blocks) for x in (q, grad))
     self._visible = Visible(causal=workload.causal)
@@ -174,54 +155,5 @@ class _Bench:
     args = (
       self._q, self._k, self._v, self._out, sums, self._grad, self._blocks
     )  # fmt: skip
-    jax.block_until_ready(call(*args))
-    times = []
-    for _ in range(repeats):
-      start = time.perf_counter()
-      jax.block_until_ready(call(*args))
-      times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 10]
-
-
-def main(argv: list[str] | None = None) -> int:
-  """Measures head dims and adds them to a file."""
-  parser = argparse.ArgumentParser(
-    prog="python -m moh_jax.ops.kernels.tuning",
-    description=(
-      "Measures which tiles of the attention kernels are fastest on this "
-      f"device. {FILE_VARIABLE}=FILE makes the library use them."
-    ),
-  )
-  default = Workload()
-  parser.add_argument("--out", required=True, metavar="FILE", help="JSON file")
-  parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-  parser.add_argument("--dtype", default=default.dtype)
-  parser.add_argument("--batch", type=int, default=default.batch)
-  parser.add_argument("--tokens", type=int, default=default.tokens)
-  parser.add_argument("--heads", type=int, default=default.num_heads)
-  parser.add_argument(
-    "--active", type=int, default=default.active, help="heads of a token"
-  )
-  parser.add_argument("--causal", action="store_true")
-  args = parser.parse_args(argv)
-  device = jax.devices()[0]
-  if device.platform not in ("gpu", "tpu"):
-    print(
-      f"the kernels run on GPUs and TPUs, not on {device.device_kind}",
-      file=sys.stderr,
-    )
-    return 2
-  for head_dim in args.head_dim:
-    workload = Workload(
-      args.batch, args.tokens, args.heads, args.active, head_dim, args.dtype,
-      args.causal,
-    )  # fmt: skip
-    sizes = tune(workload, device.platform, report=print)
-    dtype = jnp.dtype(args.dtype).name
-    write(args.out, {(device.device_kind, head_dim, dtype): sizes})
-    print(f"{device.device_kind} {head_dim} {dtype}: {sizes}")
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())
+    calls = {kernel: lambda: call(*args)}
+    return timing.interleaved(calls, repeats)[kernel].median
