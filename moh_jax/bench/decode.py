@@ -4,6 +4,7 @@ Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -16,29 +17,36 @@ from moh_jax.bench.compare import Variant, setting_of
 from moh_jax.bench.options import DENSE_FORMS, HeadOptions
 from moh_jax.bench.programs import compile_program, default_loops
 from moh_jax.bench.report import Row
-from moh_jax.ops.cache import (
-  LayerCache,
-  cached_attention,
-  make_cache,
-  write_cache,
-)
+from moh_jax.ops.cache import LayerCache, make_cache, write_cache
+from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.dense import dense_attention
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.kernels.sizes import decode_tile
 from moh_jax.ops.visible import Visible
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 
 
-def _dense(
-  q: jax.Array, cache: LayerCache, visible: jax.Array, gates: jax.Array | None
+def _gated(
+  q: jax.Array,
+  cache: LayerCache,
+  visible: jax.Array,
+  active: ActiveHeads | None,
+  implementation: str,
 ) -> jax.Array:
-  """Reads the keys and values of every head."""
-  out = cached_attention(q, cache, visible)
-  return out if gates is None else out * gates[..., None].astype(out.dtype)
+  """What a layer runs, with gates of one."""
+  out = cached_attention(
+    q, cache, visible, active=active, implementation=implementation
+  )
+  return out if active is None else out * active.mask[..., None]
 
 
-# name -> (q [B, 1, H, D], cache, visible [B, 1, M], gates [B, 1, H] or None)
-# -> gated [B, 1, H, D].
-_IMPLEMENTATIONS: dict[str, Callable] = {"dense": _dense}
+# name -> (q [B, 1, H, D], cache, visible [B, 1, M], active heads or None)
+# -> gated [B, 1, H, D]; "dense" reads every head, "kernel" those at work.
+_IMPLEMENTATIONS: dict[str, Callable] = {
+  name: functools.partial(_gated, implementation=name)
+  for name in ("dense", "kernel")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +61,17 @@ class DecodeOptions(HeadOptions):
   cache_dtype: str | None = None
 
   known_implementations: ClassVar[tuple[str, ...]] = tuple(_IMPLEMENTATIONS)
+
+  def check_possible(self, implementation: str) -> None:
+    """Raises a ValueError where the device or the cache rule one out."""
+    super().check_possible(implementation)
+    if implementation != "kernel":
+      return
+    if self.cache_dtype == "int8":
+      raise ValueError(
+        "--implementations kernel needs a --cache-dtype of floats, not int8"
+      )
+    decode_tile("gpu", self.head_dim, self.dtype)  # or a TPU's: the same dims
 
 
 def measure(options: DecodeOptions, peak: float) -> list[Row]:
@@ -91,16 +110,16 @@ def _variants(options: DecodeOptions, length: int) -> list[Variant]:
   expected = _reference(q, cache)
   variants = []
   for budget in (None, *options.budgets()):
-    gates, names = None, [n for n in options.compared if n in DENSE_FORMS]
+    active, gated = None, expected
+    names = [name for name in options.compared if name in DENSE_FORMS]
     if budget is not None:
-      mask = random_active(budget, batch, 1).mask
-      gates, names = mask.astype(jnp.float32), options.compared
+      active, names = random_active(budget, batch, 1), options.compared
+      gated = expected * active.mask[..., None]
     share = 1.0 if budget is None else budget.share
     for name in names:
       program = compile_program(
-        _IMPLEMENTATIONS[name], q, cache, visible, gates, loops=default_loops()
+        _IMPLEMENTATIONS[name], q, cache, visible, active, loops=default_loops()
       )
-      gated = expected if gates is None else expected * gates[..., None]
       variants.append(
         Variant(
           name,

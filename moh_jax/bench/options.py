@@ -115,6 +115,11 @@ class HeadOptions:
 
   def check_possible(self, implementation: str) -> None:
     """Raises a ValueError where the device or the shapes rule one out."""
+    if implementation in ("kernel", "cudnn") and jax.default_backend() == "cpu":
+      raise ValueError(
+        f"--implementations {implementation} needs an accelerator, this is a "
+        "CPU"
+      )
 
   def _is_possible(self, implementation: str) -> bool:
     try:
@@ -140,11 +145,7 @@ class SequenceOptions(HeadOptions):
 
   def check_possible(self, implementation: str) -> None:
     """Raises a ValueError where the device or the shapes rule one out."""
-    if implementation in ("kernel", "cudnn") and jax.default_backend() == "cpu":
-      raise ValueError(
-        f"--implementations {implementation} needs an accelerator, this is a "
-        "CPU"
-      )
+    super().check_possible(implementation)
     for length in self.lengths:
       for causal in {"causal" in mode for mode in self.modes}:
         self._trace(implementation, length, causal)

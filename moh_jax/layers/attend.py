@@ -1,16 +1,23 @@
 """Attention of the heads at work, on one device or each of a mesh.
 
-Shapes: B batch, N tokens, H query heads.
+Shapes: B batch, N tokens, H query heads, D head dim.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from moh_jax.layers.partitioning import map_shards
 from moh_jax.ops.attention import attention
+from moh_jax.ops.attention_forms import choose_cached_form
+from moh_jax.ops.cache import LayerCache
+from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import HeadBudget, RouterConfig
+
+_HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 
 
 def active_heads(
@@ -53,22 +60,72 @@ def attend(
     return attention(
       q, k, v, active=active, key_mask=key_mask, segments=segments, **options
     )
-  heads = ("batch", None, "heads", None)
-  named = {
-    "q": (q, heads),
-    "k": (k, heads),
-    "v": (v, heads),
-    "mask": (None if active is None else active.mask, heads[:3]),
+  arrays = {
+    "q": (q, _HEADS),
+    "k": (k, _HEADS),
+    "v": (v, _HEADS),
     "key_mask": (key_mask, ("batch", None)),
     "segments": (segments, ("batch", None)),
   }
+  return _on_parts(functools.partial(attention, **options), arrays, active)
+
+
+def attend_to_cache(
+  q: jax.Array,
+  cache: LayerCache,
+  visible: jax.Array,
+  *,
+  active: ActiveHeads | None,
+  implementation: str,
+) -> jax.Array:
+  """`ops.cached_attention.cached_attention`, likewise."""
+  form = choose_cached_form(
+    implementation, new=q.shape[1], quantized=cache.k_scale is not None
+  )
+  if form == "dense":
+    return cached_attention(q, cache, visible)
+
+  def local(q, k, v, visible, active):
+    return cached_attention(
+      q,
+      LayerCache(k, v),
+      visible,
+      active=active,
+      implementation=implementation,
+    )
+
+  stored = ("batch", "heads", None, None)
+  arrays = {
+    "q": (q, _HEADS),
+    "k": (cache.k, stored),
+    "v": (cache.v, stored),
+    "visible": (visible, ("batch", None, None)),
+  }
+  return _on_parts(local, arrays, active)
+
+
+def _on_parts(
+  function: Callable[..., jax.Array],
+  arrays: dict[str, tuple[jax.Array | None, tuple[str | None, ...]]],
+  active: ActiveHeads | None,
+) -> jax.Array:
+  """Runs a form of attention on every device's part.
+
+  Args:
+    function: (**arrays, active=) -> [B, N, H, D].
+    arrays: its arguments, with the names of their dimensions; what is None is
+      left out.
+    active: the heads at work.
+  """
+  mask = None if active is None else active.mask
+  named = arrays | {"mask": (mask, _HEADS[:3])}
   given = {name: pair for name, pair in named.items() if pair[0] is not None}
 
   def local(*arrays: jax.Array) -> jax.Array:
     parts = dict(zip(given, arrays))
     mask = parts.pop("mask", None)
     here = None if mask is None else ActiveHeads(mask, active.most)
-    return attention(active=here, **parts, **options)
+    return function(active=here, **parts)
 
-  arrays, names = zip(*given.values())
-  return map_shards(local, arrays, names, heads)
+  values, names = zip(*given.values())
+  return map_shards(local, values, names, _HEADS)

@@ -15,11 +15,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.attend import active_heads, attend
+from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.linear import product
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops import routing
-from moh_jax.ops.cache import cached_attention, write_cache
+from moh_jax.ops.cache import write_cache
 from moh_jax.ops.mesh import on_one_device
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
@@ -334,7 +334,7 @@ class MoHAttention(nn.Module):
     out_bias: bias of the output projection; None is as `use_bias`.
     kernel_init: of the projections and the router.
     output_major: how the projections' kernels are stored.
-    implementation: see `ops.attention.attention`.
+    implementation: see `ops.attention.attention` and `ops.cached_attention`.
     dtype: compute dtype.
     param_dtype: storage dtype.
   """
@@ -388,14 +388,21 @@ class MoHAttention(nn.Module):
       cache = self.variable("cache", "keys_values", lambda: None)
       cache.value = write_cache(cache.value, k, v, places.slot)
     top_k = None if choice is None else choice.top_k
+    active = active_heads(gates, self.budget, self.router, top_k)
     if places.visible is not None:
-      out = cached_attention(q, cache.value, places.visible)
+      out = attend_to_cache(
+        q,
+        cache.value,
+        places.visible,
+        active=active,
+        implementation=self.implementation,
+      )
     else:
       out = attend(
         q,
         k,
         v,
-        active=active_heads(gates, self.budget, self.router, top_k),
+        active=active,
         key_mask=token_mask,
         segments=places.segments,
         causal=self.causal,

@@ -11,6 +11,7 @@ Five forms give the same values to rounding:
 
 `choose_form` maps what users ask for to one of them. Its rules for CPUs were
 measured, see docs/architecture.md; other devices have not been yet.
+`choose_cached_form` does it where new tokens attend to a cache.
 """
 
 import dataclasses
@@ -88,10 +89,7 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
   Raises:
     ValueError: the implementation is unknown, or cannot do this.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
-    )
+  _check_known(implementation)
   if implementation == "cudnn":
     return _cudnn_form(case)
   if implementation == "kernel":
@@ -103,6 +101,38 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
   else:
     packs = implementation == "packed"
   return _packed_form(case) if packs else _dense_form(case)
+
+
+def choose_cached_form(
+  implementation: str, *, new: int, quantized: bool
+) -> str:
+  """Maps an implementation to how new tokens attend to a cache.
+
+  "auto" reads every head until a card has measured the kernel, and on a CPU:
+  XLA copies the part of a cache that a loop picks before its product, and runs
+  the loop on one core.
+
+  Args:
+    implementation: one of `IMPLEMENTATIONS`.
+    new: tokens of a text.
+    quantized: whether the cache is int8, which the kernel does not read.
+
+  Returns:
+    "kernel", which reads the heads at work, or "dense".
+
+  Raises:
+    ValueError: the implementation is unknown.
+  """
+  _check_known(implementation)
+  able = new == 1 and not quantized
+  return "kernel" if implementation == "kernel" and able else "dense"
+
+
+def _check_known(implementation: str) -> None:
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(
+      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
+    )
 
 
 def _kernel_form(case: AttentionCase) -> Form:

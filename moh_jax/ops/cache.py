@@ -4,16 +4,13 @@ Slots are places along the sequence: all rows of a batch write the same slot at
 the same time, so rows of different lengths are padded on the left. Heads come
 before slots: a head's keys lie side by side, as its product reads them.
 
-Shapes: B batch, n new tokens, H query heads, K key/value heads, M slots, D head
-dim.
+Shapes: B batch, n new tokens, K key/value heads, M slots, D head dim.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-
-from moh_jax.ops.softmax import unnormalized_softmax
 
 _INT8_MAX = 127.0
 
@@ -81,55 +78,3 @@ def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   scale = jnp.abs(x).max(-1) / _INT8_MAX
   divisor = jnp.where(scale > 0, scale, 1.0)[..., None]
   return jnp.round(x / divisor).astype(jnp.int8), scale
-
-
-def cached_attention(
-  q: jax.Array,
-  cache: LayerCache,
-  visible: jax.Array,
-  *,
-  scale: float | None = None,
-) -> jax.Array:
-  """Softmax attention of new tokens to the slots of a cache.
-
-  Args:
-    q: [B, n, H, D] rotated queries.
-    cache: with their own keys and values in it.
-    visible: [B, n, M] bool, the slots that each may see.
-    scale: factor of the logits; None is D ** -0.5.
-
-  Returns:
-    [B, n, H, D] in the dtype of q; 0 where no slot is visible.
-  """
-  batch, new, heads, dim = q.shape
-  groups = cache.k.shape[1]
-  dtype = q.dtype
-  if cache.k_scale is None:  # a float32 cache is not rounded to read it
-    dtype = jnp.promote_types(dtype, cache.k.dtype)
-  scale = dim**-0.5 if scale is None else scale
-  # Query heads of a key/value head and new tokens are the rows of one product.
-  grouped = q.reshape(batch, new, groups, -1, dim).transpose(0, 2, 1, 3, 4)
-  grouped = grouped.reshape(batch, groups, -1, dim)  # [B, K, n * H / K, D]
-  grouped = grouped.astype(dtype)
-  logits = jnp.einsum(
-    "bkrd,bkmd->bkrm",
-    grouped,
-    cache.k.astype(dtype),
-    preferred_element_type=jnp.float32,
-  )
-  if cache.k_scale is not None:
-    logits = logits * cache.k_scale[:, :, None]
-  rows = jnp.repeat(visible, heads // groups, axis=1)[:, None]  # [B, 1, r, M]
-  logits = jnp.where(rows, logits * scale, -jnp.inf)
-  weights, total, _ = unnormalized_softmax(logits, masked=True)
-  if cache.v_scale is not None:
-    weights = weights * cache.v_scale[:, :, None]
-  out = jnp.einsum(
-    "bkrm,bkmd->bkrd",
-    weights.astype(dtype),
-    cache.v.astype(dtype),
-    preferred_element_type=jnp.float32,
-  )
-  out = (out / total).astype(q.dtype)
-  out = out.reshape(batch, groups, new, -1, dim).transpose(0, 2, 1, 3, 4)
-  return out.reshape(batch, new, heads, dim)

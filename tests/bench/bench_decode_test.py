@@ -32,10 +32,24 @@ class MeasureTest(parameterized.TestCase):
     rows = bench.measure(_TINY(cache_dtype=dtype), 1e9)
     self.assertEqual([row.fault for row in rows], [None, None])
 
+  @parameterized.parameters("float32", "bfloat16")
+  def test_kernel_is_exact(self, dtype):
+    # A CPU interprets it, for which nobody may ask.
+    with mock.patch.object(DecodeOptions, "check_possible"):
+      options = _TINY(
+        implementations=("kernel",), kv_heads=2, batch=2, cache_dtype=dtype
+      )
+    rows = bench.measure(options, 1e9)
+    self.assertEqual(
+      [(row.implementation, row.fault) for row in rows],
+      [("mha", None), ("dense", None), ("kernel", None)],
+    )
+    self.assertEqual(rows[2].flops, rows[1].flops)
+
   def test_wrong_form_is_found(self):
-    def wrong(q, cache, visible, gates):
-      out = bench._dense(q, cache, visible, gates)
-      return out if gates is None else out * 1.01
+    def wrong(q, cache, visible, active):
+      out = bench._gated(q, cache, visible, active, "dense")
+      return out if active is None else out * 1.01
 
     with mock.patch.dict(bench._IMPLEMENTATIONS, {"dense": wrong}):
       rows = bench.measure(_TINY(), 1e9)

@@ -45,6 +45,8 @@ class OptionsTest(parameterized.TestCase):
       LayerOptions(width=0)
     with self.assertRaisesRegex(ValueError, "'packed' must be one of dense"):
       DecodeOptions(implementations=("packed",))
+    with self.assertRaisesRegex(ValueError, "kernel needs an accelerator"):
+      DecodeOptions(implementations=("kernel",))
 
   @parameterized.parameters(
     (4, None, 50, (1, 1)),
@@ -82,6 +84,18 @@ class OptionsTest(parameterized.TestCase):
       )
       with self.assertRaisesRegex(ValueError, "cudnn cannot do float32"):
         SequenceOptions(implementations=("cudnn",))
+
+  def test_kernel_reads_the_caches_that_it_can(self):
+    self.assertEqual(DecodeOptions().compared, ("dense",))
+    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
+      self.assertEqual(DecodeOptions().compared, ("dense", "kernel"))
+      for changes, message in (
+        ({"cache_dtype": "int8"}, "a --cache-dtype of floats, not int8"),
+        ({"head_dim": 320}, "head_dim=320 must be at most 256"),
+      ):
+        self.assertEqual(DecodeOptions(**changes).compared, ("dense",))
+        with self.assertRaisesRegex(ValueError, message):
+          DecodeOptions(implementations=("kernel",), **changes)
 
   def test_width_is_that_of_the_heads_by_default(self):
     self.assertEqual(LayerOptions(heads=4, head_dim=8).features, 32)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
 from moh_jax.models.build import make_model
+from moh_jax.ops import cached_attention
+from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.training import sharding
 from tests.inference import tiny_writer
 from tests.training import tiny
@@ -125,6 +128,28 @@ class TokensTest(parameterized.TestCase):
     self.assertEqual(_tokens(ours), _tokens(theirs))
     for one, other in zip(ours, theirs):
       np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
+
+  @parameterized.parameters(4, 2)
+  def test_heads_at_work_alone_write_the_same(self, kv_heads):
+    written, reads = [], []
+    for name in ("dense", "kernel"):
+      config = _config(num_kv_heads=kv_heads, attention_impl=name)
+      params = tiny_writer.random_params(_config(num_kv_heads=kv_heads))
+      generator = Generator(
+        tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
+      )
+      with mock.patch.object(
+        cached_attention, "kernel_decode", wraps=kernel_decode
+      ) as reader:
+        written.append(
+          generator.generate(_PROMPTS[:2], Sampling(max_new_tokens=3))
+        )
+      reads.append(reader.call_count)
+    dense, kernel = written
+    self.assertEqual(_tokens(kernel), _tokens(dense))
+    for one, other in zip(kernel, dense):
+      np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+    self.assertEqual(reads, [0, 2])  # once a layer, while it is traced
 
   def test_seed_repeats_and_another_differs(self):
     again = _generator().generate(_PROMPTS, _DRAWN)

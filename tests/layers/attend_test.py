@@ -9,8 +9,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
-from moh_jax.layers.attend import active_heads, attend
+from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.training import sharding
@@ -84,6 +85,29 @@ class MeshTest(parameterized.TestCase):
     expected = run(q, "dense")
     with sharding.use_mesh(mesh):
       out = run(q, "kernel")
+      self.assertLen(out.sharding.device_set, 8)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  @parameterized.parameters(4, 2, 1)
+  def test_cache_is_split_too(self, kv_heads):
+    r = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(r[0], (8, 1, 4, 8))
+    k, v = (jax.random.normal(key, (8, kv_heads, 20, 8)) for key in r[1:3])
+    mask = jax.random.bernoulli(r[3], 0.5, q.shape[:3])
+    visible = jnp.arange(20) >= jnp.arange(8)[:, None, None]
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def run(q, k, v, name):
+      out = attend_to_cache(
+        q, LayerCache(k, v), visible, active=ActiveHeads(mask, 4),
+        implementation=name,
+      )  # fmt: skip
+      return out * mask[..., None]
+
+    expected = run(q, k, v, "dense")
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with sharding.use_mesh(mesh):
+      out = run(q, k, v, "kernel")
       self.assertLen(out.sharding.device_set, 8)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 

@@ -8,6 +8,7 @@ from moh_jax.ops.attention_forms import (
   IMPLEMENTATIONS,
   AttentionCase,
   Form,
+  choose_cached_form,
   choose_form,
 )
 
@@ -99,10 +100,24 @@ class CudnnTest(parameterized.TestCase):
       _name("cudnn", **(able | changes))
 
 
+class CachedTest(parameterized.TestCase):
+  @parameterized.parameters(*IMPLEMENTATIONS)
+  def test_all_but_the_kernel_read_every_head(self, name):
+    form = choose_cached_form(name, new=1, quantized=False)
+    self.assertEqual(form, "kernel" if name == "kernel" else "dense")
+
+  @parameterized.parameters((2, False), (1, True))
+  def test_kernel_is_for_one_token_and_floats(self, new, quantized):
+    form = choose_cached_form("kernel", new=new, quantized=quantized)
+    self.assertEqual(form, "dense")
+
+
 class ErrorsTest(absltest.TestCase):
   def test_unknown_implementation_lists_the_known(self):
     with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
       _name("flush")
+    with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
+      choose_cached_form("flush", new=1, quantized=False)
     self.assertIn("packed", IMPLEMENTATIONS)
 
 

@@ -1,12 +1,10 @@
 """The GPU and TPU kernels, interpreted, against NumPy; and that they lower."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib.util
+import itertools
 import os
 import unittest
-import warnings
 from unittest import mock
 
 import chex
@@ -14,19 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from jax.experimental import topologies
 
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels import gpu_plan, gpu_tables, sizes
+from moh_jax.ops.kernels import gpu_plan, gpu_tables, sizes, tpu_plan
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
 from moh_jax.ops.visible import Visible
+from tests.ops import devices
 
 _PLATFORMS = ("gpu", "tpu")
-_DEVICE = jax.devices()[0].platform
-_LIBTPU = importlib.util.find_spec("libtpu") is not None
+_DEVICE = devices.HERE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,22 +267,6 @@ class ErrorsTest(absltest.TestCase):
       )
 
 
-@contextlib.contextmanager
-def _as_if_on_a_gpu():
-  """Lets Triton kernels be lowered without a GPU, warnings aside."""
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(warnings.catch_warnings())
-    # JAX 0.11 announces that its Triton backend will go one day.
-    warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
-    if _DEVICE != "gpu" and hasattr(jax.sharding, "AbstractDevice"):
-      device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H100", num_cores=None, platform="gpu"
-      )
-      mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-      stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-    yield
-
-
 def _traced(platform, dtype, sharding=None, **options):
   """Attention with gradients for a device, default tiles, heads chosen."""
   case = _Case(queries=200, keys=200, heads=8, kv_heads=4, **options)
@@ -321,7 +302,7 @@ class LoweringTest(parameterized.TestCase):
 
   @parameterized.product(name=list(_OPTIONS), dtype=(jnp.bfloat16, jnp.float32))
   def test_to_triton(self, name, dtype):
-    with _as_if_on_a_gpu():
+    with devices.as_if_on_a_gpu():
       traced = _traced("gpu", dtype, **_OPTIONS[name])
       text = traced.lower(lowering_platforms=("cuda",)).as_text()
     self.assertEqual(text.count("__gpu$xla.gpu.triton"), 3)
@@ -333,13 +314,9 @@ class LoweringTest(parameterized.TestCase):
     self.assertEqual(text.count("@tpu_custom_call"), 3)
 
   @parameterized.product(topology=("v5e:2x2", "v6e:2x2"), name=list(_OPTIONS))
-  @unittest.skipUnless(_LIBTPU, "libtpu is not installed")
+  @unittest.skipUnless(devices.HAS_LIBTPU, "libtpu is not installed")
   def test_compiles_for_a_tpu(self, topology, name):
-    # libtpu aborts on flags that are for CPUs, and looks for a TPU's network.
-    settings = {"XLA_FLAGS": "", "TPU_SKIP_MDS_QUERY": "1"}
-    with mock.patch.dict(os.environ, settings):
-      devices = topologies.get_topology_desc(topology, platform="tpu").devices
-      one = jax.sharding.SingleDeviceSharding(devices[0])
+    with devices.tpu(topology) as one:
       for dtype in (jnp.bfloat16, jnp.float32):
         _traced("tpu", dtype, one, **_OPTIONS[name]).lower().compile()
 
@@ -394,6 +371,27 @@ class TablesTest(parameterized.TestCase):
         [i for i in all_ if (j + 1) * block <= keys],
         [i for i in parts if clear[i] > j],
       )
+
+
+class FetchTest(parameterized.TestCase):
+  @parameterized.parameters(False, True)
+  def test_blocks_that_are_not_in_use_fetch_no_keys(self, cached):
+    case = _Case(queries=16, keys=64)
+    mask = np.zeros((2, 16, 4), bool)
+    mask[0, :, 1] = mask[1, :, 2] = True
+    table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), 16)
+    shape = case.batch, case.keys, case.kv_heads, case.head_dim
+    problem = Problem(
+      shape, jnp.float32, Visible(), table, 1.0, True, cached=cached
+    )
+    plan = tpu_plan.Plan(problem, 16, keys_first=False)
+    place = plan.dense(jnp.zeros(shape)).spec.index_map
+    steps = [place(*step, *plan.tables()) for step in np.ndindex(plan.grid)]
+    steps = [tuple(map(int, step)) for step in steps]
+    fetched = [steps[0]]
+    fetched += [b for a, b in itertools.pairwise(steps) if a != b]
+    heads = [head for head in (1, 6) for _ in range(4)]
+    self.assertEqual([step[0] for step in fetched], heads)
 
 
 class SizesTest(parameterized.TestCase):

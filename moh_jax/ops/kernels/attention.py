@@ -65,17 +65,13 @@ def kernel_attention(
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
   chex.assert_shape(blocks.row, (q.shape[0] * q.shape[2], q.shape[1]))
-  if platform not in PLATFORMS:
-    raise ValueError(f"platform={platform!r} must be one of {set(PLATFORMS)}")
-  for name, x in (("q", q), ("k", k), ("v", v)):
-    if x.dtype not in _DTYPES:
-      known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
-      raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
+  check_platform(platform)
+  check_dtypes(q=q, k=k, v=v)
   rows = blocks.token.shape[1]
   PLATFORMS[platform].check_rows(rows)
   dtype, out_dtype = jnp.promote_types(q.dtype, k.dtype), v.dtype
   if platform == "tpu":  # without float16
-    dtype, v_dtype = (_no_float16(x) for x in (dtype, out_dtype))
+    dtype, v_dtype = (no_float16(x) for x in (dtype, out_dtype))
     v = v.astype(v_dtype)
   if sizes is None:
     sizes = block_sizes(device_kind(platform), q.shape[-1], dtype)
@@ -84,8 +80,23 @@ def kernel_attention(
   return out.astype(out_dtype)
 
 
-def _no_float16(dtype: jnp.dtype) -> jnp.dtype:
+def no_float16(dtype: jnp.dtype) -> jnp.dtype:
+  """What TPUs have in place of a dtype: float32 for float16."""
   return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+
+
+def check_platform(platform: str) -> None:
+  """Raises ValueError if there are no kernels for a platform."""
+  if platform not in PLATFORMS:
+    raise ValueError(f"platform={platform!r} must be one of {set(PLATFORMS)}")
+
+
+def check_dtypes(**arrays: jax.Array) -> None:
+  """Raises ValueError if the kernels do not read the dtype of one."""
+  for name, x in arrays.items():
+    if x.dtype not in _DTYPES:
+      known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
+      raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -38,7 +38,7 @@ def forward(
       (plan.row_masks(plan.own_rows), plan.key_masks()),
     ),
     outputs=(
-      plan.own_rows(jax.ShapeDtypeStruct(q.shape, v.dtype)),
+      plan.own_rows(problem.output(q, v)),
       plan.own_rows(jax.ShapeDtypeStruct(q.shape[:1], jnp.float32)),
     ),
   )
@@ -120,7 +120,7 @@ def _forward_kernel(
       if masked:
         seen = plan.seen(row_masks, masks[1], place[0], j, rows_axis=0)
       k = plan.load_keys(k_ref, place, j, last=masked)
-      logits = plan.logits(q, k, seen)
+      logits = plan.logits(q, _widen(plan.problem, k), seen)
       new = jnp.maximum(highest, logits.max(1))
       shift = new
       if masked:
@@ -130,7 +130,8 @@ def _forward_kernel(
       weights = plan.weights(logits, (shift * plan.factor)[:, None])
       total = total * decay + weights.sum(1)
       v = plan.load_keys(v_ref, place, j, last=masked)
-      weights = weights.astype(v_ref.dtype)
+      v = _widen(plan.problem, v)
+      weights = weights.astype(v[0].dtype)
       acc = tuple(x * decay[:, None] for x in acc)
       return _add(acc, weights, v), new, total
 
@@ -212,6 +213,10 @@ def _key_gradients_kernel(
   dk = tuple(x * plan.problem.scale for x in dk)
   plan.store_keys(dk_ref, dk, place, j)
   plan.store_keys(dv_ref, dv, place, j)
+
+
+def _widen(problem: Problem, keys: Parts) -> Parts:
+  return tuple(problem.widen(x) for x in keys)
 
 
 def _add(total: Parts, weights: jax.Array, rows: Parts) -> Parts:

@@ -30,6 +30,8 @@ class Problem:
     blocks: the pairs at work.
     scale: factor of the logits.
     interpret: whether the kernels run in Pallas's interpreter.
+    cached: whether keys and values are those of a cache, for which there is
+      the forward pass alone; its output is float32.
   """
 
   k_shape: tuple[int, ...]
@@ -38,6 +40,7 @@ class Problem:
   blocks: HeadBlocks
   scale: float
   interpret: bool
+  cached: bool = False
 
   @property
   def batch(self) -> int:
@@ -90,6 +93,16 @@ class Problem:
     """Of the products of queries and keys: logits of a softmax in base 2."""
     return self.scale * LOG2_E
 
+  def widen(self, x: jax.Array) -> jax.Array:
+    """Keys or values as the forward pass multiplies them, see `Kernels`."""
+    return x.astype(jnp.promote_types(x.dtype, self.dtype))
+
+  def output(self, q: jax.Array, v: jax.Array) -> jax.ShapeDtypeStruct:
+    """Rows that the forward pass makes of rows of queries."""
+    return jax.ShapeDtypeStruct(
+      q.shape, jnp.float32 if self.cached else v.dtype
+    )
+
   def last_keys(self) -> jax.Array:
     """The last key that a causal row sees, [T * R] int32; M if empty."""
     return self.blocks.token.reshape(-1) + (self.keys - self.queries)
@@ -137,7 +150,8 @@ class Kernels(Protocol):
   Rows are [T * R, D], numbers of rows [T * R]; keys and values [B, M, K, D].
   Rows of blocks that are not in use are not defined where they are results.
   Keys have the dtype of the queries; gradients of the output have that of the
-  values and are 0 in empty rows.
+  values and are 0 in empty rows. The forward pass takes narrower keys and
+  values too and widens what it has loaded.
   """
 
   def check_rows(self, rows: int) -> None:
@@ -156,7 +170,8 @@ class Kernels(Protocol):
       tile: sizes; TPUs take the rows of a block whatever it says.
 
     Returns:
-      Rows in the dtype of v and the log-sum-exp of each in base 2, float32.
+      Rows in the dtype of v, float32 if it is a cache's, and the log-sum-exp
+      of each in base 2, float32; both are 0 where a row sees no key.
     """
 
   def query_gradient(

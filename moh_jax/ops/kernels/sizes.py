@@ -87,6 +87,19 @@ _DEFAULTS = {
   ("tpu", 2): ((256, Tile(256, 1024), Tile(256, 1024), Tile(256, 512)),),
   ("tpu", 4): ((256, Tile(256, 512), Tile(256, 512), Tile(256, 512)),),
 }
+# The same of one token and a cache: its rows are few, so keys are what counts.
+_DECODE = {
+  ("gpu", 2): (
+    (64, Tile(16, 64, 4, 3)), (128, Tile(16, 64, 4, 2)),
+    (256, Tile(16, 32, 4, 2)),
+  ),
+  ("gpu", 4): (
+    (64, Tile(16, 64, 4, 2)), (128, Tile(16, 32, 4, 2)),
+    (256, Tile(16, 16, 4, 2)),
+  ),
+  ("tpu", 2): ((256, Tile(16, 2048)),),
+  ("tpu", 4): ((256, Tile(16, 1024)),),
+}  # fmt: skip
 # Half the rows for heads with fewer: the last block of a head is half empty.
 _FEW_ROWS = {"gpu": 512, "tpu": 768}
 
@@ -114,15 +127,37 @@ def block_sizes(
   platform = "tpu" if device_kind.lower().startswith("tpu") else "gpu"
   sizes = measured().get(_key(device_kind, head_dim, dtype))
   if sizes is None:
-    table = _DEFAULTS[platform, max(2, min(4, dtype.itemsize))]
-    tiles = next((x[1:] for x in table if head_dim <= x[0]), None)
-    if tiles is None:
-      raise ValueError(f"head_dim={head_dim} must be at most {table[-1][0]}")
-    sizes = BlockSizes(*tiles)
+    sizes = BlockSizes(*_default(_DEFAULTS, platform, head_dim, dtype))
   if per_head is not None and per_head < _FEW_ROWS[platform]:
     smallest = 64 if platform == "gpu" else 128
     sizes = sizes.with_rows(max(min(smallest, sizes.rows), sizes.rows // 2))
   return sizes
+
+
+def decode_tile(
+  platform: str, head_dim: int, dtype: jax.typing.DTypeLike
+) -> Tile:
+  """The tile of one new token and a cache; more rows than it has are fine.
+
+  Args:
+    platform: "gpu" or "tpu".
+    head_dim: D, at most 256.
+    dtype: of the queries.
+
+  Raises:
+    ValueError: the head dim is too large.
+  """
+  return _default(_DECODE, platform, head_dim, jnp.dtype(dtype))[0]
+
+
+def _default(
+  tables: dict, platform: str, head_dim: int, dtype: jnp.dtype
+) -> tuple[Tile, ...]:
+  table = tables[platform, max(2, min(4, dtype.itemsize))]
+  tiles = next((x[1:] for x in table if head_dim <= x[0]), None)
+  if tiles is None:
+    raise ValueError(f"head_dim={head_dim} must be at most {table[-1][0]}")
+  return tiles
 
 
 def device_kind(platform: str) -> str:

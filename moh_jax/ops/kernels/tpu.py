@@ -33,7 +33,7 @@ def forward(
     inputs=(plan.rows(q), plan.dense(k), plan.dense(v), masks,
             plan.key_masks()),
     outputs=(
-      plan.rows(jax.ShapeDtypeStruct(q.shape, v.dtype)),
+      plan.rows(problem.output(q, v)),
       plan.rows(jax.ShapeDtypeStruct(q.shape[:1], jnp.float32)),
     ),
     scratch=[(problem.rows, problem.head_dim)] + [(problem.rows, LANES)] * 2,
@@ -120,7 +120,8 @@ def _forward_kernel(
   acc_ref: Any, highest_ref: Any, total_ref: Any, *columns: Any, plan: Plan,
 ) -> None:  # fmt: skip
   t, j = plan.step()
-  factor = plan.problem.factor
+  factor, widened = plan.problem.factor, plan.problem.widen
+  with_keys, with_values = (times, across) if plan.turned else (across, times)
   columns = _like(row_masks, columns)
 
   @pl.when(j == 0)
@@ -131,7 +132,7 @@ def _forward_kernel(
     _turn(row_masks, columns)
 
   def work(masked: bool) -> None:
-    logits = across(q_ref[0], k_ref[0]) * factor
+    logits = with_keys(q_ref[0], widened(k_ref[0])) * factor
     if masked:
       mine = _wide(columns, plan.keys)
       seen = plan.seen(mine, _rows(key_masks), j, rows_axis=0)
@@ -144,7 +145,8 @@ def _forward_kernel(
     weights = jnp.exp2(logits - widen(shift, plan.keys))
     total_ref[...] = total_ref[...] * decay + weights.sum(1, keepdims=True)
     highest_ref[...] = new
-    out = times(weights.astype(v_ref.dtype), v_ref[0])
+    v = widened(v_ref[0])
+    out = with_values(weights.astype(v.dtype), v)
     acc_ref[...] = acc_ref[...] * widen(decay, out.shape[1]) + out
 
   plan.at_work(j, least[t], most[t], work)

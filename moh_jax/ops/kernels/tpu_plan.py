@@ -30,7 +30,7 @@ class Plan:
 
   Attributes:
     problem: the call.
-    most_keys: L at most, a multiple of LANES if it is more.
+    most_keys: L at most, a multiple of LANES if it is more and is not M.
     keys_first: whether the outer steps of the grid are the keys' blocks.
   """
 
@@ -41,6 +41,8 @@ class Plan:
   @functools.cached_property
   def keys(self) -> int:
     """L: as even a share of M as there is."""
+    if self.problem.keys == self.most_keys:
+      return self.most_keys  # all at once may be any number
     unit = min(LANES, self.most_keys)
     units = pl.cdiv(self.problem.keys, unit)
     return pl.cdiv(units, pl.cdiv(self.problem.keys, self.most_keys)) * unit
@@ -49,6 +51,15 @@ class Plan:
   def key_blocks(self) -> int:
     """J."""
     return pl.cdiv(self.problem.keys, self.keys)
+
+  @property
+  def turned(self) -> bool:
+    """Whether keys and values are [D, L] instead of [L, D].
+
+    XLA stores a cache so where the head dim does not fill the lanes, and would
+    have to copy all of it.
+    """
+    return self.problem.cached and self.problem.head_dim % LANES > 0
 
   @property
   def grid(self) -> tuple[int, int]:
@@ -86,20 +97,24 @@ class Plan:
     return Argument(x, pl.BlockSpec((1, *inner), self._in_order(index)))
 
   def dense(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """A block of keys, [1, L, D], of [B, M, K, D]."""
+    """A block of keys, [1, L, D] or `turned`, of [B, M, K, D]."""
     batch, keys, heads, dim = x.shape
     padded = self.key_blocks * self.keys
     if isinstance(x, jax.ShapeDtypeStruct):
       x = jax.ShapeDtypeStruct((batch * heads, padded, dim), x.dtype)
     else:
       x = x.swapaxes(1, 2).reshape(batch * heads, keys, dim)
-      x = jnp.pad(x, ((0, 0), (0, padded - keys), (0, 0)))
+      if padded > keys:
+        x = jnp.pad(x, ((0, 0), (0, padded - keys), (0, 0)))
 
     def index(t, j, own, kv_head, least, most):
-      return kv_head[t], self._clamped(j, most[own[t]]), 0
+      place = self._key_block(t, j, own, most), 0
+      return kv_head[t], *(place[::-1] if self.turned else place)
 
-    spec = pl.BlockSpec((1, self.keys, dim), self._in_order(index))
-    return Argument(x, spec)
+    block = 1, self.keys, dim
+    if self.turned:
+      x, block = x.swapaxes(1, 2), (1, dim, self.keys)
+    return Argument(x, pl.BlockSpec(block, self._in_order(index)))
 
   def row_masks(self) -> tuple:
     """Of every row the last key that it sees and its segment, [1, 1, R]."""
@@ -113,7 +128,7 @@ class Plan:
 
     def index(t, j, own, kv_head, least, most):
       batch = lax.div(kv_head[t], self.problem.kv_heads)
-      return batch, 0, self._clamped(j, most[own[t]])
+      return batch, 0, self._key_block(t, j, own, most)
 
     spec = pl.BlockSpec((1, 1, self.keys), self._in_order(index))
 
@@ -226,11 +241,18 @@ class Plan:
       result = result & (segments == row_segments)
     return result
 
-  def _clamped(self, j: jax.Array, most: jax.Array) -> jax.Array:
-    """The last block of keys that rows may see instead of those after it."""
+  def _key_block(
+    self, t: jax.Array, j: jax.Array, own: jax.Array, most: jax.Array
+  ) -> jax.Array:
+    """The block of keys that a step sees.
+
+    That is the last one that its rows may see instead of those after it, and
+    instead of all where blocks of rows are not in use.
+    """
     if self.keys_first:
       return j
-    return jnp.minimum(j, lax.div(jnp.maximum(most, 1) - 1, self.keys))
+    j = jnp.where(own[t] < t, self.key_blocks - 1, j)
+    return jnp.minimum(j, lax.div(jnp.maximum(most[own[t]], 1) - 1, self.keys))
 
   def _in_order(self, index: Callable) -> Callable:
     """From a map of (t, j, ...) one of the grid's order."""
