@@ -256,7 +256,8 @@ class HeadProjection(nn.Module):
         self.param_dtype,
       )
       out = out + bias.astype(out.dtype)
-    vectors = [out[:, :, part] for part in range(self.parts)]
+    # The gradient of a split is one concatenation; that of slices is a sum.
+    vectors = [v[:, :, 0] for v in jnp.split(out, self.parts, axis=2)]
     return [constrain(v, "batch", None, "heads", "head_dim") for v in vectors]
 
 

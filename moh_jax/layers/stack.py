@@ -5,10 +5,15 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 
+from moh_jax.ops.remat import ATTENTION
+
 # What the backward pass keeps of a block; the rest is computed again.
 REMAT_POLICIES: dict[str, Callable | None] = {
   "full": jax.checkpoint_policies.nothing_saveable,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "dots": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(ATTENTION),
+  ),
 }
 REMAT_NAMES = ("none", *REMAT_POLICIES)
 

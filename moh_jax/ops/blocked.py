@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
+from moh_jax.ops.remat import keep_attention
 from moh_jax.ops.softmax import unnormalized_softmax
 from moh_jax.ops.visible import Visible
 
@@ -84,6 +85,7 @@ def _forward(q, k, v, bias, visible, blocks, scale, at_once):
   )
   out, log_sums = lax.fori_loop(0, problem.groups, group, results)
   out = scatter_rows(out, blocks, q.shape[2])
+  out, log_sums = keep_attention((out, log_sums))
   return out, (q, k, v, bias, visible, blocks, out, log_sums)
 
 

@@ -14,8 +14,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.softmax import unnormalized_softmax
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def summed_cross_entropy(
@@ -76,9 +74,8 @@ def token_cross_entropy(
 
   def one(parts: tuple) -> tuple[jax.Array, jax.Array]:
     logits, picked, highest = _logits(parts[0], kernel, parts[1])
-    _, total, _ = unnormalized_softmax(logits, masked=False)
-    nll = jnp.log(total[..., 0]) + highest - picked
-    return nll, picked >= highest
+    _, sums = _exponentials(logits, highest)
+    return jnp.log(sums) + highest - picked, picked >= highest
 
   parts = _split(chunk, x, targets)
   joined = [_join(part) for part in jax.lax.map(one, parts)]
@@ -94,13 +91,13 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
     total, dkernel = carry
     part, target, weight = parts
     logits, picked, highest = _logits(part, rounded, target)
-    exps, sums, _ = unnormalized_softmax(logits, masked=False)
-    nll = jnp.log(sums[..., 0]) + highest - picked
+    exps, sums = _exponentials(logits, highest)
+    nll = jnp.log(sums) + highest - picked
     total = total + (nll * weight).sum()
     if not gradients:
       return (total, dkernel), None
-    hit = _is_target(logits, target)
-    grad = (exps / sums - hit) * weight[..., None]
+    hit = jnp.where(_is_target(logits, target), weight[..., None], 0.0)
+    grad = exps * (weight / sums)[..., None] - hit
     grad = grad.astype(x.dtype)
     dx = jnp.einsum("bnv,cv->bnc", grad, rounded)
     dkernel = dkernel + jnp.einsum(
@@ -129,6 +126,17 @@ def _logits(
   )
   picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
   return logits, picked, logits.max(-1)
+
+
+def _exponentials(
+  logits: jax.Array, highest: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The softmax's numerators [B, n, V] and their sums [B, n], float32."""
+  exps = jnp.exp(logits - highest[..., None])
+  if jax.default_backend() == "cpu":
+    # A sum would compute them all once more, and on a single core.
+    return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones(exps.shape[-1]))
+  return exps, exps.sum(-1)
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:

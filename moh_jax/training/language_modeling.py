@@ -126,14 +126,16 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       top_k=scheduled(step),
       with_logits=False,
     )
+    weights = batch["weights"]
+    # Divided here, not afterwards: the gradient of the output layer, the
+    # largest of all, then needs no pass of its own for it.
     nats = summed_nats(
-      x, params, config.model, batch["targets"], batch["weights"]
+      x, params, config.model, batch["targets"], weights / weights.size
     )
-    loss = nats / batch["weights"].size
-    loss = loss + config.train.balance_weight * aux.balance_loss
+    loss = nats + config.train.balance_weight * aux.balance_loss
     return loss, {
       "loss": loss,
-      "task_loss": nats / jnp.maximum(batch["weights"].sum(), 1.0),
+      "task_loss": nats * (weights.size / jnp.maximum(weights.sum(), 1.0)),
       "balance_loss": aux.balance_loss,
       "activated_share": aux.activated_share,
     }

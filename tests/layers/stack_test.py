@@ -1,6 +1,7 @@
 """Scanned stacks of blocks, rematerialization and stochastic depth."""
 
 import functools
+import re
 
 import chex
 import flax.linen as nn
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.layers.moh import MoHAttention
 from moh_jax.layers.stack import REMAT_NAMES, DropPath, scan_blocks
+from moh_jax.ops.routing import HeadBudget
 
 _DEPTH, _B, _C = 3, 2, 4
 
@@ -32,6 +35,19 @@ class _DropBlock(nn.Module):
   def __call__(self, x, rate):
     branch = DropPath(deterministic=False)(jnp.ones_like(x), rate)
     return x + branch, branch
+
+
+class _Attention(nn.Module):
+  """A layer of attention whose heads are skipped."""
+
+  implementation: str
+
+  @nn.compact
+  def __call__(self, x):
+    budget = HeadBudget(num_heads=4, head_dim=8, shared=1, top_k=1)
+    attention = MoHAttention(budget, implementation=self.implementation)
+    out, aux = attention(x)
+    return x + out, aux.balance_loss
 
 
 def _inputs():
@@ -91,6 +107,22 @@ class ScanBlocksTest(parameterized.TestCase):
     self.assertGreater(
       float(jnp.abs(plain[1]["params"]["fc"]["kernel"]).max()), 1e-2
     )
+
+  @parameterized.product(
+    implementation=("packed", "kernel"), remat=("full", "dots")
+  )
+  def test_only_full_remat_attends_once_more(self, implementation, remat):
+    stack = scan_blocks(_Attention, 2, in_axes=(), remat=remat)(implementation)
+    x = jnp.zeros((1, 8, 32))
+    params = nn.unbox(jax.eval_shape(stack.init, jax.random.key(0), x))
+
+    def loss(params):
+      return stack.apply(params, x)[0].sum()
+
+    program = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    # Of the attention itself; the table of heads is made again.
+    loops = re.findall(r"/rematted_computation/\S*/while\b(?!/)", program)
+    self.assertEqual(loops != [], remat == "full", loops)
 
   def test_remat_names_its_variables_as_no_remat_does(self):
     for remat in REMAT_NAMES:

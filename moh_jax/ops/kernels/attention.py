@@ -18,6 +18,7 @@ from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
 from moh_jax.ops.kernels import gpu, tpu
 from moh_jax.ops.kernels.problem import Kernels, Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes, device_kind
+from moh_jax.ops.remat import keep_attention
 from moh_jax.ops.visible import Visible
 
 PLATFORMS: dict[str, Kernels] = {"gpu": gpu, "tpu": tpu}
@@ -109,7 +110,9 @@ def _forward(q, k, v, visible, blocks, options):
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
   rows = gather_rows(q, blocks)
   kernels = PLATFORMS[platform]
-  out, log_sums = kernels.forward(problem, rows, k, v, sizes.forward)
+  out, log_sums = keep_attention(
+    kernels.forward(problem, rows, k, v, sizes.forward)
+  )
   saved = rows, k, v, visible, blocks, out, log_sums
   return scatter_rows(out, blocks, q.shape[2]), saved
 
