@@ -5,7 +5,6 @@ Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from moh_jax.bench import compare, exactness
 from moh_jax.bench.attention import attention_flops, random_active
 from moh_jax.bench.compare import Variant, setting_of
-from moh_jax.bench.options import DENSE_FORMS, HeadOptions
+from moh_jax.bench.options import DENSE_FORMS, HeadOptions, check_names
 from moh_jax.bench.programs import compile_program, default_loops
 from moh_jax.bench.report import Row
 from moh_jax.ops.cache import LayerCache, make_cache, write_cache
@@ -41,14 +40,6 @@ def _gated(
   return out if active is None else out * active.mask[..., None]
 
 
-# name -> (q [B, 1, H, D], cache, visible [B, 1, M], active heads or None)
-# -> gated [B, 1, H, D]; "dense" reads every head, "kernel" those at work.
-_IMPLEMENTATIONS: dict[str, Callable] = {
-  name: functools.partial(_gated, implementation=name)
-  for name in ("dense", "kernel")
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions(HeadOptions):
   """Of one token more.
@@ -60,7 +51,13 @@ class DecodeOptions(HeadOptions):
   lengths: tuple[int, ...] = (1024, 4096)
   cache_dtype: str | None = None
 
-  known_implementations: ClassVar[tuple[str, ...]] = tuple(_IMPLEMENTATIONS)
+  # "dense" reads every head, "kernel" those at work.
+  known_implementations: ClassVar[tuple[str, ...]] = ("dense", "kernel")
+
+  def __post_init__(self):
+    if self.cache_dtype is not None:
+      check_names("cache_dtype", [self.cache_dtype], CACHE_DTYPES)
+    super().__post_init__()
 
   def check_possible(self, implementation: str) -> None:
     """Raises a ValueError where the device or the cache rule one out."""
@@ -71,7 +68,13 @@ class DecodeOptions(HeadOptions):
       raise ValueError(
         "--implementations kernel needs a --cache-dtype of floats, not int8"
       )
-    decode_tile("gpu", self.head_dim, self.dtype)  # or a TPU's: the same dims
+    try:
+      decode_tile("gpu", self.head_dim, self.dtype)  # or a TPU's: the same dims
+    except ValueError as error:
+      raise ValueError(
+        f"--head-dim {self.head_dim} is not for --implementations kernel: "
+        f"{error}"
+      ) from error
 
 
 def measure(options: DecodeOptions, peak: float) -> list[Row]:
@@ -118,7 +121,12 @@ def _variants(options: DecodeOptions, length: int) -> list[Variant]:
     share = 1.0 if budget is None else budget.share
     for name in names:
       program = compile_program(
-        _IMPLEMENTATIONS[name], q, cache, visible, active, loops=default_loops()
+        functools.partial(_gated, implementation=name),
+        q,
+        cache,
+        visible,
+        active,
+        loops=default_loops(),
       )
       variants.append(
         Variant(

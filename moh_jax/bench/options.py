@@ -124,7 +124,7 @@ class HeadOptions:
   def _is_possible(self, implementation: str) -> bool:
     try:
       self.check_possible(implementation)
-    except ValueError:
+    except (ValueError, RuntimeError):  # the latter: there is no cuDNN at all
       return False
     return True
 

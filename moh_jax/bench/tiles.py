@@ -6,6 +6,10 @@ which they share: the best three of the rows with the smallest sum win.
 
 import dataclasses
 import itertools
+import json
+import os
+import pathlib
+import textwrap
 from collections.abc import Callable, Iterable
 
 import jax
@@ -13,12 +17,18 @@ import jax.numpy as jnp
 
 from moh_jax.bench import timing
 from moh_jax.bench.attention import random_active
+from moh_jax.bench.options import check_at_least_1, check_names
+from moh_jax.bench.programs import Program, compile_program, default_loops
+from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import gather_rows, head_blocks
 from moh_jax.ops.kernels.attention import PLATFORMS
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.kernels.sizes import MOST_HEAD_DIM, BlockSizes, Tile, read
 from moh_jax.ops.routing import HeadBudget
 from moh_jax.ops.visible import Visible
+
+_KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +38,60 @@ class Workload:
   Attributes:
     batch: B.
     tokens: N, also the keys.
-    num_heads: H, also of keys and values.
+    heads: H, also of keys and values.
     active: heads of a token; they are drawn at random.
     head_dim: D.
-    dtype: of all inputs.
+    dtype: of all inputs, of `DTYPES`.
     causal: whether later keys are hidden.
+    rounds: measured turns.
+
+  Raises:
+    ValueError: a field is out of range; the text names it.
   """
 
   batch: int = 8
   tokens: int = 1024
-  num_heads: int = 16
+  heads: int = 16
   active: int = 8
   head_dim: int = 64
   dtype: str = "bfloat16"
   causal: bool = False
+  rounds: int = 20
+
+  def __post_init__(self):
+    for name in ("batch", "tokens", "heads", "rounds"):
+      check_at_least_1(name, [getattr(self, name)])
+    check_names("dtype", [self.dtype], DTYPES)
+    if not 1 <= self.active <= self.heads:
+      raise ValueError(
+        f"--active {self.active} must be in [1, {self.heads}], the heads"
+      )
+    if not 1 <= self.head_dim <= MOST_HEAD_DIM:
+      raise ValueError(
+        f"--head-dim {self.head_dim} must be in [1, {MOST_HEAD_DIM}]"
+      )
+
+
+def write(
+  path: str | os.PathLike, sizes: dict[tuple[str, int, str], BlockSizes]
+) -> None:
+  """Writes a file for `kernels.sizes.read`, which says what the keys are.
+
+  Entries that the file has and `sizes` lacks stay.
+
+  Raises:
+    ValueError: there is a file, and it is another one.
+  """
+  path = pathlib.Path(path)
+  if path.exists():
+    sizes = read(path) | sizes
+  names = ("device", "head_dim", "dtype")
+  entries = [
+    dict(zip(names, key)) | dataclasses.asdict(sizes[key])
+    for key in sorted(sizes)
+  ]
+  with replacing(path) as temporary:
+    temporary.write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def candidates(platform: str) -> list[Tile]:
@@ -58,7 +108,6 @@ def tune(
   platform: str,
   tiles: Iterable[Tile] | None = None,
   *,
-  repeats: int = 20,
   interpret: bool = False,
   report: Callable[[str], None] = lambda line: None,
 ) -> BlockSizes:
@@ -68,9 +117,8 @@ def tune(
     workload: what is computed.
     platform: "gpu" or "tpu".
     tiles: to choose from; None is `candidates`.
-    repeats: calls of every kernel, whose median counts.
     interpret: runs the kernels in the interpreter, for tests.
-    report: is told every result in a line.
+    report: is told of every tile its time, or why it does not run, in a line.
 
   Returns:
     The fastest.
@@ -79,31 +127,68 @@ def tune(
     ValueError: no tile runs, for what the last error says.
   """
   tiles = list(candidates(platform) if tiles is None else tiles)
-  best, least, error = None, float("inf"), None
+  best, least, faults = None, float("inf"), []
+
+  def report_fault(line: str) -> None:
+    faults.append(line)
+    report(line)
+
   for rows in sorted({tile.rows for tile in tiles}):
     bench = _Bench(workload, platform, rows, interpret)
     chosen, total = [], 0.0
-    for kernel in ("forward", "dq", "dkv"):
-      times = {}
-      for tile in tiles:
-        if not bench.fits(kernel, tile):
-          continue
-        try:
-          times[tile] = bench.seconds(kernel, tile, repeats)
-        except Exception as caught:  # whatever the compilers raise
-          error = caught
-          continue
-        report(f"{kernel} R={rows} {tile}: {times[tile] * 1e3:.3f} ms")
-      if not times:
-        total = float("inf")
+    for kernel in _KERNELS:
+      programs = _programs(bench, kernel, tiles, report_fault)
+      if not programs:
         break
-      chosen.append(min(times, key=times.get))
-      total += times[chosen[-1]]
-    if total < least:
+      seconds = _seconds(programs, workload.rounds)
+      for name, value in seconds.items():
+        report(f"{name}: {value * 1e3:.3f} ms")
+      fastest = min(seconds, key=seconds.get)
+      chosen.append(programs[fastest][0])
+      total += seconds[fastest]
+    if len(chosen) == len(_KERNELS) and total < least:
       best, least = BlockSizes(*chosen), total
   if best is None:
-    raise ValueError(f"none of {len(tiles)} tiles runs: {error}")
+    last = "".join(faults[-1:])
+    raise ValueError(
+      f"none of {len(tiles)} tiles runs for every kernel: {last}"
+    )
   return best
+
+
+def _programs(
+  bench: "_Bench",
+  kernel: str,
+  tiles: list[Tile],
+  report_fault: Callable[[str], None],
+) -> dict[str, tuple[Tile, Program]]:
+  """By name, the tiles that run, each with its kernel."""
+  programs = {}
+  for tile in tiles:
+    if not bench.fits(kernel, tile):
+      continue
+    name = f"{kernel} R={bench.rows} {tile}"
+    try:
+      program = bench.program(kernel, tile)
+      jax.block_until_ready(program.run())
+    except Exception as error:  # what compilers and drivers raise has no base
+      why = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+      report_fault(f"{name} does not run: {why}")
+    else:
+      programs[name] = tile, program
+  return programs
+
+
+def _seconds(
+  programs: dict[str, tuple[Tile, Program]], rounds: int
+) -> dict[str, float]:
+  """Of one evaluation; all take turns."""
+  calls = {name: program.run for name, (_, program) in programs.items()}
+  times = timing.interleaved(calls, rounds)
+  return {
+    name: times[name].median / program.loops
+    for name, (_, program) in programs.items()
+  }
 
 
 class _Bench:
@@ -113,11 +198,9 @@ class _Bench:
     self, workload: Workload, platform: str, rows: int, interpret: bool
   ):
     self._kernels = PLATFORMS[platform]
-    self._platform, self._rows = platform, rows
-    shape = workload.batch, workload.tokens, workload.num_heads
-    budget = HeadBudget(
-      workload.num_heads, 0, workload.active, workload.head_dim
-    )
+    self._platform, self.rows = platform, rows
+    shape = workload.batch, workload.tokens, workload.heads
+    budget = HeadBudget(workload.heads, 0, workload.active, workload.head_dim)
     self._blocks = head_blocks(random_active(budget, *shape[:2]), rows)
     q, self._k, self._v, grad = (
       jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
@@ -132,14 +215,13 @@ class _Bench:
   def fits(self, kernel: str, tile: Tile) -> bool:
     """Whether a tile is one for blocks of these rows."""
     if kernel == "forward" or self._platform == "tpu":
-      return tile.rows == self._rows
-    return self._rows % tile.rows == 0
+      return tile.rows == self.rows
+    return self.rows % tile.rows == 0
 
-  def seconds(self, kernel: str, tile: Tile, repeats: int) -> float:
-    """Of one call."""
+  def program(self, kernel: str, tile: Tile) -> Program:
+    """A kernel with a tile, compiled."""
     sums = jnp.zeros(len(self._q), jnp.float32)
 
-    @jax.jit
     def call(q, k, v, out, sums, grad, blocks):
       problem = Problem(
         k.shape, k.dtype, self._visible, blocks, self._scale, self._interpret
@@ -155,5 +237,4 @@ class _Bench:
     args = (
       self._q, self._k, self._v, self._out, sums, self._grad, self._blocks
     )  # fmt: skip
-    calls = {kernel: lambda: call(*args)}
-    return timing.interleaved(calls, repeats)[kernel].median
+    return compile_program(call, *args, loops=default_loops())

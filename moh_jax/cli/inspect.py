@@ -1,7 +1,6 @@
 """`python -m moh_jax inspect`."""
 
 import argparse
-from typing import Any
 
 import jax
 from flax import traverse_util
@@ -23,6 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   what.add_argument("--config", metavar="FILE[:ARG]", help="nothing is trained")
   common.add_step(parser)
   common.add_json(parser)
+  parser.epilog = (
+    "The column `attention` is the form that a layer has in training, for one "
+    "example on one device."
+  )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     config, step, names = common.load_config(args.config), None, ()
   model, inputs = make_model(config)
   params = unbox(abstract_params(model, inputs))
-  layers = _layers(config.model)
+  layers = _layers(config)
   present = sum(row["num_heads"] for row in layers)
   report = {
     "step": step,
@@ -51,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _layers(model: Any) -> list[dict]:
-  rows = []
+def _layers(config: Config) -> list[dict]:
+  model, rows = config.model, []
   routed = model.router != "none"
   for index, group in enumerate(model.layer_groups()):
     budget = group.budget
@@ -69,17 +72,21 @@ def _layers(model: Any) -> list[dict]:
           "routed": budget.routed,
           "top_k": budget.top_k,
           "active": active,
-          "attention": _attention(model, group, active),
+          "attention": _attention(config, group, active),
         }
       )
   return rows
 
 
-def _attention(model: Any, group: LayerGroup, active: int) -> str:
-  """The form of attention that the layer has here, for one example."""
+def _attention(config: Config, group: LayerGroup, active: int) -> str:
+  """The form that a layer has in training, for one example on one device."""
   if group.sees == "window":
     return "window"
-  budget = group.budget
+  model, budget = config.model, group.budget
+  # As `layers.attend.active_heads`: a top_k that changes may be any.
+  changes = config.tune is not None and config.tune.top_k_steps
+  if changes or model.router_config.needs_all_heads:
+    active = budget.num_heads
   case = AttentionCase(
     platform=jax.default_backend(),
     batch=1,
@@ -89,9 +96,13 @@ def _attention(model: Any, group: LayerGroup, active: int) -> str:
     head_dim=budget.head_dim,
     active=active,
     causal=group.sees == "before",
+    biased=model.family == "vit",  # by position
     dtype=model.dtype,
   )
-  return choose_form(model.attention_impl, case).name
+  try:
+    return choose_form(model.attention_impl, case).name
+  except ValueError:  # what was trained elsewhere can be looked at anywhere
+    return f"{model.attention_impl} (not on a {case.platform})"
 
 
 def _by_module(params: dict) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Text generation with a key/value cache."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,7 +87,10 @@ class Generator:
       )
     self.config, self.tokenizer = config, tokenizer
     self._mesh, self._batch_size = mesh, batch_size
-    model = LLM(config, unrolled=True)
+    # Gates are the same whatever gradients pass them; "all" would make layers
+    # compute every head for theirs.
+    served = dataclasses.replace(config, straight_through="selected")
+    model = LLM(served, unrolled=True)
     with self._on_mesh():
       self._params = serving_params(restored.params, config)
     self._prefill = make_prefill(model, cache_dtype)

@@ -5,7 +5,6 @@ Shapes: B batch, N tokens, H query heads, D head dim.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -34,8 +33,12 @@ def active_heads(
     router: the kind of the router.
     top_k: [] int32 routed heads per token in place of the budget's, which is
       not known before the program runs.
+
+  Returns:
+    The heads with a gate, or None where all are computed: without a router,
+    whatever the gates, and where gradients need every output.
   """
-  if gates is None or router.needs_all_heads:
+  if gates is None or router.kind == "none" or router.needs_all_heads:
     return None
   most = budget.active if top_k is None else budget.num_heads
   return ActiveHeads(gates != 0, most)
@@ -47,16 +50,34 @@ def attend(
   v: jax.Array,
   *,
   active: ActiveHeads | None,
+  implementation: str,
+  causal: bool = False,
   key_mask: jax.Array | None = None,
   segments: jax.Array | None = None,
-  **options: Any,
 ) -> jax.Array:
   """`ops.attention.attention`, on every device's part of batch and heads.
 
   XLA splits plain products by itself; the table of active heads is made by
   each device for its own, so that nothing passes between them.
+
+  Args:
+    q: [B, N, H, D].
+    k: [B, M, K, D].
+    v: [B, M, K, D].
+    active: the heads at work; None is every head.
+    implementation: see `attention`, as all that follows.
+    causal: whether later keys are hidden.
+    key_mask: [B, M] bool.
+    segments: [B, N] int32.
+
+  Returns:
+    [B, N, H, D] in the dtype of v.
+
+  Raises:
+    ValueError: the implementation is unknown or cannot do this.
   """
-  if options["implementation"] in ("auto", "dense"):
+  options = {"causal": causal, "implementation": implementation}
+  if implementation in ("auto", "dense"):
     return attention(
       q, k, v, active=active, key_mask=key_mask, segments=segments, **options
     )
@@ -78,20 +99,30 @@ def attend_to_cache(
   active: ActiveHeads | None,
   implementation: str,
 ) -> jax.Array:
-  """`ops.cached_attention.cached_attention`, likewise."""
+  """`ops.cached_attention.cached_attention`, likewise.
+
+  Args:
+    q: [B, n, H, D] of new tokens.
+    cache: with their own keys and values in it.
+    visible: [B, n, M] bool, the slots that each may see.
+    active: the heads at work; None is every head.
+    implementation: see `cached_attention`.
+
+  Returns:
+    [B, n, H, D] in the dtype of q.
+
+  Raises:
+    ValueError: the implementation is unknown or cannot do this.
+  """
   form = choose_cached_form(
     implementation, new=q.shape[1], quantized=cache.k_scale is not None
   )
   if form == "dense":
-    return cached_attention(q, cache, visible)
+    return cached_attention(q, cache, visible, implementation=form)
 
   def local(q, k, v, visible, active):
     return cached_attention(
-      q,
-      LayerCache(k, v),
-      visible,
-      active=active,
-      implementation=implementation,
+      q, LayerCache(k, v), visible, active=active, implementation=form
     )
 
   stored = ("batch", "heads", None, None)
@@ -111,6 +142,8 @@ def _on_parts(
 ) -> jax.Array:
   """Runs a form of attention on every device's part.
 
+  By each device alone: Mosaic's kernels are not for compilers that split them.
+
   Args:
     function: (**arrays, active=) -> [B, N, H, D].
     arrays: its arguments, with the names of their dimensions; what is None is
@@ -121,11 +154,11 @@ def _on_parts(
   named = arrays | {"mask": (mask, _HEADS[:3])}
   given = {name: pair for name, pair in named.items() if pair[0] is not None}
 
-  def local(*arrays: jax.Array) -> jax.Array:
-    parts = dict(zip(given, arrays))
-    mask = parts.pop("mask", None)
-    here = None if mask is None else ActiveHeads(mask, active.most)
-    return function(active=here, **parts)
+  def local(*parts: jax.Array) -> jax.Array:
+    own = dict(zip(given, parts))
+    chosen = own.pop("mask", None)
+    here = None if chosen is None else ActiveHeads(chosen, active.most)
+    return function(active=here, **own)
 
   values, names = zip(*given.values())
-  return map_shards(local, values, names, _HEADS)
+  return map_shards(local, values, names, _HEADS, whole_mesh=True)

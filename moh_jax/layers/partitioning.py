@@ -73,6 +73,8 @@ def map_shards(
   arrays: Sequence[jax.Array],
   names: Sequence[Sequence[str | None]],
   out: Sequence[str | None],
+  *,
+  whole_mesh: bool = False,
 ) -> jax.Array:
   """Runs a function on every device's part of arrays.
 
@@ -86,6 +88,11 @@ def map_shards(
     names: of each input, one logical name or None per dimension. Dimensions of
       one name are split alike, or not at all.
     out: names of the result's dimensions.
+    whole_mesh: every device does its part by itself, also along the axes that
+      split nothing, which are else left to the compiler. TPU kernels need it.
+
+  Returns:
+    The result, split as `out` says.
   """
   mesh = jax.sharding.get_abstract_mesh()
   rules = nn.get_logical_axis_rules()
@@ -105,6 +112,8 @@ def map_shards(
   specs = tuple(spec(axes) for axes in names)
   entries = [entry for s in specs for entry in s if entry]
   used = {a for e in entries for a in ((e,) if isinstance(e, str) else e)}
+  if whole_mesh:
+    used = set(mesh.axis_names)
   if not used:
     return function(*arrays)
   mapped = jax.shard_map(

@@ -9,7 +9,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import AttentionCase, choose_form
+from moh_jax.ops.attention_forms import (
+  AttentionCase,
+  choose_form,
+  kernels_of,
+)
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import dense_attention
@@ -99,6 +103,7 @@ def attention(
   else:
     blocks = head_blocks(active, form.rows)
   if form.name == "kernel":
+    platform, interpret = kernels_of(case.platform)
     return kernel_attention(
       q,
       k,
@@ -106,8 +111,8 @@ def attention(
       visible,
       blocks,
       scale,
-      platform="tpu" if case.platform == "tpu" else "gpu",
-      interpret=case.platform == "cpu",
+      platform=platform,
+      interpret=interpret,
     )
   dtype = v.dtype
   if case.platform == "cpu":

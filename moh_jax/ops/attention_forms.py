@@ -21,7 +21,7 @@ from moh_jax.ops.kernels.sizes import block_sizes, device_kind
 IMPLEMENTATIONS = ("auto", "dense", "packed", "kernel", "cudnn")
 
 # On a CPU, logits of a whole batch that its caches hold, in elements: all at
-# once is fastest up to here, several times slower beyond.
+# once is fastest up to here unless causal, several times slower beyond.
 _CACHED_LOGITS = 3 << 20
 
 # Whose kernels a platform runs; a CPU interprets those of GPUs, slowly.
@@ -135,12 +135,29 @@ def _check_known(implementation: str) -> None:
     )
 
 
+def kernels_of(backend: str) -> tuple[str, bool]:
+  """Whose kernels a backend runs, and whether it interprets them.
+
+  Args:
+    backend: `jax.default_backend()`.
+
+  Raises:
+    ValueError: there are none for it.
+  """
+  if backend not in _KERNELS:
+    raise ValueError(
+      f"implementation='kernel' needs one of {', '.join(_KERNELS)}, this is a "
+      f"{backend}"
+    )
+  return _KERNELS[backend], backend == "cpu"
+
+
 def _kernel_form(case: AttentionCase) -> Form:
   if case.biased:
     raise ValueError(
       "implementation='kernel' adds no bias to the logits; 'packed' does"
     )
-  kind = device_kind(_KERNELS[case.platform])
+  kind = device_kind(kernels_of(case.platform)[0])
   per_head = case.queries * case.active // case.num_heads
   sizes = block_sizes(kind, case.head_dim, case.dtype, per_head)
   return Form("kernel", sizes.rows)

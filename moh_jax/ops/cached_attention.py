@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import choose_cached_form
+from moh_jax.ops.attention_forms import choose_cached_form, kernels_of
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.decode import kernel_decode
@@ -52,7 +52,7 @@ def cached_attention(
   )
   if form == "dense":
     return _dense(q, cache, visible, scale)
-  platform = jax.default_backend()
+  platform, interpret = kernels_of(jax.default_backend())
   return kernel_decode(
     q,
     cache.k,
@@ -60,8 +60,8 @@ def cached_attention(
     visible,
     active,
     scale,
-    platform="tpu" if platform == "tpu" else "gpu",
-    interpret=platform == "cpu",
+    platform=platform,
+    interpret=interpret,
   )
 
 

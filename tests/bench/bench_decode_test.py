@@ -1,14 +1,30 @@
 import functools
 from unittest import mock
 
+import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.bench import decode as bench
 from moh_jax.bench.decode import CACHE_DTYPES, DecodeOptions
+from moh_jax.ops.cached_attention import cached_attention
 
 _TINY = functools.partial(
   DecodeOptions, lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,)
 )
+
+
+class OptionsTest(absltest.TestCase):
+  def test_dtype_of_the_cache_is_a_known_one(self):
+    message = "--cache-dtype 'int4' must be one of float32, bfloat16, int8"
+    with self.assertRaisesRegex(ValueError, message):
+      _TINY(cache_dtype="int4")
+
+  def test_kernel_names_the_flag_that_it_refuses(self):
+    with (
+      mock.patch.object(jax, "default_backend", lambda: "gpu"),
+      self.assertRaisesRegex(ValueError, "--head-dim 320 .*256"),
+    ):
+      _TINY(head_dim=320, implementations=("kernel",))
 
 
 class MeasureTest(parameterized.TestCase):
@@ -47,11 +63,11 @@ class MeasureTest(parameterized.TestCase):
     self.assertEqual(rows[2].flops, rows[1].flops)
 
   def test_wrong_form_is_found(self):
-    def wrong(q, cache, visible, active):
-      out = bench._gated(q, cache, visible, active, "dense")
+    def wrong(*args, active, **options):
+      out = cached_attention(*args, active=active, **options)
       return out if active is None else out * 1.01
 
-    with mock.patch.dict(bench._IMPLEMENTATIONS, {"dense": wrong}):
+    with mock.patch.object(bench, "cached_attention", wrong):
       rows = bench.measure(_TINY(), 1e9)
     self.assertEqual([row.fault is None for row in rows], [True, False])
 

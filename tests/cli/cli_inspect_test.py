@@ -1,11 +1,14 @@
+import dataclasses
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import jax
 import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
+from moh_jax.cli import common, inspect
 from moh_jax.models.build import make_model
 from moh_jax.training.state import abstract_params, unbox
 
@@ -64,6 +67,41 @@ class InspectCommandTest(parameterized.TestCase):
     attention = [row["attention"] for row in report["layers"]]
     self.assertEqual(attention[0], "window")
     self.assertEqual(attention[-1], "dense")
+
+  @parameterized.parameters(
+    ({"router": "query_norm"}, "packed"),
+    ({"router": "query_norm", "straight_through": "all"}, "blocked"),
+    ({"router": "none"}, "blocked"),
+  )
+  def test_layers_that_need_all_heads_skip_none(self, changes, form):
+    config = common.load_config(f"{_CONFIGS / 'llm_stdlib.py'}:moh")
+    model = dataclasses.replace(config.model, **changes)
+    rows = inspect._layers(dataclasses.replace(config, model=model))
+    self.assertEqual({row["attention"] for row in rows}, {form})
+
+  def test_form_of_another_device_is_named(self):
+    config = common.load_config(f"{_CONFIGS / 'llm_stdlib.py'}:moh")
+    model = dataclasses.replace(config.model, attention_impl="cudnn")
+    rows = inspect._layers(dataclasses.replace(config, model=model))
+    forms = {row["attention"] for row in rows}
+    self.assertEqual(forms, {f"cudnn (not on a {jax.default_backend()})"})
+
+  @parameterized.parameters(("first", "packed"), ("schedule", "blocked"))
+  def test_layers_whose_top_k_changes_skip_no_head(self, arg, form):
+    report = _report("--config", f"{_CONFIGS / 'llm_stdlib_tune.py'}:{arg}")
+    self.assertEqual({r["attention"] for r in report["layers"]}, {form})
+    self.assertEqual({row["active"] for row in report["layers"]}, {6})
+
+  @parameterized.parameters(
+    ("vit_digits.py", {True}), ("dit_digits.py", {False})
+  )
+  def test_choice_knows_of_a_position_bias(self, name, biased):
+    with mock.patch.object(
+      inspect, "choose_form", wraps=inspect.choose_form
+    ) as choose:
+      _report("--config", f"{_CONFIGS / name}:moh")
+    cases = [call.args[1] for call in choose.call_args_list]
+    self.assertEqual({case.biased for case in cases}, biased)
 
   def test_prints_the_same_for_people(self):
     status, out, _ = tiny_checkpoint.call(

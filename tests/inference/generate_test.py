@@ -151,6 +151,22 @@ class TokensTest(parameterized.TestCase):
       np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
     self.assertEqual(reads, [0, 2])  # once a layer, while it is traced
 
+  def test_gradients_to_every_score_cost_no_head(self):
+    # Only training needs the outputs of heads that were not chosen.
+    router = {"router": "query_norm", "attention_impl": "kernel"}
+    config = _config(straight_through="all", **router)
+    params = tiny_writer.random_params(config)
+    generator = Generator(
+      tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
+    )
+    with mock.patch.object(
+      cached_attention, "kernel_decode", wraps=kernel_decode
+    ) as reader:
+      generator.generate(_PROMPTS[:1], Sampling(max_new_tokens=2))
+    tables = [call.args[4] for call in reader.call_args_list]
+    self.assertNotEmpty(tables)
+    self.assertNotIn(None, tables)
+
   def test_seed_repeats_and_another_differs(self):
     again = _generator().generate(_PROMPTS, _DRAWN)
     self.assertEqual(again, _written(sampling=_DRAWN))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,8 @@ class ActiveHeadsTest(parameterized.TestCase):
     self.assertEqual(active.most, 4)
 
   def test_every_head_counts_without_a_router(self):
-    self.assertIsNone(active_heads(None, _BUDGET, RouterConfig("none")))
+    for gates in (None, jnp.ones((1, 1, 4))):  # also where gates are scaled
+      self.assertIsNone(active_heads(gates, _BUDGET, RouterConfig("none")))
 
   def test_every_head_counts_for_gradients_to_all_scores(self):
     router = RouterConfig("query_norm", straight_through="all")
@@ -85,7 +87,7 @@ class MeshTest(parameterized.TestCase):
     expected = run(q, "dense")
     with sharding.use_mesh(mesh):
       out = run(q, "kernel")
-      self.assertLen(out.sharding.device_set, 8)
+    self.assertEqual(out.sharding.shard_shape(out.shape), (2, 20, 2, 8))
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
   @parameterized.parameters(4, 2, 1)
@@ -108,8 +110,32 @@ class MeshTest(parameterized.TestCase):
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     with sharding.use_mesh(mesh):
       out = run(q, k, v, "kernel")
-      self.assertLen(out.sharding.device_set, 8)
+    heads = 2 if kv_heads > 1 else 4  # one key/value head is not split
+    self.assertEqual(out.sharding.shard_shape(out.shape), (2, 1, heads, 8))
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+  @parameterized.parameters("attend", "attend_to_cache")
+  def test_kernels_of_tpus_lower_over_a_mesh(self, function):
+    # Mosaic refuses kernels that the compiler might have to split.
+    q = jnp.zeros((8, 1, 4, 128), jnp.bfloat16)
+    active = ActiveHeads(jnp.ones((8, 1, 4), bool), 2)
+
+    def run(q):
+      if function == "attend":
+        return attend(q, q, q, active=active, implementation="kernel")
+      cache = LayerCache(*[jnp.zeros((8, 4, 256, 128), jnp.bfloat16)] * 2)
+      visible = jnp.ones((8, 1, 256), bool)
+      return attend_to_cache(
+        q, cache, visible, active=active, implementation="kernel"
+      )
+
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with (
+      sharding.use_mesh(mesh),
+      mock.patch.object(jax, "default_backend", lambda: "tpu"),
+    ):
+      lowered = jax.jit(run).trace(q).lower(lowering_platforms=("tpu",))
+    self.assertIn("tpu_custom_call", lowered.as_text())
 
   def test_devices_pack_their_own_heads(self):
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
@@ -126,7 +152,8 @@ class MeshTest(parameterized.TestCase):
         .compile()
       )
     text = compiled.as_text()
-    for word in ("all-reduce", "all-to-all", "collective-permute"):
+    words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
+    for word in words:
       self.assertNotIn(word, text)
 
 

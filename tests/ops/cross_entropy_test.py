@@ -2,6 +2,7 @@
 
 import math
 import re
+from unittest import mock
 
 import chex
 import jax
@@ -80,6 +81,18 @@ class SummedCrossEntropyTest(parameterized.TestCase):
       )
     )
     chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+  @parameterized.parameters("gpu", "tpu")
+  def test_sums_of_other_backends_are_the_same(self, backend):
+    inputs = _inputs()
+
+    def run():
+      return jax.value_and_grad(summed_cross_entropy, (0, 1))(*inputs, 4)
+
+    ours = run()
+    with mock.patch.object(jax, "default_backend", lambda: backend):
+      theirs = run()
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
   @parameterized.parameters(0, 4)
   def test_tokens_of_weight_zero_do_not_matter(self, chunk):

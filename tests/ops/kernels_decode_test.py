@@ -89,6 +89,9 @@ _CASES = {
   "hidden_text": _Case(splits=2, hidden="text"),
   "grouped": _Case(heads=6, kv_heads=2, head_dim=80, splits=4),
   "many_queries_of_a_head": _Case(heads=70, kv_heads=1, batch=1, slots=16),
+  "many_queries_of_a_wide_head": _Case(
+    heads=18, kv_heads=1, batch=1, slots=16, head_dim=136
+  ),
   "one_head": _Case(choice="one head", scale=-0.3, slots=37),
   "no_head": _Case(choice="none", splits=2),
   "all_heads": _Case(choice="all", slots=160, head_dim=128, kv_heads=2),
@@ -223,6 +226,18 @@ class PlanTest(parameterized.TestCase):
     tile = decode_tile("tpu", 64, jnp.bfloat16)
     self.assertEqual(decode._that_pads_nothing(tile, slots).keys, expected)
 
+  @parameterized.product(
+    head_dim=((64, 64), (128, 64), (136, 16), (256, 16)), platform=_PLATFORMS
+  )
+  def test_blocks_of_wide_heads_have_few_rows(self, head_dim, platform):
+    dim, rows = head_dim
+    case = _Case(batch=1, heads=70, kv_heads=1, slots=16, head_dim=dim)
+    kernels = PLATFORMS[platform]
+    with mock.patch.object(kernels, "forward", wraps=kernels.forward) as spy:
+      jax.eval_shape(functools.partial(_kernel, case, platform), *case.arrays())
+    problem, tile = spy.call_args.args[0], spy.call_args.args[-1]
+    self.assertEqual((problem.rows, tile.rows), (rows, rows))
+
   @parameterized.product(tokens=(1, 3, 16, 40), choice=(0.0, 0.5, 1.0))
   def test_table_is_that_of_all_tokens_of_some_heads(self, tokens, choice):
     at_work = jnp.asarray(np.random.default_rng(0).random(7) < choice)
@@ -258,7 +273,9 @@ _DTYPES = (
   (jnp.float32, jnp.float32),
   (jnp.float32, jnp.bfloat16),
 )
-_SHAPES = ((320, 64), (1280, 64), (5120, 128), (2048, 80))
+_SHAPES = (
+  (320, 64), (1280, 64), (5120, 128), (2048, 80), (20, 64), (28, 128),
+)  # fmt: skip
 
 
 class LoweringTest(parameterized.TestCase):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import unittest
 from unittest import mock
@@ -427,28 +428,52 @@ class SizesTest(parameterized.TestCase):
     self.assertLen(gpu_plan.column_parts(dim, 1), 1)
 
 
-class TileFileTest(absltest.TestCase):
-  def test_file_of_tiles_is_merged_and_used(self):
-    path = self.create_tempfile().full_path + ".json"
-    one = _tiles()
-    other = _tiles(32, 64)
-    sizes.write(path, {("GPU X", 64, "float32"): one})
-    sizes.write(path, {("GPU X", 64, "bfloat16"): other})
-    expected = {
-      ("GPU X", 64, "float32"): one, ("GPU X", 64, "bfloat16"): other
-    }  # fmt: skip
-    self.assertEqual(sizes.read(path), expected)
-    with mock.patch.dict(os.environ, {sizes.FILE_VARIABLE: path}):
+class TileFileTest(parameterized.TestCase):
+  def _file(self, **changes):
+    """With the tiles of one GPU, but for some fields of the entry."""
+    entry = {"device": "GPU X", "head_dim": 64, "dtype": "bfloat16"}
+    entry |= dataclasses.asdict(_tiles(32, 64)) | changes
+    return self.create_tempfile(content=json.dumps([entry])).full_path
+
+  def test_file_of_tiles_is_used(self):
+    with mock.patch.dict(os.environ, {sizes.FILE_VARIABLE: self._file()}):
       sizes.measured.cache_clear()
       self.addCleanup(sizes.measured.cache_clear)
-      self.assertEqual(block_sizes("GPU X", 64, jnp.bfloat16), other)
+      self.assertEqual(block_sizes("GPU X", 64, jnp.bfloat16), _tiles(32, 64))
       default = block_sizes("gpu", 128, jnp.bfloat16)
       self.assertEqual(block_sizes("GPU X", 128, jnp.bfloat16), default)
 
-  def test_other_files_are_named(self):
-    path = self.create_tempfile(content='[{"device": "GPU X"}]').full_path
-    with self.assertRaisesRegex(ValueError, "not a file of block sizes"):
+  @parameterized.parameters('[{"device": "GPU X"}]', "[{", '["GPU X"]', "1")
+  def test_other_files_are_named(self, content):
+    path = self.create_tempfile(content=content).full_path
+    text = f"{path} is not a file of block sizes, for MOH_JAX_BLOCK_SIZES: "
+    with self.assertRaisesRegex(ValueError, text):
       sizes.read(path)
+
+  @parameterized.parameters(
+    ({"head_dim": 0}, r"head_dim=0 must be in \[1, 256\]"),
+    ({"head_dim": 320}, r"head_dim=320 must be in \[1, 256\]"),
+    ({"dtype": "float23"}, "float23"),
+    ({"dq": {"rows": 48, "keys": 16}}, "dq.rows=48 must divide .*rows=32"),
+    ({"dkv": {"rows": 64, "keys": 16}}, "dkv.rows=64 must divide .*rows=32"),
+    ({"dkv": {"rows": 0, "keys": 16}}, "dkv: rows=0 must be .* at least 1"),
+    ({"forward": {"rows": 32, "keys": 1.5}}, "forward: keys=1.5 must be an"),
+    ({"forward": {"rows": 32}}, "forward: .*'keys'"),
+  )
+  def test_wrong_entries_are_named(self, changes, text):
+    path = self._file(**changes)
+    with self.assertRaisesRegex(ValueError, f"{path} .*{text}"):
+      sizes.read(path)
+
+  def test_tiles_of_a_tpu_need_not_divide_its_blocks(self):
+    path = self._file(device="TPU v6e", dq={"rows": 48, "keys": 16})
+    [tiles] = sizes.read(path).values()
+    self.assertEqual(tiles.dq, Tile(48, 16))
+
+  @parameterized.parameters("rows", "keys", "warps", "stages")
+  def test_sizes_of_a_tile_are_at_least_1(self, name):
+    with self.assertRaisesRegex(ValueError, f"{name}=0 must be .* at least 1"):
+      Tile(**{"rows": 16, "keys": 16, name: 0})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,10 @@ from moh_jax.ops.visible import Visible
 # Programs of a GPU that are at work: two to four for each of 132 processors.
 _PROGRAMS = 512
 _LEAST_SLOTS = 256  # of a part: to join parts costs as much as to read a few
-_MOST_ROWS = 64
+# Rows of a block. A program has four warps whatever its rows are: of wide heads
+# more than a few would not fit a GPU's registers and shared memory.
+_MOST_ROWS, _MOST_WIDE_ROWS = 64, 16
+_NARROW = 128  # head dim at most
 
 
 def kernel_decode(
@@ -110,7 +113,8 @@ def kernel_decode(
     return each.reshape(-1, *x.shape[3:])
 
   tile = decode_tile(platform, dim, dtype)
-  rows = pl.next_power_of_2(max(tile.rows, min(shape[3], _MOST_ROWS)))
+  most_rows = _MOST_ROWS if dim <= _NARROW else _MOST_WIDE_ROWS
+  rows = pl.next_power_of_2(max(tile.rows, min(shape[3], most_rows)))
   tile = dataclasses.replace(tile, rows=rows)
   if platform == "tpu":
     tile = _that_pads_nothing(tile, slots // splits)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
+MOST_HEAD_DIM = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,20 @@ class Tile:
     keys: keys that a program holds or reads at a time.
     warps: of a program; GPUs only.
     stages: of the pipeline that loads; GPUs only.
+
+  Raises:
+    ValueError: one of them is not an integer of at least 1.
   """
 
   rows: int
   keys: int
   warps: int = 4
   stages: int = 2
+
+  def __post_init__(self):
+    for name, value in vars(self).items():
+      if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
   def cut(self, rows: int) -> "Tile":
     """With at most so many rows, and warps for them."""
@@ -124,7 +133,7 @@ def block_sizes(
     ValueError: the head dim is too large.
   """
   dtype = jnp.dtype(dtype)
-  platform = "tpu" if device_kind.lower().startswith("tpu") else "gpu"
+  platform = _platform(device_kind)
   sizes = measured().get(_key(device_kind, head_dim, dtype))
   if sizes is None:
     sizes = BlockSizes(*_default(_DEFAULTS, platform, head_dim, dtype))
@@ -167,36 +176,41 @@ def device_kind(platform: str) -> str:
 
 
 def read(path: str | os.PathLike) -> dict[tuple[str, int, str], BlockSizes]:
-  """What `write` wrote, by device kind, head dim and dtype.
+  """What `bench.tiles.write` wrote, by device kind, head dim and dtype.
 
   Raises:
     OSError: the file cannot be read.
-    ValueError: it is not such a file.
+    ValueError: it is not such a file, or its tiles would give wrong results.
   """
   try:
     entries = json.loads(pathlib.Path(path).read_text())
-    return {
-      _key(entry["device"], entry["head_dim"], jnp.dtype(entry["dtype"])):
-      BlockSizes(*(Tile(**entry[x]) for x in ("forward", "dq", "dkv")))
-      for entry in entries
-    }  # fmt: skip
-  except (KeyError, TypeError) as error:
-    raise ValueError(f"{path} is not a file of block sizes: {error}") from None
+    return dict(map(_parse, entries))
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"{path} is not a file of block sizes, for {FILE_VARIABLE}: {error}"
+    ) from None
 
 
-def write(
-  path: str | os.PathLike, sizes: dict[tuple[str, int, str], BlockSizes]
-) -> None:
-  """Writes entries; those that the file has and `sizes` lacks stay."""
-  path = pathlib.Path(path)
-  if path.exists():
-    sizes = read(path) | sizes
-  names = ("device", "head_dim", "dtype")
-  entries = [
-    dict(zip(names, key)) | dataclasses.asdict(sizes[key])
-    for key in sorted(sizes)
-  ]
-  path.write_text(json.dumps(entries, indent=2) + "\n")
+def _parse(entry: dict) -> tuple[tuple[str, int, str], BlockSizes]:
+  """Checks an entry of a file."""
+  kind, dim = str(entry["device"]), entry["head_dim"]
+  if not 1 <= dim <= MOST_HEAD_DIM:
+    raise ValueError(f"head_dim={dim!r} must be in [1, {MOST_HEAD_DIM}]")
+  tiles = {}
+  for name in ("forward", "dq", "dkv"):
+    try:
+      tiles[name] = Tile(**entry[name])
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{name}: {error}") from None
+    rows, whole = tiles[name].rows, tiles["forward"].rows
+    # Rows of a block that no program has would be missing in the gradients.
+    if _platform(kind) == "gpu" and whole % rows:
+      raise ValueError(f"{name}.rows={rows} must divide forward.rows={whole}")
+  return _key(kind, dim, jnp.dtype(entry["dtype"])), BlockSizes(**tiles)
+
+
+def _platform(kind: str) -> str:
+  return "tpu" if kind.lower().startswith("tpu") else "gpu"
 
 
 def _key(kind: str, dim: int, dtype: jnp.dtype) -> tuple[str, int, str]:
