@@ -61,7 +61,16 @@ class Setting:
 def setting_of(
   options: HeadOptions, op: str, mode: str, length: int, peak: float, units: int
 ) -> Setting:
-  """The setting of a comparison of heads, see `Setting`."""
+  """The setting of a comparison of heads.
+
+  Args:
+    options: of the command.
+    op: see `Setting`, as mode, length, peak and units.
+    mode: forward, both passes, causal or not.
+    length: tokens, or slots of a cache.
+    peak: the device's matrix peak, FLOP/s.
+    units: what one call works on, for rates.
+  """
   return Setting(
     op=op,
     mode=mode,

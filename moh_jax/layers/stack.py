@@ -35,6 +35,9 @@ def scan_blocks(
 
   Returns:
     The lifted class.
+
+  Raises:
+    ValueError: there is no such remat.
   """
   if remat not in REMAT_NAMES:
     raise ValueError(f"remat={remat!r} must be one of {REMAT_NAMES}")

@@ -86,6 +86,9 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     implementation: one of `IMPLEMENTATIONS`.
     case: of the call.
 
+  Returns:
+    The form, with the sizes of its blocks.
+
   Raises:
     ValueError: the implementation is unknown, or cannot do this.
   """

@@ -36,7 +36,18 @@ class LayerCache:
 def make_cache(
   batch: int, kv_heads: int, slots: int, head_dim: int, dtype: str
 ) -> LayerCache:
-  """An empty cache; dtype is "float32", "bfloat16" or "int8"."""
+  """An empty cache.
+
+  Args:
+    batch: B.
+    kv_heads: K.
+    slots: M.
+    head_dim: D.
+    dtype: "float32", "bfloat16" or "int8".
+
+  Returns:
+    Zeros, [B, K, M, D] and for "int8" scales [B, K, M].
+  """
   values = jnp.zeros((batch, kv_heads, slots, head_dim), dtype)
   if dtype != "int8":
     return LayerCache(values, values)

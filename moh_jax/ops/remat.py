@@ -16,5 +16,8 @@ def keep_attention(x: Any) -> Any:
 
   Args:
     x: arrays; a pytree.
+
+  Returns:
+    The same, named `ATTENTION`.
   """
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, ATTENTION), x)
