@@ -102,7 +102,7 @@ def _attention(config: Config, group: LayerGroup, active: int) -> str:
   try:
     return choose_form(model.attention_impl, case).name
   except ValueError:  # what was trained elsewhere can be looked at anywhere
-    return f"{model.attention_impl} (not on a {case.platform})"
+    return f"{model.attention_impl} (impossible on this {case.platform})"
 
 
 def _by_module(params: dict) -> dict[str, int]:

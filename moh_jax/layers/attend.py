@@ -38,7 +38,7 @@ def active_heads(
     The heads with a gate, or None where all are computed: without a router,
     whatever the gates, and where gradients need every output.
   """
-  if gates is None or router.kind == "none" or router.needs_all_heads:
+  if gates is None or router.needs_all_heads:
     return None
   most = budget.active if top_k is None else budget.num_heads
   return ActiveHeads(gates != 0, most)

@@ -70,8 +70,14 @@ class RouterConfig:
 
   @property
   def needs_all_heads(self) -> bool:
-    """Whether gradients need the outputs of heads that weigh nothing."""
-    return self.kind == "query_norm" and self.straight_through == "all"
+    """Whether no head may be left out, whatever the gates.
+
+    Without a router all are in use; gradients to all scores need the outputs of
+    heads that weigh nothing.
+    """
+    if self.kind == "query_norm":
+      return self.straight_through == "all"
+    return self.kind == "none"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,9 @@ class InspectCommandTest(parameterized.TestCase):
     model = dataclasses.replace(config.model, attention_impl="cudnn")
     rows = inspect._layers(dataclasses.replace(config, model=model))
     forms = {row["attention"] for row in rows}
-    self.assertEqual(forms, {f"cudnn (not on a {jax.default_backend()})"})
+    self.assertEqual(
+      forms, {f"cudnn (impossible on this {jax.default_backend()})"}
+    )
 
   @parameterized.parameters(("first", "packed"), ("schedule", "blocked"))
   def test_layers_whose_top_k_changes_skip_no_head(self, arg, form):
