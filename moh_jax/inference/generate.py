@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,7 +21,7 @@ from moh_jax.inference.decoding import (
   span_numbers,
 )
 from moh_jax.inference.restore import Restored
-from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.llm import LLM, compute_dtypes, unroll
 from moh_jax.training import sharding
 
 Prompt = str | Sequence[int]
@@ -273,15 +272,10 @@ def serving_params(params: Any, config: LLMConfig) -> Any:
     params: as trained.
     config: the model.
   """
-  dtype = jnp.dtype(config.dtype)
-
-  def cast(path: tuple, x: jax.Array) -> jax.Array:
-    names = {getattr(key, "key", None) for key in path}
-    small = x.ndim < 2 or "router" in names  # routers are float32 always
-    return x if small else x.astype(dtype)
 
   def prepare(params: Any) -> Any:
-    layers = unroll(params, config)
-    return jax.tree_util.tree_map_with_path(cast, layers)
+    dtypes = compute_dtypes(params, config)
+    cast = jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
+    return unroll(cast, config)
 
   return jax.jit(prepare)(nn.unbox(params))

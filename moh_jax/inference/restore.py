@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, TuneConfig
-from moh_jax.models.build import fit_params, make_model
+from moh_jax.models.build import fit_params, inference_dtypes, make_model
 from moh_jax.training import checkpoint
 from moh_jax.training.state import abstract_on, abstract_params, unbox
 
@@ -24,7 +24,8 @@ class Restored:
   Attributes:
     config: the run's config, overrides applied.
     model: the Linen module; `model.apply({"params": params}, ...)`.
-    params: parameters on the device or mesh.
+    params: parameters on the device or mesh. Matrices of a language model have
+      its compute dtype: half the memory in bfloat16, and the same outputs.
     step: optimizer steps they were trained for.
     class_names: names of the outputs, empty where there are none.
     tokenizer_sha256: of the tokenizer's file, empty where there is none.
@@ -88,6 +89,11 @@ def restore(
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(metadata.config)
   abstract = abstract_on(trained, inputs, mesh)
+  abstract = jax.tree.map(
+    lambda x, dtype: x.update(dtype=dtype),
+    abstract,
+    inference_dtypes(abstract, config),
+  )
   model, _ = make_model(config)
   fit = functools.partial(fit_params, trained=metadata.config, wanted=config)
   _check_parameters(

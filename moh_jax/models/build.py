@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moh_jax.config import Config, LayerStack
 from moh_jax.models.dit import DiT
-from moh_jax.models.llm import LLM, grow_vocabulary
+from moh_jax.models.llm import LLM, compute_dtypes, grow_vocabulary
 from moh_jax.models.restack import restack
 from moh_jax.models.vit import ViT
 
@@ -22,6 +22,22 @@ def fit_params(params: Any, trained: Config, wanted: Config) -> Any:
     if [run.depth for run in ours.runs()] != [r.depth for r in theirs.runs()]:
       return restack(params, ours, theirs)
   return params
+
+
+def inference_dtypes(params: Any, config: Config) -> Any:
+  """The dtypes that parameters may be stored in without a change of outputs.
+
+  Args:
+    params: arrays or their shapes.
+    config: the run.
+
+  Returns:
+    The tree with a dtype for every leaf.
+  """
+  if config.model.family == "llm":
+    return compute_dtypes(params, config.model)
+  # Ends and conditioning of the others compute in float32 whatever the dtype.
+  return jax.tree.map(lambda x: x.dtype, params)
 
 
 def make_model(config: Config) -> tuple[nn.Module, tuple]:

@@ -315,6 +315,28 @@ def grow_vocabulary(params: Any, rows: int) -> Any:
   return grown
 
 
+def compute_dtypes(params: Any, config: LLMConfig) -> Any:
+  """The dtype that the network uses each parameter in.
+
+  Matrices are used in the compute dtype, so storing them in it changes no
+  output; routers, norms and biases stay float32.
+
+  Args:
+    params: arrays or their shapes.
+    config: the model.
+
+  Returns:
+    The tree with a dtype for every leaf.
+  """
+
+  def dtype(path: tuple, leaf: Any) -> jnp.dtype:
+    names = [key.key for key in path]
+    matrix = names[-1] in ("kernel", "embedding") and "router" not in names
+    return jnp.dtype(config.dtype) if matrix else leaf.dtype
+
+  return jax.tree_util.tree_map_with_path(dtype, params)
+
+
 def unroll(params: Any, config: LLMConfig) -> Any:
   """Parameters of every layer by itself, output-major, for `unrolled`."""
   out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.convert import rules
@@ -14,6 +15,7 @@ from moh_jax.inference import restore as restore_lib
 from moh_jax.models.build import make_model
 from moh_jax.training import checkpoint, sharding
 from moh_jax.training.state import TrainState, abstract_params, unbox
+from tests.inference import tiny_text_model
 from tests.training import tiny
 
 _CONFIG = config_lib.Config(
@@ -212,6 +214,37 @@ class DiffusionRestoreTest(parameterized.TestCase):
     chex.assert_trees_all_equal(
       restored.params, tiny.random_params(self.config)
     )
+
+
+class ComputeDtypeTest(parameterized.TestCase):
+  @parameterized.product(tie=(False, True), router=("two_stage", "query_norm"))
+  def test_matrices_of_a_text_model_have_it_and_outputs_stay(self, tie, router):
+    model = dataclasses.replace(
+      tiny_text_model.CONFIG.model, tie_embeddings=tie, router=router
+    )
+    config = dataclasses.replace(tiny_text_model.CONFIG, model=model)
+    with tempfile.TemporaryDirectory() as directory:
+      tiny_text_model.save(directory, config)
+      restored = restore_lib.restore(directory, dtype="bfloat16")
+    flat = traverse_util.flatten_dict(restored.params)
+    wide = {path for path, x in flat.items() if x.dtype == jnp.float32}
+    self.assertNotEmpty(set(flat) - wide)
+    for path in flat:
+      kept = path[-1] == "scale" or "router" in path
+      self.assertEqual(path in wide, kept, path)
+    tokens = np.random.RandomState(0).randint(0, 264, (2, 9), np.int32)
+    stored, trained = (
+      jax.jit(restored.model.apply)({"params": params}, tokens)[0]
+      for params in (restored.params, tiny_text_model.params(config))
+    )
+    np.testing.assert_array_equal(stored, trained)
+
+  def test_other_families_keep_what_was_trained(self):
+    with tempfile.TemporaryDirectory() as directory:
+      _save(directory)
+      restored = restore_lib.restore(directory, dtype="bfloat16")
+    kinds = {str(x.dtype) for x in jax.tree.leaves(restored.params)}
+    self.assertEqual(kinds, {"float32"})
 
 
 class RestackTest(parameterized.TestCase):
