@@ -260,6 +260,11 @@ class ErrorsTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "rows=12 .* multiple of 8"):
       self._call(rows=12, platform="tpu")
 
+  def test_tiles_that_do_not_make_up_a_block(self):
+    tiles = BlockSizes(Tile(64, 16), Tile(32, 16), Tile(48, 16))
+    with self.assertRaisesRegex(ValueError, "dkv.rows=48 must divide .*=64"):
+      self._call(rows=64, platform="gpu", sizes=tiles)
+
   def test_table_of_other_shapes(self):
     q, k, v, _ = _Case(queries=5).arrays()
     with self.assertRaises(AssertionError):

@@ -60,7 +60,8 @@ def kernel_attention(
     queries that see no key.
 
   Raises:
-    ValueError: the platform, a dtype or the rows of a block are not supported.
+    ValueError: the platform, a dtype or the rows of a block are not supported,
+      or the sizes do not fit these rows.
   """
   chex.assert_rank((q, k, v), 4)
   chex.assert_equal_shape((k, v))
@@ -76,7 +77,9 @@ def kernel_attention(
     v = v.astype(v_dtype)
   if sizes is None:
     sizes = block_sizes(device_kind(platform), q.shape[-1], dtype)
-  options = (float(scale), platform, sizes.with_rows(rows), interpret)
+  sizes = sizes.with_rows(rows)
+  sizes.check(platform)
+  options = (float(scale), platform, sizes, interpret)
   out = _attend(q.astype(dtype), k.astype(dtype), v, visible, blocks, options)
   return out.astype(out_dtype)
 

@@ -84,9 +84,9 @@ def kernel_decode(
   chex.assert_rank((q, k, v), 4)
   chex.assert_equal_shape((k, v))
   batch, _, heads, dim = q.shape
-  groups, slots = k.shape[1:3]
+  kv_heads, slots = k.shape[1:3]
   chex.assert_shape(q, (batch, 1, heads, dim))
-  chex.assert_shape(k, (batch, groups, slots, dim))
+  chex.assert_shape(k, (batch, kv_heads, slots, dim))
   chex.assert_shape(visible, (batch, 1, slots))
   check_platform(platform)
   check_dtypes(q=q, k=k, v=v)
@@ -95,16 +95,16 @@ def kernel_decode(
     dtype = no_float16(dtype)
     k, v = (x.astype(no_float16(x.dtype)) for x in (k, v))
   if splits is None:
-    most = groups if active is None else min(groups, active.most)
+    most = kv_heads if active is None else min(kv_heads, active.most)
     splits = decode_splits(batch * most, slots) if platform == "gpu" else 1
   if splits < 1 or slots % splits:
     raise ValueError(f"splits={splits} must divide the {slots} slots")
-  shape = batch, groups, splits, heads // groups
+  shape = batch, kv_heads, splits, heads // kv_heads
   chosen = None
-  at_work = jnp.ones((batch, groups), bool)
+  at_work = jnp.ones((batch, kv_heads), bool)
   if active is not None:
     chex.assert_shape(active.mask, (batch, 1, heads))
-    chosen = active.mask.reshape(batch, groups, -1)
+    chosen = active.mask.reshape(batch, kv_heads, -1)
     at_work = chosen.any(-1)
 
   def of_parts(x: jax.Array) -> jax.Array:
@@ -131,7 +131,7 @@ def kernel_decode(
     interpret,
     cached=True,
   )
-  queries = q.astype(dtype).reshape(batch, groups, 1, -1, 1, dim)
+  queries = q.astype(dtype).reshape(batch, kv_heads, 1, -1, 1, dim)
   out, log_sums = PLATFORMS[platform].forward(
     problem, gather_rows(of_parts(queries), blocks), k, v, tile
   )

@@ -71,6 +71,23 @@ class BlockSizes:
     """R, for `head_blocks`."""
     return self.forward.rows
 
+  def check(self, platform: str) -> None:
+    """Checks that the rows of the gradients' tiles make up a block.
+
+    Args:
+      platform: "gpu" or "tpu".
+
+    Raises:
+      ValueError: on GPUs, those of one do not divide R.
+    """
+    for name in ("dq", "dkv"):
+      rows = getattr(self, name).rows
+      # Rows of a block that no program has would be missing in the gradients.
+      if platform == "gpu" and self.rows % rows:
+        raise ValueError(
+          f"{name}.rows={rows} must divide forward.rows={self.rows}"
+        )
+
   def with_rows(self, rows: int) -> "BlockSizes":
     """For tables whose blocks have so many rows."""
     forward = dataclasses.replace(self.forward.cut(rows), rows=rows)
@@ -202,11 +219,9 @@ def _parse(entry: dict) -> tuple[tuple[str, int, str], BlockSizes]:
       tiles[name] = Tile(**entry[name])
     except (TypeError, ValueError) as error:
       raise ValueError(f"{name}: {error}") from None
-    rows, whole = tiles[name].rows, tiles["forward"].rows
-    # Rows of a block that no program has would be missing in the gradients.
-    if _platform(kind) == "gpu" and whole % rows:
-      raise ValueError(f"{name}.rows={rows} must divide forward.rows={whole}")
-  return _key(kind, dim, jnp.dtype(entry["dtype"])), BlockSizes(**tiles)
+  sizes = BlockSizes(**tiles)
+  sizes.check(_platform(kind))
+  return _key(kind, dim, jnp.dtype(entry["dtype"])), sizes
 
 
 def _platform(kind: str) -> str:

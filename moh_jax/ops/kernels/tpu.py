@@ -121,7 +121,9 @@ def _forward_kernel(
 ) -> None:  # fmt: skip
   t, j = plan.step()
   factor, widened = plan.problem.factor, plan.problem.widen
-  with_keys, with_values = (times, across) if plan.turned else (across, times)
+  with_keys, with_values = across, times
+  if plan.transposed:
+    with_keys, with_values = times, across
   columns = _like(row_masks, columns)
 
   @pl.when(j == 0)

@@ -53,7 +53,7 @@ class Plan:
     return pl.cdiv(self.problem.keys, self.keys)
 
   @property
-  def turned(self) -> bool:
+  def transposed(self) -> bool:
     """Whether keys and values are [D, L] instead of [L, D].
 
     XLA stores a cache so where the head dim does not fill the lanes, and would
@@ -97,7 +97,7 @@ class Plan:
     return Argument(x, pl.BlockSpec((1, *inner), self._in_order(index)))
 
   def dense(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """A block of keys, [1, L, D] or `turned`, of [B, M, K, D]."""
+    """A block of keys, [1, L, D] or `transposed`, of [B, M, K, D]."""
     batch, keys, heads, dim = x.shape
     padded = self.key_blocks * self.keys
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -109,10 +109,10 @@ class Plan:
 
     def index(t, j, own, kv_head, least, most):
       place = self._key_block(t, j, own, most), 0
-      return kv_head[t], *(place[::-1] if self.turned else place)
+      return kv_head[t], *(place[::-1] if self.transposed else place)
 
     block = 1, self.keys, dim
-    if self.turned:
+    if self.transposed:
       x, block = x.swapaxes(1, 2), (1, dim, self.keys)
     return Argument(x, pl.BlockSpec(block, self._in_order(index)))
 
