@@ -11,9 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import ml_collections
 
 from moh_jax import config as config_lib
+from moh_jax.cli.processes import join_processes
 from moh_jax.config import Config, MeshConfig
 from moh_jax.ops.routing import GATE_FORMS
 
@@ -73,7 +75,7 @@ def add_checkpoint(
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-  """Adds --mesh."""
+  """Adds --mesh and --distributed; see `join`."""
   parser.add_argument(
     "--mesh",
     type=mesh_config,
@@ -82,6 +84,28 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     help="devices per axis, such as tensor=8 for a model too large for one; -1 "
     "takes those left (default: data=-1, the model on each)",
   )
+  parser.add_argument(
+    "--distributed",
+    action="store_true",
+    help="join the run's other processes first, as train.py does; the first "
+    "one prints",
+  )
+
+
+def join(args: argparse.Namespace) -> bool:
+  """Joins the run's other processes if --distributed asks for it.
+
+  JAX allows it only before its first use.
+
+  Returns:
+    Whether this is the first process, which prints and writes the figures.
+
+  Raises:
+    ValueError: there are none that JAX finds.
+  """
+  if args.distributed:
+    join_processes()
+  return jax.process_index() == 0
 
 
 def mesh_config(text: str) -> MeshConfig:

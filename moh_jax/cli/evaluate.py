@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
   """Prints the figures of the checkpoint's task on its held-out split."""
+  is_first = common.join(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     )
     figures = evaluate(restored.params, mesh)
   figures = {**figures, "step": restored.step}
+  if not is_first:
+    return 0
   if args.json != "-":
     for name, value in figures.items():
       print(

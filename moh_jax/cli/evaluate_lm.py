@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
   """Prints the figures, a column for each activated share."""
   if not args.tasks and not args.text:
     raise ValueError("nothing to do: give --tasks, --text or both")
+  is_first = common.join(args)
   _check_model(args)
   tokenizer = load_checkpoint_tokenizer(args.checkpoint)
   pieces = _pieces(args.text) if args.text else []
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
           progress=sys.stderr.isatty(),
         )
       runs.append(figures)
+  if not is_first:
+    return 0
   if args.json != "-":
     _print(runs)
   common.write_json(

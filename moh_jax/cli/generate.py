@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     stop=tuple(args.stop),
     seed=args.seed,
   )
+  is_first = common.join(args)
   tokenizer = load_checkpoint_tokenizer(args.checkpoint)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
@@ -84,11 +85,13 @@ def run(args: argparse.Namespace) -> int:
   if len(args.prompt) == 1 and not args.json:
     pieces = generator.stream(args.prompt[0], sampling)
     first = next(pieces, "")  # a bad prompt is an error before any output
-    for piece in itertools.chain([args.prompt[0], first], pieces):
-      print(piece, end="", flush=True)
-    print()
+    for piece in itertools.chain([args.prompt[0], first], pieces, ["\n"]):
+      if is_first:
+        print(piece, end="", flush=True)
     return 0
   completions = generator.generate(args.prompt, sampling)
+  if not is_first:
+    return 0
   if args.json != "-":
     for prompt, completion in zip(args.prompt, completions):
       print(f"{prompt}{completion.text}\n[{completion.finish_reason}]\n")

@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
   """
   if args.batches < 1:
     raise ValueError(f"--batches {args.batches} must be at least 1")
+  is_first = common.join(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
@@ -64,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
       restored.params,
       (sharding.shard_batch(batch, mesh) for batch in batches),
     )
+  if not is_first:
+    return 0
   if args.json != "-":
     rows = [
       (layer, *(f"{value:.3f}" for value in values))

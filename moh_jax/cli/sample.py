@@ -3,12 +3,10 @@
 import argparse
 import pathlib
 
-import jax
 import numpy as np
 from PIL import Image
 
 from moh_jax.cli import common
-from moh_jax.cli.processes import join_processes
 from moh_jax.config import Config
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.vae import HOW_TO_GET
@@ -76,11 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--zoom", type=int, default=1, help="enlarge the grid's pixels so often"
   )
-  parser.add_argument(
-    "--distributed",
-    action="store_true",
-    help="join the run's other processes first, as train.py does",
-  )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if value is not None and value < 1:
       option = name.replace("_", "-")
       raise ValueError(f"--{option} {value} must be at least 1")
-  if args.distributed:
-    join_processes()
+  is_first = common.join(args)
   _check_before_restoring(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
@@ -122,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix == ".png":
       images = sample_images(sampler, num, size, progress=True)
       images = images.repeat(args.zoom, axis=1).repeat(args.zoom, axis=2)
-      _write_grid(out, images, args.columns or min(num, 10))
+      if is_first:
+        _write_grid(out, images, args.columns or min(num, 10))
     else:
       settings = _settings(args, config, restored.step)
       sample_npz(
@@ -133,14 +126,12 @@ def run(args: argparse.Namespace) -> int:
         settings=settings,
         progress=True,
       )
-  if jax.process_index() == 0:
+  if is_first:
     print(f"{num} images written to {out}")
   return 0
 
 
 def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
-  if jax.process_index():
-    return
   grid = image_grid(images, columns)
   Image.fromarray(grid[..., 0] if grid.shape[-1] == 1 else grid).save(out)
 
