@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--batch-size", type=int, help="examples per batch, instead of the run's"
   )
+  parser.add_argument(
+    "--examples",
+    type=int,
+    default=0,
+    metavar="N",
+    help="examples at most, spread evenly over the split (default: all)",
+  )
   common.add_json(parser)
 
 
@@ -38,10 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if args.data:
       data = _other_data(config, args.data)
       config = config_lib.apply_overrides(config, "data", **data)
-    if args.batch_size is not None:
-      config = config_lib.apply_overrides(
-        config, "eval", batch_size=args.batch_size
-      )
+    size = args.batch_size
+    config = config_lib.apply_overrides(
+      config,
+      "eval",
+      examples=args.examples,
+      batch_size=config.eval.batch_size if size is None else size,
+    )
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
     evaluate = make_evaluate(
       restored.model, config, restored.class_names, restored.tokenizer_sha256

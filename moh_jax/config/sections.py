@@ -207,21 +207,24 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-  """Evaluation on the whole held-out split.
+  """Evaluation on the held-out split.
 
   Attributes:
     every: steps between evaluations; the last step is always evaluated, 0
       evaluates only there.
     batch_size: examples per batch, over all devices.
+    examples: examples at most, spread evenly over the split (text: sequences);
+      0 takes all.
     use_ema: evaluate the averaged parameters where the run keeps them.
   """
 
   every: int = 1000
   batch_size: int = 128
+  examples: int = 0
   use_ema: bool = True
 
   def __post_init__(self):
-    at_least("eval", 0, every=self.every)
+    at_least("eval", 0, every=self.every, examples=self.examples)
     at_least("eval", 1, batch_size=self.batch_size)
 
 

@@ -126,7 +126,7 @@ def eval_batches(
   process_index: int | None = None,
   process_count: int | None = None,
 ) -> Iterator[Batch]:
-  """The whole held-out split, once, unshuffled.
+  """The held-out split, once, unshuffled; `eval.examples` of it at most.
 
   The last batch is filled up with zeros; "mask" [b] float32 is 0 there.
 
@@ -143,7 +143,7 @@ def eval_batches(
   index, count = _process(process_index, process_count)
   size = config.eval.batch_size
   local = _local_batch("eval.batch_size", size, count)
-  examples = len(source)
+  examples = min(config.eval.examples or len(source), len(source))
   padded = -(-examples // size) * size
 
   @functools.cache
@@ -152,9 +152,9 @@ def eval_batches(
 
   def load(position: int) -> dict[str, Any]:
     there = position < examples
-    element = source[position] if there else nothing()
-    place = np.int32(position if there else 0)
-    return {**element, "index": place, "mask": np.float32(there)}
+    place = position * len(source) // examples if there else 0
+    element = source[place] if there else nothing()
+    return {**element, "index": np.int32(place), "mask": np.float32(there)}
 
   dataset = grain.MapDataset.range(padded)[index::count].map(load)
   options = _read_options(config.data, local)

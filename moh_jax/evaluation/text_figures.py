@@ -3,12 +3,12 @@
 import math
 
 
-def bits_per_byte(nats: float, num_bytes: int) -> float:
+def bits_per_byte(nats: float, num_bytes: float) -> float:
   """Bits that a model needs for a byte of text, whatever its tokenizer.
 
   Args:
     nats: summed cross-entropy of the text's tokens.
-    num_bytes: of the text as UTF-8, at least 1.
+    num_bytes: of the text as UTF-8, more than 0.
   """
   return nats / math.log(2) / num_bytes
 

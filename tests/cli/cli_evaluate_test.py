@@ -44,6 +44,10 @@ class EvaluateCommandTest(parameterized.TestCase):
     for name, value in ours.items():
       self.assertAlmostEqual(value, theirs[name], places=5)
 
+  def test_some_examples_alone(self):
+    self.assertEqual(self._figures("--examples", 6)["examples"], 6)
+    self.assertEqual(self._figures("--examples", 99)["examples"], 20)
+
   def test_gate_form_changes_the_loss(self):
     ours, paper = self._figures(), self._figures("--gate-form", "paper")
     self.assertNotAlmostEqual(ours["loss"], paper["loss"], places=6)
@@ -69,6 +73,7 @@ class EvaluateCommandTest(parameterized.TestCase):
     (("--batch-size", "9"), "eval.batch_size=9 must be a multiple of"),
     (("--batch-size", "-8"), "eval.batch_size=-8 must be at least 1"),
     (("--batch-size", "0"), "eval.batch_size=0 must be at least 1"),
+    (("--examples", "-1"), "eval.examples=-1 must be at least 0"),
     (("--step", "7"), "no checkpoint of step 7; it has [0]"),
     (("--data", "/nope/images"), "data.path='/nope/images'"),
   )

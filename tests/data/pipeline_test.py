@@ -212,6 +212,18 @@ class EvalBatchesTest(parameterized.TestCase):
     np.testing.assert_array_equal(labels[masks], np.arange(examples))
     self.assertLen(batches, -(-examples // 4))
 
+  @parameterized.parameters(
+    (4, (0, 2, 5, 7)), (1, (0,)), (9, (0, 1, 2, 3, 4, 5, 6, 7, 8)), (99, None)
+  )
+  def test_some_examples_are_spread_over_the_split(self, most, places):
+    config = config_lib.apply_overrides(_CONFIG, "eval", examples=most)
+    batches = _eval(config, examples=10)
+    masks = np.concatenate([batch["mask"] for batch in batches]) > 0
+    places = range(10) if places is None else places
+    np.testing.assert_array_equal(_labels(batches)[masks], places)
+    index = np.concatenate([batch["index"] for batch in batches])
+    np.testing.assert_array_equal(index[masks], places)
+
   def test_padding_is_zero_and_masked(self):
     last = _eval(examples=10)[-1]
     np.testing.assert_array_equal(last["mask"], [1, 1, 0, 0])

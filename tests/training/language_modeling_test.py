@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import TuneConfig
+from moh_jax.config import TuneConfig, apply_overrides
 from moh_jax.data import sequences
 from moh_jax.models.build import make_model
 from moh_jax.training import language_modeling, loop, sharding
@@ -232,13 +232,16 @@ class EvaluateTest(absltest.TestCase):
     _write_sets(root)
     cls.config = _word_config(root)
     cls.held_out = sequences.HeldOut(cls.config.data, 60)
-    cls.evaluate = staticmethod(
-      language_modeling.make_evaluate(make_model(cls.config)[0], cls.config)
-    )
-    params = jax.tree.map(jnp.zeros_like, tiny.random_params(cls.config))
-    mesh = sharding.make_mesh(cls.config.mesh, jax.devices()[:1])
+    cls.figures = cls._figures()
+
+  @classmethod
+  def _figures(cls, examples=0):
+    config = apply_overrides(cls.config, "eval", examples=examples)
+    evaluate = language_modeling.make_evaluate(make_model(config)[0], config)
+    params = jax.tree.map(jnp.zeros_like, tiny.random_params(config))
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     with sharding.use_mesh(mesh):
-      cls.figures = cls.evaluate(params, mesh)
+      return evaluate(params, mesh)
 
   def test_every_token_of_every_document_counts_once(self):
     # A document's begin is read alone; its end is predicted.
@@ -256,6 +259,13 @@ class EvaluateTest(absltest.TestCase):
     self.assertAlmostEqual(self.figures["perplexity"] / 60, 1, places=4)
     bits = math.log2(60) * self.figures["tokens"] / self.held_out.text_bytes
     self.assertAlmostEqual(self.figures["bits_per_byte"] / bits, 1, places=5)
+
+  def test_some_sequences_count_their_share_of_the_bytes(self):
+    part = self._figures(examples=len(self.held_out) // 2)
+    self.assertLess(part["tokens"], 0.6 * self.figures["tokens"])
+    self.assertAlmostEqual(part["loss"] / math.log(60), 1, places=5)
+    ratio = part["bits_per_byte"] / self.figures["bits_per_byte"]
+    self.assertBetween(ratio, 0.9, 1.1)
 
   def test_compressors_are_compared_with(self):
     # 100 and 80 bytes for each of the two held-out sets.
