@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     cache_dtype=args.cache_dtype,
     batch_size=args.batch_size,
   )
+  step = restored.step
+  del restored  # the generator has its own copy of the parameters
   if len(args.prompt) == 1 and not args.json:
     pieces = generator.stream(args.prompt[0], sampling)
     first = next(pieces, "")  # a bad prompt is an error before any output
@@ -99,5 +101,5 @@ def run(args: argparse.Namespace) -> int:
     {"prompt": prompt, **dataclasses.asdict(completion)}
     for prompt, completion in zip(args.prompt, completions)
   ]
-  common.write_json(args.json, {"completions": rows, "step": restored.step})
+  common.write_json(args.json, {"completions": rows, "step": step})
   return 0
