@@ -1,6 +1,7 @@
 """What heads of a language model are worth."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,17 @@ def _batch():
   }
 
 
+@functools.cache
 def _params(config):
-  params = LLM(config).init(jax.random.key(0), _batch()["inputs"])["params"]
+  init = jax.jit(LLM(config).init)
+  params = init(jax.random.key(0), _batch()["inputs"])["params"]
   return jax.tree.map(lambda x: 10 * x, unbox(params))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _mean_nats(config, params, row, scale):
   """Mean loss of one sequence whose heads are scaled by [layers, H]."""
-  batch = jax.tree.map(lambda x: x[row : row + 1], _batch())
+  batch = jax.tree.map(lambda x: x[row][None], _batch())
   x, _ = LLM(config).apply(
     {"params": params},
     batch["inputs"],
@@ -45,7 +49,7 @@ def _mean_nats(config, params, row, scale):
     with_logits=False,
   )
   weights = batch["weights"] / batch["weights"].sum()
-  return float(summed_nats(x, params, config, batch["targets"], weights))
+  return summed_nats(x, params, config, batch["targets"], weights)
 
 
 class ImportanceTest(parameterized.TestCase):
@@ -62,7 +66,7 @@ class ImportanceTest(parameterized.TestCase):
       step[place] = 0.002
       for row in range(_B):
         ends = [
-          _mean_nats(config, params, row, jnp.asarray(ones + sign * step))
+          float(_mean_nats(config, params, row, ones + sign * step))
           for sign in (1, -1)
         ]
         slopes[place] += abs(ends[0] - ends[1]) / 0.004 / _B

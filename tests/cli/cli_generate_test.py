@@ -5,6 +5,7 @@ import tempfile
 import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
+from tests import two_processes
 from tests.inference import tiny_writer
 
 
@@ -27,6 +28,15 @@ class GenerateCommandTest(parameterized.TestCase):
   def test_one_prompt_is_continued_on_stdout(self):
     status, out, err = self._call("--prompt", "aA", "--max-new-tokens", 3)
     self.assertEqual((status, out), (0, "aAbBcCdD\n"), err)
+
+  def test_two_processes_share_the_work_and_the_first_prints(self):
+    first, second = two_processes.call(
+      *("-m", "moh_jax", "generate", "--checkpoint", str(self.workdir)),
+      *("--prompt", "aA", "--max-new-tokens", "3", "--distributed"),
+      *("--mesh", "fsdp=4"),  # each has half of the parameters
+    )
+    self.assertIn("aAbBcCdD\n", first)
+    self.assertNotIn("aA", second)
 
   def test_several_prompts_say_how_each_ended(self):
     status, out, err = self._call(

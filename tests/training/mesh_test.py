@@ -1,8 +1,10 @@
 """Training over a 2 x 2 x 2 mesh of fake devices equals one device."""
 
 import contextlib
+import functools
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -22,6 +24,10 @@ from moh_jax.training.tasks import make_task
 from tests.training import tiny
 
 _MESH = tiny.MESH
+# Leaves of one shape share what is compiled to save them.
+_VIT = {"depths": (2, 2), "num_heads": (4, 4), "shared_heads": (2, 2)}
+_vit_config = functools.partial(tiny.config, model=_VIT)
+_dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
 
 
 def _losses(workdir: str) -> list[float]:
@@ -91,12 +97,39 @@ class _Runs:
 class DiffusionMeshTest(_Runs, absltest.TestCase):
   """Noise, timesteps and dropped labels are those of one device too."""
 
-  make_config = staticmethod(tiny.dit_config)
+  make_config = staticmethod(_dit_config)
 
   def test_parameters_are_split(self):
-    kernel = self.on_mesh.state.params["blocks1"]["attn"]["qkv"]["kernel"]
+    kernel = self.on_mesh.state.params["blocks0"]["attn"]["qkv"]["kernel"]
     spec = (None, "fsdp", None, "tensor")  # layers, C, parts, heads
     self.assertEqual(tuple(kernel.sharding.spec)[:4], spec)
+
+  def test_state_keeps_its_shardings_and_compiles_once(self):
+    config = _dit_config(mesh=_MESH)
+    task = make_task(config)
+    mesh = sharding.make_mesh(config.mesh)
+    with sharding.use_mesh(mesh):
+      run = loop._Run(
+        config, epath.Path(self.create_tempdir().full_path), mesh, task
+      )
+      state = run.init_state()
+      for _ in range(2):
+        batch = sharding.shard_batch(next(run.batches), mesh)
+        state, _ = run.train_step(state, batch)
+      run.checkpointer.close()
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(run.abstract_state))
+    for leaf, abstract in leaves:
+      self.assertTrue(
+        leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
+      )
+    self.assertEqual(run.train_step._cache_size(), 1)
+
+  def test_one_device_checkpoint_continues_on_the_mesh(self):
+    config = _dit_config(mesh=_MESH, train={"steps": 5})
+    workdir = os.path.join(self.create_tempdir().full_path, "copy")
+    resumed = loop.train(config, shutil.copytree(self.one_dir, workdir))
+    self.assertEqual(int(resumed.state.step), 5)
+    self.assertLen(resumed.state.step.sharding.device_set, 8)
 
 
 class LanguageMeshTest(_Runs, absltest.TestCase):
@@ -141,7 +174,7 @@ class LanguageMeshTest(_Runs, absltest.TestCase):
 
 
 class MeshTest(_Runs, parameterized.TestCase):
-  make_config = staticmethod(tiny.config)
+  make_config = staticmethod(_vit_config)
 
   def test_parameters_and_moments_are_split(self):
     state = self.on_mesh.state
@@ -157,35 +190,9 @@ class MeshTest(_Runs, parameterized.TestCase):
     for moment in moments:
       self.assertEqual(tuple(moment.sharding.spec)[:4], spec)
 
-  def test_state_keeps_its_shardings_and_compiles_once(self):
-    config = tiny.config(mesh=_MESH)
-    task = make_task(config)
-    mesh = sharding.make_mesh(config.mesh)
-    with sharding.use_mesh(mesh):
-      run = loop._Run(
-        config, epath.Path(self.create_tempdir().full_path), mesh, task
-      )
-      state = run.init_state()
-      for _ in range(2):
-        batch = sharding.shard_batch(next(run.batches), mesh)
-        state, _ = run.train_step(state, batch)
-      run.checkpointer.close()
-    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(run.abstract_state))
-    for leaf, abstract in leaves:
-      self.assertTrue(
-        leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
-      )
-    self.assertEqual(run.train_step._cache_size(), 1)
-
   def test_sequence_axis_is_refused_until_a_model_uses_it(self):
     with self.assertRaisesRegex(NotImplementedError, "mesh.sequence=2"):
       sharding.make_mesh(MeshConfig(sequence=2))
-
-  def test_one_device_checkpoint_continues_on_the_mesh(self):
-    config = tiny.config(mesh=_MESH, train={"steps": 5})
-    resumed = loop.train(config, self.one_dir)
-    self.assertEqual(int(resumed.state.step), 5)
-    self.assertLen(resumed.state.step.sharding.device_set, 8)
 
   def test_lowered_step_holds_the_activation_constraints(self):
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))

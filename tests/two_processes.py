@@ -1,0 +1,44 @@
+"""Two processes of one run on this machine, of two fake devices each."""
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def call(*argv: str, timeout: float = 300) -> list[str]:
+  """Runs `python *argv` twice, as the processes of one run.
+
+  Args:
+    *argv: of the interpreter.
+    timeout: seconds until both have ended.
+
+  Returns:
+    What each of them printed.
+
+  Raises:
+    AssertionError: one of them failed.
+  """
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  flags = os.environ.get("XLA_FLAGS", "")
+  environment = {
+    **os.environ,
+    "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=2",
+    "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+    "JAX_NUM_PROCESSES": "2",
+  }
+  children = [
+    subprocess.Popen(
+      [sys.executable, *argv],
+      env={**environment, "JAX_PROCESS_ID": str(index)},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for index in range(2)
+  ]
+  printed = [child.communicate(timeout=timeout)[0] for child in children]
+  codes = [child.returncode for child in children]
+  assert codes == [0, 0], codes
+  return printed
