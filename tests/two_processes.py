@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 
 def call(*argv: str, timeout: float = 300) -> list[str]:
@@ -29,16 +30,17 @@ def call(*argv: str, timeout: float = 300) -> list[str]:
     "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
     "JAX_NUM_PROCESSES": "2",
   }
-  children = [
-    subprocess.Popen(
-      [sys.executable, *argv],
-      env={**environment, "JAX_PROCESS_ID": str(index)},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for index in range(2)
-  ]
-  printed = [child.communicate(timeout=timeout)[0] for child in children]
-  codes = [child.returncode for child in children]
-  assert codes == [0, 0], codes
-  return printed
+  # Files: a pipe that nobody reads yet would stop a child that fills it.
+  with tempfile.TemporaryFile("w+") as one, tempfile.TemporaryFile("w+") as two:
+    children = [
+      subprocess.Popen(
+        [sys.executable, *argv],
+        env={**environment, "JAX_PROCESS_ID": str(index)},
+        stdout=file,
+      )
+      for index, file in enumerate((one, two))
+    ]
+    codes = [child.wait(timeout=timeout) for child in children]
+    assert codes == [0, 0], codes
+    one.seek(0), two.seek(0)
+    return [one.read(), two.read()]

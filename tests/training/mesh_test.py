@@ -24,9 +24,6 @@ from moh_jax.training.tasks import make_task
 from tests.training import tiny
 
 _MESH = tiny.MESH
-# Leaves of one shape share what is compiled to save them.
-_VIT = {"depths": (2, 2), "num_heads": (4, 4), "shared_heads": (2, 2)}
-_vit_config = functools.partial(tiny.config, model=_VIT)
 _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
 
 
@@ -174,7 +171,7 @@ class LanguageMeshTest(_Runs, absltest.TestCase):
 
 
 class MeshTest(_Runs, parameterized.TestCase):
-  make_config = staticmethod(_vit_config)
+  make_config = staticmethod(tiny.config)
 
   def test_parameters_and_moments_are_split(self):
     state = self.on_mesh.state
