@@ -1,6 +1,7 @@
 """Two processes of one run on this machine, of two fake devices each."""
 
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -31,16 +32,17 @@ def call(*argv: str, timeout: float = 300) -> list[str]:
     "JAX_NUM_PROCESSES": "2",
   }
   # Files: a pipe that nobody reads yet would stop a child that fills it.
-  with tempfile.TemporaryFile("w+") as one, tempfile.TemporaryFile("w+") as two:
-    children = [
-      subprocess.Popen(
-        [sys.executable, *argv],
-        env={**environment, "JAX_PROCESS_ID": str(index)},
-        stdout=file,
-      )
-      for index, file in enumerate((one, two))
-    ]
+  with tempfile.TemporaryDirectory() as folder:
+    files = [pathlib.Path(folder, name) for name in ("first", "second")]
+    children = []
+    for index, file in enumerate(files):
+      with file.open("w") as stdout:
+        child = subprocess.Popen(
+          [sys.executable, *argv],
+          env={**environment, "JAX_PROCESS_ID": str(index)},
+          stdout=stdout,
+        )
+      children.append(child)
     codes = [child.wait(timeout=timeout) for child in children]
     assert codes == [0, 0], codes
-    one.seek(0), two.seek(0)
-    return [one.read(), two.read()]
+    return [file.read_text() for file in files]

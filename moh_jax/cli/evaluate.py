@@ -45,13 +45,10 @@ def run(args: argparse.Namespace) -> int:
     if args.data:
       data = _other_data(config, args.data)
       config = config_lib.apply_overrides(config, "data", **data)
-    size = args.batch_size
-    config = config_lib.apply_overrides(
-      config,
-      "eval",
-      examples=args.examples,
-      batch_size=config.eval.batch_size if size is None else size,
-    )
+    overrides = {"examples": args.examples}
+    if args.batch_size is not None:
+      overrides["batch_size"] = args.batch_size
+    config = config_lib.apply_overrides(config, "eval", **overrides)
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
     evaluate = make_evaluate(
       restored.model, config, restored.class_names, restored.tokenizer_sha256

@@ -9,6 +9,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import Config
 from moh_jax.config.layers import LayerGroup
+from moh_jax.layers.attend import most_active_heads
 from moh_jax.models.build import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.training import checkpoint
@@ -72,21 +73,18 @@ def _layers(config: Config) -> list[dict]:
           "routed": budget.routed,
           "top_k": budget.top_k,
           "active": active,
-          "attention": _attention(config, group, active),
+          "attention": _attention(config, group),
         }
       )
   return rows
 
 
-def _attention(config: Config, group: LayerGroup, active: int) -> str:
+def _attention(config: Config, group: LayerGroup) -> str:
   """The form that a layer has in training, for one example on one device."""
   if group.sees == "window":
     return "window"
   model, budget = config.model, group.budget
-  # As `layers.attend.active_heads`: a top_k that changes may be any.
-  changes = config.tune is not None and config.tune.top_k_steps
-  if changes or model.router_config.needs_all_heads:
-    active = budget.num_heads
+  changes = config.tune is not None and bool(config.tune.top_k_steps)
   case = AttentionCase(
     platform=jax.default_backend(),
     batch=1,
@@ -94,7 +92,7 @@ def _attention(config: Config, group: LayerGroup, active: int) -> str:
     keys=group.tokens,
     num_heads=budget.num_heads,
     head_dim=budget.head_dim,
-    active=active,
+    active=most_active_heads(budget, model.router_config, any_top_k=changes),
     causal=group.sees == "before",
     biased=model.family == "vit",  # by position
     dtype=model.dtype,

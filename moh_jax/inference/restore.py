@@ -26,6 +26,7 @@ class Restored:
     model: the Linen module; `model.apply({"params": params}, ...)`.
     params: parameters on the device or mesh. Matrices of a language model have
       its compute dtype: half the memory in bfloat16, and the same outputs.
+      `restore(..., dtype="float32")` gives them as they were trained.
     step: optimizer steps they were trained for.
     class_names: names of the outputs, empty where there are none.
     tokenizer_sha256: of the tokenizer's file, empty where there is none.

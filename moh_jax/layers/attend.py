@@ -40,8 +40,23 @@ def active_heads(
   """
   if gates is None or router.needs_all_heads:
     return None
-  most = budget.active if top_k is None else budget.num_heads
+  most = most_active_heads(budget, router, any_top_k=top_k is not None)
   return ActiveHeads(gates != 0, most)
+
+
+def most_active_heads(
+  budget: HeadBudget, router: RouterConfig, *, any_top_k: bool
+) -> int:
+  """Heads that a layer computes for one token at most.
+
+  Args:
+    budget: the layer's head split.
+    router: the kind of the router.
+    any_top_k: whether the routed heads per token change while it runs.
+  """
+  if any_top_k or router.needs_all_heads:
+    return budget.num_heads
+  return budget.active
 
 
 def attend(
