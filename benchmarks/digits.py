@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import svm
 
-from moh_jax.bench import timing
 from moh_jax.cli import common
-from moh_jax.data.sources import DigitsSource
+from moh_jax.data.images.sources import DigitsSource
 from moh_jax.inference.restore import Restored, restore
 from moh_jax.models.generation import make_draw, to_pixels
+from moh_jax.speed import timing
 
 _SAMPLES = 500
 _SOLVERS = (

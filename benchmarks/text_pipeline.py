@@ -14,12 +14,12 @@ import time
 import grain
 import numpy as np
 
-from moh_jax.bench import timing
 from moh_jax.cli import common
 from moh_jax.config.text import TextDataConfig
-from moh_jax.data.sequences import train_sequences
-from moh_jax.data.token_set_writer import TokenSetWriter
-from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.data.text.sequences import train_sequences
+from moh_jax.data.text.token_set_writer import TokenSetWriter
+from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.speed import timing
 
 _SHARDS = 4
 _DOCUMENT_TOKENS = 1000

@@ -12,12 +12,13 @@ bits per byte when the router turns on, before any step, and after tuning.
 import argparse
 import pathlib
 
-from moh_jax.bench import timing
 from moh_jax.cli import common
 from moh_jax.cli import main as cli
 from moh_jax.config import Config
 from moh_jax.inference.restore import restore
-from moh_jax.training import loop, sharding
+from moh_jax.runtime import sharding
+from moh_jax.speed import timing
+from moh_jax.training import loop
 from moh_jax.training.tasks import make_evaluate
 
 _CONFIG = "configs/llm_stdlib_tune.py"

@@ -10,9 +10,9 @@ import functools
 
 import jax
 
-from moh_jax.bench import timing
 from moh_jax.cli import common
 from moh_jax.ops import window
+from moh_jax.speed import timing
 
 _SHAPE = (4, 56, 56, 384)
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from moh_jax.bench import attention, decode, layer, report, timing
-from moh_jax.bench.exactness import LIMITS
-from moh_jax.bench.options import MODES, HeadOptions, SequenceOptions
-from moh_jax.bench.peak import matrix_peak
-from moh_jax.bench.programs import exact_products
 from moh_jax.cli import common
+from moh_jax.speed import attention, decode, layer, report, timing
+from moh_jax.speed.exactness import LIMITS
+from moh_jax.speed.options import MODES, HeadOptions, SequenceOptions
+from moh_jax.speed.peak import matrix_peak
+from moh_jax.speed.programs import exact_products
 
 # What is compared -> the function that measures, and its options.
 _OPS: dict[str, tuple[Callable, type[HeadOptions]]] = {
@@ -79,7 +79,7 @@ def _run_heads(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_model(args: argparse.Namespace) -> dict[str, Any]:
-  from moh_jax.bench import model  # the other ops need no data pipeline
+  from moh_jax.speed import model
 
   options = _options(model.ModelOptions, args)
   measured = model.measure(options)

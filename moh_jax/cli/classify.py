@@ -5,10 +5,10 @@ import dataclasses
 import sys
 
 from moh_jax.cli import common
-from moh_jax.data.sources import read_image
+from moh_jax.data.images.sources import read_image
 from moh_jax.inference.classify import classify
 from moh_jax.inference.restore import restore
-from moh_jax.training import checkpoint
+from moh_jax.runtime import checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

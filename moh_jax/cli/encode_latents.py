@@ -8,8 +8,8 @@ import pathlib
 from moh_jax.config.checks import DTYPES
 from moh_jax.config.sections import BAD_IMAGES
 from moh_jax.convert.vae import load_vae
-from moh_jax.data.images import SPLITS, find_splits
-from moh_jax.data.sources import check_class_names
+from moh_jax.data.images.files import SPLITS, find_splits
+from moh_jax.data.images.sources import check_class_names
 from moh_jax.inference import latent_set
 from moh_jax.inference.encode import encode_latents
 

@@ -7,7 +7,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import Config
 from moh_jax.inference.restore import restore
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 from moh_jax.training.tasks import make_evaluate
 
 

@@ -13,9 +13,9 @@ from moh_jax.cli import common
 from moh_jax.cli.tokenize import INPUT_HELP
 from moh_jax.config import LLMConfig
 from moh_jax.config.checks import DTYPES
-from moh_jax.data.text_files import read_documents
-from moh_jax.data.text_pieces import Piece, list_pieces
-from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.data.text.files import read_documents
+from moh_jax.data.text.pieces import Piece, list_pieces
+from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.documents import score_documents
 from moh_jax.evaluation.harness_tasks import PRESETS, choose_tasks
@@ -25,7 +25,7 @@ from moh_jax.inference.restore import Restored, restore
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.build import fit_params, make_model
-from moh_jax.training import checkpoint, sharding
+from moh_jax.runtime import checkpoint, sharding
 
 _PIECE_BYTES = 64 << 20
 _COUNTS = ("documents", "bytes", "words", "tokens")

@@ -37,7 +37,7 @@ from moh_jax.models.inception import (
   InceptionV3,
 )
 from moh_jax.ops.inception_input import RESIZES
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 
 METRICS = ("fid", "sfid", "is", "pr")
 _FRECHET = {"fid": POOL_DIM, "sfid": SPATIAL_DIM}

@@ -11,7 +11,7 @@ from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import restore
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

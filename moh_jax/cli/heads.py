@@ -6,9 +6,9 @@ import itertools
 from moh_jax import config as config_lib
 from moh_jax.analysis.importance import head_importance, order_by_importance
 from moh_jax.cli import common
-from moh_jax.data import sequences
+from moh_jax.data.text import sequences
 from moh_jax.inference.restore import restore
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 from moh_jax.training.task import stream
 
 

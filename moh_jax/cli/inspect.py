@@ -12,8 +12,8 @@ from moh_jax.config.layers import LayerGroup
 from moh_jax.layers.attend import most_active_heads
 from moh_jax.models.build import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
-from moh_jax.training import checkpoint
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.params import abstract_params, unbox
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,8 +3,8 @@
 import argparse
 import pathlib
 
-from moh_jax.data.images import SPLITS, find_splits
-from moh_jax.data.pack import pack_images
+from moh_jax.data.images.files import SPLITS, find_splits
+from moh_jax.data.images.pack import pack_images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from moh_jax.cli import common
-from moh_jax.convert.parity import Row, run_case
+from moh_jax.parity.compare import Row, run_case
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from moh_jax.inference.sample import (
   sample_npz,
 )
 from moh_jax.models.generation import image_grid
-from moh_jax.training import checkpoint, sharding
+from moh_jax.runtime import checkpoint, sharding
 
 _OPTIONS = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
 

@@ -4,8 +4,8 @@ import argparse
 import os
 import pathlib
 
-from moh_jax.data.tokenize import PIECE_BYTES, tokenize, tokenize_splits
-from moh_jax.data.tokenizers import load_tokenizer
+from moh_jax.data.text.tokenize import PIECE_BYTES, tokenize, tokenize_splits
+from moh_jax.data.text.tokenizers import load_tokenizer
 
 INPUT_HELP = (
   "text files or quoted patterns with *, ? and **, each also .gz or .zst: "

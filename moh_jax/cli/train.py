@@ -11,7 +11,8 @@ from moh_jax import config as config_lib
 from moh_jax.cli.common import write_json
 from moh_jax.cli.processes import join_processes
 from moh_jax.convert.decoder import load_decoder
-from moh_jax.training import loop, sharding
+from moh_jax.runtime import sharding
+from moh_jax.training import loop
 
 
 def run(

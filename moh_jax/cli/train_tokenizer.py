@@ -4,10 +4,10 @@ import argparse
 import pathlib
 
 from moh_jax.cli.tokenize import INPUT_HELP
-from moh_jax.data.text_files import read_documents
-from moh_jax.data.text_pieces import list_pieces
-from moh_jax.data.tokenize import PIECE_BYTES
-from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
+from moh_jax.data.text.files import read_documents
+from moh_jax.data.text.pieces import list_pieces
+from moh_jax.data.text.tokenize import PIECE_BYTES
+from moh_jax.data.text.tokenizers import tokenizer_from_bytes, train_bpe
 from moh_jax.files import replacing
 
 

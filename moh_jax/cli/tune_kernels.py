@@ -5,8 +5,8 @@ import pathlib
 
 import jax
 
-from moh_jax.bench.tiles import DTYPES, Workload, tune, write
 from moh_jax.ops.kernels.sizes import FILE_VARIABLE, read
+from moh_jax.speed.tiles import DTYPES, Workload, tune, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,12 +29,12 @@ from moh_jax.convert import (
 )
 from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.convert.tensor_writer import Planned
-from moh_jax.data.tokenizers import load_tokenizer
+from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.files import replacing
 from moh_jax.models.build import make_model
 from moh_jax.models.registry import MODELS, get_model
-from moh_jax.training import checkpoint
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.params import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]

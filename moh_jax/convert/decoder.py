@@ -10,7 +10,7 @@ from moh_jax.convert.vae import load_vae
 from moh_jax.models.generation import Decode
 from moh_jax.models.vae import VAE
 from moh_jax.models.vae_tiling import decode_tiled
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 
 _SMALLEST_TILE = 16
 

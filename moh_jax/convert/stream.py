@@ -43,8 +43,8 @@ from moh_jax.config import Config
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Rule
 from moh_jax.models.build import make_model
-from moh_jax.training import checkpoint, sharding
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime.params import abstract_params, unbox
 
 BLOCK_BYTES = 2**25
 _Index = tuple[slice, ...]

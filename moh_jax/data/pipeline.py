@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
-from moh_jax.data.recipes import eval_recipe, train_recipe
-from moh_jax.data.sources import ImageSource
+from moh_jax.data.images.recipes import eval_recipe, train_recipe
+from moh_jax.data.images.sources import ImageSource
 
 Batch = dict[str, np.ndarray]
 

@@ -18,7 +18,7 @@ from typing import IO, Protocol
 import numpy as np
 from PIL import Image
 
-from moh_jax.data.sources import read_image
+from moh_jax.data.images.sources import read_image
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3)"
 _THREADS = 8

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from moh_jax.data.sources import read_image
-from moh_jax.data.transforms import eval_transforms
+from moh_jax.data.images.sources import read_image
+from moh_jax.data.images.transforms import eval_transforms
 from moh_jax.inference.restore import Restored
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
+from moh_jax.data.text.tokenizers import StreamDecoder, Tokenizer
 from moh_jax.inference.decoding import NO_TOKEN, Sampling
 
 

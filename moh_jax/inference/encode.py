@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.autoencoder import VAEConfig
-from moh_jax.data.latents import encode_moments
+from moh_jax.data.images.latents import encode_moments
+from moh_jax.data.images.tolerant import CheckedSource
+from moh_jax.data.images.transforms import center_crop
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.tolerant import CheckedSource
-from moh_jax.data.transforms import center_crop
 from moh_jax.inference.latent_set import EncodeOptions, NamedSource
 from moh_jax.models.vae import VAE
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 
 
 def encode_latents(

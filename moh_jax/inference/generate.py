@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import CACHE_DTYPES, LLMConfig
-from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.inference.completion import Completion, CompletionWriter
 from moh_jax.inference.decoding import (
   Decoding,
@@ -22,7 +22,7 @@ from moh_jax.inference.decoding import (
 )
 from moh_jax.inference.restore import Restored
 from moh_jax.models.llm import LLM, compute_dtypes, unroll
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 
 Prompt = str | Sequence[int]
 

@@ -13,11 +13,11 @@ from flax import traverse_util
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.config.checks import at_least, one_of
 from moh_jax.config.sections import BAD_IMAGES
-from moh_jax.data.latents import KIND
-from moh_jax.data.records import ArrayRecordSource
+from moh_jax.data.images.latents import KIND
+from moh_jax.data.images.records import ArrayRecordSource
+from moh_jax.data.images.sources import ImageFolderSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA
-from moh_jax.data.sources import ImageFolderSource
 
 
 class NamedSource(Protocol):

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from moh_jax import config as config_lib
 from moh_jax.config import Config, TuneConfig
 from moh_jax.models.build import fit_params, inference_dtypes, make_model
-from moh_jax.training import checkpoint
-from moh_jax.training.state import abstract_on, abstract_params, unbox
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.params import abstract_on, abstract_params, unbox
 
 
 @dataclasses.dataclass(frozen=True)

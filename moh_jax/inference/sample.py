@@ -19,7 +19,7 @@ from moh_jax.config import Config
 from moh_jax.files import replacing
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, make_paint
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 
 _SETTINGS = "settings.json"
 

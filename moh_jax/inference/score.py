@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from moh_jax.config import LLMConfig
 from moh_jax.models.llm import output_kernel, output_logits
 from moh_jax.ops.cross_entropy import token_cross_entropy
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 
 _MIN_LENGTH = 32  # of the shapes; shorter rows are filled up
 # Rows that score so few places, as those of questions do, have logits of these

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from moh_jax.data.tokenizers import (
+from moh_jax.data.text.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
   SentencePieceTokenizer,
   Tokenizer,
   tokenizer_from_bytes,
 )
-from moh_jax.training import checkpoint
+from moh_jax.runtime import checkpoint
 
 
 def load_checkpoint_tokenizer(directory: str) -> Tokenizer:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import Config
+from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import train_images
-from moh_jax.data.sources import make_source
 from moh_jax.evaluation import accuracy
 from moh_jax.models.build import make_model
 from moh_jax.training import losses

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, TuneConfig
-from moh_jax.data import sequences
+from moh_jax.data.text import sequences
 from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import sum_figures
 from moh_jax.evaluation.text_figures import bits_per_byte, perplexity

@@ -15,13 +15,12 @@ from etils import epath
 
 from moh_jax.config import Config
 from moh_jax.models.generation import Decode
-from moh_jax.training import checkpoint, optim, sharding
-from moh_jax.training.checkpoint import (
-  Checkpointer,
-  Metadata,
-  save_tokenizer,
-)
+from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
+from moh_jax.training import optim
 from moh_jax.training.metrics import MetricsWriter
+from moh_jax.training.same_run import check_same_run
+from moh_jax.training.saving import Checkpointer
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.task import Task
@@ -116,7 +115,7 @@ def _check_resumable(directory: epath.Path, metadata: Metadata) -> None:
     checkpoint.find_step(directory, None)
   except FileNotFoundError:
     return  # an empty folder: killed before its first save
-  checkpoint.check_same_run(directory, metadata)
+  check_same_run(directory, metadata)
 
 
 class _StopRequest:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
+from moh_jax.runtime.params import abstract_params, init_params, unbox
 
 
 @jax.tree_util.register_dataclass
@@ -30,55 +31,6 @@ class TrainState:
   opt_state: optax.OptState
   ema: Any
   rng: jax.Array
-
-
-def init_params(model: nn.Module, rng: jax.Array, inputs: Any) -> Any:
-  """Initial parameters, still boxed with their logical axes.
-
-  Initialization runs without sharding rules: Linen would otherwise constrain
-  each parameter as it unboxes it, where indivisible dimensions fail. The
-  shardings come from the jitted initialization's `out_shardings` instead.
-  """
-  with nn.logical_axis_rules(()):
-    return model.init(rng, *inputs)["params"]
-
-
-def unbox(boxed: Any) -> Any:
-  """Parameters without their logical axes."""
-  with nn.logical_axis_rules(()):
-    return nn.unbox(boxed)
-
-
-def abstract_params(model: nn.Module, inputs: Any) -> Any:
-  """Boxed parameters as ShapeDtypeStructs, without computing anything.
-
-  Args:
-    model: the Linen module.
-    inputs: its positional arguments, abstract or not.
-  """
-  key = jax.random.key(0)
-  return jax.eval_shape(lambda *args: init_params(model, key, args), *inputs)
-
-
-def abstract_on(model: nn.Module, inputs: Any, mesh: Mesh | None) -> Any:
-  """Parameters as ShapeDtypeStructs with shardings, to restore into.
-
-  Args:
-    model: the Linen module.
-    inputs: its abstract positional arguments.
-    mesh: the devices; None is one device.
-  """
-  boxed = abstract_params(model, inputs)
-  if mesh is None:
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = jax.tree.map(lambda _: device, unbox(boxed))
-  else:
-    shardings = sharding.param_shardings(boxed, mesh)
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    unbox(boxed),
-    shardings,
-  )
 
 
 def make_state(
@@ -124,9 +76,7 @@ def make_state(
   shardings = TrainState(
     step=whole,
     params=params,
-    opt_state=sharding.optimizer_shardings(
-      optimizer, unbox(boxed), params, mesh
-    ),
+    opt_state=optimizer_shardings(optimizer, unbox(boxed), params, mesh),
     ema=params if keep_ema else None,
     rng=whole,
   )
@@ -140,3 +90,20 @@ def make_state(
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   return init, abstract
+
+
+def optimizer_shardings(
+  optimizer: optax.GradientTransformation,
+  abstract_params: Any,
+  shardings: Any,
+  mesh: Mesh,
+) -> Any:
+  """Shardings of the optimizer state: moments follow their parameters."""
+  state = jax.eval_shape(optimizer.init, abstract_params)
+  return optax.tree.map_params(
+    optimizer,
+    lambda _, placed: placed,
+    state,
+    shardings,
+    transform_non_params=lambda _: sharding.replicated(mesh),
+  )

@@ -11,16 +11,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
+from moh_jax.data.images.sources import check_class_names, make_source
 from moh_jax.data.pipeline import (
   Source,
   TrainBatches,
   TransformedSource,
   eval_batches,
 )
-from moh_jax.data.sources import check_class_names, make_source
-from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation.means import EvalStep, mean_figures
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 from moh_jax.training.step import LossFn
 
 Evaluate = Callable[[Any, Mesh], dict[str, float]]

@@ -9,9 +9,9 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.models.build import fit_params, make_model
-from moh_jax.training import checkpoint
-from moh_jax.training.checkpoint import Metadata
-from moh_jax.training.state import abstract_on
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.params import abstract_on
 
 _LOG = logging.getLogger(__name__)
 _Flat = dict[tuple[str, ...], Any]

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.analysis.importance import head_importance, order_by_importance
 from moh_jax.models.llm import LLM, summed_nats
-from moh_jax.training.state import unbox
+from moh_jax.runtime.params import unbox
 from tests.training import tiny
 
 _B, _N = 2, 16

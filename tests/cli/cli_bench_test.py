@@ -5,12 +5,12 @@ import tempfile
 import unittest
 from unittest import mock
 
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
-from moh_jax.bench import attention, model
 from moh_jax.cli import bench
 from moh_jax.ops import attention as ops
+from moh_jax.speed import attention, model
+from tests.cli import tiny_checkpoint
 
 _FIELDS = {
   *("device", "op", "mode", "length", "share", "implementation", "ms"),

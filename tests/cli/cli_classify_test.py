@@ -3,9 +3,10 @@ import pathlib
 import tempfile
 
 import numpy as np
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 from PIL import Image
+
+from tests.cli import tiny_checkpoint
 
 _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
 

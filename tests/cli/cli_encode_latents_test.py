@@ -5,11 +5,11 @@ import sys
 import tempfile
 
 import numpy as np
-import tiny_checkpoint
 from absl.testing import absltest
 
-from moh_jax.data import sources
-from tests.data import tiny_sets
+from moh_jax.data.images import sources
+from tests.cli import tiny_checkpoint
+from tests.data.text import tiny_sets
 from tests.inference import tiny_vae
 
 _SIZES = ("--image-size", 8, "--batch-size", 8, "--shard-size", 4)

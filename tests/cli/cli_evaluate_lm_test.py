@@ -6,11 +6,11 @@ import unittest
 from unittest import mock
 
 import numpy as np
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.evaluation import harness
+from tests.cli import tiny_checkpoint
 from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 

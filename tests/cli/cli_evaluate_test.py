@@ -3,9 +3,10 @@ import pathlib
 import tempfile
 
 import numpy as np
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 from PIL import Image
+
+from tests.cli import tiny_checkpoint
 
 
 class EvaluateCommandTest(parameterized.TestCase):

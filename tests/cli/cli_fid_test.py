@@ -6,12 +6,12 @@ import tempfile
 
 import numpy as np
 import threadpoolctl
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.convert import parity_fid
 from moh_jax.convert.tensor_files import read_tensors
+from moh_jax.parity import fid as parity_fid
+from tests.cli import tiny_checkpoint
 from tests.convert.stored import save_tensors
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"

@@ -2,10 +2,10 @@ import json
 import pathlib
 import tempfile
 
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
 from tests import two_processes
+from tests.cli import tiny_checkpoint
 from tests.inference import tiny_writer
 
 

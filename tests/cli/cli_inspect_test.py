@@ -5,12 +5,12 @@ import tempfile
 from unittest import mock
 
 import jax
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import common, inspect
 from moh_jax.models.build import make_model
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime.params import abstract_params, unbox
+from tests.cli import tiny_checkpoint
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 

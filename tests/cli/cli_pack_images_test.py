@@ -1,10 +1,10 @@
 import pathlib
 import tempfile
 
-import tiny_checkpoint
 from absl.testing import absltest
 
-from moh_jax.data.records import ArrayRecordSource
+from moh_jax.data.images.records import ArrayRecordSource
+from tests.cli import tiny_checkpoint
 from tests.inference import tiny_vae
 
 

@@ -4,8 +4,9 @@ import shutil
 import tempfile
 
 import numpy as np
-import tiny_checkpoint
 from absl.testing import absltest
+
+from tests.cli import tiny_checkpoint
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens" / "vit_full_one_shared"
 

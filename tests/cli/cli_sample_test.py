@@ -3,11 +3,11 @@ import tempfile
 from unittest import mock
 
 import numpy as np
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.inference.sample import Sampler
+from tests.cli import tiny_checkpoint
 
 
 class SampleCommandTest(parameterized.TestCase):

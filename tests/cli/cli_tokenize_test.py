@@ -2,10 +2,10 @@ import json
 import pathlib
 import tempfile
 
-import tiny_checkpoint
 from absl.testing import absltest
 
-from moh_jax.data.token_sets import TokenSet
+from moh_jax.data.text.token_sets import TokenSet
+from tests.cli import tiny_checkpoint
 
 
 class TokenizeCommandTest(absltest.TestCase):

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from unittest import mock
 
-import tiny_checkpoint
 from absl import logging
 from absl.testing import absltest, parameterized
 from PIL import Image
@@ -16,6 +15,7 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.cli import common, main
 from moh_jax.training import loop
+from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -1,10 +1,10 @@
 import pathlib
 import tempfile
 
-import tiny_checkpoint
 from absl.testing import absltest
 
-from moh_jax.data.tokenizers import load_tokenizer
+from moh_jax.data.text.tokenizers import load_tokenizer
+from tests.cli import tiny_checkpoint
 
 
 class TrainTokenizerCommandTest(absltest.TestCase):

@@ -8,9 +8,9 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
-from moh_jax.bench.tiles import Workload
 from moh_jax.cli import tune_kernels
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, read
+from moh_jax.speed.tiles import Workload
 from tests.cli import tiny_checkpoint
 
 _DEVICE = types.SimpleNamespace(platform="gpu", device_kind="GPU X")

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import tempfile
 
-import tiny_checkpoint
 from absl.testing import absltest, parameterized
 
 from moh_jax import cli
 from moh_jax.cli import main
+from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 

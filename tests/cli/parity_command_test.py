@@ -8,7 +8,7 @@ import sys
 from absl.testing import absltest
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
-# One of each sort that is quick; tests/convert/parity_test.py runs all.
+# One of each sort that is quick; tests/parity/compare_test.py runs all.
 _CASES = (
   "dit_attn_wide",
   "fid_metrics",

@@ -23,7 +23,7 @@ from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.inference.restore import restore
 from moh_jax.models.build import make_model
 from moh_jax.models.registry import MODELS
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime.params import abstract_params, unbox
 from tests.convert.stored import save_tensors
 
 _CONFIG = Config(

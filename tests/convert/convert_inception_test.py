@@ -4,7 +4,7 @@ import pathlib
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.convert import parity_fid, rules
+from moh_jax.convert import rules
 from moh_jax.convert.inception import (
   FILE,
   abstract_inception,
@@ -14,6 +14,7 @@ from moh_jax.convert.inception import (
 )
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import InceptionV3
+from moh_jax.parity import fid as parity_fid
 from tests.convert.stored import save_tensors
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"

@@ -14,7 +14,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
 from moh_jax.models.dit import DiT, patchify
 from moh_jax.ops.position import sincos_2d
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime.params import abstract_params, unbox
 
 _MOH = DiTConfig(
   input_size=(4, 6),

@@ -21,11 +21,11 @@ from moh_jax.convert import checkpoints, hf_config, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.data.tokenizers import BEGIN, END, train_bpe
+from moh_jax.data.text.tokenizers import BEGIN, END, train_bpe
 from moh_jax.inference.restore import restore
 from moh_jax.models.registry import MODELS
-from moh_jax.training import checkpoint
-from moh_jax.training.sharding import make_mesh
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.sharding import make_mesh
 from tests.convert import tiny_llm
 
 _TOKENIZER = train_bpe(["one text", "and another one"], 270)

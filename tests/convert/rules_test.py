@@ -14,7 +14,7 @@ from moh_jax.config import ViTConfig, without_router
 from moh_jax.convert import rules, vit
 from moh_jax.models.vit import ViT
 from moh_jax.ops.routing import HeadBudget, RouterConfig
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime.params import abstract_params, unbox
 
 _MOH = ViTConfig(
   image_size=(16, 16),

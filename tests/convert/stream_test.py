@@ -19,9 +19,9 @@ from moh_jax.convert import stream
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.models.build import make_model
-from moh_jax.training import checkpoint
-from moh_jax.training.sharding import make_mesh
-from moh_jax.training.state import abstract_on
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.params import abstract_on
+from moh_jax.runtime.sharding import make_mesh
 from tests.convert import tiny_llm
 
 _RUN = released_run(tiny_llm.MOH, {})

@@ -7,8 +7,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.data import sources
-from tests.data import tiny_sets
+from moh_jax.data.images import sources
+from tests.data.text import tiny_sets
 
 _CONFIG = config_lib.Config(
   model=config_lib.ViTConfig(

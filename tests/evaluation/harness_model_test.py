@@ -2,10 +2,10 @@ import dataclasses
 import types
 import unittest
 
-import tiny_harness
 from absl.testing import absltest, parameterized
 
-from moh_jax.data import tokenizers
+from moh_jax.data.text import tokenizers
+from tests.evaluation import tiny_harness
 
 if tiny_harness.INSTALLED:
   from lm_eval.api.instance import Instance

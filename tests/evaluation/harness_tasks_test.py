@@ -1,6 +1,5 @@
 import unittest
 
-import tiny_harness
 from absl.testing import absltest, parameterized
 
 from moh_jax.evaluation.harness_tasks import (
@@ -9,6 +8,7 @@ from moh_jax.evaluation.harness_tasks import (
   choose_tasks,
   main_metric,
 )
+from tests.evaluation import tiny_harness
 
 # Where the harness keeps the tasks of the presets: reading all takes long.
 _FOLDERS = (

@@ -6,14 +6,14 @@ from unittest import mock
 
 import jax
 import numpy as np
-import tiny_harness
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.data.text.tokenizers import BytesTokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.harness_tasks import TaskChoice, choose_tasks
 from moh_jax.inference.score import Scorer
 from moh_jax.models.build import make_model
+from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 
 

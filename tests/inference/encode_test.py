@@ -5,13 +5,13 @@ import tempfile
 
 import jax
 import numpy as np
-import tiny_vae
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.latents import LatentSource
-from moh_jax.data.transforms import center_crop
+from moh_jax.data.images.latents import LatentSource
+from moh_jax.data.images.transforms import center_crop
 from moh_jax.inference import encode, latent_set
 from moh_jax.models.vae import VAE
+from tests.inference import tiny_vae
 
 _OPTIONS = latent_set.EncodeOptions(
   image_size=8, latent_scale=0.5, batch_size=2, shard_size=4, threads=2

@@ -17,7 +17,7 @@ from moh_jax.inference.restore import Restored
 from moh_jax.models.build import make_model
 from moh_jax.ops import cached_attention
 from moh_jax.ops.kernels.decode import kernel_decode
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 from tests.inference import tiny_writer
 from tests.training import tiny
 

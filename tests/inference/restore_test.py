@@ -13,8 +13,10 @@ from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.inference import restore as restore_lib
 from moh_jax.models.build import make_model
-from moh_jax.training import checkpoint, sharding
-from moh_jax.training.state import TrainState, abstract_params, unbox
+from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.training.saving import Checkpointer
+from moh_jax.training.state import TrainState
 from tests.inference import tiny_text_model
 from tests.training import tiny
 
@@ -52,7 +54,7 @@ def _save(directory, config=_CONFIG):
 
 def _save_steps(directory, steps):
   """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
-  checkpointer = checkpoint.Checkpointer(directory, _CONFIG.checkpoint)
+  checkpointer = Checkpointer(directory, _CONFIG.checkpoint)
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
 from moh_jax.models.build import make_model
-from moh_jax.training import sharding
+from moh_jax.runtime import sharding
 from tests.training import tiny
 
 _NUM, _SIZE = 29, 8  # four parts, the last one of five images

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 
 from moh_jax import config as config_lib
-from moh_jax.data.tokenizers import BytesTokenizer
+from moh_jax.data.text.tokenizers import BytesTokenizer
 from moh_jax.models.build import make_model
-from moh_jax.training import checkpoint
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.params import abstract_params, unbox
 
 CONFIG = config_lib.Config(
   model=config_lib.LLMConfig(

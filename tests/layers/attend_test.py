@@ -15,8 +15,8 @@ from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import HeadBudget, RouterConfig
-from moh_jax.training import sharding
-from moh_jax.training.state import unbox
+from moh_jax.runtime import sharding
+from moh_jax.runtime.params import unbox
 
 _BUDGET = HeadBudget(num_heads=4, shared=1, top_k=1, head_dim=8)
 

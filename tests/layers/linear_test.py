@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.layers.linear import Linear
 from moh_jax.layers.moh import LINEAR_INIT, HeadMix, HeadProjection
-from moh_jax.training.state import unbox
+from moh_jax.runtime.params import unbox
 
 _X = jax.random.normal(jax.random.key(0), (2, 3, 8))
 

@@ -16,7 +16,7 @@ from moh_jax.models import llm
 from moh_jax.models.build import fit_params
 from moh_jax.models.llm import LLM
 from moh_jax.models.restack import restack
-from moh_jax.training.state import init_params, unbox
+from moh_jax.runtime.params import init_params, unbox
 from tests.training import tiny
 
 _CONFIG = tiny.LLM

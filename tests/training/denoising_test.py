@@ -14,7 +14,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.training import denoising, loop, optim, sharding
+from moh_jax.runtime import sharding
+from moh_jax.training import denoising, loop, optim
 from moh_jax.training.state import make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.tasks import make_task

@@ -14,7 +14,8 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.config import Config
-from moh_jax.training import checkpoint, loop
+from moh_jax.runtime import checkpoint
+from moh_jax.training import loop
 from tests.training import tiny
 
 # The average stays behind the parameters.

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moh_jax.config import Config, MeshConfig
 from moh_jax.inference.restore import restore
 from moh_jax.layers.partitioning import constrain
-from moh_jax.training import loop, sharding
+from moh_jax.runtime import sharding
+from moh_jax.training import loop
 from moh_jax.training.tasks import make_task
 from tests.training import tiny
 

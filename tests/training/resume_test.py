@@ -15,7 +15,8 @@ import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import pipeline
-from moh_jax.training import checkpoint, loop
+from moh_jax.runtime import checkpoint
+from moh_jax.training import loop
 from tests.training import tiny
 
 _STEPS = 6

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.training import optim, sharding
+from moh_jax.runtime import sharding
+from moh_jax.training import optim
 from moh_jax.training.state import make_state
 from moh_jax.training.step import jit_train_step, train_step
 from moh_jax.training.tasks import make_task

@@ -9,7 +9,7 @@ import numpy as np
 from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.models.build import make_model
-from moh_jax.training.state import abstract_params, unbox
+from moh_jax.runtime.params import abstract_params, unbox
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}  # all eight fake devices
 MODEL = config_lib.ViTConfig(

@@ -11,10 +11,11 @@ import jax
 from absl.testing import absltest
 
 from moh_jax.config import without_router
-from moh_jax.data.tokenize import tokenize_splits
-from moh_jax.data.tokenizers import load_tokenizer
+from moh_jax.data.text.tokenize import tokenize_splits
+from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.inference.restore import restore
-from moh_jax.training import loop, sharding
+from moh_jax.runtime import sharding
+from moh_jax.training import loop
 from moh_jax.training.tasks import make_evaluate
 from tests.training import tiny
 

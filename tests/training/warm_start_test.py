@@ -13,14 +13,15 @@ from absl.testing import absltest, parameterized
 from flax import traverse_util
 
 from moh_jax.config import Config, without_router
-from moh_jax.data import sequences
+from moh_jax.data.text import sequences
 from moh_jax.models.build import make_model
 from moh_jax.models.llm import grow_vocabulary
 from moh_jax.models.restack import restack
-from moh_jax.training import checkpoint, loop, sharding
-from moh_jax.training.checkpoint import Metadata
+from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.params import abstract_on
+from moh_jax.training import loop
 from moh_jax.training.language_modeling import make_loss
-from moh_jax.training.state import abstract_on
 from moh_jax.training.warm_start import WarmStart
 from tests.training import tiny
 

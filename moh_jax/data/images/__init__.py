@@ -1,0 +1,1 @@
+"""Labelled images and latents: sources, transforms, shards."""

@@ -1,0 +1,57 @@
+"""Encoded images in shards: what `pack-images` writes and training reads.
+
+The header of a record is {"label": 3, "name": "ant/1.jpg"}; the payload is the
+image file as it was. metadata.json has "class_names".
+"""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from moh_jax.data.images.files import decode_image
+from moh_jax.data.shards import Shards
+
+KIND = "images"
+
+
+class ArrayRecordSource:
+  """Images in path/SPLIT/*.array_record, as `pack-images` writes them."""
+
+  def __init__(self, path: str, split: str, channels: int):
+    """Opens a split.
+
+    Args:
+      path: directory of the splits, local or mounted.
+      split: "train" or "val"; "" is `path` itself.
+      channels: 1 decodes to grey, 3 to RGB.
+
+    Raises:
+      FileNotFoundError: metadata.json or a shard is missing.
+      ValueError: metadata.json does not fit, or a shard is truncated.
+    """
+    self._folder = pathlib.Path(path) / split
+    self._shards = Shards(self._folder, KIND)
+    self.class_names = tuple(self._shards.metadata["class_names"])
+    self.channels = channels
+
+  @property
+  def fingerprint(self) -> str:
+    """Which images these are, in which order."""
+    return self._shards.metadata["images"]
+
+  def __len__(self) -> int:
+    return len(self._shards)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    header, content = self._shards[index]
+    name = f"{header['name']} in {self._folder}"
+    image = decode_image(content, self.channels, name)
+    return {"image": image, "label": np.int32(header["label"])}
+
+  def name(self, index: int) -> str:
+    """The image's CLASS/NAME, or its place where the record is damaged."""
+    try:
+      return self._shards[index][0]["name"]
+    except ValueError:
+      return self._shards.locate(index)

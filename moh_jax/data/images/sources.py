@@ -1,0 +1,221 @@
+"""Random-access sources of labelled images.
+
+A source has `len()`, `source[i]` = {"image": [X, Y, channels] uint8, "label":
+int32}, `class_names` and `channels`. Sources of latents give what their
+transform reads instead of the image.
+"""
+
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+from etils import epath
+
+from moh_jax.config import Config, ImageModel
+from moh_jax.data.images.files import (
+  SPLITS,
+  fingerprint,
+  list_images,
+  read_image,
+)
+from moh_jax.data.images.latents import LatentSource
+from moh_jax.data.images.recipes import crops_center, is_latent
+from moh_jax.data.images.records import ArrayRecordSource
+from moh_jax.data.images.tolerant import CheckedSource
+
+
+class ImageSource(Protocol):
+  """What the pipelines read."""
+
+  class_names: tuple[str, ...]
+  channels: int
+
+  def __len__(self) -> int:
+    """Number of examples."""
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    """One example: "image" [X, Y, channels] uint8 and "label" int32."""
+
+
+class DigitsSource:
+  """Scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, 16 greys.
+
+  The held-out split is a fixed fifth (359 scans), the same in every run.
+  """
+
+  class_names = tuple(str(digit) for digit in range(10))
+  channels = 1
+
+  def __init__(self, split: str):
+    images, labels = _load_digits()
+    order = np.random.RandomState(0).permutation(len(labels))
+    held_out = round(len(labels) / 5)
+    self._index = order[:held_out] if split == "val" else order[held_out:]
+    self._images, self._labels = images, labels
+
+  def __len__(self) -> int:
+    return len(self._index)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    row = self._index[index]
+    return {"image": self._images[row], "label": self._labels[row]}
+
+
+@functools.cache
+def _load_digits() -> tuple[np.ndarray, np.ndarray]:
+  from sklearn import datasets  # slow to import, only this source needs it
+
+  digits = datasets.load_digits()
+  images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+  return images[..., None], digits.target.astype(np.int32)
+
+
+class ImageFolderSource:
+  """Images in path/SPLIT/CLASS/*, classes in alphabetical order."""
+
+  def __init__(self, path: str, split: str, channels: int):
+    """Lists a split.
+
+    Args:
+      path: directory of the splits, local or a bucket.
+      split: "train" or "val"; "" is `path` itself.
+      channels: 1 converts to grey, 3 to RGB.
+
+    Raises:
+      FileNotFoundError: there is no such directory, or no image in it.
+    """
+    self._root = epath.Path(path) / split
+    if not self._root.is_dir():
+      raise FileNotFoundError(
+        f"data.path={path!r} has no directory {split!r}; expected "
+        f"{path}/{split}/CLASS/*.jpg"
+      )
+    self.class_names, self._files = list_images(self._root)
+    self.channels = channels
+
+  @property
+  def fingerprint(self) -> str:
+    """Which images these are, in which order."""
+    return fingerprint(self._files)
+
+  def __len__(self) -> int:
+    return len(self._files)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    name, label = self._files[index]
+    image = read_image(self._root / name, self.channels)
+    return {"image": image, "label": np.int32(label)}
+
+  def name(self, index: int) -> str:
+    """The image's CLASS/NAME."""
+    return self._files[index][0]
+
+
+class FakeSource:
+  """Random examples and labels, a function of the index alone.
+
+  Images, or latents of unit variance where a model is made for latents.
+  """
+
+  def __init__(
+    self,
+    split: str,
+    examples: int,
+    model: ImageModel,
+    *,
+    latent: bool = False,
+  ):
+    self.class_names = tuple(str(i) for i in range(model.num_classes))
+    self.channels = model.channels
+    self._shape = model.input_shape
+    self._seed = SPLITS.index(split)
+    self._examples = examples
+    self._latent = latent
+
+  def __len__(self) -> int:
+    return self._examples
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    rng = np.random.default_rng((self._seed, index))
+    if self._latent:
+      image = rng.standard_normal(self._shape, np.float32)
+    else:
+      image = rng.integers(0, 256, self._shape, np.uint8)
+    label = np.int32(rng.integers(len(self.class_names)))
+    return {"image": image, "label": label}
+
+
+def has_split(config: Config, split: str) -> bool:
+  """Whether the configured source has a split at all, whole or not."""
+  path = config.data.path
+  return not path or (epath.Path(path) / split).exists()
+
+
+def make_source(config: Config, split: str) -> ImageSource:
+  """Opens one split of the configured source.
+
+  Bad images of the training split follow `data.bad_images`; in the held-out
+  split they raise, as figures on other images would be others.
+
+  Args:
+    config: the run.
+    split: "train" or "val".
+
+  Raises:
+    FileNotFoundError: a directory, metadata.json or a shard is missing.
+    ValueError: the data is damaged or does not fit the model.
+  """
+  if split not in SPLITS:
+    raise ValueError(f"split={split!r} must be one of {SPLITS}")
+  data, model = config.data, config.model
+  if data.source == "digits":
+    source = DigitsSource(split)
+  elif data.source == "image_folder":
+    source = ImageFolderSource(data.path, split, model.channels)
+  elif data.source == "array_record":
+    source = ArrayRecordSource(data.path, split, model.channels)
+  elif data.source == "latents":
+    source = LatentSource(data.path, split)
+    source.check_fits(config)
+  else:
+    source = FakeSource(
+      split, data.fake_examples, model, latent=is_latent(config)
+    )
+  if len(source.class_names) != model.num_classes:
+    raise ValueError(
+      f"model.num_classes={model.num_classes} must be the "
+      f"{len(source.class_names)} classes of data.source={data.source!r}"
+    )
+  if source.channels != model.channels:
+    raise ValueError(
+      f"model.channels={model.channels} must be the {source.channels} of "
+      f"data.source={data.source!r}"
+    )
+  if data.source in ("digits", "fake"):  # never bad, and small by nature
+    return source
+  skip = data.bad_images == "skip" and split == "train"
+  smallest = (0, 0)
+  if crops_center(config, split):
+    smallest = model.input_shape[:2]
+  return CheckedSource(source, skip=skip, smallest=smallest)
+
+
+def check_class_names(
+  ours: tuple[str, ...], theirs: tuple[str, ...], where: str
+) -> None:
+  """Refuses labels that mean different classes.
+
+  Args:
+    ours: names of the model's outputs.
+    theirs: names of the data's classes.
+    where: the data, for the message.
+
+  Raises:
+    ValueError: a name differs.
+  """
+  for label, (mine, other) in enumerate(zip(ours, theirs)):
+    if mine != other:
+      raise ValueError(
+        f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
+        "directories must have the names of the training split"
+      )

@@ -1,0 +1,1 @@
+"""Text: documents, tokenizers, token sets, packed sequences."""

@@ -1,0 +1,151 @@
+"""Documents from files: plain text, lines of JSON, Parquet.
+
+The suffix says what a file is, before ".gz" or ".zst": ".jsonl", ".ndjson" and
+".json" hold one JSON object a line, ".parquet" a table; anything else is text,
+one document.
+"""
+
+import contextlib
+import gzip
+import json
+import pathlib
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+from moh_jax.data.extras import import_llm_extra
+from moh_jax.data.text.pieces import Piece, file_format, open_parquet
+from moh_jax.data.text.zstd import ZstdReader
+
+_ROWS = 256  # of a table that are in memory at one time
+
+
+def read_documents(piece: Piece, field: str) -> Iterator[tuple[str, str]]:
+  """Reads a piece's documents in order.
+
+  Args:
+    piece: part of a file.
+    field: of a JSON object, or column of a table, that is the text; null is "".
+
+  Yields:
+    A name that no other document has ("web.jsonl:123", counted from 1; the
+    file's for plain text) and the text.
+
+  Raises:
+    ValueError: the file is damaged, is not UTF-8 or lacks the field; the file
+      and the line are named. Or an optional library is missing.
+  """
+  kind, packing = file_format(piece.file)
+  if kind == "parquet":
+    return _read_rows(piece, field)
+  if kind == "jsonl":
+    return _read_lines(piece, packing, field)
+  return _read_text(piece, packing)
+
+
+def _read_text(piece: Piece, packing: str) -> Iterator[tuple[str, str]]:
+  with _damage(piece.file), _open(piece.file, packing) as stream:
+    content = stream.read()
+  yield piece.name, _decode(content, piece.file)
+
+
+def _read_lines(
+  piece: Piece, packing: str, field: str
+) -> Iterator[tuple[str, str]]:
+  with _open(piece.file, packing) as stream:
+    left = None
+    if not packing:
+      stream.seek(piece.start)
+      left = piece.stop - piece.start
+    number = piece.first
+    while left is None or left > 0:
+      where = f"{piece.file}, line {number}"
+      with _damage(where):
+        line = stream.readline()
+      if not line:
+        if left:
+          raise ValueError(f"{where}: the file became shorter")
+        return
+      if left is not None:
+        left -= len(line)
+      if not line.isspace():
+        yield f"{piece.name}:{number}", _parse(line, field, where)
+      number += 1
+
+
+def _parse(line: bytes, field: str, where: str) -> str:
+  text = _decode(line, where)
+  try:
+    value = json.loads(text)
+  except ValueError as error:
+    raise ValueError(f"{where}: not JSON: {error}") from error
+  if not isinstance(value, dict) or field not in value:
+    found = sorted(value) if isinstance(value, dict) else type(value).__name__
+    raise ValueError(f"{where}: no field {field!r}, found {found}")
+  return _checked(value[field], field, where)
+
+
+def _read_rows(piece: Piece, field: str) -> Iterator[tuple[str, str]]:
+  pyarrow = import_llm_extra("pyarrow", piece.file)
+  number = piece.first
+  with open_parquet(piece.file) as table:
+    columns = table.schema_arrow.names
+    if field not in columns:
+      raise ValueError(f"{piece.file}: no column {field!r}, found {columns}")
+    batches = table.iter_batches(
+      _ROWS,
+      row_groups=list(range(piece.start, piece.stop)),
+      columns=[field],
+      use_threads=False,
+    )
+    while True:
+      where = f"{piece.file}, row {number}"
+      try:
+        batch = next(batches, None)
+        values = [] if batch is None else batch.column(0).to_pylist()
+      except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        raise ValueError(f"{where} or after: damaged: {error}") from error
+      if batch is None:
+        return
+      for value in values:
+        where = f"{piece.file}, row {number}"
+        yield f"{piece.name}:{number}", _checked(value, field, where)
+        number += 1
+
+
+def _checked(value: Any, field: str, where: str) -> str:
+  if value is None:
+    return ""
+  if not isinstance(value, str):
+    raise ValueError(
+      f"{where}: {field!r} is {type(value).__name__}, expected text"
+    )
+  try:
+    value.encode()
+  except UnicodeEncodeError as error:  # "\ud800" is JSON but no text
+    raise ValueError(f"{where}: half a surrogate pair: {error}") from error
+  return value
+
+
+def _decode(content: bytes, where: str) -> str:
+  try:
+    return content.decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{where}: not UTF-8: {error}") from error
+
+
+def _open(file: str, packing: str) -> IO[bytes]:
+  if packing == ".gz":
+    return gzip.open(file)
+  if packing == ".zst":
+    return ZstdReader.open(file)
+  return pathlib.Path(file).open("rb")
+
+
+@contextlib.contextmanager
+def _damage(where: str) -> Iterator[None]:
+  """Names what is damaged."""
+  try:
+    yield
+  except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    raise ValueError(f"{where}: damaged or truncated: {error}") from error

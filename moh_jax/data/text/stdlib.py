@@ -1,0 +1,176 @@
+"""The Python standard library's own sources as text: about 10 MiB, everywhere.
+
+The packages `HELD_OUT` are the held-out text. Every file is one document. Other
+versions of Python have other sources, so figures compare within one of them.
+"""
+
+import contextlib
+import functools
+import glob
+import gzip
+import logging
+import lzma
+import os
+import pathlib
+import platform
+import shutil
+import sysconfig
+import time
+import uuid
+from collections.abc import Iterable
+
+from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data.text.tokenize import tokenize
+from moh_jax.data.text.tokenizers import (
+  Tokenizer,
+  load_tokenizer,
+  tokenizer_from_bytes,
+  train_bpe,
+)
+
+HELD_OUT = ("asyncio", "email", "json", "logging")
+_LEFT_OUT = (
+  "__pycache__",
+  "dist-packages",
+  "idle_test",
+  "site-packages",
+  "test",
+  "tests",
+)
+_PIECE_BYTES = 4 << 20
+_XZ_PRESET = 9
+_ABANDONED_SECONDS = 3600  # preparing takes a minute
+_LOG = logging.getLogger(__name__)
+
+
+def prepare(
+  path: str | os.PathLike, tokenizer: str, vocab_size: int
+) -> pathlib.Path:
+  """Tokenizes the standard library once.
+
+  The notes of the held-out set have "gzip_bytes" and "xz_bytes", what its text
+  takes under gzip -9 and xz -9, and "python". A set that another version of
+  Python made is used all the same; a warning names both.
+
+  Args:
+    path: folder of all such sets; created.
+    tokenizer: "bpe", trained on the training part, or "bytes".
+    vocab_size: entries of the BPE.
+
+  Returns:
+    The folder with the sets train/ and val/; it is whole or absent.
+
+  Raises:
+    FileNotFoundError: this Python's sources are not there.
+    ValueError: what stands there is damaged or not such a set.
+  """
+  if tokenizer not in ("bpe", "bytes"):
+    raise ValueError(f"tokenizer={tokenizer!r} must be one of ('bpe', 'bytes')")
+  name = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
+  folder = pathlib.Path(path) / name
+  _remove_abandoned(folder)
+  if not folder.is_dir():
+    growing = folder.with_name(f".{name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+      _write(growing, tokenizer, vocab_size)
+      _move(growing, folder)
+    finally:
+      shutil.rmtree(growing, ignore_errors=True)
+  for split in ("train", "val"):
+    token_set = TokenSet(folder / split)
+  made_by = token_set.metadata["notes"].get("python", "unknown")
+  if made_by != platform.python_version():
+    _warn_of_python(folder, made_by)
+  return folder
+
+
+def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+  """The files of the training and of the held-out part, in order.
+
+  Raises:
+    FileNotFoundError: this Python's sources are not there.
+  """
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  train, held_out = [], []
+  for file in sorted(root.rglob("*.py")):
+    folders = file.relative_to(root).parts[:-1]
+    if not set(folders).isdisjoint(_LEFT_OUT) or not _is_text(file):
+      continue
+    (held_out if folders[:1] and folders[0] in HELD_OUT else train).append(file)
+  if not train or not held_out:
+    raise FileNotFoundError(
+      f"{root} lacks the sources of the standard library (.py files, among "
+      f"them the packages {HELD_OUT})"
+    )
+  return train, held_out
+
+
+def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
+  folder.mkdir(parents=True)
+  train, held_out = list_sources()
+  used = _make_tokenizer(tokenizer, vocab_size, train)
+  content = b"".join(file.read_bytes() for file in held_out)
+  sizes = {
+    "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),
+    "xz_bytes": len(lzma.compress(content, preset=_XZ_PRESET)),
+  }
+  python = {"python": platform.python_version()}
+  for split, files, notes in (
+    ("train", train, python),
+    ("val", held_out, {**python, **sizes}),
+  ):
+    tokenize(
+      [glob.escape(str(file)) for file in files],
+      used,
+      folder,
+      split=split,
+      piece_bytes=_PIECE_BYTES,
+      notes=notes,
+      progress=False,
+    )
+
+
+def _make_tokenizer(
+  kind: str, vocab_size: int, files: Iterable[pathlib.Path]
+) -> Tokenizer:
+  if kind == "bytes":
+    return load_tokenizer("bytes")
+  # As bytes: reading as text would change the ends of lines.
+  texts = (file.read_bytes().decode() for file in files)
+  return tokenizer_from_bytes("tokenizer_json", train_bpe(texts, vocab_size))
+
+
+def _is_text(file: pathlib.Path) -> bool:
+  content = file.read_bytes()
+  try:
+    content.decode()
+  except UnicodeDecodeError:
+    return False
+  return bool(content)
+
+
+@functools.cache  # once a process: every split is opened by itself
+def _warn_of_python(folder: pathlib.Path, made_by: str):
+  _LOG.warning(
+    "%s has the sources of Python %s, this is Python %s: figures compare "
+    "within one version; remove the folder to make it anew",
+    folder,
+    made_by,
+    platform.python_version(),
+  )
+
+
+def _remove_abandoned(folder: pathlib.Path):
+  """Removes what killed runs left of this folder."""
+  for growing in folder.parent.glob(f".{folder.name}.*.tmp"):
+    with contextlib.suppress(FileNotFoundError):  # of another process
+      if time.time() - growing.stat().st_mtime > _ABANDONED_SECONDS:
+        shutil.rmtree(growing, ignore_errors=True)
+
+
+def _move(source: pathlib.Path, target: pathlib.Path):
+  try:
+    source.rename(target)
+  except OSError:  # another process was first: not empty
+    if not target.is_dir():
+      raise

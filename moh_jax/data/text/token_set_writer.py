@@ -1,0 +1,185 @@
+"""Writing sets of tokenized text; a killed process loses one shard at most."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from array_record.python import array_record_module
+
+from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
+from moh_jax.data.text.token_sets import (
+  BLOCK,
+  DOCUMENTS,
+  KIND,
+  LENGTHS_DTYPE,
+  token_dtype,
+)
+from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.files import replacing
+
+_COUNTS = ("documents", "tokens", "text_bytes")
+
+
+class TokenShard:
+  """A shard that is being written."""
+
+  def __init__(self, shard: OpenShard, tokenizer: Tokenizer):
+    self._shard = shard
+    self._dtype = token_dtype(tokenizer.vocab_size)
+    self._before = [i for i in (tokenizer.bos_id,) if i is not None]
+    self._after = [i for i in (tokenizer.eos_id,) if i is not None]
+    if not self._before:  # a document's first token is read, never predicted
+      self._before = self._after
+    self._pending: list[np.ndarray] = []
+    self._num_pending = 0
+    self._lengths: list[int] = []
+    self._text_bytes = 0
+
+  def add(self, ids: list[int], text_bytes: int) -> None:
+    """Appends a document.
+
+    Args:
+      ids: its tokens, at least one, without begin and end.
+      text_bytes: of its text as UTF-8.
+    """
+    tokens = np.array(self._before + ids + self._after, self._dtype)
+    self._pending.append(tokens)
+    self._num_pending += len(tokens)
+    self._lengths.append(len(tokens))
+    self._text_bytes += text_bytes
+    if self._num_pending >= BLOCK:
+      tokens = np.concatenate(self._pending)
+      whole = len(tokens) // BLOCK * BLOCK
+      for start in range(0, whole, BLOCK):
+        self._shard.add_record(tokens[start : start + BLOCK].tobytes())
+      self._pending = [tokens[whole:]]
+      self._num_pending = len(tokens) - whole
+
+  def skip(self, name: str, reason: str) -> None:
+    """Notes a document that is left out."""
+    self._shard.skip(name, reason)
+
+  def close(self) -> None:
+    """Writes the last block and the documents' lengths."""
+    if self._num_pending:
+      self._shard.add_record(np.concatenate(self._pending).tobytes())
+    lengths = np.array(self._lengths, LENGTHS_DTYPE)
+    self._shard.add_record(lengths.tobytes())
+    counts = (len(lengths), int(lengths.sum()), self._text_bytes)
+    self._shard.notes.update(zip(_COUNTS, counts))
+
+
+class TokenSetWriter:
+  """Writes a set of `num_shards` shards; picklable."""
+
+  def __init__(
+    self,
+    folder: str | os.PathLike,
+    tokenizer: Tokenizer,
+    *,
+    num_shards: int,
+    settings: dict[str, Any],
+    notes: dict[str, Any],
+  ):
+    """Starts a set, or continues one.
+
+    Args:
+      folder: of the set; created.
+      tokenizer: that makes the tokens.
+      num_shards: of the whole set.
+      settings: what the tokens depend on beside the tokenizer; a set is
+        continued only with the same. JSON values.
+      notes: free entries of metadata.json under "notes".
+
+    Raises:
+      ValueError: the folder holds a set of other settings (they are named), or
+        shards that are not ours.
+    """
+    self._folder = pathlib.Path(folder)
+    self._tokenizer = tokenizer
+    self._notes = notes
+    self._writer = ShardSetWriter(
+      folder,
+      KIND,
+      items=num_shards,
+      shard_size=1,
+      settings={
+        "tokenizer": {
+          "kind": tokenizer.kind,
+          "sha256": tokenizer.sha256,
+          "file": tokenizer.file_name,
+        },
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "block": BLOCK,
+        **settings,
+      },
+      notes={},
+    )
+
+  def todo(self) -> list[int]:
+    """The shards that are not there yet."""
+    return self._writer.todo()
+
+  @contextlib.contextmanager
+  def open(self, shard: int) -> Iterator[TokenShard]:
+    """Writes one shard, which appears when the context ends without an error.
+
+    Raises:
+      OSError: the disk is full, or another problem of writing.
+    """
+    with self._writer.open(shard) as target:
+      tokens = TokenShard(target, self._tokenizer)
+      yield tokens
+      tokens.close()
+
+  def documents(self) -> int:
+    """The documents of the whole set.
+
+    Raises:
+      ValueError: a shard is missing.
+    """
+    return sum(entry["documents"] for entry in self._writer.entries())
+
+  def discard(self) -> None:
+    """Removes what is there of an unfinished set."""
+    self._writer.discard()
+
+  def finish(self) -> dict[str, Any]:
+    """Writes documents.npy, the tokenizer's file and metadata.json.
+
+    Returns:
+      What metadata.json says.
+
+    Raises:
+      ValueError: a shard is missing, or there is no document at all.
+    """
+    entries = self._writer.entries()
+    totals = {name: sum(entry[name] for entry in entries) for name in _COUNTS}
+    if not totals["documents"]:
+      raise ValueError(f"{self._folder}: the input has no document for it")
+    ends = np.zeros(totals["documents"] + 1, np.int64)
+    done = 0
+    for entry in entries:
+      lengths = self._lengths(entry)
+      ends[done + 1 : done + 1 + len(lengths)] = lengths
+      done += len(lengths)
+    np.cumsum(ends, out=ends)
+    with replacing(self._folder / DOCUMENTS) as path, path.open("wb") as file:
+      np.save(file, ends)
+    if self._tokenizer.file_name:
+      with replacing(self._folder / self._tokenizer.file_name) as path:
+        path.write_bytes(self._tokenizer.content)
+    return self._writer.finish(**totals, notes=self._notes)
+
+  def _lengths(self, entry: dict[str, Any]) -> np.ndarray:
+    """Tokens of each document of a shard."""
+    path = self._folder / entry["file"]
+    reader = array_record_module.ArrayRecordReader(str(path))
+    record = reader.read([entry["examples"] - 1])[0]
+    reader.close()
+    return np.frombuffer(record, LENGTHS_DTYPE)

@@ -1,0 +1,188 @@
+"""Tokenized text in shards: the format, and reading any range of it.
+
+All documents of a set are one row of tokens, each as [begin] ids [end] (a
+tokenizer with neither gives the ids alone). The records of a shard are blocks
+of `BLOCK` tokens, the last one shorter: little-endian uint16, or uint32 where
+the vocabulary needs it. After them comes one record with the tokens of each
+document, uint32, so a shard describes itself. A document does not cross shards.
+
+Beside the shards stand the tokenizer's file, documents.npy (int64 [D + 1], the
+first token of each of the D documents, then the number of tokens) and
+metadata.json with "tokenizer" (kind, sha256, file), "vocab_size", "bos_id",
+"eos_id", "documents", "tokens", "text_bytes" (of the documents as UTF-8; the
+last three also of each shard) and "notes".
+"""
+
+import bisect
+import itertools
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from moh_jax.data.shards import Shards
+from moh_jax.data.text.tokenizers import Tokenizer, tokenizer_from_bytes
+
+KIND = "tokens"
+BLOCK = 8192
+DOCUMENTS = "documents.npy"
+LENGTHS_DTYPE = np.dtype("<u4")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+  """How tokens of a vocabulary are stored."""
+  return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def read_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
+  """The tokenizer that made a set; opens none of its shards.
+
+  Args:
+    folder: of the set.
+    metadata: what it says of itself.
+
+  Raises:
+    FileNotFoundError: its file is missing.
+    ValueError: its file is another, or an optional library is missing.
+  """
+  entry = metadata["tokenizer"]
+  content, path = b"", folder / entry["file"]
+  if entry["file"]:
+    if not path.is_file():
+      raise FileNotFoundError(f"{path}: no such tokenizer file")
+    content = path.read_bytes()
+  try:
+    tokenizer = tokenizer_from_bytes(entry["kind"], content)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+  if tokenizer.sha256 != entry["sha256"]:
+    raise ValueError(
+      f"{path}: sha256 {tokenizer.sha256}, the set was made with "
+      f"{entry['sha256']}"
+    )
+  return tokenizer
+
+
+class TokenSet:
+  """Random access to the tokens of a set; picklable, and safe in threads.
+
+  Attributes:
+    folder: where it stands.
+    metadata: what it says of itself.
+    num_tokens: tokens of all documents.
+    ends: int64 [D + 1], mapped into memory: 0, then where each document ends.
+  """
+
+  def __init__(self, folder: str | os.PathLike):
+    """Opens a set.
+
+    Args:
+      folder: where metadata.json stands, local or mounted.
+
+    Raises:
+      FileNotFoundError: metadata.json, a shard or documents.npy is missing.
+      ValueError: they do not fit each other, or one is damaged.
+    """
+    self.folder = pathlib.Path(folder)
+    self._shards = Shards(folder, KIND)
+    self.metadata = self._shards.metadata
+    self.num_tokens: int = self.metadata["tokens"]
+    self._entries = self.metadata["shards"]
+    self._vocab_size = self.metadata["vocab_size"]
+    self._dtype = token_dtype(self._vocab_size)
+    # First token and first record of each shard.
+    self._first_tokens = _before(entry["tokens"] for entry in self._entries)
+    self._first_records = _before(entry["examples"] for entry in self._entries)
+    self.ends = self._open_ends()
+
+  def __getstate__(self) -> dict[str, Any]:
+    # An array that is mapped into memory would be pickled whole.
+    return {**self.__dict__, "ends": None}
+
+  def __setstate__(self, state: dict[str, Any]):
+    self.__dict__.update(state)
+    self.ends = self._open_ends()
+
+  def tokens(self, start: int, stop: int) -> np.ndarray:
+    """Reads tokens `start` to `stop` - 1 of the set.
+
+    Returns:
+      [stop - start] int32.
+
+    Raises:
+      IndexError: the set has no such tokens.
+      ValueError: a record is damaged, or an id is beyond the vocabulary; the
+        shard is named.
+    """
+    if not 0 <= start <= stop <= self.num_tokens:
+      raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+    result = np.empty(stop - start, np.int32)
+    filled = 0
+    while filled < len(result):
+      part = self._read(start + filled, stop)
+      result[filled : filled + len(part)] = part
+      filled += len(part)
+    return result
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer that made the set.
+
+    Raises:
+      FileNotFoundError: its file is missing.
+      ValueError: its file is another, or an optional library is missing.
+    """
+    return read_tokenizer(self.folder, self.metadata)
+
+  def _read(self, start: int, stop: int) -> np.ndarray:
+    """The tokens from `start` on that stand in its block."""
+    shard = bisect.bisect_right(self._first_tokens, start) - 1
+    block, offset = divmod(start - self._first_tokens[shard], BLOCK)
+    record = self._shards.record(self._first_records[shard] + block)
+    tokens = self._entries[shard]["tokens"]
+    expected = min(BLOCK, tokens - block * BLOCK)
+    if len(record) != expected * self._dtype.itemsize:
+      raise ValueError(
+        f"{self._where(shard)}: block {block} has {len(record)} bytes, "
+        f"expected {expected} tokens of {self._dtype.itemsize} bytes"
+      )
+    part = np.frombuffer(record, self._dtype)[offset : offset + stop - start]
+    if part.max() >= self._vocab_size:
+      at = int(np.argmax(part >= self._vocab_size))
+      raise ValueError(
+        f"{self._where(shard)}: token {block * BLOCK + offset + at} is "
+        f"{part[at]}, beyond vocab_size={self._vocab_size}"
+      )
+    return part
+
+  def _where(self, shard: int) -> str:
+    return str(self.folder / self._entries[shard]["file"])
+
+  def _open_ends(self) -> np.ndarray:
+    path = self.folder / DOCUMENTS
+    if not path.is_file():
+      raise FileNotFoundError(
+        f"{path}: no such file; the command that made the set writes it again"
+      )
+    try:
+      ends = np.load(path, mmap_mode="r")
+    except ValueError as error:
+      raise ValueError(f"{path}: damaged: {error}") from error
+    # A plain view: indexing a memmap costs more than reading it.
+    ends = np.asarray(ends)
+    documents = self.metadata["documents"]
+    if (
+      ends.shape != (documents + 1,)
+      or ends.dtype != np.int64
+      or (ends[0], ends[-1]) != (0, self.num_tokens)
+    ):
+      raise ValueError(
+        f"{path}: not of the {documents} documents and {self.num_tokens} "
+        "tokens of metadata.json"
+      )
+    return ends
+
+
+def _before(counts: Any) -> list[int]:
+  """Sums of all earlier counts."""
+  return list(itertools.accumulate(counts, initial=0))[:-1]

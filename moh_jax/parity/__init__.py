@@ -1,0 +1,1 @@
+"""Comparison of our outputs with recorded ones of the public releases."""

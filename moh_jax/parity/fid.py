@@ -1,0 +1,231 @@
+"""Recorded cases of the image metrics and of their feature network."""
+
+import functools
+import hashlib
+import itertools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.convert.inception import convert_inception
+from moh_jax.evaluation import fid, precision_recall
+from moh_jax.evaluation.image_sets import open_images
+from moh_jax.evaluation.statistics import Gaussian, moments
+from moh_jax.evaluation.statistics_files import read_statistics
+from moh_jax.models.inception import InceptionV3
+from moh_jax.ops.inception_input import RESIZES, prepare
+from moh_jax.parity.case import Arrays, Case
+
+
+def metrics(case: Case) -> dict[str, Any]:
+  """The metrics of recorded features; the case has no network."""
+  hyper, arrays = case.hyper, case.arrays
+  channels = hyper["spatial_channels"]
+  results = {}
+  sets = {
+    name: (arrays[f"{name}_features"], _flat(arrays[f"{name}_maps"], channels))
+    for name in ("real", "gen")
+  }
+  gaussians = {}
+  for name, features in sets.items():
+    for suffix, values in zip(("", "_s"), features):
+      g = moments(values).gaussian()
+      gaussians[name + suffix] = g
+      results[f"mu_{name}{suffix}"] = g.mean
+      results[f"sigma_{name}{suffix}"] = g.covariance
+  references = gaussians["real"], gaussians["real_s"]
+  if "adm_reference.npz" in case.meta["files"]:
+    references = _read_adm(case.directory, references)
+  for prefix, a, b in (
+    ("fid", gaussians["gen"], references[0]),
+    ("sfid", gaussians["gen_s"], references[1]),
+    ("deg_fid", *_gaussians(arrays["deg_gen"], arrays["deg_real"])),
+  ):
+    terms = fid.frechet_terms(a, b)
+    results |= {prefix: terms.distance, f"{prefix}_parts": np.array(terms)}
+  results["fid_self"] = fid.frechet_distance(
+    gaussians["real"], gaussians["real"]
+  )
+  copies = [
+    np.repeat(arrays[f"{name}_features"][:1], count, axis=0)
+    for name, count in (("real", 6), ("gen", 9))
+  ]
+  results["const_fid"] = fid.frechet_distance(*_gaussians(*copies))
+  return results | _scores(hyper, arrays) | _manifolds(hyper, arrays)
+
+
+def inception(case: Case) -> dict[str, Any]:
+  """The feature network on every recorded set of pictures, in one batch."""
+  hyper, arrays = case.hyper, case.arrays
+  model = InceptionV3(
+    num_classes=hyper["num_classes"],
+    spatial_channels=hyper["spatial_channels"],
+    epsilon=hyper["bn_eps"],
+  )
+  tensors = regenerate(case.meta, case.weights)
+  params = convert_inception(tensors, model, source="weights")
+  grid = arrays["input_grid_index"]
+  results, inputs, rows = {}, [], {}
+  for name, images in sorted(arrays.items()):
+    letter = name.removeprefix("images_")
+    if letter == name:
+      continue
+    for resize in RESIZES:
+      # Eager: one small program an operation, whatever the sizes.
+      x = np.asarray(prepare(jnp.asarray(images), resize, hyper["input_size"]))
+      prefix = f"{letter}_{resize}"
+      results[f"{prefix}_input_stats"] = _input_stats(x)
+      results[f"{prefix}_input_grid"] = x[:, grid][:, :, grid]
+      start = sum(map(len, inputs))
+      rows[prefix] = slice(start, start + len(x))
+      inputs.append(x)
+  outputs = jax.jit(functools.partial(_forward, model))(
+    params, np.concatenate(inputs)
+  )
+  for prefix, part in rows.items():
+    results |= {
+      f"{prefix}_{k}": np.asarray(v)[part] for k, v in outputs.items()
+    }
+  return results
+
+
+def regenerate(
+  meta: Mapping[str, Any], stored: Arrays
+) -> dict[str, np.ndarray]:
+  """Weights of a case that stores a seed: its recipe, exact on any machine.
+
+  Args:
+    meta: of the case; "recipe" explains the steps that are taken here.
+    stored: the tensors that the case holds itself.
+
+  Raises:
+    ValueError: a tensor is not the recorded one.
+  """
+  seed = meta["hyper_parameters"]["weight_seed"]
+  tensors = {}
+  for entry in meta["state_dict"]:
+    name, shape = entry["name"], tuple(entry["shape"])
+    if entry["source"] == "recipe":
+      digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+      key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
+      raw = np.random.Philox(key=key).random_raw(int(np.prod(shape)))
+      unit = (raw >> np.uint64(40)).astype(np.float64) * 2.0**-23 - 1
+      value = np.float32(entry["offset"] + entry["scale"] * unit)
+      tensors[name] = value.reshape(shape)
+    elif entry["source"] == "weights.safetensors":
+      tensors[name] = stored[name]
+    else:  # BatchNorm's counters
+      continue
+    found = hashlib.sha256(tensors[name].astype("<f4").tobytes()).hexdigest()
+    if found != entry["sha256"]:
+      raise ValueError(f"{name}: not the recorded tensor (SHA-256 {found})")
+  return tensors
+
+
+def _forward(model: InceptionV3, params: Any, x: jax.Array) -> dict[str, Any]:
+  features, recorded = model.apply(
+    {"params": params}, x, mutable=["intermediates"]
+  )
+  means = {
+    f"mean_{name.removesuffix('_out')}": block.mean((1, 2))
+    for name, (block,) in recorded["intermediates"].items()
+  }
+  return {
+    **means,
+    "pool3": features.pool3,
+    "spatial": features.spatial,
+    "logits_unbiased": features.logits,
+    "logits": features.logits + params["fc"]["bias"],
+    "probs": jax.nn.softmax(features.logits),
+  }
+
+
+def _input_stats(x: np.ndarray) -> np.ndarray:
+  """Mean, deviation, minimum, maximum per image and channel, [N, 3, 4]."""
+  x, axes = x.astype(np.float64), (1, 2)
+  return np.stack([x.mean(axes), x.std(axes), x.min(axes), x.max(axes)], -1)
+
+
+def _flat(maps: np.ndarray, channels: int) -> np.ndarray:
+  return maps[..., :channels].reshape(len(maps), -1)
+
+
+def _gaussians(*features: np.ndarray) -> list[Gaussian]:
+  return [moments(values).gaussian() for values in features]
+
+
+def _read_adm(
+  directory: pathlib.Path, ours: tuple[Gaussian, Gaussian]
+) -> tuple[Gaussian, Gaussian]:
+  """Reads the case's two files as the `fid` command does."""
+  for name in ("adm_samples.npz", "adm_reference.npz"):
+    images = open_images(directory / name)
+    read = sum(len(batch) for batch in images.batches(2))
+    if read != len(images):
+      raise ValueError(f"{name}: {read} images read of {len(images)}")
+  dims = [g.mean.size for g in ours]
+  return read_statistics(directory / "adm_reference.npz", *dims)
+
+
+def _scores(hyper: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+  """Inception Scores of blocks, of parts and of extreme logits."""
+  logits = arrays["gen_logits"]
+  size, parts = hyper["is_small_block"], hyper["is_parts"]
+  bounds = [i * len(logits) // parts for i in range(parts + 1)]
+  tenths = [fid.block_score(logits[a:b]) for a, b in itertools.pairwise(bounds)]
+  blocks = {
+    name: np.array(
+      [
+        fid.block_score(logits[i : i + step])
+        for i in range(0, len(logits), step)
+      ]
+    )
+    for name, step in (("one", hyper["is_block"]), ("small", size))
+  }
+  extreme = arrays["extreme_logits"]
+  return {
+    "gen_probs": np.exp(fid.log_softmax(logits)),
+    "is_one_block": blocks["one"],
+    f"is_blocks_{size}": blocks["small"],
+    "is_tenths": np.array(tenths),
+    "inception_score": fid.inception_score(logits, hyper["is_block"]),
+    f"inception_score_blocks_{size}": fid.inception_score(logits, size),
+    "inception_score_tenths": np.array([np.mean(tenths), np.std(tenths)]),
+    "extreme_inception_score": fid.block_score(extreme),
+  }
+
+
+def _manifolds(hyper: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+  """Radii, membership, precision and recall, with and without ties."""
+  k = hyper["pr_k_default"]
+  results = {}
+  for prefix, (real, gen) in {
+    "": (arrays["real_features"], arrays["gen_features"]),
+    "tie_": (arrays["tie_real"], arrays["tie_gen"]),
+  }.items():
+    radii = {
+      name: precision_recall.knn_radii(features, k)
+      for name, features in (("real", real), ("gen", gen))
+    }
+    inside = precision_recall.in_manifold(gen, real, radii["real"])
+    covered = precision_recall.in_manifold(real, gen, radii["gen"])
+    results |= {
+      f"{prefix}radii_real": radii["real"],
+      f"{prefix}radii_gen": radii["gen"],
+      f"{prefix}gen_in_real": inside,
+      f"{prefix}real_in_gen": covered,
+      f"{prefix}precision": inside.mean(),
+      f"{prefix}recall": covered.mean(),
+    }
+  pairs = [
+    precision_recall.precision_recall(
+      arrays["gen_features"], arrays["real_features"], neighbours
+    )
+    for neighbours in hyper["pr_k"]
+  ]
+  results["precision"], results["recall"] = map(np.array, zip(*pairs))
+  return results

@@ -1,0 +1,1 @@
+"""Device mesh, parameters and checkpoint files, for training and inference."""

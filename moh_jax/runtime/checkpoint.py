@@ -1,0 +1,222 @@
+"""Checkpoints: one Orbax step folder holds everything a run or a user needs.
+
+A step folder has the items `params`, `train` (step, optimizer, rng), `ema`
+where the run keeps averaged parameters, `data` (the stream's position) and
+`config` (the run's JSON and the class names). It becomes visible as a whole or
+not at all, and each item is read without the others, onto any mesh and any
+number of processes.
+"""
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from moh_jax import config as config_lib
+from moh_jax.config import Config
+from moh_jax.data.text.tokenizers import Tokenizer
+
+FOLDER = "checkpoints"
+ITEMS = ("params", "train", "ema", "data", "config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+  """What a checkpoint says of itself.
+
+  Attributes:
+    config: the run's resolved config.
+    class_names: names of the outputs, empty where there are none.
+    tokenizer_sha256: of the tokenizer's file, empty where there is none.
+  """
+
+  config: Config
+  class_names: tuple[str, ...] = ()
+  tokenizer_sha256: str = ""
+
+
+def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
+  """Puts the tokenizer's file beside the checkpoints that need it.
+
+  Args:
+    directory: a working directory.
+    tokenizer: one without a file (bytes) leaves nothing.
+  """
+  if not tokenizer.file_name or jax.process_index():
+    return
+  path = resolve(directory) / tokenizer.file_name
+  if path.exists() and path.read_bytes() == tokenizer.content:
+    return
+  growing = path.with_name(f".{path.name}.tmp")
+  growing.write_bytes(tokenizer.content)
+  growing.replace(path)
+
+
+def read_metadata(
+  directory: str | epath.Path, step: int | None = None
+) -> tuple[Metadata, int]:
+  """Reads what a checkpoint says of itself.
+
+  Args:
+    directory: a working directory.
+    step: which checkpoint; None is the newest.
+
+  Returns:
+    The metadata and its step.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint.
+    ValueError: its config is not one of this version.
+  """
+  step = find_step(directory, step)
+  with _reader(directory) as manager:
+    items = ocp.args.Composite(config=ocp.args.JsonRestore())
+    stored = manager.restore(step, args=items)["config"]
+  try:
+    return _from_json(stored), step
+  except (KeyError, ValueError) as error:
+    raise ValueError(f"{directory}: checkpoint {step}: {error}") from error
+
+
+def restore_params(
+  directory: str | epath.Path, step: int, abstract: Any, *, use_ema: bool
+) -> Any:
+  """Reads parameters alone.
+
+  Args:
+    directory: a working directory.
+    step: which checkpoint.
+    abstract: parameter tree of ShapeDtypeStructs, with shardings.
+    use_ema: prefer the averaged parameters where the checkpoint has them.
+
+  Returns:
+    The parameters.
+  """
+  item = params_item(directory, step, use_ema=use_ema).name
+  with _reader(directory) as manager:
+    items = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
+    return manager.restore(step, args=items)[item]
+
+
+def params_item(
+  directory: str | epath.Path, step: int, *, use_ema: bool
+) -> epath.Path:
+  """Where a checkpoint's parameters lie, the averaged ones if preferred."""
+  folder = steps_folder(directory) / str(step)
+  has_ema = (folder / "ema").exists()
+  return folder / ("ema" if use_ema and has_ema else "params")
+
+
+def check_vacant(directory: str | epath.Path) -> None:
+  """Refuses to write over checkpoints.
+
+  Raises:
+    ValueError: the directory already holds some.
+  """
+  folder = steps_folder(directory)
+  if folder.is_dir() and (steps := ocp.utils.checkpoint_steps(folder)):
+    raise ValueError(
+      f"{directory} already holds checkpoints {sorted(steps)}; choose an empty "
+      "directory"
+    )
+
+
+def save_params(
+  directory: str | epath.Path,
+  params: Any,
+  metadata: Metadata,
+  handler: ocp.CheckpointHandler | None = None,
+) -> None:
+  """Writes parameters as the checkpoint of step 0, for inference.
+
+  Args:
+    directory: where to; what a killed call left there is removed.
+    params: the tree.
+    metadata: config and class names.
+    handler: of a tree whose leaves are not arrays; it takes PyTreeSave.
+
+  Raises:
+    ValueError: the directory already holds checkpoints.
+  """
+  check_vacant(directory)
+  save: ocp.args.CheckpointArgs = ocp.args.StandardSave(params)
+  handlers = {}
+  if handler is not None:
+    save = ocp.args.PyTreeSave(params)
+    handlers = {"params": handler, "config": ocp.JsonCheckpointHandler()}
+  options = ocp.CheckpointManagerOptions(
+    cleanup_tmp_directories=True, enable_async_checkpointing=False
+  )
+  with ocp.CheckpointManager(
+    steps_folder(directory),
+    item_names=ITEMS,
+    item_handlers=handlers or None,
+    options=options,
+  ) as manager:
+    config = ocp.args.JsonSave(metadata_to_json(metadata))
+    items = ocp.args.Composite(params=save, config=config)
+    manager.save(0, args=items, force=True)
+
+
+def find_step(directory: str | epath.Path, step: int | None) -> int:
+  """The wanted checkpoint, or the newest.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint; the others are listed.
+  """
+  folder = steps_folder(directory)
+  steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
+  if not steps:
+    raise FileNotFoundError(
+      f"{directory} holds no checkpoint; expected {folder}/STEP, as train.py "
+      "and `convert` write it"
+    )
+  if step is None:
+    return max(steps)
+  if step not in steps:
+    raise FileNotFoundError(
+      f"{directory} holds no checkpoint of step {step}; it has {sorted(steps)}"
+    )
+  return step
+
+
+def resolve(directory: str | epath.Path) -> epath.Path:
+  """An absolute local path, or a bucket's address as it is."""
+  path = epath.Path(directory)
+  is_bucket = "://" in os.fspath(path)
+  return path if is_bucket else path.expanduser().absolute()
+
+
+def _reader(directory: str | epath.Path) -> ocp.CheckpointManager:
+  return ocp.CheckpointManager(
+    steps_folder(directory),
+    item_names=ITEMS,
+    options=ocp.CheckpointManagerOptions(create=False),
+  )
+
+
+def steps_folder(directory: str | epath.Path) -> epath.Path:
+  """DIR/checkpoints, also where DIR is already that folder."""
+  path = resolve(directory)
+  return path if path.name == FOLDER else path / FOLDER
+
+
+def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
+  """The metadata as the item `config` stores it."""
+  config = json.loads(config_lib.to_json(metadata.config))
+  return {
+    "config": config,
+    "class_names": list(metadata.class_names),
+    "tokenizer_sha256": metadata.tokenizer_sha256,
+  }
+
+
+def _from_json(stored: dict[str, Any]) -> Metadata:
+  config = config_lib.from_config_dict(stored["config"])
+  return Metadata(
+    config, tuple(stored["class_names"]), stored.get("tokenizer_sha256", "")
+  )

@@ -1,0 +1,204 @@
+"""Mesh axes, and the one table that maps logical axes to them."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from moh_jax.config import MeshConfig
+from moh_jax.layers.partitioning import resolve_spec
+
+AXES = ("data", "fsdp", "tensor", "sequence")
+BATCH_AXES = ("data", "fsdp")
+
+# Logical axis -> mesh axis. Parameters are split over `fsdp` along the model
+# width and over `tensor` along heads and MLP columns.
+RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
+  ("batch", BATCH_AXES),
+  ("embed", "fsdp"),
+  ("heads", "tensor"),
+  ("head_dim", None),
+  ("mlp", "tensor"),
+  ("classes", "tensor"),
+  ("vocab", "tensor"),
+  ("layers", None),
+)
+
+
+def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
+  """Builds the device mesh.
+
+  Args:
+    config: devices per axis.
+    devices: None takes all devices of all processes.
+
+  Raises:
+    ValueError: the axes do not multiply to the number of devices.
+  """
+  devices = devices or jax.devices()
+  sizes = {axis: getattr(config, axis) for axis in AXES}
+  fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+  if -1 in sizes.values():
+    if len(devices) % fixed:
+      raise ValueError(
+        f"mesh={sizes} must divide the {len(devices)} devices; the fixed axes "
+        f"multiply to {fixed}"
+      )
+    rest = len(devices) // fixed
+    sizes = {axis: rest if s == -1 else s for axis, s in sizes.items()}
+  elif fixed != len(devices):
+    raise ValueError(
+      f"mesh={sizes} needs {fixed} devices, there are {len(devices)}; set one "
+      "axis to -1 to take what is left"
+    )
+  if sizes["sequence"] > 1:
+    raise NotImplementedError(
+      f"mesh.sequence={sizes['sequence']}: must be 1 so far"
+    )
+  return jax.make_mesh(
+    tuple(sizes.values()),
+    AXES,
+    axis_types=(AxisType.Auto,) * len(AXES),
+    devices=devices,
+  )
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[None]:
+  """Makes `constrain` in the models refer to this mesh."""
+  with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    yield
+
+
+def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
+  """Checks that a global batch can be split over the mesh.
+
+  Args:
+    name: the config field, for the message.
+    size: examples in the batch.
+    mesh: the devices.
+    parts: microbatches of a step.
+
+  Raises:
+    ValueError: a microbatch is not a multiple of the data-parallel devices.
+  """
+  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+  if size % (shards * parts):
+    raise ValueError(
+      f"{name}={size} must be a multiple of {shards * parts}: mesh.data x "
+      f"mesh.fsdp = {shards} shards, in {parts} microbatch(es)"
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """Every device holds the whole array."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def param_shardings(boxed: Any, mesh: Mesh) -> Any:
+  """Shardings of parameters from their logical axes.
+
+  Args:
+    boxed: abstract parameters as `init` gives them, with Linen's logical
+      partitioning boxes.
+    mesh: the devices.
+
+  Returns:
+    A tree of NamedSharding in the shape of the unboxed parameters. Parameters
+    without logical axes are replicated.
+  """
+  sizes = dict(mesh.shape)
+
+  def one(leaf: Any) -> NamedSharding:
+    if not isinstance(leaf, nn.LogicallyPartitioned):
+      return replicated(mesh)
+    spec = resolve_spec(leaf.names, leaf.value.shape, sizes, RULES)
+    return NamedSharding(mesh, spec)
+
+  return jax.tree.map(
+    one, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+  )
+
+
+def batch_slice(mesh: Mesh) -> tuple[int, int]:
+  """Which part of every global batch this process reads.
+
+  Processes whose devices hold the same shards of the batch (a tensor axis that
+  spans hosts) read the same examples.
+
+  Args:
+    mesh: the devices.
+
+  Returns:
+    The part's index and the number of parts.
+
+  Raises:
+    ValueError: two processes share some shards of the batch but not all.
+  """
+  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  held: dict[int, set[int]] = {}
+  for device, index in sharding.devices_indices_map((shards,)).items():
+    start = index[0].indices(shards)[0]
+    held.setdefault(device.process_index, set()).add(start)
+  parts = sorted({tuple(sorted(part)) for part in held.values()})
+  if sum(map(len, parts)) != shards or len({len(part) for part in parts}) > 1:
+    raise ValueError(
+      f"mesh={dict(mesh.shape)} splits the batch unevenly over processes: "
+      f"their shards are {parts}; mesh.data x mesh.fsdp must divide, or be a "
+      "multiple of, the number of processes"
+    )
+  return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+  """Global arrays from this process's part of a batch.
+
+  Args:
+    batch: tree of [b, ...] host arrays, b = global batch / parts, see
+      `batch_slice`.
+    mesh: the devices.
+
+  Returns:
+    Tree of [B, ...] arrays split over the data-parallel axes.
+  """
+  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  _, parts = batch_slice(mesh)
+
+  def one(x: np.ndarray) -> jax.Array:
+    shape = (x.shape[0] * parts, *x.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, x, shape)
+
+  return jax.tree.map(one, batch)
+
+
+def put_batch(array: np.ndarray, mesh: Mesh) -> jax.Array:
+  """Splits an array that every process has whole over the batch axes."""
+  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  return jax.make_array_from_callback(
+    array.shape, sharding, lambda index: array[index]
+  )
+
+
+def pad_to_shards(array: np.ndarray, mesh: Mesh) -> np.ndarray:
+  """Repeats the last example until the batch axes divide the length."""
+  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+  missing = -len(array) % shards
+  return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
+
+
+def gather(arrays: Any, mesh: Mesh) -> Any:
+  """The whole of each global array of a tree, on every process."""
+  whole = _gather_on(replicated(mesh))(arrays)
+  return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole)
+
+
+@functools.cache
+def _gather_on(target: NamedSharding) -> Callable[[Any], Any]:
+  """Compiled once for each shape, not once a call."""
+  return jax.jit(lambda x: x, out_shardings=target)

@@ -1,0 +1,193 @@
+"""A whole layer: projections, router, attention and the mixing of heads.
+
+Shapes: B batch, N tokens, C width, H query heads, K key/value heads, D head
+dim, R routed heads, S shared heads.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from moh_jax.layers.moh import MoHAttention
+from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.speed import compare, exactness
+from moh_jax.speed.attention import attention_flops, passes
+from moh_jax.speed.compare import Variant, setting_of
+from moh_jax.speed.options import DENSE_FORMS, SequenceOptions, check_at_least_1
+from moh_jax.speed.programs import compile_program, default_loops, jit_once
+from moh_jax.speed.report import Row
+
+_BALANCE_WEIGHT = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOptions(SequenceOptions):
+  """Of a layer.
+
+  Attributes:
+    width: C; None is H * D.
+  """
+
+  width: int | None = None
+
+  def __post_init__(self):
+    if self.width is not None:
+      check_at_least_1("width", [self.width])
+    super().__post_init__()
+
+  @property
+  def features(self) -> int:
+    """C."""
+    return self.heads * self.head_dim if self.width is None else self.width
+
+
+def layer_flops(
+  budget: HeadBudget,
+  *,
+  tokens: int,
+  length: int,
+  width: int,
+  kv_heads: int,
+  routed: bool,
+  mode: str = "forward",
+) -> float:
+  """FLOPs of a layer's products for the heads at work.
+
+  With A heads at work per token: 2 C A D for the queries, 4 C K D for keys and
+  values, 2 A D C for the output, and 2 C (R + S + 2) for the router, where a
+  single shared head has no score and the two group scores are there if both
+  groups are in use; attention as in `attention_flops`. Both passes take three
+  times the forward pass.
+
+  Args:
+    budget: the head split.
+    tokens: of the batch.
+    length: tokens of a sequence.
+    width: C.
+    kv_heads: K.
+    routed: whether there is a router; multi-head attention has none and uses
+      every head.
+    mode: of `options.MODES`.
+  """
+  active = budget.active if routed else budget.num_heads
+  per_token = 4 * width * budget.head_dim * (active + kv_heads)
+  if routed:
+    scores = budget.routed if budget.top_k else 0
+    scores += budget.shared if budget.shared > 1 else 0
+    scores += 2 if budget.shared and budget.top_k else 0
+    per_token += 2 * width * scores
+  return tokens * per_token * passes(mode) + attention_flops(
+    tokens * active, length, budget.head_dim, mode
+  )
+
+
+def measure(options: LayerOptions, peak: float) -> list[Row]:
+  """Compares a routed layer with the same layer without a router.
+
+  Args:
+    options: what to compare.
+    peak: the device's matrix peak, FLOP/s.
+  """
+  rows = []
+  splits = (None, *options.budgets())
+  params = {split: _random_params(options, split) for split in splits}
+  for length in options.lengths:
+    for mode in options.modes:
+      setting = setting_of(
+        options, "layer", mode, length, peak, units=options.batch * length
+      )
+      variants = _variants(options, params, mode, length)
+      rows += compare.measure(setting, variants)
+  return rows
+
+
+def _variants(
+  options: LayerOptions,
+  params: dict[HeadBudget | None, Any],
+  mode: str,
+  length: int,
+) -> list[Variant]:
+  shape = (options.batch, length, options.features)
+  x, cotangent = (
+    jax.random.normal(key, shape, options.dtype)
+    for key in jax.random.split(jax.random.key(0))
+  )
+  variants = []
+  for split in params:  # None is multi-head attention
+    names = options.compared
+    if split is None:
+      names = [name for name in names if name in DENSE_FORMS]
+    flops = layer_flops(
+      split or options.budgets()[0],
+      tokens=options.batch * length,
+      length=length,
+      width=options.features,
+      kv_heads=options.num_kv_heads,
+      routed=split is not None,
+      mode=mode,
+    )
+    expected = None
+    for name in names:  # the first is "dense"
+      program = compile_program(
+        _evaluation(_module(options, split, mode, name), mode),
+        params[split],
+        x,
+        cotangent,
+        loops=default_loops(),
+      )
+      found = program.run()
+      expected = found if expected is None else expected
+      variants.append(
+        Variant(
+          name,
+          1.0 if split is None else split.share,
+          program,
+          split is None,
+          flops,
+          exactness.compare(found, expected),
+        )
+      )
+  return variants
+
+
+def _module(
+  options: LayerOptions,
+  split: HeadBudget | None,
+  mode: str = "forward",
+  name: str = "dense",
+) -> MoHAttention:
+  """The layer; without a split it has no router."""
+  return MoHAttention(
+    split or options.budgets()[0],
+    RouterConfig("none" if split is None else "two_stage"),
+    num_kv_heads=options.num_kv_heads,
+    causal="causal" in mode,
+    implementation=name,
+    dtype=jnp.dtype(options.dtype),
+  )
+
+
+def _random_params(options: LayerOptions, split: HeadBudget | None) -> Any:
+  token = jnp.zeros((1, 1, options.features), options.dtype)
+  init = jit_once(_module(options, split).init)
+  return nn.meta.unbox(init(jax.random.key(1), token)["params"])
+
+
+def _evaluation(module: MoHAttention, mode: str) -> Callable:
+  """(params, x, cotangent) -> (outputs, gradients)."""
+
+  def layer(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out, aux = module.apply({"params": params}, x)
+    return out, aux.balance_loss
+
+  def run(params, x, cotangent):
+    if "backward" not in mode:
+      return layer(params, x)[0], ()
+    (out, loss), pull = jax.vjp(layer, params, x)
+    return out, pull((cotangent, jnp.full_like(loss, _BALANCE_WEIGHT)))
+
+  return run

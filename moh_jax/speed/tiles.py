@@ -1,0 +1,240 @@
+"""Measures which tiles of the attention kernels are fastest on a device.
+
+The three kernels are timed one by one for every number of rows of a block,
+which they share: the best three of the rows with the smallest sum win.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import textwrap
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+
+from moh_jax.files import replacing
+from moh_jax.ops.head_blocks import gather_rows, head_blocks
+from moh_jax.ops.kernels.attention import PLATFORMS
+from moh_jax.ops.kernels.problem import Problem
+from moh_jax.ops.kernels.sizes import MOST_HEAD_DIM, BlockSizes, Tile, read
+from moh_jax.ops.routing import HeadBudget
+from moh_jax.ops.visible import Visible
+from moh_jax.speed import timing
+from moh_jax.speed.attention import random_active
+from moh_jax.speed.options import check_at_least_1, check_names
+from moh_jax.speed.programs import Program, compile_program, default_loops
+
+_KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What is attended to while tiles are measured.
+
+  Attributes:
+    batch: B.
+    tokens: N, also the keys.
+    heads: H, also of keys and values.
+    active: heads of a token; they are drawn at random.
+    head_dim: D.
+    dtype: of all inputs, of `DTYPES`.
+    causal: whether later keys are hidden.
+    rounds: measured turns.
+
+  Raises:
+    ValueError: a field is out of range; the text names it.
+  """
+
+  batch: int = 8
+  tokens: int = 1024
+  heads: int = 16
+  active: int = 8
+  head_dim: int = 64
+  dtype: str = "bfloat16"
+  causal: bool = False
+  rounds: int = 20
+
+  def __post_init__(self):
+    for name in ("batch", "tokens", "heads", "rounds"):
+      check_at_least_1(name, [getattr(self, name)])
+    check_names("dtype", [self.dtype], DTYPES)
+    if not 1 <= self.active <= self.heads:
+      raise ValueError(
+        f"--active {self.active} must be in [1, {self.heads}], the heads"
+      )
+    if not 1 <= self.head_dim <= MOST_HEAD_DIM:
+      raise ValueError(
+        f"--head-dim {self.head_dim} must be in [1, {MOST_HEAD_DIM}]"
+      )
+
+
+def write(
+  path: str | os.PathLike, sizes: dict[tuple[str, int, str], BlockSizes]
+) -> None:
+  """Writes a file for `kernels.sizes.read`, which says what the keys are.
+
+  Entries that the file has and `sizes` lacks stay.
+
+  Raises:
+    ValueError: there is a file, and it is another one.
+  """
+  path = pathlib.Path(path)
+  if path.exists():
+    sizes = read(path) | sizes
+  names = ("device", "head_dim", "dtype")
+  entries = [
+    dict(zip(names, key)) | dataclasses.asdict(sizes[key])
+    for key in sorted(sizes)
+  ]
+  with replacing(path) as temporary:
+    temporary.write_text(json.dumps(entries, indent=2) + "\n")
+
+
+def candidates(platform: str) -> list[Tile]:
+  """Tiles that are worth a try; too large ones fail and are passed over."""
+  if platform == "tpu":
+    sizes = itertools.product((128, 256, 512), (256, 512, 1024))
+    return [Tile(*size) for size in sizes]
+  options = (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4)
+  return [Tile(*option) for option in itertools.product(*options)]
+
+
+def tune(
+  workload: Workload,
+  platform: str,
+  tiles: Iterable[Tile] | None = None,
+  *,
+  interpret: bool = False,
+  report: Callable[[str], None] = lambda line: None,
+) -> BlockSizes:
+  """Measures tiles on the default device.
+
+  Args:
+    workload: what is computed.
+    platform: "gpu" or "tpu".
+    tiles: to choose from; None is `candidates`.
+    interpret: runs the kernels in the interpreter, for tests.
+    report: is told of every tile its time, or why it does not run, in a line.
+
+  Returns:
+    The fastest.
+
+  Raises:
+    ValueError: no tile runs, for what the last error says.
+  """
+  tiles = list(candidates(platform) if tiles is None else tiles)
+  best, least, faults = None, float("inf"), []
+
+  def report_fault(line: str) -> None:
+    faults.append(line)
+    report(line)
+
+  for rows in sorted({tile.rows for tile in tiles}):
+    bench = _Bench(workload, platform, rows, interpret)
+    chosen, total = [], 0.0
+    for kernel in _KERNELS:
+      programs = _programs(bench, kernel, tiles, report_fault)
+      if not programs:
+        break
+      seconds = _seconds(programs, workload.rounds)
+      for name, value in seconds.items():
+        report(f"{name}: {value * 1e3:.3f} ms")
+      fastest = min(seconds, key=seconds.get)
+      chosen.append(programs[fastest][0])
+      total += seconds[fastest]
+    if len(chosen) == len(_KERNELS) and total < least:
+      best, least = BlockSizes(*chosen), total
+  if best is None:
+    last = "".join(faults[-1:])
+    raise ValueError(
+      f"none of {len(tiles)} tiles runs for every kernel: {last}"
+    )
+  return best
+
+
+def _programs(
+  bench: "_Bench",
+  kernel: str,
+  tiles: list[Tile],
+  report_fault: Callable[[str], None],
+) -> dict[str, tuple[Tile, Program]]:
+  """By name, the tiles that run, each with its kernel."""
+  programs = {}
+  for tile in tiles:
+    if not bench.fits(kernel, tile):
+      continue
+    name = f"{kernel} R={bench.rows} {tile}"
+    try:
+      program = bench.program(kernel, tile)
+      jax.block_until_ready(program.run())
+    except Exception as error:  # what compilers and drivers raise has no base
+      why = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+      report_fault(f"{name} does not run: {why}")
+    else:
+      programs[name] = tile, program
+  return programs
+
+
+def _seconds(
+  programs: dict[str, tuple[Tile, Program]], rounds: int
+) -> dict[str, float]:
+  """Of one evaluation; all take turns."""
+  calls = {name: program.run for name, (_, program) in programs.items()}
+  times = timing.interleaved(calls, rounds)
+  return {
+    name: times[name].median / program.loops
+    for name, (_, program) in programs.items()
+  }
+
+
+class _Bench:
+  """Kernels of one workload and one number of rows of a block."""
+
+  def __init__(
+    self, workload: Workload, platform: str, rows: int, interpret: bool
+  ):
+    self._kernels = PLATFORMS[platform]
+    self._platform, self.rows = platform, rows
+    shape = workload.batch, workload.tokens, workload.heads
+    budget = HeadBudget(workload.heads, 0, workload.active, workload.head_dim)
+    self._blocks = head_blocks(random_active(budget, *shape[:2]), rows)
+    q, self._k, self._v, grad = (
+      jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
+      for key in jax.random.split(jax.random.key(0), 4)
+    )
+    self._q, self._grad = (gather_rows(x, self._blocks) for x in (q, grad))
+    self._visible = Visible(causal=workload.causal)
+    self._scale = workload.head_dim**-0.5
+    self._interpret = interpret
+    self._out = jnp.zeros_like(self._q)
+
+  def fits(self, kernel: str, tile: Tile) -> bool:
+    """Whether a tile is one for blocks of these rows."""
+    if kernel == "forward" or self._platform == "tpu":
+      return tile.rows == self.rows
+    return self.rows % tile.rows == 0
+
+  def program(self, kernel: str, tile: Tile) -> Program:
+    """A kernel with a tile, compiled."""
+    sums = jnp.zeros(len(self._q), jnp.float32)
+
+    def call(q, k, v, out, sums, grad, blocks):
+      problem = Problem(
+        k.shape, k.dtype, self._visible, blocks, self._scale, self._interpret
+      )
+      if kernel == "forward":
+        return self._kernels.forward(problem, q, k, v, tile)
+      if kernel == "dq":
+        rows = q, k, v, out, sums, grad
+        return self._kernels.query_gradient(problem, *rows, tile)
+      rows = q, k, v, sums, sums, grad
+      return self._kernels.key_gradients(problem, *rows, tile)
+
+    args = (
+      self._q, self._k, self._v, self._out, sums, self._grad, self._blocks
+    )  # fmt: skip
+    return compile_program(call, *args, loops=default_loops())

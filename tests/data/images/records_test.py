@@ -1,0 +1,136 @@
+import itertools
+import json
+import pathlib
+import pickle
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.data.images import pack, records, sources
+from moh_jax.data.images.transforms import center_crop
+from tests.data.text import tiny_sets
+
+
+class _PackedTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.images, self.out = self.root / "images", self.root / "packed"
+    rng = np.random.RandomState(0)
+    for split, name, i in itertools.product(
+      sources.SPLITS, tiny_sets.CLASSES, range(3)
+    ):
+      path = self.images / split / name / f"{i}.png"
+      path.parent.mkdir(parents=True, exist_ok=True)
+      pixels = rng.randint(0, 256, (9 + i, 20 - i, 3), np.uint8)
+      Image.fromarray(pixels).save(path)
+
+  def _pack(self, splits=sources.SPLITS):
+    for split in splits:
+      pack.pack_images(
+        self.images / split, self.out / split, shard_size=4, progress=False
+      )
+
+
+class PackTest(_PackedTest):
+  def test_packed_images_are_the_folders(self):
+    self._pack()
+    for split in sources.SPLITS:
+      folder = sources.ImageFolderSource(str(self.images), split, 3)
+      packed = records.ArrayRecordSource(str(self.out), split, 3)
+      self.assertLen(packed, len(folder))
+      self.assertEqual(packed.class_names, folder.class_names)
+      self.assertEqual(packed.fingerprint, folder.fingerprint)
+      for i in range(len(folder)):
+        np.testing.assert_array_equal(packed[i]["image"], folder[i]["image"])
+        self.assertEqual(packed[i]["label"], folder[i]["label"])
+        self.assertEqual(packed.name(i), folder.name(i))
+
+  def test_records_keep_the_files_bytes(self):
+    self._pack(["val"])
+    shard = self.out / "val" / "00000-of-00002.array_record"
+    file = self.images / "val" / "ant" / "1.png"
+    self.assertIn(file.read_bytes(), shard.read_bytes())
+
+  def test_changed_images_are_not_mixed_in(self):
+    self._pack(["val"])
+    (self.images / "val" / "ant" / "0.png").unlink()
+    with self.assertRaisesRegex(ValueError, "images: '5 files.* '6 files"):
+      self._pack(["val"])
+
+  def test_metadata_names_the_classes(self):
+    self._pack(["val"])
+    metadata = json.loads((self.out / "val" / "metadata.json").read_text())
+    self.assertEqual(metadata["format"], "images")
+    self.assertEqual(metadata["class_names"], list(tiny_sets.CLASSES))
+    self.assertEqual(metadata["examples"], 6)
+
+
+class SourceTest(_PackedTest):
+  def test_pickles(self):
+    self._pack(["val"])
+    source = records.ArrayRecordSource(str(self.out), "val", 3)
+    expected = source[4]["image"]
+    copy = pickle.loads(pickle.dumps(source))
+    np.testing.assert_array_equal(copy[4]["image"], expected)
+
+  def test_unreadable_image_is_named(self):
+    (self.images / "val" / "ant" / "1.png").write_text("no image")
+    self._pack(["val"])
+    source = records.ArrayRecordSource(str(self.out), "val", 3)
+    with self.assertRaisesRegex(ValueError, "ant/1.png in .*val: not an image"):
+      source[1]
+
+  @parameterized.parameters("image_folder", "array_record")
+  def test_training_batches(self, name):
+    self._pack()
+    path = self.out if name == "array_record" else self.images
+    config = tiny_sets.dit_config(
+      "pixel", name, path, (8, 8), 3, augment="center_flip"
+    )
+    stream = tiny_sets.train_stream(
+      config, sources.make_source(config, "train")
+    )
+    batch = next(stream)
+    self.assertEqual(batch["image"].shape, (4, 8, 8, 3))
+    self.assertBetween(batch["image"].min(), -1, -0.5)
+    self.assertBetween(batch["image"].max(), 0.5, 1)
+
+  def test_bad_image_does_not_move_the_stream(self):
+    self._pack()
+    (self.images / "train" / "cat" / "0.png").write_text("no image")
+    self.out = self.root / "damaged"
+    self._pack()
+
+    def read(path, position, count):
+      config = tiny_sets.dit_config(
+        "pixel", "array_record", path, (8, 8), 3, bad_images="skip"
+      )
+      source = sources.make_source(config, "train")
+      stream = tiny_sets.train_stream(config, source)
+      stream.seek(position)
+      batches = list(itertools.islice(stream, count))
+      self.assertEqual(stream.position, position + count)
+      return np.concatenate([batch["image"] for batch in batches])
+
+    good = read(self.root / "packed", 0, 6)
+    skipped = read(self.out, 0, 6)
+    differing = (good != skipped).any((1, 2, 3))
+    self.assertEqual(differing.sum(), 4)  # once per epoch of 6 in 24
+    np.testing.assert_array_equal(read(self.out, 2, 4), skipped[8:])
+
+  def test_evaluation_crops_the_centre(self):
+    self._pack()
+    config = tiny_sets.dit_config("pixel", "array_record", self.out, (8, 8), 3)
+    source = sources.make_source(config, "val")
+    batches = list(tiny_sets.eval_stream(config, source))
+    packed = records.ArrayRecordSource(str(self.out), "val", 3)
+    expected = center_crop(packed[1]["image"], (8, 8)) / 127.5 - 1
+    np.testing.assert_allclose(batches[0]["image"][1], expected, atol=1e-6)
+    self.assertEqual(sum(batch["mask"].sum() for batch in batches), 6)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,199 @@
+import gzip
+import importlib.util
+import json
+import pathlib
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.data.text.files import read_documents
+from moh_jax.data.text.pieces import list_pieces
+
+_PYARROW = importlib.util.find_spec("pyarrow") is not None
+_ZSTD = importlib.util.find_spec("zstandard") is not None
+_DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
+
+
+def _lines(documents, field="text"):
+  lines = [json.dumps({"id": 1, field: text}) for text in documents]
+  return ("\n".join(lines) + "\n").encode()
+
+
+class _FilesTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _read(self, name, content=None, field="text", piece_bytes=100):
+    if content is not None:
+      (self.root / name).write_bytes(content)
+    groups = list_pieces([str(self.root / name)], piece_bytes)
+    return [
+      document
+      for group in groups
+      for piece in group
+      for document in read_documents(piece, field)
+    ]
+
+
+class ReadTest(_FilesTest):
+  def test_a_text_file_is_one_document(self):
+    for name, pack in (("a.txt", bytes), ("b.py.gz", gzip.compress)):
+      text = "".join(_DOCUMENTS)
+      self.assertEqual(self._read(name, pack(text.encode())), [(name, text)])
+
+  @parameterized.parameters(1, 100, 10**6)
+  def test_lines_are_documents_however_they_are_cut(self, piece_bytes):
+    expected = [(f"a.jsonl:{i + 1}", t) for i, t in enumerate(_DOCUMENTS)]
+    content = _lines(_DOCUMENTS)
+    found = self._read("a.jsonl", content, piece_bytes=piece_bytes)
+    self.assertEqual(found, expected)
+    found = self._read("a.jsonl", content[:-1], piece_bytes=piece_bytes)
+    self.assertEqual(found, expected)
+
+  def test_packed_lines(self):
+    found = self._read(
+      "a.jsonl.gz", gzip.compress(_lines(_DOCUMENTS, "body")), field="body"
+    )
+    self.assertEqual([text for _, text in found], _DOCUMENTS)
+
+  def test_blank_lines_are_no_documents(self):
+    content = b'\n{"text": "a"}\n  \n{"text": null}\n\n'
+    found = self._read("a.jsonl", content)
+    self.assertEqual(found, [("a.jsonl:2", "a"), ("a.jsonl:4", "")])
+
+
+class DamageTest(_FilesTest):
+  @parameterized.parameters(
+    (b'{"text": "b"', "a.jsonl, line 3: not JSON"),
+    (b"[1]", "a.jsonl, line 3: no field 'text', found list"),
+    (b'{"body": "b"}', r"a.jsonl, line 3: no field 'text', found \['body'\]"),
+    (b'{"text": 1}', "a.jsonl, line 3: 'text' is int, expected text"),
+    (b'{"text": "\xff"}', "a.jsonl, line 3: not UTF-8"),
+    (b'{"text": "\\ud800"}', "a.jsonl, line 3: half a surrogate pair"),
+  )
+  def test_damaged_line_is_named(self, line, message):
+    content = b'{"text": "a"}\n' * 2 + line + b'\n{"text": "c"}\n'
+    for piece_bytes in (1, 10**6):
+      with self.assertRaisesRegex(ValueError, message):
+        self._read("a.jsonl", content, piece_bytes=piece_bytes)
+
+  def test_text_that_is_not_utf8_is_named(self):
+    with self.assertRaisesRegex(ValueError, "a.txt: not UTF-8"):
+      self._read("a.txt", b"\xff")
+
+  @parameterized.parameters("truncated", "damaged", "other")
+  def test_damaged_gzip_names_the_line(self, how):
+    lines = [json.dumps({"text": f"{i * i} {i}"}) for i in range(9999)]
+    content = bytearray(gzip.compress("\n".join(lines).encode()))
+    if how == "truncated":
+      del content[len(content) // 2 :]
+    elif how == "damaged":
+      content[len(content) // 2 :] = bytes(len(content) // 2)
+    else:
+      content = b"no gzip"
+    with self.assertRaisesRegex(
+      ValueError, r"a.jsonl.gz, line \d+: (damaged or truncated|not JSON)"
+    ):
+      self._read("a.jsonl.gz", bytes(content))
+
+  def test_file_that_shrank_is_named(self):
+    (self.root / "a.jsonl").write_bytes(_lines(_DOCUMENTS))
+    ((piece,),) = list_pieces([str(self.root / "a.jsonl")], 10**6)
+    (self.root / "a.jsonl").write_bytes(_lines(_DOCUMENTS[:2]))
+    with self.assertRaisesRegex(ValueError, "line 3: the file became shorter"):
+      list(read_documents(piece, "text"))
+
+  def test_missing_library_says_how_to_install_it(self):
+    for library, name in (("zstandard", "a.txt.zst"), ("pyarrow", "a.parquet")):
+      with (
+        mock.patch.dict(sys.modules, {library: None}),
+        self.assertRaisesRegex(
+          ValueError, rf"{name} needs .*'{library}': pip install 'moh_jax\[llm"
+        ),
+      ):
+        self._read(name, b"")
+
+
+@unittest.skipUnless(_ZSTD, "zstandard is not installed")
+class WithZstandardTest(_FilesTest):
+  def _pack(self, content, frames=1):
+    import zstandard
+
+    size = -(-len(content) // frames)
+    parts = [content[i : i + size] for i in range(0, len(content), size)]
+    return b"".join(map(zstandard.ZstdCompressor().compress, parts))
+
+  @parameterized.parameters(1, 2, 50)
+  def test_lines_in_any_number_of_frames(self, frames):
+    content = self._pack(_lines(_DOCUMENTS), frames)
+    found = self._read("a.jsonl.zst", content)
+    expected = [(f"a.jsonl.zst:{i + 1}", t) for i, t in enumerate(_DOCUMENTS)]
+    self.assertEqual(found, expected)
+
+  def test_text_larger_than_any_buffer(self):
+    text = "".join(f"{i * i:x}" for i in range(500_000))
+    found = self._read("a.txt.zst", self._pack(text.encode()))
+    self.assertEqual(found, [("a.txt.zst", text)])
+
+  @parameterized.parameters("truncated", "damaged", "other")
+  def test_damage_is_named(self, how):
+    lines = [json.dumps({"text": f"{i * i} {i}"}) for i in range(99999)]
+    content = bytearray(self._pack("\n".join(lines).encode()))
+    if how == "truncated":
+      del content[-5:]
+    elif how == "damaged":
+      content[len(content) // 2 :] = bytes(len(content) // 2)
+    else:
+      content = b"no zstandard"
+    with self.assertRaisesRegex(
+      ValueError, r"a.jsonl.zst, line \d+: damaged or truncated"
+    ):
+      self._read("a.jsonl.zst", bytes(content))
+
+
+@unittest.skipUnless(_PYARROW, "pyarrow is not installed")
+class WithPyarrowTest(_FilesTest):
+  def _write(self, values, column="text", rows=2):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = self.root / "a.parquet"
+    parquet.write_table(
+      pyarrow.table({"id": list(range(len(values))), column: values}),
+      path,
+      row_group_size=rows,
+    )
+    return path
+
+  @parameterized.parameters(1, 10**6)
+  def test_rows_are_documents_however_they_are_cut(self, piece_bytes):
+    self._write([*_DOCUMENTS, None])
+    found = self._read("a.parquet", piece_bytes=piece_bytes)
+    texts = [*_DOCUMENTS, ""]
+    expected = [(f"a.parquet:{i + 1}", t) for i, t in enumerate(texts)]
+    self.assertEqual(found, expected)
+
+  def test_other_columns_and_types_are_named(self):
+    self._write(["a"], "body")
+    with self.assertRaisesRegex(
+      ValueError, r"no column 'text', found \['id', 'body'\]"
+    ):
+      self._read("a.parquet")
+    with self.assertRaisesRegex(ValueError, "row 1: 'id' is int, expected"):
+      self._read("a.parquet", field="id")
+
+  def test_damaged_rows_are_named(self):
+    path = self._write([f"{i * i} {i}" * 50 for i in range(400)], rows=100)
+    content = bytearray(path.read_bytes())
+    half = len(content) // 2
+    content[half - 2000 : half + 2000] = bytes(4000)
+    with self.assertRaisesRegex(ValueError, r"a.parquet, row \d+ or after"):
+      self._read("a.parquet", bytes(content))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,232 @@
+import importlib.util
+import io
+import json
+import pathlib
+import pickle
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+import tokenizers as hf
+from absl.testing import absltest, parameterized
+
+from moh_jax.data.text import tokenizers
+
+_TEXTS = (
+  "Hello, world!",
+  "  two  spaces\n\n\ttab \r\n",
+  "Grüße aus Köln, 你好世界, привет",
+  "👩‍👩‍👧‍👦 family 🇩🇪 flag 🤷🏽‍♀️",
+  "a\x00b\x7f\u2028c",
+  "<|end_of_text|> is text here, and so is <|begin_of_text|>",
+)
+_SENTENCEPIECE = importlib.util.find_spec("sentencepiece") is not None
+_CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
+
+
+def _bpe(vocab_size=300):
+  content = tokenizers.train_bpe(iter(_CORPUS), vocab_size)
+  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
+
+
+def _words(*specials, **options):
+  """A tokenizer.json that knows two words and some special tokens."""
+  words = {"a": 0, "b": 1, "[UNK]": 2}
+  tokenizer = hf.Tokenizer(hf.models.WordLevel(words, unk_token="[UNK]"))
+  tokenizer.pre_tokenizer = hf.pre_tokenizers.Whitespace()
+  tokenizer.add_special_tokens(list(specials))
+  for name, value in options.items():
+    getattr(tokenizer, name)(value)
+  content = tokenizer.to_str().encode()
+  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
+
+
+def _sentencepiece(**options):
+  import sentencepiece
+
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(_CORPUS),
+    model_writer=model,
+    vocab_size=300,
+    model_type="bpe",
+    byte_fallback=True,
+    hard_vocab_limit=False,
+    minloglevel=2,
+    **options,
+  )
+  content = model.getvalue()
+  return tokenizers.tokenizer_from_bytes("sentencepiece", content)
+
+
+class RoundTripTest(parameterized.TestCase):
+  @parameterized.product(kind=("bpe", "bytes"), text=_TEXTS)
+  def test_text_comes_back(self, kind, text):
+    tokenizer = _bpe() if kind == "bpe" else tokenizers.BytesTokenizer()
+    ids = tokenizer.encode(text)
+    self.assertEqual(tokenizer.decode(ids), text)
+    self.assertLess(max(ids), tokenizer.vocab_size)
+    self.assertNoCommonElements(ids, [tokenizer.bos_id, tokenizer.eos_id])
+    self.assertEqual(tokenizer.encode_batch([text, "x"])[0], ids)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    self.assertEqual(again.encode(text), ids)
+    self.assertEqual(again.sha256, tokenizer.sha256)
+
+  @parameterized.product(kind=("bpe", "bytes"), text=_TEXTS)
+  def test_stream_gives_whole_characters(self, kind, text):
+    tokenizer = _bpe() if kind == "bpe" else tokenizers.BytesTokenizer()
+    stream = tokenizers.StreamDecoder(tokenizer)
+    parts = [stream.feed(token) for token in tokenizer.encode(text)]
+    self.assertEqual("".join(parts), text)
+    self.assertNotIn("\ufffd", "".join(parts))
+    self.assertEqual(stream.flush(), "")
+
+  def test_special_tokens_decode_to_nothing(self):
+    for tokenizer in (_bpe(), tokenizers.BytesTokenizer()):
+      a, b = tokenizer.encode("ab")
+      ids = [tokenizer.bos_id, a, tokenizer.eos_id, b, 10**6]
+      self.assertEqual(tokenizer.decode(ids), "ab")
+      stream = tokenizers.StreamDecoder(tokenizer)
+      self.assertEqual([stream.feed(i) for i in ids], ["", "a", "", "b", ""])
+
+
+class StreamTest(absltest.TestCase):
+  def test_half_a_character_waits_and_is_marked_at_the_end(self):
+    stream = tokenizers.StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
+    self.assertEqual(parts, ["", "é", "", "", ""])
+    self.assertEqual(stream.flush(), "\ufffd")
+
+  def test_bytes_that_are_no_text_do_not_wait_forever(self):
+    stream = tokenizers.StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(0xFF) for _ in range(100)]
+    self.assertGreater(len("".join(parts)), 80)
+    self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
+    self.assertEqual(stream.feed(ord("a")), "a")
+
+  def test_the_replacement_character_itself_is_text(self):
+    tokenizer = tokenizers.BytesTokenizer()
+    stream = tokenizers.StreamDecoder(tokenizer)
+    text = "a\ufffd\ufffdb\ufffd"
+    parts = [stream.feed(token) for token in tokenizer.encode(text)]
+    self.assertEqual("".join(parts) + stream.flush(), text)
+
+
+class TrainTest(absltest.TestCase):
+  def test_vocabulary_is_as_large_as_asked(self):
+    self.assertEqual(_bpe(280).vocab_size, 280)
+    self.assertEqual(_bpe(258).vocab_size, 258)
+    self.assertLess(_bpe(5000).vocab_size, 5000)  # the text has no more
+
+  def test_training_repeats(self):
+    self.assertEqual(_bpe().content, _bpe().content)
+
+  def test_begin_and_end_come_first(self):
+    self.assertEqual((_bpe().bos_id, _bpe().eos_id), (0, 1))
+
+  def test_too_few_entries_are_refused(self):
+    with self.assertRaisesRegex(ValueError, "vocab_size=257 must be at least"):
+      tokenizers.train_bpe(iter(_CORPUS), 257)
+
+
+class JsonTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (("<s>", "</s>"), (3, 4)),
+    (("</s>", "<s>"), (4, 3)),
+    (("<|endoftext|>", "<|padding|>"), (3, 3)),
+    (("[BOS]", "[EOS]"), (3, 4)),
+    (("<|end_of_text|>",), (3, 3)),
+    (("[PAD]",), (None, None)),
+    (("<s>", "</s>", "<|begin_of_text|>", "<|end_of_text|>"), (5, 6)),
+  )
+  def test_begin_and_end_are_found_by_name(self, specials, expected):
+    tokenizer = _words(*specials)
+    self.assertEqual((tokenizer.bos_id, tokenizer.eos_id), expected)
+
+  def test_vocabulary_counts_gaps(self):
+    tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 7}, unk_token="a"))
+    content = tokenizer.to_str().encode()
+    self.assertEqual(tokenizers.JsonTokenizer(content).vocab_size, 8)
+
+  def test_truncation_and_padding_of_the_file_do_not_count(self):
+    tokenizer = _words("<s>", enable_truncation=1)
+    self.assertEqual(tokenizer.encode("a b a"), [0, 1, 0])
+    self.assertEqual(tokenizer.encode_batch(["a", "a b"]), [[0], [0, 1]])
+
+
+@unittest.skipUnless(_SENTENCEPIECE, "sentencepiece is not installed")
+class WithSentencePieceTest(absltest.TestCase):
+  def test_text_comes_back(self):
+    tokenizer = _sentencepiece()
+    self.assertEqual((tokenizer.bos_id, tokenizer.eos_id), (1, 2))
+    text = "the head 🤷🏽‍♀️ of layers </s>"
+    ids = tokenizer.encode(text)
+    self.assertEqual(tokenizer.encode_batch([text]), [ids])
+    self.assertNotIn(tokenizer.eos_id, ids)
+    self.assertEqual(tokenizer.decode([1, *ids, 2, 10**6]), text)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    self.assertEqual(again.encode(text), ids)
+
+  def test_stream_keeps_spaces_and_characters(self):
+    tokenizer = _sentencepiece()
+    text = "the head 🤷🏽‍♀️ of layers"
+    stream = tokenizers.StreamDecoder(tokenizer)
+    ids = [1, *tokenizer.encode(text), 2]
+    parts = [stream.feed(token) for token in ids]
+    self.assertEqual("".join(parts), text)
+    self.assertNotIn("\ufffd", "".join(parts))
+
+  def test_one_of_begin_and_end_is_both(self):
+    tokenizer = _sentencepiece(bos_id=-1, eos_id=1)
+    self.assertEqual((tokenizer.bos_id, tokenizer.eos_id), (1, 1))
+
+
+class LoadTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def test_file_folder_and_bytes(self):
+    content = _bpe().content
+    (self.root / "tokenizer.json").write_bytes(content)
+    for path in (self.root, self.root / "tokenizer.json"):
+      tokenizer = tokenizers.load_tokenizer(path)
+      self.assertEqual(tokenizer.content, content)
+    tokenizer = tokenizers.load_tokenizer("bytes")
+    self.assertEqual((tokenizer.vocab_size, tokenizer.eos_id), (257, 256))
+
+  @parameterized.parameters(
+    ("no.json", None, FileNotFoundError, "no.json: no such tokenizer"),
+    ("", None, FileNotFoundError, "holds none of"),
+    ("a.txt", b"", ValueError, "a.txt: a tokenizer file ends in one of"),
+    ("a.json", b"{", ValueError, "a.json: not a tokenizer.json"),
+    ("a.json", b"\xff", ValueError, "a.json: not a tokenizer.json"),
+  )
+  def test_wrong_files_are_named(self, name, content, error, message):
+    if content is not None:
+      (self.root / name).write_bytes(content)
+    with self.assertRaisesRegex(error, message):
+      tokenizers.load_tokenizer(self.root / name)
+
+  @unittest.skipUnless(_SENTENCEPIECE, "sentencepiece is not installed")
+  def test_damaged_model_is_named_with_sentencepiece(self):
+    (self.root / "a.model").write_bytes(b"no model")
+    with self.assertRaisesRegex(ValueError, "a.model: not a SentencePiece"):
+      tokenizers.load_tokenizer(self.root / "a.model")
+
+  def test_missing_library_says_how_to_install_it(self):
+    (self.root / "a.model").write_bytes(b"")
+    with (
+      mock.patch.dict(sys.modules, {"sentencepiece": None}),
+      self.assertRaisesRegex(ValueError, r"pip install 'moh_jax\[llm\]'"),
+    ):
+      tokenizers.load_tokenizer(self.root / "a.model")
+
+  def test_unknown_kind_lists_the_known_ones(self):
+    with self.assertRaisesRegex(ValueError, "'words' must be one of"):
+      tokenizers.tokenizer_from_bytes("words", json.dumps({}).encode())
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,124 @@
+import dataclasses
+import math
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.speed import model as bench
+from moh_jax.speed import writing
+from moh_jax.speed.model import ModelOptions
+from tests.training import tiny
+
+_ONE_LAYER = {"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)}
+_MODELS = {
+  "dit": dataclasses.replace(tiny.DIT, **_ONE_LAYER),
+  "llm": dataclasses.replace(tiny.LLM, **_ONE_LAYER),
+}
+
+
+class ModelOptionsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"model": "moh-vit-s81"}, "'moh-vit-s81' must be one of"),
+    ({"batch": 0}, "--batch 0 must be at least 1"),
+    ({"rounds": 0}, "--rounds 0 must be at least 1"),
+    ({"sampler_steps": 0}, "--sampler-steps 0 must be at least 1"),
+    ({"implementations": ("fast",)}, "--implementations 'fast' must be one of"),
+    ({"remat": "half"}, "remat='half' must be one of"),
+    ({"lengths": (16, 32)}, "--lengths 16,32 is for language models: moh-vit"),
+    ({"model": "moh-llm-s-75", "lengths": (0,)}, "--lengths 0 must be at"),
+    (
+      {"model": "moh-llm-s-75", "lengths": (64, 4096)},
+      "--lengths 4096 must be at most 2048",
+    ),
+  )
+  def test_wrong_values_are_named_with_what_is_allowed(self, given, message):
+    with self.assertRaisesRegex(ValueError, message):
+      ModelOptions(**given)
+
+  def test_variants_are_forms_of_the_model_and_its_baseline(self):
+    options = ModelOptions(
+      "moh-dit-s2-90", implementations=("auto", "dense"), dtype="bfloat16"
+    )
+    variants = options.variants()
+    self.assertEqual(list(variants), ["auto", "dense", "mha"])
+    self.assertEqual(
+      [(m.router, m.attention_impl, m.dtype) for m in variants.values()],
+      [
+        ("two_stage", "auto", "bfloat16"),
+        ("two_stage", "dense", "bfloat16"),
+        ("none", "auto", "bfloat16"),
+      ],
+    )
+
+  @parameterized.parameters(
+    ("moh-llm-s-75", 0.75), ("moh-vit-b50", 0.5), ("moh-dit-s2-90", 8 / 9)
+  )
+  def test_share_is_that_of_the_name(self, name, share):
+    variants = ModelOptions(name).variants()
+    self.assertAlmostEqual(
+      bench.activated_share(variants["auto"]), share, delta=0.005
+    )
+    self.assertEqual(bench.activated_share(variants["mha"]), 1.0)
+
+
+class MeasureTest(parameterized.TestCase):
+  def _measure(self, family, **given):
+    network = mock.patch.object(bench, "get_model", lambda _: _MODELS[family])
+    with network, mock.patch.object(writing, "_BATCHES", (1,)):
+      return bench.measure(ModelOptions(batch=2, rounds=1, **given))
+
+  def _check_ratios(self, rows):
+    for row in rows:
+      (base,) = [
+        other
+        for other in rows
+        if (other.mode, other.implementation) == (row.mode, "mha")
+      ]
+      self.assertAlmostEqual(row.ratio_to_mha, row.ms / base.ms)
+      self.assertTrue(math.isfinite(row.units_per_second))
+
+  def test_language_model_is_scored_and_writes(self):
+    rows = self._measure("llm", lengths=(16,))["rows"]
+    self.assertEqual(
+      [(row.mode, row.implementation) for row in rows],
+      [
+        ("forward", "auto"),
+        ("forward", "mha"),
+        ("forward", "router"),
+        ("forward_backward", "auto"),
+        ("forward_backward", "mha"),
+        ("prefill_1", "auto"),
+        ("prefill_1", "mha"),
+        ("decode_1", "auto"),
+        ("decode_1", "mha"),
+      ],
+    )
+    self.assertEqual({row.length for row in rows}, {16})
+    self.assertEqual([row.share for row in rows[:3]], [0.75, 1.0, 0.75])
+    self._check_ratios(rows)
+
+  def test_diffusion_model_is_sampled(self):
+    result = self._measure("dit", sampler_steps=2)
+    rows = result["rows"]
+    self.assertEqual(
+      {row.mode for row in rows}, {"forward", "forward_backward"}
+    )
+    self.assertTrue(all(row.peak_bytes > 0 for row in rows))
+    self._check_ratios(rows)
+    sampler = result["sampler"]
+    self.assertAlmostEqual(
+      sampler["ratio_to_forwards"], sampler["ms"] / 2 / sampler["forward_ms"]
+    )
+    self.assertGreater(result["peak_resident_bytes"], 0)
+
+  def test_train_step_alone(self):
+    result = self._measure("llm", lengths=(16,), compile_only=True)
+    self.assertEmpty(result["rows"])
+    step = result["train_step"]
+    self.assertGreater(step["params_bytes"], 0)
+    self.assertGreaterEqual(step["optimizer_bytes"], 2 * step["params_bytes"])
+    self.assertEqual(step["ema_bytes"], 0)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,126 @@
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.cli import common
+from moh_jax.speed import report
+from moh_jax.speed.report import Row
+
+_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+_ROW = Row(
+  device="cpu",
+  op="attention",
+  mode="forward",
+  length=256,
+  share=0.625,
+  implementation="packed",
+  ms=1.23456,
+  spread=0.054,
+  ratio_to_dense=0.5,
+  ratio_to_mha=0.6789,
+  units_per_second=1e5,
+  flops=2.5e9,
+  peak_share=0.41,
+  peak_bytes=12_340_000,
+  max_error=1.5e-7,
+)
+_MHA = dataclasses.replace(_ROW, implementation="mha", share=1.0)
+
+
+class TableTest(absltest.TestCase):
+  def test_table_shows_every_figure(self):
+    text = common.table(*report.table_cells([_MHA, _ROW]))
+    head, _, last = (line.split() for line in text.splitlines())
+    self.assertEqual(
+      " ".join(head),
+      "mode length share implementation ms spread to dense to MHA GFLOP "
+      "of peak MB max error",
+    )
+    self.assertEqual(
+      " ".join(last),
+      "forward 256 62.5% packed 1.235 5% 0.500 0.679 2.500 41.0% 12.3 1.5e-07",
+    )
+
+  def test_columns_of_no_row_are_left_out(self):
+    row = dataclasses.replace(
+      _ROW, op="model", length=None, flops=None, peak_share=None, max_error=None
+    )
+    other = dataclasses.replace(row, ratio_to_dense=None)
+    cells, header = report.table_cells([row, other])
+    self.assertEqual(
+      header,
+      [
+        *("mode", "share", "implementation", "ms", "spread", "to dense"),
+        *("to MHA", "units/s", "MB"),
+      ],
+    )
+    self.assertEqual([row[5] for row in cells], ["0.500", ""])
+
+  def test_row_has_a_name(self):
+    self.assertEqual(
+      _ROW.name, "attention forward, length 256, share 62.5%, packed"
+    )
+    model = dataclasses.replace(_ROW, op="model", length=None)
+    self.assertEqual(model.name, "model forward, share 62.5%, packed")
+
+
+class MissingTest(absltest.TestCase):
+  def test_missing_library_says_how_to_install_it(self):
+    with (
+      mock.patch.dict(sys.modules, {"matplotlib.figure": None}),
+      self.assertRaisesRegex(
+        ValueError, r"--plot needs .*'matplotlib': pip install 'moh_jax\[plot"
+      ),
+    ):
+      report.check_plot("a.png")
+
+
+@unittest.skipUnless(_MATPLOTLIB, "matplotlib is not installed")
+class PlotTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def test_plot_is_an_image(self):
+    lengths = [
+      dataclasses.replace(row, length=n, mode=mode)
+      for row in (_MHA, _ROW)
+      for n in (256, 1024)
+      for mode in ("forward", "causal")
+    ]
+    for name, rows in (("a.png", lengths), ("b.png", [_ROW])):
+      report.plot(rows, str(self.root / name))
+    with (
+      Image.open(self.root / "a.png") as two_modes,
+      Image.open(self.root / "b.png") as one,
+    ):
+      self.assertGreater(two_modes.width, one.width)
+
+  def test_models_without_a_length_are_drawn(self):
+    row = dataclasses.replace(_ROW, op="model", length=None)
+    report.plot([row], str(self.root / "a.svg"))
+    self.assertIn("packed", (self.root / "a.svg").read_text())
+
+  @parameterized.parameters(
+    ("a.bench", ValueError, r"--plot .*a.bench must end in one of .*\.png"),
+    ("a", ValueError, "must end in one of"),
+    ("nope/a.png", FileNotFoundError, "--plot .*nope is no folder"),
+  )
+  def test_what_cannot_be_written_is_named(self, name, error, message):
+    with self.assertRaisesRegex(error, message):
+      report.check_plot(str(self.root / name))
+
+  def test_what_can_be_written_passes(self):
+    report.check_plot(str(self.root / "a.PNG"))
+    report.check_plot("a.pdf")
+
+
+if __name__ == "__main__":
+  absltest.main()
