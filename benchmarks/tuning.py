@@ -19,7 +19,7 @@ from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
 from moh_jax.speed import timing
 from moh_jax.training import loop
-from moh_jax.training.tasks import make_evaluate
+from moh_jax.training.language_modeling import make_evaluate
 
 _CONFIG = "configs/llm_stdlib_tune.py"
 
@@ -81,7 +81,7 @@ def _bits(directory: str, config: Config | None = None) -> float:
       overrides["top_k"] = (first,) * config.model.depth
   with sharding.use_mesh(mesh):
     restored = restore(directory, mesh=mesh, **overrides)
-    evaluate = make_evaluate(restored.model, restored.config, ())
+    evaluate = make_evaluate(restored.model, restored.config)
     return evaluate(restored.params, mesh)["bits_per_byte"]
 
 

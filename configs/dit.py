@@ -13,20 +13,20 @@ with --image-size 512 and add --config.model.input_size="(64, 64)".
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import MODELS
+from moh_jax.config import released_model, released_models
 
 
 def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
   name = ("moh-dit-" if "_" in arg else "dit-") + arg.replace("_", "-")
-  if name not in MODELS:
-    known = [n for n in MODELS if "dit-" in n]
+  if name not in released_models():
+    known = [n for n in released_models() if "dit-" in n]
     known = tuple(
       n.removeprefix("moh-").removeprefix("dit-").replace("-", "_")
       for n in known
     )
     raise ValueError(f"configs/dit.py:{arg} must be one of {known}")
   config = config_lib.Config(
-    model=MODELS[name],
+    model=released_model(name),
     data=config_lib.DataConfig(
       source="latents",
       path="data/imagenet256_latents",

@@ -23,7 +23,7 @@ import pathlib
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import MODELS
+from moh_jax.config import released_model
 
 _SEQUENCE = 8192
 _BATCH = 2048  # sequences: 16 million tokens
@@ -45,7 +45,7 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
     )
   name, billions, lr, final_lr = _STAGES[stage]
   steps = billions * 10**9 // (_BATCH * _SEQUENCE)
-  model = MODELS[name]
+  model = released_model(name)
   if order:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
     model = dataclasses.replace(

@@ -12,7 +12,7 @@ tokens each; s75_200, b_200 and so on train on 200 billion.
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import MODELS
+from moh_jax.config import released_model, released_models
 
 # Percent of the sequences: RedPajama's Books, Wikipedia, ArXiv, StackExchange
 # and C4, Dolma, and the Pile.
@@ -31,14 +31,14 @@ _BATCH = 2048  # sequences: 4 million tokens
 
 def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
   name, _, billions = arg.partition("_")
-  models = [n for n in MODELS if "llm-" in n]
+  models = [n for n in released_models() if "llm-" in n]
   names = {n.partition("llm-")[2].replace("-", ""): n for n in models}
   known = (*names, *(f"{n}_200" for n in names))
   if arg not in known:
     raise ValueError(f"configs/llm.py:{arg} must be one of {known}")
   small = name[0] == "s"
   config = config_lib.Config(
-    model=MODELS[names[name]],
+    model=released_model(names[name]),
     data=config_lib.TextDataConfig(
       source="tokens",
       path="data/tokens",

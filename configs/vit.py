@@ -12,8 +12,8 @@ RandAugment, random erasing and repeated augmentation.
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.models.registry import MODELS
-from moh_jax.models.sizes_vit import NO_DECAY
+from moh_jax.config import released_model
+from moh_jax.config.sizes_vit import NO_DECAY
 
 _ALIASES = {
   "s80": "moh-vit-s80",
@@ -33,7 +33,7 @@ def get_config(arg: str = "s80") -> ml_collections.ConfigDict:
   if arg not in _ALIASES:
     raise ValueError(f"configs/vit.py:{arg} must be one of {tuple(_ALIASES)}")
   config = config_lib.Config(
-    model=MODELS[_ALIASES[arg]],
+    model=released_model(_ALIASES[arg]),
     data=config_lib.DataConfig(
       source="image_folder",
       path="data/imagenet",

@@ -3,15 +3,20 @@
 import argparse
 
 from moh_jax.cli import common
-from moh_jax.convert.checkpoints import FORMATS, convert
+from moh_jax.config import public_formats
+from moh_jax.convert.checkpoints import convert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Declares the command's arguments."""
   parser.add_argument(
-    "--from", dest="format", required=True, choices=FORMATS, metavar="FORMAT",
-    help=f"one of {', '.join(FORMATS)}",
-  )  # fmt: skip
+    "--from",
+    dest="format",
+    required=True,
+    choices=public_formats(),
+    metavar="FORMAT",
+    help=f"one of {', '.join(public_formats())}",
+  )
   parser.add_argument(
     "--source",
     required=True,

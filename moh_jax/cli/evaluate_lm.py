@@ -24,7 +24,7 @@ from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored, restore
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
-from moh_jax.models.build import fit_params, make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
 
 _PIECE_BYTES = 64 << 20
@@ -154,11 +154,7 @@ def _check_model(args: argparse.Namespace) -> None:
   """Refuses what does not fit the model, before anything large is read."""
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
   model = metadata.config.model
-  if not isinstance(model, LLMConfig):
-    raise ValueError(
-      f"{args.checkpoint} holds a model of family {model.family!r}; a language "
-      "model is needed"
-    )
+  config_lib.check_command(metadata.config, "evaluate-lm", args.checkpoint)
   if args.batch_size < 1:
     raise ValueError(f"batch-size={args.batch_size} must be at least 1")
   if args.limit is not None and args.limit < 1:
@@ -181,7 +177,8 @@ def _at_top_k(restored: Restored, top_k: int) -> Restored:
   """The same parameters with another number of routed heads in every layer."""
   wanted = _with_top_k(restored.config, top_k)
   model, _ = make_model(wanted)
-  params = fit_params(restored.params, restored.config, wanted)
+  family = config_lib.get_family(wanted.model.family)
+  params = family.fit_params(restored.params, restored.config, wanted)
   return dataclasses.replace(
     restored, config=wanted, model=model, params=params
   )

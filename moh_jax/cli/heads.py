@@ -44,11 +44,7 @@ def run(args: argparse.Namespace) -> int:
       args.checkpoint, mesh=mesh, **common.restore_options(args)
     )
     config = restored.config
-    if config.model.family != "llm":
-      raise ValueError(
-        f"{args.checkpoint} holds a model of family {config.model.family!r}; "
-        "heads are measured of language models so far"
-      )
+    config_lib.check_command(config, "heads", args.checkpoint)
     # Nothing is accumulated here, so any batch will do.
     config = config_lib.apply_overrides(config, "optim", accumulation=1)
     config = config_lib.apply_overrides(

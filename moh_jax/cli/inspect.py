@@ -7,10 +7,10 @@ from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config import Config
+from moh_jax.config import Config, get_family
 from moh_jax.config.layers import LayerGroup
 from moh_jax.layers.attend import most_active_heads
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
@@ -94,7 +94,7 @@ def _attention(config: Config, group: LayerGroup) -> str:
     head_dim=budget.head_dim,
     active=most_active_heads(budget, model.router_config, any_top_k=changes),
     causal=group.sees == "before",
-    biased=model.family == "vit",  # by position
+    biased=get_family(model.family).position_bias,
     dtype=model.dtype,
   )
   try:

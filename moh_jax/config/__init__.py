@@ -3,7 +3,17 @@
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
-from moh_jax.config.families import FAMILIES
+from moh_jax.config.family import (
+  Family,
+  check_command,
+  families,
+  family_of_format,
+  get_family,
+  public_formats,
+  register_family,
+  released_model,
+  released_models,
+)
 from moh_jax.config.layers import LayerRun, LayerStack
 from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
 from moh_jax.config.model import ImageModel, without_router
@@ -30,13 +40,13 @@ from moh_jax.config.vit import StageShape, ViTConfig
 
 __all__ = [
   "CACHE_DTYPES",
-  "FAMILIES",
   "CheckpointConfig",
   "Config",
   "DataConfig",
   "DiTConfig",
   "DiffusionConfig",
   "EvalConfig",
+  "Family",
   "ImageModel",
   "LLMConfig",
   "LayerRun",
@@ -52,9 +62,17 @@ __all__ = [
   "VAEConfig",
   "ViTConfig",
   "apply_overrides",
+  "check_command",
   "differing_fields",
+  "families",
+  "family_of_format",
   "from_config_dict",
   "from_json",
+  "get_family",
+  "public_formats",
+  "register_family",
+  "released_model",
+  "released_models",
   "to_config_dict",
   "to_json",
   "without_router",

@@ -11,7 +11,7 @@ import ml_collections
 
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
-from moh_jax.config.families import FAMILIES, OPTIONAL_SECTIONS
+from moh_jax.config.family import families, get_family
 from moh_jax.config.llm import LLMConfig
 from moh_jax.config.sections import (
   CheckpointConfig,
@@ -57,8 +57,8 @@ class Config:
 
   def __post_init__(self):
     name = self.model.family
-    family = FAMILIES[name]
-    for section in OPTIONAL_SECTIONS:
+    family = get_family(name)
+    for section in sorted({s for f in families() for s in f.sections}):
       wanted = section in family.sections
       if wanted != (getattr(self, section) is not None):
         raise ValueError(
@@ -104,15 +104,14 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
       raise ValueError(f"config section {name}={section!r} must have fields")
   model = cfg["model"]
   family = model.get("family")
-  if not isinstance(family, str) or family not in FAMILIES:
-    raise ValueError(
-      f"model.family={family!r} must be one of {tuple(FAMILIES)}"
-    )
+  if not isinstance(family, str):
+    raise ValueError(f"model.family={family!r} must be a name")
+  record = get_family(family)
   known = {
-    "model": FAMILIES[family].model,
-    "data": FAMILIES[family].data,
+    "model": record.model,
+    "data": record.data,
     **_SECTIONS,
-    **FAMILIES[family].sections,
+    **record.sections,
   }
   if unknown := sorted(set(cfg) - set(known)):
     raise ValueError(

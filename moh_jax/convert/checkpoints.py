@@ -3,36 +3,35 @@
 Both go tensor by tensor, so neither holds a model: see `convert/stream.py`.
 """
 
-import dataclasses
 import functools
 import hashlib
 import logging
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from moh_jax.config import Config, LLMConfig
+from moh_jax.config import (
+  Config,
+  family_of_format,
+  get_family,
+  released_model,
+)
 from moh_jax.convert import (
-  dit,
-  hf_config,
-  llama,
   rules,
   stream,
   tensor_writer,
-  vit,
 )
 from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.files import replacing
-from moh_jax.models.build import make_model
-from moh_jax.models.registry import MODELS, get_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 
@@ -40,39 +39,7 @@ _LOG = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Family:
-  """How checkpoints of a family are read.
-
-  Attributes:
-    rules: the conversion table of a model section.
-    released_run: the run that a released model and its tensors stand for.
-    is_ignored: whether a checkpoint of a model may hold a tensor that has no
-      meaning.
-  """
-
-  rules: Callable[[Any], list[rules.Rule]]
-  released_run: Callable[[Any, Tensors], Config]
-  is_ignored: Callable[[Any, str], bool] = lambda model, name: False
-
-
-_FAMILIES = {
-  "vit": _Family(vit.model_rules, vit.released_run),
-  "dit": _Family(dit.model_rules, dit.released_run),
-  "llm": _Family(llama.model_rules, llama.released_run, llama.is_ignored),
-}
-# Format -> how the names of the released models that have it begin.
-_RELEASED = {
-  "moh-vit": ("moh-vit",),
-  "transnext": ("transnext",),
-  "moh-dit": ("moh-dit",),
-  "dit": ("dit",),
-  "llama": ("llama", "llm", "moh-llm"),
-  "moh-llama3": ("moh-llama3",),
-}
-FORMATS = tuple(_RELEASED)
-# Formats whose sources say in a config.json what model they are.
-_SELF_DESCRIBED = ("llama", "moh-llama3")
+_CONFIG_FILE = "config.json"  # of public folders that describe themselves
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers splits
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first is read
 _TOKENIZER_FILES = (
@@ -98,7 +65,7 @@ def convert(
   `out`.
 
   Args:
-    kind: one of `FORMATS`.
+    kind: one of `config.public_formats()`.
     source: safetensors file or folder, or a torch zip checkpoint.
     out: directory to write to; must hold no checkpoint yet.
     key: entry of a torch checkpoint that holds the weights.
@@ -117,14 +84,14 @@ def convert(
   """
   name, config, tensors = _open(kind, source, key, model, config)
   if image_size:
-    config = _resized(config, image_size)
+    config = get_family(config.model.family).resized(config, image_size)
   table = model_rules(config.model)
   params = stream.source_params(
     table, tensors, _abstract(config), source=source
   )
   checkpoint.check_vacant(out)
   tokenizer = ""
-  if config.model.family == "llm":
+  if get_family(config.model.family).reads_text:
     tokenizer = _copy_tokenizer(_folder(source), checkpoint.resolve(out))
   metadata = checkpoint.Metadata(config, tokenizer_sha256=tokenizer)
   stream.save_params(out, params, metadata)
@@ -143,7 +110,7 @@ def load_sharded(
   """Puts a public checkpoint onto a mesh without writing one of ours.
 
   Args:
-    kind: one of `FORMATS`.
+    kind: one of `config.public_formats()`.
     source: as for `convert`.
     mesh: the devices.
     key: as for `convert`.
@@ -204,30 +171,30 @@ def export(
     raise ValueError(f"shard_size={shard_size} must be at least 1 byte")
   metadata, step = checkpoint.read_metadata(directory, step)
   config, path = metadata.config, pathlib.Path(out)
-  is_llm = config.model.family == "llm"
-  if is_llm:  # before anything is read
+  family = get_family(config.model.family)
+  if family.reads_text:  # before anything is read
     tensor_writer.check_vacant(path)
   params = stream.open_params(
     directory, step, _abstract(config), use_ema=use_ema
   )
   planned = _plan(model_rules(config.model), params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
-  if not is_llm:
+  if not family.reads_text:
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
     home = checkpoint.resolve(directory)
     home = home.parent if home.name == checkpoint.FOLDER else home
     _copy_tokenizer(home, folder)
-    stored = hf_config.to_hf(config.model, dtype=dtype, **_ids(folder))
-    tensor_writer.write_json(folder / hf_config.FILE, stored)
+    stored = family.public_config(config.model, dtype=dtype, **_ids(folder))
+    tensor_writer.write_json(folder / _CONFIG_FILE, stored)
     tensor_writer.write_folder(folder, planned, dtype, text, shard_size)
   return _count(params)
 
 
 def model_rules(model: Any) -> list[rules.Rule]:
   """The conversion table of a model section."""
-  return _FAMILIES[model.family].rules(model)
+  return get_family(model.family).conversion_rules(model)
 
 
 def _open(
@@ -238,33 +205,21 @@ def _open(
   config: Config | None,
 ) -> tuple[str, Config, dict[str, Any]]:
   """What a source is: a name, its run, and its tensors, none read."""
-  if kind not in FORMATS:
-    raise ValueError(f"--from {kind!r} must be one of {FORMATS}")
+  family = family_of_format(kind)
   if model is not None:
-    get_model(model)  # before a large source is looked through
+    released_model(model)  # before a large source is looked through
   tensors = open_tensors(source, key)
   described = None
   if config is None and model is None:
-    described = _described(kind, source)
+    described = family.described(kind, _folder(source) / _CONFIG_FILE)
   if config is not None:
     name = "custom"
   elif described is not None:
     name, config = "the model of config.json", _released_run(described, tensors)
   else:
     name = model or _find_model(kind, tensors, source)
-    config = _released_run(get_model(name), tensors)
+    config = _released_run(released_model(name), tensors)
   return name, config, _without_ignored(config.model, tensors)
-
-
-def _described(kind: str, source: str) -> LLMConfig | None:
-  """The model of a config.json beside the source, if there is one."""
-  path = _folder(source) / hf_config.FILE
-  if kind not in _SELF_DESCRIBED or not path.is_file():
-    return None
-  model = hf_config.read_config(path)
-  if kind == "moh-llama3" and model.router == "none":
-    return hf_config.moh_llama3(model)
-  return model
 
 
 def _folder(source: str) -> pathlib.Path:
@@ -275,9 +230,11 @@ def _folder(source: str) -> pathlib.Path:
 
 def _find_model(kind: str, tensors: Tensors, source: str) -> str:
   """The released model whose tensor shapes are exactly these."""
-  names = [name for name in MODELS if name.startswith(_RELEASED[kind])]
+  family = family_of_format(kind)
+  models = family.released()
+  names = [name for name in models if name.startswith(family.formats[kind])]
   for name in names:
-    config = _released_run(MODELS[name], tensors)
+    config = _released_run(models[name], tensors)
     kept = _without_ignored(config.model, tensors)
     found = {n: tuple(tensor.shape) for n, tensor in kept.items()}
     expected = rules.expected_tensors(
@@ -293,11 +250,11 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
 
 def _released_run(model: Any, tensors: Tensors) -> Config:
   """The run that a released model stands for."""
-  return _FAMILIES[model.family].released_run(model, tensors)
+  return get_family(model.family).released_run(model, tensors)
 
 
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
-  ignored = functools.partial(_FAMILIES[model.family].is_ignored, model)
+  ignored = functools.partial(get_family(model.family).is_ignored, model)
   return {name: t for name, t in tensors.items() if not ignored(name)}
 
 
@@ -371,23 +328,6 @@ def _ids(folder: pathlib.Path) -> dict[str, int | None]:
 def _abstract(config: Config) -> Any:
   model, inputs = make_model(config)
   return unbox(abstract_params(model, inputs))
-
-
-def _resized(config: Config, size: int) -> Config:
-  model = config.model
-  if model.family != "vit":
-    raise ValueError(
-      f"--image-size {size}: only classifiers change their size, not "
-      f"model.family={model.family!r}"
-    )
-  pretrain = model.pretrain_image_size or model.image_size[0]
-  model = dataclasses.replace(
-    model, image_size=(size, size), pretrain_image_size=pretrain
-  )
-  # Keep the ratio of crop to resize that the model was evaluated with.
-  resize = config.data.eval_resize * size // config.model.image_size[0]
-  data = dataclasses.replace(config.data, eval_resize=resize)
-  return dataclasses.replace(config, model=model, data=data)
 
 
 def _count(tree: Any) -> int:

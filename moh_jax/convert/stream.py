@@ -42,7 +42,7 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Rule
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.params import abstract_params, unbox
 

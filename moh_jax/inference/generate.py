@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from moh_jax.config import CACHE_DTYPES, LLMConfig
+from moh_jax.config import CACHE_DTYPES, LLMConfig, check_command
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.inference.completion import Completion, CompletionWriter
 from moh_jax.inference.decoding import (
@@ -66,11 +66,7 @@ class Generator:
         it, or an argument is none of the allowed.
     """
     config = restored.config.model
-    if not isinstance(config, LLMConfig):
-      raise ValueError(
-        f"a model of family {config.family!r} writes no text; a language model "
-        "is needed"
-      )
+    check_command(restored.config, "generate", "the checkpoint")
     if cache_dtype is None:
       cache_dtype = default_cache_dtype(config)
     if cache_dtype not in CACHE_DTYPES:

@@ -11,8 +11,8 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, TuneConfig
-from moh_jax.models.build import fit_params, inference_dtypes, make_model
+from moh_jax.config import Config, get_family
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
 
@@ -71,9 +71,8 @@ def restore(
   """
   metadata, step = checkpoint.read_metadata(directory, step)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  config = metadata.config
-  if config.tune:  # a schedule of the training; what it ended with is served
-    config = dataclasses.replace(config, tune=TuneConfig())
+  family = get_family(metadata.config.model.family)
+  config = family.serving_config(metadata.config)
   top_k = overrides.get("top_k")
   if isinstance(top_k, list | tuple) and len(top_k) == 1:
     overrides["top_k"] = tuple(top_k) * len(config.model.top_k)
@@ -93,10 +92,12 @@ def restore(
   abstract = jax.tree.map(
     lambda x, dtype: x.update(dtype=dtype),
     abstract,
-    inference_dtypes(abstract, config),
+    family.serving_dtypes(abstract, config),
   )
   model, _ = make_model(config)
-  fit = functools.partial(fit_params, trained=metadata.config, wanted=config)
+  fit = functools.partial(
+    family.fit_params, trained=metadata.config, wanted=config
+  )
   _check_parameters(
     unbox(abstract_params(model, inputs)),
     jax.eval_shape(fit, abstract),

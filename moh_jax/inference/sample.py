@@ -15,7 +15,7 @@ import tqdm
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from moh_jax.config import Config
+from moh_jax.config import Config, check_command
 from moh_jax.files import replacing
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, make_paint
@@ -76,10 +76,7 @@ def check_request(config: Config, labels: Sequence[int], seed: int) -> None:
   Raises:
     ValueError: not a diffusion model, or a label or the seed out of range.
   """
-  if config.model.family != "dit":
-    raise ValueError(
-      f"model.family={config.model.family!r} must be 'dit' to draw samples"
-    )
+  check_command(config, "sample", "the checkpoint")
   classes = config.model.num_classes
   for label in labels:
     if not 0 <= label < classes:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moh_jax.config import check_command
 from moh_jax.data.text.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
@@ -24,11 +25,7 @@ def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
       one that it was trained with.
   """
   metadata, _ = checkpoint.read_metadata(directory)
-  if metadata.config.model.family != "llm":
-    raise ValueError(
-      f"{directory} holds a model of family {metadata.config.model.family!r}; "
-      "a language model is needed"
-    )
+  check_command(metadata.config, "generate", directory)
   expected = metadata.tokenizer_sha256
   if expected == BytesTokenizer.sha256:
     return BytesTokenizer()

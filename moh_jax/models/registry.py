@@ -1,23 +1,41 @@
-"""Released models by name."""
+"""Networks by their config, and released models by name."""
 
-from moh_jax.config import DiTConfig, LLMConfig, ViTConfig
-from moh_jax.models.sizes_dit import DIT_MODELS
-from moh_jax.models.sizes_llm import LLM_MODELS
-from moh_jax.models.sizes_vit import VIT_MODELS
+from typing import Any
 
-MODELS: dict[str, ViTConfig | DiTConfig | LLMConfig] = {
-  **VIT_MODELS,
-  **DIT_MODELS,
-  **LLM_MODELS,
-}
+import flax.linen as nn
+import jax
+
+from moh_jax.config import Config
+from moh_jax.config.family import get_family, released_model
 
 
-def get_model(name: str) -> ViTConfig | DiTConfig | LLMConfig:
-  """Looks a released model up.
+def make_model(
+  config: Config,
+) -> tuple[nn.Module, tuple[jax.ShapeDtypeStruct, ...]]:
+  """The configured network.
+
+  Args:
+    config: of the run.
+
+  Returns:
+    The Linen module, and its abstract positional inputs with a batch of one.
+  """
+  return get_family(config.model.family).make_model(config)
+
+
+def get_model(name: str) -> tuple[nn.Module, Any]:
+  """A released model by name, with parameters yet to be initialised.
+
+  Args:
+    name: such as "moh-vit-s80".
+
+  Returns:
+    The Linen module, and its model section.
 
   Raises:
     ValueError: an unknown name; the known ones are listed.
   """
-  if name not in MODELS:
-    raise ValueError(f"model {name!r} must be one of {tuple(MODELS)}")
-  return MODELS[name]
+  section = released_model(name)
+  family = get_family(section.family)
+  network, _ = family.make_model(family.bench_run(section, 1))
+  return network, section

@@ -17,11 +17,17 @@ def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
   Args:
     params: of the trained model.
     trained: its config.
-    wanted: the config of the model that will use them, of equal depth.
+    wanted: the config of the model that will use them.
 
   Returns:
-    The tree that the wanted model expects, where the trained one has it all.
+    The tree that the wanted model expects, where the trained one has it all;
+    the same tree where the runs are equal or the depths differ.
   """
+  ours, theirs = trained.runs(), wanted.runs()
+  if trained.depth != wanted.depth or [run.depth for run in ours] == [
+    run.depth for run in theirs
+  ]:
+    return params
   layers = [
     {
       path: x[i]
@@ -29,12 +35,12 @@ def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
         params[f"blocks{index}"]
       ).items()
     }
-    for index, run in enumerate(trained.runs())
+    for index, run in enumerate(ours)
     for i in range(run.depth)
   ]
   out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
   first = 0
-  for index, run in enumerate(wanted.runs()):
+  for index, run in enumerate(theirs):
     group = layers[first : first + run.depth]
     first += run.depth
     shared = set.intersection(*(set(layer) for layer in group))

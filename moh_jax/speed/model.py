@@ -1,11 +1,9 @@
 """A model against its multi-head baseline: speed, compilation, memory.
 
-Forward and forward + backward, jitted, random inputs. The baseline is the same
-network with the router off; "router" is the forward time of all routers of the
-model by themselves. A diffusion model is also sampled: the time of
-`sampler_steps` steps over as many forward passes. A language model scores texts
-(forward is its loss) and, for 1 and 8 texts, reads prompts and writes: the time
-of one more token (`speed/writing.py`).
+"forward" is the training loss of one batch of random data, "forward_backward"
+its gradients too. The baseline is the same network with the router off;
+"router" is the forward time of all routers of the model by themselves. Families
+add measurements of inference: sampling, or reading prompts and writing tokens.
 """
 
 import dataclasses
@@ -13,50 +11,38 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from moh_jax.config import (
   Config,
-  DataConfig,
-  DiffusionConfig,
-  OptimConfig,
-  SampleConfig,
-  TextDataConfig,
-  TuneConfig,
+  apply_overrides,
+  get_family,
+  released_model,
   without_router,
 )
-from moh_jax.data.text.packing import FakeSequences
-from moh_jax.models.generation import make_draw
-from moh_jax.models.registry import get_model
 from moh_jax.ops.attention_forms import IMPLEMENTATIONS
 from moh_jax.runtime import sharding
-from moh_jax.speed import compare, model_programs, timing, writing
+from moh_jax.speed import compare, model_programs, timing
 from moh_jax.speed.compare import Setting, Variant
 from moh_jax.speed.options import check_at_least_1, check_names
-from moh_jax.speed.programs import compile_program
 from moh_jax.speed.report import Row
 from moh_jax.training import optim
 from moh_jax.training.state import make_state
 from moh_jax.training.step import jit_train_step
-from moh_jax.training.tasks import make_task
-
-_DEFAULT_LENGTHS = (512,)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-  """Of a model.
+  """What `bench model` measures.
 
   Attributes:
-    model: a released name.
-    lengths: tokens of a text; None is a default, and the only choice of models
-      of images.
-    implementations: of the attention, each of them a variant of the model.
-    batch: images or texts.
-    dtype: compute dtype.
-    remat: instead of the model's; None keeps it.
-    sampler_steps: of a diffusion model's sampler.
+    model: a released name, where no config is given.
+    config: a run to measure; its data need not exist, the batches are random.
+    lengths: tokens of a text; None is the run's own.
+    implementations: attention forms, each of them a variant of the model.
+    batch: images or texts per batch.
+    dtype: compute dtype; None is the run's own.
+    remat: what the backward pass recomputes; None is the run's own.
+    sampler_steps: steps of a diffusion model's sampler.
     compile_only: only compile the train step.
     rounds: measured turns.
 
@@ -65,80 +51,67 @@ class ModelOptions:
   """
 
   model: str = "moh-vit-s80"
+  config: Config | None = None
   lengths: tuple[int, ...] | None = None
   implementations: tuple[str, ...] = ("auto",)
   batch: int = 4
-  dtype: str = "float32"
+  dtype: str | None = None
   remat: str | None = None
   sampler_steps: int = 10
   compile_only: bool = False
   rounds: int = 7
 
   def __post_init__(self):
-    model = self.network()
     for name in ("batch", "sampler_steps", "rounds"):
       check_at_least_1(name, [getattr(self, name)])
     check_names("implementations", self.implementations, IMPLEMENTATIONS)
+    check_at_least_1("lengths", self.lengths or ())
+    self.runs()
+
+  def runs(self) -> list[Config]:
+    """A run on random data for every length, the longest last."""
+    section = self.config.model if self.config else released_model(self.model)
+    family = get_family(section.family)
+    run = family.bench_run(section, self.batch)
+    changes = {"dtype": self.dtype, "remat": self.remat}
+    given = {name: value for name, value in changes.items() if value}
+    run = apply_overrides(run, "model", **given)
     if self.lengths is None:
-      return
-    check_at_least_1("lengths", self.lengths)
-    if model.family != "llm":
-      raise ValueError(
-        f"--lengths {','.join(map(str, self.lengths))} is for language models: "
-        f"{self.model} reads images of one size"
-      )
-    if max(self.lengths) > model.max_length:
-      raise ValueError(
-        f"--lengths {max(self.lengths)} must be at most {model.max_length}, "
-        f"the max_length of {self.model}"
-      )
+      return [run]
+    return [family.with_length(run, n) for n in sorted(self.lengths)]
 
-  def network(self) -> Any:
-    """The model's section."""
-    changes = {"dtype": self.dtype}
-    if self.remat:
-      changes["remat"] = self.remat
-    return dataclasses.replace(get_model(self.model), **changes)
-
-  def variants(self) -> dict[str, Any]:
-    """Implementation -> model; "mha" is the baseline."""
-    moh = self.network()
+  def variants(self, run: Config) -> dict[str, Any]:
+    """Implementation -> model section; "mha" is the baseline."""
     models = {
-      name: dataclasses.replace(moh, attention_impl=name)
+      name: dataclasses.replace(run.model, attention_impl=name)
       for name in self.implementations
     }
-    return {**models, "mha": without_router(moh)}
-
-  def runs(self) -> dict[int | None, Config]:
-    """A run of random data around the model for every length."""
-    model = self.network()
-    lengths = (None,)
-    if model.family == "llm":
-      lengths = self.lengths or _DEFAULT_LENGTHS
-    return {n: _run(model, self.batch, n) for n in lengths}
+    return {**models, "mha": without_router(run.model)}
 
 
 def measure(options: ModelOptions) -> dict[str, Any]:
   """Measures a model.
 
   Returns:
-    "rows", a `Row` each; "train_step", figures of the longest run's; "sampler",
-    of a diffusion model; "peak_resident_bytes" of the process.
+    "rows", a `Row` each; "train_step", compile time and bytes of the longest
+    run's step; "peak_resident_bytes" of the process; and what the family adds,
+    such as "sampler".
   """
   runs = options.runs()
-  longest = runs[max(runs, key=lambda length: length or 0)]
-  result = {"train_step": _train_step(longest), "rows": []}
-  if not options.compile_only:
-    for length, run in runs.items():
-      result["rows"] += _rows(options, run, length)
-    if longest.model.family == "dit":
-      result["sampler"] = _sampler(options, longest)
+  result = {"train_step": _train_step(runs[-1]), "rows": []}
+  for run in () if options.compile_only else runs:
+    models = options.variants(run)
+    result["rows"] += _rows(options, run, models)
+    family = get_family(run.model.family)
+    rows, further = family.measure_inference(options, run, models)
+    result["rows"] += rows
+    result |= further
   result["peak_resident_bytes"] = timing.peak_resident_bytes()
   return result
 
 
 def activated_share(model: Any) -> float:
-  """Heads at work over heads present, all layers together."""
+  """Active heads over all heads, all layers together."""
   if model.router == "none":
     return 1.0
   groups = model.layer_groups()
@@ -146,31 +119,19 @@ def activated_share(model: Any) -> float:
   return active / sum(g.depth * g.budget.num_heads for g in groups)
 
 
-def _run(model: Any, batch: int, length: int | None) -> Config:
-  if model.family == "llm":
-    text = TextDataConfig(sequence_length=length, batch_size=batch)
-    return Config(model=model, data=text, tune=TuneConfig())
-  halves = (0.5,) * model.channels
-  data = DataConfig(batch_size=batch, mean=halves, std=halves)
-  ema = 0.9999 if model.family == "dit" else 0.0
-  sections = {"data": data, "optim": OptimConfig(ema_decay=ema)}
-  if model.family == "dit":
-    sections |= {"diffusion": DiffusionConfig(), "sample": SampleConfig()}
-  return Config(model=model, **sections)
-
-
-def _rows(options: ModelOptions, run: Config, length: int | None) -> list[Row]:
-  models = options.variants()
-  shares = {name: activated_share(model) for name, model in models.items()}
+def _rows(
+  options: ModelOptions, run: Config, models: dict[str, Any]
+) -> list[Row]:
   programs = {
     name: model_programs.programs(dataclasses.replace(run, model=model))
     for name, model in models.items()
   }
+  length = getattr(run.data, "sequence_length", None)
   rows = []
   for mode in ("forward", "forward_backward"):
     variants = [
-      Variant(name, shares[name], program[mode], name == "mha")
-      for name, program in programs.items()
+      Variant(name, activated_share(models[name]), made[mode], name == "mha")
+      for name, made in programs.items()
     ]
     if mode == "forward" and run.model.router == "two_stage":
       routers = model_programs.routers(run)
@@ -184,48 +145,14 @@ def _rows(options: ModelOptions, run: Config, length: int | None) -> list[Row]:
       least=0.0,
     )
     rows += compare.measure(setting, variants)
-  if run.model.family == "llm":
-    rows += writing.measure(models, shares, length, options.rounds)
   return rows
-
-
-def _sampler(options: ModelOptions, run: Config) -> dict[str, float]:
-  """Time of a guided sampler over that of its network evaluations."""
-  sample = SampleConfig(
-    method="ddpm", steps=str(options.sampler_steps), cfg_scale=1.5
-  )
-  run = dataclasses.replace(run, sample=sample)
-  network, params, _ = model_programs.inputs(run, 1)
-  _, _, inputs = model_programs.inputs(run, 2 * options.batch)  # guided: twice
-  index = jnp.arange(options.batch, dtype=jnp.int32)
-
-  def forward(params: Any, *inputs: Any) -> jax.Array:
-    return network.apply({"params": params}, *inputs)[0]
-
-  programs = {
-    "sampler": compile_program(
-      make_draw(network, run), params, 0, index, index
-    ),
-    "forward": compile_program(forward, params, *inputs),
-  }
-  times = timing.interleaved(
-    {name: program.run for name, program in programs.items()}, options.rounds
-  )
-  steps = options.sampler_steps
-  return {
-    "steps": steps,
-    "ms": times["sampler"].median * 1e3,
-    "forward_ms": times["forward"].median * 1e3,
-    "ratio_to_forwards": times["sampler"].median
-    / (steps * times["forward"].median),
-  }
 
 
 def _train_step(run: Config) -> dict[str, float]:
   """Time to compile the whole optimizer step, and the bytes of its state."""
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   optimizer = optim.make_optimizer(run.optim, run.train.steps)
-  task = make_task(run)
+  task = get_family(run.model.family).make_task(run)
   _, state = make_state(
     task.model,
     task.inputs,
@@ -240,9 +167,9 @@ def _train_step(run: Config) -> dict[str, float]:
     schedule=optim.make_schedule(run.optim, run.train.steps),
     ema_decay=run.optim.ema_decay,
   )
-  abstract = _abstract_batch(run)
+  batch = next(task.batches(mesh))
   start = time.perf_counter()
-  compiled = step.lower(state, abstract).compile()
+  compiled = step.lower(state, batch).compile()
   seconds = time.perf_counter() - start
   return {
     "compile_seconds": seconds,
@@ -250,21 +177,6 @@ def _train_step(run: Config) -> dict[str, float]:
     "optimizer_bytes": _bytes(state.opt_state),
     "ema_bytes": _bytes(state.ema),
     "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-  }
-
-
-def _abstract_batch(run: Config) -> dict[str, jax.ShapeDtypeStruct]:
-  size = run.data.batch_size
-  if run.model.family == "llm":
-    example = FakeSequences(2, run.data.sequence_length, 1)[0]
-  else:
-    example = {
-      "image": np.zeros(run.model.input_shape, np.float32),
-      "label": np.int32(0),
-    }
-  return {
-    name: jax.ShapeDtypeStruct((size, *x.shape), x.dtype)
-    for name, x in example.items()
   }
 
 

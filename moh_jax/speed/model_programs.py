@@ -1,67 +1,47 @@
 """What is timed of a whole model."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config import Config
-from moh_jax.data.text.packing import FakeSequences
+from moh_jax.config import Config, get_family
 from moh_jax.layers.moh import HeadRouter
-from moh_jax.models.build import make_model
-from moh_jax.models.llm import LLM
+from moh_jax.models.registry import make_model
+from moh_jax.runtime import sharding
 from moh_jax.runtime.params import init_params, unbox
-from moh_jax.speed import writing
 from moh_jax.speed.programs import Program, compile_program, jit_once
-from moh_jax.training.language_modeling import make_loss
-
-_BALANCE_WEIGHT = 0.01
 
 
-def inputs(run: Config, batch: int) -> tuple[Any, Any, list[jax.Array]]:
-  """A network of images, random parameters and random inputs.
+def random_params(run: Config) -> Any:
+  """Random parameters of a run's network, none of them zero.
 
-  Args:
-    run: whose network.
-    batch: images.
+  Zeros, as adaLN-Zero starts with, would let a backward pass that does nothing
+  look fast.
   """
   model, abstract = make_model(run)
-  shapes = [(batch, *x.shape[1:]) for x in abstract]
-  arrays = [
-    jax.random.normal(jax.random.key(0), shape)
-    if x.dtype == jnp.float32
-    else jnp.arange(batch, dtype=x.dtype)
-    for x, shape in zip(abstract, shapes)
-  ]
-  init = jit_once(lambda xs: unbox(init_params(model, jax.random.key(1), xs)))
-  params = init([x[:1] for x in arrays])
-  # Zeros (of adaLN-Zero) would let a backward pass of nothing look fast.
-  params = jax.tree.map(lambda x: x + 0.02, params)
-  return model, params, arrays
+  inputs = [jnp.zeros(x.shape, x.dtype) for x in abstract]
+  init = jit_once(lambda: unbox(init_params(model, jax.random.key(1), inputs)))
+  return jax.tree.map(lambda x: x + 0.02, init())
 
 
 def programs(run: Config) -> dict[str, Program]:
-  """The forward pass, and both passes with the gradients of parameters.
+  """The training loss of a batch, and its gradients by the parameters.
 
   Args:
-    run: what model on what batch. Of a language model the forward pass is the
-      loss of packed text.
+    run: which model, on what batch.
   """
-  if run.model.family == "llm":
-    return _text_programs(run)
-  model, params, arrays = inputs(_without_drop_path(run), run.data.batch_size)
+  task = get_family(run.model.family).make_task(run)
+  mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
+  batch = jax.tree.map(jnp.asarray, next(task.batches(mesh)))
+  arrays = (random_params(run), batch, jax.random.key(0), jnp.int32(0))
 
-  def loss(params: Any, *arrays: Any) -> jax.Array:
-    out, aux = model.apply({"params": params}, *arrays)
-    return jnp.square(out).mean() + _BALANCE_WEIGHT * aux.balance_loss
-
-  def forward(params: Any, *arrays: Any) -> jax.Array:
-    return model.apply({"params": params}, *arrays)[0]
+  def forward(*arrays: Any) -> jax.Array:
+    return task.loss_fn(*arrays)[0]
 
   return {
-    "forward": compile_program(forward, params, *arrays),
-    "forward_backward": compile_program(jax.grad(loss), params, *arrays),
+    "forward": compile_program(forward, *arrays),
+    "forward_backward": compile_program(jax.grad(forward), *arrays),
   }
 
 
@@ -69,7 +49,7 @@ def routers(run: Config) -> Program:
   """The routers of every layer, on random tokens, and their use: the gates.
 
   Args:
-    run: what model on what batch.
+    run: which model, on what batch.
   """
   model, size = run.model, run.data.batch_size
   key = jax.random.key(2)
@@ -77,8 +57,7 @@ def routers(run: Config) -> Program:
   for group in model.layer_groups():
     budget = group.budget
     module = HeadRouter(budget, model.router_config)
-    is_text = model.family == "llm"
-    length = run.data.sequence_length if is_text else group.tokens
+    length = getattr(run.data, "sequence_length", group.tokens)
     x = jax.random.normal(key, (size, length, group.width))
     heads = jnp.ones((size, length, budget.num_heads, budget.head_dim))
     params = unbox(module.init(key, x)["params"])
@@ -98,28 +77,3 @@ def routers(run: Config) -> Program:
     return outputs
 
   return compile_program(evaluate, tokens)
-
-
-def _text_programs(run: Config) -> dict[str, Program]:
-  params = writing.random_params(run.model)
-  loss_fn = make_loss(LLM(run.model), run)
-  size = run.data.batch_size
-  source = FakeSequences(run.model.vocab_size, run.data.sequence_length, size)
-  examples = [source[i] for i in range(size)]
-  batch = jax.tree.map(lambda *x: jnp.stack(x), *examples)
-  arrays = (params, batch, jax.random.key(0), jnp.int32(0))
-
-  def forward(*arrays: Any) -> jax.Array:
-    return loss_fn(*arrays)[0]
-
-  return {
-    "forward": compile_program(forward, *arrays),
-    "forward_backward": compile_program(jax.grad(forward), *arrays),
-  }
-
-
-def _without_drop_path(run: Config) -> Config:
-  if run.model.family != "vit":
-    return run
-  model = dataclasses.replace(run.model, drop_path=0.0)
-  return dataclasses.replace(run, model=model)

@@ -1,12 +1,13 @@
 """How fast a language model reads prompts and writes tokens."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config import LLMConfig
+from moh_jax.config import Config, LLMConfig
 from moh_jax.inference.decoding import (
   Sampling,
   make_decode,
@@ -20,10 +21,11 @@ from moh_jax.inference.generate import (
   serving_params,
 )
 from moh_jax.models.llm import LLM
-from moh_jax.runtime.params import init_params, unbox
 from moh_jax.speed import compare
 from moh_jax.speed.compare import Setting, Variant
-from moh_jax.speed.programs import Program, jit_once
+from moh_jax.speed.model import activated_share
+from moh_jax.speed.model_programs import random_params
+from moh_jax.speed.programs import Program
 from moh_jax.speed.report import Row
 
 _SPAN = 32  # tokens written at one time
@@ -31,30 +33,30 @@ _BATCHES = (1, 8)
 
 
 def measure(
-  models: dict[str, LLMConfig],
-  shares: dict[str, float],
-  length: int,
-  rounds: int,
+  run: Config, models: Mapping[str, LLMConfig], rounds: int
 ) -> list[Row]:
   """Times models against their multi-head baseline, in turns.
 
   Args:
+    run: its sequence length is that of the prompts; the cache has room for a
+      span of tokens more.
     models: implementation -> model; "mha" is the baseline.
-    shares: implementation -> share of the heads that are at work.
-    length: tokens of a prompt; the cache has room for a span of tokens more.
     rounds: measured turns.
 
   Returns:
     Rows of "prefill_B" (a batch of prompts) and "decode_B" (a token each).
   """
-  rows = []
+  rows, length = [], run.data.sequence_length
   for batch in _BATCHES:
-    writers = {n: _Writer(m, batch, length) for n, m in models.items()}
+    writers = {
+      name: _Writer(dataclasses.replace(run, model=model), batch, length)
+      for name, model in models.items()
+    }
     for mode in ("prefill", "decode"):
       variants = [
         Variant(
           name,
-          shares[name],
+          activated_share(models[name]),
           Program(getattr(writer, mode), 1 if mode == "prefill" else _SPAN),
           name == "mha",
         )
@@ -72,21 +74,13 @@ def measure(
   return rows
 
 
-def random_params(config: LLMConfig) -> Any:
-  """Parameters as they are drawn."""
-  model = LLM(config)
-  tokens = [jnp.zeros((1, 1), jnp.int32)]
-  return jit_once(
-    lambda: unbox(init_params(model, jax.random.key(1), tokens))
-  )()
-
-
 class _Writer:
   """Texts being written, `_SPAN` tokens a call."""
 
-  def __init__(self, config: LLMConfig, batch: int, length: int):
+  def __init__(self, run: Config, batch: int, length: int):
+    config = run.model
     model = LLM(config, unrolled=True)
-    self._params = serving_params(random_params(config), config)
+    self._params = serving_params(random_params(run), config)
     self._read = make_prefill(model, default_cache_dtype(config))
     self._write = make_decode(model, None, _SPAN)
     self._slots = length_bucket(length + _SPAN)

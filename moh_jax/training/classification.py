@@ -10,7 +10,7 @@ from moh_jax.config import Config
 from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import train_images
 from moh_jax.evaluation import accuracy
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.training import losses
 from moh_jax.training.step import LossFn, Metrics
 from moh_jax.training.task import Evaluate, Task, evaluate_held_out, stream

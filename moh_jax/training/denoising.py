@@ -15,8 +15,8 @@ from moh_jax.data.pipeline import train_images
 from moh_jax.diffusion.guidance import drop_labels
 from moh_jax.diffusion.process import make_process
 from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
-from moh_jax.models.build import make_model
 from moh_jax.models.generation import Decode, image_grid, make_paint
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.training.step import LossFn, Metrics
 from moh_jax.training.task import (

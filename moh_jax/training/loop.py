@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from moh_jax.config import Config
+from moh_jax.config import Config, get_family
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
@@ -24,7 +24,6 @@ from moh_jax.training.saving import Checkpointer
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.task import Task
-from moh_jax.training.tasks import make_task
 from moh_jax.training.warm_start import WarmStart
 
 _LOG = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ def train(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
   )
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  task = make_task(config, decode)
+  task = get_family(config.model.family).make_task(config, decode)
   directory = prepare_workdir(workdir)
   if (directory / checkpoint.FOLDER).exists():
     _check_resumable(directory, _metadata(config, task))

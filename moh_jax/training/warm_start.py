@@ -8,7 +8,8 @@ import jax
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from moh_jax.models.build import fit_params, make_model
+from moh_jax.config import get_family
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
@@ -60,7 +61,9 @@ class WarmStart:
     self._abstract = abstract
     self._stored = abstract_on(*make_model(metadata.config), mesh)
     self._fit = functools.partial(
-      fit_params, trained=metadata.config, wanted=config
+      get_family(model.family).fit_params,
+      trained=metadata.config,
+      wanted=config,
     )
     self._check(jax.eval_shape(self._fit, self._stored))
 

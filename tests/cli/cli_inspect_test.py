@@ -8,7 +8,7 @@ import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import common, inspect
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.cli import tiny_checkpoint
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from moh_jax import config as config_lib
 from moh_jax.cli import main
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.training import tiny

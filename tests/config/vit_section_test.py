@@ -2,7 +2,7 @@ import dataclasses
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import FAMILIES, StageShape, ViTConfig
+from moh_jax.config import StageShape, ViTConfig, families
 
 _TINY = ViTConfig(
   image_size=(16, 8),
@@ -153,8 +153,8 @@ class ViTConfigTest(parameterized.TestCase):
     self.assertContainsSubset(ViTConfig.RUNTIME_FIELDS, names)
 
   def test_family_is_registered(self):
-    for name, family in FAMILIES.items():
-      self.assertEqual(family.model().family, name)
+    for family in families():
+      self.assertEqual(family.model().family, family.name)
 
 
 if __name__ == "__main__":

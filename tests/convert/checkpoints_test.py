@@ -16,13 +16,13 @@ from moh_jax.config import (
   DiTConfig,
   SampleConfig,
   ViTConfig,
+  released_model,
 )
 from moh_jax.convert import checkpoints, rules
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.inference.restore import restore
-from moh_jax.models.build import make_model
-from moh_jax.models.registry import MODELS
+from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.convert.stored import save_tensors
 
@@ -199,7 +199,7 @@ class ConvertDiTTest(parameterized.TestCase):
 @functools.cache
 def _shapes(name: str, side: int) -> dict[str, jax.ShapeDtypeStruct]:
   """The public tensors of a released model for inputs of this size."""
-  model = dataclasses.replace(MODELS[name], input_size=(side, side))
+  model = dataclasses.replace(released_model(name), input_size=(side, side))
   network, inputs = make_model(dataclasses.replace(_DIT, model=model))
   params = unbox(abstract_params(network, inputs))
   table = checkpoints.model_rules(model)
@@ -211,9 +211,9 @@ class ReleasedRunTest(parameterized.TestCase):
 
   @parameterized.product(name=("dit-s2", "moh-dit-s2-75"), side=(32, 64, 16))
   def test_input_size_is_that_of_the_position_table(self, name, side):
-    run = checkpoints._released_run(MODELS[name], _shapes(name, side))
+    run = checkpoints._released_run(released_model(name), _shapes(name, side))
     self.assertEqual(run.model.input_size, (side, side))
-    same = dataclasses.replace(MODELS[name], input_size=(side, side))
+    same = dataclasses.replace(released_model(name), input_size=(side, side))
     self.assertEqual(run.model, same)
     self.assertEqual(run.data.source, "latents")
     self.assertEqual(run.diffusion, DiffusionConfig())
@@ -229,12 +229,12 @@ class ReleasedRunTest(parameterized.TestCase):
 
   @parameterized.parameters(({},), ({"pos_embed": np.zeros((1, 250, 384))},))
   def test_without_a_square_table_the_size_is_the_models(self, tensors):
-    run = checkpoints._released_run(MODELS["dit-s2"], tensors)
-    self.assertEqual(run.model, MODELS["dit-s2"])
+    run = checkpoints._released_run(released_model("dit-s2"), tensors)
+    self.assertEqual(run.model, released_model("dit-s2"))
 
   def test_classifier_keeps_its_size(self):
-    run = checkpoints._released_run(MODELS["moh-vit-s80"], {})
-    self.assertEqual(run.model, MODELS["moh-vit-s80"])
+    run = checkpoints._released_run(released_model("moh-vit-s80"), {})
+    self.assertEqual(run.model, released_model("moh-vit-s80"))
     self.assertEqual(run.data.eval_resize, 256)
 
 

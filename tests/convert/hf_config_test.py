@@ -6,9 +6,8 @@ import pathlib
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import without_router
+from moh_jax.config import get_family, released_model
 from moh_jax.convert import hf_config
-from moh_jax.models.registry import MODELS
 from tests.convert import tiny_llm
 
 # Of meta-llama/Meta-Llama-3-8B, without what does not bear on the network.
@@ -49,11 +48,11 @@ def _read(**changes):
 
 class ReadTest(parameterized.TestCase):
   def test_llama3_is_the_registered_model(self):
-    self.assertEqual(_read(), MODELS["llama3-8b"])
+    self.assertEqual(_read(), released_model("llama3-8b"))
 
   def test_moh_llama3_is_the_registered_model(self):
     model = hf_config.moh_llama3(_read(vocab_size=160896))
-    self.assertEqual(model, MODELS["moh-llama3-8b"])
+    self.assertEqual(model, released_model("moh-llama3-8b"))
 
   def test_first_llama_has_a_kv_head_for_each(self):
     model = _read(
@@ -80,7 +79,7 @@ class ReadTest(parameterized.TestCase):
   @parameterized.parameters(None, 8192, 10000)
   def test_mistral_whose_window_never_closes(self, window):
     model = _read(architectures=["MistralForCausalLM"], sliding_window=window)
-    self.assertEqual(model, MODELS["llama3-8b"])
+    self.assertEqual(model, released_model("llama3-8b"))
 
   def test_model_type_stands_in_for_architectures(self):
     model = _read(architectures="absent", model_type="qwen2")
@@ -187,7 +186,7 @@ class FileTest(absltest.TestCase):
 
 
 def _all_models():
-  models = {name: m for name, m in MODELS.items() if m.family == "llm"}
+  models = dict(get_family("llm").released())
   tiny = tiny_llm.MHA
   changes = {
     "tiny_moh": {"model": tiny_llm.MOH},
@@ -255,7 +254,9 @@ class RoundTripTest(parameterized.TestCase):
     self.assertEqual(written["model_type"], model_type)
 
   def test_released_llama_needs_no_key_of_ours(self):
-    written = hf_config.to_hf(MODELS["llama3-8b"], bos_id=128000, eos_id=128001)
+    written = hf_config.to_hf(
+      released_model("llama3-8b"), bos_id=128000, eos_id=128001
+    )
     self.assertNotIn("moh_jax", written)
     same = {k: v for k, v in _LLAMA3.items() if k != "pretraining_tp"}
     self.assertContainsSubset(same | {"torch_dtype": "float32"}, written)

@@ -16,14 +16,18 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli.main import main
-from moh_jax.config import MeshConfig, TextDataConfig, TuneConfig
+from moh_jax.config import (
+  MeshConfig,
+  TextDataConfig,
+  TuneConfig,
+  released_model,
+)
 from moh_jax.convert import checkpoints, hf_config, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.data.text.tokenizers import BEGIN, END, train_bpe
 from moh_jax.inference.restore import restore
-from moh_jax.models.registry import MODELS
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import make_mesh
 from tests.convert import tiny_llm
@@ -89,7 +93,7 @@ class ConvertTest(_Case):
     self.assertEqual(config.data, TextDataConfig(sequence_length=64))
     self.assertEqual(config.tune, TuneConfig())
     self.assertEqual(
-      released_run(MODELS["llama3-8b"], {}).data.sequence_length, 2048
+      released_run(released_model("llama3-8b"), {}).data.sequence_length, 2048
     )
 
   @parameterized.parameters(("hf/model-00001-of-00001.safetensors",), ("hf",))
@@ -130,7 +134,8 @@ class ConvertTest(_Case):
       "moh-llm-mini": tiny_llm.MOH,
     }
     unread = mock.Mock(side_effect=AssertionError("a tensor was read"))
-    with mock.patch.dict(MODELS, models, clear=True):
+    llm = get_family("llm")
+    with mock.patch.object(llm, "released", lambda: models):
       for kind, name in (
         ("llama", "llama3-mini"),
         ("moh-llama3", "moh-llama3-mini"),

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import without_router
+from moh_jax.config import released_model, without_router
 from moh_jax.convert import rules
 from moh_jax.convert.llama import is_ignored, model_rules
-from moh_jax.models.registry import MODELS
 from moh_jax.ops.position import RotaryConfig, rotate, rotation
 from tests.convert import tiny_llm
 
@@ -143,7 +142,7 @@ class ReleasedTest(parameterized.TestCase):
     ("moh-llama3-8b", "MoH-LLaMA3-8B"), ("llama3-8b", "LLaMA3-8B")
   )
   def test_has_the_public_names_shapes_and_total(self, name, public):
-    model = MODELS[name]
+    model = released_model(name)
     tensors = rules.expected_tensors(
       model_rules(model), tiny_llm.abstract(model)
     )

@@ -18,7 +18,7 @@ from moh_jax.config import MeshConfig
 from moh_jax.convert import stream
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.convert.tensor_files import open_tensors
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_on
 from moh_jax.runtime.sharding import make_mesh

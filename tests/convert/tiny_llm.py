@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from moh_jax.config import LLMConfig, without_router
 from moh_jax.convert import hf_config, rules
 from moh_jax.convert.llama import model_rules, released_run
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 
 MOH = LLMConfig(

@@ -12,7 +12,7 @@ from moh_jax.data.text.tokenizers import BytesTokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.harness_tasks import TaskChoice, choose_tasks
 from moh_jax.inference.score import Scorer
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.data.text import sequences
 from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import mean_figures, sum_figures
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from tests.training import tiny
 
 _CONFIG = tiny.llm_config()

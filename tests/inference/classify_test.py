@@ -11,7 +11,7 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.inference.classify import classify
 from moh_jax.inference.restore import Restored
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 
 _CONFIG = config_lib.Config(

@@ -14,7 +14,7 @@ from moh_jax.config import without_router
 from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.ops import cached_attention
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.runtime import sharding

@@ -12,7 +12,7 @@ from moh_jax import config as config_lib
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.inference import restore as restore_lib
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.training.saving import Checkpointer

@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from tests.training import tiny
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from moh_jax.data.text.tokenizers import BytesTokenizer
 from moh_jax.inference.restore import Restored
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_on
 from tests.data.text import tiny_words

@@ -11,9 +11,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
-from moh_jax.config import LLMConfig
+from moh_jax.config import LLMConfig, get_family
 from moh_jax.models import llm
-from moh_jax.models.build import fit_params
 from moh_jax.models.llm import LLM
 from moh_jax.models.restack import restack
 from moh_jax.runtime.params import init_params, unbox
@@ -512,7 +511,7 @@ class LayoutTest(parameterized.TestCase):
     trained = tiny.llm_config()
     wanted = tiny.llm_config(model={"vocab_size": 64, "top_k": (1, 3)})
     params = _variables(_CONFIG)["params"]
-    fitted = fit_params(params, trained, wanted)
+    fitted = get_family("llm").fit_params(params, trained, wanted)
     chex.assert_trees_all_equal_shapes(
       fitted, _variables(wanted.model)["params"]
     )
@@ -523,7 +522,7 @@ class LayoutTest(parameterized.TestCase):
 
   def test_fit_params_of_the_same_model_changes_nothing(self):
     config, params = tiny.llm_config(), _variables(_CONFIG)["params"]
-    self.assertIs(fit_params(params, config, config), params)
+    self.assertIs(get_family("llm").fit_params(params, config, config), params)
 
   def test_parameters_name_their_logical_axes(self):
     init = functools.partial(init_params, LLM(_CONFIG), jax.random.key(0))

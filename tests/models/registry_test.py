@@ -12,18 +12,14 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import (
   Config,
-  DiffusionConfig,
-  DiTConfig,
-  LLMConfig,
-  SampleConfig,
-  TextDataConfig,
-  TuneConfig,
+  get_family,
+  released_model,
+  released_models,
   without_router,
 )
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
-from moh_jax.models import registry
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -83,16 +79,12 @@ def _tables() -> dict:
 
 def _run(model) -> Config:
   """The smallest run of a model section."""
-  if isinstance(model, LLMConfig):
-    return Config(model, data=TextDataConfig(), tune=TuneConfig())
-  if isinstance(model, DiTConfig):
-    return Config(model, diffusion=DiffusionConfig(), sample=SampleConfig())
-  return Config(model)
+  return get_family(model.family).bench_run(model, 1)
 
 
 def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:
   """The model's parameters under their public names; computes nothing."""
-  config = registry.MODELS[name]
+  config = released_model(name)
   params = unbox(abstract_params(*make_model(_run(config))))
   table = model_rules(config)
   return jax.eval_shape(functools.partial(rules.dump_params, table), params)
@@ -101,7 +93,7 @@ def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:
 class RegistryTest(parameterized.TestCase):
   def test_covers_every_released_model(self):
     names = [*_PUBLIC, *_OTHER_PATCHES, *_SIZED, *_LLAMA]
-    self.assertCountEqual(registry.MODELS, names)
+    self.assertCountEqual(released_models(), names)
     recorded = {*_PUBLIC.values(), *_LLAMA.values()}
     self.assertCountEqual(_tables(), recorded)
 
@@ -117,7 +109,7 @@ class RegistryTest(parameterized.TestCase):
 
   @parameterized.parameters(*_SIZED)
   def test_language_model_has_the_parameters_of_its_sizes(self, name):
-    config = registry.get_model(name)
+    config = released_model(name)
     params = unbox(abstract_params(*make_model(_run(config))))
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     self.assertEqual(total, _SIZED[name])
@@ -127,12 +119,12 @@ class RegistryTest(parameterized.TestCase):
 
   def test_language_models_route_at_least_two_fifths_shared(self):
     for name in _SIZED:
-      for budget in registry.get_model(name).budgets():
+      for budget in released_model(name).budgets():
         self.assertGreaterEqual(budget.shared, 0.4 * budget.active, name)
 
   def test_llama3_is_continued_with_every_weight_shared_by_its_baseline(self):
     routed, plain = (
-      unbox(abstract_params(*make_model(_run(registry.get_model(name)))))
+      unbox(abstract_params(*make_model(_run(released_model(name)))))
       for name in ("moh-llama3-8b", "llama3-8b-expanded")
     )
     chex.assert_trees_all_equal_shapes(routed, plain)
@@ -147,7 +139,7 @@ class RegistryTest(parameterized.TestCase):
       for key, shape in shapes.items()
       if shape != public["params"][key]
     }
-    width = registry.MODELS[name].width
+    width = released_model(name).width
     self.assertEqual(
       changed,
       {
@@ -183,7 +175,7 @@ class RegistryTest(parameterized.TestCase):
     ("llama3-8b", 1.0),
   )
   def test_activates_the_share_it_is_named_for(self, name, share):
-    config = registry.get_model(name)
+    config = released_model(name)
     # Heads of all layers, as the papers count them.
     depths = getattr(config, "depths", None) or (1,) * len(config.num_heads)
     pairs = list(zip(config.budgets(), depths))
@@ -195,16 +187,16 @@ class RegistryTest(parameterized.TestCase):
     with self.assertRaisesRegex(
       ValueError, "'moh-vit-s81' .*moh-vit-s80.*transnext-base.*dit-xl8"
     ):
-      registry.get_model("moh-vit-s81")
+      released_model("moh-vit-s81")
 
   def test_without_router_changes_only_what_it_says(self):
-    config = without_router(registry.MODELS["moh-vit-b50"], num_classes=7)
+    config = without_router(released_model("moh-vit-b50"), num_classes=7)
     self.assertEqual(config.router, "none")
     self.assertEqual(config.num_classes, 7)
     self.assertEqual(config.shared_heads, config.num_heads)
     self.assertEqual(config.top_k, (0, 0, 0, 0))
     self.assertEqual(
-      config.embed_dims, registry.MODELS["moh-vit-b50"].embed_dims
+      config.embed_dims, released_model("moh-vit-b50").embed_dims
     )
 
 

@@ -5,8 +5,8 @@ import jax
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.training.tasks import make_task
 from tests.training import tiny
+from tests.training.tiny import make_task
 
 
 class LossTest(absltest.TestCase):

@@ -18,8 +18,8 @@ from moh_jax.runtime import sharding
 from moh_jax.training import denoising, loop, optim
 from moh_jax.training.state import make_state
 from moh_jax.training.step import jit_train_step
-from moh_jax.training.tasks import make_task
 from tests.training import tiny
+from tests.training.tiny import make_task
 
 _EXAMPLES = 4096
 _PREVIEW = {"every": 2, "num": 5}

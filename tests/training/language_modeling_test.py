@@ -15,13 +15,13 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import TuneConfig, apply_overrides
 from moh_jax.data.text import sequences
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.training import language_modeling, loop
 from moh_jax.training.language_modeling import make_loss, top_k_schedule
-from moh_jax.training.tasks import make_task
 from tests.data.text import tiny_text, tiny_words
 from tests.training import tiny
+from tests.training.tiny import make_task
 
 _SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
 

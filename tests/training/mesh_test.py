@@ -21,8 +21,8 @@ from moh_jax.inference.restore import restore
 from moh_jax.layers.partitioning import constrain
 from moh_jax.runtime import sharding
 from moh_jax.training import loop
-from moh_jax.training.tasks import make_task
 from tests.training import tiny
+from tests.training.tiny import make_task
 
 _MESH = tiny.MESH
 _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])

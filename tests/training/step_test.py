@@ -15,8 +15,8 @@ from moh_jax.runtime import sharding
 from moh_jax.training import optim
 from moh_jax.training.state import make_state
 from moh_jax.training.step import jit_train_step, train_step
-from moh_jax.training.tasks import make_task
 from tests.training import tiny
+from tests.training.tiny import make_task
 
 # Of the tests that leave the config as it is: they share what is compiled.
 _CONFIG = tiny.llm_config(optim={"lr": 1e-3, "ema_decay": 0.8})

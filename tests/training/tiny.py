@@ -8,7 +8,7 @@ import numpy as np
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
-from moh_jax.models.build import make_model
+from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}  # all eight fake devices
@@ -155,6 +155,11 @@ def random_params(config: Config, seed: int = 0) -> Any:
     lambda leaf: np.float32(rng.normal(0, 0.2, leaf.shape)),
     unbox(abstract_params(*make_model(config))),
   )
+
+
+def make_task(config: Config) -> Any:
+  """The training task of the config's family."""
+  return config_lib.get_family(config.model.family).make_task(config)
 
 
 def _changed(base: Config, sections: dict[str, dict[str, Any]]) -> Config:

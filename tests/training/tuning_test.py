@@ -16,7 +16,7 @@ from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
 from moh_jax.training import loop
-from moh_jax.training.tasks import make_evaluate
+from moh_jax.training.language_modeling import make_evaluate
 from tests.training import tiny
 
 _STEPS = 150
@@ -79,7 +79,7 @@ class TuningTest(absltest.TestCase):
       restored = restore(
         str(self.root / "mha"), mesh=mesh, router="query_norm", **model
       )
-      evaluate = make_evaluate(restored.model, restored.config, ())
+      evaluate = make_evaluate(restored.model, restored.config)
       turned_on = evaluate(restored.params, mesh)["loss"]
     result = loop.train(
       config, str(self.root / name), devices=jax.devices()[:1]

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from moh_jax.config import LLMConfig, without_router
+from moh_jax.config.llm import LLMConfig
+from moh_jax.config.model import without_router
 
 # (layers, width, MLP width, heads, head dim): arXiv:2410.11842.
 _SIZES = {

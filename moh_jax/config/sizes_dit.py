@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from moh_jax.config import DiTConfig, without_router
+from moh_jax.config.dit import DiTConfig
+from moh_jax.config.model import without_router
 
 # (layers, width, heads) of the baselines: arXiv:2212.09748.
 _SIZES = {

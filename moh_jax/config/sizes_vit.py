@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from moh_jax.config import ViTConfig, without_router
+from moh_jax.config.model import without_router
+from moh_jax.config.vit import ViTConfig
 
 # Parameters that the released ViT recipe does not decay: norms, biases, and
 # what sets positions and temperatures.

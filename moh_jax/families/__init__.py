@@ -1,0 +1,1 @@
+"""The built-in families: one record each, see `config.family.Family`."""

@@ -1,0 +1,155 @@
+"""MoH-DiT: class-conditional diffusion transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moh_jax.config import (
+  Config,
+  DiffusionConfig,
+  DiTConfig,
+  OptimConfig,
+  SampleConfig,
+)
+from moh_jax.config.family import register_family
+from moh_jax.diffusion.process import spaced_timesteps
+from moh_jax.families.images import ImageFamily, check_channels
+
+_EMA_DECAY = 0.9999  # of the released recipe
+
+
+class DiTFamily(ImageFamily):
+  """MoH-DiT and DiT."""
+
+  name = "dit"
+  model = DiTConfig
+  sections = {"diffusion": DiffusionConfig, "sample": SampleConfig}
+  commands = frozenset({"sample"})
+  formats = {"moh-dit": ("moh-dit",), "dit": ("dit",)}
+
+  def check(self, config: Config) -> None:
+    """The data is in the space of the diffusion; sampling steps exist."""
+    _check_space(config)
+    _check_sampling(config)
+    if config.diffusion.space != "latent":  # latents are normalized already
+      check_channels(config)
+
+  def released(self) -> Mapping[str, DiTConfig]:
+    """MoH-DiT and DiT by released name."""
+    from moh_jax.config.sizes_dit import DIT_MODELS
+
+    return DIT_MODELS
+
+  def released_run(
+    self, model: DiTConfig, tensors: Mapping[str, Any]
+  ) -> Config:
+    """The image size is that of the tensors' position table."""
+    from moh_jax.convert import dit
+
+    return dit.released_run(model, tensors)
+
+  def example_run(self, model: DiTConfig, data: Any) -> Config:
+    """Latent diffusion with averaged parameters, as released."""
+    return Config(
+      model=model,
+      data=data,
+      optim=OptimConfig(ema_decay=_EMA_DECAY),
+      diffusion=DiffusionConfig(),
+      sample=SampleConfig(),
+    )
+
+  def make_model(self, config: Config) -> tuple:
+    """Inputs [1, X, Y, channels] float32, timesteps [1], labels [1] int32."""
+    import jax
+
+    from moh_jax.models.dit import DiT
+
+    shape = (1, *config.model.input_shape)
+    number = jax.ShapeDtypeStruct((1,), "int32")
+    inputs = (jax.ShapeDtypeStruct(shape, "float32"), number, number)
+    return DiT(config.model), inputs
+
+  def fit_params(self, params: Any, trained: Config, wanted: Config) -> Any:
+    """Stacks the layers as the wanted head budgets group them."""
+    from moh_jax.models.restack import restack
+
+    return restack(params, trained.model, wanted.model)
+
+  def make_task(self, config: Config, decode: Any = None) -> Any:
+    """Denoising."""
+    from moh_jax.training import denoising
+
+    return denoising.make_task(config, decode)
+
+  def make_evaluate(
+    self,
+    model: Any,
+    config: Config,
+    *,
+    class_names: tuple[str, ...] = (),
+    tokenizer_sha256: str = "",
+  ) -> Any:
+    """Denoising losses on the held-out split."""
+    from moh_jax.training import denoising
+
+    del tokenizer_sha256
+    return denoising.make_evaluate(model, config, class_names)
+
+  def measure_inference(
+    self, options: Any, run: Config, models: Mapping[str, Any]
+  ) -> tuple[list[Any], dict[str, Any]]:
+    """Time of a guided sampler."""
+    from moh_jax.speed import sampling
+
+    del models
+    return [], {"sampler": sampling.measure(options, run)}
+
+  def conversion_rules(self, model: DiTConfig) -> list:
+    """Names of the public PyTorch releases."""
+    from moh_jax.convert import dit
+
+    return dit.model_rules(model)
+
+
+def _check_space(config: Config) -> None:
+  data = config.data
+  space, source = config.diffusion.space, data.source
+  if (space == "latent") != (source == "latents") and source != "fake":
+    raise ValueError(
+      f"diffusion.space={space!r} and data.source={source!r} do not go "
+      "together: 'latent' needs 'latents', as `encode-latents` writes them, "
+      "and 'pixel' an image source"
+    )
+  if source == "latents":
+    for name, neutral in (("augment", "none"), ("eval_resize", 0)):
+      if (value := getattr(data, name)) != neutral:
+        raise ValueError(
+          f"data.{name}={value!r} must be {neutral!r} for latents, which are "
+          "cropped and mirrored when they are encoded"
+        )
+  halves = (0.5,) * len(data.mean)
+  if space == "pixel" and (data.mean, data.std) != (halves, halves):
+    raise ValueError(
+      f"data.mean={data.mean} and data.std={data.std} must be 0.5 "
+      "for diffusion.space='pixel': pixels in [-1, 1]"
+    )
+
+
+def _check_sampling(config: Config) -> None:
+  sample, diffusion = config.sample, config.diffusion
+  try:
+    spaced_timesteps(diffusion.steps, sample.steps)
+  except ValueError as error:
+    raise ValueError(f"sample.{error}") from error
+  if sample.cfg_interval[0] >= diffusion.steps:
+    raise ValueError(
+      f"sample.cfg_interval={sample.cfg_interval} must begin below "
+      f"diffusion.steps={diffusion.steps}"
+    )
+  if sample.cfg_scale != 1 and not config.model.label_dropout:
+    raise ValueError(
+      f"sample.cfg_scale={sample.cfg_scale} must be 1 for a model with "
+      "model.label_dropout=0: it has no unconditional form to guide away from"
+    )
+
+
+register_family(DiTFamily())

@@ -1,0 +1,184 @@
+"""MoH-LLM: decoder-only language models of the LLaMA kind."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
+from moh_jax.config.family import Family, register_family
+
+_BENCH_LENGTH = 512  # tokens, where `bench --lengths` is not given
+
+
+class LLMFamily(Family):
+  """MoH-LLM, MoH-LLaMA3 and LLaMA."""
+
+  name = "llm"
+  model = LLMConfig
+  data = TextDataConfig
+  sections = {"tune": TuneConfig}
+  commands = frozenset({"evaluate-lm", "generate", "heads"})
+  reads_text = True
+  formats = {
+    "llama": ("llama", "llm", "moh-llm"),
+    "moh-llama3": ("moh-llama3",),
+  }
+
+  def check(self, config: Config) -> None:
+    """Sequences fit the positions; a schedule of top_k ends as the model is."""
+    model, data = config.model, config.data
+    if data.sequence_length > model.max_length:
+      raise ValueError(
+        f"data.sequence_length={data.sequence_length} must be at most "
+        f"model.max_length={model.max_length}, the range of its positions"
+      )
+    _check_schedule(config)
+
+  def released(self) -> Mapping[str, LLMConfig]:
+    """MoH-LLM, MoH-LLaMA3 and LLaMA by released name."""
+    from moh_jax.config.sizes_llm import LLM_MODELS
+
+    return LLM_MODELS
+
+  def released_run(
+    self, model: LLMConfig, tensors: Mapping[str, Any]
+  ) -> Config:
+    """The config alone says it all."""
+    from moh_jax.convert import llama
+
+    return llama.released_run(model, tensors)
+
+  def bench_run(self, model: LLMConfig, batch: int) -> Config:
+    """Random tokens."""
+    length = min(_BENCH_LENGTH, model.max_length)
+    data = TextDataConfig(sequence_length=length, batch_size=batch)
+    return Config(model=model, data=data, tune=TuneConfig())
+
+  def with_length(self, config: Config, length: int) -> Config:
+    """Sequences of another length, within the range of the positions."""
+    if not 1 <= length <= config.model.max_length:
+      raise ValueError(
+        f"--lengths {length} must be in [1, {config.model.max_length}], the "
+        "model's max_length"
+      )
+    data = dataclasses.replace(config.data, sequence_length=length)
+    return dataclasses.replace(config, data=data)
+
+  def data_at(self, config: Config, path: str) -> dict[str, Any]:
+    """One token set in place of a mix."""
+    del config
+    return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
+
+  def make_model(self, config: Config) -> tuple:
+    """Tokens [1, 1] int32."""
+    import jax
+
+    from moh_jax.models.llm import LLM
+
+    return LLM(config.model), (jax.ShapeDtypeStruct((1, 1), "int32"),)
+
+  def fit_params(self, params: Any, trained: Config, wanted: Config) -> Any:
+    """Adds rows for new tokens, and stacks the layers as wanted."""
+    from moh_jax.models.llm import grow_vocabulary
+    from moh_jax.models.restack import restack
+
+    ours, theirs = trained.model, wanted.model
+    if theirs.vocab_size > ours.vocab_size:
+      params = grow_vocabulary(params, theirs.vocab_size)
+    return restack(params, ours, theirs)
+
+  def serving_config(self, config: Config) -> Config:
+    """Without the schedule of top_k: what it ended with is served."""
+    return dataclasses.replace(config, tune=TuneConfig())
+
+  def serving_dtypes(self, params: Any, config: Config) -> Any:
+    """Matrices in the compute dtype; routers, norms and biases in float32."""
+    from moh_jax.models.llm import compute_dtypes
+
+    return compute_dtypes(params, config.model)
+
+  def make_task(self, config: Config, decode: Any = None) -> Any:
+    """Next-token prediction."""
+    from moh_jax.training import language_modeling
+
+    del decode
+    return language_modeling.make_task(config)
+
+  def make_evaluate(
+    self,
+    model: Any,
+    config: Config,
+    *,
+    class_names: tuple[str, ...] = (),
+    tokenizer_sha256: str = "",
+  ) -> Any:
+    """Bits per byte and perplexity of the held-out text."""
+    from moh_jax.training import language_modeling
+
+    del class_names
+    return language_modeling.make_evaluate(model, config, tokenizer_sha256)
+
+  def measure_inference(
+    self, options: Any, run: Config, models: Mapping[str, Any]
+  ) -> tuple[list[Any], dict[str, Any]]:
+    """Prompts read and tokens written per second."""
+    from moh_jax.speed import writing
+
+    return writing.measure(run, models, options.rounds), {}
+
+  def conversion_rules(self, model: LLMConfig) -> list:
+    """Names of transformers' LlamaForCausalLM and its relatives."""
+    from moh_jax.convert import llama
+
+    return llama.model_rules(model)
+
+  def is_ignored(self, model: LLMConfig, name: str) -> bool:
+    """Tensors that follow from the config or from others."""
+    from moh_jax.convert import llama
+
+    return llama.is_ignored(model, name)
+
+  def described(self, kind: str, config_file: Any) -> LLMConfig | None:
+    """The model of transformers' config.json."""
+    from moh_jax.convert import hf_config
+
+    if not config_file.is_file():
+      return None
+    model = hf_config.read_config(config_file)
+    if kind == "moh-llama3" and model.router == "none":
+      return hf_config.moh_llama3(model)
+    return model
+
+  def public_config(
+    self, model: LLMConfig, *, dtype: str, **ids: int | None
+  ) -> dict[str, Any]:
+    """The config.json that transformers reads."""
+    from moh_jax.convert import hf_config
+
+    return hf_config.to_hf(model, dtype=dtype, **ids)
+
+
+def _check_schedule(config: Config) -> None:
+  model, tune = config.model, config.tune
+  if not tune.top_k_values:
+    return
+  routing = [k for k in model.top_k if k] if model.router != "none" else []
+  if not routing or set(routing) != {tune.top_k_values[-1]}:
+    raise ValueError(
+      f"tune.top_k_values={tune.top_k_values} must end with the model.top_k of "
+      f"the layers that route, {tuple(sorted(set(routing)))}"
+    )
+  if tune.top_k_steps[-1] >= config.train.steps:
+    raise ValueError(
+      f"tune.top_k_steps={tune.top_k_steps} must end before train.steps="
+      f"{config.train.steps}"
+    )
+  least = min(b.routed for b in model.budgets() if b.top_k)
+  if max(tune.top_k_values) > least:
+    raise ValueError(
+      f"tune.top_k_values={tune.top_k_values} must be at most the {least} "
+      "routed heads of a layer"
+    )
+
+
+register_family(LLMFamily())

@@ -1,0 +1,51 @@
+"""How fast a diffusion model is sampled."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moh_jax.config import Config, SampleConfig
+from moh_jax.models.generation import make_draw
+from moh_jax.models.registry import make_model
+from moh_jax.speed import timing
+from moh_jax.speed.model_programs import random_params
+from moh_jax.speed.programs import compile_program
+
+
+def measure(options: Any, run: Config) -> dict[str, float]:
+  """Time of a guided sampler over that of its network evaluations.
+
+  Args:
+    options: the `ModelOptions`: batch, sampler_steps and rounds.
+    run: of a diffusion model.
+  """
+  steps = options.sampler_steps
+  sample = SampleConfig(method="ddpm", steps=str(steps), cfg_scale=1.5)
+  run = dataclasses.replace(run, sample=sample)
+  network, _ = make_model(run)
+  params = random_params(run)
+  index = jnp.arange(options.batch, dtype=jnp.int32)
+  twice = jnp.tile(index, 2)  # guidance evaluates every image twice
+  x = jax.random.normal(jax.random.key(0), (len(twice), *run.model.input_shape))
+
+  def forward(params: Any, *inputs: Any) -> jax.Array:
+    return network.apply({"params": params}, *inputs)[0]
+
+  programs = {
+    "sampler": compile_program(
+      make_draw(network, run), params, 0, index, index
+    ),
+    "forward": compile_program(forward, params, x, twice, twice),
+  }
+  times = timing.interleaved(
+    {name: program.run for name, program in programs.items()}, options.rounds
+  )
+  sampler, one = times["sampler"].median, times["forward"].median
+  return {
+    "steps": steps,
+    "ms": sampler * 1e3,
+    "forward_ms": one * 1e3,
+    "ratio_to_forwards": sampler / (steps * one),
+  }
