@@ -3,17 +3,7 @@
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
-from moh_jax.config.family import (
-  Family,
-  check_command,
-  families,
-  family_of_format,
-  get_family,
-  public_formats,
-  register_family,
-  released_model,
-  released_models,
-)
+from moh_jax.config.family import Family
 from moh_jax.config.layers import LayerRun, LayerStack
 from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
 from moh_jax.config.model import ImageModel, without_router
@@ -25,6 +15,16 @@ from moh_jax.config.parse import (
   from_json,
   to_config_dict,
   to_json,
+)
+from moh_jax.config.registry import (
+  check_command,
+  families,
+  family_of_format,
+  get_family,
+  public_formats,
+  register_family,
+  released_model,
+  released_models,
 )
 from moh_jax.config.sections import (
   CheckpointConfig,

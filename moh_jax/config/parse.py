@@ -11,8 +11,8 @@ import ml_collections
 
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
-from moh_jax.config.family import families, get_family
 from moh_jax.config.llm import LLMConfig
+from moh_jax.config.registry import families, get_family
 from moh_jax.config.sections import (
   CheckpointConfig,
   DataConfig,
@@ -104,8 +104,6 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
       raise ValueError(f"config section {name}={section!r} must have fields")
   model = cfg["model"]
   family = model.get("family")
-  if not isinstance(family, str):
-    raise ValueError(f"model.family={family!r} must be a name")
   record = get_family(family)
   known = {
     "model": record.model,

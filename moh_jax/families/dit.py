@@ -10,9 +10,9 @@ from moh_jax.config import (
   OptimConfig,
   SampleConfig,
 )
-from moh_jax.config.family import register_family
+from moh_jax.config.registry import register_family
 from moh_jax.diffusion.process import spaced_timesteps
-from moh_jax.families.images import ImageFamily, check_channels
+from moh_jax.families.images import ImageFamily
 
 _EMA_DECAY = 0.9999  # of the released recipe
 
@@ -31,7 +31,7 @@ class DiTFamily(ImageFamily):
     _check_space(config)
     _check_sampling(config)
     if config.diffusion.space != "latent":  # latents are normalized already
-      check_channels(config)
+      self.check_channels(config)
 
   def released(self) -> Mapping[str, DiTConfig]:
     """MoH-DiT and DiT by released name."""

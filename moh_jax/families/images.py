@@ -28,11 +28,52 @@ class ImageFamily(Family):
     """A run of a model on data, all else by default."""
     return Config(model=model, data=data)
 
+  def check_channels(self, config: Config) -> None:
+    """Raises ValueError unless every channel of the model is normalized."""
+    if len(config.data.mean) != config.model.channels:
+      raise ValueError(
+        f"data.mean={config.data.mean} must have model.channels="
+        f"{config.model.channels} values"
+      )
 
-def check_channels(config: Config) -> None:
-  """Raises ValueError unless pixels are normalized per channel of the model."""
-  if len(config.data.mean) != config.model.channels:
-    raise ValueError(
-      f"data.mean={config.data.mean} must have model.channels="
-      f"{config.model.channels} values"
-    )
+
+class ImageClassifierFamily(ImageFamily):
+  """A family of image classifiers: a subclass adds its network.
+
+  The network maps images [B, X, Y, channels] to (logits [B, num_classes],
+  ModelAux) and takes the keyword `train`. The model section has the fields
+  `channels` and `num_classes` and the property `input_shape`, beside those that
+  `Family` names.
+  """
+
+  commands = frozenset({"classify"})
+
+  def check(self, config: Config) -> None:
+    """Classifiers read images, normalized per channel."""
+    if config.data.source == "latents":
+      raise ValueError(
+        "data.source='latents' is for diffusion models, model.family="
+        f"{self.name!r}"
+      )
+    self.check_channels(config)
+
+  def make_task(self, config: Config, decode: Any = None) -> Any:
+    """Image classification."""
+    from moh_jax.training import classification
+
+    del decode
+    return classification.make_task(config)
+
+  def make_evaluate(
+    self,
+    model: Any,
+    config: Config,
+    *,
+    class_names: tuple[str, ...] = (),
+    tokenizer_sha256: str = "",
+  ) -> Any:
+    """Accuracy on the held-out split."""
+    from moh_jax.training import classification
+
+    del tokenizer_sha256
+    return classification.make_evaluate(model, config, class_names)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
-from moh_jax.config.family import Family, register_family
+from moh_jax.config.family import Family
+from moh_jax.config.registry import register_family
 
 _BENCH_LENGTH = 512  # tokens, where `bench --lengths` is not given
 

@@ -5,26 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import Config, ViTConfig
-from moh_jax.config.family import register_family
-from moh_jax.families.images import ImageFamily, check_channels
+from moh_jax.config.registry import register_family
+from moh_jax.families.images import ImageClassifierFamily
 
 
-class ViTFamily(ImageFamily):
+class ViTFamily(ImageClassifierFamily):
   """MoH-ViT and TransNeXt."""
 
   name = "vit"
   model = ViTConfig
-  commands = frozenset({"classify"})
   position_bias = True
   formats = {"moh-vit": ("moh-vit",), "transnext": ("transnext",)}
-
-  def check(self, config: Config) -> None:
-    """Classifiers read images, normalized per channel."""
-    if config.data.source == "latents":
-      raise ValueError(
-        "data.source='latents' is for diffusion models, model.family='vit'"
-      )
-    check_channels(config)
 
   def released(self) -> Mapping[str, ViTConfig]:
     """MoH-ViT and TransNeXt by released name."""
@@ -48,27 +39,6 @@ class ViTFamily(ImageFamily):
 
     shape = (1, *config.model.input_shape)
     return ViT(config.model), (jax.ShapeDtypeStruct(shape, "float32"),)
-
-  def make_task(self, config: Config, decode: Any = None) -> Any:
-    """Image classification."""
-    from moh_jax.training import classification
-
-    del decode
-    return classification.make_task(config)
-
-  def make_evaluate(
-    self,
-    model: Any,
-    config: Config,
-    *,
-    class_names: tuple[str, ...] = (),
-    tokenizer_sha256: str = "",
-  ) -> Any:
-    """Accuracy on the held-out split."""
-    from moh_jax.training import classification
-
-    del tokenizer_sha256
-    return classification.make_evaluate(model, config, class_names)
 
   def conversion_rules(self, model: ViTConfig) -> list:
     """Names of the public PyTorch releases."""

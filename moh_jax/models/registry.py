@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 
 from moh_jax.config import Config
-from moh_jax.config.family import get_family, released_model
+from moh_jax.config.registry import get_family, released_model
 
 
 def make_model(

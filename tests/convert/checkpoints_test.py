@@ -183,7 +183,7 @@ class ConvertDiTTest(parameterized.TestCase):
   def test_image_size_is_refused(self):
     out = self.create_tempdir().full_path
     with self.assertRaisesRegex(
-      ValueError, "--image-size 512: only classifiers .*family='dit'"
+      ValueError, "--image-size 512: only image classifiers .*family='dit'"
     ):
       convert("moh-dit", str(self.source), out, config=_DIT, image_size=512)
 

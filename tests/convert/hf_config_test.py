@@ -6,7 +6,7 @@ import pathlib
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family, released_model
+from moh_jax.config import get_family, released_model, without_router
 from moh_jax.convert import hf_config
 from tests.convert import tiny_llm
 

@@ -20,6 +20,7 @@ from moh_jax.config import (
   MeshConfig,
   TextDataConfig,
   TuneConfig,
+  get_family,
   released_model,
 )
 from moh_jax.convert import checkpoints, hf_config, tensor_writer
@@ -164,7 +165,7 @@ class ConvertTest(_Case):
 
   def test_image_size_is_refused(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA)
-    with self.assertRaisesRegex(ValueError, "only classifiers .*'llm'"):
+    with self.assertRaisesRegex(ValueError, "only image classifiers .*'llm'"):
       self._convert(image_size=224)
 
 

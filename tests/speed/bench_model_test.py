@@ -4,6 +4,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from moh_jax.config import get_family
 from moh_jax.speed import model as bench
 from moh_jax.speed import writing
 from moh_jax.speed.model import ModelOptions
@@ -24,11 +25,11 @@ class ModelOptionsTest(parameterized.TestCase):
     ({"sampler_steps": 0}, "--sampler-steps 0 must be at least 1"),
     ({"implementations": ("fast",)}, "--implementations 'fast' must be one of"),
     ({"remat": "half"}, "remat='half' must be one of"),
-    ({"lengths": (16, 32)}, "--lengths 16,32 is for language models: moh-vit"),
+    ({"lengths": (16, 32)}, "--lengths 16 is for language models: .*'vit'"),
     ({"model": "moh-llm-s-75", "lengths": (0,)}, "--lengths 0 must be at"),
     (
       {"model": "moh-llm-s-75", "lengths": (64, 4096)},
-      "--lengths 4096 must be at most 2048",
+      r"--lengths 4096 must be in \[1, 2048\]",
     ),
   )
   def test_wrong_values_are_named_with_what_is_allowed(self, given, message):
@@ -39,7 +40,7 @@ class ModelOptionsTest(parameterized.TestCase):
     options = ModelOptions(
       "moh-dit-s2-90", implementations=("auto", "dense"), dtype="bfloat16"
     )
-    variants = options.variants()
+    variants = options.variants(options.runs()[0])
     self.assertEqual(list(variants), ["auto", "dense", "mha"])
     self.assertEqual(
       [(m.router, m.attention_impl, m.dtype) for m in variants.values()],
@@ -54,7 +55,8 @@ class ModelOptionsTest(parameterized.TestCase):
     ("moh-llm-s-75", 0.75), ("moh-vit-b50", 0.5), ("moh-dit-s2-90", 8 / 9)
   )
   def test_share_is_that_of_the_name(self, name, share):
-    variants = ModelOptions(name).variants()
+    options = ModelOptions(name)
+    variants = options.variants(options.runs()[0])
     self.assertAlmostEqual(
       bench.activated_share(variants["auto"]), share, delta=0.005
     )
@@ -63,9 +65,11 @@ class ModelOptionsTest(parameterized.TestCase):
 
 class MeasureTest(parameterized.TestCase):
   def _measure(self, family, **given):
-    network = mock.patch.object(bench, "get_model", lambda _: _MODELS[family])
-    with network, mock.patch.object(writing, "_BATCHES", (1,)):
-      return bench.measure(ModelOptions(batch=2, rounds=1, **given))
+    section = _MODELS[family]
+    config = get_family(family).bench_run(section, 1)
+    with mock.patch.object(writing, "_BATCHES", (1,)):
+      options = ModelOptions(config=config, batch=2, rounds=1, **given)
+      return bench.measure(options)
 
   def _check_ratios(self, rows):
     for row in rows:

@@ -1,0 +1,56 @@
+"""What readers of tensor files share: dtypes, errors, finding the tensors."""
+
+import pathlib
+from typing import Any
+
+EXPECTED = (
+  "a safetensors file, a directory or *.index.json of safetensors shards, or"
+  " a zip checkpoint of torch.save (torch >= 1.6)"
+)
+_NESTS = ("ema", "model", "state_dict")  # where checkpoints keep the weights
+_MAX_LISTED = 20  # keys named in an error
+
+# The dtypes that safetensors.numpy reads back, then all; torch's names.
+SAFE_DTYPES = (
+  *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
+  *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+)
+_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
+DTYPES = (*SAFE_DTYPES, "complex128", *(f"float8_{kind}" for kind in _FLOAT8))
+
+
+def read_error(path: pathlib.Path, found: str) -> ValueError:
+  """An error that says what a file is and what was expected."""
+  found = " ".join(found.split())  # other libraries' messages may have lines
+  return ValueError(f"{path}: found {found}; expected {EXPECTED}")
+
+
+def select_tensors(
+  path: pathlib.Path, tree: object, key: str | None, leaf: type
+) -> dict[str, Any]:
+  """Finds the dict of tensors (instances of `leaf`) in a checkpoint."""
+
+  def problem(value):
+    if not isinstance(value, dict) or not value:
+      return "not a dict with entries"
+    for k, v in value.items():
+      if not isinstance(k, str) or not isinstance(v, leaf):
+        return f"entry {k!r} is not a dense tensor under a text name"
+    return None
+
+  entries = tree if isinstance(tree, dict) else {}
+  tried = {k: entries[k] for k in _NESTS if k in entries}
+  tried["the top level"] = tree
+  if key is not None:
+    tried = {key: entries[key]} if key in entries else {}
+  problems = {name: problem(value) for name, value in tried.items()}
+  for name in problems:
+    if problems[name] is None:
+      return tried[name]
+  reasons = "; ".join(f"{k}: {v}" for k, v in problems.items()) or "no entry"
+  listed = ", ".join(repr(k) for k in list(entries)[:_MAX_LISTED])
+  more = ", ..." if len(entries) > _MAX_LISTED else ""
+  raise ValueError(
+    f"{path}: found no dict of tensors for key={key!r} ({reasons}); expected"
+    f" one, at the top or by a key among its {len(entries)}: [{listed}{more}]"
+  )

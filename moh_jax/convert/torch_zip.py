@@ -1,0 +1,204 @@
+"""Reads zip checkpoints of `torch.save` as data: no pickled code runs."""
+
+import functools
+import io
+import pathlib
+import pickle
+import sys
+import zipfile
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401, gives NumPy the names bfloat16 and float8_*
+import numpy as np
+
+from moh_jax.convert.tensor_select import DTYPES, read_error, select_tensors
+
+_Arrays = dict[str, Any]
+
+
+def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
+  """Reads the tensors of a zip checkpoint, by torch where it is installed.
+
+  Raises:
+    ValueError: the zip is damaged or no checkpoint.
+  """
+  with open(path, "rb") as file:
+    try:
+      archive = zipfile.ZipFile(file)
+      names = [f"/{name}" for name in archive.namelist()]
+      roots = [n[1:-8] for n in names if n.endswith("/data.pkl")]
+      heads = [archive.read(f"{root}data.pkl") for root in roots]
+      order = "little"  # of archives older than the record
+      for name in names:
+        if name.endswith("/byteorder"):
+          order = archive.read(name[1:]).decode()
+    except Exception as err:  # a damaged zip raises nearly anything
+      raise read_error(path, f"a truncated or damaged zip ({err!r})") from err
+    # Early versions of torch.load run TorchScript, even with weights_only.
+    if any(name.endswith("/constants.pkl") for name in names):
+      raise read_error(path, "a TorchScript archive")
+    if len(roots) != 1:
+      raise read_error(path, f"a zip with {len(roots)} data.pkl records")
+    if order not in ("little", "big"):
+      raise read_error(path, f"byte order {order!r}, neither little nor big")
+    tensors = _load_with_torch(path, key)
+    if tensors is None:
+      reader = _TorchZip(io.BytesIO(heads[0]), encoding="utf-8")
+      tensors = reader.read(path, key, archive, f"{roots[0]}data/", order)
+    return tensors
+
+
+def _load_with_torch(path: pathlib.Path, key: str | None) -> _Arrays | None:
+  """Reads with torch; None where it is not installed or refuses the file."""
+  try:
+    import torch  # optional, and slow to import
+  except (ImportError, OSError):
+    return None
+  try:
+    tree = torch.load(path, map_location="cpu", weights_only=True)
+  except Exception:  # our own reader reads it, or says what is wrong
+    return None
+  arrays = {}
+  for name, tensor in select_tensors(path, tree, key, torch.Tensor).items():
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+      raise ValueError(
+        f"{path}: tensor {name!r} is {tensor.layout} {dtype} on"
+        f" {tensor.device}; expected a dense one of {', '.join(DTYPES)}"
+      )
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    raw = dense.reshape(-1).view(torch.uint8).numpy()
+    arrays[name] = raw.view(dtype).reshape(tuple(tensor.shape))
+  return arrays
+
+
+class _Inert:
+  """Stands for a class of the pickle: swallows all it is given, runs nothing.
+
+  The methods are static because a pickle may apply them to the class as well.
+  """
+
+  def __new__(cls, *args, **kwargs):
+    del args, kwargs
+    return object.__new__(cls)
+
+  @staticmethod
+  def _swallow(*args, **kwargs):
+    del args, kwargs
+    return _Inert()
+
+  __call__ = __setstate__ = __setitem__ = append = extend = add = _swallow
+
+
+class _StateDict(dict):
+  """Stands for OrderedDict, without the attributes that torch hangs on it."""
+
+  __setstate__ = _Inert._swallow
+
+
+class _Storage(NamedTuple):
+  key: str
+  dtype: str  # "uint8" where the storage is untyped
+  size: int  # in elements of `dtype`
+
+
+class _Tensor(NamedTuple):
+  """A tensor not read yet: optimizer state is never read at all."""
+
+  storage: _Storage
+  offset: int  # in elements, as are the strides
+  shape: tuple[int, ...]
+  strides: tuple[int, ...]
+  dtype: str
+
+
+def _lazy(args: tuple, dtype: object, metadata: tuple) -> _Tensor | _Inert:
+  if not isinstance(args[0], _Storage) or any(metadata):
+    return _Inert()  # quantized numbers; conjugate and negated views
+  return _Tensor(*args, dtype)
+
+
+_STORAGES = {
+  **{"Double": "float64", "Float": "float32", "Half": "float16"},
+  **{"BFloat16": "bfloat16", "ComplexFloat": "complex64", "Bool": "bool"},
+  **{"ComplexDouble": "complex128", "Long": "int64", "Int": "int32"},
+  **{"Short": "int16", "Char": "int8", "Byte": "uint8", "Untyped": "uint8"},
+}
+# What is more than an inert object; torch's dtypes and storages become text.
+_KNOWN = {
+  "collections.OrderedDict": _StateDict,
+  "torch.Size": tuple,
+  "torch.storage.UntypedStorage": "uint8",
+  **{f"torch.{dtype}": dtype for dtype in DTYPES},
+  **{f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()},
+}
+
+
+class _TorchZip(pickle.Unpickler):
+  """Reads tensors from an archive of `torch.save` and runs none of its code."""
+
+  def find_class(self, module: str, name: str) -> Any:
+    # New functions each time, as a pickle may set attributes on what it gets.
+    rebuild = {
+      "_rebuild_tensor_v2": lambda *a: _lazy(
+        a[:4], getattr(a[0], "dtype", None), a[6:]
+      ),
+      "_rebuild_tensor_v3": lambda *a: _lazy(a[:4], a[6], a[7:]),
+      "_rebuild_parameter": lambda data, *_: data,
+      "_rebuild_parameter_with_state": lambda data, *_: data,
+    }
+    if module == "torch._utils" and name in rebuild:
+      return rebuild[name]
+    return _KNOWN.get(f"{module}.{name}", _Inert)
+
+  def persistent_load(self, pid: Any) -> Any:
+    if isinstance(pid, tuple) and len(pid) == 5 and pid[1] in DTYPES:
+      return _Storage(pid[2], pid[1], pid[4])
+    return _Inert()
+
+  def read(
+    self,
+    path: pathlib.Path,
+    key: str | None,
+    archive: zipfile.ZipFile,
+    folder: str,
+    order: str,
+  ) -> _Arrays:
+    try:
+      tree = self.load()
+    except Exception as err:  # a damaged pickle raises nearly anything
+      raise read_error(path, f"a damaged data.pkl ({err!r})") from err
+    # Storages are read once for all tensors that share them.
+    record = functools.cache(lambda name: archive.read(f"{folder}{name}"))
+    arrays = {}
+    for name, tensor in select_tensors(path, tree, key, _Tensor).items():
+      try:
+        raw = record(tensor.storage.key)
+        arrays[name] = _view(tensor, raw, swap=order != sys.byteorder)
+      except Exception as err:  # as above; numbers may be of any type
+        raise read_error(path, f"tensor {name!r} with {err}") from err
+    return arrays
+
+
+def _view(tensor: _Tensor, raw: bytes, *, swap: bool) -> np.ndarray:
+  """Lays a tensor over the bytes of its storage, in which it must lie."""
+  storage, offset, shape, strides, dtype = tensor
+  if len(raw) < (size := storage.size * np.dtype(storage.dtype).itemsize):
+    raise ValueError(f"a storage of {len(raw)} bytes, not {size}")
+  if dtype not in DTYPES:
+    raise ValueError(f"dtype {dtype!r}")
+  dtype = np.dtype(dtype)
+  if not all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
+    raise ValueError(f"offset, shape, strides {offset, shape, strides}")
+  if 0 in shape:
+    return np.zeros(shape, dtype)
+  axes = list(zip(shape, strides, strict=True))
+  last = offset + sum((n - 1) * s for n, s in axes)
+  if last >= (size := len(raw) // dtype.itemsize):
+    raise ValueError(f"element {last} outside its storage of {size}")
+  if swap:
+    unit = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    raw = np.frombuffer(raw, f"u{unit}").byteswap().data
+  # A stride along an axis of length 1 means nothing and may be anything.
+  steps = [s * dtype.itemsize * (n > 1) for n, s in axes]
+  return np.ndarray(shape, dtype, raw, offset * dtype.itemsize, steps)
