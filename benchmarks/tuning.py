@@ -81,7 +81,7 @@ def _bits(directory: str, config: Config | None = None) -> float:
       overrides["top_k"] = (first,) * config.model.depth
   with sharding.use_mesh(mesh):
     restored = restore(directory, mesh=mesh, **overrides)
-    evaluate = make_evaluate(restored.model, restored.config)
+    evaluate = make_evaluate(restored.model, restored.config, restored)
     return evaluate(restored.params, mesh)["bits_per_byte"]
 
 

@@ -49,12 +49,7 @@ def run(args: argparse.Namespace) -> int:
       overrides["batch_size"] = args.batch_size
     config = config_lib.apply_overrides(config, "eval", **overrides)
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-    evaluate = family.make_evaluate(
-      restored.model,
-      config,
-      class_names=restored.class_names,
-      tokenizer_sha256=restored.tokenizer_sha256,
-    )
+    evaluate = family.tasks().make_evaluate(restored.model, config, restored)
     figures = evaluate(restored.params, mesh)
   figures = {**figures, "step": restored.step}
   if not is_first:

@@ -21,15 +21,14 @@ if TYPE_CHECKING:
   import flax.linen as nn
   import jax
 
-  from moh_jax.convert.rules import Rule
-  from moh_jax.models.generation import Decode
-  from moh_jax.training.task import Evaluate, Task
+  from moh_jax.convert.converter import Converter
+  from moh_jax.training.task import TaskBuilder
 
 
 class Family:
   """A family of models: subclass it, and register one instance.
 
-  A family must set `name` and `model` and define `make_model` and `make_task`;
+  A family must set `name` and `model` and define `make_model` and `tasks`;
   the other methods have defaults for a network that no public checkpoint
   exists of.
 
@@ -70,16 +69,6 @@ class Family:
   def released(self) -> Mapping[str, Any]:
     """Released models: name to model section."""
     return {}
-
-  def released_run(self, model: Any, tensors: Mapping[str, Any]) -> Config:
-    """The run that a released model stands for.
-
-    Args:
-      model: its section.
-      tensors: its public tensors by name, with shapes; may be empty.
-    """
-    del tensors
-    return Config(model=model, data=self.data())
 
   def bench_run(self, model: Any, batch: int) -> Config:
     """A run on random data, for `bench model`.
@@ -156,37 +145,9 @@ class Family:
 
   # Training and evaluation.
 
-  def make_task(self, config: Config, decode: Decode | None = None) -> Task:
-    """Opens the data and builds the training task.
-
-    Args:
-      config: of the run.
-      decode: latents to images, for previews of latent diffusion.
-
-    Raises:
-      FileNotFoundError: data is missing.
-      ValueError: the data does not fit the model.
-    """
-    raise NotImplementedError(f"family {self.name!r} has no make_task")
-
-  def make_evaluate(
-    self,
-    model: nn.Module,
-    config: Config,
-    *,
-    class_names: tuple[str, ...] = (),
-    tokenizer_sha256: str = "",
-  ) -> Evaluate:
-    """Opens the held-out data alone and prepares its evaluation.
-
-    Args:
-      model: the network.
-      config: of the run.
-      class_names: that the model was trained with; empty if unknown.
-      tokenizer_sha256: of the tokenizer it was trained with; "" if unknown.
-    """
-    del model, class_names, tokenizer_sha256
-    return self.make_task(config).evaluate
+  def tasks(self) -> TaskBuilder:
+    """What builds the training task and the evaluation: often a module."""
+    raise NotImplementedError(f"family {self.name!r} has no tasks")
 
   def measure_inference(
     self, options: Any, run: Config, models: Mapping[str, Any]
@@ -206,8 +167,8 @@ class Family:
 
   # Public checkpoints.
 
-  def conversion_rules(self, model: Any) -> list[Rule]:
-    """Pairs of public tensors and our parameters.
+  def converter(self) -> Converter:
+    """How public checkpoints are read and written.
 
     Raises:
       NotImplementedError: the family has no public form.
@@ -216,37 +177,6 @@ class Family:
       f"model.family={self.name!r} has no public tensor names to convert from "
       "or export to"
     )
-
-  def is_ignored(self, model: Any, name: str) -> bool:
-    """Whether a public tensor has no meaning for the model."""
-    del model, name
-    return False
-
-  def described(self, kind: str, config_file: Any) -> Any | None:
-    """The model section that a public config.json describes.
-
-    Args:
-      kind: one of `formats`.
-      config_file: path, which need not exist.
-
-    Returns:
-      The section, or None where the tensors' shapes must tell.
-    """
-    del kind, config_file
-    return None
-
-  def public_config(
-    self, model: Any, *, dtype: str, **ids: int | None
-  ) -> dict[str, Any]:
-    """The config.json of an exported folder, for families that read text.
-
-    Args:
-      model: the section.
-      dtype: of the stored tensors.
-      **ids: `bos_id` and `eos_id` of the tokenizer, where known.
-    """
-    del model, dtype, ids
-    raise NotImplementedError(f"family {self.name!r} exports no folder")
 
   def resized(self, config: Config, size: int) -> Config:
     """The same classifier for square images of another size, in pixels.

@@ -172,21 +172,22 @@ def export(
   metadata, step = checkpoint.read_metadata(directory, step)
   config, path = metadata.config, pathlib.Path(out)
   family = get_family(config.model.family)
-  if family.reads_text:  # before anything is read
+  converter = family.converter()
+  if converter.public_config:  # before anything is read
     tensor_writer.check_vacant(path)
   params = stream.open_params(
     directory, step, _abstract(config), use_ema=use_ema
   )
   planned = _plan(model_rules(config.model), params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
-  if not family.reads_text:
+  if not converter.public_config:
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
     home = checkpoint.resolve(directory)
     home = home.parent if home.name == checkpoint.FOLDER else home
     _copy_tokenizer(home, folder)
-    stored = family.public_config(config.model, dtype=dtype, **_ids(folder))
+    stored = converter.public_config(config.model, dtype=dtype, **_ids(folder))
     tensor_writer.write_json(folder / _CONFIG_FILE, stored)
     tensor_writer.write_folder(folder, planned, dtype, text, shard_size)
   return _count(params)
@@ -194,7 +195,7 @@ def export(
 
 def model_rules(model: Any) -> list[rules.Rule]:
   """The conversion table of a model section."""
-  return get_family(model.family).conversion_rules(model)
+  return get_family(model.family).converter().rules(model)
 
 
 def _open(
@@ -211,7 +212,9 @@ def _open(
   tensors = open_tensors(source, key)
   described = None
   if config is None and model is None:
-    described = family.described(kind, _folder(source) / _CONFIG_FILE)
+    described = family.converter().described(
+      kind, _folder(source) / _CONFIG_FILE
+    )
   if config is not None:
     name = "custom"
   elif described is not None:
@@ -250,11 +253,13 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
 
 def _released_run(model: Any, tensors: Tensors) -> Config:
   """The run that a released model stands for."""
-  return get_family(model.family).released_run(model, tensors)
+  return get_family(model.family).converter().released_run(model, tensors)
 
 
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
-  ignored = functools.partial(get_family(model.family).is_ignored, model)
+  ignored = functools.partial(
+    get_family(model.family).converter().is_ignored, model
+  )
   return {name: t for name, t in tensors.items() if not ignored(name)}
 
 

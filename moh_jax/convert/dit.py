@@ -19,6 +19,7 @@ from moh_jax.config import (
   SampleConfig,
 )
 from moh_jax.convert import rules
+from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import (
   mix_rules,
   projection_rules,
@@ -109,3 +110,6 @@ def _position_table(config: DiTConfig) -> Rule:
 
 def _constant(table: np.ndarray, _: list) -> list[np.ndarray]:
   return [table]
+
+
+CONVERTER = Converter(model_rules, released_run)

@@ -7,11 +7,13 @@ trained here have no public names; `model.layers.N.self_attn.router.*` is ours.
 """
 
 import functools
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
-from moh_jax.convert import rules
+from moh_jax.convert import hf_config, rules
+from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
 from moh_jax.convert.rules import Joined, Rule
 from moh_jax.ops.routing import HeadBudget
@@ -119,3 +121,18 @@ def _projection(
       )
     )
   return table
+
+
+def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
+  """The model of transformers' config.json."""
+  if not path.is_file():
+    return None
+  model = hf_config.read_config(path)
+  if kind == "moh-llama3" and model.router == "none":
+    return hf_config.moh_llama3(model)
+  return model
+
+
+CONVERTER = Converter(
+  model_rules, released_run, is_ignored, _described, hf_config.to_hf
+)

@@ -9,6 +9,7 @@ from typing import Any
 
 from moh_jax.config import Config, DataConfig, ViTConfig
 from moh_jax.convert import rules
+from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.rules import Rule
 from moh_jax.ops.routing import HeadBudget, RouterConfig
@@ -158,3 +159,6 @@ def _mlp(hidden: int) -> list[Rule]:
     rules.one("dwconv.dwconv.bias", "dwconv/bias"),
     *rules.linear("fc2", "out"),
   ]
+
+
+CONVERTER = Converter(model_rules, released_run)

@@ -39,14 +39,6 @@ class DiTFamily(ImageFamily):
 
     return DIT_MODELS
 
-  def released_run(
-    self, model: DiTConfig, tensors: Mapping[str, Any]
-  ) -> Config:
-    """The image size is that of the tensors' position table."""
-    from moh_jax.convert import dit
-
-    return dit.released_run(model, tensors)
-
   def example_run(self, model: DiTConfig, data: Any) -> Config:
     """Latent diffusion with averaged parameters, as released."""
     return Config(
@@ -74,25 +66,11 @@ class DiTFamily(ImageFamily):
 
     return restack(params, trained.model, wanted.model)
 
-  def make_task(self, config: Config, decode: Any = None) -> Any:
-    """Denoising."""
+  def tasks(self) -> Any:
+    """Denoising of examples; denoising losses on held-out ones."""
     from moh_jax.training import denoising
 
-    return denoising.make_task(config, decode)
-
-  def make_evaluate(
-    self,
-    model: Any,
-    config: Config,
-    *,
-    class_names: tuple[str, ...] = (),
-    tokenizer_sha256: str = "",
-  ) -> Any:
-    """Denoising losses on the held-out split."""
-    from moh_jax.training import denoising
-
-    del tokenizer_sha256
-    return denoising.make_evaluate(model, config, class_names)
+    return denoising
 
   def measure_inference(
     self, options: Any, run: Config, models: Mapping[str, Any]
@@ -103,11 +81,11 @@ class DiTFamily(ImageFamily):
     del models
     return [], {"sampler": sampling.measure(options, run)}
 
-  def conversion_rules(self, model: DiTConfig) -> list:
-    """Names of the public PyTorch releases."""
-    from moh_jax.convert import dit
+  def converter(self) -> Any:
+    """Tensor names of the public PyTorch releases."""
+    from moh_jax.convert.dit import CONVERTER
 
-    return dit.model_rules(model)
+    return CONVERTER
 
 
 def _check_space(config: Config) -> None:

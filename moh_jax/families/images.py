@@ -57,23 +57,8 @@ class ImageClassifierFamily(ImageFamily):
       )
     self.check_channels(config)
 
-  def make_task(self, config: Config, decode: Any = None) -> Any:
-    """Image classification."""
+  def tasks(self) -> Any:
+    """Image classification; accuracy on held-out images."""
     from moh_jax.training import classification
 
-    del decode
-    return classification.make_task(config)
-
-  def make_evaluate(
-    self,
-    model: Any,
-    config: Config,
-    *,
-    class_names: tuple[str, ...] = (),
-    tokenizer_sha256: str = "",
-  ) -> Any:
-    """Accuracy on the held-out split."""
-    from moh_jax.training import classification
-
-    del tokenizer_sha256
-    return classification.make_evaluate(model, config, class_names)
+    return classification

@@ -41,14 +41,6 @@ class LLMFamily(Family):
 
     return LLM_MODELS
 
-  def released_run(
-    self, model: LLMConfig, tensors: Mapping[str, Any]
-  ) -> Config:
-    """The config alone says it all."""
-    from moh_jax.convert import llama
-
-    return llama.released_run(model, tensors)
-
   def bench_run(self, model: LLMConfig, batch: int) -> Config:
     """Random tokens."""
     length = min(_BENCH_LENGTH, model.max_length)
@@ -98,26 +90,11 @@ class LLMFamily(Family):
 
     return compute_dtypes(params, config.model)
 
-  def make_task(self, config: Config, decode: Any = None) -> Any:
-    """Next-token prediction."""
+  def tasks(self) -> Any:
+    """Next-token prediction; bits per byte of held-out text."""
     from moh_jax.training import language_modeling
 
-    del decode
-    return language_modeling.make_task(config)
-
-  def make_evaluate(
-    self,
-    model: Any,
-    config: Config,
-    *,
-    class_names: tuple[str, ...] = (),
-    tokenizer_sha256: str = "",
-  ) -> Any:
-    """Bits per byte and perplexity of the held-out text."""
-    from moh_jax.training import language_modeling
-
-    del class_names
-    return language_modeling.make_evaluate(model, config, tokenizer_sha256)
+    return language_modeling
 
   def measure_inference(
     self, options: Any, run: Config, models: Mapping[str, Any]
@@ -127,36 +104,11 @@ class LLMFamily(Family):
 
     return writing.measure(run, models, options.rounds), {}
 
-  def conversion_rules(self, model: LLMConfig) -> list:
-    """Names of transformers' LlamaForCausalLM and its relatives."""
-    from moh_jax.convert import llama
+  def converter(self) -> Any:
+    """Tensor names of transformers' LlamaForCausalLM and its relatives."""
+    from moh_jax.convert.llama import CONVERTER
 
-    return llama.model_rules(model)
-
-  def is_ignored(self, model: LLMConfig, name: str) -> bool:
-    """Tensors that follow from the config or from others."""
-    from moh_jax.convert import llama
-
-    return llama.is_ignored(model, name)
-
-  def described(self, kind: str, config_file: Any) -> LLMConfig | None:
-    """The model of transformers' config.json."""
-    from moh_jax.convert import hf_config
-
-    if not config_file.is_file():
-      return None
-    model = hf_config.read_config(config_file)
-    if kind == "moh-llama3" and model.router == "none":
-      return hf_config.moh_llama3(model)
-    return model
-
-  def public_config(
-    self, model: LLMConfig, *, dtype: str, **ids: int | None
-  ) -> dict[str, Any]:
-    """The config.json that transformers reads."""
-    from moh_jax.convert import hf_config
-
-    return hf_config.to_hf(model, dtype=dtype, **ids)
+    return CONVERTER
 
 
 def _check_schedule(config: Config) -> None:

@@ -23,14 +23,6 @@ class ViTFamily(ImageClassifierFamily):
 
     return VIT_MODELS
 
-  def released_run(
-    self, model: ViTConfig, tensors: Mapping[str, Any]
-  ) -> Config:
-    """Evaluation as in the release; the classes are those of the tensors."""
-    from moh_jax.convert import vit
-
-    return vit.released_run(model, tensors)
-
   def make_model(self, config: Config) -> tuple:
     """Images [1, X, Y, channels] float32."""
     import jax
@@ -40,11 +32,11 @@ class ViTFamily(ImageClassifierFamily):
     shape = (1, *config.model.input_shape)
     return ViT(config.model), (jax.ShapeDtypeStruct(shape, "float32"),)
 
-  def conversion_rules(self, model: ViTConfig) -> list:
-    """Names of the public PyTorch releases."""
-    from moh_jax.convert import vit
+  def converter(self) -> Any:
+    """Tensor names of the public PyTorch releases."""
+    from moh_jax.convert.vit import CONVERTER
 
-    return vit.model_rules(model)
+    return CONVERTER
 
   def resized(self, config: Config, size: int) -> Config:
     """Position tables and the crop of evaluation follow the size."""

@@ -152,7 +152,7 @@ def _train_step(run: Config) -> dict[str, float]:
   """Time to compile the whole optimizer step, and the bytes of its state."""
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   optimizer = optim.make_optimizer(run.optim, run.train.steps)
-  task = get_family(run.model.family).make_task(run)
+  task = get_family(run.model.family).tasks().make_task(run)
   _, state = make_state(
     task.model,
     task.inputs,

@@ -31,7 +31,7 @@ def programs(run: Config) -> dict[str, Program]:
   Args:
     run: which model, on what batch.
   """
-  task = get_family(run.model.family).make_task(run)
+  task = get_family(run.model.family).tasks().make_task(run)
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   batch = jax.tree.map(jnp.asarray, next(task.batches(mesh)))
   arrays = (random_params(run), batch, jax.random.key(0), jnp.int32(0))

@@ -10,19 +10,22 @@ from moh_jax.config import Config
 from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import train_images
 from moh_jax.evaluation import accuracy
+from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
+from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import losses
 from moh_jax.training.step import LossFn, Metrics
 from moh_jax.training.task import Evaluate, Task, evaluate_held_out, stream
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, decode: Decode | None = None) -> Task:
   """Opens the data and builds the task.
 
   Raises:
     FileNotFoundError: data is missing.
     ValueError: the data does not fit the model.
   """
+  del decode  # previews are for models that make images
   train = make_source(config, "train")
   model, inputs = make_model(config)
   return Task(
@@ -30,7 +33,7 @@ def make_task(config: Config) -> Task:
     inputs=inputs,
     loss_fn=make_loss(model, config),
     batches=lambda mesh: stream(config, train_images(config, train), mesh),
-    evaluate=make_evaluate(model, config, train.class_names),
+    evaluate=make_evaluate(model, config, Metadata(config, train.class_names)),
     class_names=train.class_names,
     unit="images",
     units_per_step=config.data.batch_size,
@@ -38,16 +41,18 @@ def make_task(config: Config) -> Task:
 
 
 def make_evaluate(
-  model: nn.Module, config: Config, class_names: tuple[str, ...]
+  model: nn.Module, config: Config, trained: Metadata
 ) -> Evaluate:
   """Opens the held-out split and prepares its evaluation.
 
   Args:
     model: maps images to (logits, aux).
     config: the run.
-    class_names: of the model's outputs.
+    trained: its class names must be those of the held-out split.
   """
-  return evaluate_held_out(config, class_names, accuracy.make_eval_step(model))
+  return evaluate_held_out(
+    config, trained.class_names, accuracy.make_eval_step(model)
+  )
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:

@@ -18,6 +18,7 @@ from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
 from moh_jax.models.generation import Decode, image_grid, make_paint
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
+from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics
 from moh_jax.training.task import (
   Evaluate,
@@ -46,7 +47,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   train = make_source(config, "train")
   model, inputs = make_model(config)
   if has_split(config, "val"):
-    evaluate = make_evaluate(model, config, train.class_names)
+    evaluate = make_evaluate(model, config, Metadata(config, train.class_names))
   else:
     _LOG.warning("%s has no val/: nothing is evaluated", config.data.path)
     evaluate = _no_figures
@@ -65,20 +66,20 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
 
 def make_evaluate(
-  model: nn.Module, config: Config, class_names: tuple[str, ...]
+  model: nn.Module, config: Config, trained: Metadata
 ) -> Evaluate:
   """Opens the held-out split and prepares its evaluation.
 
   Args:
     model: maps (x, t, labels) to (output, aux).
     config: the run.
-    class_names: that the model was trained with.
+    trained: its class names must be those of the held-out split.
 
   Raises:
     FileNotFoundError: there is no held-out split.
   """
   eval_step = make_eval_step(model, config.diffusion)
-  return evaluate_held_out(config, class_names, eval_step)
+  return evaluate_held_out(config, trained.class_names, eval_step)
 
 
 def _no_figures(params: Any, mesh: Mesh) -> dict[str, float]:

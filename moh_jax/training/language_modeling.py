@@ -13,8 +13,10 @@ from moh_jax.data.text import sequences
 from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import sum_figures
 from moh_jax.evaluation.text_figures import bits_per_byte, perplexity
+from moh_jax.models.generation import Decode
 from moh_jax.models.llm import summed_nats
 from moh_jax.models.registry import make_model
+from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics
 from moh_jax.training.task import Evaluate, Task, held_out_batches, stream
 
@@ -22,13 +24,14 @@ from moh_jax.training.task import Evaluate, Task, held_out_batches, stream
 _COMPRESSORS = ("gzip", "xz")
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config, decode: Decode | None = None) -> Task:
   """Opens the data and builds the task.
 
   Raises:
     FileNotFoundError: data is missing.
     ValueError: the data does not fit the model.
   """
+  del decode  # previews are for models that make images
   data, vocab_size = config.data, config.model.vocab_size
   train = sequences.train_sequences(data, vocab_size, config.train.seed)
   model, inputs = make_model(config)
@@ -43,7 +46,7 @@ def make_task(config: Config) -> Task:
     inputs=inputs,
     loss_fn=make_loss(model, config),
     batches=lambda mesh: stream(config, train, mesh),
-    evaluate=make_evaluate(model, config),
+    evaluate=make_evaluate(model, config, Metadata(config)),
     class_names=(),
     unit="tokens",
     units_per_step=data.batch_size * data.sequence_length,
@@ -53,20 +56,20 @@ def make_task(config: Config) -> Task:
 
 
 def make_evaluate(
-  model: nn.Module, config: Config, tokenizer_sha256: str = ""
+  model: nn.Module, config: Config, trained: Metadata
 ) -> Evaluate:
   """Opens the held-out text and prepares its evaluation.
 
   Args:
     model: the network.
     config: the run.
-    tokenizer_sha256: of the tokenizer it was trained with; "" if unknown.
+    trained: its tokenizer must be that of the text, where known.
 
   Raises:
     FileNotFoundError: there is no held-out text.
     ValueError: it does not fit the model, or was made with another tokenizer.
   """
-  data = config.data
+  data, tokenizer_sha256 = config.data, trained.tokenizer_sha256
   tokenizer = sequences.open_tokenizer(data, config.model.vocab_size, "val")
   sha256 = tokenizer.sha256 if tokenizer else tokenizer_sha256
   if tokenizer_sha256 and sha256 != tokenizer_sha256:

@@ -79,7 +79,7 @@ def train(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
   )
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  task = get_family(config.model.family).make_task(config, decode)
+  task = get_family(config.model.family).tasks().make_task(config, decode)
   directory = prepare_workdir(workdir)
   if (directory / checkpoint.FOLDER).exists():
     _check_resumable(directory, _metadata(config, task))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import grain
@@ -20,11 +20,40 @@ from moh_jax.data.pipeline import (
 )
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation.means import EvalStep, mean_figures
+from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
+from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn
 
 Evaluate = Callable[[Any, Mesh], dict[str, float]]
 Preview = Callable[[Any, Mesh], np.ndarray]
+
+
+class TaskBuilder(Protocol):
+  """Builds what a family trains on and is scored by."""
+
+  def make_task(self, config: Config, decode: Decode | None = None) -> "Task":
+    """Opens the data and builds the training task.
+
+    Args:
+      config: of the run.
+      decode: latents to images, for previews of latent diffusion.
+
+    Raises:
+      FileNotFoundError: data is missing.
+      ValueError: the data does not fit the model.
+    """
+
+  def make_evaluate(
+    self, model: nn.Module, config: Config, trained: Metadata
+  ) -> Evaluate:
+    """Opens the held-out data alone and prepares its evaluation.
+
+    Args:
+      model: the network.
+      config: of the run, whose data may be other than that of the training.
+      trained: class names and tokenizer of the training, empty if unknown.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

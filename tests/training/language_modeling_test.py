@@ -17,6 +17,7 @@ from moh_jax.config import TuneConfig, apply_overrides
 from moh_jax.data.text import sequences
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
+from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import language_modeling, loop
 from moh_jax.training.language_modeling import make_loss, top_k_schedule
 from tests.data.text import tiny_text, tiny_words
@@ -238,7 +239,9 @@ class EvaluateTest(absltest.TestCase):
   @classmethod
   def _figures(cls, examples=0):
     config = apply_overrides(cls.config, "eval", examples=examples)
-    evaluate = language_modeling.make_evaluate(make_model(config)[0], config)
+    evaluate = language_modeling.make_evaluate(
+      make_model(config)[0], config, Metadata(config)
+    )
     params = jax.tree.map(jnp.zeros_like, tiny.random_params(config))
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     with sharding.use_mesh(mesh):

@@ -157,9 +157,10 @@ def random_params(config: Config, seed: int = 0) -> Any:
   )
 
 
-def make_task(config: Config) -> Any:
+def make_task(config: Config, decode: Any = None) -> Any:
   """The training task of the config's family."""
-  return config_lib.get_family(config.model.family).make_task(config)
+  family = config_lib.get_family(config.model.family)
+  return family.tasks().make_task(config, decode)
 
 
 def _changed(base: Config, sections: dict[str, dict[str, Any]]) -> Config:

@@ -79,7 +79,7 @@ class TuningTest(absltest.TestCase):
       restored = restore(
         str(self.root / "mha"), mesh=mesh, router="query_norm", **model
       )
-      evaluate = make_evaluate(restored.model, restored.config)
+      evaluate = make_evaluate(restored.model, restored.config, restored)
       turned_on = evaluate(restored.params, mesh)["loss"]
     result = loop.train(
       config, str(self.root / name), devices=jax.devices()[:1]

@@ -1,0 +1,32 @@
+"""What a family's converter consists of."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moh_jax.config import Config
+from moh_jax.convert.rules import Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+  """Functions that read and write the public checkpoints of a family.
+
+  Attributes:
+    rules: (model section) -> pairs of public tensors and our parameters.
+    released_run: (model section, public tensors by name) -> the run that a
+      released model stands for; the tensors may be an empty dict.
+    is_ignored: (model section, tensor name) -> whether a public tensor has no
+      meaning for the model.
+    described: (format, path of a config.json, which need not exist) -> the
+      model section that it describes, or None: the tensors' shapes must tell.
+    public_config: (model section, dtype, bos_id, eos_id) -> the config.json of
+      an exported folder; None where one file of tensors is exported.
+  """
+
+  rules: Callable[[Any], list[Rule]]
+  released_run: Callable[[Any, Mapping[str, Any]], Config]
+  is_ignored: Callable[[Any, str], bool] = lambda model, name: False
+  described: Callable[[str, pathlib.Path], Any] = lambda kind, path: None
+  public_config: Callable[..., dict[str, Any]] | None = None
