@@ -1,0 +1,154 @@
+"""A family of another package, through the commands that all families have."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest
+
+import moh_jax
+from moh_jax import config as config_lib
+from tests.cli import tiny_checkpoint
+from tests.families.patch_family import PatchConfig, PatchNet
+
+_CONFIG_FILE = """
+from moh_jax.config import Config, DataConfig, EvalConfig, LogConfig
+from moh_jax.config import CheckpointConfig, MeshConfig, OptimConfig
+from moh_jax.config import TrainConfig, to_config_dict
+from tests.families.patch_family import PatchConfig
+
+
+def get_config():
+  return to_config_dict(
+    Config(
+      model=PatchConfig(),
+      data=DataConfig(
+        source="digits", batch_size=64, mean=(0.3,), std=(0.37,), num_threads=1
+      ),
+      optim=OptimConfig(lr=1e-2),
+      train=TrainConfig(steps=20),
+      mesh=MeshConfig(data=1),
+      checkpoint=CheckpointConfig(every=10),
+      eval=EvalConfig(every=0, batch_size=120),
+      log=LogConfig(every=10, tensorboard=False, progress=False),
+    )
+  )
+"""
+
+
+class OwnFamilyTest(absltest.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    folder = pathlib.Path(cls.create_tempdir(cls).full_path)
+    cls.config, cls.workdir = folder / "patch.py", folder / "run"
+    cls.config.write_text(_CONFIG_FILE)
+    cls.half = cls._call(
+      *("train", f"--config={cls.config}", f"--workdir={cls.workdir}"),
+      "--config.train.steps=10",
+    )
+    cls.whole = cls._call(
+      *("train", f"--config={cls.config}", f"--workdir={cls.workdir}"),
+      *("--json", folder / "metrics.json"),
+    )
+    cls.metrics = json.loads((folder / "metrics.json").read_text())
+
+  @staticmethod
+  def _call(*argv):
+    status, out, err = tiny_checkpoint.call(*argv)
+    if status:
+      raise AssertionError(f"{argv}: {err}")
+    return out
+
+  def test_trains_and_resumes(self):
+    rows = [
+      json.loads(line)
+      for line in (self.workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+    losses = {r["step"]: r["loss"] for r in rows if r["split"] == "train"}
+    self.assertEqual(list(losses), [10, 20])
+    self.assertLess(losses[20], losses[10])
+    self.assertGreater(self.metrics["accuracy"], 0.5)
+    self.assertEqual(self.metrics["activated_share"], 0.75)
+
+  def test_is_evaluated_and_inspected(self):
+    out = self._call("evaluate", "--checkpoint", self.workdir)
+    self.assertIn(f"accuracy: {self.metrics['accuracy']:.4f}", out)
+    out = self._call("inspect", "--checkpoint", self.workdir)
+    self.assertIn("activated share: 0.75", out)
+
+  def test_is_served_with_fewer_heads(self):
+    restored = moh_jax.restore(str(self.workdir), top_k=(1, 1))
+    self.assertIsInstance(restored.model, PatchNet)
+    images = jnp.zeros((2, 8, 8, 1))
+    logits, aux = restored.model.apply({"params": restored.params}, images)
+    self.assertEqual(logits.shape, (2, 10))
+    np.testing.assert_allclose(aux.activated_share, 0.5)
+
+  def test_classifies_files(self):
+    digit = pathlib.Path(__file__).parents[2] / "docs" / "digits" / "3.png"
+    out = self._call("classify", "--checkpoint", self.workdir, digit)
+    self.assertIn("3.png: ", out)
+
+  def test_is_benchmarked(self):
+    out = self._call(
+      *("bench", "model", "--checkpoint", self.workdir),
+      *("--batch", 2, "--rounds", 1, "--json", "-"),
+    )
+    rows = json.loads(out)["rows"]
+    self.assertEqual(
+      {(row["mode"], row["implementation"]) for row in rows},
+      {
+        ("forward", "auto"),
+        ("forward", "mha"),
+        ("forward", "router"),
+        ("forward_backward", "auto"),
+        ("forward_backward", "mha"),
+      },
+    )
+
+  def test_commands_of_other_families_say_so(self):
+    status, _, err = tiny_checkpoint.call(
+      *("sample", "--checkpoint", self.workdir, "--out", "grid.png")
+    )
+    self.assertEqual(status, 2)
+    self.assertRegex(err, r"family 'patch'; `sample` needs one of \['dit'\]")
+
+  def test_export_says_that_there_is_no_public_form(self):
+    status, _, err = tiny_checkpoint.call(
+      *("export", "--checkpoint", self.workdir, "--out", "x.safetensors")
+    )
+    self.assertEqual(status, 2)
+    self.assertIn("family='patch' has no public tensor names", err)
+
+
+class RegisterTest(absltest.TestCase):
+  def test_a_name_is_taken_once(self):
+    class Other(moh_jax.Family):
+      name, model = "patch", PatchConfig
+
+    with self.assertRaisesRegex(ValueError, "name='patch' is taken"):
+      moh_jax.register_family(Other())
+
+  def test_built_in_names_are_taken(self):
+    class Other(moh_jax.Family):
+      name, model = "vit", PatchConfig
+
+    with self.assertRaisesRegex(ValueError, "name='vit' is taken"):
+      moh_jax.register_family(Other())
+
+  def test_name_and_model_are_required(self):
+    class Nameless(moh_jax.Family):
+      model = PatchConfig
+
+    with self.assertRaisesRegex(ValueError, "Nameless.name must be set"):
+      moh_jax.register_family(Nameless())
+
+  def test_unknown_names_list_the_known(self):
+    with self.assertRaisesRegex(ValueError, "'vit', 'dit', 'llm', 'patch'"):
+      config_lib.get_family("resnet")
+
+
+if __name__ == "__main__":
+  absltest.main()

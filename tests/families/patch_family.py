@@ -1,0 +1,109 @@
+"""A family of its own, as another package would define it.
+
+Images are cut into patches; every layer attends with routed heads.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+
+import moh_jax
+from moh_jax.config import LayerStack
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchConfig(LayerStack):
+  """The section `model`; the tuples have one value per layer.
+
+  Attributes:
+    family: "patch".
+    image_size: rows and columns of the input, pixels.
+    channels: of the input.
+    num_classes: outputs.
+    patch: rows and columns of a token, pixels.
+    width: C.
+    num_heads: heads.
+    head_dim: width of a head.
+    shared_heads: heads that are always on.
+    top_k: routed heads per token.
+    router: the kind and form of the router.
+    attention_impl: implementation of the attention.
+    dtype: compute dtype.
+    remat: unused; nothing is computed again.
+  """
+
+  family: str = "patch"
+  image_size: tuple[int, int] = (8, 8)
+  channels: int = 1
+  num_classes: int = 10
+  patch: int = 2
+  width: int = 32
+  num_heads: tuple[int, ...] = (4, 4)
+  head_dim: int = 8
+  shared_heads: tuple[int, ...] = (1, 1)
+  top_k: tuple[int, ...] = (2, 2)
+  router: moh_jax.RouterConfig = moh_jax.RouterConfig()
+  attention_impl: str = "auto"
+  dtype: str = "float32"
+  remat: str = "none"
+
+  RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
+
+  def __post_init__(self):
+    if any(side % self.patch for side in self.image_size):
+      raise ValueError(
+        f"model.image_size={self.image_size} must be multiples of model.patch="
+        f"{self.patch}"
+      )
+    self.check_layers()
+
+  @property
+  def input_shape(self) -> tuple[int, int, int]:
+    """Rows, columns and channels of an image."""
+    return (*self.image_size, self.channels)
+
+  @property
+  def num_tokens(self) -> int:
+    """N."""
+    rows, columns = self.image_size
+    return rows * columns // self.patch**2
+
+
+class PatchNet(nn.Module):
+  """Images [B, X, Y, channels] to logits [B, num_classes] and side values."""
+
+  config: PatchConfig
+
+  @nn.compact
+  def __call__(self, images, *, train=False):
+    del train
+    cfg = self.config
+    size = (cfg.patch, cfg.patch)
+    x = nn.Conv(cfg.width, size, strides=size, name="patches")(images)
+    x = x.reshape(x.shape[0], -1, cfg.width)
+    shape = (1, cfg.num_tokens, cfg.width)
+    x = x + self.param("position", nn.initializers.normal(0.02), shape)
+    aux = {}
+    for layer, budget in enumerate(cfg.budgets()):
+      attention = moh_jax.MoHAttention(
+        budget, cfg.router, implementation=cfg.attention_impl
+      )
+      y, aux[f"layer{layer}"] = attention(nn.LayerNorm()(x))
+      x = x + y
+    logits = nn.Dense(cfg.num_classes, name="head")(x.mean(1))
+    return logits, moh_jax.collect_aux(aux)
+
+
+class PatchFamily(moh_jax.ImageClassifierFamily):
+  """The record: all else comes from families of image classifiers."""
+
+  name = "patch"
+  model = PatchConfig
+
+  def make_model(self, config):
+    shape = (1, *config.model.input_shape)
+    return PatchNet(config.model), (jax.ShapeDtypeStruct(shape, "float32"),)
+
+
+moh_jax.register_family(PatchFamily())

@@ -1,0 +1,81 @@
+"""The names that users import, and what importing them costs."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import jax
+from absl.testing import absltest
+
+import moh_jax
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_PROMISED = (
+  *("MoHAttention", "HeadRouter", "HeadMix", "HeadBudget", "RouterConfig"),
+  *("attention", "collect_aux", "ViT", "DiT", "LLM", "get_model", "restore"),
+  *("Generator", "load_config", "train", "register_family", "Family"),
+)
+_HEAVY = ("jax", "flax", "numpy", "orbax", "grain", "optax", "ml_collections")
+
+
+class PublicApiTest(absltest.TestCase):
+  def test_every_promised_name_is_listed_and_there(self):
+    self.assertContainsSubset(_PROMISED, moh_jax.__all__)
+    for name in moh_jax.__all__:
+      self.assertIsNotNone(getattr(moh_jax, name), name)
+
+  def test_all_is_all(self):
+    tree = ast.parse((_ROOT / "moh_jax" / "__init__.py").read_text())
+    imported = {
+      alias.asname or alias.name
+      for node in ast.walk(tree)
+      if isinstance(node, ast.ImportFrom)
+      for alias in node.names
+    }
+    public = {name for name in imported if not name.startswith("_")}
+    self.assertEqual(public | {"__version__"}, set(moh_jax.__all__))
+
+  def test_import_loads_nothing_heavy(self):
+    code = (
+      "import sys, moh_jax; "
+      "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+      [sys.executable, "-c", code],
+      check=True,
+      capture_output=True,
+      text=True,
+      cwd=_ROOT,
+    )
+    self.assertNoCommonElements(done.stdout.split(), _HEAVY)
+
+  def test_is_typed(self):
+    self.assertTrue((_ROOT / "moh_jax" / "py.typed").is_file())
+
+  def test_get_model_gives_network_and_config(self):
+    network, config = moh_jax.get_model("moh-dit-s2-90")
+    self.assertIsInstance(network, moh_jax.DiT)
+    self.assertEqual(network.config, config)
+    self.assertEqual((config.width, config.depth), (384, 12))
+    with self.assertRaisesRegex(ValueError, "'moh-dit-s3' must be one of"):
+      moh_jax.get_model("moh-dit-s3")
+
+  def test_load_config_reads_a_config_file(self):
+    config = moh_jax.load_config(
+      str(_ROOT / "configs" / "vit_digits.py"), ["optim.lr=0.5"]
+    )
+    self.assertEqual(config.optim.lr, 0.5)
+    self.assertEqual(config.model.family, "vit")
+
+  def test_network_maps_tokens_to_logits(self):
+    network, config = moh_jax.get_model("llm-s")
+    tokens = jax.ShapeDtypeStruct((2, 5), "int32")
+    out = jax.eval_shape(
+      lambda x: network.init_with_output(jax.random.key(0), x)[0][0], tokens
+    )
+    self.assertEqual(out.shape, (2, 5, config.vocab_size))
+
+
+if __name__ == "__main__":
+  absltest.main()
