@@ -5,7 +5,7 @@ The package imports without JAX; modules are imported where they are used:
   from moh_jax.inference.restore import restore
   from moh_jax.models.vit import ViT
   from moh_jax.layers.moh import HeadMix, HeadRouter, MoHAttention
-  from moh_jax.ops.routing import HeadBudget, two_stage_gates
+  from moh_jax.config import HeadBudget, RouterConfig
 """
 
 from moh_jax._version import __version__

@@ -17,7 +17,7 @@ import ml_collections
 from moh_jax import config as config_lib
 from moh_jax.cli.processes import join_processes
 from moh_jax.config import Config, MeshConfig
-from moh_jax.ops.routing import GATE_FORMS
+from moh_jax.config.heads import GATE_FORMS
 
 _TOP_K_HELP = (
   "routed heads per token in each stage (DiT: layer), instead of the trained "

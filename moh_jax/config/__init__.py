@@ -4,6 +4,7 @@ from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.families import FAMILIES
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.layers import LayerRun, LayerStack
 from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
 from moh_jax.config.model import ImageModel, without_router
@@ -16,6 +17,7 @@ from moh_jax.config.parse import (
   to_config_dict,
   to_json,
 )
+from moh_jax.config.rotary import RotaryConfig
 from moh_jax.config.sections import (
   CheckpointConfig,
   DataConfig,
@@ -37,6 +39,7 @@ __all__ = [
   "DiTConfig",
   "DiffusionConfig",
   "EvalConfig",
+  "HeadBudget",
   "ImageModel",
   "LLMConfig",
   "LayerRun",
@@ -44,6 +47,8 @@ __all__ = [
   "LogConfig",
   "MeshConfig",
   "OptimConfig",
+  "RotaryConfig",
+  "RouterConfig",
   "SampleConfig",
   "StageShape",
   "TextDataConfig",

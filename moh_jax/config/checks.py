@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from moh_jax.ops.attention_forms import IMPLEMENTATIONS
-
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "full", "dots")
+IMPLEMENTATIONS = ("auto", "dense", "packed", "kernel", "cudnn")
 
 
 def at_least(section: str, low: float, **fields: float) -> None:

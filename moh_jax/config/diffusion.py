@@ -3,13 +3,13 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, in_range, one_of
-from moh_jax.diffusion.guidance import GUIDED_CHANNELS
-from moh_jax.diffusion.objective import LOSS_WEIGHTS
-from moh_jax.diffusion.prediction import PREDICTIONS
-from moh_jax.diffusion.process import SCHEDULES
-from moh_jax.diffusion.samplers import METHODS
 
 SPACES = ("latent", "pixel")
+SCHEDULES = ("linear", "cosine")
+PREDICTIONS = ("epsilon", "x0", "v")
+LOSS_WEIGHTS = ("uniform", "min_snr")
+METHODS = ("ddpm", "ddim", "dpm")
+GUIDED_CHANNELS = ("three", "all")
 
 
 @dataclasses.dataclass(frozen=True)

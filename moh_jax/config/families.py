@@ -8,9 +8,9 @@ from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.llm import LLMConfig
 from moh_jax.config.sections import DataConfig
+from moh_jax.config.spacing import spaced_timesteps
 from moh_jax.config.text import TextDataConfig, TuneConfig
 from moh_jax.config.vit import ViTConfig
-from moh_jax.diffusion.process import spaced_timesteps
 
 # Fields of the shared sections that only classifiers read.
 _CLASSIFIER_FIELDS = ("label_smoothing", "mixup", "cutmix")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,9 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
+from moh_jax.config.heads import ESTIMATORS, RouterConfig
 from moh_jax.config.layers import LayerStack
-from moh_jax.ops.position import ROPE_SCALINGS, RotaryConfig
-from moh_jax.ops.routing import ESTIMATORS, RouterConfig
+from moh_jax.config.rotary import ROPE_SCALINGS, RotaryConfig
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 

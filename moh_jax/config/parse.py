@@ -5,9 +5,7 @@ import json
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
-
-import ml_collections
+from typing import TYPE_CHECKING, Any
 
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
@@ -24,6 +22,9 @@ from moh_jax.config.sections import (
 )
 from moh_jax.config.text import TextDataConfig, TuneConfig
 from moh_jax.config.vit import ViTConfig
+
+if TYPE_CHECKING:
+  import ml_collections
 
 _SECTIONS = {
   "optim": OptimConfig,
@@ -84,8 +85,11 @@ class Config:
       )
 
 
-def to_config_dict(config: Config) -> ml_collections.ConfigDict:
+def to_config_dict(config: Config) -> "ml_collections.ConfigDict":
   """The run as a locked ConfigDict whose every leaf can be overridden."""
+  # Models and kernels import this module where ml_collections may be missing.
+  import ml_collections
+
   return ml_collections.ConfigDict(_to_dict(config)).lock()
 
 
@@ -96,7 +100,7 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
     ValueError: an unknown or missing key, a wrong type or a value out of range;
       the message names the field, its value and what is allowed.
   """
-  cfg = cfg.to_dict() if isinstance(cfg, ml_collections.ConfigDict) else cfg
+  cfg = cfg if isinstance(cfg, Mapping) else cfg.to_dict()
   if "model" not in cfg:
     raise ValueError("the config has no section 'model'")
   for name, section in cfg.items():

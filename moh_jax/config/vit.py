@@ -3,8 +3,8 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.layers import LayerGroup
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from moh_jax.config import (
   DiTConfig,
   SampleConfig,
 )
+from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.layers import (
   mix_rules,
@@ -27,7 +28,6 @@ from moh_jax.convert.layers import (
 )
 from moh_jax.convert.rules import Rule
 from moh_jax.ops.position import sincos_2d
-from moh_jax.ops.routing import HeadBudget
 
 # Their position table is rounded through other libraries than ours.
 _POSITION_ATOL = 1e-5

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import LLMConfig, without_router
-from moh_jax.ops.position import ROPE_SCALINGS
+from moh_jax.config.rotary import ROPE_SCALINGS
 
 FILE = "config.json"
 # Architectures whose biases of the attention differ; the rest is one network.

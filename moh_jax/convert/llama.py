@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
 from moh_jax.convert.rules import Joined, Rule
-from moh_jax.ops.routing import HeadBudget
 
 _ROUTER_NAMES = {
   name: f"router.{name}" for name in ("routed", "group", "shared")

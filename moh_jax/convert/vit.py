@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.rules import Rule
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 # Released classifiers: ImageNet, centre crop of a 256-pixel resize.
 _DATA = DataConfig(

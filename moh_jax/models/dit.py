@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.mlp import MLP
 from moh_jax.layers.moh import ModelAux, MoHAttention, collect_aux, xavier_init
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import scan_blocks
 from moh_jax.ops.position import sincos_2d, sinusoidal
-from moh_jax.ops.routing import HeadBudget, RouterAux
+from moh_jax.ops.routing import RouterAux
 
 _FREQUENCIES = 256  # features of a timestep
 _EMBED_INIT = nn.initializers.normal(0.02)

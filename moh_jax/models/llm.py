@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import LLMConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.linear import product
 from moh_jax.layers.mlp import SwiGLU
 from moh_jax.layers.moh import (
@@ -22,7 +23,7 @@ from moh_jax.layers.stack import scan_blocks
 from moh_jax.ops.cache import make_cache
 from moh_jax.ops.cross_entropy import summed_cross_entropy
 from moh_jax.ops.position import rotation
-from moh_jax.ops.routing import HeadBudget, RouterAux
+from moh_jax.ops.routing import RouterAux
 
 
 class TokenTable(nn.Module):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import StageShape, ViTConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.embed import OverlapPatchEmbed
 from moh_jax.layers.mlp import ConvGLU
@@ -13,7 +14,7 @@ from moh_jax.layers.moh import LINEAR_INIT, ModelAux, collect_aux
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import DropPath, scan_blocks
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
-from moh_jax.ops.routing import HeadBudget, RouterAux
+from moh_jax.ops.routing import RouterAux
 
 _NORM_EPS = 1e-6
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import ViTConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.parity.attention import attention_results, named_grads
 from moh_jax.parity.case import Arrays, Case
 from moh_jax.runtime.params import abstract_params, unbox

@@ -26,10 +26,10 @@ from moh_jax.config import (
   TuneConfig,
   without_router,
 )
+from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.data.text.packing import FakeSequences
 from moh_jax.models.generation import make_draw
 from moh_jax.models.registry import get_model
-from moh_jax.ops.attention_forms import IMPLEMENTATIONS
 from moh_jax.runtime import sharding
 from moh_jax.speed import compare, model_programs, timing, writing
 from moh_jax.speed.compare import Setting, Variant

@@ -3,7 +3,7 @@ import dataclasses
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiTConfig, LayerRun, without_router
-from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 
 _TINY = DiTConfig(
   input_size=(4, 6),

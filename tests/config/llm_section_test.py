@@ -5,8 +5,8 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.config import LLMConfig, without_router
-from moh_jax.ops.position import RotaryConfig
-from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.rotary import RotaryConfig
 from tests.training import tiny
 
 _TINY = tiny.LLM

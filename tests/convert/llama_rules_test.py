@@ -12,10 +12,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import without_router
+from moh_jax.config.rotary import RotaryConfig
 from moh_jax.convert import rules
 from moh_jax.convert.llama import is_ignored, model_rules
 from moh_jax.models.registry import MODELS
-from moh_jax.ops.position import RotaryConfig, rotate, rotation
+from moh_jax.ops.position import rotate, rotation
 from tests.convert import tiny_llm
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"

@@ -11,9 +11,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import ViTConfig, without_router
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules, vit
 from moh_jax.models.vit import ViT
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.runtime.params import abstract_params, unbox
 
 _MOH = ViTConfig(

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.rotary import ROPE_SCALINGS, RotaryConfig
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.position import (
-  ROPE_SCALINGS,
-  RotaryConfig,
   pooling_bins,
   relative_coordinates,
   rotate,
