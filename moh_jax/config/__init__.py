@@ -1,6 +1,7 @@
 """One frozen dataclass per config section; every range check lives here."""
 
 from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.classifier import ClassifierConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.families import FAMILIES
@@ -9,15 +10,17 @@ from moh_jax.config.layers import LayerRun, LayerStack
 from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
 from moh_jax.config.model import ImageModel, without_router
 from moh_jax.config.parse import (
-  Config,
   apply_overrides,
   differing_fields,
   from_config_dict,
   from_json,
+  make_section,
   to_config_dict,
   to_json,
+  unknown_key,
 )
 from moh_jax.config.rotary import RotaryConfig
+from moh_jax.config.run import Config
 from moh_jax.config.sections import (
   CheckpointConfig,
   DataConfig,
@@ -34,6 +37,7 @@ __all__ = [
   "CACHE_DTYPES",
   "FAMILIES",
   "CheckpointConfig",
+  "ClassifierConfig",
   "Config",
   "DataConfig",
   "DiTConfig",
@@ -60,7 +64,9 @@ __all__ = [
   "differing_fields",
   "from_config_dict",
   "from_json",
+  "make_section",
   "to_config_dict",
   "to_json",
+  "unknown_key",
   "without_router",
 ]

@@ -32,6 +32,13 @@ def one_of(section: str, allowed: Iterable[Any], **fields: Any) -> None:
       raise ValueError(f"{section}.{name}={value!r} must be one of {allowed}")
 
 
+def is_section(section: str, cls: type, **fields: Any) -> None:
+  """Raises ValueError unless every field is a nested section of this class."""
+  for name, value in fields.items():
+    if not isinstance(value, cls):
+      raise ValueError(f"{section}.{name}={value!r} must be a {cls.__name__}")
+
+
 def check_runtime(model: Any) -> None:
   """Checks how a model section says to compute: what all families share."""
   one_of("model", DTYPES, dtype=model.dtype)

@@ -82,6 +82,17 @@ class SampleConfig:
   cfg_channels: str = "three"
   cfg_interval: tuple[int, int] = (0, 100_000)
 
+  # A run may be continued with other values of these: they train nothing.
+  RUNTIME_FIELDS = (
+    "every",
+    "num",
+    "method",
+    "steps",
+    "cfg_scale",
+    "cfg_channels",
+    "cfg_interval",
+  )
+
   def __post_init__(self):
     at_least("sample", 0, every=self.every)
     at_least("sample", 1, num=self.num)

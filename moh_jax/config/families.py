@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from moh_jax.config.classifier import ClassifierConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.llm import LLMConfig
@@ -11,9 +12,6 @@ from moh_jax.config.sections import DataConfig
 from moh_jax.config.spacing import spaced_timesteps
 from moh_jax.config.text import TextDataConfig, TuneConfig
 from moh_jax.config.vit import ViTConfig
-
-# Fields of the shared sections that only classifiers read.
-_CLASSIFIER_FIELDS = ("label_smoothing", "mixup", "cutmix")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +47,7 @@ def _check_channels(config: Any) -> None:
     )
 
 
-def _check_no_classifier(config: Any) -> None:
-  for name in _CLASSIFIER_FIELDS:
-    if value := getattr(config.train, name):
-      raise ValueError(
-        f"train.{name}={value} must be 0 for model.family="
-        f"{config.model.family!r}"
-      )
-
-
 def _check_dit(config: Any) -> None:
-  _check_no_classifier(config)
   _check_space(config)
   _check_sampling(config)
   if config.diffusion.space != "latent":  # latents are normalized already
@@ -109,7 +97,6 @@ def _check_sampling(config: Any) -> None:
 
 
 def _check_llm(config: Any) -> None:
-  _check_no_classifier(config)
   model, data, tune = config.model, config.data, config.tune
   if data.sequence_length > model.max_length:
     raise ValueError(
@@ -118,7 +105,7 @@ def _check_llm(config: Any) -> None:
     )
   if not tune.top_k_values:
     return
-  routing = [k for k in model.top_k if k] if model.router != "none" else []
+  routing = [k for k in model.top_k if k] if model.router.kind != "none" else []
   if not routing or set(routing) != {tune.top_k_values[-1]}:
     raise ValueError(
       f"tune.top_k_values={tune.top_k_values} must end with the model.top_k of "
@@ -138,7 +125,9 @@ def _check_llm(config: Any) -> None:
 
 
 FAMILIES = {
-  "vit": Family(ViTConfig, DataConfig, _check_vit),
+  "vit": Family(
+    ViTConfig, DataConfig, _check_vit, {"classifier": ClassifierConfig}
+  ),
   "dit": Family(
     DiTConfig,
     DataConfig,
@@ -147,4 +136,3 @@ FAMILIES = {
   ),
   "llm": Family(LLMConfig, TextDataConfig, _check_llm, {"tune": TuneConfig}),
 }
-OPTIONAL_SECTIONS = sorted({n for f in FAMILIES.values() for n in f.sections})

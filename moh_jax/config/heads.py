@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from moh_jax.config.checks import one_of
+
 ROUTER_KINDS = ("two_stage", "query_norm", "none")
 GATE_FORMS = ("released", "paper")
 ESTIMATORS = ("selected", "all")
@@ -9,13 +11,18 @@ ESTIMATORS = ("selected", "all")
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-  """Which router a model has; the head counts are in `HeadBudget`.
+  """Which router chooses a token's heads; `HeadBudget` says how many.
 
   Attributes:
-    kind: "two_stage", "query_norm", or "none" for plain multi-head attention.
-    gate_form: "released" or "paper", see `moh_jax.ops.routing`.
-    two_stage: learn the weights (a1, a2) of the shared and the routed group;
-      False fixes both to 1/2 (the paper's ablation, Table 5).
+    kind: "two_stage", a learned router; "query_norm", one without parameters
+      that takes the heads with the largest queries and gates of 0 or 1; or
+      "none", all heads for every token (multi-head attention).
+    gate_form: weights of the heads as in the "released" checkpoints or as in
+      the "paper", see `moh_jax.ops.routing`. "query_norm" uses it for the
+      balance loss alone.
+    two_stage: whether "two_stage" learns the weights (a1, a2) of the shared and
+      of the routed heads; False fixes both to 1/2 (the paper's ablation, Table
+      5).
     straight_through: which routed heads' scores get a gradient from the hard
       gates of "query_norm": the "selected" ones, since the score of another is
       the constant 0 in eq. 5, or "all", which needs every head's output.
@@ -27,17 +34,9 @@ class RouterConfig:
   straight_through: str = "selected"
 
   def __post_init__(self):
-    if self.kind not in ROUTER_KINDS:
-      raise ValueError(f"router={self.kind!r} must be one of {ROUTER_KINDS}")
-    if self.gate_form not in GATE_FORMS:
-      raise ValueError(
-        f"gate_form={self.gate_form!r} must be one of {GATE_FORMS}"
-      )
-    if self.straight_through not in ESTIMATORS:
-      raise ValueError(
-        f"straight_through={self.straight_through!r} must be one of "
-        f"{ESTIMATORS}"
-      )
+    one_of("router", ROUTER_KINDS, kind=self.kind)
+    one_of("router", GATE_FORMS, gate_form=self.gate_form)
+    one_of("router", ESTIMATORS, straight_through=self.straight_through)
 
   @property
   def needs_all_heads(self) -> bool:

@@ -262,7 +262,7 @@ def _described(kind: str, source: str) -> LLMConfig | None:
   if kind not in _SELF_DESCRIBED or not path.is_file():
     return None
   model = hf_config.read_config(path)
-  if kind == "moh-llama3" and model.router == "none":
+  if kind == "moh-llama3" and model.router.kind == "none":
     return hf_config.moh_llama3(model)
   return model
 

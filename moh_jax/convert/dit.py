@@ -82,7 +82,7 @@ def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
   attention = [
     *projection_rules("qkv", "qkv", 3, heads, dim, bias=True),
     *mix_rules("proj", "out", heads, dim),
-    *router_rules(budget, config.router_config),
+    *router_rules(budget, config.router),
   ]
   return [
     *rules.prefixed(attention, "attn.", ("attn",)),

@@ -65,7 +65,7 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
       *project(("k_proj", "v_proj"), "kv", kv_heads),
     ]
   attention += mix_rules("o_proj", "out", heads, dim, config.out_bias)
-  attention += router_rules(budget, config.router_config, _ROUTER_NAMES)
+  attention += router_rules(budget, config.router, _ROUTER_NAMES)
   table = [
     *rules.prefixed(attention, "self_attn.", ("attn",)),
     rules.one("input_layernorm.weight", "attn_norm/scale"),

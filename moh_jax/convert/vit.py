@@ -100,7 +100,7 @@ def model_rules(config: ViTConfig) -> list[Rule]:
       *rules.prefixed(
         attention_rules(
           budget,
-          config.router_config,
+          config.router,
           pooled=config.sr_ratios[index] > 1,
           qkv_bias=config.qkv_bias,
         ),

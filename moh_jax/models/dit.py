@@ -107,7 +107,7 @@ class Block(nn.Module):
     shift, scale, gate = parts[:3]
     out, aux = MoHAttention(
       budget=self.budget,
-      router=cfg.router_config,
+      router=cfg.router,
       kernel_init=xavier_init,
       implementation=cfg.attention_impl,
       dtype=dtype,
@@ -178,7 +178,7 @@ class DiT(nn.Module):
         Block, run.depth, in_axes=(nn.broadcast,), remat=cfg.remat
       )
       x, layers[name] = stack(cfg, run.budget, name=name)(x, c)
-      top_k[name] = 0 if cfg.router == "none" else run.budget.top_k
+      top_k[name] = 0 if cfg.router.kind == "none" else run.budget.top_k
 
     shift, scale = Modulation(2, name="final_modulation")(c)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))

@@ -101,7 +101,7 @@ class Block(nn.Module):
     dtype = jnp.dtype(cfg.dtype)
     attention = MoHAttention(
       budget=self.budget,
-      router=cfg.router_config,
+      router=cfg.router,
       num_kv_heads=cfg.num_kv_heads,
       causal=True,
       use_bias=cfg.qkv_bias,
@@ -186,7 +186,7 @@ class LLM(nn.Module):
       )
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    angles = rotation(positions, cfg.rotary, token_mask)
+    angles = rotation(positions, cfg.rope, cfg.head_dim, token_mask)
     places = Places(angles, segments, slot, visible)
 
     table = TokenTable(cfg, name="embed")()
@@ -202,7 +202,7 @@ class LLM(nn.Module):
       first += run.depth
       inputs = (choice, places, token_mask)
       x, layers[name] = self._stack(name, run.budget, run.depth, x, inputs)
-      routed[name] = 0 if cfg.router == "none" else run.budget.top_k
+      routed[name] = 0 if cfg.router.kind == "none" else run.budget.top_k
     aux = collect_aux(layers, routed)
     x = rms_norm(cfg, "norm")(x)
     if not with_logits:
@@ -294,7 +294,7 @@ def _choices(
 ) -> HeadChoice:
   """Every layer's departure from its budget, with a leading layer axis."""
   order = None
-  if config.head_order and config.router != "none":
+  if config.head_order and config.router.kind != "none":
     order = jnp.asarray(config.head_order, jnp.int32)
   return HeadChoice(top_k, order, head_scale)
 

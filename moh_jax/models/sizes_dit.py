@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config import DiTConfig, without_router
+from moh_jax.config import DiTConfig, RouterConfig, without_router
 
 # (layers, width, heads) of the baselines: arXiv:2212.09748.
 _SIZES = {
@@ -46,7 +46,7 @@ def _moh(name: str) -> DiTConfig:
   size, patch = name.partition("-")[0][:-1], int(name.partition("-")[0][-1])
   return dataclasses.replace(
     _baseline(size, patch),
-    router="two_stage",
+    router=RouterConfig(),
     num_heads=heads,
     shared_heads=shared,
     top_k=top_k,

@@ -145,6 +145,7 @@ class Rotation:
 def rotation(
   positions: jax.Array,
   config: RotaryConfig,
+  dim: int,
   token_mask: jax.Array | None = None,
 ) -> Rotation:
   """Angles of tokens at some positions.
@@ -154,12 +155,13 @@ def rotation(
     config: the rotary embedding. The base of "dynamic" follows the largest
       position of the row, so keys of a cache keep the base they were written
       with.
+    dim: D, width of a head, even.
     token_mask: [B, N] bool, False for padding, whose positions count nothing.
 
   Returns:
     Their sines and cosines.
   """
-  exponents = np.arange(0, config.dim, 2, dtype=np.float32) / config.dim
+  exponents = np.arange(0, dim, 2, dtype=np.float32) / dim
   angle_at = positions[..., None].astype(jnp.float32)
   if config.scaling == "dynamic":
     real = positions if token_mask is None else positions * token_mask
@@ -167,7 +169,7 @@ def rotation(
     longest = jnp.maximum(longest, config.original_length)
     stretch = config.factor * longest / config.original_length
     stretch = stretch - (config.factor - 1)
-    theta = config.theta * stretch ** (config.dim / max(config.dim - 2, 1))
+    theta = config.theta * stretch ** (dim / max(dim - 2, 1))
     angles = angle_at / theta**exponents
   else:
     frequencies = 1.0 / np.float32(config.theta) ** exponents

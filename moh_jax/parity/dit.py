@@ -147,5 +147,5 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> DiTConfig:
     mlp_ratio=hyper["mlp_ratio"],
     label_dropout=hyper["class_dropout_prob"],
     learn_sigma=hyper["learn_sigma"],
-    router="two_stage" if moh else "none",
+    router=RouterConfig("two_stage" if moh else "none"),
   )

@@ -143,7 +143,7 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
     window=windows.pop() if windows else 3,
     fixed_pool_size=hyper.get("fixed_pool_size") or 0,
     pretrain_image_size=hyper.get("pretrain_size") or 0,
-    router="two_stage" if moh else "none",
+    router=RouterConfig("two_stage" if moh else "none"),
     qkv_bias=hyper.get("qkv_bias", False),
   )
 

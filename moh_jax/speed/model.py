@@ -139,7 +139,7 @@ def measure(options: ModelOptions) -> dict[str, Any]:
 
 def activated_share(model: Any) -> float:
   """Heads at work over heads present, all layers together."""
-  if model.router == "none":
+  if model.router.kind == "none":
     return 1.0
   groups = model.layer_groups()
   active = sum(g.depth * g.budget.active for g in groups)
@@ -172,7 +172,7 @@ def _rows(options: ModelOptions, run: Config, length: int | None) -> list[Row]:
       Variant(name, shares[name], program[mode], name == "mha")
       for name, program in programs.items()
     ]
-    if mode == "forward" and run.model.router == "two_stage":
+    if mode == "forward" and run.model.router.kind == "two_stage":
       routers = model_programs.routers(run)
       variants.append(Variant("router", activated_share(run.model), routers))
     setting = Setting(

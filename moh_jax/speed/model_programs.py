@@ -76,7 +76,7 @@ def routers(run: Config) -> Program:
   layers, tokens = [], []
   for group in model.layer_groups():
     budget = group.budget
-    module = HeadRouter(budget, model.router_config)
+    module = HeadRouter(budget, model.router)
     is_text = model.family == "llm"
     length = run.data.sequence_length if is_text else group.tokens
     x = jax.random.normal(key, (size, length, group.width))

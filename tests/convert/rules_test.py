@@ -31,7 +31,9 @@ _CONFIGS = {
   "moh": _MOH,
   "transnext": without_router(_MOH),
   "no_qkv_bias": dataclasses.replace(_MOH, qkv_bias=False),
-  "one_stage_router": dataclasses.replace(_MOH, two_stage=False),
+  "one_stage_router": dataclasses.replace(
+    _MOH, router=RouterConfig(two_stage=False)
+  ),
 }
 
 

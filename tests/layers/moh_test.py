@@ -547,7 +547,7 @@ class PlacesTest(parameterized.TestCase):
     self.module = moh.MoHAttention(budget, num_kv_heads=2, causal=True)
     self.variables = _params(self.module, _tokens())
     positions = jnp.broadcast_to(jnp.arange(_N), (_B, _N))
-    self.rotation = rotation(positions, RotaryConfig(dim=4, theta=10.0))
+    self.rotation = rotation(positions, RotaryConfig(theta=10.0), 4)
 
   def test_rotation_turns_queries_and_keys_and_not_values(self):
     places = moh.Places(rotation=self.rotation)
