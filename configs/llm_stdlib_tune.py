@@ -40,7 +40,7 @@ def get_config(arg: str = "first") -> ml_collections.ConfigDict:
   if kind != "mha":
     model = dataclasses.replace(
       model,
-      router="query_norm",
+      router=config_lib.RouterConfig("query_norm"),
       shared_heads=(4,) * model.depth,
       top_k=(2,) * model.depth,
     )

@@ -52,13 +52,9 @@ def get_config(arg: str = "s80") -> ml_collections.ConfigDict:
       no_decay=NO_DECAY,
       clip_norm=1.0,
     ),
-    train=config_lib.TrainConfig(
-      steps=300 * _EPOCH,
-      balance_weight=0.01,
-      label_smoothing=0.1,
-      mixup=0.8,
-      cutmix=1.0,
-      cutmix_prob=0.5,
+    train=config_lib.TrainConfig(steps=300 * _EPOCH, balance_weight=0.01),
+    classifier=config_lib.ClassifierConfig(
+      label_smoothing=0.1, mixup=0.8, cutmix=1.0, cutmix_prob=0.5
     ),
     checkpoint=config_lib.CheckpointConfig(
       every=_EPOCH, keep_last=2, keep_every=50 * _EPOCH

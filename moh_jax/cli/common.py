@@ -17,7 +17,7 @@ import ml_collections
 from moh_jax import config as config_lib
 from moh_jax.cli.processes import join_processes
 from moh_jax.config import Config, MeshConfig
-from moh_jax.ops.routing import GATE_FORMS
+from moh_jax.config.heads import GATE_FORMS
 
 _TOP_K_HELP = (
   "routed heads per token in each stage (DiT: layer), instead of the trained "
@@ -133,7 +133,7 @@ def restore_options(args: argparse.Namespace) -> dict[str, Any]:
     "step": args.step,
     "use_ema": not args.no_ema,
     "top_k": args.top_k,
-    "gate_form": args.gate_form,
+    "router": {"gate_form": args.gate_form} if args.gate_form else None,
   }
 
 
@@ -191,7 +191,7 @@ def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
       with cfg.ignore_type():
         cfg.update_from_flattened_dict({key: value})
     except KeyError as error:
-      raise ValueError(f"unknown config key {key!r}") from error
+      raise ValueError(config_lib.unknown_key(key)) from error
   return config_lib.from_config_dict(cfg)
 
 

@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
       "checkpoint": args.checkpoint,
       "step": restored.step,
       "dtype": restored.config.model.dtype,
-      "gate_form": restored.config.model.gate_form,
+      "gate_form": restored.config.model.router.gate_form,
       "runs": runs,
     },
   )
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _activated_share(model: LLMConfig) -> float:
   """Heads that a token uses over all heads, all layers together."""
-  if model.router == "none":
+  if model.router.kind == "none":
     return 1.0
   active = sum(budget.active for budget in model.budgets())
   return active / sum(model.num_heads)
@@ -159,9 +159,10 @@ def _check_model(args: argparse.Namespace) -> None:
     raise ValueError(f"batch-size={args.batch_size} must be at least 1")
   if args.limit is not None and args.limit < 1:
     raise ValueError(f"limit={args.limit} must be at least 1")
-  if args.top_k and model.router == "none":
+  if args.top_k and model.router.kind == "none":
     raise ValueError(
-      f"top-k={args.top_k}: the model has no routed heads, model.router='none'"
+      f"top-k={args.top_k}: the model has no routed heads, "
+      "model.router.kind='none'"
     )
   for top_k in args.top_k or ():
     _with_top_k(metadata.config, top_k)

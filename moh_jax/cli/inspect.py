@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _layers(config: Config) -> list[dict]:
   model, rows = config.model, []
-  routed = model.router != "none"
+  routed = model.router.kind != "none"
   for index, group in enumerate(model.layer_groups()):
     budget = group.budget
     active = budget.active if routed else budget.num_heads
@@ -84,7 +84,8 @@ def _attention(config: Config, group: LayerGroup) -> str:
   if group.sees == "window":
     return "window"
   model, budget = config.model, group.budget
-  changes = config.tune is not None and bool(config.tune.top_k_steps)
+  tune = config.sections.get("tune")
+  changes = tune is not None and bool(tune.top_k_steps)
   case = AttentionCase(
     platform=jax.default_backend(),
     batch=1,
@@ -92,7 +93,7 @@ def _attention(config: Config, group: LayerGroup) -> str:
     keys=group.tokens,
     num_heads=budget.num_heads,
     head_dim=budget.head_dim,
-    active=most_active_heads(budget, model.router_config, any_top_k=changes),
+    active=most_active_heads(budget, model.router, any_top_k=changes),
     causal=group.sees == "before",
     biased=get_family(model.family).position_bias,
     dtype=model.dtype,
@@ -122,6 +123,7 @@ def _print(report: dict, config: Config) -> None:
   print("\n" + common.table(counts, ("module", "parameters")))
   if report["step"] is not None:
     print(f"\nstep: {report['step']}")
-  print(f"router: {config.model.router} ({config.model.gate_form})")
+  router = config.model.router
+  print(f"router: {router.kind} ({router.gate_form})")
   print(f"activated share: {report['activated_share']:.4f}")
   print(f"parameters: {report['parameters']:,}")

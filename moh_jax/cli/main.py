@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 import ml_collections
 from absl import flags
 
+from moh_jax import config as config_lib
+from moh_jax.config.legacy import MOVED
+
 # Command -> what it does. Each lives in the module of its name and has
 # add_arguments(parser) and run(args) -> exit status; only the one that is
 # called is imported.
@@ -95,6 +98,9 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     key = str(error).strip("\"'")
     given = [arg for arg in argv if key and f".{key}" in arg.partition("=")[0]]
     text = f"unknown config key {given[0] if given else key!r}"
+  flagged = [arg.partition("=")[0].removeprefix("--config.") for arg in argv]
+  moved = [path for path in flagged if path in MOVED]
+  text = config_lib.unknown_key(moved[0]) if moved else text
   print(f"error: {text}; see train.py --help", file=sys.stderr)
   sys.exit(2)
 

@@ -8,10 +8,9 @@ from PIL import Image
 
 from moh_jax.cli import common
 from moh_jax.config import Config
+from moh_jax.config.diffusion import GUIDED_CHANNELS, METHODS
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.vae import HOW_TO_GET
-from moh_jax.diffusion.guidance import GUIDED_CHANNELS
-from moh_jax.diffusion.samplers import METHODS
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import (
   Sampler,

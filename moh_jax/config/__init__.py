@@ -1,20 +1,23 @@
 """One frozen dataclass per config section; every range check lives here."""
 
 from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.classifier import ClassifierConfig
 from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.family import Family
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.layers import LayerRun, LayerStack
 from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
 from moh_jax.config.model import ImageModel, without_router
 from moh_jax.config.parse import (
-  Config,
   apply_overrides,
   differing_fields,
   from_config_dict,
   from_json,
+  make_section,
   to_config_dict,
   to_json,
+  unknown_key,
 )
 from moh_jax.config.registry import (
   check_command,
@@ -26,6 +29,8 @@ from moh_jax.config.registry import (
   released_model,
   released_models,
 )
+from moh_jax.config.rotary import RotaryConfig
+from moh_jax.config.run import Config
 from moh_jax.config.sections import (
   CheckpointConfig,
   DataConfig,
@@ -41,12 +46,14 @@ from moh_jax.config.vit import StageShape, ViTConfig
 __all__ = [
   "CACHE_DTYPES",
   "CheckpointConfig",
+  "ClassifierConfig",
   "Config",
   "DataConfig",
   "DiTConfig",
   "DiffusionConfig",
   "EvalConfig",
   "Family",
+  "HeadBudget",
   "ImageModel",
   "LLMConfig",
   "LayerRun",
@@ -54,6 +61,8 @@ __all__ = [
   "LogConfig",
   "MeshConfig",
   "OptimConfig",
+  "RotaryConfig",
+  "RouterConfig",
   "SampleConfig",
   "StageShape",
   "TextDataConfig",
@@ -69,11 +78,13 @@ __all__ = [
   "from_config_dict",
   "from_json",
   "get_family",
+  "make_section",
   "public_formats",
   "register_family",
   "released_model",
   "released_models",
   "to_config_dict",
   "to_json",
+  "unknown_key",
   "without_router",
 ]

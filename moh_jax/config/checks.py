@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from moh_jax.ops.attention_forms import IMPLEMENTATIONS
-
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "full", "dots")
+IMPLEMENTATIONS = ("auto", "dense", "packed", "kernel", "cudnn")
 
 
 def at_least(section: str, low: float, **fields: float) -> None:
@@ -31,6 +30,13 @@ def one_of(section: str, allowed: Iterable[Any], **fields: Any) -> None:
   for name, value in fields.items():
     if value not in allowed:
       raise ValueError(f"{section}.{name}={value!r} must be one of {allowed}")
+
+
+def is_section(section: str, cls: type, **fields: Any) -> None:
+  """Raises ValueError unless every field is a nested section of this class."""
+  for name, value in fields.items():
+    if not isinstance(value, cls):
+      raise ValueError(f"{section}.{name}={value!r} must be a {cls.__name__}")
 
 
 def check_runtime(model: Any) -> None:

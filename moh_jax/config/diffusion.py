@@ -3,13 +3,13 @@
 import dataclasses
 
 from moh_jax.config.checks import at_least, in_range, one_of
-from moh_jax.diffusion.guidance import GUIDED_CHANNELS
-from moh_jax.diffusion.objective import LOSS_WEIGHTS
-from moh_jax.diffusion.prediction import PREDICTIONS
-from moh_jax.diffusion.process import SCHEDULES
-from moh_jax.diffusion.samplers import METHODS
 
 SPACES = ("latent", "pixel")
+SCHEDULES = ("linear", "cosine")
+PREDICTIONS = ("epsilon", "x0", "v")
+LOSS_WEIGHTS = ("uniform", "min_snr")
+METHODS = ("ddpm", "ddim", "dpm")
+GUIDED_CHANNELS = ("three", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,17 @@ class SampleConfig:
   cfg_scale: float = 1.5
   cfg_channels: str = "three"
   cfg_interval: tuple[int, int] = (0, 100_000)
+
+  # A run may be continued with other values of these: they train nothing.
+  RUNTIME_FIELDS = (
+    "every",
+    "num",
+    "method",
+    "steps",
+    "cfg_scale",
+    "cfg_channels",
+    "cfg_interval",
+  )
 
   def __post_init__(self):
     at_least("sample", 0, every=self.every)

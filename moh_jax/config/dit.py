@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
+from moh_jax.config.checks import (
+  at_least,
+  check_runtime,
+  in_range,
+  is_section,
+  one_of,
+)
+from moh_jax.config.heads import RouterConfig
 from moh_jax.config.layers import LayerStack
 
 
@@ -27,9 +34,8 @@ class DiTConfig(LayerStack):
     label_dropout: share of training examples that lose their label, which
       teaches the unconditional model that guidance needs; 0 leaves it out.
     learn_sigma: predict the variance too, in as many further channels.
-    router: "two_stage", or "none" for multi-head attention (DiT).
-    gate_form: "released" or "paper".
-    two_stage: learn the weights of the shared and the routed group.
+    router: section of the router; its kind "none" is multi-head attention
+      (DiT).
     attention_impl: implementation of the attention.
     dtype: compute dtype of the layers' branches; parameters, residual stream,
       conditioning, both ends, router and softmax stay float32.
@@ -49,9 +55,7 @@ class DiTConfig(LayerStack):
   mlp_ratio: float = 4.0
   label_dropout: float = 0.1
   learn_sigma: bool = True
-  router: str = "two_stage"
-  gate_form: str = "released"
-  two_stage: bool = True
+  router: RouterConfig = RouterConfig()
   attention_impl: str = "auto"
   dtype: str = "float32"
   remat: str = "none"
@@ -62,6 +66,7 @@ class DiTConfig(LayerStack):
 
   def __post_init__(self):
     one_of("model", ("dit",), family=self.family)
+    is_section("model", RouterConfig, router=self.router)
     check_runtime(self)
     at_least("model", 1, channels=self.channels, num_classes=self.num_classes)
     at_least("model", 1, patch_size=self.patch_size, head_dim=self.head_dim)

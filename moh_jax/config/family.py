@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from moh_jax.config.parse import Config
+from moh_jax.config.run import Config
 from moh_jax.config.sections import DataConfig
 
 if TYPE_CHECKING:

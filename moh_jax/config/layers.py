@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.config.heads import HeadBudget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class LayerStack:
   """What model sections with one value per layer have in common.
 
   Their fields `num_heads`, `shared_heads` and `top_k` are tuples of one value
-  per layer; `head_dim`, `width`, `router`, `gate_form` and `two_stage` hold for
-  all. `num_tokens` is the N of every layer, `sees` as in `LayerGroup`.
+  per layer; `head_dim`, `width` and `router` hold for all. `num_tokens` is the
+  N of every layer, `sees` as in `LayerGroup`.
   """
 
   sees = "all"
@@ -52,11 +52,6 @@ class LayerStack:
   def depth(self) -> int:
     """Layers."""
     return len(self.num_heads)
-
-  @property
-  def router_config(self) -> RouterConfig:
-    """The router's kind and form."""
-    return RouterConfig(self.router, self.gate_form, self.two_stage)
 
   def check_layers(self) -> None:
     """Checks the head splits and the router.
@@ -73,7 +68,6 @@ class LayerStack:
           f"model.{name}={values} must have one value per layer, as "
           f"model.num_heads={self.num_heads} has ({self.depth})"
         )
-    self.router_config  # noqa: B018  (checks itself)
     self.budgets()
 
   def budgets(self) -> tuple[HeadBudget, ...]:

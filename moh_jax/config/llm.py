@@ -2,10 +2,16 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
+from moh_jax.config.checks import (
+  at_least,
+  check_runtime,
+  in_range,
+  is_section,
+  one_of,
+)
+from moh_jax.config.heads import RouterConfig
 from moh_jax.config.layers import LayerStack
-from moh_jax.ops.position import ROPE_SCALINGS, RotaryConfig
-from moh_jax.ops.routing import ESTIMATORS, RouterConfig
+from moh_jax.config.rotary import RotaryConfig
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 
@@ -30,22 +36,12 @@ class LLMConfig(LayerStack):
     head_order: per layer, its heads in the order in which the first are shared;
       () is their own order. It moves no weights.
     norm_eps: of RMSNorm.
-    rope_theta: base of the rotary frequencies.
-    rope_scaling: "none", "linear", "dynamic" (NTK) or "llama3".
-    rope_factor: how much longer than `rope_original_length` a text may be.
-    rope_low_freq_factor: of "llama3".
-    rope_high_freq_factor: of "llama3".
-    rope_original_length: tokens of the training before it was scaled.
+    rope: section of the rotary position embedding.
     tie_embeddings: the output layer is the embedding.
     qkv_bias: biases of the query, key and value projections.
     out_bias: bias of the attention's output.
     mlp_bias: biases of the MLP.
-    router: "two_stage", "query_norm" (no parameters, gates 0 or 1), or "none"
-      for multi-head attention.
-    gate_form: "released" or "paper"; of the balance loss only for "query_norm".
-    two_stage: learn the weights of the shared and the routed group.
-    straight_through: which heads' scores get a gradient from the hard gates of
-      "query_norm": "selected" ones or "all" routed ones.
+    router: section of the router; its kind "none" is multi-head attention.
     attention_impl: implementation of the attention.
     dtype: compute dtype; router, softmax, norms and loss are float32.
     remat: what the backward pass recomputes: "none", "full" or "dots".
@@ -65,20 +61,12 @@ class LLMConfig(LayerStack):
   top_k: tuple[int, ...] = (5,) * 12
   head_order: tuple[tuple[int, ...], ...] = ()
   norm_eps: float = 1e-5
-  rope_theta: float = 10000.0
-  rope_scaling: str = "none"
-  rope_factor: float = 1.0
-  rope_low_freq_factor: float = 1.0
-  rope_high_freq_factor: float = 4.0
-  rope_original_length: int = 8192
+  rope: RotaryConfig = RotaryConfig()
   tie_embeddings: bool = False
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
-  router: str = "two_stage"
-  gate_form: str = "released"
-  two_stage: bool = True
-  straight_through: str = "selected"
+  router: RouterConfig = RouterConfig()
   attention_impl: str = "auto"
   dtype: str = "float32"
   remat: str = "none"
@@ -91,26 +79,17 @@ class LLMConfig(LayerStack):
 
   def __post_init__(self):
     one_of("model", ("llm",), family=self.family)
-    one_of("model", ROPE_SCALINGS, rope_scaling=self.rope_scaling)
-    one_of("model", ESTIMATORS, straight_through=self.straight_through)
+    is_section("model", RouterConfig, router=self.router)
+    is_section("model", RotaryConfig, rope=self.rope)
     check_runtime(self)
     at_least("model", 1, vocab_size=self.vocab_size, width=self.width)
     at_least("model", 1, max_length=self.max_length, mlp_dim=self.mlp_dim)
     at_least("model", 1, num_kv_heads=self.num_kv_heads)
-    at_least("model", 1, rope_original_length=self.rope_original_length)
     at_least("model", 0, loss_chunk=self.loss_chunk)
     in_range("model", 1e-12, 1.0, norm_eps=self.norm_eps)
-    at_least("model", 1, rope_theta=self.rope_theta)
-    at_least("model", 1, rope_factor=self.rope_factor)
     if self.head_dim < 2 or self.head_dim % 2:
       raise ValueError(
         f"model.head_dim={self.head_dim} must be even: RoPE turns pairs"
-      )
-    low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-    if not 0 < low < high:
-      raise ValueError(
-        f"model.rope_low_freq_factor={low} must be above 0 and below "
-        f"model.rope_high_freq_factor={high}"
       )
     self.check_layers()
     for layer, heads in enumerate(self.num_heads):
@@ -143,23 +122,3 @@ class LLMConfig(LayerStack):
   def num_tokens(self) -> int:
     """N of the longest sequence."""
     return self.max_length
-
-  @property
-  def router_config(self) -> RouterConfig:
-    """The router's kind and form."""
-    return RouterConfig(
-      self.router, self.gate_form, self.two_stage, self.straight_through
-    )
-
-  @property
-  def rotary(self) -> RotaryConfig:
-    """The rotary embedding."""
-    return RotaryConfig(
-      dim=self.head_dim,
-      theta=self.rope_theta,
-      scaling=self.rope_scaling,
-      factor=self.rope_factor,
-      low_freq_factor=self.rope_low_freq_factor,
-      high_freq_factor=self.rope_high_freq_factor,
-      original_length=self.rope_original_length,
-    )

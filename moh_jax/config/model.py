@@ -34,7 +34,7 @@ def without_router(model: _Model, **changes: Any) -> _Model:
   heads = changes.get("num_heads", model.num_heads)
   return dataclasses.replace(
     model,
-    router="none",
+    router=dataclasses.replace(model.router, kind="none"),
     shared_heads=heads,
     top_k=(0,) * len(heads),
     **changes,

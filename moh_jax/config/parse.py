@@ -4,88 +4,21 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-import ml_collections
+from moh_jax.config.legacy import MOVED
+from moh_jax.config.run import Config, check_known, section_types
 
-from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
-from moh_jax.config.dit import DiTConfig
-from moh_jax.config.llm import LLMConfig
-from moh_jax.config.registry import families, get_family
-from moh_jax.config.sections import (
-  CheckpointConfig,
-  DataConfig,
-  EvalConfig,
-  LogConfig,
-  MeshConfig,
-  OptimConfig,
-  TrainConfig,
-)
-from moh_jax.config.text import TextDataConfig, TuneConfig
-from moh_jax.config.vit import ViTConfig
-
-_SECTIONS = {
-  "optim": OptimConfig,
-  "train": TrainConfig,
-  "mesh": MeshConfig,
-  "checkpoint": CheckpointConfig,
-  "eval": EvalConfig,
-  "log": LogConfig,
-}
+if TYPE_CHECKING:
+  import ml_collections
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """A whole run; see the sections for their fields.
-
-  `diffusion` and `sample` are there for diffusion models, `tune` for language
-  models; they are None for others.
-  """
-
-  model: ViTConfig | DiTConfig | LLMConfig
-  data: DataConfig | TextDataConfig = DataConfig()
-  optim: OptimConfig = OptimConfig()
-  train: TrainConfig = TrainConfig()
-  mesh: MeshConfig = MeshConfig()
-  checkpoint: CheckpointConfig = CheckpointConfig()
-  eval: EvalConfig = EvalConfig()
-  log: LogConfig = LogConfig()
-  diffusion: DiffusionConfig | None = None
-  sample: SampleConfig | None = None
-  tune: TuneConfig | None = None
-
-  def __post_init__(self):
-    name = self.model.family
-    family = get_family(name)
-    for section in sorted({s for f in families() for s in f.sections}):
-      wanted = section in family.sections
-      if wanted != (getattr(self, section) is not None):
-        raise ValueError(
-          f"config section {section!r} is {'missing' if wanted else 'unknown'} "
-          f"for model.family={name!r}"
-        )
-    if not isinstance(self.data, family.data):
-      raise ValueError(
-        f"config section 'data' must be a {family.data.__name__} for "
-        f"model.family={name!r}, not a {type(self.data).__name__}"
-      )
-    family.check(self)
-    batch, parts = self.data.batch_size, self.optim.accumulation
-    if batch % parts:
-      raise ValueError(
-        f"data.batch_size={batch} must be a multiple of "
-        f"optim.accumulation={parts}"
-      )
-    if self.optim.warmup_steps > self.train.steps:
-      raise ValueError(
-        f"optim.warmup_steps={self.optim.warmup_steps} must be at most "
-        f"train.steps={self.train.steps}"
-      )
-
-
-def to_config_dict(config: Config) -> ml_collections.ConfigDict:
+def to_config_dict(config: Config) -> "ml_collections.ConfigDict":
   """The run as a locked ConfigDict whose every leaf can be overridden."""
+  # Models and kernels import this module where ml_collections may be missing.
+  import ml_collections
+
   return ml_collections.ConfigDict(_to_dict(config)).lock()
 
 
@@ -96,35 +29,25 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
     ValueError: an unknown or missing key, a wrong type or a value out of range;
       the message names the field, its value and what is allowed.
   """
-  cfg = cfg.to_dict() if isinstance(cfg, ml_collections.ConfigDict) else cfg
+  cfg = cfg if isinstance(cfg, Mapping) else cfg.to_dict()
   if "model" not in cfg:
     raise ValueError("the config has no section 'model'")
   for name, section in cfg.items():
     if not isinstance(section, Mapping):
       raise ValueError(f"config section {name}={section!r} must have fields")
-  model = cfg["model"]
-  family = model.get("family")
-  record = get_family(family)
-  known = {
-    "model": record.model,
-    "data": record.data,
-    **_SECTIONS,
-    **record.sections,
-  }
-  if unknown := sorted(set(cfg) - set(known)):
-    raise ValueError(
-      f"unknown config section {unknown[0]!r}; known: {list(known)}"
-    )
-  sections = {
-    name: _section(name, cls, cfg.get(name, {})) for name, cls in known.items()
-  }
-  return Config(**sections)
+  family = cfg["model"].get("family")
+  check_known(cfg, family)
+  known = section_types(family)
+  return Config(
+    **{name: make_section(name, known[name], cfg[name]) for name in cfg}
+  )
 
 
 def _to_dict(config: Config) -> dict[str, Any]:
-  """Nested dicts, without the sections that the family does not have."""
-  sections = dataclasses.asdict(config).items()
-  return {name: section for name, section in sections if section is not None}
+  return {
+    name: dataclasses.asdict(section)
+    for name, section in config.by_name().items()
+  }
 
 
 def to_json(config: Config) -> str:
@@ -140,11 +63,18 @@ def from_json(text: str) -> Config:
 def apply_overrides(config: Config, section: str, **fields: Any) -> Config:
   """A copy with some fields of one section changed, checked again.
 
+  Args:
+    config: the run.
+    section: which section.
+    **fields: new values; of a nested section a dict of the fields that change,
+      for instance `router={"gate_form": "paper"}` of the section "model".
+
   Raises:
     ValueError: an unknown field, a wrong type or a value out of range.
   """
   old = getattr(config, section)
-  changed = _section(section, type(old), {**dataclasses.asdict(old), **fields})
+  values = _merged(dataclasses.asdict(old), fields)
+  changed = make_section(section, type(old), values)
   return dataclasses.replace(config, **{section: changed})
 
 
@@ -154,44 +84,104 @@ def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
   Returns:
     Lines "section.field: OURS here, THEIRS there".
   """
-  ours, theirs = dataclasses.asdict(ours), dataclasses.asdict(theirs)
+  here, there = (
+    dict(_leaves(section, dataclasses.asdict(values)))
+    for values in (ours, theirs)
+  )
   return [
-    f"{section}.{name}: {ours.get(name)!r} here, {theirs.get(name)!r} there"
-    for name in sorted({*ours, *theirs})
-    if ours.get(name) != theirs.get(name)
+    f"{path}: {here.get(path)!r} here, {there.get(path)!r} there"
+    for path in sorted({*here, *there})
+    if here.get(path) != there.get(path)
   ]
 
 
-def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
-  """Builds one section, refusing unknown keys and wrong types."""
+def unknown_key(path: str, known: Iterable[str] = ()) -> str:
+  """The error of a config key that does not exist.
+
+  Args:
+    path: of the key, for instance "model.gate_form".
+    known: keys that its section has.
+  """
+  if path in MOVED:
+    return f"unknown config key {path}; it is now {MOVED[path]}"
+  hint = f"; known: {sorted(known)}" if known else ""
+  return f"unknown config key {path}{hint}"
+
+
+def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
+  """Builds a section from plain values.
+
+  Args:
+    name: path of the section, for errors.
+    cls: its dataclass.
+    values: its fields; lists and dicts stand for tuples and nested sections.
+
+  Raises:
+    ValueError: an unknown key, a wrong type or a value out of range.
+  """
   hints = typing.get_type_hints(cls)
   fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
   for key in values:
     if key not in fields:
-      raise ValueError(
-        f"unknown config key {name}.{key}; known: {sorted(fields)}"
-      )
-  return cls(
-    **{
-      key: _coerce(f"{name}.{key}", value, fields[key])
-      for key, value in values.items()
-    }
-  )
+      raise ValueError(unknown_key(f"{name}.{key}", fields))
+  converted = {
+    key: _convert(f"{name}.{key}", value, fields[key])
+    for key, value in values.items()
+  }
+  try:
+    return cls(**converted)
+  except ValueError as error:
+    # A nested section names its fields from itself on: "router.kind=...".
+    parent = name.rpartition(".")[0]
+    raise ValueError(f"{parent}.{error}" if parent else str(error)) from error
 
 
-def _coerce(name: str, value: Any, hint: Any) -> Any:
+def _convert(path: str, value: Any, hint: Any) -> Any:
   """Checks a leaf's type; lists (from JSON) become tuples, ints floats."""
+  if dataclasses.is_dataclass(hint):
+    if isinstance(value, hint):
+      return value
+    if isinstance(value, Mapping):
+      return make_section(path, hint, value)
+    names = [field.name for field in dataclasses.fields(hint)]
+    hint = f"; the value is now {MOVED[path]}" if path in MOVED else ""
+    raise ValueError(
+      f"{path}={value!r} must be a section with the fields {names}{hint}"
+    )
   if isinstance(hint, types.GenericAlias):  # tuple[int, int], tuple[str, ...]
     if not isinstance(value, list | tuple):
-      raise ValueError(f"{name}={value!r} must be a {hint}")
+      raise ValueError(f"{path}={value!r} must be a {hint}")
     item, *rest = typing.get_args(hint)
     length = None if rest == [...] else 1 + len(rest)
     if length is not None and len(value) != length:
-      raise ValueError(f"{name}={value!r} must have {length} values")
-    return tuple(_coerce(f"{name}[{i}]", v, item) for i, v in enumerate(value))
+      raise ValueError(f"{path}={value!r} must have {length} values")
+    return tuple(
+      _convert(f"{path}[{i}]", part, item) for i, part in enumerate(value)
+    )
   if hint is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   wrong_bool = isinstance(value, bool) and hint is not bool
   if wrong_bool or not isinstance(value, hint):
-    raise ValueError(f"{name}={value!r} must be of type {hint.__name__}")
+    raise ValueError(f"{path}={value!r} must be of type {hint.__name__}")
   return value
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+  """The old values under the new ones, in nested sections too."""
+  result = {**old, **new}
+  for name, value in new.items():
+    if isinstance(value, Mapping) and isinstance(old.get(name), Mapping):
+      result[name] = _merged(old[name], value)
+  return result
+
+
+def _leaves(
+  prefix: str, values: Mapping[str, Any]
+) -> Iterable[tuple[str, Any]]:
+  """Every path and value of nested dicts."""
+  for name, value in values.items():
+    path = f"{prefix}.{name}"
+    if isinstance(value, Mapping):
+      yield from _leaves(path, value)
+    else:
+      yield path, value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from moh_jax.config.family import Family
-  from moh_jax.config.parse import Config
+  from moh_jax.config.run import Config
 
 # Entry point group in which installed packages name modules that call
 # `register_family` when they are imported.

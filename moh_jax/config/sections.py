@@ -125,10 +125,6 @@ class TrainConfig:
     steps: optimizer steps.
     seed: of parameters, data order and every random choice.
     balance_weight: weight of the router's load-balance loss.
-    label_smoothing: share of the target spread over all classes.
-    mixup: alpha of mixup's Beta distribution; 0 is off.
-    cutmix: alpha of CutMix's Beta distribution; 0 is off.
-    cutmix_prob: probability of CutMix rather than mixup when both are on.
     init_from: workdir or output of `convert` whose parameters the run starts
       from, with a fresh optimizer; "" draws them. What that model lacks, such
       as a router, is drawn; further rows of its vocabulary are the mean of its
@@ -139,18 +135,11 @@ class TrainConfig:
   seed: int = 0
   init_from: str = ""
   balance_weight: float = 0.01
-  label_smoothing: float = 0.0
-  mixup: float = 0.0
-  cutmix: float = 0.0
-  cutmix_prob: float = 0.5
 
   def __post_init__(self):
     at_least("train", 1, steps=self.steps)
     in_range("train", 0, 2**31 - 1, seed=self.seed)
     at_least("train", 0, balance_weight=self.balance_weight)
-    at_least("train", 0, mixup=self.mixup, cutmix=self.cutmix)
-    in_range("train", 0, 1, cutmix_prob=self.cutmix_prob)
-    in_range("train", 0, 1, label_smoothing=self.label_smoothing)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from moh_jax.config.dit import DiTConfig
+from moh_jax.config.heads import RouterConfig
 from moh_jax.config.model import without_router
 
 # (layers, width, heads) of the baselines: arXiv:2212.09748.
@@ -47,7 +48,7 @@ def _moh(name: str) -> DiTConfig:
   size, patch = name.partition("-")[0][:-1], int(name.partition("-")[0][-1])
   return dataclasses.replace(
     _baseline(size, patch),
-    router="two_stage",
+    router=RouterConfig(),
     num_heads=heads,
     shared_heads=shared,
     top_k=top_k,

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from moh_jax.config.heads import RouterConfig
 from moh_jax.config.llm import LLMConfig
 from moh_jax.config.model import without_router
+from moh_jax.config.rotary import RotaryConfig
 
 # (layers, width, MLP width, heads, head dim): arXiv:2410.11842.
 _SIZES = {
@@ -31,28 +33,32 @@ def _moh(name: str) -> LLMConfig:
 
 
 _DEPTH = 32
-# Vocabulary as in the continue-tuned models; 128,256 as released by Meta.
-_MOH_LLAMA3_8B = LLMConfig(
-  vocab_size=160896,
+_LLAMA3_8B = LLMConfig(
+  vocab_size=128256,
   max_length=8192,
   width=4096,
   mlp_dim=14336,
   num_heads=(32,) * _DEPTH,
   num_kv_heads=8,
   head_dim=128,
-  shared_heads=(16,) * _DEPTH,
-  top_k=(8,) * _DEPTH,
-  rope_theta=500000.0,
-  router="query_norm",
+  shared_heads=(32,) * _DEPTH,
+  top_k=(0,) * _DEPTH,
+  rope=RotaryConfig(theta=500000.0),
+  router=RouterConfig("none"),
   remat="dots",
 )
+# Vocabulary as in the continue-tuned models.
+_EXPANDED = dataclasses.replace(_LLAMA3_8B, vocab_size=160896)
 
 LLM_MODELS: dict[str, LLMConfig] = {
   **{f"moh-llm-{name}": _moh(name) for name in _BUDGETS},
   **{f"llm-{size}": without_router(_moh(f"{size}-75")) for size in _SIZES},
-  "moh-llama3-8b": _MOH_LLAMA3_8B,
-  "llama3-8b-expanded": without_router(_MOH_LLAMA3_8B),
-  "llama3-8b": dataclasses.replace(
-    without_router(_MOH_LLAMA3_8B), vocab_size=128256
+  "moh-llama3-8b": dataclasses.replace(
+    _EXPANDED,
+    router=RouterConfig("query_norm"),
+    shared_heads=(16,) * _DEPTH,
+    top_k=(8,) * _DEPTH,
   ),
+  "llama3-8b-expanded": _EXPANDED,
+  "llama3-8b": _LLAMA3_8B,
 }

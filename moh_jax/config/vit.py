@@ -2,9 +2,15 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, check_runtime, in_range, one_of
+from moh_jax.config.checks import (
+  at_least,
+  check_runtime,
+  in_range,
+  is_section,
+  one_of,
+)
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.layers import LayerGroup
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +51,8 @@ class ViTConfig:
       (TransNeXt's linear mode); 0 uses sr_ratios.
     pretrain_image_size: image size that the relative coordinates refer to; 0 is
       image_size.
-    router: "two_stage", or "none" for multi-head attention (TransNeXt).
-    gate_form: "released" or "paper".
-    two_stage: learn the weights of the shared and the routed group.
+    router: section of the router; its kind is "two_stage", or "none" for
+      multi-head attention (TransNeXt).
     qkv_bias: biases of the query, key and value projections.
     drop_path: stochastic depth of the last block; earlier ones rise linearly.
     attention_impl: implementation of the last stage's attention.
@@ -70,9 +75,7 @@ class ViTConfig:
   window: int = 3
   fixed_pool_size: int = 0
   pretrain_image_size: int = 0
-  router: str = "two_stage"
-  gate_form: str = "released"
-  two_stage: bool = True
+  router: RouterConfig = RouterConfig()
   qkv_bias: bool = True
   drop_path: float = 0.0
   attention_impl: str = "auto"
@@ -85,6 +88,7 @@ class ViTConfig:
 
   def __post_init__(self):
     one_of("model", ("vit",), family=self.family)
+    is_section("model", RouterConfig, router=self.router)
     check_runtime(self)
     if self.attention_impl == "kernel":
       raise ValueError(
@@ -103,7 +107,7 @@ class ViTConfig:
     if self.window < 1 or self.window % 2 == 0:
       raise ValueError(f"model.window={self.window} must be odd")
     self._check_stages()
-    self.router_config  # noqa: B018  (checks itself)
+    one_of("model.router", ("two_stage", "none"), kind=self.router.kind)
     self.budgets()
     self.stage_shapes()
 
@@ -153,11 +157,6 @@ class ViTConfig:
     """F of every stage."""
     pairs = zip(self.embed_dims, self.mlp_ratios)
     return tuple(2 * int(dim * ratio) // 3 for dim, ratio in pairs)
-
-  @property
-  def router_config(self) -> RouterConfig:
-    """The router's kind and form."""
-    return RouterConfig(self.router, self.gate_form, self.two_stage)
 
   def budgets(self) -> tuple[HeadBudget, ...]:
     """The head split of every stage.

@@ -35,7 +35,7 @@ def load_decoder(
     ValueError: the model has no latents, or others; or a tile too small, or
       tiles with several processes.
   """
-  diffusion = config.diffusion
+  diffusion = config.sections.get("diffusion")
   if diffusion is None or diffusion.space != "latent":
     raise ValueError(f"--vae {path!r}: the model does not work on latents")
   if tile and (tile < _SMALLEST_TILE or jax.process_count() > 1):

@@ -18,6 +18,7 @@ from moh_jax.config import (
   DiTConfig,
   SampleConfig,
 )
+from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import (
@@ -28,7 +29,6 @@ from moh_jax.convert.layers import (
 )
 from moh_jax.convert.rules import Rule
 from moh_jax.ops.position import sincos_2d
-from moh_jax.ops.routing import HeadBudget
 
 # Their position table is rounded through other libraries than ours.
 _POSITION_ATOL = 1e-5
@@ -83,7 +83,7 @@ def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
   attention = [
     *projection_rules("qkv", "qkv", 3, heads, dim, bias=True),
     *mix_rules("proj", "out", heads, dim),
-    *router_rules(budget, config.router_config),
+    *router_rules(budget, config.router),
   ]
   return [
     *rules.prefixed(attention, "attn.", ("attn",)),

@@ -18,8 +18,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config import LLMConfig, without_router
-from moh_jax.ops.position import ROPE_SCALINGS
+from moh_jax.config import (
+  LLMConfig,
+  RotaryConfig,
+  RouterConfig,
+  legacy,
+  make_section,
+)
+from moh_jax.config.rotary import ROPE_SCALINGS
 
 FILE = "config.json"
 # Architectures whose biases of the attention differ; the rest is one network.
@@ -39,12 +45,14 @@ _REQUIRED = (
   "max_position_embeddings",
   "rms_norm_eps",
 )
+_NO_ROUTER = {"kind": "none"}
+_NESTED = ("router", "rope")  # sections of the model
 # Longer texts than the training's are a matter of the factor alone.
 _STRETCHED = ("linear", "dynamic")
 _LLAMA3 = {
-  "low_freq_factor": "rope_low_freq_factor",
-  "high_freq_factor": "rope_high_freq_factor",
-  "original_max_position_embeddings": "rope_original_length",
+  "low_freq_factor": "low_freq_factor",
+  "high_freq_factor": "high_freq_factor",
+  "original_max_position_embeddings": "original_length",
 }
 
 
@@ -117,17 +125,16 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
     "qkv_bias": qkv_bias,
     "out_bias": out_bias,
     "mlp_bias": bool(stored.get("mlp_bias", False)),
-    "router": "none",
+    "router": _NO_ROUTER,
     "shared_heads": (heads,) * layers,
     "top_k": (0,) * layers,
     "remat": "dots",  # as our released models
     **_rope(stored),
   }
-  fields |= _our_fields(stored, architecture)
-  try:
-    return LLMConfig(**fields)
-  except TypeError as error:  # of values that only our key holds
-    raise ValueError(f"{OUR_KEY}: {error}") from error
+  ours = _our_fields(stored, architecture)
+  nested = {name: {**fields[name], **ours.get(name, {})} for name in _NESTED}
+  fields |= {**ours, **nested}
+  return make_section("model", LLMConfig, fields)
 
 
 def to_hf(
@@ -152,15 +159,14 @@ def to_hf(
   names = ("LlamaForCausalLM", "Qwen2ForCausalLM")
   for architecture in (*names, OUR_ARCHITECTURE):
     stored = _to_hf(model, architecture)
-    # `router` must stand there for its absence to mean a damaged file.
-    ours = {"router": model.router} if architecture == OUR_ARCHITECTURE else {}
-    plain = from_hf(stored | {OUR_KEY: {"router": "none"}})
+    plain = from_hf(stored | {OUR_KEY: {"router": _NO_ROUTER}})
     if architecture != OUR_ARCHITECTURE and _numbers(plain) != _numbers(model):
       continue
-    for field in dataclasses.fields(model):
-      value = getattr(model, field.name)
-      if value != getattr(plain, field.name):
-        ours[field.name] = value
+    ours, same = dataclasses.asdict(model), dataclasses.asdict(plain)
+    ours = {name: value for name, value in ours.items() if value != same[name]}
+    if architecture == OUR_ARCHITECTURE:
+      # `router` must stand there for its absence to mean a damaged file.
+      ours["router"] = dataclasses.asdict(model.router)
     stored |= {OUR_KEY: ours} if ours else {}
     break
   ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
@@ -175,7 +181,7 @@ def moh_llama3(model: LLMConfig) -> LLMConfig:
   """
   return dataclasses.replace(
     model,
-    router="query_norm",
+    router=RouterConfig("query_norm"),
     shared_heads=tuple(int(0.5 * heads) for heads in model.num_heads),
     top_k=tuple(int(0.25 * heads) for heads in model.num_heads),
   )
@@ -251,11 +257,11 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
     )
   length = _integer(stored, "max_position_embeddings")
   theta = scaling.get("rope_theta", stored.get("rope_theta"))
-  fields = {
-    "rope_theta": 10000.0 if theta is None else float(theta),
-    "rope_scaling": kind,
-    "max_length": length,
+  rope = {
+    "theta": 10000.0 if theta is None else float(theta),
+    "scaling": kind,
   }
+  fields = {"rope": rope, "max_length": length}
   if kind == "none":
     return fields
   if not isinstance(scaling.get("factor"), int | float):
@@ -263,11 +269,11 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
       f"{name}.factor={scaling.get('factor')!r} must be a number for "
       f"rope_type={kind!r}"
     )
-  fields["rope_factor"] = float(scaling["factor"])
+  rope["factor"] = float(scaling["factor"])
   if kind in _STRETCHED:
-    fields["max_length"] = int(length * fields["rope_factor"])
+    fields["max_length"] = int(length * rope["factor"])
   if kind == "dynamic":
-    fields["rope_original_length"] = length
+    rope["original_length"] = length
   if kind == "llama3":
     # transformers, too, takes the whole length where none is given.
     given = {"original_max_position_embeddings": length, **scaling}
@@ -277,32 +283,27 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
           f"{name}.{theirs}={given.get(theirs)!r} must be a number for "
           "rope_type='llama3'"
         )
-      fields[ours] = type(getattr(LLMConfig(), ours))(given[theirs])
+      rope[ours] = type(getattr(RotaryConfig(), ours))(given[theirs])
   return fields
 
 
 def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-  ours = stored.get(OUR_KEY) or {}
+  # Older exports have the keys of older configs.
+  ours = legacy.upgrade({"model": stored.get(OUR_KEY) or {}})["model"]
   names = {field.name for field in dataclasses.fields(LLMConfig)}
   if unknown := sorted(set(ours) - names):
     raise ValueError(f"{OUR_KEY}: unknown fields {unknown}")
-  if architecture == OUR_ARCHITECTURE and "router" not in ours:
+  router = ours.get("router", {})
+  if architecture == OUR_ARCHITECTURE and "kind" not in router:
     raise ValueError(
-      f"architectures=[{OUR_ARCHITECTURE!r}] needs {OUR_KEY}.router"
+      f"architectures=[{OUR_ARCHITECTURE!r}] needs {OUR_KEY}.router.kind"
     )
-  if architecture != OUR_ARCHITECTURE and ours.get("router", "none") != "none":
+  if architecture != OUR_ARCHITECTURE and router.get("kind", "none") != "none":
     raise ValueError(
-      f"{OUR_KEY}.router={ours['router']!r} must be 'none' for architectures="
-      f"[{architecture!r}]"
+      f"{OUR_KEY}.router.kind={router['kind']!r} must be 'none' for "
+      f"architectures=[{architecture!r}]"
     )
-  return {name: _frozen(value) for name, value in ours.items()}
-
-
-def _frozen(value: Any) -> Any:
-  """JSON's lists as the tuples of a config."""
-  if isinstance(value, list):
-    return tuple(_frozen(item) for item in value)
-  return value
+  return ours
 
 
 def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
@@ -310,14 +311,15 @@ def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
   kind = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
   length = model.max_length
   scaling: dict[str, Any] | None = None
-  if model.rope_scaling != "none":
-    scaling = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
-  if model.rope_scaling == "linear":
-    length = math.ceil(length / model.rope_factor)
-  elif model.rope_scaling == "dynamic":
-    length = model.rope_original_length
-  elif model.rope_scaling == "llama3":
-    scaling |= {theirs: getattr(model, o) for theirs, o in _LLAMA3.items()}
+  rope = model.rope
+  if rope.scaling != "none":
+    scaling = {"rope_type": rope.scaling, "factor": rope.factor}
+  if rope.scaling == "linear":
+    length = math.ceil(length / rope.factor)
+  elif rope.scaling == "dynamic":
+    length = rope.original_length
+  elif rope.scaling == "llama3":
+    scaling |= {theirs: getattr(rope, o) for theirs, o in _LLAMA3.items()}
   stored = {
     "architectures": [architecture],
     "model_type": kind.get(architecture, "moh_llama"),
@@ -331,7 +333,7 @@ def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
     "hidden_act": "silu",
     "max_position_embeddings": length,
     "rms_norm_eps": model.norm_eps,
-    "rope_theta": model.rope_theta,
+    "rope_theta": rope.theta,
     "rope_scaling": scaling,
     "tie_word_embeddings": model.tie_embeddings,
     "attention_dropout": 0.0,
@@ -346,19 +348,23 @@ def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
 
 def _numbers(model: LLMConfig) -> LLMConfig:
   """A model with the fields that do not change its numbers at one value."""
-  default = LLMConfig()
-  unused = {"max_length", *LLMConfig.RUNTIME_FIELDS}
-  if model.router == "none":
-    unused |= {"gate_form", "two_stage", "straight_through", "head_order"}
-    model = without_router(model)
-  if model.rope_scaling == "none":
-    unused |= {"rope_factor"}
-  if model.rope_scaling != "llama3":
-    unused |= {"rope_low_freq_factor", "rope_high_freq_factor"}
-  if model.rope_scaling not in ("llama3", "dynamic"):
-    unused |= {"rope_original_length"}
-  unused = {name: getattr(default, name) for name in unused}
-  return dataclasses.replace(model, **unused)
+  default, rope = LLMConfig(), RotaryConfig(theta=model.rope.theta)
+  used = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_length"),
+    "llama3": tuple(field.name for field in dataclasses.fields(rope)),
+  }
+  names = ("scaling", *used[model.rope.scaling])
+  numbers = {name: getattr(model.rope, name) for name in names}
+  same = {"rope": dataclasses.replace(rope, **numbers)}
+  for name in ("max_length", *LLMConfig.RUNTIME_FIELDS):
+    same[name] = getattr(default, name)
+  if model.router.kind == "none":
+    heads = model.num_heads
+    same |= {"shared_heads": heads, "top_k": (0,) * len(heads)}
+    same |= {"router": RouterConfig("none"), "head_order": ()}
+  return dataclasses.replace(model, **same)
 
 
 def _integer(stored: Mapping[str, Any], name: str) -> int:

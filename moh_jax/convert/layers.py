@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from moh_jax.config import LayerStack
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Rule
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 # Router matrices in the releases of ViT and DiT.
 _ROUTER_NAMES = {"routed": "wg", "group": "wg_0", "shared": "wg_1"}

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import hf_config, rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
 from moh_jax.convert.rules import Joined, Rule
-from moh_jax.ops.routing import HeadBudget
 
 _ROUTER_NAMES = {
   name: f"router.{name}" for name in ("routed", "group", "shared")
@@ -67,7 +67,7 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
       *project(("k_proj", "v_proj"), "kv", kv_heads),
     ]
   attention += mix_rules("o_proj", "out", heads, dim, config.out_bias)
-  attention += router_rules(budget, config.router_config, _ROUTER_NAMES)
+  attention += router_rules(budget, config.router, _ROUTER_NAMES)
   table = [
     *rules.prefixed(attention, "self_attn.", ("attn",)),
     rules.one("input_layernorm.weight", "attn_norm/scale"),
@@ -128,7 +128,7 @@ def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
   if not path.is_file():
     return None
   model = hf_config.read_config(path)
-  if kind == "moh-llama3" and model.router == "none":
+  if kind == "moh-llama3" and model.router.kind == "none":
     return hf_config.moh_llama3(model)
   return model
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.rules import Rule
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 # Released classifiers: ImageNet, centre crop of a 256-pixel resize.
 _DATA = DataConfig(
@@ -101,7 +101,7 @@ def model_rules(config: ViTConfig) -> list[Rule]:
       *rules.prefixed(
         attention_rules(
           budget,
-          config.router_config,
+          config.router,
           pooled=config.sr_ratios[index] > 1,
           qkv_bias=config.qkv_bias,
         ),

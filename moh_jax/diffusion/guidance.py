@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from moh_jax.config.diffusion import GUIDED_CHANNELS
+
 # (x [B, X, Y, channels], t [B]) -> output of the network [B, X, Y, ...].
 Predict = Callable[[jax.Array, jax.Array], jax.Array]
 LabelledPredict = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-GUIDED_CHANNELS = ("three", "all")
 
 
 def drop_labels(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.config.diffusion import LOSS_WEIGHTS
 from moh_jax.diffusion.prediction import (
   posterior_mean,
   reverse_step,
@@ -14,7 +15,6 @@ from moh_jax.diffusion.prediction import (
 )
 from moh_jax.diffusion.process import Process, lookup
 
-LOSS_WEIGHTS = ("uniform", "min_snr")
 _HALF_BIN = 1.0 / 255  # of 8-bit pixels in [-1, 1]
 _EDGE = 0.999  # beyond it a pixel's bin is open
 _FLOOR = 1e-12  # of a probability

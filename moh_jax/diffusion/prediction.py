@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.config.diffusion import PREDICTIONS
 from moh_jax.diffusion.process import Process, lookup
-
-PREDICTIONS = ("epsilon", "x0", "v")
 
 
 @jax.tree_util.register_dataclass

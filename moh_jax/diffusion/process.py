@@ -7,13 +7,14 @@ arrays, rounded to float32 where an array program looks a value up.
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-SCHEDULES = ("linear", "cosine")
+from moh_jax.config.diffusion import SCHEDULES
+from moh_jax.config.spacing import spaced_timesteps
+
 # Below it there is nothing but noise: a cosine schedule goes on to -20, where
 # a solver's steps would be wasted.
 _LOWEST_LOG_SNR = -10.2
@@ -112,7 +113,7 @@ def respace(process: Process, spacing: str | int) -> Process:
     ValueError: more steps than the process (or a section) has, or a stride
       that no integer gives.
   """
-  kept = spaced_timesteps(process.num_steps, str(spacing))
+  kept = np.array(spaced_timesteps(process.num_steps, str(spacing)))
   return Process(process.timesteps[kept], process.alphas_cumprod[kept])
 
 
@@ -132,49 +133,6 @@ def even_log_snr(process: Process, steps: int) -> Process:
   levels = np.linspace(lowest, log_snr[0], steps)[::-1]
   times = np.interp(-levels, -log_snr, process.timesteps)
   return Process(times.astype(np.float32), 1.0 / (1.0 + np.exp(-levels)))
-
-
-def spaced_timesteps(num_steps: int, spacing: str) -> np.ndarray:
-  """Indices that `respace` keeps, [S'] int ascending."""
-  if spacing.startswith("ddim"):
-    return _strided(num_steps, _count(spacing.removeprefix("ddim"), spacing))
-  counts = [_count(part, spacing) for part in spacing.split(",")]
-  size, extra = divmod(num_steps, len(counts))
-  kept, start = [], 0
-  for section, count in enumerate(counts):
-    length = size + (section < extra)
-    if count > length:
-      raise ValueError(
-        f"steps={spacing!r} asks for {count} of the {length} timesteps in "
-        f"section {section + 1} of {len(counts)}; the process has {num_steps}"
-      )
-    stride = (length - 1) / (count - 1) if count > 1 else 1.0
-    place = 0.0  # accumulated and rounded half to even, as released
-    for _ in range(count):
-      kept.append(start + round(place))
-      place += stride
-    start += length
-  return np.array(kept)
-
-
-def _strided(num_steps: int, count: int) -> np.ndarray:
-  for stride in range(1, num_steps + 1):
-    kept = np.arange(0, num_steps, stride)
-    if len(kept) == count:
-      return kept
-  raise ValueError(
-    f"steps='ddim{count}' must be the number of steps that an integer stride "
-    f"takes through {num_steps} timesteps"
-  )
-
-
-def _count(text: str, spacing: str) -> int:
-  if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) < 1:
-    raise ValueError(
-      f"steps={spacing!r} must be N, 'ddimN' or 'N,M,...' with numbers of at "
-      "least 1"
-    )
-  return int(text)
 
 
 def lookup(table: np.ndarray, t: jax.Array, ndim: int) -> jax.Array:

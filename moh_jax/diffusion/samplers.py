@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.config.diffusion import METHODS
 from moh_jax.diffusion.guidance import Predict
 from moh_jax.diffusion.prediction import (
   implied_noise,
@@ -17,7 +18,6 @@ from moh_jax.diffusion.process import Process, lookup
 
 # Number of a step, 0 the noisiest -> [B, ...] standard normal.
 Noise = Callable[[jax.Array], jax.Array]
-METHODS = ("ddpm", "ddim", "dpm")
 
 
 def sample(

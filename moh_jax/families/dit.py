@@ -11,7 +11,7 @@ from moh_jax.config import (
   SampleConfig,
 )
 from moh_jax.config.registry import register_family
-from moh_jax.diffusion.process import spaced_timesteps
+from moh_jax.config.spacing import spaced_timesteps
 from moh_jax.families.images import ImageFamily
 
 _EMA_DECAY = 0.9999  # of the released recipe

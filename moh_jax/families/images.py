@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moh_jax.config import Config
+from moh_jax.config import ClassifierConfig, Config
 from moh_jax.config.family import Family
 
 # Sources whose examples are files of one kind; other sources read folders.
@@ -46,6 +46,7 @@ class ImageClassifierFamily(ImageFamily):
   `Family` names.
   """
 
+  sections = {"classifier": ClassifierConfig}
   commands = frozenset({"classify"})
 
   def check(self, config: Config) -> None:

@@ -115,7 +115,7 @@ def _check_schedule(config: Config) -> None:
   model, tune = config.model, config.tune
   if not tune.top_k_values:
     return
-  routing = [k for k in model.top_k if k] if model.router != "none" else []
+  routing = [k for k in model.top_k if k] if model.router.kind != "none" else []
   if not routing or set(routing) != {tune.top_k_values[-1]}:
     raise ValueError(
       f"tune.top_k_values={tune.top_k_values} must end with the model.top_k of "

@@ -84,7 +84,10 @@ class Generator:
     self._mesh, self._batch_size = mesh, batch_size
     # Gates are the same whatever gradients pass them; "all" would make layers
     # compute every head for theirs.
-    served = dataclasses.replace(config, straight_through="selected")
+    served = dataclasses.replace(
+      config,
+      router=dataclasses.replace(config.router, straight_through="selected"),
+    )
     model = LLM(served, unrolled=True)
     with self._on_mesh():
       self._params = serving_params(restored.params, config)

@@ -57,10 +57,10 @@ def restore(
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
     sample: fields of the section `sample` to change, for diffusion models.
-    **model_overrides: model fields to change, for instance `top_k` and
-      `gate_form` to serve one training at several activated shares, `dtype`, or
-      `attention_impl`. A `top_k` of one value holds for every layer (ViT:
-      stage). None leaves a field as it was trained.
+    **model_overrides: model fields to change, for instance `top_k` to serve
+      one training at several activated shares, `router={"gate_form": "paper"}`,
+      `dtype`, or `attention_impl`. A `top_k` of one value holds for every layer
+      (ViT: stage). None leaves a field as it was trained.
 
   Returns:
     The model, its parameters and its config.
@@ -79,7 +79,7 @@ def restore(
   if overrides:
     config = config_lib.apply_overrides(config, "model", **overrides)
   if sample:
-    if config.sample is None:
+    if "sample" not in config.sections:
       raise ValueError(
         f"model.family={config.model.family!r} has no section 'sample' to "
         f"change {sorted(sample)} of"

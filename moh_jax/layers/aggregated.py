@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads
 from moh_jax.layers.embed import CONV_INIT
 from moh_jax.layers.moh import LINEAR_INIT, HeadMix, HeadProjection, HeadRouter
@@ -20,7 +21,7 @@ from moh_jax.ops.activation import gelu
 from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
 from moh_jax.ops.attention import attention
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
-from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
+from moh_jax.ops.routing import RouterAux
 
 _POSITION_MLP_DIM = 512
 # softplus(temperature) starts at 1 / 0.24 (TransNeXt, section 3.3).

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import jax
 
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.partitioning import map_shards
 from moh_jax.ops.attention import attention
 from moh_jax.ops.attention_forms import choose_cached_form
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 

@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.linear import product
 from moh_jax.layers.partitioning import constrain
@@ -22,7 +23,7 @@ from moh_jax.ops import routing
 from moh_jax.ops.cache import write_cache
 from moh_jax.ops.mesh import on_one_device
 from moh_jax.ops.position import Rotation, rotate
-from moh_jax.ops.routing import HeadBudget, RouterAux, RouterConfig
+from moh_jax.ops.routing import RouterAux
 
 Axes = int | tuple[int, ...]
 

@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.mlp import MLP
 from moh_jax.layers.moh import ModelAux, MoHAttention, collect_aux, xavier_init
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import scan_blocks
 from moh_jax.ops.position import sincos_2d, sinusoidal
-from moh_jax.ops.routing import HeadBudget, RouterAux
+from moh_jax.ops.routing import RouterAux
 
 _FREQUENCIES = 256  # features of a timestep
 _EMBED_INIT = nn.initializers.normal(0.02)
@@ -106,7 +107,7 @@ class Block(nn.Module):
     shift, scale, gate = parts[:3]
     out, aux = MoHAttention(
       budget=self.budget,
-      router=cfg.router_config,
+      router=cfg.router,
       kernel_init=xavier_init,
       implementation=cfg.attention_impl,
       dtype=dtype,
@@ -177,7 +178,7 @@ class DiT(nn.Module):
         Block, run.depth, in_axes=(nn.broadcast,), remat=cfg.remat
       )
       x, layers[name] = stack(cfg, run.budget, name=name)(x, c)
-      top_k[name] = 0 if cfg.router == "none" else run.budget.top_k
+      top_k[name] = 0 if cfg.router.kind == "none" else run.budget.top_k
 
     shift, scale = Modulation(2, name="final_modulation")(c)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))

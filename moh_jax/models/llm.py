@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import LLMConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.linear import product
 from moh_jax.layers.mlp import SwiGLU
 from moh_jax.layers.moh import (
@@ -22,7 +23,7 @@ from moh_jax.layers.stack import scan_blocks
 from moh_jax.ops.cache import make_cache
 from moh_jax.ops.cross_entropy import summed_cross_entropy
 from moh_jax.ops.position import rotation
-from moh_jax.ops.routing import HeadBudget, RouterAux
+from moh_jax.ops.routing import RouterAux
 
 
 class TokenTable(nn.Module):
@@ -100,7 +101,7 @@ class Block(nn.Module):
     dtype = jnp.dtype(cfg.dtype)
     attention = MoHAttention(
       budget=self.budget,
-      router=cfg.router_config,
+      router=cfg.router,
       num_kv_heads=cfg.num_kv_heads,
       causal=True,
       use_bias=cfg.qkv_bias,
@@ -185,7 +186,7 @@ class LLM(nn.Module):
       )
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    angles = rotation(positions, cfg.rotary, token_mask)
+    angles = rotation(positions, cfg.rope, cfg.head_dim, token_mask)
     places = Places(angles, segments, slot, visible)
 
     table = TokenTable(cfg, name="embed")()
@@ -201,7 +202,7 @@ class LLM(nn.Module):
       first += run.depth
       inputs = (choice, places, token_mask)
       x, layers[name] = self._stack(name, run.budget, run.depth, x, inputs)
-      routed[name] = 0 if cfg.router == "none" else run.budget.top_k
+      routed[name] = 0 if cfg.router.kind == "none" else run.budget.top_k
     aux = collect_aux(layers, routed)
     x = rms_norm(cfg, "norm")(x)
     if not with_logits:
@@ -293,7 +294,7 @@ def _choices(
 ) -> HeadChoice:
   """Every layer's departure from its budget, with a leading layer axis."""
   order = None
-  if config.head_order and config.router != "none":
+  if config.head_order and config.router.kind != "none":
     order = jnp.asarray(config.head_order, jnp.int32)
   return HeadChoice(top_k, order, head_scale)
 

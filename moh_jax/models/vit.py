@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import StageShape, ViTConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.embed import OverlapPatchEmbed
 from moh_jax.layers.mlp import ConvGLU
@@ -13,7 +14,7 @@ from moh_jax.layers.moh import LINEAR_INIT, ModelAux, collect_aux
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.stack import DropPath, scan_blocks
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
-from moh_jax.ops.routing import HeadBudget, RouterAux
+from moh_jax.ops.routing import RouterAux
 
 _NORM_EPS = 1e-6
 
@@ -44,7 +45,7 @@ class Block(nn.Module):
     dtype = jnp.dtype(cfg.dtype)
     common = {
       "budget": self.budget,
-      "router": cfg.router_config,
+      "router": cfg.router,
       "qkv_bias": cfg.qkv_bias,
       "dtype": dtype,
       "name": "attn",
@@ -156,7 +157,7 @@ class ViT(nn.Module):
       name = f"stage{index + 1}"
       tokens, layers[name] = Stage(cfg, index, train, name=name)(x)
       self.sow("intermediates", f"{name}_out", tokens)
-      top_k[name] = 0 if cfg.router == "none" else cfg.top_k[index]
+      top_k[name] = 0 if cfg.router.kind == "none" else cfg.top_k[index]
       x = tokens.reshape(tokens.shape[0], *shape.grid, -1)
     pooled = tokens.astype(jnp.float32).mean(1)
     head_init = nn.with_logical_partitioning(LINEAR_INIT, ("embed", "classes"))

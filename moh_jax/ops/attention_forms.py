@@ -16,9 +16,8 @@ measured, see docs/architecture.md; other devices have not been yet.
 
 import dataclasses
 
+from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops.kernels.sizes import block_sizes, device_kind
-
-IMPLEMENTATIONS = ("auto", "dense", "packed", "kernel", "cudnn")
 
 # On a CPU, logits of a whole batch that its caches hold, in elements: all at
 # once is fastest up to here unless causal, several times slower beyond.

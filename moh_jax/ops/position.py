@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3")
+from moh_jax.config.rotary import RotaryConfig
 
 
 @jax.tree_util.register_dataclass
@@ -128,33 +128,6 @@ def sinusoidal(t: jax.Array, width: int) -> jax.Array:
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class RotaryConfig:
-  """Rotary position embedding (RoPE, arXiv:2104.09864) and its extensions.
-
-  Attributes:
-    dim: D, width of a head.
-    theta: base; pair i turns by theta ** (-2 i / D) a token.
-    scaling: "none"; "linear" divides positions by `factor`
-      (arXiv:2306.15595); "dynamic" raises the base where a text is longer than
-      `original_length` (NTK); "llama3" divides the slow frequencies alone by
-      `factor` (LLaMA 3.1).
-    factor: of the scaling.
-    low_freq_factor: wavelengths above original_length / this are divided.
-    high_freq_factor: wavelengths below original_length / this are kept;
-      between the two the frequencies are interpolated.
-    original_length: tokens of the training before it was scaled.
-  """
-
-  dim: int
-  theta: float = 10000.0
-  scaling: str = "none"
-  factor: float = 1.0
-  low_freq_factor: float = 1.0
-  high_freq_factor: float = 4.0
-  original_length: int = 8192
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
@@ -172,6 +145,7 @@ class Rotation:
 def rotation(
   positions: jax.Array,
   config: RotaryConfig,
+  dim: int,
   token_mask: jax.Array | None = None,
 ) -> Rotation:
   """Angles of tokens at some positions.
@@ -181,12 +155,13 @@ def rotation(
     config: the rotary embedding. The base of "dynamic" follows the largest
       position of the row, so keys of a cache keep the base they were written
       with.
+    dim: D, width of a head, even.
     token_mask: [B, N] bool, False for padding, whose positions count nothing.
 
   Returns:
     Their sines and cosines.
   """
-  exponents = np.arange(0, config.dim, 2, dtype=np.float32) / config.dim
+  exponents = np.arange(0, dim, 2, dtype=np.float32) / dim
   angle_at = positions[..., None].astype(jnp.float32)
   if config.scaling == "dynamic":
     real = positions if token_mask is None else positions * token_mask
@@ -194,7 +169,7 @@ def rotation(
     longest = jnp.maximum(longest, config.original_length)
     stretch = config.factor * longest / config.original_length
     stretch = stretch - (config.factor - 1)
-    theta = config.theta * stretch ** (config.dim / max(config.dim - 2, 1))
+    theta = config.theta * stretch ** (dim / max(dim - 2, 1))
     angles = angle_at / theta**exponents
   else:
     frequencies = 1.0 / np.float32(config.theta) ** exponents

@@ -28,114 +28,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-ROUTER_KINDS = ("two_stage", "query_norm", "none")
-GATE_FORMS = ("released", "paper")
-ESTIMATORS = ("selected", "all")
+from moh_jax.config.heads import GATE_FORMS, HeadBudget
+
 # Norms that differ by less than this share of themselves are equal.
 _EQUAL_TO = 1e-6
 _TINY = 1e-30
-
-
-@dataclasses.dataclass(frozen=True)
-class RouterConfig:
-  """Which router a model has; the head counts are in `HeadBudget`.
-
-  Attributes:
-    kind: "two_stage", "query_norm", or "none" for plain multi-head attention.
-    gate_form: "released" or "paper", see the module's docstring.
-    two_stage: learn the weights (a1, a2) of the shared and the routed group;
-      False fixes both to 1/2 (the paper's ablation, Table 5).
-    straight_through: which routed heads' scores get a gradient from the hard
-      gates of "query_norm": the "selected" ones, since the score of another is
-      the constant 0 in eq. 5, or "all", which needs every head's output.
-  """
-
-  kind: str = "two_stage"
-  gate_form: str = "released"
-  two_stage: bool = True
-  straight_through: str = "selected"
-
-  def __post_init__(self):
-    if self.kind not in ROUTER_KINDS:
-      raise ValueError(f"router={self.kind!r} must be one of {ROUTER_KINDS}")
-    if self.gate_form not in GATE_FORMS:
-      raise ValueError(
-        f"gate_form={self.gate_form!r} must be one of {GATE_FORMS}"
-      )
-    if self.straight_through not in ESTIMATORS:
-      raise ValueError(
-        f"straight_through={self.straight_through!r} must be one of "
-        f"{ESTIMATORS}"
-      )
-
-  @property
-  def needs_all_heads(self) -> bool:
-    """Whether no head may be left out, whatever the gates.
-
-    Without a router all are in use; gradients to all scores need the outputs of
-    heads that weigh nothing.
-    """
-    if self.kind == "query_norm":
-      return self.straight_through == "all"
-    return self.kind == "none"
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadBudget:
-  """How the heads of one layer are split; all counts are heads.
-
-  Attributes:
-    num_heads: all heads of the layer.
-    shared: the first heads, on for every token.
-    top_k: routed heads that each token activates.
-    head_dim: width of one head.
-  """
-
-  num_heads: int
-  shared: int
-  top_k: int
-  head_dim: int
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{field.name}={value!r} must be an integer")
-    if self.num_heads < 1:
-      raise ValueError(f"num_heads={self.num_heads} must be at least 1")
-    if self.head_dim < 1:
-      raise ValueError(f"head_dim={self.head_dim} must be at least 1")
-    if not 0 <= self.shared <= self.num_heads:
-      raise ValueError(
-        f"shared={self.shared} must be in [0, {self.num_heads}], "
-        f"the layer has num_heads={self.num_heads}"
-      )
-    if not 0 <= self.top_k <= self.routed:
-      raise ValueError(
-        f"top_k={self.top_k} must be in [0, {self.routed}]: "
-        f"{self.num_heads} heads less {self.shared} shared leave "
-        f"{self.routed} routed"
-      )
-    if self.active == 0:
-      raise ValueError(
-        f"shared={self.shared} and top_k={self.top_k} leave no head active; "
-        "their sum must be at least 1"
-      )
-
-  @property
-  def routed(self) -> int:
-    """Heads that tokens choose among."""
-    return self.num_heads - self.shared
-
-  @property
-  def active(self) -> int:
-    """Heads that each token uses."""
-    return self.shared + self.top_k
-
-  @property
-  def share(self) -> float:
-    """Activated share of the heads, in (0, 1]."""
-    return self.active / self.num_heads
 
 
 @jax.tree_util.register_dataclass

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import DiTConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.models.dit import DiT
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.parity.attention import attention_results
 from moh_jax.parity.case import Arrays, Case
 from moh_jax.parity.layout import channels_first, channels_last
@@ -147,5 +147,5 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> DiTConfig:
     mlp_ratio=hyper["mlp_ratio"],
     label_dropout=hyper["class_dropout_prob"],
     learn_sigma=hyper["learn_sigma"],
-    router="two_stage" if moh else "none",
+    router=RouterConfig("two_stage" if moh else "none"),
   )

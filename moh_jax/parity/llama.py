@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config import LLMConfig
+from moh_jax.config import LLMConfig, RouterConfig
 from moh_jax.convert import hf_config, llama, rules
 from moh_jax.inference.decoding import (
   Sampling,
@@ -84,7 +84,7 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> LLMConfig:
     ours: tuple(value) if isinstance(value, list) else (value,) * layers
     for ours, value in ((o, hyper[name]) for o, name in counts.items())
   }
-  return dataclasses.replace(config, router="query_norm", **split)
+  return dataclasses.replace(config, router=RouterConfig("query_norm"), **split)
 
 
 def _load(config: LLMConfig, weights: Arrays) -> Any:
@@ -211,7 +211,7 @@ def _generate(
     )
     first = tokens.shape[1]
     logits.append(np.asarray(last))
-    if config.router != "none":
+    if config.router.kind != "none":
       masks.append(_head_mask(config, recorded))
     chosen = logits[-1].argmax(-1).astype(tokens.dtype)
     tokens = np.concatenate([tokens, chosen[:, None]], axis=1)

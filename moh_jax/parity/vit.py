@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import ViTConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.parity.attention import attention_results, named_grads
 from moh_jax.parity.case import Arrays, Case
 from moh_jax.runtime.params import abstract_params, unbox
@@ -143,7 +143,7 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
     window=windows.pop() if windows else 3,
     fixed_pool_size=hyper.get("fixed_pool_size") or 0,
     pretrain_image_size=hyper.get("pretrain_size") or 0,
-    router="two_stage" if moh else "none",
+    router=RouterConfig("two_stage" if moh else "none"),
     qkv_bias=hyper.get("qkv_bias", False),
   )
 

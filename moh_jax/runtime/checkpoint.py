@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config
+from moh_jax.config import Config, legacy
 from moh_jax.data.text.tokenizers import Tokenizer
 
 FOLDER = "checkpoints"
@@ -216,7 +216,7 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 
 def _from_json(stored: dict[str, Any]) -> Metadata:
-  config = config_lib.from_config_dict(stored["config"])
+  config = config_lib.from_config_dict(legacy.upgrade(stored["config"]))
   return Metadata(
     config, tuple(stored["class_names"]), stored.get("tokenizer_sha256", "")
   )

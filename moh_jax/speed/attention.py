@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.routing import HeadBudget, top_k_mask
+from moh_jax.ops.routing import top_k_mask
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import compare, exactness
 from moh_jax.speed.compare import Variant, setting_of

@@ -12,8 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.speed import compare, exactness
 from moh_jax.speed.attention import attention_flops, passes
 from moh_jax.speed.compare import Variant, setting_of

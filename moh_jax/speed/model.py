@@ -19,7 +19,7 @@ from moh_jax.config import (
   released_model,
   without_router,
 )
-from moh_jax.ops.attention_forms import IMPLEMENTATIONS
+from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.runtime import sharding
 from moh_jax.speed import compare, model_programs, timing
 from moh_jax.speed.compare import Setting, Variant
@@ -112,7 +112,7 @@ def measure(options: ModelOptions) -> dict[str, Any]:
 
 def activated_share(model: Any) -> float:
   """Active heads over all heads, all layers together."""
-  if model.router == "none":
+  if model.router.kind == "none":
     return 1.0
   groups = model.layer_groups()
   active = sum(g.depth * g.budget.active for g in groups)
@@ -133,7 +133,7 @@ def _rows(
       Variant(name, activated_share(models[name]), made[mode], name == "mha")
       for name, made in programs.items()
     ]
-    if mode == "forward" and run.model.router == "two_stage":
+    if mode == "forward" and run.model.router.kind == "two_stage":
       routers = model_programs.routers(run)
       variants.append(Variant("router", activated_share(run.model), routers))
     setting = Setting(

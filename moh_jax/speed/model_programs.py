@@ -56,7 +56,7 @@ def routers(run: Config) -> Program:
   layers, tokens = [], []
   for group in model.layer_groups():
     budget = group.budget
-    module = HeadRouter(budget, model.router_config)
+    module = HeadRouter(budget, model.router)
     length = getattr(run.data, "sequence_length", group.tokens)
     x = jax.random.normal(key, (size, length, group.width))
     heads = jnp.ones((size, length, budget.num_heads, budget.head_dim))

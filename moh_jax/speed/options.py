@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import jax
 
+from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import IMPLEMENTATIONS
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.routing import HeadBudget
 
 # Forms that compute every head: what the others are measured by.
 DENSE_FORMS = ("dense", "cudnn")

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import gather_rows, head_blocks
 from moh_jax.ops.kernels.attention import PLATFORMS
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import MOST_HEAD_DIM, BlockSizes, Tile, read
-from moh_jax.ops.routing import HeadBudget
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import timing
 from moh_jax.speed.attention import random_active

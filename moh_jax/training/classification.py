@@ -60,12 +60,12 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
 
   Args:
     model: maps images to (logits, aux).
-    config: the run; its `train` section says how targets are made.
+    config: the run; its section `classifier` says how targets are made.
 
   Returns:
     The loss function; its metrics log the task loss and the balance loss apart.
   """
-  train = config.train
+  classifier, train = config.classifier, config.train
 
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
@@ -74,9 +74,11 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     mix_rng, dropout_rng = jax.random.split(rng)
     labels = batch["label"]
     targets = losses.class_targets(
-      labels, config.model.num_classes, train.label_smoothing
+      labels, config.model.num_classes, classifier.label_smoothing
     )
-    images, targets = losses.mix_images(mix_rng, batch["image"], targets, train)
+    images, targets = losses.mix_images(
+      mix_rng, batch["image"], targets, classifier
+    )
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
     )

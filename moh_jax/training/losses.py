@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moh_jax.config import TrainConfig
+from moh_jax.config import ClassifierConfig
 
 
 def class_targets(
@@ -39,7 +39,10 @@ def soft_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def mix_images(
-  rng: jax.Array, images: jax.Array, targets: jax.Array, config: TrainConfig
+  rng: jax.Array,
+  images: jax.Array,
+  targets: jax.Array,
+  config: ClassifierConfig,
 ) -> tuple[jax.Array, jax.Array]:
   """Mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899) of a whole batch.
 

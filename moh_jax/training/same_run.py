@@ -39,10 +39,8 @@ def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
       f"{config.train.steps}"
     )
   fields = _differing(config.model, stored.model, "model")
-  if config.diffusion and stored.diffusion:
-    fields += _differing(config.diffusion, stored.diffusion, "diffusion")
-  if config.tune != stored.tune:
-    fields += config_lib.differing_fields(config.tune, stored.tune, "tune")
+  for name in sorted(config.sections.keys() & stored.sections.keys()):
+    fields += _differing(config.sections[name], stored.sections[name], name)
   if ours.tokenizer_sha256 != metadata.tokenizer_sha256:
     fields.append(
       f"sha256 of the tokenizer: {ours.tokenizer_sha256[:16]!r} here, "
@@ -74,6 +72,7 @@ def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
 def _differing(ours: Any, theirs: Any, section: str) -> list[str]:
   """Fields that differ, but for those that a continued run may change."""
   if type(theirs) is type(ours):
-    same = {name: getattr(ours, name) for name in ours.RUNTIME_FIELDS}
+    runtime = getattr(ours, "RUNTIME_FIELDS", ())
+    same = {name: getattr(ours, name) for name in runtime}
     theirs = dataclasses.replace(theirs, **same)
   return config_lib.differing_fields(ours, theirs, section)

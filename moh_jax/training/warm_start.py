@@ -1,5 +1,6 @@
 """Starting a run from another run's parameters."""
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 from flax import traverse_util
 from jax.sharding import Mesh
 
+from moh_jax import config as config_lib
 from moh_jax.config import get_family
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
@@ -19,16 +21,7 @@ _Flat = dict[tuple[str, ...], Any]
 
 
 # Fields without parameters of their own that the parameters were trained with.
-_NUMERIC_FIELDS = (
-  "gate_form",
-  "norm_eps",
-  "rope_theta",
-  "rope_scaling",
-  "rope_factor",
-  "rope_low_freq_factor",
-  "rope_high_freq_factor",
-  "rope_original_length",
-)
+_NUMERIC_FIELDS = ("model.norm_eps", "model.rope.", "model.router.gate_form")
 
 
 class WarmStart:
@@ -68,16 +61,15 @@ class WarmStart:
     self._check(jax.eval_shape(self._fit, self._stored))
 
   def _check_numbers(self, ours: Any, theirs: Any) -> None:
-    routed = "none" not in (ours.router, theirs.router)
-    for name in _NUMERIC_FIELDS:
-      if name == "gate_form" and not routed:
-        continue
-      here, there = (getattr(model, name, None) for model in (ours, theirs))
-      if here != there:
-        raise ValueError(
-          f"train.init_from={self._directory!r} was trained with model.{name}="
-          f"{there!r}, the run has {here!r}"
-        )
+    if "none" in (ours.router.kind, theirs.router.kind):
+      theirs = dataclasses.replace(theirs, router=ours.router)  # no gates yet
+    differing = config_lib.differing_fields(ours, theirs, "model")
+    wrong = [line for line in differing if line.startswith(_NUMERIC_FIELDS)]
+    if wrong:
+      raise ValueError(
+        f"train.init_from={self._directory!r} holds parameters that were "
+        f"trained with other numbers: {'; '.join(wrong)}"
+      )
 
   def _check_tokenizer(self, ours: Metadata, theirs: Metadata) -> None:
     here, there = ours.tokenizer_sha256, theirs.tokenizer_sha256

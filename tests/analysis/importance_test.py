@@ -9,6 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.analysis.importance import head_importance, order_by_importance
+from moh_jax.config import RouterConfig
 from moh_jax.models.llm import LLM, summed_nats
 from moh_jax.runtime.params import unbox
 from tests.training import tiny
@@ -56,7 +57,7 @@ class ImportanceTest(parameterized.TestCase):
   @parameterized.parameters("two_stage", "none")
   def test_is_the_slope_of_the_loss(self, router):
     # With the router "none" all heads count, whatever the budget says.
-    config = dataclasses.replace(tiny.LLM, router=router)
+    config = dataclasses.replace(tiny.LLM, router=RouterConfig(router))
     params = _params(config)
     found = head_importance(LLM(config), config, params, [_batch()])
     ones = np.ones((config.depth, config.num_heads[0]), np.float32)

@@ -9,6 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
+from moh_jax.config import RouterConfig
 from moh_jax.evaluation import harness
 from tests.cli import tiny_checkpoint
 from tests.evaluation import tiny_harness
@@ -117,7 +118,9 @@ class EvaluateTextTest(_CommandTest):
 
   def test_model_without_router_has_no_shares(self):
     other = self.root / "mha"
-    model = dataclasses.replace(tiny_text_model.CONFIG.model, router="none")
+    model = dataclasses.replace(
+      tiny_text_model.CONFIG.model, router=RouterConfig("none")
+    )
     config = dataclasses.replace(tiny_text_model.CONFIG, model=model)
     tiny_text_model.save(other, config)
     status, _, err = tiny_checkpoint.call(
@@ -125,7 +128,7 @@ class EvaluateTextTest(_CommandTest):
       *("--top-k", 1),
     )
     self.assertEqual(status, 2)
-    self.assertIn("the model has no routed heads, model.router='none'", err)
+    self.assertIn("has no routed heads, model.router.kind='none'", err)
 
 
 @unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)

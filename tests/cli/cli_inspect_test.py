@@ -8,6 +8,7 @@ import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import common, inspect
+from moh_jax.config import RouterConfig
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.cli import tiny_checkpoint
@@ -69,13 +70,13 @@ class InspectCommandTest(parameterized.TestCase):
     self.assertEqual(attention[-1], "dense")
 
   @parameterized.parameters(
-    ({"router": "query_norm"}, "packed"),
-    ({"router": "query_norm", "straight_through": "all"}, "blocked"),
-    ({"router": "none"}, "blocked"),
+    (RouterConfig("query_norm"), "packed"),
+    (RouterConfig("query_norm", straight_through="all"), "blocked"),
+    (RouterConfig("none"), "blocked"),
   )
-  def test_layers_that_need_all_heads_skip_none(self, changes, form):
+  def test_layers_that_need_all_heads_skip_none(self, router, form):
     config = common.load_config(f"{_CONFIGS / 'llm_stdlib.py'}:moh")
-    model = dataclasses.replace(config.model, **changes)
+    model = dataclasses.replace(config.model, router=router)
     rows = inspect._layers(dataclasses.replace(config, model=model))
     self.assertEqual({row["attention"] for row in rows}, {form})
 

@@ -50,9 +50,14 @@ class LoadConfigTest(parameterized.TestCase):
     self.assertEqual(config.train.steps, 70)
 
   @parameterized.parameters(
-    ("optim.nope=1", "unknown config key 'optim.nope'"),
-    ("nope=1", "unknown config key 'nope'"),
-    ("optim.lr.x=1", "unknown config key 'optim.lr.x'"),
+    ("optim.nope=1", "unknown config key optim.nope"),
+    (
+      "model.gate_form=paper",
+      "unknown config key model.gate_form; it is now model.router.gate_form",
+    ),
+    ("model.router=none", "model.router='none' must be a section with the"),
+    ("nope=1", "unknown config key nope"),
+    ("optim.lr.x=1", "unknown config key optim.lr.x"),
     ("optim.lr", "'optim.lr' must be FIELD=VALUE"),
     ("optim.lr=fast", "optim.lr='fast' must be of type float"),
     ("train.steps=0", "train.steps=0 must be at least 1"),

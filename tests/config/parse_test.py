@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 
 from absl.testing import absltest, parameterized
 
@@ -31,6 +32,7 @@ _SECTIONS = (
   "checkpoint",
   "eval",
   "log",
+  "classifier",
 )
 
 
@@ -51,7 +53,9 @@ class FromConfigDictTest(parameterized.TestCase):
 
   def test_unknown_section_lists_the_known(self):
     cfg = {**config_lib.to_config_dict(_CONFIG).to_dict(), "optimizer": {}}
-    with self.assertRaisesRegex(ValueError, "'optimizer'; known: .*'optim'"):
+    with self.assertRaisesRegex(
+      ValueError, "'optimizer' for .*; known: .*'optim'"
+    ):
       config_lib.from_config_dict(cfg)
 
   @parameterized.parameters(*_SECTIONS)
@@ -97,7 +101,6 @@ class FromConfigDictTest(parameterized.TestCase):
     ("train", "steps", "10", "int"),
     ("checkpoint", "async_save", 1, "bool"),
     ("model", "depths", 1, "tuple"),
-    ("model", "two_stage", "yes", "bool"),
   )
   def test_wrong_type_names_field_value_and_type(
     self, section, field, value, kind
@@ -126,6 +129,29 @@ class FromConfigDictTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"model\.family=\['vit'\]"):
       config_lib.from_config_dict(_changed("model", family=["vit"]))
 
+  @parameterized.parameters(
+    ({"kinds": "none"}, "unknown config key model.router.kinds; known: ['gate"),
+    ({"two_stage": "yes"}, "model.router.two_stage='yes' must be of type bool"),
+    ({"kind": "one"}, "model.router.kind='one' must be one of ('two_stage', "),
+    ({"gate_form": "x"}, "model.router.gate_form='x' must be one of ('rel"),
+    (3, "model.router=3 must be a section with the fields ['kind', "),
+  )
+  def test_nested_section_is_named_with_its_whole_path(self, router, message):
+    with self.assertRaises(ValueError) as caught:
+      config_lib.from_config_dict(_changed("model", router=router))
+    self.assertStartsWith(str(caught.exception), message)
+
+  @parameterized.parameters(
+    ("model", "gate_form", "paper", "model.router.gate_form"),
+    ("model", "router", "none", "model.router.kind"),
+    ("train", "mixup", 0.2, "classifier.mixup"),
+  )
+  def test_older_key_is_refused_with_the_present_one(
+    self, section, key, value, present
+  ):
+    with self.assertRaisesRegex(ValueError, rf"now {re.escape(present)}$"):
+      config_lib.from_config_dict(_changed(section, **{key: value}))
+
   def test_lists_become_tuples(self):
     cfg = _changed("model", image_size=[8, 8], depths=[1])
     config = config_lib.from_config_dict(cfg)
@@ -147,6 +173,7 @@ class JsonTest(absltest.TestCase):
   def test_holds_every_section(self):
     stored = json.loads(config_lib.to_json(_CONFIG))
     self.assertCountEqual(stored, _SECTIONS)
+    self.assertEqual(stored["model"]["router"]["kind"], "two_stage")
     self.assertEqual(stored["optim"]["lr"], 3e-4)
 
 
@@ -176,6 +203,17 @@ class ApplyOverridesTest(absltest.TestCase):
       config_lib.apply_overrides(changed, "model", top_k=(1,)), _CONFIG
     )
 
+  def test_nested_section_keeps_its_other_fields(self):
+    router = {"two_stage": False}
+    changed = config_lib.apply_overrides(_CONFIG, "model", router=router)
+    changed = config_lib.apply_overrides(
+      changed, "model", router={"gate_form": "paper"}
+    )
+    self.assertEqual(
+      changed.model.router,
+      config_lib.RouterConfig(gate_form="paper", two_stage=False),
+    )
+
   def test_checks_again(self):
     with self.assertRaisesRegex(ValueError, "top_k=4"):
       config_lib.apply_overrides(_CONFIG, "model", top_k=(4,))
@@ -191,6 +229,14 @@ class DifferingFieldsTest(absltest.TestCase):
         "model.num_classes: 1000 here, 5 there",
         "model.top_k: (1,) here, (3,) there",
       ],
+    )
+
+  def test_names_fields_of_nested_sections(self):
+    router = config_lib.RouterConfig("none")
+    theirs = dataclasses.replace(_MODEL, router=router)
+    self.assertEqual(
+      config_lib.differing_fields(_MODEL, theirs, "model"),
+      ["model.router.kind: 'two_stage' here, 'none' there"],
     )
 
   def test_equal_sections_differ_in_nothing(self):

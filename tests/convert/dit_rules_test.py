@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import DiTConfig, without_router
+from moh_jax.config import DiTConfig, RouterConfig, without_router
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
 from moh_jax.models.dit import DiT, patchify
@@ -29,7 +29,9 @@ _MOH = DiTConfig(
 _CONFIGS = {
   "moh": _MOH,
   "mha": without_router(_MOH),
-  "one_stage_router": dataclasses.replace(_MOH, two_stage=False),
+  "one_stage_router": dataclasses.replace(
+    _MOH, router=RouterConfig(two_stage=False)
+  ),
   "plain_output": dataclasses.replace(
     _MOH, learn_sigma=False, label_dropout=0.0, patch_size=1
   ),

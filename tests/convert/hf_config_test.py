@@ -6,7 +6,13 @@ import pathlib
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family, released_model, without_router
+from moh_jax.config import (
+  RotaryConfig,
+  RouterConfig,
+  get_family,
+  released_model,
+  without_router,
+)
 from moh_jax.convert import hf_config
 from tests.convert import tiny_llm
 
@@ -59,7 +65,7 @@ class ReadTest(parameterized.TestCase):
       num_key_value_heads="absent", attention_bias="absent", rope_theta="absent"
     )
     self.assertEqual(model.num_kv_heads, 32)
-    self.assertEqual(model.rope_theta, 10000.0)
+    self.assertEqual(model.rope.theta, 10000.0)
     self.assertFalse(model.qkv_bias)
 
   def test_biases_are_of_all_four_projections(self):
@@ -92,24 +98,24 @@ class ReadTest(parameterized.TestCase):
   @parameterized.parameters("rope_parameters", "rope_scaling")
   def test_both_spellings_of_rope(self, name):
     model = _read(**{name: _LLAMA31, "max_position_embeddings": 131072})
-    self.assertEqual(model.rope_scaling, "llama3")
-    self.assertEqual(model.rope_factor, 8.0)
-    self.assertEqual(model.rope_original_length, 8192)
-    self.assertEqual(model.rope_theta, 500000.0)
+    self.assertEqual(model.rope.scaling, "llama3")
+    self.assertEqual(model.rope.factor, 8.0)
+    self.assertEqual(model.rope.original_length, 8192)
+    self.assertEqual(model.rope.theta, 500000.0)
     self.assertEqual(model.max_length, 131072)
 
   def test_theta_inside_rope_parameters_is_the_one(self):
     rope = {"rope_type": "default", "rope_theta": 123.0}
     model = _read(rope_parameters=rope, rope_theta="absent")
-    self.assertEqual((model.rope_theta, model.rope_scaling), (123.0, "none"))
+    self.assertEqual((model.rope.theta, model.rope.scaling), (123.0, "none"))
 
   @parameterized.parameters("linear", "dynamic")
   def test_stretched_rope_reads_longer_texts(self, kind):
     model = _read(rope_scaling={"type": kind, "factor": 4.0})
-    self.assertEqual(model.rope_scaling, kind)
+    self.assertEqual(model.rope.scaling, kind)
     self.assertEqual(model.max_length, 4 * 8192)
     if kind == "dynamic":
-      self.assertEqual(model.rope_original_length, 8192)
+      self.assertEqual(model.rope.original_length, 8192)
 
   @parameterized.parameters(
     ({"architectures": ["GemmaForCausalLM"]}, "Gemma.*'LlamaForCausalLM'"),
@@ -153,8 +159,11 @@ class ReadTest(parameterized.TestCase):
     ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
     ({"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
     ({"moh_jax": {"depth": 3}}, r"moh_jax: unknown fields \['depth'\]"),
-    ({"moh_jax": {"router": "query_norm"}}, "moh_jax.router='query_norm'"),
-    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs moh_jax.router"),
+    (
+      {"moh_jax": {"router": "query_norm"}},
+      r"moh_jax\.router\.kind='query_norm'",
+    ),
+    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs moh_jax.router.kind"),
   )
   def test_other_networks_are_refused_by_field_and_value(self, changes, regex):
     with self.assertRaisesRegex(ValueError, regex):
@@ -190,34 +199,33 @@ def _all_models():
   tiny = tiny_llm.MHA
   changes = {
     "tiny_moh": {"model": tiny_llm.MOH},
-    "paper": {"model": tiny_llm.MOH, "gate_form": "paper", "two_stage": False},
+    "paper": {
+      "model": tiny_llm.MOH,
+      "router": RouterConfig(gate_form="paper", two_stage=False),
+    },
     "order": {
       "model": tiny_llm.QUERY_NORM,
       "head_order": ((5, 4, 3, 2, 1, 0),) * 3,
-      "straight_through": "all",
+      "router": RouterConfig("query_norm", straight_through="all"),
     },
     "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
     "qwen2": {"qkv_bias": True},
     "out_bias": {"out_bias": True},
     "tied": {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16"},
     "linear": {
-      "rope_scaling": "linear",
-      "rope_factor": 3.0,
+      "rope": RotaryConfig(scaling="linear", factor=3.0),
       "max_length": 100,
     },
     "dynamic": {
-      "rope_scaling": "dynamic",
-      "rope_factor": 2.5,
-      "rope_original_length": 40,
+      "rope": RotaryConfig(scaling="dynamic", factor=2.5, original_length=40),
       "max_length": 100,
     },
     "llama3": {
-      "rope_scaling": "llama3",
-      "rope_factor": 8.0,
-      "rope_low_freq_factor": 2.0,
-      "rope_original_length": 32,
+      "rope": RotaryConfig(
+        scaling="llama3", factor=8.0, low_freq_factor=2.0, original_length=32
+      ),
     },
-    "unused": {"rope_factor": 2.0, "rope_original_length": 5},
+    "unused": {"rope": RotaryConfig(factor=2.0, original_length=5)},
   }
   for name, fields in changes.items():
     model = fields.pop("model", tiny)
@@ -263,7 +271,7 @@ class RoundTripTest(parameterized.TestCase):
 
   def test_moh_fields_stand_under_our_key(self):
     ours = hf_config.to_hf(_MODELS["order"])["moh_jax"]
-    self.assertEqual(ours["router"], "query_norm")
+    self.assertEqual(ours["router"]["kind"], "query_norm")
     self.assertEqual(ours["shared_heads"], (3, 3, 3))
     self.assertEqual(ours["top_k"], (1, 1, 1))
     self.assertLen(ours["head_order"], 3)

@@ -18,6 +18,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.cli.main import main
 from moh_jax.config import (
   MeshConfig,
+  RotaryConfig,
   TextDataConfig,
   TuneConfig,
   get_family,
@@ -42,19 +43,19 @@ _PLAIN = {
   "tied": {"tie_embeddings": True},
   "qwen2": {"qkv_bias": True},
   "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
-  "norm_eps": {"norm_eps": 1e-2, "rope_theta": 50.0},
-  "linear": {"rope_scaling": "linear", "rope_factor": 4.0, "max_length": 256},
+  "norm_eps": {"norm_eps": 1e-2, "rope": RotaryConfig(theta=50.0)},
+  "linear": {
+    "rope": RotaryConfig(scaling="linear", factor=4.0),
+    "max_length": 256,
+  },
   "dynamic": {
-    "rope_scaling": "dynamic",
-    "rope_factor": 2.0,
-    "rope_original_length": 8,
+    "rope": RotaryConfig(scaling="dynamic", factor=2.0, original_length=8),
     "max_length": 16,
   },
   "llama3": {
-    "rope_scaling": "llama3",
-    "rope_factor": 8.0,
-    "rope_theta": 100.0,
-    "rope_original_length": 16,
+    "rope": RotaryConfig(
+      theta=100.0, scaling="llama3", factor=8.0, original_length=16
+    ),
   },
 }
 
@@ -111,7 +112,7 @@ class ConvertTest(_Case):
     tiny_llm.write_folder(self.source, model)
     self._convert("moh-llama3")
     converted = restore(str(self.out)).config.model
-    self.assertEqual(converted.router, "query_norm")
+    self.assertEqual(converted.router.kind, "query_norm")
     self.assertEqual(converted.shared_heads, (4, 4, 4))
     self.assertEqual(converted.top_k, (2, 2, 2))
 

@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import released_model, without_router
+from moh_jax.config import (
+  RotaryConfig,
+  RouterConfig,
+  released_model,
+  without_router,
+)
 from moh_jax.convert import rules
 from moh_jax.convert.llama import is_ignored, model_rules
-from moh_jax.ops.position import RotaryConfig, rotate, rotation
+from moh_jax.ops.position import rotate, rotation
 from tests.convert import tiny_llm
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
@@ -23,7 +28,9 @@ _CONFIGS = {
   "query_norm": tiny_llm.QUERY_NORM,
   "mha": tiny_llm.MHA,
   "one_kv_head_each": dataclasses.replace(tiny_llm.MOH, num_kv_heads=6),
-  "one_stage": dataclasses.replace(tiny_llm.MOH, two_stage=False),
+  "one_stage": dataclasses.replace(
+    tiny_llm.MOH, router=RouterConfig(two_stage=False)
+  ),
   "biases": dataclasses.replace(
     tiny_llm.MHA, qkv_bias=True, out_bias=True, mlp_bias=True
   ),
@@ -111,7 +118,7 @@ class LayoutTest(parameterized.TestCase):
   def test_rope_turns_their_pairs(self):
     # transformers: x * cos + rotate_half(x) * sin.
     x = np.random.default_rng(2).normal(size=(1, 3, 2, 4)).astype(np.float32)
-    by = rotation(jnp.arange(3)[None], RotaryConfig(4))
+    by = rotation(jnp.arange(3)[None], RotaryConfig(), 4)
     cos, sin = (np.tile(t, 2)[:, :, None] for t in (by.cos, by.sin))
     half = np.concatenate([-x[..., 2:], x[..., :2]], axis=-1)
     np.testing.assert_allclose(

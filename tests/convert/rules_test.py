@@ -11,9 +11,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import ViTConfig, without_router
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules, vit
 from moh_jax.models.vit import ViT
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.runtime.params import abstract_params, unbox
 
 _MOH = ViTConfig(
@@ -31,7 +31,9 @@ _CONFIGS = {
   "moh": _MOH,
   "transnext": without_router(_MOH),
   "no_qkv_bias": dataclasses.replace(_MOH, qkv_bias=False),
-  "one_stage_router": dataclasses.replace(_MOH, two_stage=False),
+  "one_stage_router": dataclasses.replace(
+    _MOH, router=RouterConfig(two_stage=False)
+  ),
 }
 
 

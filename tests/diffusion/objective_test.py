@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.diffusion import PREDICTIONS
 from moh_jax.diffusion import objective
 from moh_jax.diffusion.prediction import (
-  PREDICTIONS,
   predict_x0,
   reverse_step,
   training_target,

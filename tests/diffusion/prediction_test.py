@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.diffusion import PREDICTIONS
 from moh_jax.diffusion import prediction as prediction_lib
 from moh_jax.diffusion.process import make_process, q_sample, respace
 
@@ -33,7 +34,7 @@ def _column(table: np.ndarray) -> np.ndarray:
 
 
 class PredictionTest(parameterized.TestCase):
-  @parameterized.parameters(*prediction_lib.PREDICTIONS)
+  @parameterized.parameters(*PREDICTIONS)
   def test_exact_target_gives_the_clean_example(self, prediction):
     x0 = prediction_lib.predict_x0(
       _PROCESS, prediction, _target(prediction), _X, _T
@@ -79,7 +80,7 @@ class SplitOutputTest(parameterized.TestCase):
 
 
 class ReverseStepTest(parameterized.TestCase):
-  @parameterized.parameters(*prediction_lib.PREDICTIONS)
+  @parameterized.parameters(*PREDICTIONS)
   def test_perfect_prediction_gives_the_posterior(self, prediction):
     reverse = prediction_lib.reverse_step(
       _PROCESS, prediction, _target(prediction), _X, _T

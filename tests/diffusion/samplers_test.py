@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.diffusion import METHODS, PREDICTIONS
 from moh_jax.diffusion import samplers
-from moh_jax.diffusion.prediction import PREDICTIONS, reverse_step
+from moh_jax.diffusion.prediction import reverse_step
 from moh_jax.diffusion.process import (
   Process,
   even_log_snr,
@@ -101,14 +102,14 @@ def _hand_ddpm(predict, x, process, noise):
 
 
 class PerfectDenoiserTest(parameterized.TestCase):
-  @parameterized.product(method=samplers.METHODS, prediction=PREDICTIONS)
+  @parameterized.product(method=METHODS, prediction=PREDICTIONS)
   def test_returns_the_example(self, method, prediction):
     draw = _sampler(
       _perfect(prediction), method, "20", prediction, noise=_noise()
     )
     np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
 
-  @parameterized.product(method=samplers.METHODS, spacing=("1", "2"))
+  @parameterized.product(method=METHODS, spacing=("1", "2"))
   def test_few_steps_return_the_example(self, method, spacing):
     draw = _sampler(_perfect(), method, spacing, noise=_noise())
     np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
@@ -117,7 +118,7 @@ class PerfectDenoiserTest(parameterized.TestCase):
     draw = _sampler(_perfect(), "ddim", "20", noise=_noise(), eta=1.0)
     np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
 
-  @parameterized.parameters(*samplers.METHODS)
+  @parameterized.parameters(*METHODS)
   def test_clips_the_example(self, method):
     predict = _network(lambda x, signal, spread: 4 * _X0)
     draw = _sampler(predict, method, "5", noise=_noise(), clip=True)
@@ -127,7 +128,7 @@ class PerfectDenoiserTest(parameterized.TestCase):
 
 
 class StepsTest(parameterized.TestCase):
-  @parameterized.parameters(*samplers.METHODS)
+  @parameterized.parameters(*METHODS)
   def test_network_is_told_timesteps_of_training_noisiest_first(self, method):
     told = []
 
@@ -180,7 +181,7 @@ class StepsTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(ddim(_Z), ddpm(_Z), rtol=1e-4, atol=1e-4)
 
-  @parameterized.parameters(*samplers.METHODS)
+  @parameterized.parameters(*METHODS)
   def test_trajectory_ends_with_the_sample(self, method):
     predict = _network(_gaussian)
     path, last = (
@@ -192,7 +193,7 @@ class StepsTest(parameterized.TestCase):
     moved = np.abs(np.diff(np.concatenate([_Z[None], path]), axis=0))
     self.assertTrue(np.all(moved.max((1, 2, 3, 4)) > 0))
 
-  @parameterized.parameters(*samplers.METHODS)
+  @parameterized.parameters(*METHODS)
   def test_jit_equals_eager(self, method):
     drawn = jax.random.normal(_KEY, (3, *_SHAPE))
     options = {"method": method, "noise": lambda step: drawn[step]}
@@ -206,7 +207,7 @@ class StepsTest(parameterized.TestCase):
     jitted = _sampler(predict, method, "3", noise=options["noise"])
     np.testing.assert_allclose(jitted(_Z), eager, rtol=1e-4, atol=1e-5)
 
-  @parameterized.parameters(*samplers.METHODS)
+  @parameterized.parameters(*METHODS)
   def test_traces_once_whatever_the_steps_and_calls(self, method):
     traces = {}
 

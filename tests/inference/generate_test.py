@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import without_router
+from moh_jax.config import RouterConfig, without_router
 from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored
@@ -32,9 +32,11 @@ def _mesh():
   return sharding.make_mesh(tiny.llm_config(mesh=tiny.MESH).mesh)
 
 
-def _config(router="two_stage", **changes):
+def _config(router="two_stage", straight_through="selected", **changes):
   model = dataclasses.replace(
-    tiny_writer.RANDOM.model, router=router, **changes
+    tiny_writer.RANDOM.model,
+    router=RouterConfig(router, straight_through=straight_through),
+    **changes,
   )
   return dataclasses.replace(tiny_writer.RANDOM, model=model)
 

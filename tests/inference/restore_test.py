@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 from flax import traverse_util
 
 from moh_jax import config as config_lib
+from moh_jax.config import RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
 from moh_jax.inference import restore as restore_lib
@@ -114,9 +115,10 @@ class RestoreTest(parameterized.TestCase):
 
   def test_overrides_change_config_and_model(self):
     restored = restore_lib.restore(
-      self.released, top_k=(3,), gate_form="paper", dtype=None
+      self.released, top_k=(3,), router={"gate_form": "paper"}, dtype=None
     )
-    model = dataclasses.replace(_CONFIG.model, top_k=(3,), gate_form="paper")
+    router = dataclasses.replace(_CONFIG.model.router, gate_form="paper")
+    model = dataclasses.replace(_CONFIG.model, top_k=(3,), router=router)
     self.assertEqual(restored.config.model, model)
     self.assertEqual(restored.model.config, model)
     chex.assert_trees_all_equal(restored.params, _params())
@@ -132,7 +134,10 @@ class RestoreTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"top_k": (4,)}, r"top_k=4 must be in \[0, 3\]"),
     ({"top_k": (1, 1)}, r"model\.top_k=\(1, 1\) must have one value"),
-    ({"gate_form": "mine"}, "gate_form='mine' must be one of"),
+    (
+      {"router": {"gate_form": "mine"}},
+      r"model\.router\.gate_form='mine' must be one of",
+    ),
     ({"dtype": "int8"}, "model.dtype='int8' must be one of"),
   )
   def test_override_that_does_not_fit_is_named(self, override, message):
@@ -222,7 +227,9 @@ class ComputeDtypeTest(parameterized.TestCase):
   @parameterized.product(tie=(False, True), router=("two_stage", "query_norm"))
   def test_matrices_of_a_text_model_have_it_and_outputs_stay(self, tie, router):
     model = dataclasses.replace(
-      tiny_text_model.CONFIG.model, tie_embeddings=tie, router=router
+      tiny_text_model.CONFIG.model,
+      tie_embeddings=tie,
+      router=RouterConfig(router),
     )
     config = dataclasses.replace(tiny_text_model.CONFIG, model=model)
     with tempfile.TemporaryDirectory() as directory:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers import aggregated
 from moh_jax.ops.position import relative_coordinates
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 _B, _C, _GRID, _POOL = 2, 12, (4, 6), (2, 3)
 _N = math.prod(_GRID)

@@ -10,11 +10,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
+from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import unbox
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.heads import GATE_FORMS, HeadBudget, RouterConfig
+from moh_jax.config.rotary import RotaryConfig
 from moh_jax.layers import moh
 from moh_jax.ops import routing
 from moh_jax.ops.cache import make_cache
-from moh_jax.ops.position import RotaryConfig, rotate, rotation
-from moh_jax.ops.routing import HeadBudget, RouterConfig
+from moh_jax.ops.position import rotate, rotation
 
 _B, _N, _C = 2, 5, 8
 _BUDGET = HeadBudget(num_heads=6, shared=2, top_k=2, head_dim=3)
@@ -191,7 +192,7 @@ class QueryNormRouterTest(parameterized.TestCase):
       moh.HeadRouter(_BUDGET, RouterConfig("query_norm", form)).apply(
         {}, _tokens(), norms=_norms()
       )
-      for form in routing.GATE_FORMS
+      for form in GATE_FORMS
     )
     chex.assert_trees_all_equal(ours[0], theirs[0])
     released, paper = ours[1].balance_loss, theirs[1].balance_loss
@@ -546,7 +547,7 @@ class PlacesTest(parameterized.TestCase):
     self.module = moh.MoHAttention(budget, num_kv_heads=2, causal=True)
     self.variables = _params(self.module, _tokens())
     positions = jnp.broadcast_to(jnp.arange(_N), (_B, _N))
-    self.rotation = rotation(positions, RotaryConfig(dim=4, theta=10.0))
+    self.rotation = rotation(positions, RotaryConfig(theta=10.0), 4)
 
   def test_rotation_turns_queries_and_keys_and_not_values(self):
     places = moh.Places(rotation=self.rotation)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.layers.stack import REMAT_NAMES, DropPath, scan_blocks
-from moh_jax.ops.routing import HeadBudget
 
 _DEPTH, _B, _C = 3, 2, 4
 

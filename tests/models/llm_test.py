@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
-from moh_jax.config import LLMConfig, get_family
+from moh_jax.config import LLMConfig, RouterConfig, get_family
 from moh_jax.models import llm
 from moh_jax.models.llm import LLM
 from moh_jax.models.restack import restack
@@ -24,7 +24,7 @@ _B, _N = 2, 8
 
 
 def _config(router: str = "two_stage", **changes) -> LLMConfig:
-  changes["router"] = router
+  changes["router"] = RouterConfig(router)
   return dataclasses.replace(_CONFIG, **changes)
 
 

@@ -191,7 +191,7 @@ class RegistryTest(parameterized.TestCase):
 
   def test_without_router_changes_only_what_it_says(self):
     config = without_router(released_model("moh-vit-b50"), num_classes=7)
-    self.assertEqual(config.router, "none")
+    self.assertEqual(config.router.kind, "none")
     self.assertEqual(config.num_classes, 7)
     self.assertEqual(config.shared_heads, config.num_heads)
     self.assertEqual(config.top_k, (0, 0, 0, 0))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import ViTConfig, without_router
+from moh_jax.config import RouterConfig, ViTConfig, without_router
 from moh_jax.models.vit import ViT, drop_path_rates
 
 # A pooled stage of two blocks and a full one; 2 + 3 active of 2 x 2 + 4 heads.
@@ -207,7 +207,7 @@ class RouterOffTest(absltest.TestCase):
     self.assertEqual(float(aux.balance_loss), 0.0)
 
   def test_router_none_ignores_top_k(self):
-    _, aux = _forward(_config(router="none"))
+    _, aux = _forward(_config(router=RouterConfig("none")))
     self.assertEqual(float(aux.activated_share), 1.0)
     self.assertEqual(float(aux.balance_loss), 0.0)
 

@@ -4,8 +4,8 @@ import dataclasses
 
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops.attention_forms import (
-  IMPLEMENTATIONS,
   AttentionCase,
   Form,
   choose_cached_form,

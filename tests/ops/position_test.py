@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.rotary import ROPE_SCALINGS, RotaryConfig
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.position import (
-  ROPE_SCALINGS,
-  RotaryConfig,
   pooling_bins,
   relative_coordinates,
   rotate,
@@ -191,13 +190,12 @@ class SinusoidalTest(parameterized.TestCase):
 
 
 _ROPE = {
-  "none": RotaryConfig(dim=16, theta=100.0),
-  "linear": RotaryConfig(dim=16, theta=100.0, scaling="linear", factor=4.0),
+  "none": RotaryConfig(theta=100.0),
+  "linear": RotaryConfig(theta=100.0, scaling="linear", factor=4.0),
   "dynamic": RotaryConfig(
-    dim=16, theta=100.0, scaling="dynamic", factor=2.0, original_length=12
+    theta=100.0, scaling="dynamic", factor=2.0, original_length=12
   ),
   "llama3": RotaryConfig(
-    dim=16,
     theta=100.0,
     scaling="llama3",
     factor=8.0,
@@ -207,6 +205,7 @@ _ROPE = {
   ),
 }
 _LONG = 40
+_DIM = 16
 
 
 def _frequencies(config: RotaryConfig, length: int) -> np.ndarray:
@@ -215,10 +214,10 @@ def _frequencies(config: RotaryConfig, length: int) -> np.ndarray:
   if config.scaling == "dynamic" and length > config.original_length:
     ratio = config.factor * length / config.original_length
     grown = ratio - (config.factor - 1)
-    theta *= grown ** (config.dim / (config.dim - 2))
+    theta *= grown ** (_DIM / (_DIM - 2))
   frequencies = []
-  for i in range(config.dim // 2):
-    frequency = theta ** (-2 * i / config.dim)
+  for i in range(_DIM // 2):
+    frequency = theta ** (-2 * i / _DIM)
     wavelength = 2 * math.pi / frequency
     if config.scaling == "linear":
       frequency /= config.factor
@@ -241,7 +240,7 @@ class RotationTest(parameterized.TestCase):
   def test_angles_equal_the_formula(self, scaling, length):
     config = _ROPE[scaling]
     positions = np.stack([np.arange(length), np.arange(length)[::-1]])
-    got = jax.jit(lambda p: rotation(p, config))(jnp.asarray(positions))
+    got = jax.jit(lambda p: rotation(p, config, _DIM))(jnp.asarray(positions))
     chex.assert_shape([got.cos, got.sin], (2, length, 8))
     chex.assert_type([got.cos, got.sin], jnp.float32)
     angles = positions[..., None] * _frequencies(config, length)
@@ -261,15 +260,15 @@ class RotationTest(parameterized.TestCase):
   ):
     positions = jnp.arange(length)[None]
     ours, plain = (
-      rotation(positions, _ROPE[name]) for name in ("dynamic", "none")
+      rotation(positions, _ROPE[name], _DIM) for name in ("dynamic", "none")
     )
     gap = float(jnp.abs(ours.sin - plain.sin).max())
     self.assertEqual(gap < 1e-5, same, gap)
 
   def test_positions_that_restart_repeat_their_angles(self):
     config = _ROPE["llama3"]
-    whole = rotation(jnp.array([[0, 1, 2, 0, 1, 0]]), config)
-    alone = rotation(jnp.array([[0, 1, 2]]), config)
+    whole = rotation(jnp.array([[0, 1, 2, 0, 1, 0]]), config, _DIM)
+    alone = rotation(jnp.array([[0, 1, 2]]), config, _DIM)
     for start, count in ((0, 3), (3, 2), (5, 1)):
       chex.assert_trees_all_equal(
         jax.tree.map(lambda x: x[:, start : start + count], whole),  # noqa: B023
@@ -278,7 +277,7 @@ class RotationTest(parameterized.TestCase):
 
   @parameterized.parameters(2, 16)
   def test_smallest_and_larger_heads_turn(self, dim):
-    got = rotation(jnp.array([[3]]), RotaryConfig(dim=dim, scaling="dynamic"))
+    got = rotation(jnp.array([[3]]), RotaryConfig(scaling="dynamic"), dim)
     chex.assert_shape(got.cos, (1, 1, dim // 2))
     np.testing.assert_allclose(got.cos[0, 0, 0], np.cos(3.0), atol=1e-6)
 
@@ -289,7 +288,8 @@ class RotateTest(parameterized.TestCase):
     positions = np.array([[0, 1, 2, 3, 4], [7, 0, 1, 0, 1]])
     config = _ROPE["none"]
     turned = rotate(
-      jnp.asarray(x, jnp.float32), rotation(jnp.asarray(positions), config)
+      jnp.asarray(x, jnp.float32),
+      rotation(jnp.asarray(positions), config, _DIM),
     )
     pairs = x[..., :8] + 1j * x[..., 8:]
     angles = positions[..., None] * _frequencies(config, 1)
@@ -305,7 +305,7 @@ class RotateTest(parameterized.TestCase):
     )
 
     def scores(positions):
-      by = rotation(positions, _ROPE[scaling])
+      by = rotation(positions, _ROPE[scaling], _DIM)
       return jnp.einsum("bnhd,bmhd->bhnm", rotate(q, by), rotate(k, by))
 
     positions = jnp.array([[0, 1, 2, 5, 9, 11]])
@@ -317,7 +317,7 @@ class RotateTest(parameterized.TestCase):
 
   def test_keeps_lengths_and_the_first_position(self):
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, 16))
-    turned = rotate(x, rotation(jnp.arange(4)[None], _ROPE["linear"]))
+    turned = rotate(x, rotation(jnp.arange(4)[None], _ROPE["linear"], _DIM))
     np.testing.assert_array_equal(turned[:, 0], x[:, 0])
     np.testing.assert_allclose(
       jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
@@ -325,7 +325,7 @@ class RotateTest(parameterized.TestCase):
 
   def test_bfloat16_is_turned_in_float32_and_rounded_once(self):
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, 16), jnp.bfloat16)
-    by = rotation(jnp.arange(4)[None], _ROPE["none"])
+    by = rotation(jnp.arange(4)[None], _ROPE["none"], _DIM)
     turned = rotate(x, by)
     chex.assert_type(turned, jnp.bfloat16)
     expected = rotate(x.astype(jnp.float32), by).astype(jnp.bfloat16)

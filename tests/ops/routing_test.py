@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.heads import (
+  ESTIMATORS,
+  GATE_FORMS,
+  HeadBudget,
+)
 from moh_jax.ops import routing
-from moh_jax.ops.routing import HeadBudget, RouterConfig
 
 _BATCH = (2, 5)
 # (num_heads, shared, top_k): every legal corner of a head split.
@@ -89,7 +93,7 @@ def _reference(budget: HeadBudget, logits: dict, form: str) -> np.ndarray:
 class TwoStageGatesTest(parameterized.TestCase):
   @parameterized.product(
     corner=tuple(_CORNERS),
-    form=routing.GATE_FORMS,
+    form=GATE_FORMS,
     two_stage=(True, False),
   )
   def test_equals_numpy_reference(self, corner, form, two_stage):
@@ -100,7 +104,7 @@ class TwoStageGatesTest(parameterized.TestCase):
       gates, _reference(budget, logits, form), atol=2e-6
     )
 
-  @parameterized.product(corner=tuple(_CORNERS), form=routing.GATE_FORMS)
+  @parameterized.product(corner=tuple(_CORNERS), form=GATE_FORMS)
   def test_gates_are_positive_exactly_where_selected(self, corner, form):
     budget = _budget(corner)
     routed = _route(budget, _logits(budget), form)
@@ -164,7 +168,7 @@ class TwoStageGatesTest(parameterized.TestCase):
     )
 
   @parameterized.product(
-    corner=("some_of_each", "no_shared", "all_shared"), form=routing.GATE_FORMS
+    corner=("some_of_each", "no_shared", "all_shared"), form=GATE_FORMS
   )
   def test_gradient_equals_finite_differences(self, corner, form):
     budget = _budget(corner)
@@ -272,7 +276,7 @@ class TopKMaskTest(parameterized.TestCase):
 class TracedTopKTest(parameterized.TestCase):
   """`top_k` as an array routes as a budget of that `top_k`."""
 
-  @parameterized.product(shared=(0, 2), form=routing.GATE_FORMS)
+  @parameterized.product(shared=(0, 2), form=GATE_FORMS)
   def test_two_stage_gates_are_those_of_the_budget(self, shared, form):
     budget = HeadBudget(4 + shared, shared, 3, head_dim=4)
     logits = _logits(budget)
@@ -287,7 +291,7 @@ class TracedTopKTest(parameterized.TestCase):
       static = _route(HeadBudget(4 + shared, shared, k, 4), logits, form)
       chex.assert_trees_all_close(route(jnp.int32(k)), static, rtol=1e-6)
 
-  @parameterized.parameters(*routing.ESTIMATORS)
+  @parameterized.parameters(*ESTIMATORS)
   def test_query_norm_gates_and_gradients_are_those_of_the_budget(
     self, straight_through
   ):
@@ -418,7 +422,7 @@ class QueryNormGatesTest(parameterized.TestCase):
       grads, _ = _by_norm([1, 2, 4], [3, -2, 0], kind=kind)  # 4 is chosen
       self.assertEqual(bool(np.abs(grads).max() > 0.1), learns)
 
-  @parameterized.parameters(*routing.ESTIMATORS)
+  @parameterized.parameters(*ESTIMATORS)
   def test_one_routed_head_is_always_on(self, kind):
     grads, routed = _by_norm([1, 2, 3], [1, 2, 3], shared=2, kind=kind)
     np.testing.assert_array_equal(routed.gates, [1, 1, 1])
@@ -562,7 +566,7 @@ class BalanceLossTest(parameterized.TestCase):
 
 
 class RouterAuxTest(parameterized.TestCase):
-  @parameterized.product(corner=tuple(_CORNERS), form=routing.GATE_FORMS)
+  @parameterized.product(corner=tuple(_CORNERS), form=GATE_FORMS)
   def test_shapes_load_and_share(self, corner, form):
     budget = _budget(corner)
     routed = _route(budget, _logits(budget), form)
@@ -623,39 +627,6 @@ class RouterAuxTest(parameterized.TestCase):
     chex.assert_shape(mean, (3,))
     chex.assert_type(mean, jnp.float32)
     np.testing.assert_allclose(mean, 1.0)
-
-
-class HeadBudgetTest(parameterized.TestCase):
-  def test_counts(self):
-    budget = HeadBudget(num_heads=8, shared=2, top_k=4, head_dim=16)
-    self.assertEqual((budget.routed, budget.active, budget.share), (6, 6, 0.75))
-
-  @parameterized.parameters(
-    ((0, 0, 0, 4), r"num_heads=0 .*at least 1"),
-    ((4, 1, 1, 0), r"head_dim=0 .*at least 1"),
-    ((4, -1, 2, 4), r"shared=-1 .*\[0, 4\]"),
-    ((4, 5, 0, 4), r"shared=5 .*\[0, 4\]"),
-    ((4, 1, -1, 4), r"top_k=-1 .*\[0, 3\]"),
-    ((4, 1, 4, 4), r"top_k=4 .*\[0, 3\]"),
-    ((4, 0, 0, 4), r"shared=0 and top_k=0"),
-    ((4, 1, 1.5, 4), r"top_k=1\.5 .*integer"),
-    ((4, True, 1, 4), r"shared=True .*integer"),
-  )
-  def test_rejects_split_naming_field_and_value(self, split, message):
-    with self.assertRaisesRegex(ValueError, message):
-      HeadBudget(*split)
-
-
-class RouterConfigTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ({"kind": "one_stage"}, r"'one_stage' .*two_stage.*none"),
-    ({"kind": "norm"}, r"router='norm' .*two_stage.*query_norm.*none"),
-    ({"gate_form": "release"}, r"gate_form='release' .*released.*paper"),
-    ({"straight_through": "no"}, r"straight_through='no' .*selected.*all"),
-  )
-  def test_rejects_unknown_names_listing_the_known(self, fields, message):
-    with self.assertRaisesRegex(ValueError, message):
-      RouterConfig(**fields)
 
 
 if __name__ == "__main__":

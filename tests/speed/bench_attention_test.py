@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
-from moh_jax.ops.routing import HeadBudget
 from moh_jax.speed import attention as bench
 from moh_jax.speed.options import SequenceOptions
 

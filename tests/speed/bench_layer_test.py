@@ -7,8 +7,8 @@ import jax.extend.core
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.layers import attend
-from moh_jax.ops.routing import HeadBudget
 from moh_jax.speed import layer as bench
 from moh_jax.speed.layer import LayerOptions, layer_flops
 

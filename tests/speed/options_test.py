@@ -3,7 +3,7 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.routing import HeadBudget
+from moh_jax.config.heads import HeadBudget
 from moh_jax.speed import options
 from moh_jax.speed.attention import SequenceOptions
 from moh_jax.speed.decode import DecodeOptions

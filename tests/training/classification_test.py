@@ -11,8 +11,9 @@ from tests.training.tiny import make_task
 
 class LossTest(absltest.TestCase):
   def test_loss_is_task_plus_weighted_balance(self):
-    train = {"mixup": 0.0, "cutmix": 0.0, "balance_weight": 0.5}
-    config = tiny.config(train=train)
+    train = {"balance_weight": 0.5}
+    plain = {"mixup": 0.0, "cutmix": 0.0}
+    config = tiny.config(train=train, classifier=plain)
     rng = np.random.default_rng(3)
     batch = {
       "image": rng.normal(size=(16, 8, 8, 1)).astype(np.float32),

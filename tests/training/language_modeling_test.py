@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import TuneConfig, apply_overrides
+from moh_jax.config import RotaryConfig, TuneConfig, apply_overrides
 from moh_jax.data.text import sequences
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
@@ -196,7 +196,11 @@ class TokenRunTest(parameterized.TestCase):
     ("data", {"mix": ("code", "web")}, r"data\.mix: \('code', 'web'\) here"),
     ("data", {"sequence_length": 8}, r"data\.sequence_length: 8 here, 16"),
     ("data", {"separate_documents": False}, "separate_documents: False here"),
-    ("model", {"rope_theta": 5.0}, r"model\.rope_theta: 5.0 here, 10000.0"),
+    (
+      "model",
+      {"rope": RotaryConfig(theta=5.0)},
+      r"model\.rope\.theta: 5.0 here, 10000.0",
+    ),
   )
   def test_what_would_change_the_run_is_refused_on_resume(
     self, section, fields, message

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.config import Config
+from moh_jax.config import Config, RouterConfig
 from moh_jax.runtime import checkpoint
 from moh_jax.training import loop
 from tests.training import tiny
@@ -123,7 +123,7 @@ class LoopTest(absltest.TestCase):
       _train(config, self._dir())
 
   def test_router_off_trains_the_baseline(self):
-    off = {"router": "none", "shared_heads": (4,), "top_k": (0,)}
+    off = {"router": RouterConfig("none")}
     model = {**tiny.ALIKE["vit"], **off}
     result = _train(tiny.config(model=model), self._dir())
     self.assertEqual(result.evaluation["activated_share"], 1.0)

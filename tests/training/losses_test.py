@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import TrainConfig
+from moh_jax.config import ClassifierConfig
 from moh_jax.training import losses
 
 # Example i is an image of constant value i and of class i, so that a mixed
@@ -89,13 +89,13 @@ class CrossEntropyTest(parameterized.TestCase):
 class MixImagesTest(parameterized.TestCase):
   @parameterized.parameters((0.8, 0.0), (0.0, 1.0), (0.8, 1.0))
   def test_target_rows_sum_to_one(self, mixup, cutmix):
-    _, targets = _mix(TrainConfig(mixup=mixup, cutmix=cutmix))
+    _, targets = _mix(ClassifierConfig(mixup=mixup, cutmix=cutmix))
     np.testing.assert_allclose(targets.sum(-1), 1, atol=1e-5)
     self.assertGreaterEqual(targets.min(), 0)
 
   @parameterized.parameters((0.8, 0.0), (0.0, 1.0), (0.8, 1.0))
   def test_targets_weigh_what_the_pixels_show(self, mixup, cutmix):
-    images, targets = _mix(TrainConfig(mixup=mixup, cutmix=cutmix))
+    images, targets = _mix(ClassifierConfig(mixup=mixup, cutmix=cutmix))
     share = _own_share(images)  # [draws, B]
     rows = np.arange(_BATCH)
     np.testing.assert_allclose(targets[:, rows, rows], share, atol=1e-5)
@@ -107,19 +107,19 @@ class MixImagesTest(parameterized.TestCase):
   def test_alphas_of_zero_change_nothing(self):
     targets = jnp.eye(_BATCH)
     images, mixed = losses.mix_images(
-      jax.random.key(0), jnp.array(_IMAGES), targets, TrainConfig()
+      jax.random.key(0), jnp.array(_IMAGES), targets, ClassifierConfig()
     )
     chex.assert_trees_all_equal((images, mixed), (_IMAGES, targets))
 
   @parameterized.parameters(0.0, 0.5, 1.0)
   def test_mixup_alone_never_cuts(self, prob):
-    images, _ = _mix(TrainConfig(mixup=0.8, cutmix_prob=prob))
+    images, _ = _mix(ClassifierConfig(mixup=0.8, cutmix_prob=prob))
     self.assertTrue(_is_constant(images).all())
     self.assertLess(_own_share(images).min(), 0.9)
 
   @parameterized.parameters(0.0, 0.5, 1.0)
   def test_cutmix_alone_never_blends(self, prob):
-    images, _ = _mix(TrainConfig(cutmix=1.0, cutmix_prob=prob))
+    images, _ = _mix(ClassifierConfig(cutmix=1.0, cutmix_prob=prob))
     own = np.isclose(images, _VALUES.reshape(-1, 1, 1, 1))
     mirror = np.isclose(images, _VALUES[::-1].reshape(-1, 1, 1, 1))
     self.assertTrue((own | mirror).all())
@@ -127,13 +127,13 @@ class MixImagesTest(parameterized.TestCase):
 
   @parameterized.parameters((0.0, 1.0, 1.0), (0.5, 0.25, 0.75), (1.0, 0.0, 0.2))
   def test_cutmix_prob_chooses_between_both(self, prob, low, high):
-    config = TrainConfig(mixup=0.8, cutmix=1.0, cutmix_prob=prob)
+    config = ClassifierConfig(mixup=0.8, cutmix=1.0, cutmix_prob=prob)
     images, _ = _mix(config, draws=128)
     # A box may be empty or whole, which leaves a constant image too.
     self.assertBetween(_is_constant(images).mean(), low, high)
 
   def test_cutmix_pastes_one_box(self):
-    images, _ = _mix(TrainConfig(cutmix=1.0))
+    images, _ = _mix(ClassifierConfig(cutmix=1.0))
     pasted = ~np.isclose(images[:, 0, ..., 0], _VALUES[0])
     for mask in pasted:
       box = np.outer(mask.any(1), mask.any(0))
@@ -142,21 +142,21 @@ class MixImagesTest(parameterized.TestCase):
         self.assertLessEqual(np.abs(np.diff(edge.astype(int))).sum(), 2)
 
   def test_batch_shares_one_draw(self):
-    images, _ = _mix(TrainConfig(mixup=0.8, cutmix=1.0))
+    images, _ = _mix(ClassifierConfig(mixup=0.8, cutmix=1.0))
     share = _own_share(images)
     np.testing.assert_allclose(share, share[:, :1] * np.ones(_BATCH), atol=1e-5)
 
   def test_large_alpha_mixes_by_halves(self):
-    images, _ = _mix(TrainConfig(mixup=1e4))
+    images, _ = _mix(ClassifierConfig(mixup=1e4))
     np.testing.assert_allclose(_own_share(images), 0.5, atol=0.05)
 
   def test_middle_of_an_odd_batch_is_itself(self):
-    images, targets = _mix(TrainConfig(mixup=0.8), batch=3)
+    images, targets = _mix(ClassifierConfig(mixup=0.8), batch=3)
     np.testing.assert_allclose(images[:, 1], 1, atol=1e-6)
     np.testing.assert_allclose(targets[:, 1, 1], 1, atol=1e-6)
 
   def test_keeps_the_images_dtype(self):
-    config = TrainConfig(mixup=0.8, cutmix=1.0)
+    config = ClassifierConfig(mixup=0.8, cutmix=1.0)
     images, _ = jax.eval_shape(
       functools.partial(losses.mix_images, config=config),
       jax.random.key(0),

@@ -91,9 +91,10 @@ def config(**sections: dict[str, Any]) -> Config:
       prefetch=1,
     ),
     optim=config_lib.OptimConfig(lr=1e-3, warmup_steps=2),
-    train=config_lib.TrainConfig(steps=4, mixup=0.2, cutmix=0.5),
+    train=config_lib.TrainConfig(steps=4),
     eval=config_lib.EvalConfig(every=0, batch_size=120),
     **_RUN,
+    classifier=config_lib.ClassifierConfig(mixup=0.2, cutmix=0.5),
   )
   return _changed(base, sections)
 
@@ -175,5 +176,5 @@ def deterministic_config(**sections: dict[str, Any]) -> Config:
   """A run whose losses do not depend on the order of a batch's examples."""
   sections["model"] = {"drop_path": 0.0, **sections.get("model", {})}
   plain = {"mixup": 0.0, "cutmix": 0.0}
-  sections["train"] = {**plain, **sections.get("train", {})}
+  sections["classifier"] = {**plain, **sections.get("classifier", {})}
   return config(**sections)

@@ -10,7 +10,7 @@ import tempfile
 import jax
 from absl.testing import absltest
 
-from moh_jax.config import without_router
+from moh_jax.config import RouterConfig, without_router
 from moh_jax.data.text.tokenize import tokenize_splits
 from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.inference.restore import restore
@@ -63,7 +63,8 @@ class TuningTest(absltest.TestCase):
 
   def _tuned(self, name, **model):
     """Loss when the router turns on, and after tuning."""
-    changed = dataclasses.replace(self.base.model, router="query_norm", **model)
+    router = RouterConfig("query_norm")
+    changed = dataclasses.replace(self.base.model, router=router, **model)
     config = dataclasses.replace(
       self.base,
       model=changed,
@@ -77,7 +78,7 @@ class TuningTest(absltest.TestCase):
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     with sharding.use_mesh(mesh):
       restored = restore(
-        str(self.root / "mha"), mesh=mesh, router="query_norm", **model
+        str(self.root / "mha"), mesh=mesh, router=router, **model
       )
       evaluate = make_evaluate(restored.model, restored.config, restored)
       turned_on = evaluate(restored.params, mesh)["loss"]

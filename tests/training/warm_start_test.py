@@ -12,7 +12,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
-from moh_jax.config import Config, without_router
+from moh_jax.config import Config, RotaryConfig, RouterConfig, without_router
 from moh_jax.data.text import sequences
 from moh_jax.models.llm import grow_vocabulary
 from moh_jax.models.registry import make_model
@@ -86,7 +86,9 @@ class WarmStartTest(parameterized.TestCase):
 
   def test_router_that_the_model_lacks_is_left_out(self):
     stored = _flat(self.stored)
-    loaded, _ = self._load(tiny.llm_config(model={"router": "query_norm"}))
+    loaded, _ = self._load(
+      tiny.llm_config(model={"router": RouterConfig("query_norm")})
+    )
     for path, leaf in _flat(loaded).items():
       np.testing.assert_array_equal(leaf, stored[path], path)
 
@@ -109,7 +111,7 @@ class WarmStartTest(parameterized.TestCase):
     chex.assert_trees_all_equal(jax.device_get(loaded), self.stored)
 
   def test_all_heads_on_continue_the_baseline_exactly(self):
-    model = {"router": "query_norm", "top_k": (3, 3)}
+    model = {"router": RouterConfig("query_norm"), "top_k": (3, 3)}
     config = tiny.llm_config(model=model)
     loaded, _ = self._load(config, source=self.baseline)
     data = sequences.train_sequences(config.data, 60, 0)
@@ -124,13 +126,17 @@ class WarmStartTest(parameterized.TestCase):
     self.assertEqual(float(loss(config, loaded)), float(plain))
 
   @parameterized.parameters(
-    ("rope_theta", 500.0), ("norm_eps", 1e-3), ("rope_scaling", "linear")
+    ({"rope": RotaryConfig(theta=500.0)}, r"rope\.theta: 500.0 here"),
+    ({"rope": RotaryConfig(scaling="linear")}, r"rope\.scaling: 'linear' here"),
+    ({"norm_eps": 1e-3}, r"norm_eps: 0.001 here, 1e-05 there"),
+    (
+      {"router": RouterConfig(gate_form="paper")},
+      r"router\.gate_form: 'paper' here, 'released' there",
+    ),
   )
-  def test_other_numbers_without_parameters_are_refused(self, name, value):
-    with self.assertRaisesRegex(
-      ValueError, rf"model\.{name}=.*, the run has {value!r}"
-    ):
-      self._start(tiny.llm_config(model={name: value}))
+  def test_other_numbers_without_parameters_are_refused(self, model, message):
+    with self.assertRaisesRegex(ValueError, rf"model\.{message}"):
+      self._start(tiny.llm_config(model=model))
 
   def test_another_tokenizer_is_refused_unless_the_vocabulary_grows(self):
     directory = str(self.root / "words")

@@ -6,7 +6,7 @@ from moh_jax.data.images import latents, transforms
 
 def is_latent(config: Config) -> bool:
   """Whether the model reads latents."""
-  return config.diffusion is not None and config.diffusion.space == "latent"
+  return "diffusion" in config.sections and config.diffusion.space == "latent"
 
 
 def crops_center(config: Config, split: str) -> bool:
@@ -14,7 +14,7 @@ def crops_center(config: Config, split: str) -> bool:
   if is_latent(config):
     return False
   center = config.data.augment == "center_flip"
-  return center or (split == "val" and config.diffusion is not None)
+  return center or (split == "val" and "diffusion" in config.sections)
 
 
 def train_recipe(config: Config) -> list:

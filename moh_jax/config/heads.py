@@ -1,0 +1,108 @@
+"""How the heads of a layer are split, and which router chooses among them."""
+
+import dataclasses
+
+from moh_jax.config.checks import one_of
+
+ROUTER_KINDS = ("two_stage", "query_norm", "none")
+GATE_FORMS = ("released", "paper")
+ESTIMATORS = ("selected", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+  """Which router chooses a token's heads; `HeadBudget` says how many.
+
+  Attributes:
+    kind: "two_stage", a learned router; "query_norm", one without parameters
+      that takes the heads with the largest queries and gates of 0 or 1; or
+      "none", all heads for every token (multi-head attention).
+    gate_form: weights of the heads as in the "released" checkpoints or as in
+      the "paper", see `moh_jax.ops.routing`. "query_norm" uses it for the
+      balance loss alone.
+    two_stage: whether "two_stage" learns the weights (a1, a2) of the shared and
+      of the routed heads; False fixes both to 1/2 (the paper's ablation, Table
+      5).
+    straight_through: which routed heads' scores get a gradient from the hard
+      gates of "query_norm": the "selected" ones, since the score of another is
+      the constant 0 in eq. 5, or "all", which needs every head's output.
+  """
+
+  kind: str = "two_stage"
+  gate_form: str = "released"
+  two_stage: bool = True
+  straight_through: str = "selected"
+
+  def __post_init__(self):
+    one_of("router", ROUTER_KINDS, kind=self.kind)
+    one_of("router", GATE_FORMS, gate_form=self.gate_form)
+    one_of("router", ESTIMATORS, straight_through=self.straight_through)
+
+  @property
+  def needs_all_heads(self) -> bool:
+    """Whether no head may be left out, whatever the gates.
+
+    Without a router all are in use; gradients to all scores need the outputs of
+    heads that weigh nothing.
+    """
+    if self.kind == "query_norm":
+      return self.straight_through == "all"
+    return self.kind == "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadBudget:
+  """How the heads of one layer are split; all counts are heads.
+
+  Attributes:
+    num_heads: all heads of the layer.
+    shared: the first heads, on for every token.
+    top_k: routed heads that each token activates.
+    head_dim: width of one head.
+  """
+
+  num_heads: int
+  shared: int
+  top_k: int
+  head_dim: int
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field.name}={value!r} must be an integer")
+    if self.num_heads < 1:
+      raise ValueError(f"num_heads={self.num_heads} must be at least 1")
+    if self.head_dim < 1:
+      raise ValueError(f"head_dim={self.head_dim} must be at least 1")
+    if not 0 <= self.shared <= self.num_heads:
+      raise ValueError(
+        f"shared={self.shared} must be in [0, {self.num_heads}], "
+        f"the layer has num_heads={self.num_heads}"
+      )
+    if not 0 <= self.top_k <= self.routed:
+      raise ValueError(
+        f"top_k={self.top_k} must be in [0, {self.routed}]: "
+        f"{self.num_heads} heads less {self.shared} shared leave "
+        f"{self.routed} routed"
+      )
+    if self.active == 0:
+      raise ValueError(
+        f"shared={self.shared} and top_k={self.top_k} leave no head active; "
+        "their sum must be at least 1"
+      )
+
+  @property
+  def routed(self) -> int:
+    """Heads that tokens choose among."""
+    return self.num_heads - self.shared
+
+  @property
+  def active(self) -> int:
+    """Heads that each token uses."""
+    return self.shared + self.top_k
+
+  @property
+  def share(self) -> float:
+    """Activated share of the heads, in (0, 1]."""
+    return self.active / self.num_heads

@@ -1,0 +1,47 @@
+"""The section `model.rope` of language models: rotary position embedding."""
+
+import dataclasses
+
+from moh_jax.config.checks import at_least, one_of
+
+ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryConfig:
+  """Rotary position embedding (RoPE, arXiv:2104.09864) and its extensions.
+
+  Attributes:
+    theta: base of the frequencies, at least 1; pair i of a head of width D
+      turns by theta ** (-2 i / D) a token.
+    scaling: how texts longer than those of the training are read: "none";
+      "linear" divides positions by `factor` (arXiv:2306.15595); "dynamic"
+      raises the base where a text is longer than `original_length` (NTK);
+      "llama3" divides the slow frequencies alone by `factor` (LLaMA 3.1).
+    factor: how many times longer than `original_length` a text may be, at
+      least 1; not used by "none".
+    low_freq_factor: "llama3" divides wavelengths above original_length / this,
+      in tokens.
+    high_freq_factor: "llama3" keeps wavelengths below original_length / this
+      as they are, and interpolates between the two.
+    original_length: tokens of a text in the training before the scaling; used
+      by "dynamic" and "llama3".
+  """
+
+  theta: float = 10000.0
+  scaling: str = "none"
+  factor: float = 1.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_length: int = 8192
+
+  def __post_init__(self):
+    one_of("rope", ROPE_SCALINGS, scaling=self.scaling)
+    at_least("rope", 1, theta=self.theta, factor=self.factor)
+    at_least("rope", 1, original_length=self.original_length)
+    low, high = self.low_freq_factor, self.high_freq_factor
+    if not 0 < low < high:
+      raise ValueError(
+        f"rope.low_freq_factor={low} must be above 0 and below "
+        f"rope.high_freq_factor={high}"
+      )

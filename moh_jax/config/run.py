@@ -1,0 +1,148 @@
+"""The config of a whole run: all of its sections, checked together."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from moh_jax.config.registry import get_family
+from moh_jax.config.sections import (
+  CheckpointConfig,
+  EvalConfig,
+  LogConfig,
+  MeshConfig,
+  OptimConfig,
+  TrainConfig,
+)
+
+_SHARED = {
+  "optim": OptimConfig,
+  "train": TrainConfig,
+  "mesh": MeshConfig,
+  "checkpoint": CheckpointConfig,
+  "eval": EvalConfig,
+  "log": LogConfig,
+}
+
+
+def section_types(family: str) -> dict[str, type]:
+  """The dataclass of every section of a family's configs, by name."""
+  record = get_family(family)
+  return {
+    "model": record.model,
+    "data": record.data,
+    **_SHARED,
+    **record.sections,
+  }
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Config:
+  """A whole run.
+
+  The sections that only some families have, such as `diffusion` and `sample`
+  of diffusion models, are arguments and attributes like the others:
+  `Config(model, diffusion=DiffusionConfig(steps=500)).diffusion.steps` is 500.
+  Code that serves several families asks `"diffusion" in config.sections`.
+
+  Attributes:
+    model: the network; its `family` says which other sections there are.
+    data: where examples come from.
+    optim: the optimizer and its schedule.
+    train: length, seed and losses.
+    mesh: devices.
+    checkpoint: when the run is saved.
+    eval: evaluation on the held-out split.
+    log: what is written besides checkpoints.
+    sections: by name, the sections that not all families have.
+  """
+
+  model: Any
+  data: Any
+  optim: OptimConfig
+  train: TrainConfig
+  mesh: MeshConfig
+  checkpoint: CheckpointConfig
+  eval: EvalConfig
+  log: LogConfig
+  sections: Mapping[str, Any] = dataclasses.field(hash=False)
+
+  def __init__(
+    self,
+    model: Any,
+    *,
+    sections: Mapping[str, Any] | None = None,
+    **others: Any,
+  ):
+    """Completes and checks a run.
+
+    Args:
+      model: the section of the network.
+      sections: sections of the family, as the attribute; `dataclasses.replace`
+        passes it on.
+      **others: any section by its name, before those of `sections`. What is
+        left out takes its defaults.
+
+    Raises:
+      ValueError: a section that the family does not have or of a wrong type,
+        or sections that do not fit together.
+    """
+    types = section_types(model.family)
+    given = {"model": model, **(sections or {}), **others}
+    check_known(given, model.family)
+    for name, section in given.items():
+      if not isinstance(section, types[name]):
+        raise ValueError(
+          f"config section {name!r} must be a {types[name].__name__} for "
+          f"model.family={model.family!r}, not a {type(section).__name__}"
+        )
+    every = {
+      name: given[name] if name in given else cls()
+      for name, cls in types.items()
+    }
+    own = {name: every.pop(name) for name in get_family(model.family).sections}
+    for name, value in {**every, "sections": own}.items():
+      object.__setattr__(self, name, value)
+    self._check()
+
+  def __getattr__(self, name: str) -> Any:
+    """A section that not all families have."""
+    sections = self.__dict__.get("sections", {})
+    if name not in sections:
+      raise AttributeError(
+        f"the config has no section {name!r}, only {sorted(self.__dict__)} and "
+        f"{sorted(sections)}"
+      )
+    return sections[name]
+
+  def _check(self) -> None:
+    get_family(self.model.family).check(self)
+    batch, parts = self.data.batch_size, self.optim.accumulation
+    if batch % parts:
+      raise ValueError(
+        f"data.batch_size={batch} must be a multiple of "
+        f"optim.accumulation={parts}"
+      )
+    if self.optim.warmup_steps > self.train.steps:
+      raise ValueError(
+        f"optim.warmup_steps={self.optim.warmup_steps} must be at most "
+        f"train.steps={self.train.steps}"
+      )
+
+  def by_name(self) -> dict[str, Any]:
+    """Every section of the run, by its name."""
+    shared = {name: getattr(self, name) for name in ("model", "data", *_SHARED)}
+    return {**shared, **self.sections}
+
+
+def check_known(names: Mapping[str, Any], family: str) -> None:
+  """Refuses sections that a family does not have.
+
+  Raises:
+    ValueError: names the first of them, and those there are.
+  """
+  known = section_types(family)
+  if unknown := sorted(set(names) - set(known)):
+    raise ValueError(
+      f"unknown config section {unknown[0]!r} for model.family={family!r}; "
+      f"known: {list(known)}"
+    )

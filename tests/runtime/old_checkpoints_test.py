@@ -1,0 +1,87 @@
+"""Checkpoints written by older versions still restore and resume.
+
+Each archive of tests/goldens/checkpoints holds a run of four steps, saved at
+the second, as the code wrote it when the router, RoPE and the classifier's
+targets had no sections of their own; `expected.npz` has inputs and outputs of
+the saved model, `rows.json` the metrics of all four steps.
+"""
+
+import dataclasses
+import json
+import pathlib
+import tarfile
+import tempfile
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import RotaryConfig, RouterConfig
+from moh_jax.inference.restore import restore
+from moh_jax.runtime.checkpoint import read_metadata
+from moh_jax.training import loop
+
+_GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens/checkpoints"
+_NAMES = ("dit", "llm", "llm_query_norm", "vit", "vit_mha")
+# Not of the run but of the machine.
+_TIMES = ("images_per_second", "tokens_per_second")
+
+
+class OldCheckpointsTest(parameterized.TestCase):
+  def _unpack(self, name: str) -> pathlib.Path:
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    with tarfile.open(_GOLDENS / f"{name}.tar.gz") as archive:
+      archive.extractall(root, filter="data")
+    return pathlib.Path(root) / name
+
+  def test_every_archive_is_covered(self):
+    found = {path.name.partition(".")[0] for path in _GOLDENS.iterdir()}
+    self.assertEqual(found, set(_NAMES))
+
+  @parameterized.parameters(*_NAMES)
+  def test_restored_model_computes_the_same(self, name):
+    folder = self._unpack(name)
+    expected = dict(np.load(folder / "expected.npz"))
+    restored = restore(str(folder))
+    inputs = [x for key, x in sorted(expected.items()) if "input" in key]
+    output, aux = jax.jit(restored.model.apply)(
+      {"params": restored.params}, *inputs
+    )
+    np.testing.assert_allclose(output, expected["output"], rtol=0, atol=1e-6)
+    for key in ("balance_loss", "activated_share"):
+      np.testing.assert_allclose(
+        getattr(aux, key), expected[key], rtol=0, atol=1e-6
+      )
+
+  @parameterized.parameters(*_NAMES)
+  def test_run_resumes_to_the_same_metrics(self, name):
+    folder = self._unpack(name)
+    metadata, step = read_metadata(folder)
+    self.assertEqual(step, 2)
+    train = dataclasses.replace(metadata.config.train, steps=4)
+    config = dataclasses.replace(metadata.config, train=train)
+    loop.train(config, str(folder), devices=jax.devices()[:1])
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    ours = [row for row in map(json.loads, lines) if row["split"] == "train"]
+    theirs = json.loads((folder / "rows.json").read_text())["rows"]
+    self.assertEqual([row["step"] for row in ours], [1, 2, 3, 4])
+    for here, there in zip(ours[2:], theirs[2:], strict=True):
+      self.assertEqual(here.keys(), there.keys())
+      for key in here.keys() - set(_TIMES) - {"split"}:
+        self.assertAlmostEqual(here[key], there[key], delta=1e-5, msg=key)
+
+  def test_values_stand_under_the_present_keys(self):
+    config = read_metadata(self._unpack("vit"))[0].config
+    self.assertEqual(config.classifier.mixup, 0.2)
+    self.assertEqual(config.classifier.cutmix, 0.5)
+    self.assertEqual(config.classifier.label_smoothing, 0.1)
+    model = read_metadata(self._unpack("llm"))[0].config.model
+    self.assertEqual(model.rope, RotaryConfig(scaling="linear", factor=2.0))
+    model = read_metadata(self._unpack("llm_query_norm"))[0].config.model
+    self.assertEqual(model.router, RouterConfig("query_norm"))
+    model = read_metadata(self._unpack("vit_mha"))[0].config.model
+    self.assertEqual(model.router.kind, "none")
+
+
+if __name__ == "__main__":
+  absltest.main()
