@@ -52,7 +52,7 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
       place = place.setdefault(part, {})
     place[name] = value
   # Other families' runs held the classifier's fields too, and did not use them.
-  family = get_family(sections["model"].get("family"))
-  if "classifier" not in family.sections:
+  family = sections["model"].get("family")
+  if family is not None and "classifier" not in get_family(family).sections:
     sections.pop("classifier", None)
   return sections

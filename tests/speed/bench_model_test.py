@@ -43,7 +43,7 @@ class ModelOptionsTest(parameterized.TestCase):
     variants = options.variants(options.runs()[0])
     self.assertEqual(list(variants), ["auto", "dense", "mha"])
     self.assertEqual(
-      [(m.router, m.attention_impl, m.dtype) for m in variants.values()],
+      [(m.router.kind, m.attention_impl, m.dtype) for m in variants.values()],
       [
         ("two_stage", "auto", "bfloat16"),
         ("two_stage", "dense", "bfloat16"),
