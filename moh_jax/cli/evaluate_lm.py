@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
       )
       figures = {
         "top_k": list(model.top_k),
-        "activated_share": _activated_share(model),
+        "activated_share": model.activated_share,
       }
       if tasks is not None:
         figures |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
@@ -140,14 +140,6 @@ def run(args: argparse.Namespace) -> int:
     },
   )
   return 0
-
-
-def _activated_share(model: LLMConfig) -> float:
-  """Heads that a token uses over all heads, all layers together."""
-  if model.router.kind == "none":
-    return 1.0
-  active = sum(budget.active for budget in model.budgets())
-  return active / sum(model.num_heads)
 
 
 def _check_model(args: argparse.Namespace) -> None:

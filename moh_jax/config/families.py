@@ -105,18 +105,19 @@ def _check_llm(config: Any) -> None:
     )
   if not tune.top_k_values:
     return
-  routing = [k for k in model.top_k if k] if model.router.kind != "none" else []
-  if not routing or set(routing) != {tune.top_k_values[-1]}:
+  routing = [budget for budget in model.budgets() if budget.top_k]
+  top_k = {budget.top_k for budget in routing}
+  if top_k != {tune.top_k_values[-1]}:
     raise ValueError(
       f"tune.top_k_values={tune.top_k_values} must end with the model.top_k of "
-      f"the layers that route, {tuple(sorted(set(routing)))}"
+      f"the layers that route, {tuple(sorted(top_k))}"
     )
   if tune.top_k_steps[-1] >= config.train.steps:
     raise ValueError(
       f"tune.top_k_steps={tune.top_k_steps} must end before train.steps="
       f"{config.train.steps}"
     )
-  least = min(b.routed for b in model.budgets() if b.top_k)
+  least = min(budget.routed for budget in routing)
   if max(tune.top_k_values) > least:
     raise ValueError(
       f"tune.top_k_values={tune.top_k_values} must be at most the {least} "

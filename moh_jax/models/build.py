@@ -19,7 +19,11 @@ def fit_params(params: Any, trained: Config, wanted: Config) -> Any:
   if ours.family == "llm" and theirs.vocab_size > ours.vocab_size:
     params = grow_vocabulary(params, theirs.vocab_size)
   if isinstance(ours, LayerStack) and ours.depth == theirs.depth:
-    if [run.depth for run in ours.runs()] != [r.depth for r in theirs.runs()]:
+    before, after = (
+      [group.depth for group in model.layer_groups()]
+      for model in (ours, theirs)
+    )
+    if before != after:
       return restack(params, ours, theirs)
   return params
 

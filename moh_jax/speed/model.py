@@ -137,15 +137,6 @@ def measure(options: ModelOptions) -> dict[str, Any]:
   return result
 
 
-def activated_share(model: Any) -> float:
-  """Heads at work over heads present, all layers together."""
-  if model.router.kind == "none":
-    return 1.0
-  groups = model.layer_groups()
-  active = sum(g.depth * g.budget.active for g in groups)
-  return active / sum(g.depth * g.budget.num_heads for g in groups)
-
-
 def _run(model: Any, batch: int, length: int | None) -> Config:
   if model.family == "llm":
     text = TextDataConfig(sequence_length=length, batch_size=batch)
@@ -161,7 +152,7 @@ def _run(model: Any, batch: int, length: int | None) -> Config:
 
 def _rows(options: ModelOptions, run: Config, length: int | None) -> list[Row]:
   models = options.variants()
-  shares = {name: activated_share(model) for name, model in models.items()}
+  shares = {name: model.activated_share for name, model in models.items()}
   programs = {
     name: model_programs.programs(dataclasses.replace(run, model=model))
     for name, model in models.items()
@@ -174,7 +165,7 @@ def _rows(options: ModelOptions, run: Config, length: int | None) -> list[Row]:
     ]
     if mode == "forward" and run.model.router.kind == "two_stage":
       routers = model_programs.routers(run)
-      variants.append(Variant("router", activated_share(run.model), routers))
+      variants.append(Variant("router", run.model.activated_share, routers))
     setting = Setting(
       op="model",
       mode=mode,
