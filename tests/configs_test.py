@@ -213,7 +213,7 @@ class ImageNetRecipeTest(parameterized.TestCase):
   def test_transnext_has_no_router(self, arg):
     model = common.load_config(_spec("vit", arg)).model
     self.assertEqual(model.router.kind, "none")
-    self.assertEqual(model.shared_heads, model.num_heads)
+    self.assertEqual(model.activated_share, 1.0)
 
 
 class DiTRecipeTest(parameterized.TestCase):
@@ -270,8 +270,12 @@ class DiTRecipeTest(parameterized.TestCase):
     model = common.load_config(_spec("dit", arg)).model
     self.assertEqual(model.width, width)
     found = {
-      (run.budget.num_heads, run.budget.shared, run.budget.top_k): run.depth
-      for run in model.runs()
+      (
+        group.budget.num_heads,
+        group.budget.shared,
+        group.budget.top_k,
+      ): group.depth
+      for group in model.layer_groups()
     }
     self.assertEqual(found, runs)
 
@@ -279,7 +283,7 @@ class DiTRecipeTest(parameterized.TestCase):
 class DiTDigitsTest(parameterized.TestCase):
   def test_two_thirds_of_the_heads_are_active(self):
     model = common.load_config(_spec("dit_digits", "moh")).model
-    self.assertLen(model.runs(), 1)
+    self.assertLen(model.layer_groups(), 1)
     self.assertAlmostEqual(model.budgets()[0].share, 2 / 3)
 
   @parameterized.parameters(("moh", "mha"), ("long", "mha_long"))
@@ -288,9 +292,7 @@ class DiTDigitsTest(parameterized.TestCase):
     mha = common.load_config(_spec("dit_digits", mha))
     lines = config_lib.differing_fields(moh.model, mha.model, "model")
     fields = [line.partition(":")[0] for line in lines]
-    self.assertEqual(
-      fields, ["model.router.kind", "model.shared_heads", "model.top_k"]
-    )
+    self.assertEqual(fields, ["model.router.kind"])
     for section in ("data", "optim", "train", "diffusion", "sample"):
       self.assertEqual(getattr(moh, section), getattr(mha, section))
 
@@ -312,9 +314,7 @@ class DigitsTest(absltest.TestCase):
     mha = common.load_config(_spec("vit_digits", "mha"))
     lines = config_lib.differing_fields(moh.model, mha.model, "model")
     fields = [line.partition(":")[0] for line in lines]
-    self.assertEqual(
-      fields, ["model.router.kind", "model.shared_heads", "model.top_k"]
-    )
+    self.assertEqual(fields, ["model.router.kind"])
     self.assertEqual((moh.optim, moh.train), (mha.optim, mha.train))
 
 

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.cli.tokenize import INPUT_HELP
-from moh_jax.config import LLMConfig
 from moh_jax.config.checks import DTYPES
 from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.pieces import Piece, list_pieces
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
       )
       figures = {
         "top_k": list(model.top_k),
-        "activated_share": _activated_share(model),
+        "activated_share": model.activated_share,
       }
       if tasks is not None:
         figures |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
@@ -140,14 +139,6 @@ def run(args: argparse.Namespace) -> int:
     },
   )
   return 0
-
-
-def _activated_share(model: LLMConfig) -> float:
-  """Heads that a token uses over all heads, all layers together."""
-  if model.router.kind == "none":
-    return 1.0
-  active = sum(budget.active for budget in model.budgets())
-  return active / sum(model.num_heads)
 
 
 def _check_model(args: argparse.Namespace) -> None:

@@ -7,8 +7,7 @@ from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config import Config, get_family
-from moh_jax.config.layers import LayerGroup
+from moh_jax.config import Config, LayerGroup, get_family
 from moh_jax.layers.attend import most_active_heads
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
@@ -39,13 +38,12 @@ def run(args: argparse.Namespace) -> int:
   model, inputs = make_model(config)
   params = unbox(abstract_params(model, inputs))
   layers = _layers(config)
-  present = sum(row["num_heads"] for row in layers)
   report = {
     "step": step,
     "class_names": list(names),
     "config": config_lib.to_config_dict(config).to_dict(),
     "layers": layers,
-    "activated_share": sum(row["active"] for row in layers) / present,
+    "activated_share": config.model.activated_share,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     "parameters_by_module": _by_module(params),
   }
@@ -57,10 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _layers(config: Config) -> list[dict]:
   model, rows = config.model, []
-  routed = model.router.kind != "none"
   for index, group in enumerate(model.layer_groups()):
     budget = group.budget
-    active = budget.active if routed else budget.num_heads
     for _ in range(group.depth):
       rows.append(
         {
@@ -72,7 +68,7 @@ def _layers(config: Config) -> list[dict]:
           "shared": budget.shared,
           "routed": budget.routed,
           "top_k": budget.top_k,
-          "active": active,
+          "active": budget.active,
           "attention": _attention(config, group),
         }
       )

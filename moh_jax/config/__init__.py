@@ -6,7 +6,7 @@ from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.family import Family
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.layers import LayerRun, LayerStack
+from moh_jax.config.layers import LayerGroup, LayerStack, RoutedLayers
 from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
 from moh_jax.config.model import ImageModel, without_router
 from moh_jax.config.parse import (
@@ -56,12 +56,13 @@ __all__ = [
   "HeadBudget",
   "ImageModel",
   "LLMConfig",
-  "LayerRun",
+  "LayerGroup",
   "LayerStack",
   "LogConfig",
   "MeshConfig",
   "OptimConfig",
   "RotaryConfig",
+  "RoutedLayers",
   "RouterConfig",
   "SampleConfig",
   "StageShape",

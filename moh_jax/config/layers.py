@@ -1,32 +1,20 @@
-"""Head splits of models whose layers form one stack."""
+"""The layers of a model, as its section describes them."""
 
 import dataclasses
+import itertools
 
-from moh_jax.config.heads import HeadBudget
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerRun:
-  """Consecutive layers with the same head split; a model scans each run.
-
-  Attributes:
-    budget: the split.
-    depth: layers in the run.
-  """
-
-  budget: HeadBudget
-  depth: int
+from moh_jax.config.heads import HeadBudget, RouterConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-  """Equal layers of a model, for reports.
+  """Consecutive equal layers, which a model scans as one stack.
 
   Attributes:
-    budget: the head split.
-    depth: layers.
+    budget: the head split of each layer.
+    depth: number of layers.
     width: C.
-    tokens: N, of a text the longest.
+    tokens: N; of a text the longest.
     sees: what a token attends to: "all" tokens, those "before" it, or a
       "window" and pooled tokens.
   """
@@ -38,23 +26,56 @@ class LayerGroup:
   sees: str = "all"
 
 
-class LayerStack:
+class RoutedLayers:
+  """What the model sections of all families tell about their heads."""
+
+  router: RouterConfig
+
+  def layer_groups(self) -> tuple[LayerGroup, ...]:
+    """The layers by groups of equal ones, in order."""
+    raise NotImplementedError
+
+  @property
+  def activated_share(self) -> float:
+    """Heads that a token uses over heads present, all layers together."""
+    groups = self.layer_groups()
+    active = sum(group.depth * group.budget.active for group in groups)
+    present = sum(group.depth * group.budget.num_heads for group in groups)
+    return active / present
+
+  def make_budget(
+    self, place: str, num_heads: int, shared: int, top_k: int, head_dim: int
+  ) -> HeadBudget:
+    """One head split; without a router all heads are shared.
+
+    Raises:
+      ValueError: the counts do not add up; it names `place`.
+    """
+    if self.router.kind == "none":
+      shared, top_k = num_heads, 0
+    try:
+      return HeadBudget(num_heads, shared, top_k, head_dim)
+    except ValueError as error:
+      raise ValueError(f"model, {place}: {error}") from error
+
+
+class LayerStack(RoutedLayers):
   """What model sections with one value per layer have in common.
 
   Their fields `num_heads`, `shared_heads` and `top_k` are tuples of one value
-  per layer; `head_dim`, `width` and `router` hold for all. `num_tokens` is the
-  N of every layer, `sees` as in `LayerGroup`.
+  per layer; `head_dim` and `width` hold for all. `num_tokens` is the N of every
+  layer, `sees` as in `LayerGroup`.
   """
 
   sees = "all"
 
   @property
   def depth(self) -> int:
-    """Layers."""
+    """Number of layers."""
     return len(self.num_heads)
 
   def check_layers(self) -> None:
-    """Checks the head splits and the router.
+    """Checks the head splits.
 
     Raises:
       ValueError: a tuple of another length, or a split that does not add up.
@@ -76,28 +97,26 @@ class LayerStack:
     Raises:
       ValueError: a split that does not add up, with its layer.
     """
-    budgets = []
     splits = zip(self.num_heads, self.shared_heads, self.top_k)
-    for layer, (heads, shared, top_k) in enumerate(splits):
-      try:
-        budgets.append(HeadBudget(heads, shared, top_k, self.head_dim))
-      except ValueError as error:
-        raise ValueError(f"model, layer {layer}: {error}") from error
-    return tuple(budgets)
-
-  def layer_groups(self) -> tuple[LayerGroup, ...]:
-    """The layers by groups of equal ones, in order."""
     return tuple(
-      LayerGroup(run.budget, run.depth, self.width, self.num_tokens, self.sees)
-      for run in self.runs()
+      self.make_budget(f"layer {layer}", *split, self.head_dim)
+      for layer, split in enumerate(splits)
     )
 
-  def runs(self) -> tuple[LayerRun, ...]:
-    """The layers as runs of equal ones, in order."""
-    runs: list[LayerRun] = []
-    for budget in self.budgets():
-      if runs and runs[-1].budget == budget:
-        runs[-1] = LayerRun(budget, runs[-1].depth + 1)
-      else:
-        runs.append(LayerRun(budget, 1))
-    return tuple(runs)
+  def layer_groups(self) -> tuple[LayerGroup, ...]:
+    """The layers by groups of equal ones, in order.
+
+    Without a router the counts of the section group the layers all the same, so
+    that turning it off leaves every parameter in its place.
+    """
+    splits = zip(self.num_heads, self.shared_heads, self.top_k)
+    layers = zip(splits, self.budgets())
+    groups = []
+    for _, equal in itertools.groupby(layers, key=lambda layer: layer[0]):
+      budgets = [budget for _, budget in equal]
+      groups.append(
+        LayerGroup(
+          budgets[0], len(budgets), self.width, self.num_tokens, self.sees
+        )
+      )
+    return tuple(groups)

@@ -11,7 +11,7 @@ _Model = TypeVar("_Model", ViTConfig, DiTConfig, LLMConfig)
 
 
 class ImageModel(Protocol):
-  """What the data room needs to know of a model that reads images.
+  """What the data pipeline needs to know of a model that reads images.
 
   Attributes:
     channels: of the input.
@@ -31,11 +31,5 @@ def without_router(model: _Model, **changes: Any) -> _Model:
     model: the section.
     **changes: further fields to change.
   """
-  heads = changes.get("num_heads", model.num_heads)
-  return dataclasses.replace(
-    model,
-    router=dataclasses.replace(model.router, kind="none"),
-    shared_heads=heads,
-    top_k=(0,) * len(heads),
-    **changes,
-  )
+  off = dataclasses.replace(model.router, kind="none")
+  return dataclasses.replace(model, router=off, **changes)

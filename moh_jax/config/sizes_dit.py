@@ -4,7 +4,6 @@ import dataclasses
 
 from moh_jax.config.dit import DiTConfig
 from moh_jax.config.heads import RouterConfig
-from moh_jax.config.model import without_router
 
 # (layers, width, heads) of the baselines: arXiv:2212.09748.
 _SIZES = {
@@ -13,7 +12,7 @@ _SIZES = {
   "l": (24, 1024, 16),
   "xl": (28, 1152, 16),
 }
-# Runs of (layers, heads, shared, top_k): arXiv:2410.11842 and its release.
+# Groups of (layers, heads, shared, top_k): arXiv:2410.11842 and its release.
 _BUDGETS = {
   "s2-90": ((8, 6, 3, 2), (4, 6, 6, 0)),
   "s2-75": ((2, 6, 2, 1), (4, 6, 3, 1), (4, 6, 3, 2), (2, 6, 6, 0)),
@@ -28,21 +27,22 @@ _BUDGETS = {
 
 def _baseline(size: str, patch: int) -> DiTConfig:
   depth, width, heads = _SIZES[size]
-  model = DiTConfig(
+  return DiTConfig(
     patch_size=patch,
     width=width,
     num_heads=(heads,) * depth,
     head_dim=width // heads,
     shared_heads=(heads,) * depth,
     top_k=(0,) * depth,
+    router=RouterConfig("none"),
     remat="dots",
   )
-  return without_router(model)
 
 
 def _moh(name: str) -> DiTConfig:
   columns = zip(
-    *((run[1:]) for run in _BUDGETS[name] for _ in range(run[0])), strict=True
+    *(split for depth, *split in _BUDGETS[name] for _ in range(depth)),
+    strict=True,
   )
   heads, shared, top_k = columns
   size, patch = name.partition("-")[0][:-1], int(name.partition("-")[0][-1])

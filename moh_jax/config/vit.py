@@ -10,7 +10,7 @@ from moh_jax.config.checks import (
   one_of,
 )
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.layers import LayerGroup
+from moh_jax.config.layers import LayerGroup, RoutedLayers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StageShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(RoutedLayers):
   """TransNeXt classifier with or without MoH; tuples hold one value per stage.
 
   Attributes:
@@ -164,20 +164,11 @@ class ViTConfig:
     Raises:
       ValueError: a split that does not add up, with its stage.
     """
-    budgets = []
-    for stage, heads in enumerate(self.num_heads):
-      try:
-        budgets.append(
-          HeadBudget(
-            num_heads=heads,
-            shared=self.shared_heads[stage],
-            top_k=self.top_k[stage],
-            head_dim=self.embed_dims[stage] // heads,
-          )
-        )
-      except ValueError as error:
-        raise ValueError(f"model, stage {stage + 1}: {error}") from error
-    return tuple(budgets)
+    splits = zip(self.num_heads, self.shared_heads, self.top_k)
+    return tuple(
+      self.make_budget(f"stage {stage}", *split, width // split[0])
+      for stage, (width, split) in enumerate(zip(self.embed_dims, splits), 1)
+    )
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The blocks by stage."""

@@ -96,10 +96,10 @@ def stack_rules(
     theirs: what precedes a layer's names, with {layer} for its number.
   """
   table, first = [], 0
-  for index, run in enumerate(config.runs()):
-    layers = range(first, first + run.depth)
-    first += run.depth
-    for rule in rules.prefixed(block(run.budget), "", (f"blocks{index}",)):
+  for index, group in enumerate(config.layer_groups()):
+    layers = range(first, first + group.depth)
+    first += group.depth
+    for rule in rules.prefixed(block(group.budget), "", (f"blocks{index}",)):
       names = [
         tuple(theirs.format(layer=layer) + name for name in rule.theirs)
         for layer in layers

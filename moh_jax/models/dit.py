@@ -172,13 +172,13 @@ class DiT(nn.Module):
     self.sow("intermediates", "conditioning", c)
 
     layers, top_k = {}, {}
-    for index, run in enumerate(cfg.runs()):
+    for index, group in enumerate(cfg.layer_groups()):
       name = f"blocks{index}"
       stack = scan_blocks(
-        Block, run.depth, in_axes=(nn.broadcast,), remat=cfg.remat
+        Block, group.depth, in_axes=(nn.broadcast,), remat=cfg.remat
       )
-      x, layers[name] = stack(cfg, run.budget, name=name)(x, c)
-      top_k[name] = 0 if cfg.router.kind == "none" else run.budget.top_k
+      x, layers[name] = stack(cfg, group.budget, name=name)(x, c)
+      top_k[name] = group.budget.top_k
 
     shift, scale = Modulation(2, name="final_modulation")(c)
     zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))

@@ -196,13 +196,13 @@ class LLM(nn.Module):
     choices = _choices(cfg, top_k, head_scale)
     layers, routed = {}, {}
     first = 0
-    for index, run in enumerate(cfg.runs()):
+    for index, group in enumerate(cfg.layer_groups()):
       name = f"blocks{index}"
-      choice = jax.tree.map(lambda a: a[first : first + run.depth], choices)  # noqa: B023
-      first += run.depth
+      choice = jax.tree.map(lambda a: a[first : first + group.depth], choices)  # noqa: B023
+      first += group.depth
       inputs = (choice, places, token_mask)
-      x, layers[name] = self._stack(name, run.budget, run.depth, x, inputs)
-      routed[name] = 0 if cfg.router.kind == "none" else run.budget.top_k
+      x, layers[name] = self._stack(name, group.budget, group.depth, x, inputs)
+      routed[name] = group.budget.top_k
     aux = collect_aux(layers, routed)
     x = rms_norm(cfg, "norm")(x)
     if not with_logits:
@@ -294,7 +294,7 @@ def _choices(
 ) -> HeadChoice:
   """Every layer's departure from its budget, with a leading layer axis."""
   order = None
-  if config.head_order and config.router.kind != "none":
+  if config.head_order:
     order = jnp.asarray(config.head_order, jnp.int32)
   return HeadChoice(top_k, order, head_scale)
 
@@ -343,8 +343,8 @@ def unroll(params: Any, config: LLMConfig) -> Any:
   out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
   if "head" in out:
     out["head"] = {"kernel": out["head"]["kernel"].T}
-  for index, run in enumerate(config.runs()):
-    for layer in range(run.depth):
+  for index, group in enumerate(config.layer_groups()):
+    for layer in range(group.depth):
       out[f"blocks{index}_{layer}"] = jax.tree_util.tree_map_with_path(
         lambda path, x: _output_major(path, x[layer]),  # noqa: B023
         params[f"blocks{index}"],
@@ -390,13 +390,13 @@ def new_cache(
   """
   layer = make_cache(batch, config.num_kv_heads, slots, config.head_dim, dtype)
   cache = {}
-  for index, run in enumerate(config.runs()):
+  for index, group in enumerate(config.layer_groups()):
     if unrolled:
-      for i in range(run.depth):
+      for i in range(group.depth):
         cache[f"blocks{index}_{i}"] = {"attn": {"keys_values": layer}}
     else:
       stacked = jax.tree.map(
-        lambda x: jnp.zeros((run.depth, *x.shape), x.dtype),  # noqa: B023
+        lambda x: jnp.zeros((group.depth, *x.shape), x.dtype),  # noqa: B023
         layer,
       )
       cache[f"blocks{index}"] = {"attn": {"keys_values": stacked}}

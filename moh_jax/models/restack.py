@@ -9,7 +9,7 @@ from moh_jax.config import LayerStack
 
 
 def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
-  """Stacks the layers' parameters in the runs of another head budget.
+  """Stacks the layers' parameters in the groups of another head budget.
 
   Which layers are equal, and so stacked, depends on `top_k`; a layer's own
   parameters do not, but for routers that a layer with `top_k` 0 does without.
@@ -23,9 +23,9 @@ def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
     The tree that the wanted model expects, where the trained one has it all;
     the same tree where the runs are equal or the depths differ.
   """
-  ours, theirs = trained.runs(), wanted.runs()
-  if trained.depth != wanted.depth or [run.depth for run in ours] == [
-    run.depth for run in theirs
+  ours, theirs = trained.layer_groups(), wanted.layer_groups()
+  if trained.depth != wanted.depth or [group.depth for group in ours] == [
+    group.depth for group in theirs
   ]:
     return params
   layers = [
@@ -35,16 +35,16 @@ def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
         params[f"blocks{index}"]
       ).items()
     }
-    for index, run in enumerate(ours)
-    for i in range(run.depth)
+    for index, group in enumerate(ours)
+    for i in range(group.depth)
   ]
   out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
   first = 0
-  for index, run in enumerate(theirs):
-    group = layers[first : first + run.depth]
-    first += run.depth
-    shared = set.intersection(*(set(layer) for layer in group))
+  for index, group in enumerate(theirs):
+    equal = layers[first : first + group.depth]
+    first += group.depth
+    shared = set.intersection(*(set(layer) for layer in equal))
     out[f"blocks{index}"] = traverse_util.unflatten_dict(
-      {p: jnp.stack([layer[p] for layer in group]) for p in sorted(shared)}
+      {p: jnp.stack([layer[p] for layer in equal]) for p in sorted(shared)}
     )
   return out

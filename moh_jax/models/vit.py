@@ -157,7 +157,7 @@ class ViT(nn.Module):
       name = f"stage{index + 1}"
       tokens, layers[name] = Stage(cfg, index, train, name=name)(x)
       self.sow("intermediates", f"{name}_out", tokens)
-      top_k[name] = 0 if cfg.router.kind == "none" else cfg.top_k[index]
+      top_k[name] = cfg.budgets()[index].top_k
       x = tokens.reshape(tokens.shape[0], *shape.grid, -1)
     pooled = tokens.astype(jnp.float32).mean(1)
     head_init = nn.with_logical_partitioning(LINEAR_INIT, ("embed", "classes"))

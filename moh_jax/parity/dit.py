@@ -62,15 +62,15 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
     "l_aux_mean": aux.balance_loss,
   }
   layer, losses = 0, []
-  for index, run_ in enumerate(config.runs()):
+  for index, group in enumerate(config.layer_groups()):
     name = f"blocks{index}"
     (blocks,) = recorded[name]["out"]
-    for i in range(run_.depth):
+    for i in range(group.depth):
       outputs[f"block{layer}"] = blocks[i]
       if moh:
         (routing,) = recorded[name]["attn"]["router"]["routing"]
         outputs[f"gates{layer}"] = routing.gates[i]
-        if run_.budget.top_k:
+        if group.budget.top_k:
           losses.append(aux.layers[name].balance_loss[i])
       layer += 1
   outputs["l_aux_per_layer"] = np.stack(losses) if losses else np.zeros(0)

@@ -106,9 +106,9 @@ def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 def _routings(config: LLMConfig, recorded: Mapping[str, Any]) -> list:
   """Every layer's `Routing`, whether its layers are stacked or not."""
   routings = []
-  for index, run in enumerate(config.runs()):
+  for index, group in enumerate(config.layer_groups()):
     name = f"blocks{index}"
-    for layer in range(run.depth):
+    for layer in range(group.depth):
       if name in recorded:
         (stacked,) = recorded[name]["attn"]["router"]["routing"]
         routings.append(jax.tree.map(lambda x: x[layer], stacked))  # noqa: B023

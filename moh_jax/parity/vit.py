@@ -151,8 +151,8 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
 def _routed_losses(config: ViTConfig, layers: Mapping[str, Any]) -> jax.Array:
   losses = [
     layers[f"stage{index + 1}"].balance_loss
-    for index, top_k in enumerate(config.top_k)
-    if top_k
+    for index, budget in enumerate(config.budgets())
+    if budget.top_k
   ]
   return jnp.concatenate(losses) if losses else jnp.zeros(0)
 

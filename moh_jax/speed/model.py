@@ -110,18 +110,10 @@ def measure(options: ModelOptions) -> dict[str, Any]:
   return result
 
 
-def activated_share(model: Any) -> float:
-  """Active heads over all heads, all layers together."""
-  if model.router.kind == "none":
-    return 1.0
-  groups = model.layer_groups()
-  active = sum(g.depth * g.budget.active for g in groups)
-  return active / sum(g.depth * g.budget.num_heads for g in groups)
-
-
 def _rows(
   options: ModelOptions, run: Config, models: dict[str, Any]
 ) -> list[Row]:
+  shares = {name: model.activated_share for name, model in models.items()}
   programs = {
     name: model_programs.programs(dataclasses.replace(run, model=model))
     for name, model in models.items()
@@ -130,12 +122,12 @@ def _rows(
   rows = []
   for mode in ("forward", "forward_backward"):
     variants = [
-      Variant(name, activated_share(models[name]), made[mode], name == "mha")
+      Variant(name, shares[name], made[mode], name == "mha")
       for name, made in programs.items()
     ]
     if mode == "forward" and run.model.router.kind == "two_stage":
       routers = model_programs.routers(run)
-      variants.append(Variant("router", activated_share(run.model), routers))
+      variants.append(Variant("router", run.model.activated_share, routers))
     setting = Setting(
       op="model",
       mode=mode,

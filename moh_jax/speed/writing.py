@@ -23,7 +23,6 @@ from moh_jax.inference.generate import (
 from moh_jax.models.llm import LLM
 from moh_jax.speed import compare
 from moh_jax.speed.compare import Setting, Variant
-from moh_jax.speed.model import activated_share
 from moh_jax.speed.model_programs import random_params
 from moh_jax.speed.programs import Program
 from moh_jax.speed.report import Row
@@ -56,7 +55,7 @@ def measure(
       variants = [
         Variant(
           name,
-          activated_share(models[name]),
+          models[name].activated_share,
           Program(getattr(writer, mode), 1 if mode == "prefill" else _SPAN),
           name == "mha",
         )

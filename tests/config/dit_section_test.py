@@ -2,7 +2,7 @@ import dataclasses
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import DiTConfig, LayerRun, without_router
+from moh_jax.config import DiTConfig, LayerGroup, without_router
 from moh_jax.config.heads import HeadBudget, RouterConfig
 
 _TINY = DiTConfig(
@@ -106,21 +106,23 @@ class DiTConfigTest(parameterized.TestCase):
     self.assertContainsSubset(DiTConfig.RUNTIME_FIELDS, names)
 
 
-class RunsTest(absltest.TestCase):
-  def test_equal_neighbours_are_one_run(self):
+class LayerGroupsTest(absltest.TestCase):
+  def test_equal_neighbours_are_one_group(self):
     self.assertEqual(
-      _TINY.runs(),
+      _TINY.layer_groups(),
       (
-        LayerRun(HeadBudget(4, 2, 1, 4), 2),
-        LayerRun(HeadBudget(6, 6, 0, 4), 1),
+        LayerGroup(HeadBudget(4, 2, 1, 4), 2, 8, 6),
+        LayerGroup(HeadBudget(6, 6, 0, 4), 1, 8, 6),
       ),
     )
 
-  def test_equal_layers_apart_are_two_runs(self):
+  def test_equal_layers_apart_are_two_groups(self):
     config = _config(
       num_heads=(4, 6, 4), shared_heads=(2, 6, 2), top_k=(1, 0, 1)
     )
-    self.assertEqual([run.depth for run in config.runs()], [1, 1, 1])
+    self.assertEqual(
+      [group.depth for group in config.layer_groups()], [1, 1, 1]
+    )
 
   def test_any_part_of_the_split_divides(self):
     for changes in (
@@ -128,29 +130,36 @@ class RunsTest(absltest.TestCase):
       {"num_heads": (4, 4), "shared_heads": (2, 1), "top_k": (1, 1)},
       {"num_heads": (4, 4), "shared_heads": (2, 2), "top_k": (1, 2)},
     ):
-      self.assertLen(_config(**changes).runs(), 2)
+      self.assertLen(_config(**changes).layer_groups(), 2)
+
+  def test_activated_share_counts_all_heads(self):
+    self.assertEqual(_TINY.activated_share, (3 + 3 + 6) / (4 + 4 + 6))
 
   def test_default_is_the_small_model(self):
-    self.assertEqual([run.depth for run in DiTConfig().runs()], [8, 4])
+    self.assertEqual(
+      [group.depth for group in DiTConfig().layer_groups()], [8, 4]
+    )
 
 
 class WithoutRouterTest(absltest.TestCase):
-  def test_changes_the_router_and_the_split_only(self):
+  def test_changes_the_kind_of_the_router_only(self):
     config = without_router(_TINY)
     self.assertEqual(config.router.kind, "none")
-    self.assertEqual(config.shared_heads, config.num_heads)
-    self.assertEqual(config.top_k, (0, 0, 0))
-    back = dataclasses.replace(
-      config,
-      router=RouterConfig("two_stage"),
-      shared_heads=(2, 2, 6),
-      top_k=(1, 1, 0),
-    )
+    back = dataclasses.replace(config, router=RouterConfig("two_stage"))
     self.assertEqual(back, _TINY)
 
-  def test_other_heads_may_be_named(self):
-    config = without_router(_TINY, num_heads=(2, 2))
-    self.assertEqual((config.shared_heads, config.top_k), ((2, 2), (0, 0)))
+  def test_all_heads_are_shared_whatever_the_section_says(self):
+    config = without_router(_TINY, shared_heads=(9, 0, 1), top_k=(1, 0, 7))
+    expected = tuple(HeadBudget(h, h, 0, 4) for h in (4, 4, 6))
+    self.assertEqual(config.budgets(), expected)
+    self.assertEqual(config.activated_share, 1.0)
+
+  def test_keeps_the_groups_of_layers(self):
+    config = _config(num_heads=(4, 4, 4), shared_heads=(2, 1, 1))
+    self.assertEqual(
+      [group.depth for group in without_router(config).layer_groups()],
+      [group.depth for group in config.layer_groups()],
+    )
 
 
 if __name__ == "__main__":

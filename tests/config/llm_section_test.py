@@ -97,25 +97,17 @@ class LLMConfigTest(parameterized.TestCase):
     self.assertEqual(
       config.budgets(), (HeadBudget(4, 1, 2, 8), HeadBudget(4, 4, 0, 8))
     )
-    self.assertEqual([run.depth for run in config.runs()], [1, 1])
-    self.assertEqual([run.depth for run in _TINY.runs()], [2])
+    self.assertEqual([group.depth for group in config.layer_groups()], [1, 1])
+    self.assertEqual([group.depth for group in _TINY.layer_groups()], [2])
 
   def test_runtime_fields_exist(self):
     names = {field.name for field in dataclasses.fields(LLMConfig)}
     self.assertContainsSubset(LLMConfig.RUNTIME_FIELDS, names)
 
-  def test_without_router_changes_the_router_and_the_split_only(self):
+  def test_without_router_changes_the_kind_of_the_router_only(self):
     config = without_router(_TINY)
-    self.assertEqual(
-      (config.router.kind, config.shared_heads, config.top_k),
-      ("none", (4, 4), (0, 0)),
-    )
-    back = dataclasses.replace(
-      config,
-      router=RouterConfig("two_stage"),
-      shared_heads=(1, 1),
-      top_k=(2, 2),
-    )
+    self.assertEqual(config.router.kind, "none")
+    back = dataclasses.replace(config, router=RouterConfig("two_stage"))
     self.assertEqual(back, _TINY)
 
 

@@ -109,6 +109,16 @@ class ViTConfigTest(parameterized.TestCase):
     self.assertEqual((first.routed, first.active, first.head_dim), (1, 2, 4))
     self.assertEqual((second.routed, second.active, second.head_dim), (2, 3, 3))
 
+  def test_without_router_all_heads_are_shared(self):
+    config = dataclasses.replace(_TINY, router=RouterConfig("none"))
+    for budget, ours in zip(config.budgets(), _TINY.budgets(), strict=True):
+      self.assertEqual(budget.shared, ours.num_heads)
+      self.assertEqual((budget.top_k, budget.head_dim), (0, ours.head_dim))
+    self.assertEqual(config.activated_share, 1.0)
+
+  def test_activated_share_counts_the_blocks_of_every_stage(self):
+    self.assertEqual(_TINY.activated_share, (2 + 2 * 3) / (2 + 2 * 4))
+
   def test_router_of_language_models_is_refused(self):
     with self.assertRaisesRegex(
       ValueError, r"model\.router\.kind='query_norm' must be .*'two_stage'"

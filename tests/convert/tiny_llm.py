@@ -26,7 +26,7 @@ MOH = LLMConfig(
   top_k=(2, 2, 1),
   remat="dots",
 )
-MHA = without_router(MOH)
+MHA = without_router(MOH, shared_heads=(6,) * 3, top_k=(0,) * 3)
 # What the release makes of 6 heads: 3 shared, 1 routed.
 QUERY_NORM = hf_config.moh_llama3(MHA)
 

@@ -193,8 +193,7 @@ class RegistryTest(parameterized.TestCase):
     config = without_router(released_model("moh-vit-b50"), num_classes=7)
     self.assertEqual(config.router.kind, "none")
     self.assertEqual(config.num_classes, 7)
-    self.assertEqual(config.shared_heads, config.num_heads)
-    self.assertEqual(config.top_k, (0, 0, 0, 0))
+    self.assertEqual(config.activated_share, 1.0)
     self.assertEqual(
       config.embed_dims, released_model("moh-vit-b50").embed_dims
     )

@@ -57,10 +57,8 @@ class ModelOptionsTest(parameterized.TestCase):
   def test_share_is_that_of_the_name(self, name, share):
     options = ModelOptions(name)
     variants = options.variants(options.runs()[0])
-    self.assertAlmostEqual(
-      bench.activated_share(variants["auto"]), share, delta=0.005
-    )
-    self.assertEqual(bench.activated_share(variants["mha"]), 1.0)
+    self.assertAlmostEqual(variants["auto"].activated_share, share, delta=0.005)
+    self.assertEqual(variants["mha"].activated_share, 1.0)
 
 
 class MeasureTest(parameterized.TestCase):
