@@ -2,10 +2,46 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.sharding import PartitionSpec
+
+
+class LogicalAxes(nn.LogicallyPartitioned):
+  """A parameter boxed with the logical names of its dimensions.
+
+  As Linen's own box, but for NNX (`nnx.bridge.ToNNX`): NNX would shard the
+  parameter when it is created, which fails without a mesh. With this box the
+  variable keeps the names as its metadata `out_sharding` and is left whole.
+  """
+
+  def to_nnx_metadata(self) -> dict[str, Any]:
+    """Metadata of the `nnx.Variable` that stands for this parameter."""
+    return {
+      "value": self.value,
+      "out_sharding": self.names,
+      "sharding_rules": self.rules,
+      "mesh": self.mesh,
+      "eager_sharding": False,
+    }
+
+
+def with_axes(
+  init: nn.initializers.Initializer, names: Sequence[str | None]
+) -> Callable[..., LogicalAxes]:
+  """Wraps an initializer so that it boxes its result with logical names.
+
+  Args:
+    init: (key, shape, dtype) -> array.
+    names: one logical name, or None, per dimension.
+  """
+
+  def boxed(*args: Any) -> LogicalAxes:
+    return LogicalAxes(init(*args), tuple(names))
+
+  return boxed
 
 
 def resolve_spec(

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from moh_jax.config import Config, LayerStack
 from moh_jax.models.dit import DiT
-from moh_jax.models.llm import LLM, compute_dtypes, grow_vocabulary
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_params import compute_dtypes, grow_vocabulary
 from moh_jax.models.restack import restack
 from moh_jax.models.vit import ViT
 

@@ -7,22 +7,20 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import LLMConfig
-from moh_jax.layers.linear import product
+from moh_jax.layers.linear import LINEAR_INIT, declare_kernel
 from moh_jax.layers.mlp import SwiGLU
-from moh_jax.layers.moh import (
-  LINEAR_INIT,
-  HeadChoice,
-  ModelAux,
-  MoHAttention,
-  Places,
-  collect_aux,
-)
-from moh_jax.layers.partitioning import constrain, sum_over_batch
+from moh_jax.layers.model_aux import ModelAux, collect_aux
+from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.layers.partitioning import constrain, with_axes
+from moh_jax.layers.router import HeadChoice
 from moh_jax.layers.stack import scan_blocks
-from moh_jax.ops.cache import make_cache
-from moh_jax.ops.cross_entropy import summed_cross_entropy
+from moh_jax.models.llm_output import output_logits
+from moh_jax.ops.cache import LayerCache, Slots, make_cache
 from moh_jax.ops.position import rotation
 from moh_jax.ops.routing import HeadBudget, RouterAux
+
+# A cache per stack: with a leading layer axis, or a tuple of every layer's.
+StackCache = LayerCache | tuple[LayerCache, ...]
 
 
 class TokenTable(nn.Module):
@@ -36,16 +34,13 @@ class TokenTable(nn.Module):
 
   @nn.compact
   def __call__(self) -> jax.Array:
-    """[V, C] float32."""
+    """Returns the table [V, C] float32."""
     return self.param(
       "embedding",
-      nn.with_logical_partitioning(LINEAR_INIT, ("vocab", "embed")),
+      with_axes(LINEAR_INIT, ("vocab", "embed")),
       (self.config.vocab_size, self.config.width),
       jnp.float32,
     )
-
-
-_OUTPUT_AXES = ("embed", "vocab")
 
 
 class OutputKernel(nn.Module):
@@ -53,7 +48,7 @@ class OutputKernel(nn.Module):
 
   Attributes:
     config: the model.
-    output_major: how they are stored, see `Linear`.
+    output_major: the kernel is stored as [V, C], else as [C, V].
   """
 
   config: LLMConfig
@@ -61,15 +56,13 @@ class OutputKernel(nn.Module):
 
   @nn.compact
   def __call__(self) -> jax.Array:
-    """[C, V] float32."""
-    shape, axes = (self.config.width, self.config.vocab_size), _OUTPUT_AXES
-    if self.output_major:
-      shape, axes = shape[::-1], axes[::-1]
-    kernel = self.param(
-      "kernel",
-      nn.with_logical_partitioning(LINEAR_INIT, axes),
-      shape,
-      jnp.float32,
+    """Returns the kernel [C, V] float32."""
+    kernel = declare_kernel(
+      self,
+      (self.config.width,),
+      (self.config.vocab_size,),
+      (("embed",), ("vocab",)),
+      output_major=self.output_major,
     )
     return kernel.T if self.output_major else kernel
 
@@ -80,7 +73,7 @@ class Block(nn.Module):
   Attributes:
     config: the model.
     budget: the layer's head split.
-    output_major: how its kernels are stored.
+    output_major: how its kernels are stored, see `KernelLayer`.
   """
 
   config: LLMConfig
@@ -92,10 +85,12 @@ class Block(nn.Module):
     self,
     x: jax.Array,
     choice: HeadChoice,
+    cache: LayerCache | None,
+    slots: Slots | None,
     places: Places,
     token_mask: jax.Array | None,
-  ) -> tuple[jax.Array, RouterAux]:
-    """Maps x [B, N, C] to [B, N, C] and the router's values."""
+  ) -> tuple[jax.Array, tuple[RouterAux, LayerCache | None]]:
+    """Maps x [B, N, C] to [B, N, C], the router's values and the new cache."""
     cfg = self.config
     dtype = jnp.dtype(cfg.dtype)
     attention = MoHAttention(
@@ -110,34 +105,35 @@ class Block(nn.Module):
       dtype=dtype,
       name="attn",
     )
+    inputs = {"token_mask": token_mask, "places": places, "choice": choice}
     normed = rms_norm(cfg, "attn_norm")(x)
-    out, aux = attention(normed, token_mask, places=places, choice=choice)
+    if cache is None:
+      out, aux = attention(normed, **inputs)
+    else:
+      out, aux, cache = attention.extend(normed, cache, slots, **inputs)
     x = x + out
     mlp = SwiGLU(
       cfg.mlp_dim, cfg.mlp_bias, self.output_major, dtype, name="mlp"
     )
     x = x + mlp(rms_norm(cfg, "mlp_norm")(x))
-    return constrain(x, "batch", None, None), aux
+    return constrain(x, "batch", None, None), (aux, cache)
 
 
 class LLM(nn.Module):
   """The network: tokens to logits of the next ones.
 
-  Under `mutable=["intermediates"]` every layer records its routing. With a
-  variable collection "cache" (see `new_cache`) keys and values are written to
-  it; `tokens` then stand in the slots from `slot` on.
+  Under `mutable=["intermediates"]` every layer records its routing.
 
   Attributes:
     config: the model.
-    unrolled: every layer has parameters of its own (`unroll`) in place of
-      stacked ones, and its kernels are output-major: decoding reads them
-      without copying them out of a stack.
+    unrolled: every layer has parameters of its own (`llm_params.unroll`) in
+      place of stacked ones, and its kernels are output-major: decoding reads
+      them without copying them out of a stack.
   """
 
   config: LLMConfig
   unrolled: bool = False
 
-  @nn.compact
   def __call__(
     self,
     tokens: jax.Array,
@@ -147,8 +143,6 @@ class LLM(nn.Module):
     token_mask: jax.Array | None = None,
     top_k: jax.Array | None = None,
     head_scale: jax.Array | None = None,
-    slot: jax.Array | None = None,
-    visible: jax.Array | None = None,
     with_logits: bool = True,
   ) -> tuple[jax.Array, ModelAux]:
     """Predicts the next token at every place.
@@ -163,9 +157,6 @@ class LLM(nn.Module):
         config's where a layer routes.
       head_scale: [layers, H] or [layers, B, 1, H] float32 that multiplies the
         gates, for models of one number of heads.
-      slot: [] int32 of the first token in the cache.
-      visible: [B, N, M] bool slots of the cache that the tokens see; None where
-        the cache holds nothing before them.
       with_logits: False leaves the output layer out (`output_logits` is it).
 
     Returns:
@@ -175,8 +166,93 @@ class LLM(nn.Module):
     Raises:
       ValueError: more tokens than the model's range.
     """
+    out, aux, _ = self._run(
+      tokens,
+      positions=positions,
+      segments=segments,
+      token_mask=token_mask,
+      top_k=top_k,
+      head_scale=head_scale,
+      with_logits=with_logits,
+    )
+    return out, aux
+
+  def extend(
+    self,
+    tokens: jax.Array,
+    cache: tuple[StackCache, ...],
+    slots: Slots,
+    *,
+    positions: jax.Array,
+    token_mask: jax.Array | None = None,
+    with_logits: bool = True,
+  ) -> tuple[jax.Array, ModelAux, tuple[StackCache, ...]]:
+    """Predicts the next token of texts whose earlier tokens are in a cache.
+
+    Call it by `model.apply(..., method="extend")`.
+
+    Args:
+      tokens: [B, N] int32 new tokens.
+      cache: what the texts wrote before, `new_cache` at first.
+      slots: where the new tokens are written, and which slots they see.
+      positions: [B, N] int32 in their texts.
+      token_mask: as in `__call__`.
+      with_logits: as in `__call__`.
+
+    Returns:
+      The results of `__call__`, and the cache with the new tokens in it.
+
+    Raises:
+      ValueError: more new tokens than the model's range.
+    """
+    return self._run(
+      tokens,
+      cache=cache,
+      slots=slots,
+      positions=positions,
+      token_mask=token_mask,
+      with_logits=with_logits,
+    )
+
+  @nn.nowrap
+  def new_cache(
+    self, batch: int, slots: int, dtype: str = "float32"
+  ) -> tuple[StackCache, ...]:
+    """Makes an empty cache for `extend`.
+
+    Args:
+      batch: B, texts.
+      slots: M, tokens of a text at most.
+      dtype: "float32", "bfloat16" or "int8".
+
+    Returns:
+      For every stack of layers its cache; with a leading layer axis, or if
+      `unrolled` a tuple of one per layer.
+    """
     cfg = self.config
-    dtype = jnp.dtype(cfg.dtype)
+    layer = make_cache(batch, cfg.num_kv_heads, slots, cfg.head_dim, dtype)
+    if self.unrolled:
+      return tuple((layer,) * run.depth for run in cfg.runs())
+    return tuple(
+      jax.tree.map(lambda x: jnp.stack([x] * run.depth), layer)  # noqa: B023
+      for run in cfg.runs()
+    )
+
+  @nn.compact
+  def _run(
+    self,
+    tokens: jax.Array,
+    *,
+    cache: tuple[StackCache, ...] | None = None,
+    slots: Slots | None = None,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
+    top_k: jax.Array | None = None,
+    head_scale: jax.Array | None = None,
+    with_logits: bool = True,
+  ) -> tuple[jax.Array, ModelAux, tuple[StackCache | None, ...]]:
+    cfg = self.config
     batch, length = tokens.shape
     if length > cfg.max_length:
       raise ValueError(
@@ -185,32 +261,34 @@ class LLM(nn.Module):
       )
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    angles = rotation(positions, cfg.rotary, token_mask)
-    places = Places(angles, segments, slot, visible)
+    places = Places(rotation(positions, cfg.rotary, token_mask), segments)
+    choices = _choices(cfg, top_k, head_scale)
 
     table = TokenTable(cfg, name="embed")()
     # Whole along the width: the devices that share it share the batch too.
-    vectors = constrain(table.astype(dtype), "vocab", None)
+    vectors = constrain(table.astype(cfg.dtype), "vocab", None)
     x = constrain(jnp.take(vectors, tokens, axis=0), "batch", None, None)
-    choices = _choices(cfg, top_k, head_scale)
-    layers, routed = {}, {}
+    caches = [None] * len(cfg.runs()) if cache is None else cache
+    layers, written = {}, []
     first = 0
     for index, run in enumerate(cfg.runs()):
       name = f"blocks{index}"
       choice = jax.tree.map(lambda a: a[first : first + run.depth], choices)  # noqa: B023
       first += run.depth
-      inputs = (choice, places, token_mask)
-      x, layers[name] = self._stack(name, run.budget, run.depth, x, inputs)
-      routed[name] = 0 if cfg.router == "none" else run.budget.top_k
-    aux = collect_aux(layers, routed)
+      each, shared = (choice, caches[index]), (slots, places, token_mask)
+      x, (layers[name], new) = self._stack(
+        name, run.budget, run.depth, x, each, shared
+      )
+      written.append(new)
+    aux = collect_aux(layers)
     x = rms_norm(cfg, "norm")(x)
     if not with_logits:
-      return x, aux
+      return x, aux, tuple(written)
     if cfg.tie_embeddings:
       kernel = table.T
     else:
       kernel = OutputKernel(cfg, self.unrolled, name="head")()
-    return output_logits(x, kernel), aux
+    return output_logits(x, kernel), aux, tuple(written)
 
   def _stack(
     self,
@@ -218,67 +296,26 @@ class LLM(nn.Module):
     budget: HeadBudget,
     depth: int,
     x: jax.Array,
-    inputs: tuple[HeadChoice, Places, jax.Array | None],
-  ) -> tuple[jax.Array, RouterAux]:
+    each: tuple[HeadChoice, StackCache | None],
+    shared: tuple[Slots | None, Places, jax.Array | None],
+  ) -> tuple[jax.Array, tuple[RouterAux, Any]]:
+    """Runs equal blocks: `each` has a layer axis, `shared` serves them all."""
     cfg = self.config
     if not self.unrolled:
-      stack = scan_blocks(
-        Block,
-        depth,
-        in_axes=(0, nn.broadcast, nn.broadcast),
-        remat=cfg.remat,
-      )
-      return stack(cfg, budget, name=name)(x, *inputs)
-    choices, *rest = inputs
-    values = []
+      axes = (0, 0, *[nn.broadcast] * len(shared))
+      stack = scan_blocks(Block, depth, in_axes=axes, remat=cfg.remat)
+      return stack(cfg, budget, name=name)(x, *each, *shared)
+    choices, caches = each
+    caches = [None] * depth if caches is None else caches
+    values, written = [], []
     for layer in range(depth):
       choice = jax.tree.map(lambda a: a[layer], choices)  # noqa: B023
       block = Block(cfg, budget, True, name=f"{name}_{layer}")
-      x, aux = block(x, choice, *rest)
+      x, (aux, new) = block(x, choice, caches[layer], *shared)
       values.append(aux)
-    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *values)
-
-
-def output_kernel(params: Any, config: LLMConfig) -> jax.Array:
-  """The output layer's weights [C, V] among a model's parameters."""
-  if config.tie_embeddings:
-    return params["embed"]["embedding"].T
-  return params["head"]["kernel"]
-
-
-def summed_nats(
-  x: jax.Array,
-  params: Any,
-  config: LLMConfig,
-  targets: jax.Array,
-  weights: jax.Array,
-) -> jax.Array:
-  """Weighted sum of the targets' cross-entropies, a few logits at a time.
-
-  Args:
-    x: [B, N, C] what the output layer reads.
-    params: of the model.
-    config: its section.
-    targets: [B, N] int32.
-    weights: [B, N] float32.
-
-  Returns:
-    [] float32.
-  """
-
-  def local(x, targets, weights, kernel):
-    return summed_cross_entropy(x, kernel, targets, weights, config.loss_chunk)
-
-  return sum_over_batch(
-    local, (x, targets, weights), (output_kernel(params, config),)
-  )
-
-
-def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """The output layer: x [..., C] and kernel [C, V] to [..., V] float32."""
-  return jnp.matmul(
-    x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
-  )
+      written.append(new)
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *values)
+    return x, (stacked, tuple(written))
 
 
 def rms_norm(config: LLMConfig, name: str) -> nn.RMSNorm:
@@ -291,112 +328,8 @@ def rms_norm(config: LLMConfig, name: str) -> nn.RMSNorm:
 def _choices(
   config: LLMConfig, top_k: jax.Array | None, head_scale: jax.Array | None
 ) -> HeadChoice:
-  """Every layer's departure from its budget, with a leading layer axis."""
+  """Runtime overrides of every layer's budget, with a leading layer axis."""
   order = None
   if config.head_order and config.router != "none":
     order = jnp.asarray(config.head_order, jnp.int32)
   return HeadChoice(top_k, order, head_scale)
-
-
-def grow_vocabulary(params: Any, rows: int) -> Any:
-  """Adds tokens: their vectors are the mean of the old ones.
-
-  Args:
-    params: of a model with fewer tokens.
-    rows: tokens wanted.
-  """
-  grown = dict(params)
-  for module, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
-    if module in params:
-      old = params[module][leaf]
-      mean = old.mean(axis, keepdims=True)
-      new = jnp.repeat(mean, rows - old.shape[axis], axis=axis)
-      grown[module] = {leaf: jnp.concatenate([old, new], axis=axis)}
-  return grown
-
-
-def compute_dtypes(params: Any, config: LLMConfig) -> Any:
-  """The dtype that the network uses each parameter in.
-
-  Matrices are used in the compute dtype, so storing them in it changes no
-  output; routers, norms and biases stay float32.
-
-  Args:
-    params: arrays or their shapes.
-    config: the model.
-
-  Returns:
-    The tree with a dtype for every leaf.
-  """
-
-  def dtype(path: tuple, leaf: Any) -> jnp.dtype:
-    names = [key.key for key in path]
-    matrix = names[-1] in ("kernel", "embedding") and "router" not in names
-    return jnp.dtype(config.dtype) if matrix else leaf.dtype
-
-  return jax.tree_util.tree_map_with_path(dtype, params)
-
-
-def unroll(params: Any, config: LLMConfig) -> Any:
-  """Parameters of every layer by itself, output-major, for `unrolled`."""
-  out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
-  if "head" in out:
-    out["head"] = {"kernel": out["head"]["kernel"].T}
-  for index, run in enumerate(config.runs()):
-    for layer in range(run.depth):
-      out[f"blocks{index}_{layer}"] = jax.tree_util.tree_map_with_path(
-        lambda path, x: _output_major(path, x[layer]),  # noqa: B023
-        params[f"blocks{index}"],
-      )
-  return out
-
-
-def unrolled_logits(x: jax.Array, params: Any, config: LLMConfig) -> jax.Array:
-  """The output layer of `unroll`: x [..., C] to [..., V] float32."""
-  # Both kinds of weights are [V, C] here.
-  name, leaf = "head", "kernel"
-  if config.tie_embeddings:
-    name, leaf = "embed", "embedding"
-  kernel = params[name][leaf].astype(x.dtype)
-  return product(x, kernel, output_major=True, dtype=jnp.float32)
-
-
-def _output_major(path: tuple, x: jax.Array) -> jax.Array:
-  """Puts the outputs of a layer's kernel first."""
-  names = [key.key for key in path]
-  if names[-1] != "kernel":
-    return x
-  inputs = 2 if names[-2] == "out" else 1  # heads and their dim, or the width
-  return jnp.moveaxis(x, range(inputs), range(-inputs, 0))
-
-
-def new_cache(
-  config: LLMConfig,
-  batch: int,
-  slots: int,
-  dtype: str = "float32",
-  *,
-  unrolled: bool = False,
-) -> Any:
-  """An empty variable collection "cache".
-
-  Args:
-    config: the model.
-    batch: texts.
-    slots: tokens of a text at most.
-    dtype: "float32", "bfloat16" or "int8".
-    unrolled: for a model of that kind.
-  """
-  layer = make_cache(batch, config.num_kv_heads, slots, config.head_dim, dtype)
-  cache = {}
-  for index, run in enumerate(config.runs()):
-    if unrolled:
-      for i in range(run.depth):
-        cache[f"blocks{index}_{i}"] = {"attn": {"keys_values": layer}}
-    else:
-      stacked = jax.tree.map(
-        lambda x: jnp.zeros((run.depth, *x.shape), x.dtype),  # noqa: B023
-        layer,
-      )
-      cache[f"blocks{index}"] = {"attn": {"keys_values": stacked}}
-  return cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moh_jax.config import Config
 from moh_jax.data.text.packing import FakeSequences
-from moh_jax.layers.moh import HeadRouter
+from moh_jax.layers.router import HeadRouter
 from moh_jax.models.build import make_model
 from moh_jax.models.llm import LLM
 from moh_jax.runtime.params import init_params, unbox
