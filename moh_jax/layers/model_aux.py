@@ -45,7 +45,7 @@ def collect_aux(
   """
   values = list(layers.values() if isinstance(layers, Mapping) else layers)
   if not values:
-    raise ValueError(f"layers={layers!r} must hold a RouterAux at least")
+    raise ValueError(f"layers={layers!r} must hold at least one RouterAux")
   losses = [jnp.atleast_1d(aux.balance_loss) for aux in values if aux.routed]
   loss = jnp.concatenate(losses).mean() if losses else jnp.zeros(())
   used = sum(aux.load.sum() for aux in values)
