@@ -37,14 +37,15 @@ class QueryScale(nn.Module):
   def __call__(
     self, q: jax.Array, num_keys: np.ndarray
   ) -> tuple[jax.Array, jax.Array]:
-    """Normalizes and scales queries.
+    """Scales queries to unit length, and then by the number of keys.
 
     Args:
       q: [B, N, H, D].
       num_keys: [N] or [] keys that each query sees.
 
     Returns:
-      Unit queries and scaled queries, both [B, N, H, D] float32.
+      Unit queries and scaled queries, both [B, N, H, D] float32. The logits
+      are products of the latter and unit keys.
     """
     heads, dim = q.shape[2:]
     temperature = self.param(
@@ -79,8 +80,8 @@ class PositionBias(nn.Module):
     """Returns [H, N, M] float32 for N queries and M keys."""
     kernel = self.param("fc1_kernel", LINEAR_INIT, (2, _POSITION_MLP_DIM))
     bias = self.param("fc1_bias", nn.initializers.zeros, (_POSITION_MLP_DIM,))
-    # Two multiply-adds rather than a product with an inner dimension of two,
-    # whose [T, 512] result the remat policy "dots" would keep for every block.
+    # Two multiply-adds rather than a matrix product with an inner dimension of
+    # 2: the remat policy "dots" would keep its [T, 512] result for every block.
     x = jnp.asarray(coordinates.table)
     hidden = nn.relu(x[:, :1] * kernel[0] + x[:, 1:] * kernel[1] + bias)
     out = nn.Dense(self.num_heads, kernel_init=LINEAR_INIT, name="fc2")
@@ -123,7 +124,8 @@ class FullAttention(nn.Module):
       3, heads, dim, use_bias=self.qkv_bias, name="qkv", dtype=self.dtype
     )(x)
     _, q = QueryScale(name="query_scale")(q, np.asarray(x.shape[1]))
-    # The bias spans all heads and tokens, so no mesh splits this by hand.
+    # Not `attend`: the bias [H, N, N] is not one of its arguments, and the
+    # compiler splits this call by itself.
     out = attention(
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),

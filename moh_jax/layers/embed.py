@@ -1,4 +1,4 @@
-"""Images to tokens."""
+"""Embedding of image patches as tokens."""
 
 import flax.linen as nn
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import with_axes
 
-# Normal with variance 2 / fan_out, as released for convolutions.
+# Normal with variance 2 / fan_out, as the convolutions of the released ViT.
 CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 

@@ -98,26 +98,34 @@ class MoHAttention(nn.Module):
     Returns:
       [B, N, C] and the router's side values.
     """
-    out, aux, _ = self._run(x, None, None, token_mask, places, choice)
+    out, aux, _ = self.extend(
+      x, None, None, token_mask, places=places, choice=choice
+    )
     return out, aux
 
+  @nn.compact
   def extend(
     self,
     x: jax.Array,
-    cache: LayerCache,
-    slots: Slots,
+    cache: LayerCache | None,
+    slots: Slots | None,
     token_mask: jax.Array | None = None,
     *,
     places: Places | None = None,
     choice: HeadChoice | None = None,
-  ) -> tuple[jax.Array, RouterAux, LayerCache]:
+  ) -> tuple[jax.Array, RouterAux, LayerCache | None]:
     """Attends to earlier tokens too, whose keys and values are in a cache.
+
+    Call it by `layer.apply(..., method="extend")`.
 
     Args:
       x: [B, N, C] new tokens.
-      cache: keys and values of the tokens before them (`ops.cache.make_cache`).
-      slots: where the new tokens' keys and values go, and what they see.
-      token_mask: as in `__call__`.
+      cache: keys and values of the tokens before them (`ops.cache.make_cache`);
+        None is as `__call__`.
+      slots: where the new tokens' keys and values go, and which they see; not
+        needed without a cache.
+      token_mask: as in `__call__`; keys are masked only if `slots.visible` is
+        None, which else says what tokens see. The same holds for segments.
       places: as in `__call__`.
       choice: as in `__call__`.
 
@@ -125,18 +133,6 @@ class MoHAttention(nn.Module):
       [B, N, C], the router's side values, and the cache with the new tokens in
       it; the one that was given is unchanged.
     """
-    return self._run(x, cache, slots, token_mask, places, choice)
-
-  @nn.compact
-  def _run(
-    self,
-    x: jax.Array,
-    cache: LayerCache | None,
-    slots: Slots | None,
-    token_mask: jax.Array | None,
-    places: Places | None,
-    choice: HeadChoice | None,
-  ) -> tuple[jax.Array, RouterAux, LayerCache | None]:
     places = Places() if places is None else places
     q, k, v = self._project(x)
     routed_by_norm = self.router.kind == "query_norm"

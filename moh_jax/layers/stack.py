@@ -7,7 +7,7 @@ import jax
 
 from moh_jax.ops.remat import ATTENTION
 
-# What the backward pass keeps of a block; the rest is computed again.
+# Values of a block that the backward pass keeps; it computes the others again.
 REMAT_POLICIES: dict[str, Callable | None] = {
   "full": jax.checkpoint_policies.nothing_saveable,
   "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -57,17 +57,17 @@ def scan_blocks(
 
 
 class DropPath(nn.Module):
-  """Stochastic depth (arXiv:1603.09382): drops a branch, sample by sample.
+  """Stochastic depth (arXiv:1603.09382): drops a branch for some examples.
 
   Attributes:
-    deterministic: keep every branch.
+    deterministic: drop nothing, as in evaluation.
   """
 
   deterministic: bool
 
   @nn.compact
   def __call__(self, x: jax.Array, rate: jax.Array) -> jax.Array:
-    """Drops x [B, ...] with probability `rate` [] and rescales what stays."""
+    """Zeroes examples of x [B, ...] with probability `rate`, scales others."""
     if self.deterministic:
       return x
     keep = 1.0 - rate

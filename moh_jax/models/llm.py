@@ -105,12 +105,10 @@ class Block(nn.Module):
       dtype=dtype,
       name="attn",
     )
-    inputs = {"token_mask": token_mask, "places": places, "choice": choice}
     normed = rms_norm(cfg, "attn_norm")(x)
-    if cache is None:
-      out, aux = attention(normed, **inputs)
-    else:
-      out, aux, cache = attention.extend(normed, cache, slots, **inputs)
+    out, aux, cache = attention.extend(
+      normed, cache, slots, token_mask, places=places, choice=choice
+    )
     x = x + out
     mlp = SwiGLU(
       cfg.mlp_dim, cfg.mlp_bias, self.output_major, dtype, name="mlp"
@@ -166,8 +164,10 @@ class LLM(nn.Module):
     Raises:
       ValueError: more tokens than the model's range.
     """
-    out, aux, _ = self._run(
+    out, aux, _ = self.extend(
       tokens,
+      None,
+      None,
       positions=positions,
       segments=segments,
       token_mask=token_mask,
@@ -177,74 +177,13 @@ class LLM(nn.Module):
     )
     return out, aux
 
+  @nn.compact
   def extend(
     self,
     tokens: jax.Array,
-    cache: tuple[StackCache, ...],
-    slots: Slots,
+    cache: tuple[StackCache, ...] | None,
+    slots: Slots | None,
     *,
-    positions: jax.Array,
-    token_mask: jax.Array | None = None,
-    with_logits: bool = True,
-  ) -> tuple[jax.Array, ModelAux, tuple[StackCache, ...]]:
-    """Predicts the next token of texts whose earlier tokens are in a cache.
-
-    Call it by `model.apply(..., method="extend")`.
-
-    Args:
-      tokens: [B, N] int32 new tokens.
-      cache: what the texts wrote before, `new_cache` at first.
-      slots: where the new tokens are written, and which slots they see.
-      positions: [B, N] int32 in their texts.
-      token_mask: as in `__call__`.
-      with_logits: as in `__call__`.
-
-    Returns:
-      The results of `__call__`, and the cache with the new tokens in it.
-
-    Raises:
-      ValueError: more new tokens than the model's range.
-    """
-    return self._run(
-      tokens,
-      cache=cache,
-      slots=slots,
-      positions=positions,
-      token_mask=token_mask,
-      with_logits=with_logits,
-    )
-
-  @nn.nowrap
-  def new_cache(
-    self, batch: int, slots: int, dtype: str = "float32"
-  ) -> tuple[StackCache, ...]:
-    """Makes an empty cache for `extend`.
-
-    Args:
-      batch: B, texts.
-      slots: M, tokens of a text at most.
-      dtype: "float32", "bfloat16" or "int8".
-
-    Returns:
-      For every stack of layers its cache; with a leading layer axis, or if
-      `unrolled` a tuple of one per layer.
-    """
-    cfg = self.config
-    layer = make_cache(batch, cfg.num_kv_heads, slots, cfg.head_dim, dtype)
-    if self.unrolled:
-      return tuple((layer,) * run.depth for run in cfg.runs())
-    return tuple(
-      jax.tree.map(lambda x: jnp.stack([x] * run.depth), layer)  # noqa: B023
-      for run in cfg.runs()
-    )
-
-  @nn.compact
-  def _run(
-    self,
-    tokens: jax.Array,
-    *,
-    cache: tuple[StackCache, ...] | None = None,
-    slots: Slots | None = None,
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     token_mask: jax.Array | None = None,
@@ -252,6 +191,33 @@ class LLM(nn.Module):
     head_scale: jax.Array | None = None,
     with_logits: bool = True,
   ) -> tuple[jax.Array, ModelAux, tuple[StackCache | None, ...]]:
+    """Predicts the next token of texts whose earlier tokens are in a cache.
+
+    Call it by `model.apply(..., method="extend")`.
+
+    Args:
+      tokens: [B, N] int32 new tokens.
+      cache: of the tokens before them, `new_cache` at first; None is as
+        `__call__`.
+      slots: where the new tokens' keys and values go, and which they see; not
+        needed without a cache.
+      positions: [B, N] int32; None is the number of the slot, right for texts
+        without padding.
+      segments: as in `__call__`; read only if `slots.visible` is None, which
+        else says what tokens see.
+      token_mask: as in `__call__`; keys are masked only if `slots.visible` is
+        None.
+      top_k: as in `__call__`.
+      head_scale: as in `__call__`.
+      with_logits: as in `__call__`.
+
+    Returns:
+      The results of `__call__`, and the cache with the new tokens in it; the
+      one that was given is unchanged.
+
+    Raises:
+      ValueError: more new tokens than the model's range.
+    """
     cfg = self.config
     batch, length = tokens.shape
     if length > cfg.max_length:
@@ -260,9 +226,13 @@ class LLM(nn.Module):
         f"{cfg.max_length}, the range of its positions"
       )
     if positions is None:
-      positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+      first = 0 if slots is None else slots.start
+      positions = jnp.broadcast_to(first + jnp.arange(length), (batch, length))
     places = Places(rotation(positions, cfg.rotary, token_mask), segments)
-    choices = _choices(cfg, top_k, head_scale)
+    order = None
+    if cfg.head_order and cfg.router != "none":
+      order = jnp.asarray(cfg.head_order, jnp.int32)
+    choices = HeadChoice(top_k, order, head_scale)  # with a layer axis
 
     table = TokenTable(cfg, name="embed")()
     # Whole along the width: the devices that share it share the batch too.
@@ -289,6 +259,30 @@ class LLM(nn.Module):
     else:
       kernel = OutputKernel(cfg, self.unrolled, name="head")()
     return output_logits(x, kernel), aux, tuple(written)
+
+  @nn.nowrap
+  def new_cache(
+    self, batch: int, slots: int, dtype: str = "float32"
+  ) -> tuple[StackCache, ...]:
+    """Makes an empty cache for `extend`.
+
+    Args:
+      batch: B, texts.
+      slots: M, tokens of a text at most.
+      dtype: "float32", "bfloat16" or "int8".
+
+    Returns:
+      For every stack of layers its cache; with a leading layer axis, or if
+      `unrolled` a tuple of one per layer.
+    """
+    cfg = self.config
+    layer = make_cache(batch, cfg.num_kv_heads, slots, cfg.head_dim, dtype)
+    if self.unrolled:
+      return tuple((layer,) * run.depth for run in cfg.runs())
+    return tuple(
+      jax.tree.map(lambda x: jnp.stack([x] * run.depth), layer)  # noqa: B023
+      for run in cfg.runs()
+    )
 
   def _stack(
     self,
@@ -323,13 +317,3 @@ def rms_norm(config: LLMConfig, name: str) -> nn.RMSNorm:
   return nn.RMSNorm(
     epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), name=name
   )
-
-
-def _choices(
-  config: LLMConfig, top_k: jax.Array | None, head_scale: jax.Array | None
-) -> HeadChoice:
-  """Runtime overrides of every layer's budget, with a leading layer axis."""
-  order = None
-  if config.head_order and config.router != "none":
-    order = jnp.asarray(config.head_order, jnp.int32)
-  return HeadChoice(top_k, order, head_scale)

@@ -42,11 +42,9 @@ def unrolled_logits(x: jax.Array, params: Any, config: LLMConfig) -> jax.Array:
   Returns:
     [..., V] float32.
   """
-  # Both kinds of weights are [V, C] here.
-  name, leaf = "head", "kernel"
-  if config.tie_embeddings:
-    name, leaf = "embed", "embedding"
-  kernel = params[name][leaf].astype(x.dtype)
+  tied = config.tie_embeddings
+  kernel = params["embed"]["embedding"] if tied else params["head"]["kernel"]
+  kernel = kernel.astype(x.dtype)  # [V, C]
   return product(x, kernel, output_major=True, dtype=jnp.float32)
 
 

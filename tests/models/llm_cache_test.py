@@ -95,22 +95,18 @@ class CacheTest(parameterized.TestCase):
     extend = functools.partial(
       _extend(small.CONFIG, unrolled), {"params": params}
     )
-    place = jnp.broadcast_to(jnp.arange(_SLOTS), (small.B, _SLOTS))
-    _, _, cache = extend(
-      prompt,
-      model.new_cache(small.B, _SLOTS),
-      Slots(jnp.int32(0)),
-      positions=place[:, :4],
-    )
+    empty = model.new_cache(small.B, _SLOTS)
+    _, _, cache = extend(prompt, empty, Slots(jnp.int32(0)))
 
     def write(token):
-      visible = (place <= 4)[:, None]
-      inputs = (token, cache, Slots(jnp.int32(4), visible))
-      logits, _, new = extend(*inputs, positions=place[:, 4:5])
+      seen = jnp.broadcast_to(jnp.arange(_SLOTS) <= 4, (small.B, 1, _SLOTS))
+      logits, _, new = extend(token, cache, Slots(jnp.int32(4), seen))
       return logits, new
 
     before = jax.tree.map(np.array, cache)
     logits, new = write(others[:, :1])
+    expected, _ = small.forward()  # positions follow the slots
+    np.testing.assert_allclose(logits[:, 0], expected[:, 4], atol=2e-5)
     write(others[:, 1:2])
     chex.assert_trees_all_equal(cache, before)
     again, same = write(others[:, :1])
