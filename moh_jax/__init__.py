@@ -17,12 +17,10 @@ with _epy.lazy_api_imports(globals()):
   from moh_jax.families.images import ImageClassifierFamily
   from moh_jax.inference.generate import Generator
   from moh_jax.inference.restore import Restored, restore
-  from moh_jax.layers.moh import (
-    HeadMix,
-    HeadRouter,
-    MoHAttention,
-    collect_aux,
-  )
+  from moh_jax.layers.heads import HeadMix
+  from moh_jax.layers.model_aux import collect_aux
+  from moh_jax.layers.moh import MoHAttention
+  from moh_jax.layers.router import HeadRouter
   from moh_jax.models.dit import DiT
   from moh_jax.models.llm import LLM
   from moh_jax.models.registry import get_model

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig
-from moh_jax.models.llm import summed_nats
+from moh_jax.models.llm_output import summed_nats
 
 
 def head_importance(

@@ -11,7 +11,7 @@ from moh_jax.config import DiffusionConfig
 from moh_jax.diffusion.objective import training_losses
 from moh_jax.diffusion.process import Process, make_process, q_sample
 from moh_jax.evaluation.means import EvalStep
-from moh_jax.layers.moh import ModelAux
+from moh_jax.layers.model_aux import ModelAux
 
 _SEED = 0
 _GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32

@@ -7,7 +7,7 @@ import jax
 
 from moh_jax.config import LLMConfig
 from moh_jax.evaluation.means import EvalStep
-from moh_jax.models.llm import output_kernel
+from moh_jax.models.llm_output import output_kernel
 from moh_jax.ops.cross_entropy import token_cross_entropy
 
 

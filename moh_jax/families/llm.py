@@ -72,7 +72,7 @@ class LLMFamily(Family):
 
   def fit_params(self, params: Any, trained: Config, wanted: Config) -> Any:
     """Adds rows for new tokens, and stacks the layers as wanted."""
-    from moh_jax.models.llm import grow_vocabulary
+    from moh_jax.models.llm_params import grow_vocabulary
     from moh_jax.models.restack import restack
 
     ours, theirs = trained.model, wanted.model
@@ -86,7 +86,7 @@ class LLMFamily(Family):
 
   def serving_dtypes(self, params: Any, config: Config) -> Any:
     """Matrices in the compute dtype; routers, norms and biases in float32."""
-    from moh_jax.models.llm import compute_dtypes
+    from moh_jax.models.llm_params import compute_dtypes
 
     return compute_dtypes(params, config.model)
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from moh_jax.config import LLMConfig
 from moh_jax.layers.partitioning import constrain
-from moh_jax.models.llm import LLM, new_cache, unrolled_logits
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_output import unrolled_logits
+from moh_jax.ops.cache import Slots
 from moh_jax.ops.sampling import choose_tokens
 
 NO_TOKEN = -1  # stands for what a finished row would have written
@@ -103,21 +105,21 @@ def make_prefill(model: LLM, cache_dtype: str) -> Any:
   @functools.partial(jax.jit, static_argnums=5)
   def prefill(params, tokens, padding, rows, finished, slots):
     batch, length = tokens.shape
-    cache = new_cache(config, batch, slots, cache_dtype, unrolled=True)
-    cache = jax.tree.map(_split_cache, cache)
+    cache = model.new_cache(batch, slots, cache_dtype)
     place = jnp.arange(length)[None] - padding[:, None]
-    (x, _), written = model.apply(
-      {"params": params, "cache": cache},
+    x, _, cache = model.apply(
+      {"params": params},
       tokens,
+      jax.tree.map(_split_cache, cache),
+      Slots(jnp.int32(0)),
       positions=jnp.maximum(place, 0),
       token_mask=place >= 0,
-      slot=jnp.int32(0),
       with_logits=False,
-      mutable=["cache"],
+      method="extend",
     )
     logits = _next_logits(params, config, x)
     slot = jnp.int32(length)
-    return Decoding(written["cache"], slot, padding, logits, finished, rows)
+    return Decoding(cache, slot, padding, logits, finished, rows)
 
   return prefill
 
@@ -212,18 +214,18 @@ def _read_token(
   slots = jnp.arange(leaf.shape[2])
   after_padding = slots[None] >= state.padding[:, None]
   visible = after_padding & (slots <= state.slot)[None]
-  (x, _), written = model.apply(
-    {"params": params, "cache": state.cache},
+  x, _, cache = model.apply(
+    {"params": params},
     tokens[:, None],
+    state.cache,
+    Slots(state.slot, visible[:, None]),
     positions=(state.slot - state.padding)[:, None],
-    slot=state.slot,
-    visible=visible[:, None],
     with_logits=False,
-    mutable=["cache"],
+    method="extend",
   )
   return dataclasses.replace(
     state,
-    cache=written["cache"],
+    cache=cache,
     slot=state.slot + 1,
     logits=_next_logits(params, model.config, x),
   )

@@ -21,7 +21,8 @@ from moh_jax.inference.decoding import (
   span_numbers,
 )
 from moh_jax.inference.restore import Restored
-from moh_jax.models.llm import LLM, compute_dtypes, unroll
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_params import compute_dtypes, unroll
 from moh_jax.runtime import sharding
 
 Prompt = str | Sequence[int]

@@ -20,7 +20,7 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import LLMConfig
-from moh_jax.models.llm import output_kernel, output_logits
+from moh_jax.models.llm_output import output_kernel, output_logits
 from moh_jax.ops.cross_entropy import token_cross_entropy
 from moh_jax.runtime import sharding
 

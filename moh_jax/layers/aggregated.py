@@ -15,7 +15,10 @@ import numpy as np
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads
 from moh_jax.layers.embed import CONV_INIT
-from moh_jax.layers.moh import LINEAR_INIT, HeadMix, HeadProjection, HeadRouter
+from moh_jax.layers.heads import HeadMix, HeadProjection
+from moh_jax.layers.linear import LINEAR_INIT
+from moh_jax.layers.partitioning import with_axes
+from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
@@ -35,27 +38,26 @@ class QueryScale(nn.Module):
   def __call__(
     self, q: jax.Array, num_keys: np.ndarray
   ) -> tuple[jax.Array, jax.Array]:
-    """Normalizes and scales queries.
+    """Scales queries to unit length, and then by the number of keys.
 
     Args:
       q: [B, N, H, D].
       num_keys: [N] or [] keys that each query sees.
 
     Returns:
-      Unit queries and scaled queries, both [B, N, H, D] float32.
+      Unit queries and scaled queries, both [B, N, H, D] float32. The logits
+      are products of the latter and unit keys.
     """
     heads, dim = q.shape[2:]
     temperature = self.param(
       "temperature",
-      nn.with_logical_partitioning(
-        nn.initializers.constant(_TEMPERATURE_INIT), ("heads",)
-      ),
+      with_axes(nn.initializers.constant(_TEMPERATURE_INIT), ("heads",)),
       (heads,),
       jnp.float32,
     )
     embedding = self.param(
       "query_embedding",
-      nn.with_logical_partitioning(LINEAR_INIT, ("heads", "head_dim")),
+      with_axes(LINEAR_INIT, ("heads", "head_dim")),
       (heads, dim),
       jnp.float32,
     )
@@ -79,8 +81,8 @@ class PositionBias(nn.Module):
     """Returns [H, N, M] float32 for N queries and M keys."""
     kernel = self.param("fc1_kernel", LINEAR_INIT, (2, _POSITION_MLP_DIM))
     bias = self.param("fc1_bias", nn.initializers.zeros, (_POSITION_MLP_DIM,))
-    # Two multiply-adds rather than a product with an inner dimension of two,
-    # whose [T, 512] result the remat policy "dots" would keep for every block.
+    # Two multiply-adds rather than a matrix product with an inner dimension of
+    # 2: the remat policy "dots" would keep its [T, 512] result for every block.
     x = jnp.asarray(coordinates.table)
     hidden = nn.relu(x[:, :1] * kernel[0] + x[:, 1:] * kernel[1] + bias)
     out = nn.Dense(self.num_heads, kernel_init=LINEAR_INIT, name="fc2")
@@ -96,7 +98,6 @@ class FullAttention(nn.Module):
     qkv_bias: bias of the query, key and value projections.
     implementation: see `ops.attention.attention`.
     dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   budget: HeadBudget
@@ -104,7 +105,6 @@ class FullAttention(nn.Module):
   qkv_bias: bool = True
   implementation: str = "auto"
   dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(
@@ -120,13 +120,13 @@ class FullAttention(nn.Module):
       [B, N, C] and the router's side values.
     """
     heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
     gates, aux = HeadRouter(self.budget, self.router, name="router")(x)
     q, k, v = HeadProjection(
-      3, heads, dim, use_bias=self.qkv_bias, name="qkv", **kinds
+      3, heads, dim, use_bias=self.qkv_bias, name="qkv", dtype=self.dtype
     )(x)
     _, q = QueryScale(name="query_scale")(q, np.asarray(x.shape[1]))
-    # The bias spans all heads and tokens, so no mesh splits this by hand.
+    # Not `attend`: the bias [H, N, N] is not one of its arguments, and the
+    # compiler splits this call by itself.
     out = attention(
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),
@@ -136,7 +136,7 @@ class FullAttention(nn.Module):
       active=active_heads(gates, self.budget, self.router),
       implementation=self.implementation,
     )
-    return HeadMix(x.shape[-1], name="out", **kinds)(out, gates), aux
+    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
 
 
 class AggregatedAttention(nn.Module):
@@ -150,7 +150,6 @@ class AggregatedAttention(nn.Module):
     router: the kind and form of the router.
     qkv_bias: bias of the query, key and value projections.
     dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   budget: HeadBudget
@@ -160,7 +159,6 @@ class AggregatedAttention(nn.Module):
   router: RouterConfig = RouterConfig()
   qkv_bias: bool = True
   dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(
@@ -176,14 +174,13 @@ class AggregatedAttention(nn.Module):
       [B, N, C] and the router's side values.
     """
     heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
     gates, aux = HeadRouter(self.budget, self.router, name="router")(x)
 
     project_q = HeadProjection(
-      1, heads, dim, use_bias=self.qkv_bias, name="q", **kinds
+      1, heads, dim, use_bias=self.qkv_bias, name="q", dtype=self.dtype
     )
     project_kv = HeadProjection(
-      2, heads, dim, use_bias=self.qkv_bias, name="kv", **kinds
+      2, heads, dim, use_bias=self.qkv_bias, name="kv", dtype=self.dtype
     )
     (q,), (k, v) = project_q(x), project_kv(x)
     pool_k, pool_v = project_kv(self._pool(x))
@@ -205,13 +202,14 @@ class AggregatedAttention(nn.Module):
       pool_bias=PositionBias(heads, name="cpb")(coordinates),
       position_weights=self._position_weights(unit_q),
     )
-    return HeadMix(x.shape[-1], name="out", **kinds)(out, gates), aux
+    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
 
   def _pool(self, x: jax.Array) -> jax.Array:
     """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""
     batch, _, channels = x.shape
-    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-    x = nn.Dense(channels, kernel_init=CONV_INIT, name="sr", **kinds)(x)
+    x = nn.Dense(channels, kernel_init=CONV_INIT, dtype=self.dtype, name="sr")(
+      x
+    )
     x = gelu(x).reshape(batch, *self.grid, channels)
     rows, columns = (
       jnp.asarray(pooling_bins(size, bins), x.dtype)
@@ -221,7 +219,7 @@ class AggregatedAttention(nn.Module):
     x = jnp.einsum("qj,bpjc->bpqc", columns, x)
     x = x.reshape(batch, -1, channels)
     return nn.LayerNorm(
-      epsilon=1e-5, use_fast_variance=False, name="norm", **kinds
+      epsilon=1e-5, use_fast_variance=False, name="norm", dtype=self.dtype
     )(x)
 
   def _position_weights(self, unit_q: jax.Array) -> jax.Array:
@@ -229,7 +227,7 @@ class AggregatedAttention(nn.Module):
     shape = (self.budget.num_heads, self.budget.head_dim, self.window**2)
     tokens = self.param(
       "learnable_tokens",
-      nn.with_logical_partitioning(LINEAR_INIT, ("heads", "head_dim", None)),
+      with_axes(LINEAR_INIT, ("heads", "head_dim", None)),
       shape,
       jnp.float32,
     )
@@ -240,7 +238,7 @@ class AggregatedAttention(nn.Module):
     """A parameter per head and window position, [H, L] float32."""
     return self.param(
       name,
-      nn.with_logical_partitioning(init, ("heads", None)),
+      with_axes(init, ("heads", None)),
       (self.budget.num_heads, self.window**2),
       jnp.float32,
     )

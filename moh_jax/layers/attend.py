@@ -1,4 +1,4 @@
-"""Attention of the heads at work, on one device or each of a mesh.
+"""Attention that skips inactive heads, on one device or on a mesh.
 
 Shapes: B batch, N tokens, H query heads, D head dim.
 """
@@ -25,18 +25,18 @@ def active_heads(
   router: RouterConfig,
   top_k: jax.Array | None = None,
 ) -> ActiveHeads | None:
-  """The heads whose outputs count.
+  """Finds the heads that attention must compute for each token.
 
   Args:
-    gates: [B, N, H] of the router, or None where every head weighs one.
+    gates: [B, N, H] gates of the router, or None where every head weighs one.
     budget: the layer's head split.
     router: the kind of the router.
-    top_k: [] int32 routed heads per token in place of the budget's, which is
-      not known before the program runs.
+    top_k: [] int32 routed heads per token in place of the budget's; its value
+      is not known when the program is compiled.
 
   Returns:
-    The heads with a gate, or None where all are computed: without a router,
-    whatever the gates, and where gradients need every output.
+    The heads whose gate is not 0, or None where all must be computed: without a
+    router, or where gradients need every head's output.
   """
   if gates is None or router.needs_all_heads:
     return None
@@ -47,12 +47,13 @@ def active_heads(
 def most_active_heads(
   budget: HeadBudget, router: RouterConfig, *, any_top_k: bool
 ) -> int:
-  """Heads that a layer computes for one token at most.
+  """Largest number of heads that a layer computes for one token.
 
   Args:
     budget: the layer's head split.
     router: the kind of the router.
-    any_top_k: whether the routed heads per token change while it runs.
+    any_top_k: whether the routed heads per token may change without a new
+      program.
   """
   if any_top_k or router.needs_all_heads:
     return budget.num_heads
@@ -70,20 +71,21 @@ def attend(
   key_mask: jax.Array | None = None,
   segments: jax.Array | None = None,
 ) -> jax.Array:
-  """`ops.attention.attention`, on every device's part of batch and heads.
+  """Runs `ops.attention.attention`, on a mesh on each device's own heads.
 
-  XLA splits plain products by itself; the table of active heads is made by
-  each device for its own, so that nothing passes between them.
+  XLA splits the dense form by itself. The other forms list the active heads in
+  a table. On a mesh, every device makes the table of its own part of the batch
+  and the heads, so that devices exchange nothing.
 
   Args:
-    q: [B, N, H, D].
-    k: [B, M, K, D].
-    v: [B, M, K, D].
-    active: the heads at work; None is every head.
-    implementation: see `attention`, as all that follows.
+    q: [B, N, H, D] queries.
+    k: [B, M, K, D] keys.
+    v: [B, M, K, D] values.
+    active: the heads that tokens use; None is every head.
+    implementation: see `attention`, as for all arguments below.
     causal: whether later keys are hidden.
-    key_mask: [B, M] bool.
-    segments: [B, N] int32.
+    key_mask: [B, M] bool, the keys that may be seen.
+    segments: [B, N] int32 document of each token.
 
   Returns:
     [B, N, H, D] in the dtype of v.
@@ -114,13 +116,13 @@ def attend_to_cache(
   active: ActiveHeads | None,
   implementation: str,
 ) -> jax.Array:
-  """`ops.cached_attention.cached_attention`, likewise.
+  """Runs `ops.cached_attention.cached_attention`, on a mesh as `attend` does.
 
   Args:
-    q: [B, n, H, D] of new tokens.
-    cache: with their own keys and values in it.
-    visible: [B, n, M] bool, the slots that each may see.
-    active: the heads at work; None is every head.
+    q: [B, n, H, D] queries of new tokens.
+    cache: keys and values, those of the new tokens among them.
+    visible: [B, n, M] bool, the slots that each new token sees.
+    active: the heads that tokens use; None is every head.
     implementation: see `cached_attention`.
 
   Returns:
@@ -155,15 +157,15 @@ def _on_parts(
   arrays: dict[str, tuple[jax.Array | None, tuple[str | None, ...]]],
   active: ActiveHeads | None,
 ) -> jax.Array:
-  """Runs a form of attention on every device's part.
+  """Runs a form of attention under shard_map, each device on its part.
 
-  By each device alone: Mosaic's kernels are not for compilers that split them.
+  XLA's partitioner cannot split a Pallas call.
 
   Args:
     function: (**arrays, active=) -> [B, N, H, D].
-    arrays: its arguments, with the names of their dimensions; what is None is
-      left out.
-    active: the heads at work.
+    arrays: its array arguments, each with the logical names of its dimensions;
+      an argument that is None is left out.
+    active: the heads that tokens use; None is every head.
   """
   mask = None if active is None else active.mask
   named = arrays | {"mask": (mask, _HEADS[:3])}

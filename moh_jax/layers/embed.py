@@ -1,10 +1,12 @@
-"""Images to tokens."""
+"""Embedding of image patches as tokens."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-# Normal with variance 2 / fan_out, as released for convolutions.
+from moh_jax.layers.partitioning import with_axes
+
+# Normal with variance 2 / fan_out, as the convolutions of the released ViT.
 CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -16,30 +18,25 @@ class OverlapPatchEmbed(nn.Module):
     kernel_size: odd width of a patch.
     stride: distance between patches.
     dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   features: int
   kernel_size: int
   stride: int
   dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(self, images: jax.Array) -> jax.Array:
     """Maps [B, X, Y, channels] to [B, ceil(X / s), ceil(Y / s), C]."""
-    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
     x = nn.Conv(
       self.features,
       (self.kernel_size, self.kernel_size),
       strides=self.stride,
       padding=self.kernel_size // 2,
-      kernel_init=nn.with_logical_partitioning(
-        CONV_INIT, (None, None, None, "embed")
-      ),
+      kernel_init=with_axes(CONV_INIT, (None, None, None, "embed")),
       name="proj",
-      **kinds,
+      dtype=self.dtype,
     )(images)
     return nn.LayerNorm(
-      epsilon=1e-5, use_fast_variance=False, name="norm", **kinds
+      epsilon=1e-5, use_fast_variance=False, name="norm", dtype=self.dtype
     )(x)

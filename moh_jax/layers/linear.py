@@ -1,11 +1,37 @@
-"""Products with weights, stored input-major or output-major."""
+"""Linear layers whose kernels are stored input-major or output-major."""
+
+import math
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from moh_jax.layers.partitioning import with_axes
+from moh_jax.ops.mesh import on_one_device
+
 # With fewer the CPU reads the weights up to twice as fast as the left operand.
 _MANY_ROWS = 128
+
+# The released ViT initialises every linear weight with this deviation.
+LINEAR_INIT = nn.initializers.normal(0.02)
+
+Dims = int | tuple[int, ...]
+# (input dimensions, output dimensions) of a kernel -> its initializer.
+KernelInit = Callable[[Dims, Dims], nn.initializers.Initializer]
+# Logical names of the input dimensions and of the output dimensions.
+KernelAxes = tuple[tuple[str | None, ...], tuple[str | None, ...]]
+
+
+def normal_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
+  """Normal with one deviation whatever the shape, as in the released ViT."""
+  del inputs, outputs
+  return LINEAR_INIT
+
+
+def xavier_init(inputs: Dims, outputs: Dims) -> nn.initializers.Initializer:
+  """Uniform by the fans of the whole matrix, as in the released DiT."""
+  return nn.initializers.xavier_uniform(in_axis=inputs, out_axis=outputs)
 
 
 def product(
@@ -15,19 +41,19 @@ def product(
   output_major: bool = False,
   dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-  """Activations times a matrix, as one product of two matrices.
+  """Multiplies activations by a matrix, as one product of two matrices.
 
   With more axes XLA on the CPU copies operands of the backward pass into
   another order first, at the cost of the product itself.
 
-  Weights are output-major where they are served from: every output reads one
-  row, and a float32 result keeps bfloat16 products on the CPU's matrix units
-  (XLA's other form of them is four times slower there).
+  Text generation stores weights output-major: every output reads one row, and
+  a float32 result keeps bfloat16 products on the CPU's matrix units (XLA's
+  other form of them is four times slower there).
 
   Args:
     x: [..., C].
-    matrix: [C, F], or [F, C] where output-major; of the dtype of x.
-    output_major: how it is stored.
+    matrix: [C, F], or [F, C] if output-major; of the dtype of x.
+    output_major: how the matrix is stored.
     dtype: of the result; None is that of x.
 
   Returns:
@@ -49,47 +75,112 @@ def product(
   return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
 
 
-class Linear(nn.Module):
-  """A linear layer that can be stored output-major.
+def declare_kernel(
+  module: nn.Module,
+  inputs: tuple[int, ...],
+  outputs: tuple[int, ...],
+  axes: KernelAxes,
+  *,
+  kernel_init: KernelInit = normal_init,
+  output_major: bool = False,
+) -> jax.Array:
+  """Declares the parameter "kernel" of a module in either layout.
+
+  Args:
+    module: the module that owns the kernel.
+    inputs: sizes of the input dimensions.
+    outputs: sizes of the output dimensions.
+    axes: logical names of both.
+    kernel_init: initializer.
+    output_major: whether the outputs come first.
+
+  Returns:
+    [*inputs, *outputs], or [*outputs, *inputs] if output-major, float32.
+  """
+  count = len(inputs)
+  shape, names = (*inputs, *outputs), (*axes[0], *axes[1])
+  dims = tuple(range(len(shape)))
+  input_dims, output_dims = dims[:count], dims[count:]
+  if output_major:
+    shape, names = shape[count:] + inputs, names[count:] + names[:count]
+    input_dims, output_dims = dims[-count:], dims[:-count]
+  init = with_axes(kernel_init(input_dims, output_dims), names)
+  return module.param("kernel", init, shape, jnp.float32)
+
+
+class KernelLayer(nn.Module, kw_only=True):
+  """Base of the layers that multiply by one kernel.
+
+  Attributes:
+    use_bias: add a learned bias.
+    kernel_init: initializer of the kernel.
+    output_major: the kernel is [*outputs, *inputs], else [*inputs, *outputs].
+    dtype: compute dtype; parameters are float32.
+  """
+
+  use_bias: bool = True
+  kernel_init: KernelInit = normal_init
+  output_major: bool = False
+  dtype: jnp.dtype = jnp.float32
+
+  def project(
+    self,
+    x: jax.Array,
+    outputs: tuple[int, ...],
+    axes: KernelAxes,
+    bias_axes: tuple[str | None, ...] | None = None,
+  ) -> jax.Array:
+    """Declares the kernel and the bias, and applies them.
+
+    Args:
+      x: [..., *inputs], as many input dimensions as `axes` names.
+      outputs: sizes of the output dimensions.
+      axes: logical names of the input and the output dimensions.
+      bias_axes: those of the bias; None is the outputs'.
+
+    Returns:
+      [..., *outputs] in the compute dtype.
+    """
+    count = len(axes[0])
+    lead, inputs = x.shape[:-count], x.shape[-count:]
+    kernel = declare_kernel(
+      self,
+      inputs,
+      outputs,
+      axes,
+      kernel_init=self.kernel_init,
+      output_major=self.output_major,
+    )
+    x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    size = math.prod(inputs)
+    flat = x.reshape(*lead, size)
+    if self.output_major:
+      out = product(flat, kernel.reshape(-1, size), output_major=True)
+    elif len(outputs) == 1 or on_one_device():
+      out = product(flat, kernel.reshape(size, -1))
+    else:  # merging output dimensions would undo how a mesh splits them
+      out = jnp.tensordot(x, kernel, count)
+    out = out.reshape(*lead, *outputs)
+    if self.use_bias:
+      zeros = with_axes(nn.initializers.zeros, bias_axes or axes[1])
+      bias = self.param("bias", zeros, outputs, jnp.float32)
+      out = out + bias.astype(out.dtype)
+    return out
+
+
+class Linear(KernelLayer):
+  """A linear layer, [..., C] to [..., features].
 
   Attributes:
     features: width of the result.
     axes: logical axes of the input and the output.
-    kernel_init: of the kernel.
-    use_bias: add a learned bias.
-    output_major: the kernel is [outputs, inputs], else [inputs, outputs].
-    dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   features: int
   axes: tuple[str | None, str | None]
-  kernel_init: nn.initializers.Initializer
-  use_bias: bool = True
-  output_major: bool = False
-  dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., C] to [..., features]."""
-    shape, axes = (x.shape[-1], self.features), self.axes
-    if self.output_major:
-      shape, axes = shape[::-1], axes[::-1]
-    kernel = self.param(
-      "kernel",
-      nn.with_logical_partitioning(self.kernel_init, axes),
-      shape,
-      self.param_dtype,
-    )
-    x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
-    out = product(x, kernel, output_major=self.output_major)
-    if self.use_bias:
-      bias = self.param(
-        "bias",
-        nn.with_logical_partitioning(nn.initializers.zeros, self.axes[1:]),
-        (self.features,),
-        self.param_dtype,
-      )
-      out = out + bias.astype(out.dtype)
-    return out
+    inputs, outputs = self.axes
+    return self.project(x, (self.features,), ((inputs,), (outputs,)))

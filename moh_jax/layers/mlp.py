@@ -1,12 +1,16 @@
-"""Feed-forward layers."""
+"""Feed-forward layers.
+
+Shapes: B batch, N tokens, C width, F hidden width, X and Y rows and columns.
+"""
+
+import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.linear import Linear
-from moh_jax.layers.moh import LINEAR_INIT, xavier_init
-from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.linear import LINEAR_INIT, Linear, xavier_init
+from moh_jax.layers.partitioning import constrain, with_axes
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.window import depthwise_conv
 
@@ -19,22 +23,20 @@ class MLP(nn.Module):
   Attributes:
     hidden_dim: F.
     dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   hidden_dim: int
   dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
-    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-    up = nn.with_logical_partitioning(xavier_init(0, 1), ("embed", "mlp"))
-    hidden = nn.Dense(self.hidden_dim, kernel_init=up, name="up", **kinds)(x)
+    up = with_axes(xavier_init(0, 1), ("embed", "mlp"))
+    down = with_axes(xavier_init(0, 1), ("mlp", "embed"))
+    dense = functools.partial(nn.Dense, dtype=self.dtype)
+    hidden = dense(self.hidden_dim, kernel_init=up, name="up")(x)
     hidden = constrain(nn.gelu(hidden), "batch", None, "mlp")
-    down = nn.with_logical_partitioning(xavier_init(0, 1), ("mlp", "embed"))
-    out = nn.Dense(x.shape[-1], kernel_init=down, name="down", **kinds)(hidden)
+    out = dense(x.shape[-1], kernel_init=down, name="down")(hidden)
     return constrain(out, "batch", None, None)
 
 
@@ -44,26 +46,22 @@ class SwiGLU(nn.Module):
   Attributes:
     hidden_dim: F.
     use_bias: add learned biases.
-    output_major: how the kernels are stored, see `Linear`.
+    output_major: how the kernels are stored, see `KernelLayer`.
     dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   hidden_dim: int
   use_bias: bool = False
   output_major: bool = False
   dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
     kinds = {
-      "kernel_init": LINEAR_INIT,
       "use_bias": self.use_bias,
       "output_major": self.output_major,
       "dtype": self.dtype,
-      "param_dtype": self.param_dtype,
     }
     wide = ("embed", "mlp")
     gate = Linear(self.hidden_dim, wide, name="gate", **kinds)(x)
@@ -82,32 +80,29 @@ class ConvGLU(nn.Module):
     hidden_dim: F.
     grid: rows and columns of the tokens.
     dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   hidden_dim: int
   grid: tuple[int, int]
   dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, N, C] to [B, N, C]."""
     batch, tokens, channels = x.shape
-    kinds = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-    up = nn.with_logical_partitioning(LINEAR_INIT, ("embed", "mlp"))
-    gate = nn.Dense(self.hidden_dim, kernel_init=up, name="gate", **kinds)(x)
-    value = nn.Dense(self.hidden_dim, kernel_init=up, name="value", **kinds)(x)
+    up = with_axes(LINEAR_INIT, ("embed", "mlp"))
+    down = with_axes(LINEAR_INIT, ("mlp", "embed"))
+    dense = functools.partial(nn.Dense, dtype=self.dtype)
+    gate = dense(self.hidden_dim, kernel_init=up, name="gate")(x)
+    value = dense(self.hidden_dim, kernel_init=up, name="value")(x)
     gate = constrain(gate, "batch", None, "mlp")
     value = constrain(value, "batch", None, "mlp")
 
     gate = gate.reshape(batch, *self.grid, self.hidden_dim)
-    gate = DepthwiseConv(name="dwconv", **kinds)(gate)
+    gate = DepthwiseConv(name="dwconv", dtype=self.dtype)(gate)
     gate = gate.reshape(batch, tokens, self.hidden_dim)
     hidden = gelu(gate) * value
-
-    down = nn.with_logical_partitioning(LINEAR_INIT, ("mlp", "embed"))
-    out = nn.Dense(channels, kernel_init=down, name="out", **kinds)(hidden)
+    out = dense(channels, kernel_init=down, name="out")(hidden)
     return constrain(out, "batch", None, None)
 
 
@@ -116,29 +111,28 @@ class DepthwiseConv(nn.Module):
 
   Attributes:
     dtype: compute dtype.
-    param_dtype: storage dtype.
   """
 
   dtype: jnp.dtype = jnp.float32
-  param_dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, X, Y, F] to [B, X, Y, F]."""
     features = x.shape[-1]
-    # fan_out of one group is the 3 x 3 window alone.
+    # Variance 2 / fan_out; with a group per channel, fan_out is the 3 x 3
+    # window alone.
     init = nn.initializers.normal((2.0 / _KERNEL**2) ** 0.5)
     kernel = self.param(
       "kernel",
-      nn.with_logical_partitioning(init, (None, None, "mlp")),
+      with_axes(init, (None, None, "mlp")),
       (_KERNEL, _KERNEL, features),
-      self.param_dtype,
+      jnp.float32,
     )
     bias = self.param(
       "bias",
-      nn.with_logical_partitioning(nn.initializers.zeros, ("mlp",)),
+      with_axes(nn.initializers.zeros, ("mlp",)),
       (features,),
-      self.param_dtype,
+      jnp.float32,
     )
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     return depthwise_conv(x, kernel) + bias

@@ -2,10 +2,42 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 from jax.sharding import PartitionSpec
+
+
+class LogicalAxes(nn.LogicallyPartitioned):
+  """A parameter boxed with the logical names of its dimensions.
+
+  As Linen's own box, but for NNX (`nnx.bridge.ToNNX`): NNX would shard the
+  parameter when it is created, which fails without a mesh. With this box the
+  variable keeps the names as its metadata `out_sharding` and is left whole.
+  """
+
+  def to_nnx_metadata(self) -> dict[str, Any]:
+    """Metadata of the `nnx.Variable` that stands for this parameter."""
+    return {
+      "value": self.value,
+      "out_sharding": self.names,
+      "sharding_rules": self.rules,
+      "mesh": self.mesh,
+      "eager_sharding": False,
+    }
+
+
+def with_axes(
+  init: nn.initializers.Initializer, names: Sequence[str | None]
+) -> Callable[..., LogicalAxes]:
+  """Wraps an initializer so that it boxes its result with logical names.
+
+  Args:
+    init: (key, shape, dtype) -> array.
+    names: one logical name, or None, per dimension.
+  """
+  return lambda *args: LogicalAxes(init(*args), tuple(names))
 
 
 def resolve_spec(
@@ -14,10 +46,11 @@ def resolve_spec(
   axis_sizes: dict[str, int],
   rules: Sequence[tuple[str, str | tuple[str, ...] | None]],
 ) -> PartitionSpec:
-  """Maps logical axis names to mesh axes, dimension by dimension.
+  """Maps the logical names of an array's dimensions to mesh axes.
 
-  A dimension that the mapped mesh axes do not divide (three heads on two
-  devices) stays whole on every device, and a mesh axis is used once.
+  A dimension whose size the mapped mesh axes do not divide (three heads on two
+  devices) stays whole on every device. A mesh axis splits one dimension at
+  most, the first that is mapped to it.
 
   Args:
     names: one logical name, or None, per dimension.
@@ -76,20 +109,21 @@ def map_shards(
   *,
   whole_mesh: bool = False,
 ) -> jax.Array:
-  """Runs a function on every device's part of arrays.
+  """Runs a function on each device's part of the arrays, under shard_map.
 
-  Nothing passes between the devices: the function must do the same to every
-  part as to the whole along the axes that the mesh splits. Outside a mesh it
-  is called as it is.
+  Devices exchange nothing: along the dimensions that the mesh splits, the
+  function must do to each part what it does to the whole. Outside a mesh it is
+  called directly.
 
   Args:
     function: (*arrays) -> result.
     arrays: inputs.
-    names: of each input, one logical name or None per dimension. Dimensions of
-      one name are split alike, or not at all.
-    out: names of the result's dimensions.
-    whole_mesh: every device does its part by itself, also along the axes that
-      split nothing, which are else left to the compiler. TPU kernels need it.
+    names: for each input, one logical name or None per dimension. All
+      dimensions of one name are split over the same mesh axes, or none is.
+    out: logical names of the result's dimensions.
+    whole_mesh: put all mesh axes under manual control, also those that split no
+      dimension; else the compiler keeps control of the latter. TPU kernels need
+      True.
 
   Returns:
     The result, split as `out` says.
@@ -99,7 +133,8 @@ def map_shards(
   if mesh.empty or mesh.size == 1 or not rules:
     return function(*arrays)
   sizes = dict(mesh.shape)
-  # What all dimensions of a name divide by, they divide by together.
+  # A number of devices divides every dimension of a name if it divides their
+  # greatest common divisor.
   common: dict[str, int] = {}
   for array, axes in zip(arrays, names):
     for size, name in zip(array.shape, axes, strict=True):
@@ -121,7 +156,9 @@ def map_shards(
     in_specs=specs,
     out_specs=spec(out),
     axis_names=used,
-    check_vma=False,  # loops inside start from zeros that vary nowhere
+    # Loops inside start from zeros, which JAX takes to be equal on all devices
+    # while what the loops return is not.
+    check_vma=False,
   )
   return mapped(*arrays)
 
@@ -131,23 +168,23 @@ def sum_over_batch(
   split: tuple[jax.Array, ...],
   whole: tuple[jax.Array, ...],
 ) -> jax.Array:
-  """Adds what a function makes of every device's part of a batch.
+  """Sums a function over a batch that a mesh splits, with one reduction.
 
-  What the function sums over the tokens it is given stays on the device, and so
-  do its gradients to `whole`, until one reduction at the end: in a loop over
-  the tokens the compiler would reduce in every turn.
+  Each device sums over its own examples, and so do the gradients to `whole`;
+  the devices' sums are added once at the end. Left to itself, the compiler adds
+  them in every turn of a loop over the tokens.
 
   Args:
-    function: (*split, *whole) -> [] sum over the batch.
+    function: (*split, *whole) -> [] sum over the examples it is given.
     split: arrays with a leading batch axis.
-    whole: arrays that every part needs, weights for instance.
+    whole: arrays that every device needs whole, for instance weights.
 
   Returns:
-    [] the sum over the whole batch, on one device or a mesh.
+    [] sum over the whole batch, on one device or a mesh.
   """
 
   def local(*args: jax.Array) -> jax.Array:
-    return function(*args)[None]  # of every part; one on a single device
+    return function(*args)[None]  # [1], so that parts join to [devices]
 
   names = [("batch", *[None] * (x.ndim - 1)) for x in split]
   names += [(None,) * x.ndim for x in whole]

@@ -7,7 +7,7 @@ import jax
 
 from moh_jax.ops.remat import ATTENTION
 
-# What the backward pass keeps of a block; the rest is computed again.
+# Values of a block that the backward pass keeps; it computes the others again.
 REMAT_POLICIES: dict[str, Callable | None] = {
   "full": jax.checkpoint_policies.nothing_saveable,
   "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -23,21 +23,24 @@ def scan_blocks(
 ) -> type[nn.Module]:
   """Lifts a block to a stack of `depth` blocks with stacked parameters.
 
-  The block maps (carry, *inputs) to (carry, aux); the stack returns the last
-  carry and every aux with a leading layer axis, the balance loss among them.
-  Parameters, caches and recorded intermediates get a leading layer axis too.
+  The block maps (carry, *inputs) to (carry, outputs). The stack returns the
+  last carry, and the outputs of all blocks with a leading layer axis: routers'
+  side values and caches, for instance. Parameters and recorded intermediates
+  get a leading layer axis too.
 
   Args:
     block: the Linen class.
     depth: blocks in the stack.
-    in_axes: per input after the carry, 0 to scan it or `nn.broadcast`.
-    remat: "none", "full" or "dots".
+    in_axes: per input after the carry, 0 if it has a leading layer axis of
+      which every block gets its part, or `nn.broadcast`.
+    remat: what the backward pass computes again: "none", "full" (everything)
+      or "dots" (everything but products with weights and attention).
 
   Returns:
     The lifted class.
 
   Raises:
-    ValueError: there is no such remat.
+    ValueError: the remat is unknown.
   """
   if remat not in REMAT_NAMES:
     raise ValueError(f"remat={remat!r} must be one of {REMAT_NAMES}")
@@ -45,7 +48,7 @@ def scan_blocks(
     block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={"params": 0, "intermediates": 0, "cache": 0},
+    variable_axes={"params": 0, "intermediates": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=in_axes,
     length=depth,
@@ -54,17 +57,17 @@ def scan_blocks(
 
 
 class DropPath(nn.Module):
-  """Stochastic depth (arXiv:1603.09382): drops a branch, sample by sample.
+  """Stochastic depth (arXiv:1603.09382): drops a branch for some examples.
 
   Attributes:
-    deterministic: keep every branch.
+    deterministic: drop nothing, as in evaluation.
   """
 
   deterministic: bool
 
   @nn.compact
   def __call__(self, x: jax.Array, rate: jax.Array) -> jax.Array:
-    """Drops x [B, ...] with probability `rate` [] and rescales what stays."""
+    """Zeroes examples of x [B, ...] with probability `rate`, scales others."""
     if self.deterministic:
       return x
     keep = 1.0 - rate

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget
+from moh_jax.layers.linear import xavier_init
 from moh_jax.layers.mlp import MLP
-from moh_jax.layers.moh import ModelAux, MoHAttention, collect_aux, xavier_init
-from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.model_aux import ModelAux, collect_aux
+from moh_jax.layers.moh import MoHAttention
+from moh_jax.layers.partitioning import constrain, with_axes
 from moh_jax.layers.stack import scan_blocks
 from moh_jax.ops.position import sincos_2d, sinusoidal
 from moh_jax.ops.routing import RouterAux
@@ -33,7 +35,7 @@ class LabelTable(nn.Module):
     """Maps labels [B] to [B, C] float32."""
     table = self.param(
       "embedding",
-      nn.with_logical_partitioning(_EMBED_INIT, (None, "embed")),
+      with_axes(_EMBED_INIT, (None, "embed")),
       (self.rows, self.width),
       jnp.float32,
     )
@@ -55,7 +57,7 @@ class Embedding(nn.Module):
   def __call__(self, t: jax.Array, labels: jax.Array) -> jax.Array:
     """Maps t [B] and labels [B] to [B, C] float32."""
     cfg = self.config
-    init = nn.with_logical_partitioning(_EMBED_INIT, ("embed", None))
+    init = with_axes(_EMBED_INIT, ("embed", None))
     kinds = {"dtype": jnp.float32, "kernel_init": init}
     x = sinusoidal(t, _FREQUENCIES)
     x = nn.silu(nn.Dense(cfg.width, name="time_in", **kinds)(x))
@@ -79,7 +81,7 @@ class Modulation(nn.Module):
   @nn.compact
   def __call__(self, c: jax.Array) -> list[jax.Array]:
     """Maps c [B, C] to `parts` arrays [B, 1, C]."""
-    zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))
+    zeros = with_axes(nn.initializers.zeros, ("embed", None))
     width = c.shape[-1]
     out = nn.Dense(
       self.parts * width, kernel_init=zeros, dtype=self.dtype, name="linear"
@@ -164,29 +166,28 @@ class DiT(nn.Module):
     # float32: in bfloat16 the input alone would lose what little noise the last
     # timesteps have. The blocks' branches compute in `dtype`.
     x = patchify(x.astype(jnp.float32), cfg.patch_size)
-    embed = nn.with_logical_partitioning(xavier_init(0, 1), (None, "embed"))
+    embed = with_axes(xavier_init(0, 1), (None, "embed"))
     x = nn.Dense(cfg.width, kernel_init=embed, name="patch")(x)
     x = constrain(x + sincos_2d(cfg.grid, cfg.width), "batch", None, None)
     c = Embedding(cfg, name="embed")(t, labels)
     self.sow("intermediates", "tokens", x)
     self.sow("intermediates", "conditioning", c)
 
-    layers, top_k = {}, {}
+    layers = {}
     for index, group in enumerate(cfg.layer_groups()):
       name = f"blocks{index}"
       stack = scan_blocks(
         Block, group.depth, in_axes=(nn.broadcast,), remat=cfg.remat
       )
       x, layers[name] = stack(cfg, group.budget, name=name)(x, c)
-      top_k[name] = group.budget.top_k
 
     shift, scale = Modulation(2, name="final_modulation")(c)
-    zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", None))
+    zeros = with_axes(nn.initializers.zeros, ("embed", None))
     x = nn.Dense(
       cfg.patch_size**2 * cfg.out_channels, kernel_init=zeros, name="final"
     )(modulate(layer_norm(jnp.float32, "final_norm")(x), shift, scale))
     out = unpatchify(x, cfg.grid, cfg.patch_size)
-    return out, collect_aux(layers, top_k)
+    return out, collect_aux(layers)
 
 
 def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ from moh_jax.diffusion.guidance import guide
 from moh_jax.diffusion.process import even_log_snr, make_process, respace
 from moh_jax.diffusion.samplers import sample
 
+_GAP = 2  # white pixels between the images of a grid
+
 # (params, seed [], index [B], labels [B]) -> [B, X, Y, channels] float32.
 Draw = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 # Latents [B, x, y, channels], unscaled, to images [B, X, Y, 3] in [-1, 1].
@@ -121,13 +123,12 @@ def to_pixels(images: jax.Array) -> jax.Array:
   return jnp.round(scaled).astype(jnp.uint8)
 
 
-def image_grid(images: np.ndarray, columns: int, gap: int = 2) -> np.ndarray:
-  """Lays images out row by row.
+def image_grid(images: np.ndarray, columns: int) -> np.ndarray:
+  """Lays images out row by row, with two white pixels between them.
 
   Args:
     images: [B, X, Y, channels] uint8.
     columns: images in a row.
-    gap: white pixels between images.
 
   Returns:
     [rows, columns, channels] uint8.
@@ -137,11 +138,10 @@ def image_grid(images: np.ndarray, columns: int, gap: int = 2) -> np.ndarray:
   blank = np.full((rows * columns - batch, *images.shape[1:]), 255, np.uint8)
   padded = np.pad(
     np.concatenate([images, blank]),
-    ((0, 0), (0, gap), (0, gap), (0, 0)),
+    ((0, 0), (0, _GAP), (0, _GAP), (0, 0)),
     constant_values=255,
   )
-  tiles = padded.reshape(rows, columns, height + gap, width + gap, channels)
-  grid = tiles.swapaxes(1, 2).reshape(
-    rows * (height + gap), columns * (width + gap), channels
-  )
-  return grid[:-gap, :-gap] if gap else grid
+  height, width = height + _GAP, width + _GAP
+  tiles = padded.reshape(rows, columns, height, width, channels)
+  grid = tiles.swapaxes(1, 2).reshape(rows * height, columns * width, channels)
+  return grid[:-_GAP, :-_GAP]

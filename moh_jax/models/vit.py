@@ -9,9 +9,10 @@ from moh_jax.config import StageShape, ViTConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.embed import OverlapPatchEmbed
+from moh_jax.layers.linear import LINEAR_INIT
 from moh_jax.layers.mlp import ConvGLU
-from moh_jax.layers.moh import LINEAR_INIT, ModelAux, collect_aux
-from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.model_aux import ModelAux, collect_aux
+from moh_jax.layers.partitioning import constrain, with_axes
 from moh_jax.layers.stack import DropPath, scan_blocks
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
 from moh_jax.ops.routing import RouterAux
@@ -152,19 +153,18 @@ class ViT(nn.Module):
       )
     dtype = jnp.dtype(cfg.dtype)
     x = constrain(images.astype(dtype), "batch", None, None, None)
-    layers, top_k = {}, {}
+    layers = {}
     for index, shape in enumerate(cfg.stage_shapes()):
       name = f"stage{index + 1}"
       tokens, layers[name] = Stage(cfg, index, train, name=name)(x)
       self.sow("intermediates", f"{name}_out", tokens)
-      top_k[name] = cfg.budgets()[index].top_k
       x = tokens.reshape(tokens.shape[0], *shape.grid, -1)
     pooled = tokens.astype(jnp.float32).mean(1)
-    head_init = nn.with_logical_partitioning(LINEAR_INIT, ("embed", "classes"))
+    head_init = with_axes(LINEAR_INIT, ("embed", "classes"))
     logits = nn.Dense(
       cfg.num_classes, kernel_init=head_init, dtype=jnp.float32, name="head"
     )(pooled)
-    return logits, collect_aux(layers, top_k)
+    return logits, collect_aux(layers)
 
 
 def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:

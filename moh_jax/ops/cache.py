@@ -1,8 +1,9 @@
-"""Key/value caches of autoregressive decoding.
+"""Key/value caches of text generation.
 
-Slots are places along the sequence: all rows of a batch write the same slot at
-the same time, so rows of different lengths are padded on the left. Heads come
-before slots: a head's keys lie side by side, as its product reads them.
+A slot holds one token's keys and values. All rows of a batch write the same
+slot at the same time, so rows of different lengths are padded on the left.
+Heads come before slots: a head's keys lie side by side in memory, as the
+product with its queries reads them.
 
 Shapes: B batch, n new tokens, K key/value heads, M slots, D head dim.
 """
@@ -21,10 +22,11 @@ class LayerCache:
   """Keys and values of one layer.
 
   Attributes:
-    k: [B, K, M, D], rotated.
-    v: [B, K, M, D].
-    k_scale: [B, K, M] float32 of int8 keys: key = scale * stored; else None.
-    v_scale: of the values.
+    k: [B, K, M, D] keys, after RoPE.
+    v: [B, K, M, D] values.
+    k_scale: [B, K, M] float32 where keys are int8: a key is scale * stored;
+      else None.
+    v_scale: the same for values.
   """
 
   k: jax.Array
@@ -33,15 +35,34 @@ class LayerCache:
   v_scale: jax.Array | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+  """Which slots of a cache new tokens are written to, and which they see.
+
+  For instance, the token after a prompt of 4 is written to slot 4 and sees
+  slots 0 to 4. One value serves all layers.
+
+  Attributes:
+    start: [] int32 slot of the first new token; the others follow it.
+    visible: [B, n, M] bool slots that each new token sees, its own among them.
+      None where the cache holds nothing before the new tokens: they see one
+      another as without a cache, which is faster.
+  """
+
+  start: jax.Array
+  visible: jax.Array | None = None
+
+
 def make_cache(
   batch: int, kv_heads: int, slots: int, head_dim: int, dtype: str
 ) -> LayerCache:
-  """An empty cache.
+  """Makes an empty cache of one layer.
 
   Args:
     batch: B.
     kv_heads: K.
-    slots: M.
+    slots: M, tokens of a text at most.
     head_dim: D.
     dtype: "float32", "bfloat16" or "int8".
 
@@ -61,13 +82,14 @@ def write_cache(
   """Puts new keys and values into the slots from `slot` on.
 
   Args:
-    cache: before.
-    k: [B, n, K, D].
-    v: [B, n, K, D].
-    slot: [] int32 of the first new token; n more must fit.
+    cache: earlier keys and values.
+    k: [B, n, K, D] new keys, after RoPE.
+    v: [B, n, K, D] new values.
+    slot: [] int32 slot of the first new token. `slot + n` must be at most M:
+      beyond it JAX would shift the write to earlier slots.
 
   Returns:
-    The cache after.
+    The cache with the new keys and values.
   """
   stored: dict[str, jax.Array] = {}
   for name, new in (("k", k), ("v", v)):
@@ -84,7 +106,7 @@ def write_cache(
 
 
 def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """[..., D] to int8 and a float32 scale per vector."""
+  """Rounds vectors [..., D] to int8, with a float32 scale [...] each."""
   x = x.astype(jnp.float32)
   scale = jnp.abs(x).max(-1) / _INT8_MAX
   divisor = jnp.where(scale > 0, scale, 1.0)[..., None]

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache, behind one signature.
+"""Attention of new tokens to a key/value cache, in its several forms.
 
 Shapes: B batch, n new tokens, H query heads, K key/value heads, M slots, D head
 dim.
@@ -20,22 +20,22 @@ def cached_attention(
   cache: LayerCache,
   visible: jax.Array,
   *,
-  scale: float | None = None,
   active: ActiveHeads | None = None,
   implementation: str = "auto",
 ) -> jax.Array:
   """Softmax attention of new tokens to the slots of a cache.
 
+  Logits are scaled by D ** -0.5.
+
   Args:
-    q: [B, n, H, D] rotated queries.
-    cache: with their own keys and values in it.
-    visible: [B, n, M] bool, the slots that each may see.
-    scale: factor of the logits; None is D ** -0.5.
-    active: the heads that tokens use; None is every head. What the others give
-      is finite and otherwise not defined: a gate of 0 makes it 0.
-    implementation: one of `attention_forms.IMPLEMENTATIONS`. "kernel" reads the
-      heads that a single new token chose, from caches of floats and without
-      gradients; all else reads every head.
+    q: [B, n, H, D] queries of the new tokens, after RoPE.
+    cache: keys and values, those of the new tokens among them.
+    visible: [B, n, M] bool, the slots that each new token sees.
+    active: the heads that tokens use; None is every head. The outputs of other
+      heads are finite and otherwise undefined; a gate of 0 makes them 0.
+    implementation: one of `attention_forms.IMPLEMENTATIONS`. "kernel" reads
+      only the heads that tokens use, for one new token per text, from caches of
+      floats and without gradients. All others read every head.
 
   Returns:
     [B, n, H, D] in the dtype of q; 0 where no slot is visible.
@@ -46,12 +46,11 @@ def cached_attention(
   batch, new, heads, dim = q.shape
   if active is not None:
     chex.assert_shape(active.mask, (batch, new, heads))
-  scale = dim**-0.5 if scale is None else scale
   form = choose_cached_form(
     implementation, new=new, quantized=cache.k_scale is not None
   )
   if form == "dense":
-    return _dense(q, cache, visible, scale)
+    return _dense(q, cache, visible)
   platform, interpret = kernels_of(jax.default_backend())
   return kernel_decode(
     q,
@@ -59,22 +58,21 @@ def cached_attention(
     cache.v,
     visible,
     active,
-    scale,
+    dim**-0.5,
     platform=platform,
     interpret=interpret,
   )
 
 
-def _dense(
-  q: jax.Array, cache: LayerCache, visible: jax.Array, scale: float
-) -> jax.Array:
-  """Every head, all logits at once."""
+def _dense(q: jax.Array, cache: LayerCache, visible: jax.Array) -> jax.Array:
+  """Computes every head, with all logits in memory at once."""
   batch, new, heads, dim = q.shape
   groups = cache.k.shape[1]
   dtype = q.dtype
-  if cache.k_scale is None:  # a float32 cache is not rounded to read it
+  if cache.k_scale is None:  # keep a float32 cache in float32, not in q's dtype
     dtype = jnp.promote_types(dtype, cache.k.dtype)
-  # Query heads of a key/value head and new tokens are the rows of one product.
+  # One product per key/value head: its rows are the queries that read the head,
+  # of all new tokens.
   grouped = q.reshape(batch, new, groups, -1, dim).transpose(0, 2, 1, 3, 4)
   grouped = grouped.reshape(batch, groups, -1, dim)  # [B, K, n * H / K, D]
   grouped = grouped.astype(dtype)
@@ -87,7 +85,7 @@ def _dense(
   if cache.k_scale is not None:
     logits = logits * cache.k_scale[:, :, None]
   rows = jnp.repeat(visible, heads // groups, axis=1)[:, None]  # [B, 1, r, M]
-  logits = jnp.where(rows, logits * scale, -jnp.inf)
+  logits = jnp.where(rows, logits * dim**-0.5, -jnp.inf)
   weights, total, _ = unnormalized_softmax(logits, masked=True)
   if cache.v_scale is not None:
     weights = weights * cache.v_scale[:, :, None]

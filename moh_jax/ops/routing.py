@@ -61,15 +61,17 @@ class RouterAux:
 
   Attributes:
     balance_loss: [] load-balance loss, 0 where nothing is routed.
-    load: [H] share of tokens that use each head.
+    load: [H] share of tokens that use each head; its mean is the layer's
+      activated share.
     mean_score: [H] mean softmax score of each head within its group.
-    activated_share: [] mean share of heads used by a token.
+    routed: whether tokens choose heads in this layer. Other layers have no
+      balance loss that a model's mean should count.
   """
 
   balance_loss: jax.Array
   load: jax.Array
   mean_score: jax.Array
-  activated_share: jax.Array
+  routed: bool = dataclasses.field(metadata={"static": True})
 
 
 def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
@@ -289,7 +291,7 @@ def router_aux(
   load = jnp.concatenate([jnp.ones(budget.shared), routed_load])
   scores = jnp.concatenate([routing.shared_scores, routing.probs], axis=-1)
   mean_score = jax.lax.stop_gradient(token_mean(scores, token_mask))
-  return RouterAux(loss, load, mean_score, load.mean())
+  return RouterAux(loss, load, mean_score, routed=budget.top_k > 0)
 
 
 def all_heads_aux(num_heads: int) -> RouterAux:
@@ -298,5 +300,5 @@ def all_heads_aux(num_heads: int) -> RouterAux:
     balance_loss=jnp.zeros(()),
     load=jnp.ones(num_heads),
     mean_score=jnp.full(num_heads, 1 / num_heads),
-    activated_share=jnp.ones(()),
+    routed=False,
   )

@@ -70,7 +70,7 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
       if moh:
         (routing,) = recorded[name]["attn"]["router"]["routing"]
         outputs[f"gates{layer}"] = routing.gates[i]
-        if group.budget.top_k:
+        if aux.layers[name].routed:
           losses.append(aux.layers[name].balance_loss[i])
       layer += 1
   outputs["l_aux_per_layer"] = np.stack(losses) if losses else np.zeros(0)

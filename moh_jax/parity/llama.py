@@ -16,7 +16,9 @@ from moh_jax.inference.decoding import (
   make_prefill,
   span_numbers,
 )
-from moh_jax.models.llm import LLM, new_cache, unroll
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_params import unroll
+from moh_jax.ops.cache import Slots
 from moh_jax.parity.case import Arrays, Case
 from moh_jax.runtime.params import abstract_params, unbox
 
@@ -177,24 +179,24 @@ def _generate(
   slots = length + steps
   model = LLM(config, unrolled=True)
   params = unroll(params, config)
-  cache = new_cache(config, batch, slots, unrolled=True)
+  cache = model.new_cache(batch, slots)
   # Slots that hold a token of the text; a token sees those up to its own.
   filled = np.concatenate([mask, np.ones((batch, steps), bool)], axis=1)
   positions = np.maximum(np.cumsum(filled, axis=1) - 1, 0)
 
   @jax.jit
   def step(params, cache, tokens, positions, mask, slot, visible):
-    (logits, _), changed = model.apply(
-      {"params": params, "cache": cache},
+    (logits, _, cache), recorded = model.apply(
+      {"params": params},
       tokens,
+      cache,
+      Slots(slot, visible),
       positions=positions,
       token_mask=mask,
-      slot=slot,
-      visible=visible,
-      mutable=["cache", "intermediates"],
+      method="extend",
+      mutable=["intermediates"],
     )
-    recorded = changed.get("intermediates", {})
-    return logits[:, -1], changed["cache"], recorded
+    return logits[:, -1], cache, recorded.get("intermediates", {})
 
   tokens, logits, masks, first = prompts, [], [], 0
   for _ in range(steps):

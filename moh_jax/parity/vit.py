@@ -16,6 +16,7 @@ from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
+from moh_jax.ops.routing import RouterAux
 from moh_jax.parity.attention import attention_results, named_grads
 from moh_jax.parity.case import Arrays, Case
 from moh_jax.runtime.params import abstract_params, unbox
@@ -99,7 +100,7 @@ def _forward_backward(
       "logits": logits,
       "l_aux_mean": aux.balance_loss,
       "moh_loss": moh_loss,
-      "l_aux_per_layer": _routed_losses(config, aux.layers),
+      "l_aux_per_layer": _routed_losses(aux.layers),
     }
     if labels is None:
       return jnp.zeros(2), (outputs, recorded["intermediates"])
@@ -148,12 +149,8 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
   )
 
 
-def _routed_losses(config: ViTConfig, layers: Mapping[str, Any]) -> jax.Array:
-  losses = [
-    layers[f"stage{index + 1}"].balance_loss
-    for index, budget in enumerate(config.budgets())
-    if budget.top_k
-  ]
+def _routed_losses(layers: Mapping[str, RouterAux]) -> jax.Array:
+  losses = [aux.balance_loss for aux in layers.values() if aux.routed]
   return jnp.concatenate(losses) if losses else jnp.zeros(0)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import Config, get_family
-from moh_jax.layers.moh import HeadRouter
+from moh_jax.layers.router import HeadRouter
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import init_params, unbox

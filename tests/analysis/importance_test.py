@@ -10,7 +10,8 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.analysis.importance import head_importance, order_by_importance
 from moh_jax.config import RouterConfig
-from moh_jax.models.llm import LLM, summed_nats
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_output import summed_nats
 from moh_jax.runtime.params import unbox
 from tests.training import tiny
 

@@ -14,7 +14,8 @@ from moh_jax.inference.decoding import (
   make_prefill,
   span_numbers,
 )
-from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_params import unroll
 from tests.inference import tiny_writer
 
 _CONFIG = tiny_writer.ALPHABET.model
@@ -81,7 +82,7 @@ class HalvesTest(absltest.TestCase):
     self.assertEqual(int(state.slot), _P)
     np.testing.assert_array_equal(state.logits.argmax(-1), [2, 28])
     chex.assert_type(state.logits, jnp.float32)
-    keys = state.cache["blocks0_0"]["attn"]["keys_values"].k
+    keys = state.cache[0][0].k  # of the first stack, its first layer
     chex.assert_shape(keys, (2, _CONFIG.num_kv_heads, _SLOTS, 8))
 
   def test_decode_writes_until_the_end_of_text(self):

@@ -66,9 +66,9 @@ class AttentionLayersTest(parameterized.TestCase):
     variables, (out, aux), _ = _applied(kind)
     chex.assert_shape(out, (_B, _N, _C))
     chex.assert_shape([aux.load, aux.mean_score], (4,))
-    chex.assert_shape([aux.balance_loss, aux.activated_share], ())
+    chex.assert_shape(aux.balance_loss, ())
     chex.assert_type(jax.tree.leaves((variables, out, aux)), jnp.float32)
-    np.testing.assert_allclose(aux.activated_share, 0.75)
+    np.testing.assert_allclose(aux.load.mean(), 0.75)
 
   def test_bfloat16_keeps_parameters_and_router_float32(self, kind):
     variables, (out, aux), grads = _applied(kind, jnp.bfloat16)

@@ -73,12 +73,6 @@ class MLPTest(parameterized.TestCase):
     chex.assert_shape(params["up"]["kernel"], (_C, _F))
     chex.assert_shape(params["down"]["kernel"], (_F, _C))
 
-  def test_stores_parameters_in_param_dtype(self):
-    leaves = jax.tree.leaves(
-      _params(MLP(_F, param_dtype=jnp.bfloat16), _tokens())
-    )
-    chex.assert_type(leaves, jnp.bfloat16)
-
   def test_kernels_start_uniform_by_fan_in_and_fan_out(self):
     x = jnp.zeros((1, 1, 40))
     params = nn.unbox(jax.jit(MLP(200).init)(jax.random.key(0), x))["params"]
@@ -136,11 +130,6 @@ class SwiGLUTest(parameterized.TestCase):
     for name, shape in shapes.items():
       self.assertCountEqual(params[name], leaves)
       chex.assert_shape(params[name]["kernel"], shape)
-
-  def test_stores_parameters_in_param_dtype(self):
-    module = SwiGLU(_F, param_dtype=jnp.bfloat16)
-    leaves = jax.tree.leaves(_params(module, _tokens()))
-    chex.assert_type(leaves, jnp.bfloat16)
 
   def test_kernels_start_with_the_deviation_of_linear_layers(self):
     x = jnp.zeros((1, 1, 40))

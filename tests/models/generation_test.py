@@ -219,9 +219,8 @@ class ImageGridTest(parameterized.TestCase):
     colours = 10 * np.arange(1, count + 1, dtype=np.uint8)
     return np.broadcast_to(colours[:, None, None, None], (count, 2, 3, 1))
 
-  @parameterized.parameters(0, 1, 2)
-  def test_lays_out_row_by_row_with_white_between(self, gap):
-    grid = generation.image_grid(self._images(6), columns=3, gap=gap)
+  def test_lays_out_row_by_row_with_white_between(self):
+    grid, gap = generation.image_grid(self._images(6), columns=3), 2
     chex.assert_shape(grid, (2 * 2 + gap, 3 * 3 + 2 * gap, 1))
     expected = np.full(grid.shape, 255)
     for number in range(6):
@@ -232,12 +231,12 @@ class ImageGridTest(parameterized.TestCase):
     self.assertEqual(grid.dtype, np.uint8)
 
   def test_last_row_is_filled_with_white(self):
-    grid = generation.image_grid(self._images(4), columns=3, gap=0)
-    np.testing.assert_array_equal(grid[2:, :3], 40)
+    grid = generation.image_grid(self._images(4), columns=3)
+    np.testing.assert_array_equal(grid[4:, :3], 40)
     np.testing.assert_array_equal(grid[2:, 3:], 255)
 
   def test_fewer_images_than_columns(self):
-    grid = generation.image_grid(self._images(1), columns=2, gap=2)
+    grid = generation.image_grid(self._images(1), columns=2)
     chex.assert_shape(grid, (2, 8, 1))
     np.testing.assert_array_equal(grid[:, :3], 10)
     np.testing.assert_array_equal(grid[:, 3:], 255)

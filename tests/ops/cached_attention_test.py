@@ -11,8 +11,8 @@ from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from tests.ops.caches import DTYPES, B, M, filled, stored, vectors, write
 
-_attend = jax.jit(cached_attention, static_argnames=("scale", "implementation"))
-_dense = jax.jit(attention, static_argnames=("causal", "scale"))
+_attend = jax.jit(cached_attention, static_argnames="implementation")
+_dense = jax.jit(attention, static_argnames="causal")
 
 
 def _visible(new, seen):
@@ -78,12 +78,6 @@ class CachedAttentionTest(parameterized.TestCase):
       _attend(q, cache, visible), _attend(q, other, visible)
     )
 
-  def test_scale_replaces_the_default(self):
-    cache, k, v = filled()
-    q = vectors(1, 4)
-    out = _attend(q, cache, _visible(1, M), scale=2.0)
-    np.testing.assert_allclose(out, _dense(q, k, v, scale=2.0), atol=3e-6)
-
   @parameterized.product(
     dtype=("bfloat16", "int8"), q_dtype=(jnp.float32, jnp.bfloat16)
   )
@@ -97,18 +91,14 @@ class CachedAttentionTest(parameterized.TestCase):
 
 
 class KernelTest(parameterized.TestCase):
-  @parameterized.product(
-    heads=(2, 6), dtype=("float32", "bfloat16"), scale=(None, 2.0)
-  )
-  def test_equals_the_dense_form_for_heads_at_work(self, heads, dtype, scale):
+  @parameterized.product(heads=(2, 6), dtype=("float32", "bfloat16"))
+  def test_equals_the_dense_form_for_active_heads(self, heads, dtype):
     cache, *_ = filled(dtype)
     q, visible = vectors(1, heads), _visible(1, 5)
     mask = jnp.arange(heads) % 2 == jnp.arange(B)[:, None, None]
     active = ActiveHeads(mask, heads // 2)
-    out = _attend(
-      q, cache, visible, scale=scale, active=active, implementation="kernel"
-    )
-    expected = _attend(q, cache, visible, scale=scale, active=active)
+    out = _attend(q, cache, visible, active=active, implementation="kernel")
+    expected = _attend(q, cache, visible, active=active)
     expected = jnp.where(mask[..., None], expected, 0)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 

@@ -571,12 +571,13 @@ class RouterAuxTest(parameterized.TestCase):
     budget = _budget(corner)
     routed = _route(budget, _logits(budget), form)
     aux = routing.router_aux(routed, budget, form=form)
-    chex.assert_shape([aux.balance_loss, aux.activated_share], ())
+    chex.assert_shape(aux.balance_loss, ())
     chex.assert_shape([aux.load, aux.mean_score], (budget.num_heads,))
     chex.assert_type(jax.tree.leaves(aux), jnp.float32)
     np.testing.assert_allclose(aux.load[: budget.shared], 1.0)
     np.testing.assert_allclose(aux.load.sum(), budget.active, rtol=1e-6)
-    np.testing.assert_allclose(aux.activated_share, budget.share, rtol=1e-6)
+    np.testing.assert_allclose(aux.load.mean(), budget.share, rtol=1e-6)
+    self.assertEqual(aux.routed, budget.top_k > 0)
 
   @parameterized.parameters("all_shared", "none_selected", "single_head")
   def test_nothing_routed_costs_nothing(self, corner):
@@ -602,7 +603,7 @@ class RouterAuxTest(parameterized.TestCase):
       rtol=1e-6,
     )
 
-  @parameterized.parameters("load", "mean_score", "activated_share")
+  @parameterized.parameters("load", "mean_score")
   def test_statistics_carry_no_gradient(self, field):
     budget = _budget("some_of_each")
 
@@ -618,7 +619,7 @@ class RouterAuxTest(parameterized.TestCase):
     chex.assert_shape([aux.load, aux.mean_score], (3,))
     chex.assert_type(jax.tree.leaves(aux), jnp.float32)
     self.assertEqual(float(aux.balance_loss), 0.0)
-    self.assertEqual(float(aux.activated_share), 1.0)
+    self.assertFalse(aux.routed)
     np.testing.assert_array_equal(aux.load, 1.0)
 
   def test_token_mean_of_bfloat16_is_float32(self):

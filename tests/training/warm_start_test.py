@@ -14,7 +14,7 @@ from flax import traverse_util
 
 from moh_jax.config import Config, RotaryConfig, RouterConfig, without_router
 from moh_jax.data.text import sequences
-from moh_jax.models.llm import grow_vocabulary
+from moh_jax.models.llm_params import grow_vocabulary
 from moh_jax.models.registry import make_model
 from moh_jax.models.restack import restack
 from moh_jax.runtime import checkpoint, sharding

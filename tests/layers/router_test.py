@@ -1,0 +1,233 @@
+"""The router: gates, statistics, runtime overrides of the budget."""
+
+import functools
+import itertools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.layers.router import HeadChoice, HeadRouter
+from moh_jax.ops import routing
+from tests.layers import small
+
+
+class HeadRouterTest(parameterized.TestCase):
+  @parameterized.product(
+    split=tuple(small.MATRICES), dtype=(jnp.float32, jnp.bfloat16)
+  )
+  def test_shapes_are_float32_whatever_the_tokens(self, split, dtype):
+    module, x = HeadRouter(small.budget(split)), small.tokens(dtype)
+    params = small.params(module, x)
+    chex.assert_trees_all_equal(
+      {n: p.shape for n, p in params.get("params", {}).items()},
+      {name: (small.C, size) for name, size in small.MATRICES[split].items()},
+    )
+    gates, aux = module.apply(params, x)
+    chex.assert_shape(gates, (small.B, small.N, 6))
+    chex.assert_shape([aux.load, aux.mean_score], (6,))
+    chex.assert_shape(aux.balance_loss, ())
+    chex.assert_type(jax.tree.leaves((params, gates, aux)), jnp.float32)
+
+  @parameterized.parameters(
+    (True, "released"), (True, "paper"), (False, "paper")
+  )
+  def test_gates_are_those_of_the_products(self, two_stage, form):
+    config = RouterConfig(gate_form=form, two_stage=two_stage)
+    module, x = HeadRouter(small.BUDGET, config), small.tokens()
+    params = small.params(module, x)
+    self.assertEqual("group" in params["params"], two_stage)
+    logits = {
+      f"{name}_logits": jnp.matmul(x, kernel, precision="highest")
+      for name, kernel in params["params"].items()
+    }
+    expected = routing.two_stage_gates(
+      budget=small.BUDGET,
+      batch_shape=(small.B, small.N),
+      form=form,
+      **{"group_logits": None} | logits,
+    )
+    gates, aux = module.apply(params, x)
+    np.testing.assert_allclose(gates, expected.gates, atol=1e-6)
+    np.testing.assert_allclose(
+      aux.balance_loss,
+      routing.balance_loss(expected.probs, expected.selected, form=form),
+      rtol=1e-6,
+    )
+
+  def test_kind_none_has_no_gates_and_no_parameters(self):
+    module = HeadRouter(small.BUDGET, RouterConfig(kind="none"))
+    (gates, aux), variables = module.init_with_output(
+      jax.random.key(0), small.tokens()
+    )
+    self.assertIsNone(gates)
+    self.assertEmpty(variables)
+    chex.assert_trees_all_equal(aux, routing.all_heads_aux(6))
+
+  def test_bfloat16_tokens_route_as_their_float32_copy(self):
+    module, x = HeadRouter(small.BUDGET), small.tokens(jnp.bfloat16)
+    params = small.params(module, x)
+    chex.assert_trees_all_equal(
+      module.apply(params, x), module.apply(params, x.astype(jnp.float32))
+    )
+
+  def test_records_its_routing(self):
+    module, x = HeadRouter(small.BUDGET), small.tokens()
+    (gates, _), recorded = module.apply(
+      small.params(module, x), x, mutable=["intermediates"]
+    )
+    (decided,) = recorded["intermediates"]["routing"]
+    chex.assert_trees_all_equal(decided.gates, gates)
+    np.testing.assert_array_equal(np.asarray(decided.selected).sum(-1), 2)
+
+  def test_token_mask_leaves_gates_and_narrows_the_statistics(self):
+    module, x = HeadRouter(small.BUDGET), small.tokens()
+    params = small.params(module, x)
+    mask = jnp.arange(small.N) < jnp.array([[3], [0]])
+    gates, aux = module.apply(params, x, mask)
+    expected_gates, _ = module.apply(params, x)
+    _, expected_aux = module.apply(params, x[:1, :3])
+    chex.assert_trees_all_equal(gates, expected_gates)
+    chex.assert_trees_all_close(aux, expected_aux, rtol=1e-6)
+
+  def test_matrices_start_small_and_unalike(self):
+    variables = HeadRouter(small.BUDGET).init(jax.random.key(0), small.tokens())
+    kernels = nn.unbox(variables["params"]).values()
+    columns = np.concatenate(list(kernels), axis=1).T
+    for column, other in itertools.combinations(columns, 2):
+      self.assertBetween(float(np.std(column - other)), 0.005, 0.08)
+
+  @parameterized.parameters("plain", "jit", "remat")
+  def test_single_routed_head_learns_from_the_balance_loss_only(self, how):
+    # The released form renormalizes the one selected score to one.
+    module, x = HeadRouter(HeadBudget(6, 2, 1, 3)), small.tokens()
+    variables = small.params(module, x)
+    wrap = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}[how]
+
+    def gradient(objective):
+      call = wrap(lambda v: objective(*module.apply(v, x)))
+      return jax.grad(call)(variables)["params"]
+
+    task = gradient(lambda gates, aux: jnp.sum(jnp.sin(3 * gates)))
+    balance = gradient(lambda gates, aux: aux.balance_loss)
+    np.testing.assert_allclose(task["routed"], 0.0, atol=2e-6)
+    self.assertGreater(float(jnp.abs(task["group"]).max()), 1e-2)
+    self.assertGreater(float(jnp.abs(balance["routed"]).max()), 1e-3)
+    np.testing.assert_array_equal(balance["group"], 0.0)
+
+  def test_jit_equals_eager(self):
+    module, x = HeadRouter(small.BUDGET), small.tokens()
+    params = small.params(module, x)
+    chex.assert_trees_all_close(
+      jax.jit(module.apply)(params, x), module.apply(params, x), atol=1e-6
+    )
+
+  def test_rejects_tokens_without_a_batch(self):
+    with self.assertRaises(AssertionError):
+      HeadRouter(small.BUDGET).init(
+        jax.random.key(0), jnp.zeros((small.N, small.C))
+      )
+
+
+_QUERY_NORM = RouterConfig("query_norm")
+
+
+def _norms() -> jax.Array:
+  norms = np.random.default_rng(3).uniform(size=(small.B, small.N, 6))
+  return jnp.asarray(norms, jnp.float32)
+
+
+class QueryNormRouterTest(parameterized.TestCase):
+  def test_has_no_parameters_and_the_gates_of_the_norms(self):
+    module = HeadRouter(small.BUDGET, _QUERY_NORM)
+    (gates, aux), variables = module.init_with_output(
+      jax.random.key(0), small.tokens(), norms=_norms(), mutable=["params"]
+    )
+    self.assertEmpty(variables)
+    expected = routing.query_norm_gates(_norms(), small.BUDGET)
+    chex.assert_trees_all_equal(gates, expected.gates)
+    chex.assert_trees_all_equal(aux, routing.router_aux(expected, small.BUDGET))
+
+  def test_needs_norms(self):
+    with self.assertRaisesRegex(ValueError, "norms=None must be .*query_norm"):
+      HeadRouter(small.BUDGET, _QUERY_NORM).apply({}, small.tokens())
+
+  def test_form_changes_the_balance_loss_only(self):
+    ours, theirs = (
+      HeadRouter(small.BUDGET, RouterConfig("query_norm", form)).apply(
+        {}, small.tokens(), norms=_norms()
+      )
+      for form in routing.GATE_FORMS
+    )
+    chex.assert_trees_all_equal(ours[0], theirs[0])
+    released, paper = ours[1].balance_loss, theirs[1].balance_loss
+    np.testing.assert_allclose(released, 4 * paper, rtol=1e-6)
+
+  def test_estimator_is_the_configs(self):
+    def gradient(straight_through):
+      config = RouterConfig("query_norm", straight_through=straight_through)
+
+      def total(norms):
+        gates, _ = HeadRouter(small.BUDGET, config).apply(
+          {}, small.tokens(), norms=norms
+        )
+        return jnp.sum(jnp.where(gates == 0, 1.0, 0.0) * gates)
+
+      return float(jnp.abs(jax.jit(jax.grad(total))(_norms())).max())
+
+    self.assertEqual(gradient("selected"), 0.0)
+    self.assertGreater(gradient("all"), 0.1)
+
+
+class HeadChoiceTest(parameterized.TestCase):
+  """Departures from the budget, the same for both routers."""
+
+  def _route(self, kind, budget=small.BUDGET, choice=None):
+    module = HeadRouter(budget, RouterConfig(kind))
+    args = {"norms": _norms(), "choice": choice}
+    variables = {}
+    if kind == "two_stage":
+      variables = small.params(HeadRouter(small.BUDGET), small.tokens())
+    apply = functools.partial(module.apply, mutable=["intermediates"])
+    (gates, aux), recorded = jax.jit(apply)(variables, small.tokens(), **args)
+    return gates, aux, recorded["intermediates"]["routing"][0]
+
+  @parameterized.product(kind=("two_stage", "query_norm"), top_k=(1, 4))
+  def test_top_k_replaces_the_budgets(self, kind, top_k):
+    choice = HeadChoice(top_k=jnp.int32(top_k))
+    expected = self._route(kind, HeadBudget(6, 2, top_k, 3))
+    ours = self._route(kind, choice=choice)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-6)
+    share = float(ours[1].load.mean())
+    self.assertAlmostEqual(share, (2 + top_k) / 6, places=6)
+
+  @parameterized.parameters("two_stage", "query_norm")
+  def test_own_order_changes_nothing(self, kind):
+    choice = HeadChoice(order=jnp.arange(6))
+    chex.assert_trees_all_equal(
+      self._route(kind, choice=choice), self._route(kind)
+    )
+
+  @parameterized.parameters("two_stage", "query_norm")
+  def test_gates_follow_the_order_and_the_routing_stays_in_it(self, kind):
+    choice = HeadChoice(order=jnp.array(small.ORDER))
+    gates, _, decided = self._route(kind, choice=choice)
+    for place, head in enumerate(small.ORDER):
+      np.testing.assert_array_equal(gates[..., head], decided.gates[..., place])
+    # The first of the order are shared.
+    self.assertTrue(bool((gates[..., list(small.ORDER[:2])] > 0).all()))
+
+  def test_order_of_norms_is_that_of_the_heads(self):
+    choice = HeadChoice(order=jnp.array(small.ORDER))
+    gates, _, _ = self._route("query_norm", choice=choice)
+    ordered = _norms()[..., jnp.array(small.ORDER)]
+    expected = routing.query_norm_gates(ordered, small.BUDGET).gates
+    np.testing.assert_array_equal(gates[..., jnp.array(small.ORDER)], expected)
+
+
+if __name__ == "__main__":
+  absltest.main()

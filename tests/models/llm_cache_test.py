@@ -1,0 +1,147 @@
+"""The language model with a cache of keys and values."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import LLMConfig
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_params import unroll
+from moh_jax.ops.cache import Slots
+from tests.models import small_llm as small
+
+_CACHED = {
+  "two_stage_grouped": (small.CONFIG, False),
+  "query_norm_tied_mha": (small.TIED, True),
+  "none_unequal": (
+    small.changed("none", shared_heads=(4, 3), top_k=(0, 1)),
+    True,
+  ),
+}
+_SLOTS, _PROMPT = 12, 4
+
+
+@functools.cache
+def _extend(config: LLMConfig, unrolled: bool):
+  model = LLM(config, unrolled=unrolled)
+  return jax.jit(functools.partial(model.apply, method="extend"))
+
+
+def _decode(config: LLMConfig, unrolled: bool, dtype: str = "float32"):
+  """Logits of every place, [B, N, V], by a cache: a prompt, then one by one."""
+  params = small.random_variables(config)["params"]
+  if unrolled:
+    params = unroll(params, config)
+  cache = LLM(config, unrolled=unrolled).new_cache(small.B, _SLOTS, dtype)
+  pad = jnp.array([0, 2])[:, None]
+  place = jnp.arange(small.N) - pad
+  logits = []
+  for start in (0, *range(_PROMPT, small.N)):
+    stop, token_mask, visible = start + 1, None, None
+    if start == 0:
+      stop = _PROMPT
+      token_mask = place[:, :stop] >= 0
+    else:
+      slots = jnp.arange(_SLOTS)
+      visible = ((slots >= pad) & (slots <= start))[:, None]
+    out, _, cache = _extend(config, unrolled)(
+      {"params": params},
+      small.random_tokens()[:, start:stop],
+      cache,
+      Slots(jnp.int32(start), visible),
+      positions=jnp.maximum(place[:, start:stop], 0),
+      token_mask=token_mask,
+    )
+    logits.append(out)
+  return jnp.concatenate(logits, axis=1), cache
+
+
+class CacheTest(parameterized.TestCase):
+  def _whole(self, config):
+    place = jnp.arange(small.N) - jnp.array([0, 2])[:, None]
+    logits, _ = small.forward(
+      config, positions=jnp.maximum(place, 0), token_mask=place >= 0
+    )
+    return logits
+
+  @parameterized.parameters(*_CACHED)
+  def test_logits_of_every_place_are_those_of_the_whole(self, name):
+    config, unrolled = _CACHED[name]
+    logits, _ = _decode(config, unrolled)
+    expected = self._whole(config)
+    np.testing.assert_allclose(logits[0], expected[0], atol=2e-5)
+    np.testing.assert_allclose(logits[1, 2:], expected[1, 2:], atol=2e-5)
+
+  def test_int8_cache_is_close(self):
+    config, unrolled = _CACHED["none_unequal"]
+    logits, cache = _decode(config, unrolled, "int8")
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(cache)}
+    self.assertEqual(kinds, {"int8", "float32"})
+    expected = self._whole(config)
+    gap = float(jnp.abs(logits - expected)[0].max())
+    self.assertBetween(gap, 1e-5, 0.05 * float(jnp.abs(expected).max()))
+
+  @parameterized.parameters(False, True)
+  def test_calls_with_one_cache_do_not_influence_each_other(self, unrolled):
+    params = small.random_variables(small.CONFIG)["params"]
+    if unrolled:
+      params = unroll(params, small.CONFIG)
+    prompt, others = small.random_tokens()[:, :4], small.random_tokens()[:, 4:]
+    model = LLM(small.CONFIG, unrolled=unrolled)
+    extend = functools.partial(
+      _extend(small.CONFIG, unrolled), {"params": params}
+    )
+    empty = model.new_cache(small.B, _SLOTS)
+    _, _, cache = extend(prompt, empty, Slots(jnp.int32(0)))
+
+    def write(token):
+      seen = jnp.broadcast_to(jnp.arange(_SLOTS) <= 4, (small.B, 1, _SLOTS))
+      logits, _, new = extend(token, cache, Slots(jnp.int32(4), seen))
+      return logits, new
+
+    before = jax.tree.map(np.array, cache)
+    logits, new = write(others[:, :1])
+    expected, _ = small.forward()  # positions follow the slots
+    np.testing.assert_allclose(logits[:, 0], expected[:, 4], atol=2e-5)
+    write(others[:, 1:2])
+    chex.assert_trees_all_equal(cache, before)
+    again, same = write(others[:, :1])
+    chex.assert_trees_all_equal((again, same), (logits, new))
+    for old, leaf in zip(jax.tree.leaves(cache), jax.tree.leaves(new)):
+      self.assertGreater(float(jnp.abs(leaf - old).max()), 0.0)
+
+  def test_routing_is_recorded_with_a_cache_too(self):
+    apply = functools.partial(
+      LLM(small.CONFIG).apply, method="extend", mutable=["intermediates"]
+    )
+    tokens = small.random_tokens()
+    place = jnp.broadcast_to(jnp.arange(small.N), tokens.shape)
+    (_, aux, _), recorded = jax.jit(apply)(
+      small.random_variables(small.CONFIG),
+      tokens,
+      LLM(small.CONFIG).new_cache(small.B, _SLOTS),
+      Slots(jnp.int32(0)),
+      positions=place,
+    )
+    (_, expected_aux), expected = small.record(small.CONFIG)
+    chex.assert_trees_all_close(recorded["intermediates"], expected, rtol=1e-4)
+    chex.assert_trees_all_close(aux, expected_aux, rtol=1e-5)
+
+  def test_new_cache_has_a_layer_axis_unless_unrolled(self):
+    (stacked,) = LLM(small.CONFIG).new_cache(3, 5, "int8")
+    chex.assert_shape(stacked.k, (2, 3, 2, 5, 8))
+    chex.assert_shape(stacked.k_scale, (2, 3, 2, 5))
+    (each,) = LLM(small.CONFIG, unrolled=True).new_cache(3, 5, "int8")
+    self.assertLen(each, 2)
+    for layer in each:
+      chex.assert_shape(layer.k, (3, 2, 5, 8))
+    for leaf in jax.tree.leaves((stacked, each)):
+      np.testing.assert_array_equal(leaf, 0)
+
+
+if __name__ == "__main__":
+  absltest.main()
