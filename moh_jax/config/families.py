@@ -40,10 +40,10 @@ def _check_vit(config: Any) -> None:
 
 
 def _check_channels(config: Any) -> None:
-  if len(config.data.mean) != config.model.channels:
+  mean, channels = config.data.mean, config.model.channels
+  if mean is not None and channels is not None and len(mean) != channels:
     raise ValueError(
-      f"data.mean={config.data.mean} must have model.channels="
-      f"{config.model.channels} values"
+      f"data.mean={mean} must have model.channels={channels} values"
     )
 
 
@@ -70,8 +70,7 @@ def _check_space(config: Any) -> None:
           f"data.{name}={value!r} must be {neutral!r} for latents, which are "
           "cropped and mirrored when they are encoded"
         )
-  halves = (0.5,) * len(data.mean)
-  if space == "pixel" and (data.mean, data.std) != (halves, halves):
+  if space == "pixel" and {*(data.mean or ()), *(data.std or ())} - {0.5}:
     raise ValueError(
       f"data.mean={data.mean} and data.std={data.std} must be 0.5 "
       "for diffusion.space='pixel': pixels in [-1, 1]"

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
+from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
@@ -39,7 +39,7 @@ def released_run(model: LLMConfig, tensors: Mapping[str, Any]) -> Config:
   del tensors  # its config says it all
   length = min(_SEQUENCE_LENGTH, model.max_length)
   data = TextDataConfig(sequence_length=length)
-  return Config(model=model, data=data, tune=TuneConfig())
+  return Config(model=model, data=data)
 
 
 def is_ignored(model: LLMConfig, name: str) -> bool:

@@ -177,6 +177,7 @@ class LLM(nn.Module):
       ValueError: more tokens than the model's range.
     """
     cfg = self.config
+    cfg.check_complete()
     dtype = jnp.dtype(cfg.dtype)
     batch, length = tokens.shape
     if length > cfg.max_length:

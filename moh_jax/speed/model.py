@@ -19,11 +19,9 @@ import numpy as np
 from moh_jax.config import (
   Config,
   DataConfig,
-  DiffusionConfig,
   OptimConfig,
   SampleConfig,
   TextDataConfig,
-  TuneConfig,
   without_router,
 )
 from moh_jax.config.checks import IMPLEMENTATIONS
@@ -140,14 +138,13 @@ def measure(options: ModelOptions) -> dict[str, Any]:
 def _run(model: Any, batch: int, length: int | None) -> Config:
   if model.family == "llm":
     text = TextDataConfig(sequence_length=length, batch_size=batch)
-    return Config(model=model, data=text, tune=TuneConfig())
-  halves = (0.5,) * model.channels
-  data = DataConfig(batch_size=batch, mean=halves, std=halves)
+    return Config(model=model, data=text)
   ema = 0.9999 if model.family == "dit" else 0.0
-  sections = {"data": data, "optim": OptimConfig(ema_decay=ema)}
-  if model.family == "dit":
-    sections |= {"diffusion": DiffusionConfig(), "sample": SampleConfig()}
-  return Config(model=model, **sections)
+  return Config(
+    model=model,
+    data=DataConfig(batch_size=batch),
+    optim=OptimConfig(ema_decay=ema),
+  )
 
 
 def _rows(options: ModelOptions, run: Config, length: int | None) -> list[Row]:
