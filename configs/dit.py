@@ -36,6 +36,7 @@ def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
     optim=config_lib.OptimConfig(
       lr=1e-4,
       schedule="constant",
+      warmup_steps=0,
       weight_decay=0.0,
       clip_norm=0.0,
       ema_decay=0.9999,
@@ -48,7 +49,6 @@ def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
     ),
     eval=config_lib.EvalConfig(every=50_000, batch_size=256),
     log=config_lib.LogConfig(every=100),
-    diffusion=config_lib.DiffusionConfig(),
     sample=config_lib.SampleConfig(method="ddpm", steps="250", cfg_scale=1.5),
   )
   cfg = config_lib.to_config_dict(config)

@@ -22,8 +22,6 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
   depth = 4
   model = config_lib.DiTConfig(
     input_size=(8, 8),
-    channels=1,
-    num_classes=10,
     patch_size=2,
     width=96,
     num_heads=(6,) * depth,
@@ -38,11 +36,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     config_lib.Config(
       model=model,
       data=config_lib.DataConfig(
-        source="digits",
-        batch_size=128,
-        mean=(0.5,),  # pixels in [-1, 1]
-        std=(0.5,),
-        num_threads=1,
+        source="digits", batch_size=128, num_threads=1
       ),
       optim=config_lib.OptimConfig(
         lr=1e-3,

@@ -62,7 +62,6 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
       steps=int(billions or 100) * 10**9 // (_BATCH * _SEQUENCE),
       balance_weight=0.01,
     ),
-    tune=config_lib.TuneConfig(),
     checkpoint=config_lib.CheckpointConfig(
       every=1000, keep_last=2, keep_every=5000
     ),

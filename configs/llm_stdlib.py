@@ -22,7 +22,6 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     raise ValueError(f"configs/llm_stdlib.py:{arg} must be one of {_ARGUMENTS}")
   depth = 4
   model = config_lib.LLMConfig(
-    vocab_size=2048,
     max_length=1024,
     width=256,
     mlp_dim=704,
@@ -40,8 +39,6 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     )
   if arg == "mha":
     model = config_lib.without_router(model)
-  if arg == "bytes":
-    model = dataclasses.replace(model, vocab_size=257)
   return config_lib.to_config_dict(
     config_lib.Config(
       model=model,
@@ -63,7 +60,6 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
         clip_norm=1.0,
       ),
       train=config_lib.TrainConfig(steps=400),
-      tune=config_lib.TuneConfig(),
       checkpoint=config_lib.CheckpointConfig(every=100),
       eval=config_lib.EvalConfig(every=0, batch_size=16),
       log=config_lib.LogConfig(every=50),

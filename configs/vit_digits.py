@@ -14,8 +14,6 @@ from moh_jax.config.sizes_vit import NO_DECAY
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
   model = config_lib.ViTConfig(
     image_size=(8, 8),
-    channels=1,
-    num_classes=10,
     patch_stride=1,  # a token per pixel
     embed_dims=(48, 96),
     depths=(2, 2),
@@ -37,8 +35,6 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
         source="digits",
         batch_size=64,
         augment="shift",
-        mean=(0.3,),  # of the training pixels in [0, 1]
-        std=(0.37,),
         num_threads=1,
       ),
       optim=config_lib.OptimConfig(

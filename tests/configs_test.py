@@ -113,6 +113,7 @@ class ConfigsTest(parameterized.TestCase):
     overrides = [
       f"--config.{path}={value if isinstance(value, str) else repr(value)}"
       for path, value in _leaves(plain).items()
+      if value is not None  # left to the data
     ]
     cfg = _from_flags(spec, *overrides)
     self.assertEqual(
@@ -141,6 +142,16 @@ class ConfigsTest(parameterized.TestCase):
     self, flag, section, field, value
   ):
     self._check_flag(_spec("dit", "s2_90"), flag, section, field, value)
+
+  def test_flags_change_leaves_that_are_left_to_the_data(self):
+    cfg = _from_flags(
+      f"--config={_spec('vit_digits', 'moh')}",
+      *("--config.data.mean=(0.5,)", "--config.data.std=(0.25,)"),
+      "--config.model.num_classes=10",
+    )
+    config = config_lib.from_config_dict(cfg)
+    self.assertEqual((config.data.mean, config.data.std), ((0.5,), (0.25,)))
+    self.assertEqual(config.model.num_classes, 10)
 
   def _check_flag(self, spec, flag, section, field, value):
     spec = f"--config={spec}"

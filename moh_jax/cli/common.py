@@ -18,6 +18,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli.processes import join_processes
 from moh_jax.config import Config, MeshConfig
 from moh_jax.config.heads import GATE_FORMS
+from moh_jax.data.infer import resolve
 
 _TOP_K_HELP = (
   "routed heads per token in each stage (DiT: layer), instead of the trained "
@@ -159,8 +160,10 @@ def _parts(text: str, kind: type, what: str) -> tuple:
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
   """Loads a config file, "FILE[:ARG]", with "a.b=value" overrides.
 
+  What the config leaves unset is filled in, see `data.infer.resolve`.
+
   Raises:
-    FileNotFoundError: there is no such file.
+    FileNotFoundError: there is no such file, or no data to look at.
     ValueError: the file, an override or a value does not fit.
   """
   name, _, argument = spec.partition(":")
@@ -192,7 +195,7 @@ def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
         cfg.update_from_flattened_dict({key: value})
     except KeyError as error:
       raise ValueError(config_lib.unknown_key(key)) from error
-  return config_lib.from_config_dict(cfg)
+  return resolve(config_lib.from_config_dict(cfg))
 
 
 def write_json(target: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from moh_jax import config as config_lib
 from moh_jax.cli.common import write_json
 from moh_jax.cli.processes import join_processes
 from moh_jax.convert.decoder import load_decoder
+from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
 from moh_jax.training import loop
 
@@ -42,6 +43,7 @@ def run(
   config = config_lib.from_config_dict(cfg)
   if distributed:
     join_processes()
+  config = resolve(config)
   try:
     decode = None
     if vae:

@@ -12,19 +12,20 @@ class VAEConfig:
   The defaults are the public sizes (diffusers' AutoencoderKL).
 
   Attributes:
-    block_out_channels: width of every resolution, the full one first; each
+    block_out_channels: width of each resolution, the full one first; each
       further one halves the sides.
-    layers_per_block: residual blocks a resolution has in the encoder; the
+    layers_per_block: residual blocks of each resolution in the encoder; the
       decoder has one more.
-    image_channels: of the images.
-    latent_channels: of the latents.
+    image_channels: channels of the images.
+    latent_channels: channels of the latents.
     norm_groups: groups of every GroupNorm.
     norm_eps: epsilon of every GroupNorm.
-    use_quant_conv: a 1x1 convolution ends the encoder.
-    use_post_quant_conv: a 1x1 convolution begins the decoder.
-    mid_attention: attention between the residual blocks at the lowest
-      resolution.
-    dtype: compute dtype; parameters, norms, softmax and results stay float32.
+    use_quant_conv: whether a 1x1 convolution ends the encoder.
+    use_post_quant_conv: whether a 1x1 convolution begins the decoder.
+    mid_attention: whether attention stands between the residual blocks at the
+      lowest resolution.
+    dtype: compute dtype, "float32" or "bfloat16"; parameters, norms, softmax
+      and results stay float32.
   """
 
   block_out_channels: tuple[int, ...] = (128, 256, 512, 512)

@@ -17,6 +17,11 @@ def at_least(section: str, low: float, **fields: float) -> None:
       raise ValueError(f"{section}.{name}={value!r} must be finite")
 
 
+def stated(**fields: Any) -> dict[str, Any]:
+  """The fields that a section states; None leaves one to the data."""
+  return {name: x for name, x in fields.items() if x is not None}
+
+
 def in_range(section: str, low: float, high: float, **fields: float) -> None:
   """Raises ValueError unless every field is in [low, high]."""
   for name, value in fields.items():

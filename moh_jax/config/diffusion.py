@@ -17,15 +17,17 @@ class DiffusionConfig:
   """The diffusion process and its training objective.
 
   Attributes:
-    space: "latent" (of the Stable Diffusion autoencoder) or "pixel".
+    space: what the model reads and predicts: "latent" (latents of the Stable
+      Diffusion autoencoder) or "pixel".
     latent_scale: factor that brings latents to about unit variance.
-    schedule: "linear" betas (arXiv:2006.11239) or "cosine" (arXiv:2102.09672).
-    steps: timesteps of the training process.
+    schedule: noise levels of the steps: "linear" betas (arXiv:2006.11239) or
+      "cosine" (arXiv:2102.09672).
+    steps: timesteps of the training process, 21 to 100,000.
     prediction: what the network predicts: "epsilon" (the noise), "x0" (the
       clean example) or "v" (arXiv:2202.00512).
-    loss_weight: of the squared error by timestep: "uniform", or "min_snr"
-      (arXiv:2303.09556).
-    snr_gamma: where "min_snr" cuts the signal-to-noise ratio.
+    loss_weight: weight of the squared error by timestep: "uniform", or
+      "min_snr" (arXiv:2303.09556).
+    snr_gamma: signal-to-noise ratio at which "min_snr" cuts.
     vb_weight: weight of the variational bound that trains a learned variance.
   """
 
@@ -61,16 +63,18 @@ class SampleConfig:
   """How images are drawn: a run's grids, and defaults of `sample`.
 
   Attributes:
-    every: optimizer steps between sample grids; 0 writes none.
+    every: optimizer steps between grids of samples; 0 writes none.
     num: images of a grid; their labels go through the classes in turn.
-    method: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
+    method: sampler: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
       (DPM-Solver++ 2M, arXiv:2211.01095).
     steps: timesteps visited: "N" spread evenly ("dpm": evenly in the logarithm
       of the signal-to-noise ratio), "ddimN" at a fixed stride, or "N,M,..." for
-      that many in each of equal sections, see `diffusion.process.respace`.
-    cfg_scale: classifier-free guidance (arXiv:2207.12598); 1 is none.
-    cfg_channels: channels that are guided: "three", as released, or "all".
-    cfg_interval: guidance acts on timesteps t with low <= t < high
+      that many in each of equal sections.
+    cfg_scale: strength of classifier-free guidance (arXiv:2207.12598), at least
+      1; 1 is none.
+    cfg_channels: channels that are guided: the first "three", as released, or
+      "all".
+    cfg_interval: (low, high): guidance acts on timesteps t with low <= t < high
       (arXiv:2404.07724).
   """
 

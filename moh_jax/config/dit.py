@@ -8,6 +8,7 @@ from moh_jax.config.checks import (
   in_range,
   is_section,
   one_of,
+  stated,
 )
 from moh_jax.config.heads import RouterConfig
 from moh_jax.config.layers import LayerStack
@@ -22,30 +23,39 @@ class DiTConfig(LayerStack):
   Attributes:
     family: "dit".
     input_size: rows and columns of the input: latents, or pixels.
-    channels: of the input.
-    num_classes: labels.
-    patch_size: rows and columns of a token.
-    width: C.
-    num_heads: heads of every layer; their number is the depth.
+    channels: channels of the input, 4 for latents of Stable Diffusion; None is
+      those of the data.
+    num_classes: labels; None is those of the data.
+    patch_size: rows and columns of the input that make one token.
+    width: C, a multiple of 4.
+    num_heads: heads of each layer; the length of the tuple is the depth.
     head_dim: width of a head; heads x head_dim need not equal the width.
-    shared_heads: heads that are always on.
-    top_k: routed heads per token.
-    mlp_ratio: F is floor(C * ratio).
-    label_dropout: share of training examples that lose their label, which
-      teaches the unconditional model that guidance needs; 0 leaves it out.
-    learn_sigma: predict the variance too, in as many further channels.
+    shared_heads: heads of each layer that are on for every token, the first
+      ones.
+    top_k: heads of each layer that a token chooses among the others.
+    mlp_ratio: the MLP's width F as a ratio: F is floor(C * ratio).
+    label_dropout: share of training examples that lose their label, in [0, 1),
+      which teaches the unconditional model that guidance needs; 0 leaves it
+      out.
+    learn_sigma: whether to predict the variance too, in as many further
+      channels.
     router: section of the router; its kind "none" is multi-head attention
       (DiT).
-    attention_impl: implementation of the attention.
-    dtype: compute dtype of the layers' branches; parameters, residual stream,
-      conditioning, both ends, router and softmax stay float32.
-    remat: what the backward pass recomputes: "none", "full" or "dots".
+    attention_impl: form of the attention: "auto" takes the fastest that fits
+      device and shapes; "dense" makes all logits at once; "packed" computes
+      only the heads that tokens chose; "kernel" is "packed" as one Pallas
+      kernel (GPU, TPU); "cudnn" is cuDNN's (NVIDIA GPUs).
+    dtype: compute dtype of the layers' branches, "float32" or "bfloat16";
+      parameters, residual stream, conditioning, both ends, router and softmax
+      stay float32.
+    remat: what the backward pass computes again to save memory: "none"; "dots"
+      all but matrix products; "full" whole layers.
   """
 
   family: str = "dit"
   input_size: tuple[int, int] = (32, 32)
-  channels: int = 4
-  num_classes: int = 1000
+  channels: int | None = None
+  num_classes: int | None = None
   patch_size: int = 2
   width: int = 384
   num_heads: tuple[int, ...] = (6,) * 12
@@ -68,7 +78,8 @@ class DiTConfig(LayerStack):
     one_of("model", ("dit",), family=self.family)
     is_section("model", RouterConfig, router=self.router)
     check_runtime(self)
-    at_least("model", 1, channels=self.channels, num_classes=self.num_classes)
+    sizes = stated(channels=self.channels, num_classes=self.num_classes)
+    at_least("model", 1, **sizes)
     at_least("model", 1, patch_size=self.patch_size, head_dim=self.head_dim)
     in_range("model", 0, 0.999, label_dropout=self.label_dropout)
     if self.width < 4 or self.width % 4:

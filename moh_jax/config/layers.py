@@ -35,6 +35,19 @@ class RoutedLayers:
     """The layers by groups of equal ones, in order."""
     raise NotImplementedError
 
+  def check_complete(self) -> None:
+    """Refuses a section with fields that are left to the data.
+
+    Raises:
+      ValueError: names the first of them.
+    """
+    for field in dataclasses.fields(self):
+      if getattr(self, field.name) is None:
+        raise ValueError(
+          f"model.{field.name}=None must be a number: state it, or call "
+          "`moh_jax.data.infer.resolve`, which reads it from the data"
+        )
+
   @property
   def activated_share(self) -> float:
     """Heads that a token uses over heads present, all layers together."""

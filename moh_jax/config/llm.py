@@ -8,6 +8,7 @@ from moh_jax.config.checks import (
   in_range,
   is_section,
   one_of,
+  stated,
 )
 from moh_jax.config.heads import RouterConfig
 from moh_jax.config.layers import LayerStack
@@ -24,33 +25,40 @@ class LLMConfig(LayerStack):
 
   Attributes:
     family: "llm".
-    vocab_size: V, rows of the embedding.
-    max_length: tokens of a sequence at most: RoPE's range.
+    vocab_size: V, tokens of the vocabulary; None is those of the data's
+      tokenizer.
+    max_length: longest sequence in tokens, the range of RoPE.
     width: C.
-    mlp_dim: F.
-    num_heads: query heads of every layer; their number is the depth.
-    num_kv_heads: key/value heads; query head h reads h // (H / K).
-    head_dim: width of a head.
-    shared_heads: heads that are always on, the first of `head_order`.
-    top_k: routed heads per token.
-    head_order: per layer, its heads in the order in which the first are shared;
-      () is their own order. It moves no weights.
-    norm_eps: of RMSNorm.
+    mlp_dim: F, width of the MLP.
+    num_heads: query heads of each layer; the length of the tuple is the depth.
+    num_kv_heads: key/value heads K; query head h reads h // (H / K).
+    head_dim: width of a head, even.
+    shared_heads: heads of each layer that are on for every token, the first of
+      `head_order`.
+    top_k: heads of each layer that a token chooses among the others.
+    head_order: for each layer its heads in the order in which the first are
+      shared; () is their own order. It moves no weights.
+    norm_eps: added to the mean square of RMSNorm.
     rope: section of the rotary position embedding.
-    tie_embeddings: the output layer is the embedding.
-    qkv_bias: biases of the query, key and value projections.
-    out_bias: bias of the attention's output.
-    mlp_bias: biases of the MLP.
+    tie_embeddings: whether the output layer uses the weights of the embedding.
+    qkv_bias: whether the query, key and value projections have biases.
+    out_bias: whether the attention's output projection has a bias.
+    mlp_bias: whether the MLP has biases.
     router: section of the router; its kind "none" is multi-head attention.
-    attention_impl: implementation of the attention.
-    dtype: compute dtype; router, softmax, norms and loss are float32.
-    remat: what the backward pass recomputes: "none", "full" or "dots".
+    attention_impl: form of the attention: "auto" takes the fastest that fits
+      device and shapes; "dense" makes all logits at once; "packed" computes
+      only the heads that tokens chose; "kernel" is "packed" as one Pallas
+      kernel (GPU, TPU); "cudnn" is cuDNN's (NVIDIA GPUs).
+    dtype: compute dtype, "float32" or "bfloat16"; router, softmax, norms and
+      loss are float32.
+    remat: what the backward pass computes again to save memory: "none"; "dots"
+      all but matrix products; "full" whole layers.
     loss_chunk: tokens of a sequence whose logits exist at one time in training
       and scoring; 0 makes all at once.
   """
 
   family: str = "llm"
-  vocab_size: int = 65536
+  vocab_size: int | None = None
   max_length: int = 2048
   width: int = 768
   mlp_dim: int = 2048
@@ -82,7 +90,7 @@ class LLMConfig(LayerStack):
     is_section("model", RouterConfig, router=self.router)
     is_section("model", RotaryConfig, rope=self.rope)
     check_runtime(self)
-    at_least("model", 1, vocab_size=self.vocab_size, width=self.width)
+    at_least("model", 1, width=self.width, **stated(vocab_size=self.vocab_size))
     at_least("model", 1, max_length=self.max_length, mlp_dim=self.mlp_dim)
     at_least("model", 1, num_kv_heads=self.num_kv_heads)
     at_least("model", 0, loss_chunk=self.loss_chunk)

@@ -19,7 +19,15 @@ def to_config_dict(config: Config) -> "ml_collections.ConfigDict":
   # Models and kernels import this module where ml_collections may be missing.
   import ml_collections
 
-  return ml_collections.ConfigDict(_to_dict(config)).lock()
+  cfg = ml_collections.ConfigDict(_to_dict(config))
+  for name, section in config.by_name().items():
+    for field, hint in typing.get_type_hints(type(section)).items():
+      if field in cfg[name] and cfg[name][field] is None:
+        # A flag can only set what has a type.
+        kind = _without_none(hint)
+        kind = typing.get_origin(kind) or kind
+        cfg[name][field] = ml_collections.config_dict.placeholder(kind)
+  return cfg.lock()
 
 
 def from_config_dict(cfg: Mapping[str, Any]) -> Config:
@@ -138,6 +146,8 @@ def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
 
 def _convert(path: str, value: Any, hint: Any) -> Any:
   """Checks a leaf's type; lists (from JSON) become tuples, ints floats."""
+  if isinstance(hint, types.UnionType):
+    return None if value is None else _convert(path, value, _without_none(hint))
   if dataclasses.is_dataclass(hint):
     if isinstance(value, hint):
       return value
@@ -164,6 +174,12 @@ def _convert(path: str, value: Any, hint: Any) -> Any:
   if wrong_bool or not isinstance(value, hint):
     raise ValueError(f"{path}={value!r} must be of type {hint.__name__}")
   return value
+
+
+def _without_none(hint: Any) -> Any:
+  """T of a hint `T | None`."""
+  (kind,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+  return kind
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

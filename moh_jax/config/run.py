@@ -122,9 +122,10 @@ class Config:
         f"data.batch_size={batch} must be a multiple of "
         f"optim.accumulation={parts}"
       )
-    if self.optim.warmup_steps > self.train.steps:
+    warmup = self.optim.warmup(self.train.steps)
+    if warmup > self.train.steps:
       raise ValueError(
-        f"optim.warmup_steps={self.optim.warmup_steps} must be at most "
+        f"optim.warmup_steps={warmup} must be at most "
         f"train.steps={self.train.steps}"
       )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.config.checks import at_least, in_range, one_of, stated
 
 SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
@@ -17,20 +17,24 @@ class DataConfig:
   Attributes:
     source: "digits" (scikit-learn's 1,797 scans), "image_folder"
       (path/train/CLASS/* and path/val/CLASS/*), "array_record" (shards of
-      encoded images, path/train/*.array_record and path/val/...), "latents"
-      (what `encode-latents` writes, in the same places) or "fake" (random).
-    path: directory of the source, where it has one.
+      encoded images, path/train/*.array_record and path/val/..., as
+      `pack-images` writes them), "latents" (what `encode-latents` writes, in
+      the same places) or "fake" (random).
+    path: directory of the source; "digits" and "fake" have none.
     batch_size: examples per optimizer step, over all devices and processes.
-    augment: "none", "shift" (random crop after padding by one eighth),
-      "crop_flip" (random resized crop and horizontal flip) or "center_flip"
-      (the centre crop of ADM, arXiv:2105.05233, and horizontal flip).
-    bad_images: what a training image that cannot be read does: "raise", or
-      "skip": another image takes its place and a warning names it.
-    eval_resize: shorter side in pixels before the centre crop of evaluation;
-      0 resizes straight to the model's image size.
-    mean: per channel, subtracted from pixels in [0, 1].
-    std: per channel, divides after the mean.
-    num_threads: threads that read and transform.
+    augment: change of training images: "none", "shift" (random crop after
+      padding by one eighth), "crop_flip" (random resized crop and horizontal
+      flip) or "center_flip" (the centre crop of ADM, arXiv:2105.05233, and
+      horizontal flip).
+    bad_images: what a training image that cannot be read does: "raise" ends the
+      run, "skip" takes another image in its place and warns.
+    eval_resize: shorter side in pixels before the centre crop of evaluation; 0
+      resizes straight to the model's image size.
+    mean: subtracted from pixels in [0, 1], one value per channel; None is 0.5
+      for diffusion models, ImageNet's for classifiers of three channels, the
+      training scans' for "digits", else 0.5. Latents are not normalized.
+    std: divides after the mean, one value per channel; None as for `mean`.
+    num_threads: threads that read and transform images.
     prefetch: batches prepared ahead.
     fake_examples: examples in each split of "fake".
   """
@@ -41,8 +45,8 @@ class DataConfig:
   augment: str = "none"
   bad_images: str = "raise"
   eval_resize: int = 0
-  mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-  std: tuple[float, ...] = (0.229, 0.224, 0.225)
+  mean: tuple[float, ...] | None = None
+  std: tuple[float, ...] | None = None
   num_threads: int = 4
   prefetch: int = 4
   fake_examples: int = 1024
@@ -60,10 +64,12 @@ class DataConfig:
         f"data.path='' must name the directory of data.source={self.source!r}, "
         "with train/ and val/"
       )
-    if not self.mean or len(self.mean) != len(self.std):
+    if self.mean is self.std is None:
+      return
+    if not self.mean or not self.std or len(self.mean) != len(self.std):
       raise ValueError(
         f"data.mean={self.mean} and data.std={self.std} must have one value "
-        "per channel each"
+        "per channel each, or both be None"
       )
     if min(self.std) <= 0:
       raise ValueError(f"data.std={self.std} must be above 0")
@@ -75,23 +81,29 @@ class OptimConfig:
 
   Attributes:
     lr: peak learning rate.
-    schedule: "cosine" from the peak to `final_lr`, or "constant".
-    warmup_steps: linear warm-up from `warmup_lr`, counted in `train.steps`.
-    warmup_lr: learning rate of the first step.
+    schedule: learning rate after the warm-up: "cosine" falls from `lr` to
+      `final_lr`, "constant" stays.
+    warmup_steps: steps of the linear warm-up from `warmup_lr`, which begin the
+      run; 0 is none, None a twentieth of `train.steps`, at most 2,000.
+    warmup_lr: learning rate of the first step of a warm-up.
     final_lr: learning rate at the end of the cosine.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
+    b1: decay of AdamW's first moment, in [0, 1).
+    b2: decay of AdamW's second moment, in [0, 1).
     eps: added to the root of the second moment.
-    weight_decay: decoupled decay per step, times the learning rate.
+    weight_decay: decoupled weight decay per step, multiplied by the learning
+      rate.
     no_decay: patterns (fnmatch) of parameter paths "a/b/c" that do not decay.
-    clip_norm: largest global gradient norm; 0 clips nothing.
-    ema_decay: decay of the averaged parameters; 0 keeps none.
-    accumulation: microbatches per optimizer step.
+    clip_norm: largest global norm of the gradients, larger ones are scaled
+      down; 0 clips nothing.
+    ema_decay: decay per step of the averaged parameters, in [0, 1); 0 keeps
+      none.
+    accumulation: microbatches that a step's batch is split into, to save
+      memory.
   """
 
   lr: float = 1e-3
   schedule: str = "cosine"
-  warmup_steps: int = 0
+  warmup_steps: int | None = None
   warmup_lr: float = 0.0
   final_lr: float = 0.0
   b1: float = 0.9
@@ -109,26 +121,32 @@ class OptimConfig:
     at_least("optim", 0, final_lr=self.final_lr, eps=self.eps)
     at_least("optim", 0, weight_decay=self.weight_decay)
     at_least("optim", 0, clip_norm=self.clip_norm)
-    at_least("optim", 0, warmup_steps=self.warmup_steps)
+    at_least("optim", 0, **stated(warmup_steps=self.warmup_steps))
     at_least("optim", 1, accumulation=self.accumulation)
     below_one = {"b1": self.b1, "b2": self.b2, "ema_decay": self.ema_decay}
     for name, value in below_one.items():
       if not 0 <= value < 1:
         raise ValueError(f"optim.{name}={value!r} must be in [0, 1)")
 
+  def warmup(self, steps: int) -> int:
+    """Steps of the warm-up in a run of so many steps."""
+    if self.warmup_steps is not None:
+      return self.warmup_steps
+    return min(steps // 20, 2000)
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-  """The run: its length, its seed and its loss.
+  """Length and seed of the run, what it starts from, and the balance loss.
 
   Attributes:
     steps: optimizer steps.
-    seed: of parameters, data order and every random choice.
-    balance_weight: weight of the router's load-balance loss.
+    seed: seed of parameters, data order and every random choice.
     init_from: workdir or output of `convert` whose parameters the run starts
-      from, with a fresh optimizer; "" draws them. What that model lacks, such
-      as a router, is drawn; further rows of its vocabulary are the mean of its
-      own.
+      from, with a fresh optimizer; "" initialises them at random. So is what
+      that model lacks, such as a router; further rows of its vocabulary are the
+      mean of its own.
+    balance_weight: weight of the router's load-balance loss in the loss.
   """
 
   steps: int = 1000
@@ -148,7 +166,7 @@ class MeshConfig:
 
   Attributes:
     data: replicas of the model, each with its share of the batch.
-    fsdp: devices that share parameters and optimizer state, and the batch.
+    fsdp: devices that share parameters, optimizer state and the batch.
     tensor: devices that share heads and MLP columns.
     sequence: devices that share the tokens of one example.
   """
@@ -172,11 +190,11 @@ class CheckpointConfig:
   """When the run is saved and what is kept.
 
   Attributes:
-    every: steps between saves; the last step is always saved.
-    keep_last: newest checkpoints kept.
-    keep_every: also keep steps that are multiples of this, itself a multiple of
-      `every`; 0 keeps none.
-    async_save: write in the background while training goes on.
+    every: steps between checkpoints; the last step is always saved.
+    keep_last: number of newest checkpoints that are kept.
+    keep_every: steps: checkpoints at multiples of this are kept too; itself a
+      multiple of `every`, 0 keeps none.
+    async_save: whether to write in the background while training goes on.
   """
 
   every: int = 1000
@@ -204,7 +222,8 @@ class EvalConfig:
     batch_size: examples per batch, over all devices.
     examples: examples at most, spread evenly over the split (text: sequences);
       0 takes all.
-    use_ema: evaluate the averaged parameters where the run keeps them.
+    use_ema: whether to evaluate the averaged parameters where the run keeps
+      them.
   """
 
   every: int = 1000
@@ -222,9 +241,9 @@ class LogConfig:
   """What the run writes besides checkpoints.
 
   Attributes:
-    every: steps between metric records.
-    tensorboard: write tensorboard scalars beside metrics.jsonl.
-    progress: show a progress bar.
+    every: steps between records of metrics.
+    tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
+    progress: whether to show a progress bar.
   """
 
   every: int = 50

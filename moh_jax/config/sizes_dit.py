@@ -28,6 +28,8 @@ _BUDGETS = {
 def _baseline(size: str, patch: int) -> DiTConfig:
   depth, width, heads = _SIZES[size]
   return DiTConfig(
+    channels=4,
+    num_classes=1000,
     patch_size=patch,
     width=width,
     num_heads=(heads,) * depth,

@@ -21,6 +21,7 @@ def _moh(name: str) -> LLMConfig:
   depth, width, mlp_dim, heads, head_dim = _SIZES[name[0]]
   shared, top_k = _BUDGETS[name]
   return LLMConfig(
+    vocab_size=65536,
     width=width,
     mlp_dim=mlp_dim,
     num_heads=(heads,) * depth,

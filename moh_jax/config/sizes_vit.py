@@ -17,13 +17,16 @@ NO_DECAY = (
 )
 
 _SMALL = ViTConfig(
+  channels=3,
+  num_classes=1000,
   embed_dims=(72, 144, 288, 576),
   depths=(5, 5, 22, 5),
   num_heads=(3, 6, 12, 24),
   drop_path=0.45,
   remat="dots",
 )
-_BASE = ViTConfig(
+_BASE = dataclasses.replace(
+  _SMALL,
   embed_dims=(96, 192, 384, 768),
   depths=(5, 5, 23, 5),
   num_heads=(4, 8, 16, 32),

@@ -19,16 +19,18 @@ class TextDataConfig:
     source: "tokens" (what `tokenize` writes), "stdlib" (the sources of the
       running Python's standard library, tokenized on first use) or "fake"
       (random tokens).
-    path: folder of the token sets; for "stdlib" where they are prepared.
-    mix: names of the sources, path/NAME/{train,val}; () is path/{train,val}.
+    path: folder of the token sets; for "stdlib" where they are prepared; "fake"
+      has none.
+    mix: names of the sources, path/NAME/{train,val}; () is the one set
+      path/{train,val}.
     ratios: percent of the sequences that each of `mix` gives, 100 together.
-    sequence_length: N, tokens.
+    sequence_length: N, tokens of a sequence.
     batch_size: sequences per optimizer step, over all devices and processes.
-    separate_documents: documents packed into one sequence do not see one
-      another and count their positions from 0; False reads a sequence as one
-      text.
-    tokenizer: of "stdlib": "bpe" (trained on it, model.vocab_size entries) or
-      "bytes".
+    separate_documents: whether documents packed into one sequence do not see
+      one another and count their positions from 0; False reads a sequence as
+      one text.
+    tokenizer: tokenizer of "stdlib": "bpe" (trained on it, model.vocab_size
+      entries) or "bytes".
     num_threads: threads that read.
     prefetch: batches prepared ahead.
     fake_examples: sequences in each split of "fake".

@@ -8,6 +8,7 @@ from moh_jax.config.checks import (
   in_range,
   is_section,
   one_of,
+  stated,
 )
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.layers import LayerGroup, RoutedLayers
@@ -35,35 +36,45 @@ class ViTConfig(RoutedLayers):
   Attributes:
     family: "vit".
     image_size: rows and columns of the input, pixels.
-    channels: of the input.
-    num_classes: outputs.
-    patch_stride: pixels between tokens of the first stage; later stages halve
-      the grid.
-    embed_dims: width C.
-    depths: blocks.
-    num_heads: heads; each must divide the width.
-    shared_heads: heads that are always on.
-    top_k: routed heads per token.
-    mlp_ratios: F is floor(2/3 of floor(C * ratio)).
-    sr_ratios: grid over pooled grid; 1 attends to all tokens instead.
-    window: odd width of the sliding window.
+    channels: channels of the images, 1 (grey) or 3 (RGB); None is those of the
+      data.
+    num_classes: classes, the outputs; None is those of the data.
+    patch_stride: pixels between tokens of the first stage; each later stage
+      halves the grid.
+    embed_dims: width C of each stage.
+    depths: number of blocks of each stage.
+    num_heads: heads of each stage; they must divide its width.
+    shared_heads: heads of each stage that are on for every token, the first
+      ones.
+    top_k: heads of each stage that a token chooses among the others.
+    mlp_ratios: each stage's MLP width F as a ratio: F is floor(2/3 of floor(C *
+      ratio)).
+    sr_ratios: side of each stage's grid over that of its pooled keys; 1 attends
+      to all tokens instead of window and pooled ones.
+    window: side of the sliding window in tokens, odd.
     fixed_pool_size: rows and columns of the pooled grid whatever the image
       (TransNeXt's linear mode); 0 uses sr_ratios.
-    pretrain_image_size: image size that the relative coordinates refer to; 0 is
-      image_size.
+    pretrain_image_size: side in pixels of the images that the relative
+      coordinates refer to; 0 is image_size.
     router: section of the router; its kind is "two_stage", or "none" for
       multi-head attention (TransNeXt).
-    qkv_bias: biases of the query, key and value projections.
-    drop_path: stochastic depth of the last block; earlier ones rise linearly.
-    attention_impl: implementation of the last stage's attention.
-    dtype: compute dtype; parameters, router and softmax stay float32.
-    remat: what the backward pass recomputes: "none", "full" or "dots".
+    qkv_bias: whether the query, key and value projections have biases.
+    drop_path: stochastic depth: probability of leaving out the last block, in
+      [0, 1); earlier ones rise to it linearly from 0.
+    attention_impl: form of the last stage's attention: "auto" takes the fastest
+      that fits device and shapes; "dense" makes all logits at once; "packed"
+      computes only the heads that tokens chose; "cudnn" is cuDNN's (NVIDIA
+      GPUs).
+    dtype: compute dtype, "float32" or "bfloat16"; parameters, router and
+      softmax stay float32.
+    remat: what the backward pass computes again to save memory: "none"; "dots"
+      all but matrix products; "full" whole layers.
   """
 
   family: str = "vit"
   image_size: tuple[int, int] = (224, 224)
-  channels: int = 3
-  num_classes: int = 1000
+  channels: int | None = None
+  num_classes: int | None = None
   patch_stride: int = 4
   embed_dims: tuple[int, ...] = (72, 144, 288, 576)
   depths: tuple[int, ...] = (5, 5, 22, 5)
@@ -95,8 +106,8 @@ class ViTConfig(RoutedLayers):
         "model.attention_impl='kernel' must be 'auto', 'dense', 'packed' or "
         "'cudnn': the kernels add no position bias"
       )
-    at_least("model", 1, channels=self.channels, num_classes=self.num_classes)
-    at_least("model", 1, patch_stride=self.patch_stride)
+    sizes = stated(channels=self.channels, num_classes=self.num_classes)
+    at_least("model", 1, patch_stride=self.patch_stride, **sizes)
     at_least("model", 0, fixed_pool_size=self.fixed_pool_size)
     at_least("model", 0, pretrain_image_size=self.pretrain_image_size)
     in_range("model", 0, 0.999, drop_path=self.drop_path)

@@ -29,6 +29,7 @@ from moh_jax.convert import (
 )
 from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.convert.tensor_writer import Planned
+from moh_jax.data.infer import resolve
 from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.files import replacing
 from moh_jax.models.registry import make_model
@@ -253,7 +254,8 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
 
 def _released_run(model: Any, tensors: Tensors) -> Config:
   """The run that a released model stands for."""
-  return get_family(model.family).converter().released_run(model, tensors)
+  converter = get_family(model.family).converter()
+  return resolve(converter.released_run(model, tensors))
 
 
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:

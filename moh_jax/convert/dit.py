@@ -14,9 +14,7 @@ import numpy as np
 from moh_jax.config import (
   Config,
   DataConfig,
-  DiffusionConfig,
   DiTConfig,
-  SampleConfig,
 )
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
@@ -48,12 +46,7 @@ def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
   side = math.isqrt(tokens) * model.patch_size
   if side and math.isqrt(tokens) ** 2 == tokens:  # 256 or 512 pixels, or other
     model = dataclasses.replace(model, input_size=(side, side))
-  return Config(
-    model=model,
-    data=_DATA,
-    diffusion=DiffusionConfig(),
-    sample=SampleConfig(),
-  )
+  return Config(model=model, data=_DATA)
 
 
 def model_rules(config: DiTConfig) -> list[Rule]:

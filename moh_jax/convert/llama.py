@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
+from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import hf_config, rules
 from moh_jax.convert.converter import Converter
@@ -41,7 +41,7 @@ def released_run(model: LLMConfig, tensors: Mapping[str, Any]) -> Config:
   del tensors  # its config says it all
   length = min(_SEQUENCE_LENGTH, model.max_length)
   data = TextDataConfig(sequence_length=length)
-  return Config(model=model, data=data, tune=TuneConfig())
+  return Config(model=model, data=data)
 
 
 def is_ignored(model: LLMConfig, name: str) -> bool:

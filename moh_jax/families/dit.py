@@ -39,14 +39,12 @@ class DiTFamily(ImageFamily):
 
     return DIT_MODELS
 
-  def example_run(self, model: DiTConfig, data: Any) -> Config:
+  def bench_run(self, model: DiTConfig, batch: int) -> Config:
     """Latent diffusion with averaged parameters, as released."""
     return Config(
       model=model,
-      data=data,
+      data=self.data(batch_size=batch),
       optim=OptimConfig(ema_decay=_EMA_DECAY),
-      diffusion=DiffusionConfig(),
-      sample=SampleConfig(),
     )
 
   def make_model(self, config: Config) -> tuple:
@@ -104,8 +102,7 @@ def _check_space(config: Config) -> None:
           f"data.{name}={value!r} must be {neutral!r} for latents, which are "
           "cropped and mirrored when they are encoded"
         )
-  halves = (0.5,) * len(data.mean)
-  if space == "pixel" and (data.mean, data.std) != (halves, halves):
+  if space == "pixel" and {*(data.mean or ()), *(data.std or ())} - {0.5}:
     raise ValueError(
       f"data.mean={data.mean} and data.std={data.std} must be 0.5 "
       "for diffusion.space='pixel': pixels in [-1, 1]"

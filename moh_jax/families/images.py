@@ -18,22 +18,12 @@ class ImageFamily(Family):
     source = config.data.source if stored else "image_folder"
     return {"source": source, "path": path}
 
-  def bench_run(self, model: Any, batch: int) -> Config:
-    """Random images with pixels in [-1, 1]."""
-    halves = (0.5,) * model.channels
-    data = self.data(batch_size=batch, mean=halves, std=halves)
-    return self.example_run(model, data)
-
-  def example_run(self, model: Any, data: Any) -> Config:
-    """A run of a model on data, all else by default."""
-    return Config(model=model, data=data)
-
   def check_channels(self, config: Config) -> None:
     """Raises ValueError unless every channel of the model is normalized."""
-    if len(config.data.mean) != config.model.channels:
+    mean, channels = config.data.mean, config.model.channels
+    if mean is not None and channels is not None and len(mean) != channels:
       raise ValueError(
-        f"data.mean={config.data.mean} must have model.channels="
-        f"{config.model.channels} values"
+        f"data.mean={mean} must have model.channels={channels} values"
       )
 
 

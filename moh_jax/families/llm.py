@@ -45,7 +45,7 @@ class LLMFamily(Family):
     """Random tokens."""
     length = min(_BENCH_LENGTH, model.max_length)
     data = TextDataConfig(sequence_length=length, batch_size=batch)
-    return Config(model=model, data=data, tune=TuneConfig())
+    return Config(model=model, data=data)
 
   def with_length(self, config: Config, length: int) -> Config:
     """Sequences of another length, within the range of the positions."""

@@ -157,6 +157,7 @@ class DiT(nn.Module):
       ValueError: x of another shape.
     """
     cfg = self.config
+    cfg.check_complete()
     if x.ndim != 4 or x.shape[1:] != cfg.input_shape:
       raise ValueError(
         f"x of shape {x.shape} must be [batch, "

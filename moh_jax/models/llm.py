@@ -220,6 +220,7 @@ class LLM(nn.Module):
       ValueError: more new tokens than the model's range.
     """
     cfg = self.config
+    cfg.check_complete()
     batch, length = tokens.shape
     if length > cfg.max_length:
       raise ValueError(

@@ -145,6 +145,7 @@ class ViT(nn.Module):
       ValueError: images of another shape.
     """
     cfg = self.config
+    cfg.check_complete()
     expected = (*cfg.image_size, cfg.channels)
     if images.ndim != 4 or images.shape[1:] != expected:
       raise ValueError(

@@ -20,6 +20,7 @@ from moh_jax.config import (
   without_router,
 )
 from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
 from moh_jax.speed import compare, model_programs, timing
 from moh_jax.speed.compare import Setting, Variant
@@ -72,7 +73,7 @@ class ModelOptions:
     """A run on random data for every length, the longest last."""
     section = self.config.model if self.config else released_model(self.model)
     family = get_family(section.family)
-    run = family.bench_run(section, self.batch)
+    run = resolve(family.bench_run(section, self.batch))
     changes = {"dtype": self.dtype, "remat": self.remat}
     given = {name: value for name, value in changes.items() if value}
     run = apply_overrides(run, "model", **given)

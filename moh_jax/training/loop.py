@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from moh_jax.config import Config, get_family
+from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
@@ -74,6 +75,7 @@ def train(
     OSError: the working directory cannot be written.
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
+  config = resolve(config)
   mesh = sharding.make_mesh(config.mesh, devices)
   sharding.check_batch(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation

@@ -19,7 +19,7 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
   Returns:
     step -> learning rate; step 0 has `warmup_lr` where there is a warm-up.
   """
-  warmup = config.warmup_steps
+  warmup = config.warmup(steps)
   if config.schedule == "cosine":
     # cosine_decay_schedule takes its floor as a fraction of the peak.
     floor = config.final_lr / config.lr if config.lr else 0.0

@@ -8,30 +8,33 @@ import numpy as np
 
 from moh_jax import config as config_lib
 from moh_jax.cli import main
+from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.training import tiny
 
 CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
-CONFIG = config_lib.Config(
-  model=config_lib.ViTConfig(
-    image_size=(8, 8),
-    num_classes=len(CLASS_NAMES),
-    patch_stride=4,
-    embed_dims=(8,),
-    depths=(1,),
-    num_heads=(4,),
-    shared_heads=(1,),
-    top_k=(1,),
-    mlp_ratios=(2,),
-    sr_ratios=(1,),
-  ),
-  data=config_lib.DataConfig(batch_size=8, fake_examples=20, num_threads=1),
-  train=config_lib.TrainConfig(steps=2),
-  checkpoint=config_lib.CheckpointConfig(async_save=False),
-  eval=config_lib.EvalConfig(batch_size=8),
-  log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+CONFIG = resolve(
+  config_lib.Config(
+    model=config_lib.ViTConfig(
+      image_size=(8, 8),
+      num_classes=len(CLASS_NAMES),
+      patch_stride=4,
+      embed_dims=(8,),
+      depths=(1,),
+      num_heads=(4,),
+      shared_heads=(1,),
+      top_k=(1,),
+      mlp_ratios=(2,),
+      sr_ratios=(1,),
+    ),
+    data=config_lib.DataConfig(batch_size=8, fake_examples=20, num_threads=1),
+    train=config_lib.TrainConfig(steps=2),
+    checkpoint=config_lib.CheckpointConfig(async_save=False),
+    eval=config_lib.EvalConfig(batch_size=8),
+    log=config_lib.LogConfig(every=1, tensorboard=False, progress=False),
+  )
 )
 # Of handwritten digits, classes "0" to "9".
 DIT_CONFIG = tiny.dit_config(mesh={"data": -1})

@@ -173,7 +173,9 @@ class SpaceTest(parameterized.TestCase):
       _with(_PIXEL, data={"mean": (0.5, 0.5), "std": (0.5, 0.5)})
 
   def test_latents_are_not_normalized_by_the_data(self):
-    self.assertNotEqual(len(_CONFIG.data.mean), _CONFIG.model.channels)
+    five = {"mean": (0.1,) * 5, "std": (0.2,) * 5}
+    config = _with(_CONFIG, model={"channels": 4}, data=five)
+    self.assertEqual(config.data.mean, (0.1,) * 5)
 
 
 class SamplingTest(parameterized.TestCase):

@@ -19,7 +19,7 @@ _MODEL = config_lib.ViTConfig(
 )
 _CONFIG = config_lib.Config(
   model=_MODEL,
-  data=config_lib.DataConfig(batch_size=12, mean=(0.1, 0.2, 0.3)),
+  data=config_lib.DataConfig(batch_size=12),
   optim=config_lib.OptimConfig(lr=3e-4, no_decay=("*/bias", "*/scale")),
   checkpoint=config_lib.CheckpointConfig(async_save=False),
 )
@@ -152,6 +152,25 @@ class FromConfigDictTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, rf"now {re.escape(present)}$"):
       config_lib.from_config_dict(_changed(section, **{key: value}))
 
+  def test_unset_leaves_are_none_and_can_be_set(self):
+    cfg = config_lib.to_config_dict(_CONFIG)
+    self.assertIsNone(cfg.model.num_classes)
+    unset = config_lib.from_config_dict(cfg)
+    self.assertIsNone(unset.model.num_classes)
+    cfg.model.num_classes = 7
+    cfg.data.mean = cfg.data.std = (0.5,) * 3
+    config = config_lib.from_config_dict(cfg)
+    self.assertEqual(config.model.num_classes, 7)
+    with self.assertRaises(TypeError):
+      cfg.model.num_classes = "many"
+
+  @parameterized.parameters(("many", "int"), (True, "int"))
+  def test_wrong_type_of_an_unset_leaf_is_named(self, value, kind):
+    with self.assertRaisesRegex(
+      ValueError, rf"model\.num_classes={value!r} must be of type {kind}"
+    ):
+      config_lib.from_config_dict(_changed("model", num_classes=value))
+
   def test_lists_become_tuples(self):
     cfg = _changed("model", image_size=[8, 8], depths=[1])
     config = config_lib.from_config_dict(cfg)
@@ -192,7 +211,11 @@ class CrossChecksTest(absltest.TestCase):
 
   def test_mean_has_one_value_per_channel(self):
     with self.assertRaisesRegex(ValueError, r"data\.mean=.*channels=1"):
-      config_lib.apply_overrides(_CONFIG, "model", channels=1)
+      dataclasses.replace(
+        _CONFIG,
+        model=dataclasses.replace(_MODEL, channels=1),
+        data=config_lib.DataConfig(mean=(0.1,) * 3, std=(0.2,) * 3),
+      )
 
 
 class ApplyOverridesTest(absltest.TestCase):
@@ -221,8 +244,9 @@ class ApplyOverridesTest(absltest.TestCase):
 
 class DifferingFieldsTest(absltest.TestCase):
   def test_names_the_fields_and_both_values(self):
+    ours = dataclasses.replace(_MODEL, num_classes=1000)
     theirs = dataclasses.replace(_MODEL, top_k=(3,), num_classes=5)
-    lines = config_lib.differing_fields(_MODEL, theirs, "model")
+    lines = config_lib.differing_fields(ours, theirs, "model")
     self.assertEqual(
       lines,
       [

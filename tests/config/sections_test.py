@@ -1,4 +1,6 @@
+import dataclasses
 import math
+import re
 
 from absl.testing import absltest, parameterized
 
@@ -121,6 +123,26 @@ class SectionsTest(parameterized.TestCase):
   def test_open_axis_may_be_any(self):
     mesh = config_lib.MeshConfig(data=2, tensor=-1)
     self.assertEqual((mesh.data, mesh.tensor), (2, -1))
+
+
+class DocumentationTest(parameterized.TestCase):
+  @parameterized.parameters(
+    *_SECTIONS.values(),
+    config_lib.ViTConfig,
+    config_lib.DiTConfig,
+    config_lib.LLMConfig,
+    config_lib.TextDataConfig,
+    config_lib.TuneConfig,
+    config_lib.DiffusionConfig,
+    config_lib.SampleConfig,
+    config_lib.RouterConfig,
+    config_lib.RotaryConfig,
+  )
+  def test_every_field_has_its_line(self, section):
+    attributes = section.__doc__.partition("Attributes:\n")[2]
+    documented = re.findall(r"^    (\w+): ", attributes, flags=re.MULTILINE)
+    fields = [field.name for field in dataclasses.fields(section)]
+    self.assertCountEqual(documented, fields)
 
 
 if __name__ == "__main__":

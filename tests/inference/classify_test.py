@@ -9,24 +9,27 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax import config as config_lib
+from moh_jax.data.infer import resolve
 from moh_jax.inference.classify import classify
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 
-_CONFIG = config_lib.Config(
-  model=config_lib.ViTConfig(
-    image_size=(8, 8),
-    num_classes=6,
-    patch_stride=4,
-    embed_dims=(8,),
-    depths=(1,),
-    num_heads=(4,),
-    shared_heads=(1,),
-    top_k=(1,),
-    mlp_ratios=(2,),
-    sr_ratios=(1,),
-  ),
+_CONFIG = resolve(
+  config_lib.Config(
+    model=config_lib.ViTConfig(
+      image_size=(8, 8),
+      num_classes=6,
+      patch_stride=4,
+      embed_dims=(8,),
+      depths=(1,),
+      num_heads=(4,),
+      shared_heads=(1,),
+      top_k=(1,),
+      mlp_ratios=(2,),
+      sr_ratios=(1,),
+    ),
+  )
 )
 _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
 

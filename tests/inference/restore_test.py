@@ -12,6 +12,7 @@ from moh_jax import config as config_lib
 from moh_jax.config import RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules as dit_rules
+from moh_jax.data.infer import resolve
 from moh_jax.inference import restore as restore_lib
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
@@ -21,21 +22,23 @@ from moh_jax.training.state import TrainState
 from tests.inference import tiny_text_model
 from tests.training import tiny
 
-_CONFIG = config_lib.Config(
-  model=config_lib.ViTConfig(
-    image_size=(8, 8),
-    num_classes=6,
-    patch_stride=4,
-    embed_dims=(8,),
-    depths=(2,),
-    num_heads=(4,),
-    shared_heads=(1,),
-    top_k=(1,),
-    mlp_ratios=(2,),
-    sr_ratios=(1,),
-    drop_path=0.1,
-  ),
-  checkpoint=config_lib.CheckpointConfig(async_save=False, keep_last=9),
+_CONFIG = resolve(
+  config_lib.Config(
+    model=config_lib.ViTConfig(
+      image_size=(8, 8),
+      num_classes=6,
+      patch_stride=4,
+      embed_dims=(8,),
+      depths=(2,),
+      num_heads=(4,),
+      shared_heads=(1,),
+      top_k=(1,),
+      mlp_ratios=(2,),
+      sr_ratios=(1,),
+      drop_path=0.1,
+    ),
+    checkpoint=config_lib.CheckpointConfig(async_save=False, keep_last=9),
+  )
 )
 _NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 

@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 
+from moh_jax.config import RouterConfig
 from moh_jax.data.text.tokenizers import BytesTokenizer
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
@@ -18,7 +19,7 @@ WORDS = tiny_words.tokenizer()
 BYTES = BytesTokenizer()
 # Routed heads, some of equal keys and values.
 RANDOM = tiny.llm_config(model={"max_length": 64})
-ALPHABET = tiny.llm_config(model={"width": 64, "router": "none"})
+ALPHABET = tiny.llm_config(model={"width": 64, "router": RouterConfig("none")})
 
 
 def restored(config, params, mesh=None):

@@ -191,12 +191,16 @@ class DecayMaskTest(parameterized.TestCase):
     self.assertEqual(mask, {"a": {"b": {"c": False}, "d": True}})
 
 
+def _constant(**fields):
+  return OptimConfig(lr=0.05, schedule="constant", warmup_steps=0, **fields)
+
+
 class OptimizerTest(parameterized.TestCase):
   @parameterized.parameters(0.0, 1.0)
   def test_zero_gradient_shrinks_only_what_decays(self, clip_norm):
     config = OptimConfig(
-      lr=0.1, schedule="constant", weight_decay=0.5, clip_norm=clip_norm,
-      no_decay=("bias",),
+      lr=0.1, schedule="constant", warmup_steps=0, weight_decay=0.5,
+      clip_norm=clip_norm, no_decay=("bias",),
     )  # fmt: skip
     params = _params()
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -209,7 +213,7 @@ class OptimizerTest(parameterized.TestCase):
   @parameterized.product(scales=((1.0,), (100.0, 0.1, 1.0)), clip=(0.0, 1.0))
   def test_steps_equal_the_reference(self, scales, clip):
     config = OptimConfig(
-      lr=0.05, schedule="constant", b1=0.8, b2=0.9, eps=1e-3,
+      lr=0.05, schedule="constant", warmup_steps=0, b1=0.8, b2=0.9, eps=1e-3,
       weight_decay=0.1, clip_norm=clip, no_decay=("bias",),
     )  # fmt: skip
     grads = _grads(scales)
@@ -229,18 +233,26 @@ class OptimizerTest(parameterized.TestCase):
 
   def test_clipping_tames_one_large_gradient(self):
     grads = _grads((1e4, 1.0, 1.0))
-    config = OptimConfig(lr=0.05, schedule="constant", clip_norm=0.0)
+    config = OptimConfig(
+      lr=0.05, schedule="constant", warmup_steps=0, clip_norm=0.0
+    )
     free = _run(_params(), grads, config)
     clipped = _run(
-      _params(), grads, OptimConfig(lr=0.05, schedule="constant", clip_norm=1.0)
+      _params(),
+      grads,
+      _constant(clip_norm=1.0),
     )
     gap = jnp.abs(free["kernel"] - clipped["kernel"]).max()
     self.assertGreater(gap, 1e-3)
 
   def test_small_gradients_are_not_clipped(self):
     grads = _grads((1e-3, 2e-3))
-    free = OptimConfig(lr=0.05, schedule="constant", clip_norm=0.0)
-    clipped = OptimConfig(lr=0.05, schedule="constant", clip_norm=1.0)
+    free = OptimConfig(
+      lr=0.05, schedule="constant", warmup_steps=0, clip_norm=0.0
+    )
+    clipped = OptimConfig(
+      lr=0.05, schedule="constant", warmup_steps=0, clip_norm=1.0
+    )
     chex.assert_trees_all_equal(
       _run(_params(), grads, free), _run(_params(), grads, clipped)
     )

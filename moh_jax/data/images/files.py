@@ -73,11 +73,7 @@ def list_images(
     FileNotFoundError: there is no image.
   """
   root = epath.Path(folder)
-  classes = sorted(
-    entry
-    for entry in root.iterdir()
-    if entry.is_dir() and not entry.name.startswith(".")
-  )
+  classes = list_classes(root)
   files = [
     (f"{entry.name}/{file.name}", label)
     for label, entry in enumerate(classes)
@@ -90,6 +86,24 @@ def list_images(
       f"{_SUFFIXES}"
     )
   return tuple(entry.name for entry in classes), files
+
+
+def list_classes(folder: str | os.PathLike) -> list[epath.Path]:
+  """The directories folder/CLASS, in alphabetical order.
+
+  Raises:
+    FileNotFoundError: there is no such folder.
+  """
+  root = epath.Path(folder)
+  if not root.is_dir():
+    raise FileNotFoundError(
+      f"{root}: no such directory; expected {root}/CLASS/*"
+    )
+  return sorted(
+    entry
+    for entry in root.iterdir()
+    if entry.is_dir() and not entry.name.startswith(".")
+  )
 
 
 def fingerprint(files: list[tuple[str, int]]) -> str:

@@ -201,7 +201,7 @@ def _describe_sets(
     root = prepare(root, data.tokenizer, vocab_size)
   folders = [root / name for name in data.mix] or [root]
   found = {
-    name: (folder / split, _describe_set(folder / split))
+    name: (folder / split, describe_set(folder / split))
     for name, folder in zip(source_names(data), folders)
   }
   tokenizers = {f: metadata["tokenizer"] for f, metadata in found.values()}
@@ -233,7 +233,13 @@ def _open_sources(
   ]
 
 
-def _describe_set(folder: pathlib.Path) -> dict[str, Any]:
+def describe_set(folder: pathlib.Path) -> dict[str, Any]:
+  """What a token set says of itself.
+
+  Raises:
+    FileNotFoundError: there is no such set.
+    ValueError: its metadata are damaged.
+  """
   if not folder.is_dir():
     raise FileNotFoundError(
       f"{folder}: no such directory; `python -m moh_jax tokenize` makes it"

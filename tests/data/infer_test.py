@@ -1,0 +1,158 @@
+import dataclasses
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax import config as config_lib
+from moh_jax.config import Config, DataConfig, TextDataConfig
+from moh_jax.data.images import pack
+from moh_jax.data.infer import resolve
+from tests.data.text import tiny_sets, tiny_text
+
+_VIT = config_lib.ViTConfig()
+_DIT = config_lib.DiTConfig(input_size=(8, 8))
+_PIXELS = config_lib.DiffusionConfig(space="pixel")
+_IMAGENET = (0.485, 0.456, 0.406)
+
+
+class _TempDirTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+
+class ImagesTest(_TempDirTest):
+  def _write_images(self):
+    for name in ("ant", "bee", "cat"):
+      path = self.root / "images/train" / name / "0.png"
+      path.parent.mkdir(parents=True)
+      Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
+    return str(self.root / "images")
+
+  def test_digits(self):
+    config = resolve(Config(_VIT, data=DataConfig(source="digits")))
+    self.assertEqual((config.model.channels, config.model.num_classes), (1, 10))
+    self.assertEqual((config.data.mean, config.data.std), ((0.3,), (0.37,)))
+
+  def test_classes_are_the_folders(self):
+    data = DataConfig(source="image_folder", path=self._write_images())
+    config = resolve(Config(_VIT, data=data))
+    self.assertEqual((config.model.channels, config.model.num_classes), (3, 3))
+    self.assertEqual(config.data.mean, _IMAGENET)
+
+  def test_grey_images_of_a_folder_are_normalized_by_halves(self):
+    data = DataConfig(source="image_folder", path=self._write_images())
+    grey = dataclasses.replace(_VIT, channels=1)
+    config = resolve(Config(grey, data=data))
+    self.assertEqual((config.data.mean, config.data.std), ((0.5,), (0.5,)))
+
+  def test_classes_of_packed_images(self):
+    packed = self.root / "packed"
+    pack.pack_images(
+      self._write_images() + "/train", packed / "train", progress=False
+    )
+    data = DataConfig(source="array_record", path=str(packed))
+    model = resolve(Config(_VIT, data=data)).model
+    self.assertEqual((model.channels, model.num_classes), (3, 3))
+
+  def test_latents_tell_channels_and_classes(self):
+    tiny_sets.write_latents(self.root / "train")
+    data = DataConfig(source="latents", path=str(self.root))
+    config = resolve(Config(_DIT, data=data))
+    self.assertEqual((config.model.channels, config.model.num_classes), (2, 2))
+    self.assertIsNone(config.data.mean)
+
+  @parameterized.parameters(("digits", 1), ("fake", 3))
+  def test_pixels_of_diffusion_models_are_normalized_by_halves(
+    self, source, channels
+  ):
+    config = Config(_DIT, data=DataConfig(source=source), diffusion=_PIXELS)
+    config = resolve(config)
+    self.assertEqual(config.model.channels, channels)
+    self.assertEqual(config.data.mean, (0.5,) * channels)
+    self.assertEqual(config.data.std, (0.5,) * channels)
+
+  def test_fake_latents_have_four_channels(self):
+    self.assertEqual(resolve(Config(_DIT)).model.channels, 4)
+
+  def test_missing_images_are_named(self):
+    data = DataConfig(source="image_folder", path=str(self.root))
+    with self.assertRaisesRegex(FileNotFoundError, f"{self.root}/train: no "):
+      resolve(Config(_VIT, data=data))
+
+  def test_what_is_stated_needs_no_data(self):
+    model = dataclasses.replace(_VIT, channels=1, num_classes=7)
+    data = DataConfig(
+      source="image_folder", path="/nowhere", mean=(0.1,), std=(0.2,)
+    )
+    config = Config(model, data=data)
+    resolved = resolve(config)
+    self.assertEqual((resolved.model, resolved.data), (model, data))
+
+  def test_stated_normalization_must_fit_the_data(self):
+    data = DataConfig(source="digits", mean=_IMAGENET, std=(1.0,) * 3)
+    with self.assertRaisesRegex(ValueError, r"must have model\.channels=1"):
+      resolve(Config(_VIT, data=data))
+
+
+class TextTest(_TempDirTest):
+  def _vocab_size(self, **data):
+    config = Config(config_lib.LLMConfig(), data=TextDataConfig(**data))
+    return resolve(config).model.vocab_size
+
+  def test_largest_vocabulary_of_the_sets(self):
+    for name, size in (("web", 300), ("code", 280)):
+      folder = self.root / name / "train"
+      tiny_text.write(folder, [[[1, 2]]], tiny_text.tokenizer(size))
+    data = {"source": "tokens", "path": str(self.root)}
+    mix = {"mix": ("code", "web"), "ratios": (50.0, 50.0)}
+    self.assertEqual(self._vocab_size(**data, **mix), 300)
+    data["path"] += "/code"
+    self.assertEqual(self._vocab_size(**data), 280)
+
+  @parameterized.parameters(("bytes", 257), ("bpe", 2048))
+  def test_standard_library(self, tokenizer, size):
+    data = {"source": "stdlib", "path": str(self.root)}
+    self.assertEqual(self._vocab_size(tokenizer=tokenizer, **data), size)
+
+  def test_missing_set_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "`python -m moh_jax token"):
+      self._vocab_size(source="tokens", path=str(self.root))
+
+
+class WarmupTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (None, 100, 5), (None, 10, 0), (None, 10**6, 2000), (0, 100, 0), (7, 9, 7)
+  )
+  def test_is_a_twentieth_of_the_run_unless_stated(self, stated, steps, warmup):
+    config = Config(
+      _VIT,
+      optim=config_lib.OptimConfig(warmup_steps=stated),
+      train=config_lib.TrainConfig(steps=steps),
+    )
+    self.assertEqual(resolve(config).optim.warmup_steps, warmup)
+
+  def test_follows_an_override_of_the_steps(self):
+    cfg = config_lib.to_config_dict(Config(_VIT))
+    cfg.train.steps = 40
+    config = resolve(config_lib.from_config_dict(cfg))
+    self.assertEqual(config.optim.warmup_steps, 2)
+
+
+class ResolveTest(absltest.TestCase):
+  def test_twice_is_once(self):
+    once = resolve(Config(_DIT, data=DataConfig(source="fake")))
+    self.assertEqual(resolve(once), once)
+
+  def test_resolved_values_are_stored(self):
+    config = resolve(Config(_VIT, data=DataConfig(source="digits")))
+    text = config_lib.to_json(config)
+    self.assertNotIn("null", text)
+    self.assertEqual(config_lib.from_json(text), config)
+
+
+if __name__ == "__main__":
+  absltest.main()
