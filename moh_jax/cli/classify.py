@@ -11,14 +11,6 @@ from moh_jax.inference.restore import restore
 from moh_jax.runtime import checkpoint
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  parser.add_argument("images", nargs="+", metavar="IMAGE")
-  common.add_checkpoint(parser)
-  parser.add_argument("--top", type=int, default=5, help="classes per image")
-  common.add_json(parser)
-
-
 def run(args: argparse.Namespace) -> int:
   """Prints the most probable classes of each image."""
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)

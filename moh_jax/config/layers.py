@@ -1,6 +1,7 @@
 """Head splits of models whose layers form one stack."""
 
 import dataclasses
+from typing import Any
 
 from moh_jax.ops.routing import HeadBudget, RouterConfig
 
@@ -107,3 +108,16 @@ class LayerStack:
       else:
         runs.append(LayerRun(budget, 1))
     return tuple(runs)
+
+
+def activated_share(model: Any) -> float:
+  """Heads that a token uses over all heads, all layers together.
+
+  Args:
+    model: the model section of any family.
+  """
+  if model.router == "none":
+    return 1.0
+  groups = model.layer_groups()
+  active = sum(group.depth * group.budget.active for group in groups)
+  return active / sum(group.depth * group.budget.num_heads for group in groups)

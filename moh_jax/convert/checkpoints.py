@@ -27,13 +27,14 @@ from moh_jax.convert import (
   tensor_writer,
   vit,
 )
+from moh_jax.convert.formats import FORMATS, RELEASED, SELF_DESCRIBED
 from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.files import replacing
 from moh_jax.models.build import make_model
 from moh_jax.models.registry import MODELS, get_model
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.params import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
@@ -61,19 +62,6 @@ _FAMILIES = {
   "dit": _Family(dit.model_rules, dit.released_run),
   "llm": _Family(llama.model_rules, llama.released_run, llama.is_ignored),
 }
-# Format -> how the names of the released models that have it begin.
-_RELEASED = {
-  "moh-vit": ("moh-vit",),
-  "transnext": ("transnext",),
-  "moh-dit": ("moh-dit",),
-  "dit": ("dit",),
-  "llama": ("llama", "llm", "moh-llm"),
-  "moh-llama3": ("moh-llama3",),
-}
-FORMATS = tuple(_RELEASED)
-# Formats whose sources say in a config.json what model they are.
-_SELF_DESCRIBED = ("llama", "moh-llama3")
-SHARD_SIZE = 5 * 10**9  # bytes, as transformers splits
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first is read
 _TOKENIZER_FILES = (
   *_TOKENIZERS,
@@ -125,7 +113,7 @@ def convert(
   checkpoint.check_vacant(out)
   tokenizer = ""
   if config.model.family == "llm":
-    tokenizer = _copy_tokenizer(_folder(source), checkpoint.resolve(out))
+    tokenizer = _copy_tokenizer(_folder(source), location.resolve(out))
   metadata = checkpoint.Metadata(config, tokenizer_sha256=tokenizer)
   stream.save_params(out, params, metadata)
   return name, _count(params)
@@ -172,7 +160,7 @@ def export(
   step: int | None = None,
   use_ema: bool = True,
   dtype: str = "float32",
-  shard_size: int = SHARD_SIZE,
+  shard_size: int = tensor_writer.SHARD_SIZE,
 ) -> int:
   """Writes a checkpoint's weights under their public names.
 
@@ -216,9 +204,7 @@ def export(
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
-    home = checkpoint.resolve(directory)
-    home = home.parent if home.name == checkpoint.FOLDER else home
-    _copy_tokenizer(home, folder)
+    _copy_tokenizer(location.workdir(directory), folder)
     stored = hf_config.to_hf(config.model, dtype=dtype, **_ids(folder))
     tensor_writer.write_json(folder / hf_config.FILE, stored)
     tensor_writer.write_folder(folder, planned, dtype, text, shard_size)
@@ -259,7 +245,7 @@ def _open(
 def _described(kind: str, source: str) -> LLMConfig | None:
   """The model of a config.json beside the source, if there is one."""
   path = _folder(source) / hf_config.FILE
-  if kind not in _SELF_DESCRIBED or not path.is_file():
+  if kind not in SELF_DESCRIBED or not path.is_file():
     return None
   model = hf_config.read_config(path)
   if kind == "moh-llama3" and model.router == "none":
@@ -275,7 +261,7 @@ def _folder(source: str) -> pathlib.Path:
 
 def _find_model(kind: str, tensors: Tensors, source: str) -> str:
   """The released model whose tensor shapes are exactly these."""
-  names = [name for name in MODELS if name.startswith(_RELEASED[kind])]
+  names = [name for name in MODELS if name.startswith(RELEASED[kind])]
   for name in names:
     config = _released_run(MODELS[name], tensors)
     kept = _without_ignored(config.model, tensors)

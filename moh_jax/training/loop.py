@@ -15,7 +15,7 @@ from etils import epath
 
 from moh_jax.config import Config
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import checkpoint, location, sharding
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
 from moh_jax.training import optim
 from moh_jax.training.metrics import MetricsWriter
@@ -82,7 +82,7 @@ def train(
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   task = make_task(config, decode)
   directory = prepare_workdir(workdir)
-  if (directory / checkpoint.FOLDER).exists():
+  if location.steps_folder(directory).exists():
     _check_resumable(directory, _metadata(config, task))
   with sharding.use_mesh(mesh):
     return _Run(config, directory, mesh, task).run()
@@ -94,7 +94,7 @@ def prepare_workdir(workdir: str) -> epath.Path:
   Raises:
     OSError: it cannot; the message names the directory and the reason.
   """
-  directory = checkpoint.resolve(workdir)
+  directory = location.resolve(workdir)
   probe = directory / f".write_probe_{jax.process_index()}"
   try:
     directory.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ class _CommandTest(parameterized.TestCase):
 class EvaluateTextTest(_CommandTest):
   def test_several_shares_equal_runs_of_their_own(self):
     file = self.root / "out.json"
-    options = ("--text", self.texts, "--top-k")
+    options = ("--data", self.texts, "--top-k")
     status, out, err = self._call(*options, "1,3", "--json", file)
     self.assertEqual(status, 0, err)
     report = json.loads(file.read_text())
@@ -82,15 +82,15 @@ class EvaluateTextTest(_CommandTest):
     )
 
   @parameterized.parameters(
-    ((), "give --tasks, --text or both"),
-    (("--text", "/nope/*.txt"), "/nope/*.txt: no such file"),
-    (("--text", "x", "--top-k", "1,4"), "top_k=4 must be in [0, 3]"),
-    (("--text", "x", "--batch-size", "0"), "batch-size=0 must be at least 1"),
-    (("--text", "x", "--batch-size", "7"), "batch-size=7 must be a multiple"),
+    ((), "give --tasks, --data or both"),
+    (("--data", "/nope/*.txt"), "/nope/*.txt: no such file"),
+    (("--data", "x", "--top-k", "1,4"), "top_k=4 must be in [0, 3]"),
+    (("--data", "x", "--batch-size", "0"), "batch-size=0 must be at least 1"),
+    (("--data", "x", "--batch-size", "7"), "batch-size=7 must be a multiple"),
     (("--tasks", "a,,b"), "tasks='a,,b' must be names"),
     (("--tasks", "a", "--limit", "0"), "limit=0 must be at least 1"),
     (("--tasks", "a", "--num-fewshot", "-1"), "num_fewshot=-1 must be"),
-    (("--text", "x", "--step", "3"), "no checkpoint of step 3"),
+    (("--data", "x", "--step", "3"), "no checkpoint of step 3"),
   )
   def test_what_does_not_fit_is_one_line(self, argv, message):
     argv = [str(self.root / "0.txt") if arg == "x" else arg for arg in argv]
@@ -110,7 +110,7 @@ class EvaluateTextTest(_CommandTest):
     other = self.root / "vit"
     tiny_checkpoint.save(other)
     status, _, err = tiny_checkpoint.call(
-      "evaluate-lm", "--checkpoint", other, "--text", self.texts
+      "evaluate-lm", "--checkpoint", other, "--data", self.texts
     )
     self.assertEqual(status, 2)
     self.assertIn("family 'vit'; a language model is needed", err)
@@ -121,7 +121,7 @@ class EvaluateTextTest(_CommandTest):
     config = dataclasses.replace(tiny_text_model.CONFIG, model=model)
     tiny_text_model.save(other, config)
     status, _, err = tiny_checkpoint.call(
-      *("evaluate-lm", "--checkpoint", other, "--text", self.texts),
+      *("evaluate-lm", "--checkpoint", other, "--data", self.texts),
       *("--top-k", 1),
     )
     self.assertEqual(status, 2)
