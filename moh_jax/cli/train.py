@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
   if args.vae:
     decode = load_decoder(args.vae, config, sharding.make_mesh(config.mesh))
   try:
-    with _notes_on_stderr():
+    with _notes_on_stderr(logging.INFO if is_first else logging.WARNING):
       result = loop.train(config, args.workdir, decode=decode)
   except loop.NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -45,15 +45,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _notes_on_stderr() -> Iterator[None]:
+def _notes_on_stderr(level: int) -> Iterator[None]:
   """Shows the library's own log, such as the run's opening lines, as it is."""
   log, handler = logging.getLogger("moh_jax"), logging.StreamHandler()
   before = log.level, log.propagate
   log.addHandler(handler)
-  log.setLevel(logging.INFO)
+  log.setLevel(level)
   log.propagate = False
   try:
     yield
   finally:
     log.removeHandler(handler)
-    log.level, log.propagate = before
+    log.propagate = before[1]
+    log.setLevel(before[0])

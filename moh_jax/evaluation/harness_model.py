@@ -190,7 +190,7 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
     "stop", "max_new_tokens", "temperature" (0 is greedy), "top_k", "top_p".
 
   Raises:
-    ValueError: an option that is not known; it would change the figures.
+    ValueError: an option that is not known; it would change the metrics.
   """
   given = {n: v for n, v in given.items() if (n, v) != ("num_beams", 1)}
   if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):

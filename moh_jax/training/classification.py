@@ -34,6 +34,7 @@ def make_task(config: Config) -> Task:
     class_names=train.class_names,
     unit="images",
     units_per_step=config.data.batch_size,
+    shown=("accuracy",),
   )
 
 

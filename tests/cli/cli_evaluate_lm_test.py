@@ -15,7 +15,7 @@ from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 
 _TEXTS = ("It was the best of times.\n", "caf\u00e9 au lait")
-_FIGURES = (
+_METRICS = (
   *("bits_per_byte", "perplexity", "word_perplexity", "nats"),
   *("tokens", "words", "bytes", "documents"),
 )
@@ -68,7 +68,7 @@ class EvaluateTextTest(_CommandTest):
 
     lines = [line.split() for line in out.splitlines()]
     self.assertEqual(lines[0], "text top_k=1 (50.0%) top_k=3 (100.0%)".split())
-    self.assertCountEqual([line[0] for line in lines[1:]], _FIGURES)
+    self.assertCountEqual([line[0] for line in lines[1:]], _METRICS)
     bits = [f"{text['bits_per_byte']:.4f}" for text in texts]
     self.assertIn(["bits_per_byte", *bits], lines)
 
@@ -76,8 +76,8 @@ class EvaluateTextTest(_CommandTest):
     alone = self._report(*options, 3)["runs"]
     self.assertLen(alone, 1)
     np.testing.assert_allclose(
-      [alone[0]["text"][name] for name in _FIGURES],
-      [texts[1][name] for name in _FIGURES],
+      [alone[0]["text"][name] for name in _METRICS],
+      [texts[1][name] for name in _METRICS],
       rtol=1e-6,
     )
 

@@ -52,7 +52,7 @@ class WriteJsonTest(absltest.TestCase):
 
   def test_file_holds_the_value(self):
     where = self.enterContext(tempfile.TemporaryDirectory())
-    path = pathlib.Path(where) / "figures.json"
+    path = pathlib.Path(where) / "metrics.json"
     common.write_json(str(path), [{"a": 1}])
     self.assertEqual(json.loads(path.read_text()), [{"a": 1}])
 
