@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from moh_jax.config import Config, LLMConfig
 from moh_jax.convert import (
   dit,
+  exported,
   hf_config,
   llama,
   rules,
@@ -90,8 +91,9 @@ def convert(
     source: safetensors file or folder, or a torch zip checkpoint.
     out: directory to write to; must hold no checkpoint yet.
     key: entry of a torch checkpoint that holds the weights.
-    model: released name; None takes the model of the source's config.json, or
-      finds the one of `kind` whose shapes fit.
+    model: released name; None takes the model that the source names (in its
+      config.json, or where `export` wrote it), or finds the one of `kind` whose
+      shapes fit.
     config: run of a model that is not a released one.
     image_size: input size of a classifier, instead of the model's; that of a
       diffusion model is in its checkpoint.
@@ -103,7 +105,8 @@ def convert(
     FileNotFoundError: there is no such source.
     ValueError: the tensors fit no (or not the named) model; they are listed.
   """
-  name, config, tensors = _open(kind, source, key, model, config)
+  name, metadata, tensors = _open(kind, source, key, model, config)
+  config = metadata.config
   if image_size:
     config = _resized(config, image_size)
   table = model_rules(config.model)
@@ -114,7 +117,9 @@ def convert(
   tokenizer = ""
   if config.model.family == "llm":
     tokenizer = _copy_tokenizer(_folder(source), location.resolve(out))
-  metadata = checkpoint.Metadata(config, tokenizer_sha256=tokenizer)
+  metadata = dataclasses.replace(
+    metadata, config=config, tokenizer_sha256=tokenizer
+  )
   stream.save_params(out, params, metadata)
   return name, _count(params)
 
@@ -146,7 +151,8 @@ def load_sharded(
     FileNotFoundError: there is no such source.
     ValueError: the tensors fit no (or not the named) model; they are listed.
   """
-  _, config, tensors = _open(kind, source, key, model, config)
+  _, metadata, tensors = _open(kind, source, key, model, config)
+  config = metadata.config
   table = model_rules(config.model)
   return config, stream.load_sharded(
     table, tensors, config, mesh, source=source
@@ -166,7 +172,9 @@ def export(
 
   A language model becomes a folder that transformers loads: config.json,
   safetensors (in shards with an index if there are several) and the tokenizer.
-  Other families become one safetensors file.
+  Other families become one safetensors file; the config, in which the
+  preprocessing is, and the class names are in the text of its header, where
+  `convert` finds them.
 
   Args:
     directory: a working directory or an output of `convert`.
@@ -201,6 +209,7 @@ def export(
   planned = _plan(model_rules(config.model), params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
   if not is_llm:
+    text |= exported.to_text(metadata)
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
@@ -222,24 +231,28 @@ def _open(
   key: str | None,
   model: str | None,
   config: Config | None,
-) -> tuple[str, Config, dict[str, Any]]:
+) -> tuple[str, checkpoint.Metadata, dict[str, Any]]:
   """What a source is: a name, its run, and its tensors, none read."""
   if kind not in FORMATS:
     raise ValueError(f"--from {kind!r} must be one of {FORMATS}")
   if model is not None:
     get_model(model)  # before a large source is looked through
   tensors = open_tensors(source, key)
-  described = None
+  described = ours = None
   if config is None and model is None:
+    ours = exported.read(kind, source)
     described = _described(kind, source)
   if config is not None:
     name = "custom"
+  elif ours is not None:
+    name, config = "the exported model", ours.config
   elif described is not None:
     name, config = "the model of config.json", _released_run(described, tensors)
   else:
     name = model or _find_model(kind, tensors, source)
     config = _released_run(get_model(name), tensors)
-  return name, config, _without_ignored(config.model, tensors)
+  tensors = _without_ignored(config.model, tensors)
+  return name, ours or checkpoint.Metadata(config), tensors
 
 
 def _described(kind: str, source: str) -> LLMConfig | None:
