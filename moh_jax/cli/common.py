@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.config import MeshConfig
+from moh_jax.config.checks import DTYPES
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
 from moh_jax.ops.routing import GATE_FORMS
@@ -86,6 +87,9 @@ def add_checkpoint(
     "--gate-form",
     choices=GATE_FORMS,
     help="form of the gates, instead of the trained one",
+  )
+  parser.add_argument(
+    "--dtype", choices=DTYPES, help="compute dtype, instead of the trained one"
   )
 
 
@@ -272,6 +276,7 @@ def restore_options(args: argparse.Namespace) -> dict[str, Any]:
     "use_ema": not args.no_ema,
     "top_k": args.top_k,
     "gate_form": args.gate_form,
+    "dtype": args.dtype,
   }
 
 

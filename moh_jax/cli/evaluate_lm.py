@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
     restored = restore(
       args.checkpoint,
       mesh=mesh,
-      dtype=args.dtype,
       **(common.restore_options(args) | {"top_k": first}),
     )
     runs = []

@@ -27,10 +27,7 @@ def run(args: argparse.Namespace) -> int:
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
-      args.checkpoint,
-      mesh=mesh,
-      dtype=args.dtype,
-      **common.restore_options(args),
+      args.checkpoint, mesh=mesh, **common.restore_options(args)
     )
   generator = Generator(
     restored,

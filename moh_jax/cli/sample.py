@@ -109,4 +109,5 @@ def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
     **{name: getattr(config.sample, name) for name in _OPTIONS},
     "top_k": args.top_k,
     "gate_form": args.gate_form,
+    "dtype": config.model.dtype,
   }

@@ -77,6 +77,12 @@ def train(
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
   mesh = sharding.make_mesh(config.mesh, devices)
+  sharding.check_batch(
+    "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
+  )
+  sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
+  task = make_task(config, decode)
+  directory = prepare_workdir(workdir)
   _LOG.info(
     "devices: %d x %s, processes: %d, mesh: %s",
     mesh.size,
@@ -84,12 +90,6 @@ def train(
     jax.process_count(),
     ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
   )
-  sharding.check_batch(
-    "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
-  )
-  sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  task = make_task(config, decode)
-  directory = prepare_workdir(workdir)
   if location.steps_folder(directory).exists():
     _check_resumable(directory, _metadata(config, task))
   with sharding.use_mesh(mesh):

@@ -134,8 +134,15 @@ class TrainCommandTest(parameterized.TestCase):
       sample={"every": 1},
     )
     self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertIn("--vae", err)
+    *notes, error = err.splitlines()
+    self.assertEqual(
+      notes,
+      [
+        f"data: fake, {split}: 1,024 examples of 10 classes"
+        for split in ("train", "val")
+      ],
+    )
+    self.assertStartsWith(error, "error: sample.every=1 must be 0, or --vae")
     self.assertFalse(self.workdir.exists())
 
 

@@ -166,21 +166,15 @@ class ClassifyTest(parameterized.TestCase):
     self.assertEqual(first, second)
 
   @parameterized.parameters(
-    (
-      np.zeros((8, 8, 3), np.float32),
-      "image 0 has dtype float32, must be uint",
-    ),
-    (
-      np.zeros((8, 8, 1), np.uint8),
-      r"image 0 .* \(8, 8, 1\), must be \[X, Y, 3",
-    ),
-    (np.zeros((8, 8), np.uint8), r"image 0 .* \(8, 8\), must be \[X, Y, 3"),
+    (np.float32, (8, 8, 3), "has dtype float32, must be uint8"),
+    (np.uint8, (8, 8, 1), r"has shape \(8, 8, 1\), must be \[X, Y, 3\]"),
+    (np.uint8, (8, 8), r"has shape \(8, 8\), must be \[X, Y, 3\]"),
   )
-  def test_array_of_other_values_is_refused(self, array, message):
-    with self.assertRaisesRegex(ValueError, message):
-      _restored().predict([array])
+  def test_array_of_other_values_is_refused(self, dtype, shape, message):
+    with self.assertRaisesRegex(ValueError, f"image 1 {message}"):
+      _restored().predict([_RGB, np.zeros(shape, dtype)])
 
-  @parameterized.parameters("3.png", _RGB, Image.fromarray(_RGB))
+  @parameterized.parameters("3.png", (_RGB,), (Image.fromarray(_RGB),))
   def test_one_image_is_no_list(self, image):
     with self.assertRaisesRegex(ValueError, "must be a list of images"):
       _restored().predict(image)

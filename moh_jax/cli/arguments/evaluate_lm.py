@@ -3,7 +3,6 @@
 import argparse
 
 from moh_jax.cli import common
-from moh_jax.config.checks import DTYPES
 from moh_jax.evaluation.harness_tasks import PRESETS
 
 
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--include-path", default="", metavar="DIR", help="folder of more tasks"
   )
   parser.add_argument("--batch-size", type=int, default=8)
-  parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
   parser.add_argument(
     "--no-bos",
     action="store_true",

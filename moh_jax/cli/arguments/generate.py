@@ -4,7 +4,6 @@ import argparse
 
 from moh_jax.cli import common
 from moh_jax.config import CACHE_DTYPES
-from moh_jax.config.checks import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--batch-size", type=int, default=8)
-  parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
   parser.add_argument(
     "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
   )
