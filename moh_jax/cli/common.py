@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_jax.config import MeshConfig
@@ -310,6 +310,21 @@ def write_json(target: str, value: Any) -> None:
     print(json.dumps(value), file=sys.stdout, flush=True)
   elif target:
     pathlib.Path(target).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def report(target: str, metrics: Mapping[str, Any]) -> None:
+  """Prints a line per metric that there is, and writes all to `target`.
+
+  Args:
+    target: as for `write_json`; "-" prints nothing else.
+    metrics: name -> value, None where there is none.
+  """
+  if target != "-":
+    for name, value in metrics.items():
+      if value is not None:
+        text = f"{value:.4f}" if isinstance(value, float) else value
+        print(f"{name}: {text}")
+  write_json(target, metrics)
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:

@@ -32,17 +32,8 @@ def run(args: argparse.Namespace) -> int:
       restored.model, config, restored.class_names, restored.tokenizer_sha256
     )
     metrics = evaluate(restored.params, mesh)
-  metrics = {**metrics, "step": restored.step}
-  if not is_first:
-    return 0
-  if args.json != "-":
-    for name, value in metrics.items():
-      print(
-        f"{name}: {value:.4f}"
-        if isinstance(value, float)
-        else f"{name}: {value}"
-      )
-  common.write_json(args.json, metrics)
+  if is_first:
+    common.report(args.json, {**metrics, "step": restored.step})
   return 0
 
 

@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
   sharding.check_batch("--batch-size", args.batch_size, mesh)
   samples = _open(args.samples)
   reference = _open(args.reference) if args.reference else None
-  metrics = args.metrics or _possible(samples, reference, args.save_stats)
-  if reference is None and (needing := [m for m in metrics if m != "is"]):
+  names = args.metrics or _possible(samples, reference, args.save_stats)
+  if reference is None and (needing := [m for m in names if m != "is"]):
     raise ValueError(
       f"--metrics {','.join(needing)} need --reference; without one only is"
     )
-  passes = [_Pass("samples", samples, metrics, saved=bool(args.save_stats))]
+  passes = [_Pass("samples", samples, names, saved=bool(args.save_stats))]
   if reference is not None:
-    passes.append(_Pass("reference", reference, metrics))
+    passes.append(_Pass("reference", reference, names))
   for one in passes:
     one.check()
   for target in (args.save_stats, args.json):
@@ -87,21 +87,15 @@ def run(args: argparse.Namespace) -> int:
   results = [one.run(extract, args.batch_size) for one in passes]
   if args.save_stats:
     write_statistics(args.save_stats, results[0].pool3, results[0].spatial)
-  report = {
-    **_scores(metrics, *results),
+  metrics = {
+    **_scores(names, *results),
     "samples": args.samples,
     "reference": args.reference,
     "num_samples": results[0].count or None,  # None: a file's statistics
     "num_reference": (results[1].count or None) if reference else None,
     "resize": args.resize,
   }
-  if args.json != "-":
-    for name, value in report.items():
-      if isinstance(value, float):
-        print(f"{name}: {value:.4f}")
-      elif value is not None:
-        print(f"{name}: {value}")
-  common.write_json(args.json, report)
+  common.report(args.json, metrics)
   return 0
 
 

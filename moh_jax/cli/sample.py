@@ -24,7 +24,7 @@ _OPTIONS = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
 
 
 def run(args: argparse.Namespace) -> int:
-  """Draws images and writes them."""
+  """Samples images and writes them."""
   out = pathlib.Path(args.out)
   if out.suffix not in (".png", ".npz"):
     raise ValueError(f"--out {args.out!r} must end in .png or .npz")

@@ -138,7 +138,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     "--plot",
     metavar="FILE",
     default="",
-    help="draw the ratios; needs matplotlib (the extra moh_jax[plot])",
+    help="plot the ratios; needs matplotlib (the extra moh_jax[plot])",
   )
   parser.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
