@@ -69,17 +69,16 @@ def _run_file(spec: str) -> dict[str, Any]:
 def _set(cfg: dict[str, Any], key: str, text: str) -> None:
   """Changes one leaf; whether there is such a key is checked with the rest."""
   *path, name = key.split(".")
+  if not path:
+    raise ValueError(
+      f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
+    )
   section = cfg
   for part in path:
     section = section.setdefault(part, {})
     if not isinstance(section, dict):
-      raise ValueError(f"unknown config key {key!r}")
-  old = section.get(name)
-  if not path or isinstance(old, dict):
-    raise ValueError(
-      f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
-    )
-  section[name] = _parse(text, old)
+      raise ValueError(f"unknown config key {key}")
+  section[name] = _parse(text, section.get(name))
 
 
 def _parse(text: str, old: Any) -> Any:

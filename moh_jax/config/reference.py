@@ -79,24 +79,37 @@ def describe(config: Config) -> str:
 
 def markdown() -> str:
   """The sections of all families with their defaults, for the documentation."""
+  families = {name: _section_types(name) for name in FAMILIES}
+  first, *others = families.values()
   shared = {
-    field.name: field.default
-    for field in dataclasses.fields(Config)
-    if field.name not in ("model", "data") and field.default is not None
+    name: cls
+    for name, cls in first.items()
+    if all(other.get(name) is cls for other in others)
   }
   parts = ["## Sections of every family"]
-  parts += [_table(name, section) for name, section in shared.items()]
-  described = set()
-  for name, family in FAMILIES.items():
-    parts.append(f"## Sections of `{name}`")
-    own = {"model": family.model, "data": family.data, **family.sections}
-    for section, cls in own.items():
-      if cls in described:  # such as the images of two families
-        parts.append(f"### {section}\n\nAs above (`{cls.__name__}`).")
-      else:
-        parts.append(_table(section, cls()))
+  parts += [_table(name, cls()) for name, cls in shared.items()]
+  described = set(shared.values())
+  for family, sections in families.items():
+    parts.append(f"## Sections of `{family}`")
+    for name, cls in sections.items():
+      if cls not in described:
+        parts.append(_table(name, cls()))
+      elif name not in shared:  # such as the images of two families
+        parts.append(f"### {name}\n\n`{cls.__name__}`, see above.")
       described.add(cls)
   return "\n\n".join(parts) + "\n"
+
+
+def _section_types(family: str) -> dict[str, type]:
+  """The dataclass of every section of a family's configs, by name."""
+  record = FAMILIES[family]
+  shared = {
+    field.name: type(field.default)
+    for field in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(field.default)
+  }
+  own = {"model": record.model, "data": record.data, **record.sections}
+  return {**shared, **own}
 
 
 def _table(name: str, section: Any) -> str:

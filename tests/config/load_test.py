@@ -42,7 +42,7 @@ class LoadConfigTest(parameterized.TestCase):
     ("optim.nope=1", "unknown config key optim.nope; known: ['accumulation'"),
     ("nope.x=1", "unknown config section 'nope'; known: ['model'"),
     ("nope=1", "config key 'nope' must be SECTION.FIELD"),
-    ("optim.lr.x=1", "unknown config key 'optim.lr.x'"),
+    ("optim.lr.x=1", "unknown config key optim.lr.x"),
     ("optim.lr", "'optim.lr' must be FIELD=VALUE"),
     ("optim.lr=fast", "optim.lr='fast' must be of type float"),
     ("train.steps=0", "train.steps=0 must be at least 1"),
