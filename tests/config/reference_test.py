@@ -71,10 +71,9 @@ class KeysTest(parameterized.TestCase):
   @parameterized.parameters(*config_lib.FAMILIES)
   def test_every_key_has_a_meaning(self, family):
     config = config_lib.from_config_dict({"model": {"family": family}})
-    for field in dataclasses.fields(config):
-      if (section := getattr(config, field.name)) is not None:
-        for key in reference.keys(field.name, section):
-          self.assertNotEmpty(key.meaning, key.name)
+    for name in config_lib.to_config_dict(config):
+      for key in reference.keys(name, getattr(config, name)):
+        self.assertNotEmpty(key.meaning, key.name)
 
 
 class TextTest(absltest.TestCase):
