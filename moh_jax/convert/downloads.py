@@ -1,10 +1,10 @@
 """Where public weights come from that some commands need; without JAX."""
 
-_INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
+INCEPTION_FILE = "pt_inception-2015-12-05-6726825d.pth"
 HOW_TO_GET_INCEPTION = (
-  f"the FID metrics need the Inception weights {_INCEPTION_FILE}: download "
+  f"the FID metrics need the Inception weights {INCEPTION_FILE}: download "
   "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
-  f"{_INCEPTION_FILE} to any place and pass --inception PATH (a safetensors "
+  f"{INCEPTION_FILE} to any place and pass --inception PATH (a safetensors "
   "file of the same tensors will do)"
 )
 VAE_FILES = (
