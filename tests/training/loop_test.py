@@ -73,9 +73,9 @@ class LoopTest(absltest.TestCase):
     count = sum(x.size for x in jax.tree.leaves(self.result.state.params))
     for start, line in zip(
       (
-        "devices: 1 x cpu, processes: 1, mesh: data=1, ",
         "data: fake, train: ",
         "data: fake, val: ",
+        "devices: 1 x cpu, processes: 1, mesh: data=1, ",
         "model: llm, 2 layers of width ",
         "compiling the training step",
         "compiled in ",
