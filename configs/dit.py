@@ -1,6 +1,6 @@
 """MoH-DiT and DiT on ImageNet 256 x 256 with the paper's recipe.
 
-  python -m moh_jax encode-latents --images IMAGENET/train --split train \
+  python -m moh_jax encode-latents --data IMAGENET/train --split train \
     --vae VAE --out LATENTS
   python train.py --config=configs/dit.py:xl2_90 --workdir=DIR \
     --config.data.path=LATENTS

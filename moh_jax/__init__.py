@@ -10,9 +10,9 @@ from etils import epy as _epy
 from moh_jax._version import __version__
 
 with _epy.lazy_api_imports(globals()):
-  from moh_jax.cli.common import load_config
   from moh_jax.config.family import Family
   from moh_jax.config.heads import HeadBudget, RouterConfig
+  from moh_jax.config.load import load_config
   from moh_jax.config.registry import get_family, register_family
   from moh_jax.families.images import ImageClassifierFamily
   from moh_jax.inference.generate import Generator

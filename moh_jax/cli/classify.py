@@ -6,26 +6,21 @@ import sys
 
 from moh_jax.cli import common
 from moh_jax.data.images.sources import read_image
-from moh_jax.inference.classify import classify
+from moh_jax.inference.classify import check_classifies
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import checkpoint
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  parser.add_argument("images", nargs="+", metavar="IMAGE")
-  common.add_checkpoint(parser)
-  parser.add_argument("--top", type=int, default=5, help="classes per image")
-  common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the most probable classes of each image."""
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  check_classifies(metadata.config)
   for file in args.images:  # before the parameters, which take a while
     read_image(file, metadata.config.model.channels)
   restored = restore(args.checkpoint, **common.restore_options(args))
-  predictions = classify(restored, args.images, top=args.top)
+  predictions = restored.predict(
+    args.images, top=args.top, batch_size=args.batch_size
+  )
   for file, best in zip(args.images, predictions):
     line = ", ".join(f"{p.name} {p.probability:.1%}" for p in best)
     stream = sys.stderr if args.json == "-" else sys.stdout

@@ -1,25 +1,25 @@
-"""Arguments and output that commands share."""
+"""Options and output that commands share; importable without JAX."""
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import json
+import os
 import pathlib
-import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import ml_collections
-
-from moh_jax import config as config_lib
-from moh_jax.cli.processes import join_processes
-from moh_jax.config import Config, MeshConfig
+from moh_jax.config import MeshConfig
+from moh_jax.config.checks import DTYPES
 from moh_jax.config.heads import GATE_FORMS
-from moh_jax.data.infer import resolve
+from moh_jax.config.load import load_config
+from moh_jax.data.images.files import SPLITS
+from moh_jax.runtime import location
 
+CHECKPOINT_HELP = "workdir of `train` or output of `convert`"
+# Arguments of commands that name files or folders to read.
+_INPUTS = ("cases", "images", "reference", "samples", "source")
+_OVERRIDE = "--config."
 _TOP_K_HELP = (
   "routed heads per token in each stage (DiT: layer), instead of the trained "
   "ones"
@@ -32,7 +32,25 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     "--json",
     metavar="FILE",
     default="",
-    help="write the figures as JSON to FILE; '-' prints one line to stdout",
+    help="write the results as JSON to FILE; '-' prints one line to stdout",
+  )
+
+
+def add_config(parser: argparse._ActionsContainer, **options: Any) -> None:
+  """Adds --config FILE[:ARG]; see `read_config`.
+
+  Args:
+    parser: of the command, or a group of its options.
+    **options: of `add_argument`.
+  """
+  parser.add_argument(
+    "--config",
+    metavar="FILE[:ARG]",
+    **{
+      "help": "config file; --config.KEY=VALUE changes a key of it, and with "
+      "--help all keys are listed"
+    }
+    | options,
   )
 
 
@@ -43,8 +61,12 @@ def add_step(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def add_no_ema(parser: argparse.ArgumentParser) -> None:
-  """Adds --no-ema."""
+def add_weights(parser: argparse.ArgumentParser) -> None:
+  """Adds the options of which stored parameters are read."""
+  parser.add_argument(
+    "--checkpoint", required=True, metavar="DIR", help=CHECKPOINT_HELP
+  )
+  add_step(parser)
   parser.add_argument(
     "--no-ema", action="store_true", help="use the raw parameters"
   )
@@ -53,30 +75,26 @@ def add_no_ema(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint(
   parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP
 ) -> None:
-  """Adds the options of what is restored: which parameters, which router.
+  """Adds the options of a model to restore; see `restore_options`.
 
   Args:
     parser: of the command.
     top_k: help of --top-k, where a command reads it in its own way.
   """
-  parser.add_argument(
-    "--checkpoint",
-    required=True,
-    metavar="DIR",
-    help="workdir of train.py or output of `convert`",
-  )
-  add_step(parser)
-  add_no_ema(parser)
+  add_weights(parser)
   parser.add_argument("--top-k", type=int_tuple, metavar="K,K,...", help=top_k)
   parser.add_argument(
     "--gate-form",
     choices=GATE_FORMS,
     help="form of the gates, instead of the trained one",
   )
+  parser.add_argument(
+    "--dtype", choices=DTYPES, help="compute dtype, instead of the trained one"
+  )
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
-  """Adds --mesh and --distributed; see `join`."""
+  """Adds --mesh and --distributed."""
   parser.add_argument(
     "--mesh",
     type=mesh_config,
@@ -85,27 +103,150 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     help="devices per axis, such as tensor=8 for a model too large for one; -1 "
     "takes those left (default: data=-1, the model on each)",
   )
+  add_distributed(parser)
+
+
+def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
+  """Adds --data and --split, of images in a folder per class.
+
+  Args:
+    parser: of the command.
+    note: what else the directory may be.
+  """
   parser.add_argument(
-    "--distributed",
-    action="store_true",
-    help="join the run's other processes first, as train.py does; the first "
-    "one prints",
+    "--data",
+    required=True,
+    metavar="DIR",
+    help="folder with a folder of images per class, or with train/ and val/ "
+    f"that have those{note}",
+  )
+  parser.add_argument(
+    "--split",
+    choices=SPLITS,
+    help="read this split alone; without train/ and val/, what the images are "
+    "(default: train)",
   )
 
 
+def add_texts(
+  parser: argparse.ArgumentParser, *, required: bool = True, note: str = ""
+) -> None:
+  """Adds --data and --field, of files of text.
+
+  Args:
+    parser: of the command.
+    required: whether the command reads nothing else.
+    note: what else to say of the files.
+  """
+  parser.add_argument(
+    "--data",
+    required=required,
+    nargs="+",
+    metavar="GLOB",
+    help="text files or quoted patterns with *, ? and **, each also .gz or "
+    ".zst: .jsonl, .ndjson and .json hold one JSON object a line, .parquet a "
+    f"table, any other file is one document{note}",
+  )
+  parser.add_argument(
+    "--field",
+    default="text",
+    help="field of JSON objects and tables that is the text (default: text)",
+  )
+
+
+def add_distributed(parser: argparse.ArgumentParser) -> None:
+  """Adds --distributed; see `join`."""
+  parser.add_argument(
+    "--distributed",
+    action="store_true",
+    help="join the other processes of the run; the first one prints. JAX finds "
+    "them on TPU pods, Slurm, Open MPI and Kubernetes; elsewhere set "
+    "JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID",
+  )
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Takes the overrides of config keys out of a command's arguments.
+
+  Args:
+    argv: with overrides "--config.a.b=v" or "--config.a.b", "v".
+
+  Returns:
+    The other arguments, and the overrides as `load_config` takes them: "a.b=v".
+
+  Raises:
+    ValueError: an override has no value.
+  """
+  others, overrides = [], []
+  rest = iter(argv)
+  for arg in rest:
+    if not arg.startswith(_OVERRIDE):
+      others.append(arg)
+      continue
+    key, equals, value = arg.removeprefix(_OVERRIDE).partition("=")
+    if not equals:
+      value = next(rest, None)
+      if value is None or value.startswith("--"):
+        raise ValueError(f"{arg} needs a value: {arg}=VALUE")
+    overrides.append(f"{key}={value}")
+  return others, overrides
+
+
+def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
+  """Checks what a command reads as far as it goes without JAX.
+
+  `args.config`, where the command has it, becomes the loaded config.
+
+  Args:
+    args: of the command.
+    overrides: of the config's keys.
+
+  Raises:
+    FileNotFoundError: an input does not exist.
+    ValueError: the config does not fit, or overrides lack one.
+  """
+  given = vars(args)
+  if given.get("config"):
+    args.config = load_config(args.config, overrides)
+  elif overrides:
+    raise ValueError(f"{_OVERRIDE}{overrides[0]} needs --config FILE[:ARG]")
+  if given.get("checkpoint") and "://" not in args.checkpoint:
+    location.check_exists(args.checkpoint)
+  for name in _INPUTS:
+    paths = given.get(name) or []
+    for path in [paths] if isinstance(paths, str) else paths:
+      if "://" not in path and not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such file or folder")
+
+
 def join(args: argparse.Namespace) -> bool:
-  """Joins the run's other processes if --distributed asks for it.
+  """Connects this process to the others of its run if --distributed asks.
 
   JAX allows it only before its first use.
 
   Returns:
-    Whether this is the first process, which prints and writes the figures.
+    Whether this is the first process, which prints and writes the results.
 
   Raises:
-    ValueError: there are none that JAX finds.
+    ValueError: the cluster is none that JAX recognizes and the environment does
+      not describe it either.
   """
+  import jax
+
   if args.distributed:
-    join_processes()
+    names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    given = {
+      name.removeprefix("JAX_").lower(): int(os.environ[name])
+      for name in names
+      if name in os.environ
+    }
+    try:
+      jax.distributed.initialize(**given)  # the address is read by JAX itself
+    except (ValueError, RuntimeError) as error:
+      raise ValueError(
+        f"--distributed: {error}; outside TPU pods, Slurm, Open MPI and "
+        f"Kubernetes set JAX_COORDINATOR_ADDRESS, {' and '.join(names)}"
+      ) from error
   return jax.process_index() == 0
 
 
@@ -135,6 +276,7 @@ def restore_options(args: argparse.Namespace) -> dict[str, Any]:
     "use_ema": not args.no_ema,
     "top_k": args.top_k,
     "router": {"gate_form": args.gate_form} if args.gate_form else None,
+    "dtype": args.dtype,
   }
 
 
@@ -157,49 +299,8 @@ def _parts(text: str, kind: type, what: str) -> tuple:
     ) from error
 
 
-def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
-  """Loads a config file, "FILE[:ARG]", with "a.b=value" overrides.
-
-  What the config leaves unset is filled in, see `data.infer.resolve`.
-
-  Raises:
-    FileNotFoundError: there is no such file, or no data to look at.
-    ValueError: the file, an override or a value does not fit.
-  """
-  name, _, argument = spec.partition(":")
-  path = pathlib.Path(name)
-  if not path.is_file():
-    raise FileNotFoundError(f"{path}: no such config file")
-  if path.suffix != ".py":
-    raise ValueError(f"{path}: a config file is Python and ends in .py")
-  get_config = runpy.run_path(str(path)).get("get_config")
-  if get_config is None:
-    raise ValueError(f"{path}: has no function get_config")
-  if argument and not inspect.signature(get_config).parameters:
-    raise ValueError(f"{path}: takes no argument, {argument!r} was given")
-  cfg = get_config(argument) if argument else get_config()
-  if not isinstance(cfg, ml_collections.ConfigDict):
-    raise ValueError(
-      f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
-    )
-  for override in overrides:
-    key, equals, text = override.partition("=")
-    if not equals:
-      raise ValueError(f"override {override!r} must be FIELD=VALUE")
-    try:
-      value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-      value = text
-    try:
-      with cfg.ignore_type():
-        cfg.update_from_flattened_dict({key: value})
-    except KeyError as error:
-      raise ValueError(config_lib.unknown_key(key)) from error
-  return resolve(config_lib.from_config_dict(cfg))
-
-
 def write_json(target: str, value: Any) -> None:
-  """Writes figures where --json asked for them.
+  """Writes results where --json asked for them.
 
   Args:
     target: a file, "-" for one line on stdout, or "" for nowhere.
@@ -209,6 +310,21 @@ def write_json(target: str, value: Any) -> None:
     print(json.dumps(value), file=sys.stdout, flush=True)
   elif target:
     pathlib.Path(target).write_text(json.dumps(value, indent=2) + "\n")
+
+
+def report(target: str, metrics: Mapping[str, Any]) -> None:
+  """Prints a line per metric that there is, and writes all to `target`.
+
+  Args:
+    target: as for `write_json`; "-" prints nothing else.
+    metrics: name -> value, None where there is none.
+  """
+  if target != "-":
+    for name, value in metrics.items():
+      if value is not None:
+        text = f"{value:.4f}" if isinstance(value, float) else value
+        print(f"{name}: {text}")
+  write_json(target, metrics)
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:

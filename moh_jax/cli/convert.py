@@ -2,59 +2,19 @@
 
 import argparse
 
-from moh_jax.cli import common
-from moh_jax.config import public_formats
 from moh_jax.convert.checkpoints import convert
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  parser.add_argument(
-    "--from",
-    dest="format",
-    required=True,
-    choices=public_formats(),
-    metavar="FORMAT",
-    help=f"one of {', '.join(public_formats())}",
-  )
-  parser.add_argument(
-    "--source",
-    required=True,
-    metavar="PATH",
-    help="safetensors file or folder, or .pth/.pt; a folder of transformers "
-    "says in its config.json which model it is",
-  )
-  parser.add_argument("--out", required=True, metavar="DIR")
-  parser.add_argument(
-    "--key", help="entry of a .pth that holds the weights (default: found)"
-  )
-  which = parser.add_mutually_exclusive_group()
-  which.add_argument(
-    "--model",
-    help="released model (default: that of config.json, or the one whose "
-    "shapes fit)",
-  )
-  which.add_argument(
-    "--config", metavar="FILE[:ARG]", help="config file of another model"
-  )
-  parser.add_argument(
-    "--image-size",
-    type=int,
-    help="input size of a classifier in pixels, instead of the model's; the "
-    "relative coordinates keep the pre-training size",
-  )
+from moh_jax.data.infer import resolve
 
 
 def run(args: argparse.Namespace) -> int:
   """Writes the converted checkpoint."""
-  config = common.load_config(args.config) if args.config else None
   name, count = convert(
     args.format,
     args.source,
     args.out,
     key=args.key,
     model=args.model,
-    config=config,
+    config=resolve(args.config) if args.config else None,
     image_size=args.image_size,
   )
   print(f"{name}: {count:,} parameters written to {args.out}")

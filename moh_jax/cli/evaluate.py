@@ -9,30 +9,8 @@ from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  common.add_checkpoint(parser)
-  common.add_mesh(parser)
-  parser.add_argument(
-    "--data",
-    metavar="DIR",
-    help="directory of images, shards, latents or tokens, instead of the run's",
-  )
-  parser.add_argument(
-    "--batch-size", type=int, help="examples per batch, instead of the run's"
-  )
-  parser.add_argument(
-    "--examples",
-    type=int,
-    default=0,
-    metavar="N",
-    help="examples at most, spread evenly over the split (default: all)",
-  )
-  common.add_json(parser)
-
-
 def run(args: argparse.Namespace) -> int:
-  """Prints the figures of the checkpoint's task on its held-out split."""
+  """Prints the metrics of the checkpoint's task on its held-out split."""
   is_first = common.join(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
@@ -50,16 +28,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_lib.apply_overrides(config, "eval", **overrides)
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
     evaluate = family.tasks().make_evaluate(restored.model, config, restored)
-    figures = evaluate(restored.params, mesh)
-  figures = {**figures, "step": restored.step}
-  if not is_first:
-    return 0
-  if args.json != "-":
-    for name, value in figures.items():
-      print(
-        f"{name}: {value:.4f}"
-        if isinstance(value, float)
-        else f"{name}: {value}"
-      )
-  common.write_json(args.json, figures)
+    metrics = evaluate(restored.params, mesh)
+  if is_first:
+    common.report(args.json, {**metrics, "step": restored.step})
   return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,14 +11,12 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.cli.tokenize import INPUT_HELP
-from moh_jax.config.checks import DTYPES
 from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.pieces import Piece, list_pieces
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.documents import score_documents
-from moh_jax.evaluation.harness_tasks import PRESETS, choose_tasks
+from moh_jax.evaluation.harness_tasks import choose_tasks
 from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import Restored, restore
@@ -30,63 +29,14 @@ _PIECE_BYTES = 64 << 20
 _COUNTS = ("documents", "bytes", "words", "tokens")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  common.add_checkpoint(
-    parser,
-    top_k="routed heads per token in every layer, instead of the trained ones: "
-    "one run for each number, side by side",
-  )
-  parser.add_argument(
-    "--tasks",
-    metavar="T,T,...",
-    help="tasks, groups or tags of lm-eval (the extra moh_jax[llm]), or a "
-    f"preset: {', '.join(PRESETS)}",
-  )
-  parser.add_argument(
-    "--text",
-    nargs="+",
-    metavar="GLOB",
-    help=f"{INPUT_HELP}; scored without lm-eval",
-  )
-  parser.add_argument(
-    "--field",
-    default="text",
-    help="field of JSON objects and tables that is the text (default: text)",
-  )
-  parser.add_argument(
-    "--num-fewshot",
-    type=int,
-    metavar="N",
-    help="examples before each question, instead of the preset's or the "
-    "task's; tasks whose prompt has none keep it so",
-  )
-  parser.add_argument(
-    "--limit", type=int, metavar="N", help="documents of each task at most"
-  )
-  parser.add_argument(
-    "--include-path", default="", metavar="DIR", help="folder of more tasks"
-  )
-  parser.add_argument("--batch-size", type=int, default=8)
-  parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
-  parser.add_argument(
-    "--no-bos",
-    action="store_true",
-    help="tasks: contexts do not begin with the begin of text, for models that "
-    "were trained without",
-  )
-  common.add_mesh(parser)
-  common.add_json(parser)
-
-
 def run(args: argparse.Namespace) -> int:
-  """Prints the figures, a column for each activated share."""
-  if not args.tasks and not args.text:
-    raise ValueError("nothing to do: give --tasks, --text or both")
+  """Prints the metrics, a column for each activated share."""
+  if not args.tasks and not args.data:
+    raise ValueError("nothing to do: give --tasks, --data or both")
   is_first = common.join(args)
   _check_model(args)
   tokenizer = load_checkpoint_tokenizer(args.checkpoint)
-  pieces = _pieces(args.text) if args.text else []
+  groups = list_pieces(args.data, _PIECE_BYTES) if args.data else []
   tasks = None
   if args.tasks:
     choices = choose_tasks(args.tasks, args.num_fewshot)
@@ -100,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
     restored = restore(
       args.checkpoint,
       mesh=mesh,
-      dtype=args.dtype,
       **(common.restore_options(args) | {"top_k": first}),
     )
     runs = []
@@ -110,20 +59,20 @@ def run(args: argparse.Namespace) -> int:
       scorer = Scorer(
         one.model, one.params, model, batch_size=args.batch_size, mesh=mesh
       )
-      figures = {
+      row = {
         "top_k": list(model.top_k),
         "activated_share": model.activated_share,
       }
       if tasks is not None:
-        figures |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
-      if pieces:
-        figures["text"] = score_documents(
+        row |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
+      if groups:
+        row["text"] = score_documents(
           scorer,
           tokenizer,
-          _documents(pieces, args.field),
+          _documents(groups, args.field),
           progress=sys.stderr.isatty(),
         )
-      runs.append(figures)
+      runs.append(row)
   if not is_first:
     return 0
   if args.json != "-":
@@ -206,14 +155,8 @@ def _run_tasks(
   return harness.run_tasks(tasks, model, limit=args.limit)
 
 
-def _pieces(globs: Sequence[str]) -> list[Piece]:
-  return [
-    piece for group in list_pieces(globs, _PIECE_BYTES) for piece in group
-  ]
-
-
-def _documents(pieces: Sequence[Piece], field: str) -> Iterator[str]:
-  for piece in pieces:
+def _documents(groups: Sequence[Sequence[Piece]], field: str) -> Iterator[str]:
+  for piece in itertools.chain.from_iterable(groups):
     for _, text in read_documents(piece, field):
       yield text
 
@@ -238,7 +181,7 @@ def _print(runs: Sequence[dict[str, Any]]) -> None:
       print()
     names = [name for name in runs[0]["text"] if name not in _COUNTS]
     rows = [
-      (name, *(_figure(run["text"][name]) for run in runs)) for name in names
+      (name, *(_number(run["text"][name]) for run in runs)) for name in names
     ]
     rows += [(name, f"{runs[0]['text'][name]:,}") for name in _COUNTS]
     rows = [(*row, *[""] * (len(runs) + 1 - len(row))) for row in rows]
@@ -246,18 +189,18 @@ def _print(runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _value(run: dict[str, Any], name: str, metric: str) -> str:
-  """A figure with its standard error; a star marks what the mean is of."""
+  """A metric with its standard error; a star marks what the mean is of."""
   row = run["tasks"][name]
   found = row["metrics"][metric]
   if found["value"] is None:
     return "n/a"
-  text = _figure(found["value"])
+  text = _number(found["value"])
   if found["stderr"] is not None:
-    text += f" +- {_figure(found['stderr'])}"
+    text += f" +- {_number(found['stderr'])}"
   return f"{text} *" if metric == row["main"] else text
 
 
-def _figure(value: float) -> str:
+def _number(value: float) -> str:
   """Four places; perplexities may have too many digits before them."""
   return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 

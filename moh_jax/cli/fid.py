@@ -13,8 +13,10 @@ import numpy as np
 import tqdm
 
 from moh_jax.cli import common
+from moh_jax.cli.arguments.fid import METRICS
 from moh_jax.config import MeshConfig
-from moh_jax.convert.inception import HOW_TO_GET, load_inception
+from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
+from moh_jax.convert.inception import load_inception
 from moh_jax.evaluation.fid import frechet_distance
 from moh_jax.evaluation.image_metrics import Summary, make_extractor, summarize
 from moh_jax.evaluation.image_sets import ImageSet, npz_names, open_images
@@ -36,10 +38,8 @@ from moh_jax.models.inception import (
   Features,
   InceptionV3,
 )
-from moh_jax.ops.inception_input import RESIZES
 from moh_jax.runtime import sharding
 
-METRICS = ("fid", "sfid", "is", "pr")
 _FRECHET = {"fid": POOL_DIM, "sfid": SPATIAL_DIM}
 
 
@@ -58,42 +58,6 @@ class _Side:
   statistics: tuple[Gaussian, Gaussian] | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  kinds = "npz file with arr_0 (uint8 [images, X, Y, 3]) or folder of images"
-  parser.add_argument(
-    "--samples", required=True, metavar="PATH", help=f"to be scored: {kinds}"
-  )
-  parser.add_argument(
-    "--reference",
-    metavar="PATH",
-    help=f"to score against: {kinds}, or an npz file with statistics (mu, "
-    "sigma, mu_s, sigma_s), which then serve FID and sFID",
-  )
-  parser.add_argument("--inception", metavar="PATH", help=HOW_TO_GET)
-  parser.add_argument(
-    "--metrics",
-    type=_metrics,
-    metavar="NAME,...",
-    help=f"of {','.join(METRICS)} (default: all that the files allow)",
-  )
-  parser.add_argument(
-    "--resize",
-    choices=RESIZES,
-    default="tf1",
-    help="to 299 pixels: as ADM and DiT's numbers, or as pytorch-fid",
-  )
-  parser.add_argument(
-    "--batch-size", type=int, default=64, help="images per batch"
-  )
-  parser.add_argument(
-    "--save-stats",
-    metavar="FILE",
-    help="write the statistics of the samples as a reference file",
-  )
-  common.add_json(parser)
-
-
 def run(args: argparse.Namespace) -> int:
   """Prints the metrics of the samples."""
   if args.batch_size < 1:
@@ -102,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
   sharding.check_batch("--batch-size", args.batch_size, mesh)
   samples = _open(args.samples)
   reference = _open(args.reference) if args.reference else None
-  metrics = args.metrics or _possible(samples, reference, args.save_stats)
-  if reference is None and (needing := [m for m in metrics if m != "is"]):
+  names = args.metrics or _possible(samples, reference, args.save_stats)
+  if reference is None and (needing := [m for m in names if m != "is"]):
     raise ValueError(
       f"--metrics {','.join(needing)} need --reference; without one only is"
     )
-  passes = [_Pass("samples", samples, metrics, saved=bool(args.save_stats))]
+  passes = [_Pass("samples", samples, names, saved=bool(args.save_stats))]
   if reference is not None:
-    passes.append(_Pass("reference", reference, metrics))
+    passes.append(_Pass("reference", reference, names))
   for one in passes:
     one.check()
   for target in (args.save_stats, args.json):
@@ -123,21 +87,15 @@ def run(args: argparse.Namespace) -> int:
   results = [one.run(extract, args.batch_size) for one in passes]
   if args.save_stats:
     write_statistics(args.save_stats, results[0].pool3, results[0].spatial)
-  figures = {
-    **_scores(metrics, *results),
+  metrics = {
+    **_scores(names, *results),
     "samples": args.samples,
     "reference": args.reference,
     "num_samples": results[0].count or None,  # None: a file's statistics
     "num_reference": (results[1].count or None) if reference else None,
     "resize": args.resize,
   }
-  if args.json != "-":
-    for name, value in figures.items():
-      if isinstance(value, float):
-        print(f"{name}: {value:.4f}")
-      elif value is not None:
-        print(f"{name}: {value}")
-  common.write_json(args.json, figures)
+  common.report(args.json, metrics)
   return 0
 
 
@@ -217,15 +175,6 @@ class _Pass:
     return summary
 
 
-def _metrics(text: str) -> tuple[str, ...]:
-  names = tuple(text.split(","))
-  if unknown := [name for name in names if name not in METRICS]:
-    raise argparse.ArgumentTypeError(
-      f"{unknown[0]!r} must be one of {', '.join(METRICS)}"
-    )
-  return names
-
-
 def _open(path: str) -> _Side:
   """Checks one side; reads statistics, not images."""
   statistics, images = None, None
@@ -261,7 +210,7 @@ def _extractor(
   """The network on all devices, for batches on the host."""
   if path is None or not os.path.exists(path):
     given = "no --inception was given" if path is None else f"no file {path}"
-    raise FileNotFoundError(f"{given}; {HOW_TO_GET}")
+    raise FileNotFoundError(f"{given}; {HOW_TO_GET_INCEPTION}")
   params = jax.device_put(load_inception(path), sharding.replicated(mesh))
   extract = functools.partial(make_extractor(InceptionV3(), resize), params)
   return lambda batch: extract(sharding.shard_batch(batch, mesh))
@@ -270,7 +219,7 @@ def _extractor(
 def _scores(
   metrics: tuple[str, ...], samples: Summary, reference: Summary | None = None
 ) -> dict[str, Any]:
-  """All figures; None for those that were not asked for."""
+  """All metrics; None for those that were not asked for."""
   fid = sfid = precision = recall = None
   if "fid" in metrics:
     fid = frechet_distance(samples.pool3, reference.pool3)

@@ -5,54 +5,11 @@ import dataclasses
 import itertools
 
 from moh_jax.cli import common
-from moh_jax.config import CACHE_DTYPES
-from moh_jax.config.checks import DTYPES
 from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import restore
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import sharding
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  common.add_checkpoint(parser)
-  common.add_mesh(parser)
-  parser.add_argument(
-    "--prompt",
-    action="append",
-    required=True,
-    metavar="TEXT",
-    help="text to write on from; several times for several texts",
-  )
-  parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-  parser.add_argument(
-    "--temperature", type=float, default=0.0, help="0: always the best token"
-  )
-  parser.add_argument(
-    "--sample-top-k",
-    type=int,
-    default=0,
-    metavar="N",
-    help="draw from the N best tokens (--top-k is of the heads)",
-  )
-  parser.add_argument(
-    "--top-p",
-    type=float,
-    default=1.0,
-    metavar="P",
-    help="draw from the fewest best tokens that have probability P",
-  )
-  parser.add_argument(
-    "--stop", action="append", default=[], metavar="TEXT", help="ends a text"
-  )
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--batch-size", type=int, default=8)
-  parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
-  parser.add_argument(
-    "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
-  )
-  common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,10 +27,7 @@ def run(args: argparse.Namespace) -> int:
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = restore(
-      args.checkpoint,
-      mesh=mesh,
-      dtype=args.dtype,
-      **common.restore_options(args),
+      args.checkpoint, mesh=mesh, **common.restore_options(args)
     )
   generator = Generator(
     restored,

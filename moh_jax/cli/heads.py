@@ -12,23 +12,6 @@ from moh_jax.runtime import sharding
 from moh_jax.training.task import stream
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  common.add_checkpoint(parser)
-  common.add_mesh(parser)
-  parser.add_argument(
-    "--batches",
-    type=int,
-    default=8,
-    metavar="N",
-    help="batches of the run's training text to measure on",
-  )
-  parser.add_argument(
-    "--batch-size", type=int, default=8, help="sequences per batch"
-  )
-  common.add_json(parser)
-
-
 def run(args: argparse.Namespace) -> int:
   """Prints what every head of a language model is worth.
 

@@ -8,33 +8,23 @@ from flax import traverse_util
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import Config, LayerGroup, get_family
+from moh_jax.data.infer import resolve
 from moh_jax.layers.attend import most_active_heads
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  what = parser.add_mutually_exclusive_group(required=True)
-  what.add_argument("--checkpoint", metavar="DIR")
-  what.add_argument("--config", metavar="FILE[:ARG]", help="nothing is trained")
-  common.add_step(parser)
-  common.add_json(parser)
-  parser.epilog = (
-    "The column `attention` is the form that a layer has in training, for one "
-    "example on one device."
-  )
+_NAMES = 10  # of the classes that are listed
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the config, the head budget of each layer and the parameters."""
+  """Prints the head budget of each layer and the parameters."""
   if args.checkpoint:
     metadata, step = checkpoint.read_metadata(args.checkpoint, args.step)
     config, names = metadata.config, metadata.class_names
   else:
-    config, step, names = common.load_config(args.config), None, ()
+    config, step, names = resolve(args.config), None, ()
   model, inputs = make_model(config)
   params = unbox(abstract_params(model, inputs))
   layers = _layers(config)
@@ -54,24 +44,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _layers(config: Config) -> list[dict]:
+  """One row per layer."""
   model, rows = config.model, []
   for index, group in enumerate(model.layer_groups()):
     budget = group.budget
-    for _ in range(group.depth):
-      rows.append(
-        {
-          "layer": len(rows),
-          "stage": index + 1,
-          "tokens": group.tokens,
-          "num_heads": budget.num_heads,
-          "head_dim": budget.head_dim,
-          "shared": budget.shared,
-          "routed": budget.routed,
-          "top_k": budget.top_k,
-          "active": budget.active,
-          "attention": _attention(config, group),
-        }
-      )
+    row = {
+      "stage": index + 1,
+      "tokens": group.tokens,
+      "num_heads": budget.num_heads,
+      "head_dim": budget.head_dim,
+      "shared": budget.shared,
+      "routed": budget.routed,
+      "top_k": budget.top_k,
+      "active": budget.active,
+      "attention": _attention(config, group),
+    }
+    rows += [{"layer": len(rows) + i, **row} for i in range(group.depth)]
   return rows
 
 
@@ -111,15 +99,32 @@ def _by_module(params: dict) -> dict[str, int]:
 
 
 def _print(report: dict, config: Config) -> None:
-  print(config_lib.to_json(config))
-  rows = report["layers"]
-  header = list(rows[0])
-  print("\n" + common.table([list(row.values()) for row in rows], header))
+  groups: list[list[dict]] = []  # of equal layers
+  for row in report["layers"]:
+    if groups and groups[-1][0] == {**row, "layer": groups[-1][0]["layer"]}:
+      groups[-1].append(row)
+    else:
+      groups.append([row])
+  rows = [
+    (_span(group), len(group), *list(group[0].values())[1:]) for group in groups
+  ]
+  header = ("layers", "count", *list(groups[0][0])[1:])
+  print(common.table(rows, header))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
-  print("\n" + common.table(counts, ("module", "parameters")))
+  print("\n" + common.table(counts, ("module", "parameters")) + "\n")
+  print(f"family: {config.model.family}")
   if report["step"] is not None:
-    print(f"\nstep: {report['step']}")
+    print(f"step: {report['step']}")
   router = config.model.router
   print(f"router: {router.kind} ({router.gate_form})")
   print(f"activated share: {report['activated_share']:.4f}")
   print(f"parameters: {report['parameters']:,}")
+  if names := report["class_names"]:
+    more = ", ..." if len(names) > _NAMES else ""
+    print(f"classes: {len(names)} ({', '.join(names[:_NAMES])}{more})")
+
+
+def _span(group: list[dict]) -> str:
+  """The numbers of consecutive layers, "2-5"."""
+  first, last = group[0]["layer"], group[-1]["layer"]
+  return f"{first}-{last}" if last > first else f"{first}"

@@ -7,15 +7,6 @@ from moh_jax.cli import common
 from moh_jax.parity.compare import Row, run_case
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  parser.add_argument("cases", nargs="+", metavar="CASE_DIR")
-  parser.add_argument(
-    "--failures", action="store_true", help="print only rows that fail"
-  )
-  common.add_json(parser)
-
-
 def run(args: argparse.Namespace) -> int:
   """Prints the errors of every array; 1 if any is above its tolerance."""
   rows = [row for case in args.cases for row in run_case(case)]

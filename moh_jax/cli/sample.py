@@ -8,9 +8,8 @@ from PIL import Image
 
 from moh_jax.cli import common
 from moh_jax.config import Config
-from moh_jax.config.diffusion import GUIDED_CHANNELS, METHODS
 from moh_jax.convert.decoder import load_decoder
-from moh_jax.convert.vae import HOW_TO_GET
+from moh_jax.convert.downloads import HOW_TO_GET_VAE
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import (
   Sampler,
@@ -24,59 +23,8 @@ from moh_jax.runtime import checkpoint, sharding
 _OPTIONS = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  common.add_checkpoint(parser)
-  common.add_mesh(parser)
-  parser.add_argument(
-    "--out",
-    required=True,
-    metavar="FILE",
-    help=".png: one grid of all images; .npz: arr_0 uint8 [N, X, Y, channels] "
-    "and labels arr_1, written in parts that survive a kill",
-  )
-  parser.add_argument(
-    "--labels",
-    type=common.int_tuple,
-    default=(),
-    metavar="L,L,...",
-    help="labels of the images in turn (default: every class)",
-  )
-  parser.add_argument(
-    "--num", type=int, help="images (default: one for each of the labels)"
-  )
-  parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--method", choices=METHODS)
-  parser.add_argument(
-    "--steps", metavar="N", help="N, ddimN, or N,M,... for equal sections"
-  )
-  parser.add_argument("--cfg-scale", type=float, help="guidance; 1 is none")
-  parser.add_argument("--cfg-channels", choices=GUIDED_CHANNELS)
-  parser.add_argument(
-    "--cfg-interval",
-    type=common.int_tuple,
-    metavar="LOW,HIGH",
-    help="guide timesteps LOW <= t < HIGH only",
-  )
-  parser.add_argument(
-    "--vae", metavar="PATH", help=f"autoencoder of latents: {HOW_TO_GET}"
-  )
-  parser.add_argument(
-    "--vae-tile",
-    type=int,
-    default=0,
-    metavar="N",
-    help="decode in overlapping squares of N latent pixels, to bound memory",
-  )
-  parser.add_argument("--batch-size", type=int, default=64)
-  parser.add_argument("--columns", type=int, help="of the grid")
-  parser.add_argument(
-    "--zoom", type=int, default=1, help="enlarge the grid's pixels so often"
-  )
-
-
 def run(args: argparse.Namespace) -> int:
-  """Draws images and writes them."""
+  """Samples images and writes them."""
   out = pathlib.Path(args.out)
   if out.suffix not in (".png", ".npz"):
     raise ValueError(f"--out {args.out!r} must end in .png or .npz")
@@ -140,7 +88,7 @@ def _check_before_restoring(args: argparse.Namespace) -> None:
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
   check_request(metadata.config, args.labels, args.seed)
   if metadata.config.diffusion.space == "latent" and not args.vae:
-    raise ValueError(f"--vae is missing: {HOW_TO_GET}")
+    raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
 
 
 def _overrides(args: argparse.Namespace) -> dict:
@@ -161,4 +109,5 @@ def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
     **{name: getattr(config.sample, name) for name in _OPTIONS},
     "top_k": args.top_k,
     "gate_form": args.gate_form,
+    "dtype": config.model.dtype,
   }

@@ -1,66 +1,61 @@
-"""The training command behind train.py."""
+"""`python -m moh_jax train`, and train.py."""
 
+import argparse
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import jax
-import ml_collections
-from absl import logging as absl_logging
-
-from moh_jax import config as config_lib
-from moh_jax.cli.common import write_json
-from moh_jax.cli.processes import join_processes
+from moh_jax.cli import common
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
 from moh_jax.training import loop
 
 
-def run(
-  cfg: ml_collections.ConfigDict,
-  workdir: str,
-  *,
-  distributed: bool = False,
-  json: str = "",
-  vae: str = "",
-) -> int:
-  """Trains and prints the final figures.
-
-  Args:
-    cfg: the config with its overrides.
-    workdir: directory of checkpoints and metrics.
-    distributed: join the run's other processes first.
-    json: file for the final figures, "-" for stdout, "" for none.
-    vae: weights of the autoencoder that shows samples of latents.
+def run(args: argparse.Namespace) -> int:
+  """Trains and prints the final metrics.
 
   Returns:
     0 when all steps are done or a stop was asked for, 1 when the loss became
     NaN or infinite.
   """
-  # Our own notes, not those of the checkpoint library.
-  absl_logging.set_verbosity(absl_logging.WARNING)
-  logging.getLogger("moh_jax").setLevel(logging.INFO)
-  config = config_lib.from_config_dict(cfg)
-  if distributed:
-    join_processes()
-  config = resolve(config)
+  is_first = common.join(args)
+  config = resolve(args.config)
+  decode = None
+  if args.vae:
+    decode = load_decoder(args.vae, config, sharding.make_mesh(config.mesh))
   try:
-    decode = None
-    if vae:
-      decode = load_decoder(vae, config, sharding.make_mesh(config.mesh))
-    result = loop.train(config, workdir, decode=decode)
+    with _notes_on_stderr(logging.INFO if is_first else logging.WARNING):
+      result = loop.train(config, args.workdir, decode=decode)
   except loop.NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
-  figures = {**result.evaluation, "step": int(result.state.step)}
-  if jax.process_index() == 0:
-    write_json(json, figures)
-    if result.finished and json != "-":
+  metrics = {**result.evaluation, "step": int(result.state.step)}
+  if is_first:
+    common.write_json(args.json, metrics)
+    if result.finished and args.json != "-":
       shown = ", ".join(
         f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in figures.items()
+        for name, value in metrics.items()
       )
       if result.evaluation:
         print(f"held-out: {shown}")
-      print(f"checkpoint: {workdir}")
+      print(f"checkpoint: {args.workdir}")
   return 0
+
+
+@contextmanager
+def _notes_on_stderr(level: int) -> Iterator[None]:
+  """Shows the library's own log, such as the run's opening lines, as it is."""
+  log, handler = logging.getLogger("moh_jax"), logging.StreamHandler()
+  before = log.level, log.propagate
+  log.addHandler(handler)
+  log.setLevel(level)
+  log.propagate = False
+  try:
+    yield
+  finally:
+    log.removeHandler(handler)
+    log.propagate = before[1]
+    log.setLevel(before[0])

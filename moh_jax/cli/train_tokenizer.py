@@ -3,34 +3,11 @@
 import argparse
 import pathlib
 
-from moh_jax.cli.tokenize import INPUT_HELP
 from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenize import PIECE_BYTES
 from moh_jax.data.text.tokenizers import tokenizer_from_bytes, train_bpe
 from moh_jax.files import replacing
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  parser.add_argument(
-    "--input", required=True, nargs="+", metavar="GLOB", help=INPUT_HELP
-  )
-  parser.add_argument(
-    "--vocab-size",
-    required=True,
-    type=int,
-    metavar="N",
-    help="entries, among them the 256 bytes, begin and end of text",
-  )
-  parser.add_argument(
-    "--out", required=True, metavar="FILE", help="for instance tokenizer.json"
-  )
-  parser.add_argument(
-    "--field",
-    default="text",
-    help="field of JSON objects and tables that is the text (default: text)",
-  )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     raise FileNotFoundError(f"--out={args.out}: no directory {out.parent}")
   texts = (
     text
-    for group in list_pieces(args.input, PIECE_BYTES)
+    for group in list_pieces(args.data, PIECE_BYTES)
     for piece in group
     for _, text in read_documents(piece, args.field)
   )

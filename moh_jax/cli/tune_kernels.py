@@ -5,31 +5,8 @@ import pathlib
 
 import jax
 
-from moh_jax.ops.kernels.sizes import FILE_VARIABLE, read
-from moh_jax.speed.tiles import DTYPES, Workload, tune, write
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
-  default = Workload()
-  parser.add_argument(
-    "--out",
-    required=True,
-    metavar="FILE",
-    help=f"JSON file to add to; {FILE_VARIABLE}=FILE makes the library use it",
-  )
-  parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-  parser.add_argument("--dtype", choices=DTYPES, default=default.dtype)
-  parser.add_argument("--batch", type=int, default=default.batch)
-  parser.add_argument("--tokens", type=int, default=default.tokens)
-  parser.add_argument("--heads", type=int, default=default.heads)
-  parser.add_argument(
-    "--active", type=int, default=default.active, help="heads of a token"
-  )
-  parser.add_argument("--causal", action="store_true")
-  parser.add_argument(
-    "--rounds", type=int, default=default.rounds, help="measured turns"
-  )
+from moh_jax.ops.kernels.sizes import read
+from moh_jax.speed.tiles import Workload, tune, write
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 Both go tensor by tensor, so neither holds a model: see `convert/stream.py`.
 """
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -23,6 +24,7 @@ from moh_jax.config import (
   released_model,
 )
 from moh_jax.convert import (
+  exported,
   rules,
   stream,
   tensor_writer,
@@ -33,7 +35,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.files import replacing
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.params import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
@@ -70,8 +72,9 @@ def convert(
     source: safetensors file or folder, or a torch zip checkpoint.
     out: directory to write to; must hold no checkpoint yet.
     key: entry of a torch checkpoint that holds the weights.
-    model: released name; None takes the model of the source's config.json, or
-      finds the one of `kind` whose shapes fit.
+    model: released name; None takes the model that the source names (in its
+      config.json, or where `export` wrote it), or finds the one of `kind` whose
+      shapes fit.
     config: run of a model that is not a released one.
     image_size: input size of a classifier, instead of the model's; that of a
       diffusion model is in its checkpoint.
@@ -83,7 +86,8 @@ def convert(
     FileNotFoundError: there is no such source.
     ValueError: the tensors fit no (or not the named) model; they are listed.
   """
-  name, config, tensors = _open(kind, source, key, model, config)
+  name, metadata, tensors = _open(kind, source, key, model, config)
+  config = metadata.config
   if image_size:
     config = get_family(config.model.family).resized(config, image_size)
   table = model_rules(config.model)
@@ -93,8 +97,10 @@ def convert(
   checkpoint.check_vacant(out)
   tokenizer = ""
   if get_family(config.model.family).reads_text:
-    tokenizer = _copy_tokenizer(_folder(source), checkpoint.resolve(out))
-  metadata = checkpoint.Metadata(config, tokenizer_sha256=tokenizer)
+    tokenizer = _copy_tokenizer(_folder(source), location.resolve(out))
+  metadata = dataclasses.replace(
+    metadata, config=config, tokenizer_sha256=tokenizer
+  )
   stream.save_params(out, params, metadata)
   return name, _count(params)
 
@@ -126,7 +132,8 @@ def load_sharded(
     FileNotFoundError: there is no such source.
     ValueError: the tensors fit no (or not the named) model; they are listed.
   """
-  _, config, tensors = _open(kind, source, key, model, config)
+  _, metadata, tensors = _open(kind, source, key, model, config)
+  config = metadata.config
   table = model_rules(config.model)
   return config, stream.load_sharded(
     table, tensors, config, mesh, source=source
@@ -140,13 +147,15 @@ def export(
   step: int | None = None,
   use_ema: bool = True,
   dtype: str = "float32",
-  shard_size: int = SHARD_SIZE,
+  shard_size: int = tensor_writer.SHARD_SIZE,
 ) -> int:
   """Writes a checkpoint's weights under their public names.
 
   A language model becomes a folder that transformers loads: config.json,
   safetensors (in shards with an index if there are several) and the tokenizer.
-  Other families become one safetensors file.
+  Other families become one safetensors file; the config, in which the
+  preprocessing is, and the class names are in the text of its header, where
+  `convert` finds them.
 
   Args:
     directory: a working directory or an output of `convert`.
@@ -182,12 +191,11 @@ def export(
   planned = _plan(model_rules(config.model), params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
   if not converter.public_config:
+    text |= exported.to_text(metadata)
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
-    home = checkpoint.resolve(directory)
-    home = home.parent if home.name == checkpoint.FOLDER else home
-    _copy_tokenizer(home, folder)
+    _copy_tokenizer(location.workdir(directory), folder)
     stored = converter.public_config(config.model, dtype=dtype, **_ids(folder))
     tensor_writer.write_json(folder / _CONFIG_FILE, stored)
     tensor_writer.write_folder(folder, planned, dtype, text, shard_size)
@@ -205,25 +213,29 @@ def _open(
   key: str | None,
   model: str | None,
   config: Config | None,
-) -> tuple[str, Config, dict[str, Any]]:
+) -> tuple[str, checkpoint.Metadata, dict[str, Any]]:
   """What a source is: a name, its run, and its tensors, none read."""
   family = family_of_format(kind)
   if model is not None:
     released_model(model)  # before a large source is looked through
   tensors = open_tensors(source, key)
-  described = None
+  described = ours = None
   if config is None and model is None:
+    ours = exported.read(kind, source)
     described = family.converter().described(
       kind, _folder(source) / _CONFIG_FILE
     )
   if config is not None:
     name = "custom"
+  elif ours is not None:
+    name, config = "the exported model", ours.config
   elif described is not None:
     name, config = "the model of config.json", _released_run(described, tensors)
   else:
     name = model or _find_model(kind, tensors, source)
     config = _released_run(released_model(name), tensors)
-  return name, config, _without_ignored(config.model, tensors)
+  tensors = _without_ignored(config.model, tensors)
+  return name, ours or checkpoint.Metadata(config), tensors
 
 
 def _folder(source: str) -> pathlib.Path:

@@ -15,21 +15,12 @@ import numpy as np
 from flax import traverse_util
 
 from moh_jax.convert import rules
+from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
 from moh_jax.convert.rules import Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import InceptionV3
 from moh_jax.ops.inception_input import INPUT_SIZE
 
-FILE = "pt_inception-2015-12-05-6726825d.pth"
-_URL = (
-  "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
-  + FILE
-)
-HOW_TO_GET = (
-  f"the FID metrics need the Inception weights {FILE}: download {_URL} to any "
-  "place and pass --inception PATH (a safetensors file of the same tensors "
-  "will do)"
-)
 _UNIT = {
   "kernel": "conv.weight",
   "scale": "bn.weight",
@@ -53,7 +44,7 @@ def load_inception(path: str | os.PathLike) -> Any:
     ValueError: the file is damaged or holds other tensors.
   """
   if not pathlib.Path(path).exists():
-    raise FileNotFoundError(f"{path}: no such file; {HOW_TO_GET}")
+    raise FileNotFoundError(f"{path}: no such file; {HOW_TO_GET_INCEPTION}")
   return convert_inception(read_tensors(path), InceptionV3(), source=str(path))
 
 

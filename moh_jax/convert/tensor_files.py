@@ -86,6 +86,15 @@ def open_tensors(
   return _read(path, key, _open_file)
 
 
+def read_text(path: str | os.PathLike) -> dict[str, str]:
+  """The text in a safetensors file's header; empty for anything else."""
+  try:
+    with safetensors.safe_open(path, "numpy") as file:
+      return file.metadata() or {}
+  except (safetensors.SafetensorError, OSError):
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
   """A tensor in a safetensors file, not read yet.

@@ -22,6 +22,7 @@ import numpy as np
 from moh_jax.files import replacing
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+SHARD_SIZE = 5 * 10**9  # bytes of a file at most, as transformers splits
 INDEX_FILE = "model.safetensors.index.json"
 _ALIGNMENT = 8
 _ROWS_BYTES = 2**25  # converted and laid out at one time

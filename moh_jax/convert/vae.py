@@ -17,18 +17,11 @@ import numpy as np
 
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.convert import rules
+from moh_jax.convert.downloads import HOW_TO_GET_VAE, VAE_FILES
 from moh_jax.convert.rules import Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.vae import VAE
 
-FILE = "diffusion_pytorch_model.safetensors"
-_FILES = (FILE, "diffusion_pytorch_model.bin")
-HOW_TO_GET = (
-  f"latents need the Stable Diffusion autoencoder: put {FILE} (or "
-  f"{_FILES[1]}) and config.json of stabilityai/sd-vae-ft-ema or "
-  "stabilityai/sd-vae-ft-mse (https://huggingface.co/stabilityai/"
-  "sd-vae-ft-ema) into one folder and pass --vae PATH, the folder or the file"
-)
 # Names of the attention's layers in old files, and today.
 _RENAMED = {
   "query": "to_q",
@@ -223,7 +216,7 @@ def infer_config(
     if found is None or found.ndim != 4:
       raise ValueError(
         f"{source}: no autoencoder of diffusers' layout: it has no "
-        f"convolution {name}.weight; {HOW_TO_GET}"
+        f"convolution {name}.weight; {HOW_TO_GET_VAE}"
       )
     return found.shape
 
@@ -261,14 +254,14 @@ def _find_weights(path: pathlib.Path) -> pathlib.Path:
   if path.is_file():
     return path
   if not path.is_dir():
-    raise FileNotFoundError(f"{path}: no such file or folder; {HOW_TO_GET}")
+    raise FileNotFoundError(f"{path}: no such file or folder; {HOW_TO_GET_VAE}")
   for folder in (path, path / "vae"):
-    for name in _FILES:
+    for name in VAE_FILES:
       if (folder / name).is_file():
         return folder / name
   raise FileNotFoundError(
-    f"{path}: found neither {' nor '.join(_FILES)}, here or in its subfolder "
-    f"vae; {HOW_TO_GET}"
+    f"{path}: found neither {' nor '.join(VAE_FILES)}, here or in its "
+    f"subfolder vae; {HOW_TO_GET_VAE}"
   )
 
 

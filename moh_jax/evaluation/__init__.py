@@ -1,1 +1,1 @@
-"""Figures of merit on held-out data."""
+"""Metrics on held-out data."""

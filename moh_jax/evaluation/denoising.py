@@ -21,7 +21,7 @@ def make_eval_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
   """Jitted sums over one batch.
 
   Each example has one timestep and one noise, functions of its index alone:
-  figures of different steps, models and devices are comparable.
+  metrics of different steps, models and devices are comparable.
 
   Args:
     model: maps (x, t, labels) to (output, aux).

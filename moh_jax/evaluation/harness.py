@@ -1,4 +1,4 @@
-"""Runs tasks of the evaluation harness (lm-eval) and gathers their figures."""
+"""Runs tasks of the evaluation harness (lm-eval) and gathers their metrics."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from moh_jax.evaluation.harness_tasks import TaskChoice, main_metric
 # Of the harness's own command, so that the examples before a question are the
 # same; the first is that of Python's random numbers.
 _SEED, _SHOTS_SEED = 0, 1234
-# Resamples for the standard error of figures that are no means. The harness's
+# Resamples for the standard error of metrics that are no means. The harness's
 # 100,000 take minutes in one process, and a forked JAX may hang.
 _RESAMPLES = 1000
 _STDERR = "_stderr"
@@ -33,7 +33,7 @@ class HarnessTasks:
     choices: what was asked for.
     tasks: single tasks, by name.
     groups: groups of them, by name.
-    rows: per choice, the names that get a row of figures: the group itself, or
+    rows: per choice, the names that get a row of metrics: the group itself, or
       single tasks.
   """
 
@@ -104,7 +104,7 @@ def run_tasks(
     limit: documents of each task at most.
 
   Returns:
-    "tasks": a row of figures by name, see `_row`; "mean" of their main metrics,
+    "tasks": a row of metrics by name, see `_row`; "mean" of their main metrics,
     None where there is none; "lm_eval", the library's version.
 
   Raises:
@@ -140,7 +140,7 @@ def run_tasks(
 def _row(
   results: dict[str, Any], loaded: HarnessTasks, name: str, metric: str
 ) -> dict[str, Any]:
-  """Figures of a task or group.
+  """Metrics of a task or group.
 
   Returns:
     "shots"; "documents"; "version"; "metrics": name -> "value" and "stderr"
@@ -180,7 +180,7 @@ def _row(
 
 
 def _number(value: Any) -> float | None:
-  """A figure; the harness writes "N/A" where there is none."""
+  """A metric; the harness writes "N/A" where there is none."""
   is_number = isinstance(value, int | float | np.number)
   return float(value) if is_number else None
 

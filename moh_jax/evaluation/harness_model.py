@@ -138,14 +138,14 @@ class HarnessModel(LM):
     """Continuations up to the first of the task's stop strings.
 
     Raises:
-      ValueError: an option that is not known, or no room for a context.
+      ValueError: an option that is not known, or no space for a context.
     """
     encoded = self._encode_all(request.args[0] for request in requests)
     groups: dict[str, tuple[dict[str, Any], dict[int, list[int]]]] = {}
     for index, request in enumerate(requests):
       options = generation_options(request.args[1])
-      room = self.max_length - options["max_new_tokens"]
-      if room < 1:
+      space = self.max_length - options["max_new_tokens"]
+      if space < 1:
         raise ValueError(
           f"max_gen_toks={options['max_new_tokens']} of task "
           f"{request.task_name!r} must be less than model.max_length="
@@ -153,7 +153,7 @@ class HarnessModel(LM):
         )
       ids = self._before + encoded[request.args[0]] or [self._prefix]
       prompts = groups.setdefault(repr(options), (options, {}))[1]
-      prompts[index] = ids[-room:]
+      prompts[index] = ids[-space:]
     texts = [""] * len(requests)
     bar = tqdm.tqdm(
       total=len(requests), unit="text", disable=not self._progress
@@ -190,7 +190,7 @@ def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
     "stop", "max_new_tokens", "temperature" (0 is greedy), "top_k", "top_p".
 
   Raises:
-    ValueError: an option that is not known; it would change the figures.
+    ValueError: an option that is not known; it would change the metrics.
   """
   given = {n: v for n, v in given.items() if (n, v) != ("num_beams", 1)}
   if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):

@@ -104,7 +104,7 @@ def summarize(
 
 
 class _Gathered:
-  """Sums and buffers of a pass."""
+  """Running sums and buffered features of one pass over a set of images."""
 
   def __init__(self, size: int, distributions: bool, score: bool, keep: bool):
     self._size, self._seen = size, 0
@@ -141,7 +141,7 @@ class _Gathered:
     return count
 
   def finish(self) -> Summary:
-    """Closes the last chunk and block."""
+    """Adds the last, partly filled chunk and block and returns the summary."""
     if self._distributions:
       self._flush_moments()
     if self._score and sum(map(len, self._logits)):

@@ -1,4 +1,4 @@
-"""Sums and means of per-example figures over a whole split."""
+"""Sums and means of per-example metrics over a whole split."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,17 +10,17 @@ import jax
 EvalStep = Callable[[Any, Any], dict[str, jax.Array]]
 
 
-def mean_figures(
+def mean_metrics(
   eval_step: EvalStep, params: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
-  """Means over a split: `sum_figures` over the number of examples."""
-  total = sum_figures(eval_step, params, batches)
+  """Means over a split: `sum_metrics` over the number of examples."""
+  total = sum_metrics(eval_step, params, batches)
   examples = int(total.pop("examples"))
   means = {name: value / examples for name, value in total.items()}
   return {**means, "examples": examples}
 
 
-def sum_figures(
+def sum_metrics(
   eval_step: EvalStep, params: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
   """Sums over a split.
@@ -31,7 +31,7 @@ def sum_figures(
     batches: global batches with "mask", on the devices.
 
   Returns:
-    The sum of every figure, the number of "examples" among them.
+    The sum of every metric, the number of "examples" among them.
 
   Raises:
     ValueError: there is no batch.

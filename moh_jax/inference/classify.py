@@ -1,14 +1,22 @@
-"""Class probabilities of image files."""
+"""Class probabilities of images, from files or from memory."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
+from PIL import Image
 
-from moh_jax.data.images.sources import read_image
+from moh_jax.config import Config
+from moh_jax.data.images.files import read_image, to_pixels
 from moh_jax.data.images.transforms import eval_transforms
-from moh_jax.inference.restore import Restored
+from moh_jax.models.registry import make_model
+
+# A path, a picture, or [X, Y, channels] uint8.
+ImageLike = str | os.PathLike | Image.Image | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,51 +34,125 @@ class Prediction:
   probability: float
 
 
-def classify(
-  restored: Restored, files: Sequence[str], *, top: int = 5
-) -> list[list[Prediction]]:
-  """Classifies image files of any format Pillow reads.
+class Classifier:
+  """Predicts the classes of images.
 
-  All files are read and checked before the model runs. Each goes through the
-  transforms of evaluation: channels, size and normalization are the config's.
+  Images go through the transforms of the run's evaluation: channels, size and
+  normalization are the config's. The network is compiled at the first call.
+  """
 
-  Args:
-    restored: an image classifier.
-    files: paths.
-    top: classes per image, most probable first.
+  def __init__(
+    self,
+    model: nn.Module,
+    params: Any,
+    config: Config,
+    class_names: Sequence[str] = (),
+  ):
+    """Takes a trained model.
 
-  Returns:
-    Per file, its `top` predictions (fewer if the model has fewer classes).
+    Args:
+      model: maps images [B, X, Y, channels] to (logits [B, classes], aux).
+      params: its parameters.
+      config: the run.
+      class_names: of the outputs; () names them by their index.
+
+    Raises:
+      ValueError: the model classifies no images.
+    """
+    check_classifies(config)
+    self._params, self._config, self._names = params, config, class_names
+    self._transforms = eval_transforms(config.data, config.model)
+
+    @jax.jit
+    def probabilities(params: Any, images: jax.Array) -> jax.Array:
+      logits, _ = model.apply({"params": params}, images)
+      return jax.nn.softmax(logits)
+
+    self._probabilities = probabilities
+
+  def predict(
+    self,
+    images: Sequence[ImageLike] | np.ndarray,
+    *,
+    top: int = 5,
+    batch_size: int = 32,
+  ) -> list[list[Prediction]]:
+    """Classifies images; all are read and checked before the model runs.
+
+    Args:
+      images: paths, Pillow images or uint8 arrays [X, Y, channels], mixed at
+        will and of any size; or one uint8 array [B, X, Y, channels].
+      top: classes per image, most probable first.
+      batch_size: images at a time. Fewer are filled up to a power of two, so
+        that few numbers of images need a compilation of their own.
+
+    Returns:
+      Per image, its `top` predictions (fewer if the model has fewer classes).
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: a file is no image or a damaged one, an array is not uint8 or
+        has other channels than the model, or an argument is out of range.
+    """
+    for name, value in (("top", top), ("batch_size", batch_size)):
+      if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+    if isinstance(images, ImageLike) and np.ndim(images) != 4:
+      raise ValueError(
+        f"images must be a list of images, not one {type(images).__name__}"
+      )
+    ready = [self._prepare(i, image) for i, image in enumerate(images)]
+    rows: list[np.ndarray] = []
+    size = min(batch_size, 1 << max(0, len(ready) - 1).bit_length())
+    for start in range(0, len(ready), size):
+      part = ready[start : start + size]
+      batch = np.stack(part + part[:1] * (size - len(part)))
+      rows += list(np.asarray(self._probabilities(self._params, batch)))
+    return [self._best(row, top) for row in rows[: len(ready)]]
+
+  def _prepare(self, index: int, image: ImageLike) -> np.ndarray:
+    """The input of the network, [X, Y, channels] float32."""
+    channels = self._config.model.channels
+    if isinstance(image, str | os.PathLike):
+      pixels = read_image(image, channels)
+    elif isinstance(image, Image.Image):
+      pixels = to_pixels(image, channels)
+    else:
+      pixels = np.asarray(image)
+      if pixels.dtype != np.uint8:
+        raise ValueError(
+          f"image {index} has dtype {pixels.dtype}, must be uint8 in [0, 255]: "
+          "normalization is done here"
+        )
+      if pixels.ndim != 3 or pixels.shape[-1] != channels:
+        raise ValueError(
+          f"image {index} has shape {pixels.shape}, must be [X, Y, {channels}]"
+        )
+    example = {"image": pixels}
+    for transform in self._transforms:
+      example = transform.map(example)
+    return example["image"]
+
+  def _best(self, row: np.ndarray, top: int) -> list[Prediction]:
+    order = np.argsort(-row, kind="stable")[:top]
+    return [
+      Prediction(
+        int(i), self._names[i] if self._names else str(i), float(row[i])
+      )
+      for i in order
+    ]
+
+
+def check_classifies(config: Config) -> None:
+  """Refuses the config of a model that is no classifier of images.
 
   Raises:
-    FileNotFoundError: a file does not exist.
-    ValueError: a file is no image or a damaged one.
+    ValueError: it is not; the message names the family.
   """
-  if top < 1:
-    raise ValueError(f"top={top} must be at least 1")
-  config = restored.config
-  examples = [
-    {"image": read_image(file, config.model.channels)} for file in files
-  ]
-  for transform in eval_transforms(config.data, config.model):
-    examples = [transform.map(example) for example in examples]
-  images = np.stack([example["image"] for example in examples])
-
-  @jax.jit
-  def probabilities(params, image):
-    logits, _ = restored.model.apply({"params": params}, image[None])
-    return jax.nn.softmax(logits[0])
-
-  # One at a time: a single compilation whatever the number of files.
-  rows = [np.asarray(probabilities(restored.params, x)) for x in images]
-  return [_best(row, restored.class_names, top) for row in rows]
-
-
-def _best(
-  row: np.ndarray, names: tuple[str, ...], top: int
-) -> list[Prediction]:
-  order = np.argsort(-row, kind="stable")[:top]
-  return [
-    Prediction(int(i), names[i] if names else str(i), float(row[i]))
-    for i in order
-  ]
+  _, inputs = make_model(config)
+  image = getattr(config.model, "input_shape", None)
+  if [x.shape[1:] for x in inputs] != [image]:
+    raise ValueError(
+      f"model.family={config.model.family!r} does not map images to classes; "
+      "an image classifier is needed"
+    )

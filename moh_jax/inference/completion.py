@@ -37,7 +37,7 @@ class CompletionWriter:
     self.finish_reason = ""
 
   def add(self, token: int, log_prob: float) -> None:
-    """Takes the next token; those after the end are nothing."""
+    """Adds the next token; tokens after the end of the text are ignored."""
     if self.finish_reason or token == NO_TOKEN:
       return
     self._tokens.append(token)

@@ -20,15 +20,15 @@ NO_TOKEN = -1  # stands for what a finished row would have written
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """How tokens are drawn.
+  """How tokens are sampled.
 
   Attributes:
     max_new_tokens: tokens written at most.
     temperature: of the distribution; 0 always takes the best token.
-    top_k: draw from so many best tokens; 0 from all.
-    top_p: draw from the fewest best tokens that have this probability.
+    top_k: sample from so many best tokens; 0: from all.
+    top_p: sample from the fewest best tokens that have this probability.
     stop: texts that end what is written; they are left out of it.
-    seed: of the draws; prompt i of a call draws the same whatever the others.
+    seed: of the samples; those of prompt i do not depend on the other prompts.
   """
 
   max_new_tokens: int = 64
@@ -63,14 +63,14 @@ class Sampling:
 
   @property
   def cut(self) -> bool:
-    """Whether only some tokens may be drawn."""
+    """Whether only some tokens may be sampled."""
     return bool(self.top_k) or self.top_p < 1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-  """A batch that is being written.
+  """The state of a batch of texts between two decoding steps.
 
   Attributes:
     cache: of the model.
@@ -189,10 +189,10 @@ def make_decode(model: LLM, eos_id: int | None, span: int) -> Any:
 def span_numbers(
   sampling: Sampling, first: int, count: int
 ) -> dict[str, np.generic]:
-  """Arguments of a span that may change without a new program.
+  """Traced arguments of a span: other values need no new compilation.
 
   Args:
-    sampling: how tokens are drawn.
+    sampling: how tokens are sampled.
     first: tokens written before.
     count: tokens wanted, at most the span.
   """

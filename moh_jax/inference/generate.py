@@ -102,7 +102,7 @@ class Generator:
 
     Args:
       prompts: texts, which begin-of-text is put before, or ids as they are.
-      sampling: how tokens are drawn.
+      sampling: how tokens are sampled.
 
     Returns:
       One completion a prompt.
@@ -130,7 +130,7 @@ class Generator:
 
     Args:
       prompt: a text or ids, see `generate`.
-      sampling: how tokens are drawn.
+      sampling: how tokens are sampled.
 
     Yields:
       Pieces of the text; together they are what `generate` gives.
@@ -237,13 +237,13 @@ class Generator:
 
 
 def default_cache_dtype(config: LLMConfig) -> str:
-  """Of keys and values; a CPU attends in float32 fastest."""
+  """The dtype of the key/value cache; a CPU attends fastest in float32."""
   on_cpu = jax.devices()[0].platform == "cpu"
   return "float32" if on_cpu else config.dtype
 
 
 def batch_bucket(texts: int, config: LLMConfig) -> int:
-  """Rows that so many texts are written in."""
+  """Batch size that `texts` prompts are padded to."""
   on_cpu = jax.devices()[0].platform == "cpu"
   # A single row is a matrix-vector product, which XLA keeps off the CPU's
   # bfloat16 units: two rows take a fraction of its time.

@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
+from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
@@ -38,6 +40,28 @@ class Restored:
   step: int
   class_names: tuple[str, ...]
   tokenizer_sha256: str = ""
+
+  def predict(
+    self, images: Sequence[ImageLike] | np.ndarray, **options: int
+  ) -> list[list[Prediction]]:
+    """Classifies images with an image classifier, such as ["3.png"].
+
+    Args:
+      images: paths, Pillow images or uint8 arrays [X, Y, channels].
+      **options: `top` and `batch_size`, see `Classifier.predict`.
+
+    Returns:
+      Per image, its most probable classes.
+
+    Raises:
+      FileNotFoundError: a file does not exist.
+      ValueError: an image cannot be used, or the model classifies no images.
+    """
+    return self._classifier.predict(images, **options)
+
+  @functools.cached_property
+  def _classifier(self) -> Classifier:
+    return Classifier(self.model, self.params, self.config, self.class_names)
 
 
 def restore(

@@ -25,7 +25,7 @@ _SETTINGS = "settings.json"
 
 
 class Sampler:
-  """Draws the images of a run: image i has noise and label of index i."""
+  """Samples images: image i has the noise and the label of index i."""
 
   def __init__(
     self,
@@ -88,7 +88,7 @@ def check_request(config: Config, labels: Sequence[int], seed: int) -> None:
 def sample_images(
   sampler: Sampler, num: int, batch_size: int, *, progress: bool = False
 ) -> np.ndarray:
-  """Draws a few images at once into memory; [num, X, Y, channels] uint8."""
+  """Samples a few images into memory; returns [num, X, Y, channels] uint8."""
   starts = range(0, num, batch_size)
   batches = [
     sampler.batch(start, size)[: num - start]
@@ -106,14 +106,14 @@ def sample_npz(
   settings: dict[str, Any],
   progress: bool = False,
 ) -> int:
-  """Draws many images into the npz file of ADM's evaluator.
+  """Samples many images into the npz file of ADM's evaluator.
 
   Finished batches wait in OUT.parts, so that a killed call continues where it
   stopped; the file appears when it is whole, with "arr_0" [num, X, Y, channels]
   uint8 and the labels "arr_1" [num] int32.
 
   Args:
-    sampler: what to draw.
+    sampler: which images.
     num: images.
     out: file to write, .npz.
     batch_size: images per batch and part.
@@ -122,7 +122,7 @@ def sample_npz(
     progress: show a progress bar.
 
   Returns:
-    The images drawn by this call; the others were there.
+    The number of images sampled by this call; the others were there.
 
   Raises:
     ValueError: the file, or OUT.parts, holds images of other settings.
@@ -205,7 +205,7 @@ def _saying_what_is_whole(
   except OSError as error:
     raise OSError(
       f"{file} cannot be written: {error}; what is in {parts} is whole: make "
-      "room and run again to continue"
+      "space and run again to continue"
     ) from error
 
 

@@ -66,7 +66,7 @@ class _Row:
   requests: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
   def add(self, request: int, count: int, last: int) -> None:
-    """Has it answer a request for `count` tokens that end with `last`."""
+    """Adds a request to score the row's last `count - 1` tokens and `last`."""
     column = self.choices.setdefault(last, len(self.choices))
     self.requests.append((request, count, column))
     self.known = max(self.known, count - 1)
@@ -153,7 +153,7 @@ class Scorer:
     """Cuts a text into pairs that score each of its tokens once.
 
     The windows have `max_length` tokens and one token of context; the last one
-    has as much context as there is room for.
+    has as much context as fits.
 
     Args:
       tokens: of the text.
@@ -302,7 +302,7 @@ def _collect(batch: Sequence[_Row], outputs: Any, results: list[Score]) -> int:
 
 
 def _first_place(count: int, places: int) -> int:
-  """The first of `places` that end before the last of `count` tokens."""
+  """Index of the first of the `places` positions before the last token."""
   return max(0, count - 1 - places)
 
 

@@ -10,7 +10,7 @@ from moh_jax.data.text.tokenizers import (
   Tokenizer,
   tokenizer_from_bytes,
 )
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, location
 
 
 def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
@@ -29,9 +29,7 @@ def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
   expected = metadata.tokenizer_sha256
   if expected == BytesTokenizer.sha256:
     return BytesTokenizer()
-  folder = checkpoint.resolve(directory)
-  if folder.name == checkpoint.FOLDER:
-    folder = folder.parent
+  folder = location.workdir(directory)
   refused = []
   for kind in (JsonTokenizer, SentencePieceTokenizer):
     file = folder / kind.file_name

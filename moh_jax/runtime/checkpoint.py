@@ -9,7 +9,6 @@ number of processes.
 
 import dataclasses
 import json
-import os
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ from etils import epath
 from moh_jax import config as config_lib
 from moh_jax.config import Config, legacy
 from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.runtime.location import no_checkpoint, resolve, steps_folder
 
-FOLDER = "checkpoints"
 ITEMS = ("params", "train", "ema", "data", "config")
 
 
@@ -77,7 +76,7 @@ def read_metadata(
     items = ocp.args.Composite(config=ocp.args.JsonRestore())
     stored = manager.restore(step, args=items)["config"]
   try:
-    return _from_json(stored), step
+    return metadata_from_json(stored), step
   except (KeyError, ValueError) as error:
     raise ValueError(f"{directory}: checkpoint {step}: {error}") from error
 
@@ -171,10 +170,7 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   folder = steps_folder(directory)
   steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
   if not steps:
-    raise FileNotFoundError(
-      f"{directory} holds no checkpoint; expected {folder}/STEP, as train.py "
-      "and `convert` write it"
-    )
+    raise no_checkpoint(directory)
   if step is None:
     return max(steps)
   if step not in steps:
@@ -184,25 +180,12 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   return step
 
 
-def resolve(directory: str | epath.Path) -> epath.Path:
-  """An absolute local path, or a bucket's address as it is."""
-  path = epath.Path(directory)
-  is_bucket = "://" in os.fspath(path)
-  return path if is_bucket else path.expanduser().absolute()
-
-
 def _reader(directory: str | epath.Path) -> ocp.CheckpointManager:
   return ocp.CheckpointManager(
     steps_folder(directory),
     item_names=ITEMS,
     options=ocp.CheckpointManagerOptions(create=False),
   )
-
-
-def steps_folder(directory: str | epath.Path) -> epath.Path:
-  """DIR/checkpoints, also where DIR is already that folder."""
-  path = resolve(directory)
-  return path if path.name == FOLDER else path / FOLDER
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
@@ -215,7 +198,8 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
   }
 
 
-def _from_json(stored: dict[str, Any]) -> Metadata:
+def metadata_from_json(stored: dict[str, Any]) -> Metadata:
+  """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
   config = config_lib.from_config_dict(legacy.upgrade(stored["config"]))
   return Metadata(
     config, tuple(stored["class_names"]), stored.get("tokenizer_sha256", "")

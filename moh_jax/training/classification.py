@@ -37,6 +37,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     class_names=train.class_names,
     unit="images",
     units_per_step=config.data.batch_size,
+    shown=("accuracy",),
   )
 
 

@@ -50,7 +50,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     evaluate = make_evaluate(model, config, Metadata(config, train.class_names))
   else:
     _LOG.warning("%s has no val/: nothing is evaluated", config.data.path)
-    evaluate = _no_figures
+    evaluate = _no_metrics
   return Task(
     model=model,
     inputs=inputs,
@@ -62,6 +62,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     units_per_step=config.data.batch_size,
     preview=_make_preview(model, config, decode),
     preview_every=config.sample.every,
+    shown=("mse",),
   )
 
 
@@ -82,7 +83,7 @@ def make_evaluate(
   return evaluate_held_out(config, trained.class_names, eval_step)
 
 
-def _no_figures(params: Any, mesh: Mesh) -> dict[str, float]:
+def _no_metrics(params: Any, mesh: Mesh) -> dict[str, float]:
   del params, mesh
   return {}
 

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from moh_jax.config import Config, TuneConfig
 from moh_jax.data.text import sequences
 from moh_jax.evaluation.language import make_eval_step
-from moh_jax.evaluation.means import sum_figures
-from moh_jax.evaluation.text_figures import bits_per_byte, perplexity
+from moh_jax.evaluation.means import sum_metrics
+from moh_jax.evaluation.text_metrics import bits_per_byte, perplexity
 from moh_jax.models.generation import Decode
 from moh_jax.models.llm_output import summed_nats
 from moh_jax.models.registry import make_model
@@ -52,6 +52,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     units_per_step=data.batch_size * data.sequence_length,
     tokenizer=sequences.open_tokenizer(data, vocab_size),
     drawn=drawn,
+    shown=("bits_per_byte",),
   )
 
 
@@ -82,11 +83,11 @@ def make_evaluate(
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
     batches = held_out_batches(config, held_out, mesh)
-    sums = sum_figures(eval_step, params, batches)
+    sums = sum_metrics(eval_step, params, batches)
     nats, tokens = sums["nats"], sums["tokens"]
     # Of a part of the sequences, all of one length, the same share.
     text_bytes = held_out.text_bytes * sums["examples"] / len(held_out)
-    figures = {
+    metrics = {
       "bits_per_byte": bits_per_byte(nats, text_bytes),
       "loss": nats / tokens,
       "perplexity": perplexity(nats, tokens),
@@ -97,8 +98,8 @@ def make_evaluate(
     for name in _COMPRESSORS:
       if f"{name}_bytes" in held_out.notes:
         packed = held_out.notes[f"{name}_bytes"]
-        figures[f"{name}_bits_per_byte"] = 8 * packed / held_out.text_bytes
-    return figures
+        metrics[f"{name}_bits_per_byte"] = 8 * packed / held_out.text_bytes
+    return metrics
 
   return evaluate
 

@@ -16,7 +16,7 @@ from etils import epath
 from moh_jax.config import Config, get_family
 from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import checkpoint, location, sharding
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
 from moh_jax.training import optim
 from moh_jax.training.metrics import MetricsWriter
@@ -40,7 +40,7 @@ class Result:
 
   Attributes:
     state: after the last step taken.
-    evaluation: figures of the last evaluation, empty if there was none.
+    evaluation: metrics of the last evaluation, empty if there was none.
     finished: whether all steps are done; False after a request to stop.
   """
 
@@ -83,7 +83,14 @@ def train(
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   task = get_family(config.model.family).tasks().make_task(config, decode)
   directory = prepare_workdir(workdir)
-  if (directory / checkpoint.FOLDER).exists():
+  _LOG.info(
+    "devices: %d x %s, processes: %d, mesh: %s",
+    mesh.size,
+    mesh.devices.flat[0].device_kind,
+    jax.process_count(),
+    ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+  )
+  if location.steps_folder(directory).exists():
     _check_resumable(directory, _metadata(config, task))
   with sharding.use_mesh(mesh):
     return _Run(config, directory, mesh, task).run()
@@ -95,7 +102,7 @@ def prepare_workdir(workdir: str) -> epath.Path:
   Raises:
     OSError: it cannot; the message names the directory and the reason.
   """
-  directory = checkpoint.resolve(workdir)
+  directory = location.resolve(workdir)
   probe = directory / f".write_probe_{jax.process_index()}"
   try:
     directory.mkdir(parents=True, exist_ok=True)
@@ -174,6 +181,7 @@ class _Run:
       seed=config.train.seed,
       keep_ema=config.optim.ema_decay > 0,
     )
+    _LOG.info("model: %s", _describe(config, self.abstract_state.params))
     self.train_step = jit_train_step(
       state_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state),
       loss_fn=self.task.loss_fn,
@@ -200,7 +208,14 @@ class _Run:
     try:
       state, start = self._start()
       writer = MetricsWriter(
-        self.directory, self.config.log, start=start, steps=steps
+        self.directory,
+        self.config.log,
+        start=start,
+        steps=steps,
+        shown=(
+          *("loss", *self.task.shown, "balance_loss", "activated_share"),
+          f"{self.task.unit}_per_second",
+        ),
       )
       try:
         with _StopRequest() as stop:
@@ -238,7 +253,11 @@ class _Run:
     pending: tuple[int, Any] | None = None  # metrics are read one step late
     for step in range(start + 1, steps + 1):
       batch = sharding.shard_batch(next(self.batches), self.mesh)
-      state, metrics = self.train_step(state, batch)
+      if step == start + 1:
+        state, metrics = self._first_step(state, batch)
+        clock.restart(start)
+      else:
+        state, metrics = self.train_step(state, batch)
       if pending:
         self._report(*pending, writer, clock)
       pending = (step, metrics)
@@ -270,6 +289,17 @@ class _Run:
       writer.write(steps, "val", evaluation)
     self.checkpointer.wait()
     return Result(state, evaluation, finished=True)
+
+  def _first_step(self, state: TrainState, batch: Any) -> tuple:
+    """Takes a step whose program has to be compiled before, and says so."""
+    _LOG.info(
+      "compiling the training step; a large model takes minutes, and a message "
+      "of XLA about a slow compile or constant folding is no error"
+    )
+    began = time.perf_counter()
+    result = self.train_step(state, batch)  # returns before the step is done
+    _LOG.info("compiled in %.1f s", time.perf_counter() - began)
+    return result
 
   def _preview_due(self, step: int) -> bool:
     if self.task.preview is None:
@@ -316,6 +346,18 @@ class _Run:
   def _inference_params(self, state: TrainState) -> Any:
     use_ema = self.config.eval.use_ema and state.ema is not None
     return state.ema if use_ema else state.params
+
+
+def _describe(config: Config, params: Any) -> str:
+  """The family, the sizes and the number of parameters of a model."""
+  groups = config.model.layer_groups()
+  widths = dict.fromkeys(group.width for group in groups)
+  return (
+    f"{config.model.family}, {sum(group.depth for group in groups)} layers of "
+    f"width {', '.join(map(str, widths))}, "
+    f"{config.model.activated_share:.1%} of the heads active, "
+    f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters"
+  )
 
 
 class _Clock:

@@ -1,12 +1,13 @@
-"""Where a run's figures go: a progress bar, metrics.jsonl, tensorboard."""
+"""Where a run's metrics go: a progress bar, metrics.jsonl, tensorboard."""
 
 import io
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -24,7 +25,13 @@ class MetricsWriter:
   """
 
   def __init__(
-    self, workdir: epath.Path, config: LogConfig, *, start: int, steps: int
+    self,
+    workdir: epath.Path,
+    config: LogConfig,
+    *,
+    start: int,
+    steps: int,
+    shown: Sequence[str] = (),
   ):
     """Opens the files for continuing at `start`.
 
@@ -36,7 +43,9 @@ class MetricsWriter:
       config: what to write.
       start: steps already done.
       steps: length of the run.
+      shown: metrics that the progress shows, in this order; () shows all.
     """
+    self._shown = shown
     self._active = jax.process_index() == 0
     self._bar = None
     self._tensorboard = None
@@ -48,7 +57,7 @@ class MetricsWriter:
     rows = [json.loads(row) for row in self._rows]
     self._written = {(row["step"], row.get("split")) for row in rows}
     self._replace_rows()
-    self._start, self._opened = start, time.monotonic()
+    self._first_advance: tuple[int, float] | None = None  # step, when
     if config.tensorboard:
       import tensorboardX  # an import of a second, not needed by every user
 
@@ -60,13 +69,14 @@ class MetricsWriter:
       initial=start,
       unit="step",
       dynamic_ncols=True,
-      disable=not (config.progress and sys.stderr.isatty()),
+      disable=not (config.progress and _has_width(sys.stderr)),
     )
     self._print_rows = config.progress and self._bar.disable
 
   def advance(self, step: int) -> None:
     """Moves the progress bar to `step`."""
     if self._active:
+      self._first_advance = self._first_advance or (step, time.monotonic())
       self._bar.update(step - self._bar.n)
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
@@ -89,14 +99,15 @@ class MetricsWriter:
     if self._tensorboard:
       for name, value in values.items():
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+    summary = self._summary(values)
     if split == "train":
-      self._bar.set_postfix_str(_summary(values), refresh=False)
+      self._bar.set_postfix_str(summary, refresh=False)
     if self._print_rows:
-      eta = f", ETA {self._eta(step)}" if split == "train" else ""
-      line = f"step {step}/{self._bar.total} {split}: {_summary(values)}{eta}"
+      eta = self._eta(step) if split == "train" else ""
+      line = f"step {step}/{self._bar.total} {split}: {summary}{eta}"
       print(line, file=sys.stderr, flush=True)
     elif split != "train" and not self._bar.disable:
-      self._bar.write(f"step {step} {split}: {_summary(values)}", sys.stderr)
+      self._bar.write(f"step {step} {split}: {summary}", sys.stderr)
 
   def write_image(self, step: int, name: str, picture: np.ndarray) -> None:
     """Writes a picture to WORKDIR/NAME/STEP.png and tensorboard.
@@ -128,10 +139,18 @@ class MetricsWriter:
   def _replace_rows(self) -> None:
     _replace(self._path, "".join(row + "\n" for row in self._rows).encode())
 
+  def _summary(self, values: Mapping[str, float]) -> str:
+    names = [n for n in self._shown or values if n in values]
+    return ", ".join(_text(name, values[name]) for name in names)
+
   def _eta(self, step: int) -> str:
-    """Remaining time, "MM:SS"."""
-    per_step = (time.monotonic() - self._opened) / max(step - self._start, 1)
-    return tqdm.tqdm.format_interval(per_step * (self._bar.total - step))
+    """Remaining time, ", ETA MM:SS"; the compilation before step 1 is past."""
+    first, since = self._first_advance or (step, 0.0)
+    if step == first:
+      return ""
+    per_step = (time.monotonic() - since) / (step - first)
+    left = tqdm.tqdm.format_interval(per_step * (self._bar.total - step))
+    return f", ETA {left}"
 
   def close(self) -> None:
     """Flushes and closes the files."""
@@ -141,21 +160,23 @@ class MetricsWriter:
         self._tensorboard.close()
 
 
-_SHOWN = {
-  "loss": "loss {:.4f}",
-  "accuracy": "acc {:.2%}",
-  "mse": "mse {:.4f}",
-  "balance_loss": "balance {:.3f}",
-  "activated_share": "heads {:.0%}",
-  "images_per_second": "{:.0f} images/s",
-}
+def _has_width(stream: TextIO) -> bool:
+  """Whether a progress bar can be seen: some terminals have 0 columns."""
+  try:
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+  except OSError:
+    return False
 
 
-def _summary(values: Mapping[str, Any]) -> str:
-  shown = [
-    f.format(values[name]) for name, f in _SHOWN.items() if name in values
-  ]
-  return ", ".join(shown)
+def _text(name: str, value: float) -> str:
+  """A metric as people read it, such as "loss 0.5124" or "accuracy 50.0%"."""
+  if name.endswith("_per_second"):
+    return f"{value:,.0f} {name.removesuffix('_per_second')}/s"
+  if name.endswith(("accuracy", "share")):
+    number = f"{value:.1%}"
+  else:
+    number = f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
+  return f"{name.replace('_', ' ')} {number}"
 
 
 def _replace(file: epath.Path, content: bytes) -> None:

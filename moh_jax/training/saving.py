@@ -4,7 +4,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from moh_jax.config import CheckpointConfig
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.state import TrainState
 
@@ -26,7 +26,7 @@ class Checkpointer:
     if config.keep_every:
       keep.append(policies.EveryNSteps(config.keep_every))
     self._manager = ocp.CheckpointManager(
-      checkpoint.steps_folder(workdir),
+      location.steps_folder(workdir),
       item_names=checkpoint.ITEMS,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy(keep),

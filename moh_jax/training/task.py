@@ -19,7 +19,7 @@ from moh_jax.data.pipeline import (
   eval_batches,
 )
 from moh_jax.data.text.tokenizers import Tokenizer
-from moh_jax.evaluation.means import EvalStep, mean_figures
+from moh_jax.evaluation.means import EvalStep, mean_metrics
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
@@ -65,7 +65,7 @@ class Task:
     inputs: abstract positional arguments of the model, batch axis 1.
     loss_fn: (params, batch, rng, step) -> (loss, metrics).
     batches: (mesh) -> this process's training stream, at its beginning.
-    evaluate: (params, mesh) -> figures on the whole held-out split; empty where
+    evaluate: (params, mesh) -> metrics of the whole held-out split; empty where
       there is none.
     class_names: names of the labels, empty where there are none.
     unit: what throughput counts.
@@ -74,8 +74,9 @@ class Task:
       watch the run by, or None.
     preview_every: steps between previews.
     tokenizer: of the text that the model reads, or None.
-    drawn: (examples) -> figures of the first so many of the training stream, to
+    drawn: (examples) -> metrics of the first so many of the training stream, to
       log; or None.
+    shown: the family's own metrics that the progress shows, after the loss.
   """
 
   model: nn.Module
@@ -90,6 +91,7 @@ class Task:
   preview_every: int = 0
   tokenizer: Tokenizer | None = None
   drawn: Callable[[int], dict[str, float]] | None = None
+  shown: tuple[str, ...] = ()
 
 
 def stream(
@@ -135,6 +137,6 @@ def evaluate_held_out(
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
     batches = held_out_batches(config, ready, mesh)
-    return mean_figures(eval_step, params, batches)
+    return mean_metrics(eval_step, params, batches)
 
   return evaluate

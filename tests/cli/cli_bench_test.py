@@ -93,7 +93,7 @@ class BenchCommandTest(parameterized.TestCase):
       "error of the outputs 1.0e-02 is above 2e-06\n",
     )
 
-  def test_model_has_its_figures(self):
+  def test_model_has_its_metrics(self):
     measured = {
       "train_step": {"params_bytes": 1234567, "compile_seconds": 2.5},
       "rows": [],

@@ -50,7 +50,7 @@ class ClassifyCommandTest(parameterized.TestCase):
       self.assertRegex(line, rf"^{self.image}: [a-z]+ \d.*%, [a-z]+ \d.*%$")
 
   @parameterized.parameters(
-    ((), "no such image file"), (b"text\n", "not an image"), (60, "damaged")
+    ((), "no such file"), (b"text\n", "not an image"), (60, "damaged")
   )
   def test_bad_file_is_one_line_that_names_it(self, content, reason):
     path = self.root / f"bad{content if isinstance(content, int) else 0}.png"
@@ -70,6 +70,15 @@ class ClassifyCommandTest(parameterized.TestCase):
     status, _, err = self._call(self.image, "--top-k", "9")
     self.assertEqual(status, 2)
     self.assertIn("top_k=9 must be in [0, 3]", err)
+
+  def test_model_of_another_family_is_named(self):
+    other = self.root / "dit"
+    tiny_checkpoint.save_dit(other)
+    status, out, err = tiny_checkpoint.call(
+      "classify", self.image, "--checkpoint", other
+    )
+    self.assertEqual((status, out), (2, ""))
+    self.assertStartsWith(err, "error: model.family='dit' does not map images")
 
   def test_top_is_at_least_one(self):
     status, _, err = self._call(self.image, "--top", 0)

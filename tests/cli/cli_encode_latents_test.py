@@ -27,7 +27,7 @@ class EncodeLatentsCommandTest(absltest.TestCase):
 
   def _arguments(self, images=None, out=None, sizes=_SIZES):
     images, out = images or self.images, out or self.out
-    argv = ("--images", images, "--vae", self.vae, "--out", out, *sizes)
+    argv = ("--data", images, "--vae", self.vae, "--out", out, *sizes)
     return [str(arg) for arg in argv]
 
   def _call(self, *argv, **options):
@@ -63,9 +63,7 @@ class EncodeLatentsCommandTest(absltest.TestCase):
 
   def test_packed_images_give_the_same_latents(self):
     packed = self.root / "packed"
-    tiny_checkpoint.call(
-      "pack-images", "--images", self.images, "--out", packed
-    )
+    tiny_checkpoint.call("pack-images", "--data", self.images, "--out", packed)
     self.assertEqual(self._call()[0], 0)
     other = self.root / "other"
     self.assertEqual(self._call(images=packed, out=other)[0], 0)

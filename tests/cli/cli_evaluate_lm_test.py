@@ -16,7 +16,7 @@ from tests.evaluation import tiny_harness
 from tests.inference import tiny_text_model
 
 _TEXTS = ("It was the best of times.\n", "caf\u00e9 au lait")
-_FIGURES = (
+_METRICS = (
   *("bits_per_byte", "perplexity", "word_perplexity", "nats"),
   *("tokens", "words", "bytes", "documents"),
 )
@@ -53,7 +53,7 @@ class _CommandTest(parameterized.TestCase):
 class EvaluateTextTest(_CommandTest):
   def test_several_shares_equal_runs_of_their_own(self):
     file = self.root / "out.json"
-    options = ("--text", self.texts, "--top-k")
+    options = ("--data", self.texts, "--top-k")
     status, out, err = self._call(*options, "1,3", "--json", file)
     self.assertEqual(status, 0, err)
     report = json.loads(file.read_text())
@@ -69,7 +69,7 @@ class EvaluateTextTest(_CommandTest):
 
     lines = [line.split() for line in out.splitlines()]
     self.assertEqual(lines[0], "text top_k=1 (50.0%) top_k=3 (100.0%)".split())
-    self.assertCountEqual([line[0] for line in lines[1:]], _FIGURES)
+    self.assertCountEqual([line[0] for line in lines[1:]], _METRICS)
     bits = [f"{text['bits_per_byte']:.4f}" for text in texts]
     self.assertIn(["bits_per_byte", *bits], lines)
 
@@ -77,21 +77,21 @@ class EvaluateTextTest(_CommandTest):
     alone = self._report(*options, 3)["runs"]
     self.assertLen(alone, 1)
     np.testing.assert_allclose(
-      [alone[0]["text"][name] for name in _FIGURES],
-      [texts[1][name] for name in _FIGURES],
+      [alone[0]["text"][name] for name in _METRICS],
+      [texts[1][name] for name in _METRICS],
       rtol=1e-6,
     )
 
   @parameterized.parameters(
-    ((), "give --tasks, --text or both"),
-    (("--text", "/nope/*.txt"), "/nope/*.txt: no such file"),
-    (("--text", "x", "--top-k", "1,4"), "top_k=4 must be in [0, 3]"),
-    (("--text", "x", "--batch-size", "0"), "batch-size=0 must be at least 1"),
-    (("--text", "x", "--batch-size", "7"), "batch-size=7 must be a multiple"),
+    ((), "give --tasks, --data or both"),
+    (("--data", "/nope/*.txt"), "/nope/*.txt: no such file"),
+    (("--data", "x", "--top-k", "1,4"), "top_k=4 must be in [0, 3]"),
+    (("--data", "x", "--batch-size", "0"), "batch-size=0 must be at least 1"),
+    (("--data", "x", "--batch-size", "7"), "batch-size=7 must be a multiple"),
     (("--tasks", "a,,b"), "tasks='a,,b' must be names"),
     (("--tasks", "a", "--limit", "0"), "limit=0 must be at least 1"),
     (("--tasks", "a", "--num-fewshot", "-1"), "num_fewshot=-1 must be"),
-    (("--text", "x", "--step", "3"), "no checkpoint of step 3"),
+    (("--data", "x", "--step", "3"), "no checkpoint of step 3"),
   )
   def test_what_does_not_fit_is_one_line(self, argv, message):
     argv = [str(self.root / "0.txt") if arg == "x" else arg for arg in argv]
@@ -111,7 +111,7 @@ class EvaluateTextTest(_CommandTest):
     other = self.root / "vit"
     tiny_checkpoint.save(other)
     status, _, err = tiny_checkpoint.call(
-      "evaluate-lm", "--checkpoint", other, "--text", self.texts
+      "evaluate-lm", "--checkpoint", other, "--data", self.texts
     )
     self.assertEqual(status, 2)
     self.assertIn("family 'vit'; a language model is needed", err)
@@ -124,7 +124,7 @@ class EvaluateTextTest(_CommandTest):
     config = dataclasses.replace(tiny_text_model.CONFIG, model=model)
     tiny_text_model.save(other, config)
     status, _, err = tiny_checkpoint.call(
-      *("evaluate-lm", "--checkpoint", other, "--text", self.texts),
+      *("evaluate-lm", "--checkpoint", other, "--data", self.texts),
       *("--top-k", 1),
     )
     self.assertEqual(status, 2)

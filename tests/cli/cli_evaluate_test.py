@@ -21,36 +21,36 @@ class EvaluateCommandTest(parameterized.TestCase):
   def _call(self, *argv):
     return tiny_checkpoint.call("evaluate", "--checkpoint", self.workdir, *argv)
 
-  def _figures(self, *argv):
+  def _metrics(self, *argv):
     status, out, err = self._call(*argv, "--json", "-")
     self.assertEqual(status, 0, err)
     return json.loads(out)  # one object and nothing else
 
   def test_json_is_alone_on_stdout(self):
-    figures = self._figures()
+    metrics = self._metrics()
     self.assertContainsSubset(
-      {"accuracy", "activated_share", "examples", "step"}, figures
+      {"accuracy", "activated_share", "examples", "step"}, metrics
     )
-    self.assertEqual((figures["examples"], figures["step"]), (20, 0))
-    self.assertBetween(figures["accuracy"], 0, 1)
+    self.assertEqual((metrics["examples"], metrics["step"]), (20, 0))
+    self.assertBetween(metrics["accuracy"], 0, 1)
 
   @parameterized.parameters((0, 0.25), (1, 0.5), (3, 1.0))
   def test_top_k_changes_the_activated_share(self, top_k, share):
-    figures = self._figures("--top-k", top_k)
-    self.assertAlmostEqual(figures["activated_share"], share, places=5)
+    metrics = self._metrics("--top-k", top_k)
+    self.assertAlmostEqual(metrics["activated_share"], share, places=5)
 
   def test_batch_size_changes_no_figure(self):
-    ours, theirs = self._figures(), self._figures("--batch-size", 24)
+    ours, theirs = self._metrics(), self._metrics("--batch-size", 24)
     self.assertEqual(ours.keys(), theirs.keys())
     for name, value in ours.items():
       self.assertAlmostEqual(value, theirs[name], places=5)
 
   def test_some_examples_alone(self):
-    self.assertEqual(self._figures("--examples", 6)["examples"], 6)
-    self.assertEqual(self._figures("--examples", 99)["examples"], 20)
+    self.assertEqual(self._metrics("--examples", 6)["examples"], 6)
+    self.assertEqual(self._metrics("--examples", 99)["examples"], 20)
 
   def test_gate_form_changes_the_loss(self):
-    ours, paper = self._figures(), self._figures("--gate-form", "paper")
+    ours, paper = self._metrics(), self._metrics("--gate-form", "paper")
     self.assertNotAlmostEqual(ours["loss"], paper["loss"], places=6)
     self.assertEqual(ours["activated_share"], paper["activated_share"])
 
@@ -66,7 +66,7 @@ class EvaluateCommandTest(parameterized.TestCase):
       (root / "val" / name).mkdir(parents=True)
       pixels = np.full((9, 9, 3), 40 * i, np.uint8)
       Image.fromarray(pixels).save(root / "val" / name / "1.png")
-    self.assertEqual(self._figures("--data", root)["examples"], 6)
+    self.assertEqual(self._metrics("--data", root)["examples"], 6)
 
   @parameterized.parameters(
     (("--top-k", "4"), "top_k=4 must be in [0, 3]"),
@@ -98,13 +98,13 @@ class EvaluateDiffusionTest(parameterized.TestCase):
   def test_prints_the_losses_on_the_held_out_split(self):
     status, out, err = self._call()
     self.assertEqual(status, 0, err)
-    figures = dict(line.split(": ") for line in out.splitlines())
+    metrics = dict(line.split(": ") for line in out.splitlines())
     self.assertEqual(
-      figures.keys(),
+      metrics.keys(),
       {"loss", "mse", "vb", "activated_share", "examples", "step"},
     )
-    self.assertEqual(figures["examples"], "359")
-    loss, mse, bound = (float(figures[n]) for n in ("loss", "mse", "vb"))
+    self.assertEqual(metrics["examples"], "359")
+    loss, mse, bound = (float(metrics[n]) for n in ("loss", "mse", "vb"))
     self.assertAlmostEqual(loss, mse + bound, delta=2e-4)
 
   def test_top_k_changes_the_activated_share(self):

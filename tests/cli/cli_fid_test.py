@@ -1,4 +1,4 @@
-"""The command from files to figures, with the recorded random network."""
+"""The command from files to metrics, with the recorded random network."""
 
 import json
 import pathlib
@@ -50,19 +50,19 @@ class FidCommandTest(parameterized.TestCase):
     network = ("--inception", cls.weights) if weights else ()
     return tiny_checkpoint.call("fid", *argv, *network, "--batch-size", 8)
 
-  def test_json_has_all_figures(self):
+  def test_json_has_all_metrics(self):
     status, out, _ = self.result
-    figures = json.loads(out)  # nothing else on stdout
+    metrics = json.loads(out)  # nothing else on stdout
     self.assertEqual(status, 0)
-    self.assertGreater(figures["fid"], 1.0)
-    self.assertGreater(figures["sfid"], 1.0)
-    self.assertBetween(figures["inception_score"], 1.0, 5.0)
+    self.assertGreater(metrics["fid"], 1.0)
+    self.assertGreater(metrics["sfid"], 1.0)
+    self.assertBetween(metrics["inception_score"], 1.0, 5.0)
     for name in ("precision", "recall"):
-      self.assertBetween(figures[name], 0.0, 1.0)
-    self.assertEqual(figures["samples"], str(self.samples))
-    self.assertEqual(figures["reference"], str(self.folder))
-    self.assertEqual((figures["num_samples"], figures["num_reference"]), (5, 6))
-    self.assertEqual(figures["resize"], "tf1")
+      self.assertBetween(metrics[name], 0.0, 1.0)
+    self.assertEqual(metrics["samples"], str(self.samples))
+    self.assertEqual(metrics["reference"], str(self.folder))
+    self.assertEqual((metrics["num_samples"], metrics["num_reference"]), (5, 6))
+    self.assertEqual(metrics["resize"], "tf1")
 
   def test_warns_how_many_images_are_needed(self):
     _, _, err = self.result
@@ -76,11 +76,11 @@ class FidCommandTest(parameterized.TestCase):
     status, out, _ = self._call(
       *argv, *("--metrics", "sfid", "--json", "-"), weights=False
     )
-    figures = json.loads(out)
+    metrics = json.loads(out)
     self.assertEqual(status, 0)
-    self.assertAlmostEqual(figures["sfid"], 0.0, delta=1e-6)
+    self.assertAlmostEqual(metrics["sfid"], 0.0, delta=1e-6)
     for name in ("fid", "precision", "num_samples", "num_reference"):
-      self.assertIsNone(figures[name])
+      self.assertIsNone(metrics[name])
 
   def test_saved_statistics_serve_as_reference_of_a_folder(self):
     copies = self.root / "copies"
@@ -90,23 +90,23 @@ class FidCommandTest(parameterized.TestCase):
     status, out, _ = self._call(
       *("--samples", copies, "--reference", self.stats, "--metrics", "fid,is"),
     )
-    figures = dict(line.split(": ", 1) for line in out.splitlines())
+    metrics = dict(line.split(": ", 1) for line in out.splitlines())
     first = json.loads(self.result[1])
     self.assertEqual(status, 0)
-    self.assertAlmostEqual(float(figures["fid"]), 0.0, places=3)
+    self.assertAlmostEqual(float(metrics["fid"]), 0.0, places=3)
     self.assertEqual(
-      figures["inception_score"], f"{first['inception_score']:.4f}"
+      metrics["inception_score"], f"{first['inception_score']:.4f}"
     )
-    self.assertNotIn("sfid", figures)
+    self.assertNotIn("sfid", metrics)
 
   def test_without_reference_scores_what_needs_none(self):
     status, out, err = self._call("--samples", self.samples, "--json", "-")
-    figures, first = json.loads(out), json.loads(self.result[1])
+    metrics, first = json.loads(out), json.loads(self.result[1])
     self.assertEqual(status, 0)
     self.assertAlmostEqual(
-      figures["inception_score"], first["inception_score"], places=5
+      metrics["inception_score"], first["inception_score"], places=5
     )
-    self.assertIsNone(figures["fid"])
+    self.assertIsNone(metrics["fid"])
     self.assertIn("note: without fid, sfid, pr: there is no --reference", err)
 
   @parameterized.named_parameters(

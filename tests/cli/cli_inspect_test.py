@@ -106,14 +106,29 @@ class InspectCommandTest(parameterized.TestCase):
     cases = [call.args[1] for call in choose.call_args_list]
     self.assertEqual({case.biased for case in cases}, biased)
 
-  def test_prints_the_same_for_people(self):
+  def test_prints_tables(self):
     status, out, _ = tiny_checkpoint.call(
       "inspect", "--checkpoint", self._checkpoint()
     )
     self.assertEqual(status, 0)
-    self.assertIn('"top_k": [', out)
-    self.assertRegex(out, r"(?m)^layer +stage +tokens +num_heads")
+    self.assertRegex(out, r"(?m)^layers +count +stage +tokens +num_heads")
+    self.assertRegex(out, r"(?m)^classes: 6 \(ant, bee, cat, dog, eel, fox\)$")
+    self.assertNotIn("{", out)
     self.assertRegex(out, r"(?m)^activated share: 0\.5000$")
+
+  def test_equal_layers_are_printed_once(self):
+    status, out, _ = tiny_checkpoint.call(
+      "inspect", "--config", f"{_CONFIGS / 'vit_digits.py'}:moh"
+    )
+    self.assertEqual(status, 0)
+    self.assertRegex(out, r"(?m)^0-1 +2 +1 +64 +4 .* window$")
+    self.assertRegex(out, r"(?m)^2-3 +2 +2 +16 +8 .* dense$")
+
+  @parameterized.parameters("--config.model.depths=(1,3)", "")
+  def test_takes_overrides(self, override):
+    argv = ("--config", _CONFIGS / "vit_digits.py", *filter(None, [override]))
+    depths = [row["stage"] for row in _report(*argv)["layers"]]
+    self.assertEqual(depths, [1, 2, 2, 2] if override else [1, 1, 2, 2])
 
   def test_layers_of_a_diffusion_model_have_the_budgets_of_their_runs(self):
     root = self.enterContext(tempfile.TemporaryDirectory())

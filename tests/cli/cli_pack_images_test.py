@@ -16,7 +16,7 @@ class PackImagesCommandTest(absltest.TestCase):
 
   def _call(self, images, *argv):
     return tiny_checkpoint.call(
-      "pack-images", "--images", images, "--out", self.out, *argv
+      "pack-images", "--data", images, "--out", self.out, *argv
     )
 
   def test_packs_every_split(self):

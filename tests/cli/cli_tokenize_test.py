@@ -20,7 +20,7 @@ class TokenizeCommandTest(absltest.TestCase):
   def _call(self, *argv, pattern="*.jsonl"):
     return tiny_checkpoint.call(
       "tokenize",
-      "--input",
+      "--data",
       self.root / pattern,
       "--out",
       self.out,

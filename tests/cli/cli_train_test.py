@@ -1,5 +1,3 @@
-import contextlib
-import io
 import json
 import os
 import pathlib
@@ -8,16 +6,25 @@ import sys
 import tempfile
 from unittest import mock
 
-from absl import logging
 from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common, main
+from moh_jax.cli import common
 from moh_jax.training import loop
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def _write_config(folder, config, sections):
+  """A config file of a config with some of its fields changed."""
+  values = config_lib.to_config_dict(config).to_dict()
+  for section, fields in sections.items():
+    values[section].update(fields)
+  file = pathlib.Path(folder) / "config.py"
+  file.write_text(f"def get_config():\n  return {values!r}\n")
+  return file
 
 
 def _train(
@@ -28,25 +35,13 @@ def _train(
   config=tiny_checkpoint.CONFIG,
   **sections,
 ):
-  """Exit status, stdout and stderr of the body of train.py."""
-  cfg = config_lib.to_config_dict(config)
-  with cfg.unlocked():
-    for section, fields in sections.items():
-      cfg[section].update(fields)
-  out, err = io.StringIO(), io.StringIO()
-  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-    try:
-      main.train(
-        cfg,
-        str(workdir),
-        distributed=False,
-        json=json,
-        vae=vae,
-        traceback=traceback,
-      )
-    except SystemExit as stop:
-      return stop.code, out.getvalue(), err.getvalue()
-  raise AssertionError("train must exit with a status")
+  """Exit status, stdout and stderr of `train`."""
+  with tempfile.TemporaryDirectory() as folder:
+    file = _write_config(folder, config, sections)
+    return tiny_checkpoint.call(
+      *("train", "--config", file, "--workdir", workdir),
+      *("--json", json, "--vae", vae, *["--traceback"] * traceback),
+    )
 
 
 class TrainCommandTest(parameterized.TestCase):
@@ -54,21 +49,20 @@ class TrainCommandTest(parameterized.TestCase):
     super().setUp()
     root = self.enterContext(tempfile.TemporaryDirectory())
     self.workdir = pathlib.Path(root) / "run"
-    self.addCleanup(logging.set_verbosity, logging.get_verbosity())
 
-  def test_trains_a_checkpoint_that_evaluates_to_the_same_figures(self):
+  def test_trains_a_checkpoint_that_evaluates_to_the_same_metrics(self):
     status, out, err = _train(self.workdir)
     self.assertEqual(status, 0, err)
-    figures = json.loads(out.splitlines()[-1])
-    self.assertEqual((figures["step"], figures["examples"]), (2, 20))
+    metrics = json.loads(out.splitlines()[-1])
+    self.assertEqual((metrics["step"], metrics["examples"]), (2, 20))
 
     status, out, err = tiny_checkpoint.call(
       "evaluate", "--checkpoint", self.workdir, "--json", "-"
     )
     self.assertEqual(status, 0, err)
     again = json.loads(out)
-    self.assertEqual(again.keys(), figures.keys())
-    for name, value in figures.items():
+    self.assertEqual(again.keys(), metrics.keys())
+    for name, value in metrics.items():
       self.assertAlmostEqual(again[name], value, places=5, msg=name)
 
   def test_bad_value_is_one_line_that_names_it(self):
@@ -109,12 +103,12 @@ class TrainCommandTest(parameterized.TestCase):
     digits = common.load_config(str(_ROOT / "configs" / "dit_digits.py"))
     status, out, err = _train(self.workdir, config=digits, **sections)
     self.assertEqual(status, 0, err)
-    figures = json.loads(out.splitlines()[-1])
+    metrics = json.loads(out.splitlines()[-1])
     self.assertEqual(
-      figures.keys(),
+      metrics.keys(),
       {"loss", "mse", "vb", "activated_share", "examples", "step"},
     )
-    self.assertEqual((figures["step"], figures["examples"]), (2, 359))
+    self.assertEqual((metrics["step"], metrics["examples"]), (2, 359))
     files = sorted((self.workdir / "samples").iterdir())
     self.assertEqual(
       [path.name for path in files], ["00000001.png", "00000002.png"]
@@ -140,24 +134,57 @@ class TrainCommandTest(parameterized.TestCase):
       sample={"every": 1},
     )
     self.assertEqual((status, out), (2, ""))
-    self.assertLen(err.splitlines(), 1)
-    self.assertIn("--vae", err)
+    *notes, error = err.splitlines()
+    self.assertEqual(
+      notes,
+      [
+        f"data: fake, {split}: 1,024 examples of 10 classes"
+        for split in ("train", "val")
+      ],
+    )
+    self.assertStartsWith(error, "error: sample.every=1 must be 0, or --vae")
     self.assertFalse(self.workdir.exists())
 
 
+class TrainHelpTest(absltest.TestCase):
+  def test_lists_every_key_of_the_config(self):
+    spec = _ROOT / "configs" / "dit_digits.py"
+    status, out, err = tiny_checkpoint.call(
+      "train", "--config", spec, "--help", "--config.optim.lr=0.25"
+    )
+    self.assertEqual((status, err), (0, ""))
+    self.assertIn("--workdir DIR", out)
+    self.assertIn("\n  --config.optim.lr=0.25  (float)\n", out)
+    config = common.load_config(str(spec))
+    for section, fields in config_lib.to_config_dict(config).items():
+      for field in fields:
+        self.assertIn(f"\n  --config.{section}.{field}", out)
+
+  def test_needs_no_config(self):
+    status, out, _ = tiny_checkpoint.call("train", "--help")
+    self.assertEqual(status, 0)
+    self.assertStartsWith(out, "usage: ")
+
+
 class TrainScriptTest(absltest.TestCase):
-  def test_unknown_config_key_fails_and_is_named(self):
-    workdir = self.enterContext(tempfile.TemporaryDirectory())
-    config = ("--config=configs/vit_digits.py", "--config.model.nope=1")
-    done = subprocess.run(
-      [sys.executable, "train.py", f"--workdir={workdir}", *config],
+  def _call(self, *argv):
+    return subprocess.run(
+      [sys.executable, "train.py", *argv],
       cwd=_ROOT,
       env={**os.environ, "JAX_PLATFORMS": "cpu"},
       capture_output=True,
       text=True,
     )
-    self.assertNotEqual(done.returncode, 0)
-    self.assertIn("nope", done.stderr)
+
+  def test_unknown_config_key_is_one_line_that_names_it(self):
+    workdir = self.enterContext(tempfile.TemporaryDirectory())
+    config = ("--config=configs/vit_digits.py", "--config.model.nope=1")
+    done = self._call(f"--workdir={workdir}", *config)
+    self.assertEqual((done.returncode, done.stdout), (2, ""))
+    self.assertStartsWith(
+      done.stderr, "error: unknown config key model.nope; known: ["
+    )
+    self.assertLen(done.stderr.splitlines(), 1)
     self.assertEmpty(os.listdir(workdir))
 
 

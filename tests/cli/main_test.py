@@ -9,7 +9,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moh_jax import cli
-from moh_jax.cli import main
+from moh_jax.cli import arguments, main
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -32,9 +32,11 @@ class MainTest(parameterized.TestCase):
   def test_every_module_of_a_command_is_listed(self):
     modules = {module.name for module in pkgutil.iter_modules(cli.__path__)}
     commands = {name.replace("-", "_") for name in main.COMMANDS}
-    self.assertEqual(
-      modules - {"common", "main", "processes", "train"}, commands
-    )
+    self.assertEqual(modules - {"arguments", "common", "main"}, commands)
+    options = {
+      module.name for module in pkgutil.iter_modules(arguments.__path__)
+    }
+    self.assertEqual(options, commands)
 
   @parameterized.parameters((("paint",),), ((),))
   def test_unknown_command_is_wrong_use(self, argv):
@@ -49,6 +51,9 @@ class MainTest(parameterized.TestCase):
     ("classify", "--checkpoint", "x"),
     ("inspect",),
     ("inspect", "--checkpoint", "x", "--config", "y"),
+    ("inspect", "--check", "x"),
+    ("train", "--config", "x"),
+    ("train", "--workdir", "x"),
     ("convert", "--from", "onnx", "--source", "x", "--out", "y"),
     ("evaluate", "--checkpoint", "x", "--top-k", "one"),
     ("evaluate", "--checkpoint", "x", "--gate-form", "mine"),
@@ -62,7 +67,9 @@ class MainTest(parameterized.TestCase):
     status, out, err = tiny_checkpoint.call(*argv)
     self.assertEqual(status, 2)
     self.assertEmpty(out)
-    self.assertIn(f"python -m moh_jax {argv[0]}: error: ", err)
+    self.assertLen(err.splitlines(), 1)
+    self.assertStartsWith(err, "error: ")
+    self.assertEndsWith(err, f"; see python -m moh_jax {argv[0]} --help\n")
 
   @parameterized.parameters(
     ("evaluate",),
@@ -80,6 +87,35 @@ class MainTest(parameterized.TestCase):
     self.assertLen(err.splitlines(), 1)
     self.assertIn(str(where / "nope"), err)
 
+  @parameterized.parameters(
+    ("classify", "nope.png", "--checkpoint", "."),
+    ("convert", "--from", "dit", "--source", "nope.pt", "--out", "x"),
+    ("fid", "--samples", "nope.npz"),
+    ("parity", "nope"),
+  )
+  def test_missing_input_is_one_line(self, *argv):
+    where = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    (where / "checkpoints").mkdir()
+    argv = [where if arg == "." else arg for arg in argv]
+    status, out, err = tiny_checkpoint.call(*argv)
+    self.assertEqual((status, out), (2, ""))
+    self.assertRegex(err, r"^error: nope.*: no such file or folder\n$")
+
+  @parameterized.parameters("evaluate", "bench", "tokenize")
+  def test_overrides_need_a_config(self, command):
+    required = {
+      "evaluate": ("--checkpoint", "x"),
+      "bench": ("attention",),
+      "tokenize": ("--data", "x", "--tokenizer", "bytes", "--out", "x"),
+    }[command]
+    status, _, err = tiny_checkpoint.call(
+      command, *required, "--config.train.steps=3"
+    )
+    self.assertEqual(status, 2)
+    self.assertEqual(
+      err, "error: --config.train.steps=3 needs --config FILE[:ARG]\n"
+    )
+
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
     _, _, short = tiny_checkpoint.call(*argv)
@@ -88,6 +124,61 @@ class MainTest(parameterized.TestCase):
     self.assertNotIn("Traceback", short)
     self.assertIn("Traceback (most recent call last)", long)
     self.assertIn("FileNotFoundError", long)
+
+
+_LIGHT = """
+import contextlib, io, sys
+from moh_jax.cli import main
+for argv in {calls}:
+  out = io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    try:
+      main.main(argv)
+    except SystemExit:
+      pass
+  loaded = [name for name in ("jax", "flax", "orbax") if name in sys.modules]
+  print(" ".join(argv), "->", len(out.getvalue().splitlines()), *loaded)
+"""
+
+
+class WithoutJaxTest(absltest.TestCase):
+  """JAX takes seconds to import; a mistake should not."""
+
+  def _check(self, calls, lines):
+    done = subprocess.run(
+      [sys.executable, "-c", _LIGHT.format(calls=calls)],
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+    )
+    self.assertEqual(done.stderr, "")
+    rows = done.stdout.splitlines()
+    self.assertLen(rows, len(calls))
+    for row in rows:
+      self.assertRegex(row, rf"-> {lines}$")
+
+  def test_help_does_not_import_it(self):
+    config = "--config=configs/vit_digits.py"
+    calls = [[command, "--help"] for command in main.COMMANDS]
+    calls += [["bench", "model", "--help"], ["train", config, "--help"]]
+    self._check([["--help"], *calls], r"\d{2,}")
+
+  def test_early_errors_do_not_import_it(self):
+    run = ["train", "--config=configs/vit_digits.py", "--workdir=x"]
+    calls = [
+      ["paint"],
+      ["train"],
+      ["evaluate", "--checkpoint=x", "--nope"],
+      ["evaluate", "--checkpoint=/nope"],
+      ["sample", "--checkpoint=x", "--out=x.png", "--method=euler"],
+      ["inspect", "--config=configs/nope.py"],
+      ["inspect", "--config=configs/vit_digits.py:huge"],
+      ["train", "--config=README.md", "--workdir=x"],
+      [*run, "--config.optim.nope=1"],
+      [*run, "--config.optim.lr=-1"],
+      [*run, "--config.optim.lr"],
+    ]
+    self._check(calls, "1")
 
 
 class ReportErrorsTest(parameterized.TestCase):

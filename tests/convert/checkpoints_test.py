@@ -7,6 +7,7 @@ import pathlib
 import chex
 import jax
 import numpy as np
+import safetensors.numpy
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import (
@@ -23,6 +24,7 @@ from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.inference.restore import restore
 from moh_jax.models.registry import make_model
+from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.convert.stored import save_tensors
 
@@ -140,6 +142,46 @@ class ConvertTest(parameterized.TestCase):
   def test_missing_source_is_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "nowhere"):
       convert("moh-vit", str(self.folder / "nowhere"), self._target())
+
+  def _exported(self, metadata: checkpoint.Metadata) -> str:
+    """The file that a checkpoint with this metadata becomes."""
+    directory = self._target()
+    params = restore(str(self.out)).params
+    checkpoint.save_params(directory, params, metadata)
+    export(directory, f"{directory}/exported.safetensors")
+    return f"{directory}/exported.safetensors"
+
+  def test_exported_file_says_itself_what_it_is(self):
+    names = ("ant", "bee", "cat", "dog", "eel")
+    exported = self._exported(checkpoint.Metadata(_CONFIG, names))
+    out = self._target()
+    result = convert("moh-vit", exported, out)
+    self.assertEqual(result, ("the exported model", self.result[1]))
+    restored = restore(out)
+    self.assertEqual(restored.config, _CONFIG)
+    self.assertEqual(restored.class_names, names)
+    chex.assert_trees_all_equal(restored.params, restore(str(self.out)).params)
+
+  def test_named_config_comes_before_that_of_the_file(self):
+    exported = self._exported(checkpoint.Metadata(_CONFIG, tuple("abcde")))
+    other = dataclasses.replace(_CONFIG, data=DataConfig(eval_resize=24))
+    out = self._target()
+    convert("moh-vit", exported, out, config=other)
+    restored = restore(out)
+    self.assertEqual(restored.config, other)
+    self.assertEqual(restored.class_names, ())
+
+  def test_exported_file_of_another_family_is_refused(self):
+    exported = self._exported(checkpoint.Metadata(_CONFIG))
+    with self.assertRaisesRegex(ValueError, "--from 'dit': .* of 'vit'"):
+      convert("dit", exported, self._target())
+
+  def test_exported_file_of_another_version_is_refused(self):
+    source = self.folder / "other.safetensors"
+    text = {"moh_jax": '{"config": {"model": {"family": "mlp"}}}'}
+    safetensors.numpy.save_file(_tensors(), source, text)
+    with self.assertRaisesRegex(ValueError, "its metadata: model.family='mlp'"):
+      convert("moh-vit", str(source), self._target())
 
   def test_export_without_a_checkpoint_raises(self):
     with self.assertRaises(FileNotFoundError):

@@ -5,8 +5,8 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.convert import rules
+from moh_jax.convert.downloads import INCEPTION_FILE
 from moh_jax.convert.inception import (
-  FILE,
   abstract_inception,
   convert_inception,
   inception_rules,
@@ -54,7 +54,8 @@ class InceptionCheckpointTest(RecordedWeightsTest):
 
   def test_missing_file_says_which_is_expected_and_how_to_pass_it(self):
     with self.assertRaisesRegex(
-      FileNotFoundError, f"no/file.pth: no such file;.*{FILE}.*--inception PATH"
+      FileNotFoundError,
+      f"no/file.pth: no such file;.*{INCEPTION_FILE}.*--inception PATH",
     ):
       load_inception("no/file.pth")
 

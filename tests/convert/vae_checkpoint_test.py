@@ -14,6 +14,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.autoencoder import VAEConfig
 from moh_jax.convert import vae
+from moh_jax.convert.downloads import VAE_FILES
 from tests.convert.stored import save_tensors
 
 _CONFIG = VAEConfig(
@@ -131,10 +132,10 @@ class LoadTest(parameterized.TestCase):
 
   def _write(self, folder, tensors=None, **entries):
     folder.mkdir(exist_ok=True)
-    save_tensors(folder / vae.FILE, tensors or _tensors())
+    save_tensors(folder / VAE_FILES[0], tensors or _tensors())
     (folder / "config.json").write_text(json.dumps(_JSON | entries))
 
-  @parameterized.parameters("", vae.FILE)
+  @parameterized.parameters("", VAE_FILES[0])
   def test_folder_and_file(self, name):
     self._write(self.folder)
     config, params = vae.load_vae(self.folder / name)

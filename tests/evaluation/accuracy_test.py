@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.evaluation import accuracy
-from moh_jax.evaluation.means import mean_figures
+from moh_jax.evaluation.means import mean_metrics
 
 _CLASSES, _BATCH = 8, 8
 _RNG = np.random.RandomState(0)
@@ -37,22 +37,22 @@ def _batches(logits=_LOGITS, labels=_LABELS, filler=0.0):
 
 def _evaluate(batches):
   step = accuracy.make_eval_step(_Echo())
-  return mean_figures(step, {}, batches)
+  return mean_metrics(step, {}, batches)
 
 
 class AccuracyTest(parameterized.TestCase):
-  def test_figures_equal_the_reference(self):
-    figures = _evaluate(_batches())
+  def test_metrics_equal_the_reference(self):
+    metrics = _evaluate(_batches())
     order = np.argsort(-_LOGITS, axis=-1)
     hits = order == _LABELS[:, None]
     logp = _LOGITS - np.log(np.exp(_LOGITS).sum(-1, keepdims=True))
-    self.assertEqual(figures["examples"], 20)
-    self.assertAlmostEqual(figures["accuracy"], hits[:, 0].mean(), places=6)
+    self.assertEqual(metrics["examples"], 20)
+    self.assertAlmostEqual(metrics["accuracy"], hits[:, 0].mean(), places=6)
     top5 = hits[:, :5].any(-1).mean()
-    self.assertAlmostEqual(figures["top5_accuracy"], top5, places=6)
+    self.assertAlmostEqual(metrics["top5_accuracy"], top5, places=6)
     loss = -logp[np.arange(20), _LABELS].mean()
-    self.assertAlmostEqual(figures["loss"], loss, places=5)
-    self.assertAlmostEqual(figures["activated_share"], 0.5, places=6)
+    self.assertAlmostEqual(metrics["loss"], loss, places=5)
+    self.assertAlmostEqual(metrics["activated_share"], 0.5, places=6)
 
   def test_padding_counts_nothing(self):
     plain, loud = _evaluate(_batches()), _evaluate(_batches(filler=50.0))
@@ -61,16 +61,16 @@ class AccuracyTest(parameterized.TestCase):
   @parameterized.parameters(0, 1)
   def test_right_and_wrong_answers(self, shift):
     logits = np.eye(_CLASSES, dtype=np.float32)[(_LABELS + shift) % _CLASSES]
-    figures = _evaluate(_batches(logits))
-    self.assertEqual(figures["accuracy"], 1.0 - shift)
+    metrics = _evaluate(_batches(logits))
+    self.assertEqual(metrics["accuracy"], 1.0 - shift)
 
   @parameterized.parameters(0.0, np.nan)
   def test_logits_without_a_winner_are_not_right(self, value):
     labels = np.arange(_CLASSES, dtype=np.int32)
     logits = np.full((_CLASSES, _CLASSES), value, np.float32)
-    figures = _evaluate(_batches(logits, labels))
-    self.assertLessEqual(figures["accuracy"], 1 / _CLASSES)
-    self.assertLessEqual(figures["top5_accuracy"], 5 / _CLASSES)
+    metrics = _evaluate(_batches(logits, labels))
+    self.assertLessEqual(metrics["accuracy"], 1 / _CLASSES)
+    self.assertLessEqual(metrics["top5_accuracy"], 5 / _CLASSES)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import DiffusionConfig
 from moh_jax.diffusion.process import make_process
 from moh_jax.evaluation import denoising
-from moh_jax.evaluation.means import mean_figures
+from moh_jax.evaluation.means import mean_metrics
 
 _SHAPE, _EXAMPLES, _STEPS = (4, 4, 1), 22, 50
 _DIFFUSION = DiffusionConfig(space="pixel", steps=_STEPS)
@@ -78,9 +78,9 @@ def _blank(index):
   }
 
 
-def _figures(batches, model=None, diffusion=_DIFFUSION):
+def _metrics(batches, model=None, diffusion=_DIFFUSION):
   step = denoising.make_eval_step(model or _Guess(), diffusion)
-  return mean_figures(step, {}, batches)
+  return mean_metrics(step, {}, batches)
 
 
 class DenoisingTest(parameterized.TestCase):
@@ -91,45 +91,45 @@ class DenoisingTest(parameterized.TestCase):
 
   @parameterized.parameters(1, 5, 22, 32)
   def test_batch_size_changes_no_figure(self, size):
-    self._assert_close(_figures(_batches(size)), _figures(_batches(8)))
+    self._assert_close(_metrics(_batches(size)), _metrics(_batches(8)))
 
   def test_order_changes_no_figure(self):
     shuffled = np.random.RandomState(1).permutation(_EXAMPLES)
-    self._assert_close(_figures(_batches(8, shuffled)), _figures(_batches(8)))
+    self._assert_close(_metrics(_batches(8, shuffled)), _metrics(_batches(8)))
 
   def test_two_evaluations_are_equal(self):
-    self.assertEqual(_figures(_batches(8)), _figures(_batches(8)))
+    self.assertEqual(_metrics(_batches(8)), _metrics(_batches(8)))
 
   def test_padding_counts_nothing(self):
-    figures = _figures(_batches(8))
-    self.assertEqual(figures["examples"], _EXAMPLES)
-    self.assertEqual(figures, _figures(_batches(8, filler=50.0)))
+    metrics = _metrics(_batches(8))
+    self.assertEqual(metrics["examples"], _EXAMPLES)
+    self.assertEqual(metrics, _metrics(_batches(8, filler=50.0)))
 
   @parameterized.parameters(0.0, 0.25, 1.0)
   def test_loss_is_error_plus_weighted_bound(self, weight):
     diffusion = DiffusionConfig(space="pixel", steps=_STEPS, vb_weight=weight)
-    figures = _figures(_batches(8), diffusion=diffusion)
+    metrics = _metrics(_batches(8), diffusion=diffusion)
     self.assertEqual(
-      figures.keys(), {"loss", "mse", "vb", "activated_share", "examples"}
+      metrics.keys(), {"loss", "mse", "vb", "activated_share", "examples"}
     )
     self.assertAlmostEqual(
-      figures["loss"], figures["mse"] + weight * figures["vb"], places=4
+      metrics["loss"], metrics["mse"] + weight * metrics["vb"], places=4
     )
-    self.assertEqual(figures["activated_share"], 0.75)
+    self.assertEqual(metrics["activated_share"], 0.75)
 
   def test_weight_of_the_error_changes_the_loss_alone(self):
     diffusion = DiffusionConfig(
       space="pixel", steps=_STEPS, loss_weight="min_snr"
     )
-    weighted = _figures(_batches(8), diffusion=diffusion)
-    plain = _figures(_batches(8))
+    weighted = _metrics(_batches(8), diffusion=diffusion)
+    plain = _metrics(_batches(8))
     self.assertAlmostEqual(weighted["mse"], plain["mse"], places=5)
     self.assertGreater(abs(weighted["loss"] - plain["loss"]), 0.05)
 
   def test_bound_is_missing_without_a_learned_variance(self):
-    figures = _figures(_batches(8), _Guess(learn_sigma=False))
-    self.assertNotIn("vb", figures)
-    self.assertAlmostEqual(figures["loss"], figures["mse"], places=6)
+    metrics = _metrics(_batches(8), _Guess(learn_sigma=False))
+    self.assertNotIn("vb", metrics)
+    self.assertAlmostEqual(metrics["loss"], metrics["mse"], places=6)
 
   def test_timesteps_spread_evenly_over_the_process(self):
     # The squared error of a prediction of 0 is then the timestep's square.
@@ -149,8 +149,8 @@ class DenoisingTest(parameterized.TestCase):
     self.assertLen(errors, 8)
 
   def test_mean_error_of_no_prediction_is_the_noises_variance(self):
-    figures = _figures(_batches(8), _Nothing())
-    self.assertAlmostEqual(figures["mse"], 1.0, delta=0.25)
+    metrics = _metrics(_batches(8), _Nothing())
+    self.assertAlmostEqual(metrics["mse"], 1.0, delta=0.25)
 
   def test_error_is_that_of_the_noised_example(self):
     class Perfect(nn.Module):
@@ -165,8 +165,8 @@ class DenoisingTest(parameterized.TestCase):
         return noise, aux
 
     ones = {"image": np.ones((8, *_SHAPE), np.float32)}
-    figures = _figures([{**b, **ones} for b in _batches(8)], Perfect())
-    self.assertLess(figures["mse"], 1e-6)
+    metrics = _metrics([{**b, **ones} for b in _batches(8)], Perfect())
+    self.assertLess(metrics["mse"], 1e-6)
 
 
 if __name__ == "__main__":

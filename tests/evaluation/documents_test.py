@@ -32,27 +32,27 @@ class _Uniform:
 
 
 class ScoreDocumentsTest(parameterized.TestCase):
-  def test_counts_and_figures_are_those_of_all_documents(self):
+  def test_counts_and_metrics_are_those_of_all_documents(self):
     texts = ["one two\n", "caf\u00e9", ""]
-    figures = documents.score_documents(_Uniform(), BytesTokenizer(), texts)
+    metrics = documents.score_documents(_Uniform(), BytesTokenizer(), texts)
     nats = 13 * math.log(256)
-    self.assertAlmostEqual(figures.pop("nats"), nats)
-    self.assertAlmostEqual(figures.pop("perplexity"), 256)
-    self.assertAlmostEqual(figures.pop("bits_per_byte"), 8)
+    self.assertAlmostEqual(metrics.pop("nats"), nats)
+    self.assertAlmostEqual(metrics.pop("perplexity"), 256)
+    self.assertAlmostEqual(metrics.pop("bits_per_byte"), 8)
     self.assertAlmostEqual(
-      figures.pop("word_perplexity") ** 3, 256**13, delta=1e25
+      metrics.pop("word_perplexity") ** 3, 256**13, delta=1e25
     )
     counts = {"tokens": 13, "bytes": 13, "words": 3, "documents": 3}
-    self.assertEqual(figures, counts)
+    self.assertEqual(metrics, counts)
 
   def test_long_text_is_scored_in_parts(self):
     scorer = _Uniform()
     with mock.patch.object(documents, "_WINDOWS", 4):
-      figures = documents.score_documents(
+      metrics = documents.score_documents(
         scorer, BytesTokenizer(), ["abcdef", "gh", "ij", "k"]
       )
     self.assertEqual(scorer.sizes, [4, 2])
-    self.assertAlmostEqual(figures["nats"], 11 * math.log(256))
+    self.assertAlmostEqual(metrics["nats"], 11 * math.log(256))
 
   @parameterized.parameters(([],), ([""],), ([" \n"],))
   def test_nothing_to_score_is_refused(self, texts):

@@ -133,7 +133,7 @@ class HarnessNeedsLmEvalTest(parameterized.TestCase):
     self.assertEqual(report["tasks"]["tiny_write"]["shots"], 2)
     self.assertEqual(self.prompts, ["1+1= 2\n\n3+1= 4\n\n2+2="])
 
-  def test_tasks_can_run_again_with_the_same_figures(self):
+  def test_tasks_can_run_again_with_the_same_metrics(self):
     loaded = self._load("tiny_choice,tiny_text", 1)
     first = harness.run_tasks(loaded, self.model)
     self.assertEqual(harness.run_tasks(loaded, self.model), first)

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.data.text import sequences
 from moh_jax.evaluation.language import make_eval_step
-from moh_jax.evaluation.means import mean_figures, sum_figures
+from moh_jax.evaluation.means import mean_metrics, sum_metrics
 from moh_jax.models.registry import make_model
 from tests.training import tiny
 
@@ -100,11 +100,11 @@ class EvalStepTest(parameterized.TestCase):
   def test_batches_add_up(self):
     params = _random()
     batches = [_batch(), _batch(real=3)]
-    total = sum_figures(_eval_step(), params, batches)
+    total = sum_metrics(_eval_step(), params, batches)
     parts = [_sums(params, batch) for batch in batches]
     for name, value in total.items():
       self.assertEqual(value, parts[0][name] + parts[1][name])
-    means = mean_figures(_eval_step(), params, batches)
+    means = mean_metrics(_eval_step(), params, batches)
     self.assertEqual(means["examples"], 7)
     self.assertAlmostEqual(means["tokens"], total["tokens"] / 7)
 

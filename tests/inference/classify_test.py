@@ -10,10 +10,10 @@ from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.data.infer import resolve
-from moh_jax.inference.classify import classify
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
+from tests.training import tiny
 
 _CONFIG = resolve(
   config_lib.Config(
@@ -57,7 +57,7 @@ class ClassifyTest(parameterized.TestCase):
   def test_probabilities_are_the_models_softmax(self):
     restored = _restored()
     path = self._write(Image.fromarray(_RGB))
-    (best,) = classify(restored, [path], top=6)
+    (best,) = restored.predict([path], top=6)
     data = _CONFIG.data
     pixels = (_RGB / 255 - np.array(data.mean)) / np.array(data.std)
     logits, _ = restored.model.apply(
@@ -69,7 +69,7 @@ class ClassifyTest(parameterized.TestCase):
 
   def test_most_probable_first_and_at_most_one_in_all(self):
     path = self._write(Image.fromarray(_RGB))
-    (best,) = classify(_restored(), [path])
+    (best,) = _restored().predict([path])
     values = [p.probability for p in best]
     self.assertLen(best, 5)
     self.assertEqual(values, sorted(values, reverse=True))
@@ -79,7 +79,7 @@ class ClassifyTest(parameterized.TestCase):
   @parameterized.parameters((1, 1), (6, 6), (50, 6))
   def test_top_is_capped_by_the_classes(self, top, count):
     path = self._write(Image.fromarray(_RGB))
-    (best,) = classify(_restored(), [path], top=top)
+    (best,) = _restored().predict([path], top=top)
     self.assertLen(best, count)
 
   @parameterized.parameters(
@@ -87,7 +87,7 @@ class ClassifyTest(parameterized.TestCase):
   )
   def test_names_are_the_checkpoints(self, names):
     path = self._write(Image.fromarray(_RGB))
-    (best,) = classify(_restored(names), [path])
+    (best,) = _restored(names).predict([path])
     for p in best:
       self.assertEqual(p.name, names[p.label] if names else str(p.label))
 
@@ -106,7 +106,7 @@ class ClassifyTest(parameterized.TestCase):
         ]
       )
     ]
-    rows = classify(_restored(), files, top=6)
+    rows = _restored().predict(files, top=6)
     self.assertLen(rows, len(files))
     for row in rows:
       self.assertAlmostEqual(sum(p.probability for p in row), 1, places=5)
@@ -114,7 +114,7 @@ class ClassifyTest(parameterized.TestCase):
   def test_lossless_formats_agree(self):
     picture = Image.fromarray(_RGB)
     files = [self._write(picture, f"x.{s}") for s in ("png", "bmp", "tiff")]
-    first, *others = classify(_restored(), files)
+    first, *others = _restored().predict(files)
     for other in others:
       self.assertEqual(other, first)
 
@@ -123,8 +123,8 @@ class ClassifyTest(parameterized.TestCase):
       self._write(Image.fromarray(_RGB), "a.png"),
       self._write(Image.fromarray(255 - _RGB), "b.png"),
     ]
-    forward = classify(_restored(), files)
-    backward = classify(_restored(), files[::-1])
+    forward = _restored().predict(files)
+    backward = _restored().predict(files[::-1])
     self.assertNotEqual(forward[0], forward[1])
     self.assertEqual(forward, backward[::-1])
 
@@ -137,17 +137,83 @@ class ClassifyTest(parameterized.TestCase):
     wide = np.concatenate([255 - _RGB[:, :4], _RGB, 255 - _RGB[:, :4]], 1)
     centre = self._write(Image.fromarray(_RGB), "centre.png")
     path = self._write(Image.fromarray(wide), "wide.png")
-    self.assertEqual(classify(cropping, [path]), classify(restored, [centre]))
+    self.assertEqual(cropping.predict([path]), restored.predict([centre]))
 
   def test_bad_file_is_found_before_the_model_runs(self):
     broken = dataclasses.replace(_restored(), model=None, params=None)
     good = self._write(Image.fromarray(_RGB))
     with self.assertRaisesRegex(FileNotFoundError, "nope.png"):
-      classify(broken, [good, str(self.root / "nope.png")])
+      broken.predict([good, str(self.root / "nope.png")])
 
-  def test_top_is_at_least_one(self):
-    with self.assertRaisesRegex(ValueError, "top=0 must be at least 1"):
-      classify(_restored(), [], top=0)
+  @parameterized.parameters("top", "batch_size")
+  def test_options_are_at_least_one(self, name):
+    with self.assertRaisesRegex(ValueError, f"{name}=0 must be at least 1"):
+      _restored().predict([], **{name: 0})
+
+  def test_takes_paths_pictures_and_arrays(self):
+    picture = Image.fromarray(_RGB)
+    path = self._write(picture)
+    restored = _restored()
+    mixed = restored.predict([path, pathlib.Path(path), picture, _RGB])
+    for row in mixed[1:]:
+      self.assertEqual(row, mixed[0])
+    batch = restored.predict(np.stack([_RGB, 255 - _RGB]))
+    self.assertLen(batch, 2)
+    for ours, theirs in zip(batch[0], mixed[0]):
+      self.assertEqual(ours.label, theirs.label)
+      self.assertAlmostEqual(ours.probability, theirs.probability, places=6)
+
+  def test_pictures_of_any_mode_are_converted(self):
+    grey = Image.fromarray(_RGB).convert("L")
+    first, second = _restored().predict([grey, grey.convert("RGB")])
+    self.assertEqual(first, second)
+
+  @parameterized.parameters(
+    (np.float32, (8, 8, 3), "has dtype float32, must be uint8"),
+    (np.uint8, (8, 8, 1), r"has shape \(8, 8, 1\), must be \[X, Y, 3\]"),
+    (np.uint8, (8, 8), r"has shape \(8, 8\), must be \[X, Y, 3\]"),
+  )
+  def test_array_of_other_values_is_refused(self, dtype, shape, message):
+    with self.assertRaisesRegex(ValueError, f"image 1 {message}"):
+      _restored().predict([_RGB, np.zeros(shape, dtype)])
+
+  @parameterized.parameters("3.png", (_RGB,), (Image.fromarray(_RGB),))
+  def test_one_image_is_no_list(self, image):
+    with self.assertRaisesRegex(ValueError, "must be a list of images"):
+      _restored().predict(image)
+
+  @parameterized.parameters(1, 2, 3, 32)
+  def test_batches_of_any_size_agree(self, batch_size):
+    images = [np.roll(_RGB, i, 0) for i in range(5)]
+    restored = _restored()
+    alone = [restored.predict([image])[0] for image in images]
+    together = restored.predict(images, batch_size=batch_size)
+    self.assertLen(together, 5)
+    for ours, theirs in zip(together, alone):
+      self.assertEqual([p.label for p in ours], [p.label for p in theirs])
+      np.testing.assert_allclose(
+        [p.probability for p in ours],
+        [p.probability for p in theirs],
+        rtol=1e-5,
+      )
+
+  def test_compiles_once_for_batches_of_a_size(self):
+    restored = _restored()
+    for count in (3, 4, 7, 8):
+      restored.predict([_RGB] * count, batch_size=4)
+    self.assertEqual(restored._classifier._probabilities._cache_size(), 1)
+
+  def test_no_image_has_no_prediction(self):
+    self.assertEqual(_restored().predict([]), [])
+
+  @parameterized.parameters(tiny.dit_config, tiny.llm_config)
+  def test_other_models_are_refused_by_family(self, make_config):
+    config = make_config()
+    restored = Restored(config, None, None, 0, ())
+    with self.assertRaisesRegex(
+      ValueError, f"family='{config.model.family}' does not map images"
+    ):
+      restored.predict([_RGB])
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ class SampleNpzTest(parameterized.TestCase):
         save(stream, array)
 
       failing = mock.patch.object(np, "save", fail)
-    message = "000000016.npy cannot be written: .*No space left.* make room"
+    message = "000000016.npy cannot be written: .*No space left.* make space"
     with failing, self.assertRaisesRegex(OSError, message):
       self._run()
     names = sorted(path.name for path in self.parts.iterdir())

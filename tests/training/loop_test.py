@@ -66,6 +66,26 @@ class LoopTest(absltest.TestCase):
       {"loss", "balance_loss", "activated_share", "lr"}, set(rows[0])
     )
 
+  def test_says_at_once_what_is_trained(self):
+    with self.assertLogs("moh_jax", "INFO") as logs:
+      _train(_config(), self._dir())
+    lines = [record.getMessage() for record in logs.records]
+    count = sum(x.size for x in jax.tree.leaves(self.result.state.params))
+    for start, line in zip(
+      (
+        "data: fake, train: ",
+        "data: fake, val: ",
+        "devices: 1 x cpu, processes: 1, mesh: data=1, ",
+        "model: llm, 2 layers of width ",
+        "compiling the training step",
+        "compiled in ",
+      ),
+      lines,
+      strict=True,
+    ):
+      self.assertStartsWith(line, start)
+    self.assertEndsWith(lines[3], f"heads active, {count:,} parameters")
+
   def test_keeps_last_and_every(self):
     workdir = self._dir()
     saves = {"every": 1, "keep_last": 1, "keep_every": 2}

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import tempfile
 from unittest import mock
@@ -23,8 +24,8 @@ class MetricsWriterTest(parameterized.TestCase):
     self.dir = epath.Path(self.enterContext(tempfile.TemporaryDirectory()))
     self.file = pathlib.Path(self.dir) / "metrics.jsonl"
 
-  def _writer(self, start=0, config=_QUIET):
-    writer = MetricsWriter(self.dir, config, start=start, steps=8)
+  def _writer(self, start=0, config=_QUIET, shown=()):
+    writer = MetricsWriter(self.dir, config, start=start, steps=8, shown=shown)
     self.addCleanup(writer.close)
     return writer
 
@@ -85,16 +86,49 @@ class MetricsWriterTest(parameterized.TestCase):
     writer.write(1, "train", {"loss": 0.5})
     self.assertFalse(self.file.exists())
 
-  def test_without_a_terminal_rows_go_to_stderr(self):
+  def _printed(self, *rows, shown=()):
+    """Lines on stderr for rows (step, split, values)."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-      writer = self._writer(config=LogConfig(tensorboard=False))
-      writer.write(2, "train", {"loss": 0.51239, "accuracy": 0.5})
-      writer.write(2, "val", {"accuracy": 0.25})
-    lines = err.getvalue().splitlines()
-    self.assertStartsWith(lines[0], "step 2/8 train: loss 0.5124, acc 50.00%")
-    self.assertEqual(lines[1], "step 2/8 val: acc 25.00%")
+      writer = self._writer(config=LogConfig(tensorboard=False), shown=shown)
+      for step, split, values in rows:
+        writer.advance(step)
+        writer.write(step, split, values)
     self.assertEmpty(out.getvalue())
+    return err.getvalue().splitlines()
+
+  def test_without_a_terminal_rows_go_to_stderr(self):
+    lines = self._printed(
+      (1, "train", {"loss": 0.51239, "accuracy": 0.5}),
+      (1, "val", {"accuracy": 0.25, "tokens": 12345}),
+      (2, "train", {"tokens_per_second": 4321.7}),
+    )
+    self.assertEqual(lines[0], "step 1/8 train: loss 0.5124, accuracy 50.0%")
+    self.assertEqual(lines[1], "step 1/8 val: accuracy 25.0%, tokens 12,345")
+    self.assertRegex(
+      lines[2], r"^step 2/8 train: 4,322 tokens/s, ETA \d\d:\d\d$"
+    )
+
+  def test_shows_what_was_asked_for_in_that_order(self):
+    values = {"loss": 2.0, "lr": 0.1, "bits_per_byte": 1.5}
+    (line,) = self._printed(
+      (1, "val", values), shown=("bits_per_byte", "mse", "loss")
+    )
+    self.assertEqual(line, "step 1/8 val: bits per byte 1.5000, loss 2.0000")
+
+  @parameterized.parameters((0, True), (80, False))
+  def test_terminal_without_a_width_gets_lines(self, columns, lines):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    terminal.fileno = lambda: 2
+    size = os.terminal_size((columns, 24))
+    with (
+      contextlib.redirect_stderr(terminal),
+      mock.patch.object(os, "get_terminal_size", return_value=size),
+    ):
+      writer = self._writer(config=LogConfig(tensorboard=False))
+      writer.write(1, "train", {"loss": 0.5})
+    self.assertEqual("step 1/8 train: loss" in terminal.getvalue(), lines)
 
   def test_without_progress_nothing_is_printed(self):
     out, err = io.StringIO(), io.StringIO()
@@ -114,13 +148,13 @@ class MetricsWriterTest(parameterized.TestCase):
     self.assertLen(events, int(tensorboard))
 
   @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
-  def test_figures_without_a_value_are_left_out(self, nothing):
+  def test_metrics_without_a_value_are_left_out(self, nothing):
     writer = self._writer()
     writer.write(1, "train", {"loss": 0.5, "mse_quartile1": nothing})
     self.assertEqual(self._rows(), [{"step": 1, "split": "train", "loss": 0.5}])
 
   @parameterized.parameters(({},), ({"mse": float("nan")},))
-  def test_no_figures_write_no_row(self, values):
+  def test_no_metrics_write_no_row(self, values):
     writer = self._writer()
     writer.write(1, "val", values)
     self.assertEmpty(self._rows())

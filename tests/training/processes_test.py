@@ -34,9 +34,10 @@ _MESHES = {
 _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
 
 _CHILD = """
+import argparse
 import sys
-from moh_jax.cli.processes import join_processes
-join_processes()
+from moh_jax.cli import common
+common.join(argparse.Namespace(distributed=True))
 from tests.training import processes_test
 processes_test.train_and_draw(sys.argv[1])
 """

@@ -58,6 +58,21 @@ def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
   return _decode(io.BytesIO(content), channels, name)
 
 
+def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
+  """The pixels of an image of any mode.
+
+  Args:
+    image: of Pillow.
+    channels: 1 converts to grey, 3 to RGB.
+
+  Returns:
+    [X, Y, channels] uint8.
+  """
+  _check_channels(channels)
+  pixels = np.asarray(_to_8_bits(image).convert(_MODES[channels]))
+  return pixels.reshape(*pixels.shape[:2], channels)
+
+
 def list_images(
   folder: str | os.PathLike,
 ) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
@@ -166,12 +181,11 @@ def _decode(stream: IO[bytes], channels: int, name: str) -> np.ndarray:
       # Pillow's remarks on odd files: what matters is raised.
       warnings.simplefilter("ignore", UserWarning)
       with Image.open(stream) as image:
-        pixels = np.asarray(_to_8_bits(image).convert(_MODES[channels]))
+        return to_pixels(image, channels)
   except UnidentifiedImageError as error:
     raise ValueError(f"{name}: not an image that Pillow can read") from error
   except (OSError, SyntaxError, Image.DecompressionBombError) as error:
     raise ValueError(f"{name}: damaged or truncated image: {error}") from error
-  return pixels.reshape(*pixels.shape[:2], channels)
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

@@ -6,6 +6,7 @@ transform reads instead of the image.
 """
 
 import functools
+import logging
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,8 @@ from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.recipes import crops_center, is_latent
 from moh_jax.data.images.records import ArrayRecordSource
 from moh_jax.data.images.tolerant import CheckedSource
+
+_LOG = logging.getLogger(__name__)
 
 
 class ImageSource(Protocol):
@@ -191,6 +194,13 @@ def make_source(config: Config, split: str) -> ImageSource:
       f"model.channels={model.channels} must be the {source.channels} of "
       f"data.source={data.source!r}"
     )
+  _LOG.info(
+    "data: %s, %s: %s examples of %d classes",
+    data.path or data.source,
+    split,
+    f"{len(source):,}",
+    len(source.class_names),
+  )
   if data.source in ("digits", "fake"):  # never bad, and small by nature
     return source
   skip = data.bad_images == "skip" and split == "train"

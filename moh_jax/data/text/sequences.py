@@ -7,6 +7,7 @@ a pure function of the seed and i.
 
 import bisect
 import itertools
+import logging
 import os
 import pathlib
 import sys
@@ -22,6 +23,7 @@ from moh_jax.data.text.stdlib import prepare
 from moh_jax.data.text.token_sets import KIND, TokenSet, read_tokenizer
 from moh_jax.data.text.tokenizers import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 SPLITS = ("train", "val")
 # Ratios become integers, so that shares are exact for any number of sequences.
 _PER_PERCENT = 10**6
@@ -226,11 +228,22 @@ def _open_sources(
   length, separate = data.sequence_length, data.separate_documents
   if data.source == "fake":
     seed, examples = SPLITS.index(split), data.fake_examples
-    return [FakeSequences(vocab_size, length, examples, separate, seed=seed)]
-  return [
-    PackedSource(token_set, length, separate, keep_rest=split == "val")
-    for token_set in open_sets(data, vocab_size, split).values()
-  ]
+    fake = FakeSequences(vocab_size, length, examples, separate, seed=seed)
+    sources = {"fake": fake}
+  else:
+    sources = {
+      name: PackedSource(token_set, length, separate, keep_rest=split == "val")
+      for name, token_set in open_sets(data, vocab_size, split).items()
+    }
+  for name, source in sources.items():
+    _LOG.info(
+      "data: %s, %s: %s sequences of %d tokens",
+      name,
+      split,
+      f"{len(source):,}",
+      length,
+    )
+  return list(sources.values())
 
 
 def describe_set(folder: pathlib.Path) -> dict[str, Any]:

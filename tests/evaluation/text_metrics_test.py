@@ -2,10 +2,10 @@ import math
 
 from absl.testing import absltest
 
-from moh_jax.evaluation.text_figures import bits_per_byte, perplexity
+from moh_jax.evaluation.text_metrics import bits_per_byte, perplexity
 
 
-class TextFiguresTest(absltest.TestCase):
+class TextMetricsTest(absltest.TestCase):
   def test_uniform_bytes_need_eight_bits(self):
     nats = 10 * math.log(256)
     self.assertAlmostEqual(bits_per_byte(nats, 10), 8)

@@ -1,4 +1,4 @@
-"""Figures of text from the nats that a model needs for it."""
+"""Metrics of text from the nats that a model needs for it."""
 
 import math
 

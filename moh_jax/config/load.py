@@ -1,0 +1,96 @@
+"""Config files: Python with `get_config`, and overrides of single keys."""
+
+import ast
+import inspect
+import pathlib
+import runpy
+from collections.abc import Sequence
+from typing import Any
+
+from moh_jax.config.parse import from_config_dict
+from moh_jax.config.run import Config
+
+_BOOLS = {"true": True, "false": False}
+
+
+def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
+  """Loads a config file and changes some of its keys.
+
+  Args:
+    spec: "FILE" or "FILE:ARG"; the file's `get_config(ARG)` returns a
+      ConfigDict or a dict of sections.
+    overrides: "section.field=VALUE", later ones win; for instance
+      "optim.lr=3e-4", "model.top_k=(1,2)" or "data.path=some/where".
+
+  Returns:
+    The checked config.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file fails, or an override or a value does not fit; the
+      message names the file or the key.
+  """
+  cfg = _run_file(spec)
+  for override in overrides:
+    key, equals, text = override.partition("=")
+    if not equals:
+      raise ValueError(f"override {override!r} must be FIELD=VALUE")
+    _set(cfg, key, text)
+  return from_config_dict(cfg)
+
+
+def _run_file(spec: str) -> dict[str, Any]:
+  """What the file's get_config returns, as nested dicts."""
+  name, _, argument = spec.partition(":")
+  path = pathlib.Path(name)
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: no such config file")
+  if path.suffix != ".py":
+    raise ValueError(f"{path}: a config file is Python and ends in .py")
+  try:
+    get_config = runpy.run_path(str(path)).get("get_config")
+    if get_config is None:
+      raise ValueError(f"{path}: has no function get_config")
+    if argument and not inspect.signature(get_config).parameters:
+      raise ValueError(f"{path}: takes no argument, {argument!r} was given")
+    cfg = get_config(argument) if argument else get_config()
+  except (ValueError, OSError):  # these say what is wrong by themselves
+    raise
+  except Exception as error:  # the user's own code may raise anything
+    raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+  if hasattr(cfg, "to_dict"):
+    cfg = cfg.to_dict()
+  if not isinstance(cfg, dict):
+    raise ValueError(
+      f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
+    )
+  return cfg
+
+
+def _set(cfg: dict[str, Any], key: str, text: str) -> None:
+  """Changes one leaf; whether there is such a key is checked with the rest."""
+  *path, name = key.split(".")
+  if not path:
+    raise ValueError(
+      f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
+    )
+  section = cfg
+  for part in path:
+    section = section.setdefault(part, {})
+    if not isinstance(section, dict):
+      raise ValueError(f"unknown config key {key}")
+  section[name] = _parse(text, section.get(name))
+
+
+def _parse(text: str, old: Any) -> Any:
+  """Reads a value as what it replaces: text as it is, "1,2" as a tuple."""
+  if isinstance(old, str):
+    return text
+  try:
+    value = _BOOLS.get(text.lower(), None)
+    value = ast.literal_eval(text) if value is None else value
+  except (ValueError, SyntaxError):
+    value = tuple(text.split(",")) if isinstance(old, tuple | list) else text
+  if isinstance(old, tuple | list) and not isinstance(value, tuple | list):
+    value = (value,)
+  return value

@@ -1,0 +1,158 @@
+"""Every key of a config, described from the dataclasses of its sections."""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from moh_jax.config.registry import family_names
+from moh_jax.config.run import Config, section_types
+
+_WIDTH = 80
+# What `checks.one_of` says of a value that is not allowed.
+_CHOICES = re.compile(r"must be one of \((.*?),?\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """One leaf of a config.
+
+  Attributes:
+    name: "section.field", or "section.part.field" where sections nest.
+    value: of the run that is described, or the default.
+    type: as Python writes it.
+    meaning: what the section's docstring says of it.
+    choices: all allowed values, as Python writes them; empty where there is no
+      such list.
+  """
+
+  name: str
+  value: Any
+  type: str
+  meaning: str
+  choices: tuple[str, ...]
+
+
+def keys(name: str, section: Any) -> Iterator[Key]:
+  """The leaves of a section, those of nested sections among them.
+
+  Args:
+    name: the section's.
+    section: a dataclass instance whose docstring has a block `Attributes:`.
+  """
+  hints = typing.get_type_hints(type(section))
+  meanings = _meanings(type(section))
+  for field in dataclasses.fields(section):
+    path, value = f"{name}.{field.name}", getattr(section, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from keys(path, value)
+    else:
+      yield Key(
+        path,
+        value,
+        _type_name(hints[field.name]),
+        meanings.get(field.name, ""),
+        _choices(section, field.name),
+      )
+
+
+def describe(config: Config) -> str:
+  """Every key of a run with its value, type, meaning and choices, as text."""
+  lines = ["config keys, each with its value in this config:"]
+  for name, section in config.by_name().items():
+    lines += ["", f"{name}: {_first_sentence(type(section))}"]
+    for key in keys(name, section):
+      lines.append(f"  --config.{key.name}={key.value!r}  ({key.type})")
+      text = " ".join(filter(None, (key.meaning, _one_of(key))))
+      lines += textwrap.wrap(
+        text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+      )
+  return "\n".join(lines)
+
+
+def markdown() -> str:
+  """The sections of all families with their defaults, for the documentation."""
+  families = {name: section_types(name) for name in family_names()}
+  first, *others = families.values()
+  shared = {
+    name: cls
+    for name, cls in first.items()
+    if all(other.get(name) is cls for other in others)
+  }
+  parts = ["## Sections of every family"]
+  parts += [_table(name, cls()) for name, cls in shared.items()]
+  described = set(shared.values())
+  for family, sections in families.items():
+    parts.append(f"## Sections of `{family}`")
+    for name, cls in sections.items():
+      if cls not in described:
+        parts.append(_table(name, cls()))
+      elif name not in shared:  # such as the images of two families
+        parts.append(f"### {name}\n\n`{cls.__name__}`, see above.")
+      described.add(cls)
+  return "\n\n".join(parts) + "\n"
+
+
+def _table(name: str, section: Any) -> str:
+  lines = [
+    f"### {name}",
+    "",
+    f"`{type(section).__name__}`: {_first_sentence(type(section))}",
+    "",
+    "| key | default | type | meaning |",
+    "|---|---|---|---|",
+  ]
+  for key in keys(name, section):
+    meaning = " ".join(filter(None, (key.meaning, _one_of(key))))
+    cells = (f"`{key.name}`", f"`{key.value!r}`", f"`{key.type}`", meaning)
+    lines.append(
+      f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
+    )
+  return "\n".join(lines)
+
+
+def _one_of(key: Key) -> str:
+  return f"One of {', '.join(key.choices)}." if len(key.choices) > 1 else ""
+
+
+def _first_sentence(cls: type) -> str:
+  return inspect.getdoc(cls).partition("\n")[0]
+
+
+def _meanings(cls: type) -> dict[str, str]:
+  """Field -> its text in the block `Attributes:` of the class's docstring."""
+  _, _, block = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+  found: dict[str, str] = {}
+  name = None
+  for line in block.splitlines():
+    if line and not line.startswith(" "):
+      break  # the next block
+    if entry := re.fullmatch(r"  (\w+): (.*)", line):
+      name = entry[1]
+      found[name] = entry[2]
+    elif name and line.strip():
+      found[name] += " " + line.strip()
+  return found
+
+
+def _type_name(hint: Any) -> str:
+  """As Python writes it: "float", "tuple[int, ...]", "int | None"."""
+  if isinstance(hint, types.GenericAlias | types.UnionType):
+    return str(hint)
+  return getattr(hint, "__name__", str(hint))
+
+
+def _choices(section: Any, name: str) -> tuple[str, ...]:
+  """The list that the section's own check prints for a value not in it."""
+  if not isinstance(getattr(section, name), str):
+    return ()
+  try:
+    dataclasses.replace(section, **{name: "\0"})
+  except ValueError as error:
+    if found := _CHOICES.search(str(error)):
+      return tuple(found[1].split(", "))
+  return ()

@@ -1,0 +1,91 @@
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import DiTConfig
+from moh_jax.config.load import load_config
+
+_DIGITS = str(pathlib.Path(__file__).parents[2] / "configs" / "vit_digits.py")
+
+
+class LoadConfigTest(parameterized.TestCase):
+  def _file(self, content, name="mine.py"):
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    path = pathlib.Path(where) / name
+    path.write_text(content)
+    return str(path)
+
+  @parameterized.parameters(
+    ("optim.lr=3e-4", "optim", "lr", 3e-4),
+    ("optim.lr=1", "optim", "lr", 1.0),
+    ("model.top_k=(1,2)", "model", "top_k", (1, 2)),
+    ("model.top_k=[1,2]", "model", "top_k", (1, 2)),
+    ("data.path=some/where", "data", "path", "some/where"),
+    ("data.path=a=b", "data", "path", "a=b"),
+    ("data.path=123", "data", "path", "123"),
+    ("model.top_k=1,2", "model", "top_k", (1, 2)),
+    ("optim.no_decay=*bias", "optim", "no_decay", ("*bias",)),
+    ("optim.no_decay=*bias,*norm*", "optim", "no_decay", ("*bias", "*norm*")),
+    ("log.progress=false", "log", "progress", False),
+    ("checkpoint.async_save=False", "checkpoint", "async_save", False),
+  )
+  def test_override_sets_its_field(self, override, section, field, value):
+    config = load_config(_DIGITS, [override])
+    self.assertEqual(getattr(getattr(config, section), field), value)
+
+  def test_overrides_apply_in_order(self):
+    config = load_config(_DIGITS, ["train.steps=60", "train.steps=70"])
+    self.assertEqual(config.train.steps, 70)
+
+  @parameterized.parameters(
+    ("optim.nope=1", "unknown config key optim.nope; known: ['accumulation'"),
+    ("nope.x=1", "unknown config section 'nope'"),
+    ("nope=1", "config key 'nope' must be SECTION.FIELD"),
+    ("optim.lr.x=1", "unknown config key optim.lr.x"),
+    ("optim.lr", "'optim.lr' must be FIELD=VALUE"),
+    ("optim.lr=fast", "optim.lr='fast' must be of type float"),
+    ("train.steps=0", "train.steps=0 must be at least 1"),
+    ("train.steps=1.5", "train.steps=1.5 must be of type int"),
+    ("optim=3", "config key 'optim' must be SECTION.FIELD"),
+  )
+  def test_bad_override_is_named(self, override, message):
+    with self.assertRaises(ValueError) as caught:
+      load_config(_DIGITS, [override])
+    self.assertIn(message, str(caught.exception))
+
+  def test_missing_file_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "nope.py: no such config"):
+      load_config("configs/nope.py:s80")
+
+  @parameterized.named_parameters(
+    ("no_python_file", "hello", "mine.txt"),
+    ("no_get_config", "x = 1\n", "mine.py"),
+    ("no_config_dict", "def get_config(): return 3\n", "mine.py"),
+    ("no_python_inside", "def get_config(:\n", "mine.py: SyntaxError"),
+    ("misspelt", "def get_config(): return dic()\n", "mine.py: NameError"),
+    ("unknown_module", "import nope_nope\n", "mine.py: ModuleNotFoundError"),
+  )
+  def test_file_that_is_no_config_is_named(self, content, name):
+    path = self._file(content, name.partition(":")[0])
+    with self.assertRaises(ValueError) as caught:
+      load_config(path)
+    self.assertIn(name, str(caught.exception))
+
+  def test_dict_of_sections_is_a_config(self):
+    path = self._file(
+      "def get_config():\n"
+      "  return {'model': {'family': 'dit'}, 'train': {'steps': 7}}\n"
+    )
+    config = load_config(path, ["train.seed=3"])
+    self.assertEqual((config.train.steps, config.train.seed), (7, 3))
+    self.assertIsInstance(config.model, DiTConfig)
+
+  def test_argument_that_the_file_does_not_take_is_named(self):
+    path = self._file("def get_config():\n  return {}\n")
+    with self.assertRaisesRegex(ValueError, "big"):
+      load_config(f"{path}:big")
+
+
+if __name__ == "__main__":
+  absltest.main()
