@@ -77,7 +77,11 @@ class ConvUnit(nn.Module):
       # Scores of 16-bit products are not comparable with published ones.
       precision=jax.lax.Precision.HIGHEST,
     )
-    return nn.relu((x - mean) * (scale / jnp.sqrt(var + self.epsilon)) + bias)
+    scale = scale / jnp.sqrt(var + self.epsilon)
+    mean, scale, bias = (
+      jax.lax.broadcast_to_rank(y, x.ndim) for y in (mean, scale, bias)
+    )
+    return nn.relu((x - mean) * scale + bias)
 
 
 class Mixed(nn.Module):

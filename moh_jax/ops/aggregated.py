@@ -61,14 +61,15 @@ def aggregated_attention(
   logits = window_ops.window_logits(
     q.reshape(*on_grid, dim), k.reshape(*on_grid, dim), window
   )
-  logits = logits.reshape(batch, tokens, heads, -1) + window_bias
-  inside = window_ops.window_inside(grid, window)[:, None, :]  # [N, 1, L]
-  logits = jnp.where(inside, logits, -jnp.inf)
+  logits = logits.reshape(batch, tokens, heads, -1)
+  logits = logits + window_bias[None, None]
+  inside = window_ops.window_inside(grid, window)[:, None, :]
+  logits = jnp.where(inside[None], logits, -jnp.inf)
 
   pool_logits = jnp.einsum(
     "bnhd,bphd->bhnp", q, pool_k, preferred_element_type=jnp.float32
   )
-  pool_logits = pool_logits + pool_bias
+  pool_logits = pool_logits + pool_bias[None]
 
   # One softmax over both parts without concatenating them: a shared maximum
   # and a shared sum. The token itself is always inside the window.

@@ -91,13 +91,14 @@ def attention(
   form = choose_form(implementation, case)
   scale = dim**-0.5 if scale is None else scale
   visible = Visible(key_mask, segments, causal)
+  if bias is not None:
+    bias = jax.lax.broadcast_to_rank(bias, 4)
   if form.name == "dense":
     return dense_attention(q, k, v, bias, visible, scale)
   if form.name == "cudnn":
     return cudnn_attention(q, k, v, bias, visible, active, scale)
   if bias is not None:
-    rows = jnp.reshape(bias, (1,) * (4 - bias.ndim) + bias.shape)
-    bias = jnp.broadcast_to(rows, (*rows.shape[:2], queries, keys))
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], queries, keys))
   if form.name == "blocked" or active is None:
     blocks = all_blocks(batch, queries, heads, form.rows)
   else:

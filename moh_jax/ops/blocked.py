@@ -244,14 +244,14 @@ class _Problem:
     row = rows.head // self.q_shape[2]
     seen = jnp.ones((1, length), bool)
     if self.visible.key_mask is not None:
-      seen = seen & self.visible.key_mask[row, :length]
+      seen = seen & self.visible.key_mask[row, None, :length]
     if self.visible.segments is not None:
       segments = self.visible.segments[row]
       own = jnp.take(segments, rows.token, mode="clip")
-      seen = seen & (own[:, None] == segments[:length])
+      seen = seen & (own[:, None] == segments[None, :length])
     if self.visible.causal:
       last = rows.token + self.k_shape[1] - self.q_shape[1]
-      seen = seen & (jnp.arange(length) <= last[:, None])
+      seen = seen & (jnp.arange(length)[None] <= last[:, None])
     return jnp.where(seen, logits, -jnp.inf)
 
   def add_bias_grad(

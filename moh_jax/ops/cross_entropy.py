@@ -140,7 +140,7 @@ def _exponentials(
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  return jnp.arange(logits.shape[-1]) == targets[..., None]
+  return jnp.arange(logits.shape[-1])[None, None] == targets[..., None]
 
 
 def _split(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

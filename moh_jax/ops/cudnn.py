@@ -69,7 +69,7 @@ def cudnn_attention(
   if mask is None:
     return out
   if causal:
-    mask = mask & jnp.tri(q.shape[1], dtype=bool)
+    mask = mask & jnp.tri(q.shape[1], dtype=bool)[None, None]
   seen = mask.any(-1).swapaxes(1, 2)[..., None]  # [B or 1, N or 1, 1, 1]
   return jnp.where(seen, out, 0)
 

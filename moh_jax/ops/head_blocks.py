@@ -109,7 +109,8 @@ def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
   token = jnp.arange(each * rows, dtype=jnp.int32).reshape(each, rows)
   token = jnp.tile(jnp.minimum(token, tokens), (count, 1))
   index = jnp.arange(count, dtype=jnp.int32)
-  row = index[:, None] * each * rows + jnp.arange(tokens, dtype=jnp.int32)
+  position = jnp.arange(tokens, dtype=jnp.int32)
+  row = index[:, None] * each * rows + position[None]
   return HeadBlocks(
     token=token,
     head=jnp.repeat(index, each),

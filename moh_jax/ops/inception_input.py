@@ -52,6 +52,6 @@ def _interpolate(
     source = source * step
   low = np.minimum(np.floor(source).astype(np.int32), length - 1)
   high = np.minimum(low + 1, length - 1)
-  weight = (source - low).reshape(-1, *(1,) * (x.ndim - 1 - axis))
+  weight = np.expand_dims(source - low, [i for i in range(x.ndim) if i != axis])
   below = jnp.take(x, low, axis)
   return below + (jnp.take(x, high, axis) - below) * weight

@@ -124,7 +124,7 @@ def sinusoidal(t: jax.Array, width: int) -> jax.Array:
   """
   half = width // 2
   exponents = -np.log(10000.0) * np.arange(half, dtype=np.float32) / half
-  angles = t.astype(jnp.float32)[:, None] * np.exp(exponents)
+  angles = t.astype(jnp.float32)[:, None] * np.exp(exponents)[None]
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
@@ -195,10 +195,11 @@ def rotation(
     stretch = config.factor * longest / config.original_length
     stretch = stretch - (config.factor - 1)
     theta = config.theta * stretch ** (config.dim / max(config.dim - 2, 1))
-    angles = angle_at / theta**exponents
+    angles = angle_at / theta ** exponents[None, None]
   else:
     frequencies = 1.0 / np.float32(config.theta) ** exponents
-    angles = angle_at * _scaled_frequencies(frequencies, config)
+    frequencies = _scaled_frequencies(frequencies, config)
+    angles = angle_at * frequencies[None, None]
   return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 

@@ -194,8 +194,8 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
   # The rank of a head: how many are better, or as good and before it. Heads are
   # few, and unlike a sort this stays on the devices that hold the tokens.
   ours, theirs = scores[..., :, None], scores[..., None, :]
-  index = jnp.arange(num)
-  before = index[None, :] < index[:, None]
+  before = jnp.tri(num, k=-1, dtype=bool)
+  before = jax.lax.broadcast_to_rank(before, ours.ndim)
   better = (theirs > ours) | ((theirs == ours) & before)
   return better.sum(-1) < k
 

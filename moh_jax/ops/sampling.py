@@ -56,7 +56,8 @@ def _cut(
   """Puts all but the best logits to -inf."""
   ranked = jnp.sort(logits, axis=-1, descending=True)
   size = logits.shape[-1]
-  kept = jnp.arange(size) < jnp.where(jnp.asarray(top_k) > 0, top_k, size)
+  rank = jnp.arange(size)[None]
+  kept = rank < jnp.where(jnp.asarray(top_k) > 0, top_k, size)
   probs = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf))
   before = jnp.cumsum(probs, axis=-1) - probs  # of the better ones
   kept = kept & (before < top_p)

@@ -192,7 +192,7 @@ def depthwise_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """
   chex.assert_rank((x, kernel), (4, 3))
   window = kernel.shape[0]
-  taps = kernel.reshape(window * window, -1)
+  taps = kernel.reshape(window * window, 1, 1, 1, -1)
   out = sum(view * tap for view, tap in zip(_shifted(x, window), taps))
   return out.astype(x.dtype)
 

@@ -93,7 +93,7 @@ def _visible(causal, masked, batch, tokens):
   lengths = jnp.array([tokens, max(tokens - 5, 0)])[:batch, None]
   segments = jnp.arange(tokens)[None] // 11
   return Visible(
-    key_mask=jnp.arange(tokens) < lengths,
+    key_mask=jnp.arange(tokens)[None] < lengths,
     segments=jnp.broadcast_to(segments, (batch, tokens)),
     causal=causal,
   )

@@ -103,8 +103,8 @@ class KernelTest(parameterized.TestCase):
   def test_equals_the_dense_form_for_heads_at_work(self, heads, dtype, scale):
     cache, *_ = filled(dtype)
     q, visible = vectors(1, heads), _visible(1, 5)
-    mask = jnp.arange(heads) % 2 == jnp.arange(B)[:, None, None]
-    active = ActiveHeads(mask, heads // 2)
+    mask = np.arange(heads) % 2 == np.arange(B)[:, None, None]
+    active = ActiveHeads(jnp.asarray(mask), heads // 2)
     out = _attend(
       q, cache, visible, scale=scale, active=active, implementation="kernel"
     )

@@ -41,7 +41,7 @@ class CudnnTest(parameterized.TestCase):
   ):
     arrays, weights, mask = _inputs(kv_heads)
     visible = Visible(
-      key_mask=jnp.arange(_N) < jnp.array([[_N], [0]]) if key_mask else None,
+      key_mask=jnp.array([[True] * _N, [False] * _N]) if key_mask else None,
       segments=jnp.arange(_N)[None].repeat(_B, 0) // 4 if segments else None,
       causal=causal,
     )
