@@ -1,4 +1,4 @@
-"""Drawing examples from a diffusion model."""
+"""Sampling examples from a diffusion model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,24 +13,25 @@ from moh_jax.diffusion.guidance import guide
 from moh_jax.diffusion.process import even_log_snr, make_process, respace
 from moh_jax.diffusion.samplers import sample
 
-# (params, seed [], index [B], labels [B]) -> [B, X, Y, channels] float32.
+# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels].
 Draw = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 # Latents [B, x, y, channels], unscaled, to images [B, X, Y, 3] in [-1, 1].
 Decode = Callable[[jax.Array], jax.Array]
 
 
 def make_draw(model: nn.Module, config: Config) -> Draw:
-  """A function that draws examples as `config.sample` says.
+  """Makes a function that samples examples with the options `config.sample`.
 
-  All noise of an example comes from the seed and the example's index: it is
+  All noise of an example comes from the seed and the example's index. So it is
   the same in any batch, on any number of devices and processes.
 
   Args:
     model: the network of `config.model`.
-    config: of a diffusion model.
+    config: config of a diffusion model.
 
   Returns:
-    A pure function, to be jitted.
+    (params, seed, index, labels) -> [B, X, Y, channels] float32, not yet
+    jitted.
   """
   options, diffusion = config.sample, config.diffusion
   training = make_process(diffusion.schedule, diffusion.steps)
@@ -84,31 +85,31 @@ def make_draw(model: nn.Module, config: Config) -> Draw:
 def make_paint(
   model: nn.Module, config: Config, decode: Decode | None = None
 ) -> Draw:
-  """As `make_draw`, but jitted and with pixels as its result.
+  """Makes a jitted function that samples images, as `make_draw` does examples.
 
   Args:
     model: the network of `config.model`.
-    config: of a diffusion model.
-    decode: of latents; models of pixels need none.
+    config: config of a diffusion model.
+    decode: decoder of latents; models of pixels need none.
 
   Returns:
     (params, seed, index, labels) -> [B, X, Y, channels] uint8.
 
   Raises:
-    ValueError: the model draws latents and nothing decodes them.
+    ValueError: the model samples latents and `decode` is missing.
   """
   in_pixels = config.diffusion.space == "pixel"
   if not in_pixels and decode is None:
     raise ValueError(
       "diffusion.space='latent': an autoencoder must decode what the model "
-      "draws (`decode`, --vae PATH)"
+      "samples (`decode`, --vae PATH)"
     )
   draw = jax.jit(make_draw(model, config))
   finish = jax.jit(to_pixels)
 
   def paint(*args: Any) -> jax.Array:
     x = draw(*args)
-    # Its own program: the autoencoder's weights are arguments, not constants.
+    # Not part of the jitted programs: its weights would become constants there.
     x = x if in_pixels else decode(x / config.diffusion.latent_scale)
     return finish(x)
 
@@ -122,11 +123,11 @@ def to_pixels(images: jax.Array) -> jax.Array:
 
 
 def image_grid(images: np.ndarray, columns: int, gap: int = 2) -> np.ndarray:
-  """Lays images out row by row.
+  """Arranges images in a grid, row by row.
 
   Args:
     images: [B, X, Y, channels] uint8.
-    columns: images in a row.
+    columns: images per row.
     gap: white pixels between images.
 
   Returns:

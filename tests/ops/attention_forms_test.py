@@ -61,9 +61,9 @@ class ChooseTest(parameterized.TestCase):
     ({"causal": True}, 64, 4),
     ({"causal": True, "queries": 4096}, 128, 4),
   )
-  def test_rows_of_packed_blocks(self, changes, rows, at_once):
+  def test_rows_of_packed_blocks(self, changes, rows, blocks_per_step):
     case = dataclasses.replace(_CASE, **changes)
-    expected = Form("packed", rows, at_once)
+    expected = Form("packed", rows, blocks_per_step)
     self.assertEqual(choose_form("packed", case), expected)
 
   @parameterized.parameters((1024, 512), (4096, 1024), (300, 300))

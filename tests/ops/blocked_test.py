@@ -61,12 +61,18 @@ def _values(attend, arrays, weights):
   return out, grads
 
 
-def _assert_equal(test, arrays, weights, visible, blocks, mask, at_once=1):
+def _assert_equal(
+  test, arrays, weights, visible, blocks, mask, blocks_per_step=1
+):
   weights = weights * mask[..., None]
   scale = 0.3
   dense = functools.partial(dense_attention, visible=visible, scale=scale)
   ours = functools.partial(
-    _blocked, visible=visible, blocks=blocks, scale=scale, at_once=at_once
+    _blocked,
+    visible=visible,
+    blocks=blocks,
+    scale=scale,
+    blocks_per_step=blocks_per_step,
   )
   out, grads = _values(ours, arrays, weights)
   expected, expected_grads = _values(dense, arrays, weights)
@@ -76,8 +82,10 @@ def _assert_equal(test, arrays, weights, visible, blocks, mask, at_once=1):
     _assert_close(got, want, 1e-5)
 
 
-def _blocked(q, k, v, bias, *, visible, blocks, scale, at_once):
-  return blocked_attention(q, k, v, bias, visible, blocks, scale, at_once)
+def _blocked(q, k, v, bias, *, visible, blocks, scale, blocks_per_step):
+  return blocked_attention(
+    q, k, v, bias, visible, blocks, scale, blocks_per_step
+  )
 
 
 def _assert_close(got, want, tolerance):
@@ -104,15 +112,17 @@ class BlockedTest(parameterized.TestCase):
     causal=(False, True),
     masked=(False, True),
     bias=(None, (1, 6), (2, 1)),
-    at_once=(1, 3),
+    blocks_per_step=(1, 3),
   )
   def test_active_heads_equal_the_dense_form(
-    self, causal, masked, bias, at_once
+    self, causal, masked, bias, blocks_per_step
   ):
     arrays, weights, active = _inputs(queries=37, kv_heads=2, bias=bias)
     visible = _visible(causal, masked, 2, 37)
     blocks = head_blocks(active, 4)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, at_once)
+    _assert_equal(
+      self, arrays, weights, visible, blocks, active.mask, blocks_per_step
+    )
 
   @parameterized.product(kv_heads=(1, 3, 6), masked=(False, True))
   def test_prefixes_of_causal_blocks(self, kv_heads, masked):
@@ -154,7 +164,7 @@ class BlockedTest(parameterized.TestCase):
     mask = jnp.zeros((2, 37, 6), bool)
     blocks = head_blocks(ActiveHeads(mask, 1), 8)
     ours = functools.partial(
-      _blocked, visible=Visible(), blocks=blocks, scale=1.0, at_once=1
+      _blocked, visible=Visible(), blocks=blocks, scale=1.0, blocks_per_step=1
     )
     out, grads = _values(ours, arrays, weights)
     chex.assert_trees_all_equal(

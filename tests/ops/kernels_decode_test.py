@@ -224,7 +224,7 @@ class PlanTest(parameterized.TestCase):
   )  # fmt: skip
   def test_tiles_of_a_tpu_divide_the_slots(self, slots, expected):
     tile = decode_tile("tpu", 64, jnp.bfloat16)
-    self.assertEqual(decode._that_pads_nothing(tile, slots).keys, expected)
+    self.assertEqual(decode._without_padding(tile, slots).keys, expected)
 
   @parameterized.product(
     head_dim=((64, 64), (128, 64), (136, 16), (256, 16)), platform=_PLATFORMS
@@ -240,10 +240,11 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.product(tokens=(1, 3, 16, 40), choice=(0.0, 0.5, 1.0))
   def test_table_is_that_of_all_tokens_of_some_heads(self, tokens, choice):
-    at_work = jnp.asarray(np.random.default_rng(0).random(7) < choice)
-    mask = jnp.broadcast_to(at_work[:, None, None], (7, tokens, 1))
+    active = jnp.asarray(np.random.default_rng(0).random(7) < choice)
+    mask = jnp.broadcast_to(active[:, None, None], (7, tokens, 1))
     expected = head_blocks(ActiveHeads(mask, 1), 16)
-    chex.assert_trees_all_equal(decode._blocks(at_work, tokens, 16), expected)
+    table = decode._whole_heads(active, tokens, 16)
+    chex.assert_trees_all_equal(table, expected)
 
 
 def _traced(platform, dtypes, slots, head_dim, sharding=None):
