@@ -28,7 +28,6 @@ def sample(
   method: str,
   prediction: str = "epsilon",
   noise: Noise | None = None,
-  eta: float = 0.0,
   clip: bool = False,
   trajectory: bool = False,
 ) -> jax.Array:
@@ -39,11 +38,10 @@ def sample(
     x: [B, ...] standard normal noise to start from.
     process: the S steps to take, see `respace`.
     method: "ddpm", ancestral (arXiv:2006.11239); "ddim" (arXiv:2010.02502); or
-      "dpm", DPM-Solver++ 2M (arXiv:2211.01095), deterministic.
-    prediction: what the network predicts: "epsilon", "x0" or "v".
-    noise: noise of each step, for "ddpm" and for "ddim" with `eta` above 0.
-    eta: share of the posterior's deviation that "ddim" adds as noise; 0 is
+      "dpm", DPM-Solver++ 2M (arXiv:2211.01095). The last two are
       deterministic.
+    prediction: what the network predicts: "epsilon", "x0" or "v".
+    noise: noise of each step; only "ddpm" needs it.
     clip: whether to clip predicted clean examples to [-1, 1].
     trajectory: whether to return x after every step.
 
@@ -55,8 +53,8 @@ def sample(
   """
   if method not in METHODS:
     raise ValueError(f"method={method!r} must be one of {METHODS}")
-  if noise is None and (method == "ddpm" or (method == "ddim" and eta)):
-    raise ValueError(f"method={method!r} with eta={eta} needs noise")
+  if noise is None and method == "ddpm":
+    raise ValueError(f"method={method!r} needs noise")
   timesteps = jnp.asarray(process.timesteps)
   batch = x.shape[0]
 
@@ -81,13 +79,10 @@ def sample(
     x0, t = clean(x, step)
     direction = implied_noise(process, x0, x, t)
     before = process.alphas_cumprod_prev
-    sigma = eta * np.sqrt(process.posterior_variance)
-    mean = lookup(np.sqrt(before), t, x.ndim) * x0
-    mean += lookup(np.sqrt(1.0 - before - sigma**2), t, x.ndim) * direction
-    if not eta:
-      return mean
-    added = lookup(sigma, t, x.ndim) * noise(last - step)
-    return mean + jnp.where(step > 0, added, 0.0)
+    signal, spread = (
+      lookup(np.sqrt(level), t, x.ndim) for level in (before, 1.0 - before)
+    )
+    return signal * x0 + spread * direction
 
   solver = _solver_tables(process)
 

@@ -14,12 +14,12 @@ from moh_jax.diffusion.process import even_log_snr, make_process, respace
 from moh_jax.diffusion.samplers import sample
 
 # (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels].
-Draw = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+SampleFn = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 # Latents [B, x, y, channels], unscaled, to images [B, X, Y, 3] in [-1, 1].
 Decode = Callable[[jax.Array], jax.Array]
 
 
-def make_draw(model: nn.Module, config: Config) -> Draw:
+def make_sampler(model: nn.Module, config: Config) -> SampleFn:
   """Makes a function that samples examples with the options `config.sample`.
 
   All noise of an example comes from the seed and the example's index. So it is
@@ -43,7 +43,7 @@ def make_draw(model: nn.Module, config: Config) -> Draw:
   last = int(process.timesteps[-1])
   everywhere = low <= process.timesteps[0] and last < high
 
-  def draw(
+  def run(
     params: Any, seed: jax.Array, index: jax.Array, labels: jax.Array
   ) -> jax.Array:
     shape = config.model.input_shape
@@ -79,13 +79,13 @@ def make_draw(model: nn.Module, config: Config) -> Draw:
       clip=diffusion.space == "pixel",
     )
 
-  return draw
+  return run
 
 
-def make_paint(
+def make_image_sampler(
   model: nn.Module, config: Config, decode: Decode | None = None
-) -> Draw:
-  """Makes a jitted function that samples images, as `make_draw` does examples.
+) -> SampleFn:
+  """Makes a jitted function that samples images as pixels.
 
   Args:
     model: the network of `config.model`.
@@ -104,16 +104,16 @@ def make_paint(
       "diffusion.space='latent': an autoencoder must decode what the model "
       "samples (`decode`, --vae PATH)"
     )
-  draw = jax.jit(make_draw(model, config))
+  sample_fn = jax.jit(make_sampler(model, config))
   finish = jax.jit(to_pixels)
 
-  def paint(*args: Any) -> jax.Array:
-    x = draw(*args)
+  def sample_images(*args: Any) -> jax.Array:
+    x = sample_fn(*args)
     # Not part of the jitted programs: its weights would become constants there.
     x = x if in_pixels else decode(x / config.diffusion.latent_scale)
     return finish(x)
 
-  return paint
+  return sample_images
 
 
 def to_pixels(images: jax.Array) -> jax.Array:

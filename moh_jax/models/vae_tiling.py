@@ -15,58 +15,30 @@ import jax
 import numpy as np
 
 
-def encode_tiled(
-  apply_fn: Callable[[np.ndarray], tuple[jax.Array, jax.Array]],
-  images: np.ndarray,
+def apply_tiled(
+  apply_fn: Callable[[np.ndarray], Any],
+  array: np.ndarray,
   tile: int,
   overlap: int,
-) -> tuple[np.ndarray, np.ndarray]:
-  """Encodes images of any size in the memory of one tile.
+) -> Any:
+  """Encodes images, or decodes latents, of any size in the memory of one tile.
 
   Args:
-    apply_fn: encodes [B, t, t, channels]; should be jitted.
-    images: [B, X, Y, channels] in [-1, 1].
-    tile: side of a tile in pixels; smaller images are one tile.
-    overlap: pixels that neighbouring tiles share at least.
+    apply_fn: encodes or decodes [B, t, t, channels]; should be jitted. Its
+      results may be a pytree, such as mean and log variance.
+    array: [B, X, Y, channels] images in [-1, 1], or latents, not scaled.
+    tile: side of a tile in positions of the array; smaller arrays are one tile.
+    overlap: positions that neighbouring tiles share at least.
 
   Returns:
-    Mean and log variance, [B, x, y, latent_channels] float32 on the host. Equal
-    to the result of `apply_fn` if one tile is enough.
+    What `apply_fn` would give for the whole array, [B, x, y, channels] float32
+    on the host; exactly that if one tile is enough.
 
   Raises:
     ValueError: overlap is not below tile, or several tiles are needed and one
-      of tile, overlap, X and Y is not a multiple of the config's `downscale`.
+      of tile, overlap, X and Y is not a multiple of the positions that become
+      one in the result (the config's `downscale` for an encoder).
   """
-  return _tiled(apply_fn, images, tile, overlap)
-
-
-def decode_tiled(
-  apply_fn: Callable[[np.ndarray], jax.Array],
-  latents: np.ndarray,
-  tile: int,
-  overlap: int,
-) -> np.ndarray:
-  """Decodes latents of any size in the memory of one tile.
-
-  Args:
-    apply_fn: decodes [B, t, t, latent_channels]; should be jitted.
-    latents: [B, x, y, latent_channels], not scaled.
-    tile: side of a tile in latent positions; smaller latents are one tile.
-    overlap: latent positions that neighbouring tiles share at least.
-
-  Returns:
-    [B, X, Y, channels] float32 on the host. Equal to the result of `apply_fn`
-    if one tile is enough.
-
-  Raises:
-    ValueError: overlap is not below tile.
-  """
-  return _tiled(apply_fn, latents, tile, overlap)
-
-
-def _tiled(
-  apply_fn: Callable[[np.ndarray], Any], array: Any, tile: int, overlap: int
-) -> Any:
   if not 0 <= overlap < tile:
     raise ValueError(f"overlap={overlap} must be in [0, tile={tile})")
   array = np.asarray(array)

@@ -58,11 +58,6 @@ class AttentionCase:
   dtype: str = "float32"
   one_device: bool = True
 
-  @property
-  def share(self) -> float:
-    """Activated share of the heads."""
-    return self.active / self.num_heads
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
@@ -208,4 +203,4 @@ def _packing_pays(case: AttentionCase) -> bool:
     return False
   if _logits_are_cached(case) and not case.causal:
     return False
-  return case.share <= 0.8
+  return case.active <= 0.8 * case.num_heads

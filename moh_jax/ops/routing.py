@@ -198,7 +198,8 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
   # A head's rank: how many heads are better, or equal and before it. Heads are
   # few, and unlike a sort this is not gathered from the devices of a mesh.
   ours, theirs = scores[..., :, None], scores[..., None, :]
-  before = jnp.tri(num, k=-1, dtype=bool)
+  index = jnp.arange(num)
+  before = index[None, :] < index[:, None]
   before = jax.lax.broadcast_to_rank(before, ours.ndim)
   better = (theirs > ours) | ((theirs == ours) & before)
   return better.sum(-1) < k

@@ -129,27 +129,27 @@ class BlockedTest(parameterized.TestCase):
     arrays, weights, active = _inputs(queries=150, kv_heads=kv_heads)
     visible = _visible(True, masked, 2, 150)
     blocks = head_blocks(active, 16)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
 
   @parameterized.parameters(1, 5, 16, 64)
   def test_all_heads_equal_the_dense_form(self, rows):
     arrays, weights, active = _inputs(queries=33)
     blocks = all_blocks(2, 33, 6, rows)
     every = jnp.ones_like(active.mask)
-    _assert_equal(self, arrays, weights, Visible(), blocks, every)
+    _assert_equal(arrays, weights, Visible(), blocks, every)
 
   @parameterized.product(queries=(1, 3, 70), keys=(70, 130, 200))
   def test_causal_queries_are_the_last_ones(self, queries, keys):
     arrays, weights, active = _inputs(queries=queries, keys=keys)
     blocks = head_blocks(active, 8)
     visible = Visible(causal=True)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
 
   def test_first_queries_of_too_few_keys_see_nothing(self):
     arrays, weights, active = _inputs(queries=140, keys=130)
     blocks = head_blocks(active, 8)
     visible = Visible(causal=True)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
     out = blocked_attention(*arrays, visible, blocks, 1.0, 2)
     np.testing.assert_array_equal(out[:, :10], 0.0)
 
@@ -157,7 +157,7 @@ class BlockedTest(parameterized.TestCase):
     arrays, weights, _ = _inputs()
     mask = jnp.zeros((2, 37, 6), bool).at[:, :, 4].set(True)
     blocks = head_blocks(ActiveHeads(mask, 1), 8)
-    _assert_equal(self, arrays, weights, Visible(), blocks, mask, 2)
+    _assert_equal(arrays, weights, Visible(), blocks, mask, 2)
 
   def test_no_head_for_anything(self):
     arrays, weights, _ = _inputs()
@@ -193,7 +193,7 @@ class BlockedTest(parameterized.TestCase):
     )
     blocks = head_blocks(active, rows)
     visible = Visible(causal=causal)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
 
   def test_bfloat16(self):
     arrays, weights, active = _inputs(queries=64)

@@ -100,7 +100,7 @@ class KernelTest(parameterized.TestCase):
   @parameterized.product(
     heads=(2, 6), dtype=("float32", "bfloat16"), scale=(None, 2.0)
   )
-  def test_equals_the_dense_form_for_heads_at_work(self, heads, dtype, scale):
+  def test_equals_the_dense_form_for_active_heads(self, heads, dtype, scale):
     cache, *_ = filled(dtype)
     q, visible = vectors(1, heads), _visible(1, 5)
     mask = np.arange(heads) % 2 == np.arange(B)[:, None, None]

@@ -25,7 +25,7 @@ _PLATFORMS = ("gpu", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-  """Shapes, what is visible, and which heads are at work."""
+  """Shapes, what is visible, and which heads are active."""
 
   batch: int = 2
   heads: int = 4
@@ -154,9 +154,9 @@ class InterpretedTest(parameterized.TestCase):
     case = _Case(heads=6, kv_heads=kv_heads, splits=2, choice="few")
     q, k, v = arrays = case.arrays()
     mask = np.asarray(case.active().mask)
-    at_work = mask.reshape(case.batch, kv_heads, -1).any(-1)
-    self.assertEqual(at_work.sum(), 3 if kv_heads == 6 else 2)
-    k, v = (jnp.where(at_work[..., None, None], x, jnp.nan) for x in (k, v))
+    is_read = mask.reshape(case.batch, kv_heads, -1).any(-1)
+    self.assertEqual(is_read.sum(), 3 if kv_heads == 6 else 2)
+    k, v = (jnp.where(is_read[..., None, None], x, jnp.nan) for x in (k, v))
     kernels = PLATFORMS[platform]
     with mock.patch.object(kernels, "forward", wraps=kernels.forward) as spy:
       out = kernel_decode(
@@ -164,7 +164,7 @@ class InterpretedTest(parameterized.TestCase):
         platform=platform, splits=case.splits, interpret=True,
       )  # fmt: skip
     blocks = spy.call_args.args[0].blocks
-    parts = np.flatnonzero(np.repeat(at_work, case.splits))
+    parts = np.flatnonzero(np.repeat(is_read, case.splits))
     np.testing.assert_array_equal(blocks.head[: blocks.first[-1]], parts)
     np.testing.assert_allclose(out, _reference(case, arrays), atol=2e-6)
 

@@ -113,8 +113,8 @@ def _reference(case: _Case, dtype=jnp.float32) -> list[np.ndarray]:
   logits = np.einsum("bnhd,bmhd->bhnm", q, k) * case.factor()
   seen = case.visible().mask(case.queries, case.keys)
   seen = np.ones((), bool) if seen is None else np.asarray(seen)
-  at_work = case.active().transpose(0, 2, 1)[..., None]
-  weights = np.exp(logits - logits.max(-1, keepdims=True)) * (seen & at_work)
+  active = case.active().transpose(0, 2, 1)[..., None]
+  weights = np.exp(logits - logits.max(-1, keepdims=True)) * (seen & active)
   total = weights.sum(-1, keepdims=True)
   weights /= np.where(total > 0, total, 1)
   out = np.einsum("bhnm,bmhd->bnhd", weights, v)
@@ -197,7 +197,7 @@ class InterpretedTest(parameterized.TestCase):
     _assert_close(results, _reference(case))
 
   @parameterized.parameters(*_PLATFORMS)
-  def test_equals_plain_xla_where_all_heads_are_at_work(self, platform):
+  def test_equals_plain_xla_where_all_heads_are_active(self, platform):
     case = _Case(kv_heads=2, causal=True)
     *inputs, grad = case.arrays()
     blocks = all_blocks(case.batch, case.queries, case.heads, 16)
@@ -381,7 +381,7 @@ class TablesTest(parameterized.TestCase):
 
 class FetchTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
-  def test_blocks_that_are_not_in_use_fetch_no_keys(self, head_dim_first):
+  def test_blocks_that_are_unused_fetch_no_keys(self, head_dim_first):
     case = _Case(queries=16, keys=64)
     mask = np.zeros((2, 16, 4), bool)
     mask[0, :, 1] = mask[1, :, 2] = True

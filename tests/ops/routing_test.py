@@ -40,9 +40,9 @@ def _logits(budget: HeadBudget, two_stage: bool = True) -> dict:
     "group_logits": 2 if two_stage and budget.shared and budget.top_k else 0,
   }
   rng = np.random.default_rng(0)
-  draws = {name: rng.normal(size=(*_BATCH, 6)) for name in sizes}
+  values = {name: rng.normal(size=(*_BATCH, 6)) for name in sizes}
   return {
-    name: jnp.asarray(draws[name][..., :size], jnp.float32) if size else None
+    name: jnp.asarray(values[name][..., :size], jnp.float32) if size else None
     for name, size in sizes.items()
   }
 
