@@ -24,7 +24,7 @@ from sklearn import svm
 from moh_jax.cli import common
 from moh_jax.data.images.sources import DigitsSource
 from moh_jax.inference.restore import Restored, restore
-from moh_jax.models.generation import make_draw, to_pixels
+from moh_jax.models.generation import make_sampler, to_pixels
 from moh_jax.speed import timing
 
 _SAMPLES = 500
@@ -108,7 +108,7 @@ def _samples(
   config = restored.config
   options = dataclasses.replace(config.sample, method=method, steps=steps)
   config = dataclasses.replace(config, sample=options)
-  draw = jax.jit(make_draw(restored.model, config))
+  draw = jax.jit(make_sampler(restored.model, config))
   index = jnp.arange(_SAMPLES, dtype=jnp.int32)
   labels = index % config.model.num_classes
   return np.asarray(draw(restored.params, seed, index, labels))

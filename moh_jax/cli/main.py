@@ -6,6 +6,7 @@ seconds to import, so help and what can be refused without it come first.
 
 import argparse
 import importlib
+import os
 import sys
 import traceback as traceback_lib
 from collections.abc import Callable, Sequence
@@ -114,6 +115,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   """Runs a command, turning the user's mistakes into one line on stderr."""
   try:
     return call()
+  except BrokenPipeError:  # the reader of stdout has seen enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
   except _USER_ERRORS as error:
     if show_traceback:
       traceback_lib.print_exc()

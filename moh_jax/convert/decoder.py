@@ -9,7 +9,7 @@ from moh_jax.config import Config
 from moh_jax.convert.vae import load_vae
 from moh_jax.models.generation import Decode
 from moh_jax.models.vae import VAE
-from moh_jax.models.vae_tiling import decode_tiled
+from moh_jax.models.vae_tiling import apply_tiled
 from moh_jax.runtime import sharding
 
 _SMALLEST_TILE = 16
@@ -58,4 +58,4 @@ def load_decoder(
   whole = functools.partial(decode, params)
   if not tile:
     return whole
-  return lambda latents: decode_tiled(whole, latents, tile, tile // 4)
+  return lambda latents: apply_tiled(whole, latents, tile, tile // 4)

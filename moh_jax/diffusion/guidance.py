@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from moh_jax.config.diffusion import GUIDED_CHANNELS
 
-# (x [B, X, Y, channels], t [B]) -> output of the network [B, X, Y, ...].
+# (x [B, X, Y, channels], t [B]) -> the network's output [B, X, Y, ...].
 Predict = Callable[[jax.Array, jax.Array], jax.Array]
 LabelledPredict = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -32,22 +32,26 @@ def guide(
   channels: str = "three",
   interval: tuple[int, int] | None = None,
 ) -> Predict:
-  """Binds labels to a network, with guidance.
+  """Makes a function of (x, t) from a network, labels and a guidance scale.
 
   Args:
-    predict: (x, t, labels) -> output; x and t may have twice the batch.
+    predict: (x, t, labels) -> output; with guidance it is called with batches
+      of 2 B.
     labels: [B] int.
-    no_label: the label of unlabelled examples.
-    scale: w of labelled + (w - 1) (labelled - unlabelled); 1 leaves the
-      unlabelled evaluation out.
-    channels: guide the first "three" channels of the prediction, as released,
-      or "all"; the variance is the labelled one.
-    interval: guide timesteps t with low <= t < high only (arXiv:2404.07724),
-      and evaluate once elsewhere; all t of a batch are equal then. None guides
-      always.
+    no_label: the label that stands for "no label".
+    scale: w in labelled + (w - 1) (labelled - unlabelled). 1 skips the
+      unlabelled evaluation.
+    channels: guides the first "three" channels of the prediction, as released,
+      or "all". A learned variance is always the labelled one.
+    interval: guides only timesteps t with low <= t < high (arXiv:2404.07724).
+      Other steps evaluate the labelled batch alone, so all t of a batch must
+      be equal. None guides always.
 
   Returns:
-    (x, t) -> output.
+    (x, t) -> output [B, X, Y, channels or 2 * channels].
+
+  Raises:
+    ValueError: unknown channels.
   """
   if channels not in GUIDED_CHANNELS:
     raise ValueError(f"channels={channels!r} must be one of {GUIDED_CHANNELS}")

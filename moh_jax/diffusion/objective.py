@@ -1,4 +1,4 @@
-"""The training objective: squared error, and the bound of the variance."""
+"""The training objective: squared error, and a bound for the variance."""
 
 import math
 
@@ -15,9 +15,9 @@ from moh_jax.diffusion.prediction import (
 )
 from moh_jax.diffusion.process import Process, lookup
 
-_HALF_BIN = 1.0 / 255  # of 8-bit pixels in [-1, 1]
-_EDGE = 0.999  # beyond it a pixel's bin is open
-_FLOOR = 1e-12  # of a probability
+_HALF_BIN = 1.0 / 255  # half the distance of 8-bit pixels in [-1, 1]
+_EDGE = 0.999  # the bins of pixels beyond it reach to infinity
+_FLOOR = 1e-12  # lowest probability, so that its logarithm is finite
 
 
 def training_losses(
@@ -32,22 +32,22 @@ def training_losses(
   loss_weight: str = "uniform",
   snr_gamma: float = 5.0,
 ) -> dict[str, jax.Array]:
-  """Losses of every example.
+  """Computes the losses of each example.
 
   Args:
     process: the training process.
     prediction: "epsilon", "x0" or "v".
-    out: [B, X, Y, channels or 2 * channels] of the network at (x, t).
+    out: [B, X, Y, channels or 2 * channels], the network's output at (x, t).
     x0: [B, X, Y, channels] clean examples.
     x: [B, X, Y, channels] noised examples.
     t: [B] int steps.
-    noise: [B, X, Y, channels] that was added.
-    loss_weight: "uniform", or "min_snr" (arXiv:2303.09556): the error of the
-      clean example weighs min(SNR, gamma), whatever is predicted.
-    snr_gamma: gamma.
+    noise: [B, X, Y, channels] noise that was added.
+    loss_weight: "uniform", or "min_snr" (arXiv:2303.09556): the squared error
+      of the clean example has the weight min(SNR, gamma) for all predictions.
+    snr_gamma: gamma of "min_snr".
 
   Returns:
-    [B] float32 each: "mse", unweighted; "weighted_mse"; and with a learned
+    Arrays [B] float32: "mse", unweighted; "weighted_mse"; and with a learned
     variance "vb", the variational bound in bits per dimension, whose gradient
     does not reach the prediction (arXiv:2102.09672).
 
@@ -73,15 +73,15 @@ def variational_bound(
   x: jax.Array,
   t: jax.Array,
 ) -> jax.Array:
-  """One term of the variational bound, bits per dimension.
+  """Computes one term of the variational bound, in bits per dimension.
 
-  The divergence of p(x_{t-1} | x_t) from the posterior; at the first step the
+  It is the KL divergence of p(x_{t-1} | x_t) from the posterior; at step 0 the
   negative log-likelihood of 8-bit pixels in [-1, 1].
 
   Args:
     process: S steps.
     prediction: "epsilon", "x0" or "v".
-    out: [B, X, Y, channels or 2 * channels] of the network at (x, t).
+    out: [B, X, Y, channels or 2 * channels], the network's output at (x, t).
     x0: [B, X, Y, channels] clean examples.
     x: [B, X, Y, channels] noised examples.
     t: [B] int steps.
@@ -108,7 +108,7 @@ def variational_bound(
 def _weights(
   process: Process, prediction: str, loss_weight: str, gamma: float
 ) -> np.ndarray:
-  """[S] weights of the squared error of what is predicted."""
+  """Weight of the squared error of the prediction at each step, [S]."""
   snr = process.snr
   if loss_weight == "uniform":
     return np.ones_like(snr)
@@ -116,7 +116,7 @@ def _weights(
     raise ValueError(
       f"loss_weight={loss_weight!r} must be one of {LOSS_WEIGHTS}"
     )
-  # An error in the prediction is this many errors in x_0, squared.
+  # Squared error of x_0 that a squared error of 1 in the prediction causes.
   to_x0 = {"x0": np.ones_like(snr), "epsilon": 1 / snr, "v": 1 / (snr + 1)}
   return np.minimum(snr, gamma) * to_x0[prediction]
 
@@ -124,7 +124,7 @@ def _weights(
 def _pixel_log_likelihood(
   x: jax.Array, mean: jax.Array, log_scale: jax.Array
 ) -> jax.Array:
-  """Log P(bin of x) under a Gaussian; [B, ...]."""
+  """Log-probability of each pixel's bin under a Gaussian, [B, ...]."""
   inverse = jnp.exp(-log_scale)
   above = _normal_cdf(inverse * (x - mean + _HALF_BIN))
   below = _normal_cdf(inverse * (x - mean - _HALF_BIN))
@@ -137,11 +137,11 @@ def _pixel_log_likelihood(
 
 
 def _normal_cdf(x: jax.Array) -> jax.Array:
-  """The tanh approximation, as released."""
+  """Normal distribution function, in the tanh approximation, as released."""
   inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
   return 0.5 * (1.0 + jnp.tanh(inner))
 
 
 def _mean(x: jax.Array) -> jax.Array:
-  """Mean of each example."""
+  """Mean over all axes but the first."""
   return x.mean(axis=tuple(range(1, x.ndim)))

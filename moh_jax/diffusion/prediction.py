@@ -1,4 +1,4 @@
-"""What a network predicts, and the reverse step that follows from it."""
+"""What a diffusion network predicts, and the reverse step derived from it."""
 
 import dataclasses
 
@@ -13,12 +13,12 @@ from moh_jax.diffusion.process import Process, lookup
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reverse:
-  """p(x_{t-1} | x_t) and the clean example it assumes; all [B, ...].
+  """The Gaussian p(x_{t-1} | x_t) and the clean example that it is based on.
 
   Attributes:
-    mean: of the Gaussian.
-    log_variance: of the Gaussian, broadcastable to the mean.
-    x0: predicted clean example, clipped if so asked.
+    mean: [B, ...] mean of the Gaussian.
+    log_variance: logarithm of its variance, broadcastable to the mean.
+    x0: [B, ...] predicted clean example, after clipping.
   """
 
   mean: jax.Array
@@ -27,14 +27,17 @@ class Reverse:
 
 
 def split_output(out: jax.Array, channels: int) -> tuple:
-  """The prediction, and the variance output or None.
+  """Splits a network's output into the prediction and the variance output.
 
   Args:
     out: [B, X, Y, channels or 2 * channels].
-    channels: of the example.
+    channels: channels of an example.
+
+  Returns:
+    The first [B, X, Y, channels]; and the rest, or None if nothing is left.
 
   Raises:
-    ValueError: another number of channels.
+    ValueError: out has another number of channels.
   """
   if out.shape[-1] == channels:
     return out, None
@@ -53,7 +56,17 @@ def training_target(
   t: jax.Array,
   noise: jax.Array,
 ) -> jax.Array:
-  """What the network should output at step t [B]; [B, ...].
+  """What the network should predict at step t.
+
+  Args:
+    process: S steps.
+    prediction: "epsilon", "x0" or "v".
+    x0: [B, ...] clean examples.
+    t: [B] int steps.
+    noise: [B, ...] noise that was added.
+
+  Returns:
+    [B, ...].
 
   Raises:
     ValueError: an unknown prediction.
@@ -76,12 +89,12 @@ def predict_x0(
   x: jax.Array,
   t: jax.Array,
 ) -> jax.Array:
-  """The clean example that a prediction stands for.
+  """Computes the clean example from a prediction.
 
   Args:
     process: S steps.
     prediction: "epsilon", "x0" or "v".
-    output: [B, ...] of the network.
+    output: [B, ...] prediction of the network.
     x: [B, ...] x_t.
     t: [B] int steps of the process.
 
@@ -106,7 +119,7 @@ def predict_x0(
 def implied_noise(
   process: Process, x0: jax.Array, x: jax.Array, t: jax.Array
 ) -> jax.Array:
-  """The noise that leads from x0 to x; [B, ...]."""
+  """The noise [B, ...] that turns x0 into x at step t."""
   level = process.alphas_cumprod
   scale = lookup(np.sqrt(1.0 / level), t, x.ndim)
   return (scale * x - x0) / lookup(np.sqrt(1.0 / level - 1), t, x.ndim)
@@ -121,18 +134,19 @@ def reverse_step(
   *,
   clip: bool = False,
 ) -> Reverse:
-  """p(x_{t-1} | x_t).
+  """Computes the Gaussian p(x_{t-1} | x_t) from a network's output.
 
-  A learned variance interpolates, in the logarithm, between the posterior's
-  and beta (arXiv:2102.09672); a network without one uses beta.
+  The logarithm of a learned variance interpolates between those of the
+  posterior variance and beta (arXiv:2102.09672). Without a learned variance it
+  is beta.
 
   Args:
     process: S steps.
     prediction: "epsilon", "x0" or "v".
-    out: [B, X, Y, channels or 2 * channels] of the network.
+    out: [B, X, Y, channels or 2 * channels], the network's output.
     x: [B, X, Y, channels] x_t.
     t: [B] int steps of the process.
-    clip: keep the predicted clean example in [-1, 1].
+    clip: whether to clip the predicted clean example to [-1, 1].
 
   Returns:
     The Gaussian.
@@ -144,7 +158,7 @@ def reverse_step(
   mean = posterior_mean(process, x0, x, t)
   low = process.posterior_log_variance
   if spread is None:
-    # Beta, but at the first step the posterior's: as released.
+    # Beta; at the first step, as released, the posterior variance.
     table = np.append(low[0], np.log(process.betas[1:]))
     return Reverse(mean, lookup(table, t, x.ndim), x0)
   share = (spread + 1.0) / 2.0
@@ -155,7 +169,7 @@ def reverse_step(
 def posterior_mean(
   process: Process, x0: jax.Array, x: jax.Array, t: jax.Array
 ) -> jax.Array:
-  """Mean of q(x_{t-1} | x_t, x_0); [B, ...]."""
+  """Mean [B, ...] of the posterior q(x_{t-1} | x_t, x_0)."""
   weights = (process.posterior_mean_x0, process.posterior_mean_xt)
   first, second = (lookup(table, t, x.ndim) for table in weights)
   return first * x0 + second * x

@@ -1,8 +1,8 @@
 """The noising process and its tables.
 
 A process has S steps; x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise with a_t the
-cumulative product of 1 - beta (arXiv:2006.11239). Tables are float64 NumPy
-arrays, rounded to float32 where an array program looks a value up.
+cumulative product of 1 - beta (arXiv:2006.11239). Its tables are float64 NumPy
+arrays; `lookup` rounds values to float32.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ import numpy as np
 from moh_jax.config.diffusion import SCHEDULES
 from moh_jax.config.spacing import spaced_timesteps
 
-# Below it there is nothing but noise: a cosine schedule goes on to -20, where
-# a solver's steps would be wasted.
+# At a lower log-SNR examples are noise alone. A cosine schedule goes down to
+# -20, where a solver's steps would be wasted.
 _LOWEST_LOG_SNR = -10.2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Process:
-  """A process, possibly of fewer steps than the one it was trained with.
+  """A noising process, the one of training or one with fewer steps.
 
   Attributes:
-    timesteps: [S] what the network is told at each step, ascending: timesteps
-      of the training process, int32, or float32 between two of them.
-    alphas_cumprod: [S] float64, descending.
+    timesteps: [S] the network's input t at each step, ascending: int32 steps of
+      the training process, or float32 times between two of them.
+    alphas_cumprod: [S] float64 a_t, descending.
   """
 
   timesteps: np.ndarray
@@ -40,23 +40,26 @@ class Process:
 
   @functools.cached_property
   def alphas_cumprod_prev(self) -> np.ndarray:
-    """[S] of the step before; 1 before the first."""
+    """The a_t of the step before, [S]; 1 before the first."""
     return np.append(1.0, self.alphas_cumprod[:-1])
 
   @functools.cached_property
   def betas(self) -> np.ndarray:
-    """[S]."""
+    """Noise variance that each step adds, [S]."""
     return 1.0 - self.alphas_cumprod / self.alphas_cumprod_prev
 
   @functools.cached_property
   def posterior_variance(self) -> np.ndarray:
-    """[S] variance of q(x_{t-1} | x_t, x_0); 0 at the first step."""
+    """Variance of q(x_{t-1} | x_t, x_0), [S]; 0 at the first step."""
     shrink = (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
     return self.betas * shrink
 
   @functools.cached_property
   def posterior_log_variance(self) -> np.ndarray:
-    """[S] its logarithm; the first step takes the second's, being -inf."""
+    """Logarithm of the posterior variance, [S].
+
+    At the first step it would be -inf: the second step's stands in.
+    """
     variance = self.posterior_variance
     if self.num_steps == 1:
       return np.log(self.betas)
@@ -64,29 +67,32 @@ class Process:
 
   @functools.cached_property
   def posterior_mean_x0(self) -> np.ndarray:
-    """[S] weight of x_0 in the posterior's mean."""
+    """Weight of x_0 in the posterior's mean, [S]."""
     shrink = np.sqrt(self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
     return self.betas * shrink
 
   @functools.cached_property
   def posterior_mean_xt(self) -> np.ndarray:
-    """[S] weight of x_t in the posterior's mean."""
+    """Weight of x_t in the posterior's mean, [S]."""
     left = (1.0 - self.alphas_cumprod_prev) / (1.0 - self.alphas_cumprod)
     return left * np.sqrt(1.0 - self.betas)
 
   @functools.cached_property
   def snr(self) -> np.ndarray:
-    """[S] signal-to-noise ratio a / (1 - a)."""
+    """Signal-to-noise ratio a / (1 - a), [S]."""
     return self.alphas_cumprod / (1.0 - self.alphas_cumprod)
 
 
 def make_process(schedule: str, steps: int) -> Process:
-  """The training process.
+  """Makes the training process.
 
   Args:
-    schedule: "linear" betas, 1e-4 to 0.02 over 1000 steps and scaled for other
-      numbers (arXiv:2006.11239), or "cosine" (arXiv:2102.09672).
+    schedule: "linear", betas from 1e-4 to 0.02 over 1000 steps, scaled for
+      other numbers (arXiv:2006.11239); or "cosine" (arXiv:2102.09672).
     steps: S.
+
+  Raises:
+    ValueError: an unknown schedule.
   """
   if schedule == "linear":
     scale = 1000 / steps
@@ -101,7 +107,7 @@ def make_process(schedule: str, steps: int) -> Process:
 
 
 def respace(process: Process, spacing: str | int) -> Process:
-  """The same noise levels at fewer steps.
+  """Makes a process of some of the steps of another.
 
   Args:
     process: the training process.
@@ -118,15 +124,15 @@ def respace(process: Process, spacing: str | int) -> Process:
 
 
 def even_log_snr(process: Process, steps: int) -> Process:
-  """Noise levels at equal distances of the logarithm of the SNR.
+  """Makes a process whose steps have equal distances in log-SNR.
 
-  Where a multistep solver wants them (arXiv:2211.01095): its error goes with
-  those distances. The levels fall between timesteps.
+  These suit a multistep solver, whose error grows with the distance
+  (arXiv:2211.01095). The noise levels lie between timesteps of training.
 
   Args:
     process: the training process.
-    steps: levels, from the noisiest of the process (but for those that are
-      nothing but noise) to the cleanest.
+    steps: number of steps, from the noisiest level of the process, but not
+      below a log-SNR of -10.2, to the cleanest.
   """
   log_snr = np.log(process.snr)  # descending
   lowest = max(log_snr[-1], _LOWEST_LOG_SNR)
@@ -136,7 +142,7 @@ def even_log_snr(process: Process, steps: int) -> Process:
 
 
 def lookup(table: np.ndarray, t: jax.Array, ndim: int) -> jax.Array:
-  """Values of a table at steps t [B], float32 [B, 1, ..., 1] of rank `ndim`."""
+  """Looks up steps t [B] in a table [S]: float32 [B, 1, ...] of rank ndim."""
   values = jnp.asarray(table, jnp.float32)[t]
   return values.reshape(values.shape + (1,) * (ndim - values.ndim))
 
@@ -144,13 +150,13 @@ def lookup(table: np.ndarray, t: jax.Array, ndim: int) -> jax.Array:
 def q_sample(
   process: Process, x0: jax.Array, t: jax.Array, noise: jax.Array
 ) -> jax.Array:
-  """Noises clean examples.
+  """Adds noise to clean examples.
 
   Args:
     process: S steps.
     x0: [B, ...] clean examples.
     t: [B] int steps.
-    noise: [B, ...] standard normal.
+    noise: [B, ...] standard normal noise.
 
   Returns:
     x_t [B, ...].

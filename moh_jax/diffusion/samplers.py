@@ -1,4 +1,4 @@
-"""Samplers: noise to examples in one scan, so that they compile once."""
+"""Samplers: from noise to examples, all steps in one compiled scan."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from moh_jax.diffusion.prediction import (
 )
 from moh_jax.diffusion.process import Process, lookup
 
-# Number of a step, 0 the noisiest -> [B, ...] standard normal.
+# From the number of a step, 0 the noisiest, to standard normal noise [B, ...].
 Noise = Callable[[jax.Array], jax.Array]
 
 
@@ -28,39 +28,38 @@ def sample(
   method: str,
   prediction: str = "epsilon",
   noise: Noise | None = None,
-  eta: float = 0.0,
   clip: bool = False,
   trajectory: bool = False,
 ) -> jax.Array:
-  """Draws examples.
+  """Samples examples.
 
   Args:
-    predict: the network, labels bound and guided.
+    predict: the network as a function of x and t alone, see `guide`.
     x: [B, ...] standard normal noise to start from.
-    process: the steps to take, see `respace`.
+    process: the S steps to take, see `respace`.
     method: "ddpm", ancestral (arXiv:2006.11239); "ddim" (arXiv:2010.02502); or
-      "dpm", DPM-Solver++ 2M (arXiv:2211.01095), deterministic.
+      "dpm", DPM-Solver++ 2M (arXiv:2211.01095). The last two are
+      deterministic.
     prediction: what the network predicts: "epsilon", "x0" or "v".
-    noise: of each step, for "ddpm" and for "ddim" with `eta`.
-    eta: stochasticity of "ddim"; 0 is deterministic.
-    clip: keep predicted clean examples in [-1, 1].
-    trajectory: return x after every step.
+    noise: noise of each step; only "ddpm" needs it.
+    clip: whether to clip predicted clean examples to [-1, 1].
+    trajectory: whether to return x after every step.
 
   Returns:
-    x_0 [B, ...], or [S, B, ...].
+    x_0 [B, ...], or with `trajectory` [S, B, ...].
 
   Raises:
     ValueError: an unknown method, or noise is missing.
   """
   if method not in METHODS:
     raise ValueError(f"method={method!r} must be one of {METHODS}")
-  if noise is None and (method == "ddpm" or (method == "ddim" and eta)):
-    raise ValueError(f"method={method!r} with eta={eta} needs noise")
+  if noise is None and method == "ddpm":
+    raise ValueError(f"method={method!r} needs noise")
   timesteps = jnp.asarray(process.timesteps)
   batch = x.shape[0]
 
   def output(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The network at a step of the process, and the step for every example."""
+    """The network's output at a step, and the step of each example, [B]."""
     out = predict(x, jnp.broadcast_to(timesteps[step], (batch,)))
     return out, jnp.broadcast_to(step, (batch,))
 
@@ -80,13 +79,10 @@ def sample(
     x0, t = clean(x, step)
     direction = implied_noise(process, x0, x, t)
     before = process.alphas_cumprod_prev
-    sigma = eta * np.sqrt(process.posterior_variance)
-    mean = lookup(np.sqrt(before), t, x.ndim) * x0
-    mean += lookup(np.sqrt(1.0 - before - sigma**2), t, x.ndim) * direction
-    if not eta:
-      return mean
-    added = lookup(sigma, t, x.ndim) * noise(last - step)
-    return mean + jnp.where(step > 0, added, 0.0)
+    signal, spread = (
+      lookup(np.sqrt(level), t, x.ndim) for level in (before, 1.0 - before)
+    )
+    return signal * x0 + spread * direction
 
   solver = _solver_tables(process)
 
@@ -107,20 +103,22 @@ def sample(
       carry = (advance(carry[0], step), carry[1])
     return carry, carry[0] if trajectory else None
 
-  # Only the multistep method remembers: its first step has no history.
-  memory = jnp.zeros_like(x) if method == "dpm" else None
+  # Only the multistep method reads the step before's x0; its first step weighs
+  # it by 0.
+  previous = jnp.zeros_like(x) if method == "dpm" else None
   steps = jnp.arange(last, -1, -1)
-  (x, _), path = jax.lax.scan(body, (x, memory), steps)
+  (x, _), path = jax.lax.scan(body, (x, previous), steps)
   return path if trajectory else x
 
 
 def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
-  """Coefficients of DPM-Solver++ 2M in the half log-SNR lambda, each [S].
+  """Coefficients (keep, move, history) of DPM-Solver++ 2M, each [S].
 
-  A step from s to t: x_t = keep x_s + move (x0 + history (x0 - x0 before)),
-  keep = sigma_t / sigma_s, move = alpha_t (1 - exp(-h)), history = h / (2 h
-  before) but at most 1/2, h = lambda_t - lambda_s. The first step has no
-  history, and the last, to no noise at all, is x0 itself.
+  Lambda is half the log-SNR and h = lambda_t - lambda_s. A step from s to t is
+  x_t = keep x_s + move (x0 + history (x0 - x0 of the step before)), where
+  keep = sigma_t / sigma_s, move = alpha_t (1 - exp(-h)) and history is
+  h / (2 h of the step before), but at most 1/2. The first step has history 0;
+  the last one, to no noise at all, gives x0 itself.
   """
   alpha, sigma = (
     np.sqrt(level)
@@ -134,8 +132,8 @@ def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
     keep[step] = sigma[step - 1] / sigma[step]
     move[step] = alpha[step - 1] * -np.expm1(-h)
     if step < size - 1:
-      # Capped at its value for equal steps: a step much longer than the one
-      # before (the last to t = 0, evenly spaced in t) would overshoot.
+      # At most its value for equal steps: a step much longer than the one
+      # before, such as the last of steps evenly spaced in t, would overshoot.
       ratio = h / (log_snr[step] - log_snr[step + 1])
       history[step] = min(ratio, 1.0) / 2
   return keep, move, history

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from moh_jax.config import Config, check_command
 from moh_jax.files import replacing
 from moh_jax.inference.restore import Restored
-from moh_jax.models.generation import Decode, make_paint
+from moh_jax.models.generation import Decode, make_image_sampler
 from moh_jax.runtime import sharding
 
 _SETTINGS = "settings.json"
@@ -52,7 +52,7 @@ class Sampler:
     config = restored.config
     check_request(config, labels, seed)
     classes = config.model.num_classes
-    self._paint = make_paint(restored.model, config, decode)
+    self._paint = make_image_sampler(restored.model, config, decode)
     self.labels = np.asarray(labels or range(classes), np.int32)
     self._mesh, self._seed, self._params = mesh, seed, restored.params
 

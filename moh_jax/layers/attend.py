@@ -174,7 +174,7 @@ def _on_parts(
   def local(*parts: jax.Array) -> jax.Array:
     own = dict(zip(given, parts))
     chosen = own.pop("mask", None)
-    here = None if chosen is None else ActiveHeads(chosen, active.most)
+    here = None if chosen is None else ActiveHeads(chosen, active.max_per_token)
     return function(active=here, **own)
 
   values, names = zip(*given.values())

@@ -1,4 +1,4 @@
-"""Drawing examples from a diffusion model."""
+"""Sampling examples from a diffusion model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +15,25 @@ from moh_jax.diffusion.samplers import sample
 
 _GAP = 2  # white pixels between the images of a grid
 
-# (params, seed [], index [B], labels [B]) -> [B, X, Y, channels] float32.
-Draw = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels].
+SampleFn = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 # Latents [B, x, y, channels], unscaled, to images [B, X, Y, 3] in [-1, 1].
 Decode = Callable[[jax.Array], jax.Array]
 
 
-def make_draw(model: nn.Module, config: Config) -> Draw:
-  """A function that draws examples as `config.sample` says.
+def make_sampler(model: nn.Module, config: Config) -> SampleFn:
+  """Makes a function that samples examples with the options `config.sample`.
 
-  All noise of an example comes from the seed and the example's index: it is
+  All noise of an example comes from the seed and the example's index. So it is
   the same in any batch, on any number of devices and processes.
 
   Args:
     model: the network of `config.model`.
-    config: of a diffusion model.
+    config: config of a diffusion model.
 
   Returns:
-    A pure function, to be jitted.
+    (params, seed, index, labels) -> [B, X, Y, channels] float32, not yet
+    jitted.
   """
   options, diffusion = config.sample, config.diffusion
   training = make_process(diffusion.schedule, diffusion.steps)
@@ -44,7 +45,7 @@ def make_draw(model: nn.Module, config: Config) -> Draw:
   last = int(process.timesteps[-1])
   everywhere = low <= process.timesteps[0] and last < high
 
-  def draw(
+  def run(
     params: Any, seed: jax.Array, index: jax.Array, labels: jax.Array
   ) -> jax.Array:
     shape = config.model.input_shape
@@ -80,41 +81,41 @@ def make_draw(model: nn.Module, config: Config) -> Draw:
       clip=diffusion.space == "pixel",
     )
 
-  return draw
+  return run
 
 
-def make_paint(
+def make_image_sampler(
   model: nn.Module, config: Config, decode: Decode | None = None
-) -> Draw:
-  """As `make_draw`, but jitted and with pixels as its result.
+) -> SampleFn:
+  """Makes a jitted function that samples images as pixels.
 
   Args:
     model: the network of `config.model`.
-    config: of a diffusion model.
-    decode: of latents; models of pixels need none.
+    config: config of a diffusion model.
+    decode: decoder of latents; models of pixels need none.
 
   Returns:
     (params, seed, index, labels) -> [B, X, Y, channels] uint8.
 
   Raises:
-    ValueError: the model draws latents and nothing decodes them.
+    ValueError: the model samples latents and `decode` is missing.
   """
   in_pixels = config.diffusion.space == "pixel"
   if not in_pixels and decode is None:
     raise ValueError(
       "diffusion.space='latent': an autoencoder must decode what the model "
-      "draws (`decode`, --vae PATH)"
+      "samples (`decode`, --vae PATH)"
     )
-  draw = jax.jit(make_draw(model, config))
+  sample_fn = jax.jit(make_sampler(model, config))
   finish = jax.jit(to_pixels)
 
-  def paint(*args: Any) -> jax.Array:
-    x = draw(*args)
-    # Its own program: the autoencoder's weights are arguments, not constants.
+  def sample_images(*args: Any) -> jax.Array:
+    x = sample_fn(*args)
+    # Not part of the jitted programs: its weights would become constants there.
     x = x if in_pixels else decode(x / config.diffusion.latent_scale)
     return finish(x)
 
-  return paint
+  return sample_images
 
 
 def to_pixels(images: jax.Array) -> jax.Array:
@@ -124,11 +125,11 @@ def to_pixels(images: jax.Array) -> jax.Array:
 
 
 def image_grid(images: np.ndarray, columns: int) -> np.ndarray:
-  """Lays images out row by row, with two white pixels between them.
+  """Arranges images in a grid row by row, with two white pixels between them.
 
   Args:
     images: [B, X, Y, channels] uint8.
-    columns: images in a row.
+    columns: images per row.
 
   Returns:
     [rows, columns, channels] uint8.

@@ -18,7 +18,7 @@ _BRANCH_POOL = "branch_pool"
 
 
 class Features(NamedTuple):
-  """What the metrics use.
+  """The outputs that metrics use.
 
   Attributes:
     pool3: [B, 2048] average of the last block, the FID feature.
@@ -32,7 +32,7 @@ class Features(NamedTuple):
 
 
 class Unit(NamedTuple):
-  """A convolution unit: its checkpoint name, width, kernel and stride."""
+  """Shape of a `ConvUnit`: name in checkpoints, width, kernel and stride."""
 
   name: str
   features: int
@@ -41,8 +41,8 @@ class Unit(NamedTuple):
   padding: str = "SAME"
 
 
-# A branch is a sequence of units and poolings; units in a tuple of their own
-# read the same input and stand side by side in the output.
+# A branch is a sequence of units and poolings. Units in a tuple of their own
+# read the same input, and their outputs are concatenated.
 Step = Unit | str | tuple[Unit, ...]
 Branch = tuple[Step, ...]
 
@@ -51,8 +51,8 @@ class ConvUnit(nn.Module):
   """Convolution without bias, BatchNorm with stored statistics, ReLU.
 
   Attributes:
-    unit: its shape.
-    epsilon: of BatchNorm.
+    unit: shape of the convolution.
+    epsilon: BatchNorm's epsilon.
   """
 
   unit: Unit
@@ -74,18 +74,22 @@ class ConvUnit(nn.Module):
       (unit.stride, unit.stride),
       unit.padding,
       dimension_numbers=("NHWC", "HWIO", "NHWC"),
-      # Scores of 16-bit products are not comparable with published ones.
+      # Metrics from 16-bit products would differ from published ones.
       precision=jax.lax.Precision.HIGHEST,
     )
-    return nn.relu((x - mean) * (scale / jnp.sqrt(var + self.epsilon)) + bias)
+    scale = scale / jnp.sqrt(var + self.epsilon)
+    mean, scale, bias = (
+      jax.lax.broadcast_to_rank(y, x.ndim) for y in (mean, scale, bias)
+    )
+    return nn.relu((x - mean) * scale + bias)
 
 
 class Mixed(nn.Module):
-  """Parallel branches, joined along the channels.
+  """Parallel branches, concatenated along the channels.
 
   Attributes:
-    branches: in the order of the output's channels.
-    epsilon: of BatchNorm.
+    branches: the branches, in the order of the output's channels.
+    epsilon: BatchNorm's epsilon.
   """
 
   branches: tuple[Branch, ...]
@@ -111,13 +115,13 @@ class Mixed(nn.Module):
 class InceptionV3(nn.Module):
   """The feature network.
 
-  Under `mutable=["intermediates"]` it records the output of every block as
+  With `mutable=["intermediates"]` it records the output of every block as
   `BLOCK_out`, and of the stem's poolings as `maxpool1_out` and `maxpool2_out`.
 
   Attributes:
-    num_classes: outputs, the unused ones included.
-    spatial_channels: channels kept of the spatial map.
-    epsilon: of BatchNorm.
+    num_classes: number of class scores, including the unused ones.
+    spatial_channels: channels of Mixed_6d in the sFID feature.
+    epsilon: BatchNorm's epsilon.
   """
 
   num_classes: int = 1008
@@ -153,16 +157,16 @@ class InceptionV3(nn.Module):
       if name == "Mixed_6d":  # its first branch is the evaluator's tensor
         spatial = x[..., : self.spatial_channels]
     pool3 = x.mean((1, 2))
-    # The evaluator never adds fc.bias; it is here because checkpoints have it.
+    # The evaluator never adds fc.bias; it exists because checkpoints have it.
     logits = ClassMatrix(self.num_classes, name="fc")(pool3)
     return Features(pool3, spatial, logits)
 
 
 class ClassMatrix(nn.Module):
-  """The classifier, whose bias is stored and not added.
+  """The classifier; its bias is a parameter that is never added.
 
   Attributes:
-    num_classes: outputs.
+    num_classes: number of class scores.
   """
 
   num_classes: int

@@ -1,7 +1,7 @@
 """The autoencoder of Stable Diffusion (arXiv:2112.10752), without its training.
 
-Images become the latents that a diffusion model works on, and latents images.
-Large ones go through it tile by tile: vae_tiling.py.
+It encodes images to the latents that a diffusion model works on, and decodes
+latents to images. Large images are processed in tiles, see vae_tiling.py.
 """
 
 import flax.linen as nn
@@ -19,9 +19,9 @@ class ResidualBlock(nn.Module):
   """Two normalized 3x3 convolutions beside a shortcut.
 
   Attributes:
-    config: the model.
-    features: channels of the output; a 1x1 convolution is on the shortcut
-      where the input has another number.
+    config: config of the autoencoder.
+    features: channels of the output. If the input has another number, the
+      shortcut is a 1x1 convolution.
   """
 
   config: VAEConfig
@@ -44,7 +44,7 @@ class PixelAttention(nn.Module):
   """Attention of one head among all positions, added to its input.
 
   Attributes:
-    config: the model.
+    config: config of the autoencoder.
   """
 
   config: VAEConfig
@@ -60,17 +60,16 @@ class PixelAttention(nn.Module):
       nn.Dense(channels, dtype=dtype, name=name)(tokens)
       for name in ("query", "key", "value")
     )
-    # [B, N, 1, C]
     heads = attention(q, k, v, implementation="dense")
     out = nn.Dense(channels, dtype=dtype, name="out")(heads)
     return x + out.reshape(x.shape)
 
 
 class MidBlock(nn.Module):
-  """Residual block, attention where there is any, residual block.
+  """Residual block, attention if the config has it, residual block.
 
   Attributes:
-    config: the model.
+    config: config of the autoencoder.
   """
 
   config: VAEConfig
@@ -86,10 +85,10 @@ class MidBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-  """From pixels to the moments of the latents, before the 1x1 convolution.
+  """Maps pixels to the latents' moments, before the final 1x1 convolution.
 
   Attributes:
-    config: the model.
+    config: config of the autoencoder.
   """
 
   config: VAEConfig
@@ -111,10 +110,10 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-  """From latents, after the 1x1 convolution, to pixels.
+  """Maps latents, after the first 1x1 convolution, to pixels.
 
   Attributes:
-    config: the model.
+    config: config of the autoencoder.
   """
 
   config: VAEConfig
@@ -139,16 +138,16 @@ class Decoder(nn.Module):
 class VAE(nn.Module):
   """The autoencoder; call `apply` with `method="encode"` or `"decode"`.
 
-  Parameters bear no logical axes: every device holds all of them.
+  Its parameters have no logical axes, so every device holds all of them.
 
   Attributes:
-    config: the model.
+    config: config of the autoencoder.
   """
 
   config: VAEConfig
 
   def setup(self):
-    """Makes the modules that `encode` and `decode` use."""
+    """Creates the submodules that `encode` and `decode` share."""
     cfg = self.config
     self.encoder = Encoder(cfg)
     self.decoder = Decoder(cfg)
@@ -163,15 +162,15 @@ class VAE(nn.Module):
     return self.decode(mean)
 
   def encode(self, images: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gives the Gaussian of every latent.
+    """Encodes images to a Gaussian for every latent.
 
     Args:
       images: [B, X, Y, channels] in [-1, 1], X and Y multiples of the config's
         `downscale`.
 
     Returns:
-      Mean and log variance, [B, x, y, latent_channels] float32. They are not
-      scaled: a diffusion model's `latent_scale` is applied to a sample.
+      Mean and log variance, [B, x, y, latent_channels] float32, not scaled: a
+      diffusion model multiplies sampled latents by its `latent_scale`.
 
     Raises:
       ValueError: images of another shape.
@@ -186,7 +185,7 @@ class VAE(nn.Module):
     return mean, jnp.clip(logvar, *_LOGVAR_RANGE)
 
   def decode(self, latents: jax.Array) -> jax.Array:
-    """Gives the images of latents.
+    """Decodes latents to images.
 
     Args:
       latents: [B, x, y, latent_channels], not scaled.
@@ -213,7 +212,7 @@ def _conv(
   size: int = 3,
   stride: int = 1,
 ) -> nn.Conv:
-  """A convolution that keeps the size, or halves it with stride 2."""
+  """Makes a convolution that keeps the size, or with stride 2 halves it."""
   half = size // 2
   # Halving pads only at the bottom and the right.
   pads = (half, half) if stride == 1 else (0, 1)
@@ -228,7 +227,7 @@ def _conv(
 
 
 def _norm(config: VAEConfig, name: str, x: jax.Array) -> jax.Array:
-  """GroupNorm of [B, X, Y, C]; float32, as is the activation behind it."""
+  """GroupNorm of [B, X, Y, C] in float32, like the activation after it."""
   return nn.GroupNorm(
     num_groups=config.norm_groups,
     epsilon=config.norm_eps,

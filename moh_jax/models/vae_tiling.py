@@ -1,9 +1,9 @@
-"""Images larger than the memory, through the autoencoder tile by tile.
+"""Encodes and decodes large images with the autoencoder, tile by tile.
 
-All tiles have one shape, so that one program serves them, and the device holds
-one tile at a time. Neighbours overlap and are blended linearly. Statistics of
-norms and the attention are a tile's own: with several tiles the result differs
-a little from that of the whole image.
+All tiles have the same shape, so one compiled program serves them, and the
+device holds one tile at a time. Neighbouring tiles overlap and are blended
+linearly. Norms and attention see one tile only, so with several tiles the
+result differs a little from that of the whole image.
 """
 
 import fractions
@@ -15,58 +15,30 @@ import jax
 import numpy as np
 
 
-def encode_tiled(
-  apply_fn: Callable[[np.ndarray], tuple[jax.Array, jax.Array]],
-  images: np.ndarray,
+def apply_tiled(
+  apply_fn: Callable[[np.ndarray], Any],
+  array: np.ndarray,
   tile: int,
   overlap: int,
-) -> tuple[np.ndarray, np.ndarray]:
-  """Encodes images of any size in the memory of one tile.
-
-  Args:
-    apply_fn: encodes [B, t, t, channels]; jit it.
-    images: [B, X, Y, channels] in [-1, 1].
-    tile: side of a tile in pixels; the image's where that is smaller.
-    overlap: pixels that neighbours share at least. Like `tile`, X and Y a
-      multiple of the config's `downscale`.
-
-  Returns:
-    Mean and log variance, [B, x, y, latent_channels] float32 on the host. Equal
-    to the result of `apply_fn` where one tile suffices.
-
-  Raises:
-    ValueError: sizes that do not fit.
-  """
-  return _tiled(apply_fn, images, tile, overlap)
-
-
-def decode_tiled(
-  apply_fn: Callable[[np.ndarray], jax.Array],
-  latents: np.ndarray,
-  tile: int,
-  overlap: int,
-) -> np.ndarray:
-  """Decodes latents of any size in the memory of one tile.
-
-  Args:
-    apply_fn: decodes [B, t, t, latent_channels]; jit it.
-    latents: [B, x, y, latent_channels], not scaled.
-    tile: side of a tile in positions of the latents; theirs where smaller.
-    overlap: positions that neighbours share at least.
-
-  Returns:
-    [B, X, Y, channels] float32 on the host. Equal to the result of `apply_fn`
-    where one tile suffices.
-
-  Raises:
-    ValueError: sizes that do not fit.
-  """
-  return _tiled(apply_fn, latents, tile, overlap)
-
-
-def _tiled(
-  apply_fn: Callable[[np.ndarray], Any], array: Any, tile: int, overlap: int
 ) -> Any:
+  """Encodes images, or decodes latents, of any size in the memory of one tile.
+
+  Args:
+    apply_fn: encodes or decodes [B, t, t, channels]; should be jitted. Its
+      results may be a pytree, such as mean and log variance.
+    array: [B, X, Y, channels] images in [-1, 1], or latents, not scaled.
+    tile: side of a tile in positions of the array; smaller arrays are one tile.
+    overlap: positions that neighbouring tiles share at least.
+
+  Returns:
+    What `apply_fn` would give for the whole array, [B, x, y, channels] float32
+    on the host; exactly that if one tile is enough.
+
+  Raises:
+    ValueError: overlap is not below tile, or several tiles are needed and one
+      of tile, overlap, X and Y is not a multiple of the positions that become
+      one in the result (the config's `downscale` for an encoder).
+  """
   if not 0 <= overlap < tile:
     raise ValueError(f"overlap={overlap} must be in [0, tile={tile})")
   array = np.asarray(array)
@@ -114,24 +86,24 @@ def _tiled(
 def _spans(
   side: int, tile: int, overlap: int, scale: int
 ) -> list[tuple[int, np.ndarray]]:
-  """Tiles along one axis, evenly spread.
+  """Spreads tiles evenly along one axis.
 
   Args:
     side: length of the axis.
-    tile: of a tile, at most `side`.
-    overlap: what neighbours share at least.
-    scale: positions of the output per position of the axis.
+    tile: length of a tile, at most `side`.
+    overlap: positions that neighbours share at least.
+    scale: output positions per input position.
 
   Returns:
-    Start of each tile, and its weights [tile * scale] at the output's
-    positions. The weights of all tiles sum to 1 everywhere.
+    For each tile its start and its weights [tile * scale] at the output's
+    positions. The weights of all tiles sum to 1 at every position.
   """
   gaps = -(-(side - tile) // (tile - overlap))
   starts = [i * (side - tile) // max(gaps, 1) for i in range(gaps + 1)]
   positions = (np.arange(side * scale) + 0.5) / scale
-  # How far each position has passed into tile 0, 1, ...: a ramp in the middle
-  # of what two neighbours share, no longer than from centre to centre, so that
-  # no position mixes three tiles.
+  # For each tile, a ramp from 0 (before the tile) to 1 (inside it or after it)
+  # in the middle of its overlap with the tile before. Ramps are no longer than
+  # the distance of two tiles' centres, so that no position mixes three tiles.
   passed = [np.ones_like(positions)]
   for start, after in itertools.pairwise(starts):
     middle = (start + tile + after) / 2

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops import window as window_ops
+from moh_jax.ops.products import einsum_float32
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
-  """Unit vectors x / max(||x||, 1e-12) over the last axis, float32."""
+  """Divides x by max(||x||, 1e-12) over the last axis, in float32."""
   x = x.astype(jnp.float32)
   square = jnp.sum(x * x, axis=-1, keepdims=True)
   return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
@@ -33,9 +34,9 @@ def aggregated_attention(
 ) -> jax.Array:
   """Attends to a sliding window and to pooled tokens with one softmax.
 
-  The window reads shifted views of one padded copy of k and of v (see
-  `ops.window`); the only per-pair arrays are the logits, [B, N, H, L] and
-  [B, H, N, P] float32.
+  Keys and values of the window are read as shifted views of one padded copy
+  (see `ops.window`). The only arrays with an entry per query and key are the
+  logits, [B, N, H, L] and [B, H, N, P] float32.
 
   Args:
     q: [B, N, H, D] scaled queries.
@@ -61,14 +62,13 @@ def aggregated_attention(
   logits = window_ops.window_logits(
     q.reshape(*on_grid, dim), k.reshape(*on_grid, dim), window
   )
-  logits = logits.reshape(batch, tokens, heads, -1) + window_bias
-  inside = window_ops.window_inside(grid, window)[:, None, :]  # [N, 1, L]
-  logits = jnp.where(inside, logits, -jnp.inf)
+  logits = logits.reshape(batch, tokens, heads, -1)
+  logits = logits + window_bias[None, None]
+  inside = window_ops.window_inside(grid, window)[:, None, :]
+  logits = jnp.where(inside[None], logits, -jnp.inf)
 
-  pool_logits = jnp.einsum(
-    "bnhd,bphd->bhnp", q, pool_k, preferred_element_type=jnp.float32
-  )
-  pool_logits = pool_logits + pool_bias
+  pool_logits = einsum_float32("bnhd,bphd->bhnp", q, pool_k)
+  pool_logits = pool_logits + pool_bias[None]
 
   # One softmax over both parts without concatenating them: a shared maximum
   # and a shared sum. The token itself is always inside the window.
@@ -85,10 +85,7 @@ def aggregated_attention(
     v.reshape(*on_grid, dim),
     window,
   ).reshape(batch, tokens, heads, dim)
-  pool_out = jnp.einsum(
-    "bhnp,bphd->bnhd",
-    pool_weights.astype(pool_v.dtype),
-    pool_v,
-    preferred_element_type=jnp.float32,
+  pool_out = einsum_float32(
+    "bhnp,bphd->bnhd", pool_weights.astype(pool_v.dtype), pool_v
   )
   return (out + pool_out / total[..., None]).astype(v.dtype)

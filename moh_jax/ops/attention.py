@@ -1,4 +1,4 @@
-"""Per-head attention behind one signature.
+"""Attention of each head, one function for all implementations.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads (H is a
 multiple of K), D head dim. `jax.nn.dot_product_attention` has the same layout
@@ -36,7 +36,7 @@ def attention(
   active: ActiveHeads | None = None,
   implementation: str = "auto",
 ) -> jax.Array:
-  """Softmax attention of the heads at work, not yet mixed over the heads.
+  """Softmax attention of the active heads, before heads are mixed.
 
   Args:
     q: [B, N, H, D] queries.
@@ -44,25 +44,25 @@ def attention(
     v: [B, M, K, D] values.
     bias: added to the scaled logits, broadcastable to [B, H, N, M].
     key_mask: [B, M] bool, False for keys that no query may see (padding).
-    segments: [B, N] int32 where N = M: a query sees the keys of its segment
-      (documents packed into one sequence).
-    causal: query n sees the keys up to n + M - N: with fewer queries than keys
-      the queries are the last ones.
+    segments: [B, N] int32 where N = M: a query sees only keys of its own
+      segment (a document of several packed into one sequence).
+    causal: query n sees the keys up to n + M - N, so fewer queries than keys
+      are the last ones of the sequence.
     scale: factor of the logits; None is D ** -0.5.
-    active: the heads that tokens use; None is every head. What the others give
-      is not defined: 0, or their attention where all are computed anyway. A
-      gate of 0 makes it 0, and the gradients are those of the heads in use.
-    implementation: "dense" computes every head, "packed" those in use, both in
-      plain XLA; "kernel" those in use in one kernel; "cudnn" uses cuDNN;
-      "auto" is what measured best for the shapes and the device (see
-      `attention_forms`).
+    active: the heads that each token uses; None is every head. The output of an
+      inactive head is unspecified, either 0 or its attention: multiply it by a
+      gate of 0.
+    implementation: "dense" computes every head and "packed" the active ones,
+      both in plain XLA; "kernel" computes the active ones in one Pallas kernel;
+      "cudnn" uses cuDNN; "auto" takes the fastest by measurement for the shapes
+      and the device (see `attention_forms`).
 
   Returns:
     [B, N, H, D] in the dtype of v. A query that sees no key gets 0.
 
   Raises:
-    ValueError: the implementation is unknown or cannot do this, or the heads
-      do not group.
+    ValueError: the implementation is unknown or does not support the call, or
+      H is not a multiple of K.
   """
   chex.assert_rank((q, k, v), 4)
   chex.assert_equal_shape((k, v))
@@ -82,7 +82,7 @@ def attention(
     keys=keys,
     num_heads=heads,
     head_dim=dim,
-    active=heads if active is None else min(active.most, heads),
+    active=heads if active is None else min(active.max_per_token, heads),
     causal=causal,
     biased=bias is not None,
     dtype=q.dtype.name,
@@ -91,13 +91,14 @@ def attention(
   form = choose_form(implementation, case)
   scale = dim**-0.5 if scale is None else scale
   visible = Visible(key_mask, segments, causal)
+  if bias is not None:
+    bias = jax.lax.broadcast_to_rank(bias, 4)
   if form.name == "dense":
     return dense_attention(q, k, v, bias, visible, scale)
   if form.name == "cudnn":
     return cudnn_attention(q, k, v, bias, visible, active, scale)
   if bias is not None:
-    rows = jnp.reshape(bias, (1,) * (4 - bias.ndim) + bias.shape)
-    bias = jnp.broadcast_to(rows, (*rows.shape[:2], queries, keys))
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], queries, keys))
   if form.name == "blocked" or active is None:
     blocks = all_blocks(batch, queries, heads, form.rows)
   else:
@@ -116,7 +117,9 @@ def attention(
     )
   dtype = v.dtype
   if case.platform == "cpu":
-    # XLA for CPUs rewrites whole arrays of 16 bits in every turn of a loop.
+    # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-  out = blocked_attention(q, k, v, bias, visible, blocks, scale, form.at_once)
+  out = blocked_attention(
+    q, k, v, bias, visible, blocks, scale, form.blocks_per_step
+  )
   return out.astype(dtype)

@@ -1,17 +1,17 @@
-"""Which form of attention a call gets, and why.
+"""Which form of attention is used for a call, and why.
 
-Five forms give the same values to rounding:
+Five forms give the same values up to rounding:
 
 - "dense": all logits at once (`ops/dense.py`).
 - "blocked": every head, some rows at a time (`ops/blocked.py`).
-- "packed": like "blocked", but only the heads that tokens chose.
-- "kernel": like "packed", as one kernel (`ops/kernels/`); a CPU interprets it,
-  for tests.
+- "packed": like "blocked", but only the active heads.
+- "kernel": like "packed", in one Pallas kernel (`ops/kernels/`); on a CPU in
+  Pallas's interpreter, for tests.
 - "cudnn": cuDNN's fused attention on NVIDIA GPUs (`ops/cudnn.py`).
 
-`choose_form` maps what users ask for to one of them. Its rules for CPUs were
-measured, see docs/architecture.md; other devices have not been yet.
-`choose_cached_form` does it where new tokens attend to a cache.
+`choose_form` picks one for the implementation that the user asks for. Its rules
+for CPUs were measured, see docs/architecture.md; for other devices "auto" is
+"dense". `choose_cached_form` picks one for new tokens that attend to a cache.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ import dataclasses
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops.kernels.sizes import block_sizes, device_kind
 
-# On a CPU, logits of a whole batch that its caches hold, in elements: all at
-# once is fastest up to here unless causal, several times slower beyond.
+# Logits of a whole batch that fit the caches of a CPU, in elements. Computing
+# all at once is fastest up to here unless causal, several times slower beyond.
 _CACHED_LOGITS = 3 << 20
 
-# Whose kernels a platform runs; a CPU interprets those of GPUs, slowly.
+# The kernels that each backend runs; a CPU interprets those of GPUs, slowly.
 _KERNELS = {"cpu": "gpu", "gpu": "gpu", "tpu": "tpu"}
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
-  """What the choice depends on.
+  """The properties of a call that decide about its form.
 
   Attributes:
     platform: `jax.default_backend()`, "cpu", "gpu" or "tpu".
@@ -38,10 +38,10 @@ class AttentionCase:
     keys: M.
     num_heads: H.
     head_dim: D.
-    active: heads of a token at most; H where all are at work.
+    active: active heads of a token at most; H if all are active.
     causal: whether later keys are hidden.
     biased: whether a bias is added to the logits.
-    dtype: of the queries.
+    dtype: name of the queries' dtype.
     one_device: whether no mesh splits the arrays.
   """
 
@@ -57,46 +57,41 @@ class AttentionCase:
   dtype: str = "float32"
   one_device: bool = True
 
-  @property
-  def share(self) -> float:
-    """Of the (token, head) pairs that are at work."""
-    return self.active / self.num_heads
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-  """A form of attention.
+  """A form of attention, with the sizes of its blocks.
 
   Attributes:
-    name: see the module's docstring.
-    rows: of a block, where the form has blocks.
-    at_once: blocks of a head that are worked on together, at most.
+    name: one of the five in the module's docstring.
+    rows: rows of a block; 0 for forms without blocks.
+    blocks_per_step: blocks of a head computed in one step of the loop, at most.
   """
 
   name: str
   rows: int = 0
-  at_once: int = 1
+  blocks_per_step: int = 1
 
 
 def choose_form(implementation: str, case: AttentionCase) -> Form:
-  """Maps an implementation to a form.
+  """Chooses the form of a call.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
-    case: of the call.
+    case: properties of the call.
 
   Returns:
     The form, with the sizes of its blocks.
 
   Raises:
-    ValueError: the implementation is unknown, or cannot do this.
+    ValueError: the implementation is unknown or does not support the call.
   """
   _check_known(implementation)
   if implementation == "cudnn":
     return _cudnn_form(case)
   if implementation == "kernel":
     return _kernel_form(case)
-  if case.active == case.num_heads:  # nothing to leave out
+  if case.active == case.num_heads:  # no head can be left out
     packs = False
   elif implementation == "auto":
     packs = _packing_pays(case)
@@ -108,19 +103,19 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
 def choose_cached_form(
   implementation: str, *, new: int, quantized: bool
 ) -> str:
-  """Maps an implementation to how new tokens attend to a cache.
+  """Chooses the form in which new tokens attend to a cache.
 
-  "auto" reads every head until a card has measured the kernel, and on a CPU:
-  XLA copies the part of a cache that a loop picks before its product, and runs
-  the loop on one core.
+  "auto" is "dense": the kernel has not been measured on a GPU yet, and a CPU
+  gains nothing from reading only the active heads, since XLA copies the slice
+  of a cache that a loop reads and runs the loop on one core.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
-    new: tokens of a text.
+    new: new tokens per text; the kernel takes one.
     quantized: whether the cache is int8, which the kernel does not read.
 
   Returns:
-    "kernel", which reads the heads at work, or "dense".
+    "kernel", which reads the active heads, or "dense", which reads all.
 
   Raises:
     ValueError: the implementation is unknown.
@@ -138,13 +133,16 @@ def _check_known(implementation: str) -> None:
 
 
 def kernels_of(backend: str) -> tuple[str, bool]:
-  """Whose kernels a backend runs, and whether it interprets them.
+  """The platform whose kernels a backend runs, and whether it interprets them.
 
   Args:
     backend: `jax.default_backend()`.
 
+  Returns:
+    ("gpu", False) for a GPU, ("tpu", False) for a TPU, ("gpu", True) for a CPU.
+
   Raises:
-    ValueError: there are none for it.
+    ValueError: no kernels exist for the backend.
   """
   if backend not in _KERNELS:
     raise ValueError(
@@ -186,7 +184,8 @@ def _logits_are_cached(case: AttentionCase) -> bool:
 def _dense_form(case: AttentionCase) -> Form:
   if case.platform != "cpu" or not case.one_device or _logits_are_cached(case):
     return Form("dense")
-  # A causal block sees the keys up to its last row: large ones see too many.
+  # A causal block computes logits of all keys up to its last row: the larger
+  # the block, the more of them are masked.
   long = case.queries >= 2048 and not case.causal
   return Form("blocked", min(case.queries, 1024 if long else 512))
 
@@ -203,4 +202,4 @@ def _packing_pays(case: AttentionCase) -> bool:
     return False
   if _logits_are_cached(case) and not case.causal:
     return False
-  return case.share <= 0.8
+  return case.active <= 0.8 * case.num_heads

@@ -1,14 +1,16 @@
-"""Attention block by block: some rows of one head at a time.
+"""Attention in blocks: some rows of one head at a time.
 
-The logits of one block, [R, M], are all that is ever held, forward and
-backward, so memory is linear in the sequence. A loop over the key/value heads
-runs a loop over the blocks that read them, whose bounds come from a table:
-blocks that no token chose cost nothing. Loops with such bounds cannot be
-differentiated, so the gradients are written out; they need the output and the
-log-sum-exp of every row alone (FlashAttention, arXiv:2205.14135).
+Only the logits of the current blocks, [r, M], are ever in memory, in the
+forward and the backward pass, so memory grows linearly with the sequence. A
+loop over the key/value heads contains a loop over the blocks that read the
+head. Its bounds come from the table, so pairs that no token chose cost nothing.
+JAX cannot differentiate loops with such bounds, so the gradients are written
+out; of the forward pass they need only each row's output and log-sum-exp
+(FlashAttention, arXiv:2205.14135).
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
-dim, T blocks, R rows of a block, L keys that a block reads.
+dim, T blocks, R rows of a block, r rows of a step (of one or more blocks), L
+leading keys that a step reads.
 """
 
 import dataclasses
@@ -21,14 +23,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
+from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.remat import keep_attention
 from moh_jax.ops.softmax import unnormalized_softmax
 from moh_jax.ops.visible import Visible
 
-# A causal block reads the keys up to its last token, rounded up to a share of
-# them that has its own program.
-_SHARES = 8
-_SMALLEST_SHARE = 64  # keys
+# A causal step reads the keys up to its last token. Array sizes are static, so
+# this number is rounded up to one of a few lengths, each compiled on its own.
+_LENGTHS = 8
+_MIN_LENGTH = 64
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -40,7 +43,7 @@ def blocked_attention(
   visible: Visible,
   blocks: HeadBlocks,
   scale: float,
-  at_once: int = 1,
+  blocks_per_step: int = 1,
 ) -> jax.Array:
   """Softmax attention of the (token, head) pairs in a table.
 
@@ -50,19 +53,21 @@ def blocked_attention(
     v: [B, M, K, D].
     bias: [B or 1, H or 1, N, M] added to the scaled logits, or None.
     visible: which keys a query sees.
-    blocks: the pairs at work.
+    blocks: the active pairs.
     scale: factor of the logits.
-    at_once: blocks of a head that are worked on together, at most.
+    blocks_per_step: blocks of a head computed in one step, at most.
 
   Returns:
-    [B, N, H, D] in the dtype of v; 0 for pairs that are not at work and for
-    queries that see no key.
+    [B, N, H, D] in the dtype of v; 0 for inactive pairs and for queries that
+    see no key.
   """
-  return _forward(q, k, v, bias, visible, blocks, scale, at_once)[0]
+  return _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step)[0]
 
 
-def _forward(q, k, v, bias, visible, blocks, scale, at_once):
-  problem = _Problem(q.shape, k.shape, bias, visible, blocks, scale, at_once)
+def _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step):
+  problem = _Problem(
+    q.shape, k.shape, bias, visible, blocks, scale, blocks_per_step
+  )
   queries, keys, values = gather_rows(q, blocks), _by_head(k), _by_head(v)
 
   def group(g: jax.Array, results: tuple) -> tuple:
@@ -73,7 +78,9 @@ def _forward(q, k, v, bias, visible, blocks, scale, at_once):
       weights, total, highest = unnormalized_softmax(
         logits, masked=not visible.everything
       )
-      out = _wide("rm,md->rd", weights.astype(v.dtype), theirs[:length])
+      out = einsum_float32(
+        "rm,md->rd", weights.astype(v.dtype), theirs[:length]
+      )
       log_sum = highest + jnp.log(total)
       return ((out / total).astype(v.dtype), log_sum[:, 0]), sums
 
@@ -89,9 +96,11 @@ def _forward(q, k, v, bias, visible, blocks, scale, at_once):
   return out, (q, k, v, bias, visible, blocks, out, log_sums)
 
 
-def _backward(scale, at_once, saved, grad):
+def _backward(scale, blocks_per_step, saved, grad):
   q, k, v, bias, visible, blocks, out, log_sums = saved
-  problem = _Problem(q.shape, k.shape, bias, visible, blocks, scale, at_once)
+  problem = _Problem(
+    q.shape, k.shape, bias, visible, blocks, scale, blocks_per_step
+  )
   queries, keys, values = gather_rows(q, blocks), _by_head(k), _by_head(v)
   inner = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   grads, inner = (gather_rows(x, blocks) for x in (grad, inner))
@@ -106,12 +115,12 @@ def _backward(scale, at_once, saved, grad):
       logits = problem.logits(rows, query, ours[:length])
       weights = jnp.exp(logits - rows.of(log_sums)[:, None])
       dv = _add_product(dv, dout, weights.astype(dout.dtype))
-      dweights = _wide("rd,md->rm", dout, theirs[:length])
+      dweights = einsum_float32("rd,md->rm", dout, theirs[:length])
       dlogits = weights * (dweights - rows.of(inner)[:, None])
       dbias = problem.add_bias_grad(dbias, rows, dlogits)
       dlogits = (dlogits * scale).astype(q.dtype)
       dk = _add_product(dk, query, dlogits)
-      dq = _wide("rm,md->rd", dlogits, ours[:length]).astype(q.dtype)
+      dq = einsum_float32("rm,md->rd", dlogits, ours[:length]).astype(q.dtype)
       return (dq,), (dk, dv, dbias)
 
     none = jnp.zeros(ours.shape[::-1], jnp.float32)
@@ -139,7 +148,7 @@ blocked_attention.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-  """What both passes ask of the table, the bias and the masks."""
+  """One call: the loop over its blocks, and the logits of a step."""
 
   q_shape: tuple[int, ...]
   k_shape: tuple[int, ...]
@@ -147,12 +156,12 @@ class _Problem:
   visible: Visible
   blocks: HeadBlocks
   scale: float
-  at_once: int
+  blocks_per_step: int
 
   @property
-  def most(self) -> int:
-    """Blocks that are worked on together, at most."""
-    return min(self.at_once, len(self.blocks.token))
+  def max_count(self) -> int:
+    """Blocks of one step, at most."""
+    return min(self.blocks_per_step, len(self.blocks.token))
 
   @property
   def groups(self) -> int:
@@ -160,20 +169,23 @@ class _Problem:
     return self.k_shape[0] * self.k_shape[2]
 
   def no_rows(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros for every row, and for what one step may write beyond them."""
+    """Zeros for all rows, plus the rows a last step may write past the end."""
     blocks, rows = self.blocks.token.shape
-    return jnp.zeros(((blocks + self.most - 1) * rows, *shape), dtype)
+    return jnp.zeros(((blocks + self.max_count - 1) * rows, *shape), dtype)
 
   def over_blocks(
     self, group: jax.Array, work: Callable, results: tuple, sums: tuple
   ) -> tuple[tuple, tuple]:
-    """Works on all blocks that read a key/value head.
+    """Loops over all blocks that read a key/value head.
 
     Args:
-      group: the key/value head.
-      work: (rows, L, sums) -> values of these rows, new sums.
-      results: values of all rows so far.
-      sums: what every step adds to.
+      group: index of the key/value head, b * K + k.
+      work: (rows, L, sums) -> (values of these rows, new sums).
+      results: arrays of values of all rows [T * R, ...]; a step writes its own.
+      sums: arrays that every step adds to.
+
+    Returns:
+      The results and sums after the loop.
     """
     heads = self.q_shape[2] // self.k_shape[2]
     first, table = self.blocks.first, self.blocks
@@ -185,21 +197,22 @@ class _Problem:
       token = lax.dynamic_slice_in_dim(table.token, t, count).reshape(-1)
       rows = _Rows(t * width, table.head[t], token)
       values, sums = work(rows, length, sums)
-      # Of one shape whatever the count: the next step writes over the rest.
-      spare = (self.most - count) * width
-      return jax.tree.map(lambda x: _lengthen(x, spare), values), sums
+      # Every branch returns the same shape. Rows of padding are written too,
+      # and overwritten by the next step.
+      padding = (self.max_count - count) * width
+      return jax.tree.map(lambda x: _pad_rows(x, padding), values), sums
 
     programs = [
       functools.partial(program, count + 1, length)
-      for count in range(self.most)
+      for count in range(self.max_count)
       for length in lengths
     ]
 
     def step(state: tuple) -> tuple:
       t, results, sums = state
       left = first[table.head[t] + 1] - t
-      # As even as possible: 9 blocks, 8 at once, are 5 and 4.
-      count = -(-left // -(-left // self.most))
+      # Steps of nearly equal size: 9 blocks, at most 8 per step, are 5 and 4.
+      count = -(-left // -(-left // self.max_count))
       index = (count - 1) * len(lengths)
       if len(lengths) > 1:
         index += self._last_key(t + count - 1) // lengths[0]
@@ -218,15 +231,15 @@ class _Problem:
     return lax.while_loop(lambda state: state[0] < end, step, state)[1:]
 
   def _lengths(self) -> list[int]:
-    """Numbers of keys that have a program."""
+    """Values of L that are compiled, ascending."""
     keys = self.k_shape[1]
-    if not self.visible.causal or keys < 2 * _SMALLEST_SHARE:
+    if not self.visible.causal or keys < 2 * _MIN_LENGTH:
       return [keys]
-    step = max(_SMALLEST_SHARE, -(-keys // _SHARES))
+    step = max(_MIN_LENGTH, -(-keys // _LENGTHS))
     return [min(end, keys) for end in range(step, keys + step, step)]
 
   def _last_key(self, t: jax.Array) -> jax.Array:
-    """That a row of block t may see, where attention is causal."""
+    """Index of the last key that a causal row of block t may see."""
     token, queries = self.blocks.token[t], self.q_shape[1]
     last = jnp.where(token < queries, token, 0).max()
     return jnp.maximum(last + self.k_shape[1] - queries, 0)
@@ -234,8 +247,8 @@ class _Problem:
   def logits(
     self, rows: "_Rows", query: jax.Array, keys: jax.Array
   ) -> jax.Array:
-    """Of rows and the first L keys, [r, L] float32, -inf where hidden."""
-    logits = _wide("rd,md->rm", query, keys) * self.scale
+    """Logits of rows and the first L keys, [r, L] float32; -inf if hidden."""
+    logits = einsum_float32("rd,md->rm", query, keys) * self.scale
     length = len(keys)
     if self.bias is not None:
       logits = logits + self.bias[self._bias_rows(rows)][:, :length]
@@ -244,20 +257,20 @@ class _Problem:
     row = rows.head // self.q_shape[2]
     seen = jnp.ones((1, length), bool)
     if self.visible.key_mask is not None:
-      seen = seen & self.visible.key_mask[row, :length]
+      seen = seen & self.visible.key_mask[row, None, :length]
     if self.visible.segments is not None:
       segments = self.visible.segments[row]
       own = jnp.take(segments, rows.token, mode="clip")
-      seen = seen & (own[:, None] == segments[:length])
+      seen = seen & (own[:, None] == segments[None, :length])
     if self.visible.causal:
       last = rows.token + self.k_shape[1] - self.q_shape[1]
-      seen = seen & (jnp.arange(length) <= last[:, None])
+      seen = seen & (jnp.arange(length)[None] <= last[:, None])
     return jnp.where(seen, logits, -jnp.inf)
 
   def add_bias_grad(
     self, total: jax.Array | None, rows: "_Rows", grad: jax.Array
   ) -> jax.Array | None:
-    """Adds [r, L] to the rows of the bias that were read."""
+    """Adds the logits' gradient [r, L] to that of the bias, if there is one."""
     if total is None:
       return None
     fill = total.shape[-1] - grad.shape[-1]
@@ -265,47 +278,44 @@ class _Problem:
     return total.at[self._bias_rows(rows)].add(grad)
 
   def _bias_rows(self, rows: "_Rows") -> tuple:
+    """Index of the rows' part of the bias, [r, M]."""
     batch, heads = self.bias.shape[:2]
     row = rows.head // self.q_shape[2] if batch > 1 else 0
     head = rows.head % self.q_shape[2] if heads > 1 else 0
-    # Empty rows read the last token's; their gradients are 0.
+    # Empty rows read the last token's bias; their gradients are 0.
     return row, head, jnp.minimum(rows.token, self.q_shape[1] - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-  """Some rows of one head: where they lie, and which tokens they are."""
+  """The rows of one step, all of one head."""
 
-  start: jax.Array  # [] int32
-  head: jax.Array  # [] int32
-  token: jax.Array  # [r] int32
+  start: jax.Array  # [] int32, the first row
+  head: jax.Array  # [] int32, b * H + h
+  token: jax.Array  # [r] int32, N in empty rows
 
   def of(self, x: jax.Array) -> jax.Array:
-    """These rows of all rows."""
+    """Takes these rows out of all rows."""
     return lax.dynamic_slice_in_dim(x, self.start, len(self.token))
 
 
-def _lengthen(x: jax.Array, rows: int) -> jax.Array:
+def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
   return jnp.pad(x, ((0, rows), *[(0, 0)] * (x.ndim - 1))) if rows else x
 
 
 def _by_head(x: jax.Array) -> jax.Array:
-  """[B, M, K, D] to [B * K, M, D]."""
+  """Reorders [B, M, K, D] to [B * K, M, D]."""
   return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def _from_heads(x: jax.Array, batch: int) -> jax.Array:
-  """[B * K, D, M] to [B, M, K, D]."""
+  """Reorders [B * K, D, M] to [B, M, K, D]."""
   return jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), -1, 1)
 
 
 def _add_product(total: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   """Adds a^T b, of a [r, D] and b [r, L], to the first L columns [D, M]."""
-  # The barrier keeps the transposition of the small operand out of the product:
-  # XLA for CPUs takes twice as long for one that contracts the rows.
-  part = _wide("dr,rm->dm", lax.optimization_barrier(a.T), b)
+  # XLA for CPUs takes twice as long for a product that contracts rows. The
+  # barrier keeps it from merging this transposition of the small operand.
+  part = einsum_float32("dr,rm->dm", lax.optimization_barrier(a.T), b)
   return total.at[:, : part.shape[1]].add(part)
-
-
-def _wide(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

@@ -1,9 +1,9 @@
-"""Cross-entropy of a large vocabulary, some tokens of a sequence at a time.
+"""Cross-entropy of a large vocabulary, some tokens of each sequence at a time.
 
 The logits of a whole batch, [B, N, V] float32, would be the largest array of a
-language model by far. Here they exist for `chunk` tokens of each sequence at a
-time, in the forward pass alone: gradients are taken while they are there, as
-the loss is a weighted sum whose weights are known.
+language model by far. Here only those of `chunk` tokens of each sequence exist
+at a time, and only in the forward pass: it computes the gradients too, which is
+possible because the loss is a weighted sum with known weights.
 
 Shapes: B batch, N tokens, C width, V vocabulary, n tokens of a chunk.
 """
@@ -13,6 +13,8 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+
+from moh_jax.ops.products import einsum_float32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -26,11 +28,11 @@ def summed_cross_entropy(
   """Weighted sum of the tokens' cross-entropies.
 
   Args:
-    x: [B, N, C] what the output layer reads.
-    kernel: [C, V] of the output layer; products run in the dtype of x.
+    x: [B, N, C] inputs of the output layer.
+    kernel: [C, V] kernel of the output layer; products are in the dtype of x.
     targets: [B, N] int32.
-    weights: [B, N] float32, 0 for tokens that do not count. No gradient flows
-      to them.
+    weights: [B, N] float32, 0 for tokens that do not count. They get no
+      gradient.
     chunk: n; 0 takes all tokens at once.
 
   Returns:
@@ -59,16 +61,16 @@ summed_cross_entropy.defvjp(_forward, _backward)
 def token_cross_entropy(
   x: jax.Array, kernel: jax.Array, targets: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Every token's cross-entropy, and whether it is the most likely one.
+  """Cross-entropy of each token, and whether its target is the most likely.
 
   Args:
-    x: [B, N, C] what the output layer reads.
-    kernel: [C, V] of the output layer.
+    x: [B, N, C] inputs of the output layer.
+    kernel: [C, V] kernel of the output layer.
     targets: [B, N] int32.
     chunk: n; 0 takes all tokens at once.
 
   Returns:
-    [B, N] float32, nats; and [B, N] bool, ties going to the target.
+    [B, N] float32, nats; and [B, N] bool, True if no logit is larger.
   """
   kernel = kernel.astype(x.dtype)
 
@@ -100,17 +102,15 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
     grad = exps * (weight / sums)[..., None] - hit
     grad = grad.astype(x.dtype)
     dx = jnp.einsum("bnv,cv->bnc", grad, rounded)
-    dkernel = dkernel + jnp.einsum(
-      "bnc,bnv->cv", part, grad, preferred_element_type=jnp.float32
-    )
+    dkernel = dkernel + einsum_float32("bnc,bnv->cv", part, grad)
     return (total, dkernel), dx
 
   size = kernel.shape if gradients else (0,)
   start = (jnp.zeros((), jnp.float32), jnp.zeros(size, jnp.float32))
   parts = _split(chunk, x, targets, weights)
-  # A single chunk needs no loop, and so no zeros to start from.
-  alone = len(parts[0]) == 1
-  (total, dkernel), dx = jax.lax.scan(one, start, parts, unroll=alone)
+  # Without a loop XLA drops the addition to the zeros that the sums start with.
+  single = len(parts[0]) == 1
+  (total, dkernel), dx = jax.lax.scan(one, start, parts, unroll=single)
   if not gradients:
     return total, None
   dx = _join(dx)[:, : x.shape[1]]
@@ -120,10 +120,8 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
 def _logits(
   x: jax.Array, kernel: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Logits [B, n, V] float32, the targets' and the highest ones [B, n]."""
-  logits = jnp.einsum(
-    "bnc,cv->bnv", x, kernel, preferred_element_type=jnp.float32
-  )
+  """Logits [B, n, V] float32, those of the targets and the largest, [B, n]."""
+  logits = einsum_float32("bnc,cv->bnv", x, kernel)
   picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
   return logits, picked, logits.max(-1)
 
@@ -134,17 +132,17 @@ def _exponentials(
   """The softmax's numerators [B, n, V] and their sums [B, n], float32."""
   exps = jnp.exp(logits - highest[..., None])
   if jax.default_backend() == "cpu":
-    # A sum would compute them all once more, and on a single core.
+    # For a sum, XLA would recompute all exponentials, on a single core.
     return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones(exps.shape[-1]))
   return exps, exps.sum(-1)
 
 
 def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  return jnp.arange(logits.shape[-1]) == targets[..., None]
+  return jnp.arange(logits.shape[-1])[None, None] == targets[..., None]
 
 
 def _split(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """[B, N, ...] to [chunks, B, n, ...], filled up with zeros."""
+  """Splits [B, N, ...] to [chunks, B, n, ...], padded with zeros."""
   length = arrays[0].shape[1]
   chunk = min(chunk or length, length)
   parts = -(-length // chunk)
@@ -158,6 +156,6 @@ def _split(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _join(x: jax.Array) -> jax.Array:
-  """[chunks, B, n, ...] to [B, chunks * n, ...]."""
+  """Joins [chunks, B, n, ...] to [B, chunks * n, ...]."""
   x = x.swapaxes(0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])

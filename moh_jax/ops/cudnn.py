@@ -1,9 +1,9 @@
-"""Attention of the heads at work through cuDNN's fused kernels.
+"""Attention of the active heads through cuDNN's fused kernels.
 
-Every head of every sequence becomes a sequence of its own: the tokens that use
-it, in order, and their number. cuDNN then reads as many queries as there are.
-Its causal mask counts queries by their place in that sequence, not by their
-token, so causal attention has all heads computed.
+Every head of every sequence becomes a sequence of its own, which holds the
+tokens that use the head; cuDNN is told its length. cuDNN's causal mask counts
+queries by their index in that sequence, which is not their token's position, so
+causal attention computes all heads instead.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, T sequences.
@@ -38,13 +38,12 @@ def cudnn_attention(
     q: [B, N, H, D] bfloat16 or float16 for cuDNN.
     k: [B, M, K, D].
     v: [B, M, K, D].
-    bias: broadcastable to [B, H, N, M], or None; with one all heads are
-      computed.
-    visible: which keys a query sees; segments and causal masks have all heads
-      computed.
-    active: the heads at work; None is every head.
+    bias: broadcastable to [B, H, N, M], or None.
+    visible: which keys a query sees.
+    active: the active heads; None is every head. With a bias, segments or a
+      causal mask all heads are computed.
     scale: factor of the logits.
-    backend: "cudnn" or "xla", which needs no GPU.
+    backend: "cudnn", or "xla" for tests without a GPU.
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for queries that see no key.
@@ -53,7 +52,7 @@ def cudnn_attention(
   if packs and not visible.causal and visible.segments is None:
     return _packed(q, k, v, visible, active, scale, backend)
   causal = visible.causal and q.shape[1] == k.shape[1]
-  if causal:  # cuDNN leaves out what it need not compute
+  if causal:  # cuDNN applies this mask itself and skips hidden tiles
     visible = Visible(visible.key_mask, visible.segments)
   mask = visible.mask(q.shape[1], k.shape[1])
   out = jax.nn.dot_product_attention(
@@ -69,7 +68,7 @@ def cudnn_attention(
   if mask is None:
     return out
   if causal:
-    mask = mask & jnp.tri(q.shape[1], dtype=bool)
+    mask = mask & jnp.tri(q.shape[1], dtype=bool)[None, None]
   seen = mask.any(-1).swapaxes(1, 2)[..., None]  # [B or 1, N or 1, 1, 1]
   return jnp.where(seen, out, 0)
 

@@ -1,7 +1,7 @@
-"""Attention of every head from all logits at once.
+"""Attention of every head, with all logits in memory at once.
 
-The form for short sequences and, with XLA's fusions, for accelerators without
-a kernel of their own.
+The form for short sequences, and for accelerators where no kernel is used: XLA
+fuses the steps.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim.
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.mesh import on_one_device
+from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.softmax import unnormalized_softmax
 from moh_jax.ops.visible import Visible
 
@@ -23,7 +24,7 @@ def dense_attention(
   visible: Visible,
   scale: float,
 ) -> jax.Array:
-  """Softmax attention of every head from all logits, [B, H, N, M] float32.
+  """Softmax attention of every head through all logits, [B, H, N, M] float32.
 
   Args:
     q: [B, N, H, D].
@@ -52,20 +53,20 @@ def dense_attention(
     logits = logits + bias
   if mask is not None:
     logits = jnp.where(mask, logits, -jnp.inf)
-  # Normalized after the product with the values: one pass less over M.
+  # Dividing after the product with the values saves one pass over the logits.
   weights, total, _ = unnormalized_softmax(logits, masked=mask is not None)
   out = _mix_values(weights.reshape(*q.shape[:-1], keys), v)
   out = out.reshape(batch, heads, queries, dim) / total
   return out.astype(v.dtype).swapaxes(1, 2)
 
 
-# Both products give float32 and round what comes back to the inputs' dtype
-# before the products of the backward pass: autodiff would multiply float32 by
-# bfloat16 there, at a fraction of the speed.
+# Both products have float32 results, so their gradients arrive in float32. They
+# are rounded to the inputs' dtype before the products of the backward pass:
+# autodiff would multiply float32 by bfloat16, at a fraction of the speed.
 @jax.custom_vjp
 def _logits(q: jax.Array, k: jax.Array) -> jax.Array:
-  """Q [..., n, D] and k [..., m, D] to float32 [..., n, m]."""
-  return _wide("...nd,...md->...nm", q, k)
+  """Multiplies q [..., n, D] and k [..., m, D] to float32 [..., n, m]."""
+  return einsum_float32("...nd,...md->...nm", q, k)
 
 
 def _logits_forward(q: jax.Array, k: jax.Array) -> tuple:
@@ -84,24 +85,20 @@ _logits.defvjp(_logits_forward, _logits_backward)
 
 @jax.custom_vjp
 def _mix_values(weights: jax.Array, v: jax.Array) -> jax.Array:
-  """Weights [..., n, m] float32 and v [..., m, D] to float32 [..., n, D]."""
-  return _wide("...nm,...md->...nd", weights.astype(v.dtype), v)
+  """Multiplies weights [..., n, m] and v [..., m, D] to float32 [..., n, D]."""
+  return einsum_float32("...nm,...md->...nd", weights.astype(v.dtype), v)
 
 
 def _mix_forward(weights: jax.Array, v: jax.Array) -> tuple:
   weights = weights.astype(v.dtype)
-  return _wide("...nm,...md->...nd", weights, v), (weights, v)
+  return einsum_float32("...nm,...md->...nd", weights, v), (weights, v)
 
 
 def _mix_backward(saved: tuple, grad: jax.Array) -> tuple:
   weights, v = saved
   grad = grad.astype(v.dtype)
   dv = jnp.einsum("...nm,...nd->...md", weights, grad)
-  return _wide("...nd,...md->...nm", grad, v), dv
+  return einsum_float32("...nd,...md->...nm", grad, v), dv
 
 
 _mix_values.defvjp(_mix_forward, _mix_backward)
-
-
-def _wide(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

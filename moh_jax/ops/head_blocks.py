@@ -1,10 +1,13 @@
-"""Which head works on which token, as blocks of rows that share a head.
+"""The active (token, head) pairs as rows of a matrix, in blocks of one head.
 
-A layer that activates k of its heads per token has exactly B * N * k (token,
-head) pairs at work. Here they become rows of a matrix: sorted by head, then by
-position, every head filled up to whole blocks. The number of blocks has a
-static bound, so nothing is dropped and shapes never depend on the router; how
-many are in use is a number that loops stop at.
+A layer that activates k of its heads per token has exactly B * N * k active
+(token, head) pairs. They become rows of a matrix, sorted by head, then by
+token; each head is filled up with empty rows to whole blocks. The number of
+blocks has a static bound, so no pair is dropped and shapes never depend on the
+router. How many blocks are used is an array value at which loops stop.
+
+For instance, with blocks of 2 rows, tokens 0, 1 and 3 on head 0 and token 2 on
+head 1 are the blocks [0, 1], [3, empty] and [2, empty].
 
 Shapes: B batch, N tokens, H heads, T blocks, R rows of a block.
 """
@@ -20,15 +23,15 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ActiveHeads:
-  """The heads at work.
+  """The heads that each token uses.
 
   Attributes:
-    mask: [B, N, H] bool, the heads that a token uses.
-    most: heads of one token at most, a static bound.
+    mask: [B, N, H] bool, True for active heads.
+    max_per_token: active heads that any one token has at most, static.
   """
 
   mask: jax.Array
-  most: int = dataclasses.field(metadata={"static": True})
+  max_per_token: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -37,13 +40,12 @@ class HeadBlocks:
   """A table of (token, head) pairs in blocks of one head each.
 
   Attributes:
-    token: [T, R] int32, tokens of a block in ascending order; N where a row is
-      empty, which only rows at the end of a head's last block are.
-    head: [T] int32, b * H + h of a block; the last one for unused blocks.
-    first: [B * H + 1] int32, first block of every head; the last entry is the
-      number of blocks in use.
-    row: [B * H, N] int32, the row (of T * R) that a pair has; T * R for pairs
-      that are not at work.
+    token: [T, R] int32 token of each row, ascending within a head; N in empty
+      rows, which stand at the end of a head's last block.
+    head: [T] int32 head of each block, b * H + h; B * H - 1 for unused blocks.
+    first: [B * H + 1] int32 first block of each head; the last entry is the
+      number of used blocks.
+    row: [B * H, N] int32 row (of T * R) of each pair; T * R for inactive pairs.
   """
 
   token: jax.Array
@@ -53,63 +55,67 @@ class HeadBlocks:
 
 
 def max_blocks(
-  batch: int, tokens: int, heads: int, most: int, rows: int
+  batch: int, tokens: int, heads: int, max_per_token: int, rows: int
 ) -> int:
-  """Blocks that any choice of heads fits in.
+  """Number of blocks that is enough for any choice of heads.
 
   Args:
     batch: B.
     tokens: N.
     heads: H.
-    most: heads of a token at most.
+    max_per_token: active heads of a token at most.
     rows: R.
   """
-  pairs = tokens * min(most, heads)
-  # A head fills one block less than whole at most, and has N pairs at most.
-  whole = min(pairs // rows + heads, heads * -(-tokens // rows))
-  return batch * whole
+  pairs = tokens * min(max_per_token, heads)
+  # At most one block per head has empty rows; no head has more than N pairs.
+  blocks = min(pairs // rows + heads, heads * -(-tokens // rows))
+  return batch * blocks
 
 
 def head_blocks(active: ActiveHeads, rows: int) -> HeadBlocks:
-  """Makes the table by a counting sort: prefix sums, no comparison.
+  """Makes the table of the active pairs, by a counting sort.
 
   Args:
-    active: the heads at work.
+    active: the heads that each token uses.
     rows: R.
 
   Raises:
-    ValueError: rows or the bound is below 1.
+    ValueError: `rows` or `active.max_per_token` is below 1.
   """
   chex.assert_rank(active.mask, 3)
-  if rows < 1 or active.most < 1:
-    raise ValueError(f"rows={rows} and most={active.most} must be at least 1")
+  limit = active.max_per_token
+  if rows < 1 or limit < 1:
+    raise ValueError(
+      f"rows={rows} and max_per_token={limit} must be at least 1"
+    )
   batch, tokens, heads = active.mask.shape
-  blocks = max_blocks(batch, tokens, heads, active.most, rows)
+  blocks = max_blocks(batch, tokens, heads, limit, rows)
   mask = active.mask.swapaxes(1, 2).reshape(-1, tokens)
   rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
   used = -(-rank[:, -1] // rows)
   first = jnp.concatenate(
     [jnp.zeros(1, jnp.int32), jnp.cumsum(used, dtype=jnp.int32)]
   )
-  nowhere = blocks * rows
-  row = jnp.where(mask, first[:-1, None] * rows + rank - 1, nowhere)
+  total = blocks * rows
+  row = jnp.where(mask, first[:-1, None] * rows + rank - 1, total)
   position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), row.shape)
-  token = jnp.full(nowhere, tokens, jnp.int32)
+  token = jnp.full(total, tokens, jnp.int32)
   token = token.at[row.reshape(-1)].set(position.reshape(-1), mode="drop")
-  # The head of a block: how many heads end at or before it.
+  # A block's head is the number of heads that end at or before it.
   ended = first[None, 1:] <= jnp.arange(blocks, dtype=jnp.int32)[:, None]
   head = jnp.minimum(ended.sum(-1, dtype=jnp.int32), batch * heads - 1)
   return HeadBlocks(token.reshape(blocks, rows), head, first, row)
 
 
 def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
-  """The table of every token with every head."""
+  """Makes the table of every token with every head."""
   each = -(-tokens // rows)
   count = batch * heads
   token = jnp.arange(each * rows, dtype=jnp.int32).reshape(each, rows)
   token = jnp.tile(jnp.minimum(token, tokens), (count, 1))
   index = jnp.arange(count, dtype=jnp.int32)
-  row = index[:, None] * each * rows + jnp.arange(tokens, dtype=jnp.int32)
+  position = jnp.arange(tokens, dtype=jnp.int32)
+  row = index[:, None] * each * rows + position[None]
   return HeadBlocks(
     token=token,
     head=jnp.repeat(index, each),
@@ -120,7 +126,7 @@ def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
 
 @jax.custom_vjp
 def gather_rows(x: jax.Array, blocks: HeadBlocks) -> jax.Array:
-  """Values of pairs [B, N, H, ...] as rows [T * R, ...]; empty ones are 0."""
+  """Reorders pairs [B, N, H, ...] to rows [T * R, ...]; 0 in empty rows."""
   batch, tokens, heads = x.shape[:3]
   flat = x.swapaxes(1, 2).reshape(batch * heads * tokens, *x.shape[3:])
   empty = blocks.token == tokens
@@ -131,15 +137,15 @@ def gather_rows(x: jax.Array, blocks: HeadBlocks) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def scatter_rows(rows: jax.Array, blocks: HeadBlocks, heads: int) -> jax.Array:
-  """Rows [T * R, ...] to pairs [B, N, H, ...]; 0 where none is at work."""
+  """Reorders rows [T * R, ...] to pairs [B, N, H, ...]; 0 if inactive."""
   out = jnp.take(rows, blocks.row, axis=0, mode="fill", fill_value=0)
   return out.reshape(-1, heads, *out.shape[1:]).swapaxes(1, 2)
 
 
-# Either undoes the other, so each is the other's gradient too: autodiff would
-# add to rows one by one what is a plain gather.
+# Each function is the other's inverse, and so the other's gradient. Autodiff
+# would use a scatter-add instead, which adds rows one by one.
 def _gather_forward(x: jax.Array, blocks: HeadBlocks) -> tuple:
-  # An empty array that knows how many heads there are.
+  # Residuals must be arrays: the number of heads is the length of an empty one.
   return gather_rows(x, blocks), (blocks, jnp.zeros((x.shape[2], 0)))
 
 

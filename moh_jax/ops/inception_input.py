@@ -1,4 +1,4 @@
-"""The two ways from pixels to the input of the FID Inception."""
+"""The two published ways to resize and scale pixels for the FID Inception."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ def prepare(
 ) -> jax.Array:
   """Resizes and scales pixels to the network's input.
 
-  Neither form antialiases nor rounds in between.
+  Neither way antialiases, or rounds resized pixels to integers.
 
   Args:
     images: [B, X, Y, 3] uint8 pixels (or their values in float32).
-    resize: "tf1", TensorFlow 1's bilinear rule without half-pixel centres and
+    resize: "tf1", TensorFlow 1's bilinear rule without half-pixel centres, then
       (x - 128) / 128, which published ADM and DiT numbers use; "ptfid",
-      half-pixel centres and 2 x / 255 - 1, as pytorch-fid.
-    size: of the result.
+      half-pixel centres, then 2 x / 255 - 1, as in pytorch-fid.
+    size: rows and columns of the result.
 
   Returns:
     [B, size, size, 3] float32.
@@ -32,7 +32,7 @@ def prepare(
     raise ValueError(f"resize={resize!r} must be one of {RESIZES}")
   x = images.astype(jnp.float32)
   x = x / 255 if resize == "ptfid" else x
-  # Columns, then rows, as TensorFlow's kernel rounds.
+  # Columns first, then rows: TensorFlow's kernel rounds in this order.
   for axis in (2, 1):
     x = _interpolate(x, axis, size, half_pixel=resize == "ptfid")
   return 2 * x - 1 if resize == "ptfid" else (x - 128) / 128
@@ -41,8 +41,9 @@ def prepare(
 def _interpolate(
   x: jax.Array, axis: int, size: int, *, half_pixel: bool
 ) -> jax.Array:
+  """Resizes one axis by linear interpolation of the two nearest pixels."""
   length = x.shape[axis]
-  # In float32, as the public kernels compute coordinates.
+  # The public implementations compute coordinates in float32.
   step = np.float32(length) / np.float32(size)
   source = np.arange(size, dtype=np.float32)
   if half_pixel:
@@ -52,6 +53,6 @@ def _interpolate(
     source = source * step
   low = np.minimum(np.floor(source).astype(np.int32), length - 1)
   high = np.minimum(low + 1, length - 1)
-  weight = (source - low).reshape(-1, *(1,) * (x.ndim - 1 - axis))
+  weight = np.expand_dims(source - low, [i for i in range(x.ndim) if i != axis])
   below = jnp.take(x, low, axis)
   return below + (jnp.take(x, high, axis) - below) * weight

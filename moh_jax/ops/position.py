@@ -1,4 +1,4 @@
-"""Positions as arrays: relative coordinates, sines and cosines, rotations."""
+"""Positions of tokens: relative coordinates, sines and cosines, rotations."""
 
 import dataclasses
 
@@ -12,12 +12,13 @@ from moh_jax.config.rotary import RotaryConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RelativeCoordinates:
-  """Relative (row, column) coordinates of every query and key of a stage.
+  """Relative (row, column) coordinates of every query and key on a grid.
 
-  Many pairs share a coordinate, so the position MLP runs on the distinct ones.
+  Many pairs have the same coordinates, so the MLP that turns coordinates to
+  biases runs on the distinct ones alone.
 
   Attributes:
-    table: [T, 2] float32 distinct log-spaced coordinates.
+    table: [T, 2] float32 distinct coordinates, log-spaced.
     index: [N, M] int32 row of the table for each query and key.
   """
 
@@ -26,17 +27,21 @@ class RelativeCoordinates:
 
 
 def pooling_bins(size: int, bins: int) -> np.ndarray:
-  """Averaging matrix of adaptive average pooling along one axis.
+  """Matrix of adaptive average pooling along one axis.
 
-  Bin i averages the positions floor(i * size / bins) up to, excluding,
-  ceil((i + 1) * size / bins); bins overlap where size is not a multiple.
+  Bin i averages the positions from floor(i * size / bins) up to, but without,
+  ceil((i + 1) * size / bins). Bins overlap where bins does not divide size: 5
+  positions in 2 bins are 0 to 2 and 2 to 4.
 
   Args:
-    size: positions.
-    bins: averages, 1 <= bins <= size.
+    size: number of positions.
+    bins: number of averages, 1 <= bins <= size.
 
   Returns:
     [bins, size] float64, rows sum to 1.
+
+  Raises:
+    ValueError: bins is not in [1, size].
   """
   if not 1 <= bins <= size:
     raise ValueError(f"bins={bins} must be in [1, {size}]")
@@ -54,9 +59,9 @@ def relative_coordinates(
 ) -> RelativeCoordinates:
   """Log-spaced relative coordinates of TransNeXt (arXiv:2311.17132).
 
-  Per axis: d = (query - key) / (pretrain size - 1) * 8, then
-  sign(d) log2(1 + |d|) / 3. A key of a pooled grid sits at the mean position of
-  its bin.
+  Along each axis it is sign(d) log2(1 + |d|) / 3 with
+  d = (query - key) / (pretrain size - 1) * 8. The position of a pooled key is
+  the mean of its bin's positions.
 
   Args:
     query_grid: rows and columns of the queries.
@@ -73,7 +78,7 @@ def relative_coordinates(
     positions = np.arange(size, dtype=np.float64)
     key_positions = pooling_bins(size, keys) @ positions
     offset = positions[:, None] - key_positions[None, :]
-    # Rounding merges equal offsets that differ by the noise of the mean.
+    # Means of bins have rounding errors: without this, equal offsets differ.
     distinct, index = np.unique(np.round(offset, 6), return_inverse=True)
     scaled = distinct / max(pretrain - 1, 1) * 8
     tables.append(np.sign(scaled) * np.log2(1 + np.abs(scaled)) / 3)
@@ -113,7 +118,7 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
 
 
 def sinusoidal(t: jax.Array, width: int) -> jax.Array:
-  """Features of timesteps (arXiv:1706.03762), cosines first.
+  """Sinusoidal features of timesteps (arXiv:1706.03762), cosines first.
 
   Args:
     t: [B] timesteps, integer or not.
@@ -124,14 +129,14 @@ def sinusoidal(t: jax.Array, width: int) -> jax.Array:
   """
   half = width // 2
   exponents = -np.log(10000.0) * np.arange(half, dtype=np.float32) / half
-  angles = t.astype(jnp.float32)[:, None] * np.exp(exponents)
+  angles = t.astype(jnp.float32)[:, None] * np.exp(exponents)[None]
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-  """Angles of tokens.
+  """Cosines and sines of the angles that RoPE rotates tokens by.
 
   Attributes:
     cos: [B, N, D / 2] float32.
@@ -148,18 +153,18 @@ def rotation(
   dim: int,
   token_mask: jax.Array | None = None,
 ) -> Rotation:
-  """Angles of tokens at some positions.
+  """Computes the angles of tokens from their positions.
 
   Args:
     positions: [B, N] int32.
-    config: the rotary embedding. The base of "dynamic" follows the largest
-      position of the row, so keys of a cache keep the base they were written
-      with.
+    config: the rotary embedding. The base of "dynamic" depends on the largest
+      position in the row. Keys in a cache keep the base of their own step.
     dim: D, width of a head, even.
-    token_mask: [B, N] bool, False for padding, whose positions count nothing.
+    token_mask: [B, N] bool, False for padding, whose positions are ignored by
+      "dynamic".
 
   Returns:
-    Their sines and cosines.
+    Cosines and sines of the angles.
   """
   exponents = np.arange(0, dim, 2, dtype=np.float32) / dim
   angle_at = positions[..., None].astype(jnp.float32)
@@ -170,10 +175,11 @@ def rotation(
     stretch = config.factor * longest / config.original_length
     stretch = stretch - (config.factor - 1)
     theta = config.theta * stretch ** (dim / max(dim - 2, 1))
-    angles = angle_at / theta**exponents
+    angles = angle_at / theta ** exponents[None, None]
   else:
     frequencies = 1.0 / np.float32(config.theta) ** exponents
-    angles = angle_at * _scaled_frequencies(frequencies, config)
+    frequencies = _scaled_frequencies(frequencies, config)
+    angles = angle_at * frequencies[None, None]
   return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
@@ -185,7 +191,7 @@ def _scaled_frequencies(
   slow = frequencies / config.factor
   if config.scaling == "linear":
     return slow
-  # 0 where a wavelength is long (slow frequencies), 1 where it is short.
+  # The share is 0 for long wavelengths (low frequencies), 1 for short ones.
   turns = config.original_length * frequencies / (2 * np.pi)
   span = config.high_freq_factor - config.low_freq_factor
   share = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)
@@ -194,16 +200,16 @@ def _scaled_frequencies(
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-  """Turns the pairs (i, i + D / 2) of queries or keys.
+  """Rotates the pairs (i, i + D / 2) of queries or keys.
 
   Args:
     x: [B, N, H, D].
-    by: angles of the tokens.
+    by: angles of the tokens, from `rotation`.
 
   Returns:
     [B, N, H, D] in the dtype of x; computed in float32.
   """
   cos, sin = by.cos[:, :, None], by.sin[:, :, None]
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  turned = [first * cos - second * sin, second * cos + first * sin]
-  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+  rotated = [first * cos - second * sin, second * cos + first * sin]
+  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

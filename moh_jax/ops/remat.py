@@ -1,4 +1,4 @@
-"""What a backward pass keeps of an operation that it would compute again."""
+"""Names for values that rematerialization keeps instead of recomputing."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ ATTENTION = "attention"
 
 
 def keep_attention(x: Any) -> Any:
-  """Names arrays that gradients of attention need beside its inputs.
+  """Names the results that the gradients of attention need.
 
-  The remat policy "dots" keeps them: to compute them again is to run the whole
-  attention again.
+  The remat policy "dots" keeps values of this name: recomputing them would run
+  the whole attention again.
 
   Args:
-    x: arrays; a pytree.
+    x: a pytree of arrays.
 
   Returns:
-    The same, named `ATTENTION`.
+    The same arrays, named `ATTENTION`.
   """
   return jax.tree.map(lambda leaf: checkpoint_name(leaf, ATTENTION), x)

@@ -1,23 +1,24 @@
-"""Mixture-of-Head routing: which heads a token uses, and with what weight.
+"""Mixture-of-Head routing: which heads a token uses, and with what gates.
 
-One router for every family (MoH, arXiv:2410.11842, section 3). The first
-`shared` heads of a layer are always on; each token picks `top_k` of the other
-`routed` heads. Two published forms of the weights exist:
+The same router serves every family (MoH, arXiv:2410.11842, section 3). The
+first `shared` heads of a layer are active for all tokens; each token selects
+`top_k` of the other `routed` heads. A head's output is multiplied by its gate.
+Two published forms of the gates exist:
 
-- "paper": eq. 5 and 6. Shared head i weighs a1 * S_i, a selected routed head
-  a2 * P_i, with S = softmax(W_s x), P = softmax(W_r x) and
+- "paper": eq. 5 and 6. The gate of shared head i is a1 * S_i, that of a
+  selected routed head a2 * P_i, with S = softmax(W_s x), P = softmax(W_r x) and
   (a1, a2) = softmax(W_h x).
-- "released": what the public checkpoints were trained with. Shared heads weigh
-  2 a1 * shared * S_i; the selected P_i are first renormalised to sum to one and
-  then weigh 2 a2 * top_k * P_i, so that a uniform router gives every active
-  head the weight one.
+- "released": what the public checkpoints were trained with. The gate of a
+  shared head is 2 a1 * shared * S_i. The selected P_i are first divided by
+  their sum; then the gate is 2 a2 * top_k * P_i. So a uniform router gives
+  every active head the gate 1.
 
-In both forms a1 and a2 drop out where one of the two groups is empty, and a
-single shared head has S = 1. Scores and weights are float32.
+In both forms there is no a1 and a2 where one of the two groups is empty, and a
+single shared head has S = 1. Scores and gates are float32.
 
-The router "query_norm" has no parameters, for pre-trained models that become
-MoH: heads are chosen by the norms of their queries, the gates of shared and
-chosen heads are 1, and gradients pass straight through to the scores.
+The router "query_norm" has no parameters; it turns pre-trained models into MoH.
+Heads are selected by the norms of their queries, the gates of shared and
+selected heads are 1, and gradients pass straight through to the scores.
 
 Shapes: B batch, N tokens, H heads, R routed heads, S shared heads.
 """
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import GATE_FORMS, HeadBudget
 
-# Norms that differ by less than this share of themselves are equal.
+# Norms count as equal if they deviate from their mean by less than this factor.
 _EQUAL_TO = 1e-6
 _TINY = 1e-30
 
@@ -38,11 +39,11 @@ _TINY = 1e-30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """What a router decided for every token of one layer.
+  """A router's decisions for every token of one layer.
 
   Attributes:
-    gates: [B, N, H] float32 weights, shared heads first; exactly 0 for heads
-      that a token did not choose.
+    gates: [B, N, H] float32, shared heads first; exactly 0 for heads that a
+      token did not select.
     probs: [B, N, R] float32 softmax over the routed heads, before the top-k.
     selected: [B, N, R] bool, top_k True per token.
     shared_scores: [B, N, S] float32 softmax over the shared heads.
@@ -79,10 +80,13 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
 
   Args:
     scores: [..., R], R routed heads.
-    k: heads kept, 0 <= k <= R; an array [] may change without a new program.
+    k: heads kept, 0 <= k <= R. An array [] may change without recompilation.
 
   Returns:
-    [..., R] bool, k True per token; ties keep the lowest index.
+    [..., R] bool, k True per token; of equal scores the first are kept.
+
+  Raises:
+    ValueError: an integer k outside [0, R].
   """
   num = scores.shape[-1]
   if isinstance(k, int):
@@ -90,11 +94,12 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
       raise ValueError(f"k={k} must be in [0, {num}]")
     if k in (0, num):
       return jnp.full(scores.shape, k == num)
-  # The rank of a head: how many are better, or as good and before it. Heads are
-  # few, and unlike a sort this stays on the devices that hold the tokens.
+  # A head's rank: how many heads are better, or equal and before it. Heads are
+  # few, and unlike a sort this is not gathered from the devices of a mesh.
   ours, theirs = scores[..., :, None], scores[..., None, :]
   index = jnp.arange(num)
   before = index[None, :] < index[:, None]
+  before = jax.lax.broadcast_to_rank(before, ours.ndim)
   better = (theirs > ours) | ((theirs == ours) & before)
   return better.sum(-1) < k
 
@@ -109,20 +114,24 @@ def two_stage_gates(
   form: str = "released",
   top_k: jax.Array | None = None,
 ) -> Routing:
-  """Two-stage routing weights (arXiv:2410.11842, eq. 5 and 6).
+  """Gates of the two-stage router (arXiv:2410.11842, eq. 5 and 6).
 
   Args:
     budget: the layer's head split.
-    routed_logits: [B, N, R] W_r x, or None when top_k is 0.
-    shared_logits: [B, N, S] W_s x, or None for fewer than two shared heads.
+    routed_logits: [B, N, R] W_r x, or None if the budget's top_k is 0.
+    shared_logits: [B, N, S] W_s x, or None for equal scores of shared heads.
     group_logits: [B, N, 2] W_h x (shared first), or None to fix a1 = a2 = 1/2
       (the paper's ablation); ignored where one group is empty.
     batch_shape: (B, N).
     form: "released" or "paper", see the module's docstring.
-    top_k: [] int32, at least 1, in place of the budget's where a layer routes.
+    top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
+      layer whose budget selects no head ignores it.
 
   Returns:
     The `Routing` of every token.
+
+  Raises:
+    ValueError: an unknown form.
   """
   released = _is_released(form)
   kept = budget.top_k if top_k is None or not budget.top_k else top_k
@@ -163,10 +172,10 @@ def two_stage_gates(
 
 
 def query_norms(queries: jax.Array) -> jax.Array:
-  """L2 norms of queries [B, N, H, D], [B, N, H] float32."""
+  """L2 norms of queries [B, N, H, D] over D, [B, N, H] float32."""
   queries = queries.astype(jnp.float32)
   squares = jnp.sum(queries * queries, axis=-1)
-  # The root of 0 has no gradient.
+  # The square root has an infinite gradient at 0.
   return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
 
 
@@ -177,19 +186,20 @@ def query_norm_gates(
   straight_through: str = "selected",
   top_k: jax.Array | None = None,
 ) -> Routing:
-  """Hard gates from the norms of the queries (arXiv:2410.11842, eq. 9, 10).
+  """Gates 0 and 1 from the norms of the queries (arXiv:2410.11842, eq. 9, 10).
 
-  The logit of a routed head is the norm of its query over the standard
-  deviation (Bessel-corrected) of these norms over the token's routed heads;
-  softmax gives the scores. Gates are exactly 0 or 1; backwards, the gate of a
-  routed head is its score.
+  The logit of a routed head is the norm of its query, divided by the standard
+  deviation (Bessel-corrected) of the token's norms over its routed heads.
+  Softmax turns logits to scores. Gates are exactly 0 or 1; in the backward pass
+  the gate of a routed head counts as its score (straight-through).
 
   Args:
     norms: [B, N, H] float32 norms of the queries before RoPE, shared heads
       first.
     budget: the layer's head split.
     straight_through: "selected" or "all", see `RouterConfig`.
-    top_k: [] int32, at least 1, in place of the budget's where a layer routes.
+    top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
+      layer whose budget selects no head ignores it.
 
   Returns:
     The `Routing` of every token.
@@ -204,15 +214,16 @@ def query_norm_gates(
     mean = norms.mean(-1, keepdims=True)
     variance = jnp.square(norms - mean).sum(-1, keepdims=True)
     variance = variance / (budget.routed - 1)
-    # Equal norms differ by rounding alone, which must not be blown up: they
-    # prefer no head. (1 stands in where the root would have no gradient.)
+    # Equal norms differ by rounding errors only. Divided by their tiny
+    # deviation these would decide; logits of 0 prefer no head. (The inner
+    # `where` keeps the gradient of the root finite.)
     differ = variance > jnp.square(_EQUAL_TO * mean) + _TINY
     scale = jax.lax.rsqrt(jnp.where(differ, variance, 1.0))
     norms = jnp.where(differ, norms * scale, 0.0)
   probs = jax.nn.softmax(norms)
   selected = top_k_mask(norms, budget.top_k if top_k is None else top_k)
 
-  passed = probs - jax.lax.stop_gradient(probs)  # 0, with the scores' gradient
+  passed = probs - jax.lax.stop_gradient(probs)  # 0 with the scores' gradient
   if straight_through == "selected":
     passed = jnp.where(selected, passed, 0.0)
   gates = jnp.concatenate([shared, selected + passed], axis=-1)
@@ -228,10 +239,11 @@ def balance_loss(
 ) -> jax.Array:
   """Load-balance loss of one layer (arXiv:2410.11842, eq. 7).
 
-  sum over routed heads of f_i P_i: f_i the share of tokens that select head i
-  (no gradient), P_i its mean softmax score. The released form multiplies by the
-  number of routed heads, so perfect balance gives top_k. Means run over the
-  whole batch, and under jit over the global batch of all devices.
+  It is the sum over routed heads of f_i P_i, with f_i the share of tokens that
+  select head i (without gradient) and P_i the head's mean softmax score. The
+  released form multiplies by the number of routed heads, so that perfect
+  balance gives top_k. Means are over the whole batch; under jit that is the
+  global batch of all devices.
 
   Args:
     probs: [B, N, R] float32.
@@ -241,6 +253,9 @@ def balance_loss(
 
   Returns:
     [] float32.
+
+  Raises:
+    ValueError: an unknown form.
   """
   chex.assert_equal_shape((probs, selected))
   frequency = token_mean(selected, token_mask)
@@ -255,7 +270,7 @@ def _is_released(form: str) -> bool:
 
 
 def token_mean(x: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
-  """Mean of [B, N, K] over tokens, [K] float32; masked tokens do not count."""
+  """Mean of [B, N, X] over tokens, [X] float32; masked tokens do not count."""
   x = x.astype(jnp.float32)
   if token_mask is None:
     return x.mean((0, 1))
@@ -273,7 +288,7 @@ def router_aux(
   """Balance loss and routing statistics of one layer.
 
   Args:
-    routing: the decisions.
+    routing: the router's decisions.
     budget: the layer's head split.
     token_mask: [B, N] bool, True for the tokens that count; None counts all.
     form: form of the balance loss.

@@ -1,4 +1,4 @@
-"""Softmax in two halves, so that the division can wait."""
+"""Softmax without its division, which callers apply later."""
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,19 @@ def unnormalized_softmax(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Numerator and denominator of a softmax over the last axis.
 
-  A row of -inf has a denominator of 1 and so gives 0, not NaN.
+  A row that is all -inf gets the denominator 1, so its weights are 0, not NaN.
 
   Args:
     logits: [..., M] float32, -inf where masked.
     masked: whether any logit may be -inf.
 
   Returns:
-    [..., M] in [0, 1], its sum [..., 1], and what was subtracted from the
-    logits [..., 1], all float32.
+    The weights [..., M] in [0, 1], their sum [..., 1], and the largest logit
+    [..., 1] that was subtracted before the exponential; all float32.
   """
   highest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
   if masked:
-    # A row without keys: any finite maximum keeps exp(-inf) = 0 and 0 / 1 = 0.
+    # Rows without a key: any finite maximum gives exp(-inf) = 0 and 0 / 1 = 0.
     highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
   weights = jnp.exp(logits - highest)
   total = weights.sum(-1, keepdims=True)

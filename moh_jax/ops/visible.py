@@ -1,4 +1,4 @@
-"""Which keys a query sees.
+"""Masks of attention, kept apart until a form of attention needs them.
 
 Shapes: B batch, N queries, M keys.
 """
@@ -13,14 +13,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visible:
-  """Which keys a query sees; what is None hides nothing.
+  """Which keys a query sees; a mask that is None hides nothing.
 
   Attributes:
     key_mask: [B, M] bool, False for keys that no query may see (padding).
-    segments: [B, N] int32 where N = M: a query sees the keys of its segment
-      (documents packed into one sequence).
-    causal: query n sees the keys up to n + M - N: with fewer queries than keys
-      the queries are the last ones.
+    segments: [B, N] int32 where N = M: a query sees only keys of its own
+      segment (a document of several packed into one sequence).
+    causal: query n sees the keys up to n + M - N, so fewer queries than keys
+      are the last ones of the sequence.
   """
 
   key_mask: jax.Array | None = None
@@ -33,7 +33,7 @@ class Visible:
     return self.key_mask is None and self.segments is None and not self.causal
 
   def mask(self, num_queries: int, num_keys: int) -> jax.Array | None:
-    """All in one, [B or 1, 1, N or 1, M]; None sees everything."""
+    """One mask [B or 1, 1, N or 1, M] for all; None if nothing is hidden."""
     masks = []
     if self.key_mask is not None:
       masks.append(self.key_mask[:, None, None, :])

@@ -1,13 +1,12 @@
-"""Sliding windows over a token grid by shifted views.
+"""Sliding windows over a token grid, read as shifted views.
 
 A token at row i, column j sees the `window x window` tokens around it; a
 position outside the grid contributes zero. Each function pads its operand once
-and reads `window**2` shifted views of that copy, so keys and values are never
-unfolded into `window**2` copies: beside its result a function holds the padded
-copy, and on the CPU `window_logits` one view more, where the unfolded form
-holds nine copies (window 3). The backward passes are written in the same form:
-transposing the shifted reads automatically would scatter into `window**2`
-padded buffers and add them up.
+and reads `window**2` shifted views of this copy. Unfolding keys and values into
+windows instead would take `window**2` copies, nine for window 3; here only the
+padded copy is in memory, and for `window_logits` on a CPU one view more. The
+backward passes are written the same way: autodiff would scatter into
+`window**2` padded buffers and add them up.
 
 Shapes: B batch, X rows, Y columns, H heads, D head dim, C channels,
 L = window * window offsets in row-major order.
@@ -22,7 +21,7 @@ import numpy as np
 
 
 def window_counts(grid: tuple[int, int], window: int) -> np.ndarray:
-  """Counts each token's window positions that lie inside the grid.
+  """Counts the window positions of each token that lie inside the grid.
 
   Args:
     grid: rows and columns.
@@ -43,6 +42,9 @@ def window_inside(grid: tuple[int, int], window: int) -> np.ndarray:
 
   Returns:
     [X * Y, L] bool.
+
+  Raises:
+    ValueError: the window is even or below 1.
   """
   if window < 1 or window % 2 == 0:
     raise ValueError(f"window={window} must be odd and at least 1")
@@ -59,15 +61,21 @@ def window_inside(grid: tuple[int, int], window: int) -> np.ndarray:
 
 
 def _pad(x: jax.Array, reach: int) -> jax.Array:
-  """Zeros around the grid of [B, X, Y, ...]."""
+  """Pads the grid of [B, X, Y, ...] with zeros on all sides."""
   edge = (reach, reach)
   return jnp.pad(x, [(0, 0), edge, edge] + [(0, 0)] * (x.ndim - 3))
 
 
 def _shifted(x: jax.Array, window: int, *, reverse: bool = False):
-  """Yields, per offset, x moved so that [b, i, j] reads x[b, i + di, j + dj].
+  """Yields one view of x per offset (di, dj) of the window, zero outside.
 
-  `reverse` reads at (i - di, j - dj): the transposed access.
+  Args:
+    x: [B, X, Y, ...].
+    window: odd width of the window.
+    reverse: negates the offsets, as backward passes read.
+
+  Yields:
+    [B, X, Y, ...] with x[b, i + di, j + dj] at [b, i, j].
   """
   rows, columns = x.shape[1:3]
   padded = _pad(x, window // 2)
@@ -99,16 +107,16 @@ def window_logits(q: jax.Array, k: jax.Array, window: int) -> jax.Array:
 
 
 def _logits_at_once(q: jax.Array, k: jax.Array, *, window: int) -> jax.Array:
-  """Sums over shifted views that the compiler fuses with their products."""
+  """Computes every offset's dot products; compilers fuse views and products."""
   dots = [jnp.sum(q * view, axis=-1) for view in _shifted(k, window)]
   return jnp.stack(dots, axis=-1)
 
 
 def _logits_by_offset(q: jax.Array, k: jax.Array, *, window: int) -> jax.Array:
-  """`_logits_at_once`, one offset after the other.
+  """Computes the same as `_logits_at_once`, one offset after another.
 
-  The CPU's compiler does not fuse a slice into a sum over the last axis: at
-  once it would hold all `window**2` views, so they take turns in one buffer.
+  XLA for CPUs does not fuse a slice into a sum over the last axis. It would
+  hold all `window**2` views at once; in a loop they share one buffer.
   """
   padded = _pad(k, window // 2)
 
@@ -166,9 +174,10 @@ window_mix.defvjp(_window_mix_fwd, _window_mix_bwd)
 
 
 def _window_scatter(weights: jax.Array, x: jax.Array, window: int) -> jax.Array:
-  """Transpose of `window_mix` in its values: sends weights * x to the window.
+  """Transpose of `window_mix` with respect to its values.
 
-  out[m] = sum over offsets o of weights[m - o, o] * x[m - o].
+  out[m] is the sum over offsets o of weights[m - o, o] * x[m - o]: each token
+  adds its weighted x to the tokens of its window.
   """
   weight_views = _shifted(weights, window, reverse=True)
   x_views = _shifted(x, window, reverse=True)
@@ -180,7 +189,7 @@ def _window_scatter(weights: jax.Array, x: jax.Array, window: int) -> jax.Array:
 def depthwise_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Depthwise convolution, stride 1, zero padding, as shifted multiply-adds.
 
-  On the CPU this is many times faster than XLA's grouped convolution
+  On a CPU this is many times faster than XLA's grouped convolution
   (`python -m benchmarks.window` compares the two).
 
   Args:
@@ -192,7 +201,7 @@ def depthwise_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """
   chex.assert_rank((x, kernel), (4, 3))
   window = kernel.shape[0]
-  taps = kernel.reshape(window * window, -1)
+  taps = kernel.reshape(window * window, 1, 1, 1, -1)
   out = sum(view * tap for view, tap in zip(_shifted(x, window), taps))
   return out.astype(x.dtype)
 
@@ -227,10 +236,10 @@ def _taps_grad(x: jax.Array, grad: jax.Array, *, window: int) -> jax.Array:
 def _taps_grad_by_row(
   x: jax.Array, grad: jax.Array, *, window: int
 ) -> jax.Array:
-  """`_taps_grad` one grid row at a time.
+  """Computes the same as `_taps_grad`, one grid row at a time.
 
-  On the CPU the nine reductions stream the whole map nine times from memory; a
-  row of it stays in cache (`python -m benchmarks.window` compares the two).
+  On a CPU, nine sums over the whole grid read it nine times from memory, while
+  a row of it stays in cache (`python -m benchmarks.window` compares the two).
   """
   rows, columns = x.shape[1:3]
   padded = _pad(x, window // 2)

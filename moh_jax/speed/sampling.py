@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import Config, SampleConfig
-from moh_jax.models.generation import make_draw
+from moh_jax.models.generation import make_sampler
 from moh_jax.models.registry import make_model
 from moh_jax.speed import timing
 from moh_jax.speed.model_programs import random_params
@@ -35,7 +35,7 @@ def measure(options: Any, run: Config) -> dict[str, float]:
 
   programs = {
     "sampler": compile_program(
-      make_draw(network, run), params, 0, index, index
+      make_sampler(network, run), params, 0, index, index
     ),
     "forward": compile_program(forward, params, x, twice, twice),
   }

@@ -20,7 +20,7 @@ from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import gather_rows, head_blocks
 from moh_jax.ops.kernels.attention import PLATFORMS
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import MOST_HEAD_DIM, BlockSizes, Tile, read
+from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, BlockSizes, Tile, read
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import timing
 from moh_jax.speed.attention import random_active
@@ -66,9 +66,9 @@ class Workload:
       raise ValueError(
         f"--active {self.active} must be in [1, {self.heads}], the heads"
       )
-    if not 1 <= self.head_dim <= MOST_HEAD_DIM:
+    if not 1 <= self.head_dim <= MAX_HEAD_DIM:
       raise ValueError(
-        f"--head-dim {self.head_dim} must be in [1, {MOST_HEAD_DIM}]"
+        f"--head-dim {self.head_dim} must be in [1, {MAX_HEAD_DIM}]"
       )
 
 
@@ -229,10 +229,10 @@ class _Bench:
       if kernel == "forward":
         return self._kernels.forward(problem, q, k, v, tile)
       if kernel == "dq":
-        rows = q, k, v, out, sums, grad
-        return self._kernels.query_gradient(problem, *rows, tile)
-      rows = q, k, v, sums, sums, grad
-      return self._kernels.key_gradients(problem, *rows, tile)
+        rows = q, out, sums, grad
+        return self._kernels.query_gradient(problem, rows, k, v, tile)
+      rows = q, sums, sums, grad
+      return self._kernels.key_gradients(problem, rows, k, v, tile)
 
     args = (
       self._q, self._k, self._v, self._out, sums, self._grad, self._blocks

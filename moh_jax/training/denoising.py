@@ -15,7 +15,7 @@ from moh_jax.data.pipeline import train_images
 from moh_jax.diffusion.guidance import drop_labels
 from moh_jax.diffusion.process import make_process
 from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
-from moh_jax.models.generation import Decode, image_grid, make_paint
+from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
@@ -154,7 +154,7 @@ def _make_preview(
       f"sample.every={config.sample.every} must be 0, or --vae must name the "
       "autoencoder that shows latents"
     )
-  paint, num = make_paint(model, config, decode), config.sample.num
+  paint, num = make_image_sampler(model, config, decode), config.sample.num
   classes, seed = config.model.num_classes, config.train.seed
 
   def preview(params: Any, mesh: Mesh) -> np.ndarray:

@@ -104,27 +104,23 @@ def _hand_ddpm(predict, x, process, noise):
 class PerfectDenoiserTest(parameterized.TestCase):
   @parameterized.product(method=METHODS, prediction=PREDICTIONS)
   def test_returns_the_example(self, method, prediction):
-    draw = _sampler(
+    run = _sampler(
       _perfect(prediction), method, "20", prediction, noise=_noise()
     )
-    np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
+    np.testing.assert_allclose(run(_Z), _X0, atol=1e-4)
 
   @parameterized.product(method=METHODS, spacing=("1", "2"))
   def test_few_steps_return_the_example(self, method, spacing):
-    draw = _sampler(_perfect(), method, spacing, noise=_noise())
-    np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
-
-  def test_stochastic_ddim_returns_the_example(self):
-    draw = _sampler(_perfect(), "ddim", "20", noise=_noise(), eta=1.0)
-    np.testing.assert_allclose(draw(_Z), _X0, atol=1e-4)
+    run = _sampler(_perfect(), method, spacing, noise=_noise())
+    np.testing.assert_allclose(run(_Z), _X0, atol=1e-4)
 
   @parameterized.parameters(*METHODS)
   def test_clips_the_example(self, method):
     predict = _network(lambda x, signal, spread: 4 * _X0)
-    draw = _sampler(predict, method, "5", noise=_noise(), clip=True)
+    run = _sampler(predict, method, "5", noise=_noise(), clip=True)
     expected = jnp.clip(4 * _X0, -1, 1)
     self.assertGreater(float(jnp.abs(4 * _X0).max()), 1.5)
-    np.testing.assert_allclose(draw(_Z), expected, atol=1e-4)
+    np.testing.assert_allclose(run(_Z), expected, atol=1e-4)
 
 
 class StepsTest(parameterized.TestCase):
@@ -166,20 +162,9 @@ class StepsTest(parameterized.TestCase):
 
   def test_ddpm_equals_the_steps_by_hand(self):
     predict = _network(_gaussian)
-    draw = _sampler(predict, "ddpm", "5", noise=_noise(), trajectory=True)
+    run = _sampler(predict, "ddpm", "5", noise=_noise(), trajectory=True)
     path = _hand_ddpm(predict, _Z, respace(_TRAINING, "5"), _noise())
-    np.testing.assert_allclose(draw(_Z), path, rtol=1e-4, atol=1e-4)
-
-  def test_fully_stochastic_ddim_is_ddpm_with_the_posteriors_variance(self):
-    def with_variance(x, t):  # -1: the lower end, the posterior's
-      out = _network(_gaussian)(x, t)
-      return jnp.concatenate([out, jnp.full_like(out, -1.0)], axis=-1)
-
-    ddpm, ddim = (
-      _sampler(with_variance, method, "10", noise=_noise(), eta=1.0)
-      for method in ("ddpm", "ddim")
-    )
-    np.testing.assert_allclose(ddim(_Z), ddpm(_Z), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(run(_Z), path, rtol=1e-4, atol=1e-4)
 
   @parameterized.parameters(*METHODS)
   def test_trajectory_ends_with_the_sample(self, method):
@@ -195,8 +180,8 @@ class StepsTest(parameterized.TestCase):
 
   @parameterized.parameters(*METHODS)
   def test_jit_equals_eager(self, method):
-    drawn = jax.random.normal(_KEY, (3, *_SHAPE))
-    options = {"method": method, "noise": lambda step: drawn[step]}
+    noises = jax.random.normal(_KEY, (3, *_SHAPE))
+    options = {"method": method, "noise": lambda step: noises[step]}
     process = respace(_TRAINING, "3")
 
     def predict(x, t):
@@ -211,7 +196,7 @@ class StepsTest(parameterized.TestCase):
   def test_traces_once_whatever_the_steps_and_calls(self, method):
     traces = {}
 
-    def draw(spacing):
+    def run(spacing):
       def predict(x, t):
         traces[spacing] = traces.get(spacing, 0) + 1
         return x
@@ -222,8 +207,8 @@ class StepsTest(parameterized.TestCase):
       call(_Z + 1)
       self.assertEqual(traces[spacing], first)
 
-    draw("3")
-    draw("50")
+    run("3")
+    run("50")
     self.assertEqual(traces["3"], traces["50"])
 
 
@@ -232,8 +217,8 @@ class DistributionTest(parameterized.TestCase):
   def test_gaussian_data_have_their_mean_and_variance(self, method, spacing):
     shape = (8192, 1, 1, 1)
     z = jax.random.normal(jax.random.key(3), shape)
-    draw = _sampler(_network(_gaussian), method, spacing, noise=_noise(shape))
-    x = np.asarray(draw(z))
+    run = _sampler(_network(_gaussian), method, spacing, noise=_noise(shape))
+    x = np.asarray(run(z))
     self.assertAlmostEqual(x.mean(), 2.0, delta=0.03)
     self.assertAlmostEqual(x.std(), 0.5, delta=0.03)
 
@@ -297,15 +282,15 @@ class DistributionTest(parameterized.TestCase):
     )
 
   def test_noise_changes_the_sample_and_repeats_it(self):
-    def draw(seed):
+    def run(seed):
       def noise(step):
         key = jax.random.fold_in(jax.random.key(seed), step)
         return jax.random.normal(key, _SHAPE)
 
       return _sampler(_network(_gaussian), "ddpm", "5", noise=noise)(_Z)
 
-    chex.assert_trees_all_equal(draw(0), draw(0))
-    self.assertGreater(float(jnp.abs(draw(0) - draw(1)).max()), 0.05)
+    chex.assert_trees_all_equal(run(0), run(0))
+    self.assertGreater(float(jnp.abs(run(0) - run(1)).max()), 0.05)
 
 
 class ErrorsTest(parameterized.TestCase):
@@ -318,12 +303,9 @@ class ErrorsTest(parameterized.TestCase):
     ):
       self._sample(method="euler")
 
-  @parameterized.parameters(("ddpm", 0.0), ("ddim", 0.5))
-  def test_stochastic_methods_need_noise(self, method, eta):
-    with self.assertRaisesRegex(
-      ValueError, f"method='{method}' with eta={eta} needs noise"
-    ):
-      self._sample(method=method, eta=eta)
+  def test_ddpm_needs_noise(self):
+    with self.assertRaisesRegex(ValueError, "method='ddpm' needs noise"):
+      self._sample(method="ddpm")
 
 
 if __name__ == "__main__":

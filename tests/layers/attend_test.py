@@ -29,12 +29,12 @@ class ActiveHeadsTest(parameterized.TestCase):
   def test_are_those_with_a_gate(self):
     active = active_heads(self.gates, _BUDGET, RouterConfig())
     np.testing.assert_array_equal(active.mask, [[[True, False, True, False]]])
-    self.assertEqual(active.most, 2)
+    self.assertEqual(active.max_per_token, 2)
 
   def test_a_number_that_may_change_has_the_heads_as_its_bound(self):
     top_k = jnp.int32(1)
     active = active_heads(self.gates, _BUDGET, RouterConfig(), top_k)
-    self.assertEqual(active.most, 4)
+    self.assertEqual(active.max_per_token, 4)
 
   def test_every_head_counts_without_a_router(self):
     for gates in (None, jnp.ones((1, 1, 4))):  # also where gates are scaled

@@ -57,7 +57,7 @@ def _model_and_params():
 @functools.cache
 def _drawer(config):
   model, _ = _model_and_params()
-  return jax.jit(generation.make_draw(model, config))
+  return jax.jit(generation.make_sampler(model, config))
 
 
 def _draw(config=_CONFIG, seed=7, index=_INDEX, labels=_LABELS) -> np.ndarray:
@@ -103,7 +103,7 @@ class DrawTest(parameterized.TestCase):
 
     with mock.patch.object(generation, "sample", sample):
       model, params = _model_and_params()
-      draw = generation.make_draw(model, config)
+      draw = generation.make_sampler(model, config)
       draw(params, 0, jnp.asarray(_INDEX), jnp.asarray(_LABELS))
     return called
 
@@ -157,7 +157,7 @@ class GuidanceTest(parameterized.TestCase):
   @parameterized.parameters(((0, 100), 0), ((0, 99), 1), ((1, 100), 1))
   def test_interval_of_all_steps_costs_no_conditional(self, interval, count):
     model, params = _model_and_params()
-    draw = generation.make_draw(model, _sampling(cfg_interval=interval))
+    draw = generation.make_sampler(model, _sampling(cfg_interval=interval))
     arguments = (params, 0, jnp.asarray(_INDEX), jnp.asarray(_LABELS))
     program = str(jax.make_jaxpr(draw)(*arguments))
     self.assertEqual(program.count("cond["), count)
@@ -166,7 +166,7 @@ class GuidanceTest(parameterized.TestCase):
 class PaintTest(absltest.TestCase):
   def _paint(self, config, decode=None):
     model, params = _model_and_params()
-    paint = generation.make_paint(model, config, decode)
+    paint = generation.make_image_sampler(model, config, decode)
     return paint(params, 7, jnp.asarray(_INDEX), jnp.asarray(_LABELS))
 
   def test_pixels_of_the_drawn_images(self):
@@ -195,7 +195,7 @@ class PaintTest(absltest.TestCase):
     with self.assertRaisesRegex(
       ValueError, r"diffusion\.space='latent'.*--vae PATH"
     ):
-      generation.make_paint(model, _LATENT)
+      generation.make_image_sampler(model, _LATENT)
 
 
 class PixelsTest(absltest.TestCase):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models.vae_tiling import decode_tiled, encode_tiled
+from moh_jax.models.vae_tiling import apply_tiled
 
 
 def _array(rows, columns):
@@ -34,11 +34,11 @@ class TilingTest(parameterized.TestCase):
   )
   def test_equals_the_whole_for_local_functions(self, sides, overlap):
     x = _array(*sides)
-    moments = encode_tiled(_halve, x, 12, overlap)
+    moments = apply_tiled(_halve, x, 12, overlap)
     for got, want in zip(moments, _halve(x)):
       self.assertEqual(got.dtype, np.float32)
       np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    decoded = decode_tiled(_double, x, 12, overlap)
+    decoded = apply_tiled(_double, x, 12, overlap)
     np.testing.assert_allclose(decoded, _double(x), rtol=1e-5, atol=1e-6)
 
   @parameterized.parameters((12, 12), (8, 5))
@@ -49,7 +49,7 @@ class TilingTest(parameterized.TestCase):
       seen.append(part.shape)
       return jnp.tanh(part)
 
-    np.testing.assert_array_equal(decode_tiled(record, x, 12, 4), jnp.tanh(x))
+    np.testing.assert_array_equal(apply_tiled(record, x, 12, 4), jnp.tanh(x))
     self.assertEqual(seen, [x.shape])
 
   def test_all_tiles_have_one_shape(self):
@@ -59,13 +59,13 @@ class TilingTest(parameterized.TestCase):
       seen.append(part.shape)
       return part
 
-    decode_tiled(record, _array(30, 7), 12, 4)
+    apply_tiled(record, _array(30, 7), 12, 4)
     self.assertEqual(seen, [(2, 12, 7, 3)] * 4)
 
   def test_seam_is_a_linear_ramp(self):
     # Two tiles of 12 columns, starting at 0 and 8, share 4.
     x = np.broadcast_to(np.arange(20.0)[None, None, :, None], (1, 3, 20, 1))
-    out = decode_tiled(_level, x, 12, 4)
+    out = apply_tiled(_level, x, 12, 4)
     row = np.concatenate([np.zeros(8), np.arange(1, 8, 2), np.full(8, 8.0)])
     want = np.broadcast_to(row[None, None, :, None], out.shape)
     np.testing.assert_allclose(out, want, atol=1e-5)
@@ -73,7 +73,7 @@ class TilingTest(parameterized.TestCase):
   @parameterized.parameters(2, 6, 9)
   def test_steps_are_bounded_by_the_overlap(self, overlap):
     x = np.broadcast_to(np.arange(50.0)[None, :, None, None], (1, 50, 50, 1))
-    out = decode_tiled(_level, x, 12, overlap)
+    out = apply_tiled(_level, x, 12, overlap)
     steps = np.diff(out[0, :, 0, 0])
     # Neighbours differ by at most 12 - overlap, over at least `overlap`; where
     # they share more than half, over as much as they differ.
@@ -84,12 +84,12 @@ class TilingTest(parameterized.TestCase):
   @parameterized.parameters((12, 12), (12, -1), (0, 0))
   def test_overlap_out_of_range_is_refused(self, tile, overlap):
     with self.assertRaisesRegex(ValueError, f"overlap={overlap} must be in"):
-      decode_tiled(_double, _array(16, 16), tile, overlap)
+      apply_tiled(_double, _array(16, 16), tile, overlap)
 
   @parameterized.parameters((21, 4), (20, 3))
   def test_sizes_between_the_latents_are_refused(self, columns, overlap):
     with self.assertRaisesRegex(ValueError, "must be multiples of 2"):
-      encode_tiled(_halve, _array(16, columns), 12, overlap)
+      apply_tiled(_halve, _array(16, columns), 12, overlap)
 
 
 if __name__ == "__main__":

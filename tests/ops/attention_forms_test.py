@@ -1,16 +1,19 @@
 """Which form a call gets."""
 
 import dataclasses
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.ops import attention_forms
 from moh_jax.ops.attention_forms import (
   AttentionCase,
   Form,
   choose_cached_form,
   choose_form,
 )
+from moh_jax.ops.kernels import sizes
 
 _CASE = AttentionCase(
   platform="cpu",
@@ -47,10 +50,12 @@ class ChooseTest(parameterized.TestCase):
   def test_auto(self, changes, expected):
     self.assertEqual(_name(**changes), expected)
 
-  @parameterized.parameters("cpu", "gpu", "tpu")
-  def test_what_is_asked_for_is_done(self, platform):
+  @parameterized.parameters(
+    ("cpu", "blocked"), ("gpu", "dense"), ("tpu", "dense")
+  )
+  def test_what_is_asked_for_is_done(self, platform, dense):
     self.assertEqual(_name("packed", platform=platform), "packed")
-    self.assertNotEqual(_name("dense", platform=platform), "packed")
+    self.assertEqual(_name("dense", platform=platform), dense)
 
   def test_nothing_to_pack_is_dense(self):
     self.assertEqual(_name("packed", active=32), "blocked")
@@ -61,9 +66,9 @@ class ChooseTest(parameterized.TestCase):
     ({"causal": True}, 64, 4),
     ({"causal": True, "queries": 4096}, 128, 4),
   )
-  def test_rows_of_packed_blocks(self, changes, rows, at_once):
+  def test_rows_of_packed_blocks(self, changes, rows, blocks_per_step):
     case = dataclasses.replace(_CASE, **changes)
-    expected = Form("packed", rows, at_once)
+    expected = Form("packed", rows, blocks_per_step)
     self.assertEqual(choose_form("packed", case), expected)
 
   @parameterized.parameters((1024, 512), (4096, 1024), (300, 300))
@@ -73,12 +78,26 @@ class ChooseTest(parameterized.TestCase):
 
 
 class KernelTest(parameterized.TestCase):
-  @parameterized.parameters("cpu", "gpu", "tpu")
-  def test_rows_are_those_of_the_tiles(self, platform):
-    case = dataclasses.replace(_CASE, platform=platform, dtype="bfloat16")
-    form = choose_form("kernel", case)
-    self.assertEqual(form.name, "kernel")
-    self.assertIn(form.rows, (64, 128, 256))
+  @parameterized.parameters(
+    # Half of the heads are active: 256 tokens a head, and 2,048.
+    ("cpu", 512, 64),
+    ("gpu", 512, 64),
+    ("gpu", 4096, 128),
+    ("tpu", 512, 128),
+    ("tpu", 4096, 256),
+  )
+  def test_rows_are_fewer_for_heads_with_few_tokens(
+    self, platform, queries, rows
+  ):
+    case = dataclasses.replace(
+      _CASE, platform=platform, dtype="bfloat16", queries=queries
+    )
+    # No file of measured sizes, and the defaults of a platform's name.
+    with (
+      mock.patch.object(attention_forms, "device_kind", lambda name: name),
+      mock.patch.object(sizes, "measured", dict),
+    ):
+      self.assertEqual(choose_form("kernel", case), Form("kernel", rows))
 
   def test_bias_is_refused(self):
     with self.assertRaisesRegex(ValueError, "'kernel' adds no bias"):
@@ -118,7 +137,6 @@ class ErrorsTest(absltest.TestCase):
       _name("flush")
     with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
       choose_cached_form("flush", new=1, quantized=False)
-    self.assertIn("packed", IMPLEMENTATIONS)
 
 
 if __name__ == "__main__":

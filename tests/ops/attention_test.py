@@ -144,14 +144,14 @@ class AttentionTest(parameterized.TestCase):
 
 
 class ActiveTest(parameterized.TestCase):
-  """Heads that no gate weighs may be left out; those at work are the same."""
+  """Heads that no gate weighs may be left out; the active ones are the same."""
 
   @parameterized.product(
     implementation=("auto", "dense", "packed", "kernel"),
     causal=(False, True),
     every=(False, True),
   )
-  def test_implementations_agree_on_the_heads_at_work(
+  def test_implementations_agree_on_active_heads(
     self, implementation, causal, every
   ):
     q, k, v = _inputs(queries=20, keys=20, kv_heads=2)

@@ -61,12 +61,18 @@ def _values(attend, arrays, weights):
   return out, grads
 
 
-def _assert_equal(test, arrays, weights, visible, blocks, mask, at_once=1):
+def _assert_equal(
+  test, arrays, weights, visible, blocks, mask, blocks_per_step=1
+):
   weights = weights * mask[..., None]
   scale = 0.3
   dense = functools.partial(dense_attention, visible=visible, scale=scale)
   ours = functools.partial(
-    _blocked, visible=visible, blocks=blocks, scale=scale, at_once=at_once
+    _blocked,
+    visible=visible,
+    blocks=blocks,
+    scale=scale,
+    blocks_per_step=blocks_per_step,
   )
   out, grads = _values(ours, arrays, weights)
   expected, expected_grads = _values(dense, arrays, weights)
@@ -76,8 +82,10 @@ def _assert_equal(test, arrays, weights, visible, blocks, mask, at_once=1):
     _assert_close(got, want, 1e-5)
 
 
-def _blocked(q, k, v, bias, *, visible, blocks, scale, at_once):
-  return blocked_attention(q, k, v, bias, visible, blocks, scale, at_once)
+def _blocked(q, k, v, bias, *, visible, blocks, scale, blocks_per_step):
+  return blocked_attention(
+    q, k, v, bias, visible, blocks, scale, blocks_per_step
+  )
 
 
 def _assert_close(got, want, tolerance):
@@ -93,7 +101,7 @@ def _visible(causal, masked, batch, tokens):
   lengths = jnp.array([tokens, max(tokens - 5, 0)])[:batch, None]
   segments = jnp.arange(tokens)[None] // 11
   return Visible(
-    key_mask=jnp.arange(tokens) < lengths,
+    key_mask=jnp.arange(tokens)[None] < lengths,
     segments=jnp.broadcast_to(segments, (batch, tokens)),
     causal=causal,
   )
@@ -104,42 +112,44 @@ class BlockedTest(parameterized.TestCase):
     causal=(False, True),
     masked=(False, True),
     bias=(None, (1, 6), (2, 1)),
-    at_once=(1, 3),
+    blocks_per_step=(1, 3),
   )
   def test_active_heads_equal_the_dense_form(
-    self, causal, masked, bias, at_once
+    self, causal, masked, bias, blocks_per_step
   ):
     arrays, weights, active = _inputs(queries=37, kv_heads=2, bias=bias)
     visible = _visible(causal, masked, 2, 37)
     blocks = head_blocks(active, 4)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, at_once)
+    _assert_equal(
+      self, arrays, weights, visible, blocks, active.mask, blocks_per_step
+    )
 
   @parameterized.product(kv_heads=(1, 3, 6), masked=(False, True))
   def test_prefixes_of_causal_blocks(self, kv_heads, masked):
     arrays, weights, active = _inputs(queries=150, kv_heads=kv_heads)
     visible = _visible(True, masked, 2, 150)
     blocks = head_blocks(active, 16)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
 
   @parameterized.parameters(1, 5, 16, 64)
   def test_all_heads_equal_the_dense_form(self, rows):
     arrays, weights, active = _inputs(queries=33)
     blocks = all_blocks(2, 33, 6, rows)
     every = jnp.ones_like(active.mask)
-    _assert_equal(self, arrays, weights, Visible(), blocks, every)
+    _assert_equal(arrays, weights, Visible(), blocks, every)
 
   @parameterized.product(queries=(1, 3, 70), keys=(70, 130, 200))
   def test_causal_queries_are_the_last_ones(self, queries, keys):
     arrays, weights, active = _inputs(queries=queries, keys=keys)
     blocks = head_blocks(active, 8)
     visible = Visible(causal=True)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
 
   def test_first_queries_of_too_few_keys_see_nothing(self):
     arrays, weights, active = _inputs(queries=140, keys=130)
     blocks = head_blocks(active, 8)
     visible = Visible(causal=True)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
     out = blocked_attention(*arrays, visible, blocks, 1.0, 2)
     np.testing.assert_array_equal(out[:, :10], 0.0)
 
@@ -147,14 +157,14 @@ class BlockedTest(parameterized.TestCase):
     arrays, weights, _ = _inputs()
     mask = jnp.zeros((2, 37, 6), bool).at[:, :, 4].set(True)
     blocks = head_blocks(ActiveHeads(mask, 1), 8)
-    _assert_equal(self, arrays, weights, Visible(), blocks, mask, 2)
+    _assert_equal(arrays, weights, Visible(), blocks, mask, 2)
 
   def test_no_head_for_anything(self):
     arrays, weights, _ = _inputs()
     mask = jnp.zeros((2, 37, 6), bool)
     blocks = head_blocks(ActiveHeads(mask, 1), 8)
     ours = functools.partial(
-      _blocked, visible=Visible(), blocks=blocks, scale=1.0, at_once=1
+      _blocked, visible=Visible(), blocks=blocks, scale=1.0, blocks_per_step=1
     )
     out, grads = _values(ours, arrays, weights)
     chex.assert_trees_all_equal(
@@ -183,7 +193,7 @@ class BlockedTest(parameterized.TestCase):
     )
     blocks = head_blocks(active, rows)
     visible = Visible(causal=causal)
-    _assert_equal(self, arrays, weights, visible, blocks, active.mask, 2)
+    _assert_equal(arrays, weights, visible, blocks, active.mask, 2)
 
   def test_bfloat16(self):
     arrays, weights, active = _inputs(queries=64)

@@ -95,8 +95,8 @@ class KernelTest(parameterized.TestCase):
   def test_equals_the_dense_form_for_active_heads(self, heads, dtype):
     cache, *_ = filled(dtype)
     q, visible = vectors(1, heads), _visible(1, 5)
-    mask = jnp.arange(heads) % 2 == jnp.arange(B)[:, None, None]
-    active = ActiveHeads(mask, heads // 2)
+    mask = np.arange(heads) % 2 == np.arange(B)[:, None, None]
+    active = ActiveHeads(jnp.asarray(mask), heads // 2)
     out = _attend(q, cache, visible, active=active, implementation="kernel")
     expected = _attend(q, cache, visible, active=active)
     expected = jnp.where(mask[..., None], expected, 0)

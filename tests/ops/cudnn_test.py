@@ -1,6 +1,7 @@
 """The form for cuDNN, run through XLA's version of the same function."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ class CudnnTest(parameterized.TestCase):
   ):
     arrays, weights, mask = _inputs(kv_heads)
     visible = Visible(
-      key_mask=jnp.arange(_N) < jnp.array([[_N], [0]]) if key_mask else None,
+      key_mask=jnp.array([[True] * _N, [False] * _N]) if key_mask else None,
       segments=jnp.arange(_N)[None].repeat(_B, 0) // 4 if segments else None,
       causal=causal,
     )
@@ -83,15 +84,16 @@ class CudnnTest(parameterized.TestCase):
     expected = dense_attention(*arrays, None, visible, 0.3)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
-  @absltest.skipIf(
-    jax.default_backend() != "cpu", "says what other devices than GPUs are told"
-  )
-  def test_other_devices_are_named(self):
-    with self.assertRaisesRegex(ValueError, "needs an NVIDIA GPU, .* cpu"):
+  @parameterized.parameters("cpu", "tpu")
+  def test_other_devices_are_named(self, platform):
+    with (
+      mock.patch.object(jax, "default_backend", lambda: platform),
+      self.assertRaisesRegex(ValueError, f"an NVIDIA GPU, .* {platform}"),
+    ):
       attention(*_inputs()[0], implementation="cudnn")
 
   @absltest.skipIf(jax.default_backend() != "gpu", "needs a GPU")
-  def test_on_a_gpu_without_one_it_is_skipped(self):
+  def test_on_this_gpu_equals_the_dense_form(self):
     arrays, _, mask = _inputs(dtype=jnp.bfloat16)
     active = ActiveHeads(mask, _H)
     out = attention(*arrays, active=active, implementation="cudnn")

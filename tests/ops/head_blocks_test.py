@@ -99,7 +99,9 @@ class TableTest(parameterized.TestCase):
   @parameterized.parameters((0, 1), (4, 0))
   def test_sizes_below_one_are_refused(self, rows, most):
     active = ActiveHeads(jnp.ones((1, 2, 2), bool), most)
-    with self.assertRaisesRegex(ValueError, f"rows={rows} and most={most}"):
+    with self.assertRaisesRegex(
+      ValueError, f"rows={rows} and max_per_token={most}"
+    ):
       head_blocks(active, rows)
 
 

@@ -25,7 +25,7 @@ _PLATFORMS = ("gpu", "tpu")
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-  """Shapes, what is visible, and which heads are at work."""
+  """Shapes, what is visible, and which heads are active."""
 
   batch: int = 2
   heads: int = 4
@@ -154,9 +154,9 @@ class InterpretedTest(parameterized.TestCase):
     case = _Case(heads=6, kv_heads=kv_heads, splits=2, choice="few")
     q, k, v = arrays = case.arrays()
     mask = np.asarray(case.active().mask)
-    at_work = mask.reshape(case.batch, kv_heads, -1).any(-1)
-    self.assertEqual(at_work.sum(), 3 if kv_heads == 6 else 2)
-    k, v = (jnp.where(at_work[..., None, None], x, jnp.nan) for x in (k, v))
+    is_read = mask.reshape(case.batch, kv_heads, -1).any(-1)
+    self.assertEqual(is_read.sum(), 3 if kv_heads == 6 else 2)
+    k, v = (jnp.where(is_read[..., None, None], x, jnp.nan) for x in (k, v))
     kernels = PLATFORMS[platform]
     with mock.patch.object(kernels, "forward", wraps=kernels.forward) as spy:
       out = kernel_decode(
@@ -164,7 +164,7 @@ class InterpretedTest(parameterized.TestCase):
         platform=platform, splits=case.splits, interpret=True,
       )  # fmt: skip
     blocks = spy.call_args.args[0].blocks
-    parts = np.flatnonzero(np.repeat(at_work, case.splits))
+    parts = np.flatnonzero(np.repeat(is_read, case.splits))
     np.testing.assert_array_equal(blocks.head[: blocks.first[-1]], parts)
     np.testing.assert_allclose(out, _reference(case, arrays), atol=2e-6)
 
@@ -224,7 +224,7 @@ class PlanTest(parameterized.TestCase):
   )  # fmt: skip
   def test_tiles_of_a_tpu_divide_the_slots(self, slots, expected):
     tile = decode_tile("tpu", 64, jnp.bfloat16)
-    self.assertEqual(decode._that_pads_nothing(tile, slots).keys, expected)
+    self.assertEqual(decode._without_padding(tile, slots).keys, expected)
 
   @parameterized.product(
     head_dim=((64, 64), (128, 64), (136, 16), (256, 16)), platform=_PLATFORMS
@@ -240,10 +240,11 @@ class PlanTest(parameterized.TestCase):
 
   @parameterized.product(tokens=(1, 3, 16, 40), choice=(0.0, 0.5, 1.0))
   def test_table_is_that_of_all_tokens_of_some_heads(self, tokens, choice):
-    at_work = jnp.asarray(np.random.default_rng(0).random(7) < choice)
-    mask = jnp.broadcast_to(at_work[:, None, None], (7, tokens, 1))
+    active = jnp.asarray(np.random.default_rng(0).random(7) < choice)
+    mask = jnp.broadcast_to(active[:, None, None], (7, tokens, 1))
     expected = head_blocks(ActiveHeads(mask, 1), 16)
-    chex.assert_trees_all_equal(decode._blocks(at_work, tokens, 16), expected)
+    table = decode._whole_heads(active, tokens, 16)
+    chex.assert_trees_all_equal(table, expected)
 
 
 def _traced(platform, dtypes, slots, head_dim, sharding=None):

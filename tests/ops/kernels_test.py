@@ -113,8 +113,8 @@ def _reference(case: _Case, dtype=jnp.float32) -> list[np.ndarray]:
   logits = np.einsum("bnhd,bmhd->bhnm", q, k) * case.factor()
   seen = case.visible().mask(case.queries, case.keys)
   seen = np.ones((), bool) if seen is None else np.asarray(seen)
-  at_work = case.active().transpose(0, 2, 1)[..., None]
-  weights = np.exp(logits - logits.max(-1, keepdims=True)) * (seen & at_work)
+  active = case.active().transpose(0, 2, 1)[..., None]
+  weights = np.exp(logits - logits.max(-1, keepdims=True)) * (seen & active)
   total = weights.sum(-1, keepdims=True)
   weights /= np.where(total > 0, total, 1)
   out = np.einsum("bhnm,bmhd->bnhd", weights, v)
@@ -197,7 +197,7 @@ class InterpretedTest(parameterized.TestCase):
     _assert_close(results, _reference(case))
 
   @parameterized.parameters(*_PLATFORMS)
-  def test_equals_plain_xla_where_all_heads_are_at_work(self, platform):
+  def test_equals_plain_xla_where_all_heads_are_active(self, platform):
     case = _Case(kv_heads=2, causal=True)
     *inputs, grad = case.arrays()
     blocks = all_blocks(case.batch, case.queries, case.heads, 16)
@@ -358,7 +358,7 @@ class TablesTest(parameterized.TestCase):
     table = case.blocks()
     shape = case.batch, keys, case.kv_heads, case.head_dim
     problem = Problem(shape, jnp.float32, case.visible(), table, 1.0, True)
-    clear, end = gpu_tables.keys_of_rows(problem, rows, block)
+    unmasked, end = gpu_tables.keys_of_rows(problem, rows, block)
     begin, whole = gpu_tables.rows_of_keys(problem, rows, block)
     token = np.asarray(table.token).reshape(-1, rows)
     seen = token[..., None] + keys - queries >= np.arange(keys)
@@ -375,23 +375,24 @@ class TablesTest(parameterized.TestCase):
       self.assertEqual(some, [i for i in parts if end[i] > j])
       self.assertEqual(
         [i for i in all_ if (j + 1) * block <= keys],
-        [i for i in parts if clear[i] > j],
+        [i for i in parts if unmasked[i] > j],
       )
 
 
 class FetchTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
-  def test_blocks_that_are_not_in_use_fetch_no_keys(self, cached):
+  def test_blocks_that_are_unused_fetch_no_keys(self, head_dim_first):
     case = _Case(queries=16, keys=64)
     mask = np.zeros((2, 16, 4), bool)
     mask[0, :, 1] = mask[1, :, 2] = True
     table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), 16)
     shape = case.batch, case.keys, case.kv_heads, case.head_dim
     problem = Problem(
-      shape, jnp.float32, Visible(), table, 1.0, True, cached=cached
-    )
+      shape, jnp.float32, Visible(), table, 1.0, True,
+      head_dim_first=head_dim_first,
+    )  # fmt: skip
     plan = tpu_plan.Plan(problem, 16, keys_first=False)
-    place = plan.dense(jnp.zeros(shape)).spec.index_map
+    place = plan.keys_or_values(jnp.zeros(shape)).spec.index_map
     steps = [place(*step, *plan.tables()) for step in np.ndindex(plan.grid)]
     steps = [tuple(map(int, step)) for step in steps]
     fetched = [steps[0]]
@@ -428,9 +429,9 @@ class SizesTest(parameterized.TestCase):
     (72, ((0, 64), (64, 16))), (80, ((0, 64), (64, 16))), (120, ((0, 128),)),
     (192, ((0, 128), (128, 64))),
   )  # fmt: skip
-  def test_head_dims_become_powers_of_two(self, dim, parts):
-    self.assertEqual(gpu_plan.column_parts(dim, 2), parts)
-    self.assertLen(gpu_plan.column_parts(dim, 1), 1)
+  def test_head_dims_become_powers_of_two(self, dim, slices):
+    self.assertEqual(gpu_plan.column_slices(dim, 2), slices)
+    self.assertLen(gpu_plan.column_slices(dim, 1), 1)
 
 
 class TileFileTest(parameterized.TestCase):

@@ -44,9 +44,9 @@ def _logits(budget: HeadBudget, two_stage: bool = True) -> dict:
     "group_logits": 2 if two_stage and budget.shared and budget.top_k else 0,
   }
   rng = np.random.default_rng(0)
-  draws = {name: rng.normal(size=(*_BATCH, 6)) for name in sizes}
+  values = {name: rng.normal(size=(*_BATCH, 6)) for name in sizes}
   return {
-    name: jnp.asarray(draws[name][..., :size], jnp.float32) if size else None
+    name: jnp.asarray(values[name][..., :size], jnp.float32) if size else None
     for name, size in sizes.items()
   }
 
@@ -335,7 +335,7 @@ def _norm_call(norms, weights, shared, top_k, kind):
     routed = routing.query_norm_gates(
       norms[None, None], budget, straight_through=kind
     )
-    return jnp.sum(routed.gates * weights), routed
+    return jnp.sum(routed.gates * weights[None, None]), routed
 
   return jax.grad(total, has_aux=True)(norms)
 
@@ -463,7 +463,7 @@ class QueryNormsTest(absltest.TestCase):
       gates = routing.query_norm_gates(
         routing.query_norms(queries), budget, straight_through="all"
       ).gates
-      return jnp.sum(gates * jnp.arange(4.0))
+      return jnp.sum(gates * jnp.arange(4.0)[None, None])
 
     grads = jax.jit(jax.grad(total))(queries)
     chex.assert_tree_all_finite(grads)
@@ -547,7 +547,7 @@ class BalanceLossTest(parameterized.TestCase):
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
   def test_masked_tokens_get_no_gradient(self):
-    mask = jnp.arange(6) < jnp.array([[4], [2]])
+    mask = jnp.arange(6)[None] < jnp.array([[4], [2]])
     loss = functools.partial(
       routing.balance_loss, selected=self.selected, token_mask=mask
     )
@@ -595,7 +595,7 @@ class RouterAuxTest(parameterized.TestCase):
   def test_statistics_count_only_unmasked_tokens(self):
     budget = _budget("some_of_each")
     routed = _route(budget, _logits(budget), "released")
-    mask = jnp.arange(5) < jnp.array([[3], [1]])
+    mask = jnp.arange(5)[None] < jnp.array([[3], [1]])
     kept = jax.tree.map(lambda x: x[mask][None], routed)
     chex.assert_trees_all_close(
       routing.router_aux(routed, budget, token_mask=mask),

@@ -1,4 +1,4 @@
-"""Which tokens are drawn, and how often."""
+"""Which tokens are sampled, and how often."""
 
 import chex
 import jax
@@ -8,11 +8,11 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.ops.sampling import choose_tokens
 
-_DRAWS = 4000
+_SAMPLES = 4000
 _PROBS = np.array([0.05, 0.5, 0.15, 0.3])  # token 1, then 3, 2, 0
 
 
-def _draw(logits, rows=_DRAWS, seed=0, **options):
+def _sample(logits, rows=_SAMPLES, seed=0, **options):
   """Tokens of `rows` equal rows, [rows]."""
   logits = jnp.broadcast_to(
     jnp.asarray(logits, jnp.float32), (rows, len(logits))
@@ -62,13 +62,13 @@ class ChooseTokensTest(parameterized.TestCase):
     )
 
   @parameterized.parameters(0.5, 1.0, 2.0)
-  def test_draws_are_as_frequent_as_the_temperature_says(self, temperature):
-    tokens = _draw(np.log(_PROBS), temperature=temperature)
-    shares = np.bincount(tokens, minlength=4) / _DRAWS
+  def test_samples_are_as_frequent_as_the_temperature_says(self, temperature):
+    tokens = _sample(np.log(_PROBS), temperature=temperature)
+    shares = np.bincount(tokens, minlength=4) / _SAMPLES
     expected = _PROBS ** (1 / temperature)
     expected /= expected.sum()
-    # Five standard deviations of a share of so many draws.
-    spread = 5 * np.sqrt(expected * (1 - expected) / _DRAWS)
+    # Five standard deviations of a share of this many samples.
+    spread = 5 * np.sqrt(expected * (1 - expected) / _SAMPLES)
     np.testing.assert_array_less(np.abs(shares - expected), spread)
 
   @parameterized.parameters(
@@ -85,26 +85,26 @@ class ChooseTokensTest(parameterized.TestCase):
     ({"top_k": 2, "top_p": 0.6}, (1,)),
     ({"top_k": 2, "top_p": 0.7}, (1, 3)),
   )
-  def test_draws_all_tokens_that_are_kept_and_no_other(self, options, kept):
-    tokens = _draw(np.log(_PROBS), temperature=1.0, **options)
+  def test_samples_all_tokens_that_are_kept_and_no_other(self, options, kept):
+    tokens = _sample(np.log(_PROBS), temperature=1.0, **options)
     self.assertEqual(tuple(np.unique(tokens)), kept)
 
   def test_kept_tokens_keep_their_proportions(self):
-    tokens = _draw(np.log(_PROBS), temperature=1.0, top_k=2)
+    tokens = _sample(np.log(_PROBS), temperature=1.0, top_k=2)
     share = (tokens == 1).mean()
-    self.assertAlmostEqual(share, 0.5 / 0.8, delta=5 * np.sqrt(0.24 / _DRAWS))
+    self.assertAlmostEqual(share, 0.5 / 0.8, delta=5 * np.sqrt(0.24 / _SAMPLES))
 
   def test_temperature_is_applied_before_top_p(self):
     # At temperature 4 the best token has 0.5 ** 0.25 / 2.916 = 0.29 alone.
-    tokens = _draw(np.log(_PROBS), temperature=4.0, top_p=0.4)
+    tokens = _sample(np.log(_PROBS), temperature=4.0, top_p=0.4)
     self.assertEqual(tuple(np.unique(tokens)), (1, 3))
 
   @parameterized.parameters({}, {"top_k": 3}, {"top_p": 0.9})
-  def test_masked_tokens_are_never_drawn(self, **options):
-    tokens = _draw([0.0, -np.inf, 0.0, -np.inf], temperature=1.0, **options)
+  def test_masked_tokens_are_never_sampled(self, **options):
+    tokens = _sample([0.0, -np.inf, 0.0, -np.inf], temperature=1.0, **options)
     self.assertEqual(tuple(np.unique(tokens)), (0, 2))
 
-  def test_rows_are_drawn_by_their_keys_alone(self):
+  def test_rows_are_sampled_by_their_keys_alone(self):
     logits, keys = jnp.zeros((5, 1000)), _keys()
     tokens, _ = choose_tokens(logits, keys, temperature=1.0)
     again, _ = choose_tokens(logits[2:4], keys[2:4], temperature=1.0)

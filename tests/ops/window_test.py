@@ -185,7 +185,7 @@ class MemoryTest(parameterized.TestCase):
   """Keys and values are never unfolded into nine copies.
 
   Bounds are in copies of the values: the padded operands of each function, with
-  room for one more. The weights are 9 / 32 of a copy.
+  one more as slack. The weights are 9 / 32 of a copy.
   """
 
   _TOKENS = (2, 28, 28, 4, 32)

@@ -38,7 +38,7 @@ class RandomActiveTest(absltest.TestCase):
     chex.assert_shape(active.mask, (2, 5, 8))
     chex.assert_trees_all_equal(active.mask.sum(-1), jnp.full((2, 5), 5))
     self.assertTrue(active.mask[..., :2].all())
-    self.assertEqual(active.most, 5)
+    self.assertEqual(active.max_per_token, 5)
     self.assertFalse((active.mask == active.mask[:1, :1]).all())
 
 

@@ -1,1 +1,1 @@
-"""Attention of the heads at work as one kernel per GPU and TPU (Pallas)."""
+"""Attention of the active heads as Pallas kernels for GPUs and TPUs."""

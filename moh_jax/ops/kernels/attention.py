@@ -1,8 +1,8 @@
-"""Attention of the pairs at work in one kernel, with its gradients.
+"""Attention of the active heads in one kernel, with its gradients.
 
-The kernels read keys and values in place and the queries as rows: the (token,
-head) pairs of `HeadBlocks`. What the gradients need is kept as rows too, so
-its size is that of the heads at work.
+The kernels read keys and values in place, and queries as rows: the active
+(token, head) pairs of `HeadBlocks`. What the gradients need is kept as rows
+too, so its size follows the number of active heads.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, T blocks, R rows of a block.
@@ -40,28 +40,28 @@ def kernel_attention(
   """Softmax attention of the (token, head) pairs in a table, as one kernel.
 
   Sums are float32. Products of float32 inputs have the precision of
-  `jax.default_matmul_precision`, as elsewhere.
+  `jax.default_matmul_precision`, as anywhere in JAX.
 
   Args:
     q: [B, N, H, D] bfloat16, float16 or float32.
     k: [B, M, K, D]; query head h reads key/value head h // (H / K).
     v: [B, M, K, D].
     visible: which keys a query sees.
-    blocks: the pairs at work; on GPUs, rows of a block are a power of two of
-      at least 16.
+    blocks: the active pairs. The rows of a block, R, are a power of two of at
+      least 16 on GPUs and a multiple of 8 on TPUs.
     scale: factor of the logits.
     platform: "gpu" (NVIDIA, Triton) or "tpu".
-    sizes: of the tiles; None is what `block_sizes` knows of the device. The
-      rows of the blocks are those of the table whatever it says.
-    interpret: runs the kernels on any device, slowly.
+    sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
+      reduced where R is smaller than theirs.
+    interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
 
   Returns:
-    [B, N, H, D] in the dtype of v; 0 for pairs that are not at work and for
-    queries that see no key.
+    [B, N, H, D] in the dtype of v; 0 for inactive pairs and for queries that
+    see no key.
 
   Raises:
-    ValueError: the platform, a dtype or the rows of a block are not supported,
-      or the sizes do not fit these rows.
+    ValueError: the platform, a dtype or R is not supported, or a tile's rows
+      do not divide R.
   """
   chex.assert_rank((q, k, v), 4)
   chex.assert_equal_shape((k, v))
@@ -72,7 +72,7 @@ def kernel_attention(
   rows = blocks.token.shape[1]
   PLATFORMS[platform].check_rows(rows)
   dtype, out_dtype = jnp.promote_types(q.dtype, k.dtype), v.dtype
-  if platform == "tpu":  # without float16
+  if platform == "tpu":  # has no float16
     dtype, v_dtype = (no_float16(x) for x in (dtype, out_dtype))
     v = v.astype(v_dtype)
   if sizes is None:
@@ -85,18 +85,18 @@ def kernel_attention(
 
 
 def no_float16(dtype: jnp.dtype) -> jnp.dtype:
-  """What TPUs have in place of a dtype: float32 for float16."""
+  """The dtype that TPUs compute in: float32 instead of float16."""
   return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
 
 def check_platform(platform: str) -> None:
-  """Raises ValueError if there are no kernels for a platform."""
+  """Raises ValueError if no kernels exist for the platform."""
   if platform not in PLATFORMS:
     raise ValueError(f"platform={platform!r} must be one of {set(PLATFORMS)}")
 
 
 def check_dtypes(**arrays: jax.Array) -> None:
-  """Raises ValueError if the kernels do not read the dtype of one."""
+  """Raises ValueError if an array has a dtype that the kernels do not read."""
   for name, x in arrays.items():
     if x.dtype not in _DTYPES:
       known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
@@ -127,10 +127,10 @@ def _backward(options, saved, grad):
   grad = gather_rows(grad, blocks)
   kernels = PLATFORMS[platform]
   dq, inner = kernels.query_gradient(
-    problem, rows, k, v, out, log_sums, grad, sizes.dq
+    problem, (rows, out, log_sums, grad), k, v, sizes.dq
   )
   dk, dv = kernels.key_gradients(
-    problem, rows, k, v, log_sums, inner, grad, sizes.dkv
+    problem, (rows, log_sums, inner, grad), k, v, sizes.dkv
   )
   dq = scatter_rows(dq, blocks, problem.group * problem.kv_heads)
   return dq, dk, dv, None, None

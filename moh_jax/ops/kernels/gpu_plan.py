@@ -1,11 +1,11 @@
 """How the GPU kernels are launched, and what their programs load.
 
-Triton's arrays have powers of two as sizes. A head dim that is none becomes
-two of them, so that 72 costs 64 + 16 columns and not 128; not in float32, for
-which the compiler then runs out of registers. Arrays are read in place,
-without padded copies: what lies beyond them is masked.
+Arrays in Triton have powers of two as sizes. Another head dim is covered by two
+column slices, each a power of two: 72 costs 64 + 16 columns instead of 128. Not
+in float32, where the compiler would run out of registers. Arrays are read in
+place, without padded copies; loads and stores beyond their ends are masked.
 
-Shapes as in `gpu`, and W columns of a part of the head dim.
+Shapes as in `gpu`, and W columns of a slice of the head dim.
 """
 
 import dataclasses
@@ -25,34 +25,43 @@ from moh_jax.ops.kernels.problem import Argument, Problem
 from moh_jax.ops.kernels.products import across
 from moh_jax.ops.kernels.sizes import Tile
 
-Parts = tuple[jax.Array, ...]
+# An array [X, D] in registers: one array [X, W] per column slice.
+Slices = tuple[jax.Array, ...]
 
-SMALLEST = 16  # a side of a matrix product at least
+SMALLEST = 16  # smallest side of a matrix product in Triton
 
 
-def column_parts(dim: int, most: int) -> tuple[tuple[int, int], ...]:
-  """First column and width of one or two powers of two that hold a dim."""
+def column_slices(dim: int, limit: int) -> tuple[tuple[int, int], ...]:
+  """Covers a head dim with slices whose widths are powers of two.
+
+  Args:
+    dim: D.
+    limit: slices allowed, 1 or 2.
+
+  Returns:
+    First column and width of each slice, for instance ((0, 64), (64, 16)) for
+    72. Two slices only where they are narrower than one.
+  """
   whole = max(SMALLEST, pl.next_power_of_2(dim))
   half = whole // 2
   rest = max(SMALLEST, pl.next_power_of_2(max(dim - half, 1)))
-  if most == 1 or half + rest >= whole:
+  if limit == 1 or half + rest >= whole:
     return ((0, whole),)
   return ((0, half), (half, rest))
 
 
-def product(a: Parts, b: Parts) -> jax.Array:
-  """Of rows [X, D] with rows [Y, D]: [X, Y] float32."""
+def product(a: Slices, b: Slices) -> jax.Array:
+  """Multiplies rows [X, D] with rows [Y, D] to [X, Y] float32."""
   return sum(across(x, y) for x, y in zip(a, b))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """One kernel of one call.
+  """Launch of one kernel of one call, and what its programs do.
 
   Attributes:
     problem: the call.
-    tile: sizes; more rows than a block has, or more keys than there are, are
-      cut down.
+    tile: sizes; reduced to the rows of a block and to the number of keys.
   """
 
   problem: Problem
@@ -60,95 +69,140 @@ class Plan:
 
   @functools.cached_property
   def rows(self) -> int:
-    """Rows of a program, r."""
+    """Rows of a tile, r."""
     return min(self.tile.rows, self.problem.rows)
 
   @functools.cached_property
   def keys(self) -> int:
-    """L."""
-    most = max(SMALLEST, pl.next_power_of_2(self.problem.keys))
-    return min(self.tile.keys, most)
+    """Keys of a tile, L."""
+    whole = max(SMALLEST, pl.next_power_of_2(self.problem.keys))
+    return min(self.tile.keys, whole)
 
   @property
-  def parts(self) -> int:
-    """Programs that share the rows of a block."""
+  def tiles_per_block(self) -> int:
+    """Tiles of rows in a block, R / r."""
     return self.problem.rows // self.rows
 
   @property
-  def programs(self) -> int:
-    """Programs that share all rows, P."""
-    return self.problem.num_blocks * self.parts
+  def row_tiles(self) -> int:
+    """Tiles of rows in all blocks, P."""
+    return self.problem.num_blocks * self.tiles_per_block
 
   @property
-  def key_blocks(self) -> int:
-    """Programs that share the keys; the last one's may be fewer."""
+  def key_tiles(self) -> int:
+    """Tiles of keys, J; the last may have fewer than L keys."""
     return pl.cdiv(self.problem.keys, self.keys)
 
   @functools.cached_property
   def columns(self) -> tuple[tuple[int, int], ...]:
-    """Parts of the head dim."""
-    most = 1 if self.problem.dtype == jnp.float32 else 2
-    return column_parts(self.problem.head_dim, most)
+    """First column and width of the column slices."""
+    limit = 1 if self.problem.dtype == jnp.float32 else 2
+    return column_slices(self.problem.head_dim, limit)
 
   @property
   def width(self) -> int:
-    """Columns of all parts."""
+    """Columns of all slices together, at least D."""
     return sum(self.columns[-1])
 
   @property
   def ragged(self) -> bool:
-    """Whether the last keys do not fill their block."""
+    """Whether the last tile of keys has fewer than L."""
     return self.problem.keys % self.keys > 0
 
   # What is passed to a kernel.
 
   def own_rows(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """The rows of a program, of [T * R, D] or [T * R]."""
+    """Passes each program its tile of rows, of [T * R, D] or [T * R]."""
     block = (self.rows, self.width)[: x.ndim]
-    index = (lambda i: (self._turn(i), 0)) if x.ndim > 1 else self._turn
+    index = (lambda i: (self.row_tile(i), 0)) if x.ndim > 1 else self.row_tile
     return Argument(x, pl.BlockSpec(block, index))
 
   def all_rows(self, x: jax.Array) -> Argument:
-    """All rows, [T * R, D] or [T * R]."""
+    """Passes each program all rows, [T * R, D] or [T * R]."""
     return self._whole(x, (x.shape[0], self.width)[: x.ndim])
 
-  def dense(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """All keys or values, [B, M, K, D]."""
+  def keys_or_values(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
+    """Passes each program all keys or values, [B, M, K, D]."""
     batch, _, heads, _ = x.shape
     return self._whole(x, (batch, self._padded_keys, heads, self.width))
 
   def row_masks(self, argument: Callable[[jax.Array], Argument]) -> tuple:
-    """Of every row the last key it sees and its segment, [T * R] int32."""
+    """Each row's last visible key and its segment, [T * R] int32 or None."""
     problem = self.problem
     last = problem.last_keys() if problem.visible.causal else None
     return jax.tree.map(argument, (last, problem.row_segments()))
 
   def key_masks(self) -> tuple:
-    """Of every key whether it may be seen and its segment, [B, M]."""
+    """The key mask and each key's segment, [B, M] or None."""
     block = (self.problem.batch, self._padded_keys)
     visible = self.problem.visible
     masks = visible.key_mask, visible.segments
     return jax.tree.map(lambda x: self._whole(x, block), masks)
 
   def row_table(self) -> tuple:
-    """Of every block its head, the number in use, and what programs reach."""
+    """Each block's head, the number of used blocks, and the loops' bounds.
+
+    The bounds are those of `keys_of_rows`; None without a causal mask.
+    """
     blocks = self.problem.blocks
-    reach = None
+    bounds = None
     if self.problem.visible.causal:
-      reach = keys_of_rows(self.problem, self.rows, self.keys)
-    tables = blocks.head, blocks.first[-1:], reach
+      bounds = keys_of_rows(self.problem, self.rows, self.keys)
+    tables = blocks.head, blocks.first[-1:], bounds
     return jax.tree.map(lambda x: self._whole(x, x.shape), tables)
 
   def key_table(self) -> tuple:
-    """The first part of every head's rows [B * H + 1], and `rows_of_keys`."""
-    first = self.problem.blocks.first * self.parts
-    seeing = None
-    if self.problem.visible.causal:
-      seeing = rows_of_keys(self.problem, self.rows, self.keys)
-    return jax.tree.map(lambda x: self._whole(x, x.shape), (first, seeing))
+    """The first tile of each head's rows [B * H + 1], and the loops' bounds.
 
-  def call(
-    self, kernel: Callable, *, grid: tuple[int, ...], inputs: Any, outputs: Any
+    The bounds are those of `rows_of_keys`; None without a causal mask.
+    """
+    first = self.problem.blocks.first * self.tiles_per_block
+    bounds = None
+    if self.problem.visible.causal:
+      bounds = rows_of_keys(self.problem, self.rows, self.keys)
+    return jax.tree.map(lambda x: self._whole(x, x.shape), (first, bounds))
+
+  def call_by_rows(
+    self, kernel: Callable, rows: Any, keys: tuple, outputs: tuple
+  ) -> tuple:
+    """Launches a kernel with one program per tile of rows.
+
+    Args:
+      kernel: gets `row_table`, then the inputs, the masks and the outputs.
+      rows: arrays [T * R, D] or [T * R].
+      keys: keys and values.
+      outputs: shapes of rows.
+    """
+    return self._call(
+      kernel,
+      (self.row_tiles,),
+      (self.row_table(), *self._inputs(rows, keys, self.own_rows)),
+      jax.tree.map(self.own_rows, outputs),
+    )
+
+  def call_by_keys(self, kernel: Callable, rows: Any, keys: tuple) -> tuple:
+    """Launches a kernel with one program per tile of keys of each head.
+
+    Args:
+      kernel: gets `key_table`, then the inputs, the masks and the outputs.
+      rows: arrays [T * R, D] or [T * R].
+      keys: keys and values; the outputs have their shapes and dtypes.
+    """
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys]
+    return self._call(
+      kernel,
+      (self.key_tiles, self.problem.batch * self.problem.kv_heads),
+      (self.key_table(), *self._inputs(rows, keys, self.all_rows)),
+      tuple(map(self.keys_or_values, shapes)),
+    )
+
+  def _inputs(self, rows: Any, keys: tuple, argument: Callable) -> tuple:
+    masks = self.row_masks(argument), self.key_masks()
+    rows = jax.tree.map(argument, rows)
+    return rows, jax.tree.map(self.keys_or_values, keys), masks
+
+  def _call(
+    self, kernel: Callable, grid: tuple[int, ...], inputs: Any, outputs: Any
   ) -> Any:
     """Launches a kernel on tuples (of tuples) of `Argument`."""
     in_specs, out_specs = (
@@ -170,24 +224,26 @@ class Plan:
 
   # What a program does.
 
-  def program(self) -> jax.Array:
-    """Its part of the rows."""
-    return self._turn(pl.program_id(0))
+  def row_tile(self, program: jax.Array) -> jax.Array:
+    """The tile of rows that a program works on."""
+    # A causal head's later rows see more keys: the longest loops start first.
+    causal = self.problem.visible.causal
+    return self.row_tiles - 1 - program if causal else program
 
   def place(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Batch and head of the keys b * K + k."""
+    """Splits the index b * K + k of a key/value head into b and k."""
     heads = self.problem.kv_heads
     return lax.div(head, heads), lax.rem(head, heads)
 
-  def load(self, ref: Any, rows: Any = slice(None)) -> Parts:
-    """Rows of [., D]."""
+  def load(self, ref: Any, rows: Any = slice(None)) -> Slices:
+    """Loads rows of [X, D]."""
     return tuple(
       _load(ref.at[rows, pl.ds(first, width)], self._inside(first, width))
       for first, width in self.columns
     )
 
-  def store(self, ref: Any, values: Parts) -> None:
-    """Writes the rows of a program."""
+  def store(self, ref: Any, values: Slices) -> None:
+    """Writes a program's tile of rows."""
     for (first, width), x in zip(self.columns, values):
       place = ref.at[:, pl.ds(first, width)]
       mask = self._inside(first, width)
@@ -195,8 +251,8 @@ class Plan:
 
   def load_keys(
     self, ref: Any, place: tuple, j: jax.Array, last: bool
-  ) -> Parts:
-    """A block of keys or values; `last`: it may be the last one."""
+  ) -> Slices:
+    """Loads tile j of the keys or values; `last` if it may be the last one."""
     batch, head = place
     rows = self._inside_keys(j) if last else None
     return tuple(
@@ -208,37 +264,37 @@ class Plan:
     )
 
   def store_keys(
-    self, ref: Any, values: Parts, place: tuple, j: jax.Array
+    self, ref: Any, values: Slices, place: tuple, j: jax.Array
   ) -> None:
-    """Writes a block of the gradient of keys or values."""
+    """Writes tile j of the gradient of keys or values."""
     batch, head = place
     for (first, width), x in zip(self.columns, values):
       target = ref.at[batch, self._span(j), head, pl.ds(first, width)]
       mask = _both(self._inside_keys(j), self._inside(first, width))
       plgpu.store(target, x.astype(ref.dtype), mask=mask)
 
-  def zeros(self, rows: int) -> Parts:
-    """Sums to add to, [rows, D]."""
+  def zeros(self, rows: int) -> Slices:
+    """Initial sums, [rows, D] float32."""
     return tuple(
       jnp.zeros((rows, width), jnp.float32) for _, width in self.columns
     )
 
   def logits(
-    self, rows: Parts, others: Parts, seen: jax.Array | None
+    self, rows: Slices, others: Slices, seen: jax.Array | None
   ) -> jax.Array:
-    """Products of two sides; times `factor`, logits of a softmax in base 2."""
+    """Products that are base-2 logits once times `exponent_scale`."""
     logits = product(rows, others)
     if self.problem.scale <= 0:
-      logits = logits * self.problem.factor
+      logits = logits * self.problem.log2_scale
     return logits if seen is None else jnp.where(seen, logits, -jnp.inf)
 
   def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
-    """exp2(logits * factor - shift); the shift broadcasts."""
+    """exp2(logits * exponent_scale - shift), where the shift broadcasts."""
     if self.problem.interpret:
-      return jnp.exp2(logits * self.factor - shift)
-    # The compiler neither fuses these two nor leaves out what exp2 does for
-    # results below 2 ** -126, which makes six instructions of two.
-    factor = struct.pack(">f", self.factor).hex()
+      return jnp.exp2(logits * self.exponent_scale - shift)
+    # Two instructions. The compiler would make six: it does not fuse the
+    # product with the sum, and handles results below 2 ** -126 apart.
+    factor = struct.pack(">f", self.exponent_scale).hex()
     program = f"fma.rn.f32 $0, $1, 0f{factor}, $2; ex2.approx.ftz.f32 $0, $0;"
     [result] = plgpu.elementwise_inline_asm(
       program,
@@ -250,21 +306,25 @@ class Plan:
     return result
 
   @property
-  def factor(self) -> float:
-    """Of `logits`; positive, so that maxima may be taken before it."""
-    return self.problem.factor if self.problem.scale > 0 else 1.0
+  def exponent_scale(self) -> float:
+    """Factor of `logits` that `weights` applies.
+
+    It is positive, so that the largest logit is the largest before it too: a
+    scale of at most 0 is applied by `logits` itself.
+    """
+    return self.problem.log2_scale if self.problem.scale > 0 else 1.0
 
   def seen(
     self, row_masks: tuple, key_masks: tuple, batch: jax.Array, j: jax.Array, *,
     rows_axis: int,
   ) -> jax.Array | None:  # fmt: skip
-    """Whether rows see the keys of a block; None sees everything.
+    """Marks which keys of a tile its rows see; None if all see all.
 
     Args:
       row_masks: values of `row_masks` for the rows.
-      key_masks: references.
-      batch: of the keys.
-      j: the block of keys.
+      key_masks: references to `key_masks`.
+      batch: index of the keys' batch.
+      j: index of the tile of keys.
       rows_axis: 0 gives [r, L], 1 gives [L, r].
     """
     row = lambda x: jnp.expand_dims(x, 1 - rows_axis)  # noqa: E731
@@ -286,23 +346,26 @@ class Plan:
     return result
 
   def over_keys(
-    self, reach: tuple | None, index: jax.Array, step: Callable, carry: Any
+    self, bounds: tuple | None, index: jax.Array, step: Callable, carry: Any
   ) -> Any:
-    """Runs step(j, carry, masked=) for the blocks of keys that rows may see.
+    """Loops over the tiles of keys that a tile of rows may see.
 
     Args:
-      reach: references from `row_table`.
-      index: the program's part of the rows.
-      step: of the loop.
-      carry: of the loop.
+      bounds: references from `row_table`.
+      index: the tile of rows.
+      step: (j, carry, masked=) -> carry.
+      carry: its first value.
+
+    Returns:
+      The last carry.
     """
-    clear, end = self.problem.keys // self.keys, self.key_blocks
-    if reach is not None:
-      clear, end = (x[index] for x in reach)
-    if self.problem.selective:
-      clear = 0
-    carry = loop(0, clear, functools.partial(step, masked=False), carry)
-    return loop(clear, end, functools.partial(step, masked=True), carry)
+    unmasked, end = self.problem.keys // self.keys, self.key_tiles
+    if bounds is not None:
+      unmasked, end = (x[index] for x in bounds)
+    if self.problem.masks_by_value:
+      unmasked = 0
+    carry = loop(0, unmasked, functools.partial(step, masked=False), carry)
+    return loop(unmasked, end, functools.partial(step, masked=True), carry)
 
   def over_rows(
     self,
@@ -312,40 +375,39 @@ class Plan:
     step: Callable,
     carry: Any,
   ) -> Any:
-    """Runs step(i, carry, masked=) for the parts of rows that may see keys.
+    """Loops over the tiles of rows that may see a tile of keys.
 
     Args:
       table: references from `key_table`.
-      j: the block of keys.
-      head: b * K + k of the keys.
-      step: of the loop.
-      carry: of the loop.
+      j: index of the tile of keys.
+      head: key/value head of the keys, b * K + k.
+      step: (i, carry, masked=) -> carry.
+      carry: its first value.
+
+    Returns:
+      The last carry.
     """
-    first, seeing = table
-    group, selective = self.problem.group, self.problem.selective
+    first, bounds = table
+    group, always_masked = self.problem.group, self.problem.masks_by_value
     plain = functools.partial(step, masked=False)
     masked = functools.partial(step, masked=True)
-    if seeing is None:
-      bounds = first[head * group], first[(head + 1) * group]
-      return loop(*bounds, masked if selective else plain, carry)
+    if bounds is None:
+      begin, end = first[head * group], first[(head + 1) * group]
+      return loop(begin, end, masked if always_masked else plain, carry)
 
-    def of_query_head(g: jax.Array, carry: Any) -> Any:
-      row = head * group + g
-      begin, clear = (x[row, j] for x in seeing)
-      end = first[row + 1]
-      if selective:
+    def over_query_head(g: jax.Array, carry: Any) -> Any:
+      query_head = head * group + g
+      begin, unmasked = (x[query_head, j] for x in bounds)
+      end = first[query_head + 1]
+      if always_masked:
         return loop(begin, end, masked, carry)
-      return loop(clear, end, plain, loop(begin, clear, masked, carry))
+      return loop(unmasked, end, plain, loop(begin, unmasked, masked, carry))
 
-    return loop(0, group, of_query_head, carry)
-
-  def _turn(self, i: jax.Array) -> jax.Array:
-    # Later rows of a head see more keys if causal: the longest go first.
-    return self.programs - 1 - i if self.problem.visible.causal else i
+    return loop(0, group, over_query_head, carry)
 
   @property
   def _padded_keys(self) -> int:
-    return self.key_blocks * self.keys
+    return self.key_tiles * self.keys
 
   def _whole(self, x: Any, block: tuple[int, ...]) -> Argument:
     return Argument(x, pl.BlockSpec(block, lambda *_: (0,) * len(block)))
@@ -354,13 +416,13 @@ class Plan:
     return pl.ds(j * self.keys, self.keys)
 
   def _inside(self, first: int, width: int) -> jax.Array | None:
-    """[1, W], None if all columns are."""
+    """Marks the slice's columns below D, [1, W]; None if all are."""
     if first + width <= self.problem.head_dim:
       return None
     return first + jnp.arange(width)[None] < self.problem.head_dim
 
   def _inside_keys(self, j: jax.Array) -> jax.Array | None:
-    """[L, 1], None if all keys are."""
+    """Marks the keys of tile j below M, [L, 1]; None if all are."""
     if not self.ragged:
       return None
     position = j * self.keys + jnp.arange(self.keys, dtype=jnp.int32)
@@ -368,7 +430,7 @@ class Plan:
 
 
 def loop(begin: Any, end: Any, step: Callable, carry: Any) -> Any:
-  """Runs step(i, carry); a loop of fixed length below 2 is none."""
+  """Runs carry = step(i, carry); unrolled if known to run at most once."""
   if isinstance(begin, int) and isinstance(end, int) and end - begin < 2:
     return step(jnp.int32(begin), carry) if begin < end else carry
   return lax.fori_loop(begin, end, step, carry)

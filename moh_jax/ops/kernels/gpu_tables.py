@@ -1,9 +1,9 @@
-"""Which rows and keys of a causal attention see each other, block by block.
+"""Loop bounds of causal attention in the GPU kernels, tile by tile.
 
-Tables of bounds for the loops of the GPU kernels: where a loop begins, where
-it needs a mask, where it ends. Rows are in parts of r, keys in blocks of L.
+They tell where a loop over tiles begins, which of its tiles need a mask, and
+where it ends. Rows are in tiles of r, keys in tiles of L.
 
-Shapes: B batch, H query heads, P parts of all rows, J blocks of keys.
+Shapes: B batch, H query heads, P tiles of rows, J tiles of keys.
 """
 
 import jax
@@ -16,7 +16,7 @@ from moh_jax.ops.kernels.problem import Problem
 def keys_of_rows(
   problem: Problem, rows: int, keys: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Blocks of keys at the start that every part of the rows sees.
+  """Bounds of each row tile's loop over the tiles of keys.
 
   Args:
     problem: the call.
@@ -24,17 +24,19 @@ def keys_of_rows(
     keys: L.
 
   Returns:
-    How many all of its rows see whole, and how many any of them may see, two
-    of [P] int32.
+    unmasked, the number of leading key tiles that all rows see whole, and end,
+    the number that at least one row may see; both [P] int32.
   """
-  least, most = problem.reach(rows)
-  return least // keys, pl.cdiv(most, keys)
+  unmasked, end = problem.key_bounds(rows)
+  return unmasked // keys, pl.cdiv(end, keys)
 
 
 def rows_of_keys(
   problem: Problem, rows: int, keys: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Parts of every head that see a block of keys: they are its last ones.
+  """Bounds of each key tile's loop over the row tiles of a query head.
+
+  Rows of a head ascend by token, so the tiles that see a key are its last ones.
 
   Args:
     problem: the call.
@@ -42,36 +44,40 @@ def rows_of_keys(
     keys: L.
 
   Returns:
-    The first part of which any row sees any of the keys, and the first of
-    which all rows see all of them, two of [B * H, J] int32.
+    begin, the first row tile of which at least one row sees one of the keys,
+    and unmasked, the first of which all rows see all keys; both [B * H, J]
+    int32.
   """
   first = problem.blocks.first * (problem.rows // rows)
-  least, most = problem.reach(rows)
-  # Parts without rows come last, as if they saw everything.
-  most = jnp.maximum(least, most)
+  unmasked, end = problem.key_bounds(rows)
+  # Empty tiles are a head's last: values must ascend, so they see all keys.
+  end = jnp.maximum(unmasked, end)
   start = jnp.arange(0, problem.keys, keys, dtype=jnp.int32)
-  end = jnp.minimum(start + keys, problem.keys)
-  return _search(most, first, start + 1), _search(least, first, end)
+  stop = jnp.minimum(start + keys, problem.keys)
+  return _search(end, first, start + 1), _search(unmasked, first, stop)
 
 
-def _search(values: jax.Array, first: jax.Array, least: jax.Array) -> jax.Array:
-  """The first place of every range whose value is at least some number.
+def _search(
+  values: jax.Array, first: jax.Array, targets: jax.Array
+) -> jax.Array:
+  """Binary search within ranges, as `jnp.searchsorted` in each.
 
   Args:
-    values: [P] int32, ascending within ranges.
-    first: [X + 1] int32, where ranges start, and the end of the last.
-    least: [J] int32, the numbers.
+    values: [P] int32, ascending within each range.
+    first: [X + 1] int32, the start of each range, and the end of the last.
+    targets: [J] int32.
 
   Returns:
-    [X, J] int32; the end of the range where there is none.
+    [X, J] int32 index of the range's first value that is at least the target;
+    the end of the range if none is.
   """
-  shape = len(first) - 1, len(least)
+  shape = len(first) - 1, len(targets)
   low, high = (
     jnp.broadcast_to(x[:, None], shape) for x in (first[:-1], first[1:])
   )
   for _ in range(len(values).bit_length()):
     middle = (low + high) // 2
-    below = values[jnp.minimum(middle, len(values) - 1)] < least
+    below = values[jnp.minimum(middle, len(values) - 1)] < targets[None]
     low, high = (
       jnp.where((low < high) & below, middle + 1, low),
       jnp.where((low < high) & ~below, middle, high),

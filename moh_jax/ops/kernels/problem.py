@@ -1,7 +1,8 @@
-"""What one call of the kernels is about, and the tables that they read.
+"""One call of the attention kernels, and what they read of its table.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, G query
-heads of a key/value head, T blocks, R rows of a block.
+heads of a key/value head, D head dim, T blocks, R rows of a block, r rows of a
+tile.
 """
 
 import dataclasses
@@ -21,17 +22,19 @@ LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """One call of the attention.
+  """One call of the attention: shapes, masks, the table of active heads.
 
   Attributes:
-    k_shape: B, M, K and the head dim.
-    dtype: of the queries and keys.
+    k_shape: (B, M, K, D), the shape of keys and values.
+    dtype: in which queries and keys are multiplied.
     visible: which keys a query sees.
-    blocks: the pairs at work.
+    blocks: the active (token, head) pairs.
     scale: factor of the logits.
     interpret: whether the kernels run in Pallas's interpreter.
-    cached: whether keys and values are those of a cache, for which there is
-      the forward pass alone; its output is float32.
+    out_dtype: dtype of the output; None is that of the values.
+    head_dim_first: whether TPU kernels load keys and values as [D, L] instead
+      of [L, D]. XLA stores a cache so if D does not fill the vector lanes; any
+      other order would copy the whole cache. Only for the forward pass.
   """
 
   k_shape: tuple[int, ...]
@@ -40,7 +43,8 @@ class Problem:
   blocks: HeadBlocks
   scale: float
   interpret: bool
-  cached: bool = False
+  out_dtype: jnp.dtype | None = None
+  head_dim_first: bool = False
 
   @property
   def batch(self) -> int:
@@ -83,51 +87,66 @@ class Problem:
     return self.blocks.token.shape[0]
 
   @property
-  def selective(self) -> bool:
-    """Whether keys are hidden by values, not by their place alone."""
+  def masks_by_value(self) -> bool:
+    """Whether a key mask or segments hide keys, not only their positions.
+
+    Which tiles need no mask is then unknown before the arrays are read.
+    """
     visible = self.visible
     return visible.key_mask is not None or visible.segments is not None
 
   @property
-  def factor(self) -> float:
-    """Of the products of queries and keys: logits of a softmax in base 2."""
+  def log2_scale(self) -> float:
+    """Factor that turns q k^T into logits of a softmax in base 2."""
     return self.scale * LOG2_E
 
-  def widen(self, x: jax.Array) -> jax.Array:
-    """Keys or values as the forward pass multiplies them, see `Kernels`."""
+  def to_product_dtype(self, x: jax.Array) -> jax.Array:
+    """Widens loaded keys or values where queries have a wider dtype."""
     return x.astype(jnp.promote_types(x.dtype, self.dtype))
 
   def output(self, q: jax.Array, v: jax.Array) -> jax.ShapeDtypeStruct:
-    """Rows that the forward pass makes of rows of queries."""
-    return jax.ShapeDtypeStruct(
-      q.shape, jnp.float32 if self.cached else v.dtype
-    )
+    """Shape and dtype of the forward pass's output, for rows q and values v."""
+    dtype = v.dtype if self.out_dtype is None else self.out_dtype
+    return jax.ShapeDtypeStruct(q.shape, dtype)
+
+  def row_sums(self) -> jax.ShapeDtypeStruct:
+    """One float32 per row, [T * R]."""
+    return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
 
   def last_keys(self) -> jax.Array:
-    """The last key that a causal row sees, [T * R] int32; M if empty."""
+    """Index of the last key that each causal row sees, [T * R] int32.
+
+    Empty rows have M.
+    """
     return self.blocks.token.reshape(-1) + (self.keys - self.queries)
 
-  def reach(self, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Keys at the start that all rows of a part see, and that any row may.
+  def key_bounds(self, rows: int) -> tuple[jax.Array, jax.Array]:
+    """How many leading keys each tile of rows reads without and with a mask.
+
+    For instance, causal attention of a tile with tokens 3, 5 and 6: all its
+    rows see the first 4 keys, so these need no mask, and none sees a key after
+    the first 7.
 
     Args:
-      rows: of a part, a divisor of R.
+      rows: r, a divisor of R.
 
     Returns:
-      Two of [T * R / rows] int32. A part without rows has (M, 0).
+      unmasked, keys that every row of the tile sees, and end, keys that at
+      least one row may see; both [T * R / r] int32. A tile without active pairs
+      has unmasked M and end 0.
     """
     token = self.blocks.token.reshape(-1, rows)
     empty = token[:, 0] == self.queries
     if not self.visible.causal:
-      least = jnp.full(len(token), self.keys, jnp.int32)
-      return least, jnp.where(empty, 0, least)
+      unmasked = jnp.full(len(token), self.keys, jnp.int32)
+      return unmasked, jnp.where(empty, 0, unmasked)
     last = jnp.where(token == self.queries, -1, token).max(-1)
     ends = jnp.stack([token[:, 0], last]) + (1 + self.keys - self.queries)
-    least, most = jnp.clip(ends, 0, self.keys)
-    return jnp.where(empty, self.keys, least), jnp.where(empty, 0, most)
+    unmasked, end = jnp.clip(ends, 0, self.keys)
+    return jnp.where(empty, self.keys, unmasked), jnp.where(empty, 0, end)
 
   def row_segments(self) -> jax.Array | None:
-    """The segment of every row, [T * R] int32; of any token where empty."""
+    """Segment of each row's token, [T * R] int32; arbitrary in empty rows."""
     segments = self.visible.segments
     if segments is None:
       return None
@@ -138,90 +157,81 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """An array, or the shape of an output, and what a program sees of it."""
+  """An input or output of a kernel: the whole array, and a program's part."""
 
   array: jax.Array | jax.ShapeDtypeStruct
   spec: pl.BlockSpec
 
 
 class Kernels(Protocol):
-  """What a platform's module has.
+  """The functions that each platform's module, `gpu` and `tpu`, defines.
 
-  Rows are [T * R, D], numbers of rows [T * R]; keys and values [B, M, K, D].
-  Rows of blocks that are not in use are not defined where they are results.
+  Rows are [T * R, D], one number per row is [T * R]; keys and values are
+  [B, M, K, D]. In results, rows of unused blocks are undefined.
+
   Keys have the dtype of the queries; gradients of the output have that of the
-  values and are 0 in empty rows. The forward pass takes narrower keys and
-  values too and widens what it has loaded.
+  values and are 0 in empty rows. The forward pass also takes keys and values
+  of a narrower dtype and widens each tile after loading it.
   """
 
   def check_rows(self, rows: int) -> None:
-    """Raises ValueError if blocks cannot have so many rows."""
+    """Raises ValueError if blocks cannot have this many rows."""
 
   def forward(
     self, problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
   ) -> tuple[jax.Array, jax.Array]:
-    """Attention of the rows.
+    """Computes the attention of the rows.
 
     Args:
       problem: the call.
       q: rows of the queries.
       k: keys.
       v: values.
-      tile: sizes; TPUs take the rows of a block whatever it says.
+      tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
 
     Returns:
-      Rows in the dtype of v, float32 if it is a cache's, and the log-sum-exp
-      of each in base 2, float32; both are 0 where a row sees no key.
+      Rows of the output and the base-2 log-sum-exp of each row, float32; both
+      are 0 where a row sees no key.
     """
 
   def query_gradient(
     self,
     problem: Problem,
-    q: jax.Array,
+    rows: tuple[jax.Array, ...],
     k: jax.Array,
     v: jax.Array,
-    out: jax.Array,
-    log_sums: jax.Array,
-    grad: jax.Array,
     tile: Tile,
   ) -> tuple[jax.Array, jax.Array]:
-    """Gradient of the rows of the queries.
+    """Computes the gradient of the queries.
 
     Args:
-      problem: as for `forward`, like q, k, v and tile.
-      q: rows.
+      problem: the call.
+      rows: queries, output, log-sum-exp (both from `forward`) and gradient of
+        the output.
       k: keys.
       v: values.
-      out: rows from `forward`.
-      log_sums: from `forward`.
-      grad: rows, of the output.
       tile: sizes.
 
     Returns:
-      Rows in the dtype of q and the inner product of every row's output and
-      gradient, float32.
+      Rows in the dtype of the queries, and the inner product of each row's
+      output and gradient, float32.
     """
 
   def key_gradients(
     self,
     problem: Problem,
-    q: jax.Array,
+    rows: tuple[jax.Array, ...],
     k: jax.Array,
     v: jax.Array,
-    log_sums: jax.Array,
-    inner: jax.Array,
-    grad: jax.Array,
     tile: Tile,
   ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of keys and values, in their shapes and dtypes.
+    """Computes the gradients of keys and values, in their shapes and dtypes.
 
     Args:
-      problem: as for `query_gradient`, like q, k, v, log_sums, grad and tile.
-      q: rows.
+      problem: the call.
+      rows: queries, log-sum-exp (from `forward`), inner products (from
+        `query_gradient`) and gradient of the output.
       k: keys.
       v: values.
-      log_sums: from `forward`.
-      inner: from `query_gradient`.
-      grad: rows.
       tile: sizes.
     """

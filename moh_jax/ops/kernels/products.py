@@ -1,4 +1,4 @@
-"""Matrix products with float32 sums, whatever they multiply."""
+"""Matrix products inside kernels, summed in float32 whatever the inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,12 @@ from jax import lax
 
 
 def across(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Rows [X, D] with rows [Y, D]: [X, Y] float32."""
+  """Multiplies rows [X, D] with rows [Y, D] to [X, Y] float32."""
   return _product(a, b, (((1,), (1,)), ((), ())))
 
 
 def times(a: jax.Array, b: jax.Array) -> jax.Array:
-  """[X, Y] with [Y, D]: [X, D] float32."""
+  """Multiplies [X, Y] with [Y, D] to [X, D] float32."""
   return _product(a, b, (((1,), (0,)), ((), ())))
 
 

@@ -1,10 +1,11 @@
 """Sizes of the kernels' tiles for a device, a head dim and a dtype.
 
-What the command `tune-kernels` measured on a device comes first: it is read
-from the file that the environment variable MOH_JAX_BLOCK_SIZES names. Other
-devices get what the compilers say is good: on GPUs tiles that fit the
-registers and 99 KiB of shared memory, which all since Ampere have, and on TPUs
-tiles whose schedule keeps the matrix units busiest.
+Sizes that the command `tune-kernels` measured on a device have priority: they
+are read from the file that the environment variable MOH_JAX_BLOCK_SIZES names.
+Devices that are not in the file get defaults, chosen by what the compilers
+report: on GPUs tiles that fit the registers and 99 KiB of shared memory, which
+every GPU since Ampere has, and on TPUs tiles whose schedule keeps the matrix
+units busiest.
 """
 
 import dataclasses
@@ -17,21 +18,21 @@ import jax
 import jax.numpy as jnp
 
 FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-  """How a kernel cuts its work.
+  """How much of the attention matrix a kernel works on at a time.
 
   Attributes:
-    rows: (token, head) pairs that a program holds or reads at a time.
-    keys: keys that a program holds or reads at a time.
-    warps: of a program; GPUs only.
-    stages: of the pipeline that loads; GPUs only.
+    rows: rows of a tile: (token, head) pairs of one head.
+    keys: columns of a tile: keys.
+    warps: warps of a program; GPUs only.
+    stages: stages of the software pipeline that loads tiles; GPUs only.
 
   Raises:
-    ValueError: one of them is not an integer of at least 1.
+    ValueError: a size is not an integer of at least 1.
   """
 
   rows: int
@@ -45,7 +46,7 @@ class Tile:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
   def cut(self, rows: int) -> "Tile":
-    """With at most so many rows, and warps for them."""
+    """Returns a tile with at most this many rows, and warps to match."""
     if self.rows <= rows:
       return self
     warps = max(min(4, self.warps), self.warps * rows // self.rows)
@@ -57,9 +58,10 @@ class BlockSizes:
   """Tiles of the three kernels.
 
   Attributes:
-    forward: its rows are those of a block of the table, R.
-    dq: of the gradient of the queries; on GPUs its rows divide R.
-    dkv: of the gradients of keys and values; on GPUs its rows divide R.
+    forward: tile of the forward pass; its rows are R, the rows of a block of
+      the table of active heads.
+    dq: tile for the gradient of the queries; on GPUs its rows divide R.
+    dkv: tile for the gradients of keys and values; on GPUs its rows divide R.
   """
 
   forward: Tile
@@ -68,35 +70,35 @@ class BlockSizes:
 
   @property
   def rows(self) -> int:
-    """R, for `head_blocks`."""
+    """R, the rows that `head_blocks` should give its blocks."""
     return self.forward.rows
 
   def check(self, platform: str) -> None:
-    """Checks that the rows of the gradients' tiles make up a block.
+    """Checks that tiles of the gradients cover a block exactly.
 
     Args:
       platform: "gpu" or "tpu".
 
     Raises:
-      ValueError: on GPUs, those of one do not divide R.
+      ValueError: on GPUs, the rows of dq or dkv do not divide R.
     """
     for name in ("dq", "dkv"):
       rows = getattr(self, name).rows
-      # Rows of a block that no program has would be missing in the gradients.
+      # A block's last rows would be in no tile, so in no gradient.
       if platform == "gpu" and self.rows % rows:
         raise ValueError(
           f"{name}.rows={rows} must divide forward.rows={self.rows}"
         )
 
   def with_rows(self, rows: int) -> "BlockSizes":
-    """For tables whose blocks have so many rows."""
+    """Returns the sizes for a table whose blocks have this many rows."""
     forward = dataclasses.replace(self.forward.cut(rows), rows=rows)
-    # The rows of the last are in a loop: its warps share the keys.
+    # This kernel loops over rows and its warps share the keys: as many stay.
     dkv = dataclasses.replace(self.dkv, rows=min(self.dkv.rows, rows))
     return BlockSizes(forward, self.dq.cut(rows), dkv)
 
 
-# By platform and bytes of a number: head dim at most, tiles.
+# By platform and bytes of a number: largest head dim, tiles.
 _DEFAULTS = {
   ("gpu", 2): (
     (32, Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
@@ -113,7 +115,7 @@ _DEFAULTS = {
   ("tpu", 2): ((256, Tile(256, 1024), Tile(256, 1024), Tile(256, 512)),),
   ("tpu", 4): ((256, Tile(256, 512), Tile(256, 512), Tile(256, 512)),),
 }
-# The same of one token and a cache: its rows are few, so keys are what counts.
+# The same for decoding one token: its rows are few, so only the keys matter.
 _DECODE = {
   ("gpu", 2): (
     (64, Tile(16, 64, 4, 3)), (128, Tile(16, 64, 4, 2)),
@@ -126,7 +128,8 @@ _DECODE = {
   ("tpu", 2): ((256, Tile(16, 2048)),),
   ("tpu", 4): ((256, Tile(16, 1024)),),
 }  # fmt: skip
-# Half the rows for heads with fewer: the last block of a head is half empty.
+# Heads with fewer tokens than this get blocks of half the rows: a head's last
+# block is half empty on average, which costs more the fewer blocks there are.
 _FEW_ROWS = {"gpu": 512, "tpu": 768}
 
 
@@ -136,15 +139,18 @@ def block_sizes(
   dtype: jax.typing.DTypeLike,
   per_head: int | None = None,
 ) -> BlockSizes:
-  """Tiles for a device.
+  """Looks up the tiles for a device.
 
   Args:
-    device_kind: `jax.Device.device_kind`, or "gpu" or "tpu". One that begins
-      with "TPU" is a TPU, all others are taken for GPUs.
+    device_kind: `jax.Device.device_kind`, or "gpu" or "tpu". A kind that begins
+      with "TPU" is a TPU; all others are taken for GPUs.
     head_dim: D, at most 256.
-    dtype: of the queries.
-    per_head: tokens that a head has on average (N * active heads / H), if the
-      blocks may be made smaller for heads with few; None leaves them.
+    dtype: dtype of the queries.
+    per_head: tokens that a head has on average (N * active heads / H): blocks
+      get smaller where these are few. None keeps the blocks as they are.
+
+  Returns:
+    Measured sizes if the file of the environment has them, else the defaults.
 
   Raises:
     ValueError: the head dim is too large.
@@ -163,12 +169,15 @@ def block_sizes(
 def decode_tile(
   platform: str, head_dim: int, dtype: jax.typing.DTypeLike
 ) -> Tile:
-  """The tile of one new token and a cache; more rows than it has are fine.
+  """Looks up the tile for attention of one new token to a cache.
 
   Args:
     platform: "gpu" or "tpu".
     head_dim: D, at most 256.
-    dtype: of the queries.
+    dtype: dtype of the products of queries and keys.
+
+  Returns:
+    The tile; it may have more rows than the token has query heads.
 
   Raises:
     ValueError: the head dim is too large.
@@ -187,13 +196,19 @@ def _default(
 
 
 def device_kind(platform: str) -> str:
-  """Of the default device if it is of a platform, else the platform's name."""
+  """Kind of the default device, or the platform's name if it is another's."""
   device = jax.devices()[0]
   return device.device_kind if device.platform == platform else platform
 
 
 def read(path: str | os.PathLike) -> dict[tuple[str, int, str], BlockSizes]:
-  """What `bench.tiles.write` wrote, by device kind, head dim and dtype.
+  """Reads a file of measured sizes, as `speed.tiles.write` writes it.
+
+  Args:
+    path: a JSON list with one entry per device kind, head dim and dtype.
+
+  Returns:
+    Sizes by (device kind, head dim, name of the dtype).
 
   Raises:
     OSError: the file cannot be read.
@@ -209,10 +224,10 @@ def read(path: str | os.PathLike) -> dict[tuple[str, int, str], BlockSizes]:
 
 
 def _parse(entry: dict) -> tuple[tuple[str, int, str], BlockSizes]:
-  """Checks an entry of a file."""
+  """Reads and checks one entry of a file."""
   kind, dim = str(entry["device"]), entry["head_dim"]
-  if not 1 <= dim <= MOST_HEAD_DIM:
-    raise ValueError(f"head_dim={dim!r} must be in [1, {MOST_HEAD_DIM}]")
+  if not 1 <= dim <= MAX_HEAD_DIM:
+    raise ValueError(f"head_dim={dim!r} must be in [1, {MAX_HEAD_DIM}]")
   tiles = {}
   for name in ("forward", "dq", "dkv"):
     try:
@@ -234,6 +249,6 @@ def _key(kind: str, dim: int, dtype: jnp.dtype) -> tuple[str, int, str]:
 
 @functools.cache
 def measured() -> dict[tuple[str, int, str], BlockSizes]:
-  """What the file of the environment has."""
+  """Reads the file that MOH_JAX_BLOCK_SIZES names, once; empty without it."""
   path = os.environ.get(FILE_VARIABLE)
   return read(path) if path else {}

@@ -1,8 +1,8 @@
-"""How the TPU kernels are launched, and what their steps see.
+"""How the TPU kernels are launched, and what their grid steps load.
 
-The steps of a grid run in order. Which blocks of arrays a step sees comes from
-tables that are read before it starts, so the next ones are fetched meanwhile;
-a step that has nothing to do names the block of the step before, and nothing
+The steps of a grid run one after another. Tables that are read beforehand tell
+which tiles a step loads, so its tiles are fetched while the step before it
+computes. A step without work names the tiles of the step before: then nothing
 is fetched.
 
 Shapes as in `tpu`.
@@ -26,80 +26,87 @@ LANES = 128
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """One kernel of one call.
+  """Launch of one kernel of one call, and what its grid steps do.
 
   Attributes:
     problem: the call.
-    most_keys: L at most, a multiple of LANES if it is more and is not M.
-    keys_first: whether the outer steps of the grid are the keys' blocks.
+    max_keys: largest L allowed: M, at most LANES, or a multiple of LANES.
+    keys_first: whether the grid's outer loop is over tiles of keys and its
+      inner one over blocks of rows, instead of the other way round.
   """
 
   problem: Problem
-  most_keys: int
+  max_keys: int
   keys_first: bool
 
   @functools.cached_property
   def keys(self) -> int:
-    """L: as even a share of M as there is."""
-    if self.problem.keys == self.most_keys:
-      return self.most_keys  # all at once may be any number
-    unit = min(LANES, self.most_keys)
+    """Keys of a tile, L: tiles of nearly equal size, so few keys are padding.
+
+    For instance, 1,100 keys in tiles of at most 1,024 are two tiles of 640.
+    """
+    if self.problem.keys == self.max_keys:
+      return self.max_keys  # a single tile may have any size
+    unit = min(LANES, self.max_keys)
     units = pl.cdiv(self.problem.keys, unit)
-    return pl.cdiv(units, pl.cdiv(self.problem.keys, self.most_keys)) * unit
+    return pl.cdiv(units, pl.cdiv(self.problem.keys, self.max_keys)) * unit
 
   @property
-  def key_blocks(self) -> int:
-    """J."""
+  def key_tiles(self) -> int:
+    """Tiles of keys, J."""
     return pl.cdiv(self.problem.keys, self.keys)
 
   @property
-  def transposed(self) -> bool:
-    """Whether keys and values are [D, L] instead of [L, D].
-
-    XLA stores a cache so where the head dim does not fill the lanes, and would
-    have to copy all of it.
-    """
-    return self.problem.cached and self.problem.head_dim % LANES > 0
-
-  @property
   def grid(self) -> tuple[int, int]:
-    """Of blocks of rows and keys."""
-    grid = self.problem.num_blocks, self.key_blocks
+    """Steps of the outer and the inner loop."""
+    grid = self.problem.num_blocks, self.key_tiles
     return grid[::-1] if self.keys_first else grid
 
   # What is passed to a kernel.
 
   def tables(self) -> tuple[jax.Array, ...]:
-    """What steps are told of every block of rows, four of [T] int32.
+    """Tells the steps about every block of rows, four arrays [T] int32.
 
     Returns:
-      Itself, or the last one in use; the head b * K + k of its keys; how many
-      keys all of its rows see; how many any of them may see.
+      source: the block whose rows are loaded: the block itself, or the last
+        used one where it is unused.
+      kv_head: its key/value head, b * K + k.
+      unmasked: keys that all of its rows see.
+      end: keys that at least one of its rows may see.
     """
     blocks = self.problem.blocks
     used = jnp.maximum(blocks.first[-1], 1)
-    own = jnp.arange(self.problem.num_blocks, dtype=jnp.int32)
-    own = jnp.minimum(own, used - 1)
-    kv_head = blocks.head[own] // self.problem.group
-    return own, kv_head, *self.problem.reach(self.problem.rows)
+    source = jnp.arange(self.problem.num_blocks, dtype=jnp.int32)
+    source = jnp.minimum(source, used - 1)
+    kv_head = blocks.head[source] // self.problem.group
+    return source, kv_head, *self.problem.key_bounds(self.problem.rows)
 
   def rows(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """The rows of a block, of [T * R, D] or [T * R]; [1, R, D] or [1, 1, R]."""
+    """Passes a step its block of rows.
+
+    Args:
+      x: [T * R, D], loaded as [1, R, D], or [T * R], loaded as [1, 1, R].
+    """
     output = isinstance(x, jax.ShapeDtypeStruct)
     inner = (self.problem.rows, *x.shape[1:])
     inner = (1, *inner)[-2:]
     shape = (self.problem.num_blocks, *inner)
     x = jax.ShapeDtypeStruct(shape, x.dtype) if output else x.reshape(shape)
 
-    def index(t, j, own, *_):
-      return (t if output else own[t]), 0, 0
+    def index(t, j, source, *_):
+      return (t if output else source[t]), 0, 0
 
     return Argument(x, pl.BlockSpec((1, *inner), self._in_order(index)))
 
-  def dense(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """A block of keys, [1, L, D] or `transposed`, of [B, M, K, D]."""
+  def keys_or_values(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
+    """Passes a step a tile of keys or values.
+
+    Args:
+      x: [B, M, K, D], loaded as [1, L, D], or as [1, D, L] if the problem is
+        `head_dim_first`.
+    """
     batch, keys, heads, dim = x.shape
-    padded = self.key_blocks * self.keys
+    padded = self.key_tiles * self.keys
     if isinstance(x, jax.ShapeDtypeStruct):
       x = jax.ShapeDtypeStruct((batch * heads, padded, dim), x.dtype)
     else:
@@ -107,28 +114,29 @@ class Plan:
       if padded > keys:
         x = jnp.pad(x, ((0, 0), (0, padded - keys), (0, 0)))
 
-    def index(t, j, own, kv_head, least, most):
-      place = self._key_block(t, j, own, most), 0
-      return kv_head[t], *(place[::-1] if self.transposed else place)
+    def index(t, j, source, kv_head, unmasked, end):
+      place = self._key_tile(t, j, source, end), 0
+      transposed = self.problem.head_dim_first
+      return kv_head[t], *(place[::-1] if transposed else place)
 
     block = 1, self.keys, dim
-    if self.transposed:
+    if self.problem.head_dim_first:
       x, block = x.swapaxes(1, 2), (1, dim, self.keys)
     return Argument(x, pl.BlockSpec(block, self._in_order(index)))
 
   def row_masks(self) -> tuple:
-    """Of every row the last key that it sees and its segment, [1, 1, R]."""
+    """Each row's last visible key and its segment, [1, 1, R] or None."""
     problem = self.problem
     last = problem.last_keys() if problem.visible.causal else None
     return jax.tree.map(self.rows, (last, problem.row_segments()))
 
   def key_masks(self) -> tuple:
-    """Of every key whether it may be seen and its segment, [1, 1, L] int32."""
-    fill = self.key_blocks * self.keys - self.problem.keys
+    """The key mask and each key's segment, [1, 1, L] int32 or None."""
+    fill = self.key_tiles * self.keys - self.problem.keys
 
-    def index(t, j, own, kv_head, least, most):
+    def index(t, j, source, kv_head, unmasked, end):
       batch = lax.div(kv_head[t], self.problem.kv_heads)
-      return batch, 0, self._key_block(t, j, own, most)
+      return batch, 0, self._key_tile(t, j, source, end)
 
     spec = pl.BlockSpec((1, 1, self.keys), self._in_order(index))
 
@@ -154,9 +162,9 @@ class Plan:
       kernel: gets the four tables, the inputs, the outputs, then scratch.
       inputs: tuples (of tuples) of `Argument`.
       outputs: a tuple of `Argument`.
-      scratch: shapes of sums, float32.
-      columns: masks, `row_masks` or `key_masks`, that the kernel turns into
-        columns; it gets one int32 scratch for each.
+      scratch: shapes of float32 arrays that live through all steps.
+      columns: the masks, `row_masks` or `key_masks`, that the kernel stores as
+        columns; it gets one int32 scratch array for each.
     """
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
@@ -186,46 +194,46 @@ class Plan:
   # What a step does.
 
   def step(self) -> tuple[jax.Array, jax.Array]:
-    """Its block of rows and its block of keys."""
+    """Indices (t, j) of the step's block of rows and tile of keys."""
     first, second = pl.program_id(0), pl.program_id(1)
     return (second, first) if self.keys_first else (first, second)
 
-  def at_work(
+  def when_visible(
     self,
     j: jax.Array,
-    least: jax.Array,
-    most: jax.Array,
+    unmasked: jax.Array,
+    end: jax.Array,
     work: Callable[[bool], None],
   ) -> None:
-    """Runs work(masked) if rows may see a block of keys.
+    """Runs work(masked) if the block's rows may see a tile of keys.
 
     Args:
-      j: the block of keys.
-      least: keys that all of the rows see.
-      most: keys that any of them may see.
-      work: of the step.
+      j: index of the tile of keys.
+      unmasked: keys that all of the rows see.
+      end: keys that at least one of them may see.
+      work: adds the tile to the step's results.
     """
     start = j * self.keys
-    some = start < most
-    if self.problem.selective:
-      pl.when(some)(functools.partial(work, True))
+    visible = start < end
+    if self.problem.masks_by_value:
+      pl.when(visible)(functools.partial(work, True))
       return
-    # Without hidden keys only the last block may need a mask, for its end.
-    clear = start + self.keys <= least
-    pl.when(some & clear)(functools.partial(work, False))
+    needs_no_mask = start + self.keys <= unmasked
+    pl.when(visible & needs_no_mask)(functools.partial(work, False))
+    # Without a causal mask only a last tile with padding needs one.
     if self.problem.visible.causal or self.problem.keys % self.keys:
-      pl.when(some & ~clear)(functools.partial(work, True))
+      pl.when(visible & ~needs_no_mask)(functools.partial(work, True))
 
   def seen(
     self, row_masks: tuple, key_masks: tuple, j: jax.Array, *, rows_axis: int
   ) -> jax.Array:
-    """Whether rows see the keys of a block.
+    """Marks which keys of a tile the block's rows see.
 
     Args:
-      row_masks: the last key that rows see and their segments, [R, 1] if
-        rows_axis is 0, else [1, R]; None where nothing is masked so.
-      key_masks: whether keys may be seen and their segments, [1, L] or [L, 1].
-      j: the block of keys.
+      row_masks: the rows' last visible keys and segments, [R, 1] if rows_axis
+        is 0, else [1, R]; None where the call has no such mask.
+      key_masks: the keys' mask and segments, [1, L] or [L, 1].
+      j: index of the tile of keys.
       rows_axis: 0 gives [R, L], 1 gives [L, R].
     """
     (last, row_segments), (key_mask, segments) = row_masks, key_masks
@@ -241,33 +249,38 @@ class Plan:
       result = result & (segments == row_segments)
     return result
 
-  def _key_block(
-    self, t: jax.Array, j: jax.Array, own: jax.Array, most: jax.Array
+  def _key_tile(
+    self, t: jax.Array, j: jax.Array, source: jax.Array, end: jax.Array
   ) -> jax.Array:
-    """The block of keys that a step sees.
+    """The tile of keys that step (t, j) loads.
 
-    That is the last one that its rows may see instead of those after it, and
-    instead of all where blocks of rows are not in use.
+    It is j up to the last tile that the block's rows may see. Later steps, and
+    all steps of unused blocks, name that last tile again: nothing is fetched.
     """
     if self.keys_first:
       return j
-    j = jnp.where(own[t] < t, self.key_blocks - 1, j)
-    return jnp.minimum(j, lax.div(jnp.maximum(most[own[t]], 1) - 1, self.keys))
+    j = jnp.where(source[t] < t, self.key_tiles - 1, j)
+    return jnp.minimum(
+      j, lax.div(jnp.maximum(end[source[t]], 1) - 1, self.keys)
+    )
 
   def _in_order(self, index: Callable) -> Callable:
-    """From a map of (t, j, ...) one of the grid's order."""
+    """Turns an index map of (t, j, ...) into one in the grid's order."""
     if not self.keys_first:
       return index
     return lambda j, t, *tables: index(t, j, *tables)
 
 
 def as_columns(row: jax.Array) -> jax.Array:
-  """[1, X] to [X, LANES], the same in every lane."""
+  """Transposes a row [1, X] to [X, LANES], the same in every lane."""
   return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-def widen(columns: jax.Array, width: int) -> jax.Array:
-  """[X, LANES], the same in every lane, to [X, width] without any shuffle."""
+def repeat_lanes(columns: jax.Array, width: int) -> jax.Array:
+  """Repeats [X, LANES], the same in every lane, to [X, width].
+
+  Unlike broadcasting [X, 1] it moves nothing between lanes.
+  """
   copies = pl.cdiv(width, LANES)
   if copies > 1:
     columns = jnp.concatenate([columns] * copies, axis=1)
