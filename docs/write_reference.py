@@ -3,8 +3,8 @@
   python docs/write_reference.py && zensical build --strict
 
 config.md has the sections and fields of a config, from the dataclasses'
-docstrings; commands.md what every command prints for `--help`; api.md the public
-names, whose docstrings mkdocstrings puts in. None of them is in git.
+docstrings; commands.md what every command prints for `--help`; api.md the
+public names, whose docstrings mkdocstrings puts in. None of them is in git.
 """
 
 import contextlib
@@ -34,13 +34,22 @@ GROUPS = {
 }
 
 
+def config() -> str:
+  """The page of config sections and fields."""
+  return (
+    "# Config\n\nAll sections of a config and their keys, with the defaults. On "
+    "the command line a key is `--config.SECTION.FIELD=VALUE`.\n\n"
+    f"{reference.markdown()}"
+  )
+
+
 def commands() -> str:
   """The page of commands: the text of every `--help`."""
   parts = [
     "# Commands",
-    "What `python -m moh_jax COMMAND --help` prints. Options that commands share "
-    "have one name: `--checkpoint` is a run's folder, `--data` files or folders "
-    "to read, `--out` where to write, `--json` a file for the metrics.",
+    "What `python -m moh_jax COMMAND --help` prints. Options that commands "
+    "share have one name: `--checkpoint` is a run's folder, `--data` files or "
+    "folders to read, `--out` where to write, `--json` a file for the metrics.",
   ]
   for name in main.COMMANDS:
     parts += [f"## {name}", f"```text\n{_help(name)}\n```"]
@@ -71,9 +80,9 @@ def api() -> str:
   parts = [
     "# Python API",
     "These names are public: `from moh_jax import NAME`. Everything else is "
-    "private and may change, apart from the sections in `moh_jax.config`, which "
-    "config files use. `import moh_jax` does not import JAX; a name is imported "
-    "when it is first used.",
+    "private and may change, apart from the sections in `moh_jax.config`, "
+    "which config files use. `import moh_jax` does not import JAX; a name is "
+    "imported when it is first used.",
   ]
   for title, names in GROUPS.items():
     parts += [f"## {title}", *(_block(name) for name in names)]
@@ -90,6 +99,6 @@ def _block(name: str) -> str:
 
 if __name__ == "__main__":
   FOLDER.mkdir(exist_ok=True)
-  (FOLDER / "config.md").write_text(reference.markdown())
+  (FOLDER / "config.md").write_text(config())
   (FOLDER / "commands.md").write_text(commands())
   (FOLDER / "api.md").write_text(api())

@@ -33,7 +33,7 @@ def markdown() -> str:
     sections[f"data ({kind})"] = family.data
     sections.update(family.sections)
   sections.update(parse._SECTIONS)
-  parts = ["# Config", "All sections of a config and their fields."]
+  parts = []
   for name, cls in sections.items():
     parts += [f"## {name}", inspect.getdoc(cls).partition("\n")[0]]
     rows = [
