@@ -37,8 +37,8 @@ GROUPS = {
 def config() -> str:
   """The page of config sections and fields."""
   return (
-    "# Config\n\nAll sections of a config and their keys, with the defaults. On "
-    "the command line a key is `--config.SECTION.FIELD=VALUE`.\n\n"
+    "# Config\n\nAll sections of a config and their keys, with the defaults. "
+    "On the command line a key is `--config.SECTION.FIELD=VALUE`.\n\n"
     f"{reference.markdown()}"
   )
 

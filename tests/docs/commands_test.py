@@ -35,7 +35,7 @@ CHECKED = [
 SLOW = [block for block in BLOCKS if block.mode in ("run", "slow")]
 
 
-class _Parsed(Exception):
+class _ParsedError(Exception):
   """A module's arguments are parsed; it need not go on."""
 
 
@@ -164,12 +164,12 @@ def _check_module(command, monkeypatch):
 
   def parse_and_stop(parser, *args):
     parse(parser, *args)
-    raise _Parsed
+    raise _ParsedError
 
   monkeypatch.setattr(sys, "argv", [command.module, *command.arguments])
   with monkeypatch.context() as patch:
     patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    with pytest.raises(_Parsed):
+    with pytest.raises(_ParsedError):
       importlib.import_module(command.module).main()
 
 
