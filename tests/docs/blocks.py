@@ -15,9 +15,11 @@ FIRST = ("docs/index.md", "README.md", "docs/vit.md", "docs/dit.md")
 MODES = ("run", "slow", "parse", "none")
 
 _MARK = re.compile(r"<!-- test: (\w+)(?:: (.+))? -->")
-_FENCE = re.compile(r"```(\w*)")
-_SNIPPET = re.compile(r'--8<-- "([^":]+)"')
-_INLINE = re.compile(r"`(python -m (?:moh_jax [a-z][^`]*|benchmarks\.[^`]*))`")
+# ``` {.python} has an included file, which other tests run.
+_FENCE = re.compile(r"```(\w*)(?: \{.*\})?")
+_INLINE = re.compile(
+  r"`(python -m (?:moh_jax [a-z-]+ |benchmarks\.\w+ )[^`]+)`"
+)
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # What sets an environment up; the examples' tests run in one that is.
 _SET_UP = (("python3", "-m", "venv"), (".", ".venv/bin/activate"))
@@ -77,7 +79,7 @@ def all_blocks() -> list[Block]:
   ]
 
 
-def read_blocks(page: str, text: str) -> list[Block]:
+def read_blocks(page: str, content: str) -> list[Block]:
   """The blocks of `sh` and `python` of a page, with their marks.
 
   Raises:
@@ -85,7 +87,7 @@ def read_blocks(page: str, text: str) -> list[Block]:
   """
   blocks, code, language, start = [], None, "", 0
   mode, reason = "run", ""
-  for number, line in enumerate(text.splitlines(), 1):
+  for number, line in enumerate(content.splitlines(), 1):
     if code is None and (mark := _MARK.fullmatch(line.strip())):
       mode, reason = mark[1], mark[2] or ""
       if mode not in MODES or (mode in ("parse", "none")) != bool(reason):
@@ -97,8 +99,8 @@ def read_blocks(page: str, text: str) -> list[Block]:
       code, language, start = [], fence[1], number + 1
     elif code is not None and line == "```":
       if language in ("sh", "python"):
-        source = _include("\n".join(code))
-        blocks.append(Block(page, start, language, source, mode, reason))
+        text = "\n".join(code)
+        blocks.append(Block(page, start, language, text, mode, reason))
       code, mode, reason = None, "run", ""
     elif code is not None:
       code.append(line)
@@ -156,10 +158,6 @@ def _command(words: list[str]) -> Command | None:
   if program.endswith("python") and rest[0] == "train.py":
     return Command("moh_jax", ("train", *rest[1:]), tuple(environment))
   raise ValueError(f"{words} is no command that the tests know")
-
-
-def _include(code: str) -> str:
-  return _SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(), code)
 
 
 def _blank(block: re.Match) -> str:
