@@ -1,7 +1,6 @@
 """Draws stored results of `bench` as `bench --plot` would have.
 
-  python -m benchmarks.plot benchmarks/results/attention_cpu.json \
-    --out docs/attention_cpu.svg
+For instance benchmarks/results/attention_cpu.json as docs/attention_cpu.svg.
 """
 
 import argparse
