@@ -18,7 +18,7 @@ def _layers() -> list[set[str]]:
   Folders that stand in one row do not import one another.
   """
   text = (_ROOT / "docs" / "architecture.md").read_text()
-  table = text.partition("<!-- layers -->")[2].partition("\n\n")[0]
+  table = text.partition("<!-- layers -->")[2].partition("\n## ")[0]
   rows = re.findall(r"^\| (`[^|]*) \|", table, flags=re.MULTILINE)
   return [set(re.findall(r"`(\w+)/`", row)) for row in rows]
 

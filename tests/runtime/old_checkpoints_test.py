@@ -1,6 +1,6 @@
 """Checkpoints written by older versions still restore and resume.
 
-Each archive of tests/goldens/checkpoints holds a run of four steps, saved at
+Each archive of tests/old_checkpoints holds a run of four steps, saved at
 the second, as the code wrote it when the router, RoPE and the classifier's
 targets had no sections of their own; `expected.npz` has inputs and outputs of
 the saved model, `rows.json` the metrics of all four steps.
@@ -21,7 +21,7 @@ from moh_jax.inference.restore import restore
 from moh_jax.runtime.checkpoint import read_metadata
 from moh_jax.training import loop
 
-_GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens/checkpoints"
+_GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "old_checkpoints"
 _NAMES = ("dit", "llm", "llm_query_norm", "vit", "vit_mha")
 # Not of the run but of the machine.
 _TIMES = ("images_per_second", "tokens_per_second")

@@ -1,0 +1,116 @@
+"""Writes the pages of docs/reference/ from the package itself.
+
+  python docs/write_reference.py && zensical build --strict
+
+config.md has the sections and fields of a config, from the dataclasses'
+docstrings; commands.md what every command prints for `--help`; api.md the
+public names, whose docstrings mkdocstrings puts in. None of them is in git.
+"""
+
+import contextlib
+import io
+import os
+import pathlib
+
+import moh_jax
+from moh_jax.cli import main
+from moh_jax.config import reference
+
+FOLDER = pathlib.Path(__file__).parent / "reference"
+
+# Title -> public names, in the order of the page.
+GROUPS = {
+  "Layers": (
+    "MoHAttention",
+    "HeadRouter",
+    "HeadMix",
+    "HeadBudget",
+    "RouterConfig",
+    "attention",
+    "collect_aux",
+  ),
+  "Models": ("ViT", "DiT", "LLM", "get_model"),
+  "Families": (
+    "Family",
+    "ImageClassifierFamily",
+    "register_family",
+    "get_family",
+  ),
+  "Runs and checkpoints": (
+    "load_config",
+    "train",
+    "restore",
+    "Restored",
+    "Generator",
+  ),
+}
+
+
+def config() -> str:
+  """The page of config sections and fields."""
+  return (
+    "# Config\n\nAll sections of a config and their keys, with the defaults. "
+    "On the command line a key is `--config.SECTION.FIELD=VALUE`.\n\n"
+    f"{reference.markdown()}"
+  )
+
+
+def commands() -> str:
+  """The page of commands: the text of every `--help`."""
+  parts = [
+    "# Commands",
+    "What `python -m moh_jax COMMAND --help` prints. Options that commands "
+    "share have one name: `--checkpoint` is a run's folder, `--data` files or "
+    "folders to read, `--out` where to write, `--json` a file for the metrics.",
+  ]
+  for name in main.COMMANDS:
+    parts += [f"## {name}", f"```text\n{_help(name)}\n```"]
+  return "\n\n".join(parts) + "\n"
+
+
+def _help(command: str) -> str:
+  out = io.StringIO()
+  os.environ["COLUMNS"] = "80"  # argparse's width
+  with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    main.main([command, "--help"])
+  return out.getvalue().rstrip()
+
+
+def api() -> str:
+  """The page of public names, as blocks that mkdocstrings reads.
+
+  Raises:
+    ValueError: `GROUPS` and `moh_jax.__all__` do not hold the same names.
+  """
+  named = {name for names in GROUPS.values() for name in names}
+  public = {name for name in moh_jax.__all__ if not name.startswith("__")}
+  if named != public:
+    raise ValueError(
+      f"docs/write_reference.py: GROUPS lacks {sorted(public - named)} and has "
+      f"{sorted(named - public)}, which moh_jax.__all__ does not"
+    )
+  parts = [
+    "# Python API",
+    "These names are public: `from moh_jax import NAME`. Everything else is "
+    "private and may change, apart from the sections in `moh_jax.config`, "
+    "which config files use. `import moh_jax` does not import JAX; a name is "
+    "imported when it is first used.",
+  ]
+  for title, names in GROUPS.items():
+    parts += [f"## {title}", *(_block(name) for name in names)]
+  return "\n\n".join(parts) + "\n"
+
+
+def _block(name: str) -> str:
+  value = getattr(moh_jax, name)
+  return (
+    f"::: {value.__module__}.{value.__qualname__}\n    options:\n"
+    f"      heading: {name}\n      toc_label: {name}"
+  )
+
+
+if __name__ == "__main__":
+  FOLDER.mkdir(exist_ok=True)
+  (FOLDER / "config.md").write_text(config())
+  (FOLDER / "commands.md").write_text(commands())
+  (FOLDER / "api.md").write_text(api())

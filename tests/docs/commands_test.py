@@ -1,0 +1,179 @@
+"""Every example of README.md and docs/ works.
+
+In the default suite examples run with small stand-ins, and the options and
+configs of all others are checked. `pytest -m slow` runs examples as they stand,
+in one folder, page after page: about an hour on two cores.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from moh_jax.cli import common, main
+from moh_jax.config.load import load_config
+from tests.docs import blocks, stand_ins
+
+BLOCKS = blocks.all_blocks()
+INLINE = [
+  block
+  for page in blocks.pages()
+  for block in blocks.inline_commands(page, (blocks.ROOT / page).read_text())
+]
+RUN = [block for block in BLOCKS if block.mode == "run"]
+CHECKED = [
+  block
+  for block in (*BLOCKS, *INLINE)
+  if block.language == "sh" and block.mode != "none"
+]
+SLOW = [block for block in BLOCKS if block.mode in ("run", "slow")]
+
+
+class _ParsedError(Exception):
+  """A module's arguments are parsed; it need not go on."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+  """A folder where examples run with stand-ins."""
+  folder = tmp_path_factory.mktemp("small")
+  stand_ins.lay_out(folder)
+  stand_ins.add_runs(folder)
+  return folder
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+  """A folder where examples run as they stand."""
+  folder = tmp_path_factory.mktemp("real")
+  stand_ins.lay_out(folder)
+  return folder
+
+
+@pytest.mark.parametrize("block", CHECKED, ids=str)
+def test_options_and_configs_are_valid(block, monkeypatch):
+  monkeypatch.chdir(blocks.ROOT)
+  for command in blocks.commands(block.code):
+    if command.module == "moh_jax":
+      _check(*command.arguments)
+    elif command.module != "pytest":
+      _check_module(command, monkeypatch)
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_runs_with_stand_ins(block, small, monkeypatch):
+  monkeypatch.chdir(small)
+  if block.language == "python":
+    _run_python(block)
+    return
+  for command in blocks.commands(block.code):
+    for name, value in command.environment:
+      monkeypatch.setenv(name, value)
+    assert command.module == "moh_jax", f"{block}: mark it as slow"
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+      status = main.main(list(command.arguments))
+    assert status == 0, f"{command}: {err.getvalue()}"
+    assert out.getvalue().strip(), f"{command} printed nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", SLOW, ids=str)
+def test_runs_as_it_stands(block, real):
+  environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  python = pathlib.Path(sys.executable).parent
+  environment["PATH"] = f"{python}:{environment['PATH']}"
+  argv = [sys.executable, "-c", block.code]
+  if block.language == "sh":
+    lines = [n for n in block.code.splitlines() if not n.startswith(". ")]
+    argv = ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]
+  done = subprocess.run(
+    argv, cwd=real, env=environment, capture_output=True, text=True
+  )
+  assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def test_every_command_has_an_example():
+  shown = {
+    command.arguments[0]
+    for block in CHECKED
+    for command in blocks.commands(block.code)
+    if command.module == "moh_jax"
+  }
+  assert shown == set(main.COMMANDS)
+
+
+def test_a_wrong_option_or_key_is_found():
+  with pytest.raises((SystemExit, ValueError)):
+    _check("classify", "--checkpoint", "runs/digits", "--tpo", "3", "3.png")
+  with pytest.raises(ValueError, match=r"optim\.rate"):
+    _check(
+      "train",
+      "--config=configs/vit_digits.py",
+      "--workdir=runs/digits",
+      "--config.optim.rate=1",
+    )
+
+
+def test_marks_of_blocks():
+  text = (
+    "<!-- test: parse: needs a TPU -->\n```sh\na \\\n b\n```\n```sh\nc\n```"
+  )
+  first, second = blocks.read_blocks("page.md", text)
+  assert (first.mode, first.reason, first.line) == ("parse", "needs a TPU", 3)
+  assert (second.mode, second.line) == ("run", 7)
+  with pytest.raises(ValueError, match="reason"):
+    blocks.read_blocks("page.md", "<!-- test: none -->\n```sh\na\n```")
+
+
+def test_command_lines():
+  code = (
+    "python3 -m venv .venv && .venv/bin/python -m moh_jax inspect \\\n"
+    "  --config x.py  # what it builds\nA=b python train.py --workdir=c"
+  )
+  assert blocks.commands(code) == [
+    blocks.Command("moh_jax", ("inspect", "--config", "x.py")),
+    blocks.Command("moh_jax", ("train", "--workdir=c"), (("A", "b"),)),
+  ]
+  with pytest.raises(ValueError, match="no command"):
+    blocks.commands("rm -r runs")
+
+
+def _check(name, *arguments):
+  """Parses a command's options and loads its config; its inputs may lack."""
+  parser = argparse.ArgumentParser(allow_abbrev=False)
+  module = f"moh_jax.cli.arguments.{name.replace('-', '_')}"
+  importlib.import_module(module).add_arguments(parser)
+  arguments, overrides = common.split_overrides(arguments)
+  config = getattr(parser.parse_args(arguments), "config", None)
+  if config:
+    load_config(config, overrides)
+  else:
+    assert not overrides
+
+
+def _check_module(command, monkeypatch):
+  """Parses the options of a module that has a function main."""
+  parse = argparse.ArgumentParser.parse_args
+
+  def parse_and_stop(parser, *args):
+    parse(parser, *args)
+    raise _ParsedError
+
+  monkeypatch.setattr(sys, "argv", [command.module, *command.arguments])
+  with monkeypatch.context() as patch:
+    patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    with pytest.raises(_ParsedError):
+      importlib.import_module(command.module).main()
+
+
+def _run_python(block):
+  code = compile(block.code, str(block), "exec")
+  with contextlib.redirect_stdout(io.StringIO()):
+    exec(code, {"__name__": "__main__"})

@@ -1,0 +1,55 @@
+"""Small data and runs under the names that the docs use.
+
+With these the examples run in seconds: `runs/digits` is a ViT of a few steps,
+`IMAGES` a folder of noise, and so on.
+"""
+
+import dataclasses
+import gzip
+import json
+import tarfile
+
+from tests.docs.blocks import ROOT
+from tests.inference import tiny_text_model, tiny_vae
+
+_LINKED = (
+  "README.md",
+  "benchmarks",
+  "configs",
+  "docs",
+  "moh_jax",
+  "pyproject.toml",
+  "tests",
+  "train.py",
+)
+_RUNS = {"digits": "vit", "dit": "dit"}  # runs/NAME: the stored checkpoint
+_STORED = ROOT / "tests/old_checkpoints"
+
+
+def lay_out(folder):
+  """Fills a folder with the repository's files, and with small data."""
+  for name in _LINKED:
+    (folder / name).symlink_to(ROOT / name)
+  (folder / "runs").mkdir()
+  (folder / "models").mkdir()
+  for part in ("train", "val"):
+    tiny_vae.save_images(folder / "IMAGES" / part, per_class=10)
+  tiny_vae.save(folder / "VAE")
+  texts = (ROOT / "README.md").read_text().split("\n\n")
+  (folder / "TEXT").mkdir()
+  with gzip.open(folder / "TEXT" / "readme.jsonl.gz", "wt") as stream:
+    stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def add_runs(folder):
+  """Puts small checkpoints where the docs' runs would be."""
+  for name, stored in _RUNS.items():
+    with tarfile.open(_STORED / f"{stored}.tar.gz") as archive:
+      archive.extractall(folder / "runs", filter="data")
+    if stored != name:
+      (folder / "runs" / stored).rename(folder / "runs" / name)
+  config = tiny_text_model.CONFIG
+  model = dataclasses.replace(config.model, max_length=128)
+  tiny_text_model.save(
+    folder / "runs" / "llm", dataclasses.replace(config, model=model)
+  )
