@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels import gpu_plan, gpu_tables, sizes, tpu_plan
+from moh_jax.ops.kernels import gpu_program, gpu_tables, sizes, tpu_plan
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
@@ -430,8 +430,8 @@ class SizesTest(parameterized.TestCase):
     (192, ((0, 128), (128, 64))),
   )  # fmt: skip
   def test_head_dims_become_powers_of_two(self, dim, slices):
-    self.assertEqual(gpu_plan.column_slices(dim, 2), slices)
-    self.assertLen(gpu_plan.column_slices(dim, 1), 1)
+    self.assertEqual(gpu_program.column_slices(dim, 2), slices)
+    self.assertLen(gpu_program.column_slices(dim, 1), 1)
 
 
 class TileFileTest(parameterized.TestCase):

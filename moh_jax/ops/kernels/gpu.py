@@ -19,7 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels.gpu_plan import SMALLEST, Plan, Slices, product
+from moh_jax.ops.kernels.gpu_plan import Plan
+from moh_jax.ops.kernels.gpu_program import (
+  SMALLEST,
+  Program,
+  Slices,
+  product,
+)
 from moh_jax.ops.kernels.problem import LOG2_E, Problem
 from moh_jax.ops.kernels.products import times
 from moh_jax.ops.kernels.sizes import Tile
@@ -61,7 +67,7 @@ def key_gradients(
 
 def _forward_kernel(
   table: tuple, q_ref: Any, keys: tuple, masks: tuple, out_ref: Any,
-  sum_ref: Any, *, plan: Plan,
+  sum_ref: Any, *, plan: Program,
 ) -> None:  # fmt: skip
   heads, used, bounds = table
   k_ref, v_ref = keys
@@ -108,7 +114,7 @@ def _forward_kernel(
 
 def _query_gradient_kernel(
   table: tuple, rows: tuple, keys: tuple, masks: tuple, dq_ref: Any,
-  inner_ref: Any, *, plan: Plan,
+  inner_ref: Any, *, plan: Program,
 ) -> None:  # fmt: skip
   heads, used, bounds = table
   q_ref, out_ref, sum_ref, grad_ref = rows
@@ -144,7 +150,7 @@ def _query_gradient_kernel(
 
 def _key_gradients_kernel(
   table: tuple, rows: tuple, keys: tuple, masks: tuple, dk_ref: Any,
-  dv_ref: Any, *, plan: Plan,
+  dv_ref: Any, *, plan: Program,
 ) -> None:  # fmt: skip
   q_ref, sum_ref, inner_ref, grad_ref = rows
   k_ref, v_ref = keys
