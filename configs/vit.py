@@ -40,6 +40,8 @@ def get_config(arg: str = "s80") -> ml_collections.ConfigDict:
       batch_size=_BATCH,
       augment="crop_flip",
       eval_resize=256,
+      mean=(0.485, 0.456, 0.406),  # of ImageNet
+      std=(0.229, 0.224, 0.225),
       num_threads=32,
     ),
     # arXiv:2410.11842, appendix; no decay on what the release exempts.

@@ -6,7 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from moh_jax.config import Config, DataConfig
+from moh_jax.config import Config
 from moh_jax.data.images import latents, records
 from moh_jax.data.images.files import list_classes
 from moh_jax.data.shards import read_metadata
@@ -46,7 +46,7 @@ def resolve(config: Config) -> Config:
     if getattr(config.model, name, 0) is None
   }
   model, data = dataclasses.replace(config.model, **found), config.data
-  if isinstance(data, DataConfig) and data.mean is None and not _latent(config):
+  if getattr(data, "mean", ()) is None and not _latent(config):
     mean, std = _normalization(config, model.channels)
     data = dataclasses.replace(data, mean=mean, std=std)
   return dataclasses.replace(config, model=model, data=data, optim=optim)

@@ -110,7 +110,7 @@ class BenchCommandTest(parameterized.TestCase):
     self.assertEqual(
       options,
       [
-        model.ModelOptions("moh-llm-s-75", (32,), compile_only=True),
+        model.ModelOptions("moh-llm-s-75", lengths=(32,), compile_only=True),
         model.ModelOptions(batch=2),
       ],
     )

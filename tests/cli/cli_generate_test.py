@@ -90,7 +90,7 @@ class GenerateCommandTest(parameterized.TestCase):
     (("--seed", -1), "seed=-1 must be in"),
     (("--batch-size", 0), "batch_size=0 must be at least 1"),
     (("--step", 7), "no checkpoint of step 7; it has [0]"),
-    (("--top-k", "9,9"), "top_k=9 must be in"),
+    (("--top-k", "9,9"), "top_k=(9, 9) must be None: the model has no routed"),
   )
   def test_bad_value_is_one_line_that_names_it(self, argv, message):
     option, value = argv
@@ -98,7 +98,7 @@ class GenerateCommandTest(parameterized.TestCase):
 
   def test_model_that_writes_no_text_is_refused(self):
     self._assert_refused(
-      "a language model is needed", "--prompt=aA", checkpoint=self.classifier
+      "`generate` needs one of ['llm']", "--prompt=aA", checkpoint=self.classifier
     )
 
   def test_missing_tokenizer_is_asked_for(self):

@@ -68,7 +68,7 @@ class KeysTest(parameterized.TestCase):
     self.assertEqual(found[name].type, type_name)
     self.assertEqual(found[name].choices, choices)
 
-  @parameterized.parameters(*config_lib.FAMILIES)
+  @parameterized.parameters("vit", "dit", "llm")
   def test_every_key_has_a_meaning(self, family):
     config = config_lib.from_config_dict({"model": {"family": family}})
     for name in config_lib.to_config_dict(config):
@@ -90,7 +90,7 @@ class TextTest(absltest.TestCase):
     text = reference.markdown()
     for line in ("| `optim.lr` | `0.001` | `float` |", "### diffusion"):
       self.assertIn(line, text)
-    for family in config_lib.FAMILIES:
+    for family in ("vit", "dit", "llm"):
       self.assertIn(f"| `model.family` | `'{family}'` | `str` |", text)
     self.assertEqual(text.count("| `train.steps` |"), 1)
     self.assertEqual(text.count("| `data.augment` |"), 1)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import tempfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ def get_config():
       ),
       optim=OptimConfig(lr=1e-2),
       train=TrainConfig(steps=20),
-      mesh=MeshConfig(data=1),
+      mesh=MeshConfig(),
       checkpoint=CheckpointConfig(every=10),
       eval=EvalConfig(every=0, batch_size=120),
       log=LogConfig(every=10, tensorboard=False, progress=False),
@@ -41,7 +42,7 @@ class OwnFamilyTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    folder = pathlib.Path(cls.create_tempdir(cls).full_path)
+    folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
     cls.config, cls.workdir = folder / "patch.py", folder / "run"
     cls.config.write_text(_CONFIG_FILE)
     cls.half = cls._call(
