@@ -1,6 +1,7 @@
 """Compiles the forms to compare, times them in turns, and makes report rows."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
