@@ -54,6 +54,7 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
 
 
 class TransformedSource:
+
   """Source of held-out images after their transforms; nothing is random."""
   def __init__(self, config: Config, source: ImageSource):
     """Wraps the source of the held-out split of a run."""
