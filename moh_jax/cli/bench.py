@@ -12,8 +12,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.runtime import checkpoint
 from moh_jax.speed import attention, decode, layer, report, timing
 from moh_jax.speed.options import HeadOptions, SequenceOptions
-from moh_jax.speed.peak import matrix_peak
-from moh_jax.speed.programs import exact_products
+from moh_jax.speed.programs import exact_products, matrix_peak
 
 # What is compared -> the function that measures, and its options.
 _OPS: dict[str, tuple[Callable, type[HeadOptions]]] = {

@@ -1,1 +1,1 @@
-"""Examples to batches: sources, transforms, pipelines."""
+"""Data: sources of examples, their files, and pipelines that make batches."""

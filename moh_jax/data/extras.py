@@ -1,19 +1,19 @@
-"""Libraries that only some users need."""
+"""Imports of optional libraries, which pip installs as extras of moh_jax."""
 
 import importlib
 import types
 
 
 def import_extra(library: str, purpose: str, extra: str) -> types.ModuleType:
-  """Imports a library that an extra installs.
+  """Imports an optional library, or says how to install it.
 
   Args:
-    library: its name, or that of a module of it.
-    purpose: what needs it, for the message.
-    extra: its name in pyproject.toml.
+    library: name of the module, such as "pyarrow.parquet".
+    purpose: what needs the library, such as a file name, for the message.
+    extra: name of the extra in pyproject.toml that installs it.
 
   Raises:
-    ValueError: it is not installed.
+    ValueError: the library is not installed.
   """
   try:
     return importlib.import_module(library)
@@ -25,5 +25,5 @@ def import_extra(library: str, purpose: str, extra: str) -> types.ModuleType:
 
 
 def import_llm_extra(library: str, purpose: str) -> types.ModuleType:
-  """Imports a library of the extra "llm", see `import_extra`."""
+  """Imports a library that the extra "llm" installs, see `import_extra`."""
   return import_extra(library, purpose, "llm")

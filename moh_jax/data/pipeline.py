@@ -1,11 +1,11 @@
-"""Grain pipelines: this process's part of every global batch.
+"""Grain pipelines: each process reads its part of every global batch.
 
-The training stream is one global sequence (shuffled anew each epoch, random
-transforms keyed by the seed and the position), and global batch k is its
-examples [k * B, (k + 1) * B), in order, whatever the number of processes:
-process p of P reads the p-th of P parts. So the position of a run is one
-number, the batches taken, and stays exact when the number of processes changes;
-and what a loss draws for a row of the batch meets the same example.
+The training stream is one global sequence of examples: every epoch is shuffled
+anew, and random transforms depend on the seed and the position alone. Global
+batch k of size B is examples [k * B, (k + 1) * B) of it, in order, and process
+p of P reads the p-th of P equal parts. So the position of a run is one number,
+the count of batches read, which stays exact if the number of processes changes,
+and each row of a global batch always holds the same example.
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import grain
-import jax
+import jax.tree
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
@@ -24,21 +24,21 @@ Batch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-  """Random access to examples, dicts of arrays."""
+  """Random access to examples, which are dicts of arrays."""
 
   def __len__(self) -> int:
     """Number of examples."""
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    """One example."""
+    """Returns example `index`, counted from 0."""
 
 
 def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
-  """The endless stream of training images, or latents.
+  """Builds the endless stream of transformed training images (or latents).
 
   Args:
-    config: the run.
-    source: the training split.
+    config: config of the run.
+    source: source of the training split.
 
   Returns:
     Examples {"image": [X, Y, channels] float32, "label": [] int32}.
@@ -54,10 +54,10 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
 
 
 class TransformedSource:
-  """Held-out images after their transforms, none of which is random."""
+  """Source of held-out images after their transforms; nothing is random."""
 
   def __init__(self, config: Config, source: ImageSource):
-    """Wraps the held-out split of a run."""
+    """Wraps the source of the held-out split of a run."""
     self._source, self._transforms = source, eval_recipe(config)
 
   def __len__(self) -> int:
@@ -71,35 +71,35 @@ class TransformedSource:
 
 
 class TrainBatches:
-  """Endless training batches with an exact, storable position.
+  """Endless iterator over one part of every training batch.
 
-  Each batch holds b = batch size / processes examples.
+  Its position can be stored, and restored exactly. A batch of it has b = batch
+  size / parts examples.
   """
 
   def __init__(
     self,
     dataset: grain.MapDataset,
     data: DataConfig | TextDataConfig,
-    *,
-    process_index: int | None = None,
-    process_count: int | None = None,
+    part: int,
+    parts: int,
   ):
-    """Opens the stream at its beginning.
-
-    Processes that share their part of the batch (`sharding.batch_slice`) pass
-    the index of that part and the number of parts instead.
+    """Starts at the first batch.
 
     Args:
-      dataset: the endless training stream of examples.
-      data: the section that says how it is read.
-      process_index: this process; None asks JAX.
-      process_count: all processes; None asks JAX.
+      dataset: the endless stream of training examples.
+      data: section `data` of the config.
+      part: which part of every global batch to read, see
+        `sharding.batch_slice`.
+      parts: number of parts of a global batch.
+
+    Raises:
+      ValueError: `parts` does not divide `data.batch_size`.
     """
-    index, count = _process(process_index, process_count)
-    local = _local_batch("data.batch_size", data.batch_size, count)
+    local = _local_batch("data.batch_size", data.batch_size, parts)
     # Threads read examples, not whole batches: batch after iterating.
     options = _read_options(data, local)
-    dataset = _Part(dataset, index, local, data.batch_size)
+    dataset = _BatchPart(dataset, part, local, data.batch_size)
     self._iterator = iter(dataset.to_iter_dataset(options).batch(local))
     self._local_batch = local
 
@@ -111,58 +111,58 @@ class TrainBatches:
 
   @property
   def position(self) -> int:
-    """Batches taken so far."""
+    """Number of batches read so far."""
     return self._iterator.get_state()["next_index"] // self._local_batch
 
   def seek(self, position: int) -> None:
-    """Moves to before batch `position`, 0 the first."""
+    """Makes batch `position` the next one; 0 is the first."""
     self._iterator.set_state({"next_index": position * self._local_batch})
 
 
 def eval_batches(
-  config: Config,
-  source: Source,
-  *,
-  process_index: int | None = None,
-  process_count: int | None = None,
+  config: Config, source: Source, part: int, parts: int
 ) -> Iterator[Batch]:
-  """The held-out split, once, unshuffled; `eval.examples` of it at most.
+  """Iterates once over one part of the held-out split, unshuffled.
 
-  The last batch is filled up with zeros; "mask" [b] float32 is 0 there.
+  With `eval.examples` below the size of the split, that many examples at equal
+  distances are read. The last batch is padded with zeros.
 
   Args:
-    config: the run.
-    source: the held-out examples, ready for the model.
-    process_index: this process; None asks JAX.
-    process_count: all processes; None asks JAX.
+    config: config of the run.
+    source: source of the held-out examples, ready for the model.
+    part: which part of every global batch to read.
+    parts: number of parts of a global batch.
 
   Returns:
-    Batches of the examples with "index" and "mask", equally many on every
-    process; "index" [b] int32 is the example's place in the split.
+    Iterator over batches, equally many for every part. To the arrays of the
+    examples come "index" [b] int32, the position in the split, and "mask" [b]
+    float32, 1 for examples and 0 for padding.
+
+  Raises:
+    ValueError: `parts` does not divide `eval.batch_size`.
   """
-  index, count = _process(process_index, process_count)
   size = config.eval.batch_size
-  local = _local_batch("eval.batch_size", size, count)
+  local = _local_batch("eval.batch_size", size, parts)
   examples = min(config.eval.examples or len(source), len(source))
   padded = -(-examples // size) * size
 
   @functools.cache
-  def nothing() -> dict[str, Any]:
+  def padding() -> dict[str, Any]:
     return jax.tree.map(np.zeros_like, source[0])
 
   def load(position: int) -> dict[str, Any]:
-    there = position < examples
-    place = position * len(source) // examples if there else 0
-    element = source[place] if there else nothing()
-    return {**element, "index": np.int32(place), "mask": np.float32(there)}
+    if position >= examples:
+      return {**padding(), "index": np.int32(0), "mask": np.float32(0)}
+    index = position * len(source) // examples
+    return {**source[index], "index": np.int32(index), "mask": np.float32(1)}
 
-  dataset = grain.MapDataset.range(padded)[index::count].map(load)
+  dataset = grain.MapDataset.range(padded)[part::parts].map(load)
   options = _read_options(config.data, local)
   return iter(dataset.to_iter_dataset(options).batch(local))
 
 
-class _Part(grain.MapDataset):
-  """One process's part of every batch of a global sequence."""
+class _BatchPart(grain.MapDataset):
+  """One part of every batch of a global sequence of examples."""
 
   def __init__(
     self, parent: grain.MapDataset, part: int, local: int, batch: int
@@ -187,15 +187,9 @@ def _read_options(
   )
 
 
-def _process(index: int | None, count: int | None) -> tuple[int, int]:
-  if index is None or count is None:
-    return jax.process_index(), jax.process_count()
-  return index, count
-
-
-def _local_batch(name: str, size: int, processes: int) -> int:
-  if size % processes:
+def _local_batch(name: str, size: int, parts: int) -> int:
+  if size % parts:
     raise ValueError(
-      f"{name}={size} must be a multiple of the {processes} processes"
+      f"{name}={size} must be a multiple of the {parts} processes"
     )
-  return size // processes
+  return size // parts

@@ -1,8 +1,9 @@
-"""Writing sets of shards so that a killed process loses one shard at most.
+"""Writes sets of shards so that a killed process loses one shard at most.
 
-A shard grows in FOLDER/unfinished/ and is renamed into FOLDER when it is whole.
-metadata.json comes last; until then FOLDER/unfinished/ also remembers the
-settings, and of each finished shard what metadata.json will say of it.
+A shard is written in FOLDER/unfinished/ and renamed into FOLDER when it is
+complete. metadata.json is written last; until then FOLDER/unfinished/ also
+holds the settings of the set, and for each finished shard its future entry of
+metadata.json.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from array_record.python import array_record_module
 from moh_jax.data import shards
 from moh_jax.files import replacing
 
-# Any record by itself, and payloads that are compressed already or are noise.
+# Records can be read one by one; payloads do not compress any further.
 _OPTIONS = "group_size:1,uncompressed"
 _UNFINISHED = "unfinished"
 _SETTINGS = "settings.json"
@@ -29,9 +30,9 @@ class OpenShard:
   """A shard that is being written.
 
   Attributes:
-    examples: records so far.
-    skipped: items left out, and why.
-    notes: further entries of what metadata.json says of the shard.
+    examples: number of records so far.
+    skipped: reasons by name of the items that were left out.
+    notes: further fields for the shard's entry in metadata.json.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -41,26 +42,36 @@ class OpenShard:
     self.notes: dict[str, Any] = {}
 
   def add(self, header: dict[str, Any], payload: bytes) -> None:
-    """Appends a record of a header and a payload."""
+    """Appends a record that consists of a header and a payload."""
     self.add_record(shards.pack(header, payload))
 
   def add_record(self, record: bytes) -> None:
-    """Appends a record as it is."""
+    """Appends a record of any bytes."""
     with _disk_errors():
       self._writer.write(record)
     self.examples += 1
 
   def skip(self, name: str, reason: str) -> None:
-    """Notes an item that is left out."""
+    """Records that the item `name` is left out, and why."""
     self.skipped[name] = reason
 
   def close(self) -> None:
-    """Writes what is buffered."""
+    """Writes buffered records and closes the file."""
     self._writer.close()
 
 
 class ShardSetWriter:
-  """Writes items 0 to `items` - 1 as shards of `shard_size` of them."""
+  """Writes a set of `items` items, `shard_size` of them in each shard.
+
+  A typical use, which also continues an interrupted set:
+
+    writer = ShardSetWriter(...)
+    for shard in writer.todo():
+      with writer.open(shard) as target:
+        for item in writer.items(shard):
+          target.add(header, payload)
+    writer.finish()
+  """
 
   def __init__(
     self,
@@ -72,20 +83,20 @@ class ShardSetWriter:
     settings: dict[str, Any],
     notes: dict[str, Any],
   ):
-    """Starts a set, or continues one.
+    """Starts a set, or continues an interrupted one.
 
     Args:
-      folder: of the set; created.
+      folder: folder of the set; created.
       kind: "images", "latents" or "tokens".
-      items: how many there are.
-      shard_size: items of a shard.
-      settings: what the records depend on; a set is continued only with the
-        same. JSON values.
-      notes: further entries of metadata.json.
+      items: number of items.
+      shard_size: items per shard.
+      settings: JSON values that the records depend on; a set is continued only
+        with equal settings.
+      notes: further fields of metadata.json.
 
     Raises:
-      ValueError: the folder holds a set of other settings (they are named), or
-        shards that are not ours.
+      ValueError: the folder holds a set with other settings (they are named),
+        or shards of unknown origin.
     """
     if shard_size < 1:
       raise ValueError(f"shard_size={shard_size} must be at least 1")
@@ -95,34 +106,35 @@ class ShardSetWriter:
     settings = {**settings, "items": items, "shard_size": shard_size}
     self._settings = json.loads(json.dumps(settings))  # tuples as stored: lists
     self._notes = notes
-    self._refuse_others()
+    self._check_folder()
     self._unfinished.mkdir(parents=True, exist_ok=True)
     _write_json(self._unfinished / _SETTINGS, self._settings)
 
   @property
   def num_shards(self) -> int:
-    """Shards of the whole set."""
+    """Number of shards of the whole set."""
     return -(-self._items // self._size)
 
   def items(self, shard: int) -> range:
-    """The items of a shard."""
+    """Numbers of the items that belong to a shard."""
     start = shard * self._size
     return range(start, min(start + self._size, self._items))
 
   def todo(self) -> list[int]:
-    """The shards that are not there yet."""
+    """Numbers of the shards that are still to be written."""
     done = self._finished()
     return [s for s in range(self.num_shards) if self._name(s) not in done]
 
   @contextlib.contextmanager
   def open(self, shard: int) -> Iterator[OpenShard]:
-    """Writes one shard, which appears when the context ends without an error.
+    """Context that writes one shard; it appears if the context ends normally.
 
     Raises:
-      OSError: the disk is full, or another problem of writing.
+      OSError: the shard cannot be written, for example because the disk is
+        full.
     """
     name = self._name(shard)
-    # A name of its own: another run of the same command does no harm.
+    # The unique name lets two runs of the same command write side by side.
     growing = self._unfinished / f"{name}.{uuid.uuid4().hex[:12]}.tmp"
     try:
       with _disk_errors():
@@ -130,7 +142,7 @@ class ShardSetWriter:
       try:
         yield target
       except BaseException:
-        with contextlib.suppress(RuntimeError):  # the first error counts
+        with contextlib.suppress(RuntimeError):  # keep the first error
           target.close()
         raise
       with _disk_errors():
@@ -144,14 +156,14 @@ class ShardSetWriter:
           **target.notes,
           "skipped": target.skipped,
         }
-        # First what is known of it: without that it would be written again.
+        # The entry first: a shard without one would be written again.
         _write_json(self._unfinished / f"{name}.json", entry)
         growing.replace(self._folder / name)
     finally:
       growing.unlink(missing_ok=True)
 
   def entries(self) -> list[dict[str, Any]]:
-    """What metadata.json will say of each shard.
+    """The entries that metadata.json will have for the shards, in order.
 
     Raises:
       ValueError: a shard is missing.
@@ -163,13 +175,13 @@ class ShardSetWriter:
     return [done[name] for name in names]
 
   def finish(self, **notes: Any) -> dict[str, Any]:
-    """Writes skipped.txt and metadata.json.
+    """Writes skipped.txt (if items were skipped) and metadata.json.
 
     Args:
-      **notes: further entries of metadata.json.
+      **notes: further fields of metadata.json.
 
     Returns:
-      What metadata.json says.
+      The content of metadata.json.
 
     Raises:
       ValueError: a shard is missing, or no item could be read.
@@ -201,22 +213,22 @@ class ShardSetWriter:
     return metadata
 
   def discard(self) -> None:
-    """Removes what is there of an unfinished set."""
+    """Removes an unfinished set; a finished one stays."""
     if (self._folder / shards.METADATA).is_file():
       return
     for shard in range(self.num_shards):
       (self._folder / self._name(shard)).unlink(missing_ok=True)
     shutil.rmtree(self._unfinished, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other files are there
+    with contextlib.suppress(OSError):  # the folder has other files
       self._folder.rmdir()
 
   def _name(self, shard: int) -> str:
     return f"{shard:05d}-of-{self.num_shards:05d}.array_record"
 
   def _finished(self) -> dict[str, dict[str, Any]]:
-    """What is known of the shards that stand whole in the folder, by name."""
-    # In this order, as another process may finish the set meanwhile: first it
-    # writes metadata.json, then what is unfinished disappears.
+    """The entries of the complete shards in the folder, by file name."""
+    # Read in this order, since another process may finish the set meanwhile: it
+    # writes metadata.json first and then removes the folder "unfinished".
     newer = []
     for path in sorted(self._unfinished.glob("*.array_record.json")):
       with contextlib.suppress(FileNotFoundError):
@@ -235,7 +247,7 @@ class ShardSetWriter:
       if sizes.get(entry["file"]) == entry["bytes"]
     }
 
-  def _refuse_others(self):
+  def _check_folder(self):
     if (self._folder / shards.METADATA).is_file():
       stored = shards.read_metadata(self._folder, self._kind)
     elif (self._unfinished / _SETTINGS).is_file():
@@ -261,13 +273,13 @@ class ShardSetWriter:
 
 @contextlib.contextmanager
 def _disk_errors() -> Iterator[None]:
-  """Says what stands when the disk is full."""
+  """Turns errors of writing into an OSError that says how to continue."""
   try:
     yield
-  except (RuntimeError, OSError) as error:  # array_record raises the former
+  except (RuntimeError, OSError) as error:  # array_record raises RuntimeError
     raise OSError(
-      f"a shard was not written ({error}); the finished ones are whole: make "
-      "room and run the same command again"
+      f"a shard was not written ({error}); the finished ones are whole: free "
+      "disk space and run the same command again"
     ) from error
 
 

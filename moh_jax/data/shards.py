@@ -1,13 +1,14 @@
-"""Sets of examples in array_record shards: their format, and reading them.
+"""Sets of examples in array_record shards: the format, and random access.
 
-A set is a folder of NNNNN-of-NNNNN.array_record and metadata.json, which is
-written last and says what the set holds and how large each shard is. A record
-is one line of JSON, then bytes (of the kind "tokens": bytes alone). The folder
-is local or mounted: array_record reads no buckets.
+A set is a folder of files NNNNN-of-NNNNN.array_record and a metadata.json,
+which is written last and states what the set holds and the size of each shard.
+A record is one line of JSON and then bytes; sets of the kind "tokens" have
+records of bytes alone. The folder must be local or mounted, as array_record
+reads no buckets.
 
-A process keeps half as many shards open as it may open files (`ulimit -n`), of
-all sets together: those that were read last. Opening one again takes about two
-milliseconds, so a set of more shards is read, but slower.
+A process keeps open the shards that it used last, of all sets together at most
+half as many as it may open files (`ulimit -n`). Opening a shard again takes
+about two milliseconds, so sets with more shards can be read, but slower.
 """
 
 import bisect
@@ -26,18 +27,18 @@ from array_record.python import array_record_module
 
 METADATA = "metadata.json"
 VERSION = 1
-# A reader's buffers are small, as records are read in any order.
+# Small buffers, since records are read in random order.
 _READER_OPTIONS = "readahead_buffer_size:0"
 _BUFFER_BYTES = 32 << 10
 
 
 def pack(header: dict[str, Any], payload: bytes) -> bytes:
-  """A record: the header as one line of JSON, then the payload."""
+  """Makes a record: the header as one line of JSON, then the payload."""
   return json.dumps(header, separators=(",", ":")).encode() + b"\n" + payload
 
 
 def unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
-  """Inverse of `pack`.
+  """Splits a record that `pack` made into header and payload.
 
   Raises:
     ValueError: the record does not begin with a line of JSON.
@@ -49,15 +50,15 @@ def unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
-  """What a set says of itself.
+  """Reads and checks the metadata.json of a set.
 
   Args:
-    folder: where metadata.json stands.
-    kind: "images", "latents" or "tokens", what is wanted.
+    folder: folder of the set.
+    kind: expected kind: "images", "latents" or "tokens".
 
   Raises:
     FileNotFoundError: there is no metadata.json.
-    ValueError: it is damaged, of another kind or of another version.
+    ValueError: it is damaged, or states another kind or version.
   """
   path = pathlib.Path(folder) / METADATA
   if not path.is_file():
@@ -81,22 +82,22 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
 
 
 class _OpenShards:
-  """The open shards of this process, in the order in which they were used.
+  """Least-recently-used cache of this process's open shards.
 
-  A set owns its readers, so they disappear with it; here stands only whose they
-  are. A reader is dropped, not closed: it closes its file when the last thread
-  that reads from it is done.
+  A set owns its readers, so they are freed with it; the cache holds a weak
+  reference to the set. An evicted reader is dropped, not closed: it closes its
+  file when the last thread that reads from it is done.
   """
 
   def __init__(self):
     self._lock = threading.Lock()
-    # By the set's identity and the shard's number.
+    # (id of the set, number of the shard) -> the set, the last used at the end.
     self._used: collections.OrderedDict[
       tuple[int, int], weakref.ref[Shards]
     ] = collections.OrderedDict()
 
   def reader(self, owner: "Shards", shard: int) -> Any:
-    """A set's reader of one shard, opened if need be.
+    """The reader of one shard of a set; opens it if it is closed.
 
     Raises:
       RuntimeError: the shard cannot be opened.
@@ -107,15 +108,16 @@ class _OpenShards:
       if reader is not None:
         self._used.move_to_end(key)
         return reader
-    reader = _open_reader(owner.path(shard))  # slow: others go on meanwhile
+    # Opening is slow, so it happens outside of the lock.
+    reader = _open_reader(owner.path(shard))
     with self._lock:
       reader = owner.readers.setdefault(shard, reader)
       self._used[key] = weakref.ref(owner)
       self._used.move_to_end(key)
-      while len(self._used) > _most_open():
-        (_, oldest), user = self._used.popitem(last=False)
-        if (user := user()) is not None:
-          user.readers.pop(oldest, None)
+      while len(self._used) > _max_open():
+        (_, oldest), reference = self._used.popitem(last=False)
+        if (other := reference()) is not None:
+          other.readers.pop(oldest, None)
     return reader
 
 
@@ -123,23 +125,23 @@ _OPEN = _OpenShards()
 
 
 class Shards:
-  """Random access to the records of a set; picklable, and safe in threads.
+  """Random access to the records of a set; picklable and thread-safe.
 
   Attributes:
-    metadata: what the set says of itself.
-    readers: its open shards, by number; `_OpenShards` looks after them.
+    metadata: content of metadata.json.
+    readers: open shards by number, managed by `_OpenShards`.
   """
 
   def __init__(self, folder: str | os.PathLike, kind: str):
     """Opens a set.
 
     Args:
-      folder: where metadata.json stands.
-      kind: "images", "latents" or "tokens".
+      folder: folder of the set.
+      kind: expected kind: "images", "latents" or "tokens".
 
     Raises:
       FileNotFoundError: metadata.json or a shard is missing.
-      ValueError: metadata.json does not fit, or a shard is truncated.
+      ValueError: metadata.json is of another kind, or a shard is truncated.
     """
     self.metadata = read_metadata(folder, kind)
     self._folder = pathlib.Path(folder)
@@ -156,10 +158,11 @@ class Shards:
     return self.metadata["examples"]
 
   def __getitem__(self, index: int) -> tuple[dict[str, Any], bytes]:
-    """The header and the payload of one record.
+    """Returns the header and the payload of record `index`.
 
     Raises:
-      ValueError: the record is damaged; it is named.
+      IndexError: the set has no such record.
+      ValueError: the record is damaged; the message names it.
     """
     record = self.record(index)
     try:
@@ -169,11 +172,11 @@ class Shards:
       raise ValueError(f"{where}: damaged record: {error}") from error
 
   def record(self, index: int) -> bytes:
-    """One record as it was written.
+    """Returns the bytes of record `index`.
 
     Raises:
       IndexError: the set has no such record.
-      ValueError: the record is damaged; it is named.
+      ValueError: the record is damaged; the message names it.
     """
     shard, position = self._find(index)
     try:
@@ -183,16 +186,16 @@ class Shards:
       raise ValueError(f"{where}: damaged record: {error}") from error
 
   def locate(self, index: int) -> str:
-    """The shard and the position of a record in it, as text."""
+    """Names a record for messages: "PATH/00000-of-00002.array_record[7]"."""
     shard, position = self._find(index)
     return f"{self.path(shard)}[{position}]"
 
   def path(self, shard: int) -> pathlib.Path:
-    """The file of a shard."""
+    """Path of shard number `shard`."""
     return self._folder / self._shards[shard]["file"]
 
   def _find(self, index: int) -> tuple[int, int]:
-    """The shard of a record and its position in it."""
+    """The shard that holds a record, and the record's position in it."""
     if not 0 <= index < len(self):
       raise IndexError(f"index={index} of {len(self)} records")
     shard = bisect.bisect_right(self._ends, index)
@@ -222,12 +225,12 @@ def _open_reader(path: pathlib.Path) -> Any:
   reader = array_record_module.ArrayRecordReader(
     str(path), options=_READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
   )
-  if not reader.ok():  # says so only when it is used
-    reader.close()
+  if not reader.ok():
+    reader.close()  # a closed reader raises when it is used
   return reader
 
 
-def _most_open() -> int:
+def _max_open() -> int:
   files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   return sys.maxsize if files == resource.RLIM_INFINITY else max(files // 2, 1)
 

@@ -18,11 +18,16 @@ from moh_jax.diffusion.process import (
 )
 from moh_jax.diffusion.samplers import sample
 from moh_jax.models.dit import DiT
-from moh_jax.parity.attention import named_grads
-from moh_jax.parity.case import Arrays, Case
+from moh_jax.parity.case import (
+  Arrays,
+  Case,
+  channels_first,
+  channels_last,
+  named_grads,
+)
 from moh_jax.parity.dit import guided_twice, load_network, model_config
-from moh_jax.parity.layout import channels_first, channels_last
 
+# Recorded table -> attribute of our `Process`.
 _TABLES = {
   "betas": "betas",
   "alphas_cumprod": "alphas_cumprod",
@@ -31,11 +36,14 @@ _TABLES = {
   "posterior_mean_coef1": "posterior_mean_x0",
   "posterior_mean_coef2": "posterior_mean_xt",
 }
-_MAP = "timestep_map_"
+_MAP = "timestep_map_"  # followed by the spacing, "_" for ","
 
 
 def diffusion(case: Case) -> dict[str, Any]:
-  """All results of a case; `arrays` also says which respacings there are."""
+  """Results of a diffusion case: tables, losses, gradients and samples.
+
+  The names of the case's timestep maps say which respacings it recorded.
+  """
   hyper, arrays, weights = case.hyper, case.arrays, case.weights
   config = model_config(hyper, moh=True)
   process = make_process("linear", hyper["diffusion_steps"])
@@ -78,7 +86,7 @@ def _losses(
   x: jax.Array,
   noise: jax.Array,
 ) -> tuple[dict[str, jax.Array], Any]:
-  """Losses of every example; gradients of their mean."""
+  """The losses of every example, and the gradients of their mean."""
   t = jnp.asarray(arrays["t"])
 
   def objective(params: Any) -> tuple[jax.Array, Any]:
@@ -99,8 +107,9 @@ def _reverse(
 
   @jax.jit
   def run(params):
-    told = jnp.asarray(process.timesteps)[t]
-    out, _ = DiT(config).apply({"params": params}, x, told, arrays["pmv_y"])
+    # A respaced process counts its own steps; the network knows the original.
+    original = jnp.asarray(process.timesteps)[t]
+    out, _ = DiT(config).apply({"params": params}, x, original, arrays["pmv_y"])
     return [
       reverse_step(process, "epsilon", out, x, t, clip=clip)
       for clip in (False, True)

@@ -9,22 +9,25 @@ import numpy as np
 
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.convert import rules
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.models.dit import DiT
-from moh_jax.parity.attention import attention_results
-from moh_jax.parity.case import Arrays, Case
-from moh_jax.parity.layout import channels_first, channels_last
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.parity.case import (
+  Arrays,
+  Case,
+  attention_results,
+  channels_first,
+  channels_last,
+  load_weights,
+)
 
-_GUIDED = 3  # channels that the release guides
+_GUIDED = 3  # the release applies guidance to the first three channels only
 
 
 def attention(case: Case) -> dict[str, Any]:
-  """One attention module: outputs and gradients of sum(y * r) + l_aux."""
+  """Results of one attention module of MoH-DiT, see `attention_results`."""
   hyper = case.hyper
   heads = hyper["num_heads"]
   head_dim = hyper.get("head_dim") or hyper["dim"] // heads
@@ -32,17 +35,21 @@ def attention(case: Case) -> dict[str, Any]:
     heads, hyper["shared_head"], hyper["routed_head"], head_dim
   )
   qkv_bias = hyper.get("qkv_bias", True)
-  module = MoHAttention(budget)
   table = [
     *projection_rules("qkv", "qkv", 3, heads, head_dim, qkv_bias),
     *mix_rules("proj", "out", heads, head_dim),
     *router_rules(budget, RouterConfig()),
   ]
-  return attention_results(module, table, case.arrays, case.weights)
+  return attention_results(case, MoHAttention(budget), table)
 
 
 def network(case: Case, *, moh: bool) -> dict[str, Any]:
-  """A whole network: tokens, blocks, output, gates, losses, guidance."""
+  """Results of a whole network, from its tokens to its guided output.
+
+  Args:
+    case: the recorded case.
+    moh: whether the network has routers, so gates and balance losses.
+  """
   hyper, arrays, weights = case.hyper, case.arrays, case.weights
   config = model_config(hyper, moh=moh)
   model = DiT(config)
@@ -86,27 +93,30 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
 def guided_twice(
   predict: LabelledPredict, labels: np.ndarray, scale: float
 ) -> Predict:
-  """Guidance as the release evaluates it, on a batch that is there twice.
+  """Classifier-free guidance as the release evaluates it, on a doubled batch.
 
   Args:
     predict: the network.
-    labels: [2n], those of n examples and then as often "no label".
-    scale: of the guidance.
+    labels: [2n], the labels of n examples, then n times the label "none".
+    scale: guidance scale.
 
   Returns:
-    (x [2n, ...], t [2n]) -> output; both halves read the first half of x, and
-    the second keeps its own output in the channels that are not guided.
+    A function (x [2n, ...], t [2n]) -> output [2n, ...]. Both halves read the
+    first half of x; in the channels without guidance the second half keeps the
+    unconditional output.
   """
-  labels, nothing = np.split(labels, 2)
+  labels, no_label = np.split(labels, 2)
 
   def call(x: jax.Array, t: jax.Array) -> jax.Array:
-    def own_times(x: jax.Array, _: jax.Array, labels: jax.Array) -> jax.Array:
-      return predict(x, t, labels)  # each half has timesteps of its own
+    def at_all_times(
+      x: jax.Array, _: jax.Array, labels: jax.Array
+    ) -> jax.Array:
+      return predict(x, t, labels)  # the two halves have their own timesteps
 
     x = x[: len(labels)]
-    guided = guide(own_times, labels, int(nothing[0]), scale=scale)
+    guided = guide(at_all_times, labels, int(no_label[0]), scale=scale)
     first = guided(x, t[: len(labels)])
-    rest = predict(x, t[len(labels) :], nothing)[..., _GUIDED:]
+    rest = predict(x, t[len(labels) :], no_label)[..., _GUIDED:]
     second = jnp.concatenate([first[..., :_GUIDED], rest], axis=-1)
     return jnp.concatenate([first, second])
 
@@ -114,21 +124,19 @@ def guided_twice(
 
 
 def load_network(config: DiTConfig, weights: Arrays) -> Any:
-  """Our parameters from the recorded weights."""
-  rows, columns, channels = config.input_shape
-  inputs = (
-    jax.ShapeDtypeStruct((1, rows, columns, channels), jnp.float32),
-    jax.ShapeDtypeStruct((1,), jnp.int32),
-    jax.ShapeDtypeStruct((1,), jnp.int32),
-  )
-  abstract = unbox(abstract_params(DiT(config), inputs))
-  return rules.load_params(
-    model_rules(config), weights, abstract, source="weights"
-  )
+  """Parameters of `DiT(config)` from the recorded weights."""
+  number = jax.ShapeDtypeStruct((1,), jnp.int32)
+  x = jax.ShapeDtypeStruct((1, *config.input_shape), jnp.float32)
+  inputs = (x, number, number)
+  return load_weights(DiT(config), inputs, model_rules(config), weights)
 
 
 def model_config(hyper: Mapping[str, Any], *, moh: bool) -> DiTConfig:
-  """The config of a recorded network."""
+  """The config of a recorded network, with routers if `moh`.
+
+  Raises:
+    ValueError: its layers differ in their head width.
+  """
   heads = tuple(hyper["heads_per_block"])
   widths = set(hyper["head_dim_per_block"])
   if len(widths) > 1:

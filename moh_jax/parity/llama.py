@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig, RouterConfig
-from moh_jax.convert import hf_config, llama, rules
+from moh_jax.convert import hf_config, llama
 from moh_jax.inference.decoding import (
   Sampling,
   make_decode,
@@ -19,12 +19,16 @@ from moh_jax.inference.decoding import (
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_params import unroll
 from moh_jax.ops.cache import Slots
-from moh_jax.parity.case import Arrays, Case
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.parity.case import Arrays, Case, load_weights
 
 
 def network(case: Case, *, moh: bool) -> dict[str, Any]:
-  """A whole network: logits, routing, loss, padding, greedy generation."""
+  """Results of a whole network: logits, routing, loss, greedy generation.
+
+  Args:
+    case: the recorded case.
+    moh: whether the network has routers.
+  """
   arrays = case.arrays
   config = model_config(case.hyper, moh=moh)
   params = _load(config, case.weights)
@@ -52,7 +56,7 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
   padded = jnp.asarray(arrays["padded_input_ids"])
   positions = jnp.asarray(arrays["padded_position_ids"])
   logits, recorded = run(params, padded, positions, mask)
-  # What stands at padding means nothing and is recorded as 0.
+  # Outputs at padded tokens are meaningless; the case records them as 0.
   outputs["padded_logits"] = logits * mask[..., None]
   if moh:
     outputs["padded_head_mask"] = (
@@ -76,7 +80,12 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
 
 
 def model_config(hyper: Mapping[str, Any], *, moh: bool) -> LLMConfig:
-  """The config of a recorded network; its fields are those of config.json."""
+  """The config of a recorded network, with routers if `moh`.
+
+  Args:
+    hyper: the fields of transformers' config.json.
+    moh: whether the release's own fields, shared_head and routed_head, apply.
+  """
   config = hf_config.from_hf({"architectures": ["LlamaForCausalLM"], **hyper})
   if not moh:
     return config
@@ -91,11 +100,8 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> LLMConfig:
 
 def _load(config: LLMConfig, weights: Arrays) -> Any:
   inputs = (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
-  abstract = unbox(abstract_params(LLM(config), inputs))
   kept = {n: x for n, x in weights.items() if not llama.is_ignored(config, n)}
-  return rules.load_params(
-    llama.model_rules(config), kept, abstract, source="weights"
-  )
+  return load_weights(LLM(config), inputs, llama.model_rules(config), kept)
 
 
 def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -106,7 +112,7 @@ def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _routings(config: LLMConfig, recorded: Mapping[str, Any]) -> list:
-  """Every layer's `Routing`, whether its layers are stacked or not."""
+  """The `Routing` of every layer, in scanned and in unrolled networks."""
   routings = []
   for index, group in enumerate(config.layer_groups()):
     name = f"blocks{index}"
@@ -121,13 +127,13 @@ def _routings(config: LLMConfig, recorded: Mapping[str, Any]) -> list:
 
 
 def _head_mask(config: LLMConfig, recorded: Mapping[str, Any]) -> np.ndarray:
-  """[layers, B, N, H] of 0 and 1."""
+  """Active heads of every layer, [layers, B, N, H] int32 of 0 and 1."""
   gates = [routing.gates for routing in _routings(config, recorded)]
   return np.stack([np.asarray(g) for g in gates]).astype(np.int32)
 
 
 def _router_probs(config: LLMConfig, recorded: Mapping[str, Any]) -> np.ndarray:
-  """[layers, B, N, R]."""
+  """Probabilities of the routed heads of every layer, [layers, B, N, R]."""
   routings = _routings(config, recorded)
   return np.stack([np.asarray(routing.probs) for routing in routings])
 
@@ -139,7 +145,7 @@ def _write(
   mask: np.ndarray,
   steps: int,
 ) -> np.ndarray:
-  """Greedy tokens [B, P + steps], by the programs that users generate with."""
+  """Greedy tokens [B, P + steps], by the programs of the `generate` command."""
   batch, length = prompts.shape
   model, params = LLM(config, unrolled=True), unroll(params, config)
   state = make_prefill(model, "float32")(
@@ -160,7 +166,14 @@ def _write(
 
 @dataclasses.dataclass(frozen=True)
 class _Generated:
-  """Tokens [B, P + steps], logits [steps, B, V], head_mask as fed."""
+  """What `_generate` returns.
+
+  Attributes:
+    tokens: [B, P + steps], the prompt and what follows it.
+    logits: [steps, B, V].
+    head_mask: [layers, B, P + steps - 1, H] of the tokens that were read, or
+      None without routers.
+  """
 
   tokens: np.ndarray
   logits: np.ndarray
@@ -174,13 +187,21 @@ def _generate(
   mask: np.ndarray,
   steps: int,
 ) -> _Generated:
-  """Greedy generation with a cache; prompts [B, P] padded on the left."""
+  """Greedy generation with a cache, one call of the network per token.
+
+  Args:
+    config: the model.
+    params: its parameters.
+    prompts: [B, P] int, padded on the left.
+    mask: [B, P] bool, False at padding.
+    steps: tokens to generate.
+  """
   batch, length = prompts.shape
   slots = length + steps
   model = LLM(config, unrolled=True)
   params = unroll(params, config)
   cache = model.new_cache(batch, slots)
-  # Slots that hold a token of the text; a token sees those up to its own.
+  # Cache slots that do not hold padding; a token sees those up to its own.
   filled = np.concatenate([mask, np.ones((batch, steps), bool)], axis=1)
   positions = np.maximum(np.cumsum(filled, axis=1) - 1, 0)
 

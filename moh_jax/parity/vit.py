@@ -11,22 +11,31 @@ import numpy as np
 
 from moh_jax.config import ViTConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.convert import rules
 from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
 from moh_jax.ops.routing import RouterAux
-from moh_jax.parity.attention import attention_results, named_grads
-from moh_jax.parity.case import Arrays, Case
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.parity.case import (
+  Arrays,
+  Case,
+  attention_results,
+  channels_last,
+  load_weights,
+  named_grads,
+)
 
 _COORDINATE_ATOL = 1e-6
 
 
 def attention(case: Case, *, pooled: bool) -> dict[str, Any]:
-  """One attention module: outputs and gradients of sum(y * r) + l_aux."""
-  hyper, arrays, weights = case.hyper, case.arrays, case.weights
+  """Results of one attention module of MoH-ViT, see `attention_results`.
+
+  Args:
+    case: the recorded case.
+    pooled: whether it is aggregated attention (with pooled keys), or full.
+  """
+  hyper, arrays = case.hyper, case.arrays
   heads, dim = hyper["num_heads"], hyper["dim"]
   budget = HeadBudget(
     heads, hyper["shared_head"], hyper["routed_head"], dim // heads
@@ -51,18 +60,22 @@ def attention(case: Case, *, pooled: bool) -> dict[str, Any]:
   table = attention_rules(
     budget, RouterConfig(), pooled=pooled, qkv_bias=hyper["qkv_bias"]
   )
-  return attention_results(module, table, arrays, weights, coordinates)
+  return attention_results(case, module, table, coordinates)
 
 
 def classifier(case: Case, *, moh: bool) -> dict[str, Any]:
-  """A whole network: stages, logits, gates, losses and gradients."""
-  hyper, arrays, weights = case.hyper, case.arrays, case.weights
-  config = model_config(hyper, moh=moh)
+  """Results of a whole classifier: stages, logits, gates, losses, gradients.
+
+  Args:
+    case: the recorded case.
+    moh: whether the network has routers, so gates and balance losses.
+  """
+  arrays = case.arrays
+  config = model_config(case.hyper, moh=moh)
   _check_coordinates(config, arrays)
   model, table = ViT(config), model_rules(config)
-  images = jnp.asarray(arrays["images"]).transpose(0, 2, 3, 1)
-  abstract = unbox(abstract_params(model, (images,)))
-  params = rules.load_params(table, weights, abstract, source="weights")
+  images = channels_last(arrays["images"])
+  params = load_weights(model, (images,), table, case.weights)
   # Without labels a case records neither losses nor gradients.
   labels = arrays.get("labels")
   outputs, recorded, grads = jax.jit(
@@ -89,7 +102,11 @@ def _forward_backward(
   images: jax.Array,
   labels: jax.Array | None,
 ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-  """Outputs, recorded intermediates, and gradients of both losses."""
+  """Returns outputs, recorded intermediates, and gradients of both losses.
+
+  Gradients are {"grads": of the cross-entropy, "grad_total": of the total},
+  empty where there are no labels.
+  """
 
   def losses(params: Any) -> tuple[jax.Array, Any]:
     (logits, aux), recorded = model.apply(
@@ -121,7 +138,11 @@ def _forward_backward(
 
 
 def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
-  """The config of a recorded network."""
+  """The config of a recorded network, with routers if `moh`.
+
+  Raises:
+    ValueError: its stages differ in the window of their local attention.
+  """
   heads = tuple(hyper["num_heads"])
   size = hyper["img_size"]
   windows = {w for w in hyper.get("window_size", [3]) if w}
@@ -150,6 +171,7 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> ViTConfig:
 
 
 def _routed_losses(layers: Mapping[str, RouterAux]) -> jax.Array:
+  """Balance losses [layers with a router] in the network's order."""
   losses = [aux.balance_loss for aux in layers.values() if aux.routed]
   return jnp.concatenate(losses) if losses else jnp.zeros(0)
 

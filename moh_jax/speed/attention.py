@@ -1,9 +1,8 @@
-"""The core of attention alone: queries, keys and values that are there.
+"""Benchmark of attention alone, from given queries, keys and values.
 
 Shapes: B batch, N tokens, H query heads, K key/value heads, D head dim.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +16,9 @@ from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import top_k_mask
 from moh_jax.ops.visible import Visible
-from moh_jax.speed import compare, exactness
-from moh_jax.speed.compare import Variant, setting_of
-from moh_jax.speed.options import DENSE_FORMS, SequenceOptions
-from moh_jax.speed.programs import compile_program, default_loops
+from moh_jax.speed import compare
+from moh_jax.speed.compare import Variant
+from moh_jax.speed.options import SequenceOptions
 from moh_jax.speed.report import Row
 
 
@@ -29,28 +27,29 @@ def attention_flops(
 ) -> float:
   """FLOPs of the two products of attention, logits and mixed values.
 
-  A (token, head) pair that sees M keys takes 2 M D for each product. Causal
-  token n of N sees n + 1 keys, (N + 1) / 2 on average. The backward pass has
-  two products for each one of the forward pass, so both passes take three times
-  the forward pass; what is computed again is not counted.
+  A (token, head) pair that sees M keys takes 2 M D FLOPs for each product.
+  Causal token n of N sees n + 1 keys, (N + 1) / 2 on average. The backward pass
+  has two products for each one of the forward pass, so both passes together
+  take three times the forward pass; recomputation is not counted. For example,
+  1,000 pairs, 512 keys and head dim 64 take 131 MFLOP forward.
 
   Args:
-    pairs: (token, head) pairs at work.
-    keys: of a sequence.
-    head_dim: D.
-    mode: of `options.MODES`.
+    pairs: number of active (token, head) pairs.
+    keys: keys of a sequence, M.
+    head_dim: head dim, D.
+    mode: one of `options.MODES`.
   """
   seen = (keys + 1) / 2 if "causal" in mode else keys
   return 4 * pairs * seen * head_dim * passes(mode)
 
 
 def passes(mode: str) -> int:
-  """Forward passes that a mode's products are worth."""
+  """Products that a mode computes over those of one forward pass: 1 or 3."""
   return 3 if "backward" in mode else 1
 
 
 def random_active(budget: HeadBudget, batch: int, tokens: int) -> ActiveHeads:
-  """Heads at work where every routed head is as likely, [B, N, H]."""
+  """Samples active heads [B, N, H]: each routed head is equally likely."""
   scores = jax.random.normal(jax.random.key(3), (batch, tokens, budget.routed))
   shared = jnp.ones((batch, tokens, budget.shared), bool)
   mask = jnp.concatenate([shared, top_k_mask(scores, budget.top_k)], axis=-1)
@@ -61,83 +60,56 @@ def measure(options: SequenceOptions, peak: float) -> list[Row]:
   """Compares forms of attention with dense and multi-head attention.
 
   Args:
-    options: what to compare.
+    options: options of `bench attention`.
     peak: the device's matrix peak, FLOP/s.
   """
-  rows = []
-  for length in options.lengths:
-    inputs = _inputs(options, length)
-    for mode in options.modes:
-      setting = setting_of(
-        options, "attention", mode, length, peak, units=options.batch * length
-      )
-      rows += compare.measure(setting, _variants(options, mode, inputs))
-  return rows
-
-
-@dataclasses.dataclass(frozen=True)
-class _Inputs:
-  """Random: q and the output's cotangent [B, N, H, D], k and v [B, N, K, D]."""
-
-  q: jax.Array
-  k: jax.Array
-  v: jax.Array
-  cotangent: jax.Array
-
-
-def _inputs(options: SequenceOptions, length: int) -> _Inputs:
-  heads, groups = options.heads, options.num_kv_heads
-  keys = jax.random.split(jax.random.key(0), 4)
-  return _Inputs(
-    *(
-      jax.random.normal(
-        key, (options.batch, length, count, options.head_dim), options.dtype
-      )
-      for key, count in zip(keys, (heads, groups, groups, heads))
-    )
+  variants = functools.partial(_variants, options)
+  return compare.measure_heads(
+    options, "attention", options.modes, variants, peak
   )
 
 
+def _random_arrays(options: SequenceOptions, length: int) -> list[jax.Array]:
+  """Queries [B, N, H, D], keys, values [B, N, K, D], cotangent [B, N, H, D]."""
+  heads, groups = options.heads, options.num_kv_heads
+  keys = jax.random.split(jax.random.key(0), 4)
+  return [
+    jax.random.normal(
+      key, (options.batch, length, count, options.head_dim), options.dtype
+    )
+    for key, count in zip(keys, (heads, groups, groups, heads))
+  ]
+
+
 def _variants(
-  options: SequenceOptions, mode: str, inputs: _Inputs
+  options: SequenceOptions, mode: str, length: int
 ) -> list[Variant]:
-  compared = options.compared
+  *qkv, cotangent = _random_arrays(options, length)
   reference = _reference(mode)
   variants = []
   for budget in (None, *options.budgets()):
-    batch, tokens = inputs.q.shape[:2]
-    mask = jnp.ones(inputs.q.shape[:3], bool)
-    active, names = None, [name for name in compared if name in DENSE_FORMS]
+    active, mask, share = None, jnp.ones(cotangent.shape[:3], bool), 1.0
     if budget is not None:
-      active, names = random_active(budget, batch, tokens), compared
+      active, share = random_active(budget, *mask.shape[:2]), budget.share
       mask = active.mask
-    # The gates of the other heads are 0, so nothing comes back from them.
-    cotangent = jnp.where(mask[..., None], inputs.cotangent, 0)
-    arrays = inputs.q, inputs.k, inputs.v
-    expected = reference(*arrays, cotangent)
-    share = 1.0 if budget is None else budget.share
-    flops = attention_flops(
-      round(mask.size * share), tokens, options.head_dim, mode
+    # Inactive heads have a gate of 0, so they receive no gradient.
+    arrays = *qkv, jnp.where(mask[..., None], cotangent, 0)
+    variants += compare.compile_forms(
+      options,
+      budget,
+      functools.partial(_evaluation, mode=mode),
+      (*arrays, active),
+      flops=attention_flops(
+        round(mask.size * share), length, options.head_dim, mode
+      ),
+      expected=reference(*arrays),
+      comparable=functools.partial(_without_inactive, mask=mask),
     )
-    for name in names:
-      program = compile_program(
-        _evaluation(name, mode),
-        *arrays,
-        cotangent,
-        active,
-        loops=default_loops(),
-      )
-      errors = exactness.compare(
-        _at_work(program.run(), mask), _at_work(expected, mask)
-      )
-      variants.append(
-        Variant(name, share, program, budget is None, flops, errors)
-      )
   return variants
 
 
 def _evaluation(name: str, mode: str) -> Callable:
-  """(q, k, v, cotangent, active) -> (outputs, gradients)."""
+  """Makes the function (q, k, v, cotangent, active) -> (outputs, gradients)."""
 
   def run(q, k, v, cotangent, active):
     attend = functools.partial(
@@ -149,7 +121,7 @@ def _evaluation(name: str, mode: str) -> Callable:
 
 
 def _reference(mode: str) -> Callable:
-  """The dense form in float32, a head at a time to save memory."""
+  """Makes the dense form in float32, computed head by head to save memory."""
 
   @jax.checkpoint
   def head(qkv):
@@ -175,13 +147,15 @@ def _reference(mode: str) -> Callable:
 def _evaluate(
   attend: Callable, mode: str, qkv: tuple, cotangent: jax.Array
 ) -> tuple[Any, Any]:
-  """Outputs, and gradients of q, k and v where the mode has them."""
+  """Returns the output, and the gradients of q, k and v in backward modes."""
   if "backward" not in mode:
     return attend(*qkv), ()
   out, pull = jax.vjp(attend, *qkv)
   return out, pull(cotangent)
 
 
-def _at_work(found: tuple[Any, Any], mask: jax.Array) -> tuple[Any, Any]:
-  """Leaves out the outputs of other heads, which are not defined."""
+def _without_inactive(
+  found: tuple[Any, Any], mask: jax.Array
+) -> tuple[Any, Any]:
+  """Sets the outputs of inactive heads, which are undefined, to zero."""
   return jnp.where(mask[..., None], found[0], 0), found[1]

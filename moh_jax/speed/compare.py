@@ -1,28 +1,31 @@
-"""Turns programs that are compared with one another into rows."""
+"""Compiles the forms to compare, times them in turns, and makes report rows."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
-from moh_jax.speed import timing
+from moh_jax.ops.routing import HeadBudget
+from moh_jax.speed import exactness, timing
 from moh_jax.speed.exactness import Errors
 from moh_jax.speed.options import DENSE_FORMS, HeadOptions
-from moh_jax.speed.programs import Program
+from moh_jax.speed.programs import Program, compile_program, default_loops
 from moh_jax.speed.report import Row
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-  """One of the programs.
+  """A program to compare with others, and what its report row needs.
 
   Attributes:
-    implementation: of the attention.
-    share: of the heads that are at work, in (0, 1].
-    program: what is timed.
+    implementation: form of attention, such as "dense" or "packed".
+    share: active heads over all heads, in (0, 1].
+    program: the compiled program to time.
     mha: whether it is multi-head attention, without a router.
-    flops: of one evaluation; None where they are not counted.
-    errors: against the dense form; None where they are not measured.
+    flops: FLOPs of one evaluation; None where they are not counted.
+    errors: errors against the dense form; None where they are not measured.
   """
 
   implementation: str
@@ -33,69 +36,111 @@ class Variant:
   errors: Errors | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """What the programs have in common.
+def compile_forms(
+  options: HeadOptions,
+  budget: HeadBudget | None,
+  evaluation: Callable[[str], Callable],
+  args: Sequence[Any],
+  *,
+  flops: float,
+  expected: Any = None,
+  comparable: Callable[[Any], Any] = lambda found: found,
+) -> list[Variant]:
+  """Compiles every form for one head split, and measures its errors.
 
-  Attributes:
-    op: see `Row`.
-    mode: see `Row`.
-    length: see `Row`.
+  Args:
+    options: options of the command; they name the forms.
+    budget: head split; None is multi-head attention, which has dense forms
+      only.
+    evaluation: maps the name of a form to a function of `args` that returns
+      (outputs, gradients).
+    args: arrays that every form evaluates.
+    flops: FLOPs of one evaluation.
+    expected: (outputs, gradients) that the forms should return; None takes
+      those of the first form, "dense".
+    comparable: selects what is compared from (outputs, gradients).
+  """
+  names = options.compared
+  if budget is None:
+    names = [name for name in names if name in DENSE_FORMS]
+  share = 1.0 if budget is None else budget.share
+  variants = []
+  for name in names:
+    program = compile_program(evaluation(name), *args, loops=default_loops())
+    found = program.run()
+    expected = found if expected is None else expected
+    errors = exactness.compare(comparable(found), comparable(expected))
+    variants.append(
+      Variant(name, share, program, budget is None, flops, errors)
+    )
+  return variants
+
+
+def measure_heads(
+  options: HeadOptions,
+  op: str,
+  modes: Sequence[str],
+  variants: Callable[[str, int], list[Variant]],
+  peak: float,
+) -> list[Row]:
+  """Measures the variants of every length and mode.
+
+  Args:
+    options: options of the command.
+    op: what is computed, see `Row`.
+    modes: which passes to run, see `Row`.
+    variants: makes the variants of a mode and a length.
+    peak: the device's matrix peak, FLOP/s.
+  """
+  rows = []
+  for length, mode in itertools.product(options.lengths, modes):
+    rows += measure(
+      variants(mode, length),
+      op=op,
+      mode=mode,
+      length=length,
+      units=options.batch * (1 if op == "decode" else length),
+      rounds=options.rounds,
+      dtype=options.dtype,
+      peak=peak,
+    )
+  return rows
+
+
+def measure(
+  variants: Sequence[Variant],
+  *,
+  op: str,
+  mode: str,
+  length: int | None,
+  units: int,
+  rounds: int,
+  dtype: str = "float32",
+  peak: float | None = None,
+  min_seconds: float = 0.005,
+) -> list[Row]:
+  """Times programs in turns and reports each as a row.
+
+  Args:
+    variants: the programs; at least one is multi-head attention.
+    op: what they compute, see `Row`.
+    mode: which passes they run, see `Row`.
+    length: tokens of a sequence or slots of a cache; None for images.
     units: tokens or images of one evaluation.
     rounds: measured turns.
-    dtype: whose limits the errors have.
-    peak: the device's matrix peak, FLOP/s; None where it is not measured.
-    least: seconds that a turn should take.
-  """
-
-  op: str
-  mode: str
-  length: int | None
-  units: int
-  rounds: int
-  dtype: str = "float32"
-  peak: float | None = None
-  least: float = 0.005
-
-
-def setting_of(
-  options: HeadOptions, op: str, mode: str, length: int, peak: float, units: int
-) -> Setting:
-  """The setting of a comparison of heads.
-
-  Args:
-    options: of the command.
-    op: see `Setting`, as mode, length, peak and units.
-    mode: forward, both passes, causal or not.
-    length: tokens, or slots of a cache.
-    peak: the device's matrix peak, FLOP/s.
-    units: what one call works on, for rates.
-  """
-  return Setting(
-    op=op,
-    mode=mode,
-    length=length,
-    units=units,
-    rounds=options.rounds,
-    dtype=options.dtype,
-    peak=peak,
-  )
-
-
-def measure(setting: Setting, variants: Sequence[Variant]) -> list[Row]:
-  """Times programs in turns.
-
-  Args:
-    setting: what they have in common.
-    variants: the programs; at least one is multi-head attention.
+    dtype: compute dtype, which decides how large an error may be.
+    peak: the device's matrix peak in FLOP/s; None where it is not measured.
+    min_seconds: seconds that a turn lasts at least; shorter programs are
+      repeated in it.
 
   Returns:
-    A row for each, but of multi-head attention the fastest form alone.
+    A row for each variant; of the forms of multi-head attention only the
+    fastest has one.
   """
   times = timing.interleaved(
     {str(i): variant.program.run for i, variant in enumerate(variants)},
-    setting.rounds,
-    setting.least,
+    rounds,
+    min_seconds,
   )
   timed = [
     (variant, time.median / variant.program.loops, time.spread)
@@ -113,27 +158,27 @@ def measure(setting: Setting, variants: Sequence[Variant]) -> list[Row]:
       and (other.mha, other.share) == (variant.mha, variant.share)
     ]
     peak_share = None
-    if setting.peak and variant.flops is not None:
-      peak_share = variant.flops / seconds / setting.peak
+    if peak and variant.flops is not None:
+      peak_share = variant.flops / seconds / peak
     errors = variant.errors
     rows.append(
       Row(
         device=jax.devices()[0].device_kind,
-        op=setting.op,
-        mode=setting.mode,
-        length=setting.length,
+        op=op,
+        mode=mode,
+        length=length,
         share=variant.share,
         implementation="mha" if variant.mha else variant.implementation,
         ms=seconds * 1e3,
         spread=spread,
         ratio_to_dense=seconds / min(dense) if dense else None,
         ratio_to_mha=seconds / fastest[1],
-        units_per_second=setting.units / seconds,
+        units_per_second=units / seconds,
         flops=variant.flops,
         peak_share=peak_share,
         peak_bytes=variant.program.bytes,
         max_error=errors.largest if errors else None,
-        fault=errors.fault(setting.dtype) if errors else None,
+        fault=errors.fault(dtype) if errors else None,
       )
     )
   return rows

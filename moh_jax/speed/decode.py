@@ -1,4 +1,4 @@
-"""Attention of one new token to a cache.
+"""Benchmark of decoding: attention of one new token to a cache.
 
 Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 """
@@ -16,11 +16,10 @@ from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.sizes import decode_tile
 from moh_jax.ops.visible import Visible
-from moh_jax.speed import compare, exactness
+from moh_jax.speed import compare
 from moh_jax.speed.attention import attention_flops, random_active
-from moh_jax.speed.compare import Variant, setting_of
-from moh_jax.speed.options import DENSE_FORMS, HeadOptions, check_names
-from moh_jax.speed.programs import compile_program, default_loops
+from moh_jax.speed.compare import Variant
+from moh_jax.speed.options import HeadOptions, check_names
 from moh_jax.speed.report import Row
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
@@ -32,26 +31,26 @@ def _gated(
   visible: jax.Array,
   active: ActiveHeads | None,
   implementation: str,
-) -> jax.Array:
-  """What a layer runs, with gates of one."""
+) -> tuple[jax.Array, tuple]:
+  """Returns (output, no gradients) of gated attention; active gates are 1."""
   out = cached_attention(
     q, cache, visible, active=active, implementation=implementation
   )
-  return out if active is None else out * active.mask[..., None]
+  return out if active is None else out * active.mask[..., None], ()
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions(HeadOptions):
-  """Of one token more.
+  """Options of `bench decode`; `lengths` counts the slots of the cache.
 
   Attributes:
-    cache_dtype: of `CACHE_DTYPES`; None is the compute dtype.
+    cache_dtype: one of `CACHE_DTYPES`; None is the compute dtype.
   """
 
   lengths: tuple[int, ...] = (1024, 4096)
   cache_dtype: str | None = None
 
-  # "dense" reads every head, "kernel" those at work.
+  # "dense" reads the cache for every head, "kernel" for active heads only.
   known_implementations: ClassVar[tuple[str, ...]] = ("dense", "kernel")
 
   def __post_init__(self):
@@ -60,7 +59,7 @@ class DecodeOptions(HeadOptions):
     super().__post_init__()
 
   def check_possible(self, implementation: str) -> None:
-    """Raises a ValueError where the device or the cache rule one out."""
+    """Raises ValueError if the device or the cache rule out a form."""
     super().check_possible(implementation)
     if implementation != "kernel":
       return
@@ -81,19 +80,15 @@ def measure(options: DecodeOptions, peak: float) -> list[Row]:
   """Compares gated attention to a cache with multi-head attention to it.
 
   Args:
-    options: what to compare.
+    options: options of `bench decode`.
     peak: the device's matrix peak, FLOP/s.
   """
-  rows = []
-  for length in options.lengths:
-    setting = setting_of(
-      options, "decode", "decode", length, peak, units=options.batch
-    )
-    rows += compare.measure(setting, _variants(options, length))
-  return rows
+  variants = functools.partial(_variants, options)
+  return compare.measure_heads(options, "decode", ("decode",), variants, peak)
 
 
-def _variants(options: DecodeOptions, length: int) -> list[Variant]:
+def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
+  del mode  # there is only one
   batch, heads, dim = options.batch, options.heads, options.head_dim
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (batch, 1, heads, dim), options.dtype)
@@ -113,38 +108,25 @@ def _variants(options: DecodeOptions, length: int) -> list[Variant]:
   expected = _reference(q, cache)
   variants = []
   for budget in (None, *options.budgets()):
-    active, gated = None, expected
-    names = [name for name in options.compared if name in DENSE_FORMS]
+    active, gated, share = None, expected, 1.0
     if budget is not None:
-      active, names = random_active(budget, batch, 1), options.compared
+      active, share = random_active(budget, batch, 1), budget.share
       gated = expected * active.mask[..., None]
-    share = 1.0 if budget is None else budget.share
-    for name in names:
-      program = compile_program(
-        functools.partial(_gated, implementation=name),
-        q,
-        cache,
-        visible,
-        active,
-        loops=default_loops(),
-      )
-      variants.append(
-        Variant(
-          name,
-          share,
-          program,
-          budget is None,
-          # A new token sees every slot.
-          attention_flops(round(batch * heads * share), length, dim),
-          exactness.compare((program.run(), ()), (gated, ())),
-        )
-      )
+    variants += compare.compile_forms(
+      options,
+      budget,
+      lambda name: functools.partial(_gated, implementation=name),
+      (q, cache, visible, active),
+      # A new token sees every slot, so the mode is not causal.
+      flops=attention_flops(round(batch * heads * share), length, dim),
+      expected=(gated, ()),
+    )
   return variants
 
 
 @jax.jit
 def _reference(q: jax.Array, cache: LayerCache) -> jax.Array:
-  """The dense form in float32, on the keys and values of a cache."""
+  """Dense attention in float32 to the keys and values of a cache."""
   k, v = (x.astype(jnp.float32) for x in (cache.k, cache.v))
   if cache.k_scale is not None:
     k, v = k * cache.k_scale[..., None], v * cache.v_scale[..., None]

@@ -1,4 +1,4 @@
-"""Whether what is timed also computes the right thing."""
+"""Checks that a timed program computes what the dense form computes."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# dtype -> the largest relative errors of outputs and of gradients.
+# Largest allowed relative errors of outputs and of gradients, by dtype.
 LIMITS = {"float32": (2e-6, 1e-5), "bfloat16": (2e-2, 2e-2)}
 
 
@@ -16,8 +16,8 @@ class Errors:
   """Relative errors against the dense form, see `relative_error`.
 
   Attributes:
-    outputs: of the outputs.
-    gradients: the largest of any gradient; None where there are none.
+    outputs: relative error of the outputs.
+    gradients: largest relative error of a gradient; None without gradients.
   """
 
   outputs: float
@@ -25,35 +25,38 @@ class Errors:
 
   @property
   def largest(self) -> float:
-    """Of both; NaN where one is."""
+    """The larger of both errors; NaN if one is NaN."""
     return float(np.max([self.outputs, self.gradients or 0.0]))
 
   def fault(self, dtype: str) -> str | None:
-    """Says what is above the limits of a dtype; None where nothing is."""
+    """Names the error that exceeds the limit of a dtype; None if none does."""
     for name, limit in zip(("outputs", "gradients"), LIMITS[dtype]):
       error = getattr(self, name)
-      if error is not None and not error <= limit:  # NaN is a fault too
+      if error is not None and not error <= limit:  # so that NaN is a fault
         return f"relative error of the {name} {error:.1e} is above {limit:.0e}"
     return None
 
 
 def compare(found: tuple[Any, Any], expected: tuple[Any, Any]) -> Errors:
-  """Compares (outputs, gradients), two trees each.
+  """Measures the errors of a program's (outputs, gradients).
 
   Args:
-    found: of what is timed.
-    expected: the same trees; empty gradients are not compared.
+    found: two trees of arrays, from the timed program.
+    expected: the same trees from the dense form; gradients may be empty.
   """
   outputs, gradients = (relative_error(*p) for p in zip(found, expected))
   return Errors(outputs, gradients if jax.tree.leaves(expected[1]) else None)
 
 
 def relative_error(found: Any, expected: Any) -> float:
-  """Largest difference of an array over its largest value, worst of a tree.
+  """Largest absolute difference over the largest expected magnitude.
+
+  It is computed for each array, and the largest of the tree is returned. Where
+  all expected values are 0, it is the absolute difference.
 
   Args:
-    found: a tree of arrays.
-    expected: the same, of any floating dtype.
+    found: tree of arrays, of any floating dtype.
+    expected: tree of the same structure and shapes.
   """
   errors = jax.tree.map(_relative, found, expected)
   return float(np.max(jax.tree.leaves(errors), initial=0.0))

@@ -1,10 +1,11 @@
-"""A whole layer: projections, router, attention and the mixing of heads.
+"""Benchmark of a whole layer: projections, router, attention, head mixing.
 
 Shapes: B batch, N tokens, C width, H query heads, K key/value heads, D head
 dim, R routed heads, S shared heads.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.speed import compare, exactness
+from moh_jax.speed import compare
 from moh_jax.speed.attention import attention_flops, passes
-from moh_jax.speed.compare import Variant, setting_of
-from moh_jax.speed.options import DENSE_FORMS, SequenceOptions, check_at_least_1
-from moh_jax.speed.programs import compile_program, default_loops, jit_once
+from moh_jax.speed.compare import Variant
+from moh_jax.speed.options import SequenceOptions, check_at_least_1
+from moh_jax.speed.programs import jit_once
 from moh_jax.speed.report import Row
 
 _BALANCE_WEIGHT = 0.01
@@ -26,10 +27,10 @@ _BALANCE_WEIGHT = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions(SequenceOptions):
-  """Of a layer.
+  """Options of `bench layer`.
 
   Attributes:
-    width: C; None is H * D.
+    width: width of the tokens, C; None is heads * head_dim.
   """
 
   width: int | None = None
@@ -41,7 +42,7 @@ class LayerOptions(SequenceOptions):
 
   @property
   def features(self) -> int:
-    """C."""
+    """Width of the tokens, C."""
     return self.heads * self.head_dim if self.width is None else self.width
 
 
@@ -55,23 +56,23 @@ def layer_flops(
   routed: bool,
   mode: str = "forward",
 ) -> float:
-  """FLOPs of a layer's products for the heads at work.
+  """FLOPs of a layer's products, counted for the active heads.
 
-  With A heads at work per token: 2 C A D for the queries, 4 C K D for keys and
-  values, 2 A D C for the output, and 2 C (R + S + 2) for the router, where a
-  single shared head has no score and the two group scores are there if both
-  groups are in use; attention as in `attention_flops`. Both passes take three
-  times the forward pass.
+  A token with A active heads takes 2 C A D FLOPs for the queries, 4 C K D for
+  keys and values, 2 A D C for the output, and 2 C (R + S + 2) for the router: a
+  single shared head has no score, and the two group scores exist only if there
+  are both shared and routed heads. To these comes attention, see
+  `attention_flops`. Both passes take three times the forward pass.
 
   Args:
-    budget: the head split.
-    tokens: of the batch.
+    budget: the layer's head split.
+    tokens: tokens of the whole batch.
     length: tokens of a sequence.
-    width: C.
-    kv_heads: K.
+    width: width of the tokens, C.
+    kv_heads: key/value heads, K.
     routed: whether there is a router; multi-head attention has none and uses
       every head.
-    mode: of `options.MODES`.
+    mode: one of `options.MODES`.
   """
   active = budget.active if routed else budget.num_heads
   per_token = 4 * width * budget.head_dim * (active + kv_heads)
@@ -89,20 +90,13 @@ def measure(options: LayerOptions, peak: float) -> list[Row]:
   """Compares a routed layer with the same layer without a router.
 
   Args:
-    options: what to compare.
+    options: options of `bench layer`.
     peak: the device's matrix peak, FLOP/s.
   """
-  rows = []
   splits = (None, *options.budgets())
   params = {split: _random_params(options, split) for split in splits}
-  for length in options.lengths:
-    for mode in options.modes:
-      setting = setting_of(
-        options, "layer", mode, length, peak, units=options.batch * length
-      )
-      variants = _variants(options, params, mode, length)
-      rows += compare.measure(setting, variants)
-  return rows
+  variants = functools.partial(_variants, options, params)
+  return compare.measure_heads(options, "layer", options.modes, variants, peak)
 
 
 def _variants(
@@ -118,9 +112,6 @@ def _variants(
   )
   variants = []
   for split in params:  # None is multi-head attention
-    names = options.compared
-    if split is None:
-      names = [name for name in names if name in DENSE_FORMS]
     flops = layer_flops(
       split or options.budgets()[0],
       tokens=options.batch * length,
@@ -130,27 +121,14 @@ def _variants(
       routed=split is not None,
       mode=mode,
     )
-    expected = None
-    for name in names:  # the first is "dense"
-      program = compile_program(
-        _evaluation(_module(options, split, mode, name), mode),
-        params[split],
-        x,
-        cotangent,
-        loops=default_loops(),
-      )
-      found = program.run()
-      expected = found if expected is None else expected
-      variants.append(
-        Variant(
-          name,
-          1.0 if split is None else split.share,
-          program,
-          split is None,
-          flops,
-          exactness.compare(found, expected),
-        )
-      )
+
+    def evaluation(name, split=split):
+      return _evaluation(_module(options, split, mode, name), mode)
+
+    arrays = params[split], x, cotangent
+    variants += compare.compile_forms(
+      options, split, evaluation, arrays, flops=flops
+    )
   return variants
 
 
@@ -160,7 +138,7 @@ def _module(
   mode: str = "forward",
   name: str = "dense",
 ) -> MoHAttention:
-  """The layer; without a split it has no router."""
+  """The benchmarked layer; a split of None leaves out the router."""
   return MoHAttention(
     split or options.budgets()[0],
     RouterConfig("none" if split is None else "two_stage"),
@@ -178,7 +156,7 @@ def _random_params(options: LayerOptions, split: HeadBudget | None) -> Any:
 
 
 def _evaluation(module: MoHAttention, mode: str) -> Callable:
-  """(params, x, cotangent) -> (outputs, gradients)."""
+  """Makes the function (params, x, cotangent) -> (outputs, gradients)."""
 
   def layer(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     out, aux = module.apply({"params": params}, x)

@@ -1,9 +1,10 @@
-"""A model against its multi-head baseline: speed, compilation, memory.
+"""Benchmark of a model beside its multi-head baseline: time, memory, compiling.
 
-"forward" is the training loss of one batch of random data, "forward_backward"
-its gradients too. The baseline is the same network with the router off;
-"router" is the forward time of all routers of the model by themselves. Families
-add measurements of inference: sampling, or reading prompts and writing tokens.
+"forward" computes the training loss of one batch of random data,
+"forward_backward" its gradients too. The baseline is the same network with the
+router off; "router" is the forward time of all routers of the model alone.
+Families add measurements of inference: sampling images, or reading prompts and
+generating tokens.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
 from moh_jax.speed import compare, model_programs, timing
-from moh_jax.speed.compare import Setting, Variant
+from moh_jax.speed.compare import Variant
 from moh_jax.speed.options import check_at_least_1, check_names
 from moh_jax.speed.report import Row
 from moh_jax.training import optim
@@ -33,22 +34,22 @@ from moh_jax.training.step import jit_train_step
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-  """What `bench model` measures.
+  """Options of `bench model`.
 
   Attributes:
-    model: a released name, where no config is given.
-    config: a run to measure; its data need not exist, the batches are random.
-    lengths: tokens of a text; None is the run's own.
-    implementations: attention forms, each of them a variant of the model.
-    batch: images or texts per batch.
+    model: released name of the model, where no config is given.
+    config: run to measure; its data need not exist, as batches are random.
+    lengths: tokens of a sequence; None is the run's own.
+    implementations: forms of attention, each a variant of the model.
+    batch: images or sequences per batch.
     dtype: compute dtype; None is the run's own.
     remat: what the backward pass recomputes; None is the run's own.
     sampler_steps: steps of a diffusion model's sampler.
-    compile_only: only compile the train step.
+    compile_only: compile the train step and measure nothing else.
     rounds: measured turns.
 
   Raises:
-    ValueError: an option is out of range; its text names it.
+    ValueError: an option is out of range; the message names it.
   """
 
   model: str = "moh-vit-s80"
@@ -70,7 +71,7 @@ class ModelOptions:
     self.runs()
 
   def runs(self) -> list[Config]:
-    """A run on random data for every length, the longest last."""
+    """Runs on random data, one for each length; the longest is the last."""
     section = self.config.model if self.config else released_model(self.model)
     family = get_family(section.family)
     run = resolve(family.bench_run(section, self.batch))
@@ -82,7 +83,7 @@ class ModelOptions:
     return [family.with_length(run, n) for n in sorted(self.lengths)]
 
   def variants(self, run: Config) -> dict[str, Any]:
-    """Implementation -> model section; "mha" is the baseline."""
+    """Model sections to compare by name of the form; "mha" is the baseline."""
     models = {
       name: dataclasses.replace(run.model, attention_impl=name)
       for name in self.implementations
@@ -93,10 +94,13 @@ class ModelOptions:
 def measure(options: ModelOptions) -> dict[str, Any]:
   """Measures a model.
 
+  Args:
+    options: options of `bench model`.
+
   Returns:
-    "rows", a `Row` each; "train_step", compile time and bytes of the longest
-    run's step; "peak_resident_bytes" of the process; and what the family adds,
-    such as "sampler".
+    {"rows": list of `Row`, "train_step": seconds to compile the train step of
+    the longest run and its bytes, "peak_resident_bytes": of the process}, and
+    entries that the family adds, such as "sampler".
   """
   runs = options.runs()
   result = {"train_step": _train_step(runs[-1]), "rows": []}
@@ -129,20 +133,20 @@ def _rows(
     if mode == "forward" and run.model.router.kind == "two_stage":
       routers = model_programs.routers(run)
       variants.append(Variant("router", run.model.activated_share, routers))
-    setting = Setting(
+    rows += compare.measure(
+      variants,
       op="model",
       mode=mode,
       length=length,
       units=options.batch * (length or 1),
       rounds=options.rounds,
-      least=0.0,
+      min_seconds=0.0,
     )
-    rows += compare.measure(setting, variants)
   return rows
 
 
 def _train_step(run: Config) -> dict[str, float]:
-  """Time to compile the whole optimizer step, and the bytes of its state."""
+  """Seconds to compile the whole train step, and the bytes of its state."""
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   optimizer = optim.make_optimizer(run.optim, run.train.steps)
   task = get_family(run.model.family).tasks().make_task(run)

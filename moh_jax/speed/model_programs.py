@@ -1,4 +1,4 @@
-"""What is timed of a whole model."""
+"""Programs of a whole model to time: its loss, its gradients, its routers."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from moh_jax.speed.programs import Program, compile_program, jit_once
 
 
 def random_params(run: Config) -> Any:
-  """Random parameters of a run's network, none of them zero.
+  """Initial parameters of a run's network plus 0.02, so that few are zero.
 
-  Zeros, as adaLN-Zero starts with, would let a backward pass that does nothing
-  look fast.
+  With the zeros that adaLN-Zero starts from, gradients would be zero and a
+  backward pass could skip work.
   """
   model, abstract = make_model(run)
   inputs = [jnp.zeros(x.shape, x.dtype) for x in abstract]
@@ -26,10 +26,13 @@ def random_params(run: Config) -> Any:
 
 
 def programs(run: Config) -> dict[str, Program]:
-  """The training loss of a batch, and its gradients by the parameters.
+  """Compiles the training loss of a random batch, and its gradients.
 
   Args:
-    run: which model, on what batch.
+    run: run of the model to measure.
+
+  Returns:
+    Programs "forward" and "forward_backward".
   """
   task = get_family(run.model.family).tasks().make_task(run)
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
@@ -46,10 +49,10 @@ def programs(run: Config) -> dict[str, Program]:
 
 
 def routers(run: Config) -> Program:
-  """The routers of every layer, on random tokens, and their use: the gates.
+  """Compiles the routers of all layers, with the multiplication by their gates.
 
   Args:
-    run: which model, on what batch.
+    run: run of the model to measure; the tokens are random.
   """
   model, size = run.model, run.data.batch_size
   key = jax.random.key(2)
@@ -69,7 +72,7 @@ def routers(run: Config) -> Program:
     for (module, depth), (params, x, heads) in zip(layers, tokens):
 
       def one(heads, _, module=module, params=params, x=x):
-        # The carry makes each pass depend on the last: none is merged.
+        # Each pass depends on the last one's heads, so XLA merges none.
         gates, aux = module.apply({"params": params}, x + heads[0, 0, 0, 0])
         return heads * gates[..., None], aux.balance_loss
 

@@ -1,4 +1,4 @@
-"""What `bench` was asked for, checked before any work."""
+"""Options of the `bench` commands, checked before any work starts."""
 
 import dataclasses
 import functools
@@ -13,31 +13,31 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
 from moh_jax.ops.head_blocks import ActiveHeads
 
-# Forms that compute every head: what the others are measured by.
+# Forms that compute every head: the baselines of the others.
 DENSE_FORMS = ("dense", "cudnn")
 MODES = ("forward", "forward_backward", "causal", "causal_forward_backward")
-_WHOLE = 0.01  # heads that a rounded percentage may be off
+_ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-  """What all comparisons of heads share.
+  """Options of every benchmark of heads: attention, layer and decode.
 
   Attributes:
     lengths: tokens of a sequence, or slots of a cache.
-    shares: percent of the heads that are at work.
-    implementations: what is compared, beside "dense"; None is all that the
-      device can do.
-    heads: H.
-    head_dim: D.
-    kv_heads: K; None is one per query head.
-    shared: heads that are always on; None is a quarter.
-    batch: B.
+    shares: percentages of heads that are active, such as 50 and 75.
+    implementations: forms to compare beside "dense"; None is every form that
+      the device can run.
+    heads: query heads, H.
+    head_dim: head dim, D.
+    kv_heads: key/value heads, K; None is one per query head.
+    shared: heads that are always active; None is a quarter of them.
+    batch: sequences per batch, B.
     dtype: compute dtype.
     rounds: measured turns.
 
   Raises:
-    ValueError: an option is out of range; its text names it.
+    ValueError: an option is out of range; the message names it.
   """
 
   lengths: tuple[int, ...] = (256, 512, 1024)
@@ -76,22 +76,22 @@ class HeadOptions:
 
   @property
   def num_kv_heads(self) -> int:
-    """K."""
+    """Number of key/value heads, K."""
     return self.heads if self.kv_heads is None else self.kv_heads
 
   @property
   def num_shared(self) -> int:
-    """Heads that are always on."""
+    """Number of heads that are always active."""
     return self.heads // 4 if self.shared is None else self.shared
 
   def budgets(self) -> list[HeadBudget]:
-    """The head split of every share."""
+    """Head splits, one for each of `shares`."""
     return [self._budget(share) for share in self.shares]
 
   def _budget(self, share: float) -> HeadBudget:
     exact = share * self.heads / 100
     active = round(exact) if math.isfinite(exact) else 0
-    if not 1 <= active <= self.heads or abs(exact - active) > _WHOLE:
+    if not 1 <= active <= self.heads or abs(exact - active) > _ROUNDING:
       raise ValueError(
         f"--shares {share:g} must be a whole number of the {self.heads} heads: "
         f"a multiple of {100 / self.heads:g} up to 100"
@@ -106,15 +106,14 @@ class HeadOptions:
 
   @functools.cached_property
   def compared(self) -> tuple[str, ...]:
-    """Implementations that run: "dense", then the others."""
-    if self.implementations is not None:
-      names = self.implementations
-    else:
-      names = [n for n in self.known_implementations if self._is_possible(n)]
+    """Forms to compare: "dense", then the others."""
+    names = self.implementations
+    if names is None:
+      names = filter(self._is_possible, self.known_implementations)
     return tuple(dict.fromkeys(("dense", *names)))
 
   def check_possible(self, implementation: str) -> None:
-    """Raises a ValueError where the device or the shapes rule one out."""
+    """Raises ValueError if the device cannot run a form of attention."""
     if implementation in ("kernel", "cudnn") and jax.default_backend() == "cpu":
       raise ValueError(
         f"--implementations {implementation} needs an accelerator, this is a "
@@ -124,17 +123,17 @@ class HeadOptions:
   def _is_possible(self, implementation: str) -> bool:
     try:
       self.check_possible(implementation)
-    except (ValueError, RuntimeError):  # the latter: there is no cuDNN at all
+    except (ValueError, RuntimeError):  # RuntimeError: there is no cuDNN
       return False
     return True
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceOptions(HeadOptions):
-  """Of attention among the tokens of a sequence.
+  """Options of benchmarks on sequences: attention and layer.
 
   Attributes:
-    modes: of `MODES`.
+    modes: passes to run, of `MODES`.
   """
 
   modes: tuple[str, ...] = ("forward", "forward_backward", "causal")
@@ -144,14 +143,14 @@ class SequenceOptions(HeadOptions):
     super().__post_init__()
 
   def check_possible(self, implementation: str) -> None:
-    """Raises a ValueError where the device or the shapes rule one out."""
+    """Raises ValueError if the device or the shapes rule out a form."""
     super().check_possible(implementation)
     for length in self.lengths:
       for causal in {"causal" in mode for mode in self.modes}:
         self._trace(implementation, length, causal)
 
   def _trace(self, implementation: str, length: int, causal: bool) -> None:
-    """Does all of attention but to compile and to run it."""
+    """Traces attention, which raises what compiling it would raise."""
     shape = (self.batch, length, self.heads)
     active = ActiveHeads(
       jax.ShapeDtypeStruct(shape, bool), self.budgets()[0].active
@@ -166,10 +165,10 @@ class SequenceOptions(HeadOptions):
 
 
 def check_at_least_1(option: str, values: Sequence[int]) -> None:
-  """Refuses numbers below 1.
+  """Checks that numbers are at least 1.
 
   Args:
-    option: field that holds them.
+    option: name of the field, such as "head_dim".
     values: its numbers.
 
   Raises:
@@ -183,15 +182,15 @@ def check_at_least_1(option: str, values: Sequence[int]) -> None:
 def check_names(
   option: str, names: Sequence[str], known: Sequence[str]
 ) -> None:
-  """Refuses unknown names.
+  """Checks that names are known.
 
   Args:
-    option: field that holds them.
-    names: what was given.
-    known: what may be.
+    option: name of the field, such as "cache_dtype".
+    names: names to check.
+    known: allowed names.
 
   Raises:
-    ValueError: one is not known.
+    ValueError: one is unknown.
   """
   for name in names:
     if name not in known:

@@ -1,27 +1,31 @@
-"""Compiled programs, with the memory that they take."""
+"""Compiled programs to time, and the device's matrix peak to judge them by."""
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-# On accelerators a small function takes less time than to call it: there a
-# call evaluates it so many times.
+# On accelerators the call of a small function takes longer than its evaluation,
+# so one call evaluates it this many times.
 _LOOPS = 16
+_PEAK_CALLS = 10
+_CPU_SIZES = (1024, 2048)
+_ACCELERATOR_SIZES = (4096, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What is timed.
+  """A compiled function with its arguments.
 
   Attributes:
-    run: one call; what it returns are arrays.
+    run: calls it and returns its arrays.
     loops: evaluations of the function in one call.
-    bytes: what XLA allocates for one evaluation: arguments, outputs and
-      temporaries; None where it is not known.
+    bytes: memory that XLA allocates for one evaluation: arguments, outputs and
+      temporaries; None where it is unknown.
   """
 
   run: Callable[[], Any]
@@ -30,13 +34,13 @@ class Program:
 
 
 def compile_program(function: Callable, *args: Any, loops: int = 1) -> Program:
-  """Compiles a function for its arguments, which are kept.
+  """Compiles a function for its arguments, which the program keeps.
 
   Args:
-    function: of arrays.
-    args: its arguments.
-    loops: evaluations of one call, each after the one before; the call returns
-      the last one's value.
+    function: function of trees of arrays.
+    *args: its arguments.
+    loops: evaluations in one call, one after another; the call returns the
+      value of the last one.
   """
   compiled = jax.jit(function).lower(*args).compile()
   memory = compiled.memory_analysis()
@@ -51,30 +55,59 @@ def compile_program(function: Callable, *args: Any, loops: int = 1) -> Program:
 
 
 def jit_once(function: Callable) -> Callable:
-  """Jits what runs once, such as an initialization: compiles it quickly."""
+  """Jits a function that runs once, such as an initialization.
+
+  On CPUs it is compiled without optimization: that takes longer than running.
+  """
   on_cpu = jax.default_backend() == "cpu"
   quick = {"xla_backend_optimization_level": 0} if on_cpu else None
   return jax.jit(function, compiler_options=quick)
 
 
 def default_loops() -> int:
-  """Evaluations of one call of a small function on the default device."""
+  """How often one call evaluates a small function: 1 on CPUs, else 16."""
   return 1 if jax.default_backend() == "cpu" else _LOOPS
 
 
 def exact_products(dtype: str) -> contextlib.AbstractContextManager:
-  """Makes float32 products exact where a device would round their inputs."""
+  """Context in which float32 products are exact on devices that round them."""
   if jax.default_backend() == "cpu" or dtype != "float32":
     return contextlib.nullcontext()
   return jax.default_matmul_precision("highest")
 
 
+def matrix_peak(dtype: str) -> float:
+  """Measures the device's matrix peak in FLOP/s.
+
+  It is the rate of the fastest call among square products of a few sizes, where
+  n x n times n x n counts 2 n^3 FLOPs.
+
+  Args:
+    dtype: dtype of the matrices.
+  """
+  sizes = _CPU_SIZES if jax.default_backend() == "cpu" else _ACCELERATOR_SIZES
+  return max(2 * n**3 / _best_seconds(n, dtype) for n in sizes)
+
+
+def _best_seconds(size: int, dtype: str) -> float:
+  """Seconds of the fastest of ten products of square matrices."""
+  matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
+  product = compile_program(jnp.matmul, matrix, matrix)
+  jax.block_until_ready(product.run())
+  best = float("inf")
+  for _ in range(_PEAK_CALLS):
+    start = time.perf_counter()
+    jax.block_until_ready(product.run())
+    best = min(best, time.perf_counter() - start)
+  return best
+
+
 def _loop(function: Callable, loops: int) -> Callable:
-  """Evaluates a function again and again, each time after the last."""
+  """Makes a function that evaluates another one `loops` times in sequence."""
 
   def run(*args: Any) -> Any:
     def body(_, out: Any) -> Any:
-      # The arguments seem to depend on the last value, so nothing is merged.
+      # XLA sees arguments that depend on the last value: it merges nothing.
       again, _ = jax.lax.optimization_barrier((args, out))
       return function(*again)
 

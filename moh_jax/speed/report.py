@@ -1,4 +1,4 @@
-"""What `bench` reports: rows, their table and their plot."""
+"""Report of a benchmark: its rows, their table and their plot."""
 
 import dataclasses
 import pathlib
@@ -10,29 +10,29 @@ from moh_jax.data.extras import import_extra
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One thing that was measured; None where a figure does not apply.
+  """One measurement; None where a value does not apply.
 
   Attributes:
-    device: kind of the device.
+    device: kind of the device, such as "NVIDIA H100".
     op: "attention", "layer", "decode" or "model".
-    mode: what ran: "forward", "forward_backward", "causal", "decode", ...
-    length: tokens of a sequence, or slots of a cache.
-    share: of the heads that are at work, in (0, 1].
-    implementation: of the attention; "mha" for multi-head attention, by its
+    mode: passes that ran: "forward", "forward_backward", "causal", "decode"...
+    length: tokens of a sequence, or slots of a cache; None for images.
+    share: active heads over all heads, in (0, 1].
+    implementation: form of attention; "mha" is multi-head attention in its
       fastest form.
-    ms: median time of one evaluation.
+    ms: median milliseconds of one evaluation.
     spread: (75th - 25th percentile) / median of the time.
-    ratio_to_dense: time over that of the fastest form that computes every
+    ratio_to_dense: time over the time of the fastest form that computes every
       head, at the same share.
-    ratio_to_mha: time over that of multi-head attention.
-    units_per_second: tokens, or images of a vision model.
-    flops: of one evaluation, analytic: what the heads at work need, whatever
-      an implementation computes besides.
+    ratio_to_mha: time over the time of multi-head attention.
+    units_per_second: tokens per second, or images of a vision model.
+    flops: FLOPs of one evaluation that the active heads need, counted from the
+      shapes, whatever else the form computes.
     peak_share: FLOPs per second over the device's measured matrix peak.
-    peak_bytes: what XLA allocates for the program: arguments, outputs and
-      temporaries.
-    max_error: the largest relative error against the dense form.
-    fault: what is above its limit in the error, in words.
+    peak_bytes: memory that XLA allocates for the program: arguments, outputs
+      and temporaries.
+    max_error: largest relative error against the dense form.
+    fault: which error exceeds its limit, in words; None if none does.
   """
 
   device: str
@@ -54,12 +54,12 @@ class Row:
 
   @property
   def model_units(self) -> float | None:
-    """Units per second of a model; of its parts they say no more than ms."""
+    """`units_per_second` of models; for other ops, ms already says it."""
     return self.units_per_second if self.op == "model" else None
 
   @property
   def name(self) -> str:
-    """Names the row in messages."""
+    """Short description of the row for messages."""
     length = "" if self.length is None else f", length {self.length}"
     return (
       f"{self.op} {self.mode}{length}, share {self.share:.1%}, "
@@ -67,8 +67,8 @@ class Row:
     )
 
 
-_LINES = ("-", "--", ":", "-.")  # of a plot, by share
-# Title, field, how it is written.
+_LINES = ("-", "--", ":", "-.")  # line styles of the plot, one for each share
+# Title of a column, field of `Row`, function that formats it.
 _COLUMNS = (
   ("mode", "mode", str),
   ("length", "length", str),
@@ -87,7 +87,7 @@ _COLUMNS = (
 
 
 def table_cells(rows: Sequence[Row]) -> tuple[list[tuple], list[str]]:
-  """The cells of a table of rows, and its header.
+  """The formatted cells of each row, and the header of the table.
 
   Columns that apply to no row are left out.
   """
@@ -108,7 +108,7 @@ def _cell(value: Any, write: Any) -> str:
 
 
 def check_plot(path: str) -> None:
-  """Refuses what `plot` could not write, before anything is measured.
+  """Checks that `plot` can write a file, before anything is measured.
 
   Raises:
     ValueError: matplotlib is missing or does not write such files.
@@ -123,14 +123,14 @@ def check_plot(path: str) -> None:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-  """Draws the time over that of multi-head attention, a panel for each mode.
+  """Plots times over the time of multi-head attention, a panel for each mode.
 
-  A line over the lengths for each form, coloured by implementation and dashed
-  by share; bars show the spread.
+  Each form has a line over the lengths, its colour chosen by implementation and
+  its line style by share; error bars show the spread.
 
   Args:
-    rows: measured.
-    path: an image file.
+    rows: measurements of one op.
+    path: image file to write.
   """
   modes = list(dict.fromkeys(row.mode for row in rows))
   shares = sorted({row.share for row in rows}, reverse=True)

@@ -1,7 +1,8 @@
 """Measures which tiles of the attention kernels are fastest on a device.
 
-The three kernels are timed one by one for every number of rows of a block,
-which they share: the best three of the rows with the smallest sum win.
+The three kernels (forward, query gradient, key gradients) must share the number
+of rows of a block. For every such number each kernel is timed with all tiles;
+the number whose three fastest tiles have the smallest total time wins.
 """
 
 import dataclasses
@@ -33,20 +34,20 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What is attended to while tiles are measured.
+  """Shapes of the attention that tiles are measured on.
 
   Attributes:
-    batch: B.
-    tokens: N, also the keys.
-    heads: H, also of keys and values.
-    active: heads of a token; they are drawn at random.
-    head_dim: D.
-    dtype: of all inputs, of `DTYPES`.
-    causal: whether later keys are hidden.
+    batch: sequences, B.
+    tokens: tokens of a sequence, N; there are as many keys.
+    heads: query heads, H; there are as many key/value heads.
+    active: active heads of a token, sampled at random.
+    head_dim: head dim, D.
+    dtype: dtype of all inputs, one of `DTYPES`.
+    causal: whether a token sees no later keys.
     rounds: measured turns.
 
   Raises:
-    ValueError: a field is out of range; the text names it.
+    ValueError: a field is out of range; the message names it.
   """
 
   batch: int = 8
@@ -75,12 +76,14 @@ class Workload:
 def write(
   path: str | os.PathLike, sizes: dict[tuple[str, int, str], BlockSizes]
 ) -> None:
-  """Writes a file for `kernels.sizes.read`, which says what the keys are.
+  """Adds tile sizes to a JSON file that `kernels.sizes.read` reads.
 
-  Entries that the file has and `sizes` lacks stay.
+  Args:
+    path: file to create or to add to; its other entries stay.
+    sizes: tile sizes by (device kind, head dim, dtype).
 
   Raises:
-    ValueError: there is a file, and it is another one.
+    ValueError: `path` exists and is not such a file.
   """
   path = pathlib.Path(path)
   if path.exists():
@@ -95,7 +98,7 @@ def write(
 
 
 def candidates(platform: str) -> list[Tile]:
-  """Tiles that are worth a try; too large ones fail and are passed over."""
+  """Tiles to try on a platform, "gpu" or "tpu"; some may be too large."""
   if platform == "tpu":
     sizes = itertools.product((128, 256, 512), (256, 512, 1024))
     return [Tile(*size) for size in sizes]
@@ -111,23 +114,20 @@ def tune(
   interpret: bool = False,
   report: Callable[[str], None] = lambda line: None,
 ) -> BlockSizes:
-  """Measures tiles on the default device.
+  """Finds the fastest tiles of the three kernels on the default device.
 
   Args:
-    workload: what is computed.
+    workload: what the kernels compute.
     platform: "gpu" or "tpu".
-    tiles: to choose from; None is `candidates`.
-    interpret: runs the kernels in the interpreter, for tests.
-    report: is told of every tile its time, or why it does not run, in a line.
-
-  Returns:
-    The fastest.
+    tiles: tiles to choose from; None is `candidates(platform)`.
+    interpret: run the kernels in the interpreter, which works on CPUs.
+    report: called with one line for each tile: its time, or why it cannot run.
 
   Raises:
-    ValueError: no tile runs, for what the last error says.
+    ValueError: no tile runs; the message ends with the last failure.
   """
   tiles = list(candidates(platform) if tiles is None else tiles)
-  best, least, faults = None, float("inf"), []
+  best, smallest, faults = None, float("inf"), []
 
   def report_fault(line: str) -> None:
     faults.append(line)
@@ -146,8 +146,8 @@ def tune(
       fastest = min(seconds, key=seconds.get)
       chosen.append(programs[fastest][0])
       total += seconds[fastest]
-    if len(chosen) == len(_KERNELS) and total < least:
-      best, least = BlockSizes(*chosen), total
+    if len(chosen) == len(_KERNELS) and total < smallest:
+      best, smallest = BlockSizes(*chosen), total
   if best is None:
     last = "".join(faults[-1:])
     raise ValueError(
@@ -162,7 +162,7 @@ def _programs(
   tiles: list[Tile],
   report_fault: Callable[[str], None],
 ) -> dict[str, tuple[Tile, Program]]:
-  """By name, the tiles that run, each with its kernel."""
+  """Compiles a kernel with every tile; returns those that run, by name."""
   programs = {}
   for tile in tiles:
     if not bench.fits(kernel, tile):
@@ -171,7 +171,7 @@ def _programs(
     try:
       program = bench.program(kernel, tile)
       jax.block_until_ready(program.run())
-    except Exception as error:  # what compilers and drivers raise has no base
+    except Exception as error:  # compilers and drivers share no error class
       why = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
       report_fault(f"{name} does not run: {why}")
     else:
@@ -182,7 +182,7 @@ def _programs(
 def _seconds(
   programs: dict[str, tuple[Tile, Program]], rounds: int
 ) -> dict[str, float]:
-  """Of one evaluation; all take turns."""
+  """Seconds of one evaluation of each program, timed in turns."""
   calls = {name: program.run for name, (_, program) in programs.items()}
   times = timing.interleaved(calls, rounds)
   return {
@@ -192,7 +192,7 @@ def _seconds(
 
 
 class _Bench:
-  """Kernels of one workload and one number of rows of a block."""
+  """The kernels on random arrays of a workload, at one number of block rows."""
 
   def __init__(
     self, workload: Workload, platform: str, rows: int, interpret: bool
@@ -213,13 +213,13 @@ class _Bench:
     self._out = jnp.zeros_like(self._q)
 
   def fits(self, kernel: str, tile: Tile) -> bool:
-    """Whether a tile is one for blocks of these rows."""
+    """Whether a kernel can use a tile for blocks of `rows` rows."""
     if kernel == "forward" or self._platform == "tpu":
       return tile.rows == self.rows
     return self.rows % tile.rows == 0
 
   def program(self, kernel: str, tile: Tile) -> Program:
-    """A kernel with a tile, compiled."""
+    """Compiles a kernel ("forward", "dq" or "dkv") with a tile."""
     sums = jnp.zeros(len(self._q), jnp.float32)
 
     def call(q, k, v, out, sums, grad, blocks):

@@ -1,4 +1,4 @@
-"""Interleaved timing: what is compared runs in turns in one process."""
+"""Interleaved timing: functions to compare run in turns in one process."""
 
 import dataclasses
 import math
@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-_MOST_REPEATS = 1000
+_MAX_REPEATS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Times of one function.
+  """Measured time of one function.
 
   Attributes:
-    median: seconds.
+    median: median seconds of a call.
     spread: (75th - 25th percentile) / median.
   """
 
@@ -28,19 +28,22 @@ class Timing:
 
 
 def interleaved(
-  calls: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.0
+  calls: Mapping[str, Callable[[], object]],
+  rounds: int,
+  min_seconds: float = 0.0,
 ) -> dict[str, Timing]:
-  """Times functions in turns, so that a slow spell of the machine hits all.
+  """Times functions in turns, so that a slow phase of the machine hits all.
 
   Args:
-    calls: name -> function of JAX arrays without arguments.
-    rounds: measured turns of each; one more call warms up.
-    least: seconds that a turn should take: shorter calls are repeated in it.
+    calls: functions by name, without arguments; they return JAX arrays.
+    rounds: measured turns of each function, after one call to warm up.
+    min_seconds: seconds that a turn lasts at least: a shorter call is repeated
+      in it, up to 1,000 times.
 
   Returns:
-    name -> its times of one call.
+    The time of one call by name.
   """
-  repeats = {name: _repeats(call, least) for name, call in calls.items()}
+  repeats = {name: _repeats(call, min_seconds) for name, call in calls.items()}
   times: dict[str, list[float]] = {name: [] for name in calls}
   for _ in range(rounds):
     for name, call in calls.items():
@@ -48,16 +51,16 @@ def interleaved(
   return {name: _summarize(values) for name, values in times.items()}
 
 
-def _repeats(call: Callable[[], object], least: float) -> int:
-  """Warms up, and counts the calls of a turn."""
+def _repeats(call: Callable[[], object], min_seconds: float) -> int:
+  """Warms up, then returns how often a turn repeats the call."""
   _seconds(call)
-  if not least:
+  if not min_seconds:
     return 1
-  return min(math.ceil(least / _seconds(call)), _MOST_REPEATS)
+  return min(math.ceil(min_seconds / _seconds(call)), _MAX_REPEATS)
 
 
 def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
-  """Of one call, mean of some."""
+  """Mean seconds of a call over `repeats` calls."""
   start = time.perf_counter()
   for _ in range(repeats):
     jax.block_until_ready(call())
@@ -73,7 +76,7 @@ def _summarize(values: list[float]) -> Timing:
 
 
 def machine() -> dict[str, object]:
-  """Names the machine that a result comes from."""
+  """Device, processor and versions that a measurement depends on."""
   device = jax.devices()[0]
   return {
     "device": device.device_kind,

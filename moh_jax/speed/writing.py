@@ -1,4 +1,4 @@
-"""How fast a language model reads prompts and writes tokens."""
+"""Benchmark of a language model's inference: reading prompts, decoding."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,28 +22,29 @@ from moh_jax.inference.generate import (
 )
 from moh_jax.models.llm import LLM
 from moh_jax.speed import compare
-from moh_jax.speed.compare import Setting, Variant
+from moh_jax.speed.compare import Variant
 from moh_jax.speed.model_programs import random_params
 from moh_jax.speed.programs import Program
 from moh_jax.speed.report import Row
 
-_SPAN = 32  # tokens written at one time
+_SPAN = 32  # tokens that one call of the decoding program generates
 _BATCHES = (1, 8)
 
 
 def measure(
   run: Config, models: Mapping[str, LLMConfig], rounds: int
 ) -> list[Row]:
-  """Times models against their multi-head baseline, in turns.
+  """Times variants of a model in turns, the multi-head baseline among them.
 
   Args:
-    run: its sequence length is that of the prompts; the cache has room for a
-      span of tokens more.
-    models: implementation -> model; "mha" is the baseline.
+    run: run whose sequence length is the length of the prompts; the cache holds
+      `_SPAN` tokens more.
+    models: model sections by name of the form; "mha" is the baseline.
     rounds: measured turns.
 
   Returns:
-    Rows of "prefill_B" (a batch of prompts) and "decode_B" (a token each).
+    Rows of the modes "prefill_B" (reads B prompts) and "decode_B" (generates
+    one token for each of B texts).
   """
   rows, length = [], run.data.sequence_length
   for batch in _BATCHES:
@@ -61,20 +62,20 @@ def measure(
         )
         for name, writer in writers.items()
       ]
-      setting = Setting(
+      rows += compare.measure(
+        variants,
         op="model",
         mode=f"{mode}_{batch}",
         length=length,
         units=batch * (length if mode == "prefill" else 1),
         rounds=rounds,
-        least=0.0,
+        min_seconds=0.0,
       )
-      rows += compare.measure(setting, variants)
   return rows
 
 
 class _Writer:
-  """Texts being written, `_SPAN` tokens a call."""
+  """A batch of texts in generation, `_SPAN` tokens a call."""
 
   def __init__(self, run: Config, batch: int, length: int):
     config = run.model
@@ -93,11 +94,11 @@ class _Writer:
     self._state = self.prefill()
 
   def prefill(self) -> Any:
-    """Reads prompts into a new cache."""
+    """Reads the prompts into a new cache, and returns the decoding state."""
     return self._read(self._params, *self._prompts, self._slots)
 
   def decode(self) -> jax.Array:
-    """Writes; starts anew where the cache is full."""
+    """Generates `_SPAN` tokens; with a full cache it first starts again."""
     if int(self._state.slot) + _SPAN > self._slots:
       self._state = jax.block_until_ready(self.prefill())
     numbers = span_numbers(Sampling(), 0, _SPAN)

@@ -97,21 +97,15 @@ class Task:
 def stream(
   config: Config, dataset: grain.MapDataset, mesh: Mesh
 ) -> TrainBatches:
-  """This process's training batches on a mesh."""
-  index, parts = sharding.batch_slice(mesh)
-  return TrainBatches(
-    dataset, config.data, process_index=index, process_count=parts
-  )
+  """The training batches that this process reads for a mesh."""
+  return TrainBatches(dataset, config.data, *sharding.batch_slice(mesh))
 
 
 def held_out_batches(
   config: Config, source: Source, mesh: Mesh
 ) -> Iterator[Any]:
-  """Global batches of the held-out examples, on the devices."""
-  index, parts = sharding.batch_slice(mesh)
-  batches = eval_batches(
-    config, source, process_index=index, process_count=parts
-  )
+  """Global batches of the held-out examples, as arrays on the devices."""
+  batches = eval_batches(config, source, *sharding.batch_slice(mesh))
   return (sharding.shard_batch(batch, mesh) for batch in batches)
 
 

@@ -98,7 +98,9 @@ class GenerateCommandTest(parameterized.TestCase):
 
   def test_model_that_writes_no_text_is_refused(self):
     self._assert_refused(
-      "`generate` needs one of ['llm']", "--prompt=aA", checkpoint=self.classifier
+      "`generate` needs one of ['llm']",
+      "--prompt=aA",
+      checkpoint=self.classifier,
     )
 
   def test_missing_tokenizer_is_asked_for(self):

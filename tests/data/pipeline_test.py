@@ -57,8 +57,7 @@ def _batches(config=_CONFIG, examples=10, position=0, count=8, process=(0, 1)):
   stream = tiny_sets.train_stream(
     config,
     _Numbered(examples),
-    process_index=process[0],
-    process_count=process[1],
+    *process,
   )
   if position:
     stream.seek(position)
@@ -74,8 +73,7 @@ def _eval(config=_CONFIG, examples=10, process=(0, 1)):
     tiny_sets.eval_stream(
       config,
       _Numbered(examples),
-      process_index=process[0],
-      process_count=process[1],
+      *process,
     )
   )
 
@@ -147,17 +145,13 @@ class TrainBatchesTest(parameterized.TestCase):
     _assert_equal(self, rest, whole[position:])
 
   def test_seek_goes_back(self):
-    stream = tiny_sets.train_stream(
-      _CONFIG, _Numbered(10), process_index=0, process_count=1
-    )
+    stream = tiny_sets.train_stream(_CONFIG, _Numbered(10))
     first = list(itertools.islice(stream, 5))
     stream.seek(2)
     _assert_equal(self, list(itertools.islice(stream, 3)), first[2:])
 
   def test_position_counts_the_batches_taken(self):
-    stream = tiny_sets.train_stream(
-      _CONFIG, _Numbered(10), process_index=0, process_count=1
-    )
+    stream = tiny_sets.train_stream(_CONFIG, _Numbered(10))
     self.assertEqual(stream.position, 0)
     for taken in range(1, 5):
       next(stream)
@@ -195,9 +189,7 @@ class TrainBatchesTest(parameterized.TestCase):
     file.parent.mkdir(parents=True)
     file.write_text("no image")
     source = sources.ImageFolderSource(str(root), "train", 1)
-    stream = tiny_sets.train_stream(
-      _CONFIG, source, process_index=0, process_count=1
-    )
+    stream = tiny_sets.train_stream(_CONFIG, source)
     with self.assertRaises(ValueError) as caught:
       next(stream)
     self.assertIn(str(file), str(caught.exception))

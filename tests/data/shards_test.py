@@ -88,7 +88,7 @@ class ReadTest(_SetTest):
 
   def test_few_shards_are_open_at_one_time(self):
     self._whole(items=60, shard_size=2)
-    with mock.patch.object(shards, "_most_open", return_value=5):
+    with mock.patch.object(shards, "_max_open", return_value=5):
       sets = [shards.Shards(self.folder, _KIND) for _ in range(2)]
       for index in [*range(60), *range(60)]:
         for read in sets:

@@ -107,7 +107,9 @@ class SamplerTest(parameterized.TestCase):
   def test_model_that_does_not_draw_is_refused(self):
     config = tiny.config()
     restored = Restored(config, make_model(config)[0], {}, 0, ())
-    with self.assertRaisesRegex(ValueError, r"family 'vit'; `sample` needs one of \['dit'\]"):
+    with self.assertRaisesRegex(
+      ValueError, r"family 'vit'; `sample` needs one of \['dit'\]"
+    ):
       sample_lib.Sampler(restored, mesh=_mesh(1))
 
   def test_latents_need_their_autoencoder(self):

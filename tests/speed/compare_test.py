@@ -4,24 +4,31 @@ import jax
 from absl.testing import absltest
 
 from moh_jax.speed import compare
-from moh_jax.speed.compare import Setting, Variant
+from moh_jax.speed.compare import Variant
 from moh_jax.speed.exactness import Errors
 from moh_jax.speed.programs import Program
 from moh_jax.speed.report import Row
 from moh_jax.speed.timing import Timing
 
-_SETTING = Setting("attention", "forward", 16, units=32, rounds=3, peak=1e6)
 
-
-def _measure(variants, seconds, setting=_SETTING):
+def _measure(variants, seconds, **options):
   """Rows of variants whose calls take so many seconds."""
 
-  def interleaved(calls, rounds, least):
-    del rounds, least
+  def interleaved(calls, rounds, min_seconds):
+    del rounds, min_seconds
     return {n: Timing(s, 0.1) for n, s in zip(calls, seconds)}
 
   with mock.patch.object(compare.timing, "interleaved", interleaved):
-    return compare.measure(setting, variants)
+    return compare.measure(
+      variants,
+      op="attention",
+      mode="forward",
+      length=16,
+      units=32,
+      rounds=3,
+      peak=1e6,
+      **options,
+    )
 
 
 def _variant(implementation, share=0.5, mha=False, loops=1, **options):
@@ -30,7 +37,7 @@ def _variant(implementation, share=0.5, mha=False, loops=1, **options):
 
 
 class MeasureTest(absltest.TestCase):
-  def test_row_has_every_figure(self):
+  def test_row_has_every_measurement(self):
     variant = _variant("packed", loops=4, flops=100.0, errors=Errors(1e-7))
     rows = _measure([_variant("dense", 1.0, True), variant], [0.5, 0.8])
     expected = Row(
@@ -87,8 +94,7 @@ class MeasureTest(absltest.TestCase):
     self.assertIsNone(first.fault)
     self.assertIn("outputs 1.0e-03", second.fault)
     self.assertEqual(second.max_error, 1e-3)
-    setting = Setting("attention", "forward", 16, 32, 3, dtype="bfloat16")
-    self.assertIsNone(_measure(variants, [1, 1], setting)[1].fault)
+    self.assertIsNone(_measure(variants, [1, 1], dtype="bfloat16")[1].fault)
 
   def test_what_is_not_counted_is_none(self):
     (row,) = _measure([_variant("auto", 1.0, True)], [1])

@@ -23,8 +23,7 @@ class _LatentsTest(parameterized.TestCase):
     stream = tiny_sets.train_stream(
       self.config,
       sources.make_source(self.config, "train"),
-      process_index=process[0],
-      process_count=process[1],
+      *process,
     )
     stream.seek(position)
     return list(itertools.islice(stream, count))

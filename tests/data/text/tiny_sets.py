@@ -81,11 +81,11 @@ def dit_config(
   )
 
 
-def train_stream(config, source, **process):
+def train_stream(config, source, part=0, parts=1):
   dataset = pipeline.train_images(config, source)
-  return pipeline.TrainBatches(dataset, config.data, **process)
+  return pipeline.TrainBatches(dataset, config.data, part, parts)
 
 
-def eval_stream(config, source, **process):
+def eval_stream(config, source, part=0, parts=1):
   ready = pipeline.TransformedSource(config, source)
-  return pipeline.eval_batches(config, ready, **process)
+  return pipeline.eval_batches(config, ready, part, parts)
