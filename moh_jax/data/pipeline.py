@@ -54,8 +54,8 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
 
 
 class TransformedSource:
-
   """Source of held-out images after their transforms; nothing is random."""
+
   def __init__(self, config: Config, source: ImageSource):
     """Wraps the source of the held-out split of a run."""
     self._source, self._transforms = source, eval_recipe(config)
