@@ -5,7 +5,7 @@ from moh_jax.data.images import latents, transforms
 
 
 def is_latent(config: Config) -> bool:
-  """Whether the model is trained on latents instead of pixels."""
+  """Whether the model reads latents."""
   return config.diffusion is not None and config.diffusion.space == "latent"
 
 
