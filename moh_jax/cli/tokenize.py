@@ -4,7 +4,7 @@ import argparse
 import os
 import pathlib
 
-from moh_jax.data.text.tokenize import PIECE_BYTES, tokenize, tokenize_splits
+from moh_jax.data.text.tokenize import PIECE_BYTES, held_out_parts, tokenize
 from moh_jax.data.text.tokenizers import load_tokenizer
 
 INPUT_HELP = (
@@ -68,15 +68,8 @@ def run(args: argparse.Namespace) -> int:
     "piece_bytes": args.shard_bytes,
     "workers": args.workers,
   }
-  if args.split:
-    metadata = tokenize(
-      args.input, tokenizer, args.out, split=args.split, **options
-    )
-    done = {args.split: metadata}
-  else:
-    done = tokenize_splits(
-      args.input, tokenizer, args.out, held_out=args.held_out, **options
-    )
+  parts = {args.split: None} if args.split else held_out_parts(args.held_out)
+  done = tokenize(args.input, tokenizer, args.out, parts, **options)
   for split, metadata in done.items():
     folder = pathlib.Path(args.out) / split
     text = (

@@ -36,7 +36,7 @@ def make_task(config: Config) -> Task:
   if len(data.mix) > 1:
     drawn = lambda n: {  # noqa: E731
       f"mix/{name}": share
-      for name, share in sequences.drawn_shares(data, n).items()
+      for name, share in sequences.mixture_shares(data, n).items()
     }
   return Task(
     model=model,
