@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config.autoencoder import VAEConfig
-from moh_jax.convert import vae
+from moh_jax.convert import rules, vae
 from tests.convert.stored import save_tensors
 
 CONFIG = VAEConfig(
@@ -38,7 +38,8 @@ def save(folder, seed=0):
     "norm_num_groups": CONFIG.norm_groups,
   }
   (folder / "config.json").write_text(json.dumps(entries))
-  save_tensors(folder / vae.FILE, vae.dump_vae(params(seed), CONFIG))
+  tensors = rules.dump_params(vae.vae_rules(CONFIG), params(seed))
+  save_tensors(folder / vae.FILE, tensors)
 
 
 def save_images(root, per_class=5, seed=0):
