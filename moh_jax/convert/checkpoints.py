@@ -204,7 +204,7 @@ def _open(
   model: str | None,
   config: Config | None,
 ) -> tuple[str, Config, dict[str, Any]]:
-  """Finds a source's name, its run's config, and its tensors without reading."""
+  """What a source is: a name, its run, and its tensors, none read."""
   family = family_of_format(kind)
   if model is not None:
     released_model(model)  # before a large source is looked through

@@ -96,7 +96,7 @@ def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
 
 
 def _position_table(config: DiTConfig) -> Rule:
-  """Rule that checks the stored position table; our network computes its own."""
+  """Rule that checks the stored position table; our network computes it."""
   ours = sincos_2d(config.grid, config.width)[None]
 
   def load(arrays: list[np.ndarray]) -> list[np.ndarray]:
