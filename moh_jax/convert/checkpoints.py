@@ -193,7 +193,7 @@ def export(
 
 
 def model_rules(model: Any) -> list[rules.Rule]:
-  """Conversion rules of a model section."""
+  """The conversion table of a model section."""
   return get_family(model.family).conversion_rules(model)
 
 
@@ -249,7 +249,7 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
 
 
 def _released_run(model: Any, tensors: Tensors) -> Config:
-  """Config of a run with a released model."""
+  """The run that a released model stands for."""
   return get_family(model.family).released_run(model, tensors)
 
 

@@ -39,7 +39,7 @@ _REQUIRED = (
   "max_position_embeddings",
   "rms_norm_eps",
 )
-# Scalings whose maximum length is the training's times the factor.
+# Longer texts than the training's are a matter of the factor alone.
 _STRETCHED = ("linear", "dynamic")
 _LLAMA3 = {
   "low_freq_factor": "rope_low_freq_factor",

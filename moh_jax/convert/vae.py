@@ -29,7 +29,7 @@ HOW_TO_GET = (
   "stabilityai/sd-vae-ft-mse (https://huggingface.co/stabilityai/"
   "sd-vae-ft-ema) into one folder and pass --vae PATH, the folder or the file"
 )
-# Old names of the attention's layers -> current names.
+# Names of the attention's layers in old files, and today.
 _RENAMED = {
   "query": "to_q",
   "key": "to_k",
