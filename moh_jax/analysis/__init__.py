@@ -1,1 +1,1 @@
-"""What heads do in a trained model."""
+"""Analysis of the heads of trained models."""

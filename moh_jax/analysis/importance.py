@@ -1,4 +1,4 @@
-"""How much a language model's loss depends on each of its heads."""
+"""Importance of heads: how much a language model's loss depends on each."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,21 +15,22 @@ from moh_jax.models.llm_output import summed_nats
 def head_importance(
   model: nn.Module, config: LLMConfig, params: Any, batches: Iterable[Any]
 ) -> np.ndarray:
-  """Mean absolute gradient of a sequence's loss to a head's gate.
+  """Mean absolute gradient of the loss with respect to a gate on each head.
 
-  The head's output is multiplied by 1; the derivative of the loss to that 1 is
-  what the head is worth to first order (arXiv:1905.10650, eq. 2). In every
-  layer the importances are divided by their root of the sum of squares, as
-  there: layers differ in the size of their gradients.
+  Each head's output is multiplied by a gate of 1. To first order, the gradient
+  of a sequence's loss with respect to the gate is the change of the loss when
+  the head is removed (arXiv:1905.10650, eq. 2). As in that paper, the
+  importances of a layer are divided by their L2 norm, since layers differ in
+  the size of their gradients.
 
   Args:
     model: the network.
-    config: its section; every layer has the same number of heads.
-    params: its parameters.
-    batches: packed sequences as the training stream gives them, on the devices.
+    config: model section; every layer has the same number of heads.
+    params: parameters of the network.
+    batches: batches of packed sequences on the devices, as in training.
 
   Returns:
-    [layers, H] float64.
+    Importances [layers, H] float64, with L2 norm 1 in each layer.
 
   Raises:
     ValueError: there is no batch, or layers differ in their number of heads.
@@ -41,7 +42,7 @@ def head_importance(
   heads = config.num_heads[0]
 
   def losses(scale: jax.Array, params: Any, batch: Any) -> jax.Array:
-    """Sum over the sequences of each one's mean loss."""
+    """Sum of the mean losses of all sequences; scale is the heads' gates."""
     x, _ = model.apply(
       {"params": params},
       batch["inputs"],
@@ -56,7 +57,7 @@ def head_importance(
 
   @jax.jit
   def measure(params: Any, batch: Any) -> jax.Array:
-    # A gate of its own for every sequence: one backward pass tells them apart.
+    # Gates per sequence, so that one backward pass gives every gradient.
     size = batch["inputs"].shape[0]
     ones = jnp.ones((config.depth, size, 1, heads))
     return jnp.abs(jax.grad(losses)(ones, params, batch)).sum((1, 2))
@@ -73,13 +74,13 @@ def head_importance(
 
 
 def order_by_importance(importance: np.ndarray) -> tuple[tuple[int, ...], ...]:
-  """Per layer, its heads from the most to the least important.
+  """Orders the heads of each layer from most to least important.
 
   Args:
     importance: [layers, H].
 
   Returns:
-    What `model.head_order` takes.
+    Head numbers by layer, a value of `model.head_order`.
   """
   order = np.argsort(-importance, axis=-1, kind="stable")
   return tuple(tuple(int(head) for head in row) for row in order)

@@ -3,7 +3,7 @@
 import argparse
 import pathlib
 
-from moh_jax.data.text.tokenize import tokenize, tokenize_splits
+from moh_jax.data.text.tokenize import held_out_parts, tokenize
 from moh_jax.data.text.tokenizers import load_tokenizer
 
 
@@ -15,15 +15,8 @@ def run(args: argparse.Namespace) -> int:
     "piece_bytes": args.shard_bytes,
     "workers": args.workers,
   }
-  if args.split:
-    metadata = tokenize(
-      args.data, tokenizer, args.out, split=args.split, **options
-    )
-    done = {args.split: metadata}
-  else:
-    done = tokenize_splits(
-      args.data, tokenizer, args.out, held_out=args.held_out, **options
-    )
+  parts = {args.split: None} if args.split else held_out_parts(args.held_out)
+  done = tokenize(args.data, tokenizer, args.out, parts, **options)
   for split, metadata in done.items():
     folder = pathlib.Path(args.out) / split
     text = (

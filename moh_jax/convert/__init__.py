@@ -1,1 +1,1 @@
-"""Public checkpoints to ours and back, and parity with recorded cases."""
+"""Conversion of public checkpoints to ours and back."""

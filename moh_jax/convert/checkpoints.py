@@ -1,6 +1,6 @@
-"""Whole checkpoints: public to ours (`convert`) and back (`export`).
+"""Converts whole checkpoints: public to ours (`convert`), and `export` back.
 
-Both go tensor by tensor, so neither holds a model: see `convert/stream.py`.
+Both work tensor by tensor and never hold a whole model, see `stream.py`.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]
 
 
-_CONFIG_FILE = "config.json"  # of public folders that describe themselves
+_CONFIG_FILE = "config.json"  # describes the model of a Hugging Face folder
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers splits
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first is read
 _TOKENIZER_FILES = (
@@ -239,13 +239,13 @@ def _open(
 
 
 def _folder(source: str) -> pathlib.Path:
-  """Where a source's other files lie."""
+  """Folder that holds a source's other files, such as the tokenizer."""
   path = pathlib.Path(source)
   return path if path.is_dir() else path.parent
 
 
 def _find_model(kind: str, tensors: Tensors, source: str) -> str:
-  """The released model whose tensor shapes are exactly these."""
+  """Finds the released model with exactly these tensor shapes."""
   family = family_of_format(kind)
   models = family.released()
   names = [name for name in models if name.startswith(family.formats[kind])]
@@ -278,7 +278,7 @@ def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
 
 
 def _plan(table: Sequence[rules.Rule], params: Any) -> list[Planned]:
-  """Their tensors in the order in which our leaves are read once."""
+  """Plans the public tensors in an order that reads each of our leaves once."""
   leaves = traverse_util.flatten_dict(params)
   rules.check_covered(table, leaves)
   planned = []
@@ -313,7 +313,7 @@ def _make_layer(
 
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
-  """Copies a tokenizer's files; the SHA-256 of the one that is read, or ""."""
+  """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
   found = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
   if not set(found) & set(_TOKENIZERS):
     _LOG.warning(
@@ -327,8 +327,8 @@ def _copy_tokenizer(source: Any, target: Any) -> str:
 
 
 def _write_whole(path: Any, content: bytes):
-  """Writes a file that a kill leaves whole or absent."""
-  if "://" in os.fspath(path):  # so are all files of buckets
+  """Writes a file so that a kill leaves it complete or absent."""
+  if "://" in os.fspath(path):  # buckets always write complete files
     path.write_bytes(content)
     return
   with replacing(path) as temporary:
@@ -336,10 +336,10 @@ def _write_whole(path: Any, content: bytes):
 
 
 def _ids(folder: pathlib.Path) -> dict[str, int | None]:
-  """The tokens that begin and end a text, where a tokenizer tells them."""
+  """Ids of begin and end of text, {} if no tokenizer can be loaded."""
   try:
     tokenizer = load_tokenizer(folder)
-  except (FileNotFoundError, ValueError):  # none, or its library is missing
+  except (FileNotFoundError, ValueError):  # the library may be missing
     return {}
   return {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
 

@@ -1,4 +1,4 @@
-"""The autoencoder's decoder as a function, from the user's weights."""
+"""Loads the decoder of a public autoencoder as a function."""
 
 import functools
 
@@ -22,18 +22,19 @@ def load_decoder(
 
   Args:
     path: weights, see `convert.vae.load_vae`.
-    config: of the diffusion model.
-    mesh: the devices; each holds all the weights.
-    tile: decode large latents in overlapping squares of this many latent
-      pixels, which bounds the memory; 0 decodes them whole.
+    config: config of the diffusion model.
+    mesh: the devices; each holds all weights.
+    tile: decode latents in overlapping squares of this many latent pixels,
+      which bounds the memory; 0 decodes them whole.
 
   Returns:
-    Latents [B, x, y, channels] to images [B, X, Y, 3] in [-1, 1].
+    A function from latents [B, x, y, channels] to images [B, X, Y, 3] with
+    pixels in [-1, 1].
 
   Raises:
     FileNotFoundError: there are no such weights.
-    ValueError: the model has no latents, or others; or a tile too small, or
-      tiles with several processes.
+    ValueError: the model has no latents or another number of channels, the tile
+      is too small, or tiles are used with several processes.
   """
   diffusion = config.sections.get("diffusion")
   if diffusion is None or diffusion.space != "latent":

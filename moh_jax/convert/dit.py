@@ -1,6 +1,7 @@
-"""MoH-DiT and DiT checkpoints.
+"""Conversion rules of MoH-DiT and DiT.
 
-Names of github.com/SkyworkAI/MoH (MoH-DiT) and github.com/facebookresearch/DiT.
+The public names are those of github.com/SkyworkAI/MoH (MoH-DiT) and
+github.com/facebookresearch/DiT.
 """
 
 import dataclasses
@@ -28,19 +29,20 @@ from moh_jax.convert.layers import (
 from moh_jax.convert.rules import Rule
 from moh_jax.ops.position import sincos_2d
 
-# Their position table is rounded through other libraries than ours.
+# Public position tables were computed by another library, and differ in the
+# last digits.
 _POSITION_ATOL = 1e-5
-# Released diffusion models: latents of ImageNet.
+# Data of the released models: latents of ImageNet.
 _DATA = DataConfig(source="latents", path="data/imagenet_latents")
 
 
 def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
-  """The run that a released model stands for.
+  """Config of a run with a released model.
 
   Args:
-    model: its config; its input size is that of the position table, if there is
-      one.
-    tensors: its checkpoint.
+    model: section `model` of the released model. The public position table, if
+      there is one, decides the input size instead.
+    tensors: public tensors by name.
   """
   tokens = tensors["pos_embed"].shape[1] if "pos_embed" in tensors else 0
   side = math.isqrt(tokens) * model.patch_size
@@ -50,17 +52,18 @@ def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
 
 
 def model_rules(config: DiTConfig) -> list[Rule]:
-  """Rules of the whole network."""
+  """Conversion rules of the whole network."""
   patch, channels = config.patch_size, config.channels
   table = [
     _position_table(config),
-    rules.one(
-      "x_embedder.proj.weight",
-      "patch/kernel",
-      lambda w: w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0]),
-      lambda w: w.reshape(patch, patch, channels, -1).transpose(3, 2, 0, 1),
+    *rules.linear(
+      "x_embedder.proj",
+      "patch",
+      kernel_maps=(
+        lambda w: w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0]),
+        lambda w: w.reshape(patch, patch, channels, -1).transpose(3, 2, 0, 1),
+      ),
     ),
-    rules.one("x_embedder.proj.bias", "patch/bias"),
     *rules.linear("t_embedder.mlp.0", "embed/time_in"),
     *rules.linear("t_embedder.mlp.2", "embed/time_out"),
     rules.one("y_embedder.embedding_table.weight", "embed/label/embedding"),
@@ -87,7 +90,7 @@ def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
 
 
 def _position_table(config: DiTConfig) -> Rule:
-  """Their checkpoints store the fixed table; ours compute it."""
+  """Rule that checks the stored position table; our network computes it."""
   ours = sincos_2d(config.grid, config.width)[None]
 
   def load(arrays: list[np.ndarray]) -> list[np.ndarray]:

@@ -1,14 +1,14 @@
-"""Hugging Face's config.json of the LLaMA family, to `LLMConfig` and back.
+"""Converts Hugging Face's config.json of the LLaMA family to `LLMConfig`.
 
-Read is what our model computes exactly; everything else is refused, since a
-field that is passed over makes wrong numbers without a word. What config.json
-has no place for stands under a key of ours, `moh_jax`: fields of `LLMConfig`
-that replace what the other keys say.
+Only what our model computes exactly is accepted. Any other value is an error,
+since ignoring a field would silently give wrong outputs. Settings without a
+field in config.json stand under our key `moh_jax`: fields of `LLMConfig` that
+override the other keys.
 
-`max_position_embeddings` is the length of the training. transformers computes
-texts of any length; `max_length` is what the RoPE was made for: the length of
-the training times the factor under the scalings "linear" and "dynamic", and
-that length itself under "llama3", where it already is the longer one.
+`max_position_embeddings` is the sequence length of the training; transformers
+computes texts of any length. Our `max_length` is the length that the RoPE is
+made for: with the scalings "linear" and "dynamic" the training's length times
+the factor, and with "llama3" the training's length, which is already scaled.
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ from moh_jax.config import (
 from moh_jax.config.rotary import ROPE_SCALINGS
 
 FILE = "config.json"
-# Architectures whose biases of the attention differ; the rest is one network.
+# These architectures differ only in the biases of their attention.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-# Of exported models that only this project computes: under a plain name others
-# would load them and compute something else.
+# Name for exported models that transformers cannot compute: under the name of a
+# plain LLaMA it would load them and compute something else.
 OUR_ARCHITECTURE = "MoHLlamaForCausalLM"
 OUR_KEY = "moh_jax"
 
@@ -60,12 +60,12 @@ def read_config(path: pathlib.Path) -> LLMConfig:
   """Reads a config.json.
 
   Args:
-    path: the file.
+    path: path of the file.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: it is damaged, or of a model that ours does not compute; the
-      field, its value and what is supported are named.
+    ValueError: it is damaged, or describes a model that ours cannot compute;
+      the message names the field, its value and what is supported.
   """
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such file")
@@ -82,10 +82,10 @@ def read_config(path: pathlib.Path) -> LLMConfig:
 
 
 def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
-  """The model of a parsed config.json; exact, or an error.
+  """Converts a parsed config.json to a model section.
 
   Raises:
-    ValueError: a field is missing, or has a value that our model does not
+    ValueError: a field is missing, or has a value that our model cannot
       compute.
   """
   architecture = _architecture(stored)
@@ -144,17 +144,17 @@ def to_hf(
   bos_id: int | None = None,
   eos_id: int | None = None,
 ) -> dict[str, Any]:
-  """The config.json of a model; `from_hf` gives the model back.
+  """Converts a model section to a config.json; `from_hf` is the inverse.
 
   Args:
-    model: the config.
-    dtype: of the stored weights.
-    bos_id: token that begins a text, if known.
-    eos_id: token that ends one, if known.
+    model: the model section.
+    dtype: dtype of the stored weights.
+    bos_id: id of the begin of text, if known.
+    eos_id: id of the end of text, if known.
 
   Returns:
-    What transformers' `LlamaForCausalLM` or `Qwen2ForCausalLM` loads, where
-    one of them computes this model.
+    The config.json of transformers' `LlamaForCausalLM` or `Qwen2ForCausalLM` if
+    one of them computes this model, else of our own architecture.
   """
   names = ("LlamaForCausalLM", "Qwen2ForCausalLM")
   for architecture in (*names, OUR_ARCHITECTURE):
@@ -174,9 +174,9 @@ def to_hf(
 
 
 def moh_llama3(model: LLMConfig) -> LLMConfig:
-  """A plain LLaMA as the MoH-LLaMA3 release routes it.
+  """Gives a plain LLaMA the routing of the MoH-LLaMA3 release.
 
-  Of the heads of a layer the first int(0.5 h) are shared, and int(0.25 h) of
+  Of the h heads of a layer the first int(0.5 h) are shared, and int(0.25 h) of
   the others are chosen by the norms of their queries.
   """
   return dataclasses.replace(
@@ -190,7 +190,7 @@ def moh_llama3(model: LLMConfig) -> LLMConfig:
 def _architecture(stored: Mapping[str, Any]) -> str:
   known = (*ARCHITECTURES, OUR_ARCHITECTURE)
   found = stored.get("architectures")
-  if not found:  # as in configs that were written by hand
+  if not found:  # configs that were written by hand may lack it
     kind = stored.get("model_type")
     if kind not in _MODEL_TYPES:
       raise ValueError(
@@ -204,7 +204,7 @@ def _architecture(stored: Mapping[str, Any]) -> str:
 
 
 def _check_supported(stored: Mapping[str, Any], architecture: str) -> None:
-  """Refuses what would change the numbers."""
+  """Raises ValueError for fields that would change the model's outputs."""
 
   def refuse(name: str, allowed: str) -> None:
     raise ValueError(f"{name}={stored[name]!r} must be {allowed}")
@@ -236,7 +236,7 @@ def _slides(stored: Mapping[str, Any], architecture: str) -> bool:
 
 
 def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
-  """Fields of RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+  """Reads RoPE from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
   name = "rope_parameters"
   if stored.get(name) is None:
     name = "rope_scaling"
@@ -275,7 +275,7 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
   if kind == "dynamic":
     rope["original_length"] = length
   if kind == "llama3":
-    # transformers, too, takes the whole length where none is given.
+    # transformers has the same default for the original length.
     given = {"original_max_position_embeddings": length, **scaling}
     for theirs, ours in _LLAMA3.items():
       if not isinstance(given.get(theirs), int | float):
@@ -307,7 +307,7 @@ def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
-  """The keys of transformers alone."""
+  """Makes the config.json of an architecture, without our own key."""
   kind = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
   length = model.max_length
   scaling: dict[str, Any] | None = None

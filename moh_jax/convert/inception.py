@@ -1,7 +1,7 @@
-"""The FID Inception checkpoint.
+"""Converts the weights of the FID Inception network.
 
-Names of `pt_inception-2015-12-05-6726825d.pth`, which pytorch-fid and
-torch-fidelity distribute.
+The public names are those of `pt_inception-2015-12-05-6726825d.pth`, which
+pytorch-fid and torch-fidelity distribute.
 """
 
 import os
@@ -40,7 +40,7 @@ def load_inception(path: str | os.PathLike) -> Any:
     The parameter tree of NumPy float32 arrays.
 
   Raises:
-    FileNotFoundError: there is no such file; says which one is expected.
+    FileNotFoundError: there is no such file; the message says how to get it.
     ValueError: the file is damaged or holds other tensors.
   """
   if not pathlib.Path(path).exists():
@@ -51,10 +51,10 @@ def load_inception(path: str | os.PathLike) -> Any:
 def convert_inception(
   tensors: Mapping[str, np.ndarray], model: InceptionV3, *, source: str
 ) -> Any:
-  """Converts named tensors to the parameters of `model`.
+  """Converts public tensors to the parameters of `model`.
 
   Args:
-    tensors: under the public names; BatchNorm's counters may be missing.
+    tensors: tensors by public name; BatchNorm's counters may be missing.
     model: the network.
     source: where the tensors come from, for messages.
 
@@ -62,10 +62,10 @@ def convert_inception(
     The parameter tree of NumPy float32 arrays.
 
   Raises:
-    ValueError: tensors are missing, left over or of another shape.
+    ValueError: tensors are missing, unexpected or of a wrong shape.
   """
   abstract = abstract_inception(model)
-  # Converters of the TensorFlow graph write no counters.
+  # BatchNorm's counters are unused; some public files lack them.
   used = {
     name: tensor
     for name, tensor in tensors.items()
@@ -76,22 +76,22 @@ def convert_inception(
 
 
 def abstract_inception(model: InceptionV3) -> Any:
-  """The parameter tree as ShapeDtypeStructs."""
+  """Parameter tree of the network as ShapeDtypeStructs."""
   x = jax.ShapeDtypeStruct((1, INPUT_SIZE, INPUT_SIZE, 3), jnp.float32)
   return jax.eval_shape(model.init, jax.random.key(0), x)["params"]
 
 
 def inception_rules(params: Any) -> list[Rule]:
-  """Rules of the network; our modules bear the public names.
+  """Conversion rules of the network, whose modules have the public names.
 
   Args:
-    params: the parameter tree, abstract or not.
+    params: its parameter tree, abstract or not.
   """
   table = rules.linear("fc", "fc")
   for path in traverse_util.flatten_dict(params):
     if path[0] == "fc":
       continue
     theirs = ".".join((*path[:-1], _UNIT[path[-1]]))
-    rule = rules.conv_kernel if path[-1] == "kernel" else rules.one
-    table.append(rule(theirs, "/".join(path)))
+    maps = rules.CONV_MAPS if path[-1] == "kernel" else ()
+    table.append(rules.one(theirs, "/".join(path), *maps))
   return table

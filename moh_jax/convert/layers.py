@@ -1,4 +1,4 @@
-"""Rules of the layers that families share: projections, mixing, router."""
+"""Conversion rules of layers that families share: projections, mix, router."""
 
 from collections.abc import Callable
 
@@ -15,39 +15,28 @@ def projection_rules(
   theirs: str, ours: str, parts: int, heads: int, dim: int, bias: bool
 ) -> list[Rule]:
   """Linear (parts * H * D, C) to a `HeadProjection` kernel (C, parts, H, D)."""
-  table = [
-    rules.one(
-      f"{theirs}.weight",
-      f"{ours}/kernel",
+  return rules.linear(
+    theirs,
+    ours,
+    bias=bias,
+    kernel_maps=(
       lambda w: w.T.reshape(-1, parts, heads, dim),
       lambda w: w.reshape(-1, parts * heads * dim).T,
-    )
-  ]
-  if bias:
-    table.append(
-      rules.one(
-        f"{theirs}.bias",
-        f"{ours}/bias",
-        lambda b: b.reshape(parts, heads, dim),
-        lambda b: b.reshape(-1),
-      )
-    )
-  return table
+    ),
+    bias_maps=(
+      lambda b: b.reshape(parts, heads, dim),
+      lambda b: b.reshape(-1),
+    ),
+  )
 
 
 def mix_rules(
   theirs: str, ours: str, heads: int, dim: int, bias: bool = True
 ) -> list[Rule]:
   """Linear (C, H * D) to a `HeadMix` kernel (H, D, C)."""
-  table = [
-    rules.one(
-      f"{theirs}.weight",
-      f"{ours}/kernel",
-      lambda w: w.T.reshape(heads, dim, -1),
-      lambda w: w.reshape(heads * dim, -1).T,
-    )
-  ]
-  return table + ([rules.one(f"{theirs}.bias", f"{ours}/bias")] if bias else [])
+  to_ours = lambda w: w.T.reshape(heads, dim, -1)  # noqa: E731
+  to_theirs = lambda w: w.reshape(heads * dim, -1).T  # noqa: E731
+  return rules.linear(theirs, ours, bias=bias, kernel_maps=(to_ours, to_theirs))
 
 
 def router_rules(
@@ -55,12 +44,12 @@ def router_rules(
   router: RouterConfig,
   names: dict[str, str] | None = None,
 ) -> list[Rule]:
-  """Router matrices where the layer has them.
+  """Rules of the router matrices that a layer has.
 
   Args:
     budget: the layer's head split.
     router: its router.
-    names: what they call the matrices "routed", "group" and "shared"; None is
+    names: public names of the matrices "routed", "group" and "shared"; None is
       wg, wg_0 and wg_1.
   """
   if router.kind != "two_stage":

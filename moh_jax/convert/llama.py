@@ -1,9 +1,9 @@
-"""Checkpoints of the LLaMA family, with or without MoH.
+"""Conversion rules of the LLaMA family, with and without MoH.
 
-Names of `LlamaForCausalLM` and its relatives in Hugging Face's transformers.
-RoPE turns the same pairs there, so no rows are permuted. MoH-LLaMA3 of
-github.com/SkyworkAI/MoH has no further tensors. Router matrices of models
-trained here have no public names; `model.layers.N.self_attn.router.*` is ours.
+The public names are those of `LlamaForCausalLM` and related classes in Hugging
+Face's transformers. RoPE rotates the same pairs there, so no rows are permuted.
+MoH-LLaMA3 of github.com/SkyworkAI/MoH has no further tensors. Router matrices
+have no public names; we call them `model.layers.N.self_attn.router.*`.
 """
 
 import functools
@@ -21,11 +21,11 @@ from moh_jax.convert.rules import Joined, Rule
 _ROUTER_NAMES = {
   name: f"router.{name}" for name in ("routed", "group", "shared")
 }
-_SEQUENCE_LENGTH = 2048  # of further training; longer ones are a choice
+_SEQUENCE_LENGTH = 2048  # default for training a converted model further
 
 
 def model_rules(config: LLMConfig) -> list[Rule]:
-  """Rules of the whole network."""
+  """Conversion rules of the whole network."""
   table = [
     rules.one("model.embed_tokens.weight", "embed/embedding"),
     rules.one("model.norm.weight", "norm/scale"),
@@ -37,19 +37,19 @@ def model_rules(config: LLMConfig) -> list[Rule]:
 
 
 def released_run(model: LLMConfig, tensors: Mapping[str, Any]) -> Config:
-  """The run that a released model stands for."""
-  del tensors  # its config says it all
+  """Config of a run with a released model."""
+  del tensors  # the sizes of the model are those of its section
   length = min(_SEQUENCE_LENGTH, model.max_length)
   data = TextDataConfig(sequence_length=length)
   return Config(model=model, data=data)
 
 
 def is_ignored(model: LLMConfig, name: str) -> bool:
-  """Whether a checkpoint may hold a tensor that has no meaning.
+  """Whether a public tensor is redundant and so not converted.
 
-  Old checkpoints hold RoPE's frequencies, which follow from the config. The
-  output layer of a model with tied embeddings is the embedding, whatever else
-  is stored: so does transformers.
+  Old checkpoints store RoPE's frequencies, which follow from the config. With
+  tied embeddings the output layer is the embedding, whatever else a checkpoint
+  stores; transformers does the same.
   """
   tied = model.tie_embeddings and name == "lm_head.weight"
   return tied or name.endswith("rotary_emb.inv_freq")
@@ -83,7 +83,7 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
 def _projection(
   theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
 ) -> list[Rule]:
-  """Linears (H * D, C) to one `HeadProjection` kernel (C, parts, H, D)."""
+  """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
 
   def rule(
     kind: str,

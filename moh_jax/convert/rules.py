@@ -1,9 +1,9 @@
-"""Tables that pair our parameters with a public checkpoint's tensors.
+"""Conversion rules between our parameters and the tensors of a public release.
 
-A rule maps a list of their tensors to a list of our arrays and back. Only
-views, transposes, splits and joins are used, so the same rules carry weights,
-gradients and, under `jax.eval_shape`, shapes; and on arrays that are mapped
-from a file they read nothing by themselves.
+A table is a list of rules. A rule maps a list of public tensors ("theirs") to a
+list of our parameters ("ours") and back, by views, transposes, splits and joins
+only. So the same rules convert weights, gradients and, under `jax.eval_shape`,
+shapes; and applied to arrays that are mapped from a file, they read nothing.
 """
 
 import dataclasses
@@ -16,23 +16,24 @@ from flax import traverse_util
 
 Path = tuple[str, ...]
 Arrays = list[Any]
-# What weights may be stored as. Others are quantized: their numbers mean
-# nothing without scales.
+Maps = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to ours, and back
+# Dtypes of weights. Tensors of other dtypes are quantized, and mean nothing
+# without their scales.
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _MAX_LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """One line of a table.
+  """One line of a conversion table.
 
   Attributes:
-    theirs: tensor names of the public checkpoint.
+    theirs: names of public tensors.
     ours: paths in our parameter tree.
-    load: their arrays, in order, to ours.
-    dump: the inverse.
-    layer: of a scanned stack, the rule of one layer (its names and paths mean
-      nothing); None where there is no leading layer axis.
+    load: maps their arrays, in the order of `theirs`, to ours.
+    dump: inverse of `load`.
+    layer: for parameters of scanned layers, which have a leading layer axis,
+      the rule of one layer (its names and paths are unused); else None.
   """
 
   theirs: tuple[str, ...]
@@ -43,22 +44,22 @@ class Rule:
 
   @property
   def layers(self) -> tuple[tuple[str, ...], ...]:
-    """Of a stack, the names of each layer."""
+    """Names of public tensors, layer by layer; for rules with `layer`."""
     width = len(self.layer.theirs)
     starts = range(0, len(self.theirs), width)
     return tuple(self.theirs[start : start + width] for start in starts)
 
 
 class Joined:
-  """Arrays side by side along a new axis, read only where they are asked for.
+  """Lazy `np.stack`: arrays along a new axis, read only when indexed.
 
   Attributes:
-    shape: of the whole.
-    dtype: of the whole.
+    shape: shape of the stacked array.
+    dtype: its dtype.
   """
 
   def __init__(self, parts: list[np.ndarray], axis: int):
-    """Takes equal shapes and dtypes."""
+    """Stacks arrays of equal shape and dtype along `axis`."""
     self._parts, self._axis = parts, axis
     shape = parts[0].shape
     self.shape = (*shape[:axis], len(parts), *shape[axis:])
@@ -80,7 +81,14 @@ def one(
   load: Callable[[Any], Any] = lambda x: x,
   dump: Callable[[Any], Any] = lambda x: x,
 ) -> Rule:
-  """A rule between one tensor and one parameter, "a/b/c"."""
+  """Rule between one public tensor and one parameter of ours.
+
+  Args:
+    theirs: name of the public tensor.
+    ours: path of the parameter, such as "stage1/norm/scale".
+    load: maps their array to ours.
+    dump: inverse of `load`.
+  """
   path = tuple(ours.split("/"))
   return Rule(
     (theirs,), (path,), lambda xs: [load(xs[0])], lambda xs: [dump(xs[0])]
@@ -92,44 +100,56 @@ def transpose(matrix: Any) -> Any:
   return matrix.T
 
 
-def linear(theirs: str, ours: str, *, bias: bool = True) -> list[Rule]:
-  """A torch Linear (out, in) to a Dense kernel (in, out)."""
-  rules = [one(f"{theirs}.weight", f"{ours}/kernel", transpose, transpose)]
-  return rules + ([one(f"{theirs}.bias", f"{ours}/bias")] if bias else [])
+def linear(
+  theirs: str,
+  ours: str,
+  *,
+  bias: bool = True,
+  kernel_maps: Maps = (transpose, transpose),
+  bias_maps: Maps = (lambda b: b, lambda b: b),
+) -> list[Rule]:
+  """Rules of a module's weight and bias, by default torch Linear to Dense.
+
+  Args:
+    theirs: name of the public module, with tensors "weight" and "bias".
+    ours: path of our module, with parameters "kernel" and "bias".
+    bias: whether there is a bias.
+    kernel_maps: maps of the weight, theirs to ours and back; the default
+      transposes (out, in) to (in, out).
+    bias_maps: maps of the bias, theirs to ours and back.
+  """
+  table = [one(f"{theirs}.weight", f"{ours}/kernel", *kernel_maps)]
+  if bias:
+    table.append(one(f"{theirs}.bias", f"{ours}/bias", *bias_maps))
+  return table
 
 
 def norm(theirs: str, ours: str) -> list[Rule]:
-  """LayerNorm: weight and bias to scale and bias."""
+  """Rules of a LayerNorm: weight and bias to scale and bias."""
   return [
     one(f"{theirs}.weight", f"{ours}/scale"),
     one(f"{theirs}.bias", f"{ours}/bias"),
   ]
 
 
+# Kernels of torch Conv2d (out, in, X, Y) to ours (X, Y, in, out), and back.
+CONV_MAPS: Maps = (
+  lambda w: w.transpose(2, 3, 1, 0),
+  lambda w: w.transpose(3, 2, 0, 1),
+)
+
+
 def conv(theirs: str, ours: str) -> list[Rule]:
-  """A torch Conv2d (out, in, X, Y) to a Conv kernel (X, Y, in, out)."""
-  return [
-    conv_kernel(f"{theirs}.weight", f"{ours}/kernel"),
-    one(f"{theirs}.bias", f"{ours}/bias"),
-  ]
-
-
-def conv_kernel(theirs: str, ours: str) -> Rule:
-  """A torch convolution's (out, in, X, Y) to (X, Y, in, out)."""
-  return one(
-    theirs,
-    ours,
-    lambda w: w.transpose(2, 3, 1, 0),
-    lambda w: w.transpose(3, 2, 0, 1),
-  )
+  """Rules of a torch Conv2d with bias to a Conv."""
+  return linear(theirs, ours, kernel_maps=CONV_MAPS)
 
 
 def stacked(rule: Rule, names: Iterable[tuple[str, ...]]) -> Rule:
-  """Lifts a rule of one layer to a scanned stack with a leading layer axis.
+  """Makes a rule of scanned layers, with a leading layer axis, of one layer's.
 
   Args:
-    rule: the rule of one layer; its `theirs` are replaced.
-    names: per layer, their names in the rule's order.
+    rule: rule of one layer; its `theirs` are replaced.
+    names: for each layer, the names of its tensors in the order of the rule.
   """
   names = tuple(names)
   width, depth = len(rule.theirs), len(names)
@@ -148,7 +168,7 @@ def stacked(rule: Rule, names: Iterable[tuple[str, ...]]) -> Rule:
 
 
 def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
-  """Puts rules under a module of both sides."""
+  """Moves rules into a module: prefixes their names and our paths."""
   return [
     dataclasses.replace(
       rule,
@@ -166,20 +186,20 @@ def load_params(
   *,
   source: str,
 ) -> Any:
-  """Converts a public checkpoint.
+  """Converts public tensors to our parameters.
 
   Args:
-    rules: the table.
-    tensors: their tensors.
+    rules: conversion table.
+    tensors: public tensors by name.
     abstract: our parameter tree as ShapeDtypeStructs.
     source: where the tensors come from, for messages.
 
   Returns:
-    Our parameter tree of NumPy arrays in our dtypes.
+    Our parameter tree, NumPy arrays in our dtypes.
 
   Raises:
-    ValueError: tensors are missing, left over or of another shape or kind; all
-      of them are listed.
+    ValueError: tensors are missing, unexpected, or of a wrong shape or dtype;
+      the message lists them.
   """
   rules = list(rules)
   check_tensors(rules, tensors, abstract, source=source)
@@ -194,10 +214,10 @@ def load_params(
 
 
 def dump_params(rules: Iterable[Rule], params: Any) -> dict[str, Any]:
-  """Converts our parameters (or gradients) to their names and layout.
+  """Converts our parameters (or gradients) to public tensors by name.
 
   Raises:
-    ValueError: a parameter that no rule mentions.
+    ValueError: no rule mentions some parameter.
   """
   rules = list(rules)
   flat = traverse_util.flatten_dict(params)
@@ -209,10 +229,10 @@ def dump_params(rules: Iterable[Rule], params: Any) -> dict[str, Any]:
 
 
 def check_covered(rules: Iterable[Rule], paths: Iterable[Path]) -> None:
-  """Refuses parameters that no rule mentions.
+  """Checks that rules mention all our parameters.
 
   Raises:
-    ValueError: there are such; they are listed.
+    ValueError: they do not; the message lists the others.
   """
   used = {path for rule in rules for path in rule.ours}
   if left := ["/".join(path) for path in paths if path not in used]:
@@ -222,7 +242,7 @@ def check_covered(rules: Iterable[Rule], paths: Iterable[Path]) -> None:
 def expected_tensors(
   rules: Iterable[Rule], abstract: Any
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  """Their tensors of our abstract parameters; computes nothing."""
+  """Shapes and dtypes of the public tensors, from our abstract parameters."""
   rules = list(rules)
   return jax.eval_shape(lambda params: dump_params(rules, params), abstract)
 
@@ -234,19 +254,20 @@ def check_tensors(
   *,
   source: str,
 ) -> None:
-  """Checks a public checkpoint without reading it.
+  """Checks the names, shapes and dtypes of public tensors without reading them.
 
-  Rules without parameters of ours, which only check a tensor, are run.
+  Only rules without parameters of ours are run, since these check the values of
+  a tensor.
 
   Args:
-    rules: the table.
-    tensors: their tensors, or what has their shape and dtype.
+    rules: conversion table.
+    tensors: public tensors by name; they have a shape and a dtype.
     abstract: our parameter tree as ShapeDtypeStructs.
     source: where the tensors come from, for messages.
 
   Raises:
-    ValueError: tensors are missing, left over or of another shape or kind; all
-      of them are listed.
+    ValueError: tensors are missing, unexpected, or of a wrong shape or dtype;
+      the message lists them.
   """
   rules = list(rules)
   _check_names_and_shapes(expected_tensors(rules, abstract), tensors, source)

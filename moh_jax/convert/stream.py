@@ -1,29 +1,28 @@
-"""Checkpoints written and read piece by piece, in bounded memory.
+"""Writes and reads checkpoints piece by piece, in bounded memory.
 
-A stacked leaf of an 8B model (one MLP matrix of all layers) has 7.5 GB in
-float32, three times the largest tensor of its source, so a leaf must not exist
-as one array. Orbax saves arrays that exist; what it lets a user replace is how
-a leaf of some type is written: a `TypeHandler` in a registry of one's own. Ours
-writes a leaf as `ocp.type_handlers.NumpyHandler` would (the same array format
-under the same name and type string, from Orbax's own specs), but one block
-after another, each read from the source when it is its turn. Everything else,
-the step folder that appears by a rename when it is whole above all, stays
-Orbax's, and the result is an ordinary checkpoint. The same handler reads: it
-opens leaves where Orbax's would load them.
+In an 8B model one MLP matrix of all layers is a leaf of 7.5 GB in float32,
+three times the largest tensor of its source, so a leaf must never exist as one
+array. Orbax saves whole arrays, but lets users register a `TypeHandler` that
+writes leaves of a type of their own. Our handler writes a leaf as
+`ocp.type_handlers.NumpyHandler` does (the same array format, names and type
+string, from Orbax's own specs), but block by block, each read from the source
+when it is written. All else is Orbax's, such as the rename that makes a
+complete step folder visible, and the result is an ordinary checkpoint. For
+reading, the same handler opens leaves instead of loading them.
 
 Peak memory of a conversion:
 
     0.45 GB (Python, JAX, a few blocks of 32 MiB)  +  mapped source tensors
 
-The second term is one tensor of the source in the source's dtype, or the two or
-three that make one of our projections; the largest is the embedding. These
-pages belong to the page cache: the kernel takes them back if it must. Measured
-with 1.2e9 parameters in bfloat16, largest tensor 250 MiB, largest leaf 1 GiB in
+The second term is one tensor of the source in its own dtype, or the two or
+three tensors that form one of our projections; the largest is the embedding.
+They are pages of the page cache, which the kernel can take back. Measured for
+1.2e9 parameters in bfloat16, largest tensor 250 MiB, largest leaf 1 GiB in
 float32: 676 MiB.
 
 Orbax exports two of the functions used here (`get_json_tspec_write` and
-`get_json_tspec_read`) without documenting them; what they and the handler do is
-pinned in tests/convert/stream_test.py.
+`get_json_tspec_read`) without documenting them; tests/convert/stream_test.py
+tests what they and the handler do.
 """
 
 import dataclasses
@@ -51,19 +50,19 @@ _Index = tuple[slice, ...]
 
 
 class _Leaf:
-  """What our handler is registered for."""
+  """Base class of the leaves that our handler is registered for."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SourceLeaf(_Leaf):
-  """A parameter of ours as it will be made of their tensors.
+  """A parameter of ours that is made of public tensors when it is read.
 
   Attributes:
-    rule: what makes it.
-    place: which of the rule's parameters it is.
-    tensors: theirs, by name; `np.asarray` maps one.
-    shape: its shape.
-    dtype: its dtype.
+    rule: conversion rule that makes it.
+    place: index of the parameter among those of the rule.
+    tensors: public tensors by name; `np.asarray` maps one into memory.
+    shape: shape of the parameter.
+    dtype: dtype of the parameter.
   """
 
   rule: Rule
@@ -74,32 +73,36 @@ class SourceLeaf(_Leaf):
 
   @property
   def block_shape(self) -> tuple[int, ...]:
-    """Shape of the blocks that are written at one time; edges are smaller."""
+    """Shape of the blocks that are written; at the edges they are smaller."""
     shape = (1, *self.shape[1:]) if self.rule.layer else self.shape
     return block_shape(shape, self.dtype.itemsize)
 
   def blocks(self) -> Iterator[tuple[_Index, np.ndarray]]:
-    """Every block with its place."""
+    """Yields every block with its index in the parameter."""
     for layer, part in self._parts():
-      first = len(layer)  # 1 where `part` is a layer of a stack, else 0
+      first = len(layer)  # 1 where `part` is one of stacked layers, else 0
       for index in _tiles(self.shape[first:], self.block_shape[first:]):
         block = np.array(part[index], self.dtype, order="C")
         yield (*layer, *index), block[None] if layer else block
 
   def read(self, index: _Index) -> np.ndarray:
-    """A part of the parameter, a slice of every axis."""
+    """Reads a part of the parameter.
+
+    Args:
+      index: a slice of every axis.
+    """
     if self.rule.layer is None:
       (whole,) = self._parts()
       return np.array(whole[1][index], self.dtype, order="C")
     layers = self.rule.layers[index[0]]
     sizes = [len(range(*i.indices(size))) for i, size in zip(index, self.shape)]
     out = np.empty(sizes, self.dtype)
-    for place, names in enumerate(layers):  # the others are not touched
+    for place, names in enumerate(layers):  # reads only these layers
       out[place] = self._load(self.rule.layer, names)[index[1:]]
     return out
 
   def _parts(self) -> Iterator[tuple[_Index, Any]]:
-    """The leaf, or each of its layers, with the place of the latter."""
+    """Yields ((), the leaf), or for stacked layers (index, layer) of each."""
     if self.rule.layer is None:
       yield (), self._load(self.rule, self.rule.theirs)
       return
@@ -112,15 +115,15 @@ class SourceLeaf(_Leaf):
 
 
 class StoredLeaf(_Leaf):
-  """A parameter in a checkpoint, read where it is asked for.
+  """A parameter in a checkpoint that is read on demand.
 
   Attributes:
-    shape: its shape.
-    dtype: its dtype.
+    shape: shape of the parameter.
+    dtype: dtype of the parameter.
   """
 
   def __init__(self, store: ts.TensorStore):
-    """Takes an open array."""
+    """Wraps an open array."""
     self._store = store
     self.shape = tuple(store.shape)
     self.dtype = store.dtype.numpy_dtype
@@ -129,11 +132,11 @@ class StoredLeaf(_Leaf):
     self._kept: tuple[int, Any] = (-1, None)
 
   def layer(self, index: int) -> np.ndarray:
-    """One layer of a stack; layers that are stored together are read once.
+    """Reads one of stacked layers.
 
-    A chunk of the array cannot be read in part. The checkpoints of `convert`
-    have several a layer, so this reads one; those of a training run may have
-    one of a whole stack, or of a device's part of it.
+    Storage chunks cannot be read in part. In checkpoints of `convert` a layer
+    has chunks of its own. In those of training runs one chunk may hold many
+    layers; then all of them are read once and kept.
     """
     first = index - index % self._group
     if self._kept[0] != first:
@@ -143,16 +146,16 @@ class StoredLeaf(_Leaf):
     return self._kept[1][index - first]
 
   def read(self) -> np.ndarray:
-    """All of it."""
+    """Reads the whole parameter."""
     return self._store.read().result()
 
   def free(self) -> None:
-    """Forgets the layers that were read last."""
+    """Frees the layers that `layer` keeps."""
     self._kept = (-1, None)
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-  """Writes `SourceLeaf`s and opens `StoredLeaf`s, as NumPy arrays."""
+  """Writes `SourceLeaf`s in the format of NumPy arrays, opens `StoredLeaf`s."""
 
   async def serialize(
     self,
@@ -187,7 +190,7 @@ class _Handler(ocp.type_handlers.NumpyHandler):
       )
       written = None
       for index, block in leaf.blocks():
-        if written is not None:  # while it was, the next one was read
+        if written is not None:  # the next block was read meanwhile
           await written.commit
         written = store[index].write(
           block, can_reference_source_data_indefinitely=True
@@ -211,11 +214,11 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     return leaves
 
 
-def _pieces_handler() -> ocp.PyTreeCheckpointHandler:
-  """Orbax's handler of trees, with ours for the leaves."""
+def _tree_handler() -> ocp.PyTreeCheckpointHandler:
+  """Orbax's handler of trees, with our handler of leaves."""
   registry = ocp.type_handlers.create_type_handler_registry(
     (_Leaf, _Handler()),
-    # Orbax asks for the one of jax.Array to find out how it keeps metadata.
+    # Orbax asks the handler of jax.Array how it stores metadata.
     (jax.Array, ocp.type_handlers.ArrayHandler()),
   )
   return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
@@ -228,20 +231,20 @@ def source_params(
   *,
   source: str,
 ) -> Any:
-  """Checks a public checkpoint and lays our parameters over it.
+  """Describes our parameters by the public tensors that make them.
 
   Args:
-    table: the conversion rules.
-    tensors: theirs, by name.
+    table: conversion rules.
+    tensors: public tensors by name.
     abstract: our parameter tree as ShapeDtypeStructs.
     source: where the tensors come from, for messages.
 
   Returns:
-    Our parameter tree of `SourceLeaf`s; nothing is read yet.
+    Our parameter tree of `SourceLeaf`s; no weights are read.
 
   Raises:
-    ValueError: tensors are missing, left over or of another shape or kind; all
-      of them are listed.
+    ValueError: tensors are missing, unexpected, or of a wrong shape or dtype;
+      the message lists them.
   """
   rules.check_tensors(table, tensors, abstract, source=source)
   leaves = traverse_util.flatten_dict(abstract)
@@ -262,7 +265,7 @@ def save_params(
   Raises:
     ValueError: the directory already holds checkpoints.
   """
-  checkpoint.save_params(directory, params, metadata, handler=_pieces_handler())
+  checkpoint.save_params(directory, params, metadata, handler=_tree_handler())
 
 
 def open_params(
@@ -271,13 +274,13 @@ def open_params(
   """Opens a checkpoint's parameters without reading them.
 
   Args:
-    directory: a working directory or an output of `convert`.
-    step: which checkpoint.
+    directory: working directory of a run, or output of `convert`.
+    step: step of the checkpoint.
     abstract: its parameter tree as ShapeDtypeStructs.
-    use_ema: prefer averaged parameters.
+    use_ema: prefer averaged parameters where there are any.
 
   Returns:
-    The tree of `StoredLeaf`s.
+    Tree of `StoredLeaf`s.
 
   Raises:
     ValueError: a stored parameter has another shape.
@@ -286,7 +289,7 @@ def open_params(
   args = jax.tree.map(
     lambda _: ocp.RestoreArgs(restore_type=StoredLeaf), abstract
   )
-  opened = _pieces_handler().restore(
+  opened = _tree_handler().restore(
     item, args=ocp.args.PyTreeRestore(item=abstract, restore_args=args)
   )
   leaves = traverse_util.flatten_dict(abstract)
@@ -307,15 +310,15 @@ def load_sharded(
   *,
   source: str,
 ) -> Any:
-  """Puts a public checkpoint onto a mesh without a checkpoint of ours.
+  """Converts public tensors to sharded parameters, without writing files.
 
-  Every process reads what its devices hold, and one device's part of one
+  Every process reads only what its devices hold: one device's part of one
   parameter at a time.
 
   Args:
-    table: the conversion rules.
-    tensors: theirs, by name.
-    config: the run.
+    table: conversion rules.
+    tensors: public tensors by name.
+    config: config of the run.
     mesh: the devices.
     source: where the tensors come from, for messages.
 
@@ -335,7 +338,14 @@ def load_sharded(
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-  """Leading parts of an array, each of at most `BLOCK_BYTES` if it can be."""
+  """Shape of blocks that cut an array along its first axes.
+
+  A block has at most `BLOCK_BYTES` bytes, unless one element has more.
+
+  Args:
+    shape: shape of the array.
+    itemsize: bytes of an element.
+  """
   block = list(shape)
   for axis, size in enumerate(shape):
     rest = math.prod(block[axis + 1 :]) * itemsize
@@ -346,7 +356,7 @@ def block_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _tiles(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[_Index]:
-  """Places of the blocks of an array."""
+  """Yields the index of every block of an array."""
   starts = [range(0, n, b) for n, b in zip(shape, block)]
   for start in itertools.product(*starts):
     yield tuple(slice(s, min(s + b, n)) for s, b, n in zip(start, block, shape))

@@ -1,8 +1,9 @@
 """Reads files of named tensors without running code from them.
 
 Safetensors files, sharded safetensors and the zip checkpoints of `torch.save`
-become flat dicts of NumPy arrays. A torch checkpoint is a pickle; here it is
-read as data: tensors are rebuilt, every other class becomes an inert object.
+become flat dicts of NumPy arrays. A torch checkpoint is a pickle, which
+`torch_zip.py` reads as data: tensors are rebuilt, and objects of any other
+class are replaced by placeholders that do nothing.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from moh_jax.convert.torch_zip import read_torch_zip
 _Arrays = dict[str, Any]
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
-# What the safetensors format calls the dtypes.
+# Names of dtypes in the safetensors format -> in NumPy.
 _STORED_DTYPES = {
   **{f"{kind}{bits}": f"{name}{bits}" for kind, name, bits in (
     *(("F", "float", bits) for bits in (16, 32, 64)),
@@ -47,10 +48,11 @@ def read_tensors(
   """Reads the named tensors of a checkpoint; the content decides the format.
 
   Args:
-    path: a `.safetensors` file, a directory or `*.index.json` of safetensors
-      shards, or a zip checkpoint of `torch.save` (`.pth`, `.pt`, `.bin`).
-    key: top-level entry that holds the weights. By default the first of "ema",
-      "model" and "state_dict" that is a dict of tensors, else the top level.
+    path: `.safetensors` file, directory or `*.index.json` of safetensors
+      shards, or zip checkpoint of `torch.save` (`.pth`, `.pt`, `.bin`).
+    key: top-level entry that holds the weights. By default it is the first of
+      "ema", "model" and "state_dict" that is a dict of tensors, else the top
+      level itself.
 
   Returns:
     Arrays by name, without the "module." that DistributedDataParallel puts
@@ -67,10 +69,10 @@ def read_tensors(
 def open_tensors(
   path: str | os.PathLike, key: str | None = None
 ) -> dict[str, "StoredTensor | np.ndarray"]:
-  """Opens the named tensors of a checkpoint as `read_tensors` reads them.
+  """Opens the named tensors of a checkpoint without reading safetensors.
 
-  Tensors of safetensors stay in their file: `np.asarray` maps one into memory,
-  where the parts that are used are read. Those of other files are read.
+  `np.asarray` maps a tensor of a safetensors file into memory, so only the
+  parts that are used are read. Tensors of other files are read at once.
 
   Args:
     path: as for `read_tensors`.
@@ -100,9 +102,9 @@ class StoredTensor:
   """A tensor in a safetensors file, not read yet.
 
   Attributes:
-    file: the file.
-    offset: of its first byte.
-    shape: its shape.
+    file: path of the file.
+    offset: offset of the tensor's first byte in the file.
+    shape: shape of the tensor.
     dtype: its dtype.
   """
 
@@ -117,8 +119,8 @@ class StoredTensor:
     return math.prod(self.shape)
 
   def __array__(self, dtype: Any = None, copy: bool | None = None):
-    """Maps the tensor; what is in memory is freed with the array."""
-    if not self.size:  # nothing to map
+    """Maps the tensor into memory; the pages are freed with the array."""
+    if not self.size:  # an empty range cannot be mapped
       return np.zeros(self.shape, dtype or self.dtype)
     array = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     array = np.asarray(array)
@@ -141,13 +143,13 @@ def _read(
 
 
 def _sniff(path: pathlib.Path) -> str:
-  """Returns "zip", "safetensors" or "index", else says what the file is."""
+  """Returns "zip", "safetensors" or "index", else a description of the file."""
   with open(path, "rb") as file:
     head = file.read(64)
   text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
   if head.startswith(b"PK\x03\x04"):
     return "zip"
-  # Before the pickles: a header of 640 bytes also starts with 0x80 0x02.
+  # Before pickles, since a safetensors header of 640 bytes starts like one.
   header_size = int.from_bytes(head[:8], "little")
   if head[8:9] == b"{" and header_size <= _MAX_HEADER:
     return "safetensors"
@@ -169,7 +171,7 @@ def _open_file(path: pathlib.Path, key: str | None) -> _Arrays:
   if _sniff(path) != "safetensors":
     return _read_file(path, key)
   try:
-    with safetensors.safe_open(path, "numpy"):  # the whole file is there
+    with safetensors.safe_open(path, "numpy"):  # checks header and size
       pass
   except safetensors.SafetensorError as err:
     raise read_error(path, f"a damaged safetensors file ({err})") from err

@@ -1,4 +1,4 @@
-"""What readers of tensor files share: dtypes, errors, finding the tensors."""
+"""Shared by readers of tensor files: dtypes, errors, finding the weights."""
 
 import pathlib
 from typing import Any
@@ -7,10 +7,10 @@ EXPECTED = (
   "a safetensors file, a directory or *.index.json of safetensors shards, or"
   " a zip checkpoint of torch.save (torch >= 1.6)"
 )
-_NESTS = ("ema", "model", "state_dict")  # where checkpoints keep the weights
+_NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
 _MAX_LISTED = 20  # keys named in an error
 
-# The dtypes that safetensors.numpy reads back, then all; torch's names.
+# Dtypes that safetensors.numpy reads; DTYPES are all that we read from torch.
 SAFE_DTYPES = (
   *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
   *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -20,15 +20,25 @@ DTYPES = (*SAFE_DTYPES, "complex128", *(f"float8_{kind}" for kind in _FLOAT8))
 
 
 def read_error(path: pathlib.Path, found: str) -> ValueError:
-  """An error that says what a file is and what was expected."""
-  found = " ".join(found.split())  # other libraries' messages may have lines
+  """Makes an error that says what a file is and what was expected."""
+  found = " ".join(found.split())  # on one line, whatever library raised it
   return ValueError(f"{path}: found {found}; expected {EXPECTED}")
 
 
 def select_tensors(
   path: pathlib.Path, tree: object, key: str | None, leaf: type
 ) -> dict[str, Any]:
-  """Finds the dict of tensors (instances of `leaf`) in a checkpoint."""
+  """Finds the dict of tensors in a checkpoint.
+
+  Args:
+    path: path of the checkpoint, for messages.
+    tree: content of the checkpoint.
+    key: entry that holds the tensors; None searches the usual ones.
+    leaf: class of the tensors.
+
+  Raises:
+    ValueError: there is no dict that holds tensors alone.
+  """
 
   def problem(value):
     if not isinstance(value, dict) or not value:

@@ -1,8 +1,8 @@
-"""Writes safetensors whose tensors are made one at a time.
+"""Writes safetensors files whose tensors are made one at a time.
 
-safetensors' own writer wants all tensors of a file at once. The format is a
-header of names, dtypes, shapes and places, then the bytes, so a file whose
-shapes are known can be written as its tensors come.
+The writer of the library safetensors needs all tensors of a file at once. The
+format is a header with names, dtypes, shapes and offsets, and then the bytes,
+so a file whose shapes are known can be written tensor by tensor.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 SHARD_SIZE = 5 * 10**9  # bytes of a file at most, as transformers splits
 INDEX_FILE = "model.safetensors.index.json"
 _ALIGNMENT = 8
-_ROWS_BYTES = 2**25  # converted and laid out at one time
+_ROWS_BYTES = 2**25  # bytes of a tensor that are converted at one time
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-  """Tensors that are made together.
+  """Tensors to write that are made together.
 
   Attributes:
-    names: theirs.
-    shapes: per tensor.
-    make: makes them, in this order.
+    names: names of the tensors.
+    shapes: shape of each tensor.
+    make: function that returns the tensors in this order.
   """
 
   names: tuple[str, ...]
@@ -49,13 +49,13 @@ def write_file(
   dtype: str,
   metadata: Mapping[str, str],
 ) -> None:
-  """Writes one file, whole or not at all.
+  """Writes one file; after an error or a kill no partial file is left.
 
   Args:
     path: file to write or replace; its directory must exist.
-    planned: its tensors.
-    dtype: "float32" or "bfloat16".
-    metadata: text stored in the header.
+    planned: tensors of the file.
+    dtype: dtype to store, "float32" or "bfloat16".
+    metadata: texts to store in the header.
 
   Raises:
     FileNotFoundError: the directory of `path` does not exist.
@@ -76,14 +76,14 @@ def write_folder(
   metadata: Mapping[str, str],
   shard_size: int,
 ) -> None:
-  """Writes the files of a Hugging Face model: shards with an index, or one.
+  """Writes the weights of a Hugging Face model: shards and index, or one file.
 
   Args:
-    folder: where to; must exist.
-    planned: the tensors. Those that are made together share a shard.
-    dtype: "float32" or "bfloat16".
-    metadata: text stored in every header.
-    shard_size: bytes of a shard at most, unless one of `planned` has more.
+    folder: existing folder to write to.
+    planned: tensors to write; those that are made together share a shard.
+    dtype: dtype to store, "float32" or "bfloat16".
+    metadata: texts to store in every header.
+    shard_size: maximum bytes of a shard, unless one of `planned` has more.
   """
   shards = _shards(planned, dtype, shard_size)
   if len(shards) == 1:
@@ -100,19 +100,20 @@ def write_folder(
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a JSON file, whole or not at all."""
+  """Writes a JSON file; after an error or a kill no partial file is left."""
   with replacing(path) as temporary:
     temporary.write_text(json.dumps(value, indent=2) + "\n")
 
 
 @contextmanager
 def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives a folder to fill, which at the end becomes `path`.
+  """Context with a temporary folder to fill, which is then renamed to `path`.
 
-  After an error `path` is what it was; a kill leaves a folder of another name.
+  An error removes the folder and leaves `path` unchanged; a kill leaves the
+  temporary folder.
 
   Args:
-    path: folder to make; may exist if it is empty.
+    path: folder to make; it may exist if it is empty.
 
   Raises:
     FileNotFoundError: the directory of `path` does not exist.
@@ -129,7 +130,7 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_vacant(path: pathlib.Path) -> None:
-  """Refuses a folder that holds something.
+  """Checks that a folder is empty or absent.
 
   Raises:
     FileNotFoundError: the directory of `path` does not exist.
@@ -190,7 +191,7 @@ def _write(
 
 
 def _write_array(file: BinaryIO, array: np.ndarray, dtype: str) -> None:
-  """Some rows at a time: a transposed copy of the whole would be as large."""
+  """Writes an array some rows at a time, so that no whole copy is made."""
   if not array.ndim:
     array = array[None]
   row = max(1, array.nbytes // max(1, len(array)))

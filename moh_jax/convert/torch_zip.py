@@ -1,4 +1,4 @@
-"""Reads zip checkpoints of `torch.save` as data: no pickled code runs."""
+"""Reads zip checkpoints of `torch.save` as data, running no pickled code."""
 
 import functools
 import io
@@ -17,10 +17,17 @@ _Arrays = dict[str, Any]
 
 
 def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
-  """Reads the tensors of a zip checkpoint, by torch where it is installed.
+  """Reads the tensors of a zip checkpoint, with torch if it is installed.
+
+  Args:
+    path: the checkpoint.
+    key: top-level entry that holds the weights, see `read_tensors`.
+
+  Returns:
+    NumPy arrays by name.
 
   Raises:
-    ValueError: the zip is damaged or no checkpoint.
+    ValueError: the zip is damaged, or not a checkpoint.
   """
   with open(path, "rb") as file:
     try:
@@ -28,7 +35,7 @@ def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
       names = [f"/{name}" for name in archive.namelist()]
       roots = [n[1:-8] for n in names if n.endswith("/data.pkl")]
       heads = [archive.read(f"{root}data.pkl") for root in roots]
-      order = "little"  # of archives older than the record
+      order = "little"  # old archives have no record of the byte order
       for name in names:
         if name.endswith("/byteorder"):
           order = archive.read(name[1:]).decode()
@@ -49,7 +56,7 @@ def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
 
 
 def _load_with_torch(path: pathlib.Path, key: str | None) -> _Arrays | None:
-  """Reads with torch; None where it is not installed or refuses the file."""
+  """Reads with torch; returns None if it is missing or rejects the file."""
   try:
     import torch  # optional, and slow to import
   except (ImportError, OSError):
@@ -73,7 +80,7 @@ def _load_with_torch(path: pathlib.Path, key: str | None) -> _Arrays | None:
 
 
 class _Inert:
-  """Stands for a class of the pickle: swallows all it is given, runs nothing.
+  """Placeholder for any class of the pickle: accepts all calls, does nothing.
 
   The methods are static because a pickle may apply them to the class as well.
   """
@@ -91,19 +98,21 @@ class _Inert:
 
 
 class _StateDict(dict):
-  """Stands for OrderedDict, without the attributes that torch hangs on it."""
+  """Placeholder for OrderedDict, which ignores the attributes torch adds."""
 
   __setstate__ = _Inert._swallow
 
 
 class _Storage(NamedTuple):
+  """Memory that tensors share: a record of the archive."""
+
   key: str
   dtype: str  # "uint8" where the storage is untyped
   size: int  # in elements of `dtype`
 
 
 class _Tensor(NamedTuple):
-  """A tensor not read yet: optimizer state is never read at all."""
+  """A tensor that is not read yet, so that optimizer state never is."""
 
   storage: _Storage
   offset: int  # in elements, as are the strides
@@ -124,7 +133,7 @@ _STORAGES = {
   **{"ComplexDouble": "complex128", "Long": "int64", "Int": "int32"},
   **{"Short": "int16", "Char": "int8", "Byte": "uint8", "Untyped": "uint8"},
 }
-# What is more than an inert object; torch's dtypes and storages become text.
+# Classes that are not replaced by `_Inert`; dtypes and storages become names.
 _KNOWN = {
   "collections.OrderedDict": _StateDict,
   "torch.Size": tuple,
@@ -135,10 +144,10 @@ _KNOWN = {
 
 
 class _TorchZip(pickle.Unpickler):
-  """Reads tensors from an archive of `torch.save` and runs none of its code."""
+  """Unpickler of an archive of `torch.save` that runs none of its code."""
 
   def find_class(self, module: str, name: str) -> Any:
-    # New functions each time, as a pickle may set attributes on what it gets.
+    # New functions for each call, since a pickle may set attributes on them.
     rebuild = {
       "_rebuild_tensor_v2": lambda *a: _lazy(
         a[:4], getattr(a[0], "dtype", None), a[6:]
@@ -181,7 +190,7 @@ class _TorchZip(pickle.Unpickler):
 
 
 def _view(tensor: _Tensor, raw: bytes, *, swap: bool) -> np.ndarray:
-  """Lays a tensor over the bytes of its storage, in which it must lie."""
+  """Makes an array that views the bytes of its storage, within its bounds."""
   storage, offset, shape, strides, dtype = tensor
   if len(raw) < (size := storage.size * np.dtype(storage.dtype).itemsize):
     raise ValueError(f"a storage of {len(raw)} bytes, not {size}")

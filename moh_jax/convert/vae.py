@@ -1,7 +1,7 @@
-"""The Stable Diffusion autoencoder's checkpoints: diffusers' AutoencoderKL.
+"""Converts the Stable Diffusion autoencoder, diffusers' AutoencoderKL.
 
-Weights of stabilityai/sd-vae-ft-mse, sd-vae-ft-ema and other files of the same
-layout, under the names of either age of diffusers.
+It reads stabilityai/sd-vae-ft-mse, sd-vae-ft-ema and other files of the same
+layout, with the tensor names of old or current versions of diffusers.
 """
 
 import json
@@ -40,16 +40,16 @@ def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
   """Reads a public autoencoder.
 
   Args:
-    path: a file of weights (safetensors, or `torch.save`'s), a folder as
-      diffusers writes it, or a pipeline's folder with the subfolder `vae`. The
-      sizes come from a config.json beside the weights, else from the shapes.
+    path: file of weights (safetensors or `torch.save`), folder as diffusers
+      writes it, or folder of a pipeline with the subfolder `vae`. The sizes
+      come from a config.json beside the weights, else from the shapes.
 
   Returns:
     The config, and the parameter tree of NumPy float32 arrays.
 
   Raises:
-    FileNotFoundError: there are no weights; says which file is expected.
-    NotImplementedError: an autoencoder of another architecture.
+    FileNotFoundError: there are no weights; the message says how to get them.
+    NotImplementedError: the autoencoder has another architecture.
     ValueError: a file is damaged, or its tensors do not fit.
   """
   file = _find_weights(pathlib.Path(path))
@@ -65,18 +65,18 @@ def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
 def convert_vae(
   tensors: Mapping[str, np.ndarray], config: VAEConfig, *, source: str
 ) -> Any:
-  """Converts named tensors to the parameters of `VAE(config)`.
+  """Converts public tensors to the parameters of `VAE(config)`.
 
   Args:
-    tensors: under public names of either age.
-    config: the model.
+    tensors: tensors by old or current public name.
+    config: config of the autoencoder.
     source: where the tensors come from, for messages.
 
   Returns:
     The parameter tree of NumPy float32 arrays.
 
   Raises:
-    ValueError: tensors are missing, left over or of another shape.
+    ValueError: tensors are missing, unexpected or of a wrong shape.
   """
   return rules.load_params(
     vae_rules(config),
@@ -86,13 +86,8 @@ def convert_vae(
   )
 
 
-def dump_vae(params: Any, config: VAEConfig) -> dict[str, Any]:
-  """Gives parameters as tensors under today's public names."""
-  return rules.dump_params(vae_rules(config), params)
-
-
 def abstract_vae(config: VAEConfig) -> Any:
-  """The parameter tree as ShapeDtypeStructs."""
+  """Parameter tree of the autoencoder as ShapeDtypeStructs."""
   side = config.downscale
   images = jax.ShapeDtypeStruct(
     (1, side, side, config.image_channels), jnp.float32
@@ -101,7 +96,7 @@ def abstract_vae(config: VAEConfig) -> Any:
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
-  """Rules of the whole autoencoder."""
+  """Conversion rules of the whole autoencoder, with current public names."""
   widths, layers = config.block_out_channels, config.layers_per_block
   last = len(widths) - 1
   table = []
@@ -141,10 +136,10 @@ def vae_rules(config: VAEConfig) -> list[Rule]:
 
 
 def current_names(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Gives the attention's tensors today's names and shapes.
+  """Renames old public tensors to current names and shapes.
 
-  Its layers were once called query, key, value and proj_attn, and in files
-  converted from the original release they are 1x1 convolutions.
+  The attention's layers were once called query, key, value and proj_attn, and
+  are 1x1 convolutions in files that were converted from the original release.
   """
   out = {}
   for name, tensor in tensors.items():
@@ -153,19 +148,22 @@ def current_names(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
       renamed = f"{module}{_RENAMED.get(layer, layer)}.{leaf}"
       if tensor.ndim == 4 and tensor.shape[2:] == (1, 1):
         tensor = tensor[:, :, 0, 0]
-      # A file with both keeps the old one as a tensor that does not fit.
+      # A file with both names keeps the old one, which is then unexpected.
       name = name if renamed in tensors else renamed
     out[name] = tensor
   return out
 
 
 def public_config(entries: Mapping[str, Any]) -> VAEConfig:
-  """Reads the entries of diffusers' config.json; those left out are its own.
+  """Makes a config from diffusers' config.json, with diffusers' defaults.
+
+  Args:
+    entries: the parsed file.
 
   Raises:
     KeyError: it has no "block_out_channels".
-    NotImplementedError: an architecture that `VAE` is not.
-    ValueError: a value out of range.
+    NotImplementedError: `VAE` does not compute this architecture.
+    ValueError: a value is out of range.
   """
   widths = tuple(entries["block_out_channels"])
   channels = entries.get("in_channels", 3)
@@ -204,11 +202,11 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
 def infer_config(
   tensors: Mapping[str, np.ndarray], *, source: str
 ) -> VAEConfig:
-  """Reads the sizes off the shapes of tensors with today's names.
+  """Makes a config from the shapes of tensors with current names.
 
   Raises:
-    ValueError: no such autoencoder, or its number of groups is not 32, which
-      shapes do not show.
+    ValueError: the tensors are of no such autoencoder, or it cannot have 32
+      groups in its norms (shapes do not tell their number).
   """
 
   def shape(name: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""MoH-ViT and TransNeXt checkpoints.
+"""Conversion rules of MoH-ViT and TransNeXt.
 
-Names of github.com/SkyworkAI/MoH (MoH-ViT) and github.com/DaiShiResearch/
-TransNeXt (classification).
+The public names are those of github.com/SkyworkAI/MoH (MoH-ViT) and
+github.com/DaiShiResearch/TransNeXt (classification).
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.convert.rules import Rule
 
-# Released classifiers: ImageNet, centre crop of a 256-pixel resize.
+# Data of the released classifiers: ImageNet, resized to 256 and cropped.
 _DATA = DataConfig(
   source="image_folder",
   path="data/imagenet",
@@ -24,20 +24,20 @@ _DATA = DataConfig(
 
 
 def released_run(model: ViTConfig, tensors: Mapping[str, Any]) -> Config:
-  """The run that a released model stands for."""
-  del tensors  # its config says it all
+  """Config of a run with a released model on ImageNet."""
+  del tensors  # the sizes of the model are those of its section
   return Config(model=model, data=_DATA)
 
 
 def attention_rules(
   budget: HeadBudget, router: RouterConfig, *, pooled: bool, qkv_bias: bool
 ) -> list[Rule]:
-  """Rules of one attention module.
+  """Conversion rules of one attention module.
 
   Args:
-    budget: its head split.
+    budget: head split of the layer.
     router: its router.
-    pooled: aggregated attention rather than full.
+    pooled: whether it is aggregated attention, with pooled keys, or full.
     qkv_bias: whether the projections have biases.
   """
   heads, dim = budget.num_heads, budget.head_dim
@@ -72,19 +72,17 @@ def attention_rules(
       lambda b: b.reshape(heads, -1),
       lambda b: b.reshape(heads, 1, -1),
     ),
-    rules.one(
-      "sr.weight",
-      "sr/kernel",
-      lambda w: w[:, :, 0, 0].T,
-      lambda w: w.T[:, :, None, None],
+    *rules.linear(
+      "sr",
+      "sr",
+      kernel_maps=(lambda w: w[:, :, 0, 0].T, lambda w: w.T[:, :, None, None]),
     ),
-    rules.one("sr.bias", "sr/bias"),
     *rules.norm("norm", "norm"),
   ]
 
 
 def model_rules(config: ViTConfig) -> list[Rule]:
-  """Rules of the whole classifier."""
+  """Conversion rules of the whole classifier."""
   table = rules.linear("head", "head")
   for index, budget in enumerate(config.budgets()):
     number, stage = index + 1, f"stage{index + 1}"
@@ -130,7 +128,7 @@ def _position_mlp() -> list[Rule]:
 
 
 def _mlp(hidden: int) -> list[Rule]:
-  """fc1 holds the gate's rows, then the value's."""
+  """Rules of a gated MLP, whose fc1 holds the gate's rows, then the value's."""
 
   def halves(suffix: str, transpose: bool) -> Rule:
     turn = (lambda w: w.T) if transpose else (lambda w: w)
@@ -150,13 +148,14 @@ def _mlp(hidden: int) -> list[Rule]:
   return [
     halves("weight", transpose=True),
     halves("bias", transpose=False),
-    rules.one(
-      "dwconv.dwconv.weight",
-      "dwconv/kernel",
-      lambda w: w[:, 0].transpose(1, 2, 0),
-      lambda w: w.transpose(2, 0, 1)[:, None],
+    *rules.linear(
+      "dwconv.dwconv",
+      "dwconv",
+      kernel_maps=(
+        lambda w: w[:, 0].transpose(1, 2, 0),
+        lambda w: w.transpose(2, 0, 1)[:, None],
+      ),
     ),
-    rules.one("dwconv.dwconv.bias", "dwconv/bias"),
     *rules.linear("fc2", "out"),
   ]
 

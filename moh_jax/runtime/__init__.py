@@ -1,1 +1,1 @@
-"""Device mesh, parameters and checkpoint files, for training and inference."""
+"""Device mesh, parameters and checkpoint files of training and inference."""

@@ -1,10 +1,10 @@
-"""Checkpoints: one Orbax step folder holds everything a run or a user needs.
+"""Checkpoint files: Orbax step folders DIR/checkpoints/STEP.
 
-A step folder has the items `params`, `train` (step, optimizer, rng), `ema`
-where the run keeps averaged parameters, `data` (the stream's position) and
-`config` (the run's JSON and the class names). It becomes visible as a whole or
-not at all, and each item is read without the others, onto any mesh and any
-number of processes.
+A step folder has the items `params`, `train` (step, optimizer state, rng),
+`ema` (averaged parameters, if the run keeps them), `data` (position of the
+training stream) and `config` (config, class names, SHA-256 of the tokenizer).
+It appears when it is complete. Each item can be read without the others, onto
+any mesh and any number of processes.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ ITEMS = ("params", "train", "ema", "data", "config")
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-  """What a checkpoint says of itself.
+  """Metadata of a checkpoint, its item `config`.
 
   Attributes:
-    config: the run's resolved config.
-    class_names: names of the outputs, empty where there are none.
-    tokenizer_sha256: of the tokenizer's file, empty where there is none.
+    config: config of the run.
+    class_names: names of the classifier's outputs, () for other models.
+    tokenizer_sha256: SHA-256 of the tokenizer's file, "" without one.
   """
 
   config: Config
@@ -39,11 +39,11 @@ class Metadata:
 
 
 def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
-  """Puts the tokenizer's file beside the checkpoints that need it.
+  """Writes the tokenizer's file into the working directory of a run.
 
   Args:
-    directory: a working directory.
-    tokenizer: one without a file (bytes) leaves nothing.
+    directory: working directory.
+    tokenizer: tokenizer to write; the kind "bytes" has no file.
   """
   if not tokenizer.file_name or jax.process_index():
     return
@@ -58,18 +58,18 @@ def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
 def read_metadata(
   directory: str | epath.Path, step: int | None = None
 ) -> tuple[Metadata, int]:
-  """Reads what a checkpoint says of itself.
+  """Reads the metadata of a checkpoint.
 
   Args:
-    directory: a working directory.
-    step: which checkpoint; None is the newest.
+    directory: working directory.
+    step: step of the checkpoint; None is the newest.
 
   Returns:
-    The metadata and its step.
+    The metadata, and the step.
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
-    ValueError: its config is not one of this version.
+    ValueError: this version does not know a field of its config.
   """
   step = find_step(directory, step)
   with _reader(directory) as manager:
@@ -84,16 +84,13 @@ def read_metadata(
 def restore_params(
   directory: str | epath.Path, step: int, abstract: Any, *, use_ema: bool
 ) -> Any:
-  """Reads parameters alone.
+  """Reads the parameters of a checkpoint.
 
   Args:
-    directory: a working directory.
-    step: which checkpoint.
-    abstract: parameter tree of ShapeDtypeStructs, with shardings.
-    use_ema: prefer the averaged parameters where the checkpoint has them.
-
-  Returns:
-    The parameters.
+    directory: working directory.
+    step: step of the checkpoint.
+    abstract: parameter tree of ShapeDtypeStructs with shardings.
+    use_ema: prefer averaged parameters where there are any.
   """
   item = params_item(directory, step, use_ema=use_ema).name
   with _reader(directory) as manager:
@@ -104,17 +101,17 @@ def restore_params(
 def params_item(
   directory: str | epath.Path, step: int, *, use_ema: bool
 ) -> epath.Path:
-  """Where a checkpoint's parameters lie, the averaged ones if preferred."""
+  """Path of a checkpoint's parameters, or of the averaged ones if preferred."""
   folder = steps_folder(directory) / str(step)
   has_ema = (folder / "ema").exists()
   return folder / ("ema" if use_ema and has_ema else "params")
 
 
 def check_vacant(directory: str | epath.Path) -> None:
-  """Refuses to write over checkpoints.
+  """Checks that a directory holds no checkpoints yet.
 
   Raises:
-    ValueError: the directory already holds some.
+    ValueError: it does.
   """
   folder = steps_folder(directory)
   if folder.is_dir() and (steps := ocp.utils.checkpoint_steps(folder)):
@@ -133,10 +130,11 @@ def save_params(
   """Writes parameters as the checkpoint of step 0, for inference.
 
   Args:
-    directory: where to; what a killed call left there is removed.
-    params: the tree.
-    metadata: config and class names.
-    handler: of a tree whose leaves are not arrays; it takes PyTreeSave.
+    directory: directory to write to; remains of a killed call are removed.
+    params: parameter tree.
+    metadata: metadata of the checkpoint.
+    handler: handler of `ocp.args.PyTreeSave` for trees whose leaves are not
+      arrays; None for arrays.
 
   Raises:
     ValueError: the directory already holds checkpoints.
@@ -162,10 +160,14 @@ def save_params(
 
 
 def find_step(directory: str | epath.Path, step: int | None) -> int:
-  """The wanted checkpoint, or the newest.
+  """Checks that a checkpoint exists; returns its step.
+
+  Args:
+    directory: working directory.
+    step: step of the checkpoint; None is the newest.
 
   Raises:
-    FileNotFoundError: there is no such checkpoint; the others are listed.
+    FileNotFoundError: there is no such checkpoint; the message lists others.
   """
   folder = steps_folder(directory)
   steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
@@ -189,7 +191,7 @@ def _reader(directory: str | epath.Path) -> ocp.CheckpointManager:
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
-  """The metadata as the item `config` stores it."""
+  """Metadata as JSON values, as the item `config` stores them."""
   config = json.loads(config_lib.to_json(metadata.config))
   return {
     "config": config,

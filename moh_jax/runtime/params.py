@@ -1,4 +1,4 @@
-"""Parameters of a network: initialised, or as shapes to restore into."""
+"""Parameters of a network: initialised, or abstract to restore into."""
 
 from typing import Any
 
@@ -10,40 +10,45 @@ from moh_jax.runtime import sharding
 
 
 def init_params(model: nn.Module, rng: jax.Array, inputs: Any) -> Any:
-  """Initial parameters, still boxed with their logical axes.
+  """Initialises parameters, in boxes that hold their logical axes.
 
-  Initialization runs without sharding rules: Linen would otherwise constrain
-  each parameter as it unboxes it, where indivisible dimensions fail. The
-  shardings come from the jitted initialization's `out_shardings` instead.
+  It runs without sharding rules. With rules, Linen constrains each parameter
+  when it is unboxed, which fails for dimensions that the mesh does not divide;
+  a jitted initialization takes its shardings from `out_shardings` instead.
+
+  Args:
+    model: Linen module.
+    rng: key of the initialization.
+    inputs: positional arguments of the module.
   """
   with nn.logical_axis_rules(()):
     return model.init(rng, *inputs)["params"]
 
 
 def unbox(boxed: Any) -> Any:
-  """Parameters without their logical axes."""
+  """Takes parameters out of the boxes that hold their logical axes."""
   with nn.logical_axis_rules(()):
     return nn.unbox(boxed)
 
 
 def abstract_params(model: nn.Module, inputs: Any) -> Any:
-  """Boxed parameters as ShapeDtypeStructs, without computing anything.
+  """Boxed parameters as ShapeDtypeStructs; computes nothing.
 
   Args:
-    model: the Linen module.
-    inputs: its positional arguments, abstract or not.
+    model: Linen module.
+    inputs: positional arguments of the module, abstract or not.
   """
   key = jax.random.key(0)
   return jax.eval_shape(lambda *args: init_params(model, key, args), *inputs)
 
 
 def abstract_on(model: nn.Module, inputs: Any, mesh: Mesh | None) -> Any:
-  """Parameters as ShapeDtypeStructs with shardings, to restore into.
+  """Unboxed parameters as ShapeDtypeStructs with shardings, to restore into.
 
   Args:
-    model: the Linen module.
-    inputs: its abstract positional arguments.
-    mesh: the devices; None is one device.
+    model: Linen module.
+    inputs: abstract positional arguments of the module.
+    mesh: the devices; None is the first device alone.
   """
   boxed = abstract_params(model, inputs)
   if mesh is None:

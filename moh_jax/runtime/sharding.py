@@ -1,7 +1,8 @@
-"""Mesh axes, and the one table that maps logical axes to them."""
+"""Device mesh, and the table that maps logical axes to mesh axes."""
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,15 +35,16 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
   """Builds the device mesh.
 
   Args:
-    config: devices per axis.
-    devices: None takes all devices of all processes.
+    config: number of devices along each axis; -1 takes what is left.
+    devices: devices of the mesh; None is all devices of all processes.
 
   Raises:
     ValueError: the axes do not multiply to the number of devices.
+    NotImplementedError: the axis `sequence` is larger than 1.
   """
   devices = devices or jax.devices()
   sizes = {axis: getattr(config, axis) for axis in AXES}
-  fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+  fixed = math.prod(size for size in sizes.values() if size != -1)
   if -1 in sizes.values():
     if len(devices) % fixed:
       raise ValueError(
@@ -70,7 +72,7 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-  """Makes `constrain` in the models refer to this mesh."""
+  """Context in which the models' sharding constraints refer to this mesh."""
   with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
     yield
 
@@ -79,15 +81,15 @@ def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
   """Checks that a global batch can be split over the mesh.
 
   Args:
-    name: the config field, for the message.
+    name: name of the config field, for the message.
     size: examples in the batch.
     mesh: the devices.
-    parts: microbatches of a step.
+    parts: number of microbatches of a step.
 
   Raises:
-    ValueError: a microbatch is not a multiple of the data-parallel devices.
+    ValueError: a microbatch cannot be split evenly over mesh.data x mesh.fsdp.
   """
-  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+  shards = _batch_shards(mesh)
   if size % (shards * parts):
     raise ValueError(
       f"{name}={size} must be a multiple of {shards * parts}: mesh.data x "
@@ -96,21 +98,21 @@ def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Every device holds the whole array."""
+  """Sharding with the whole array on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def param_shardings(boxed: Any, mesh: Mesh) -> Any:
-  """Shardings of parameters from their logical axes.
+  """Shardings of parameters, from their logical axes.
 
   Args:
-    boxed: abstract parameters as `init` gives them, with Linen's logical
-      partitioning boxes.
+    boxed: abstract parameters in Linen's boxes of logical axes, see
+      `params.abstract_params`.
     mesh: the devices.
 
   Returns:
-    A tree of NamedSharding in the shape of the unboxed parameters. Parameters
-    without logical axes are replicated.
+    Tree of NamedSharding with the structure of the unboxed parameters.
+    Parameters without logical axes are replicated.
   """
   sizes = dict(mesh.shape)
 
@@ -126,21 +128,21 @@ def param_shardings(boxed: Any, mesh: Mesh) -> Any:
 
 
 def batch_slice(mesh: Mesh) -> tuple[int, int]:
-  """Which part of every global batch this process reads.
+  """Part of every global batch that this process reads.
 
-  Processes whose devices hold the same shards of the batch (a tensor axis that
-  spans hosts) read the same examples.
+  Processes whose devices hold the same shards of the batch read the same part,
+  for example where the tensor axis spans hosts.
 
   Args:
     mesh: the devices.
 
   Returns:
-    The part's index and the number of parts.
+    Index of the part, and number of parts.
 
   Raises:
-    ValueError: two processes share some shards of the batch but not all.
+    ValueError: two processes share some shards of the batch, but not all.
   """
-  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+  shards = _batch_shards(mesh)
   sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
   held: dict[int, set[int]] = {}
   for device, index in sharding.devices_indices_map((shards,)).items():
@@ -157,15 +159,15 @@ def batch_slice(mesh: Mesh) -> tuple[int, int]:
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-  """Global arrays from this process's part of a batch.
+  """Makes global arrays from this process's part of a batch.
 
   Args:
-    batch: tree of [b, ...] host arrays, b = global batch / parts, see
-      `batch_slice`.
+    batch: tree of host arrays [b, ...], the part that `batch_slice` tells; b is
+      the global batch size B over the number of parts.
     mesh: the devices.
 
   Returns:
-    Tree of [B, ...] arrays split over the data-parallel axes.
+    Tree of arrays [B, ...], split over the axes data and fsdp.
   """
   sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
   _, parts = batch_slice(mesh)
@@ -178,7 +180,12 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def put_batch(array: np.ndarray, mesh: Mesh) -> jax.Array:
-  """Splits an array that every process has whole over the batch axes."""
+  """Splits an array over the axes data and fsdp; every process has all of it.
+
+  Args:
+    array: [B, ...], the same on every process.
+    mesh: the devices.
+  """
   sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
   return jax.make_array_from_callback(
     array.shape, sharding, lambda index: array[index]
@@ -186,19 +193,27 @@ def put_batch(array: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def pad_to_shards(array: np.ndarray, mesh: Mesh) -> np.ndarray:
-  """Repeats the last example until the batch axes divide the length."""
-  shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-  missing = -len(array) % shards
+  """Repeats the last example until the axes data and fsdp divide the length.
+
+  Args:
+    array: [B, ...] with B of at least 1.
+    mesh: the devices.
+  """
+  missing = -len(array) % _batch_shards(mesh)
   return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
 
 
 def gather(arrays: Any, mesh: Mesh) -> Any:
-  """The whole of each global array of a tree, on every process."""
+  """Copies the global arrays of a tree to host arrays, on every process."""
   whole = _gather_on(replicated(mesh))(arrays)
   return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole)
 
 
 @functools.cache
 def _gather_on(target: NamedSharding) -> Callable[[Any], Any]:
-  """Compiled once for each shape, not once a call."""
+  """Identity with a target sharding, cached so that it compiles only once."""
   return jax.jit(lambda x: x, out_shardings=target)
+
+
+def _batch_shards(mesh: Mesh) -> int:
+  return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

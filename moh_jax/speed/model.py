@@ -27,9 +27,7 @@ from moh_jax.speed import compare, model_programs, timing
 from moh_jax.speed.compare import Variant
 from moh_jax.speed.options import check_at_least_1, check_names
 from moh_jax.speed.report import Row
-from moh_jax.training import optim
-from moh_jax.training.state import make_state
-from moh_jax.training.step import jit_train_step
+from moh_jax.training.program import make_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,22 +146,8 @@ def _rows(
 def _train_step(run: Config) -> dict[str, float]:
   """Seconds to compile the whole train step, and the bytes of its state."""
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
-  optimizer = optim.make_optimizer(run.optim, run.train.steps)
   task = get_family(run.model.family).tasks().make_task(run)
-  _, state = make_state(
-    task.model,
-    task.inputs,
-    optimizer,
-    mesh,
-    seed=0,
-    keep_ema=run.optim.ema_decay > 0,
-  )
-  step = jit_train_step(
-    loss_fn=task.loss_fn,
-    optimizer=optimizer,
-    schedule=optim.make_schedule(run.optim, run.train.steps),
-    ema_decay=run.optim.ema_decay,
-  )
+  _, state, step = make_program(run, task, mesh)
   batch = next(task.batches(mesh))
   start = time.perf_counter()
   compiled = step.lower(state, batch).compile()

@@ -1,1 +1,1 @@
-"""From a config and batches to checkpoints, one job a file."""
+"""Training: tasks, losses, optimizer, train step, and the loop of a run."""

@@ -36,8 +36,8 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """Opens the data and builds the task.
 
   Args:
-    config: the run.
-    decode: for previews of latents.
+    config: config of the run.
+    decode: maps latents to images, for previews of latent diffusion.
 
   Raises:
     FileNotFoundError: data is missing.
@@ -89,17 +89,14 @@ def _no_metrics(params: Any, mesh: Mesh) -> dict[str, float]:
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:
-  """Denoising loss plus the weighted balance loss.
+  """Makes the loss: denoising loss plus the weighted balance loss.
 
-  Timesteps are uniform; the squared error is also logged for each quarter of
-  them, not a number where a batch has none.
+  Timesteps are sampled uniformly. The squared error is also a metric for each
+  quarter of the timesteps, NaN where a batch has none of them.
 
   Args:
     model: maps (x, t, labels) to (output, aux).
-    config: the run.
-
-  Returns:
-    The loss function.
+    config: config of the run.
   """
   diffusion, no_label = config.diffusion, config.model.num_classes
   process = make_process(diffusion.schedule, diffusion.steps)
@@ -146,7 +143,7 @@ def _by_quartile(mse: jax.Array, t: jax.Array, num_steps: int) -> Metrics:
 def _make_preview(
   model: nn.Module, config: Config, decode: Decode | None
 ) -> Preview | None:
-  """A grid of samples whose noise and labels never change during a run."""
+  """Makes the preview: a grid of samples with fixed noise and labels."""
   if not config.sample.every:
     return None
   if config.diffusion.space == "latent" and decode is None:

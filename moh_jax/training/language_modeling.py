@@ -20,7 +20,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics
 from moh_jax.training.task import Evaluate, Task, held_out_batches, stream
 
-# What compressors make of the held-out text, where its set says so.
+# Compressors whose size of the held-out text its set may note.
 _COMPRESSORS = ("gzip", "xz")
 
 
@@ -35,12 +35,11 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   data, vocab_size = config.data, config.model.vocab_size
   train = sequences.train_sequences(data, vocab_size, config.train.seed)
   model, inputs = make_model(config)
-  drawn = None
-  if len(data.mix) > 1:
-    drawn = lambda n: {  # noqa: E731
-      f"mix/{name}": share
-      for name, share in sequences.drawn_shares(data, n).items()
-    }
+
+  def stream_metrics(examples: int) -> dict[str, float]:
+    shares = sequences.mixture_shares(data, examples)
+    return {f"mix/{name}": share for name, share in shares.items()}
+
   return Task(
     model=model,
     inputs=inputs,
@@ -51,7 +50,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     unit="tokens",
     units_per_step=data.batch_size * data.sequence_length,
     tokenizer=sequences.open_tokenizer(data, vocab_size),
-    drawn=drawn,
+    stream_metrics=stream_metrics if len(data.mix) > 1 else None,
     shown=("bits_per_byte",),
   )
 
@@ -85,7 +84,8 @@ def make_evaluate(
     batches = held_out_batches(config, held_out, mesh)
     sums = sum_metrics(eval_step, params, batches)
     nats, tokens = sums["nats"], sums["tokens"]
-    # Of a part of the sequences, all of one length, the same share.
+    # Evaluating a part of the sequences, which have one length, counts the same
+    # part of the text.
     text_bytes = held_out.text_bytes * sums["examples"] / len(held_out)
     metrics = {
       "bits_per_byte": bits_per_byte(nats, text_bytes),
@@ -105,18 +105,15 @@ def make_evaluate(
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:
-  """Cross-entropy of the targets plus the weighted balance loss.
+  """Makes the loss: cross-entropy of the next tokens plus the balance loss.
 
-  What is minimized divides by all places of the batch, targets or not: every
-  target has the same weight whatever batch or microbatch it is in. The metric
-  "task_loss" is the mean over the targets.
+  The minimized loss divides by the number of positions in the batch, padding
+  included, so every target has the same weight in any batch or microbatch. The
+  metric "task_loss" is the mean over targets alone.
 
   Args:
     model: the network.
-    config: the run.
-
-  Returns:
-    The loss function.
+    config: config of the run.
   """
   scheduled = top_k_schedule(config.tune, config.model.depth)
 
@@ -133,8 +130,8 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       with_logits=False,
     )
     weights = batch["weights"]
-    # Divided here, not afterwards: the gradient of the output layer, the
-    # largest of all, then needs no pass of its own for it.
+    # Dividing the weights is cheaper than dividing the loss: the gradient of
+    # the output layer, the largest of all, then needs no pass to scale it.
     nats = summed_nats(
       x, params, config.model, batch["targets"], weights / weights.size
     )
@@ -152,14 +149,15 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
 def top_k_schedule(
   config: TuneConfig, depth: int
 ) -> Callable[[jax.Array], jax.Array | None]:
-  """Routed heads per token by optimizer step.
+  """Makes the schedule of the number of routed heads per token.
 
   Args:
-    config: the section.
-    depth: layers.
+    config: section `tune` of the config.
+    depth: number of layers.
 
   Returns:
-    step [] -> [depth] int32, or None where the model's own holds throughout.
+    A function from the step [] to top_k [depth] int32; it returns None without
+    a schedule, where the model keeps its own top_k.
   """
   if not config.top_k_steps:
     return lambda step: None

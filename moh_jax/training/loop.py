@@ -18,12 +18,11 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import checkpoint, location, sharding
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
-from moh_jax.training import optim
 from moh_jax.training.metrics import MetricsWriter
+from moh_jax.training.program import make_program
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.saving import Checkpointer
-from moh_jax.training.state import TrainState, make_state
-from moh_jax.training.step import jit_train_step
+from moh_jax.training.state import TrainState
 from moh_jax.training.task import Task
 from moh_jax.training.warm_start import WarmStart
 
@@ -172,24 +171,10 @@ class _Run:
   ):
     self.config, self.mesh, self.task = config, mesh, task
     self.metadata = _metadata(config, task)
-    optimizer = optim.make_optimizer(config.optim, config.train.steps)
-    self.init_state, self.abstract_state = make_state(
-      self.task.model,
-      self.task.inputs,
-      optimizer,
-      mesh,
-      seed=config.train.seed,
-      keep_ema=config.optim.ema_decay > 0,
+    self.init_state, self.abstract_state, self.train_step = make_program(
+      config, task, mesh
     )
     _LOG.info("model: %s", _describe(config, self.abstract_state.params))
-    self.train_step = jit_train_step(
-      state_shardings=jax.tree.map(lambda x: x.sharding, self.abstract_state),
-      loss_fn=self.task.loss_fn,
-      optimizer=optimizer,
-      schedule=optim.make_schedule(config.optim, config.train.steps),
-      accumulation=config.optim.accumulation,
-      ema_decay=config.optim.ema_decay,
-    )
     self.batches = task.batches(mesh)
     self.checkpointer = Checkpointer(directory, config.checkpoint)
     self.directory = directory
@@ -332,8 +317,9 @@ class _Run:
     writer.advance(step)
     if step % self.config.log.every == 0 or step == self.config.train.steps:
       values[f"{self.task.unit}_per_second"] = clock.rate(step)
-      if self.task.drawn:
-        values |= self.task.drawn(step * self.config.data.batch_size)
+      if self.task.stream_metrics:
+        examples = step * self.config.data.batch_size
+        values |= self.task.stream_metrics(examples)
       writer.write(step, "train", values)
 
   def _save(self, state: TrainState) -> None:

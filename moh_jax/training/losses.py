@@ -1,4 +1,4 @@
-"""Training targets and losses, float32."""
+"""Targets and losses of image classifiers, in float32."""
 
 import chex
 import jax
@@ -15,8 +15,8 @@ def class_targets(
 
   Args:
     labels: [B] int class indices.
-    num_classes: K.
-    smoothing: share spread evenly over all classes.
+    num_classes: number of classes, K.
+    smoothing: probability that is spread evenly over all classes.
 
   Returns:
     [B, K] float32, rows sum to 1.
@@ -46,14 +46,15 @@ def mix_images(
 ) -> tuple[jax.Array, jax.Array]:
   """Mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899) of a whole batch.
 
-  One draw serves the batch: each example is mixed with its mirror position, as
-  the DeiT recipe does.
+  As in the DeiT recipe, the method, the weight and the box are sampled once for
+  the batch, and example i is mixed with example B - 1 - i.
 
   Args:
     rng: key of this step.
     images: [B, X, Y, channels].
     targets: [B, K].
-    config: `mixup`, `cutmix` and `cutmix_prob`; both alphas 0 mix nothing.
+    config: section with `mixup`, `cutmix` and `cutmix_prob`; with both alphas 0
+      nothing is mixed.
 
   Returns:
     Mixed images and targets.
@@ -65,7 +66,7 @@ def mix_images(
   if not config.cutmix:
     cut_prob = 0.0
   cut = jax.random.uniform(choose) < cut_prob
-  # An alpha of 0 is never the chosen one; Beta needs it positive all the same.
+  # An alpha of 0 is never chosen, but Beta needs positive values to compile.
   alpha = jnp.where(cut, config.cutmix or 1.0, config.mixup or 1.0)
   share = jax.random.beta(draw, alpha, alpha)  # weight of the example itself
 
@@ -81,7 +82,7 @@ def mix_images(
 def _cut_box(
   rng: jax.Array, shape: tuple[int, int], share: jax.Array
 ) -> jax.Array:
-  """A random box of area 1 - share, [X, Y] float32, 1 inside."""
+  """Samples a box of relative area 1 - share: [X, Y] float32, 1 inside."""
   centre = jax.random.uniform(rng, (2,)) * jnp.asarray(shape)
   half = jnp.sqrt(1.0 - share) * jnp.asarray(shape) / 2
   low, high = jnp.floor(centre - half), jnp.floor(centre + half)

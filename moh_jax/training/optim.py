@@ -10,11 +10,11 @@ from moh_jax.config import OptimConfig
 
 
 def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-  """Linear warm-up, then cosine decay or a constant.
+  """Makes the learning-rate schedule: linear warm-up, then cosine or constant.
 
   Args:
-    config: the optimizer section.
-    steps: length of the run, warm-up included.
+    config: section `optim` of the config.
+    steps: steps of the run, warm-up included.
 
   Returns:
     step -> learning rate; step 0 has `warmup_lr` where there is a warm-up.
@@ -39,10 +39,11 @@ def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
 
   Args:
     params: parameter tree.
-    no_decay: fnmatch patterns of paths "stage1/blocks/attn/q/bias".
+    no_decay: fnmatch patterns of paths without decay. A path is like
+      "stage1/blocks/attn/q/bias".
 
   Returns:
-    A tree of bool.
+    Tree of bool with the structure of `params`.
   """
 
   def decays(path, _) -> bool:
@@ -55,14 +56,11 @@ def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
 def make_optimizer(
   config: OptimConfig, steps: int
 ) -> optax.GradientTransformation:
-  """AdamW (arXiv:1711.05101) after clipping by the global norm.
+  """Makes AdamW (arXiv:1711.05101) with gradients clipped by their global norm.
 
   Args:
-    config: the optimizer section.
-    steps: length of the run.
-
-  Returns:
-    The gradient transformation.
+    config: section `optim` of the config.
+    steps: steps of the run.
   """
   adamw = optax.adamw(
     make_schedule(config, steps),

@@ -1,4 +1,4 @@
-"""Whether a run can continue the checkpoint in its working directory."""
+"""Checks that a run can continue the checkpoint in its working directory."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from etils import epath
 from moh_jax import config as config_lib
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 
-# What the position in the training stream and the random choices depend on.
+# Fields that determine the training stream and the random choices.
 _STREAM_FIELDS = (
   ("train", "seed"),
   ("data", "source"),
@@ -18,18 +18,20 @@ _STREAM_FIELDS = (
   ("data", "sequence_length"),
   ("data", "separate_documents"),
 )
+# Fields of which only zero or not matters: it decides the state's structure.
+_STRUCTURE_FIELDS = (("optim", "ema_decay"), ("optim", "clip_norm"))
 
 
 def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
-  """Refuses to continue a run that this one could not follow exactly.
+  """Checks that a run would continue a checkpoint exactly.
 
   Args:
-    workdir: directory whose newest checkpoint would be continued.
-    ours: of the run that wants to.
+    workdir: working directory whose newest checkpoint is to be continued.
+    ours: metadata of the run that continues it.
 
   Raises:
-    ValueError: the parameters, the data order or the random choices would
-      differ (the fields are named), or the run is already longer.
+    ValueError: parameters, order of the data or random choices would differ
+      (the message names the fields), or the checkpoint is beyond the run's end.
   """
   metadata, step = read_metadata(workdir)
   config, stored = ours.config, metadata.config
@@ -46,21 +48,12 @@ def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
       f"sha256 of the tokenizer: {ours.tokenizer_sha256[:16]!r} here, "
       f"{metadata.tokenizer_sha256[:16]!r} there"
     )
-  if bool(config.optim.ema_decay) != bool(stored.optim.ema_decay):
-    fields.append(
-      f"optim.ema_decay: {config.optim.ema_decay} here, "
-      f"{stored.optim.ema_decay} there"
-    )
-  if bool(config.optim.clip_norm) != bool(stored.optim.clip_norm):
-    fields.append(
-      f"optim.clip_norm: {config.optim.clip_norm} here, "
-      f"{stored.optim.clip_norm} there"
-    )
-  for section, name in _STREAM_FIELDS:
-    here, there = (  # a section that has no such field has None twice
+  for section, name in (*_STRUCTURE_FIELDS, *_STREAM_FIELDS):
+    here, there = (  # a field that the family's section lacks is None twice
       getattr(getattr(run, section), name, None) for run in (config, stored)
     )
-    if here != there:
+    as_stored = bool if (section, name) in _STRUCTURE_FIELDS else lambda x: x
+    if as_stored(here) != as_stored(there):
       fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
   if fields:
     raise ValueError(
@@ -70,7 +63,7 @@ def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
 
 
 def _differing(ours: Any, theirs: Any, section: str) -> list[str]:
-  """Fields that differ, but for those that a continued run may change."""
+  """Describes fields that differ and that a continued run must not change."""
   if type(theirs) is type(ours):
     runtime = getattr(ours, "RUNTIME_FIELDS", ())
     same = {name: getattr(ours, name) for name in runtime}

@@ -1,4 +1,4 @@
-"""Saving and restoring the steps of a run."""
+"""Saves and restores the train state of a run."""
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -12,14 +12,15 @@ _RUN_FIELDS = ("step", "opt_state", "rng")
 
 
 class Checkpointer:
-  """Saves and restores the steps of one working directory."""
+  """Saves and restores the checkpoints of one working directory."""
 
   def __init__(self, workdir: str | epath.Path, config: CheckpointConfig):
-    """Opens (and creates) workdir/checkpoints.
+    """Opens WORKDIR/checkpoints; creates it if needed.
 
     Args:
       workdir: local directory or bucket.
-      config: what is kept; when to save is the caller's choice.
+      config: section `checkpoint` of the config, of which `every` is ignored:
+        the caller decides when to save.
     """
     policies = ocp.checkpoint_managers
     keep = [policies.LatestN(config.keep_last)]
@@ -31,21 +32,21 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy(keep),
         enable_async_checkpointing=config.async_save,
-        cleanup_tmp_directories=True,  # halves of saves that were killed
+        cleanup_tmp_directories=True,  # removes what killed saves left
       ),
     )
 
   def latest_step(self) -> int | None:
-    """The newest whole checkpoint, None if there is none."""
+    """Step of the newest complete checkpoint, None if there is none."""
     return self._manager.latest_step()
 
   def save(self, state: TrainState, position: int, metadata: Metadata) -> None:
-    """Writes a step folder, in the background if so configured.
+    """Writes a checkpoint, in the background if so configured.
 
     Args:
-      state: after its last step.
-      position: training batches taken.
-      metadata: config and class names.
+      state: train state; its step names the checkpoint.
+      position: number of training batches read.
+      metadata: metadata of the checkpoint.
     """
     run = {name: getattr(state, name) for name in _RUN_FIELDS}
     items = {
@@ -61,15 +62,15 @@ class Checkpointer:
     )
 
   def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, int]:
-    """Reads a step for training.
+    """Reads a checkpoint to continue training.
 
     Args:
-      step: which one.
-      abstract: the state as ShapeDtypeStructs whose shardings say where each
-        array goes; the mesh need not be the one that saved it.
+      step: step of the checkpoint.
+      abstract: state as ShapeDtypeStructs with shardings; the mesh need not be
+        the one that the checkpoint was saved from.
 
     Returns:
-      The state and the position of the training stream.
+      The state, and the number of training batches read.
     """
     run = {name: getattr(abstract, name) for name in _RUN_FIELDS}
     items = {
@@ -86,13 +87,13 @@ class Checkpointer:
     return state, restored["data"]["position"]
 
   def reached_preemption(self, step: int) -> bool:
-    """Whether the cluster asked all processes to stop at this step."""
+    """Whether the cluster asked all processes to stop after this step."""
     return self._manager.reached_preemption(step)
 
   def wait(self) -> None:
-    """Blocks until every save is on disk; raises what a save raised."""
+    """Blocks until all saves are on disk, and raises their errors."""
     self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Waits and releases the manager."""
+    """Waits for all saves and frees the checkpoint manager."""
     self._manager.close()

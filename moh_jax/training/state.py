@@ -1,4 +1,4 @@
-"""The train state: what a checkpoint must hold for an exact continuation."""
+"""The train state: everything that an exact continuation needs."""
 
 import dataclasses
 from typing import Any
@@ -16,14 +16,14 @@ from moh_jax.runtime.params import abstract_params, init_params, unbox
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """Everything a step reads and writes.
+  """Everything that a train step reads and writes.
 
   Attributes:
-    step: [] int32 optimizer steps done.
+    step: [] int32, number of optimizer steps done.
     params: parameter tree, float32.
-    opt_state: optax state.
+    opt_state: state of the optax optimizer.
     ema: averaged parameters, or None.
-    rng: [2] uint32 data of the run's key; a step folds its number in.
+    rng: [2] uint32, data of the run's random key; a step folds its number in.
   """
 
   step: jax.Array
@@ -42,20 +42,20 @@ def make_state(
   seed: int,
   keep_ema: bool,
 ) -> tuple[Any, Any]:
-  """Prepares the state's initialization, sharded over the mesh.
+  """Prepares the initialization of a state that is sharded over a mesh.
 
   Args:
-    model: the Linen module.
-    inputs: abstract positional arguments of the model.
-    optimizer: the gradient transformation.
+    model: Linen module.
+    inputs: abstract positional arguments of the module.
+    optimizer: gradient transformation.
     mesh: the devices.
-    seed: of the parameters and of every later random choice.
+    seed: seed of the parameters and of all random choices of the run.
     keep_ema: whether the state holds averaged parameters.
 
   Returns:
-    A function without arguments that initializes the state in place on the
-    devices, and the abstract state (ShapeDtypeStructs with shardings) that a
-    checkpoint is restored into.
+    A jitted function () -> initial state, which each device initialises its
+    part of, and the abstract state (ShapeDtypeStructs with shardings) to
+    restore a checkpoint into.
   """
 
   def init() -> TrainState:
@@ -73,37 +73,22 @@ def make_state(
   boxed = abstract_params(model, inputs)
   params = sharding.param_shardings(boxed, mesh)
   whole = sharding.replicated(mesh)
-  shardings = TrainState(
-    step=whole,
-    params=params,
-    opt_state=optimizer_shardings(optimizer, unbox(boxed), params, mesh),
-    ema=params if keep_ema else None,
-    rng=whole,
+  opt_state = optax.tree.map_params(  # moments are sharded like parameters
+    optimizer,
+    lambda _, param_sharding: param_sharding,
+    jax.eval_shape(optimizer.init, unbox(boxed)),
+    params,
+    transform_non_params=lambda _: whole,
   )
+  ema = params if keep_ema else None
+  shardings = TrainState(whole, params, opt_state, ema, whole)
   abstract = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     jax.eval_shape(init),
     shardings,
   )
-  # It runs once: on the CPU, compiling it fast matters more than running it.
+  # It runs once, and on CPUs optimizing it takes longer than running it.
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   return init, abstract
-
-
-def optimizer_shardings(
-  optimizer: optax.GradientTransformation,
-  abstract_params: Any,
-  shardings: Any,
-  mesh: Mesh,
-) -> Any:
-  """Shardings of the optimizer state: moments follow their parameters."""
-  state = jax.eval_shape(optimizer.init, abstract_params)
-  return optax.tree.map_params(
-    optimizer,
-    lambda _, placed: placed,
-    state,
-    shardings,
-    transform_non_params=lambda _: sharding.replicated(mesh),
-  )

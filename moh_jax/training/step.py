@@ -1,6 +1,5 @@
-"""One optimizer step, pure and jitted once."""
+"""The train step: one optimizer step on a global batch, a pure function."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from moh_jax.layers.partitioning import constrain
 from moh_jax.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
-# (params, batch, rng, [] int32 steps done before) -> ([] loss, metrics).
+# (params, batch, rng, [] int32 number of earlier steps) -> ([] loss, metrics).
 LossFn = Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 
 
@@ -29,22 +28,29 @@ def train_step(
   """Updates the state with one global batch.
 
   Args:
-    state: before the step; its buffers are donated.
-    batch: tree of [B, ...] arrays.
+    state: state before the step.
+    batch: tree of arrays [B, ...].
     loss_fn: (params, batch, rng, step) -> ([] loss, {name: [] metric}).
-    optimizer: the gradient transformation.
-    schedule: step -> learning rate, for the metrics.
-    accumulation: microbatches that the batch is cut into; gradients and
-      metrics are their means. The balance loss is then a mean over
-      microbatches of products of means, not of the whole batch.
-    ema_decay: decay of the averaged parameters; 0 leaves them.
+    optimizer: gradient transformation.
+    schedule: step -> learning rate, which is logged.
+    accumulation: number of microbatches that the batch is cut into; gradients
+      and metrics are means over them. The balance loss, a product of means over
+      tokens, is then computed for each microbatch and averaged.
+    ema_decay: decay of the averaged parameters; 0 leaves them unchanged.
 
   Returns:
-    The state after the step and float32 scalars.
+    The state after the step, and metrics as float32 scalars.
   """
   rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-  loss_fn = functools.partial(_at_step, loss_fn, state.step)
-  grads, metrics = _gradients(state.params, batch, rng, loss_fn, accumulation)
+
+  def gradients(batch: Any, rng: jax.Array) -> tuple[Any, Metrics]:
+    differentiate = jax.grad(loss_fn, has_aux=True)
+    return differentiate(state.params, batch, rng, state.step)
+
+  if accumulation == 1:
+    grads, metrics = gradients(batch, rng)
+  else:
+    grads, metrics = _mean_gradients(gradients, batch, rng, accumulation)
   metrics["grad_norm"] = optax.tree.norm(grads)
   metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -56,41 +62,35 @@ def train_step(
   return new_state, metrics
 
 
-def _at_step(
-  loss_fn: LossFn, step: jax.Array, params: Any, batch: Any, rng: jax.Array
-) -> tuple[jax.Array, Metrics]:
-  return loss_fn(params, batch, rng, step)
-
-
-def _gradients(
-  params: Any, batch: Any, rng: jax.Array, loss_fn: Callable, parts: int
+def _mean_gradients(
+  gradients: Callable, batch: Any, rng: jax.Array, parts: int
 ) -> tuple[Any, Metrics]:
-  """Mean gradients and metrics over `parts` microbatches."""
+  """Mean gradients and metrics over `parts` microbatches.
 
-  def one(batch: Any, rng: jax.Array) -> tuple[Any, Metrics]:
-    grads, metrics = jax.grad(loss_fn, has_aux=True)(params, batch, rng)
-    return grads, metrics
-
-  if parts == 1:
-    return one(batch, rng)
+  Args:
+    gradients: (microbatch, rng) -> (gradients, metrics).
+    batch: tree of arrays [B, ...].
+    rng: key of the step.
+    parts: number of microbatches.
+  """
 
   def split(x: jax.Array) -> jax.Array:
-    # Example i goes to microbatch i % parts: each microbatch keeps the batch's
-    # spread over the devices, so nothing moves between them.
+    # Example i goes to microbatch i % parts. So each microbatch is spread over
+    # the devices as the batch is, and no example moves to another device.
     x = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
     return constrain(x, None, "batch", *[None] * (x.ndim - 2))
 
   def add(total: Any, inputs: Any) -> tuple[Any, Metrics]:
     microbatch, index = inputs
-    grads, metrics = one(microbatch, jax.random.fold_in(rng, index))
+    grads, metrics = gradients(microbatch, jax.random.fold_in(rng, index))
     return jax.tree.map(jnp.add, total, grads), metrics
 
   inputs = (jax.tree.map(split, batch), jnp.arange(parts))
   first = jax.tree.map(lambda x: x[0], inputs)
-  shapes, _ = jax.eval_shape(lambda b: one(b, rng), first[0])
+  shapes, _ = jax.eval_shape(gradients, first[0], rng)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   total, metrics = jax.lax.scan(add, zeros, inputs)
-  # A metric may have no value in some microbatch; a loss always has one.
+  # A metric may be NaN in some microbatches, where it has no value.
   means = {
     name: values.mean() if name == "loss" else jnp.nanmean(values)
     for name, values in metrics.items()
@@ -99,11 +99,11 @@ def _gradients(
 
 
 def jit_train_step(*, state_shardings: Any = None, **options: Any) -> Callable:
-  """`train_step` with its options bound, jitted, the state donated.
+  """Jits `train_step`: (state, batch) -> (state, metrics), donating the state.
 
   Args:
-    state_shardings: shardings that the state keeps from step to step; None
-      leaves them to the compiler.
+    state_shardings: shardings of the returned state; None leaves them to the
+      compiler.
     **options: keyword arguments of `train_step`.
   """
 

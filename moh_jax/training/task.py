@@ -1,4 +1,4 @@
-"""What the training loop needs of a family."""
+"""Interface between a family and the training loop: its task."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -58,24 +58,24 @@ class TaskBuilder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """A family's training problem: all that the loop does not know.
+  """Everything that the training loop needs to know of a family and its data.
 
   Attributes:
-    model: the Linen module.
-    inputs: abstract positional arguments of the model, batch axis 1.
+    model: Linen module of the network.
+    inputs: abstract positional arguments of the network, with batch size 1.
     loss_fn: (params, batch, rng, step) -> (loss, metrics).
-    batches: (mesh) -> this process's training stream, at its beginning.
+    batches: (mesh) -> this process's training batches, from the first on.
     evaluate: (params, mesh) -> metrics of the whole held-out split; empty where
       there is none.
     class_names: names of the labels, empty where there are none.
-    unit: what throughput counts.
-    units_per_step: how many of them a step takes.
-    preview: (params, mesh) -> a picture [rows, columns, channels] uint8 to
-      watch the run by, or None.
+    unit: unit of throughput, "images" or "tokens".
+    units_per_step: number of units in a global batch.
+    preview: (params, mesh) -> image [rows, columns, channels] uint8 that shows
+      the progress of the run, or None.
     preview_every: steps between previews.
-    tokenizer: of the text that the model reads, or None.
-    drawn: (examples) -> metrics of the first so many of the training stream, to
-      log; or None.
+    tokenizer: tokenizer of the text that the model reads, or None.
+    stream_metrics: (n) -> metrics of the first n examples of the training
+      stream, which are logged too; or None.
     shown: the family's own metrics that the progress shows, after the loss.
   """
 
@@ -90,7 +90,7 @@ class Task:
   preview: Preview | None = None
   preview_every: int = 0
   tokenizer: Tokenizer | None = None
-  drawn: Callable[[int], dict[str, float]] | None = None
+  stream_metrics: Callable[[int], dict[str, float]] | None = None
   shown: tuple[str, ...] = ()
 
 
@@ -112,16 +112,16 @@ def held_out_batches(
 def evaluate_held_out(
   config: Config, class_names: tuple[str, ...], eval_step: EvalStep
 ) -> Evaluate:
-  """Opens the held-out split and prepares its evaluation.
+  """Opens the held-out images and prepares their evaluation.
 
   Args:
-    config: the run.
-    class_names: of the labels that the model was trained with.
-    eval_step: sums over one batch.
+    config: config of the run.
+    class_names: class names that the model was trained with.
+    eval_step: (params, batch) -> sums of metrics over the batch.
 
   Raises:
     FileNotFoundError: there is no held-out split.
-    ValueError: its classes are others.
+    ValueError: the held-out split has other classes.
   """
   source = make_source(config, "val")
   if config.data.source != "fake":

@@ -1,4 +1,4 @@
-"""Starting a run from another run's parameters."""
+"""Starts a run from the parameters of another run."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import jax
-from flax import traverse_util
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
@@ -17,28 +17,27 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
 
 _LOG = logging.getLogger(__name__)
-_Flat = dict[tuple[str, ...], Any]
 
-
-# Fields without parameters of their own that the parameters were trained with.
+# Keys, or beginnings of keys, that change what the model computes with the same
+# parameters.
 _NUMERIC_FIELDS = ("model.norm_eps", "model.rope.", "model.router.gate_form")
 
 
 class WarmStart:
-  """The parameters of `train.init_from`, fitted to a run's model."""
+  """Parameters of the checkpoint `train.init_from`, fitted to a run's model."""
 
   def __init__(self, ours: Metadata, abstract: Any, mesh: Mesh):
-    """Checks, before any long work, that the parameters fit.
+    """Checks that the checkpoint fits the run, without reading parameters.
 
     Args:
-      ours: of the run.
-      abstract: its parameters as ShapeDtypeStructs with shardings.
+      ours: metadata of the run.
+      abstract: parameters of the run as ShapeDtypeStructs with shardings.
       mesh: the devices.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
       ValueError: its model is of another family or shape, computes something
-        else with the same parameters, or reads another tokenizer's ids.
+        else with the same parameters, or was trained with another tokenizer.
     """
     config = ours.config
     self._directory = config.train.init_from
@@ -89,18 +88,18 @@ class WarmStart:
     )
 
   def _check(self, fitted: Any) -> None:
-    needed, given = _flat(self._abstract), _flat(fitted)
+    needed, given = flatten_dict(self._abstract), flatten_dict(fitted)
     wrong = []
     for path, leaf in needed.items():
       shape = given[path].shape if path in given else None
-      drawn = shape is None and _is_router(path)
-      if shape != leaf.shape and not drawn:
+      new_router = shape is None and "router" in path
+      if shape != leaf.shape and not new_router:
         found = "missing" if shape is None else shape
         wrong.append(f"{'/'.join(path)} {found}, {leaf.shape} needed")
     wrong += [
       f"{'/'.join(path)} not used"
       for path in given
-      if path not in needed and not _is_router(path)
+      if path not in needed and "router" not in path
     ]
     if wrong:
       more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -109,34 +108,26 @@ class WarmStart:
         f"{'; '.join(wrong[:3])}{more}"
       )
 
-  def load(self, drawn: Any) -> Any:
+  def load(self, initial: Any) -> Any:
     """Reads the parameters.
 
     Args:
-      drawn: the run's own initial parameters; its routers stay where the
-        checkpoint has none.
+      initial: initial parameters of the run, of which the routers are kept if
+        the checkpoint has none.
 
     Returns:
-      The parameters to start from, sharded like `drawn`.
+      The parameters to start from, sharded like `initial`.
     """
     stored = checkpoint.restore_params(
       self._directory, self._step, self._stored, use_ema=True
     )
 
-    def combine(stored: Any, drawn: Any) -> Any:
-      given, own = _flat(self._fit(stored)), _flat(drawn)
-      return traverse_util.unflatten_dict(
+    def combine(stored: Any, initial: Any) -> Any:
+      given, own = flatten_dict(self._fit(stored)), flatten_dict(initial)
+      return unflatten_dict(
         {path: given.get(path, leaf) for path, leaf in own.items()}
       )
 
     shardings = jax.tree.map(lambda x: x.sharding, self._abstract)
     _LOG.info("parameters of %s, step %d", self._directory, self._step)
-    return jax.jit(combine, out_shardings=shardings)(stored, drawn)
-
-
-def _flat(params: Any) -> _Flat:
-  return traverse_util.flatten_dict(params)
-
-
-def _is_router(path: tuple[str, ...]) -> bool:
-  return "router" in path
+    return jax.jit(combine, out_shardings=shardings)(stored, initial)

@@ -13,7 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.autoencoder import VAEConfig
-from moh_jax.convert import vae
+from moh_jax.convert import rules, vae
 from moh_jax.convert.downloads import VAE_FILES
 from tests.convert.stored import save_tensors
 
@@ -53,8 +53,13 @@ def _params(config: VAEConfig = _CONFIG):
   )
 
 
+def _dump(params, config):
+  """Parameters as public tensors."""
+  return rules.dump_params(vae.vae_rules(config), params)
+
+
 def _tensors() -> dict[str, np.ndarray]:
-  return dict(vae.dump_vae(_params(), _CONFIG))
+  return dict(_dump(_params(), _CONFIG))
 
 
 def _old_names(tensors, *, convolutions):
@@ -74,7 +79,7 @@ class NamesTest(parameterized.TestCase):
     tensors = _tensors()
     params = vae.convert_vae(tensors, _CONFIG, source="some.file")
     chex.assert_trees_all_equal(params, _params())
-    chex.assert_trees_all_equal(dict(vae.dump_vae(params, _CONFIG)), tensors)
+    chex.assert_trees_all_equal(dict(_dump(params, _CONFIG)), tensors)
 
   @parameterized.parameters(False, True)
   def test_old_names_give_the_same_parameters(self, convolutions):
@@ -110,7 +115,7 @@ class InferTest(parameterized.TestCase):
   )
   def test_sizes_come_from_the_shapes(self, config):
     shapes = jax.eval_shape(
-      functools.partial(vae.dump_vae, config=config), vae.abstract_vae(config)
+      functools.partial(_dump, config=config), vae.abstract_vae(config)
     )
     self.assertEqual(vae.infer_config(shapes, source="some.file"), config)
 
@@ -150,7 +155,7 @@ class LoadTest(parameterized.TestCase):
 
   def test_file_without_config_and_half_precision(self):
     config = VAEConfig(block_out_channels=(32,), layers_per_block=1)
-    tensors = vae.dump_vae(_params(config), config)
+    tensors = _dump(_params(config), config)
     half = {name: x.astype(np.float16) for name, x in tensors.items()}
     file = self.folder / "vae.safetensors"
     save_tensors(file, half)

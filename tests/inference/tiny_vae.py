@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config.autoencoder import VAEConfig
-from moh_jax.convert import vae
+from moh_jax.convert import rules, vae
 from moh_jax.convert.downloads import VAE_FILES
 from tests.convert.stored import save_tensors
 
@@ -39,7 +39,8 @@ def save(folder, seed=0):
     "norm_num_groups": CONFIG.norm_groups,
   }
   (folder / "config.json").write_text(json.dumps(entries))
-  save_tensors(folder / VAE_FILES[0], vae.dump_vae(params(seed), CONFIG))
+  tensors = rules.dump_params(vae.vae_rules(CONFIG), params(seed))
+  save_tensors(folder / VAE_FILES[0], tensors)
 
 
 def save_images(root, per_class=5, seed=0):

@@ -11,7 +11,7 @@ import jax
 from absl.testing import absltest
 
 from moh_jax.config import RouterConfig, without_router
-from moh_jax.data.text.tokenize import tokenize_splits
+from moh_jax.data.text.tokenize import held_out_parts, tokenize
 from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
@@ -32,11 +32,11 @@ class TuningTest(absltest.TestCase):
     parts = [part[i : i + 800] for part in parts for i in range(0, 8000, 800)]
     text = cls.root / "text.jsonl"
     text.write_text("".join(json.dumps({"text": p}) + "\n" for p in parts if p))
-    tokenize_splits(
+    tokenize(
       [str(text)],
       load_tokenizer("bytes"),
       cls.root / "tokens",
-      held_out=0.2,
+      held_out_parts(0.2),
       progress=False,
     )
     mha = dataclasses.replace(

@@ -1,1 +1,1 @@
-"""Labelled images and latents: sources, transforms, shards."""
+"""Labelled images and latents: sources, transforms, and their shards."""

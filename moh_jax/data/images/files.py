@@ -1,4 +1,4 @@
-"""Encoded images: folders of them, and their pixels."""
+"""Image files: lists of folders with classes, and decoding to pixels."""
 
 import hashlib
 import io
@@ -16,10 +16,10 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
-  """Reads one image file in any format Pillow knows.
+  """Reads one image file in any format that Pillow knows.
 
   Args:
-    file: path, local or of a bucket.
+    file: path, local or in a bucket.
     channels: 1 converts to grey, 3 to RGB.
 
   Returns:
@@ -27,7 +27,7 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: the file is no image, or a truncated one.
+    ValueError: the file is not an image, or truncated.
   """
   _check_channels(channels)
   path = epath.Path(file)
@@ -41,18 +41,18 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
 
 
 def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
-  """Reads one image from the bytes of its file.
+  """Decodes one image from the bytes of its file.
 
   Args:
-    content: in any format Pillow knows.
+    content: bytes of a file in any format that Pillow knows.
     channels: 1 converts to grey, 3 to RGB.
-    name: the image, for errors.
+    name: name of the image, for error messages.
 
   Returns:
     [X, Y, channels] uint8.
 
   Raises:
-    ValueError: the bytes are no image, or a truncated one.
+    ValueError: the bytes are not an image, or truncated.
   """
   _check_channels(channels)
   return _decode(io.BytesIO(content), channels, name)
@@ -76,13 +76,13 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
 def list_images(
   folder: str | os.PathLike,
 ) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
-  """Lists folder/CLASS/*, classes in alphabetical order.
+  """Lists the images FOLDER/CLASS/*, classes in alphabetical order.
 
   Args:
     folder: local directory or bucket.
 
   Returns:
-    The class names, and the files as (CLASS/NAME, label).
+    The class names, and for each file ("CLASS/NAME", label).
 
   Raises:
     FileNotFoundError: there is no image.
@@ -122,7 +122,7 @@ def list_classes(folder: str | os.PathLike) -> list[epath.Path]:
 
 
 def fingerprint(files: list[tuple[str, int]]) -> str:
-  """Which images these are, in which order: their number and a hash."""
+  """Identifies a list of images and labels: its length and a hash of names."""
   digest = hashlib.sha256()
   for name, label in files:
     digest.update(f"{label} {name}\n".encode(errors="surrogateescape"))
@@ -132,15 +132,16 @@ def fingerprint(files: list[tuple[str, int]]) -> str:
 def find_splits(
   root: str | os.PathLike, split: str | None = None
 ) -> dict[str, epath.Path]:
-  """Which folders of classes (or packed images) a directory holds.
+  """Finds the splits of a directory of images.
 
   Args:
-    root: holds train/ or val/, or the classes themselves.
-    split: the one that is wanted; where `root` has no train/ or val/, the name
-      that its images get. None takes all there are, and "train" for the latter.
+    root: directory that holds train/ and val/ (or one of them), or the classes
+      or packed images of one split directly.
+    split: the wanted split; None finds all. If `root` is one split directly,
+      this is the name it gets, "train" for None.
 
   Returns:
-    Folder by split.
+    Folders by the name of the split.
 
   Raises:
     FileNotFoundError: there is no such directory or split.
@@ -161,7 +162,10 @@ def find_splits(
 
 
 def _is_split(folder: epath.Path) -> bool:
-  """A class may be called "train" too; it holds files."""
+  """Whether a folder holds classes or packed images.
+
+  A class may be called "train" too, but holds image files alone.
+  """
   return folder.is_dir() and any(
     entry.is_dir() or entry.name == "metadata.json"
     for entry in folder.iterdir()
@@ -178,7 +182,7 @@ def _check_channels(channels: int):
 def _decode(stream: IO[bytes], channels: int, name: str) -> np.ndarray:
   try:
     with warnings.catch_warnings():
-      # Pillow's remarks on odd files: what matters is raised.
+      # Pillow warns of odd but readable files; unreadable ones raise.
       warnings.simplefilter("ignore", UserWarning)
       with Image.open(stream) as image:
         return to_pixels(image, channels)
@@ -189,7 +193,7 @@ def _decode(stream: IO[bytes], channels: int, name: str) -> np.ndarray:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-  """Scales 16-bit greys, which Pillow's `convert` would clip to white."""
+  """Scales 16-bit grey images, which Pillow's `convert` would clip to white."""
   if not image.mode.startswith("I"):
     return image
   pixels = np.clip(np.asarray(image), 0, 65535)

@@ -1,14 +1,14 @@
-"""Latents in shards: what `encode-latents` writes and diffusion models read.
+"""Latents in shards, as `encode-latents` writes and diffusion training reads.
 
 The header of a record is {"label": 3, "name": "ant/1.jpg"}. The payload is a
-little-endian float16 array [2, 2, X, Y, channels]: the image and its mirror
-image, and of each the mean and the log-variance of the autoencoder's posterior.
-float16 halves the disk (32 KiB for an image of 256 x 256 pixels). It rounds a
-mean of 4 to 8 by at most 0.002, which is 0.0004 after `latent_scale` and a 25th
-of the smallest noise that training adds (0.01 at the first timestep).
+little-endian float16 array [2, 2, X, Y, channels]: for the image and for its
+mirror image, mean and log-variance of the autoencoder's posterior. float16
+takes half the disk space of float32 (32 KiB for an image of 256 x 256 pixels).
+It rounds a mean between 4 and 8 by at most 0.002; after `latent_scale` that is
+0.0004, a 25th of the smallest noise of the training (0.01 at timestep 0).
 
-metadata.json has "class_names", "latent_shape", "latent_scale", "image_size",
-"vae", "vae_sha256" and "encoded_from".
+metadata.json has the fields "class_names", "latent_shape", "latent_scale",
+"image_size", "vae", "vae_sha256" and "encoded_from".
 """
 
 import dataclasses
@@ -27,10 +27,11 @@ DTYPE = np.dtype("<f2")
 
 
 class LatentSource:
-  """Posteriors of path/SPLIT/*.array_record.
+  """Source of the latents in PATH/SPLIT/*.array_record.
 
-  `source[i]` = {"image": [2, 2, X, Y, channels] float16 (image and mirror, mean
-  and log-variance), "label": int32}.
+  `source[i]` is {"image": [2, 2, X, Y, channels] float16, "label": int32}. The
+  first axis is the image and its mirror image, the second mean and
+  log-variance.
   """
 
   def __init__(self, path: str, split: str):
@@ -38,11 +39,11 @@ class LatentSource:
 
     Args:
       path: directory of the splits, local or mounted.
-      split: "train" or "val"; "" is `path` itself.
+      split: "train" or "val"; "" reads `path` itself.
 
     Raises:
       FileNotFoundError: metadata.json or a shard is missing.
-      ValueError: metadata.json does not fit, or a shard is truncated.
+      ValueError: the set holds no latents, or a shard is truncated.
     """
     self._shards = Shards(pathlib.Path(path) / split, KIND)
     self.metadata = self._shards.metadata
@@ -65,14 +66,14 @@ class LatentSource:
     return {"image": moments, "label": np.int32(header["label"])}
 
   def name(self, index: int) -> str:
-    """The place of a record."""
+    """Names an example for messages, by its shard and position."""
     return self._shards.locate(index)
 
   def check_fits(self, config: Config) -> None:
-    """Refuses latents that the configured model was not made for.
+    """Checks that the configured model takes these latents.
 
     Raises:
-      ValueError: their shape or scale is another.
+      ValueError: shape or scale differ.
     """
     if self.latent_shape != config.model.input_shape:
       raise ValueError(
@@ -90,13 +91,13 @@ class LatentSource:
 
 
 def encode_moments(moments: np.ndarray) -> bytes:
-  """The payload of a record.
+  """Encodes the payload of a record.
 
   Args:
-    moments: [2, 2, X, Y, channels] float.
+    moments: [2, 2, X, Y, channels] float, see the head of this file.
 
   Raises:
-    ValueError: a value is not finite, or beyond float16.
+    ValueError: a value is not finite in float16.
   """
   with np.errstate(over="ignore"):
     stored = moments.astype(DTYPE)
@@ -108,20 +109,26 @@ def encode_moments(moments: np.ndarray) -> bytes:
 def sample_posterior(
   mean: np.ndarray, log_variance: np.ndarray, noise: np.ndarray
 ) -> np.ndarray:
-  """Latents of the autoencoder's Gaussians for standard normal noise."""
+  """Samples latents: mean + exp(log_variance / 2) * noise.
+
+  Args:
+    mean: any shape.
+    log_variance: the same shape.
+    noise: standard normal noise of the same shape.
+  """
   return mean + np.exp(0.5 * log_variance) * noise
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleLatent(grain.transforms.RandomMap):
-  """Draws a latent from the posterior of the image or of its mirror image."""
+  """Samples a latent from the posterior of the image or of its mirror image."""
 
   scale: float
 
   def random_map(
     self, element: dict[str, Any], rng: np.random.Generator
   ) -> dict[str, Any]:
-    """[2, 2, X, Y, channels] -> [X, Y, channels] float32, scaled."""
+    """Maps "image" [2, 2, X, Y, channels] to [X, Y, channels] float32."""
     mirrored = int(rng.random() < 0.5)
     mean, log_variance = element["image"][mirrored].astype(np.float32)
     noise = rng.standard_normal(mean.shape, np.float32)
@@ -131,11 +138,11 @@ class SampleLatent(grain.transforms.RandomMap):
 
 @dataclasses.dataclass(frozen=True)
 class MeanLatent(grain.transforms.Map):
-  """The posterior's mean of the image as it is."""
+  """Takes the posterior's mean of the image that is not mirrored."""
 
   scale: float
 
   def map(self, element: dict[str, Any]) -> dict[str, Any]:
-    """[2, 2, X, Y, channels] -> [X, Y, channels] float32, scaled."""
+    """Maps "image" [2, 2, X, Y, channels] to [X, Y, channels] float32."""
     mean = element["image"][0, 0].astype(np.float32)
     return {**element, "image": mean * np.float32(self.scale)}

@@ -1,4 +1,4 @@
-"""Packs folders of images into shards."""
+"""Packs a folder of images into array_record shards."""
 
 import concurrent.futures
 import os
@@ -11,7 +11,7 @@ from moh_jax.data.images.files import fingerprint, list_images
 from moh_jax.data.images.records import KIND
 from moh_jax.data.shard_writer import ShardSetWriter
 
-_THREADS = 8  # that read files
+_THREADS = 8  # threads that read image files
 
 
 def pack_images(
@@ -21,24 +21,24 @@ def pack_images(
   shard_size: int = 1024,
   progress: bool = True,
 ) -> dict[str, Any]:
-  """Packs folder/CLASS/* into shards; continues where it was interrupted.
+  """Packs FOLDER/CLASS/* into shards; continues an interrupted run.
 
-  The files are copied as they are, readable or not: `data.bad_images` says what
-  becomes of a bad one.
+  Files are copied unchanged and not decoded; the option `data.bad_images`
+  decides how training treats files that cannot be decoded.
 
   Args:
-    folder: the classes, local or in a bucket.
-    out: folder of the set, local or mounted.
-    shard_size: images of a shard.
+    folder: folder of the classes, local or in a bucket.
+    out: folder of the new set, local or mounted.
+    shard_size: images per shard.
     progress: show a progress bar on stderr.
 
   Returns:
-    What metadata.json says.
+    The content of metadata.json.
 
   Raises:
     FileNotFoundError: there is no image.
-    OSError: an image cannot be read, or a shard not written.
-    ValueError: `out` holds other images or shards of another size.
+    OSError: an image cannot be read, or a shard not be written.
+    ValueError: `out` holds a set of other images or another shard size.
   """
   class_names, files = list_images(folder)
   writer = ShardSetWriter(

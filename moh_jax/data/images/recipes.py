@@ -1,4 +1,4 @@
-"""Which transforms a run's examples go through."""
+"""Chooses the transforms of a run's examples from its config."""
 
 from moh_jax.config import Config
 from moh_jax.data.images import latents, transforms
@@ -10,7 +10,7 @@ def is_latent(config: Config) -> bool:
 
 
 def crops_center(config: Config, split: str) -> bool:
-  """Whether images of a split go through ADM's centre crop."""
+  """Whether images of a split get ADM's centre crop, see `CenterCrop`."""
   if is_latent(config):
     return False
   center = config.data.augment == "center_flip"
@@ -20,8 +20,8 @@ def crops_center(config: Config, split: str) -> bool:
 def train_recipe(config: Config) -> list:
   """The transforms of training examples, in order.
 
-  Images become pixels, latents samples of their posterior; random latents are
-  ready as they are.
+  They make normalized pixels of images, and samples of stored posteriors. The
+  random latents of the source "fake" need none.
   """
   if config.data.source == "latents":
     return [latents.SampleLatent(config.diffusion.latent_scale)]
@@ -31,9 +31,9 @@ def train_recipe(config: Config) -> list:
 
 
 def eval_recipe(config: Config) -> list:
-  """The transforms of held-out examples, in order.
+  """The transforms of held-out examples, in order; none is random.
 
-  Nothing is random. Diffusion models are always compared on the centre crop.
+  Diffusion models are always evaluated on the centre crop.
   """
   if config.data.source == "latents":
     return [latents.MeanLatent(config.diffusion.latent_scale)]

@@ -1,7 +1,8 @@
-"""Encoded images in shards: what `pack-images` writes and training reads.
+"""Encoded images in shards, as `pack-images` writes and training reads.
 
 The header of a record is {"label": 3, "name": "ant/1.jpg"}; the payload is the
-image file as it was. metadata.json has "class_names".
+unchanged image file. metadata.json has the fields "class_names", "images" (a
+fingerprint of the list of files) and "packed_from".
 """
 
 import pathlib
@@ -16,19 +17,19 @@ KIND = "images"
 
 
 class ArrayRecordSource:
-  """Images in path/SPLIT/*.array_record, as `pack-images` writes them."""
+  """Source of the images in PATH/SPLIT/*.array_record."""
 
   def __init__(self, path: str, split: str, channels: int):
     """Opens a split.
 
     Args:
       path: directory of the splits, local or mounted.
-      split: "train" or "val"; "" is `path` itself.
+      split: "train" or "val"; "" reads `path` itself.
       channels: 1 decodes to grey, 3 to RGB.
 
     Raises:
       FileNotFoundError: metadata.json or a shard is missing.
-      ValueError: metadata.json does not fit, or a shard is truncated.
+      ValueError: the set holds no images, or a shard is truncated.
     """
     self._folder = pathlib.Path(path) / split
     self._shards = Shards(self._folder, KIND)
@@ -37,7 +38,7 @@ class ArrayRecordSource:
 
   @property
   def fingerprint(self) -> str:
-    """Which images these are, in which order."""
+    """Identifies the list of images, see `files.fingerprint`."""
     return self._shards.metadata["images"]
 
   def __len__(self) -> int:
@@ -50,7 +51,7 @@ class ArrayRecordSource:
     return {"image": image, "label": np.int32(header["label"])}
 
   def name(self, index: int) -> str:
-    """The image's CLASS/NAME, or its place where the record is damaged."""
+    """The image's "CLASS/NAME"; shard and position if the record is damaged."""
     try:
       return self._shards[index][0]["name"]
     except ValueError:

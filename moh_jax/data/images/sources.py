@@ -1,8 +1,8 @@
 """Random-access sources of labelled images.
 
-A source has `len()`, `source[i]` = {"image": [X, Y, channels] uint8, "label":
-int32}, `class_names` and `channels`. Sources of latents give what their
-transform reads instead of the image.
+A source has a length, the attributes `class_names` and `channels`, and examples
+`source[i]` = {"image": [X, Y, channels] uint8, "label": int32}. In sources of
+latents "image" is the stored posterior, see `latents.py`.
 """
 
 import functools
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ImageSource(Protocol):
-  """What the pipelines read."""
+  """A source of labelled images, as the pipelines read it."""
 
   class_names: tuple[str, ...]
   channels: int
@@ -37,13 +37,13 @@ class ImageSource(Protocol):
     """Number of examples."""
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    """One example: "image" [X, Y, channels] uint8 and "label" int32."""
+    """Returns {"image": [X, Y, channels] uint8, "label": int32}."""
 
 
 class DigitsSource:
-  """Scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, 16 greys.
+  """Scikit-learn's handwritten digits: 1,797 scans, 8 x 8 pixels, 16 greys.
 
-  The held-out split is a fixed fifth (359 scans), the same in every run.
+  The held-out split is a fixed fifth of them, 359 scans.
   """
 
   class_names = tuple(str(digit) for digit in range(10))
@@ -74,14 +74,14 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 class ImageFolderSource:
-  """Images in path/SPLIT/CLASS/*, classes in alphabetical order."""
+  """Source of the image files PATH/SPLIT/CLASS/*; labels are alphabetical."""
 
   def __init__(self, path: str, split: str, channels: int):
-    """Lists a split.
+    """Lists the files of a split.
 
     Args:
       path: directory of the splits, local or a bucket.
-      split: "train" or "val"; "" is `path` itself.
+      split: "train" or "val"; "" reads `path` itself.
       channels: 1 converts to grey, 3 to RGB.
 
     Raises:
@@ -98,7 +98,7 @@ class ImageFolderSource:
 
   @property
   def fingerprint(self) -> str:
-    """Which images these are, in which order."""
+    """Identifies the list of images, see `files.fingerprint`."""
     return fingerprint(self._files)
 
   def __len__(self) -> int:
@@ -110,14 +110,14 @@ class ImageFolderSource:
     return {"image": image, "label": np.int32(label)}
 
   def name(self, index: int) -> str:
-    """The image's CLASS/NAME."""
+    """The image's "CLASS/NAME"."""
     return self._files[index][0]
 
 
 class FakeSource:
-  """Random examples and labels, a function of the index alone.
+  """Random images (or latents) and labels; example i is the same in every run.
 
-  Images, or latents of unit variance where a model is made for latents.
+  Pixels are uniform, latents are standard normal.
   """
 
   def __init__(
@@ -149,7 +149,7 @@ class FakeSource:
 
 
 def has_split(config: Config, split: str) -> bool:
-  """Whether the configured source has a split at all, whole or not."""
+  """Whether the data has a split: its folder exists, complete or not."""
   path = config.data.path
   return not path or (epath.Path(path) / split).exists()
 
@@ -157,11 +157,12 @@ def has_split(config: Config, split: str) -> bool:
 def make_source(config: Config, split: str) -> ImageSource:
   """Opens one split of the configured source.
 
-  Bad images of the training split follow `data.bad_images`; in the held-out
-  split they raise, as figures on other images would be others.
+  `data.bad_images` decides what happens to unreadable images of the training
+  split. In the held-out split they always raise: metrics on fewer images could
+  not be compared.
 
   Args:
-    config: the run.
+    config: config of the run.
     split: "train" or "val".
 
   Raises:
@@ -213,15 +214,15 @@ def make_source(config: Config, split: str) -> ImageSource:
 def check_class_names(
   ours: tuple[str, ...], theirs: tuple[str, ...], where: str
 ) -> None:
-  """Refuses labels that mean different classes.
+  """Checks that the labels of model and data mean the same classes.
 
   Args:
-    ours: names of the model's outputs.
-    theirs: names of the data's classes.
-    where: the data, for the message.
+    ours: class names that the model was trained with.
+    theirs: class names of the data.
+    where: name of the data, for the message.
 
   Raises:
-    ValueError: a name differs.
+    ValueError: a label has two names.
   """
   for label, (mine, other) in enumerate(zip(ours, theirs)):
     if mine != other:

@@ -1,4 +1,4 @@
-"""What becomes of images that cannot be read, or are too small."""
+"""Handles images that cannot be read or are too small: raises or replaces."""
 
 import logging
 from typing import Any
@@ -7,10 +7,10 @@ _log = logging.getLogger(__name__)
 
 
 class CheckedSource:
-  """A source whose bad images are refused, or replaced by the next good one.
+  """A source whose bad images raise, or are replaced by the next good one.
 
-  The replacement depends on the index alone, so a stream over this source has
-  the same length and the same positions as over a source without bad images.
+  The replacement depends on the index alone, so a stream keeps its length and
+  its positions whatever images are bad.
   """
 
   def __init__(
@@ -19,10 +19,10 @@ class CheckedSource:
     """Wraps a source.
 
     Args:
-      source: its examples raise ValueError or FileNotFoundError where they
-        cannot be read.
-      skip: replace bad images; otherwise they raise.
-      smallest: rows and columns that an image must have.
+      source: source that raises ValueError or FileNotFoundError for an example
+        that it cannot read.
+      skip: whether bad images are replaced; otherwise they raise.
+      smallest: minimum rows and columns of an image.
     """
     self._source, self._skip, self._smallest = source, skip, smallest
     self._bad: dict[int, object] = {}
@@ -30,7 +30,7 @@ class CheckedSource:
     self.channels = source.channels
 
   def name(self, index: int) -> str:
-    """The image's name."""
+    """Name of image `index`, for messages."""
     return self._source.name(index)
 
   def __len__(self) -> int:
@@ -59,7 +59,7 @@ class CheckedSource:
     return example
 
   def _warn_once(self, index: int, error: Exception):
-    mine = object()
-    # One step, so that of several threads exactly one warns.
-    if self._bad.setdefault(index, mine) is mine:
+    token = object()
+    # `setdefault` is atomic, so exactly one of several threads warns.
+    if self._bad.setdefault(index, token) is token:
       _log.warning("skipped %s (%d so far)", error, len(self._bad))

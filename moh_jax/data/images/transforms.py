@@ -1,6 +1,6 @@
-"""Image transforms: small picklable classes over {"image", "label"} examples.
+"""Image transforms: picklable classes that map {"image", "label"} examples.
 
-Pixels are uint8 until `Normalize`.
+Images are [X, Y, channels] uint8 until `Normalize` makes them float32.
 """
 
 import dataclasses
@@ -21,13 +21,14 @@ def resize(
   box: tuple | None = None,
   resample: Image.Resampling = Image.Resampling.BICUBIC,
 ) -> np.ndarray:
-  """Resize with antialiasing.
+  """Resizes an image with antialiasing.
 
   Args:
     image: [X, Y, channels] uint8.
     size: rows and columns of the result.
-    box: (left, upper, right, lower) part of the image to read; None is all.
-    resample: the filter.
+    box: part of the image to read, (left, upper, right, lower) in pixels; None
+      reads all of it.
+    resample: Pillow's filter.
 
   Returns:
     [*size, channels] uint8.
@@ -44,7 +45,7 @@ def resize(
 
 @dataclasses.dataclass(frozen=True)
 class Resize(grain.transforms.Map):
-  """Resizes to `size` (rows, columns) whatever the aspect."""
+  """Resizes to `size` (rows, columns), whatever the aspect ratio."""
 
   size: tuple[int, int]
 
@@ -64,22 +65,16 @@ class ResizeCenterCrop(grain.transforms.Map):
     """Resizes and crops one example."""
     image = element["image"]
     scale = self.shorter / min(image.shape[:2])
-    scaled = tuple(
-      max(round(side * scale), wanted)
-      for side, wanted in zip(image.shape[:2], self.size)
-    )
-    image = resize(image, scaled)
-    top, left = ((s - w) // 2 for s, w in zip(scaled, self.size))
-    rows, columns = self.size
-    return {**element, "image": image[top : top + rows, left : left + columns]}
+    return {**element, "image": _scale_and_crop(image, scale, self.size)}
 
 
 @dataclasses.dataclass(frozen=True)
 class CenterCrop(grain.transforms.Map):
-  """ADM's centre crop (arXiv:2105.05233), as DiT and its FID use it.
+  """ADM's centre crop (arXiv:2105.05233), which DiT and its FID use.
 
-  Halves the image with a box filter while it has twice the size, then resizes
-  the shorter side with a bicubic one, then crops. Smaller images are enlarged.
+  Halves the image with a box filter while both sides have at least twice the
+  wanted size, then resizes it bicubically until it just covers that size, and
+  crops the centre. Smaller images are enlarged.
   """
 
   size: tuple[int, int]
@@ -90,7 +85,7 @@ class CenterCrop(grain.transforms.Map):
 
 
 def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-  """The rule of `CenterCrop`.
+  """Crops the centre of an image as `CenterCrop` describes.
 
   Args:
     image: [X, Y, channels] uint8.
@@ -103,6 +98,13 @@ def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     halves = (image.shape[0] // 2, image.shape[1] // 2)
     image = resize(image, halves, resample=Image.Resampling.BOX)
   scale = max(wanted / s for s, wanted in zip(image.shape, size))
+  return _scale_and_crop(image, scale, size)
+
+
+def _scale_and_crop(
+  image: np.ndarray, scale: float, size: tuple[int, int]
+) -> np.ndarray:
+  """Multiplies both sides by `scale`, then crops the centre to `size`."""
   scaled = tuple(
     max(round(s * scale), wanted) for s, wanted in zip(image.shape, size)
   )
@@ -113,10 +115,10 @@ def center_crop(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class RandomFlip(grain.transforms.RandomMap):
-  """Mirrors half of the images, left to right."""
+  """Mirrors an image left to right with probability 1/2."""
 
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    """Mirrors one example, or does not."""
+    """Mirrors one example or leaves it."""
     if rng.random() < 0.5:
       return {**element, "image": element["image"][:, ::-1]}
     return element
@@ -124,7 +126,7 @@ class RandomFlip(grain.transforms.RandomMap):
 
 @dataclasses.dataclass(frozen=True)
 class RandomShift(grain.transforms.RandomMap):
-  """Pads by an eighth of each side (at least one pixel) and crops at random."""
+  """Pads each side by an eighth of it (at least 1 pixel), crops at random."""
 
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     """Shifts one example."""
@@ -141,12 +143,12 @@ class RandomShift(grain.transforms.RandomMap):
 
 @dataclasses.dataclass(frozen=True)
 class RandomCropFlip(grain.transforms.RandomMap):
-  """Random resized crop (arXiv:1409.4842) and horizontal flip.
+  """Random resized crop (arXiv:1409.4842) and random horizontal flip.
 
   Attributes:
     size: rows and columns of the result.
-    area: smallest and largest share of the image's area.
-    aspect: smallest and largest width over height.
+    area: smallest and largest area of a crop over the image's area.
+    aspect: smallest and largest width over height of a crop.
   """
 
   size: tuple[int, int]
@@ -162,6 +164,7 @@ class RandomCropFlip(grain.transforms.RandomMap):
     return {**element, "image": image}
 
   def _box(self, shape: tuple[int, int], rng: np.random.Generator) -> tuple:
+    """Samples the crop (left, upper, right, lower) of an image."""
     rows, columns = shape
     for _ in range(10):
       area = rows * columns * rng.uniform(*self.area)
@@ -171,14 +174,14 @@ class RandomCropFlip(grain.transforms.RandomMap):
         left = int(rng.integers(columns - width + 1))
         top = int(rng.integers(rows - height + 1))
         return left, top, left + width, top + height
-    side = min(rows, columns)  # no crop of that shape fits: the centre square
+    side = min(rows, columns)  # ten crops did not fit: take the centre square
     left, top = (columns - side) // 2, (rows - side) // 2
     return left, top, left + side, top + side
 
 
 @dataclasses.dataclass(frozen=True)
 class Normalize(grain.transforms.Map):
-  """uint8 pixels to float32, (pixel / 255 - mean) / std per channel."""
+  """Makes float32 of uint8 pixels: (pixel / 255 - mean) / std per channel."""
 
   mean: tuple[float, ...]
   std: tuple[float, ...]
@@ -191,7 +194,7 @@ class Normalize(grain.transforms.Map):
 
 
 def train_transforms(data: DataConfig, model: ImageModel) -> list:
-  """The transforms of training images, in order."""
+  """The transforms of training images, in order, as `data.augment` says."""
   size = model.input_shape[:2]
   normalize = Normalize(data.mean, data.std)
   if data.augment == "center_flip":
@@ -204,7 +207,10 @@ def train_transforms(data: DataConfig, model: ImageModel) -> list:
 
 
 def eval_transforms(data: DataConfig, model: ImageModel) -> list:
-  """The transforms of held-out images and of `classify`, in order."""
+  """The transforms of a classifier's held-out images, in order.
+
+  `classify` uses them too; none is random.
+  """
   size = model.input_shape[:2]
   fit = Resize(size)
   if data.augment == "center_flip":

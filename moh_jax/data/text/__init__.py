@@ -1,1 +1,1 @@
-"""Text: documents, tokenizers, token sets, packed sequences."""
+"""Text: documents, tokenizers, sets of tokens, and packed sequences."""

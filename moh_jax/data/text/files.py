@@ -1,8 +1,8 @@
-"""Documents from files: plain text, lines of JSON, Parquet.
+"""Reads documents from files of plain text, JSON lines and Parquet.
 
-The suffix says what a file is, before ".gz" or ".zst": ".jsonl", ".ndjson" and
-".json" hold one JSON object a line, ".parquet" a table; anything else is text,
-one document.
+The suffix decides what a file is; ".gz" or ".zst" may follow it. ".jsonl",
+".ndjson" and ".json" hold one JSON object per line, ".parquet" holds a table,
+and any other file is plain text that forms one document.
 """
 
 import contextlib
@@ -17,23 +17,24 @@ from moh_jax.data.extras import import_llm_extra
 from moh_jax.data.text.pieces import Piece, file_format, open_parquet
 from moh_jax.data.text.zstd import ZstdReader
 
-_ROWS = 256  # of a table that are in memory at one time
+_ROWS = 256  # rows of a table that are read into memory at one time
 
 
 def read_documents(piece: Piece, field: str) -> Iterator[tuple[str, str]]:
-  """Reads a piece's documents in order.
+  """Reads the documents of a piece, in order.
 
   Args:
     piece: part of a file.
-    field: of a JSON object, or column of a table, that is the text; null is "".
+    field: field of a JSON object, or column of a table, that holds the text;
+      null counts as "".
 
   Yields:
-    A name that no other document has ("web.jsonl:123", counted from 1; the
-    file's for plain text) and the text.
+    A unique name and the text of each document. The name is the file's for
+    plain text, else the file's with the line or row from 1: "web.jsonl:123".
 
   Raises:
-    ValueError: the file is damaged, is not UTF-8 or lacks the field; the file
-      and the line are named. Or an optional library is missing.
+    ValueError: the file is damaged, is not UTF-8 or lacks the field (the
+      message names file and line), or an optional library is missing.
   """
   kind, packing = file_format(piece.file)
   if kind == "parquet":
@@ -53,7 +54,7 @@ def _read_lines(
   piece: Piece, packing: str, field: str
 ) -> Iterator[tuple[str, str]]:
   with _open(piece.file, packing) as stream:
-    left = None
+    left = None  # bytes of the piece to read; None reads to the end
     if not packing:
       stream.seek(piece.start)
       left = piece.stop - piece.start
@@ -114,6 +115,7 @@ def _read_rows(piece: Piece, field: str) -> Iterator[tuple[str, str]]:
 
 
 def _checked(value: Any, field: str, where: str) -> str:
+  """Returns a field's text, or raises ValueError if it is none."""
   if value is None:
     return ""
   if not isinstance(value, str):
@@ -122,7 +124,7 @@ def _checked(value: Any, field: str, where: str) -> str:
     )
   try:
     value.encode()
-  except UnicodeEncodeError as error:  # "\ud800" is JSON but no text
+  except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not text
     raise ValueError(f"{where}: half a surrogate pair: {error}") from error
   return value
 
@@ -144,7 +146,7 @@ def _open(file: str, packing: str) -> IO[bytes]:
 
 @contextlib.contextmanager
 def _damage(where: str) -> Iterator[None]:
-  """Names what is damaged."""
+  """Turns errors of unpacking into a ValueError that names the place."""
   try:
     yield
   except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -1,11 +1,16 @@
-"""Packed sequences of a fixed length out of token sets.
+"""Packed sequences of a fixed length N, cut from sets of tokens.
 
-Sequence j of a set has the inputs j * N to (j + 1) * N - 1 and as targets the
-tokens after them, so every token is a target once. It is a pure function of j:
-{"inputs", "targets", "segments", "positions"} [N] int32 and "weights" [N]
-float32. Segments count the pieces of documents from 1; 0 is padding. Positions
-count from 0 within each. A weight is 0 where the target is padding or begins
-the next document. Documents that are not separate are one segment.
+The inputs of sequence j are tokens j * N to (j + 1) * N - 1 of the set, and its
+targets are the tokens that follow each of them, so every token but the first is
+a target once. A sequence depends on j alone and is a dict of arrays [N]:
+
+  inputs, targets: int32 token ids.
+  segments: int32, numbers the documents in the sequence from 1; 0 is padding.
+  positions: int32, counts from 0 within each segment.
+  weights: float32, 0 where the target is padding or starts the next document,
+    else 1.
+
+If documents are not kept apart, the whole sequence is one segment.
 """
 
 from typing import Any
@@ -18,7 +23,7 @@ Sequence = dict[str, np.ndarray]
 
 
 class PackedSource:
-  """The sequences of a set, in order."""
+  """Source of the packed sequences of a set of tokens, in order."""
 
   def __init__(
     self,
@@ -28,13 +33,14 @@ class PackedSource:
     *,
     keep_rest: bool = False,
   ):
-    """Describes the sequences; reads nothing.
+    """Prepares the source without reading tokens.
 
     Args:
-      token_set: the tokens.
-      length: N.
-      separate: keep documents apart.
-      keep_rest: give the tokens after the last whole sequence too, padded.
+      token_set: set of tokens to cut.
+      length: tokens of a sequence, N.
+      separate: keep documents apart, as segments of their own.
+      keep_rest: whether the tokens after the last whole sequence form a padded
+        one.
     """
     self.token_set = token_set
     self._length, self._separate = length, separate
@@ -61,7 +67,7 @@ class PackedSource:
 
 
 class FakeSequences:
-  """Random tokens and documents, a function of the index alone."""
+  """Source of random sequences; sequence i is the same in every run."""
 
   def __init__(
     self,
@@ -72,14 +78,14 @@ class FakeSequences:
     *,
     seed: int = 0,
   ):
-    """Describes them.
+    """Prepares the source.
 
     Args:
-      vocab_size: ids are below it.
-      length: N.
-      examples: their number.
-      separate: keep documents apart.
-      seed: splits have their own.
+      vocab_size: number of token ids.
+      length: tokens of a sequence, N.
+      examples: number of sequences.
+      separate: keep documents apart, as segments of their own.
+      seed: seed of the tokens; each split has its own.
     """
     self._vocab_size, self._length = vocab_size, length
     self._examples, self._separate, self._seed = examples, separate, seed
@@ -91,19 +97,21 @@ class FakeSequences:
     rng = np.random.default_rng((self._seed, index))
     count = self._length + 1
     tokens = rng.integers(0, self._vocab_size, count, np.int32)
-    # Three documents begin in a sequence on average.
+    # On average three documents start in a sequence.
     starts = np.flatnonzero(rng.random(count) < 3 / count)
     starts = starts[starts > 0] if self._separate else starts[:0]
     return pack(tokens, starts, self._length)
 
 
 def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
-  """Makes one sequence.
+  """Makes one packed sequence, padded to `length`.
 
   Args:
-    tokens: [n + 1] int32, n <= `length`: the inputs and one more.
-    starts: [S] int, rising, in [1, n]: where further documents begin.
-    length: N.
+    tokens: [n + 1] int32 with n <= `length`, the inputs and the token after
+      them.
+    starts: [S] int, increasing, in [1, n]: indices where the documents after
+      the first start.
+    length: tokens of a sequence, N.
   """
   count = len(tokens) - 1
   begins = np.zeros(count + 1, np.int32)

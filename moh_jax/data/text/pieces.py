@@ -1,8 +1,8 @@
-"""The plan of a set of text files: pieces that are read independently.
+"""Cuts text files into pieces that can be read independently.
 
-The plan depends on the files alone, not on where they lie or how many processes
-read them. Large files of JSON lines are cut between lines and tables between
-their row groups; packed files and plain text stay whole.
+The pieces depend on the files alone: not on their folder, nor on the number of
+processes that read them. Large files of JSON lines are cut between lines, and
+Parquet tables between row groups; compressed files and plain text stay whole.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """Part of a file.
+  """Part of a file, or all of it.
 
   Attributes:
-    file: path.
-    name: path below the folder that all files share.
-    start: first byte, or row group of a table.
-    stop: the byte or row group after the last.
-    first: number of the first line or row, from 1.
-    size: bytes on disk, of a table: of its columns before compression.
+    file: path of the file.
+    name: path relative to the folder that all files share.
+    start: first byte, or first row group of a table.
+    stop: byte or row group after the last.
+    first: number of the first line or row, counted from 1.
+    size: bytes of the piece on disk; in tables, bytes before compression.
   """
 
   file: str
@@ -42,10 +42,10 @@ class Piece:
 
 
 def file_format(file: str) -> tuple[str, str]:
-  """What a file is by its name: "text", "jsonl" or "parquet", and packing.
+  """Format and compression of a file, by its name.
 
   Returns:
-    The format, and ".gz", ".zst" or "".
+    "text", "jsonl" or "parquet", and ".gz", ".zst" or "".
   """
   path = pathlib.PurePath(file.lower())
   packing = path.suffix if path.suffix in _PACKINGS else ""
@@ -60,20 +60,20 @@ def file_format(file: str) -> tuple[str, str]:
 def list_pieces(
   globs: Sequence[str], piece_bytes: int
 ) -> list[tuple[Piece, ...]]:
-  """Plans how files are read.
+  """Cuts files into pieces and groups these by size.
 
   Args:
-    globs: paths, or patterns with *, ? and ** for any folders.
-    piece_bytes: about what a group has; a piece that cannot be cut may have
-      more.
+    globs: paths, or patterns with *, ? and ** (any number of folders).
+    piece_bytes: approximate bytes of a group; a piece that cannot be cut may
+      have more.
 
   Returns:
-    Groups of pieces, in order of the files' names.
+    Groups of pieces, in the order of the files' names.
 
   Raises:
     FileNotFoundError: a pattern matches no file.
     ValueError: a table is damaged, an optional library is missing, or
-      `piece_bytes` is not positive.
+      `piece_bytes` is below 1.
   """
   if piece_bytes < 1:
     raise ValueError(f"piece_bytes={piece_bytes} must be at least 1")
@@ -93,11 +93,11 @@ def list_pieces(
 
 
 def fingerprint(groups: Iterable[Iterable[Piece]]) -> str:
-  """Which pieces these are: names and sizes, not contents."""
+  """Hash of the names, places and sizes of pieces, not of their contents."""
   digest = hashlib.sha256()
   for group in groups:
     for piece in group:
-      # A table's start and stop are row groups: they tell nothing of its size.
+      # The size too: start and stop of a table are numbers of row groups.
       numbers = piece.start, piece.stop, piece.first, piece.size
       entry = " ".join(map(str, (piece.name, *numbers))) + "\n"
       digest.update(entry.encode(errors="surrogateescape"))
@@ -106,16 +106,16 @@ def fingerprint(groups: Iterable[Iterable[Piece]]) -> str:
 
 
 def open_parquet(file: str) -> Any:
-  """Opens a table.
+  """Opens a Parquet file as `pyarrow.parquet.ParquetFile`.
 
   Raises:
-    ValueError: it is damaged, or the library is missing.
+    ValueError: the file is damaged, or the library is missing.
   """
   pyarrow = import_llm_extra("pyarrow", file)
   parquet = import_llm_extra("pyarrow.parquet", file)
   try:
     return parquet.ParquetFile(file)
-  except (pyarrow.ArrowException, OSError) as error:  # the latter of a footer
+  except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
     raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
 
 

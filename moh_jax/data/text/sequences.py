@@ -1,8 +1,8 @@
-"""What text models are trained and scored on, as the config says.
+"""Packed sequences that a text model is trained and evaluated on.
 
-The training stream is one endless sequence of packed sequences: each source is
-shuffled anew every epoch, and sources take turns by their ratios. Element i is
-a pure function of the seed and i.
+The training stream is endless: each source of text is shuffled anew every
+epoch, and the sources alternate by their ratios. Sequence i of the stream
+depends on the seed and i alone.
 """
 
 import bisect
@@ -25,15 +25,16 @@ from moh_jax.data.text.tokenizers import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 SPLITS = ("train", "val")
-# Ratios become integers, so that shares are exact for any number of sequences.
+# Integer ratios make the shares exact for any number of sequences.
 _PER_PERCENT = 10**6
 
 
 class Mixture(grain.transforms.DatasetSelectionMap):
-  """Whose turn it is: source and number of its sequence, for each sequence.
+  """Maps sequence i of a mixture to (source, number of the source's sequence).
 
-  Among the first n sequences, every source has its share of them to within the
-  number of sources.
+  Of the first n sequences each source gives its share, off by at most the
+  number of sources. Nothing is random. For example, ratios 75 and 25 take three
+  of every four sequences from source 0.
   """
 
   def __init__(self, ratios: tuple[float, ...]):
@@ -49,9 +50,9 @@ class Mixture(grain.transforms.DatasetSelectionMap):
     return source, before[source]
 
   def counts(self, sequences: int) -> list[int]:
-    """How many of the first sequences each source gives."""
-    # Splitting off one source after the other keeps every count from falling
-    # as `sequences` grows; floors of the sums of ratios would not.
+    """How many of the first `sequences` sequences each source gives."""
+    # One source is split off after the other. So no count ever falls while
+    # `sequences` grows, which floors of the sums of ratios do not guarantee.
     result = []
     for part, whole in zip([0, *self._sums[:-1]][::-1], self._sums[::-1]):
       rest = sequences * part // whole
@@ -61,15 +62,15 @@ class Mixture(grain.transforms.DatasetSelectionMap):
 
 
 def source_names(data: TextDataConfig) -> tuple[str, ...]:
-  """The sources: `data.mix`, or the kind of the only one."""
+  """Names of the sources: `data.mix`, or the kind of the only source."""
   return data.mix or (data.source,)
 
 
-def drawn_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
-  """The share of each source among the first sequences of the stream.
+def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
+  """Share of each source in the first `sequences` training sequences.
 
-  Whose turn it is follows from the ratios alone, with nothing random about it,
-  so these are the shares drawn, not those expected.
+  The shares are exact, not expectations, since the order of the sources follows
+  from the ratios without randomness.
   """
   counts = Mixture(data.ratios or (100.0,)).counts(sequences)
   names = source_names(data)
@@ -79,20 +80,20 @@ def drawn_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
 def train_sequences(
   data: TextDataConfig, vocab_size: int, seed: int
 ) -> grain.MapDataset:
-  """The endless training stream.
+  """Builds the endless training stream.
 
   Args:
-    data: the section.
-    vocab_size: of the model.
-    seed: of the order.
+    data: section `data` of the config.
+    vocab_size: number of token ids of the model.
+    seed: seed of the order.
 
   Returns:
-    A dataset of packed sequences (`packing.py`).
+    A dataset of packed sequences, see `packing.py`.
 
   Raises:
     FileNotFoundError: a set, or a file of it, is missing.
     ValueError: a set is damaged, shorter than one sequence, does not fit the
-      model, or has another tokenizer than the others.
+      model, or was made with another tokenizer than the others.
   """
   datasets = []
   for index, source in enumerate(_open_sources(data, vocab_size, "train")):
@@ -101,7 +102,7 @@ def train_sequences(
         f"{source.token_set.folder}: {source.token_set.num_tokens} tokens are "
         f"fewer than data.sequence_length={data.sequence_length} and one"
       )
-    # Sources of the same length would be shuffled alike by the same seed.
+    # With one seed, sources of the same length would have the same order.
     own = np.random.SeedSequence((seed, index)).generate_state(1)[0]
     dataset = grain.MapDataset.source(source).seed(int(own))
     datasets.append(dataset.shuffle().repeat())
@@ -112,24 +113,27 @@ def train_sequences(
 
 
 class HeldOut:
-  """The held-out sequences of all sources, in order; the last ones padded.
+  """The held-out sequences of all sources, in order.
+
+  The last sequence of each source is padded.
 
   Attributes:
-    text_bytes: of their documents as UTF-8 ("fake": one a target).
-    notes: of the sets; of several sets, sums of the numbers all of them have.
+    text_bytes: UTF-8 bytes of all documents; for "fake", one per target.
+    notes: notes of the set; with several sets, the sums of the integers that
+      all of them note.
   """
 
   def __init__(self, data: TextDataConfig, vocab_size: int):
-    """Opens the sets.
+    """Opens the held-out sets.
 
     Args:
-      data: the section.
-      vocab_size: of the model.
+      data: section `data` of the config.
+      vocab_size: number of token ids of the model.
 
     Raises:
       FileNotFoundError: a set, or a file of it, is missing.
-      ValueError: a set is damaged, does not fit the model, or has another
-        tokenizer than the others.
+      ValueError: a set is damaged, does not fit the model, or was made with
+        another tokenizer than the others.
     """
     self._sources = _open_sources(data, vocab_size, "val")
     self._ends = list(itertools.accumulate(map(len, self._sources)))
@@ -144,7 +148,7 @@ class HeldOut:
     return self._ends[-1]
 
   def __getitem__(self, index: int) -> Sequence:
-    """A packed sequence."""
+    """Returns a packed sequence, see `packing.py`."""
     if not 0 <= index < len(self):
       raise IndexError(f"index={index} of {len(self)} sequences")
     source = bisect.bisect_right(self._ends, index)
@@ -155,20 +159,20 @@ class HeldOut:
 def open_sets(
   data: TextDataConfig, vocab_size: int, split: str
 ) -> dict[str, TokenSet]:
-  """Opens one split of every source.
+  """Opens the set of tokens of every source, for one split.
 
   Args:
-    data: the section; not "fake".
-    vocab_size: of the model.
+    data: section `data` of the config; its source is not "fake".
+    vocab_size: number of token ids of the model.
     split: "train" or "val".
 
   Returns:
-    The set by the source's name.
+    Sets by the name of the source.
 
   Raises:
     FileNotFoundError: a set, or a file of it, is missing.
-    ValueError: a set is damaged, does not fit the model, or has another
-      tokenizer than the others or than the other split.
+    ValueError: a set is damaged, does not fit the model, or was made with
+      another tokenizer than another source or the other split.
   """
   described = _describe_sets(data, vocab_size, split)
   return {name: TokenSet(folder) for name, (folder, _) in described.items()}
@@ -177,14 +181,14 @@ def open_sets(
 def open_tokenizer(
   data: TextDataConfig, vocab_size: int, split: str = "train"
 ) -> Tokenizer | None:
-  """The tokenizer of the configured text; None for "fake".
+  """Loads the tokenizer of the configured text; None for the source "fake".
 
-  It needs what the sets say of themselves and the tokenizer's file, no shard.
+  Only metadata.json and the tokenizer's file are read; shards may be missing.
 
   Raises:
-    FileNotFoundError: a set, or the tokenizer's file, is missing.
-    ValueError: one of these is damaged, or the sets do not fit the model or
-      each other, as for `open_sets`.
+    FileNotFoundError: a metadata.json or the tokenizer's file is missing.
+    ValueError: one of them is damaged, or the sets fit neither the model nor
+      each other, see `open_sets`.
   """
   if data.source == "fake":
     return None
@@ -195,7 +199,7 @@ def open_tokenizer(
 def _describe_sets(
   data: TextDataConfig, vocab_size: int, split: str
 ) -> dict[str, tuple[pathlib.Path, dict[str, Any]]]:
-  """Folder and metadata of one split of every source, checked."""
+  """Returns (folder, metadata) of every source for one split, checked."""
   if split not in SPLITS:
     raise ValueError(f"split={split!r} must be one of {SPLITS}")
   root = pathlib.Path(data.path)
@@ -261,6 +265,7 @@ def describe_set(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_alike(tokenizers: dict[os.PathLike, dict[str, str]]):
+  """Checks that all folders have the same tokenizer, by its SHA-256."""
   (first, ours), *others = tokenizers.items()
   for folder, theirs in others:
     if theirs["sha256"] != ours["sha256"]:
@@ -272,6 +277,7 @@ def _check_alike(tokenizers: dict[os.PathLike, dict[str, str]]):
 
 
 def _merge(notes: list[dict[str, Any]]) -> dict[str, Any]:
+  """Sums the integers that all notes have; a single note stays as it is."""
   if len(notes) == 1:
     return notes[0]
   return {

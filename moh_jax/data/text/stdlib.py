@@ -1,7 +1,8 @@
-"""The Python standard library's own sources as text: about 10 MiB, everywhere.
+"""The sources of Python's standard library as text: 10 MiB without a download.
 
-The packages `HELD_OUT` are the held-out text. Every file is one document. Other
-versions of Python have other sources, so figures compare within one of them.
+Each file is one document; the files of the packages `HELD_OUT` are the held-out
+text. The sources differ between versions of Python, so metrics can be compared
+within one version only.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from moh_jax.data.text.tokenizers import (
 )
 
 HELD_OUT = ("asyncio", "email", "json", "logging")
-_LEFT_OUT = (
+_EXCLUDED = (
   "__pycache__",
   "dist-packages",
   "idle_test",
@@ -39,30 +40,30 @@ _LEFT_OUT = (
 )
 _PIECE_BYTES = 4 << 20
 _XZ_PRESET = 9
-_ABANDONED_SECONDS = 3600  # preparing takes a minute
+_ABANDONED_SECONDS = 3600  # age of a killed run's folder; a run takes a minute
 _LOG = logging.getLogger(__name__)
 
 
 def prepare(
   path: str | os.PathLike, tokenizer: str, vocab_size: int
 ) -> pathlib.Path:
-  """Tokenizes the standard library once.
+  """Tokenizes the standard library, unless an earlier call did.
 
-  The notes of the held-out set have "gzip_bytes" and "xz_bytes", what its text
-  takes under gzip -9 and xz -9, and "python". A set that another version of
-  Python made is used all the same; a warning names both.
+  The notes of the held-out set are "python" (the version), and "gzip_bytes" and
+  "xz_bytes": the size of its text under gzip -9 and xz -9. Sets that another
+  version of Python made are used with a warning.
 
   Args:
-    path: folder of all such sets; created.
-    tokenizer: "bpe", trained on the training part, or "bytes".
+    path: folder for the sets of all tokenizers; created.
+    tokenizer: "bpe", which is trained on the training part, or "bytes".
     vocab_size: entries of the BPE.
 
   Returns:
-    The folder with the sets train/ and val/; it is whole or absent.
+    The folder with the sets train/ and val/.
 
   Raises:
-    FileNotFoundError: this Python's sources are not there.
-    ValueError: what stands there is damaged or not such a set.
+    FileNotFoundError: this Python is installed without its sources.
+    ValueError: the tokenizer is unknown, or an existing set is damaged.
   """
   if tokenizer not in ("bpe", "bytes"):
     raise ValueError(f"tokenizer={tokenizer!r} must be one of ('bpe', 'bytes')")
@@ -85,16 +86,16 @@ def prepare(
 
 
 def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
-  """The files of the training and of the held-out part, in order.
+  """Lists the files of the training part and of the held-out part, in order.
 
   Raises:
-    FileNotFoundError: this Python's sources are not there.
+    FileNotFoundError: this Python is installed without its sources.
   """
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   train, held_out = [], []
   for file in sorted(root.rglob("*.py")):
     folders = file.relative_to(root).parts[:-1]
-    if not set(folders).isdisjoint(_LEFT_OUT) or not _is_text(file):
+    if not set(folders).isdisjoint(_EXCLUDED) or not _is_text(file):
       continue
     (held_out if folders[:1] and folders[0] in HELD_OUT else train).append(file)
   if not train or not held_out:
@@ -123,7 +124,7 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
       [glob.escape(str(file)) for file in files],
       used,
       folder,
-      split=split,
+      {split: None},
       piece_bytes=_PIECE_BYTES,
       notes=notes,
       progress=False,
@@ -135,7 +136,7 @@ def _make_tokenizer(
 ) -> Tokenizer:
   if kind == "bytes":
     return load_tokenizer("bytes")
-  # As bytes: reading as text would change the ends of lines.
+  # Decoded here, since reading as text would convert line ends.
   texts = (file.read_bytes().decode() for file in files)
   return tokenizer_from_bytes("tokenizer_json", train_bpe(texts, vocab_size))
 
@@ -149,11 +150,11 @@ def _is_text(file: pathlib.Path) -> bool:
   return bool(content)
 
 
-@functools.cache  # once a process: every split is opened by itself
+@functools.cache  # warns once per process, though each split is opened
 def _warn_of_python(folder: pathlib.Path, made_by: str):
   _LOG.warning(
-    "%s has the sources of Python %s, this is Python %s: figures compare "
-    "within one version; remove the folder to make it anew",
+    "%s has the sources of Python %s, this is Python %s: compare metrics "
+    "within one version only; remove the folder to make it anew",
     folder,
     made_by,
     platform.python_version(),
@@ -161,16 +162,17 @@ def _warn_of_python(folder: pathlib.Path, made_by: str):
 
 
 def _remove_abandoned(folder: pathlib.Path):
-  """Removes what killed runs left of this folder."""
+  """Removes unfinished folders of killed runs, an hour after their start."""
   for growing in folder.parent.glob(f".{folder.name}.*.tmp"):
-    with contextlib.suppress(FileNotFoundError):  # of another process
+    with contextlib.suppress(FileNotFoundError):  # another process removed it
       if time.time() - growing.stat().st_mtime > _ABANDONED_SECONDS:
         shutil.rmtree(growing, ignore_errors=True)
 
 
 def _move(source: pathlib.Path, target: pathlib.Path):
+  """Renames a folder, unless another process made the target before."""
   try:
     source.rename(target)
-  except OSError:  # another process was first: not empty
+  except OSError:
     if not target.is_dir():
       raise

@@ -1,4 +1,4 @@
-"""Writing sets of tokenized text; a killed process loses one shard at most."""
+"""Writes sets of tokens; a killed process loses one shard at most."""
 
 import contextlib
 import os
@@ -24,15 +24,16 @@ _COUNTS = ("documents", "tokens", "text_bytes")
 
 
 class TokenShard:
-  """A shard that is being written."""
+  """A shard of tokenized documents that is being written."""
 
   def __init__(self, shard: OpenShard, tokenizer: Tokenizer):
     self._shard = shard
     self._dtype = token_dtype(tokenizer.vocab_size)
     self._before = [i for i in (tokenizer.bos_id,) if i is not None]
     self._after = [i for i in (tokenizer.eos_id,) if i is not None]
-    if not self._before:  # a document's first token is read, never predicted
-      self._before = self._after
+    # A document needs a token before its text, so that the model predicts the
+    # first token of the text too: without a begin, the end token stands in.
+    self._before = self._before or self._after
     self._pending: list[np.ndarray] = []
     self._num_pending = 0
     self._lengths: list[int] = []
@@ -42,8 +43,8 @@ class TokenShard:
     """Appends a document.
 
     Args:
-      ids: its tokens, at least one, without begin and end.
-      text_bytes: of its text as UTF-8.
+      ids: tokens of the document, at least one, without begin and end.
+      text_bytes: UTF-8 bytes of its text.
     """
     tokens = np.array(self._before + ids + self._after, self._dtype)
     self._pending.append(tokens)
@@ -59,11 +60,11 @@ class TokenShard:
       self._num_pending = len(tokens) - whole
 
   def skip(self, name: str, reason: str) -> None:
-    """Notes a document that is left out."""
+    """Records that the document `name` is left out, and why."""
     self._shard.skip(name, reason)
 
   def close(self) -> None:
-    """Writes the last block and the documents' lengths."""
+    """Writes the last block, and the record with the documents' lengths."""
     if self._num_pending:
       self._shard.add_record(np.concatenate(self._pending).tobytes())
     lengths = np.array(self._lengths, LENGTHS_DTYPE)
@@ -73,7 +74,11 @@ class TokenShard:
 
 
 class TokenSetWriter:
-  """Writes a set of `num_shards` shards; picklable."""
+  """Writes a set of tokens with `num_shards` shards; picklable.
+
+  Shards are written with `todo` and `open`, as in `ShardSetWriter`, and
+  `finish` completes the set.
+  """
 
   def __init__(
     self,
@@ -84,19 +89,19 @@ class TokenSetWriter:
     settings: dict[str, Any],
     notes: dict[str, Any],
   ):
-    """Starts a set, or continues one.
+    """Starts a set, or continues an interrupted one.
 
     Args:
-      folder: of the set; created.
-      tokenizer: that makes the tokens.
-      num_shards: of the whole set.
-      settings: what the tokens depend on beside the tokenizer; a set is
-        continued only with the same. JSON values.
-      notes: free entries of metadata.json under "notes".
+      folder: folder of the set; created.
+      tokenizer: tokenizer that makes the tokens.
+      num_shards: shards of the whole set.
+      settings: JSON values that the tokens depend on, beside the tokenizer; a
+        set is continued only with equal settings.
+      notes: any JSON values, stored in metadata.json under "notes".
 
     Raises:
-      ValueError: the folder holds a set of other settings (they are named), or
-        shards that are not ours.
+      ValueError: the folder holds a set with other settings (they are named),
+        or shards of unknown origin.
     """
     self._folder = pathlib.Path(folder)
     self._tokenizer = tokenizer
@@ -122,15 +127,16 @@ class TokenSetWriter:
     )
 
   def todo(self) -> list[int]:
-    """The shards that are not there yet."""
+    """Numbers of the shards that are still to be written."""
     return self._writer.todo()
 
   @contextlib.contextmanager
   def open(self, shard: int) -> Iterator[TokenShard]:
-    """Writes one shard, which appears when the context ends without an error.
+    """Context that writes one shard; it appears if the context ends normally.
 
     Raises:
-      OSError: the disk is full, or another problem of writing.
+      OSError: the shard cannot be written, for example because the disk is
+        full.
     """
     with self._writer.open(shard) as target:
       tokens = TokenShard(target, self._tokenizer)
@@ -138,7 +144,7 @@ class TokenSetWriter:
       tokens.close()
 
   def documents(self) -> int:
-    """The documents of the whole set.
+    """Number of documents in the whole set.
 
     Raises:
       ValueError: a shard is missing.
@@ -146,14 +152,14 @@ class TokenSetWriter:
     return sum(entry["documents"] for entry in self._writer.entries())
 
   def discard(self) -> None:
-    """Removes what is there of an unfinished set."""
+    """Removes an unfinished set; a finished one stays."""
     self._writer.discard()
 
   def finish(self) -> dict[str, Any]:
     """Writes documents.npy, the tokenizer's file and metadata.json.
 
     Returns:
-      What metadata.json says.
+      The content of metadata.json.
 
     Raises:
       ValueError: a shard is missing, or there is no document at all.
@@ -177,7 +183,7 @@ class TokenSetWriter:
     return self._writer.finish(**totals, notes=self._notes)
 
   def _lengths(self, entry: dict[str, Any]) -> np.ndarray:
-    """Tokens of each document of a shard."""
+    """Reads the number of tokens of each document of a shard."""
     path = self._folder / entry["file"]
     reader = array_record_module.ArrayRecordReader(str(path))
     record = reader.read([entry["examples"] - 1])[0]

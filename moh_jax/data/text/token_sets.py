@@ -1,16 +1,18 @@
-"""Tokenized text in shards: the format, and reading any range of it.
+"""Sets of tokens (tokenized text) in shards: the format, and random access.
 
-All documents of a set are one row of tokens, each as [begin] ids [end] (a
-tokenizer with neither gives the ids alone). The records of a shard are blocks
-of `BLOCK` tokens, the last one shorter: little-endian uint16, or uint32 where
-the vocabulary needs it. After them comes one record with the tokens of each
-document, uint32, so a shard describes itself. A document does not cross shards.
+The documents of a set form one long array of tokens. Each is stored as [begin]
+ids [end]; tokenizers without these special tokens give the ids alone. The
+records of a shard are blocks of `BLOCK` tokens, of which the last is shorter:
+little-endian uint16, or uint32 for vocabularies above 65,536. After them comes
+one record with the number of tokens of each document, uint32. No document
+crosses shards.
 
-Beside the shards stand the tokenizer's file, documents.npy (int64 [D + 1], the
-first token of each of the D documents, then the number of tokens) and
-metadata.json with "tokenizer" (kind, sha256, file), "vocab_size", "bos_id",
-"eos_id", "documents", "tokens", "text_bytes" (of the documents as UTF-8; the
-last three also of each shard) and "notes".
+The folder also holds the tokenizer's file, documents.npy (int64 [D + 1]: the
+index of the first token of each of the D documents, then the number of tokens)
+and metadata.json with the fields "tokenizer" (kind, sha256, file),
+"vocab_size", "bos_id", "eos_id", "documents", "tokens", "text_bytes" (UTF-8
+bytes of the documents; these three also in the entry of each shard) and
+"notes".
 """
 
 import bisect
@@ -31,20 +33,21 @@ LENGTHS_DTYPE = np.dtype("<u4")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-  """How tokens of a vocabulary are stored."""
+  """Dtype that stores the tokens of a vocabulary: uint16 or uint32."""
   return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def read_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
-  """The tokenizer that made a set; opens none of its shards.
+  """Loads the tokenizer that made a set; opens no shard.
 
   Args:
-    folder: of the set.
-    metadata: what it says of itself.
+    folder: folder of the set.
+    metadata: content of its metadata.json.
 
   Raises:
-    FileNotFoundError: its file is missing.
-    ValueError: its file is another, or an optional library is missing.
+    FileNotFoundError: the tokenizer's file is missing.
+    ValueError: the file is not the one that made the set, or an optional
+      library is missing.
   """
   entry = metadata["tokenizer"]
   content, path = b"", folder / entry["file"]
@@ -65,24 +68,25 @@ def read_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
 
 
 class TokenSet:
-  """Random access to the tokens of a set; picklable, and safe in threads.
+  """Random access to the tokens of a set; picklable and thread-safe.
 
   Attributes:
-    folder: where it stands.
-    metadata: what it says of itself.
-    num_tokens: tokens of all documents.
-    ends: int64 [D + 1], mapped into memory: 0, then where each document ends.
+    folder: folder of the set.
+    metadata: content of metadata.json.
+    num_tokens: number of tokens of all documents.
+    ends: int64 [D + 1], mapped into memory: 0, then the index after the last
+      token of each document.
   """
 
   def __init__(self, folder: str | os.PathLike):
     """Opens a set.
 
     Args:
-      folder: where metadata.json stands, local or mounted.
+      folder: folder of the set, local or mounted.
 
     Raises:
       FileNotFoundError: metadata.json, a shard or documents.npy is missing.
-      ValueError: they do not fit each other, or one is damaged.
+      ValueError: one of them is damaged, or they do not belong together.
     """
     self.folder = pathlib.Path(folder)
     self._shards = Shards(folder, KIND)
@@ -91,13 +95,13 @@ class TokenSet:
     self._entries = self.metadata["shards"]
     self._vocab_size = self.metadata["vocab_size"]
     self._dtype = token_dtype(self._vocab_size)
-    # First token and first record of each shard.
+    # The first token and the first record of each shard.
     self._first_tokens = _before(entry["tokens"] for entry in self._entries)
     self._first_records = _before(entry["examples"] for entry in self._entries)
     self.ends = self._open_ends()
 
   def __getstate__(self) -> dict[str, Any]:
-    # An array that is mapped into memory would be pickled whole.
+    # Pickling an array that is mapped into memory would copy all of it.
     return {**self.__dict__, "ends": None}
 
   def __setstate__(self, state: dict[str, Any]):
@@ -112,8 +116,8 @@ class TokenSet:
 
     Raises:
       IndexError: the set has no such tokens.
-      ValueError: a record is damaged, or an id is beyond the vocabulary; the
-        shard is named.
+      ValueError: a record is damaged, or an id is not in the vocabulary; the
+        message names the shard.
     """
     if not 0 <= start <= stop <= self.num_tokens:
       raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
@@ -126,16 +130,11 @@ class TokenSet:
     return result
 
   def tokenizer(self) -> Tokenizer:
-    """The tokenizer that made the set.
-
-    Raises:
-      FileNotFoundError: its file is missing.
-      ValueError: its file is another, or an optional library is missing.
-    """
+    """Loads the tokenizer that made the set, see `read_tokenizer`."""
     return read_tokenizer(self.folder, self.metadata)
 
   def _read(self, start: int, stop: int) -> np.ndarray:
-    """The tokens from `start` on that stand in its block."""
+    """Reads the tokens from `start` on that lie in its block."""
     shard = bisect.bisect_right(self._first_tokens, start) - 1
     block, offset = divmod(start - self._first_tokens[shard], BLOCK)
     record = self._shards.record(self._first_records[shard] + block)
@@ -168,7 +167,7 @@ class TokenSet:
       ends = np.load(path, mmap_mode="r")
     except ValueError as error:
       raise ValueError(f"{path}: damaged: {error}") from error
-    # A plain view: indexing a memmap costs more than reading it.
+    # A plain array view, since indexing a memmap is slow.
     ends = np.asarray(ends)
     documents = self.metadata["documents"]
     if (
@@ -184,5 +183,5 @@ class TokenSet:
 
 
 def _before(counts: Any) -> list[int]:
-  """Sums of all earlier counts."""
+  """For each count, the sum of the counts before it."""
   return list(itertools.accumulate(counts, initial=0))[:-1]

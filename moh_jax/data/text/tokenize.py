@@ -1,8 +1,8 @@
-"""Tokenizing text files into token sets, on several processes.
+"""Tokenizes text files into sets of tokens, on several processes.
 
-A shard depends on the files, the tokenizer and the options alone, so a run that
-was killed continues, on any number of processes, to the same bytes. The input
-is read once: a group of its pieces gives one shard of every split.
+A shard depends on the files, the tokenizer and the options alone, so a killed
+run can continue on any number of processes and ends with the same bytes. The
+input is read once: each group of its pieces makes one shard of every split.
 """
 
 import concurrent.futures
@@ -30,18 +30,23 @@ from moh_jax.data.text.token_set_writer import TokenSetWriter
 from moh_jax.data.text.tokenizers import Tokenizer
 
 PIECE_BYTES = 256 << 20
-# What is encoded in one call: enough to share among threads.
+# A batch for one call of the tokenizer, large enough for all its threads.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutPart:
-  """Chooses the documents of one of two parts by a hash of their names.
+  """Chooses the documents of a held-out part, or the rest, by their names.
+
+  A hash of the name decides, so the choice depends on nothing else.
 
   Attributes:
-    share: of the documents in the held-out part.
-    held_out: whether this is that part, or the rest.
+    share: share of the documents in the held-out part, in (0, 1).
+    held_out: whether to choose the held-out part; False chooses the rest.
+
+  Raises:
+    ValueError: `share` is out of range.
   """
 
   share: float
@@ -52,30 +57,30 @@ class HeldOutPart:
       raise ValueError(f"held_out={self.share} must be between 0 and 1")
 
   def __call__(self, name: str) -> bool:
-    """Whether a document belongs to the part."""
+    """Returns whether the document `name` belongs to the part."""
     content = name.encode(errors="surrogateescape")
     digest = hashlib.blake2b(content, digest_size=8).digest()
     number = int.from_bytes(digest, "little") / 2**64
     return (number < self.share) == self.held_out
 
 
-# Tells by its name whether a document is wanted; None takes all.
+# Returns whether a document is kept, by its name; None keeps all.
 _Keep = Callable[[str], bool] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-  """What a process needs to write shards; picklable."""
+  """What a worker process needs to write shards; picklable."""
 
-  writers: dict[str, TokenSetWriter]
-  keeps: Mapping[str, _Keep]
+  writers: dict[str, TokenSetWriter]  # by split
+  keeps: Mapping[str, _Keep]  # by split
   groups: list[tuple[Piece, ...]]
-  todo: dict[int, list[str]]  # the splits that lack a group's shard
+  todo: dict[int, list[str]]  # number of a group -> splits that lack its shard
   tokenizer: Tokenizer
   field: str
 
   def write(self, group: int) -> int:
-    """Writes the shards of one group; returns the bytes of its pieces."""
+    """Writes the missing shards of a group; returns the bytes it read."""
     with contextlib.ExitStack() as stack:
       targets = {
         split: stack.enter_context(self.writers[split].open(group))
@@ -94,7 +99,7 @@ class _Job:
     return self.size(group)
 
   def size(self, group: int) -> int:
-    """Bytes of a group's pieces."""
+    """Bytes of the pieces of a group."""
     return sum(piece.size for piece in self.groups[group])
 
   def _documents(self, group: int) -> Iterator[tuple[str, str]]:
@@ -105,70 +110,16 @@ class _Job:
           yield name, text
 
 
+def held_out_parts(share: float) -> dict[str, HeldOutPart]:
+  """Divides documents among "train" and "val", which gets `share` of them.
+
+  Raises:
+    ValueError: `share` is not between 0 and 1.
+  """
+  return {"train": HeldOutPart(share, False), "val": HeldOutPart(share, True)}
+
+
 def tokenize(
-  inputs: Sequence[str],
-  tokenizer: Tokenizer,
-  out: str | os.PathLike,
-  *,
-  split: str,
-  keep: Callable[[str], bool] | None = None,
-  **options: Any,
-) -> dict[str, Any]:
-  """Makes the token set out/split; continues where it was interrupted.
-
-  Args:
-    inputs: files or patterns, as `list_pieces` reads them.
-    tokenizer: the tokenizer.
-    out: folder of the splits, local or mounted.
-    split: name of the set.
-    keep: tells by its name whether a document is wanted; None takes all. It is
-      pickled, and its repr is a setting of the set.
-    **options: of `tokenize_parts`.
-
-  Returns:
-    What metadata.json says.
-
-  Raises:
-    FileNotFoundError: an input is missing.
-    OSError: a file cannot be read, or a shard not written.
-    ValueError: an input is damaged, has no document that is wanted, or `out`
-      holds a set of other settings.
-  """
-  return tokenize_parts(inputs, tokenizer, out, {split: keep}, **options)[split]
-
-
-def tokenize_splits(
-  inputs: Sequence[str],
-  tokenizer: Tokenizer,
-  out: str | os.PathLike,
-  *,
-  held_out: float,
-  **options: Any,
-) -> dict[str, dict[str, Any]]:
-  """Makes out/train and out/val, which share the documents.
-
-  Args:
-    inputs: as of `tokenize`.
-    tokenizer: the tokenizer.
-    out: folder of the splits.
-    held_out: share of the documents in "val", by a hash of their names.
-    **options: of `tokenize_parts`.
-
-  Returns:
-    What metadata.json says, by split.
-
-  Raises:
-    FileNotFoundError: as `tokenize`.
-    OSError: as `tokenize`.
-    ValueError: as `tokenize`; or `held_out` is not a share.
-  """
-  parts = {
-    split: HeldOutPart(held_out, split == "val") for split in ("train", "val")
-  }
-  return tokenize_parts(inputs, tokenizer, out, parts, **options)
-
-
-def tokenize_parts(
   inputs: Sequence[str],
   tokenizer: Tokenizer,
   out: str | os.PathLike,
@@ -180,30 +131,33 @@ def tokenize_parts(
   notes: dict[str, Any] | None = None,
   progress: bool = True,
 ) -> dict[str, dict[str, Any]]:
-  """Makes several sets of one reading; continues where it was interrupted.
+  """Makes the sets OUT/SPLIT, reading the input once; continues killed runs.
 
-  A set of which no shard could be written is removed again, so other options
-  may be tried. So are all of them if one has no document; of plain text, where
-  the names of the files tell, that is known before anything is read.
+  If no shard of a set can be written, the set is removed again, so that other
+  options can be tried. If a set has no document, all of them are removed; for
+  plain text, where file names decide, this is checked before the work starts.
 
   Args:
-    inputs: as of `tokenize`.
-    tokenizer: the tokenizer.
-    out: folder of the splits.
-    parts: `keep` of `tokenize` by split.
-    field: of JSON objects and tables that is the text.
-    piece_bytes: about the input of one shard.
-    workers: processes; 1 is this one, which then encodes on all cores.
-    notes: free entries of metadata.json.
+    inputs: files or patterns, see `pieces.list_pieces`.
+    tokenizer: tokenizer that makes the tokens.
+    out: folder of the splits, local or mounted.
+    parts: for each split, a function from a document's name to whether it is
+      kept; None keeps all, for example {"train": None}. The functions are
+      pickled, and their repr is a setting of the set.
+    field: field of JSON objects, or column of tables, that holds the text.
+    piece_bytes: approximate bytes of input for one shard.
+    workers: number of processes; 1 is this one, which encodes on all cores.
+    notes: any JSON values, stored in metadata.json.
     progress: show a progress bar on stderr.
 
   Returns:
-    What metadata.json says, by split.
+    The content of metadata.json by split.
 
   Raises:
-    FileNotFoundError: as `tokenize`.
-    OSError: as `tokenize`.
-    ValueError: as `tokenize`.
+    FileNotFoundError: an input is missing.
+    OSError: a file cannot be read, or a shard not be written.
+    ValueError: an input is damaged, a split gets no document, or `out` holds
+      sets with other settings.
   """
   if workers < 1:
     raise ValueError(f"workers={workers} must be at least 1")
@@ -265,6 +219,7 @@ def _no_document(folder: pathlib.Path, keep: _Keep) -> ValueError:
 def _batches(
   documents: Iterable[tuple[str, str]],
 ) -> Iterator[tuple[list[str], list[str]]]:
+  """Collects (name, text) pairs into batches of names and texts."""
   names: list[str] = []
   texts: list[str] = []
   size = 0
@@ -280,7 +235,7 @@ def _batches(
 
 
 def _run(job: _Job, workers: int, progress: bool):
-  """Writes all that is left."""
+  """Writes the missing shards under a progress bar."""
   total = sum(map(job.size, range(len(job.groups))))
   with tqdm.tqdm(
     desc=", ".join(job.writers),
@@ -295,6 +250,7 @@ def _run(job: _Job, workers: int, progress: bool):
 
 
 def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
+  """Writes groups on several processes; yields the bytes of each when done."""
   workers = min(workers, len(todo))
   if workers <= 1:
     yield from map(job.write, todo)
@@ -319,20 +275,20 @@ def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:
     pool.shutdown(cancel_futures=True)
 
 
-_worker_job: list[_Job] = []  # of a worker process
+_worker_job: list[_Job] = []  # the job of this process, if it is a worker
 
 
 def _start_worker(job: _Job):
-  # The processes are the parallel part; each would start threads of its own.
+  # There is a process for each core, so the tokenizer needs no threads.
   os.environ["TOKENIZERS_PARALLELISM"] = "false"
   _worker_job[:] = [job]
   parent = multiprocessing.parent_process()
-  watch = functools.partial(_leave_with, parent)
+  watch = functools.partial(_exit_after, parent)
   threading.Thread(target=watch, daemon=True).start()
 
 
-def _leave_with(parent):
-  """Ends this process where the one that started it was killed."""
+def _exit_after(parent):
+  """Ends this process when the process that started it was killed."""
   parent.join()
   os._exit(1)
 

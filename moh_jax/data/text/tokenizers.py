@@ -1,8 +1,9 @@
-"""Text to token ids and back: tokenizer.json, SentencePiece models, bytes.
+"""Tokenizers: tokenizer.json files, SentencePiece models, and plain bytes.
 
-Every kind encodes plain text: no begin or end of text is added, and text that
-looks like a special token is text. (A SentencePiece model normalizes as it was
-trained to, so its round trip may change spaces and characters.)
+All kinds encode plain text: they add no begin or end of text, and encode text
+that looks like a special token as text. A SentencePiece model normalizes the
+text as it was trained to, so decoding may not give the same spaces and
+characters back.
 """
 
 import hashlib
@@ -17,8 +18,8 @@ from moh_jax.data.extras import import_llm_extra
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
-# The first pair of which a tokenizer.json has a token names its begin and end
-# of text; where it has one of the two, that is both.
+# Names of the begin and end of text in a tokenizer.json. The first pair with a
+# known token is used; a token without its counterpart serves as both.
 _BEGIN_END = (
   (BEGIN, END),
   ("<s>", "</s>"),
@@ -29,16 +30,16 @@ _BEGIN_END = (
 
 
 class Tokenizer(Protocol):
-  """What data, training and generation need of a tokenizer; picklable.
+  """Interface of all tokenizers, which are picklable.
 
   Attributes:
     kind: one of `KINDS`.
-    file_name: what its file is called, "" where it has none.
-    content: that file's bytes.
-    sha256: of the content.
+    file_name: name of the tokenizer's file, "" for kinds without one.
+    content: bytes of that file.
+    sha256: SHA-256 of the content, which identifies the tokenizer.
     vocab_size: number of ids.
-    bos_id: begin of text, or None.
-    eos_id: end of text, or None.
+    bos_id: id of the begin of text, or None.
+    eos_id: id of the end of text, or None.
   """
 
   kind: str
@@ -50,54 +51,54 @@ class Tokenizer(Protocol):
   eos_id: int | None
 
   def encode(self, text: str) -> list[int]:
-    """Ids of the text alone."""
+    """Returns the ids of a text, without begin and end of text."""
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each text."""
+    """Returns the ids of each text."""
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text; special tokens and ids beyond the vocabulary are left out."""
+    """Returns the text of ids; special tokens and unknown ids are left out."""
 
 
 class JsonTokenizer:
-  """A tokenizer.json of the library `tokenizers`."""
+  """Tokenizer of a tokenizer.json file, by the library `tokenizers`."""
 
   kind = "tokenizer_json"
   file_name = "tokenizer.json"
 
   def __init__(self, content: bytes):
-    """Reads the file's content.
+    """Parses the content of a tokenizer.json.
 
     Raises:
-      ValueError: it is no tokenizer.json.
+      ValueError: the content is not a tokenizer.json.
     """
     try:
       tokenizer = hf.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises no narrower one
+    except Exception as error:  # the library raises bare Exceptions
       raise ValueError(f"not a tokenizer.json: {error}") from error
-    tokenizer.encode_special_tokens = True  # as the text they are
+    tokenizer.encode_special_tokens = True  # encodes their names as text
     tokenizer.no_truncation()
     tokenizer.no_padding()
     self._tokenizer = tokenizer
     self.content = content
     self.sha256 = hashlib.sha256(content).hexdigest()
-    # Ids may have gaps, so their number is not that of the entries.
+    # Ids may have gaps, so the largest counts, not the number of entries.
     self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
     pairs = [tuple(map(tokenizer.token_to_id, pair)) for pair in _BEGIN_END]
     found = [pair for pair in pairs if pair != (None, None)]
     self.bos_id, self.eos_id = _both(*found[0]) if found else (None, None)
 
   def encode(self, text: str) -> list[int]:
-    """Ids of the text alone."""
+    """Returns the ids of a text."""
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each text, on several cores."""
+    """Returns the ids of each text, computed on several cores."""
     encode = self._tokenizer.encode_batch_fast
     return [e.ids for e in encode(list(texts), add_special_tokens=False)]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text."""
+    """Returns the text of ids."""
     return self._tokenizer.decode([int(i) for i in ids])
 
   def __reduce__(self):
@@ -105,16 +106,17 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-  """A tokenizer.model of the library `sentencepiece`."""
+  """Tokenizer of a tokenizer.model file, by the library `sentencepiece`."""
 
   kind = "sentencepiece"
   file_name = "tokenizer.model"
 
   def __init__(self, content: bytes):
-    """Reads the file's content.
+    """Parses the content of a tokenizer.model.
 
     Raises:
-      ValueError: it is no SentencePiece model, or the library is missing.
+      ValueError: the content is not a SentencePiece model, or the library is
+        missing.
     """
     library = import_llm_extra("sentencepiece", "a SentencePiece model")
     try:
@@ -128,15 +130,15 @@ class SentencePieceTokenizer:
     self.bos_id, self.eos_id = _both(*(i if i >= 0 else None for i in ids))
 
   def encode(self, text: str) -> list[int]:
-    """Ids of the text alone."""
+    """Returns the ids of a text."""
     return self._processor.encode(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each text."""
+    """Returns the ids of each text."""
     return self._processor.encode(list(texts))
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text."""
+    """Returns the text of ids."""
     known = [int(i) for i in ids if 0 <= i < self.vocab_size]
     return self._processor.decode(known)
 
@@ -145,7 +147,7 @@ class SentencePieceTokenizer:
 
 
 class BytesTokenizer:
-  """UTF-8 bytes are ids 0 to 255; 256 is begin and end of text."""
+  """Tokenizer whose ids 0 to 255 are UTF-8 bytes; 256 begins and ends text."""
 
   kind = "bytes"
   file_name = ""
@@ -155,20 +157,24 @@ class BytesTokenizer:
   bos_id = eos_id = 256
 
   def encode(self, text: str) -> list[int]:
-    """Ids of the text alone."""
+    """Returns the ids of a text."""
     return list(text.encode())
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of each text."""
+    """Returns the ids of each text."""
     return [list(text.encode()) for text in texts]
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text."""
+    """Returns the text of ids."""
     return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
 def tokenizer_from_bytes(kind: str, content: bytes) -> Tokenizer:
-  """Makes a tokenizer of its kind and its file's content.
+  """Makes a tokenizer from the content of its file.
+
+  Args:
+    kind: one of `KINDS`.
+    content: bytes of the tokenizer's file; b"" for the kind "bytes".
 
   Raises:
     ValueError: the kind is unknown, the content is not of that kind, or an
@@ -184,16 +190,16 @@ def tokenizer_from_bytes(kind: str, content: bytes) -> Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-  """Opens a tokenizer.
+  """Loads a tokenizer from a file.
 
   Args:
-    path: a tokenizer.json, a SentencePiece .model, a folder with a
+    path: a tokenizer.json, a SentencePiece .model, a folder that holds a
       tokenizer.json or tokenizer.model, or "bytes".
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: it is damaged or of no known kind, or an optional library is
-      missing.
+    ValueError: the file is damaged or of an unknown kind, or an optional
+      library is missing.
   """
   if os.fspath(path) == "bytes":
     return BytesTokenizer()
@@ -219,22 +225,23 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 class StreamDecoder:
-  """Decodes ids as they come, without half characters.
+  """Decodes ids one by one, and returns whole characters only.
 
-  What `feed` and `flush` return adds up to `decode` of all ids.
+  All that `feed` and `flush` return, joined, is `decode` of all ids.
   """
 
-  # A character has at most 4 tokens, but a run of tokens may each end inside
-  # one. Text that stays incomplete for longer than this is not UTF-8.
+  # A character has at most 4 tokens, but several tokens in a row may each end
+  # inside one. Text that is incomplete for longer than this is not UTF-8.
   _MAX_HELD = 16
 
   def __init__(self, tokenizer: Tokenizer):
     self._tokenizer = tokenizer
-    self._ids: list[int] = []  # what was last returned, then what is held back
-    self._returned = 0  # ids of these whose text was returned
+    # The ids whose text was returned last, then those that are held back.
+    self._ids: list[int] = []
+    self._returned = 0  # how many of `_ids` are of the first kind
 
   def feed(self, token: int) -> str:
-    """Takes the next id; returns the text that is now complete, often ""."""
+    """Takes the next id and returns the text that it completes, often ""."""
     self._ids.append(int(token))
     text = self._tokenizer.decode(self._ids)
     held = len(self._ids) - self._returned
@@ -243,12 +250,12 @@ class StreamDecoder:
     return self._take(text)
 
   def flush(self) -> str:
-    """Returns what is held back, with marks for half characters."""
+    """Returns the text held back, with U+FFFD for incomplete characters."""
     return self._take(self._tokenizer.decode(self._ids))
 
   def _take(self, text: str) -> str:
-    # Decoding may drop a space at its beginning, so ids are decoded after some
-    # whose text is known.
+    # Decoding may drop a space at the beginning of the text, so new ids are
+    # decoded together with some earlier ones, whose text is then removed.
     known = self._tokenizer.decode(self._ids[: self._returned])
     new = text[len(known) :]
     if new:
@@ -258,18 +265,18 @@ class StreamDecoder:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-  """Trains a byte-level BPE that encodes any text without loss.
+  """Trains a byte-level BPE tokenizer, which encodes any text without loss.
 
   Args:
-    texts: the text.
-    vocab_size: entries, among them the 256 bytes, `BEGIN` and `END`; fewer come
-      of a text too short for so many.
+    texts: texts to train on.
+    vocab_size: number of ids, among them the 256 bytes, `BEGIN` and `END`; a
+      short text gives fewer.
 
   Returns:
     The content of a tokenizer.json.
 
   Raises:
-    ValueError: `vocab_size` is too small.
+    ValueError: `vocab_size` is below 258.
   """
   smallest = 256 + 2
   if vocab_size < smallest:
@@ -291,7 +298,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _both(first: int | None, second: int | None) -> tuple[int | None, ...]:
-  """Lets the one that exists stand for the other."""
+  """Replaces a missing id by the other of the pair."""
   return (
     second if first is None else first,
     first if second is None else second,

@@ -1,4 +1,4 @@
-"""Zstandard files, read as a stream that notices where the end is missing."""
+"""Reads Zstandard files as streams that raise if the end is missing."""
 
 import io
 import pathlib
@@ -6,11 +6,14 @@ from typing import IO
 
 from moh_jax.data.extras import import_llm_extra
 
-_CHUNK = 1 << 18  # packed bytes
+_CHUNK = 1 << 18  # compressed bytes to read at one time
 
 
 class ZstdReader(io.RawIOBase):
-  """The unpacked bytes of a file of one or more frames."""
+  """Stream of the unpacked bytes of a file with one or more frames.
+
+  The library's own stream ends silently where a frame is truncated.
+  """
 
   def __init__(self, file: str):
     """Opens a file.
@@ -20,27 +23,27 @@ class ZstdReader(io.RawIOBase):
     """
     self._library = import_llm_extra("zstandard", file)
     self._packed = pathlib.Path(file).open("rb")
-    self._frame = None  # being unpacked
+    self._frame = None  # decompressor of the frame that is being read
     self._input = b""
     self._output = memoryview(b"")
 
   @classmethod
   def open(cls, file: str) -> IO[bytes]:
-    """A buffered reader; errors as in `readinto`."""
+    """Opens a buffered stream, which raises the errors of `readinto`."""
     return io.BufferedReader(cls(file), 1 << 20)
 
   def readable(self) -> bool:
-    """True."""
+    """Returns True, which `io.BufferedReader` asks for."""
     return True
 
   def readinto(self, target) -> int:
-    """Fills `target`.
+    """Reads into a buffer.
 
     Returns:
-      Bytes written, 0 at the end.
+      Number of bytes read, 0 at the end of the file.
 
     Raises:
-      EOFError: the last frame is damaged or is not whole.
+      EOFError: a frame is damaged or truncated.
     """
     while not self._output:
       if not self._input:

@@ -89,7 +89,7 @@ class TrainTest(_SetsTest):
       seen = collections.Counter(
         rows[stream[i]["inputs"].tobytes()] for i in range(n)
       )
-      shares = sequences.drawn_shares(data, n)
+      shares = sequences.mixture_shares(data, n)
       self.assertEqual(shares, {"a": seen["a"] / n, "b": seen["b"] / n})
     self.assertAlmostEqual(shares["a"], 0.75, delta=0.01)
 
@@ -140,8 +140,8 @@ class TrainTest(_SetsTest):
     names = ("inputs", "targets", "segments", "positions", "weights")
     self.assertCountEqual(element, names)
     self.assertEqual(sequences.source_names(data), ("tokens",))
-    self.assertEqual(sequences.drawn_shares(data, 7), {"tokens": 1.0})
-    self.assertEqual(sequences.drawn_shares(data, 0), {"tokens": 0.0})
+    self.assertEqual(sequences.mixture_shares(data, 7), {"tokens": 1.0})
+    self.assertEqual(sequences.mixture_shares(data, 0), {"tokens": 0.0})
 
   def test_documents_may_be_one_text(self):
     self._write("")

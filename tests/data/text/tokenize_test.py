@@ -29,7 +29,7 @@ class Slow(BytesTokenizer):
 
 if __name__ == "__main__":
   source, out, workers = sys.argv[1:]
-  tokenize([source], Slow(), out, split="all", piece_bytes=2000,
+  tokenize([source], Slow(), out, {"all": None}, piece_bytes=2000,
            workers=int(workers), progress=False)
 """
 
@@ -49,15 +49,15 @@ class _FilesTest(parameterized.TestCase):
     lines = [json.dumps({"text": text}) + "\n" for text in self.texts]
     (self.root / "in.jsonl").write_text("".join(lines))
 
-  def _run(self, name, tokenizer=None, split="all", **options):
+  def _run(self, name, tokenizer=None, split="all", keep=None, **options):
     options = {"piece_bytes": 2000, "progress": False, **options}
     return tokenize.tokenize(
       [str(self.root / "in.jsonl")],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      split=split,
+      {split: keep},
       **options,
-    )
+    )[split]
 
   def _files(self, name):
     folder = self.root / name
@@ -199,11 +199,11 @@ class _FullDisk(tokenizers.BytesTokenizer):
 
 class SplitsTest(_FilesTest):
   def _split(self, held_out, name="out", tokenizer=None, **options):
-    return tokenize.tokenize_splits(
+    return tokenize.tokenize(
       [str(self.root / options.pop("files", "in.jsonl"))],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      held_out=held_out,
+      tokenize.held_out_parts(held_out),
       piece_bytes=2000,
       progress=False,
       **options,
