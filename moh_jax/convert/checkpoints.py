@@ -248,7 +248,7 @@ def _open(
   if config is None and model is None:
     described = _described(kind, source)
   if config is not None:
-    name = "custom"
+    name, config = "custom", resolve(config)
   elif described is not None:
     name, config = "the model of config.json", _released_run(described, tensors)
   else:

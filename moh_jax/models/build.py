@@ -53,8 +53,12 @@ def make_model(config: Config) -> tuple[nn.Module, tuple]:
   Returns:
     The Linen module, and its positional arguments as ShapeDtypeStructs with a
     batch of 1.
+
+  Raises:
+    ValueError: a field of the model is left to the data.
   """
   model = config.model
+  model.check_complete()
   if model.family == "llm":
     return LLM(model), (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
   example = jax.ShapeDtypeStruct((1, *model.input_shape), jnp.float32)
