@@ -79,6 +79,10 @@ def restore(
     overrides["top_k"] = tuple(top_k) * len(config.model.top_k)
   if overrides:
     config = config_lib.apply_overrides(config, "model", **overrides)
+  if top_k and config.model.router.kind == "none":
+    raise ValueError(
+      f"top_k={top_k}: the model has no routed heads, model.router.kind='none'"
+    )
   if sample:
     if "sample" not in config.sections:
       raise ValueError(
