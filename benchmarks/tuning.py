@@ -73,7 +73,7 @@ def _bits(directory: str, config: Config | None = None) -> float:
   """Held-out bits per byte, with the router of another config if given."""
   mesh = sharding.make_mesh(common.load_config(f"{_CONFIG}:mha").mesh)
   overrides = {}
-  if config is not None:
+  if config is not None and config.model.router.kind != "none":
     names = ("router", "shared_heads", "top_k", "head_order")
     overrides = {name: getattr(config.model, name) for name in names}
     if config.tune.top_k_values:

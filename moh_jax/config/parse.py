@@ -59,13 +59,8 @@ def _to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_json(config: Config) -> str:
-  """The run as JSON, as checkpoints store it."""
+  """The run as JSON; `from_config_dict(json.loads(text))` gives it back."""
   return json.dumps(_to_dict(config), indent=2, sort_keys=True)
-
-
-def from_json(text: str) -> Config:
-  """Inverse of `to_json`."""
-  return from_config_dict(json.loads(text))
 
 
 def apply_overrides(config: Config, section: str, **fields: Any) -> Config:

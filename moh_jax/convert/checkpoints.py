@@ -226,7 +226,7 @@ def _open(
       kind, _folder(source) / _CONFIG_FILE
     )
   if config is not None:
-    name = "custom"
+    name, config = "custom", resolve(config)
   elif ours is not None:
     name, config = "the exported model", ours.config
   elif described is not None:

@@ -98,15 +98,14 @@ def restore(
   family = get_family(metadata.config.model.family)
   config = family.serving_config(metadata.config)
   top_k = overrides.get("top_k")
-  if top_k is not None and config.model.router.kind == "none":
-    raise ValueError(
-      f"top_k={top_k} must be None: the model has no routed heads, "
-      "model.router.kind='none'"
-    )
   if isinstance(top_k, list | tuple) and len(top_k) == 1:
     overrides["top_k"] = tuple(top_k) * len(config.model.top_k)
   if overrides:
     config = config_lib.apply_overrides(config, "model", **overrides)
+  if top_k and config.model.router.kind == "none":
+    raise ValueError(
+      f"top_k={top_k}: the model has no routed heads, model.router.kind='none'"
+    )
   if sample:
     if "sample" not in config.sections:
       raise ValueError(

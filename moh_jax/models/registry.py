@@ -19,7 +19,12 @@ def make_model(
 
   Returns:
     The Linen module, and its abstract positional inputs with a batch of one.
+
+  Raises:
+    ValueError: a field of the model is left to the data, see
+      `data.infer.resolve`.
   """
+  config.model.check_complete()
   return get_family(config.model.family).make_model(config)
 
 

@@ -90,7 +90,7 @@ class GenerateCommandTest(parameterized.TestCase):
     (("--seed", -1), "seed=-1 must be in"),
     (("--batch-size", 0), "batch_size=0 must be at least 1"),
     (("--step", 7), "no checkpoint of step 7; it has [0]"),
-    (("--top-k", "9,9"), "top_k=(9, 9) must be None: the model has no routed"),
+    (("--top-k", "9,9"), "top_k=(9, 9): the model has no routed heads"),
   )
   def test_bad_value_is_one_line_that_names_it(self, argv, message):
     option, value = argv

@@ -215,7 +215,7 @@ class RoundTripTest(parameterized.TestCase):
   @parameterized.parameters(_CONFIG, _PIXEL)
   def test_json(self, config):
     text = config_lib.to_json(config)
-    self.assertEqual(config_lib.from_json(text), config)
+    self.assertEqual(config_lib.from_config_dict(json.loads(text)), config)
     self.assertEqual(json.loads(text)["model"]["family"], "dit")
 
   def test_only_diffusion_models_have_the_sections(self):

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 from absl.testing import absltest, parameterized
@@ -126,7 +127,7 @@ class RunTest(parameterized.TestCase):
       tune={"top_k_steps": (0, 3), "top_k_values": (3, 2)},
     )
     text = config_lib.to_json(config)
-    self.assertEqual(config_lib.from_json(text), config)
+    self.assertEqual(config_lib.from_config_dict(json.loads(text)), config)
 
   def test_config_dict_gives_the_same_run_back(self):
     config = tiny.llm_config()

@@ -187,7 +187,10 @@ class FromConfigDictTest(parameterized.TestCase):
 
 class JsonTest(absltest.TestCase):
   def test_round_trips(self):
-    self.assertEqual(config_lib.from_json(config_lib.to_json(_CONFIG)), _CONFIG)
+    self.assertEqual(
+      config_lib.from_config_dict(json.loads(config_lib.to_json(_CONFIG))),
+      _CONFIG,
+    )
 
   def test_holds_every_section(self):
     stored = json.loads(config_lib.to_json(_CONFIG))

@@ -22,39 +22,46 @@ from moh_jax.config import (
 from moh_jax.convert import checkpoints, rules
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.tensor_files import read_tensors
+from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import restore
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.convert.stored import save_tensors
 
-_CONFIG = Config(
-  model=ViTConfig(
-    image_size=(16, 16),
-    num_classes=5,
-    embed_dims=(8, 16),
-    depths=(2, 1),
-    num_heads=(2, 4),
-    shared_heads=(1, 2),
-    top_k=(1, 1),
-    mlp_ratios=(2, 2),
-    sr_ratios=(2, 1),
-  ),
-  data=DataConfig(eval_resize=20),
+_CONFIG = resolve(
+  Config(
+    model=ViTConfig(
+      channels=3,
+      image_size=(16, 16),
+      num_classes=5,
+      embed_dims=(8, 16),
+      depths=(2, 1),
+      num_heads=(2, 4),
+      shared_heads=(1, 2),
+      top_k=(1, 1),
+      mlp_ratios=(2, 2),
+      sr_ratios=(2, 1),
+    ),
+    data=DataConfig(eval_resize=20),
+  )
 )
-_DIT = Config(
-  model=DiTConfig(
-    input_size=(8, 8),
-    num_classes=5,
-    width=16,
-    num_heads=(2, 4, 4),
-    head_dim=4,
-    shared_heads=(2, 2, 2),
-    top_k=(0, 1, 1),
-  ),
-  data=DataConfig(source="latents", path="some/latents"),
-  diffusion=DiffusionConfig(prediction="v"),
-  sample=SampleConfig(cfg_scale=4.0),
+_DIT = resolve(
+  Config(
+    model=DiTConfig(
+      channels=4,
+      input_size=(8, 8),
+      num_classes=5,
+      width=16,
+      num_heads=(2, 4, 4),
+      head_dim=4,
+      shared_heads=(2, 2, 2),
+      top_k=(0, 1, 1),
+    ),
+    data=DataConfig(source="latents", path="some/latents"),
+    diffusion=DiffusionConfig(prediction="v"),
+    sample=SampleConfig(cfg_scale=4.0),
+  )
 )
 
 

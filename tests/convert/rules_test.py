@@ -17,6 +17,7 @@ from moh_jax.models.vit import ViT
 from moh_jax.runtime.params import abstract_params, unbox
 
 _MOH = ViTConfig(
+  channels=3,
   image_size=(16, 16),
   num_classes=5,
   embed_dims=(8, 16),

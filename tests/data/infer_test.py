@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import pathlib
 import tempfile
 
@@ -151,7 +152,7 @@ class ResolveTest(absltest.TestCase):
     config = resolve(Config(_VIT, data=DataConfig(source="digits")))
     text = config_lib.to_json(config)
     self.assertNotIn("null", text)
-    self.assertEqual(config_lib.from_json(text), config)
+    self.assertEqual(config_lib.from_config_dict(json.loads(text)), config)
 
 
 if __name__ == "__main__":

@@ -254,6 +254,7 @@ class InitializationTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.config = DiTConfig(
+      channels=4,
       input_size=(4, 4),
       width=64,
       num_heads=(4, 4),
