@@ -6,8 +6,8 @@ import chex
 import jax
 import numpy as np
 from absl.testing import absltest, parameterized
-from moh_jax.models.build import fit_params
 
+from moh_jax.config import get_family
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_output import output_kernel
 from moh_jax.models.llm_params import grow_vocabulary, unroll
@@ -110,7 +110,7 @@ class LayoutTest(parameterized.TestCase):
     trained = tiny.llm_config()
     wanted = tiny.llm_config(model={"vocab_size": 64, "top_k": (1, 3)})
     params = small.random_variables(small.CONFIG)["params"]
-    fitted = fit_params(params, trained, wanted)
+    fitted = get_family("llm").fit_params(params, trained, wanted)
     chex.assert_trees_all_equal_shapes(
       fitted, small.random_variables(wanted.model)["params"]
     )
@@ -124,7 +124,7 @@ class LayoutTest(parameterized.TestCase):
       tiny.llm_config(),
       small.random_variables(small.CONFIG)["params"],
     )
-    self.assertIs(fit_params(params, config, config), params)
+    self.assertIs(get_family("llm").fit_params(params, config, config), params)
 
 
 if __name__ == "__main__":
