@@ -9,6 +9,7 @@ compilation cache of its own. Processes that tests start inherit both.
 
 import importlib.metadata
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -26,6 +27,8 @@ os.environ["XLA_FLAGS"] = " ".join(
   [os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Arrays of unequal rank do not broadcast by chance: code says which axes meet.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 # The same examples in every run; compiling takes what time it takes.
 settings.register_profile(
@@ -34,6 +37,7 @@ settings.register_profile(
 settings.load_profile("suite")
 
 # Workers of pytest-xdist inherit the cache of the process that starts them.
+_MOST_WORKERS = 4  # bounds the memory that the suite takes
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if not _IS_WORKER:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(
@@ -45,6 +49,20 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 def pytest_configure():
   # absltest's temporary directories read flags, which pytest does not parse.
   flags.FLAGS.mark_as_parsed()
+
+
+def pytest_xdist_auto_num_workers(config):
+  """Answers `-n auto`: workers for the whole suite, none for a part of it.
+
+  A worker starts slowly and compiles what its own tests need, which pays only
+  where there is much to do. `-n 2` asks for workers in any case.
+  """
+  tests = pathlib.Path(__file__).parent
+  paths = [pathlib.Path(arg.partition("::")[0]) for arg in config.args]
+  asked = {(config.invocation_params.dir / path).resolve() for path in paths}
+  if not asked & {tests, tests.parent} or config.option.keyword:
+    return 0
+  return min(os.cpu_count() or 1, _MOST_WORKERS)
 
 
 def pytest_unconfigure():

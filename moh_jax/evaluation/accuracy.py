@@ -28,7 +28,7 @@ def make_eval_step(model: nn.Module) -> EvalStep:
     label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     # Classes that beat the right one: higher, or equal with a lower index, as
     # argmax decides; NaN beats everything, so a broken model scores nothing.
-    earlier = jnp.arange(logits.shape[-1]) < labels[:, None]
+    earlier = jnp.arange(logits.shape[-1])[None] < labels[:, None]
     beaten_by = ~(logits <= label_logits) | ((logits == label_logits) & earlier)
     rank = beaten_by.sum(-1)
     return {

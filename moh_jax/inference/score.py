@@ -271,7 +271,7 @@ def _make_step(model: nn.Module, config: LLMConfig):
     kernel = output_kernel(params, config)
     last = jnp.take_along_axis(x, lasts[:, None, None], axis=1)[:, 0]  # [B, C]
     if targets.shape[1] < tokens.shape[1]:
-      places = firsts[:, None] + jnp.arange(targets.shape[1])
+      places = firsts[:, None] + jnp.arange(targets.shape[1])[None]
       x = jnp.take_along_axis(x, places[..., None], axis=1)  # [B, T, C]
     nats, likeliest = token_cross_entropy(x, kernel, targets, config.loss_chunk)
     logits = output_logits(last, kernel)  # [B, V]

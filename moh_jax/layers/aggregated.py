@@ -16,7 +16,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads
 from moh_jax.layers.embed import CONV_INIT
 from moh_jax.layers.heads import HeadMix, HeadProjection
-from moh_jax.layers.linear import LINEAR_INIT
+from moh_jax.layers.linear import LINEAR_INIT, add_bias
 from moh_jax.layers.partitioning import with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
@@ -62,9 +62,10 @@ class QueryScale(nn.Module):
       jnp.float32,
     )
     length = jnp.asarray(np.log(num_keys), jnp.float32)  # [N] or []
-    scale = length[..., None] * jax.nn.softplus(temperature)  # [N, H] or [H]
+    # [N, H], or [1, H] where one count serves all queries.
+    scale = length.reshape(-1, 1) * jax.nn.softplus(temperature)[None]
     unit = l2_normalize(q)
-    return unit, (unit + embedding) * scale[..., None]
+    return unit, add_bias(unit, embedding) * scale[None, ..., None]
 
 
 class PositionBias(nn.Module):
@@ -84,9 +85,9 @@ class PositionBias(nn.Module):
     # Two multiply-adds rather than a matrix product with an inner dimension of
     # 2: the remat policy "dots" would keep its [T, 512] result for every block.
     x = jnp.asarray(coordinates.table)
-    hidden = nn.relu(x[:, :1] * kernel[0] + x[:, 1:] * kernel[1] + bias)
+    x = x[:, :1] * kernel[:1] + x[:, 1:] * kernel[1:]
     out = nn.Dense(self.num_heads, kernel_init=LINEAR_INIT, name="fc2")
-    return out(hidden).T[:, coordinates.index]
+    return out(nn.relu(add_bias(x, bias))).T[:, coordinates.index]
 
 
 class FullAttention(nn.Module):
@@ -232,7 +233,7 @@ class AggregatedAttention(nn.Module):
       jnp.float32,
     )
     bias = self._per_position("learnable_bias", nn.initializers.zeros)
-    return jnp.einsum("bnhd,hdl->bnhl", unit_q, tokens) + bias
+    return add_bias(jnp.einsum("bnhd,hdl->bnhl", unit_q, tokens), bias)
 
   def _per_position(self, name: str, init) -> jax.Array:
     """A parameter per head and window position, [H, L] float32."""

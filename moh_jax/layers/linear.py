@@ -75,6 +75,11 @@ def product(
   return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
 
 
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+  """Adds a bias to the last axes of x: [..., C] + [C] is [..., C]."""
+  return x + jax.lax.broadcast_to_rank(bias, x.ndim)
+
+
 def declare_kernel(
   module: nn.Module,
   inputs: tuple[int, ...],
@@ -164,7 +169,7 @@ class KernelLayer(nn.Module, kw_only=True):
     if self.use_bias:
       zeros = with_axes(nn.initializers.zeros, bias_axes or axes[1])
       bias = self.param("bias", zeros, outputs, jnp.float32)
-      out = out + bias.astype(out.dtype)
+      out = add_bias(out, bias.astype(out.dtype))
     return out
 
 

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.linear import LINEAR_INIT, Linear, xavier_init
+from moh_jax.layers.linear import LINEAR_INIT, Linear, add_bias, xavier_init
 from moh_jax.layers.partitioning import constrain, with_axes
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.window import depthwise_conv
@@ -135,4 +135,4 @@ class DepthwiseConv(nn.Module):
       jnp.float32,
     )
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    return depthwise_conv(x, kernel) + bias
+    return add_bias(depthwise_conv(x, kernel), bias)

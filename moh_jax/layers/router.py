@@ -117,7 +117,7 @@ class HeadRouter(nn.Module):
     if choice.order is not None:
       gates = jnp.take(gates, jnp.argsort(choice.order), axis=-1)
     if choice.scale is not None:
-      gates = gates * choice.scale
+      gates = gates * jax.lax.broadcast_to_rank(choice.scale, gates.ndim)
     return gates, aux
 
   def _two_stage(

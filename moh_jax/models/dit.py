@@ -169,7 +169,8 @@ class DiT(nn.Module):
     x = patchify(x.astype(jnp.float32), cfg.patch_size)
     embed = with_axes(xavier_init(0, 1), (None, "embed"))
     x = nn.Dense(cfg.width, kernel_init=embed, name="patch")(x)
-    x = constrain(x + sincos_2d(cfg.grid, cfg.width), "batch", None, None)
+    position = sincos_2d(cfg.grid, cfg.width)[None]
+    x = constrain(x + position, "batch", None, None)
     c = Embedding(cfg, name="embed")(t, labels)
     self.sow("intermediates", "tokens", x)
     self.sow("intermediates", "conditioning", c)

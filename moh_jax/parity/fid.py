@@ -16,6 +16,7 @@ from moh_jax.evaluation import fid, precision_recall
 from moh_jax.evaluation.image_sets import open_images
 from moh_jax.evaluation.statistics import Gaussian, moments
 from moh_jax.evaluation.statistics_files import read_statistics
+from moh_jax.layers.linear import add_bias
 from moh_jax.models.inception import InceptionV3
 from moh_jax.ops.inception_input import RESIZES, prepare
 from moh_jax.parity.case import Arrays, Case
@@ -139,7 +140,7 @@ def _forward(model: InceptionV3, params: Any, x: jax.Array) -> dict[str, Any]:
     "pool3": features.pool3,
     "spatial": features.spatial,
     "logits_unbiased": features.logits,
-    "logits": features.logits + params["fc"]["bias"],
+    "logits": add_bias(features.logits, params["fc"]["bias"]),
     "probs": jax.nn.softmax(features.logits),
   }
 

@@ -73,7 +73,7 @@ def mix_images(
   inside = _cut_box(place, images.shape[1:3], share)  # [X, Y]
   cut_share = 1.0 - inside.mean()  # clipping at the border changes the area
   weight = jnp.where(cut, 1.0 - inside, share)[..., None]  # [X, Y, 1]
-  weight = weight.astype(images.dtype)
+  weight = jax.lax.broadcast_to_rank(weight.astype(images.dtype), images.ndim)
   images = images * weight + images[::-1] * (1 - weight)
   share = jnp.where(cut, cut_share, share)
   return images, targets * share + targets[::-1] * (1 - share)

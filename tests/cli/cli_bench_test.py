@@ -1,8 +1,6 @@
-import importlib.util
 import json
 import pathlib
 import tempfile
-import unittest
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -24,7 +22,6 @@ _TINY = {
   )
   for op in ("attention", "layer", "decode")
 }
-_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
 class BenchCommandTest(parameterized.TestCase):
@@ -59,7 +56,6 @@ class BenchCommandTest(parameterized.TestCase):
     self.assertEqual(report["rows"][0]["implementation"], "mha")
     self.assertEqual(report["rows"][-1]["share"], 0.5)
 
-  @unittest.skipUnless(_MATPLOTLIB, "matplotlib is not installed")
   def test_prints_a_table_and_writes_the_plot(self):
     root = self._root()
     status, out, _ = self._call(

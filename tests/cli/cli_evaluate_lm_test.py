@@ -2,7 +2,6 @@ import dataclasses
 import json
 import pathlib
 import tempfile
-import unittest
 from unittest import mock
 
 import numpy as np
@@ -131,8 +130,7 @@ class EvaluateTextTest(_CommandTest):
     self.assertIn("has no routed heads, model.router.kind='none'", err)
 
 
-@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
-class EvaluateTasksNeedsLmEvalTest(_CommandTest):
+class EvaluateTasksTest(_CommandTest):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()

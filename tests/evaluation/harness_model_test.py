@@ -1,18 +1,13 @@
 import dataclasses
 import types
-import unittest
 
 from absl.testing import absltest, parameterized
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moh_jax.data.text import tokenizers
-from tests.evaluation import tiny_harness
-
-if tiny_harness.INSTALLED:
-  from lm_eval.api.instance import Instance
-  from lm_eval.api.model import TemplateLM
-  from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-  from moh_jax.evaluation.harness_model import HarnessModel, generation_options
+from moh_jax.evaluation.harness_model import HarnessModel, generation_options
 
 
 @dataclasses.dataclass
@@ -57,8 +52,7 @@ def _bpe():
   return tokenizers.JsonTokenizer(tokenizers.train_bpe([text], 300))
 
 
-@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
-class HarnessModelNeedsLmEvalTest(parameterized.TestCase):
+class HarnessModelTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.scorer, self.generate = _Scorer(), _Generate()
@@ -175,8 +169,7 @@ class HarnessModelNeedsLmEvalTest(parameterized.TestCase):
     self.assertLen(names, 2)
 
 
-@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
-class GenerationOptionsNeedsLmEvalTest(parameterized.TestCase):
+class GenerationOptionsTest(parameterized.TestCase):
   @parameterized.parameters(
     ({}, 0.0),
     ({"temperature": 0.7}, 0.7),

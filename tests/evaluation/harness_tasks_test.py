@@ -1,5 +1,3 @@
-import unittest
-
 from absl.testing import absltest, parameterized
 
 from moh_jax.evaluation.harness_tasks import (
@@ -8,7 +6,6 @@ from moh_jax.evaluation.harness_tasks import (
   choose_tasks,
   main_metric,
 )
-from tests.evaluation import tiny_harness
 
 # Where the harness keeps the tasks of the presets: reading all takes long.
 _FOLDERS = (
@@ -65,7 +62,6 @@ class MainMetricTest(parameterized.TestCase):
     self.assertEqual(main_metric(wanted, metrics), expected)
 
 
-@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
 class PresetsNeedLmEvalTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):

@@ -1,7 +1,6 @@
 import pathlib
 import sys
 import tempfile
-import unittest
 from unittest import mock
 
 import jax
@@ -43,8 +42,7 @@ def _plain_log_softmax():
   return log_softmax
 
 
-@unittest.skipUnless(tiny_harness.INSTALLED, tiny_harness.MISSING)
-class HarnessNeedsLmEvalTest(parameterized.TestCase):
+class HarnessTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()

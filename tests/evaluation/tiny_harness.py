@@ -5,7 +5,6 @@ nothing is downloaded, and what they write is thrown away.
 """
 
 import atexit
-import importlib.util
 import json
 import os
 import pathlib
@@ -20,8 +19,6 @@ os.environ |= {
   "HF_DATASETS_OFFLINE": "1",
   "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-INSTALLED = importlib.util.find_spec("lm_eval") is not None
-MISSING = "lm-eval is not installed: pip install 'moh_jax[llm]'"
 
 # More than the right answers, so that accuracies differ from 0 and 1.
 CHOICES = [

@@ -96,7 +96,7 @@ class MeshTest(parameterized.TestCase):
     q = jax.random.normal(r[0], (8, 1, 4, 8))
     k, v = (jax.random.normal(key, (8, kv_heads, 20, 8)) for key in r[1:3])
     mask = jax.random.bernoulli(r[3], 0.5, q.shape[:3])
-    visible = jnp.arange(20) >= jnp.arange(8)[:, None, None]
+    visible = jnp.arange(20)[None, None] >= jnp.arange(8)[:, None, None]
 
     @functools.partial(jax.jit, static_argnums=3)
     def run(q, k, v, name):
@@ -170,7 +170,7 @@ class LayerTest(parameterized.TestCase):
       implementation="dense",
     )
     x = jax.random.normal(jax.random.key(0), (2, 50, 24))
-    token_mask = jnp.arange(50) < jnp.array([[50], [44]])
+    token_mask = jnp.arange(50)[None] < jnp.array([[50], [44]])
     places = Places(segments=jnp.arange(50)[None].repeat(2, 0) // 30)
     params = unbox(layer.init(jax.random.key(1), x))
     params = jax.tree.map(lambda leaf: 20 * leaf, params)

@@ -46,7 +46,8 @@ class OverlapPatchEmbedTest(parameterized.TestCase):
   def test_equals_normalized_patches(self, kernel_size, stride):
     module, images = OverlapPatchEmbed(6, kernel_size, stride), _images(6, 9)
     variables = _params(module, images)
-    proj, norm = (variables["params"][name] for name in ("proj", "norm"))
+    stored = jax.tree.map(np.asarray, variables["params"])
+    proj, norm = (stored[name] for name in ("proj", "norm"))
     reach = kernel_size // 2
     padded = np.pad(images, [(0, 0), (reach, reach), (reach, reach), (0, 0)])
     out = jax.jit(module.apply)(variables, images)

@@ -19,8 +19,9 @@ class HeadProjectionTest(parameterized.TestCase):
     x = small.tokens()
     variables = small.params(module, x)
     chex.assert_type(jax.tree.leaves(variables), jnp.float32)
-    kernel = np.asarray(variables["params"]["kernel"])
-    bias = variables["params"].get("bias", np.zeros((parts, 2, 4)))
+    stored = jax.tree.map(np.asarray, variables["params"])
+    kernel = stored["kernel"]
+    bias = stored.get("bias", np.zeros((parts, 2, 4)))
     vectors = module.apply(variables, x)
     self.assertLen(vectors, parts)
     for part, vector in enumerate(vectors):
@@ -52,11 +53,12 @@ class HeadMixTest(parameterized.TestCase):
   def test_equals_the_gated_sum_over_heads(self, dtype, use_bias):
     module = HeadMix(small.C, use_bias=use_bias, dtype=dtype)
     variables = small.params(module, self.heads, self.gates)
-    kernel = np.asarray(variables["params"]["kernel"])  # [H, D, C]
+    stored = jax.tree.map(np.asarray, variables["params"])
+    kernel = stored["kernel"]  # [H, D, C]
     expected = sum(
       np.asarray(self.gates[:, :, h, None] * self.heads[:, :, h]) @ kernel[h]
       for h in range(6)
-    ) + variables["params"].get("bias", np.zeros(small.C))
+    ) + stored.get("bias", np.zeros(small.C))
     out = module.apply(variables, self.heads, self.gates)
     chex.assert_shape(out, (small.B, small.N, small.C))
     chex.assert_type(out, dtype)

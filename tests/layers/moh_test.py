@@ -157,7 +157,7 @@ class MoHAttentionTest(parameterized.TestCase):
   def test_padding_does_not_matter(self):
     module, x = MoHAttention(small.BUDGET), small.tokens()
     variables = small.params(module, x)
-    mask = jnp.arange(small.N) < jnp.array([[4], [2]])
+    mask = jnp.arange(small.N)[None] < jnp.array([[4], [2]])
     out, aux = module.apply(variables, x, mask)
     moved = jnp.where(mask[..., None], x, x + 3.0)
     moved_out, moved_aux = module.apply(variables, moved, mask)
@@ -224,7 +224,8 @@ class QueryNormAttentionTest(parameterized.TestCase):
     variables = small.params(module, x)
     _, recorded = module.apply(variables, x, mutable=["intermediates"])
     (decided,) = recorded["intermediates"]["router"]["routing"]
-    kernel, bias = (variables["params"]["qkv"][n] for n in ("kernel", "bias"))
+    stored = jax.tree.map(np.asarray, variables["params"]["qkv"])
+    kernel, bias = stored["kernel"], stored["bias"]
     queries = np.einsum("bnc,chd->bnhd", x, kernel[:, 0]) + bias[0]
     norms = jnp.asarray(np.linalg.norm(queries, axis=-1))
     expected = routing.query_norm_gates(norms, small.BUDGET)
@@ -293,10 +294,9 @@ class PlacesTest(parameterized.TestCase):
     np.testing.assert_allclose(
       jnp.concatenate(outs, axis=1), expected, atol=2e-5
     )
-    kernel, bias = (
-      self.variables["params"]["kv"][name] for name in ("kernel", "bias")
-    )
-    keys = jnp.einsum("bnc,chd->bnhd", small.tokens(), kernel[:, 0]) + bias[0]
+    stored = jax.tree.map(np.asarray, self.variables["params"]["kv"])
+    keys = np.einsum("bnc,chd->bnhd", small.tokens(), stored["kernel"][:, 0])
+    keys = jnp.asarray(keys + stored["bias"][0])
     np.testing.assert_allclose(
       cache.k[:, :, : small.N].swapaxes(1, 2),
       rotate(keys, self.rotation),
@@ -327,7 +327,7 @@ class PlacesTest(parameterized.TestCase):
   def _extend(self, cache, start, stop, tokens=None):
     """The layer on tokens `start` to `stop`: outputs and the new cache."""
     tokens = small.tokens() if tokens is None else tokens
-    seen = jnp.arange(8) <= jnp.arange(start, stop)[:, None]
+    seen = jnp.arange(8)[None] <= jnp.arange(start, stop)[:, None]
     visible = None if start == 0 else jnp.stack([seen] * small.B)
     part = jax.tree.map(lambda x: x[:, start:stop], self.rotation)
     extend = functools.partial(self.module.apply, method="extend")

@@ -87,7 +87,7 @@ class HeadRouterTest(parameterized.TestCase):
   def test_token_mask_leaves_gates_and_narrows_the_statistics(self):
     module, x = HeadRouter(small.BUDGET), small.tokens()
     params = small.params(module, x)
-    mask = jnp.arange(small.N) < jnp.array([[3], [0]])
+    mask = jnp.arange(small.N)[None] < jnp.array([[3], [0]])
     gates, aux = module.apply(params, x, mask)
     expected_gates, _ = module.apply(params, x)
     _, expected_aux = module.apply(params, x[:1, :3])

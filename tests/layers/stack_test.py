@@ -24,7 +24,7 @@ class _Block(nn.Module):
   def __call__(self, x, rate, shift):
     y = nn.Dense(_C, name="fc")(x)
     self.sow("intermediates", "hidden", y)
-    x = x + rate * jnp.tanh(y + shift)
+    x = x + rate * jnp.tanh(y + shift[None])
     return x, {"loss": jnp.mean(x**2)}
 
 

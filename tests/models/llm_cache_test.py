@@ -38,7 +38,7 @@ def _decode(config: LLMConfig, unrolled: bool, dtype: str = "float32"):
     params = unroll(params, config)
   cache = LLM(config, unrolled=unrolled).new_cache(small.B, _SLOTS, dtype)
   pad = jnp.array([0, 2])[:, None]
-  place = jnp.arange(small.N) - pad
+  place = jnp.arange(small.N)[None] - pad
   logits = []
   for start in (0, *range(_PROMPT, small.N)):
     stop, token_mask, visible = start + 1, None, None
@@ -46,7 +46,7 @@ def _decode(config: LLMConfig, unrolled: bool, dtype: str = "float32"):
       stop = _PROMPT
       token_mask = place[:, :stop] >= 0
     else:
-      slots = jnp.arange(_SLOTS)
+      slots = jnp.arange(_SLOTS)[None]
       visible = ((slots >= pad) & (slots <= start))[:, None]
     out, _, cache = _extend(config, unrolled)(
       {"params": params},
@@ -62,7 +62,7 @@ def _decode(config: LLMConfig, unrolled: bool, dtype: str = "float32"):
 
 class CacheTest(parameterized.TestCase):
   def _whole(self, config):
-    place = jnp.arange(small.N) - jnp.array([0, 2])[:, None]
+    place = jnp.arange(small.N)[None] - jnp.array([0, 2])[:, None]
     logits, _ = small.forward(
       config, positions=jnp.maximum(place, 0), token_mask=place >= 0
     )
@@ -99,7 +99,9 @@ class CacheTest(parameterized.TestCase):
     _, _, cache = extend(prompt, empty, Slots(jnp.int32(0)))
 
     def write(token):
-      seen = jnp.broadcast_to(jnp.arange(_SLOTS) <= 4, (small.B, 1, _SLOTS))
+      seen = jnp.broadcast_to(
+        jnp.arange(_SLOTS)[None, None] <= 4, (small.B, 1, _SLOTS)
+      )
       logits, _, new = extend(token, cache, Slots(jnp.int32(4), seen))
       return logits, new
 

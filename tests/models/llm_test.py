@@ -82,7 +82,7 @@ class VisibilityTest(parameterized.TestCase):
   @parameterized.parameters(*small.ROUTERS)
   def test_left_padding_changes_no_logits(self, router):
     config, tokens = small.changed(router), small.random_tokens()
-    place = jnp.arange(small.N) - jnp.array([0, 3])[:, None]
+    place = jnp.arange(small.N)[None] - jnp.array([0, 3])[:, None]
     padded, aux = small.forward(
       config,
       tokens=tokens,

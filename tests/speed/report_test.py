@@ -1,9 +1,7 @@
 import dataclasses
-import importlib.util
 import pathlib
 import sys
 import tempfile
-import unittest
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -13,7 +11,6 @@ from moh_jax.cli import common
 from moh_jax.speed import report
 from moh_jax.speed.report import Row
 
-_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 _ROW = Row(
   device="cpu",
   op="attention",
@@ -82,7 +79,6 @@ class MissingTest(absltest.TestCase):
       report.check_plot("a.png")
 
 
-@unittest.skipUnless(_MATPLOTLIB, "matplotlib is not installed")
 class PlotTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()

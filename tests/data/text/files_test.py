@@ -1,10 +1,8 @@
 import gzip
-import importlib.util
 import json
 import pathlib
 import sys
 import tempfile
-import unittest
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -12,8 +10,6 @@ from absl.testing import absltest, parameterized
 from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.pieces import list_pieces
 
-_PYARROW = importlib.util.find_spec("pyarrow") is not None
-_ZSTD = importlib.util.find_spec("zstandard") is not None
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
 
 
@@ -118,7 +114,6 @@ class DamageTest(_FilesTest):
         self._read(name, b"")
 
 
-@unittest.skipUnless(_ZSTD, "zstandard is not installed")
 class WithZstandardTest(_FilesTest):
   def _pack(self, content, frames=1):
     import zstandard
@@ -155,7 +150,6 @@ class WithZstandardTest(_FilesTest):
       self._read("a.jsonl.zst", bytes(content))
 
 
-@unittest.skipUnless(_PYARROW, "pyarrow is not installed")
 class WithPyarrowTest(_FilesTest):
   def _write(self, values, column="text", rows=2):
     import pyarrow

@@ -1,17 +1,13 @@
-import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import shutil
 import tempfile
-import unittest
 
 from absl.testing import absltest, parameterized
 
 from moh_jax.data.text import pieces as text_pieces
-
-_PYARROW = importlib.util.find_spec("pyarrow") is not None
 
 
 class PiecesTest(parameterized.TestCase):
@@ -104,7 +100,6 @@ class PiecesTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "piece_bytes=0 must be"):
       self._list("*", piece_bytes=0)
 
-  @unittest.skipUnless(_PYARROW, "pyarrow is not installed")
   def test_tables_are_cut_between_row_groups_with_pyarrow(self):
     import pyarrow
     from pyarrow import parquet
@@ -121,7 +116,6 @@ class PiecesTest(parameterized.TestCase):
       firsts = [piece.first for piece in pieces]
       self.assertEqual(firsts, [1 + 15 * piece.start for piece in pieces])
 
-  @unittest.skipUnless(_PYARROW, "pyarrow is not installed")
   def test_size_of_a_table_counts_with_pyarrow(self):
     import pyarrow
     from pyarrow import parquet
@@ -133,7 +127,6 @@ class PiecesTest(parameterized.TestCase):
       found.add(text_pieces.fingerprint(self._list("*")))
     self.assertLen(found, 2)
 
-  @unittest.skipUnless(_PYARROW, "pyarrow is not installed")
   def test_damaged_table_is_named_with_pyarrow(self):
     self._write("a.parquet", b"PAR1 no table")
     with self.assertRaisesRegex(ValueError, "a.parquet: damaged or no Parquet"):

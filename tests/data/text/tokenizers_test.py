@@ -1,11 +1,9 @@
-import importlib.util
 import io
 import json
 import pathlib
 import pickle
 import sys
 import tempfile
-import unittest
 from unittest import mock
 
 import tokenizers as hf
@@ -21,7 +19,6 @@ _TEXTS = (
   "a\x00b\x7f\u2028c",
   "<|end_of_text|> is text here, and so is <|begin_of_text|>",
 )
-_SENTENCEPIECE = importlib.util.find_spec("sentencepiece") is not None
 _CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
 
 
@@ -155,7 +152,6 @@ class JsonTest(parameterized.TestCase):
     self.assertEqual(tokenizer.encode_batch(["a", "a b"]), [[0], [0, 1]])
 
 
-@unittest.skipUnless(_SENTENCEPIECE, "sentencepiece is not installed")
 class WithSentencePieceTest(absltest.TestCase):
   def test_text_comes_back(self):
     tokenizer = _sentencepiece()
@@ -209,7 +205,6 @@ class LoadTest(parameterized.TestCase):
     with self.assertRaisesRegex(error, message):
       tokenizers.load_tokenizer(self.root / name)
 
-  @unittest.skipUnless(_SENTENCEPIECE, "sentencepiece is not installed")
   def test_damaged_model_is_named_with_sentencepiece(self):
     (self.root / "a.model").write_bytes(b"no model")
     with self.assertRaisesRegex(ValueError, "a.model: not a SentencePiece"):
