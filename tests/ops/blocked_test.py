@@ -61,9 +61,7 @@ def _values(attend, arrays, weights):
   return out, grads
 
 
-def _assert_equal(
-  test, arrays, weights, visible, blocks, mask, blocks_per_step=1
-):
+def _assert_equal(arrays, weights, visible, blocks, mask, blocks_per_step=1):
   weights = weights * mask[..., None]
   scale = 0.3
   dense = functools.partial(dense_attention, visible=visible, scale=scale)
@@ -121,7 +119,7 @@ class BlockedTest(parameterized.TestCase):
     visible = _visible(causal, masked, 2, 37)
     blocks = head_blocks(active, 4)
     _assert_equal(
-      self, arrays, weights, visible, blocks, active.mask, blocks_per_step
+      arrays, weights, visible, blocks, active.mask, blocks_per_step
     )
 
   @parameterized.product(kv_heads=(1, 3, 6), masked=(False, True))
