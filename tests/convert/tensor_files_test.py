@@ -1,256 +1,25 @@
 import json
-import os
-import pathlib
 import pickle
-import sys
-import tempfile
-import types
 import zipfile
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.convert import tensor_files
+from tests.convert import torch_archive
 from tests.convert.stored import save_tensors
 
 
-class _Code(bytes):
-  """Pickle opcodes that leave one object on the stack."""
-
-
-def _code(value):
-  """Pickles, with `_Code` inside dicts and tuples taken as it is."""
-  if isinstance(value, _Code):
-    return value
-  if isinstance(value, dict):
-    parts = [_code(part) for item in value.items() for part in item]
-    return b"}(" + b"".join(parts) + b"u"
-  if isinstance(value, tuple):
-    return b"(" + b"".join(map(_code, value)) + b"t"
-  return pickle.dumps(value, 2)[2:-1]
-
-
-def _global(name):
-  return _Code("c{}\n{}\n".format(*name.rsplit(".", 1)).encode())
-
-
-def _call(name, *args, state=None):
-  build = b"" if state is None else _code(state) + b"b"
-  return _Code(_global(name) + _code(args) + b"R" + build)
-
-
-def _storage(key, kind, size):
-  """What `torch.save` writes for a storage."""
-  return _Code(_code(("storage", _global(kind), key, "cpu", size)) + b"Q")
-
-
-def _tensor(
-  key, shape, strides, offset=0, *, size=6, kind="torch.FloatStorage"
-):
-  """What `torch.save` writes for a tensor."""
-  hooks = _call("collections.OrderedDict")
-  args = (_storage(key, kind, size), offset, shape, strides, False, hooks)
-  return _call("torch._utils._rebuild_tensor_v2", *args)
-
-
-def _save(path, tree, records, byteorder=b"little"):
-  """Writes an archive as `torch.save` does."""
-  with zipfile.ZipFile(path, "w") as archive:
-    archive.writestr("net/data.pkl", b"\x80\x02" + _code(tree) + b".")
-    archive.writestr("net/byteorder", byteorder)
-    for key, data in records.items():
-      archive.writestr(f"net/data/{key}", bytes(data))
-
-
-class _System:
-  """Pickles into a call of `os.system`."""
-
-  def __init__(self, command):
-    self.command = command
-
-  def __reduce__(self):
-    return os.system, (self.command,)
-
-
-class _TestCase(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    folder = self.enter_context(tempfile.TemporaryDirectory())
-    self.path = pathlib.Path(folder) / "weights"
-    # Our own reader, also where torch is installed.
-    self.enter_context(mock.patch.dict(sys.modules, {"torch": None}))
-
-  def assert_rejected(self, *words, error=ValueError, path=None, key=None):
-    with self.assertRaises(error) as caught:
-      tensor_files.read_tensors(path or self.path, key)
-    for word in (str(path or self.path), "expected", *words):
-      self.assertIn(word, str(caught.exception))
-    self.assertNotIn("\n", str(caught.exception))
-
-
-class TorchZipTest(_TestCase):
-  values = np.arange(6, dtype=np.float32)
-
-  def save(self, tree, **kwargs):
-    _save(self.path, tree, {"0": self.values.tobytes()}, **kwargs)
-
-  @parameterized.parameters(
-    ("Float", "float32"),
-    ("Double", "float64"),
-    ("Half", "float16"),
-    ("BFloat16", ml_dtypes.bfloat16),
-    ("Long", "int64"),
-    ("Int", "int32"),
-    ("Short", "int16"),
-    ("Char", "int8"),
-    ("Byte", "uint8"),
-    ("Bool", "bool"),
-    ("ComplexFloat", "complex64"),
-    ("ComplexDouble", "complex128"),
-  )
-  def test_reads_each_storage_type(self, kind, dtype):
-    values = np.array([[0, 1, 2], [3, 4, 5]]).astype(dtype)
-    for name, order in (("little", "<"), ("big", ">")):
-      unit = values.itemsize // (2 if values.dtype.kind == "c" else 1)
-      stored = values.view(f"u{unit}").astype(f"{order}u{unit}").tobytes()
-      tensor = _tensor("0", (2, 3), (3, 1), kind=f"torch.{kind}Storage")
-      _save(self.path, {"w": tensor}, {"0": stored}, name.encode())
-      read = tensor_files.read_tensors(self.path)["w"]
-      self.assertEqual(read.dtype, values.dtype)
-      np.testing.assert_array_equal(read, values)
-
-  @parameterized.parameters("uint16", "uint32", "uint64", "float8_e4m3fn")
-  def test_reads_dtypes_without_a_storage_type(self, dtype):
-    values = np.array([1, 2, 3]).astype(dtype)
-    storage = _storage("0", "torch.storage.UntypedStorage", values.nbytes)
-    args = (storage, 1, (2,), (1,), False, None, _global(f"torch.{dtype}"))
-    tensor = _call("torch._utils._rebuild_tensor_v3", *args)
-    _save(self.path, {"w": tensor}, {"0": values.tobytes()})
-    read = tensor_files.read_tensors(self.path)["w"]
-    self.assertEqual(read.dtype, values.dtype)
-    np.testing.assert_array_equal(read, values[1:])
-
-  @parameterized.parameters(
-    ((3, 2), (1, 3), 0, [[0, 3], [1, 4], [2, 5]]),  # transposed
-    ((2,), (2,), 1, [1, 3]),  # every second
-    ((2, 2), (0, 1), 4, [[4, 5], [4, 5]]),  # expanded
-    ((1, 2), (2**62, 1), 4, [[4, 5]]),  # stride of an axis of length 1
-    ((), (), 5, 5),
-    ((0, 3), (3, 1), 6, np.zeros((0, 3))),
-  )
-  def test_reads_views_of_a_storage(self, shape, strides, offset, expected):
-    self.save({"w": _tensor("0", shape, strides, offset)})
-    read = tensor_files.read_tensors(self.path)["w"]
-    self.assertEqual(read.shape, shape)
-    np.testing.assert_array_equal(read, np.float32(expected))
-
-  def test_tied_weights_share_memory(self):
-    self.save({"a": _tensor("0", (6,), (1,)), "b": _tensor("0", (2,), (1,), 4)})
-    read = tensor_files.read_tensors(self.path)
-    self.assertTrue(np.shares_memory(read["a"], read["b"]))
-
-  @parameterized.parameters(
-    "_rebuild_parameter", "_rebuild_parameter_with_state"
-  )
-  def test_reads_a_parameter_as_its_tensor(self, function):
-    hooks = _call("collections.OrderedDict")
-    tensor = _tensor("0", (6,), (1,))
-    self.save({"w": _call(f"torch._utils.{function}", tensor, True, hooks)})
-    read = tensor_files.read_tensors(self.path)["w"]
-    np.testing.assert_array_equal(read, self.values)
-
-  @parameterized.parameters(
-    ((7,), (1,), 0),
-    ((2, 3), (4, 1), 0),
-    ((1,), (1,), 6),
-    ((2,), (1,), -1),
-    ((2,), (-1,), 1),
-    ((-2,), (1,), 0),
-    ((2**70,), (2**70,), 0),
-    ((2, 3), (1,), 0),
-    ((2,), ("1",), 0),
-    ((2,), None, 0),
-  )
-  def test_rejects_tensors_outside_their_storage(self, shape, strides, offset):
-    self.save({"blocks.0.w": _tensor("0", shape, strides, offset)})
-    self.assert_rejected("'blocks.0.w'")
-
-  @parameterized.parameters(
-    ("0", 7, "24 bytes, not 28"), ("1", 6, "net/data/1")
-  )
-  def test_rejects_missing_storage(self, key, size, message):
-    self.save({"w": _tensor(key, (1,), (1,), size=size)})
-    self.assert_rejected("'w'", message)
-
-  def test_rejects_unknown_byte_order(self):
-    self.save({"w": _tensor("0", (6,), (1,))}, byteorder=b"middle")
-    self.assert_rejected("middle", "little")
-
-  def test_reads_weights_beside_objects_of_unknown_classes(self):
-    metadata = {"_metadata": {"": {"version": 1}}}
-    weights = _call("collections.OrderedDict", state=metadata)
-    name, weight = _code("w"), _tensor("0", (6,), (1,))
-    lost = _tensor("lost", (6,), (1,))  # no record: must not be read
-    self.save(
-      {
-        "model": _Code(weights + b"(" + name + weight + b"u"),
-        "optimizer": {"state": {0: {"exp_avg": lost}}, "lr": 0.1},
-        "epoch": 3,
-        "args": _call("argparse.Namespace", state={"lr": 0.1}),
-        "new": _Code(_global("a.B") + b")\x81" + _code({"c": 1}) + b"b"),
-        "list": _Code(_call("a.List") + b"(K\x01K\x02e"),
-        "dict": _Code(_call("a.Dict") + b"(K\x01K\x02u"),
-        "method": _Code(_call("builtins.getattr", "a", "b") + b")R"),
-        "device": _call("torch.device", "cuda", 0),
-      }
-    )
-    read = tensor_files.read_tensors(self.path)
-    self.assertEqual(list(read), ["w"])
-    np.testing.assert_array_equal(read["w"], self.values)
-
-  def test_runs_no_pickled_code(self):
-    marker = self.path.with_name("ran")
-    attack = _System(f"touch '{marker}'")
-    pickle.loads(pickle.dumps(attack))
-    self.assertTrue(marker.exists(), "the attack works on a plain unpickler")
-    marker.unlink()
-    self.save({"model": {"w": _tensor("0", (6,), (1,))}, "args": attack})
-    self.assertEqual(list(tensor_files.read_tensors(self.path)), ["w"])
-    self.save({"w": attack})
-    self.assert_rejected("'w'")
-    self.assertFalse(marker.exists())
-
-  def test_pickle_cannot_change_the_reader(self):
-    patch = _code((None, {"__defaults__": (), "__setstate__": 1})) + b"b"
-    tensor = _tensor("0", (6,), (1,))
-    names = ("torch._utils._rebuild_tensor_v2", "collections.OrderedDict")
-    for name in (*names, "argparse.Namespace"):
-      self.save({"model": {"w": tensor}, "x": _Code(_global(name) + patch)})
-      for _ in range(2):
-        read = tensor_files.read_tensors(self.path)["w"]
-        np.testing.assert_array_equal(read, self.values)
-
-  def test_reads_what_torch_refuses(self):
-    refusal = mock.Mock(side_effect=pickle.UnpicklingError("Namespace"))
-    torch = types.SimpleNamespace(load=refusal)
-    self.save({"w": _tensor("0", (6,), (1,))})
-    with mock.patch.dict(sys.modules, {"torch": torch}):
-      read = tensor_files.read_tensors(self.path)["w"]
-    np.testing.assert_array_equal(read, self.values)
-    self.assertTrue(refusal.call_args.kwargs["weights_only"])
-
-
-class KeyTest(_TestCase):
+class KeyTest(torch_archive.TensorFilesTestCase):
   def save(self, **nests):
     """Saves dicts whose one tensor holds the dict's position."""
     tree, records = {}, {}
     for index, (name, entry) in enumerate(nests.items()):
       records[str(index)] = np.float32(index).tobytes()
-      tensor = _tensor(str(index), (), (), size=1)
+      tensor = torch_archive.tensor(str(index), (), (), size=1)
       tree[name] = tensor if entry is None else {entry: tensor}
-    _save(self.path, tree, records)
+    torch_archive.save_archive(self.path, tree, records)
 
   @parameterized.parameters(
     (("model", "ema", "state_dict"), None, 1),
@@ -274,7 +43,7 @@ class KeyTest(_TestCase):
 
   @parameterized.parameters(None, "net", "missing")
   def test_lists_the_keys_where_none_fits(self, key):
-    _save(self.path, {"net": {"a": 1}, "epoch": 3}, {})
+    torch_archive.save_archive(self.path, {"net": {"a": 1}, "epoch": 3}, {})
     self.assert_rejected("'net'", "'epoch'", repr(key), key=key)
 
   def test_strips_the_prefix_that_all_names_share(self):
@@ -288,7 +57,7 @@ class KeyTest(_TestCase):
     self.assertEqual(list(read), ["module.weight", "bias"])
 
 
-class SafetensorsTest(_TestCase):
+class SafetensorsTest(torch_archive.TensorFilesTestCase):
   @parameterized.parameters(
     *("float64", "float32", "float16", "complex64", "bool", "uint8", "int8"),
     *("uint16", "int16", "uint32", "int32", "uint64", "int64"),
@@ -317,7 +86,7 @@ class SafetensorsTest(_TestCase):
     self.assertEqual(tensor_files.read_tensors(self.path)["w"], 7)
 
 
-class OpenTest(_TestCase):
+class OpenTest(torch_archive.TensorFilesTestCase):
   """`open_tensors` gives what `read_tensors` does, without reading."""
 
   @parameterized.parameters(
@@ -352,8 +121,8 @@ class OpenTest(_TestCase):
     self.assertEqual(array[2], 5)
 
   def test_torch_files_are_read(self):
-    tree = {"w": _tensor("0", (2,), (1,), size=2)}
-    _save(self.path, tree, {"0": np.float32([1, 2])})
+    tree = {"w": torch_archive.tensor("0", (2,), (1,), size=2)}
+    torch_archive.save_archive(self.path, tree, {"0": np.float32([1, 2])})
     opened = tensor_files.open_tensors(self.path)["w"]
     np.testing.assert_array_equal(opened, [1, 2])
 
@@ -379,7 +148,7 @@ class OpenTest(_TestCase):
       tensor_files.open_tensors(self.path)
 
 
-class ShardsTest(_TestCase):
+class ShardsTest(torch_archive.TensorFilesTestCase):
   def setUp(self):
     super().setUp()
     self.path.mkdir()
@@ -411,8 +180,10 @@ class ShardsTest(_TestCase):
     self.check(self.path)
 
   def test_index_may_list_torch_shards(self):
-    torch_shard = {"module.b": _tensor("0", (2,), (1,), size=2)}
-    _save(self.path / "b.bin", torch_shard, {"0": np.float32([98, 98])})
+    torch_shard = {"module.b": torch_archive.tensor("0", (2,), (1,), size=2)}
+    torch_archive.save_archive(
+      self.path / "b.bin", torch_shard, {"0": np.float32([98, 98])}
+    )
     self.write_index(a="0.safetensors", b="b.bin")
     self.check(self.index)
 
@@ -449,7 +220,7 @@ class ShardsTest(_TestCase):
     self.assert_rejected("2 indexes")
 
 
-class OtherFilesTest(_TestCase):
+class OtherFilesTest(torch_archive.TensorFilesTestCase):
   @parameterized.parameters(
     (b"", "an empty file"),
     (b"<!DOCTYPE html>\n<html>", "an HTML"),
@@ -464,8 +235,10 @@ class OtherFilesTest(_TestCase):
     self.assert_rejected(found)
 
   def test_rejects_truncated_files(self):
-    tensor = _tensor("0", (6,), (1,))
-    _save(self.path, {"w": tensor}, {"0": np.float32(range(6))})
+    tensor = torch_archive.tensor("0", (6,), (1,))
+    torch_archive.save_archive(
+      self.path, {"w": tensor}, {"0": np.float32(range(6))}
+    )
     content = self.path.read_bytes()
     self.path.write_bytes(content[: len(content) // 2])
     self.assert_rejected("damaged zip")
@@ -475,7 +248,11 @@ class OtherFilesTest(_TestCase):
     self.assert_rejected("damaged safetensors")
 
   def test_rejects_a_damaged_record(self):
-    _save(self.path, {"w": _tensor("0", (6,), (1,))}, {"0": b"abcdef" * 4})
+    torch_archive.save_archive(
+      self.path,
+      {"w": torch_archive.tensor("0", (6,), (1,))},
+      {"0": b"abcdef" * 4},
+    )
     content = self.path.read_bytes().replace(b"abcdef", b"abcdeX")
     self.path.write_bytes(content)
     self.assert_rejected("'w'", "CRC")

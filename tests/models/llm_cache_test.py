@@ -99,9 +99,8 @@ class CacheTest(parameterized.TestCase):
     _, _, cache = extend(prompt, empty, Slots(jnp.int32(0)))
 
     def write(token):
-      seen = jnp.broadcast_to(
-        jnp.arange(_SLOTS)[None, None] <= 4, (small.B, 1, _SLOTS)
-      )
+      seen = jnp.arange(_SLOTS)[None, None] <= 4
+      seen = jnp.broadcast_to(seen, (small.B, 1, _SLOTS))
       logits, _, new = extend(token, cache, Slots(jnp.int32(4), seen))
       return logits, new
 
