@@ -255,6 +255,7 @@ class InitializationTest(parameterized.TestCase):
     super().setUpClass()
     cls.config = DiTConfig(
       input_size=(4, 4),
+      channels=4,
       width=64,
       num_heads=(4, 4),
       head_dim=32,  # 4 x 32 is twice the width
