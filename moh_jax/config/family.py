@@ -35,8 +35,8 @@ class Family:
   The model section is a frozen dataclass with the fields `family` (the name),
   `router`, `attention_impl`, `dtype` and `remat`, a class attribute
   `RUNTIME_FIELDS` (fields that a resumed run may change), and a method
-  `layer_groups()`; `config.LayerStack` provides the last for networks whose
-  layers form one stack.
+  `layer_groups()`. `config.RoutedLayers` declares all but the method, and
+  `config.LayerStack` has it for networks whose layers form one stack.
 
   Attributes:
     name: value of `model.family`.
