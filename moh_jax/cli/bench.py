@@ -3,22 +3,21 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
+from moh_jax.cli import common, fields
+from moh_jax.cli.arguments.bench import OPS
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import checkpoint
 from moh_jax.speed import attention, decode, layer, report, timing
-from moh_jax.speed.options import HeadOptions, SequenceOptions
+from moh_jax.speed.options import ModelOptions
 from moh_jax.speed.programs import exact_products, matrix_peak
 
-# What is compared -> the function that measures, and its options.
-_OPS: dict[str, tuple[Callable, type[HeadOptions]]] = {
-  "attention": (attention.measure, SequenceOptions),
-  "layer": (layer.measure, layer.LayerOptions),
-  "decode": (decode.measure, decode.DecodeOptions),
+_MEASURE = {
+  "attention": attention.measure,
+  "layer": layer.measure,
+  "decode": decode.measure,
 }
 
 
@@ -41,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_heads(args: argparse.Namespace) -> dict[str, Any]:
-  measure, kind = _OPS[args.op]
-  options = _options(kind, args)
+  _, kind = OPS[args.op]
+  options = kind(**fields.given_fields(args, kind))
   with exact_products(options.dtype):
     peak = matrix_peak(options.dtype)
-    rows = measure(options, peak)
+    rows = _MEASURE[args.op](options, peak)
   return {
     "machine": timing.machine(),
     "matrix_peak": peak,
@@ -57,11 +56,11 @@ def _run_heads(args: argparse.Namespace) -> dict[str, Any]:
 def _run_model(args: argparse.Namespace) -> dict[str, Any]:
   from moh_jax.speed import model
 
-  if checkpoint_dir := getattr(args, "checkpoint", None):
-    args.config = checkpoint.read_metadata(checkpoint_dir)[0].config
-  elif config := getattr(args, "config", None):
-    args.config = resolve(config)
-  options = _options(model.ModelOptions, args)
+  if args.checkpoint:
+    args.config = checkpoint.read_metadata(args.checkpoint)[0].config
+  elif args.config:
+    args.config = resolve(args.config)
+  options = ModelOptions(**fields.given_fields(args, ModelOptions))
   measured = model.measure(options)
   run = options.runs()[-1]
   settings = {
@@ -69,12 +68,6 @@ def _run_model(args: argparse.Namespace) -> dict[str, Any]:
     "config": config_lib.to_config_dict(run).to_dict(),
   }
   return {"machine": timing.machine(), "settings": settings, **measured}
-
-
-def _options(kind: type, args: argparse.Namespace) -> Any:
-  """The options that were given, in their class."""
-  names = [field.name for field in dataclasses.fields(kind)]
-  return kind(**{n: getattr(args, n) for n in names if hasattr(args, n)})
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moh_jax.cli import fields
 from moh_jax.config import MeshConfig
 from moh_jax.config.checks import DTYPES
 from moh_jax.config.heads import GATE_FORMS
@@ -82,7 +83,9 @@ def add_checkpoint(
     top_k: help of --top-k, where a command reads it in its own way.
   """
   add_weights(parser)
-  parser.add_argument("--top-k", type=int_tuple, metavar="K,K,...", help=top_k)
+  parser.add_argument(
+    "--top-k", type=fields.int_tuple, metavar="K,K,...", help=top_k
+  )
   parser.add_argument(
     "--gate-form",
     choices=GATE_FORMS,
@@ -278,25 +281,6 @@ def restore_options(args: argparse.Namespace) -> dict[str, Any]:
     "router": {"gate_form": args.gate_form} if args.gate_form else None,
     "dtype": args.dtype,
   }
-
-
-def int_tuple(text: str) -> tuple[int, ...]:
-  """Parses "0,0,6,12"."""
-  return _parts(text, int, "integers")
-
-
-def percent_tuple(text: str) -> tuple[float, ...]:
-  """Parses "50,62.5"."""
-  return _parts(text, float, "percentages")
-
-
-def _parts(text: str, kind: type, what: str) -> tuple:
-  try:
-    return tuple(kind(part) for part in text.split(","))
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(
-      f"{text!r} must be {what} separated by commas"
-    ) from error
 
 
 def write_json(target: str, value: Any) -> None:

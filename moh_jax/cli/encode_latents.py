@@ -5,18 +5,18 @@ import dataclasses
 import os
 import pathlib
 
+from moh_jax.cli import fields
 from moh_jax.convert.vae import load_vae
 from moh_jax.data.images.files import find_splits
 from moh_jax.data.images.sources import check_class_names
 from moh_jax.inference import latent_set
 from moh_jax.inference.encode import encode_latents
+from moh_jax.inference.options import EncodeOptions
 
 
 def run(args: argparse.Namespace) -> int:
   """Writes the latents; a second run continues the first."""
-  names = [field.name for field in dataclasses.fields(latent_set.EncodeOptions)]
-  given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-  options = latent_set.EncodeOptions(**given)
+  options = EncodeOptions(**fields.given_fields(args, EncodeOptions))
   folders = find_splits(args.data, args.split)
   config, params = load_vae(args.vae)
   config = dataclasses.replace(config, dtype=args.dtype)

@@ -17,8 +17,8 @@ from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.documents import score_documents
 from moh_jax.evaluation.harness_tasks import choose_tasks
-from moh_jax.inference.decoding import Sampling
 from moh_jax.inference.generate import Generator
+from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored, restore
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer

@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import itertools
 
-from moh_jax.cli import common
-from moh_jax.inference.decoding import Sampling
+from moh_jax.cli import common, fields
 from moh_jax.inference.generate import Generator
+from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import restore
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import sharding
@@ -14,14 +14,8 @@ from moh_jax.runtime import sharding
 
 def run(args: argparse.Namespace) -> int:
   """Prints the texts; a single one appears as it is written."""
-  sampling = Sampling(
-    max_new_tokens=args.max_new_tokens,
-    temperature=args.temperature,
-    top_k=args.sample_top_k,
-    top_p=args.top_p,
-    stop=tuple(args.stop),
-    seed=args.seed,
-  )
+  given = {"top_k": args.sample_top_k, "stop": tuple(args.stop)}
+  sampling = Sampling(**fields.given_fields(args, Sampling) | given)
   is_first = common.join(args)
   tokenizer = load_checkpoint_tokenizer(args.checkpoint)
   mesh = sharding.make_mesh(args.mesh)

@@ -6,8 +6,9 @@ import pathlib
 import numpy as np
 from PIL import Image
 
-from moh_jax.cli import common
-from moh_jax.config import Config
+from moh_jax.cli import common, fields
+from moh_jax.cli.arguments.sample import OVERRIDES
+from moh_jax.config import Config, SampleConfig
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
 from moh_jax.inference.restore import restore
@@ -19,8 +20,6 @@ from moh_jax.inference.sample import (
 )
 from moh_jax.models.generation import image_grid
 from moh_jax.runtime import checkpoint, sharding
-
-_OPTIONS = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     restored = restore(
       args.checkpoint,
       mesh=mesh,
-      sample=_overrides(args),
+      sample=fields.given_fields(args, SampleConfig, *OVERRIDES),
       **common.restore_options(args),
     )
     config = restored.config
@@ -91,11 +90,6 @@ def _check_before_restoring(args: argparse.Namespace) -> None:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
 
 
-def _overrides(args: argparse.Namespace) -> dict:
-  given = {name: getattr(args, name) for name in _OPTIONS}
-  return {name: value for name, value in given.items() if value is not None}
-
-
 def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
   """What the images depend on."""
   return {
@@ -106,7 +100,7 @@ def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
     "labels": args.labels,
     "vae": args.vae,
     "vae_tile": args.vae_tile,
-    **{name: getattr(config.sample, name) for name in _OPTIONS},
+    **{name: getattr(config.sample, name) for name in OVERRIDES},
     "top_k": args.top_k,
     "gate_form": args.gate_form,
     "dtype": config.model.dtype,

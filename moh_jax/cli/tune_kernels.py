@@ -5,8 +5,11 @@ import pathlib
 
 import jax
 
+from moh_jax.cli import fields
+from moh_jax.cli.arguments.tune_kernels import SHAPES
 from moh_jax.ops.kernels.sizes import read
-from moh_jax.speed.tiles import Workload, tune, write
+from moh_jax.speed.options import Workload
+from moh_jax.speed.tiles import tune, write
 
 
 def run(args: argparse.Namespace) -> int:
@@ -16,19 +19,8 @@ def run(args: argparse.Namespace) -> int:
     raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
   if out.exists():
     read(out)  # what cannot be added to is an error before any work
-  workloads = [
-    Workload(
-      batch=args.batch,
-      tokens=args.tokens,
-      heads=args.heads,
-      active=args.active,
-      head_dim=head_dim,
-      dtype=args.dtype,
-      causal=args.causal,
-      rounds=args.rounds,
-    )
-    for head_dim in args.head_dim
-  ]
+  shapes = fields.given_fields(args, Workload, *SHAPES)
+  workloads = [Workload(head_dim=dim, **shapes) for dim in args.head_dim]
   device = jax.devices()[0]
   if device.platform not in ("gpu", "tpu"):
     raise ValueError(

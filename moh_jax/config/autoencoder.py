@@ -40,15 +40,10 @@ class VAEConfig:
   dtype: str = "float32"
 
   def __post_init__(self):
-    for name in (
-      "layers_per_block",
-      "image_channels",
-      "latent_channels",
-      "norm_groups",
-    ):
-      at_least("vae", 1, **{name: getattr(self, name)})
-    in_range("vae", 1e-12, 1, norm_eps=self.norm_eps)
-    one_of("vae", DTYPES, dtype=self.dtype)
+    at_least("vae", 1, self, "layers_per_block", "norm_groups")
+    at_least("vae", 1, self, "image_channels", "latent_channels")
+    in_range("vae", 1e-12, 1, self, "norm_eps")
+    one_of("vae", self, dtype=DTYPES)
     widths = self.block_out_channels
     if not widths or any(w < 1 or w % self.norm_groups for w in widths):
       raise ValueError(

@@ -29,6 +29,5 @@ class ClassifierConfig:
   RUNTIME_FIELDS = ("label_smoothing", "mixup", "cutmix", "cutmix_prob")
 
   def __post_init__(self):
-    at_least("classifier", 0, mixup=self.mixup, cutmix=self.cutmix)
-    in_range("classifier", 0, 1, cutmix_prob=self.cutmix_prob)
-    in_range("classifier", 0, 1, label_smoothing=self.label_smoothing)
+    at_least("classifier", 0, self, "mixup", "cutmix")
+    in_range("classifier", 0, 1, self, "cutmix_prob", "label_smoothing")

@@ -1,6 +1,7 @@
 """Sections of diffusion models: the process, and sampling from it."""
 
 import dataclasses
+from typing import ClassVar
 
 from moh_jax.config.checks import at_least, in_range, one_of
 
@@ -44,13 +45,11 @@ class DiffusionConfig:
   RUNTIME_FIELDS = ("loss_weight", "snr_gamma", "vb_weight")
 
   def __post_init__(self):
-    one_of("diffusion", SPACES, space=self.space)
-    one_of("diffusion", SCHEDULES, schedule=self.schedule)
-    one_of("diffusion", PREDICTIONS, prediction=self.prediction)
-    one_of("diffusion", LOSS_WEIGHTS, loss_weight=self.loss_weight)
+    one_of("diffusion", self, space=SPACES, schedule=SCHEDULES)
+    one_of("diffusion", self, prediction=PREDICTIONS, loss_weight=LOSS_WEIGHTS)
     # The linear betas scale with 1000 / steps and must stay below 1.
-    in_range("diffusion", 21, 100_000, steps=self.steps)
-    at_least("diffusion", 0, vb_weight=self.vb_weight)
+    in_range("diffusion", 21, 100_000, self, "steps")
+    at_least("diffusion", 0, self, "vb_weight")
     for name in ("latent_scale", "snr_gamma"):
       if not 0 < getattr(self, name) < float("inf"):
         raise ValueError(
@@ -86,23 +85,14 @@ class SampleConfig:
   cfg_channels: str = "three"
   cfg_interval: tuple[int, int] = (0, 100_000)
 
-  # A run may be continued with other values of these: they train nothing.
-  RUNTIME_FIELDS = (
-    "every",
-    "num",
-    "method",
-    "steps",
-    "cfg_scale",
-    "cfg_channels",
-    "cfg_interval",
-  )
+  # A run may be continued with other values of all: they train nothing.
+  RUNTIME_FIELDS = tuple(__annotations__)
+  CHOICES: ClassVar = {"method": METHODS, "cfg_channels": GUIDED_CHANNELS}
 
   def __post_init__(self):
-    at_least("sample", 0, every=self.every)
-    at_least("sample", 1, num=self.num)
-    at_least("sample", 1, cfg_scale=self.cfg_scale)
-    one_of("sample", METHODS, method=self.method)
-    one_of("sample", GUIDED_CHANNELS, cfg_channels=self.cfg_channels)
+    at_least("sample", 0, self, "every")
+    at_least("sample", 1, self, "num", "cfg_scale")
+    one_of("sample", self, **self.CHOICES)
     interval = self.cfg_interval
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
       raise ValueError(

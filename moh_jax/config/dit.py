@@ -2,15 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import (
-  at_least,
-  check_runtime,
-  in_range,
-  is_section,
-  one_of,
-  stated,
-)
-from moh_jax.config.heads import RouterConfig
+from moh_jax.config.checks import at_least, in_range
 from moh_jax.config.layers import LayerStack
 
 
@@ -39,17 +31,9 @@ class DiTConfig(LayerStack):
       out.
     learn_sigma: whether to predict the variance too, in as many further
       channels.
-    router: section of the router; its kind "none" is multi-head attention
-      (DiT).
-    attention_impl: form of the attention: "auto" takes the fastest that fits
-      device and shapes; "dense" makes all logits at once; "packed" computes
-      only the heads that tokens chose; "kernel" is "packed" as one Pallas
-      kernel (GPU, TPU); "cudnn" is cuDNN's (NVIDIA GPUs).
     dtype: compute dtype of the layers' branches, "float32" or "bfloat16";
       parameters, residual stream, conditioning, both ends, router and softmax
       stay float32.
-    remat: what the backward pass computes again to save memory: "none"; "dots"
-      all but matrix products; "full" whole layers.
   """
 
   family: str = "dit"
@@ -65,23 +49,12 @@ class DiTConfig(LayerStack):
   mlp_ratio: float = 4.0
   label_dropout: float = 0.1
   learn_sigma: bool = True
-  router: RouterConfig = RouterConfig()
-  attention_impl: str = "auto"
-  dtype: str = "float32"
-  remat: str = "none"
-
-  # Fields that change neither the parameters nor what they mean, so that a
-  # checkpoint may be continued or served with other values.
-  RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
 
   def __post_init__(self):
-    one_of("model", ("dit",), family=self.family)
-    is_section("model", RouterConfig, router=self.router)
-    check_runtime(self)
-    sizes = stated(channels=self.channels, num_classes=self.num_classes)
-    at_least("model", 1, **sizes)
-    at_least("model", 1, patch_size=self.patch_size, head_dim=self.head_dim)
-    in_range("model", 0, 0.999, label_dropout=self.label_dropout)
+    self.check_common("dit")
+    at_least("model", 1, self, "channels", "num_classes")
+    at_least("model", 1, self, "patch_size", "head_dim")
+    in_range("model", 0, 0.999, self, "label_dropout")
     if self.width < 4 or self.width % 4:
       raise ValueError(
         f"model.width={self.width} must be a multiple of 4: sines and cosines "

@@ -33,10 +33,10 @@ class Family:
   exists of.
 
   The model section is a frozen dataclass with the fields `family` (the name),
-  `router`, `attention_impl`, `dtype` and `remat`, and a class attribute
-  `RUNTIME_FIELDS` (fields that a resumed run may change). It derives from
-  `config.LayerStack` where the layers form one stack, else from
-  `config.RoutedLayers` with a method `layer_groups()`.
+  `router`, `attention_impl`, `dtype` and `remat`, a class attribute
+  `RUNTIME_FIELDS` (fields that a resumed run may change), and a method
+  `layer_groups()`. `config.RoutedLayers` declares all but the method, and
+  `config.LayerStack` has it for networks whose layers form one stack.
 
   Attributes:
     name: value of `model.family`.

@@ -34,9 +34,8 @@ class RouterConfig:
   straight_through: str = "selected"
 
   def __post_init__(self):
-    one_of("router", ROUTER_KINDS, kind=self.kind)
-    one_of("router", GATE_FORMS, gate_form=self.gate_form)
-    one_of("router", ESTIMATORS, straight_through=self.straight_through)
+    one_of("router", self, kind=ROUTER_KINDS, gate_form=GATE_FORMS)
+    one_of("router", self, straight_through=ESTIMATORS)
 
   @property
   def needs_all_heads(self) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS, REMATS, one_of
 from moh_jax.config.heads import HeadBudget, RouterConfig
 
 
@@ -26,10 +27,54 @@ class LayerGroup:
   sees: str = "all"
 
 
+@dataclasses.dataclass(frozen=True)
 class RoutedLayers:
-  """What the model sections of all families tell about their heads."""
+  """What the model sections of all families have in common.
 
-  router: RouterConfig
+  Attributes:
+    family: name of the family.
+    router: section of the router; its kind "none" is multi-head attention.
+    attention_impl: form of the attention: "auto" takes the fastest that fits
+      device and shapes; "dense" makes all logits at once; "packed" computes
+      only the heads that tokens chose; "kernel" is "packed" as one Pallas
+      kernel (GPU, TPU); "cudnn" is cuDNN's (NVIDIA GPUs).
+    dtype: compute dtype, "float32" or "bfloat16".
+    remat: what the backward pass computes again to save memory: "none"; "dots"
+      all but matrix products; "full" whole layers.
+  """
+
+  family: str
+  router: RouterConfig = RouterConfig()
+  attention_impl: str = "auto"
+  dtype: str = "float32"
+  remat: str = "none"
+
+  # Fields that change neither the parameters nor what they mean, so that a
+  # checkpoint may be continued or served with other values.
+  RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
+
+  def check_common(self, family: str, **sections: type) -> None:
+    """Checks the fields that all model sections have.
+
+    Args:
+      family: its name.
+      **sections: classes of nested sections beside the router.
+
+    Raises:
+      ValueError: a value that is not allowed.
+    """
+    one_of(
+      "model",
+      self,
+      family=(family,),
+      dtype=DTYPES,
+      remat=REMATS,
+      attention_impl=IMPLEMENTATIONS,
+    )
+    for name, cls in {"router": RouterConfig, **sections}.items():
+      value = getattr(self, name)
+      if not isinstance(value, cls):
+        raise ValueError(f"model.{name}={value!r} must be a {cls.__name__}")
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The layers by groups of equal ones, in order."""

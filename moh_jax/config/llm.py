@@ -2,15 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import (
-  at_least,
-  check_runtime,
-  in_range,
-  is_section,
-  one_of,
-  stated,
-)
-from moh_jax.config.heads import RouterConfig
+from moh_jax.config.checks import at_least, in_range
 from moh_jax.config.layers import LayerStack
 from moh_jax.config.rotary import RotaryConfig
 
@@ -44,15 +36,8 @@ class LLMConfig(LayerStack):
     qkv_bias: whether the query, key and value projections have biases.
     out_bias: whether the attention's output projection has a bias.
     mlp_bias: whether the MLP has biases.
-    router: section of the router; its kind "none" is multi-head attention.
-    attention_impl: form of the attention: "auto" takes the fastest that fits
-      device and shapes; "dense" makes all logits at once; "packed" computes
-      only the heads that tokens chose; "kernel" is "packed" as one Pallas
-      kernel (GPU, TPU); "cudnn" is cuDNN's (NVIDIA GPUs).
     dtype: compute dtype, "float32" or "bfloat16"; router, softmax, norms and
       loss are float32.
-    remat: what the backward pass computes again to save memory: "none"; "dots"
-      all but matrix products; "full" whole layers.
     loss_chunk: tokens of a sequence whose logits exist at one time in training
       and scoring; 0 makes all at once.
   """
@@ -74,27 +59,17 @@ class LLMConfig(LayerStack):
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
-  router: RouterConfig = RouterConfig()
-  attention_impl: str = "auto"
-  dtype: str = "float32"
-  remat: str = "none"
   loss_chunk: int = 512
 
-  # Fields that change neither the parameters nor what they mean, so that a
-  # checkpoint may be continued or served with other values.
-  RUNTIME_FIELDS = ("attention_impl", "dtype", "loss_chunk", "remat")
+  RUNTIME_FIELDS = (*LayerStack.RUNTIME_FIELDS, "loss_chunk")
   sees = "before"
 
   def __post_init__(self):
-    one_of("model", ("llm",), family=self.family)
-    is_section("model", RouterConfig, router=self.router)
-    is_section("model", RotaryConfig, rope=self.rope)
-    check_runtime(self)
-    at_least("model", 1, width=self.width, **stated(vocab_size=self.vocab_size))
-    at_least("model", 1, max_length=self.max_length, mlp_dim=self.mlp_dim)
-    at_least("model", 1, num_kv_heads=self.num_kv_heads)
-    at_least("model", 0, loss_chunk=self.loss_chunk)
-    in_range("model", 1e-12, 1.0, norm_eps=self.norm_eps)
+    self.check_common("llm", rope=RotaryConfig)
+    at_least("model", 1, self, "width", "vocab_size", "max_length", "mlp_dim")
+    at_least("model", 1, self, "num_kv_heads")
+    at_least("model", 0, self, "loss_chunk")
+    in_range("model", 1e-12, 1.0, self, "norm_eps")
     if self.head_dim < 2 or self.head_dim % 2:
       raise ValueError(
         f"model.head_dim={self.head_dim} must be even: RoPE turns pairs"

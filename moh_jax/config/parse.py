@@ -24,7 +24,7 @@ def to_config_dict(config: Config) -> "ml_collections.ConfigDict":
     for field, hint in typing.get_type_hints(type(section)).items():
       if field in cfg[name] and cfg[name][field] is None:
         # A flag can only set what has a type.
-        kind = _without_none(hint)
+        kind = without_none(hint)
         kind = typing.get_origin(kind) or kind
         cfg[name][field] = ml_collections.config_dict.placeholder(kind)
   return cfg.lock()
@@ -142,7 +142,7 @@ def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
 def _convert(path: str, value: Any, hint: Any) -> Any:
   """Checks a leaf's type; lists (from JSON) become tuples, ints floats."""
   if isinstance(hint, types.UnionType):
-    return None if value is None else _convert(path, value, _without_none(hint))
+    return None if value is None else _convert(path, value, without_none(hint))
   if dataclasses.is_dataclass(hint):
     if isinstance(value, hint):
       return value
@@ -171,8 +171,10 @@ def _convert(path: str, value: Any, hint: Any) -> Any:
   return value
 
 
-def _without_none(hint: Any) -> Any:
-  """T of a hint `T | None`."""
+def without_none(hint: Any) -> Any:
+  """T of a hint `T | None`; any other hint as it is."""
+  if not isinstance(hint, types.UnionType):
+    return hint
   (kind,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
   return kind
 

@@ -45,7 +45,7 @@ def keys(name: str, section: Any) -> Iterator[Key]:
     section: a dataclass instance whose docstring has a block `Attributes:`.
   """
   hints = typing.get_type_hints(type(section))
-  meanings = _meanings(type(section))
+  described = meanings(type(section))
   for field in dataclasses.fields(section):
     path, value = f"{name}.{field.name}", getattr(section, field.name)
     if dataclasses.is_dataclass(value):
@@ -55,7 +55,7 @@ def keys(name: str, section: Any) -> Iterator[Key]:
         path,
         value,
         _type_name(hints[field.name]),
-        meanings.get(field.name, ""),
+        described.get(field.name, ""),
         _choices(section, field.name),
       )
 
@@ -123,19 +123,22 @@ def _first_sentence(cls: type) -> str:
   return inspect.getdoc(cls).partition("\n")[0]
 
 
-def _meanings(cls: type) -> dict[str, str]:
-  """Field -> its text in the block `Attributes:` of the class's docstring."""
-  _, _, block = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+def meanings(cls: type) -> dict[str, str]:
+  """Field -> its text in the blocks `Attributes:` of a class and its bases."""
   found: dict[str, str] = {}
-  name = None
-  for line in block.splitlines():
-    if line and not line.startswith(" "):
-      break  # the next block
-    if entry := re.fullmatch(r"  (\w+): (.*)", line):
-      name = entry[1]
-      found[name] = entry[2]
-    elif name and line.strip():
-      found[name] += " " + line.strip()
+  for part in reversed(cls.__mro__):
+    _, _, block = inspect.cleandoc(part.__doc__ or "").partition(
+      "Attributes:\n"
+    )
+    name = None
+    for line in block.splitlines():
+      if line and not line.startswith(" "):
+        break  # the next block
+      if entry := re.fullmatch(r"  (\w+): (.*)", line):
+        name = entry[1]
+        found[name] = entry[2]
+      elif name and line.strip():
+        found[name] += " " + line.strip()
   return found
 
 

@@ -36,9 +36,8 @@ class RotaryConfig:
   original_length: int = 8192
 
   def __post_init__(self):
-    one_of("rope", ROPE_SCALINGS, scaling=self.scaling)
-    at_least("rope", 1, theta=self.theta, factor=self.factor)
-    at_least("rope", 1, original_length=self.original_length)
+    one_of("rope", self, scaling=ROPE_SCALINGS)
+    at_least("rope", 1, self, "theta", "factor", "original_length")
     low, high = self.low_freq_factor, self.high_freq_factor
     if not 0 < low < high:
       raise ValueError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, in_range, one_of, stated
+from moh_jax.config.checks import at_least, in_range, one_of
 
 SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
@@ -52,13 +52,11 @@ class DataConfig:
   fake_examples: int = 1024
 
   def __post_init__(self):
-    one_of("data", SOURCES, source=self.source)
-    one_of("data", AUGMENTATIONS, augment=self.augment)
-    one_of("data", BAD_IMAGES, bad_images=self.bad_images)
-    at_least("data", 1, batch_size=self.batch_size, prefetch=self.prefetch)
-    at_least("data", 1, fake_examples=self.fake_examples)
-    at_least("data", 0, eval_resize=self.eval_resize)
-    at_least("data", 1, num_threads=self.num_threads)
+    one_of("data", self, source=SOURCES, augment=AUGMENTATIONS)
+    one_of("data", self, bad_images=BAD_IMAGES)
+    at_least("data", 1, self, "batch_size", "prefetch", "fake_examples")
+    at_least("data", 1, self, "num_threads")
+    at_least("data", 0, self, "eval_resize")
     if self.source not in ("digits", "fake") and not self.path:
       raise ValueError(
         f"data.path='' must name the directory of data.source={self.source!r}, "
@@ -116,15 +114,12 @@ class OptimConfig:
   accumulation: int = 1
 
   def __post_init__(self):
-    one_of("optim", SCHEDULES, schedule=self.schedule)
-    at_least("optim", 0, lr=self.lr, warmup_lr=self.warmup_lr)
-    at_least("optim", 0, final_lr=self.final_lr, eps=self.eps)
-    at_least("optim", 0, weight_decay=self.weight_decay)
-    at_least("optim", 0, clip_norm=self.clip_norm)
-    at_least("optim", 0, **stated(warmup_steps=self.warmup_steps))
-    at_least("optim", 1, accumulation=self.accumulation)
-    below_one = {"b1": self.b1, "b2": self.b2, "ema_decay": self.ema_decay}
-    for name, value in below_one.items():
+    one_of("optim", self, schedule=SCHEDULES)
+    at_least("optim", 0, self, "lr", "warmup_lr", "final_lr", "eps")
+    at_least("optim", 0, self, "weight_decay", "clip_norm", "warmup_steps")
+    at_least("optim", 1, self, "accumulation")
+    for name in ("b1", "b2", "ema_decay"):
+      value = getattr(self, name)
       if not 0 <= value < 1:
         raise ValueError(f"optim.{name}={value!r} must be in [0, 1)")
 
@@ -155,9 +150,9 @@ class TrainConfig:
   balance_weight: float = 0.01
 
   def __post_init__(self):
-    at_least("train", 1, steps=self.steps)
-    in_range("train", 0, 2**31 - 1, seed=self.seed)
-    at_least("train", 0, balance_weight=self.balance_weight)
+    at_least("train", 1, self, "steps")
+    in_range("train", 0, 2**31 - 1, self, "seed")
+    at_least("train", 0, self, "balance_weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +198,8 @@ class CheckpointConfig:
   async_save: bool = True
 
   def __post_init__(self):
-    at_least("checkpoint", 1, every=self.every, keep_last=self.keep_last)
-    at_least("checkpoint", 0, keep_every=self.keep_every)
+    at_least("checkpoint", 1, self, "every", "keep_last")
+    at_least("checkpoint", 0, self, "keep_every")
     if self.keep_every % self.every:
       raise ValueError(
         f"checkpoint.keep_every={self.keep_every} must be a multiple of "
@@ -232,8 +227,8 @@ class EvalConfig:
   use_ema: bool = True
 
   def __post_init__(self):
-    at_least("eval", 0, every=self.every, examples=self.examples)
-    at_least("eval", 1, batch_size=self.batch_size)
+    at_least("eval", 0, self, "every", "examples")
+    at_least("eval", 1, self, "batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,4 +246,4 @@ class LogConfig:
   progress: bool = True
 
   def __post_init__(self):
-    at_least("log", 1, every=self.every)
+    at_least("log", 1, self, "every")

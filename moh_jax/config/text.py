@@ -49,12 +49,9 @@ class TextDataConfig:
   fake_examples: int = 1024
 
   def __post_init__(self):
-    one_of("data", TEXT_SOURCES, source=self.source)
-    one_of("data", TOKENIZERS, tokenizer=self.tokenizer)
-    at_least("data", 1, sequence_length=self.sequence_length)
-    at_least("data", 1, batch_size=self.batch_size, prefetch=self.prefetch)
-    at_least("data", 1, num_threads=self.num_threads)
-    at_least("data", 1, fake_examples=self.fake_examples)
+    one_of("data", self, source=TEXT_SOURCES, tokenizer=TOKENIZERS)
+    at_least("data", 1, self, "sequence_length", "batch_size", "prefetch")
+    at_least("data", 1, self, "num_threads", "fake_examples")
     if self.source != "fake" and not self.path:
       raise ValueError(
         f"data.path='' must name the folder of data.source={self.source!r}"

@@ -2,15 +2,8 @@
 
 import dataclasses
 
-from moh_jax.config.checks import (
-  at_least,
-  check_runtime,
-  in_range,
-  is_section,
-  one_of,
-  stated,
-)
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.config.heads import HeadBudget
 from moh_jax.config.layers import LayerGroup, RoutedLayers
 
 
@@ -67,8 +60,6 @@ class ViTConfig(RoutedLayers):
       GPUs).
     dtype: compute dtype, "float32" or "bfloat16"; parameters, router and
       softmax stay float32.
-    remat: what the backward pass computes again to save memory: "none"; "dots"
-      all but matrix products; "full" whole layers.
   """
 
   family: str = "vit"
@@ -86,31 +77,21 @@ class ViTConfig(RoutedLayers):
   window: int = 3
   fixed_pool_size: int = 0
   pretrain_image_size: int = 0
-  router: RouterConfig = RouterConfig()
   qkv_bias: bool = True
   drop_path: float = 0.0
-  attention_impl: str = "auto"
-  dtype: str = "float32"
-  remat: str = "none"
 
-  # Fields that change neither the parameters nor what they mean, so that a
-  # checkpoint may be continued or served with other values.
-  RUNTIME_FIELDS = ("attention_impl", "drop_path", "dtype", "remat")
+  RUNTIME_FIELDS = (*RoutedLayers.RUNTIME_FIELDS, "drop_path")
 
   def __post_init__(self):
-    one_of("model", ("vit",), family=self.family)
-    is_section("model", RouterConfig, router=self.router)
-    check_runtime(self)
+    self.check_common("vit")
     if self.attention_impl == "kernel":
       raise ValueError(
         "model.attention_impl='kernel' must be 'auto', 'dense', 'packed' or "
         "'cudnn': the kernels add no position bias"
       )
-    sizes = stated(channels=self.channels, num_classes=self.num_classes)
-    at_least("model", 1, patch_stride=self.patch_stride, **sizes)
-    at_least("model", 0, fixed_pool_size=self.fixed_pool_size)
-    at_least("model", 0, pretrain_image_size=self.pretrain_image_size)
-    in_range("model", 0, 0.999, drop_path=self.drop_path)
+    at_least("model", 1, self, "patch_stride", "channels", "num_classes")
+    at_least("model", 0, self, "fixed_pool_size", "pretrain_image_size")
+    in_range("model", 0, 0.999, self, "drop_path")
     if len(self.image_size) != 2 or min(self.image_size) < 1:
       raise ValueError(
         f"model.image_size={self.image_size} must be (rows, columns) in pixels"
@@ -118,7 +99,7 @@ class ViTConfig(RoutedLayers):
     if self.window < 1 or self.window % 2 == 0:
       raise ValueError(f"model.window={self.window} must be odd")
     self._check_stages()
-    one_of("model.router", ("two_stage", "none"), kind=self.router.kind)
+    one_of("model.router", self.router, kind=("two_stage", "none"))
     self.budgets()
     self.stage_shapes()
 

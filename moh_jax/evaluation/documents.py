@@ -32,13 +32,7 @@ def score_documents(
     ValueError: the tokenizer has neither begin nor end of text, or there is no
       text.
   """
-  prefix = tokenizer.bos_id
-  prefix = tokenizer.eos_id if prefix is None else prefix
-  if prefix is None:
-    raise ValueError(
-      f"the tokenizer ({tokenizer.kind}) has neither begin nor end of text; "
-      "one of them must stand before a document's first token"
-    )
+  prefix = first_token(tokenizer, "document")
   counts = dict.fromkeys(("tokens", "words", "bytes", "documents"), 0)
   nats = 0.0
   windows: list[tuple[list[int], list[int]]] = []
@@ -67,3 +61,22 @@ def score_documents(
     "nats": nats,
     **counts,
   }
+
+
+def first_token(tokenizer: Tokenizer, what: str) -> int:
+  """The id that stands before the first token of a text: begin, else end.
+
+  Args:
+    tokenizer: of the model.
+    what: what is scored, for the message.
+
+  Raises:
+    ValueError: the tokenizer has neither.
+  """
+  for token in (tokenizer.bos_id, tokenizer.eos_id):
+    if token is not None:
+      return token
+  raise ValueError(
+    f"the tokenizer ({tokenizer.kind}) has neither begin nor end of text; "
+    f"one of them must stand before a {what}'s first token"
+  )

@@ -13,6 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.evaluation.documents import first_token
 
 _CALL = 128  # prompts of a call of `generate`, so that the bar moves
 _MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
@@ -77,18 +78,11 @@ class HarnessModel(LM):
       ValueError: the tokenizer has no begin and no end of text.
     """
     super().__init__()
-    prefix = tokenizer.bos_id
-    prefix = tokenizer.eos_id if prefix is None else prefix
-    if prefix is None:
-      raise ValueError(
-        f"the tokenizer ({tokenizer.kind}) has neither begin nor end of text; "
-        "one of them must stand before a text's first token"
-      )
-    self._prefix = prefix
+    self._prefix = first_token(tokenizer, "text")
     self._tokenizer = tokenizer
     self._scorer = scorer
     self._generate = generate
-    self._before = [prefix] if add_bos else []
+    self._before = [self._prefix] if add_bos else []
     self._seed = seed
     self._progress = progress
 

@@ -3,7 +3,8 @@
 import dataclasses
 
 from moh_jax.data.text.tokenizers import StreamDecoder, Tokenizer
-from moh_jax.inference.decoding import NO_TOKEN, Sampling
+from moh_jax.inference.decoding import NO_TOKEN
+from moh_jax.inference.options import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

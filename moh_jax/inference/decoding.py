@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig
+from moh_jax.inference.options import Sampling
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_output import unrolled_logits
@@ -16,55 +17,6 @@ from moh_jax.ops.cache import Slots
 from moh_jax.ops.sampling import choose_tokens
 
 NO_TOKEN = -1  # stands for what a finished row would have written
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How tokens are sampled.
-
-  Attributes:
-    max_new_tokens: tokens written at most.
-    temperature: of the distribution; 0 always takes the best token.
-    top_k: sample from so many best tokens; 0: from all.
-    top_p: sample from the fewest best tokens that have this probability.
-    stop: texts that end what is written; they are left out of it.
-    seed: of the samples; those of prompt i do not depend on the other prompts.
-  """
-
-  max_new_tokens: int = 64
-  temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  stop: tuple[str, ...] = ()
-  seed: int = 0
-
-  def __post_init__(self):
-    if self.max_new_tokens < 1:
-      raise ValueError(
-        f"max_new_tokens={self.max_new_tokens} must be at least 1"
-      )
-    if not 0 <= self.temperature < float("inf"):
-      raise ValueError(f"temperature={self.temperature} must be at least 0")
-    if self.top_k < 0:
-      raise ValueError(f"top_k={self.top_k} must be at least 0")
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
-    if self.top_k >= 2**31:
-      raise ValueError(f"top_k={self.top_k} must be below {2**31}")
-    if "" in self.stop:
-      raise ValueError("stop='' must not be empty")
-    if not 0 <= self.seed < 2**32:
-      raise ValueError(f"seed={self.seed} must be in [0, {2**32 - 1}]")
-
-  @property
-  def greedy(self) -> bool:
-    """Whether the best token is always taken."""
-    return self.temperature == 0
-
-  @property
-  def cut(self) -> bool:
-    """Whether only some tokens may be sampled."""
-    return bool(self.top_k) or self.top_p < 1
 
 
 @jax.tree_util.register_dataclass

@@ -15,11 +15,11 @@ from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.inference.completion import Completion, CompletionWriter
 from moh_jax.inference.decoding import (
   Decoding,
-  Sampling,
   make_decode,
   make_prefill,
   span_numbers,
 )
+from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_params import compute_dtypes, unroll

@@ -11,13 +11,12 @@ import numpy as np
 from flax import traverse_util
 
 from moh_jax.config.autoencoder import VAEConfig
-from moh_jax.config.checks import at_least, one_of
-from moh_jax.config.sections import BAD_IMAGES
 from moh_jax.data.images.latents import KIND
 from moh_jax.data.images.records import ArrayRecordSource
 from moh_jax.data.images.sources import ImageFolderSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA
+from moh_jax.inference.options import EncodeOptions
 
 
 class NamedSource(Protocol):
@@ -35,35 +34,6 @@ class NamedSource(Protocol):
 
   def name(self, index: int) -> str:
     """The image's name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EncodeOptions:
-  """How images become latents.
-
-  Attributes:
-    image_size: rows and columns of ADM's centre crop.
-    latent_scale: noted for training; the stored moments are not scaled.
-    batch_size: images that this process's devices encode at a time.
-    shard_size: images of a shard.
-    bad_images: "raise", or "skip": leave out what cannot be read or is smaller
-      than `image_size`.
-    threads: that read and crop.
-  """
-
-  image_size: int = 256
-  latent_scale: float = 0.18215
-  batch_size: int = 32
-  shard_size: int = 1024
-  bad_images: str = "raise"
-  threads: int = 8
-
-  def __post_init__(self):
-    for name in ("image_size", "batch_size", "shard_size", "threads"):
-      at_least("encode", 1, **{name: getattr(self, name)})
-    if not 0 < self.latent_scale < float("inf"):
-      raise ValueError(f"latent_scale={self.latent_scale} must be above 0")
-    one_of("encode", BAD_IMAGES, bad_images=self.bad_images)
 
 
 def open_images(folder: str | os.PathLike, channels: int) -> NamedSource:

@@ -17,7 +17,7 @@ from moh_jax.layers.attend import active_heads
 from moh_jax.layers.embed import CONV_INIT
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
-from moh_jax.layers.partitioning import with_axes
+from moh_jax.layers.partitioning import declare
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
@@ -49,17 +49,11 @@ class QueryScale(nn.Module):
       are products of the latter and unit keys.
     """
     heads, dim = q.shape[2:]
-    temperature = self.param(
-      "temperature",
-      with_axes(nn.initializers.constant(_TEMPERATURE_INIT), ("heads",)),
-      (heads,),
-      jnp.float32,
-    )
-    embedding = self.param(
-      "query_embedding",
-      with_axes(LINEAR_INIT, ("heads", "head_dim")),
-      (heads, dim),
-      jnp.float32,
+    start = nn.initializers.constant(_TEMPERATURE_INIT)
+    temperature = declare(self, "temperature", start, (heads,), ("heads",))
+    axes = ("heads", "head_dim")
+    embedding = declare(
+      self, "query_embedding", LINEAR_INIT, (heads, dim), axes
     )
     length = jnp.asarray(np.log(num_keys), jnp.float32)  # [N] or []
     # [N, H], or [1, H] where one count serves all queries.
@@ -90,22 +84,45 @@ class PositionBias(nn.Module):
     return out(nn.relu(add_bias(x, bias))).T[:, coordinates.index]
 
 
-class FullAttention(nn.Module):
-  """Cosine attention over all tokens, for the last stage.
+class CosineAttention(nn.Module):
+  """Base of the two attentions.
 
   Attributes:
     budget: the layer's head split.
     router: the kind and form of the router.
     qkv_bias: bias of the query, key and value projections.
-    implementation: see `ops.attention.attention`.
     dtype: compute dtype.
   """
 
   budget: HeadBudget
   router: RouterConfig = RouterConfig()
   qkv_bias: bool = True
-  implementation: str = "auto"
   dtype: jnp.dtype = jnp.float32
+
+  def route(self, x: jax.Array) -> tuple[jax.Array | None, RouterAux]:
+    """Gates of tokens [B, N, C], and the router's side values."""
+    return HeadRouter(self.budget, self.router, name="router")(x)
+
+  def project(self, parts: int, name: str) -> HeadProjection:
+    """Makes a projection of tokens to `parts` arrays [B, N, H, D]."""
+    return HeadProjection(
+      parts,
+      self.budget.num_heads,
+      self.budget.head_dim,
+      use_bias=self.qkv_bias,
+      name=name,
+      dtype=self.dtype,
+    )
+
+
+class FullAttention(CosineAttention):
+  """Cosine attention over all tokens, for the last stage.
+
+  Attributes:
+    implementation: see `ops.attention.attention`.
+  """
+
+  implementation: str = "auto"
 
   @nn.compact
   def __call__(
@@ -120,11 +137,8 @@ class FullAttention(nn.Module):
     Returns:
       [B, N, C] and the router's side values.
     """
-    heads, dim = self.budget.num_heads, self.budget.head_dim
-    gates, aux = HeadRouter(self.budget, self.router, name="router")(x)
-    q, k, v = HeadProjection(
-      3, heads, dim, use_bias=self.qkv_bias, name="qkv", dtype=self.dtype
-    )(x)
+    gates, aux = self.route(x)
+    q, k, v = self.project(3, "qkv")(x)
     _, q = QueryScale(name="query_scale")(q, np.asarray(x.shape[1]))
     # Not `attend`: the bias [H, N, N] is not one of its arguments, and the
     # compiler splits this call by itself.
@@ -132,7 +146,7 @@ class FullAttention(nn.Module):
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),
       v,
-      bias=PositionBias(heads, name="cpb")(coordinates),
+      bias=PositionBias(self.budget.num_heads, name="cpb")(coordinates),
       scale=1.0,
       active=active_heads(gates, self.budget, self.router),
       implementation=self.implementation,
@@ -140,26 +154,18 @@ class FullAttention(nn.Module):
     return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
 
 
-class AggregatedAttention(nn.Module):
+class AggregatedAttention(CosineAttention, kw_only=True):
   """Cosine attention to a sliding window and to pooled tokens at once.
 
   Attributes:
-    budget: the layer's head split.
     grid: rows and columns of the tokens.
     pool_grid: rows and columns of the pooled tokens.
     window: odd width of the sliding window.
-    router: the kind and form of the router.
-    qkv_bias: bias of the query, key and value projections.
-    dtype: compute dtype.
   """
 
-  budget: HeadBudget
   grid: tuple[int, int]
   pool_grid: tuple[int, int]
   window: int = 3
-  router: RouterConfig = RouterConfig()
-  qkv_bias: bool = True
-  dtype: jnp.dtype = jnp.float32
 
   @nn.compact
   def __call__(
@@ -174,16 +180,9 @@ class AggregatedAttention(nn.Module):
     Returns:
       [B, N, C] and the router's side values.
     """
-    heads, dim = self.budget.num_heads, self.budget.head_dim
-    gates, aux = HeadRouter(self.budget, self.router, name="router")(x)
-
-    project_q = HeadProjection(
-      1, heads, dim, use_bias=self.qkv_bias, name="q", dtype=self.dtype
-    )
-    project_kv = HeadProjection(
-      2, heads, dim, use_bias=self.qkv_bias, name="kv", dtype=self.dtype
-    )
-    (q,), (k, v) = project_q(x), project_kv(x)
+    gates, aux = self.route(x)
+    project_kv = self.project(2, "kv")
+    (q,), (k, v) = self.project(1, "q")(x), project_kv(x)
     pool_k, pool_v = project_kv(self._pool(x))
 
     counts = window_ops.window_counts(self.grid, self.window)
@@ -200,7 +199,7 @@ class AggregatedAttention(nn.Module):
       window_bias=self._per_position(
         "relative_pos_bias_local", nn.initializers.normal(0.0004)
       ),
-      pool_bias=PositionBias(heads, name="cpb")(coordinates),
+      pool_bias=PositionBias(self.budget.num_heads, name="cpb")(coordinates),
       position_weights=self._position_weights(unit_q),
     )
     return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
@@ -226,20 +225,12 @@ class AggregatedAttention(nn.Module):
   def _position_weights(self, unit_q: jax.Array) -> jax.Array:
     """Window weights that depend on the query alone, [B, N, H, L] float32."""
     shape = (self.budget.num_heads, self.budget.head_dim, self.window**2)
-    tokens = self.param(
-      "learnable_tokens",
-      with_axes(LINEAR_INIT, ("heads", "head_dim", None)),
-      shape,
-      jnp.float32,
-    )
+    axes = ("heads", "head_dim", None)
+    tokens = declare(self, "learnable_tokens", LINEAR_INIT, shape, axes)
     bias = self._per_position("learnable_bias", nn.initializers.zeros)
     return add_bias(jnp.einsum("bnhd,hdl->bnhl", unit_q, tokens), bias)
 
   def _per_position(self, name: str, init) -> jax.Array:
     """A parameter per head and window position, [H, L] float32."""
-    return self.param(
-      name,
-      with_axes(init, ("heads", None)),
-      (self.budget.num_heads, self.window**2),
-      jnp.float32,
-    )
+    shape = (self.budget.num_heads, self.window**2)
+    return declare(self, name, init, shape, ("heads", None))

@@ -1,13 +1,36 @@
-"""Embedding of image patches as tokens."""
+"""Embedding of tokens, labels and image patches."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.partitioning import with_axes
+from moh_jax.layers.linear import LINEAR_INIT
+from moh_jax.layers.partitioning import declare, with_axes
 
 # Normal with variance 2 / fan_out, as the convolutions of the released ViT.
 CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+class Table(nn.Module):
+  """A learned vector for every token or label.
+
+  Attributes:
+    rows: tokens or labels.
+    width: C.
+    axes: logical names of both dimensions.
+    init: initializer.
+  """
+
+  rows: int
+  width: int
+  axes: tuple[str | None, str | None]
+  init: nn.initializers.Initializer = LINEAR_INIT
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    """Returns the table [rows, C] float32."""
+    shape = (self.rows, self.width)
+    return declare(self, "embedding", self.init, shape, self.axes)
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -40,3 +63,11 @@ class OverlapPatchEmbed(nn.Module):
     return nn.LayerNorm(
       epsilon=1e-5, use_fast_variance=False, name="norm", dtype=self.dtype
     )(x)
+
+
+def check_shape(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:
+  """Raises ValueError unless an input is [batch, *shape]; `name` is its own."""
+  if x.ndim != 1 + len(shape) or x.shape[1:] != shape:
+    raise ValueError(
+      f"{name} of shape {x.shape} must be [batch, {', '.join(map(str, shape))}]"
+    )

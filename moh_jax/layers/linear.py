@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.partitioning import with_axes
+from moh_jax.layers.partitioning import declare
 from moh_jax.ops.mesh import on_one_device
 
 # With fewer the CPU reads the weights up to twice as fast as the left operand.
@@ -109,8 +109,8 @@ def declare_kernel(
   if output_major:
     shape, names = shape[count:] + inputs, names[count:] + names[:count]
     input_dims, output_dims = dims[-count:], dims[:-count]
-  init = with_axes(kernel_init(input_dims, output_dims), names)
-  return module.param("kernel", init, shape, jnp.float32)
+  init = kernel_init(input_dims, output_dims)
+  return declare(module, "kernel", init, shape, names)
 
 
 class KernelLayer(nn.Module, kw_only=True):
@@ -167,8 +167,9 @@ class KernelLayer(nn.Module, kw_only=True):
       out = jnp.tensordot(x, kernel, count)
     out = out.reshape(*lead, *outputs)
     if self.use_bias:
-      zeros = with_axes(nn.initializers.zeros, bias_axes or axes[1])
-      bias = self.param("bias", zeros, outputs, jnp.float32)
+      bias = declare(
+        self, "bias", nn.initializers.zeros, outputs, bias_axes or axes[1]
+      )
       out = add_bias(out, bias.astype(out.dtype))
     return out
 

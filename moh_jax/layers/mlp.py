@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.layers.linear import LINEAR_INIT, Linear, add_bias, xavier_init
-from moh_jax.layers.partitioning import constrain, with_axes
+from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.window import depthwise_conv
 
@@ -122,17 +122,8 @@ class DepthwiseConv(nn.Module):
     # Variance 2 / fan_out; with a group per channel, fan_out is the 3 x 3
     # window alone.
     init = nn.initializers.normal((2.0 / _KERNEL**2) ** 0.5)
-    kernel = self.param(
-      "kernel",
-      with_axes(init, (None, None, "mlp")),
-      (_KERNEL, _KERNEL, features),
-      jnp.float32,
-    )
-    bias = self.param(
-      "bias",
-      with_axes(nn.initializers.zeros, ("mlp",)),
-      (features,),
-      jnp.float32,
-    )
+    shape, axes = (_KERNEL, _KERNEL, features), (None, None, "mlp")
+    kernel = declare(self, "kernel", init, shape, axes)
+    bias = declare(self, "bias", nn.initializers.zeros, (features,), ("mlp",))
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     return add_bias(depthwise_conv(x, kernel), bias)

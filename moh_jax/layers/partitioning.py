@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 
@@ -38,6 +39,25 @@ def with_axes(
     names: one logical name, or None, per dimension.
   """
   return lambda *args: LogicalAxes(init(*args), tuple(names))
+
+
+def declare(
+  module: nn.Module,
+  name: str,
+  init: nn.initializers.Initializer,
+  shape: Sequence[int],
+  axes: Sequence[str | None],
+) -> jax.Array:
+  """Declares a float32 parameter of a module, with its logical names.
+
+  Args:
+    module: the module that owns it.
+    name: of the parameter.
+    init: (key, shape, dtype) -> array.
+    shape: of the parameter.
+    axes: one logical name, or None, per dimension.
+  """
+  return module.param(name, with_axes(init, axes), tuple(shape), jnp.float32)
 
 
 def resolve_spec(

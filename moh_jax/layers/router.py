@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.linear import KernelInit, normal_init
-from moh_jax.layers.partitioning import with_axes
+from moh_jax.layers.partitioning import declare
 from moh_jax.ops import routing
 from moh_jax.ops.routing import RouterAux
 
@@ -145,11 +145,12 @@ class HeadRouter(nn.Module):
     if not sizes:
       return {}
     kernels = [
-      self.param(
+      declare(
+        self,
         name,
-        with_axes(self.kernel_init(0, 1), ("embed", None)),
+        self.kernel_init(0, 1),
         (x.shape[-1], size),
-        jnp.float32,
+        ("embed", None),
       )
       for name, size in sizes.items()
     ]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget
+from moh_jax.layers.embed import Table, check_shape
 from moh_jax.layers.linear import xavier_init
 from moh_jax.layers.mlp import MLP
 from moh_jax.layers.model_aux import ModelAux, collect_aux
@@ -17,31 +18,6 @@ from moh_jax.ops.routing import RouterAux
 
 _FREQUENCIES = 256  # features of a timestep
 _EMBED_INIT = nn.initializers.normal(0.02)
-
-
-class LabelTable(nn.Module):
-  """A vector for every label.
-
-  Attributes:
-    rows: labels.
-    width: C.
-  """
-
-  rows: int
-  width: int
-
-  @nn.compact
-  def __call__(self, labels: jax.Array) -> jax.Array:
-    """Maps labels [B] to [B, C] float32."""
-    table = self.param(
-      "embedding",
-      with_axes(_EMBED_INIT, (None, "embed")),
-      (self.rows, self.width),
-      jnp.float32,
-    )
-    # Whole on every device: rows of a table split along the width would have
-    # to be split along the batch by the same devices afterwards.
-    return jnp.take(constrain(table, None, None), labels, axis=0)
 
 
 class Embedding(nn.Module):
@@ -63,8 +39,12 @@ class Embedding(nn.Module):
     x = nn.silu(nn.Dense(cfg.width, name="time_in", **kinds)(x))
     x = nn.Dense(cfg.width, name="time_out", **kinds)(x)
     rows = cfg.num_classes + bool(cfg.label_dropout)  # the last: no label
-    table = LabelTable(rows, cfg.width, name="label")
-    return constrain(x + table(labels), "batch", None)
+    axes = (None, "embed")
+    table = Table(rows, cfg.width, axes, _EMBED_INIT, name="label")()
+    # Whole on every device: rows of a table split along the width would have
+    # to be split along the batch by the same devices afterwards.
+    vectors = jnp.take(constrain(table, None, None), labels, axis=0)
+    return constrain(x + vectors, "batch", None)
 
 
 class Modulation(nn.Module):
@@ -158,11 +138,7 @@ class DiT(nn.Module):
     """
     cfg = self.config
     cfg.check_complete()
-    if x.ndim != 4 or x.shape[1:] != cfg.input_shape:
-      raise ValueError(
-        f"x of shape {x.shape} must be [batch, "
-        f"{', '.join(map(str, cfg.input_shape))}]"
-      )
+    check_shape("x", x, cfg.input_shape)
     # Both ends, the conditioning and the sum that runs through the blocks are
     # float32: in bfloat16 the input alone would lose what little noise the last
     # timesteps have. The blocks' branches compute in `dtype`.

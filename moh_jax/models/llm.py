@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from moh_jax.config import LLMConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.linear import LINEAR_INIT, declare_kernel
+from moh_jax.layers.embed import Table
+from moh_jax.layers.linear import declare_kernel
 from moh_jax.layers.mlp import SwiGLU
 from moh_jax.layers.model_aux import ModelAux, collect_aux
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.layers.partitioning import constrain, with_axes
+from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.router import HeadChoice
 from moh_jax.layers.stack import scan_blocks
 from moh_jax.models.llm_output import output_logits
@@ -22,26 +23,6 @@ from moh_jax.ops.routing import RouterAux
 
 # A cache per stack: with a leading layer axis, or a tuple of every layer's.
 StackCache = LayerCache | tuple[LayerCache, ...]
-
-
-class TokenTable(nn.Module):
-  """A vector for every token.
-
-  Attributes:
-    config: the model.
-  """
-
-  config: LLMConfig
-
-  @nn.compact
-  def __call__(self) -> jax.Array:
-    """Returns the table [V, C] float32."""
-    return self.param(
-      "embedding",
-      with_axes(LINEAR_INIT, ("vocab", "embed")),
-      (self.config.vocab_size, self.config.width),
-      jnp.float32,
-    )
 
 
 class OutputKernel(nn.Module):
@@ -136,27 +117,14 @@ class LLM(nn.Module):
   def __call__(
     self,
     tokens: jax.Array,
-    *,
-    positions: jax.Array | None = None,
-    segments: jax.Array | None = None,
-    token_mask: jax.Array | None = None,
-    top_k: jax.Array | None = None,
-    head_scale: jax.Array | None = None,
-    with_logits: bool = True,
+    **options: Any,
   ) -> tuple[jax.Array, ModelAux]:
     """Predicts the next token at every place.
 
     Args:
       tokens: [B, N] int32.
-      positions: [B, N] int32; None is 0 to N - 1.
-      segments: [B, N] int32 documents packed into a sequence; a token sees only
-        its own. None is one document.
-      token_mask: [B, N] bool, False for padding: unseen and not counted.
-      top_k: [layers] int32 routed heads per token, at least 1, in place of the
-        config's where a layer routes.
-      head_scale: [layers, H] or [layers, B, 1, H] float32 that multiplies the
-        gates, for models of one number of heads.
-      with_logits: False leaves the output layer out (`output_logits` is it).
+      **options: keyword arguments of `extend`: positions, segments, token_mask,
+        top_k, head_scale, with_logits.
 
     Returns:
       Logits [B, N, V] float32, or what the output layer reads [B, N, C]; and
@@ -165,17 +133,7 @@ class LLM(nn.Module):
     Raises:
       ValueError: more tokens than the model's range.
     """
-    out, aux, _ = self.extend(
-      tokens,
-      None,
-      None,
-      positions=positions,
-      segments=segments,
-      token_mask=token_mask,
-      top_k=top_k,
-      head_scale=head_scale,
-      with_logits=with_logits,
-    )
+    out, aux, _ = self.extend(tokens, None, None, **options)
     return out, aux
 
   @nn.compact
@@ -202,15 +160,18 @@ class LLM(nn.Module):
         `__call__`.
       slots: where the new tokens' keys and values go, and which they see; not
         needed without a cache.
-      positions: [B, N] int32; None is the number of the slot, right for texts
-        without padding.
-      segments: as in `__call__`; read only if `slots.visible` is None, which
-        else says what tokens see.
-      token_mask: as in `__call__`; keys are masked only if `slots.visible` is
-        None.
-      top_k: as in `__call__`.
-      head_scale: as in `__call__`.
-      with_logits: as in `__call__`.
+      positions: [B, N] int32; None is 0 to N - 1, or with a cache the number of
+        the slot, right for texts without padding.
+      segments: [B, N] int32 documents packed into a sequence; a token sees only
+        its own. None is one document. Read only if `slots.visible` is None,
+        which else says what tokens see.
+      token_mask: [B, N] bool, False for padding: not counted, and unseen if
+        `slots.visible` is None.
+      top_k: [layers] int32 routed heads per token, at least 1, in place of the
+        config's where a layer routes.
+      head_scale: [layers, H] or [layers, B, 1, H] float32 that multiplies the
+        gates, for models of one number of heads.
+      with_logits: False leaves the output layer out (`output_logits` is it).
 
     Returns:
       The results of `__call__`, and the cache with the new tokens in it; the
@@ -238,7 +199,8 @@ class LLM(nn.Module):
       order = jnp.asarray(cfg.head_order, jnp.int32)
     choices = HeadChoice(top_k, order, head_scale)  # with a layer axis
 
-    table = TokenTable(cfg, name="embed")()
+    axes = ("vocab", "embed")
+    table = Table(cfg.vocab_size, cfg.width, axes, name="embed")()
     # Whole along the width: the devices that share it share the batch too.
     vectors = constrain(table.astype(cfg.dtype), "vocab", None)
     x = constrain(jnp.take(vectors, tokens, axis=0), "batch", None, None)

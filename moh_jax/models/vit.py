@@ -8,7 +8,7 @@ import numpy as np
 from moh_jax.config import StageShape, ViTConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
-from moh_jax.layers.embed import OverlapPatchEmbed
+from moh_jax.layers.embed import OverlapPatchEmbed, check_shape
 from moh_jax.layers.linear import LINEAR_INIT
 from moh_jax.layers.mlp import ConvGLU
 from moh_jax.layers.model_aux import ModelAux, collect_aux
@@ -146,12 +146,7 @@ class ViT(nn.Module):
     """
     cfg = self.config
     cfg.check_complete()
-    expected = (*cfg.image_size, cfg.channels)
-    if images.ndim != 4 or images.shape[1:] != expected:
-      raise ValueError(
-        f"images of shape {images.shape} must be [batch, "
-        f"{', '.join(map(str, expected))}]"
-      )
+    check_shape("images", images, cfg.input_shape)
     dtype = jnp.dtype(cfg.dtype)
     x = constrain(images.astype(dtype), "batch", None, None, None)
     layers = {}

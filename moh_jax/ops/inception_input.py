@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.config.checks import RESIZES
+
 INPUT_SIZE = 299
-RESIZES = ("tf1", "ptfid")
 
 
 def prepare(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.config.checks import RESIZES
 from moh_jax.convert.inception import convert_inception
 from moh_jax.evaluation import fid, precision_recall
 from moh_jax.evaluation.image_sets import open_images
@@ -18,7 +19,7 @@ from moh_jax.evaluation.statistics import Gaussian, moments
 from moh_jax.evaluation.statistics_files import read_statistics
 from moh_jax.layers.linear import add_bias
 from moh_jax.models.inception import InceptionV3
-from moh_jax.ops.inception_input import RESIZES, prepare
+from moh_jax.ops.inception_input import prepare
 from moh_jax.parity.case import Arrays, Case
 
 

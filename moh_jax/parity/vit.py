@@ -44,8 +44,8 @@ def attention(case: Case, *, pooled: bool) -> dict[str, Any]:
   if pooled:
     module = AggregatedAttention(
       budget,
-      grid,
-      (hyper["pool_H"], hyper["pool_W"]),
+      grid=grid,
+      pool_grid=(hyper["pool_H"], hyper["pool_W"]),
       window=hyper["window_size"],
       qkv_bias=hyper["qkv_bias"],
     )

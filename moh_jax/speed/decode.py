@@ -3,9 +3,7 @@
 Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 """
 
-import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +12,12 @@ from moh_jax.ops.cache import LayerCache, make_cache, write_cache
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels.sizes import decode_tile
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import compare
 from moh_jax.speed.attention import attention_flops, random_active
 from moh_jax.speed.compare import Variant
-from moh_jax.speed.options import HeadOptions, check_names
+from moh_jax.speed.options import DecodeOptions
 from moh_jax.speed.report import Row
-
-CACHE_DTYPES = ("float32", "bfloat16", "int8")
 
 
 def _gated(
@@ -37,43 +32,6 @@ def _gated(
     q, cache, visible, active=active, implementation=implementation
   )
   return out if active is None else out * active.mask[..., None], ()
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeOptions(HeadOptions):
-  """Options of `bench decode`; `lengths` counts the slots of the cache.
-
-  Attributes:
-    cache_dtype: one of `CACHE_DTYPES`; None is the compute dtype.
-  """
-
-  lengths: tuple[int, ...] = (1024, 4096)
-  cache_dtype: str | None = None
-
-  # "dense" reads the cache for every head, "kernel" for active heads only.
-  known_implementations: ClassVar[tuple[str, ...]] = ("dense", "kernel")
-
-  def __post_init__(self):
-    if self.cache_dtype is not None:
-      check_names("cache_dtype", [self.cache_dtype], CACHE_DTYPES)
-    super().__post_init__()
-
-  def check_possible(self, implementation: str) -> None:
-    """Raises ValueError if the device or the cache rule out a form."""
-    super().check_possible(implementation)
-    if implementation != "kernel":
-      return
-    if self.cache_dtype == "int8":
-      raise ValueError(
-        "--implementations kernel needs a --cache-dtype of floats, not int8"
-      )
-    try:
-      decode_tile("gpu", self.head_dim, self.dtype)  # or a TPU's: the same dims
-    except ValueError as error:
-      raise ValueError(
-        f"--head-dim {self.head_dim} is not for --implementations kernel: "
-        f"{error}"
-      ) from error
 
 
 def measure(options: DecodeOptions, peak: float) -> list[Row]:

@@ -4,7 +4,6 @@ Shapes: B batch, N tokens, C width, H query heads, K key/value heads, D head
 dim, R routed heads, S shared heads.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,32 +17,11 @@ from moh_jax.layers.moh import MoHAttention
 from moh_jax.speed import compare
 from moh_jax.speed.attention import attention_flops, passes
 from moh_jax.speed.compare import Variant
-from moh_jax.speed.options import SequenceOptions, check_at_least_1
+from moh_jax.speed.options import LayerOptions
 from moh_jax.speed.programs import jit_once
 from moh_jax.speed.report import Row
 
 _BALANCE_WEIGHT = 0.01
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerOptions(SequenceOptions):
-  """Options of `bench layer`.
-
-  Attributes:
-    width: width of the tokens, C; None is heads * head_dim.
-  """
-
-  width: int | None = None
-
-  def __post_init__(self):
-    if self.width is not None:
-      check_at_least_1("width", [self.width])
-    super().__post_init__()
-
-  @property
-  def features(self) -> int:
-    """Width of the tokens, C."""
-    return self.heads * self.head_dim if self.width is None else self.width
 
 
 def layer_flops(

@@ -13,80 +13,13 @@ from typing import Any
 
 import jax
 
-from moh_jax.config import (
-  Config,
-  apply_overrides,
-  get_family,
-  released_model,
-  without_router,
-)
-from moh_jax.config.checks import IMPLEMENTATIONS
-from moh_jax.data.infer import resolve
+from moh_jax.config import Config, get_family
 from moh_jax.runtime import sharding
 from moh_jax.speed import compare, model_programs, timing
 from moh_jax.speed.compare import Variant
-from moh_jax.speed.options import check_at_least_1, check_names
+from moh_jax.speed.options import ModelOptions
 from moh_jax.speed.report import Row
 from moh_jax.training.program import make_program
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelOptions:
-  """Options of `bench model`.
-
-  Attributes:
-    model: released name of the model, where no config is given.
-    config: run to measure; its data need not exist, as batches are random.
-    lengths: tokens of a sequence; None is the run's own.
-    implementations: forms of attention, each a variant of the model.
-    batch: images or sequences per batch.
-    dtype: compute dtype; None is the run's own.
-    remat: what the backward pass recomputes; None is the run's own.
-    sampler_steps: steps of a diffusion model's sampler.
-    compile_only: compile the train step and measure nothing else.
-    rounds: measured turns.
-
-  Raises:
-    ValueError: an option is out of range; the message names it.
-  """
-
-  model: str = "moh-vit-s80"
-  config: Config | None = None
-  lengths: tuple[int, ...] | None = None
-  implementations: tuple[str, ...] = ("auto",)
-  batch: int = 4
-  dtype: str | None = None
-  remat: str | None = None
-  sampler_steps: int = 10
-  compile_only: bool = False
-  rounds: int = 7
-
-  def __post_init__(self):
-    for name in ("batch", "sampler_steps", "rounds"):
-      check_at_least_1(name, [getattr(self, name)])
-    check_names("implementations", self.implementations, IMPLEMENTATIONS)
-    check_at_least_1("lengths", self.lengths or ())
-    self.runs()
-
-  def runs(self) -> list[Config]:
-    """Runs on random data, one for each length; the longest is the last."""
-    section = self.config.model if self.config else released_model(self.model)
-    family = get_family(section.family)
-    run = resolve(family.bench_run(section, self.batch))
-    changes = {"dtype": self.dtype, "remat": self.remat}
-    given = {name: value for name, value in changes.items() if value}
-    run = apply_overrides(run, "model", **given)
-    if self.lengths is None:
-      return [run]
-    return [family.with_length(run, n) for n in sorted(self.lengths)]
-
-  def variants(self, run: Config) -> dict[str, Any]:
-    """Model sections to compare by name of the form; "mha" is the baseline."""
-    models = {
-      name: dataclasses.replace(run.model, attention_impl=name)
-      for name in self.implementations
-    }
-    return {**models, "mha": without_router(run.model)}
 
 
 def measure(options: ModelOptions) -> dict[str, Any]:

@@ -1,17 +1,25 @@
-"""Options of the `bench` commands, checked before any work starts."""
+"""Options of `bench` and `tune-kernels`, checked before any work starts.
+
+The commands' `--help` is made from these classes, so the module imports JAX
+only where an option is checked against the device.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import jax
-
-from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.config import (
+  CACHE_DTYPES,
+  Config,
+  apply_overrides,
+  get_family,
+  released_model,
+  without_router,
+)
+from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.attention import attention
-from moh_jax.ops.head_blocks import ActiveHeads
 
 # Forms that compute every head: the baselines of the others.
 DENSE_FORMS = ("dense", "cudnn")
@@ -51,26 +59,22 @@ class HeadOptions:
   dtype: str = "float32"
   rounds: int = 7
 
-  known_implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+  CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    "implementations": IMPLEMENTATIONS,
+    "dtype": DTYPES,
+  }
 
   def __post_init__(self):
-    for name in ("heads", "head_dim", "batch", "rounds"):
-      check_at_least_1(name, [getattr(self, name)])
-    check_at_least_1("lengths", self.lengths)
-    if self.kv_heads is not None:
-      check_at_least_1("kv_heads", [self.kv_heads])
-      if self.heads % self.kv_heads:
-        raise ValueError(
-          f"--kv-heads {self.kv_heads} must divide --heads {self.heads}"
-        )
+    _check(self, "lengths", "heads", "head_dim", "kv_heads", "batch", "rounds")
+    if self.heads % self.num_kv_heads:
+      raise ValueError(
+        f"--kv-heads {self.kv_heads} must divide --heads {self.heads}"
+      )
     if not 0 <= self.num_shared <= self.heads:
       raise ValueError(
         f"--shared {self.shared} must be in [0, {self.heads}], the heads"
       )
     self.budgets()
-    check_names(
-      "implementations", self.implementations or (), self.known_implementations
-    )
     for name in self.implementations or ():
       self.check_possible(name)
 
@@ -109,11 +113,13 @@ class HeadOptions:
     """Forms to compare: "dense", then the others."""
     names = self.implementations
     if names is None:
-      names = filter(self._is_possible, self.known_implementations)
+      names = filter(self._is_possible, self.CHOICES["implementations"])
     return tuple(dict.fromkeys(("dense", *names)))
 
   def check_possible(self, implementation: str) -> None:
     """Raises ValueError if the device cannot run a form of attention."""
+    import jax
+
     if implementation in ("kernel", "cudnn") and jax.default_backend() == "cpu":
       raise ValueError(
         f"--implementations {implementation} needs an accelerator, this is a "
@@ -133,14 +139,12 @@ class SequenceOptions(HeadOptions):
   """Options of benchmarks on sequences: attention and layer.
 
   Attributes:
-    modes: passes to run, of `MODES`.
+    modes: passes to run.
   """
 
   modes: tuple[str, ...] = ("forward", "forward_backward", "causal")
 
-  def __post_init__(self):
-    check_names("modes", self.modes, MODES)
-    super().__post_init__()
+  CHOICES: ClassVar = {**HeadOptions.CHOICES, "modes": MODES}
 
   def check_possible(self, implementation: str) -> None:
     """Raises ValueError if the device or the shapes rule out a form."""
@@ -151,6 +155,11 @@ class SequenceOptions(HeadOptions):
 
   def _trace(self, implementation: str, length: int, causal: bool) -> None:
     """Traces attention, which raises what compiling it would raise."""
+    import jax
+
+    from moh_jax.ops.attention import attention
+    from moh_jax.ops.head_blocks import ActiveHeads
+
     shape = (self.batch, length, self.heads)
     active = ActiveHeads(
       jax.ShapeDtypeStruct(shape, bool), self.budgets()[0].active
@@ -164,39 +173,195 @@ class SequenceOptions(HeadOptions):
     jax.eval_shape(attend, q, k, k, active=active)
 
 
-def check_at_least_1(option: str, values: Sequence[int]) -> None:
-  """Checks that numbers are at least 1.
+@dataclasses.dataclass(frozen=True)
+class LayerOptions(SequenceOptions):
+  """Options of `bench layer`.
 
-  Args:
-    option: name of the field, such as "head_dim".
-    values: its numbers.
-
-  Raises:
-    ValueError: one is below 1.
+  Attributes:
+    width: width of the tokens, C; None is heads * head_dim.
   """
-  for value in values:
-    if value < 1:
-      raise ValueError(f"{_flag(option)} {value} must be at least 1")
+
+  width: int | None = None
+
+  def __post_init__(self):
+    _check(self, "width")
+    super().__post_init__()
+
+  @property
+  def features(self) -> int:
+    """Width of the tokens, C."""
+    return self.heads * self.head_dim if self.width is None else self.width
 
 
-def check_names(
-  option: str, names: Sequence[str], known: Sequence[str]
-) -> None:
-  """Checks that names are known.
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions(HeadOptions):
+  """Options of `bench decode`; `lengths` counts the slots of the cache.
 
-  Args:
-    option: name of the field, such as "cache_dtype".
-    names: names to check.
-    known: allowed names.
-
-  Raises:
-    ValueError: one is unknown.
+  Attributes:
+    cache_dtype: dtype of the cached keys and values; None is the compute dtype.
   """
-  for name in names:
-    if name not in known:
+
+  lengths: tuple[int, ...] = (1024, 4096)
+  cache_dtype: str | None = None
+
+  # "dense" reads the cache for every head, "kernel" for active heads only.
+  CHOICES: ClassVar = {
+    **HeadOptions.CHOICES,
+    "implementations": ("dense", "kernel"),
+    "cache_dtype": CACHE_DTYPES,
+  }
+
+  def check_possible(self, implementation: str) -> None:
+    """Raises ValueError if the device or the cache rule out a form."""
+    super().check_possible(implementation)
+    if implementation != "kernel":
+      return
+    if self.cache_dtype == "int8":
       raise ValueError(
-        f"{_flag(option)} {name!r} must be one of {', '.join(known)}"
+        "--implementations kernel needs a --cache-dtype of floats, not int8"
       )
+    from moh_jax.ops.kernels.sizes import decode_tile
+
+    try:
+      decode_tile("gpu", self.head_dim, self.dtype)  # or a TPU's: the same dims
+    except ValueError as error:
+      raise ValueError(
+        f"--head-dim {self.head_dim} is not for --implementations kernel: "
+        f"{error}"
+      ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+  """Options of `bench model`.
+
+  Attributes:
+    model: released name of the model, where no config is given.
+    config: run to measure; its data need not exist, as batches are random.
+    lengths: tokens of a sequence; None is the run's own, of a released model
+      512.
+    implementations: forms of attention, each a variant of the model.
+    batch: images or sequences per batch.
+    dtype: compute dtype; None is the run's own.
+    remat: what the backward pass recomputes; None is the run's own.
+    sampler_steps: steps of a diffusion model's sampler.
+    compile_only: compile the train step and measure nothing else.
+    rounds: measured turns.
+
+  Raises:
+    ValueError: an option is out of range; the message names it.
+  """
+
+  model: str = "moh-vit-s80"
+  config: Config | None = None
+  lengths: tuple[int, ...] | None = None
+  implementations: tuple[str, ...] = ("auto",)
+  batch: int = 4
+  dtype: str | None = None
+  remat: str | None = None
+  sampler_steps: int = 10
+  compile_only: bool = False
+  rounds: int = 7
+
+  CHOICES: ClassVar = HeadOptions.CHOICES
+
+  def __post_init__(self):
+    _check(self, "lengths", "batch", "sampler_steps", "rounds")
+    self.runs()
+
+  def runs(self) -> list[Config]:
+    """Runs on random data, one for each length; the longest is the last."""
+    from moh_jax.data.infer import resolve
+
+    section = self.config.model if self.config else released_model(self.model)
+    family = get_family(section.family)
+    run = resolve(family.bench_run(section, self.batch))
+    changes = {"dtype": self.dtype, "remat": self.remat}
+    given = {name: value for name, value in changes.items() if value}
+    run = apply_overrides(run, "model", **given)
+    if self.lengths is None:
+      return [run]
+    return [family.with_length(run, n) for n in sorted(self.lengths)]
+
+  def variants(self, run: Config) -> dict[str, Any]:
+    """Model sections to compare by name of the form; "mha" is the baseline."""
+    models = {
+      name: dataclasses.replace(run.model, attention_impl=name)
+      for name in self.implementations
+    }
+    return {**models, "mha": without_router(run.model)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """Shapes of the attention that tiles are measured on.
+
+  Attributes:
+    batch: sequences, B.
+    tokens: tokens of a sequence, N; there are as many keys.
+    heads: query heads, H; there are as many key/value heads.
+    active: active heads of a token, sampled at random.
+    head_dim: head dim, D.
+    dtype: dtype of all inputs.
+    causal: whether a token sees no later keys.
+    rounds: measured turns.
+
+  Raises:
+    ValueError: a field is out of range; the message names it.
+  """
+
+  batch: int = 8
+  tokens: int = 1024
+  heads: int = 16
+  active: int = 8
+  head_dim: int = 64
+  dtype: str = "bfloat16"
+  causal: bool = False
+  rounds: int = 20
+
+  CHOICES: ClassVar = {"dtype": ("bfloat16", "float16", "float32")}
+
+  def __post_init__(self):
+    from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM
+
+    _check(self, "batch", "tokens", "heads", "rounds")
+    if not 1 <= self.active <= self.heads:
+      raise ValueError(
+        f"--active {self.active} must be in [1, {self.heads}], the heads"
+      )
+    if not 1 <= self.head_dim <= MAX_HEAD_DIM:
+      raise ValueError(
+        f"--head-dim {self.head_dim} must be in [1, {MAX_HEAD_DIM}]"
+      )
+
+
+def _check(options: Any, *counts: str) -> None:
+  """Checks that counts are at least 1 and that names are known.
+
+  Args:
+    options: a dataclass; its `CHOICES` are the allowed values by field.
+    *counts: fields that hold a number or numbers, or None.
+
+  Raises:
+    ValueError: a value is not allowed; the message names its option.
+  """
+  for name in counts:
+    for value in _values(options, name):
+      if value < 1:
+        raise ValueError(f"{_flag(name)} {value} must be at least 1")
+  for name, known in options.CHOICES.items():
+    for value in _values(options, name):
+      if value not in known:
+        raise ValueError(
+          f"{_flag(name)} {value!r} must be one of {', '.join(known)}"
+        )
+
+
+def _values(options: Any, name: str) -> tuple:
+  value = getattr(options, name)
+  if value is None:
+    return ()
+  return value if isinstance(value, tuple) else (value,)
 
 
 def _flag(option: str) -> str:

@@ -21,56 +21,14 @@ from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import gather_rows, head_blocks
 from moh_jax.ops.kernels.attention import PLATFORMS
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, BlockSizes, Tile, read
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile, read
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import timing
 from moh_jax.speed.attention import random_active
-from moh_jax.speed.options import check_at_least_1, check_names
+from moh_jax.speed.options import Workload
 from moh_jax.speed.programs import Program, compile_program, default_loops
 
 _KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
-DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-  """Shapes of the attention that tiles are measured on.
-
-  Attributes:
-    batch: sequences, B.
-    tokens: tokens of a sequence, N; there are as many keys.
-    heads: query heads, H; there are as many key/value heads.
-    active: active heads of a token, sampled at random.
-    head_dim: head dim, D.
-    dtype: dtype of all inputs, one of `DTYPES`.
-    causal: whether a token sees no later keys.
-    rounds: measured turns.
-
-  Raises:
-    ValueError: a field is out of range; the message names it.
-  """
-
-  batch: int = 8
-  tokens: int = 1024
-  heads: int = 16
-  active: int = 8
-  head_dim: int = 64
-  dtype: str = "bfloat16"
-  causal: bool = False
-  rounds: int = 20
-
-  def __post_init__(self):
-    for name in ("batch", "tokens", "heads", "rounds"):
-      check_at_least_1(name, [getattr(self, name)])
-    check_names("dtype", [self.dtype], DTYPES)
-    if not 1 <= self.active <= self.heads:
-      raise ValueError(
-        f"--active {self.active} must be in [1, {self.heads}], the heads"
-      )
-    if not 1 <= self.head_dim <= MAX_HEAD_DIM:
-      raise ValueError(
-        f"--head-dim {self.head_dim} must be in [1, {MAX_HEAD_DIM}]"
-      )
 
 
 def write(

@@ -9,7 +9,6 @@ import numpy as np
 
 from moh_jax.config import Config, LLMConfig
 from moh_jax.inference.decoding import (
-  Sampling,
   make_decode,
   make_prefill,
   span_numbers,
@@ -20,6 +19,7 @@ from moh_jax.inference.generate import (
   length_bucket,
   serving_params,
 )
+from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
 from moh_jax.speed import compare
 from moh_jax.speed.compare import Variant

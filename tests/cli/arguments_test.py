@@ -1,62 +1,113 @@
-"""Options state defaults and choices of modules that need JAX; are they so?"""
+"""Options that are made from the fields of dataclasses."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
+from typing import ClassVar
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli.arguments import bench, encode_latents, fid, tune_kernels
-from moh_jax.inference.latent_set import EncodeOptions
-from moh_jax.ops import inception_input
-from moh_jax.speed import decode, exactness, layer, options, tiles
+from moh_jax.cli import fields
+from moh_jax.cli.arguments import bench, encode_latents, generate, sample
+from moh_jax.config import SampleConfig
+from moh_jax.inference.options import EncodeOptions, Sampling
+from moh_jax.speed import exactness
+from moh_jax.speed.options import HeadOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class _Base:
+  """A base.
+
+  Attributes:
+    size: rows, 100% of
+      them.
+  """
+
+  size: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options(_Base):
+  """Options.
+
+  Attributes:
+    share: of the whole; None is all.
+    names: of what is run.
+    kind: how.
+    quick: whether to hurry.
+  """
+
+  share: float | None = None
+  names: tuple[str, ...] = ("a", "b")
+  kind: str = "x"
+  quick: bool = False
+
+  CHOICES: ClassVar = {"kind": ("x", "y"), "names": ("a", "b", "c")}
 
 
 def _parse(module, *argv):
   parser = argparse.ArgumentParser()
   module.add_arguments(parser)
-  return vars(parser.parse_args(argv))
+  return parser.parse_args(argv)
 
 
-class DefaultsTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ("attention", options.SequenceOptions()),
-    ("layer", layer.LayerOptions()),
-    ("decode", decode.DecodeOptions()),
-  )
-  def test_of_bench(self, op, wanted):
-    stated = dataclasses.asdict(bench.DEFAULTS[op])
-    if op == "decode":
-      self.assertEmpty(stated.pop("modes"))
-    for name, value in stated.items():
-      self.assertEqual(getattr(wanted, name), value, name)
+class AddFieldsTest(parameterized.TestCase):
+  def _parser(self, *names, **options):
+    parser = argparse.ArgumentParser()
+    fields.add_fields(parser, _Options, *names, **options)
+    return parser
 
-  def test_of_bench_are_left_to_the_options(self):
-    given = _parse(bench, "attention", "--heads", "8")
+  def test_what_is_given_has_the_type_of_its_field(self):
+    argv = "--size 4 --share 0.5 --names c,a --kind y --quick".split()
+    given = fields.given_fields(self._parser().parse_args(argv), _Options)
+    wanted = _Options(4, 0.5, ("c", "a"), "y", True)
+    self.assertEqual(given, dataclasses.asdict(wanted))
+
+  def test_what_is_not_given_is_left_to_the_class(self):
+    args = self._parser().parse_args(["--size", "4"])
+    self.assertEqual(fields.given_fields(args, _Options), {"size": 4})
+    self.assertEqual(fields.given_fields(args, _Options, "kind"), {})
+
+  def test_help_is_that_of_the_docstring(self):
+    text = " ".join(self._parser().format_help().split())
+    self.assertIn("--size SIZE rows, 100% of them (default: 3)", text)
+    self.assertIn("--share SHARE of the whole; None is all --", text)
+    self.assertIn("of what is run; of a, b, c (default: a,b)", text)
+    self.assertIn("--kind {x,y} how (default: x)", text)
+
+  def test_help_says_where_the_defaults_are(self):
+    text = self._parser("kind", defaults="the run's").format_help()
+    self.assertIn("how (default: the run's)", text)
+    self.assertNotIn("--size", text)
+
+  @parameterized.parameters("--size x", "--kind z")
+  def test_wrong_values_are_wrong_use(self, argv):
+    with contextlib.redirect_stderr(io.StringIO()):
+      with self.assertRaises(SystemExit):
+        self._parser().parse_args(argv.split())
+
+
+class CommandsTest(absltest.TestCase):
+  def test_defaults_are_left_to_the_classes(self):
+    args = _parse(bench, "attention", "--heads", "8")
+    given = fields.given_fields(args, HeadOptions)
+    self.assertEqual(given, {"heads": 8})
+    required = "--data x --vae x --out x --shard-size 2".split()
+    args = _parse(encode_latents, *required)
+    given = fields.given_fields(args, EncodeOptions)
+    self.assertEqual(given, {"shard_size": 2})
+    args = _parse(generate, *"--checkpoint x --prompt x --seed 2".split())
     self.assertEqual(
-      {name: value for name, value in given.items() if name != "op"},
-      {"heads": 8, "json": "", "plot": ""},
+      fields.given_fields(args, Sampling, "seed", "top_p"), {"seed": 2}
     )
+    args = _parse(sample, *"--checkpoint x --out x --steps 5".split())
+    section = fields.given_fields(args, SampleConfig, *sample.OVERRIDES)
+    self.assertEqual(section, {"steps": "5"})
 
-  def test_of_encode_latents(self):
-    for name, (_, default) in encode_latents.NUMBERS.items():
-      value = getattr(EncodeOptions(), name.replace("-", "_"))
-      self.assertEqual(value, default, name)
-    self.assertEqual(EncodeOptions().bad_images, "raise")
-
-  def test_of_tune_kernels(self):
-    given = _parse(tune_kernels, "--out", "x")
-    for name, default in dataclasses.asdict(tiles.Workload()).items():
-      if name != "head_dim":  # several at once
-        self.assertEqual(given[name], default, name)
-
-
-class ChoicesTest(absltest.TestCase):
-  def test_are_those_of_the_modules(self):
-    self.assertEqual(bench.MODES, options.MODES)
-    self.assertEqual(set(bench.DTYPES), set(exactness.LIMITS))
-    self.assertEqual(bench.CACHE_DTYPES, decode.CACHE_DTYPES)
-    self.assertEqual(tune_kernels.DTYPES, tiles.DTYPES)
-    self.assertEqual(fid.RESIZES, inception_input.RESIZES)
+  def test_every_dtype_of_bench_has_limits_of_errors(self):
+    self.assertEqual(set(HeadOptions.CHOICES["dtype"]), set(exactness.LIMITS))
 
 
 if __name__ == "__main__":

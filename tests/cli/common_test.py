@@ -7,7 +7,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli import common
+from moh_jax.cli import common, fields
 
 
 class IntTupleTest(parameterized.TestCase):
@@ -15,12 +15,12 @@ class IntTupleTest(parameterized.TestCase):
     ("3", (3,)), ("0,0,6,12", (0, 0, 6, 12)), ("1, 2", (1, 2))
   )
   def test_parses(self, text, expected):
-    self.assertEqual(common.int_tuple(text), expected)
+    self.assertEqual(fields.int_tuple(text), expected)
 
   @parameterized.parameters("", "a", "1,,2", "1.5")
   def test_refuses(self, text):
     with self.assertRaisesRegex(argparse.ArgumentTypeError, "integers"):
-      common.int_tuple(text)
+      fields.int_tuple(text)
 
 
 class SplitOverridesTest(parameterized.TestCase):

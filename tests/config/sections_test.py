@@ -1,10 +1,10 @@
 import dataclasses
 import math
-import re
 
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
+from moh_jax.config import reference
 
 _SECTIONS = {
   "data": config_lib.DataConfig,
@@ -139,8 +139,7 @@ class DocumentationTest(parameterized.TestCase):
     config_lib.RotaryConfig,
   )
   def test_every_field_has_its_line(self, section):
-    attributes = section.__doc__.partition("Attributes:\n")[2]
-    documented = re.findall(r"^    (\w+): ", attributes, flags=re.MULTILINE)
+    documented = reference.meanings(section)
     fields = [field.name for field in dataclasses.fields(section)]
     self.assertCountEqual(documented, fields)
 

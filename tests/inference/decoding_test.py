@@ -9,11 +9,11 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.inference.decoding import (
   NO_TOKEN,
-  Sampling,
   make_decode,
   make_prefill,
   span_numbers,
 )
+from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_params import unroll
 from tests.inference import tiny_writer

@@ -41,7 +41,9 @@ def _module(kind: str, **options) -> tuple[nn.Module, tuple]:
   if kind == "full":
     module = aggregated.FullAttention(_BUDGET, **options)
     return module, (_random(_B, _N, _C), relative_coordinates(_GRID, _GRID))
-  module = aggregated.AggregatedAttention(_BUDGET, _GRID, _POOL, **options)
+  module = aggregated.AggregatedAttention(
+    _BUDGET, grid=_GRID, pool_grid=_POOL, **options
+  )
   return module, (_random(_B, _N, _C), relative_coordinates(_GRID, _POOL))
 
 

@@ -4,10 +4,12 @@ import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.heads import HeadBudget
-from moh_jax.speed import options
-from moh_jax.speed.attention import SequenceOptions
-from moh_jax.speed.decode import DecodeOptions
-from moh_jax.speed.layer import LayerOptions
+from moh_jax.ops import attention
+from moh_jax.speed.options import (
+  DecodeOptions,
+  LayerOptions,
+  SequenceOptions,
+)
 
 
 class OptionsTest(parameterized.TestCase):
@@ -77,7 +79,7 @@ class OptionsTest(parameterized.TestCase):
 
     with (
       mock.patch.object(jax, "default_backend", lambda: "gpu"),
-      mock.patch.object(options, "attention", attend),
+      mock.patch.object(attention, "attention", attend),
     ):
       self.assertEqual(
         set(SequenceOptions().compared), {"dense", "packed", "auto", "kernel"}

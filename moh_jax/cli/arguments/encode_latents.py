@@ -2,16 +2,9 @@
 
 import argparse
 
-from moh_jax.cli import common
+from moh_jax.cli import common, fields
 from moh_jax.config.checks import DTYPES
-from moh_jax.config.sections import BAD_IMAGES
-
-# Option -> its text and the default of `inference.latent_set.EncodeOptions`.
-NUMBERS = {
-  "image-size": ("sides of the centre crop in pixels", 256),
-  "batch-size": ("images encoded at a time, per process", 32),
-  "shard-size": ("images per shard", 1024),
-}
+from moh_jax.inference.options import EncodeOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,28 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--vae", required=True, metavar="PATH", help="weights of the autoencoder"
   )
   parser.add_argument("--out", required=True, metavar="DIR")
-  for name, (text, default) in NUMBERS.items():
-    parser.add_argument(
-      f"--{name}",
-      type=int,
-      default=argparse.SUPPRESS,
-      metavar="N",
-      help=f"{text} (default: {default})",
-    )
-  parser.add_argument(
-    "--latent-scale",
-    type=float,
-    default=argparse.SUPPRESS,
-    metavar="S",
-    help="factor that training will apply to the latents (default: that of "
-    "Stable Diffusion's autoencoder)",
-  )
-  parser.add_argument(
-    "--bad-images",
-    choices=BAD_IMAGES,
-    default=argparse.SUPPRESS,
-    help="what an image does that cannot be read or is too small (default: "
-    "raise)",
+  fields.add_fields(
+    parser,
+    EncodeOptions,
+    *("image_size", "batch_size", "shard_size", "latent_scale", "bad_images"),
   )
   parser.add_argument(
     "--dtype", choices=DTYPES, default="float32", help="of the computation"

@@ -3,10 +3,10 @@
 import argparse
 
 from moh_jax.cli import common
+from moh_jax.config.checks import RESIZES
 from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
 
 METRICS = ("fid", "sfid", "is", "pr")
-RESIZES = ("tf1", "ptfid")  # of `ops.inception_input`, which needs JAX
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

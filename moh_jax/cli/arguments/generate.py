@@ -2,8 +2,9 @@
 
 import argparse
 
-from moh_jax.cli import common
+from moh_jax.cli import common, fields
 from moh_jax.config import CACHE_DTYPES
+from moh_jax.inference.options import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="TEXT",
     help="text to write on from; several times for several texts",
   )
-  parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-  parser.add_argument(
-    "--temperature", type=float, default=0.0, help="0: always the best token"
+  fields.add_fields(
+    parser, Sampling, "max_new_tokens", "temperature", "top_p", "seed"
   )
   parser.add_argument(
     "--sample-top-k",
@@ -29,16 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="sample from the N best tokens (--top-k is of the heads)",
   )
   parser.add_argument(
-    "--top-p",
-    type=float,
-    default=1.0,
-    metavar="P",
-    help="sample from the fewest best tokens that have probability P",
-  )
-  parser.add_argument(
     "--stop", action="append", default=[], metavar="TEXT", help="ends a text"
   )
-  parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--batch-size", type=int, default=8)
   parser.add_argument(
     "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"

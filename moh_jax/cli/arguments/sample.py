@@ -2,9 +2,12 @@
 
 import argparse
 
-from moh_jax.cli import common
-from moh_jax.config.diffusion import GUIDED_CHANNELS, METHODS
+from moh_jax.cli import common, fields
+from moh_jax.config import SampleConfig
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
+
+# Fields of the section `sample` that a command may state.
+OVERRIDES = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--labels",
-    type=common.int_tuple,
+    type=fields.int_tuple,
     default=(),
     metavar="L,L,...",
     help="labels of the images in turn (default: every class)",
@@ -29,18 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "--num", type=int, help="images (default: one for each of the labels)"
   )
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--method", choices=METHODS)
-  parser.add_argument(
-    "--steps", metavar="N", help="N, ddimN, or N,M,... for equal sections"
-  )
-  parser.add_argument("--cfg-scale", type=float, help="guidance; 1 is none")
-  parser.add_argument("--cfg-channels", choices=GUIDED_CHANNELS)
-  parser.add_argument(
-    "--cfg-interval",
-    type=common.int_tuple,
-    metavar="LOW,HIGH",
-    help="guide timesteps LOW <= t < HIGH only",
-  )
+  fields.add_fields(parser, SampleConfig, *OVERRIDES, defaults="the run's")
   parser.add_argument(
     "--vae", metavar="PATH", help=f"autoencoder of latents: {HOW_TO_GET_VAE}"
   )

@@ -2,16 +2,10 @@
 
 import argparse
 
-# Of `speed.tiles`, which needs JAX: its dtypes, and the defaults of `Workload`.
-DTYPES = ("bfloat16", "float16", "float32")
-DEFAULTS = {
-  "dtype": "bfloat16",
-  "batch": 8,
-  "tokens": 1024,
-  "heads": 16,
-  "active": 8,
-  "rounds": 20,
-}
+from moh_jax.cli import fields
+from moh_jax.speed.options import Workload
+
+SHAPES = ("batch", "tokens", "heads", "active", "dtype", "causal", "rounds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +18,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "it",
   )
   parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-  parser.add_argument("--dtype", choices=DTYPES)
-  parser.add_argument("--batch", type=int)
-  parser.add_argument("--tokens", type=int)
-  parser.add_argument("--heads", type=int)
-  parser.add_argument("--active", type=int, help="heads of a token")
-  parser.add_argument("--causal", action="store_true")
-  parser.add_argument("--rounds", type=int, help="measured turns")
-  parser.set_defaults(**DEFAULTS)
+  fields.add_fields(parser, Workload, *SHAPES)

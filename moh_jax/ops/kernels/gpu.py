@@ -26,26 +26,22 @@ from moh_jax.ops.kernels.gpu_program import (
   Slices,
   product,
 )
-from moh_jax.ops.kernels.problem import LOG2_E, Problem
+from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem
 from moh_jax.ops.kernels.products import times
 from moh_jax.ops.kernels.sizes import Tile
 
 
 def forward(
   problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
-) -> tuple[jax.Array, jax.Array]:
+) -> Arrays:
   """See `Kernels.forward`."""
   outputs = problem.output(q, v), problem.row_sums()
   return Plan(problem, tile).call_by_rows(_forward_kernel, q, (k, v), outputs)
 
 
 def query_gradient(
-  problem: Problem,
-  rows: tuple[jax.Array, ...],
-  k: jax.Array,
-  v: jax.Array,
-  tile: Tile,
-) -> tuple[jax.Array, jax.Array]:
+  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+) -> Arrays:
   """See `Kernels.query_gradient`."""
   q = rows[0]
   outputs = jax.ShapeDtypeStruct(q.shape, q.dtype), problem.row_sums()
@@ -55,12 +51,8 @@ def query_gradient(
 
 
 def key_gradients(
-  problem: Problem,
-  rows: tuple[jax.Array, ...],
-  k: jax.Array,
-  v: jax.Array,
-  tile: Tile,
-) -> tuple[jax.Array, jax.Array]:
+  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+) -> Arrays:
   """See `Kernels.key_gradients`."""
   return Plan(problem, tile).call_by_keys(_key_gradients_kernel, rows, (k, v))
 

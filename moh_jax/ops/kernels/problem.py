@@ -19,6 +19,9 @@ from moh_jax.ops.visible import Visible
 
 LOG2_E = math.log2(math.e)
 
+# Inputs or outputs of a kernel.
+Arrays = tuple[jax.Array, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -179,7 +182,7 @@ class Kernels(Protocol):
 
   def forward(
     self, problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> Arrays:
     """Computes the attention of the rows.
 
     Args:
@@ -195,13 +198,8 @@ class Kernels(Protocol):
     """
 
   def query_gradient(
-    self,
-    problem: Problem,
-    rows: tuple[jax.Array, ...],
-    k: jax.Array,
-    v: jax.Array,
-    tile: Tile,
-  ) -> tuple[jax.Array, jax.Array]:
+    self, problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+  ) -> Arrays:
     """Computes the gradient of the queries.
 
     Args:
@@ -218,13 +216,8 @@ class Kernels(Protocol):
     """
 
   def key_gradients(
-    self,
-    problem: Problem,
-    rows: tuple[jax.Array, ...],
-    k: jax.Array,
-    v: jax.Array,
-    tile: Tile,
-  ) -> tuple[jax.Array, jax.Array]:
+    self, problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+  ) -> Arrays:
     """Computes the gradients of keys and values, in their shapes and dtypes.
 
     Args:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels.problem import LOG2_E, Problem
+from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem
 from moh_jax.ops.kernels.products import across, times
 from moh_jax.ops.kernels.sizes import Tile
 from moh_jax.ops.kernels.tpu_plan import (
@@ -31,19 +31,15 @@ from moh_jax.ops.kernels.tpu_plan import (
 
 def forward(
   problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
-) -> tuple[jax.Array, jax.Array]:
+) -> Arrays:
   """See `Kernels.forward`."""
   outputs = problem.output(q, v), problem.row_sums()
   return _call_by_rows(_forward_kernel, problem, q, (k, v), outputs, tile)
 
 
 def query_gradient(
-  problem: Problem,
-  rows: tuple[jax.Array, ...],
-  k: jax.Array,
-  v: jax.Array,
-  tile: Tile,
-) -> tuple[jax.Array, jax.Array]:
+  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+) -> Arrays:
   """See `Kernels.query_gradient`."""
   q = rows[0]
   outputs = jax.ShapeDtypeStruct(q.shape, q.dtype), problem.row_sums()
@@ -59,7 +55,7 @@ def _call_by_rows(
   keys: tuple,
   outputs: tuple,
   tile: Tile,
-) -> tuple[jax.Array, jax.Array]:
+) -> Arrays:
   """Launches a kernel that sums over the keys of each block of rows.
 
   Args:
@@ -88,12 +84,8 @@ def _call_by_rows(
 
 
 def key_gradients(
-  problem: Problem,
-  rows: tuple[jax.Array, ...],
-  k: jax.Array,
-  v: jax.Array,
-  tile: Tile,
-) -> tuple[jax.Array, jax.Array]:
+  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+) -> Arrays:
   """See `Kernels.key_gradients`."""
   plan = Plan(problem, tile.keys, keys_first=True)
   masks = plan.key_masks()

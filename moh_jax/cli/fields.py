@@ -1,0 +1,99 @@
+"""Options made from the fields of a dataclass, and options of several values.
+
+Importable without JAX.
+"""
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+from moh_jax.config import reference
+from moh_jax.config.parse import without_none
+
+
+def add_fields(
+  parser: argparse._ActionsContainer,
+  cls: type,
+  *names: str,
+  defaults: str = "",
+) -> None:
+  """Adds an option for each field of a dataclass, described by its docstring.
+
+  An option that is not given has no attribute, so that its default stands in
+  the class alone; see `given_fields`.
+
+  Args:
+    parser: of the command.
+    cls: dataclass whose docstring has a block `Attributes:`. Its `CHOICES`, if
+      it has any, are the allowed values by field.
+    *names: the fields; all if there are none.
+    defaults: where the defaults are, if not in the class: "the run's".
+  """
+  hints, meanings = typing.get_type_hints(cls), reference.meanings(cls)
+  for field in dataclasses.fields(cls):
+    name, default = field.name, field.default
+    if names and name not in names:
+      continue
+    text = meanings[name].removesuffix(".").replace("%", "%%")
+    kind = without_none(hints[name])
+    options: dict[str, Any] = {"type": kind}
+    choices = getattr(cls, "CHOICES", {}).get(name)
+    if kind is bool:
+      options = {"action": "store_true"}
+    elif item := typing.get_args(kind):
+      parse, metavar = _TUPLES[item[0]]
+      options = {"type": parse, "metavar": metavar}
+      text += f"; of {', '.join(choices)}" if choices else ""
+    elif choices:
+      options["choices"] = choices
+    if isinstance(default, tuple):
+      default = ",".join(map(str, default))
+    if default not in (None, False, ""):
+      text += f" (default: {defaults or default})"
+    parser.add_argument(
+      f"--{name.replace('_', '-')}",
+      default=argparse.SUPPRESS,
+      help=text,
+      **options,
+    )
+
+
+def given_fields(
+  args: argparse.Namespace, cls: type, *names: str
+) -> dict[str, Any]:
+  """Those of the fields that were given; arguments as for `add_fields`."""
+  names = names or tuple(field.name for field in dataclasses.fields(cls))
+  return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def int_tuple(text: str) -> tuple[int, ...]:
+  """Parses "0,0,6,12"."""
+  return _parts(text, int, "integers")
+
+
+def percent_tuple(text: str) -> tuple[float, ...]:
+  """Parses "50,62.5"."""
+  return _parts(text, float, "percentages")
+
+
+def _parts(text: str, kind: type, what: str) -> tuple:
+  try:
+    return tuple(kind(part) for part in text.split(","))
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(
+      f"{text!r} must be {what} separated by commas"
+    ) from error
+
+
+def name_tuple(text: str) -> tuple[str, ...]:
+  """Parses "dense,packed"."""
+  return tuple(text.split(","))
+
+
+# Items of a tuple -> how an option of them is parsed, and its metavar.
+_TUPLES = {
+  int: (int_tuple, "N,..."),
+  float: (percent_tuple, "P,..."),
+  str: (name_tuple, "NAME,..."),
+}
