@@ -42,6 +42,7 @@ GROUPS = {
     "restore",
     "Restored",
     "Generator",
+    "Sampling",
   ),
 }
 

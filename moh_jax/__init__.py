@@ -16,6 +16,7 @@ with _epy.lazy_api_imports(globals()):
   from moh_jax.config.registry import get_family, register_family
   from moh_jax.families.images import ImageClassifierFamily
   from moh_jax.inference.generate import Generator
+  from moh_jax.inference.options import Sampling
   from moh_jax.inference.restore import Restored, restore
   from moh_jax.layers.heads import HeadMix
   from moh_jax.layers.model_aux import collect_aux
@@ -40,6 +41,7 @@ __all__ = [
   "MoHAttention",
   "Restored",
   "RouterConfig",
+  "Sampling",
   "ViT",
   "__version__",
   "attention",

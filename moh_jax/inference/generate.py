@@ -20,7 +20,8 @@ from moh_jax.inference.decoding import (
   span_numbers,
 )
 from moh_jax.inference.options import Sampling
-from moh_jax.inference.restore import Restored
+from moh_jax.inference.restore import Restored, restore
+from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_params import compute_dtypes, unroll
 from moh_jax.runtime import sharding
@@ -94,6 +95,39 @@ class Generator:
       self._params = serving_params(restored.params, config)
     self._prefill = make_prefill(model, cache_dtype)
     self._decode = make_decode(model, tokenizer.eos_id, _SPAN)
+
+  @classmethod
+  def from_checkpoint(
+    cls,
+    directory: str,
+    *,
+    mesh: Mesh | None = None,
+    cache_dtype: str | None = None,
+    batch_size: int = 8,
+    **options: Any,
+  ) -> "Generator":
+    """Restores a language model and the tokenizer that lies beside it.
+
+    Args:
+      directory: a working directory of `train` or an output of `convert`.
+      mesh: as in the constructor.
+      cache_dtype: as in the constructor.
+      batch_size: as in the constructor.
+      **options: of `restore`, for instance `top_k` or `dtype`.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or no tokenizer beside it.
+      ValueError: the checkpoint is no language model, or an option is none of
+        the allowed.
+    """
+    tokenizer = load_checkpoint_tokenizer(directory)
+    return cls(
+      restore(directory, mesh=mesh, **options),
+      tokenizer,
+      mesh=mesh,
+      cache_dtype=cache_dtype,
+      batch_size=batch_size,
+    )
 
   def generate(
     self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY

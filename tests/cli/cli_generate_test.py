@@ -4,6 +4,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
+from moh_jax import Generator, Sampling
 from tests import two_processes
 from tests.cli import tiny_checkpoint
 from tests.inference import tiny_writer
@@ -95,6 +96,11 @@ class GenerateCommandTest(parameterized.TestCase):
   def test_bad_value_is_one_line_that_names_it(self, argv, message):
     option, value = argv
     self._assert_refused(message, "--prompt", "aA", f"{option}={value}")
+
+  def test_generator_opens_the_checkpoint_and_its_tokenizer(self):
+    generator = Generator.from_checkpoint(self.workdir)
+    (completion,) = generator.generate(["aA"], Sampling(max_new_tokens=2))
+    self.assertEqual(completion.text, "bBcC")
 
   def test_model_that_writes_no_text_is_refused(self):
     self._assert_refused(
