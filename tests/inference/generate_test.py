@@ -382,7 +382,9 @@ class ErrorsTest(parameterized.TestCase):
   def test_model_of_another_family_is_refused(self):
     config = tiny.config()
     restored = Restored(config, make_model(config)[0], {}, 0, ())
-    with self.assertRaisesRegex(ValueError, "family 'vit' writes no text"):
+    with self.assertRaisesRegex(
+      ValueError, r"family 'vit'; `generate` needs one of \['llm'\]"
+    ):
       Generator(restored, tiny_writer.WORDS)
 
   @parameterized.parameters(
