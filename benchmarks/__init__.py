@@ -1,1 +1,1 @@
-"""Speed and memory, each result written as JSON beside a table."""
+"""Measurements of single parts; each prints a table and can write JSON."""

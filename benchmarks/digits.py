@@ -1,16 +1,18 @@
-"""Reads what a diffusion model of digits draws, and compares its solvers.
+"""Scores samples of a diffusion model of digits, and compares its solvers.
 
   python -m benchmarks.digits --checkpoint runs/dit
   python -m benchmarks.digits --checkpoint runs/dit --solvers
 
-A scikit-learn classifier, trained on the real training scans alone, reads 500
-guided samples, 50 of each digit: `accuracy` is the share it reads as the digit
-that was asked for, `classifier_accuracy` its own on held-out real scans.
+A scikit-learn classifier, trained on the real training scans, classifies 500
+guided samples, 50 of each digit. `accuracy` is the share of samples classified
+as the digit that was asked for, `classifier_accuracy` the classifier's accuracy
+on held-out real scans.
 
---solvers draws the same noise with several solvers and numbers of steps. Their
-errors are root mean squared differences from DDIM with 1000 steps, which is
-near the exact solution, in pixels of [-1, 1]: `median` of the images' own, and
-`rms` over all, which the few images decide whose solution is unstable.
+--solvers samples from the same noise with several solvers and numbers of steps.
+Errors are root mean squared differences of pixels in [-1, 1] from DDIM with
+1000 steps, which is close to the exact solution: `median` is the median over
+images, and `rms` is over all images, dominated by the few whose solution is
+unstable.
 """
 
 import argparse
@@ -85,7 +87,7 @@ def main() -> None:
 
 
 def _classifier() -> tuple[svm.SVC, float]:
-  """Trained on the training scans; its accuracy on the held-out ones."""
+  """Trains on the training scans; also returns the held-out accuracy."""
   data = {}
   for split in ("train", "val"):
     source = DigitsSource(split)
@@ -97,14 +99,14 @@ def _classifier() -> tuple[svm.SVC, float]:
 
 
 def _features(pixels: np.ndarray) -> np.ndarray:
-  """uint8 pixels to scikit-learn's scale of 0 to 16, flat."""
+  """Flattens uint8 pixels and scales them to scikit-learn's 0 to 16."""
   return pixels.reshape(len(pixels), -1) * (16 / 255)
 
 
 def _samples(
   restored: Restored, method: str, steps: str, seed: int
 ) -> np.ndarray:
-  """Images [500, 8, 8, 1] float32, the digits in turn."""
+  """Samples images [500, 8, 8, 1] float32; labels go 0 to 9 in turn."""
   config = restored.config
   options = dataclasses.replace(config.sample, method=method, steps=steps)
   config = dataclasses.replace(config, sample=options)

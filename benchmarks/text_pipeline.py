@@ -1,9 +1,9 @@
-"""Tokens per second of the text pipeline: ArrayRecord to packed batches.
+"""Measures the text pipeline, from shards to packed batches, in tokens/s.
 
   python -m benchmarks.text_pipeline --json benchmarks/results/text_cpu.json
 
-Random tokens in documents of 1,000 on average, in a temporary folder; threads
-read, as in training.
+The input is random tokens in documents of 1,000 tokens on average, in a
+temporary folder. Threads read it, as in training.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _DOCUMENT_TOKENS = 1000
 
 
 class _Wide(BytesTokenizer):
-  """Bytes in a vocabulary that fills uint16's range almost."""
+  """Byte tokenizer with a vocabulary that almost fills the range of uint16."""
 
   vocab_size = 65000
 
@@ -50,7 +50,7 @@ def main() -> None:
       for threads in (1, 2, 4)
     }
     rates: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(args.rounds):  # in turns: a slow spell hits all
+    for _ in range(args.rounds):  # in turns, so that a slow phase hits all
       for name, stream in calls.items():
         rates[name].append(_rate(stream, args))
   rows = [
@@ -104,7 +104,7 @@ def _stream(folder, mix, threads, args):
 
 
 def _rate(stream, args) -> float:
-  """Tokens per second; what was prepared meanwhile is taken first."""
+  """Tokens per second, after the batches that were prefetched meanwhile."""
   for _ in range(8):
     next(stream)
   batches, start = 0, time.perf_counter()

@@ -4,9 +4,10 @@
   python -m benchmarks.tuning --checkpoint runs/mha --workdir runs/tuning \
     --json benchmarks/results/tuning_cpu.json
 
-Shares the first heads, or the most important ones, or lowers the number of
-active heads step by step; beside them the same steps without a router. Held-out
-bits per byte when the router turns on, before any step, and after tuning.
+The ways are: the first heads are shared, the most important heads are shared,
+or the number of active heads falls step by step. The same number of steps
+without a router is the baseline. The table has held-out bits per byte when the
+router is turned on, before any step, and after tuning.
 """
 
 import argparse
@@ -70,7 +71,12 @@ def main() -> None:
 
 
 def _bits(directory: str, config: Config | None = None) -> float:
-  """Held-out bits per byte, with the router of another config if given."""
+  """Held-out bits per byte of a checkpoint.
+
+  Args:
+    directory: working directory of the checkpoint.
+    config: config whose router is used instead of the checkpoint's, or None.
+  """
   mesh = sharding.make_mesh(common.load_config(f"{_CONFIG}:mha").mesh)
   overrides = {}
   if config is not None and config.model.router.kind != "none":

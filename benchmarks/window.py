@@ -1,8 +1,8 @@
-"""Depthwise 3x3 convolution: shifted views against XLA's grouped convolution.
+"""Compares depthwise 3x3 convolutions: shifted views and XLA's grouped one.
 
   python -m benchmarks.window --json benchmarks/results/window_cpu.json
 
-Shapes are those of the first stage of MoH-ViT S at 224 px, batch 4.
+The shapes are those of the first stage of MoH-ViT S at 224 px with batch 4.
 """
 
 import argparse

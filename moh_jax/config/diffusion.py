@@ -59,7 +59,7 @@ class DiffusionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-  """How images are drawn: a run's grids, and defaults of `sample`.
+  """How images are sampled: a run's grids, and defaults of `sample`.
 
   Attributes:
     every: optimizer steps between grids of samples; 0 writes none.

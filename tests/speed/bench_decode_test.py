@@ -4,9 +4,10 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
+from moh_jax.config import CACHE_DTYPES
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.speed import decode as bench
-from moh_jax.speed.decode import CACHE_DTYPES, DecodeOptions
+from moh_jax.speed.options import DecodeOptions
 
 _TINY = functools.partial(
   DecodeOptions, lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,)

@@ -251,7 +251,7 @@ def _open_sources(
 
 
 def describe_set(folder: pathlib.Path) -> dict[str, Any]:
-  """What a token set says of itself.
+  """Reads the metadata of a token set.
 
   Raises:
     FileNotFoundError: there is no such set.
