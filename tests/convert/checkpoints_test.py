@@ -171,7 +171,9 @@ class ConvertTest(parameterized.TestCase):
 
   def test_named_config_comes_before_that_of_the_file(self):
     exported = self._exported(checkpoint.Metadata(_CONFIG, tuple("abcde")))
-    other = dataclasses.replace(_CONFIG, data=DataConfig(eval_resize=24))
+    other = resolve(
+      dataclasses.replace(_CONFIG, data=DataConfig(eval_resize=24))
+    )
     out = self._target()
     convert("moh-vit", exported, out, config=other)
     restored = restore(out)

@@ -145,7 +145,7 @@ class ConvertTest(_Case):
         with mock.patch("numpy.memmap", unread):
           found = checkpoints._open(kind, str(self.source), None, None, None)
         self.assertEqual(found[0], name)
-        self.assertEqual(found[1].model, models[name])
+        self.assertEqual(found[1].config.model, models[name])
 
   def test_without_config_json_no_model_lists_the_candidates(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA, config={})
