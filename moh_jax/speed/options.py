@@ -238,8 +238,8 @@ class ModelOptions:
   Attributes:
     model: released name of the model, where no config is given.
     config: run to measure; its data need not exist, as batches are random.
-    lengths: tokens of a sequence; None is the run's own, of a released model
-      512.
+    lengths: tokens of a sequence, of language models; None is 512, or the
+      model's longest sequence if that is shorter.
     implementations: forms of attention, each a variant of the model.
     batch: images or sequences per batch.
     dtype: compute dtype; None is the run's own.
