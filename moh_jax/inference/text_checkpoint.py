@@ -1,14 +1,12 @@
 """The tokenizer that belongs to a checkpoint."""
 
-from typing import Any
-
 from moh_jax.config import check_command
 from moh_jax.data.text.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
   SentencePieceTokenizer,
   Tokenizer,
-  tokenizer_from_bytes,
+  read_tokenizer,
 )
 from moh_jax.runtime import checkpoint, location
 
@@ -36,7 +34,7 @@ def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
     if not file.exists():
       continue
     try:
-      return _read(kind, file, expected)
+      return read_tokenizer(kind.kind, file, expected, "the checkpoint")
     except ValueError as error:  # the right one may lie beside it
       refused.append(str(error))
   if refused:
@@ -45,16 +43,3 @@ def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
     f"{folder} holds no {JsonTokenizer.file_name} or "
     f"{SentencePieceTokenizer.file_name}; put the model's tokenizer there"
   )
-
-
-def _read(kind: Any, file: Any, expected: str) -> Tokenizer:
-  try:
-    tokenizer = tokenizer_from_bytes(kind.kind, file.read_bytes())
-  except ValueError as error:
-    raise ValueError(f"{file}: {error}") from error
-  if expected and tokenizer.sha256 != expected:
-    raise ValueError(
-      f"{file} has sha256 {tokenizer.sha256[:16]}, the checkpoint was trained "
-      f"with a tokenizer of {expected[:16]}"
-    )
-  return tokenizer

@@ -20,7 +20,7 @@ from moh_jax.config.text import TextDataConfig
 from moh_jax.data.shards import METADATA, read_metadata
 from moh_jax.data.text.packing import FakeSequences, PackedSource, Sequence
 from moh_jax.data.text.stdlib import prepare
-from moh_jax.data.text.token_sets import KIND, TokenSet, read_tokenizer
+from moh_jax.data.text.token_sets import KIND, TokenSet, set_tokenizer
 from moh_jax.data.text.tokenizers import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ def open_tokenizer(
   if data.source == "fake":
     return None
   (folder, metadata), *_ = _describe_sets(data, vocab_size, split).values()
-  return read_tokenizer(folder, metadata)
+  return set_tokenizer(folder, metadata)
 
 
 def _describe_sets(

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,12 +72,8 @@ class TokenShard:
     self._shard.notes.update(zip(_COUNTS, counts))
 
 
-class TokenSetWriter:
-  """Writes a set of tokens with `num_shards` shards; picklable.
-
-  Shards are written with `todo` and `open`, as in `ShardSetWriter`, and
-  `finish` completes the set.
-  """
+class TokenSetWriter(ShardSetWriter):
+  """Writes a set of tokens with `num_shards` shards; picklable."""
 
   def __init__(
     self,
@@ -103,10 +98,8 @@ class TokenSetWriter:
       ValueError: the folder holds a set with other settings (they are named),
         or shards of unknown origin.
     """
-    self._folder = pathlib.Path(folder)
-    self._tokenizer = tokenizer
-    self._notes = notes
-    self._writer = ShardSetWriter(
+    self._tokenizer, self._set_notes = tokenizer, notes
+    super().__init__(
       folder,
       KIND,
       items=num_shards,
@@ -126,10 +119,6 @@ class TokenSetWriter:
       notes={},
     )
 
-  def todo(self) -> list[int]:
-    """Numbers of the shards that are still to be written."""
-    return self._writer.todo()
-
   @contextlib.contextmanager
   def open(self, shard: int) -> Iterator[TokenShard]:
     """Context that writes one shard; it appears if the context ends normally.
@@ -138,7 +127,7 @@ class TokenSetWriter:
       OSError: the shard cannot be written, for example because the disk is
         full.
     """
-    with self._writer.open(shard) as target:
+    with super().open(shard) as target:
       tokens = TokenShard(target, self._tokenizer)
       yield tokens
       tokens.close()
@@ -149,11 +138,7 @@ class TokenSetWriter:
     Raises:
       ValueError: a shard is missing.
     """
-    return sum(entry["documents"] for entry in self._writer.entries())
-
-  def discard(self) -> None:
-    """Removes an unfinished set; a finished one stays."""
-    self._writer.discard()
+    return sum(entry["documents"] for entry in self.entries())
 
   def finish(self) -> dict[str, Any]:
     """Writes documents.npy, the tokenizer's file and metadata.json.
@@ -164,7 +149,7 @@ class TokenSetWriter:
     Raises:
       ValueError: a shard is missing, or there is no document at all.
     """
-    entries = self._writer.entries()
+    entries = self.entries()
     totals = {name: sum(entry[name] for entry in entries) for name in _COUNTS}
     if not totals["documents"]:
       raise ValueError(f"{self._folder}: the input has no document for it")
@@ -180,7 +165,7 @@ class TokenSetWriter:
     if self._tokenizer.file_name:
       with replacing(self._folder / self._tokenizer.file_name) as path:
         path.write_bytes(self._tokenizer.content)
-    return self._writer.finish(**totals, notes=self._notes)
+    return super().finish(**totals, notes=self._set_notes)
 
   def _lengths(self, entry: dict[str, Any]) -> np.ndarray:
     """Reads the number of tokens of each document of a shard."""

@@ -24,7 +24,11 @@ from typing import Any
 import numpy as np
 
 from moh_jax.data.shards import Shards
-from moh_jax.data.text.tokenizers import Tokenizer, tokenizer_from_bytes
+from moh_jax.data.text.tokenizers import (
+  BytesTokenizer,
+  Tokenizer,
+  read_tokenizer,
+)
 
 KIND = "tokens"
 BLOCK = 8192
@@ -37,7 +41,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
   return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def read_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
+def set_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
   """Loads the tokenizer that made a set; opens no shard.
 
   Args:
@@ -50,21 +54,10 @@ def read_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
       library is missing.
   """
   entry = metadata["tokenizer"]
-  content, path = b"", folder / entry["file"]
-  if entry["file"]:
-    if not path.is_file():
-      raise FileNotFoundError(f"{path}: no such tokenizer file")
-    content = path.read_bytes()
-  try:
-    tokenizer = tokenizer_from_bytes(entry["kind"], content)
-  except ValueError as error:
-    raise ValueError(f"{path}: {error}") from error
-  if tokenizer.sha256 != entry["sha256"]:
-    raise ValueError(
-      f"{path}: sha256 {tokenizer.sha256}, the set was made with "
-      f"{entry['sha256']}"
-    )
-  return tokenizer
+  if entry["kind"] == BytesTokenizer.kind:
+    return BytesTokenizer()
+  file = folder / entry["file"]
+  return read_tokenizer(entry["kind"], file, entry["sha256"], "the set")
 
 
 class TokenSet:
@@ -128,10 +121,6 @@ class TokenSet:
       result[filled : filled + len(part)] = part
       filled += len(part)
     return result
-
-  def tokenizer(self) -> Tokenizer:
-    """Loads the tokenizer that made the set, see `read_tokenizer`."""
-    return read_tokenizer(self.folder, self.metadata)
 
   def _read(self, start: int, stop: int) -> np.ndarray:
     """Reads the tokens from `start` on that lie in its block."""

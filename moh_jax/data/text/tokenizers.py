@@ -218,10 +218,37 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
       f"{file}: a tokenizer file ends in one of {tuple(kinds)}; 'bytes' needs "
       "none"
     )
+  return read_tokenizer(kinds[file.suffix], file)
+
+
+def read_tokenizer(
+  kind: str, file: pathlib.Path, sha256: str = "", owner: str = ""
+) -> Tokenizer:
+  """Reads a tokenizer's file, and checks that it is the expected one.
+
+  Args:
+    kind: one of `KINDS` that has a file.
+    file: path of the file.
+    sha256: of its content; "" accepts any.
+    owner: what was made with that tokenizer, for the message.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file is damaged or another one, or an optional library is
+      missing.
+  """
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
-    return tokenizer_from_bytes(kinds[file.suffix], file.read_bytes())
+    tokenizer = tokenizer_from_bytes(kind, file.read_bytes())
   except ValueError as error:
     raise ValueError(f"{file}: {error}") from error
+  if sha256 and tokenizer.sha256 != sha256:
+    raise ValueError(
+      f"{file} has sha256 {tokenizer.sha256[:16]}, {owner} was made with a "
+      f"tokenizer of {sha256[:16]}"
+    )
+  return tokenizer
 
 
 class StreamDecoder:

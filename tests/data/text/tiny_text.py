@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 
 from moh_jax.data.text.token_set_writer import TokenSetWriter
-from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data.text.token_sets import TokenSet, set_tokenizer
 from moh_jax.data.text.tokenizers import BytesTokenizer
 
 
@@ -53,7 +53,7 @@ def row(documents, bos_id=256, eos_id=256):
 def texts(folder):
   """The documents of a set as its tokenizer decodes them."""
   token_set = TokenSet(folder)
-  tokenizer = token_set.tokenizer()
+  tokenizer = set_tokenizer(token_set.folder, token_set.metadata)
   return [
     tokenizer.decode(token_set.tokens(start, stop))
     for start, stop in itertools.pairwise(token_set.ends)

@@ -19,6 +19,10 @@ class _SetTest(parameterized.TestCase):
     root = self.enterContext(tempfile.TemporaryDirectory())
     self.folder = pathlib.Path(root) / "set"
 
+  def _tokenizer(self):
+    token_set = TokenSet(self.folder)
+    return token_sets.set_tokenizer(token_set.folder, token_set.metadata)
+
   def _change(self, **entries):
     path = self.folder / shards.METADATA
     metadata = {**json.loads(path.read_text()), **entries}
@@ -86,18 +90,18 @@ class ReadTest(_SetTest):
     content = tokenizers.train_bpe(iter(["some text"]), 260)
     used = tokenizers.JsonTokenizer(content)
     tiny_text.write(self.folder, [[[5]]], used)
-    self.assertEqual(TokenSet(self.folder).tokenizer().content, content)
+    self.assertEqual(self._tokenizer().content, content)
     path = self.folder / "tokenizer.json"
     path.write_bytes(tokenizers.train_bpe(iter(["other"]), 260))
-    with self.assertRaisesRegex(ValueError, "tokenizer.json: sha256"):
-      TokenSet(self.folder).tokenizer()
+    with self.assertRaisesRegex(ValueError, "tokenizer.json has sha256"):
+      self._tokenizer()
     path.unlink()
     with self.assertRaisesRegex(FileNotFoundError, "tokenizer.json: no such"):
-      TokenSet(self.folder).tokenizer()
+      self._tokenizer()
 
   def test_bytes_need_no_file(self):
     tiny_text.write(self.folder, [[[5]]])
-    self.assertEqual(TokenSet(self.folder).tokenizer().kind, "bytes")
+    self.assertEqual(self._tokenizer().kind, "bytes")
 
 
 class DamageTest(_SetTest):
