@@ -9,6 +9,7 @@ from etils import epath
 from moh_jax.config import Config
 from moh_jax.data.images import latents, records
 from moh_jax.data.images.files import list_classes
+from moh_jax.data.images.recipes import is_latent
 from moh_jax.data.shards import read_metadata
 from moh_jax.data.text.sequences import describe_set
 from moh_jax.data.text.tokenizers import load_tokenizer
@@ -46,15 +47,10 @@ def resolve(config: Config) -> Config:
     if getattr(config.model, name, 0) is None
   }
   model, data = dataclasses.replace(config.model, **found), config.data
-  if getattr(data, "mean", ()) is None and not _latent(config):
+  if getattr(data, "mean", ()) is None and not is_latent(config):
     mean, std = _normalization(config, model.channels)
     data = dataclasses.replace(data, mean=mean, std=std)
   return dataclasses.replace(config, model=model, data=data, optim=optim)
-
-
-def _latent(config: Config) -> bool:
-  diffusion = config.sections.get("diffusion")
-  return diffusion is not None and diffusion.space == "latent"
 
 
 def _channels(config: Config) -> int:
@@ -62,7 +58,7 @@ def _channels(config: Config) -> int:
     return _metadata(config)["latent_shape"][-1]
   if config.data.source == "digits":
     return 1
-  return 4 if _latent(config) else 3
+  return 4 if is_latent(config) else 3
 
 
 def _num_classes(config: Config) -> int:

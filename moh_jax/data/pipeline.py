@@ -10,7 +10,7 @@ and each row of a global batch always holds the same example.
 
 import functools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import jax.tree
@@ -23,15 +23,8 @@ from moh_jax.data.images.sources import ImageSource
 Batch = dict[str, np.ndarray]
 
 
-class Source(Protocol):
-  """Random access to examples, which are dicts of arrays."""
-
-  def __len__(self) -> int:
-    """Number of examples."""
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    """Returns example `index`, counted from 0."""
-
+# Random access to examples, which are dicts of arrays.
+Source = grain.sources.RandomAccessDataSource[dict[str, Any]]
 
 def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
   """Builds the endless stream of transformed training images (or latents).
@@ -44,30 +37,12 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
     Examples {"image": [X, Y, channels] float32, "label": [] int32}.
   """
   dataset = grain.MapDataset.source(source).seed(config.train.seed)
-  dataset = dataset.shuffle().repeat()
-  for transform in train_recipe(config):
-    if isinstance(transform, grain.transforms.RandomMap):
-      dataset = dataset.random_map(transform)
-    else:
-      dataset = dataset.map(transform)
-  return dataset
+  return dataset.shuffle().repeat().apply(train_recipe(config))
 
 
-class TransformedSource:
-  """Source of held-out images after their transforms; nothing is random."""
-
-  def __init__(self, config: Config, source: ImageSource):
-    """Wraps the source of the held-out split of a run."""
-    self._source, self._transforms = source, eval_recipe(config)
-
-  def __len__(self) -> int:
-    return len(self._source)
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    element = self._source[index]
-    for transform in self._transforms:
-      element = transform.map(element)
-    return element
+def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
+  """The held-out images of a run after their transforms; nothing is random."""
+  return grain.MapDataset.source(source).apply(eval_recipe(config))
 
 
 class TrainBatches:

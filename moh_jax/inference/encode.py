@@ -1,12 +1,11 @@
 """Images to latents in shards, before a diffusion model is trained on them."""
 
-import collections
-import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,9 +137,13 @@ def _write_shards(
   bar = tqdm.tqdm(
     total=total, initial=total - left, unit="image", disable=not progress
   )
-  with concurrent.futures.ThreadPoolExecutor(options.threads) as pool, bar:
-    indices = itertools.chain.from_iterable(map(writer.items, todo))
-    images = _read_ahead(pool, read, indices, 2 * options.batch_size)
+  indices = list(itertools.chain.from_iterable(map(writer.items, todo)))
+  ahead = grain.ReadOptions(
+    num_threads=options.threads, prefetch_buffer_size=2 * options.batch_size
+  )
+  dataset = grain.MapDataset.source(indices).map(read)
+  images = iter(dataset.to_iter_dataset(ahead))
+  with bar:
     for shard in todo:
       of_shard = itertools.islice(images, len(writer.items(shard)))
       with writer.open(shard) as target:
@@ -172,20 +175,3 @@ def _add(target: OpenShard, images: list[_Image], moments: jax.Array):
     except ValueError as error:
       raise ValueError(f"{image.name}: {error}") from error
     target.add({"label": image.label, "name": image.name}, payload)
-
-
-def _read_ahead(
-  pool: concurrent.futures.Executor,
-  read: Any,
-  indices: Iterable[int],
-  ahead: int,
-) -> Iterator[_Image]:
-  """Reads in order, `ahead` images before they are wanted."""
-  indices = iter(indices)
-  first = itertools.islice(indices, ahead)
-  waiting = collections.deque(pool.submit(read, index) for index in first)
-  while waiting:
-    image = waiting.popleft().result()
-    for index in itertools.islice(indices, 1):
-      waiting.append(pool.submit(read, index))
-    yield image

@@ -15,8 +15,8 @@ from moh_jax.data.images.sources import check_class_names, make_source
 from moh_jax.data.pipeline import (
   Source,
   TrainBatches,
-  TransformedSource,
   eval_batches,
+  held_out_images,
 )
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation.means import EvalStep, mean_metrics
@@ -127,7 +127,7 @@ def evaluate_held_out(
   if config.data.source != "fake":
     check_class_names(class_names, source.class_names, "the held-out split")
 
-  ready = TransformedSource(config, source)
+  ready = held_out_images(config, source)
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
     batches = held_out_batches(config, ready, mesh)

@@ -87,5 +87,5 @@ def train_stream(config, source, part=0, parts=1):
 
 
 def eval_stream(config, source, part=0, parts=1):
-  ready = pipeline.TransformedSource(config, source)
+  ready = pipeline.held_out_images(config, source)
   return pipeline.eval_batches(config, ready, part, parts)
