@@ -26,6 +26,7 @@ Batch = dict[str, np.ndarray]
 # Random access to examples, which are dicts of arrays.
 Source = grain.sources.RandomAccessDataSource[dict[str, Any]]
 
+
 def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
   """Builds the endless stream of transformed training images (or latents).
 

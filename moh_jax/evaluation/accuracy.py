@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moh_jax.evaluation.means import EvalStep
+from moh_jax.evaluation.means import EvalStep, batch_sums
 
 
 def make_eval_step(model: nn.Module) -> EvalStep:
@@ -23,7 +23,7 @@ def make_eval_step(model: nn.Module) -> EvalStep:
   @jax.jit
   def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
     logits, aux = model.apply({"params": params}, batch["image"])
-    labels, mask = batch["label"], batch["mask"]
+    labels = batch["label"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1)
     # Classes that beat the right one: higher, or equal with a lower index, as
@@ -31,12 +31,7 @@ def make_eval_step(model: nn.Module) -> EvalStep:
     earlier = jnp.arange(logits.shape[-1])[None] < labels[:, None]
     beaten_by = ~(logits <= label_logits) | ((logits == label_logits) & earlier)
     rank = beaten_by.sum(-1)
-    return {
-      "examples": mask.sum(),
-      "loss": (losses * mask).sum(),
-      "accuracy": ((rank == 0) * mask).sum(),
-      "top5_accuracy": ((rank < 5) * mask).sum(),
-      "activated_share": aux.activated_share * mask.sum(),
-    }
+    right = {"accuracy": rank == 0, "top5_accuracy": rank < 5}
+    return batch_sums(batch["mask"], aux, loss=losses, **right)
 
   return eval_step

@@ -10,7 +10,7 @@ import numpy as np
 from moh_jax.config import DiffusionConfig
 from moh_jax.diffusion.objective import training_losses
 from moh_jax.diffusion.process import Process, make_process, q_sample
-from moh_jax.evaluation.means import EvalStep
+from moh_jax.evaluation.means import EvalStep, batch_sums
 from moh_jax.layers.model_aux import ModelAux
 
 _SEED = 0
@@ -49,12 +49,7 @@ def make_eval_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
     losses, aux = denoising_losses(
       model, diffusion, process, params, x0, labels, t=t, noise=noise
     )
-    mask = batch["mask"]
-    return {
-      "examples": mask.sum(),
-      **{name: (value * mask).sum() for name, value in losses.items()},
-      "activated_share": aux.activated_share * mask.sum(),
-    }
+    return batch_sums(batch["mask"], aux, **losses)
 
   return eval_step
 

@@ -8,8 +8,9 @@ import os
 import pathlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -116,7 +117,10 @@ def run_tasks(
     raise ValueError(f"limit={limit} must be at least 1")
   for task in loaded.tasks.values():
     task.set_fewshot_seed(_SHOTS_SEED)
-  with _alone():
+  with (  # keeps the harness off stdout and out of other processes
+    contextlib.redirect_stdout(sys.stderr),
+    mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"),
+  ):
     results = evaluate(
       lm=model,
       task_dict={"tasks": loaded.tasks, "groups": loaded.groups},
@@ -230,19 +234,3 @@ def _set_shots(task: Any, shots: int | None) -> None:
   elif shots is None:
     shots = own or 0
   task.set_config(key="num_fewshot", value=shots)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-  """Keeps the harness off stdout and out of other processes."""
-  name = "DISABLE_MULTIPROC"
-  before = os.environ.get(name)
-  os.environ[name] = "1"
-  try:
-    with contextlib.redirect_stdout(sys.stderr):
-      yield
-  finally:
-    if before is None:
-      del os.environ[name]
-    else:
-      os.environ[name] = before

@@ -6,7 +6,7 @@ that it is there.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tqdm
 from lm_eval.api.instance import Instance
@@ -20,22 +20,6 @@ _MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
 # Names of the same option, the first that is given counts.
 _LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens")
 _OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p")
-
-
-class Scores(Protocol):
-  """What `inference.score.Scorer` does for the harness."""
-
-  max_length: int
-
-  def log_likelihoods(
-    self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], progress: bool
-  ) -> Sequence[Any]:
-    """Objects with `log_likelihood` (nats) and `greedy`, one per pair."""
-
-  def rolling(
-    self, tokens: Sequence[int], prefix_id: int
-  ) -> list[tuple[list[int], list[int]]]:
-    """Pairs that score each token of a text once."""
 
 
 # (prompts as token ids; options of `generation_options`, and `seed`) -> the
@@ -55,7 +39,7 @@ class HarnessModel(LM):
   def __init__(
     self,
     tokenizer: Tokenizer,
-    scorer: Scores,
+    scorer: Any,
     generate: Generate,
     *,
     add_bos: bool = True,
@@ -66,7 +50,7 @@ class HarnessModel(LM):
 
     Args:
       tokenizer: of the model.
-      scorer: scores continuations.
+      scorer: an `inference.score.Scorer`.
       generate: writes continuations.
       add_bos: contexts begin with the begin of text, as documents in training
         do (and as the harness's adapter does for the tokenizer of LLaMA). False
@@ -119,13 +103,10 @@ class HarnessModel(LM):
       self._scorer.rolling(encoded[request.args[0]], self._prefix)
       for request in requests
     ]
-    scores = iter(
-      self._scorer.log_likelihoods(
-        [pair for pairs in windows for pair in pairs], progress=self._progress
-      )
-    )
+    pairs = [pair for of_text in windows for pair in of_text]
+    scores = iter(self._scorer.log_likelihoods(pairs, progress=self._progress))
     return [
-      sum(next(scores).log_likelihood for _ in pairs) for pairs in windows
+      sum(next(scores).log_likelihood for _ in of_text) for of_text in windows
     ]
 
   def generate_until(self, requests: Sequence[Instance]) -> list[str]:

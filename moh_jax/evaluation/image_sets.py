@@ -13,29 +13,16 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import IO, Protocol
+from typing import IO
 
 import numpy as np
 from PIL import Image
 
-from moh_jax.data.images.sources import read_image
+from moh_jax.data.images.files import read_image
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3)"
 _THREADS = 8
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)
-
-
-class ImageSet(Protocol):
-  """What the metrics read."""
-
-  path: str
-  size: tuple[int, int]
-
-  def __len__(self) -> int:
-    """Number of images."""
-
-  def batches(self, batch_size: int) -> Iterator[np.ndarray]:
-    """Images in order, [b, X, Y, 3] uint8; the last batch may be smaller."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +58,7 @@ class NpzImages:
       _read_header(self.path, stream)
       for start in range(0, len(self), batch_size):
         count = min(batch_size, len(self) - start)
-        with _damage(self.path):
+        with npz_damage(self.path):
           data = stream.read(count * image_bytes)
         if len(data) != count * image_bytes:
           raise ValueError(f"{self.path}: arr_0 ends after {start} images")
@@ -101,6 +88,9 @@ class FolderImages:
         yield np.stack(list(pool.map(lambda file: read_image(file, 3), files)))
 
 
+ImageSet = NpzImages | FolderImages
+
+
 def open_images(path: str | os.PathLike) -> ImageSet:
   """Checks a set of images and makes it readable.
 
@@ -116,11 +106,9 @@ def open_images(path: str | os.PathLike) -> ImageSet:
   path = pathlib.Path(path)
   if path.is_dir():
     return _open_folder(path)
-  check_npz(path)
-  if "arr_0" not in npz_names(path):
-    raise ValueError(
-      f"{path}: holds {npz_names(path)}; images must be {_LAYOUT}"
-    )
+  names = npz_names(path)
+  if "arr_0" not in names:
+    raise ValueError(f"{path}: holds {names}; images must be {_LAYOUT}")
   with _open_member(path) as stream:
     shape, fortran_order, dtype = _read_header(path, stream)
     header = stream.tell()
@@ -141,8 +129,13 @@ def open_images(path: str | os.PathLike) -> ImageSet:
   return NpzImages(str(path), shape, fortran_order)
 
 
-def check_npz(path: str | os.PathLike) -> None:
-  """Raises unless a file is there and an npz archive."""
+def npz_names(path: str | os.PathLike) -> tuple[str, ...]:
+  """Names of the arrays of an npz file.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is not an npz archive, or a damaged one.
+  """
   path = pathlib.Path(path)
   if not path.is_file():
     raise FileNotFoundError(
@@ -150,11 +143,7 @@ def check_npz(path: str | os.PathLike) -> None:
     )
   if not zipfile.is_zipfile(path):
     raise ValueError(f"{path}: not an npz file, or a truncated one")
-
-
-def npz_names(path: str | os.PathLike) -> tuple[str, ...]:
-  """Names of the arrays of an npz file."""
-  with _damage(path), zipfile.ZipFile(path) as archive:
+  with npz_damage(path), zipfile.ZipFile(path) as archive:
     return tuple(name.removesuffix(".npy") for name in archive.namelist())
 
 
@@ -203,7 +192,7 @@ def _written(size: tuple[int, int]) -> str:
 
 
 @contextlib.contextmanager
-def _damage(path: str | os.PathLike) -> Iterator[None]:
+def npz_damage(path: str | os.PathLike) -> Iterator[None]:
   """Names the file in the errors of a damaged archive."""
   try:
     yield
@@ -221,7 +210,7 @@ def _read_header(
   path: str | os.PathLike, stream: IO[bytes]
 ) -> tuple[tuple[int, ...], bool, np.dtype]:
   """Shape, Fortran order and dtype; leaves the stream at the data."""
-  with _damage(path):
+  with npz_damage(path):
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
       return np.lib.format.read_array_header_1_0(stream)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 
 from moh_jax.config import LLMConfig
-from moh_jax.evaluation.means import EvalStep
+from moh_jax.evaluation.means import EvalStep, batch_sums
 from moh_jax.models.llm_output import output_kernel
 from moh_jax.ops.cross_entropy import token_cross_entropy
 
@@ -37,13 +37,12 @@ def make_eval_step(model: nn.Module, config: LLMConfig) -> EvalStep:
     nats, correct = token_cross_entropy(
       x, output_kernel(params, config), batch["targets"], config.loss_chunk
     )
-    weights, examples = batch["weights"], batch["mask"].sum()
+    weights = batch["weights"]
     return {
-      "examples": examples,
+      **batch_sums(batch["mask"], aux),
       "nats": (nats * weights).sum(),
       "tokens": weights.sum(),
       "correct": (correct * weights).sum(),
-      "activated_share": aux.activated_share * examples,
     }
 
   return eval_step

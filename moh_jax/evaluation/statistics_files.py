@@ -2,12 +2,10 @@
 
 import os
 import pathlib
-import zipfile
-import zlib
 
 import numpy as np
 
-from moh_jax.evaluation.image_sets import check_npz, npz_names
+from moh_jax.evaluation.image_sets import npz_damage, npz_names
 from moh_jax.evaluation.statistics import Gaussian
 from moh_jax.files import replacing
 
@@ -23,7 +21,6 @@ def has_statistics(path: str | os.PathLike) -> bool:
   """
   if pathlib.Path(path).is_dir():
     return False
-  check_npz(path)
   return "mu" in npz_names(path)
 
 
@@ -45,7 +42,6 @@ def read_statistics(
     ValueError: an array is missing, damaged, of another shape or type, or not
       finite.
   """
-  check_npz(path)
   names = npz_names(path)
   if missing := [key for key in _KEYS if key not in names]:
     raise ValueError(
@@ -53,12 +49,8 @@ def read_statistics(
       f"{missing}; statistics are all of {_KEYS}"
     )
   shapes = ((pool_dim,), (pool_dim,) * 2, (spatial_dim,), (spatial_dim,) * 2)
-  arrays = []
-  try:
-    with np.load(path, allow_pickle=False) as stored:
-      arrays = [stored[key] for key in _KEYS]
-  except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as err:
-    raise ValueError(f"{path}: damaged npz file: {err}") from err
+  with npz_damage(path), np.load(path, allow_pickle=False) as stored:
+    arrays = [stored[key] for key in _KEYS]
   for key, array, shape in zip(_KEYS, arrays, shapes):
     if array.shape != shape or array.dtype.kind != "f":
       raise ValueError(

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from flax import traverse_util
@@ -18,22 +18,8 @@ from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA
 from moh_jax.inference.options import EncodeOptions
 
-
-class NamedSource(Protocol):
-  """Images that know their names."""
-
-  class_names: tuple[str, ...]
-  channels: int
-  fingerprint: str
-
-  def __len__(self) -> int:
-    """Number of images."""
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    """One example: "image" [X, Y, channels] uint8 and "label" int32."""
-
-  def name(self, index: int) -> str:
-    """The image's name."""
+# Images that know their names and the fingerprint of their list.
+NamedSource = ArrayRecordSource | ImageFolderSource
 
 
 def open_images(folder: str | os.PathLike, channels: int) -> NamedSource:

@@ -28,18 +28,14 @@ class Sampling:
   seed: int = 0
 
   def __post_init__(self):
-    if self.max_new_tokens < 1:
-      raise ValueError(
-        f"max_new_tokens={self.max_new_tokens} must be at least 1"
-      )
-    if not 0 <= self.temperature < float("inf"):
-      raise ValueError(f"temperature={self.temperature} must be at least 0")
-    if self.top_k < 0:
-      raise ValueError(f"top_k={self.top_k} must be at least 0")
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+    for name, low in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
+      value = getattr(self, name)
+      if not low <= value < float("inf"):
+        raise ValueError(f"{name}={value} must be at least {low}")
     if self.top_k >= 2**31:
       raise ValueError(f"top_k={self.top_k} must be below {2**31}")
+    if not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
     if "" in self.stop:
       raise ValueError("stop='' must not be empty")
     if not 0 <= self.seed < 2**32:

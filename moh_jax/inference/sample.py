@@ -155,8 +155,7 @@ def sample_npz(
       files = [_part(parts, start) for start in starts]
       _join(out, files, num, labels, settings)
     shutil.rmtree(parts)
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices("samples written")
+  multihost_utils.sync_global_devices("samples written")
   return sum(min(batch_size, num - start) for start in missing)
 
 
@@ -179,8 +178,6 @@ def _ask_first_process(
   question: Callable[[], list[bool]], length: int
 ) -> list[bool]:
   """What the first process finds on its disk; its error stops all of them."""
-  if jax.process_count() == 1:
-    return question()
   error, answer = None, [False] * length
   if jax.process_index() == 0:
     try:
@@ -266,13 +263,9 @@ def _join(
   settings: dict[str, Any],
 ) -> None:
   """Streams the parts into one npz, a part in memory at a time."""
-  shape = np.load(parts[0], mmap_mode="r").shape[1:]
-  header = {
-    "descr": np.lib.format.dtype_to_descr(np.dtype(np.uint8)),
-    "fortran_order": False,
-    "shape": (num, *shape),
-  }
-
+  first = np.load(parts[0], mmap_mode="r")
+  header = np.lib.format.header_data_from_array_1_0(first)
+  header["shape"] = (num, *first.shape[1:])
   with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
     with archive.open("arr_0.npy", "w", force_zip64=True) as member:
       np.lib.format.write_array_header_2_0(member, header)

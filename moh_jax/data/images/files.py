@@ -4,7 +4,6 @@ import hashlib
 import io
 import os
 import warnings
-from typing import IO
 
 import numpy as np
 from etils import epath
@@ -29,15 +28,14 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
     FileNotFoundError: there is no such file.
     ValueError: the file is not an image, or truncated.
   """
-  _check_channels(channels)
   path = epath.Path(file)
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such image file")
   try:
-    with path.open("rb") as stream:
-      return _decode(stream, channels, str(path))
+    content = path.read_bytes()
   except OSError as error:
     raise ValueError(f"{path}: cannot be read: {error}") from error
+  return decode_image(content, channels, str(path))
 
 
 def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
@@ -54,8 +52,16 @@ def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
   Raises:
     ValueError: the bytes are not an image, or truncated.
   """
-  _check_channels(channels)
-  return _decode(io.BytesIO(content), channels, name)
+  try:
+    with warnings.catch_warnings():
+      # Pillow warns of odd but readable files; unreadable ones raise.
+      warnings.simplefilter("ignore", UserWarning)
+      with Image.open(io.BytesIO(content)) as image:
+        return to_pixels(image, channels)
+  except UnidentifiedImageError as error:
+    raise ValueError(f"{name}: not an image that Pillow can read") from error
+  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    raise ValueError(f"{name}: damaged or truncated image: {error}") from error
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
@@ -67,8 +73,14 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
 
   Returns:
     [X, Y, channels] uint8.
+
+  Raises:
+    ValueError: another number of channels.
   """
-  _check_channels(channels)
+  if channels not in _MODES:
+    raise ValueError(
+      f"image files have 1 or 3 channels, the model has {channels}"
+    )
   pixels = np.asarray(_to_8_bits(image).convert(_MODES[channels]))
   return pixels.reshape(*pixels.shape[:2], channels)
 
@@ -170,26 +182,6 @@ def _is_split(folder: epath.Path) -> bool:
     entry.is_dir() or entry.name == "metadata.json"
     for entry in folder.iterdir()
   )
-
-
-def _check_channels(channels: int):
-  if channels not in _MODES:
-    raise ValueError(
-      f"image files have 1 or 3 channels, the model has {channels}"
-    )
-
-
-def _decode(stream: IO[bytes], channels: int, name: str) -> np.ndarray:
-  try:
-    with warnings.catch_warnings():
-      # Pillow warns of odd but readable files; unreadable ones raise.
-      warnings.simplefilter("ignore", UserWarning)
-      with Image.open(stream) as image:
-        return to_pixels(image, channels)
-  except UnidentifiedImageError as error:
-    raise ValueError(f"{name}: not an image that Pillow can read") from error
-  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-    raise ValueError(f"{name}: damaged or truncated image: {error}") from error
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

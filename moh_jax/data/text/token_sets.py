@@ -131,20 +131,17 @@ class TokenSet:
     expected = min(BLOCK, tokens - block * BLOCK)
     if len(record) != expected * self._dtype.itemsize:
       raise ValueError(
-        f"{self._where(shard)}: block {block} has {len(record)} bytes, "
+        f"{self._shards.path(shard)}: block {block} has {len(record)} bytes, "
         f"expected {expected} tokens of {self._dtype.itemsize} bytes"
       )
     part = np.frombuffer(record, self._dtype)[offset : offset + stop - start]
     if part.max() >= self._vocab_size:
       at = int(np.argmax(part >= self._vocab_size))
       raise ValueError(
-        f"{self._where(shard)}: token {block * BLOCK + offset + at} is "
+        f"{self._shards.path(shard)}: token {block * BLOCK + offset + at} is "
         f"{part[at]}, beyond vocab_size={self._vocab_size}"
       )
     return part
-
-  def _where(self, shard: int) -> str:
-    return str(self.folder / self._entries[shard]["file"])
 
   def _open_ends(self) -> np.ndarray:
     path = self.folder / DOCUMENTS
