@@ -1,10 +1,10 @@
 """Imports of optional libraries, which pip installs as extras of moh_jax."""
 
 import importlib
-import types
+from typing import Any
 
 
-def import_extra(library: str, purpose: str, extra: str) -> types.ModuleType:
+def import_extra(library: str, purpose: str, extra: str = "llm") -> Any:
   """Imports an optional library, or says how to install it.
 
   Args:
@@ -22,8 +22,3 @@ def import_extra(library: str, purpose: str, extra: str) -> types.ModuleType:
       f"{purpose} needs the library {library.partition('.')[0]!r}: pip install "
       f"'moh_jax[{extra}]'"
     ) from error
-
-
-def import_llm_extra(library: str, purpose: str) -> types.ModuleType:
-  """Imports a library that the extra "llm" installs, see `import_extra`."""
-  return import_extra(library, purpose, "llm")

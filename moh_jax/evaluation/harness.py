@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from moh_jax.data.extras import import_llm_extra
+from moh_jax.data.extras import import_extra
 from moh_jax.evaluation.harness_tasks import TaskChoice, main_metric
 
 # Of the harness's own command, so that the examples before a question are the
@@ -64,7 +64,7 @@ def load_tasks(
     ValueError: the library is missing, a task is unknown or asked for twice,
       its data cannot be loaded, or it asks for something that we do not have.
   """
-  import_llm_extra("lm_eval", "the evaluation harness")
+  import_extra("lm_eval", "the evaluation harness")
   from moh_jax.evaluation.harness_model import generation_options
 
   if include_path and not pathlib.Path(include_path).is_dir():

@@ -1,6 +1,5 @@
 """Text generation with a key/value cache."""
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from moh_jax.config import CACHE_DTYPES, LLMConfig, check_command
+from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.inference.completion import Completion, CompletionWriter
 from moh_jax.inference.decoding import (
@@ -58,7 +57,8 @@ class Generator:
     Args:
       restored: a language model.
       tokenizer: the one it was trained with.
-      mesh: devices that share the work; the one that `restored` lies on.
+      mesh: devices that share the work; the one that `restored` lies on. None
+        is one device.
       cache_dtype: of keys and values: "float32", "bfloat16" or "int8"; None is
         the compute dtype, on a CPU float32.
       batch_size: texts written at one time.
@@ -83,7 +83,9 @@ class Generator:
         f"model.vocab_size={config.vocab_size}"
       )
     self.config, self.tokenizer = config, tokenizer
-    self._mesh, self._batch_size = mesh, batch_size
+    one = jax.local_devices()[:1]
+    self._mesh = mesh or sharding.make_mesh(MeshConfig(), one)
+    self._batch_size = batch_size
     # Gates are the same whatever gradients pass them; "all" would make layers
     # compute every head for theirs.
     served = dataclasses.replace(
@@ -91,7 +93,7 @@ class Generator:
       router=dataclasses.replace(config.router, straight_through="selected"),
     )
     model = LLM(served, unrolled=True)
-    with self._on_mesh():
+    with sharding.use_mesh(self._mesh):
       self._params = serving_params(restored.params, config)
     self._prefill = make_prefill(model, cache_dtype)
     self._decode = make_decode(model, tokenizer.eos_id, _SPAN)
@@ -212,34 +214,33 @@ class Generator:
     span: int = _SPAN,
   ) -> Iterator[None]:
     """Feeds writers until all are done, `span` tokens at a time."""
-    with self._on_mesh():
-      state = self._start(rows, prompts, sampling)
-      written = 0
-      while written < sampling.max_new_tokens:
-        count = min(span, sampling.max_new_tokens - written)
-        state, tokens, log_probs = self._decode(
+    state = self._start(rows, prompts, sampling)
+    written = 0
+    while written < sampling.max_new_tokens:
+      count = min(span, sampling.max_new_tokens - written)
+      with sharding.use_mesh(self._mesh):
+        state, *new = self._decode(
           self._params,
           state,
           span_numbers(sampling, written, count),
           sampling.greedy,
           sampling.cut,
         )
-        tokens, log_probs = self._read((tokens, log_probs))
-        for row, writer in enumerate(writers):
-          for place in range(count):
-            writer.add(int(tokens[row, place]), float(log_probs[row, place]))
-        written += count
-        yield
-        if all(writer.finish_reason for writer in writers):
-          return
+      tokens, log_probs = sharding.gather(new, self._mesh)
+      for row, writer in enumerate(writers):
+        for place in range(count):
+          writer.add(int(tokens[row, place]), float(log_probs[row, place]))
+      written += count
+      yield
+      if all(writer.finish_reason for writer in writers):
+        return
 
   def _start(
     self, rows: list[int], prompts: list[list[int]], sampling: Sampling
   ) -> Decoding:
     """Reads the prompts."""
     size = batch_bucket(len(rows), self.config)
-    if self._mesh is not None:
-      size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))
+    size = len(sharding.pad_to_shards(np.zeros(size), self._mesh))
     longest = max(map(len, prompts))
     length = min(length_bucket(longest), max(self.config.max_length, longest))
     slots = length_bucket(length + sampling.max_new_tokens)
@@ -255,19 +256,9 @@ class Generator:
       np.asarray(rows + [0] * missing, np.int32),
       np.arange(size) >= len(rows),
     )
-    if self._mesh is not None:
-      inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
-    return self._prefill(self._params, *inputs, slots)
-
-  def _read(self, arrays: Any) -> Any:
-    if self._mesh is None:
-      return jax.device_get(arrays)
-    return sharding.gather(arrays, self._mesh)
-
-  def _on_mesh(self) -> contextlib.AbstractContextManager:
-    if self._mesh is None:
-      return contextlib.nullcontext()
-    return sharding.use_mesh(self._mesh)
+    inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
+    with sharding.use_mesh(self._mesh):
+      return self._prefill(self._params, *inputs, slots)
 
 
 def default_cache_dtype(config: LLMConfig) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import tqdm
 from jax.sharding import Mesh
 
-from moh_jax.config import LLMConfig
+from moh_jax.config import LLMConfig, MeshConfig
 from moh_jax.models.llm_output import output_kernel, output_logits
 from moh_jax.ops.cross_entropy import token_cross_entropy
 from moh_jax.runtime import sharding
@@ -99,14 +99,14 @@ class Scorer:
     """
     if batch_size < 1:
       raise ValueError(f"batch_size={batch_size} must be at least 1")
-    if mesh is not None:
-      sharding.check_batch("batch_size", batch_size, mesh)
+    mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
+    sharding.check_batch("batch_size", batch_size, mesh)
     self._params = params
     self._config = config
     self._batch_size = batch_size
     self._mesh = mesh
-    whole = None if mesh is None else sharding.replicated(mesh)
-    self._step = jax.jit(_make_step(model, config), out_shardings=whole)
+    step = _make_step(model, config)
+    self._step = jax.jit(step, out_shardings=sharding.replicated(mesh))
 
   @property
   def max_length(self) -> int:
@@ -233,8 +233,6 @@ class Scorer:
       lasts[i] = count - 1
       choices[i, : len(row.choices)] = list(row.choices)
     arrays = (tokens, firsts, targets, lasts, choices)
-    if self._mesh is None:
-      return self._step(self._params, *arrays)
     arrays = [sharding.put_batch(array, self._mesh) for array in arrays]
     with sharding.use_mesh(self._mesh):
       return self._step(self._params, *arrays)

@@ -101,7 +101,7 @@ class EvaluateTextTest(_CommandTest):
 
   def test_missing_lm_eval_is_one_line(self):
     error = ValueError("needs the library 'lm_eval'")
-    with mock.patch.object(harness, "import_llm_extra", side_effect=error):
+    with mock.patch.object(harness, "import_extra", side_effect=error):
       status, out, err = self._call("--tasks", "paper-small")
     self.assertEqual((status, out), (2, ""))
     self.assertEqual(err, "error: needs the library 'lm_eval'\n")

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-from moh_jax.data.extras import import_llm_extra
+from moh_jax.data.extras import import_extra
 from moh_jax.data.text.pieces import Piece, file_format, open_parquet
 from moh_jax.data.text.zstd import ZstdReader
 
@@ -87,7 +87,7 @@ def _parse(line: bytes, field: str, where: str) -> str:
 
 
 def _read_rows(piece: Piece, field: str) -> Iterator[tuple[str, str]]:
-  pyarrow = import_llm_extra("pyarrow", piece.file)
+  pyarrow = import_extra("pyarrow", piece.file)
   number = piece.first
   with open_parquet(piece.file) as table:
     columns = table.schema_arrow.names

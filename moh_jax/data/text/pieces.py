@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moh_jax.data.extras import import_llm_extra
+from moh_jax.data.extras import import_extra
 
 _PACKINGS = (".gz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -111,8 +111,8 @@ def open_parquet(file: str) -> Any:
   Raises:
     ValueError: the file is damaged, or the library is missing.
   """
-  pyarrow = import_llm_extra("pyarrow", file)
-  parquet = import_llm_extra("pyarrow.parquet", file)
+  pyarrow = import_extra("pyarrow", file)
+  parquet = import_extra("pyarrow.parquet", file)
   try:
     return parquet.ParquetFile(file)
   except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import tokenizers as hf
 
-from moh_jax.data.extras import import_llm_extra
+from moh_jax.data.extras import import_extra
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
@@ -118,7 +118,7 @@ class SentencePieceTokenizer:
       ValueError: the content is not a SentencePiece model, or the library is
         missing.
     """
-    library = import_llm_extra("sentencepiece", "a SentencePiece model")
+    library = import_extra("sentencepiece", "a SentencePiece model")
     try:
       self._processor = library.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:

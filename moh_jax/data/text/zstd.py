@@ -4,7 +4,7 @@ import io
 import pathlib
 from typing import IO
 
-from moh_jax.data.extras import import_llm_extra
+from moh_jax.data.extras import import_extra
 
 _CHUNK = 1 << 18  # compressed bytes to read at one time
 
@@ -21,7 +21,7 @@ class ZstdReader(io.RawIOBase):
     Raises:
       ValueError: the library is missing.
     """
-    self._library = import_llm_extra("zstandard", file)
+    self._library = import_extra("zstandard", file)
     self._packed = pathlib.Path(file).open("rb")
     self._frame = None  # decompressor of the frame that is being read
     self._input = b""
