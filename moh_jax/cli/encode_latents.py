@@ -9,8 +9,7 @@ from moh_jax.cli import fields
 from moh_jax.convert.vae import load_vae
 from moh_jax.data.images.files import find_splits
 from moh_jax.data.images.sources import check_class_names
-from moh_jax.inference import latent_set
-from moh_jax.inference.encode import encode_latents
+from moh_jax.inference import encode
 from moh_jax.inference.options import EncodeOptions
 
 
@@ -21,16 +20,16 @@ def run(args: argparse.Namespace) -> int:
   config, params = load_vae(args.vae)
   config = dataclasses.replace(config, dtype=args.dtype)
   sources = {
-    split: latent_set.open_images(folder, config.image_channels)
+    split: encode.open_images(folder, config.image_channels)
     for split, folder in folders.items()
   }
   first, *others = sources.values()
   for other in others:
     check_class_names(first.class_names, other.class_names, args.data)
   out = pathlib.Path(args.out)
-  weights = latent_set.weights_sha256(config, params)
+  weights = encode.weights_sha256(config, params)
   writers = {  # all before the first image: here other settings are refused
-    split: latent_set.open_latents(
+    split: encode.open_latents(
       source,
       out / split,
       config,
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
   }
   index, count = args.process
   for split, source in sources.items():
-    metadata = encode_latents(
+    metadata = encode.encode_latents(
       source,
       writers[split],
       config,

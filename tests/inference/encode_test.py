@@ -9,11 +9,11 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.transforms import center_crop
-from moh_jax.inference import encode, latent_set
+from moh_jax.inference import encode
 from moh_jax.models.vae import VAE
 from tests.inference import tiny_vae
 
-_OPTIONS = latent_set.EncodeOptions(
+_OPTIONS = encode.EncodeOptions(
   image_size=8, latent_scale=0.5, batch_size=2, shard_size=4, threads=2
 )
 
@@ -31,10 +31,10 @@ class EncodeTest(parameterized.TestCase):
     tiny_vae.save_images(self.images)
 
   def _source(self):
-    return latent_set.open_images(self.images, 3)
+    return encode.open_images(self.images, 3)
 
   def _open(self, name, options=_OPTIONS, weights="w", config=tiny_vae.CONFIG):
-    return latent_set.open_latents(
+    return encode.open_latents(
       self._source(),
       self.root / name,
       config,
@@ -199,7 +199,7 @@ class EncodeTest(parameterized.TestCase):
 
   def test_hash_is_of_weights_and_sizes(self):
     hashes = [
-      latent_set.weights_sha256(config, params)
+      encode.weights_sha256(config, params)
       for config, params in (
         (tiny_vae.CONFIG, _params()),
         (dataclasses.replace(tiny_vae.CONFIG, norm_groups=1), _params()),

@@ -7,6 +7,7 @@ and any other file is plain text that forms one document.
 
 import contextlib
 import gzip
+import io
 import json
 import pathlib
 import zlib
@@ -15,8 +16,8 @@ from typing import IO, Any
 
 from moh_jax.data.extras import import_extra
 from moh_jax.data.text.pieces import Piece, file_format, open_parquet
-from moh_jax.data.text.zstd import ZstdReader
 
+_BUFFER_BYTES = 1 << 20  # of unpacked .zst files
 _ROWS = 256  # rows of a table that are read into memory at one time
 
 
@@ -140,7 +141,10 @@ def _open(file: str, packing: str) -> IO[bytes]:
   if packing == ".gz":
     return gzip.open(file)
   if packing == ".zst":
-    return ZstdReader.open(file)
+    pyarrow = import_extra("pyarrow", file)
+    packed = pathlib.Path(file).open("rb")
+    unpacked = pyarrow.CompressedInputStream(packed, "zstd")
+    return io.BufferedReader(unpacked, _BUFFER_BYTES)
   return pathlib.Path(file).open("rb")
 
 
@@ -149,5 +153,7 @@ def _damage(where: str) -> Iterator[None]:
   """Turns errors of unpacking into a ValueError that names the place."""
   try:
     yield
-  except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+  except (EOFError, OSError, zlib.error) as error:
+    if getattr(error, "errno", None) is not None:  # the disk's, not the file's
+      raise
     raise ValueError(f"{where}: damaged or truncated: {error}") from error
