@@ -8,6 +8,23 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
+def disk_errors(what: str, whole: str) -> Iterator[None]:
+  """Turns errors of writing into an OSError that says how to continue.
+
+  Args:
+    what: what is being written, for example "a shard".
+    whole: what is whole whatever happens, for example "the others are".
+  """
+  try:
+    yield
+  except (RuntimeError, OSError) as error:  # array_record raises RuntimeError
+    raise OSError(
+      f"{what} cannot be written: {error}; {whole} whole: make space and run "
+      "the same command again"
+    ) from error
+
+
+@contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   """Gives a path to write to; what is there at the end takes `path`'s place.
 

@@ -39,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     )
     for split, source in sources.items()
   }
-  index, count = args.process
   for split, source in sources.items():
     metadata = encode.encode_latents(
       source,
@@ -47,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
       config,
       params,
       options,
-      process_index=index,
-      process_count=count,
+      process=args.process,
     )
     if metadata is None:
       print(f"{out / split}: this process is done, others are not yet")

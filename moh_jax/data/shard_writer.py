@@ -7,6 +7,7 @@ metadata.json.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -18,12 +19,15 @@ from typing import Any
 from array_record.python import array_record_module
 
 from moh_jax.data import shards
-from moh_jax.files import replacing
+from moh_jax.files import disk_errors, replacing
 
 # Records can be read one by one; payloads do not compress any further.
 _OPTIONS = "group_size:1,uncompressed"
 _UNFINISHED = "unfinished"
 _SETTINGS = "settings.json"
+_disk_errors = functools.partial(
+  disk_errors, "a shard", "the finished ones are"
+)
 
 
 class OpenShard:
@@ -269,18 +273,6 @@ class ShardSetWriter:
         f"{self._folder} holds {self._kind} of other settings; "
         f"{'; '.join(differing)}. Choose another directory or the same settings"
       )
-
-
-@contextlib.contextmanager
-def _disk_errors() -> Iterator[None]:
-  """Turns errors of writing into an OSError that says how to continue."""
-  try:
-    yield
-  except (RuntimeError, OSError) as error:  # array_record raises RuntimeError
-    raise OSError(
-      f"a shard was not written ({error}); the finished ones are whole: free "
-      "disk space and run the same command again"
-    ) from error
 
 
 def _write_json(path: pathlib.Path, value: Any):

@@ -34,6 +34,9 @@ class HarnessModel(LM):
   a context's trailing spaces belong to its continuation; both are encoded
   together and the continuation is what the context alone does not account for;
   an empty context is the begin of text; contexts are cut from the left.
+
+  Attributes:
+    max_length: tokens that the model reads at most.
   """
 
   def __init__(
@@ -65,6 +68,7 @@ class HarnessModel(LM):
     self._prefix = first_token(tokenizer, "text")
     self._tokenizer = tokenizer
     self._scorer = scorer
+    self.max_length = scorer.max_length
     self._generate = generate
     self._before = [self._prefix] if add_bos else []
     self._seed = seed
@@ -74,11 +78,6 @@ class HarnessModel(LM):
   def tokenizer_name(self) -> str:
     """Names the tokenizer in the harness's caches of requests."""
     return f"{self._tokenizer.kind}-{self._tokenizer.sha256[:16]}"
-
-  @property
-  def max_length(self) -> int:
-    """Tokens that the model reads at most."""
-    return self._scorer.max_length
 
   def loglikelihood(
     self, requests: Sequence[Instance]

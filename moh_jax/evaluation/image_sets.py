@@ -59,10 +59,9 @@ class NpzImages:
       for start in range(0, len(self), batch_size):
         count = min(batch_size, len(self) - start)
         with npz_damage(self.path):
-          data = stream.read(count * image_bytes)
-        if len(data) != count * image_bytes:
-          raise ValueError(f"{self.path}: arr_0 ends after {start} images")
-        yield np.frombuffer(data, np.uint8).reshape(count, *self.shape[1:])
+          data = np.frombuffer(stream.read(count * image_bytes), np.uint8)
+          images = data.reshape(count, *self.shape[1:])
+        yield images
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,8 +110,7 @@ def encode_latents(
   options: EncodeOptions,
   *,
   devices: list | None = None,
-  process_index: int | None = None,
-  process_count: int | None = None,
+  process: tuple[int, int] | None = None,
   progress: bool = True,
 ) -> dict[str, Any] | None:
   """Encodes every image and its mirror image.
@@ -126,8 +125,7 @@ def encode_latents(
     params: its parameters.
     options: the same as `writer`'s.
     devices: None takes this process's.
-    process_index: this process; None asks JAX.
-    process_count: all processes; None asks JAX.
+    process: index of this process and number of all; None asks JAX.
     progress: show a progress bar on stderr.
 
   Returns:
@@ -140,9 +138,8 @@ def encode_latents(
   """
   mesh = sharding.make_mesh(MeshConfig(), devices or jax.local_devices())
   sharding.check_batch("batch_size", options.batch_size, mesh)
-  if process_index is None or process_count is None:
-    process_index, process_count = jax.process_index(), jax.process_count()
-  mine = range(process_index, writer.num_shards, process_count)
+  index, count = process or (jax.process_index(), jax.process_count())
+  mine = range(index, writer.num_shards, count)
   with sharding.use_mesh(mesh):
     encoder = _Encoder(VAE(config), params, mesh, options.batch_size)
     _write_shards(encoder, source, writer, options, mine, progress)

@@ -1,6 +1,5 @@
 """Images from a diffusion checkpoint: a few, or tens of thousands."""
 
-import contextlib
 import json
 import os
 import pathlib
@@ -16,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, check_command
-from moh_jax.files import replacing
+from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, make_image_sampler
 from moh_jax.runtime import sharding
@@ -141,17 +140,18 @@ def sample_npz(
     return [not _part(parts, start).exists() for start in starts]
 
   flags = _ask_first_process(find_missing, len(starts))
+  whole = f"what is in {parts} is"
   missing = [start for start, flag in zip(starts, flags) if flag]
   for start, size in _batches(num, batch_size, missing, progress):
     images = sampler.batch(start, size)[: num - start]
     if first:
       file = _part(parts, start)
-      with _saying_what_is_whole(file, parts), replacing(file) as fresh:
+      with disk_errors(str(file), whole), replacing(file) as fresh:
         with fresh.open("wb") as stream:
           np.save(stream, images)
   if first and parts.exists():
     labels = sampler.label(np.arange(num, dtype=np.int32))
-    with _saying_what_is_whole(out, parts):
+    with disk_errors(str(out), whole):
       files = [_part(parts, start) for start in starts]
       _join(out, files, num, labels, settings)
     shutil.rmtree(parts)
@@ -191,19 +191,6 @@ def _ask_first_process(
   if told[0]:
     raise ValueError("the first process cannot write the samples, see there")
   return [bool(flag) for flag in told[1:]]
-
-
-@contextlib.contextmanager
-def _saying_what_is_whole(
-  file: pathlib.Path, parts: pathlib.Path
-) -> Iterator[None]:
-  try:
-    yield
-  except OSError as error:
-    raise OSError(
-      f"{file} cannot be written: {error}; what is in {parts} is whole: make "
-      "space and run again to continue"
-    ) from error
 
 
 def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:

@@ -73,7 +73,11 @@ class _Row:
 
 
 class Scorer:
-  """Scores continuations of contexts."""
+  """Scores continuations of contexts.
+
+  Attributes:
+    max_length: tokens that the model reads at most.
+  """
 
   def __init__(
     self,
@@ -101,17 +105,13 @@ class Scorer:
       raise ValueError(f"batch_size={batch_size} must be at least 1")
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
     sharding.check_batch("batch_size", batch_size, mesh)
+    self.max_length = config.max_length
     self._params = params
     self._config = config
     self._batch_size = batch_size
     self._mesh = mesh
     step = _make_step(model, config)
     self._step = jax.jit(step, out_shardings=sharding.replicated(mesh))
-
-  @property
-  def max_length(self) -> int:
-    """Tokens that the model reads at most."""
-    return self._config.max_length
 
   def log_likelihoods(
     self, pairs: Sequence[Pair], progress: bool = False

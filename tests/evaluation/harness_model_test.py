@@ -115,7 +115,7 @@ class HarnessModelTest(parameterized.TestCase):
     from moh_jax.inference.score import Scorer
 
     scorer = Scorer.__new__(Scorer)  # the rule needs nothing but the range
-    scorer._config = types.SimpleNamespace(max_length=8)
+    scorer.max_length = 8
     tokens = list(range(100, 100 + length))
     theirs = get_rolling_token_windows(tokens, 1, 8, context_len=1)
     self.assertEqual(

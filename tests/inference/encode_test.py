@@ -52,8 +52,7 @@ class EncodeTest(parameterized.TestCase):
       _params(),
       options,
       devices=jax.devices()[:devices],
-      process_index=process[0],
-      process_count=process[1],
+      process=process,
       progress=False,
     )
 

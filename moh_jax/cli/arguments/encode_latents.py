@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--process",
     type=_part,
-    default=(None, None),
     metavar="I/N",
     help="of N processes that write one set, this is number I, from 0; each "
     "takes every N-th shard",

@@ -18,12 +18,10 @@ import shutil
 import sysconfig
 import time
 import uuid
-from collections.abc import Iterable
 
 from moh_jax.data.text.token_sets import TokenSet
 from moh_jax.data.text.tokenize import tokenize
 from moh_jax.data.text.tokenizers import (
-  Tokenizer,
   load_tokenizer,
   tokenizer_from_bytes,
   train_bpe,
@@ -109,7 +107,13 @@ def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
 def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
   folder.mkdir(parents=True)
   train, held_out = list_sources()
-  used = _make_tokenizer(tokenizer, vocab_size, train)
+  if tokenizer == "bytes":
+    used = load_tokenizer("bytes")
+  else:
+    # Decoded here, since reading as text would convert line ends.
+    texts = (file.read_bytes().decode() for file in train)
+    trained = train_bpe(texts, vocab_size)
+    used = tokenizer_from_bytes("tokenizer_json", trained)
   content = b"".join(file.read_bytes() for file in held_out)
   sizes = {
     "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),
@@ -129,16 +133,6 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
       notes=notes,
       progress=False,
     )
-
-
-def _make_tokenizer(
-  kind: str, vocab_size: int, files: Iterable[pathlib.Path]
-) -> Tokenizer:
-  if kind == "bytes":
-    return load_tokenizer("bytes")
-  # Decoded here, since reading as text would convert line ends.
-  texts = (file.read_bytes().decode() for file in files)
-  return tokenizer_from_bytes("tokenizer_json", train_bpe(texts, vocab_size))
 
 
 def _is_text(file: pathlib.Path) -> bool:
