@@ -65,7 +65,7 @@ def _run_model(args: argparse.Namespace) -> dict[str, Any]:
   run = options.runs()[-1]
   settings = {
     **{f.name: getattr(options, f.name) for f in dataclasses.fields(options)},
-    "config": config_lib.to_config_dict(run).to_dict(),
+    "config": config_lib.to_dict(run),
   }
   return {"machine": timing.machine(), "settings": settings, **measured}
 

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
   report = {
     "step": step,
     "class_names": list(names),
-    "config": config_lib.to_config_dict(config).to_dict(),
+    "config": config_lib.to_dict(config),
     "layers": layers,
     "activated_share": config.model.activated_share,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.model import without_router
+from moh_jax.config.layers import without_router
 from moh_jax.config.vit import ViTConfig
 
 # Parameters that the released ViT recipe does not decay: norms, biases, and

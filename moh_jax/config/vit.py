@@ -104,23 +104,10 @@ class ViTConfig(RoutedLayers):
     self.stage_shapes()
 
   def _check_stages(self):
-    stages = len(self.depths)
-    if not stages:
+    if not self.depths:
       raise ValueError("model.depths=() must have at least one stage")
-    for name in (
-      "embed_dims",
-      "num_heads",
-      "shared_heads",
-      "top_k",
-      "mlp_ratios",
-      "sr_ratios",
-    ):
-      values = getattr(self, name)
-      if len(values) != stages:
-        raise ValueError(
-          f"model.{name}={values} must have one value per stage, as "
-          f"model.depths={self.depths} has ({stages})"
-        )
+    names = "embed_dims", "num_heads", "shared_heads", "top_k"
+    self.check_lengths("stage", "depths", *names, "mlp_ratios", "sr_ratios")
     for name in ("embed_dims", "depths", "num_heads", "sr_ratios"):
       if min(getattr(self, name)) < 1:
         raise ValueError(
