@@ -5,7 +5,6 @@ import argparse
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import get_family
-from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
 
 
@@ -14,9 +13,7 @@ def run(args: argparse.Namespace) -> int:
   is_first = common.join(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
-    restored = restore(
-      args.checkpoint, mesh=mesh, **common.restore_options(args)
-    )
+    restored = common.restore(args, mesh=mesh)
     config = restored.config
     family = get_family(config.model.family)
     if args.data:

@@ -19,7 +19,7 @@ from moh_jax.evaluation.documents import score_documents
 from moh_jax.evaluation.harness_tasks import choose_tasks
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
-from moh_jax.inference.restore import Restored, restore
+from moh_jax.inference.restore import Restored
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
@@ -47,11 +47,7 @@ def run(args: argparse.Namespace) -> int:
   with sharding.use_mesh(mesh):
     # All that are asked for need the same parameters, or fewer.
     first = (max(args.top_k),) if args.top_k else None
-    restored = restore(
-      args.checkpoint,
-      mesh=mesh,
-      **(common.restore_options(args) | {"top_k": first}),
-    )
+    restored = common.restore(args, mesh=mesh, top_k=first)
     runs = []
     for top_k in args.top_k or (None,):
       one = restored if top_k is None else _at_top_k(restored, top_k)
@@ -95,10 +91,6 @@ def _check_model(args: argparse.Namespace) -> None:
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
   model = metadata.config.model
   config_lib.check_command(metadata.config, "evaluate-lm", args.checkpoint)
-  if args.batch_size < 1:
-    raise ValueError(f"batch-size={args.batch_size} must be at least 1")
-  if args.limit is not None and args.limit < 1:
-    raise ValueError(f"limit={args.limit} must be at least 1")
   if args.top_k and model.router.kind == "none":
     raise ValueError(
       f"top-k={args.top_k}: the model has no routed heads, "

@@ -11,7 +11,6 @@ from moh_jax.cli.arguments.sample import OVERRIDES
 from moh_jax.config import Config, SampleConfig
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
-from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import (
   Sampler,
   check_request,
@@ -29,31 +28,18 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError(f"--out {args.out!r} must end in .png or .npz")
   if not out.parent.is_dir():
     raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
-  for name in ("num", "batch_size", "columns", "zoom"):
-    value = getattr(args, name)
-    if value is not None and value < 1:
-      option = name.replace("_", "-")
-      raise ValueError(f"--{option} {value} must be at least 1")
   is_first = common.join(args)
   _check_before_restoring(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
-    restored = restore(
-      args.checkpoint,
-      mesh=mesh,
-      sample=fields.given_fields(args, SampleConfig, *OVERRIDES),
-      **common.restore_options(args),
-    )
+    given = fields.given_fields(args, SampleConfig, *OVERRIDES)
+    restored = common.restore(args, mesh=mesh, sample=given)
     config = restored.config
     decode = None
     if args.vae:
       decode = load_decoder(args.vae, config, mesh, tile=args.vae_tile)
     sampler = Sampler(
-      restored,
-      labels=args.labels,
-      seed=args.seed,
-      mesh=mesh,
-      decode=decode,
+      restored, labels=args.labels, seed=args.seed, mesh=mesh, decode=decode
     )
     num = args.num or len(sampler.labels)
     size = min(args.batch_size, num)
@@ -65,12 +51,7 @@ def run(args: argparse.Namespace) -> int:
     else:
       settings = _settings(args, config, restored.step)
       sample_npz(
-        sampler,
-        num,
-        out,
-        batch_size=size,
-        settings=settings,
-        progress=True,
+        sampler, num, out, batch_size=size, settings=settings, progress=True
       )
   if is_first:
     print(f"{num} images written to {out}")

@@ -10,7 +10,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("images", nargs="+", metavar="IMAGE")
   common.add_checkpoint(parser)
   parser.add_argument("--top", type=int, default=5, help="classes per image")
-  parser.add_argument(
-    "--batch-size", type=int, default=32, help="images at a time"
-  )
+  common.add_count(parser, "--batch-size", 32, help="images at a time")
   common.add_json(parser)

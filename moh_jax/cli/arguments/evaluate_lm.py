@@ -27,13 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="examples before each question, instead of the preset's or the "
     "task's; tasks whose prompt has none keep it so",
   )
-  parser.add_argument(
-    "--limit", type=int, metavar="N", help="documents of each task at most"
-  )
+  text = "documents of each task at most"
+  common.add_count(parser, "--limit", metavar="N", help=text)
   parser.add_argument(
     "--include-path", default="", metavar="DIR", help="folder of more tasks"
   )
-  parser.add_argument("--batch-size", type=int, default=8)
+  common.add_count(parser, "--batch-size", 8)
   parser.add_argument(
     "--no-bos",
     action="store_true",

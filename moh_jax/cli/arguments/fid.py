@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default="tf1",
     help="to 299 pixels: as ADM and DiT's numbers, or as pytorch-fid",
   )
-  parser.add_argument(
-    "--batch-size", type=int, default=64, help="images per batch"
-  )
+  common.add_count(parser, "--batch-size", 64, help="images per batch")
   parser.add_argument(
     "--save-stats",
     metavar="FILE",

@@ -28,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="L,L,...",
     help="labels of the images in turn (default: every class)",
   )
-  parser.add_argument(
-    "--num", type=int, help="images (default: one for each of the labels)"
-  )
+  text = "images (default: one for each of the labels)"
+  common.add_count(parser, "--num", help=text)
   parser.add_argument("--seed", type=int, default=0)
   fields.add_fields(parser, SampleConfig, *OVERRIDES, defaults="the run's")
   parser.add_argument(
@@ -43,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="N",
     help="decode in overlapping squares of N latent pixels, to bound memory",
   )
-  parser.add_argument("--batch-size", type=int, default=64)
-  parser.add_argument("--columns", type=int, help="of the grid")
-  parser.add_argument(
-    "--zoom", type=int, default=1, help="enlarge the grid's pixels so often"
-  )
+  common.add_count(parser, "--batch-size", 64)
+  common.add_count(parser, "--columns", help="of the grid")
+  text = "enlarge the grid's pixels so often"
+  common.add_count(parser, "--zoom", 1, help=text)
