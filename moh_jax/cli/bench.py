@@ -63,10 +63,7 @@ def _run_model(args: argparse.Namespace) -> dict[str, Any]:
   options = ModelOptions(**fields.given_fields(args, ModelOptions))
   measured = model.measure(options)
   run = options.runs()[-1]
-  settings = {
-    **{f.name: getattr(options, f.name) for f in dataclasses.fields(options)},
-    "config": config_lib.to_dict(run),
-  }
+  settings = {**vars(options), "config": config_lib.to_dict(run)}
   return {"machine": timing.machine(), "settings": settings, **measured}
 
 

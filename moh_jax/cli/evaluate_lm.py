@@ -155,29 +155,30 @@ def _documents(groups: Sequence[Sequence[Piece]], field: str) -> Iterator[str]:
 
 def _print(runs: Sequence[dict[str, Any]]) -> None:
   heads = [
-    f"{_short(run['top_k'])} ({run['activated_share']:.1%})" for run in runs
+    f"top_k={_short(run['top_k'])} ({run['activated_share']:.1%})"
+    for run in runs
   ]
-  if "tasks" in runs[0]:
+  first, tables = runs[0], []
+  if "tasks" in first:
     rows = [
       (name, row["shots"], metric, *(_value(run, name, metric) for run in runs))
-      for name, row in runs[0]["tasks"].items()
+      for name, row in first["tasks"].items()
       for metric in row["metrics"]
     ]
-    means = [run["mean"] for run in runs]
-    if means[0] is not None:
-      rows.append(("mean of *", "", "", *(f"{mean:.4f}" for mean in means)))
-    header = ("task", "shots", "metric", *(f"top_k={head}" for head in heads))
-    print(common.table(rows, header))
-  if "text" in runs[0]:
-    if "tasks" in runs[0]:
-      print()
-    names = [name for name in runs[0]["text"] if name not in _COUNTS]
+    if first["mean"] is not None:
+      means = (f"{run['mean']:.4f}" for run in runs)
+      rows.append(("mean of *", "", "", *means))
+    tables.append(common.table(rows, ("task", "shots", "metric", *heads)))
+  if "text" in first:
     rows = [
-      (name, *(_number(run["text"][name]) for run in runs)) for name in names
+      (name, *(_number(run["text"][name]) for run in runs))
+      for name in first["text"]
+      if name not in _COUNTS
     ]
-    rows += [(name, f"{runs[0]['text'][name]:,}") for name in _COUNTS]
-    rows = [(*row, *[""] * (len(runs) + 1 - len(row))) for row in rows]
-    print(common.table(rows, ("text", *(f"top_k={head}" for head in heads))))
+    rest = [""] * (len(runs) - 1)  # counts are the same for all
+    rows += [(name, f"{first['text'][name]:,}", *rest) for name in _COUNTS]
+    tables.append(common.table(rows, ("text", *heads)))
+  print("\n\n".join(tables))
 
 
 def _value(run: dict[str, Any], name: str, metric: str) -> str:

@@ -1,8 +1,8 @@
 """`python -m moh_jax train-tokenizer`."""
 
 import argparse
-import pathlib
 
+from moh_jax.cli import common
 from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenize import PIECE_BYTES
@@ -12,11 +12,7 @@ from moh_jax.files import replacing
 
 def run(args: argparse.Namespace) -> int:
   """Trains a byte-level BPE and writes it."""
-  out = pathlib.Path(args.out)
-  if out.suffix != ".json":
-    raise ValueError(f"--out={args.out} must end in .json")
-  if not out.parent.is_dir():
-    raise FileNotFoundError(f"--out={args.out}: no directory {out.parent}")
+  out = common.out_file(args.out, ".json")
   texts = (
     text
     for group in list_pieces(args.data, PIECE_BYTES)

@@ -79,7 +79,6 @@ def compile_forms(
 def measure_heads(
   options: HeadOptions,
   op: str,
-  modes: Sequence[str],
   variants: Callable[[str, int], list[Variant]],
   peak: float,
 ) -> list[Row]:
@@ -88,12 +87,11 @@ def measure_heads(
   Args:
     options: options of the command.
     op: what is computed, see `Row`.
-    modes: which passes to run, see `Row`.
     variants: makes the variants of a mode and a length.
     peak: the device's matrix peak, FLOP/s.
   """
   rows = []
-  for length, mode in itertools.product(options.lengths, modes):
+  for length, mode in itertools.product(options.lengths, options.modes):
     rows += measure(
       variants(mode, length),
       op=op,

@@ -74,7 +74,7 @@ def measure(options: LayerOptions, peak: float) -> list[Row]:
   splits = (None, *options.budgets())
   params = {split: _random_params(options, split) for split in splits}
   variants = functools.partial(_variants, options, params)
-  return compare.measure_heads(options, "layer", options.modes, variants, peak)
+  return compare.measure_heads(options, "layer", variants, peak)
 
 
 def _variants(
