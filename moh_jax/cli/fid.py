@@ -12,7 +12,7 @@ import numpy as np
 import tqdm
 
 from moh_jax.cli import common
-from moh_jax.cli.arguments.fid import METRICS
+from moh_jax.cli.arguments.images import METRICS
 from moh_jax.config import MeshConfig
 from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
 from moh_jax.convert.inception import load_inception

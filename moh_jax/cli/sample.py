@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.cli import common, fields
-from moh_jax.cli.arguments.sample import OVERRIDES
+from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE

@@ -5,7 +5,7 @@ import argparse
 import jax
 
 from moh_jax.cli import common, fields
-from moh_jax.cli.arguments.tune_kernels import SHAPES
+from moh_jax.cli.arguments.speed import SHAPES
 from moh_jax.ops.kernels.sizes import read
 from moh_jax.speed.options import Workload
 from moh_jax.speed.tiles import tune, write

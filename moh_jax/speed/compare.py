@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,27 @@ def measure_heads(
       peak=peak,
     )
   return rows
+
+
+def measure_models(
+  models: Mapping[str, Any],
+  programs: Mapping[str, Program],
+  *others: Variant,
+  **options: Any,
+) -> list[Row]:
+  """Measures programs of variants of a model.
+
+  Args:
+    models: model sections by name of the form; "mha" is the baseline.
+    programs: the program of each.
+    *others: further programs to time with them.
+    **options: of `measure`.
+  """
+  variants = [
+    Variant(name, models[name].activated_share, program, name == "mha")
+    for name, program in programs.items()
+  ]
+  return measure([*variants, *others], op="model", min_seconds=0.0, **options)
 
 
 def measure(

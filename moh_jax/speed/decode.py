@@ -52,17 +52,10 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
   batch, heads, dim = options.batch, options.heads, options.head_dim
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (batch, 1, heads, dim), options.dtype)
-  cache = make_cache(
-    batch,
-    options.num_kv_heads,
-    length,
-    dim,
-    options.cache_dtype or options.dtype,
-  )
-  new = (
-    jax.random.normal(key, (batch, length, options.num_kv_heads, dim))
-    for key in keys[1:]
-  )
+  groups, dtype = options.num_kv_heads, options.cache_dtype or options.dtype
+  cache = make_cache(batch, groups, length, dim, dtype)
+  shape = batch, length, groups, dim
+  new = (jax.random.normal(key, shape) for key in keys[1:])
   cache = write_cache(cache, *new, jnp.int32(0))
   visible = jnp.ones((batch, 1, length), bool)
   reference = make_reference("forward")

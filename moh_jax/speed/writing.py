@@ -12,7 +12,6 @@ from moh_jax.inference import decoding, generate
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
 from moh_jax.speed import compare
-from moh_jax.speed.compare import Variant
 from moh_jax.speed.model_programs import random_params
 from moh_jax.speed.programs import Program
 from moh_jax.speed.report import Row
@@ -43,23 +42,18 @@ def measure(
       for name, model in models.items()
     }
     for mode in ("prefill", "decode"):
-      variants = [
-        Variant(
-          name,
-          models[name].activated_share,
-          Program(getattr(writer, mode), 1 if mode == "prefill" else _SPAN),
-          name == "mha",
-        )
+      evaluations, tokens = (1, length) if mode == "prefill" else (_SPAN, 1)
+      programs = {
+        name: Program(getattr(writer, mode), evaluations)
         for name, writer in writers.items()
-      ]
-      rows += compare.measure(
-        variants,
-        op="model",
+      }
+      rows += compare.measure_models(
+        models,
+        programs,
         mode=f"{mode}_{batch}",
         length=length,
-        units=batch * (length if mode == "prefill" else 1),
+        units=batch * tokens,
         rounds=rounds,
-        min_seconds=0.0,
       )
   return rows
 
