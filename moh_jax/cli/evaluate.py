@@ -3,8 +3,8 @@
 import argparse
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
-from moh_jax.config import get_family
+from moh_jax.cli import common, fields
+from moh_jax.config import EvalConfig, get_family
 from moh_jax.runtime import sharding
 
 
@@ -19,9 +19,8 @@ def run(args: argparse.Namespace) -> int:
     if args.data:
       data = family.data_at(config, args.data)
       config = config_lib.apply_overrides(config, "data", **data)
-    overrides = {"examples": args.examples}
-    if args.batch_size is not None:
-      overrides["batch_size"] = args.batch_size
+    given = fields.given_fields(args, EvalConfig, "batch_size", "examples")
+    overrides = {"examples": 0, **given}
     config = config_lib.apply_overrides(config, "eval", **overrides)
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
     evaluate = family.tasks().make_evaluate(restored.model, config, restored)

@@ -196,19 +196,15 @@ def _scores(
   metrics: tuple[str, ...], samples: Summary, reference: Summary | None = None
 ) -> dict[str, Any]:
   """All metrics; None for those that were not asked for."""
-  fid = sfid = precision = recall = None
+  names = "fid", "sfid", "inception_score", "precision", "recall"
+  scores = dict.fromkeys(names)
+  scores["inception_score"] = samples.inception_score
   if "fid" in metrics:
-    fid = frechet_distance(samples.pool3, reference.pool3)
+    scores["fid"] = frechet_distance(samples.pool3, reference.pool3)
   if "sfid" in metrics:
-    sfid = frechet_distance(samples.spatial, reference.spatial)
+    scores["sfid"] = frechet_distance(samples.spatial, reference.spatial)
   if "pr" in metrics:
-    precision, recall = precision_recall.precision_recall(
-      samples.features, reference.features
-    )
-  return {
-    "fid": fid,
-    "sfid": sfid,
-    "inception_score": samples.inception_score,
-    "precision": precision,
-    "recall": recall,
-  }
+    both = samples.features, reference.features
+    found = precision_recall.precision_recall(*both)
+    scores["precision"], scores["recall"] = found
+  return scores

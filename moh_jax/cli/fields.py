@@ -29,7 +29,7 @@ def add_fields(
     cls: dataclass whose docstring has a block `Attributes:`. Its `CHOICES`, if
       it has any, are the allowed values by field.
     *names: the fields; all if there are none.
-    defaults: where the defaults are, if not in the class: "the run's".
+    defaults: what the defaults are, if not those of the class: "the run's".
   """
   hints, meanings = typing.get_type_hints(cls), reference.meanings(cls)
   for field in dataclasses.fields(cls):
@@ -50,7 +50,7 @@ def add_fields(
       options["choices"] = choices
     if isinstance(default, tuple):
       default = ",".join(map(str, default))
-    if default not in (None, False, ""):
+    if defaults or default not in (None, False, ""):
       text += f" (default: {defaults or default})"
     parser.add_argument(
       f"--{name.replace('_', '-')}",

@@ -33,7 +33,6 @@ _BASE = dataclasses.replace(
   shared_heads=(4, 8, 4, 5),
   top_k=(0, 0, 8, 16),
   drop_path=0.6,
-  remat="dots",
 )
 
 

@@ -74,7 +74,6 @@ class DiTFamily(ImageFamily):
     """Time of a guided sampler."""
     from moh_jax.speed import sampling
 
-    del models
     return [], {"sampler": sampling.measure(options, run)}
 
   def converter(self) -> Any:

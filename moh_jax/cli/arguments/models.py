@@ -2,8 +2,8 @@
 
 import argparse
 
-from moh_jax.cli import common
-from moh_jax.config import public_formats
+from moh_jax.cli import common, fields
+from moh_jax.config import EvalConfig, public_formats
 from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
 
 _UNITS = {"GB": 10**9, "MB": 10**6}
@@ -55,16 +55,8 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     metavar="DIR",
     help="directory of images, shards, latents or tokens, instead of the run's",
   )
-  parser.add_argument(
-    "--batch-size", type=int, help="examples per batch, instead of the run's"
-  )
-  parser.add_argument(
-    "--examples",
-    type=int,
-    default=0,
-    metavar="N",
-    help="examples at most, spread evenly over the split (default: all)",
-  )
+  fields.add_fields(parser, EvalConfig, "batch_size", defaults="the run's")
+  fields.add_fields(parser, EvalConfig, "examples", defaults="all")
   common.add_json(parser)
 
 
