@@ -213,11 +213,8 @@ class LayerStack(RoutedLayers):
     splits = zip(self.num_heads, self.shared_heads, self.top_k)
     layers = zip(splits, self.budgets())
     groups = []
+    shape = self.width, self.num_tokens, self.sees
     for _, equal in itertools.groupby(layers, key=lambda layer: layer[0]):
       budgets = [budget for _, budget in equal]
-      groups.append(
-        LayerGroup(
-          budgets[0], len(budgets), self.width, self.num_tokens, self.sees
-        )
-      )
+      groups.append(LayerGroup(budgets[0], len(budgets), *shape))
     return tuple(groups)

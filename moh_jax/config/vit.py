@@ -151,23 +151,14 @@ class ViTConfig(RoutedLayers):
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The blocks by stage."""
-    parts = zip(
-      self.budgets(),
-      self.depths,
-      self.embed_dims,
-      self.stage_shapes(),
-      self.sr_ratios,
-    )
-    return tuple(
-      LayerGroup(
-        budget,
-        depth,
-        width,
-        shape.grid[0] * shape.grid[1],
-        "all" if ratio == 1 else "window",
-      )
-      for budget, depth, width, shape, ratio in parts
-    )
+    groups = []
+    stages = zip(self.budgets(), self.stage_shapes())
+    for stage, (budget, shape) in enumerate(stages):
+      depth, width = self.depths[stage], self.embed_dims[stage]
+      tokens = shape.grid[0] * shape.grid[1]
+      sees = "window" if shape.pool_grid else "all"
+      groups.append(LayerGroup(budget, depth, width, tokens, sees))
+    return tuple(groups)
 
   def stage_shapes(self) -> tuple[StageShape, ...]:
     """Token grids of every stage.
