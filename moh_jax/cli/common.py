@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import fields
@@ -17,6 +18,8 @@ from moh_jax.config.checks import DTYPES
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
+from moh_jax.data.text.files import read_documents
+from moh_jax.data.text.pieces import Piece
 from moh_jax.runtime import location
 
 if TYPE_CHECKING:
@@ -338,6 +341,18 @@ def out_file(path: str, *suffixes: str) -> pathlib.Path:
   if not file.parent.is_dir():
     raise FileNotFoundError(f"--out {path!r}: no directory {file.parent}")
   return file
+
+
+def read_texts(groups: Iterable[Iterable[Piece]], field: str) -> Iterator[str]:
+  """The documents of files, one after another.
+
+  Args:
+    groups: what `list_pieces` found.
+    field: of JSON objects and tables, see `add_texts`.
+  """
+  for piece in itertools.chain.from_iterable(groups):
+    for _, text in read_documents(piece, field):
+      yield text
 
 
 def write_json(target: str, value: Any) -> None:

@@ -2,17 +2,15 @@
 
 import argparse
 import dataclasses
-import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.data.text.files import read_documents
-from moh_jax.data.text.pieces import Piece, list_pieces
+from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.documents import score_documents
@@ -62,11 +60,9 @@ def run(args: argparse.Namespace) -> int:
       if tasks is not None:
         row |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
       if groups:
+        texts = common.read_texts(groups, args.field)
         row["text"] = score_documents(
-          scorer,
-          tokenizer,
-          _documents(groups, args.field),
-          progress=sys.stderr.isatty(),
+          scorer, tokenizer, texts, progress=sys.stderr.isatty()
         )
       runs.append(row)
   if not is_first:
@@ -145,12 +141,6 @@ def _run_tasks(
     progress=sys.stderr.isatty(),
   )
   return harness.run_tasks(tasks, model, limit=args.limit)
-
-
-def _documents(groups: Sequence[Sequence[Piece]], field: str) -> Iterator[str]:
-  for piece in itertools.chain.from_iterable(groups):
-    for _, text in read_documents(piece, field):
-      yield text
 
 
 def _print(runs: Sequence[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 import argparse
 
 from moh_jax.cli import common
-from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenize import PIECE_BYTES
 from moh_jax.data.text.tokenizers import tokenizer_from_bytes, train_bpe
@@ -13,13 +12,8 @@ from moh_jax.files import replacing
 def run(args: argparse.Namespace) -> int:
   """Trains a byte-level BPE and writes it."""
   out = common.out_file(args.out, ".json")
-  texts = (
-    text
-    for group in list_pieces(args.data, PIECE_BYTES)
-    for piece in group
-    for _, text in read_documents(piece, args.field)
-  )
-  content = train_bpe(texts, args.vocab_size)
+  groups = list_pieces(args.data, PIECE_BYTES)
+  content = train_bpe(common.read_texts(groups, args.field), args.vocab_size)
   with replacing(out) as path:
     path.write_bytes(content)
   entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size
