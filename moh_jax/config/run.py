@@ -140,7 +140,8 @@ def check_known(names: Mapping[str, Any], family: str) -> None:
     )
 
 
-# The sections that all families have in common: those above of one type.
+# The sections that are the same in all families: the fields of `Config` that
+# name a class.
 _SHARED = {
   name: kind
   for name, kind in Config.__annotations__.items()

@@ -5,7 +5,6 @@ import dataclasses
 
 from moh_jax.cli import common, fields
 from moh_jax.speed import options
-from moh_jax.speed.options import Workload
 
 # What is timed -> its text, and the class of its options.
 OPS = {
@@ -64,4 +63,4 @@ def tune_kernels(parser: argparse.ArgumentParser) -> None:
     "it",
   )
   parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-  fields.add_fields(parser, Workload, *SHAPES)
+  fields.add_fields(parser, options.Workload, *SHAPES)
