@@ -1,4 +1,4 @@
-"""Options and output that commands share; importable without JAX."""
+"""Options, inputs and output that commands share; importable without JAX."""
 
 from __future__ import annotations
 
