@@ -2,23 +2,18 @@
 
 import argparse
 import dataclasses
+import importlib
 import sys
 from typing import Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common, fields
-from moh_jax.cli.arguments.bench import OPS
+from moh_jax.cli.arguments.speed import OPS
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import checkpoint
-from moh_jax.speed import attention, decode, layer, report, timing
+from moh_jax.speed import report, timing
 from moh_jax.speed.options import ModelOptions
 from moh_jax.speed.programs import exact_products, matrix_peak
-
-_MEASURE = {
-  "attention": attention.measure,
-  "layer": layer.measure,
-  "decode": decode.measure,
-}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
 def _run_heads(args: argparse.Namespace) -> dict[str, Any]:
   _, kind = OPS[args.op]
   options = kind(**fields.given_fields(args, kind))
+  module = importlib.import_module(f"moh_jax.speed.{args.op}")
   with exact_products(options.dtype):
     peak = matrix_peak(options.dtype)
-    rows = _MEASURE[args.op](options, peak)
+    rows = module.measure(options, peak)
   return {
     "machine": timing.machine(),
     "matrix_peak": peak,
@@ -63,10 +59,7 @@ def _run_model(args: argparse.Namespace) -> dict[str, Any]:
   options = ModelOptions(**fields.given_fields(args, ModelOptions))
   measured = model.measure(options)
   run = options.runs()[-1]
-  settings = {
-    **{f.name: getattr(options, f.name) for f in dataclasses.fields(options)},
-    "config": config_lib.to_config_dict(run).to_dict(),
-  }
+  settings = {**vars(options), "config": config_lib.to_dict(run)}
   return {"machine": timing.machine(), "settings": settings, **measured}
 
 

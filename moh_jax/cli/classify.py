@@ -7,7 +7,6 @@ import sys
 from moh_jax.cli import common
 from moh_jax.data.images.sources import read_image
 from moh_jax.inference.classify import check_classifies
-from moh_jax.inference.restore import restore
 from moh_jax.runtime import checkpoint
 
 
@@ -17,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
   check_classifies(metadata.config)
   for file in args.images:  # before the parameters, which take a while
     read_image(file, metadata.config.model.channels)
-  restored = restore(args.checkpoint, **common.restore_options(args))
+  restored = common.restore(args)
   predictions = restored.predict(
     args.images, top=args.top, batch_size=args.batch_size
   )

@@ -1,13 +1,16 @@
-"""Options and output that commands share; importable without JAX."""
+"""Options, inputs and output that commands share; importable without JAX."""
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import fields
 from moh_jax.config import MeshConfig
@@ -15,7 +18,12 @@ from moh_jax.config.checks import DTYPES
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
+from moh_jax.data.text.files import read_documents
+from moh_jax.data.text.pieces import Piece
 from moh_jax.runtime import location
+
+if TYPE_CHECKING:
+  from moh_jax.inference.restore import Restored
 
 CHECKPOINT_HELP = "workdir of `train` or output of `convert`"
 # Arguments of commands that name files or folders to read.
@@ -55,6 +63,31 @@ def add_config(parser: argparse._ActionsContainer, **options: Any) -> None:
   )
 
 
+def add_count(
+  parser: argparse.ArgumentParser,
+  flag: str,
+  default: int | None = None,
+  **options: Any,
+) -> None:
+  """Adds an option that is a whole number of at least 1.
+
+  Args:
+    parser: of the command.
+    flag: its name, such as "--batch-size".
+    default: its value where it is not given.
+    **options: of `add_argument`.
+  """
+  parser.add_argument(flag, type=_count, default=default, **options)
+
+
+def _count(text: str) -> int:
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(
+      f"{text} must be at least 1, a whole number"
+    )
+  return int(text)
+
+
 def add_step(parser: argparse.ArgumentParser) -> None:
   """Adds --step."""
   parser.add_argument(
@@ -76,7 +109,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint(
   parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP
 ) -> None:
-  """Adds the options of a model to restore; see `restore_options`.
+  """Adds the options of a model to restore; see `restore`.
 
   Args:
     parser: of the command.
@@ -272,15 +305,54 @@ def mesh_config(text: str) -> MeshConfig:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def restore_options(args: argparse.Namespace) -> dict[str, Any]:
-  """What `add_checkpoint` parsed, as options of `restore`."""
-  return {
+def restore(args: argparse.Namespace, **options: Any) -> Restored:
+  """Restores the model that `add_checkpoint` parsed the options of.
+
+  Args:
+    args: of the command.
+    **options: of `moh_jax.restore`, instead of the parsed ones or beside them.
+  """
+  from moh_jax.inference import restore as library
+
+  parsed = {
     "step": args.step,
     "use_ema": not args.no_ema,
     "top_k": args.top_k,
     "router": {"gate_form": args.gate_form} if args.gate_form else None,
     "dtype": args.dtype,
   }
+  return library.restore(args.checkpoint, **parsed | options)
+
+
+def out_file(path: str, *suffixes: str) -> pathlib.Path:
+  """The file that --out names, if it can be written.
+
+  Args:
+    path: as given.
+    *suffixes: what it may end in; any if there are none.
+
+  Raises:
+    ValueError: it ends in something else.
+    FileNotFoundError: its folder does not exist.
+  """
+  file = pathlib.Path(path)
+  if suffixes and file.suffix not in suffixes:
+    raise ValueError(f"--out {path!r} must end in {' or '.join(suffixes)}")
+  if not file.parent.is_dir():
+    raise FileNotFoundError(f"--out {path!r}: no directory {file.parent}")
+  return file
+
+
+def read_texts(groups: Iterable[Iterable[Piece]], field: str) -> Iterator[str]:
+  """The documents of files, one after another.
+
+  Args:
+    groups: what `list_pieces` found.
+    field: of JSON objects and tables, see `add_texts`.
+  """
+  for piece in itertools.chain.from_iterable(groups):
+    for _, text in read_documents(piece, field):
+      yield text
 
 
 def write_json(target: str, value: Any) -> None:

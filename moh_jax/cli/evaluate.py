@@ -3,9 +3,8 @@
 import argparse
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
-from moh_jax.config import get_family
-from moh_jax.inference.restore import restore
+from moh_jax.cli import common, fields
+from moh_jax.config import EvalConfig, get_family
 from moh_jax.runtime import sharding
 
 
@@ -14,17 +13,14 @@ def run(args: argparse.Namespace) -> int:
   is_first = common.join(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
-    restored = restore(
-      args.checkpoint, mesh=mesh, **common.restore_options(args)
-    )
+    restored = common.restore(args, mesh=mesh)
     config = restored.config
     family = get_family(config.model.family)
     if args.data:
       data = family.data_at(config, args.data)
       config = config_lib.apply_overrides(config, "data", **data)
-    overrides = {"examples": args.examples}
-    if args.batch_size is not None:
-      overrides["batch_size"] = args.batch_size
+    given = fields.given_fields(args, EvalConfig, "batch_size", "examples")
+    overrides = {"examples": 0, **given}
     config = config_lib.apply_overrides(config, "eval", **overrides)
     sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
     evaluate = family.tasks().make_evaluate(restored.model, config, restored)

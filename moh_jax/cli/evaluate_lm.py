@@ -2,24 +2,22 @@
 
 import argparse
 import dataclasses
-import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.data.text.files import read_documents
-from moh_jax.data.text.pieces import Piece, list_pieces
+from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.documents import score_documents
 from moh_jax.evaluation.harness_tasks import choose_tasks
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
-from moh_jax.inference.restore import Restored, restore
+from moh_jax.inference.restore import Restored
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
@@ -47,11 +45,7 @@ def run(args: argparse.Namespace) -> int:
   with sharding.use_mesh(mesh):
     # All that are asked for need the same parameters, or fewer.
     first = (max(args.top_k),) if args.top_k else None
-    restored = restore(
-      args.checkpoint,
-      mesh=mesh,
-      **(common.restore_options(args) | {"top_k": first}),
-    )
+    restored = common.restore(args, mesh=mesh, top_k=first)
     runs = []
     for top_k in args.top_k or (None,):
       one = restored if top_k is None else _at_top_k(restored, top_k)
@@ -66,11 +60,9 @@ def run(args: argparse.Namespace) -> int:
       if tasks is not None:
         row |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
       if groups:
+        texts = common.read_texts(groups, args.field)
         row["text"] = score_documents(
-          scorer,
-          tokenizer,
-          _documents(groups, args.field),
-          progress=sys.stderr.isatty(),
+          scorer, tokenizer, texts, progress=sys.stderr.isatty()
         )
       runs.append(row)
   if not is_first:
@@ -95,10 +87,6 @@ def _check_model(args: argparse.Namespace) -> None:
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
   model = metadata.config.model
   config_lib.check_command(metadata.config, "evaluate-lm", args.checkpoint)
-  if args.batch_size < 1:
-    raise ValueError(f"batch-size={args.batch_size} must be at least 1")
-  if args.limit is not None and args.limit < 1:
-    raise ValueError(f"limit={args.limit} must be at least 1")
   if args.top_k and model.router.kind == "none":
     raise ValueError(
       f"top-k={args.top_k}: the model has no routed heads, "
@@ -155,37 +143,32 @@ def _run_tasks(
   return harness.run_tasks(tasks, model, limit=args.limit)
 
 
-def _documents(groups: Sequence[Sequence[Piece]], field: str) -> Iterator[str]:
-  for piece in itertools.chain.from_iterable(groups):
-    for _, text in read_documents(piece, field):
-      yield text
-
-
 def _print(runs: Sequence[dict[str, Any]]) -> None:
   heads = [
-    f"{_short(run['top_k'])} ({run['activated_share']:.1%})" for run in runs
+    f"top_k={_short(run['top_k'])} ({run['activated_share']:.1%})"
+    for run in runs
   ]
-  if "tasks" in runs[0]:
+  first, tables = runs[0], []
+  if "tasks" in first:
     rows = [
       (name, row["shots"], metric, *(_value(run, name, metric) for run in runs))
-      for name, row in runs[0]["tasks"].items()
+      for name, row in first["tasks"].items()
       for metric in row["metrics"]
     ]
-    means = [run["mean"] for run in runs]
-    if means[0] is not None:
-      rows.append(("mean of *", "", "", *(f"{mean:.4f}" for mean in means)))
-    header = ("task", "shots", "metric", *(f"top_k={head}" for head in heads))
-    print(common.table(rows, header))
-  if "text" in runs[0]:
-    if "tasks" in runs[0]:
-      print()
-    names = [name for name in runs[0]["text"] if name not in _COUNTS]
+    if first["mean"] is not None:
+      means = (f"{run['mean']:.4f}" for run in runs)
+      rows.append(("mean of *", "", "", *means))
+    tables.append(common.table(rows, ("task", "shots", "metric", *heads)))
+  if "text" in first:
     rows = [
-      (name, *(_number(run["text"][name]) for run in runs)) for name in names
+      (name, *(_number(run["text"][name]) for run in runs))
+      for name in first["text"]
+      if name not in _COUNTS
     ]
-    rows += [(name, f"{runs[0]['text'][name]:,}") for name in _COUNTS]
-    rows = [(*row, *[""] * (len(runs) + 1 - len(row))) for row in rows]
-    print(common.table(rows, ("text", *(f"top_k={head}" for head in heads))))
+    rest = [""] * (len(runs) - 1)  # counts are the same for all
+    rows += [(name, f"{first['text'][name]:,}", *rest) for name in _COUNTS]
+    tables.append(common.table(rows, ("text", *heads)))
+  print("\n\n".join(tables))
 
 
 def _value(run: dict[str, Any], name: str, metric: str) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -13,34 +12,20 @@ import numpy as np
 import tqdm
 
 from moh_jax.cli import common
-from moh_jax.cli.arguments.fid import METRICS
+from moh_jax.cli.arguments.images import METRICS
 from moh_jax.config import MeshConfig
 from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
 from moh_jax.convert.inception import load_inception
+from moh_jax.evaluation import precision_recall, statistics_files
 from moh_jax.evaluation.fid import frechet_distance
 from moh_jax.evaluation.image_metrics import Summary, make_extractor, summarize
 from moh_jax.evaluation.image_sets import ImageSet, npz_names, open_images
-from moh_jax.evaluation.precision_recall import (
-  NEIGHBOURS,
-  check_samples,
-  precision_recall,
-)
 from moh_jax.evaluation.statistics import Gaussian
-from moh_jax.evaluation.statistics_files import (
-  check_writable,
-  has_statistics,
-  read_statistics,
-  write_statistics,
-)
-from moh_jax.models.inception import (
-  POOL_DIM,
-  SPATIAL_DIM,
-  Features,
-  InceptionV3,
-)
+from moh_jax.models import inception
 from moh_jax.runtime import sharding
 
-_FRECHET = {"fid": POOL_DIM, "sfid": SPATIAL_DIM}
+# Metric -> dimensions of the features whose distributions it compares.
+_FRECHET = {"fid": inception.POOL_DIM, "sfid": inception.SPATIAL_DIM}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +33,13 @@ class _Side:
   """The samples or the reference, checked and not yet read.
 
   Attributes:
+    name: "samples" or "reference".
     path: as given.
     images: None for a file of statistics alone.
     statistics: (pool3, spatial) that the file states.
   """
 
+  name: str
   path: str
   images: ImageSet | None
   statistics: tuple[Gaussian, Gaussian] | None
@@ -60,141 +47,68 @@ class _Side:
 
 def run(args: argparse.Namespace) -> int:
   """Prints the metrics of the samples."""
-  if args.batch_size < 1:
-    raise ValueError(f"--batch-size={args.batch_size} must be at least 1")
   mesh = sharding.make_mesh(MeshConfig())
   sharding.check_batch("--batch-size", args.batch_size, mesh)
-  samples = _open(args.samples)
-  reference = _open(args.reference) if args.reference else None
-  names = args.metrics or _possible(samples, reference, args.save_stats)
-  if reference is None and (needing := [m for m in names if m != "is"]):
+  sides = [_open("samples", args.samples)]
+  if args.reference:
+    sides.append(_open("reference", args.reference))
+  names = args.metrics or _possible(sides, args.save_stats)
+  if not args.reference and (needing := [m for m in names if m != "is"]):
     raise ValueError(
       f"--metrics {','.join(needing)} need --reference; without one only is"
     )
-  passes = [_Pass("samples", samples, names, saved=bool(args.save_stats))]
-  if reference is not None:
-    passes.append(_Pass("reference", reference, names))
-  for one in passes:
-    one.check()
+  passes = [(side, _wanted(side, names, args.save_stats)) for side in sides]
+  for side, wanted in passes:
+    _check(side, **wanted)
   for target in (args.save_stats, args.json):
     if target and target != "-":
-      check_writable(target)
+      statistics_files.check_writable(target)
   extract = None
-  if any(one.needed for one in passes):
+  if any(any(wanted.values()) for _, wanted in passes):
     extract = _extractor(args.inception, args.resize, mesh)
-  for one in passes:
-    one.warn()
-  results = [one.run(extract, args.batch_size) for one in passes]
+  for side, wanted in passes:
+    if wanted["distributions"]:
+      _warn(side, names)
+  results = [
+    _summary(side, extract, args.batch_size, **wanted)
+    for side, wanted in passes
+  ]
   if args.save_stats:
-    write_statistics(args.save_stats, results[0].pool3, results[0].spatial)
+    first = results[0]
+    statistics_files.write_statistics(
+      args.save_stats, first.pool3, first.spatial
+    )
   metrics = {
     **_scores(names, *results),
     "samples": args.samples,
     "reference": args.reference,
     "num_samples": results[0].count or None,  # None: a file's statistics
-    "num_reference": (results[1].count or None) if reference else None,
+    "num_reference": (results[1].count or None) if args.reference else None,
     "resize": args.resize,
   }
   common.report(args.json, metrics)
   return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-  """What one side has to go through the network for."""
-
-  name: str
-  side: _Side
-  metrics: tuple[str, ...]
-  saved: bool = False
-
-  @property
-  def distributions(self) -> bool:
-    wanted = self.saved or any(m in self.metrics for m in _FRECHET)
-    return wanted and self.side.statistics is None
-
-  @property
-  def score(self) -> bool:
-    return self.name == "samples" and "is" in self.metrics
-
-  @property
-  def features(self) -> bool:
-    return "pr" in self.metrics
-
-  @property
-  def needed(self) -> bool:
-    return self.distributions or self.score or self.features
-
-  def check(self) -> None:
-    """Refuses what the side's files cannot give."""
-    flag, images = f"--{self.name} {self.side.path}", self.side.images
-    if (self.score or self.features) and images is None:
-      raise ValueError(
-        f"{flag}: holds statistics alone; precision, recall and Inception "
-        "Score need the images (arr_0)"
-      )
-    if self.features:
-      check_samples(len(images), NEIGHBOURS, flag)
-    if self.distributions and len(images) < 2:
-      raise ValueError(f"{flag}: has one image; a covariance needs at least 2")
-
-  def warn(self) -> None:
-    """Says how many images are missing for covariances of full rank."""
-    if not self.distributions:
-      return
-    dims = {name: d for name, d in _FRECHET.items() if name in self.metrics}
-    dims = dims or _FRECHET
-    if len(self.side.images) <= max(dims.values()):
-      print(
-        f"warning: {self.side.path}: {len(self.side.images)} images give a "
-        f"singular covariance; {' and '.join(dims)} need at least "
-        f"{max(dims.values()) + 1}, and published numbers use 50000",
-        file=sys.stderr,
-      )
-
-  def run(self, extract: Callable | None, batch_size: int) -> Summary:
-    """The side's summary; the file's statistics where it states them."""
-    images, stated = self.side.images, self.side.statistics or (None, None)
-    if not self.needed:
-      return Summary(0, *stated, None, None)
-    with tqdm.tqdm(
-      total=len(images), desc=self.name, unit="image", file=sys.stderr
-    ) as bar:
-      summary = summarize(
-        extract,
-        images,
-        batch_size,
-        distributions=self.distributions,
-        score=self.score,
-        keep_features=self.features,
-        progress=bar.update,
-      )
-    if self.side.statistics:
-      pool3, spatial = self.side.statistics
-      return dataclasses.replace(summary, pool3=pool3, spatial=spatial)
-    return summary
-
-
-def _open(path: str) -> _Side:
+def _open(name: str, path: str) -> _Side:
   """Checks one side; reads statistics, not images."""
   statistics, images = None, None
-  if has_statistics(path):
-    statistics = read_statistics(path, POOL_DIM, SPATIAL_DIM)
+  if statistics_files.has_statistics(path):
+    sizes = inception.POOL_DIM, inception.SPATIAL_DIM
+    statistics = statistics_files.read_statistics(path, *sizes)
   if statistics is None or "arr_0" in npz_names(path):
     images = open_images(path)
-  return _Side(path, images, statistics)
+  return _Side(name, path, images, statistics)
 
 
-def _possible(
-  samples: _Side, reference: _Side | None, save_stats: str | None
-) -> tuple[str, ...]:
+def _possible(sides: list[_Side], save_stats: str | None) -> tuple[str, ...]:
   """The metrics that the given files allow; says what is left out."""
   left_out = {}
-  if reference is None:
+  if len(sides) == 1:
     left_out = dict.fromkeys(("fid", "sfid", "pr"), "there is no --reference")
-  for side in (samples, reference):
-    if side is not None and side.images is None:
-      names = ("is", "pr") if side is samples else ("pr",)
+  for side in sides:
+    if side.images is None:
+      names = ("is", "pr") if side.name == "samples" else ("pr",)
       left_out |= dict.fromkeys(names, f"{side.path} holds no images")
   metrics = tuple(name for name in METRICS if name not in left_out)
   if metrics or save_stats:
@@ -204,33 +118,93 @@ def _possible(
   return metrics or METRICS
 
 
+def _wanted(
+  side: _Side, metrics: tuple[str, ...], save_stats: str | None
+) -> dict[str, bool]:
+  """What the images of one side go through the network for."""
+  is_samples = side.name == "samples"
+  compared = any(name in metrics for name in _FRECHET)
+  saved = is_samples and bool(save_stats)
+  return {
+    "distributions": (compared or saved) and side.statistics is None,
+    "score": is_samples and "is" in metrics,
+    "keep_features": "pr" in metrics,
+  }
+
+
+def _check(
+  side: _Side, distributions: bool, score: bool, keep_features: bool
+) -> None:
+  """Refuses what the side's files cannot give."""
+  flag, images = f"--{side.name} {side.path}", side.images
+  if (score or keep_features) and images is None:
+    raise ValueError(
+      f"{flag}: holds statistics alone; precision, recall and Inception "
+      "Score need the images (arr_0)"
+    )
+  if keep_features:
+    neighbours = precision_recall.NEIGHBOURS
+    precision_recall.check_samples(len(images), neighbours, flag)
+  if distributions and len(images) < 2:
+    raise ValueError(f"{flag}: has one image; a covariance needs at least 2")
+
+
+def _warn(side: _Side, metrics: tuple[str, ...]) -> None:
+  """Says how many images are missing for covariances of full rank."""
+  dims = {name: d for name, d in _FRECHET.items() if name in metrics}
+  dims = dims or _FRECHET
+  if len(side.images) <= max(dims.values()):
+    print(
+      f"warning: {side.path}: {len(side.images)} images give a singular "
+      f"covariance; {' and '.join(dims)} need at least "
+      f"{max(dims.values()) + 1}, and published numbers use 50000",
+      file=sys.stderr,
+    )
+
+
+def _summary(
+  side: _Side, extract: Callable | None, batch_size: int, **wanted: bool
+) -> Summary:
+  """The side's summary; the file's statistics where it states them."""
+  summary = Summary(0, None, None, None, None)
+  if any(wanted.values()):
+    with tqdm.tqdm(
+      total=len(side.images), desc=side.name, unit="image", file=sys.stderr
+    ) as bar:
+      summary = summarize(
+        extract, side.images, batch_size, **wanted, progress=bar.update
+      )
+  if side.statistics:
+    pool3, spatial = side.statistics
+    summary = dataclasses.replace(summary, pool3=pool3, spatial=spatial)
+  return summary
+
+
 def _extractor(
   path: str | None, resize: str, mesh: jax.sharding.Mesh
-) -> Callable[[np.ndarray], Features]:
+) -> Callable[[np.ndarray], inception.Features]:
   """The network on all devices, for batches on the host."""
   if path is None or not os.path.exists(path):
     given = "no --inception was given" if path is None else f"no file {path}"
     raise FileNotFoundError(f"{given}; {HOW_TO_GET_INCEPTION}")
   params = jax.device_put(load_inception(path), sharding.replicated(mesh))
-  extract = functools.partial(make_extractor(InceptionV3(), resize), params)
-  return lambda batch: extract(sharding.shard_batch(batch, mesh))
+  extract = make_extractor(inception.InceptionV3(), resize)
+  return lambda batch: extract(params, sharding.shard_batch(batch, mesh))
 
 
 def _scores(
   metrics: tuple[str, ...], samples: Summary, reference: Summary | None = None
 ) -> dict[str, Any]:
   """All metrics; None for those that were not asked for."""
-  fid = sfid = precision = recall = None
+  names = "fid", "sfid", "inception_score", "precision", "recall"
+  scores = dict.fromkeys(names)
+  scores["inception_score"] = samples.inception_score
   if "fid" in metrics:
-    fid = frechet_distance(samples.pool3, reference.pool3)
+    scores["fid"] = frechet_distance(samples.pool3, reference.pool3)
   if "sfid" in metrics:
-    sfid = frechet_distance(samples.spatial, reference.spatial)
+    scores["sfid"] = frechet_distance(samples.spatial, reference.spatial)
   if "pr" in metrics:
-    precision, recall = precision_recall(samples.features, reference.features)
-  return {
-    "fid": fid,
-    "sfid": sfid,
-    "inception_score": samples.inception_score,
-    "precision": precision,
-    "recall": recall,
-  }
+    both = samples.features, reference.features
+    found = precision_recall.precision_recall(*both)
+    scores["precision"], scores["recall"] = found
+  return scores

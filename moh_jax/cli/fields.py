@@ -5,6 +5,7 @@ Importable without JAX.
 
 import argparse
 import dataclasses
+import functools
 import typing
 from typing import Any
 
@@ -28,7 +29,7 @@ def add_fields(
     cls: dataclass whose docstring has a block `Attributes:`. Its `CHOICES`, if
       it has any, are the allowed values by field.
     *names: the fields; all if there are none.
-    defaults: where the defaults are, if not in the class: "the run's".
+    defaults: what the defaults are, if not those of the class: "the run's".
   """
   hints, meanings = typing.get_type_hints(cls), reference.meanings(cls)
   for field in dataclasses.fields(cls):
@@ -42,14 +43,14 @@ def add_fields(
     if kind is bool:
       options = {"action": "store_true"}
     elif item := typing.get_args(kind):
-      parse, metavar = _TUPLES[item[0]]
-      options = {"type": parse, "metavar": metavar}
+      parse = functools.partial(_parse_tuple, kind=item[0])
+      options = {"type": parse, "metavar": _ITEMS[item[0]][0]}
       text += f"; of {', '.join(choices)}" if choices else ""
     elif choices:
       options["choices"] = choices
     if isinstance(default, tuple):
       default = ",".join(map(str, default))
-    if default not in (None, False, ""):
+    if defaults or default not in (None, False, ""):
       text += f" (default: {defaults or default})"
     parser.add_argument(
       f"--{name.replace('_', '-')}",
@@ -69,31 +70,23 @@ def given_fields(
 
 def int_tuple(text: str) -> tuple[int, ...]:
   """Parses "0,0,6,12"."""
-  return _parts(text, int, "integers")
+  return _parse_tuple(text, int)
 
 
-def percent_tuple(text: str) -> tuple[float, ...]:
-  """Parses "50,62.5"."""
-  return _parts(text, float, "percentages")
-
-
-def _parts(text: str, kind: type, what: str) -> tuple:
+def _parse_tuple(text: str, kind: type) -> tuple:
+  """Parses "50,62.5" or "dense,packed"."""
   try:
     return tuple(kind(part) for part in text.split(","))
   except ValueError as error:
+    _, what = _ITEMS[kind]
     raise argparse.ArgumentTypeError(
       f"{text!r} must be {what} separated by commas"
     ) from error
 
 
-def name_tuple(text: str) -> tuple[str, ...]:
-  """Parses "dense,packed"."""
-  return tuple(text.split(","))
-
-
-# Items of a tuple -> how an option of them is parsed, and its metavar.
-_TUPLES = {
-  int: (int_tuple, "N,..."),
-  float: (percent_tuple, "P,..."),
-  str: (name_tuple, "NAME,..."),
+# Type of a tuple's items -> metavar of an option of them, and their name.
+_ITEMS = {
+  int: ("N,...", "integers"),
+  float: ("P,...", "percentages"),
+  str: ("NAME,...", "names"),
 }

@@ -7,7 +7,6 @@ import itertools
 from moh_jax.cli import common, fields
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
-from moh_jax.inference.restore import restore
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import sharding
 
@@ -20,9 +19,7 @@ def run(args: argparse.Namespace) -> int:
   tokenizer = load_checkpoint_tokenizer(args.checkpoint)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
-    restored = restore(
-      args.checkpoint, mesh=mesh, **common.restore_options(args)
-    )
+    restored = common.restore(args, mesh=mesh)
   generator = Generator(
     restored,
     tokenizer,

@@ -7,7 +7,6 @@ from moh_jax import config as config_lib
 from moh_jax.analysis.importance import head_importance, order_by_importance
 from moh_jax.cli import common
 from moh_jax.data.text import sequences
-from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
 from moh_jax.training.task import stream
 
@@ -18,14 +17,10 @@ def run(args: argparse.Namespace) -> int:
   The JSON's "head_order" is what `model.head_order` takes to share the most
   important heads in place of the first.
   """
-  if args.batches < 1:
-    raise ValueError(f"--batches {args.batches} must be at least 1")
   is_first = common.join(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
-    restored = restore(
-      args.checkpoint, mesh=mesh, **common.restore_options(args)
-    )
+    restored = common.restore(args, mesh=mesh)
     config = restored.config
     config_lib.check_command(config, "heads", args.checkpoint)
     # Nothing is accumulated here, so any batch will do.

@@ -1,6 +1,7 @@
 """`python -m moh_jax inspect`."""
 
 import argparse
+import itertools
 
 import jax
 from flax import traverse_util
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
   report = {
     "step": step,
     "class_names": list(names),
-    "config": config_lib.to_config_dict(config).to_dict(),
+    "config": config_lib.to_dict(config),
     "layers": layers,
     "activated_share": config.model.activated_share,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -99,17 +100,12 @@ def _by_module(params: dict) -> dict[str, int]:
 
 
 def _print(report: dict, config: Config) -> None:
-  groups: list[list[dict]] = []  # of equal layers
-  for row in report["layers"]:
-    if groups and groups[-1][0] == {**row, "layer": groups[-1][0]["layer"]}:
-      groups[-1].append(row)
-    else:
-      groups.append([row])
-  rows = [
-    (_span(group), len(group), *list(group[0].values())[1:]) for group in groups
-  ]
-  header = ("layers", "count", *list(groups[0][0])[1:])
-  print(common.table(rows, header))
+  rows = []
+  equal = itertools.groupby(report["layers"], lambda row: {**row, "layer": 0})
+  for values, group in equal:
+    layers = [row["layer"] for row in group]
+    rows.append((_span(layers), len(layers), *list(values.values())[1:]))
+  print(common.table(rows, ("layers", "count", *list(values)[1:])))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
   print("\n" + common.table(counts, ("module", "parameters")) + "\n")
   print(f"family: {config.model.family}")
@@ -124,7 +120,7 @@ def _print(report: dict, config: Config) -> None:
     print(f"classes: {len(names)} ({', '.join(names[:_NAMES])}{more})")
 
 
-def _span(group: list[dict]) -> str:
+def _span(layers: list[int]) -> str:
   """The numbers of consecutive layers, "2-5"."""
-  first, last = group[0]["layer"], group[-1]["layer"]
+  first, last = layers[0], layers[-1]
   return f"{first}-{last}" if last > first else f"{first}"

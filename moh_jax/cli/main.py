@@ -6,6 +6,7 @@ seconds to import, so help and what can be refused without it come first.
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 import traceback as traceback_lib
@@ -13,30 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from moh_jax.cli import common
+from moh_jax.cli.arguments import COMMANDS
 from moh_jax.config import reference
 
-# Command -> what it does. Its options are in the module of its name in
-# `cli/arguments`, its `run(args) -> exit status` in that in `cli`.
-COMMANDS = {
-  "bench": "time forms of attention, layers, decoding and models",
-  "classify": "name what image files show",
-  "convert": "turn a public checkpoint into one of ours",
-  "encode-latents": "turn images into latents to train a diffusion model on",
-  "evaluate": "score a checkpoint on its held-out data",
-  "evaluate-lm": "score a language model on the harness's tasks or on text",
-  "export": "turn a checkpoint into public tensor names",
-  "fid": "score images: FID, sFID, Inception Score, precision, recall",
-  "generate": "write on from a prompt with a language model",
-  "heads": "measure what each head of a language model is worth",
-  "inspect": "describe a checkpoint or config: heads, parameters, sizes",
-  "pack-images": "pack folders of images into array_record shards",
-  "parity": "compare our numbers with recorded cases",
-  "sample": "sample images from a diffusion checkpoint",
-  "tokenize": "turn text files into token sets to train a language model on",
-  "train": "train a model; run again, it resumes",
-  "train-tokenizer": "train a byte-level BPE tokenizer on text files",
-  "tune-kernels": "measure the attention kernels' tiles on this GPU or TPU",
-}
 _USER_ERRORS = (ValueError, OSError, NotImplementedError)
 _HELP = {"-h", "--help"}
 
@@ -55,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="commands:\n"
-    + "\n".join(f"  {name:<16}{text}" for name, text in COMMANDS.items()),
+    + "\n".join(
+      f"  {name:<16}{inspect.getdoc(options)}"
+      for name, options in COMMANDS.items()
+    ),
   )
   parser.add_argument(
     "--import",
@@ -83,13 +66,10 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       raise ValueError(f"--import {module}: {error}") from error
   command = _Parser(
     prog=f"python -m moh_jax {name}",
-    description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
+    description=inspect.getdoc(COMMANDS[name]),
     allow_abbrev=False,
   )
-  module = name.replace("-", "_")
-  importlib.import_module(f"moh_jax.cli.arguments.{module}").add_arguments(
-    command
-  )
+  COMMANDS[name](command)
   command.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
   )
@@ -101,7 +81,8 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
     return 0
   options = command.parse_args(argv)
   common.read_inputs(options, overrides)
-  return importlib.import_module(f"moh_jax.cli.{module}").run(options)
+  module = importlib.import_module(f"moh_jax.cli.{name.replace('-', '_')}")
+  return module.run(options)
 
 
 def _given_config(argv: Sequence[str]) -> str | None:

@@ -7,70 +7,42 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.cli import common, fields
-from moh_jax.cli.arguments.sample import OVERRIDES
+from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
-from moh_jax.inference.restore import restore
-from moh_jax.inference.sample import (
-  Sampler,
-  check_request,
-  sample_images,
-  sample_npz,
-)
+from moh_jax.inference import sample
 from moh_jax.models.generation import image_grid
 from moh_jax.runtime import checkpoint, sharding
 
 
 def run(args: argparse.Namespace) -> int:
   """Samples images and writes them."""
-  out = pathlib.Path(args.out)
-  if out.suffix not in (".png", ".npz"):
-    raise ValueError(f"--out {args.out!r} must end in .png or .npz")
-  if not out.parent.is_dir():
-    raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
-  for name in ("num", "batch_size", "columns", "zoom"):
-    value = getattr(args, name)
-    if value is not None and value < 1:
-      option = name.replace("_", "-")
-      raise ValueError(f"--{option} {value} must be at least 1")
+  out = common.out_file(args.out, ".png", ".npz")
   is_first = common.join(args)
   _check_before_restoring(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
-    restored = restore(
-      args.checkpoint,
-      mesh=mesh,
-      sample=fields.given_fields(args, SampleConfig, *OVERRIDES),
-      **common.restore_options(args),
-    )
+    given = fields.given_fields(args, SampleConfig, *OVERRIDES)
+    restored = common.restore(args, mesh=mesh, sample=given)
     config = restored.config
     decode = None
     if args.vae:
       decode = load_decoder(args.vae, config, mesh, tile=args.vae_tile)
-    sampler = Sampler(
-      restored,
-      labels=args.labels,
-      seed=args.seed,
-      mesh=mesh,
-      decode=decode,
+    sampler = sample.Sampler(
+      restored, labels=args.labels, seed=args.seed, mesh=mesh, decode=decode
     )
     num = args.num or len(sampler.labels)
     size = min(args.batch_size, num)
     if out.suffix == ".png":
-      images = sample_images(sampler, num, size, progress=True)
+      images = sample.sample_images(sampler, num, size, progress=True)
       images = images.repeat(args.zoom, axis=1).repeat(args.zoom, axis=2)
       if is_first:
         _write_grid(out, images, args.columns or min(num, 10))
     else:
       settings = _settings(args, config, restored.step)
-      sample_npz(
-        sampler,
-        num,
-        out,
-        batch_size=size,
-        settings=settings,
-        progress=True,
+      sample.sample_npz(
+        sampler, num, out, batch_size=size, settings=settings, progress=True
       )
   if is_first:
     print(f"{num} images written to {out}")
@@ -85,7 +57,7 @@ def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
 def _check_before_restoring(args: argparse.Namespace) -> None:
   """Refuses what the checkpoint's config alone shows to be wrong."""
   metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
-  check_request(metadata.config, args.labels, args.seed)
+  sample.check_request(metadata.config, args.labels, args.seed)
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
 

@@ -1,9 +1,8 @@
 """`python -m moh_jax train-tokenizer`."""
 
 import argparse
-import pathlib
 
-from moh_jax.data.text.files import read_documents
+from moh_jax.cli import common
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenize import PIECE_BYTES
 from moh_jax.data.text.tokenizers import tokenizer_from_bytes, train_bpe
@@ -12,18 +11,9 @@ from moh_jax.files import replacing
 
 def run(args: argparse.Namespace) -> int:
   """Trains a byte-level BPE and writes it."""
-  out = pathlib.Path(args.out)
-  if out.suffix != ".json":
-    raise ValueError(f"--out={args.out} must end in .json")
-  if not out.parent.is_dir():
-    raise FileNotFoundError(f"--out={args.out}: no directory {out.parent}")
-  texts = (
-    text
-    for group in list_pieces(args.data, PIECE_BYTES)
-    for piece in group
-    for _, text in read_documents(piece, args.field)
-  )
-  content = train_bpe(texts, args.vocab_size)
+  out = common.out_file(args.out, ".json")
+  groups = list_pieces(args.data, PIECE_BYTES)
+  content = train_bpe(common.read_texts(groups, args.field), args.vocab_size)
   with replacing(out) as path:
     path.write_bytes(content)
   entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size

@@ -1,12 +1,11 @@
 """`python -m moh_jax tune-kernels`."""
 
 import argparse
-import pathlib
 
 import jax
 
-from moh_jax.cli import fields
-from moh_jax.cli.arguments.tune_kernels import SHAPES
+from moh_jax.cli import common, fields
+from moh_jax.cli.arguments.speed import SHAPES
 from moh_jax.ops.kernels.sizes import read
 from moh_jax.speed.options import Workload
 from moh_jax.speed.tiles import tune, write
@@ -14,9 +13,7 @@ from moh_jax.speed.tiles import tune, write
 
 def run(args: argparse.Namespace) -> int:
   """Measures head dims and adds them to a file."""
-  out = pathlib.Path(args.out)
-  if not out.parent.is_dir():
-    raise FileNotFoundError(f"--out {args.out!r}: no directory {out.parent}")
+  out = common.out_file(args.out)
   if out.exists():
     read(out)  # what cannot be added to is an error before any work
   shapes = fields.given_fields(args, Workload, *SHAPES)

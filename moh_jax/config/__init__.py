@@ -1,89 +1,48 @@
-"""One frozen dataclass per config section; every range check lives here."""
+"""One frozen dataclass per config section; every range check lives here.
 
-from moh_jax.config.autoencoder import VAEConfig
-from moh_jax.config.classifier import ClassifierConfig
-from moh_jax.config.diffusion import DiffusionConfig, SampleConfig
-from moh_jax.config.dit import DiTConfig
-from moh_jax.config.family import Family
-from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.layers import LayerGroup, LayerStack, RoutedLayers
-from moh_jax.config.llm import CACHE_DTYPES, LLMConfig
-from moh_jax.config.model import ImageModel, without_router
-from moh_jax.config.parse import (
-  apply_overrides,
-  differing_fields,
-  from_config_dict,
-  make_section,
-  to_config_dict,
-  to_json,
-  unknown_key,
-)
-from moh_jax.config.registry import (
-  check_command,
-  families,
-  family_of_format,
-  get_family,
-  public_formats,
-  register_family,
-  released_model,
-  released_models,
-)
-from moh_jax.config.rotary import RotaryConfig
-from moh_jax.config.run import Config
-from moh_jax.config.sections import (
-  CheckpointConfig,
-  DataConfig,
-  EvalConfig,
-  LogConfig,
-  MeshConfig,
-  OptimConfig,
-  TrainConfig,
-)
-from moh_jax.config.text import TextDataConfig, TuneConfig
-from moh_jax.config.vit import StageShape, ViTConfig
+Each name is imported as itself, which marks it as offered to other modules.
+"""
 
-__all__ = [
-  "CACHE_DTYPES",
-  "CheckpointConfig",
-  "ClassifierConfig",
-  "Config",
-  "DataConfig",
-  "DiTConfig",
-  "DiffusionConfig",
-  "EvalConfig",
-  "Family",
-  "HeadBudget",
-  "ImageModel",
-  "LLMConfig",
-  "LayerGroup",
-  "LayerStack",
-  "LogConfig",
-  "MeshConfig",
-  "OptimConfig",
-  "RotaryConfig",
-  "RoutedLayers",
-  "RouterConfig",
-  "SampleConfig",
-  "StageShape",
-  "TextDataConfig",
-  "TrainConfig",
-  "TuneConfig",
-  "VAEConfig",
-  "ViTConfig",
-  "apply_overrides",
-  "check_command",
-  "differing_fields",
-  "families",
-  "family_of_format",
-  "from_config_dict",
-  "get_family",
-  "make_section",
-  "public_formats",
-  "register_family",
-  "released_model",
-  "released_models",
-  "to_config_dict",
-  "to_json",
-  "unknown_key",
-  "without_router",
-]
+from moh_jax.config.autoencoder import VAEConfig as VAEConfig
+from moh_jax.config.classifier import ClassifierConfig as ClassifierConfig
+from moh_jax.config.diffusion import DiffusionConfig as DiffusionConfig
+from moh_jax.config.diffusion import SampleConfig as SampleConfig
+from moh_jax.config.dit import DiTConfig as DiTConfig
+from moh_jax.config.family import Family as Family
+from moh_jax.config.heads import HeadBudget as HeadBudget
+from moh_jax.config.heads import RouterConfig as RouterConfig
+from moh_jax.config.layers import ImageModel as ImageModel
+from moh_jax.config.layers import LayerGroup as LayerGroup
+from moh_jax.config.layers import LayerStack as LayerStack
+from moh_jax.config.layers import RoutedLayers as RoutedLayers
+from moh_jax.config.layers import without_router as without_router
+from moh_jax.config.llm import CACHE_DTYPES as CACHE_DTYPES
+from moh_jax.config.llm import LLMConfig as LLMConfig
+from moh_jax.config.parse import apply_overrides as apply_overrides
+from moh_jax.config.parse import differing_fields as differing_fields
+from moh_jax.config.parse import from_config_dict as from_config_dict
+from moh_jax.config.parse import make_section as make_section
+from moh_jax.config.parse import to_config_dict as to_config_dict
+from moh_jax.config.parse import to_dict as to_dict
+from moh_jax.config.parse import to_json as to_json
+from moh_jax.config.registry import check_command as check_command
+from moh_jax.config.registry import families as families
+from moh_jax.config.registry import family_of_format as family_of_format
+from moh_jax.config.registry import get_family as get_family
+from moh_jax.config.registry import public_formats as public_formats
+from moh_jax.config.registry import register_family as register_family
+from moh_jax.config.registry import released_model as released_model
+from moh_jax.config.registry import released_models as released_models
+from moh_jax.config.rotary import RotaryConfig as RotaryConfig
+from moh_jax.config.run import Config as Config
+from moh_jax.config.sections import CheckpointConfig as CheckpointConfig
+from moh_jax.config.sections import DataConfig as DataConfig
+from moh_jax.config.sections import EvalConfig as EvalConfig
+from moh_jax.config.sections import LogConfig as LogConfig
+from moh_jax.config.sections import MeshConfig as MeshConfig
+from moh_jax.config.sections import OptimConfig as OptimConfig
+from moh_jax.config.sections import TrainConfig as TrainConfig
+from moh_jax.config.text import TextDataConfig as TextDataConfig
+from moh_jax.config.text import TuneConfig as TuneConfig
+from moh_jax.config.vit import StageShape as StageShape
+from moh_jax.config.vit import ViTConfig as ViTConfig

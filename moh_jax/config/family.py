@@ -118,7 +118,6 @@ class Family:
       trained: config that the parameters were trained with.
       wanted: config of the model that will use them.
     """
-    del trained, wanted
     return params
 
   def serving_config(self, config: Config) -> Config:
@@ -140,7 +139,6 @@ class Family:
     """
     import jax
 
-    del config
     return jax.tree.map(lambda x: x.dtype, params)
 
   # Training and evaluation.
@@ -162,7 +160,6 @@ class Family:
     Returns:
       Rows, and other results by name.
     """
-    del options, run, models
     return [], {}
 
   # Public checkpoints.

@@ -1,7 +1,8 @@
-"""The layers of a model, as its section describes them."""
+"""What model sections have in common: the layers that they describe."""
 
 import dataclasses
 import itertools
+from typing import Any, Protocol, TypeVar
 
 from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS, REMATS, one_of
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -76,6 +77,26 @@ class RoutedLayers:
       if not isinstance(value, cls):
         raise ValueError(f"model.{name}={value!r} must be a {cls.__name__}")
 
+  def check_lengths(self, part: str, like: str, *names: str) -> None:
+    """Checks that tuples have one value per part of the model.
+
+    Args:
+      part: "layer" or "stage".
+      like: field whose length is right.
+      *names: fields to check.
+
+    Raises:
+      ValueError: a tuple of another length.
+    """
+    expected = getattr(self, like)
+    for name in names:
+      values = getattr(self, name)
+      if len(values) != len(expected):
+        raise ValueError(
+          f"model.{name}={values} must have one value per {part}, as "
+          f"model.{like}={expected} has ({len(expected)})"
+        )
+
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The layers by groups of equal ones, in order."""
     raise NotImplementedError
@@ -117,6 +138,34 @@ class RoutedLayers:
       raise ValueError(f"model, {place}: {error}") from error
 
 
+_Model = TypeVar("_Model", bound=RoutedLayers)
+
+
+def without_router(model: _Model, **changes: Any) -> _Model:
+  """The multi-head baseline of a model: the same network, router off.
+
+  Args:
+    model: the section.
+    **changes: further fields to change.
+  """
+  off = dataclasses.replace(model.router, kind="none")
+  return dataclasses.replace(model, router=off, **changes)
+
+
+class ImageModel(Protocol):
+  """What the data pipeline needs to know of a model that reads images.
+
+  Attributes:
+    channels: of the input.
+    num_classes: labels.
+    input_shape: rows, columns and channels of an example.
+  """
+
+  channels: int
+  num_classes: int
+  input_shape: tuple[int, int, int]
+
+
 class LayerStack(RoutedLayers):
   """What model sections with one value per layer have in common.
 
@@ -140,13 +189,7 @@ class LayerStack(RoutedLayers):
     """
     if not self.num_heads:
       raise ValueError("model.num_heads=() must have at least one layer")
-    for name in ("shared_heads", "top_k"):
-      values = getattr(self, name)
-      if len(values) != self.depth:
-        raise ValueError(
-          f"model.{name}={values} must have one value per layer, as "
-          f"model.num_heads={self.num_heads} has ({self.depth})"
-        )
+    self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
     self.budgets()
 
   def budgets(self) -> tuple[HeadBudget, ...]:
@@ -170,11 +213,8 @@ class LayerStack(RoutedLayers):
     splits = zip(self.num_heads, self.shared_heads, self.top_k)
     layers = zip(splits, self.budgets())
     groups = []
+    shape = self.width, self.num_tokens, self.sees
     for _, equal in itertools.groupby(layers, key=lambda layer: layer[0]):
       budgets = [budget for _, budget in equal]
-      groups.append(
-        LayerGroup(
-          budgets[0], len(budgets), self.width, self.num_tokens, self.sees
-        )
-      )
+      groups.append(LayerGroup(budgets[0], len(budgets), *shape))
     return tuple(groups)

@@ -6,6 +6,7 @@ the classifier's targets had no sections of their own are read through
 names the new one.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,10 +37,7 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
     stored: sections of a run as a checkpoint holds them, of this version or an
       older one.
   """
-  sections = {
-    name: dict(fields) if isinstance(fields, Mapping) else fields
-    for name, fields in stored.items()
-  }
+  sections = copy.deepcopy(dict(stored))
   for old, new in MOVED.items():
     section, name = old.split(".")
     value = sections.get(section, {}).get(name)

@@ -19,15 +19,7 @@ def to_config_dict(config: Config) -> "ml_collections.ConfigDict":
   # Models and kernels import this module where ml_collections may be missing.
   import ml_collections
 
-  cfg = ml_collections.ConfigDict(_to_dict(config))
-  for name, section in config.by_name().items():
-    for field, hint in typing.get_type_hints(type(section)).items():
-      if field in cfg[name] and cfg[name][field] is None:
-        # A flag can only set what has a type.
-        kind = without_none(hint)
-        kind = typing.get_origin(kind) or kind
-        cfg[name][field] = ml_collections.config_dict.placeholder(kind)
-  return cfg.lock()
+  return ml_collections.ConfigDict(to_dict(config)).lock()
 
 
 def from_config_dict(cfg: Mapping[str, Any]) -> Config:
@@ -51,7 +43,8 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   )
 
 
-def _to_dict(config: Config) -> dict[str, Any]:
+def to_dict(config: Config) -> dict[str, Any]:
+  """The run as nested dicts of plain values."""
   return {
     name: dataclasses.asdict(section)
     for name, section in config.by_name().items()
@@ -60,7 +53,7 @@ def _to_dict(config: Config) -> dict[str, Any]:
 
 def to_json(config: Config) -> str:
   """The run as JSON; `from_config_dict(json.loads(text))` gives it back."""
-  return json.dumps(_to_dict(config), indent=2, sort_keys=True)
+  return json.dumps(to_dict(config), indent=2, sort_keys=True)
 
 
 def apply_overrides(config: Config, section: str, **fields: Any) -> Config:

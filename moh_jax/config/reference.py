@@ -36,6 +36,13 @@ class Key:
   meaning: str
   choices: tuple[str, ...]
 
+  @property
+  def text(self) -> str:
+    """The meaning, and the choices where there are several."""
+    if len(self.choices) < 2:
+      return self.meaning
+    return f"{self.meaning} One of {', '.join(self.choices)}.".strip()
+
 
 def keys(name: str, section: Any) -> Iterator[Key]:
   """The leaves of a section, those of nested sections among them.
@@ -67,10 +74,8 @@ def describe(config: Config) -> str:
     lines += ["", f"{name}: {_first_sentence(type(section))}"]
     for key in keys(name, section):
       lines.append(f"  --config.{key.name}={key.value!r}  ({key.type})")
-      text = " ".join(filter(None, (key.meaning, _one_of(key))))
-      lines += textwrap.wrap(
-        text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
-      )
+      indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+      lines += textwrap.wrap(key.text, _WIDTH, **indents)
   return "\n".join(lines)
 
 
@@ -107,16 +112,11 @@ def _table(name: str, section: Any) -> str:
     "|---|---|---|---|",
   ]
   for key in keys(name, section):
-    meaning = " ".join(filter(None, (key.meaning, _one_of(key))))
-    cells = (f"`{key.name}`", f"`{key.value!r}`", f"`{key.type}`", meaning)
+    cells = (f"`{key.name}`", f"`{key.value!r}`", f"`{key.type}`", key.text)
     lines.append(
       f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
     )
   return "\n".join(lines)
-
-
-def _one_of(key: Key) -> str:
-  return f"One of {', '.join(key.choices)}." if len(key.choices) > 1 else ""
 
 
 def _first_sentence(cls: type) -> str:

@@ -35,7 +35,8 @@ def register_family(family: Family) -> Family:
     if not hasattr(family, attribute):
       raise ValueError(f"{type(family).__name__}.{attribute} must be set")
   known = _registry.get(family.name)
-  taken = family.name in _BUILT_IN and not _is_built_in(family)
+  built_in = type(family).__module__.startswith("moh_jax.families.")
+  taken = family.name in _BUILT_IN and not built_in
   if taken or (known and type(known).__qualname__ != type(family).__qualname__):
     raise ValueError(f"family name={family.name!r} is taken by another family")
   _registry[family.name] = family
@@ -129,7 +130,3 @@ def family_of_format(kind: str) -> Family:
     if kind in family.formats:
       return family
   raise ValueError(f"--from {kind!r} must be one of {public_formats()}")
-
-
-def _is_built_in(family: Family) -> bool:
-  return type(family).__module__.startswith("moh_jax.families.")

@@ -14,15 +14,6 @@ from moh_jax.config.sections import (
   TrainConfig,
 )
 
-_SHARED = {
-  "optim": OptimConfig,
-  "train": TrainConfig,
-  "mesh": MeshConfig,
-  "checkpoint": CheckpointConfig,
-  "eval": EvalConfig,
-  "log": LogConfig,
-}
-
 
 def section_types(family: str) -> dict[str, type]:
   """The dataclass of every section of a family's configs, by name."""
@@ -147,3 +138,12 @@ def check_known(names: Mapping[str, Any], family: str) -> None:
       f"unknown config section {unknown[0]!r} for model.family={family!r}; "
       f"known: {list(known)}"
     )
+
+
+# The sections that are the same in all families: the fields of `Config` that
+# name a class.
+_SHARED = {
+  name: kind
+  for name, kind in Config.__annotations__.items()
+  if dataclasses.is_dataclass(kind)
+}

@@ -3,8 +3,8 @@
 import dataclasses
 
 from moh_jax.config.heads import RouterConfig
+from moh_jax.config.layers import without_router
 from moh_jax.config.llm import LLMConfig
-from moh_jax.config.model import without_router
 from moh_jax.config.rotary import RotaryConfig
 
 # (layers, width, MLP width, heads, head dim): arXiv:2410.11842.

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.model import without_router
+from moh_jax.config.layers import without_router
 from moh_jax.config.vit import ViTConfig
 
 # Parameters that the released ViT recipe does not decay: norms, biases, and
@@ -33,7 +33,6 @@ _BASE = dataclasses.replace(
   shared_heads=(4, 8, 4, 5),
   top_k=(0, 0, 8, 16),
   drop_path=0.6,
-  remat="dots",
 )
 
 

@@ -104,23 +104,10 @@ class ViTConfig(RoutedLayers):
     self.stage_shapes()
 
   def _check_stages(self):
-    stages = len(self.depths)
-    if not stages:
+    if not self.depths:
       raise ValueError("model.depths=() must have at least one stage")
-    for name in (
-      "embed_dims",
-      "num_heads",
-      "shared_heads",
-      "top_k",
-      "mlp_ratios",
-      "sr_ratios",
-    ):
-      values = getattr(self, name)
-      if len(values) != stages:
-        raise ValueError(
-          f"model.{name}={values} must have one value per stage, as "
-          f"model.depths={self.depths} has ({stages})"
-        )
+    names = "embed_dims", "num_heads", "shared_heads", "top_k"
+    self.check_lengths("stage", "depths", *names, "mlp_ratios", "sr_ratios")
     for name in ("embed_dims", "depths", "num_heads", "sr_ratios"):
       if min(getattr(self, name)) < 1:
         raise ValueError(
@@ -164,23 +151,14 @@ class ViTConfig(RoutedLayers):
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The blocks by stage."""
-    parts = zip(
-      self.budgets(),
-      self.depths,
-      self.embed_dims,
-      self.stage_shapes(),
-      self.sr_ratios,
-    )
-    return tuple(
-      LayerGroup(
-        budget,
-        depth,
-        width,
-        shape.grid[0] * shape.grid[1],
-        "all" if ratio == 1 else "window",
-      )
-      for budget, depth, width, shape, ratio in parts
-    )
+    groups = []
+    stages = zip(self.budgets(), self.stage_shapes())
+    for stage, (budget, shape) in enumerate(stages):
+      depth, width = self.depths[stage], self.embed_dims[stage]
+      tokens = shape.grid[0] * shape.grid[1]
+      sees = "window" if shape.pool_grid else "all"
+      groups.append(LayerGroup(budget, depth, width, tokens, sees))
+    return tuple(groups)
 
   def stage_shapes(self) -> tuple[StageShape, ...]:
     """Token grids of every stage.

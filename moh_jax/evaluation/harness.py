@@ -10,7 +10,6 @@ import random
 import sys
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -117,10 +116,8 @@ def run_tasks(
     raise ValueError(f"limit={limit} must be at least 1")
   for task in loaded.tasks.values():
     task.set_fewshot_seed(_SHOTS_SEED)
-  with (  # keeps the harness off stdout and out of other processes
-    contextlib.redirect_stdout(sys.stderr),
-    mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"),
-  ):
+  os.environ.setdefault("DISABLE_MULTIPROC", "1")  # resamples in this process
+  with contextlib.redirect_stdout(sys.stderr):
     results = evaluate(
       lm=model,
       task_dict={"tasks": loaded.tasks, "groups": loaded.groups},

@@ -3,13 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config import (
-  Config,
-  DiffusionConfig,
-  DiTConfig,
-  OptimConfig,
-  SampleConfig,
-)
+from moh_jax import config as config_lib
+from moh_jax.config import Config, DiTConfig
 from moh_jax.config.registry import register_family
 from moh_jax.config.spacing import spaced_timesteps
 from moh_jax.families.images import ImageFamily
@@ -22,7 +17,10 @@ class DiTFamily(ImageFamily):
 
   name = "dit"
   model = DiTConfig
-  sections = {"diffusion": DiffusionConfig, "sample": SampleConfig}
+  sections = {
+    "diffusion": config_lib.DiffusionConfig,
+    "sample": config_lib.SampleConfig,
+  }
   commands = frozenset({"sample"})
   formats = {"moh-dit": ("moh-dit",), "dit": ("dit",)}
 
@@ -44,7 +42,7 @@ class DiTFamily(ImageFamily):
     return Config(
       model=model,
       data=self.data(batch_size=batch),
-      optim=OptimConfig(ema_decay=_EMA_DECAY),
+      optim=config_lib.OptimConfig(ema_decay=_EMA_DECAY),
     )
 
   def make_model(self, config: Config) -> tuple:
@@ -76,7 +74,6 @@ class DiTFamily(ImageFamily):
     """Time of a guided sampler."""
     from moh_jax.speed import sampling
 
-    del models
     return [], {"sampler": sampling.measure(options, run)}
 
   def converter(self) -> Any:

@@ -59,7 +59,6 @@ class LLMFamily(Family):
 
   def data_at(self, config: Config, path: str) -> dict[str, Any]:
     """One token set in place of a mix."""
-    del config
     return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
 
   def make_model(self, config: Config) -> tuple:

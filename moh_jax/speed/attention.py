@@ -64,9 +64,7 @@ def measure(options: SequenceOptions, peak: float) -> list[Row]:
     peak: the device's matrix peak, FLOP/s.
   """
   variants = functools.partial(_variants, options)
-  return compare.measure_heads(
-    options, "attention", options.modes, variants, peak
-  )
+  return compare.measure_heads(options, "attention", variants, peak)
 
 
 def _random_arrays(options: SequenceOptions, length: int) -> list[jax.Array]:
@@ -85,7 +83,7 @@ def _variants(
   options: SequenceOptions, mode: str, length: int
 ) -> list[Variant]:
   *qkv, cotangent = _random_arrays(options, length)
-  reference = _reference(mode)
+  reference = make_reference(mode)
   variants = []
   for budget in (None, *options.budgets()):
     active, mask, share = None, jnp.ones(cotangent.shape[:3], bool), 1.0
@@ -120,8 +118,16 @@ def _evaluation(name: str, mode: str) -> Callable:
   return run
 
 
-def _reference(mode: str) -> Callable:
-  """Makes the dense form in float32, computed head by head to save memory."""
+def make_reference(mode: str) -> Callable:
+  """Makes the dense form in float32, computed head by head to save memory.
+
+  Args:
+    mode: one of `options.MODES`.
+
+  Returns:
+    A function (q, k, v, cotangent) -> (outputs, gradients); modes without a
+    backward pass need no cotangent.
+  """
 
   @jax.checkpoint
   def head(qkv):
@@ -136,10 +142,10 @@ def _reference(mode: str) -> Callable:
     return jnp.moveaxis(jax.lax.map(head, heads_first), 0, 2)
 
   @jax.jit
-  def run(q, k, v, cotangent):
-    q, k, v, cotangent = (x.astype(jnp.float32) for x in (q, k, v, cotangent))
+  def run(q, k, v, cotangent=None):
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), (q, k, v, cotangent))
     with jax.default_matmul_precision("highest"):
-      return _evaluate(attend, mode, (q, k, v), cotangent)
+      return _evaluate(attend, mode, arrays[:3], arrays[3])
 
   return run
 

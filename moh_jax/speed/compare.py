@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from moh_jax.ops.routing import HeadBudget
 from moh_jax.speed import exactness, timing
-from moh_jax.speed.exactness import Errors
 from moh_jax.speed.options import DENSE_FORMS, HeadOptions
 from moh_jax.speed.programs import Program, compile_program, default_loops
 from moh_jax.speed.report import Row
@@ -25,7 +24,8 @@ class Variant:
     program: the compiled program to time.
     mha: whether it is multi-head attention, without a router.
     flops: FLOPs of one evaluation; None where they are not counted.
-    errors: errors against the dense form; None where they are not measured.
+    max_error: error against the dense form; None where it is not measured.
+    fault: which error exceeds its limit, in words; None if none does.
   """
 
   implementation: str
@@ -33,7 +33,8 @@ class Variant:
   program: Program
   mha: bool = False
   flops: float | None = None
-  errors: Errors | None = None
+  max_error: float | None = None
+  fault: str | None = None
 
 
 def compile_forms(
@@ -69,9 +70,11 @@ def compile_forms(
     program = compile_program(evaluation(name), *args, loops=default_loops())
     found = program.run()
     expected = found if expected is None else expected
-    errors = exactness.compare(comparable(found), comparable(expected))
+    errors = exactness.compare(
+      comparable(found), comparable(expected), options.dtype
+    )
     variants.append(
-      Variant(name, share, program, budget is None, flops, errors)
+      Variant(name, share, program, budget is None, flops, *errors)
     )
   return variants
 
@@ -79,7 +82,6 @@ def compile_forms(
 def measure_heads(
   options: HeadOptions,
   op: str,
-  modes: Sequence[str],
   variants: Callable[[str, int], list[Variant]],
   peak: float,
 ) -> list[Row]:
@@ -88,12 +90,11 @@ def measure_heads(
   Args:
     options: options of the command.
     op: what is computed, see `Row`.
-    modes: which passes to run, see `Row`.
     variants: makes the variants of a mode and a length.
     peak: the device's matrix peak, FLOP/s.
   """
   rows = []
-  for length, mode in itertools.product(options.lengths, modes):
+  for length, mode in itertools.product(options.lengths, options.modes):
     rows += measure(
       variants(mode, length),
       op=op,
@@ -101,10 +102,30 @@ def measure_heads(
       length=length,
       units=options.batch * (1 if op == "decode" else length),
       rounds=options.rounds,
-      dtype=options.dtype,
       peak=peak,
     )
   return rows
+
+
+def measure_models(
+  models: Mapping[str, Any],
+  programs: Mapping[str, Program],
+  *others: Variant,
+  **options: Any,
+) -> list[Row]:
+  """Measures programs of variants of a model.
+
+  Args:
+    models: model sections by name of the form; "mha" is the baseline.
+    programs: the program of each.
+    *others: further programs to time with them.
+    **options: of `measure`.
+  """
+  variants = [
+    Variant(name, models[name].activated_share, program, name == "mha")
+    for name, program in programs.items()
+  ]
+  return measure([*variants, *others], op="model", min_seconds=0.0, **options)
 
 
 def measure(
@@ -115,7 +136,6 @@ def measure(
   length: int | None,
   units: int,
   rounds: int,
-  dtype: str = "float32",
   peak: float | None = None,
   min_seconds: float = 0.005,
 ) -> list[Row]:
@@ -128,7 +148,6 @@ def measure(
     length: tokens of a sequence or slots of a cache; None for images.
     units: tokens or images of one evaluation.
     rounds: measured turns.
-    dtype: compute dtype, which decides how large an error may be.
     peak: the device's matrix peak in FLOP/s; None where it is not measured.
     min_seconds: seconds that a turn lasts at least; shorter programs are
       repeated in it.
@@ -160,7 +179,6 @@ def measure(
     peak_share = None
     if peak and variant.flops is not None:
       peak_share = variant.flops / seconds / peak
-    errors = variant.errors
     rows.append(
       Row(
         device=jax.devices()[0].device_kind,
@@ -177,8 +195,8 @@ def measure(
         flops=variant.flops,
         peak_share=peak_share,
         peak_bytes=variant.program.bytes,
-        max_error=errors.largest if errors else None,
-        fault=errors.fault(dtype) if errors else None,
+        max_error=variant.max_error,
+        fault=variant.fault,
       )
     )
   return rows

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from moh_jax.ops.cache import LayerCache, make_cache, write_cache
 from moh_jax.ops.cached_attention import cached_attention
-from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.visible import Visible
 from moh_jax.speed import compare
-from moh_jax.speed.attention import attention_flops, random_active
+from moh_jax.speed.attention import (
+  attention_flops,
+  make_reference,
+  random_active,
+)
 from moh_jax.speed.compare import Variant
 from moh_jax.speed.options import DecodeOptions
 from moh_jax.speed.report import Row
@@ -42,7 +44,7 @@ def measure(options: DecodeOptions, peak: float) -> list[Row]:
     peak: the device's matrix peak, FLOP/s.
   """
   variants = functools.partial(_variants, options)
-  return compare.measure_heads(options, "decode", ("decode",), variants, peak)
+  return compare.measure_heads(options, "decode", variants, peak)
 
 
 def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
@@ -50,20 +52,14 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
   batch, heads, dim = options.batch, options.heads, options.head_dim
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (batch, 1, heads, dim), options.dtype)
-  cache = make_cache(
-    batch,
-    options.num_kv_heads,
-    length,
-    dim,
-    options.cache_dtype or options.dtype,
-  )
-  new = (
-    jax.random.normal(key, (batch, length, options.num_kv_heads, dim))
-    for key in keys[1:]
-  )
+  groups, dtype = options.num_kv_heads, options.cache_dtype or options.dtype
+  cache = make_cache(batch, groups, length, dim, dtype)
+  shape = batch, length, groups, dim
+  new = (jax.random.normal(key, shape) for key in keys[1:])
   cache = write_cache(cache, *new, jnp.int32(0))
   visible = jnp.ones((batch, 1, length), bool)
-  expected = _reference(q, cache)
+  reference = make_reference("forward")
+  expected, _ = reference(q, *_keys_and_values(cache))
   variants = []
   for budget in (None, *options.budgets()):
     active, gated, share = None, expected, 1.0
@@ -82,18 +78,9 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
   return variants
 
 
-@jax.jit
-def _reference(q: jax.Array, cache: LayerCache) -> jax.Array:
-  """Dense attention in float32 to the keys and values of a cache."""
+def _keys_and_values(cache: LayerCache) -> tuple[jax.Array, jax.Array]:
+  """What a cache holds, [B, M, K, D] float32."""
   k, v = (x.astype(jnp.float32) for x in (cache.k, cache.v))
   if cache.k_scale is not None:
     k, v = k * cache.k_scale[..., None], v * cache.v_scale[..., None]
-  with jax.default_matmul_precision("highest"):
-    return dense_attention(
-      q.astype(jnp.float32),
-      k.swapaxes(1, 2),
-      v.swapaxes(1, 2),
-      None,
-      Visible(),
-      q.shape[-1] ** -0.5,
-    )
+  return k.swapaxes(1, 2), v.swapaxes(1, 2)

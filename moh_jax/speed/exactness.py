@@ -1,6 +1,5 @@
 """Checks that a timed program computes what the dense form computes."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -11,41 +10,27 @@ import numpy as np
 LIMITS = {"float32": (2e-6, 1e-5), "bfloat16": (2e-2, 2e-2)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
-  """Relative errors against the dense form, see `relative_error`.
-
-  Attributes:
-    outputs: relative error of the outputs.
-    gradients: largest relative error of a gradient; None without gradients.
-  """
-
-  outputs: float
-  gradients: float | None = None
-
-  @property
-  def largest(self) -> float:
-    """The larger of both errors; NaN if one is NaN."""
-    return float(np.max([self.outputs, self.gradients or 0.0]))
-
-  def fault(self, dtype: str) -> str | None:
-    """Names the error that exceeds the limit of a dtype; None if none does."""
-    for name, limit in zip(("outputs", "gradients"), LIMITS[dtype]):
-      error = getattr(self, name)
-      if error is not None and not error <= limit:  # so that NaN is a fault
-        return f"relative error of the {name} {error:.1e} is above {limit:.0e}"
-    return None
-
-
-def compare(found: tuple[Any, Any], expected: tuple[Any, Any]) -> Errors:
+def compare(
+  found: tuple[Any, Any], expected: tuple[Any, Any], dtype: str
+) -> tuple[float, str | None]:
   """Measures the errors of a program's (outputs, gradients).
 
   Args:
     found: two trees of arrays, from the timed program.
     expected: the same trees from the dense form; gradients may be empty.
+    dtype: compute dtype, which decides how large an error may be.
+
+  Returns:
+    The larger of both relative errors, see `relative_error`, NaN if one is NaN;
+    and which of them exceeds its limit, in words, None if none does.
   """
-  outputs, gradients = (relative_error(*p) for p in zip(found, expected))
-  return Errors(outputs, gradients if jax.tree.leaves(expected[1]) else None)
+  errors = [relative_error(*parts) for parts in zip(found, expected)]
+  fault = None
+  parts = zip(("outputs", "gradients"), errors, LIMITS[dtype])
+  for name, error, limit in parts:
+    if not fault and not error <= limit:  # so that NaN is a fault
+      fault = f"relative error of the {name} {error:.1e} is above {limit:.0e}"
+  return float(np.max(errors)), fault
 
 
 def relative_error(found: Any, expected: Any) -> float:

@@ -74,7 +74,7 @@ def measure(options: LayerOptions, peak: float) -> list[Row]:
   splits = (None, *options.budgets())
   params = {split: _random_params(options, split) for split in splits}
   variants = functools.partial(_variants, options, params)
-  return compare.measure_heads(options, "layer", options.modes, variants, peak)
+  return compare.measure_heads(options, "layer", variants, peak)
 
 
 def _variants(
@@ -99,10 +99,7 @@ def _variants(
       routed=split is not None,
       mode=mode,
     )
-
-    def evaluation(name, split=split):
-      return _evaluation(_module(options, split, mode, name), mode)
-
+    evaluation = functools.partial(_evaluation, options, split, mode)
     arrays = params[split], x, cotangent
     variants += compare.compile_forms(
       options, split, evaluation, arrays, flops=flops
@@ -133,8 +130,11 @@ def _random_params(options: LayerOptions, split: HeadBudget | None) -> Any:
   return nn.meta.unbox(init(jax.random.key(1), token)["params"])
 
 
-def _evaluation(module: MoHAttention, mode: str) -> Callable:
+def _evaluation(
+  options: LayerOptions, split: HeadBudget | None, mode: str, name: str
+) -> Callable:
   """Makes the function (params, x, cotangent) -> (outputs, gradients)."""
+  module = _module(options, split, mode, name)
 
   def layer(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     out, aux = module.apply({"params": params}, x)

@@ -49,7 +49,6 @@ def measure(options: ModelOptions) -> dict[str, Any]:
 def _rows(
   options: ModelOptions, run: Config, models: dict[str, Any]
 ) -> list[Row]:
-  shares = {name: model.activated_share for name, model in models.items()}
   programs = {
     name: model_programs.programs(dataclasses.replace(run, model=model))
     for name, model in models.items()
@@ -57,21 +56,18 @@ def _rows(
   length = getattr(run.data, "sequence_length", None)
   rows = []
   for mode in ("forward", "forward_backward"):
-    variants = [
-      Variant(name, shares[name], made[mode], name == "mha")
-      for name, made in programs.items()
-    ]
+    routers = []
     if mode == "forward" and run.model.router.kind == "two_stage":
-      routers = model_programs.routers(run)
-      variants.append(Variant("router", run.model.activated_share, routers))
-    rows += compare.measure(
-      variants,
-      op="model",
+      share, program = run.model.activated_share, model_programs.routers(run)
+      routers = [Variant("router", share, program)]
+    rows += compare.measure_models(
+      models,
+      {name: made[mode] for name, made in programs.items()},
+      *routers,
       mode=mode,
       length=length,
       units=options.batch * (length or 1),
       rounds=options.rounds,
-      min_seconds=0.0,
     )
   return rows
 

@@ -10,14 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from moh_jax.config import (
-  CACHE_DTYPES,
-  Config,
-  apply_overrides,
-  get_family,
-  released_model,
-  without_router,
-)
+from moh_jax import config as config_lib
+from moh_jax.config import Config
 from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS
 from moh_jax.config.heads import HeadBudget
 
@@ -204,11 +198,12 @@ class DecodeOptions(HeadOptions):
   lengths: tuple[int, ...] = (1024, 4096)
   cache_dtype: str | None = None
 
+  modes: ClassVar = ("decode",)
   # "dense" reads the cache for every head, "kernel" for active heads only.
   CHOICES: ClassVar = {
     **HeadOptions.CHOICES,
     "implementations": ("dense", "kernel"),
-    "cache_dtype": CACHE_DTYPES,
+    "cache_dtype": config_lib.CACHE_DTYPES,
   }
 
   def check_possible(self, implementation: str) -> None:
@@ -273,12 +268,14 @@ class ModelOptions:
     """Runs on random data, one for each length; the longest is the last."""
     from moh_jax.data.infer import resolve
 
-    section = self.config.model if self.config else released_model(self.model)
-    family = get_family(section.family)
+    section = config_lib.released_model(self.model)
+    if self.config:
+      section = self.config.model
+    family = config_lib.get_family(section.family)
     run = resolve(family.bench_run(section, self.batch))
     changes = {"dtype": self.dtype, "remat": self.remat}
     given = {name: value for name, value in changes.items() if value}
-    run = apply_overrides(run, "model", **given)
+    run = config_lib.apply_overrides(run, "model", **given)
     if self.lengths is None:
       return [run]
     return [family.with_length(run, n) for n in sorted(self.lengths)]
@@ -289,7 +286,7 @@ class ModelOptions:
       name: dataclasses.replace(run.model, attention_impl=name)
       for name in self.implementations
     }
-    return {**models, "mha": without_router(run.model)}
+    return {**models, "mha": config_lib.without_router(run.model)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from moh_jax.speed import timing
 
 # On accelerators the call of a small function takes longer than its evaluation,
 # so one call evaluates it this many times.
@@ -93,13 +94,8 @@ def _best_seconds(size: int, dtype: str) -> float:
   """Seconds of the fastest of ten products of square matrices."""
   matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
   product = compile_program(jnp.matmul, matrix, matrix)
-  jax.block_until_ready(product.run())
-  best = float("inf")
-  for _ in range(_PEAK_CALLS):
-    start = time.perf_counter()
-    jax.block_until_ready(product.run())
-    best = min(best, time.perf_counter() - start)
-  return best
+  timing.seconds(product.run)  # warms up
+  return min(timing.seconds(product.run) for _ in range(_PEAK_CALLS))
 
 
 def _loop(function: Callable, loops: int) -> Callable:

@@ -6,6 +6,7 @@ the number whose three fastest tiles have the smallest total time wins.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -92,17 +93,23 @@ def tune(
     report(line)
 
   for rows in sorted({tile.rows for tile in tiles}):
-    bench = _Bench(workload, platform, rows, interpret)
+    compile_kernel = _compiler(workload, platform, rows, interpret)
     chosen, total = [], 0.0
     for kernel in _KERNELS:
-      programs = _programs(bench, kernel, tiles, report_fault)
-      if not programs:
+      fitting = {
+        f"{kernel} R={rows} {tile}": tile
+        for tile in tiles
+        if _fits(platform, kernel, rows, tile)
+      }
+      compile_tile = functools.partial(compile_kernel, kernel)
+      rounds = workload.rounds
+      seconds = _seconds(compile_tile, fitting, rounds, report_fault)
+      if not seconds:
         break
-      seconds = _seconds(programs, workload.rounds)
       for name, value in seconds.items():
         report(f"{name}: {value * 1e3:.3f} ms")
       fastest = min(seconds, key=seconds.get)
-      chosen.append(programs[fastest][0])
+      chosen.append(fitting[fastest])
       total += seconds[fastest]
     if len(chosen) == len(_KERNELS) and total < smallest:
       best, smallest = BlockSizes(*chosen), total
@@ -114,85 +121,70 @@ def tune(
   return best
 
 
-def _programs(
-  bench: "_Bench",
-  kernel: str,
-  tiles: list[Tile],
+def _seconds(
+  compile_tile: Callable[[Tile], Program],
+  tiles: dict[str, Tile],
+  rounds: int,
   report_fault: Callable[[str], None],
-) -> dict[str, tuple[Tile, Program]]:
-  """Compiles a kernel with every tile; returns those that run, by name."""
+) -> dict[str, float]:
+  """Seconds of a kernel with each tile that runs, by name, timed in turns."""
   programs = {}
-  for tile in tiles:
-    if not bench.fits(kernel, tile):
-      continue
-    name = f"{kernel} R={bench.rows} {tile}"
+  for name, tile in tiles.items():
     try:
-      program = bench.program(kernel, tile)
+      program = compile_tile(tile)
       jax.block_until_ready(program.run())
     except Exception as error:  # compilers and drivers share no error class
       why = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
       report_fault(f"{name} does not run: {why}")
     else:
-      programs[name] = tile, program
-  return programs
-
-
-def _seconds(
-  programs: dict[str, tuple[Tile, Program]], rounds: int
-) -> dict[str, float]:
-  """Seconds of one evaluation of each program, timed in turns."""
-  calls = {name: program.run for name, (_, program) in programs.items()}
+      programs[name] = program
+  calls = {name: program.run for name, program in programs.items()}
   times = timing.interleaved(calls, rounds)
-  return {
-    name: times[name].median / program.loops
-    for name, (_, program) in programs.items()
-  }
+  return {name: times[name].median / programs[name].loops for name in calls}
 
 
-class _Bench:
-  """The kernels on random arrays of a workload, at one number of block rows."""
+def _fits(platform: str, kernel: str, rows: int, tile: Tile) -> bool:
+  """Whether a kernel can use a tile for blocks of `rows` rows."""
+  if kernel == "forward" or platform == "tpu":
+    return tile.rows == rows
+  return rows % tile.rows == 0
 
-  def __init__(
-    self, workload: Workload, platform: str, rows: int, interpret: bool
-  ):
-    self._kernels = PLATFORMS[platform]
-    self._platform, self.rows = platform, rows
-    shape = workload.batch, workload.tokens, workload.heads
-    budget = HeadBudget(workload.heads, 0, workload.active, workload.head_dim)
-    self._blocks = head_blocks(random_active(budget, *shape[:2]), rows)
-    q, self._k, self._v, grad = (
-      jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
-      for key in jax.random.split(jax.random.key(0), 4)
-    )
-    self._q, self._grad = (gather_rows(x, self._blocks) for x in (q, grad))
-    self._visible = Visible(causal=workload.causal)
-    self._scale = workload.head_dim**-0.5
-    self._interpret = interpret
-    self._out = jnp.zeros_like(self._q)
 
-  def fits(self, kernel: str, tile: Tile) -> bool:
-    """Whether a kernel can use a tile for blocks of `rows` rows."""
-    if kernel == "forward" or self._platform == "tpu":
-      return tile.rows == self.rows
-    return self.rows % tile.rows == 0
+def _compiler(
+  workload: Workload, platform: str, rows: int, interpret: bool
+) -> Callable[[str, Tile], Program]:
+  """Makes the function (kernel, tile) -> program on random arrays.
 
-  def program(self, kernel: str, tile: Tile) -> Program:
-    """Compiles a kernel ("forward", "dq" or "dkv") with a tile."""
-    sums = jnp.zeros(len(self._q), jnp.float32)
+  Args:
+    workload: shapes of the arrays.
+    platform: "gpu" or "tpu".
+    rows: rows of a block.
+    interpret: run the kernels in the interpreter.
+  """
+  kernels = PLATFORMS[platform]
+  shape = workload.batch, workload.tokens, workload.heads
+  budget = HeadBudget(workload.heads, 0, workload.active, workload.head_dim)
+  blocks = head_blocks(random_active(budget, *shape[:2]), rows)
+  q, k, v, grad = (
+    jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
+    for key in jax.random.split(jax.random.key(0), 4)
+  )
+  q, grad = (gather_rows(x, blocks) for x in (q, grad))
+  sums = jnp.zeros(len(q), jnp.float32)
+  arrays = q, k, v, jnp.zeros_like(q), sums, grad, blocks
+  visible, scale = Visible(causal=workload.causal), workload.head_dim**-0.5
 
+  def compile_kernel(kernel: str, tile: Tile) -> Program:
     def call(q, k, v, out, sums, grad, blocks):
-      problem = Problem(
-        k.shape, k.dtype, self._visible, blocks, self._scale, self._interpret
-      )
+      problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
       if kernel == "forward":
-        return self._kernels.forward(problem, q, k, v, tile)
+        return kernels.forward(problem, q, k, v, tile)
       if kernel == "dq":
         rows = q, out, sums, grad
-        return self._kernels.query_gradient(problem, rows, k, v, tile)
+        return kernels.query_gradient(problem, rows, k, v, tile)
       rows = q, sums, sums, grad
-      return self._kernels.key_gradients(problem, rows, k, v, tile)
+      return kernels.key_gradients(problem, rows, k, v, tile)
 
-    args = (
-      self._q, self._k, self._v, self._out, sums, self._grad, self._blocks
-    )  # fmt: skip
-    return compile_program(call, *args, loops=default_loops())
+    return compile_program(call, *arrays, loops=default_loops())
+
+  return compile_kernel

@@ -47,19 +47,19 @@ def interleaved(
   times: dict[str, list[float]] = {name: [] for name in calls}
   for _ in range(rounds):
     for name, call in calls.items():
-      times[name].append(_seconds(call, repeats[name]))
+      times[name].append(seconds(call, repeats[name]))
   return {name: _summarize(values) for name, values in times.items()}
 
 
 def _repeats(call: Callable[[], object], min_seconds: float) -> int:
   """Warms up, then returns how often a turn repeats the call."""
-  _seconds(call)
+  seconds(call)
   if not min_seconds:
     return 1
-  return min(math.ceil(min_seconds / _seconds(call)), _MAX_REPEATS)
+  return min(math.ceil(min_seconds / seconds(call)), _MAX_REPEATS)
 
 
-def _seconds(call: Callable[[], object], repeats: int = 1) -> float:
+def seconds(call: Callable[[], object], repeats: int = 1) -> float:
   """Mean seconds of a call over `repeats` calls."""
   start = time.perf_counter()
   for _ in range(repeats):

@@ -8,21 +8,10 @@ import jax
 import numpy as np
 
 from moh_jax.config import Config, LLMConfig
-from moh_jax.inference.decoding import (
-  make_decode,
-  make_prefill,
-  span_numbers,
-)
-from moh_jax.inference.generate import (
-  batch_bucket,
-  default_cache_dtype,
-  length_bucket,
-  serving_params,
-)
+from moh_jax.inference import decoding, generate
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
 from moh_jax.speed import compare
-from moh_jax.speed.compare import Variant
 from moh_jax.speed.model_programs import random_params
 from moh_jax.speed.programs import Program
 from moh_jax.speed.report import Row
@@ -53,23 +42,18 @@ def measure(
       for name, model in models.items()
     }
     for mode in ("prefill", "decode"):
-      variants = [
-        Variant(
-          name,
-          models[name].activated_share,
-          Program(getattr(writer, mode), 1 if mode == "prefill" else _SPAN),
-          name == "mha",
-        )
+      evaluations, tokens = (1, length) if mode == "prefill" else (_SPAN, 1)
+      programs = {
+        name: Program(getattr(writer, mode), evaluations)
         for name, writer in writers.items()
-      ]
-      rows += compare.measure(
-        variants,
-        op="model",
+      }
+      rows += compare.measure_models(
+        models,
+        programs,
         mode=f"{mode}_{batch}",
         length=length,
-        units=batch * (length if mode == "prefill" else 1),
+        units=batch * tokens,
         rounds=rounds,
-        min_seconds=0.0,
       )
   return rows
 
@@ -80,11 +64,12 @@ class _Writer:
   def __init__(self, run: Config, batch: int, length: int):
     config = run.model
     model = LLM(config, unrolled=True)
-    self._params = serving_params(random_params(run), config)
-    self._read = make_prefill(model, default_cache_dtype(config))
-    self._write = make_decode(model, None, _SPAN)
-    self._slots = length_bucket(length + _SPAN)
-    rows = batch_bucket(batch, config)
+    self._params = generate.serving_params(random_params(run), config)
+    cache_dtype = generate.default_cache_dtype(config)
+    self._read = decoding.make_prefill(model, cache_dtype)
+    self._write = decoding.make_decode(model, None, _SPAN)
+    self._slots = generate.length_bucket(length + _SPAN)
+    rows = generate.batch_bucket(batch, config)
     self._prompts = (
       np.ones((rows, length), np.int32),
       np.zeros(rows, np.int32),
@@ -101,7 +86,7 @@ class _Writer:
     """Generates `_SPAN` tokens; with a full cache it first starts again."""
     if int(self._state.slot) + _SPAN > self._slots:
       self._state = jax.block_until_ready(self.prefill())
-    numbers = span_numbers(Sampling(), 0, _SPAN)
+    numbers = decoding.span_numbers(Sampling(), 0, _SPAN)
     self._state, tokens, _ = self._write(
       self._params, self._state, numbers, True, False
     )

@@ -9,7 +9,7 @@ from typing import ClassVar
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import fields
-from moh_jax.cli.arguments import bench, encode_latents, generate, sample
+from moh_jax.cli.arguments import COMMANDS, images
 from moh_jax.config import SampleConfig
 from moh_jax.inference.options import EncodeOptions, Sampling
 from moh_jax.speed import exactness
@@ -47,9 +47,9 @@ class _Options(_Base):
   CHOICES: ClassVar = {"kind": ("x", "y"), "names": ("a", "b", "c")}
 
 
-def _parse(module, *argv):
+def _parse(command, *argv):
   parser = argparse.ArgumentParser()
-  module.add_arguments(parser)
+  COMMANDS[command](parser)
   return parser.parse_args(argv)
 
 
@@ -91,19 +91,19 @@ class AddFieldsTest(parameterized.TestCase):
 
 class CommandsTest(absltest.TestCase):
   def test_defaults_are_left_to_the_classes(self):
-    args = _parse(bench, "attention", "--heads", "8")
+    args = _parse("bench", "attention", "--heads", "8")
     given = fields.given_fields(args, HeadOptions)
     self.assertEqual(given, {"heads": 8})
     required = "--data x --vae x --out x --shard-size 2".split()
-    args = _parse(encode_latents, *required)
+    args = _parse("encode-latents", *required)
     given = fields.given_fields(args, EncodeOptions)
     self.assertEqual(given, {"shard_size": 2})
-    args = _parse(generate, *"--checkpoint x --prompt x --seed 2".split())
+    args = _parse("generate", *"--checkpoint x --prompt x --seed 2".split())
     self.assertEqual(
       fields.given_fields(args, Sampling, "seed", "top_p"), {"seed": 2}
     )
-    args = _parse(sample, *"--checkpoint x --out x --steps 5".split())
-    section = fields.given_fields(args, SampleConfig, *sample.OVERRIDES)
+    args = _parse("sample", *"--checkpoint x --out x --steps 5".split())
+    section = fields.given_fields(args, SampleConfig, *images.OVERRIDES)
     self.assertEqual(section, {"steps": "5"})
 
   def test_every_dtype_of_bench_has_limits_of_errors(self):

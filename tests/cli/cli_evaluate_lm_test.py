@@ -85,10 +85,10 @@ class EvaluateTextTest(_CommandTest):
     ((), "give --tasks, --data or both"),
     (("--data", "/nope/*.txt"), "/nope/*.txt: no such file"),
     (("--data", "x", "--top-k", "1,4"), "top_k=4 must be in [0, 3]"),
-    (("--data", "x", "--batch-size", "0"), "batch-size=0 must be at least 1"),
+    (("--data", "x", "--batch-size", "0"), "size: 0 must be at least 1"),
     (("--data", "x", "--batch-size", "7"), "batch-size=7 must be a multiple"),
     (("--tasks", "a,,b"), "tasks='a,,b' must be names"),
-    (("--tasks", "a", "--limit", "0"), "limit=0 must be at least 1"),
+    (("--tasks", "a", "--limit", "0"), "--limit: 0 must be at least 1"),
     (("--tasks", "a", "--num-fewshot", "-1"), "num_fewshot=-1 must be"),
     (("--data", "x", "--step", "3"), "no checkpoint of step 3"),
   )

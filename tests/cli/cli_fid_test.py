@@ -111,7 +111,7 @@ class FidCommandTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ("no_reference", ("--metrics", "fid,pr"), "fid,pr need --reference"),
-    ("batch", ("--batch-size", 0), "--batch-size=0 must be at least 1"),
+    ("batch", ("--batch-size", 0), "--batch-size: 0 must be at least 1"),
     ("devices", ("--batch-size", 9), "--batch-size=9 must be a multiple of 8"),
     ("no_images", ("--reference", "stats.npz", "--metrics", "pr"), "arr_0"),
     ("no_file", ("--reference", "none.npz"), "none.npz: no such file"),

@@ -1,4 +1,5 @@
 import contextlib
+import inspect
 import io
 import pathlib
 import pkgutil
@@ -9,7 +10,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moh_jax import cli
-from moh_jax.cli import arguments, main
+from moh_jax.cli import main
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -26,8 +27,8 @@ class MainTest(parameterized.TestCase):
   def test_help_lists_the_commands(self):
     status, out, _ = tiny_checkpoint.call("--help")
     self.assertEqual(status, 0)
-    for name, text in main.COMMANDS.items():
-      self.assertRegex(out, f"{name} +{text}")
+    for name, options in main.COMMANDS.items():
+      self.assertRegex(out, f"{name} +{inspect.getdoc(options)}")
 
   def test_every_module_of_a_command_is_listed(self):
     modules = {module.name for module in pkgutil.iter_modules(cli.__path__)}
@@ -35,10 +36,10 @@ class MainTest(parameterized.TestCase):
     self.assertEqual(
       modules - {"arguments", "common", "fields", "main"}, commands
     )
-    options = {
-      module.name for module in pkgutil.iter_modules(arguments.__path__)
-    }
-    self.assertEqual(options, commands)
+
+  def test_options_are_declared_under_the_name_of_the_command(self):
+    for name, options in main.COMMANDS.items():
+      self.assertEqual(options.__name__, name.replace("-", "_"))
 
   @parameterized.parameters((("paint",),), ((),))
   def test_unknown_command_is_wrong_use(self, argv):

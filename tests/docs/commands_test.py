@@ -148,8 +148,7 @@ def test_command_lines():
 def _check(name, *arguments):
   """Parses a command's options and loads its config; its inputs may lack."""
   parser = argparse.ArgumentParser(allow_abbrev=False)
-  module = f"moh_jax.cli.arguments.{name.replace('-', '_')}"
-  importlib.import_module(module).add_arguments(parser)
+  main.COMMANDS[name](parser)
   arguments, overrides = common.split_overrides(arguments)
   config = getattr(parser.parse_args(arguments), "config", None)
   if config:

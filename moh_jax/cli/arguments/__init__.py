@@ -1,6 +1,31 @@
 """The options of each command; nothing here imports JAX.
 
-A command NAME is two modules: `cli/arguments/NAME.py` with
-`add_arguments(parser)`, so that help and wrong options answer at once, and
-`cli/NAME.py` with `run(args) -> exit status`, imported when it runs.
+A command NAME is two functions: here `NAME(parser)`, which declares its options
+and whose docstring says what the command does, so that help and wrong options
+answer at once; and in `cli/NAME.py` `run(args) -> exit status`, imported when
+it runs.
 """
+
+from moh_jax.cli.arguments import images, models, speed, text
+
+# Command -> the function that declares its options.
+COMMANDS = {
+  "bench": speed.bench,
+  "classify": images.classify,
+  "convert": models.convert,
+  "encode-latents": images.encode_latents,
+  "evaluate": models.evaluate,
+  "evaluate-lm": text.evaluate_lm,
+  "export": models.export,
+  "fid": images.fid,
+  "generate": text.generate,
+  "heads": text.heads,
+  "inspect": models.inspect,
+  "pack-images": images.pack_images,
+  "parity": models.parity,
+  "sample": images.sample,
+  "tokenize": text.tokenize,
+  "train": models.train,
+  "train-tokenizer": text.train_tokenizer,
+  "tune-kernels": speed.tune_kernels,
+}

@@ -1,4 +1,4 @@
-"""Options of `python -m moh_jax bench`, which `moh_jax.speed.options` lists."""
+"""Options of the commands that measure speed."""
 
 import argparse
 import dataclasses
@@ -22,10 +22,11 @@ OPS = {
   ),
   "model": ("a whole model and its multi-head baseline", options.ModelOptions),
 }
+SHAPES = ("batch", "tokens", "heads", "active", "dtype", "causal", "rounds")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Declares the command's arguments."""
+def bench(parser: argparse.ArgumentParser) -> None:
+  """Time forms of attention, layers, decoding and models."""
   ops = parser.add_subparsers(
     dest="op", required=True, metavar="OP", help=", ".join(OPS)
   )
@@ -50,3 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sub.add_argument(
       "--traceback", action="store_true", help="show the traceback of an error"
     )
+
+
+def tune_kernels(parser: argparse.ArgumentParser) -> None:
+  """Measure the attention kernels' tiles on this GPU or TPU."""
+  parser.add_argument(
+    "--out",
+    required=True,
+    metavar="FILE",
+    help="JSON file to add to; MOH_JAX_BLOCK_SIZES=FILE makes the library use "
+    "it",
+  )
+  parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+  fields.add_fields(parser, options.Workload, *SHAPES)

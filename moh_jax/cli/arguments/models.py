@@ -1,0 +1,134 @@
+"""Options of the commands for models of every family."""
+
+import argparse
+
+from moh_jax.cli import common, fields
+from moh_jax.config import EvalConfig, public_formats
+from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
+
+_UNITS = {"GB": 10**9, "MB": 10**6}
+
+
+def convert(parser: argparse.ArgumentParser) -> None:
+  """Turn a public checkpoint into one of ours."""
+  parser.add_argument(
+    "--from",
+    dest="format",
+    required=True,
+    choices=public_formats(),
+    metavar="FORMAT",
+    help=f"one of {', '.join(public_formats())}",
+  )
+  parser.add_argument(
+    "--source",
+    required=True,
+    metavar="PATH",
+    help="safetensors file or folder, or .pth/.pt; a folder of transformers "
+    "says in its config.json which model it is, a file of `export` in its "
+    "metadata",
+  )
+  parser.add_argument("--out", required=True, metavar="DIR")
+  parser.add_argument(
+    "--key", help="entry of a .pth that holds the weights (default: found)"
+  )
+  which = parser.add_mutually_exclusive_group()
+  which.add_argument(
+    "--model",
+    help="released model (default: the one that the source names, or the one "
+    "whose shapes fit)",
+  )
+  common.add_config(which, help="config file of another model")
+  parser.add_argument(
+    "--image-size",
+    type=int,
+    help="input size of a classifier in pixels, instead of the model's; the "
+    "relative coordinates keep the pre-training size",
+  )
+
+
+def evaluate(parser: argparse.ArgumentParser) -> None:
+  """Score a checkpoint on its held-out data."""
+  common.add_checkpoint(parser)
+  common.add_mesh(parser)
+  parser.add_argument(
+    "--data",
+    metavar="DIR",
+    help="directory of images, shards, latents or tokens, instead of the run's",
+  )
+  fields.add_fields(parser, EvalConfig, "batch_size", defaults="the run's")
+  fields.add_fields(parser, EvalConfig, "examples", defaults="all")
+  common.add_json(parser)
+
+
+def export(parser: argparse.ArgumentParser) -> None:
+  """Turn a checkpoint into public tensor names."""
+  common.add_weights(parser)
+  parser.add_argument(
+    "--out",
+    required=True,
+    metavar="PATH",
+    help="safetensors file to write; for a language model a folder that "
+    "transformers loads, new or empty",
+  )
+  parser.add_argument(
+    "--dtype", choices=DTYPES, default="float32", help="of the stored weights"
+  )
+  parser.add_argument(
+    "--shard-size",
+    type=_bytes,
+    default=SHARD_SIZE,
+    metavar="SIZE",
+    help="largest file of a language model, as 5GB or 500MB (default: 5GB)",
+  )
+
+
+def _bytes(text: str) -> int:
+  """Parses "5GB"."""
+  number, unit = text[:-2], text[-2:].upper()
+  if unit not in _UNITS or not number.isdigit() or not int(number):
+    raise argparse.ArgumentTypeError(
+      f"{text!r} must be a whole number and one of {', '.join(_UNITS)}"
+    )
+  return int(number) * _UNITS[unit]
+
+
+def inspect(parser: argparse.ArgumentParser) -> None:
+  """Describe a checkpoint or config: heads, parameters, sizes."""
+  what = parser.add_mutually_exclusive_group(required=True)
+  what.add_argument("--checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP)
+  common.add_config(what)
+  common.add_step(parser)
+  common.add_json(parser)
+  parser.epilog = (
+    "The column `attention` is the form that a layer has in training, for one "
+    "example on one device."
+  )
+
+
+def parity(parser: argparse.ArgumentParser) -> None:
+  """Compare our numbers with recorded cases."""
+  parser.add_argument("cases", nargs="+", metavar="CASE_DIR")
+  parser.add_argument(
+    "--failures", action="store_true", help="print only rows that fail"
+  )
+  common.add_json(parser)
+
+
+def train(parser: argparse.ArgumentParser) -> None:
+  """Train a model; run again, it resumes."""
+  common.add_config(parser, required=True)
+  parser.add_argument(
+    "--workdir",
+    required=True,
+    metavar="DIR",
+    help="directory of checkpoints and metrics, local or a bucket; run again "
+    "with the same arguments, the command resumes from its last checkpoint",
+  )
+  parser.add_argument(
+    "--vae",
+    default="",
+    metavar="PATH",
+    help="autoencoder weights that show samples of latent diffusion",
+  )
+  common.add_distributed(parser)
+  common.add_json(parser)

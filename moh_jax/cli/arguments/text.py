@@ -1,0 +1,142 @@
+"""Options of the commands for text and language models."""
+
+import argparse
+import os
+
+from moh_jax.cli import common, fields
+from moh_jax.config import CACHE_DTYPES
+from moh_jax.data.text.tokenize import PIECE_BYTES
+from moh_jax.evaluation.harness_tasks import PRESETS
+from moh_jax.inference.options import Sampling
+
+
+def evaluate_lm(parser: argparse.ArgumentParser) -> None:
+  """Score a language model on the harness's tasks or on text."""
+  common.add_checkpoint(
+    parser,
+    top_k="routed heads per token in every layer, instead of the trained ones: "
+    "one run for each number, side by side",
+  )
+  parser.add_argument(
+    "--tasks",
+    metavar="T,T,...",
+    help="tasks, groups or tags of lm-eval (the extra moh_jax[llm]), or a "
+    f"preset: {', '.join(PRESETS)}",
+  )
+  common.add_texts(parser, required=False, note="; scored without lm-eval")
+  parser.add_argument(
+    "--num-fewshot",
+    type=int,
+    metavar="N",
+    help="examples before each question, instead of the preset's or the "
+    "task's; tasks whose prompt has none keep it so",
+  )
+  text = "documents of each task at most"
+  common.add_count(parser, "--limit", metavar="N", help=text)
+  parser.add_argument(
+    "--include-path", default="", metavar="DIR", help="folder of more tasks"
+  )
+  common.add_count(parser, "--batch-size", 8)
+  parser.add_argument(
+    "--no-bos",
+    action="store_true",
+    help="tasks: contexts do not begin with the begin of text, for models that "
+    "were trained without",
+  )
+  common.add_mesh(parser)
+  common.add_json(parser)
+
+
+def generate(parser: argparse.ArgumentParser) -> None:
+  """Write on from a prompt with a language model."""
+  common.add_checkpoint(parser)
+  common.add_mesh(parser)
+  parser.add_argument(
+    "--prompt",
+    action="append",
+    required=True,
+    metavar="TEXT",
+    help="text to write on from; several times for several texts",
+  )
+  fields.add_fields(
+    parser, Sampling, "max_new_tokens", "temperature", "top_p", "seed"
+  )
+  parser.add_argument(
+    "--sample-top-k",
+    type=int,
+    default=0,
+    metavar="N",
+    help="sample from the N best tokens (--top-k is of the heads)",
+  )
+  parser.add_argument(
+    "--stop", action="append", default=[], metavar="TEXT", help="ends a text"
+  )
+  parser.add_argument("--batch-size", type=int, default=8)
+  parser.add_argument(
+    "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
+  )
+  common.add_json(parser)
+
+
+def heads(parser: argparse.ArgumentParser) -> None:
+  """Measure what each head of a language model is worth."""
+  common.add_checkpoint(parser)
+  common.add_mesh(parser)
+  text = "batches of the run's training text to measure on"
+  common.add_count(parser, "--batches", 8, metavar="N", help=text)
+  common.add_count(parser, "--batch-size", 8, help="sequences per batch")
+  common.add_json(parser)
+
+
+def tokenize(parser: argparse.ArgumentParser) -> None:
+  """Turn text files into token sets to train a language model on."""
+  common.add_texts(parser)
+  parser.add_argument(
+    "--tokenizer",
+    required=True,
+    metavar="FILE",
+    help="a tokenizer.json, a SentencePiece .model, a folder with one of them, "
+    "or 'bytes'",
+  )
+  parser.add_argument("--out", required=True, metavar="DIR")
+  parts = parser.add_mutually_exclusive_group()
+  parts.add_argument(
+    "--held-out",
+    type=float,
+    default=0.005,
+    metavar="SHARE",
+    help="share of the documents in val/, chosen by a hash of file and line; "
+    "the others are train/ (default: 0.005)",
+  )
+  parts.add_argument(
+    "--split", metavar="NAME", help="put all documents into this split instead"
+  )
+  parser.add_argument(
+    "--shard-bytes",
+    type=int,
+    default=PIECE_BYTES,
+    metavar="N",
+    help=f"input of a shard in bytes, about (default: {PIECE_BYTES})",
+  )
+  parser.add_argument(
+    "--workers",
+    type=int,
+    default=os.cpu_count(),
+    metavar="N",
+    help="processes (default: one per core)",
+  )
+
+
+def train_tokenizer(parser: argparse.ArgumentParser) -> None:
+  """Train a byte-level BPE tokenizer on text files."""
+  common.add_texts(parser)
+  parser.add_argument(
+    "--vocab-size",
+    required=True,
+    type=int,
+    metavar="N",
+    help="entries, among them the 256 bytes, begin and end of text",
+  )
+  parser.add_argument(
+    "--out", required=True, metavar="FILE", help="for instance tokenizer.json"
+  )
