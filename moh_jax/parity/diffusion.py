@@ -45,7 +45,7 @@ def diffusion(case: Case) -> dict[str, Any]:
   The names of the case's timestep maps say which respacings it recorded.
   """
   hyper, arrays, weights = case.hyper, case.arrays, case.weights
-  config = model_config(hyper, moh=True)
+  config = model_config(hyper)
   process = make_process("linear", hyper["diffusion_steps"])
   params = load_network(config, weights)
   x0 = channels_last(arrays["x_start"])
