@@ -1,6 +1,6 @@
 """Conversion rules of layers that families share: projections, mix, router."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from moh_jax.config import LayerStack
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -37,15 +37,14 @@ def mix_rules(
 def router_rules(
   budget: HeadBudget,
   router: RouterConfig,
-  names: dict[str, str] | None = None,
+  names: Mapping[str, str] = _ROUTER_NAMES,
 ) -> list[Rule]:
   """Rules of the router matrices that a layer has.
 
   Args:
     budget: the layer's head split.
     router: its router.
-    names: public names of the matrices "routed", "group" and "shared"; None is
-      wg, wg_0 and wg_1.
+    names: public names of the matrices "routed", "group" and "shared".
   """
   if router.kind != "two_stage":
     return []
@@ -54,7 +53,6 @@ def router_rules(
     "group": router.two_stage and budget.top_k > 0 and budget.shared > 0,
     "shared": budget.shared > 1,
   }
-  names = _ROUTER_NAMES if names is None else names
   return [
     rules.one(f"{names[ours]}.weight", f"router/{ours}", rules.TRANSPOSED)
     for ours, there in present.items()
