@@ -94,9 +94,12 @@ class SourceLeaf(_Leaf):
     if self.rule.layer is None:
       whole = self._load(self.rule.theirs)
       return np.array(whole[index], self.dtype, order="C")
-    layers = self.rule.layers[index[0]]  # reads only these
-    parts = [self._load(names)[index[1:]] for names in layers]
-    return np.stack(parts, dtype=self.dtype)
+    layers = self.rule.layers[index[0]]
+    sizes = [len(range(*i.indices(size))) for i, size in zip(index, self.shape)]
+    out = np.empty(sizes, self.dtype)
+    for place, names in enumerate(layers):  # reads only these layers
+      out[place] = self._load(names)[index[1:]]
+    return out
 
   def _parts(self) -> Iterator[tuple[_Index, Any]]:
     """Yields ((), the leaf), or for stacked layers (index, layer) of each."""
