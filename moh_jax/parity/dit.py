@@ -96,9 +96,7 @@ def guided_twice(
   labels, no_label = np.split(labels, 2)
 
   def call(x: jax.Array, t: jax.Array) -> jax.Array:
-    def at_all_times(
-      x: jax.Array, _: jax.Array, labels: jax.Array
-    ) -> jax.Array:
+    def at_all_times(x, _, labels):
       return predict(x, t, labels)  # the two halves have their own timesteps
 
     x = x[: len(labels)]

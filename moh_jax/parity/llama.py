@@ -65,11 +65,8 @@ def network(case: Case) -> dict[str, Any]:
   logits, _ = run(params, padded, None, mask)
   outputs["padded_logits_default_positions"] = logits * mask[..., None]
 
-  steps = case.hyper["max_new_tokens"]
-  outputs |= _generate(config, params, arrays["prompt_ids"], steps)
-  prompts = np.asarray(arrays["padded_prompt_ids"])
-  mask = np.asarray(arrays["padded_prompt_mask"], bool)
-  outputs["padded_generated_ids"] = _write(config, params, prompts, mask, steps)
+  outputs |= _generate(config, params, case)
+  outputs["padded_generated_ids"] = _write(config, params, case)
   return outputs
 
 
@@ -126,14 +123,11 @@ def _head_mask(config: LLMConfig, recorded: Mapping[str, Any]) -> np.ndarray:
   return _routing(config, recorded, "gates").astype(np.int32)
 
 
-def _write(
-  config: LLMConfig,
-  params: Any,
-  prompts: np.ndarray,
-  mask: np.ndarray,
-  steps: int,
-) -> np.ndarray:
+def _write(config: LLMConfig, params: Any, case: Case) -> np.ndarray:
   """Greedy tokens [B, P + steps], by the programs of the `generate` command."""
+  prompts = case.arrays["padded_prompt_ids"]
+  mask = case.arrays["padded_prompt_mask"].astype(bool)
+  steps = case.hyper["max_new_tokens"]
   batch, length = prompts.shape
   model, params = LLM(config, unrolled=True), unroll(params, config)
   state = make_prefill(model, "float32")(
@@ -153,22 +147,22 @@ def _write(
 
 
 def _generate(
-  config: LLMConfig, params: Any, prompts: np.ndarray, steps: int
+  config: LLMConfig, params: Any, case: Case
 ) -> dict[str, np.ndarray]:
   """Greedy generation with a cache, one call of the network per token.
 
   Args:
     config: the model.
     params: its parameters.
-    prompts: [B, P] int.
-    steps: tokens to generate.
+    case: has the prompts [B, P] and the number of steps.
 
   Returns:
     "generated_ids" [B, P + steps], the prompt and what follows it;
     "generated_step_logits" [steps, B, V]; and with routers
     "generated_head_mask" [layers, B, P + steps - 1, H] of the tokens read.
   """
-  batch, length = prompts.shape
+  tokens, steps = case.arrays["prompt_ids"], case.hyper["max_new_tokens"]
+  batch, length = tokens.shape
   model, params = LLM(config, unrolled=True), unroll(params, config)
   slots = length + steps
   cache = model.new_cache(batch, slots)
@@ -188,7 +182,7 @@ def _generate(
     )
     return logits[:, -1], cache, recorded.get("intermediates", {})
 
-  tokens, logits, masks, first = prompts, [], [], 0
+  logits, masks, first = [], [], 0
   for _ in range(steps):
     last, cache, recorded = step(
       params, cache, tokens[:, first:], jnp.int32(first)
