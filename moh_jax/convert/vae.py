@@ -177,8 +177,7 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
   for key, allowed in supported.items():
     if key in entries and entries[key] not in allowed:
       raise NotImplementedError(
-        f"{key}={entries[key]!r} must be one of {allowed}, with "
-        f"block_out_channels={widths}"
+        f"{key}={entries[key]!r} must be one of {allowed}"
       )
   return VAEConfig(
     block_out_channels=widths,
