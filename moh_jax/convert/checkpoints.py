@@ -6,6 +6,7 @@ Both work tensor by tensor and never hold a whole model, see `stream.py`.
 import dataclasses
 import functools
 import hashlib
+import json
 import logging
 import math
 import os
@@ -23,13 +24,8 @@ from moh_jax.config import (
   get_family,
   released_model,
 )
-from moh_jax.convert import (
-  exported,
-  rules,
-  stream,
-  tensor_writer,
-)
-from moh_jax.convert.tensor_files import open_tensors
+from moh_jax.convert import rules, stream, tensor_writer
+from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
 from moh_jax.data.text.tokenizers import load_tokenizer
@@ -42,8 +38,10 @@ _LOG = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]
 
 
+# What describes the model in the header of an exported file: the config, in
+# which the preprocessing is, and the class names.
+_ENTRY = "moh_jax"
 _CONFIG_FILE = "config.json"  # describes the model of a Hugging Face folder
-SHARD_SIZE = 5 * 10**9  # bytes, as transformers splits
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first is read
 _TOKENIZER_FILES = (
   *_TOKENIZERS,
@@ -191,7 +189,7 @@ def export(
   planned = _plan(model_rules(config.model), params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
   if not converter.public_config:
-    text |= exported.to_text(metadata)
+    text[_ENTRY] = json.dumps(checkpoint.metadata_to_json(metadata))
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
@@ -221,7 +219,7 @@ def _open(
   tensors = open_tensors(source, key)
   described = ours = None
   if config is None and model is None:
-    ours = exported.read(kind, source)
+    ours = _exported(kind, source)
     described = family.converter().described(
       kind, _folder(source) / _CONFIG_FILE
     )
@@ -236,6 +234,25 @@ def _open(
     config = _released_run(released_model(name), tensors)
   tensors = _without_ignored(config.model, tensors)
   return name, ours or checkpoint.Metadata(config), tensors
+
+
+def _exported(kind: str, source: str) -> checkpoint.Metadata | None:
+  """What `export` said of a file; None where the source is none of its files.
+
+  Raises:
+    ValueError: it was a model of another family, or of another version.
+  """
+  text = read_text(source).get(_ENTRY)
+  if text is None:
+    return None
+  try:
+    metadata = checkpoint.metadata_from_json(json.loads(text))
+  except (KeyError, ValueError) as error:
+    raise ValueError(f"{source}: its metadata: {error}") from error
+  family = metadata.config.model.family
+  if family != family_of_format(kind).name:
+    raise ValueError(f"--from {kind!r}: {source} holds a model of {family!r}")
+  return metadata
 
 
 def _folder(source: str) -> pathlib.Path:
@@ -271,10 +288,8 @@ def _released_run(model: Any, tensors: Tensors) -> Config:
 
 
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
-  ignored = functools.partial(
-    get_family(model.family).converter().is_ignored, model
-  )
-  return {name: t for name, t in tensors.items() if not ignored(name)}
+  is_ignored = get_family(model.family).converter().is_ignored
+  return {name: t for name, t in tensors.items() if not is_ignored(model, name)}
 
 
 def _plan(table: Sequence[rules.Rule], params: Any) -> list[Planned]:
@@ -285,31 +300,20 @@ def _plan(table: Sequence[rules.Rule], params: Any) -> list[Planned]:
   for rule in table:
     ours = [leaves[path] for path in rule.ours]
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ours]
-    shapes = tuple(x.shape for x in jax.eval_shape(rule.dump, abstract))
-    if rule.layer is None:
-      make = functools.partial(_make, rule, ours)
-      planned.append(Planned(rule.theirs, shapes, make))
-      continue
-    width = len(rule.layer.theirs)
+    made = jax.eval_shape(rule.dump, abstract)
+    shapes = {name: x.shape for name, x in zip(rule.theirs, made)}
     for layer, names in enumerate(rule.layers):
-      make = functools.partial(_make_layer, rule, ours, layer)
-      part = shapes[layer * width : (layer + 1) * width]
-      planned.append(Planned(names, part, make))
+      make = functools.partial(_make, rule, ours, layer)
+      planned.append(Planned(names, tuple(shapes[n] for n in names), make))
   return planned
 
 
-def _make(rule: rules.Rule, ours: Sequence[stream.StoredLeaf]) -> list:
-  return rule.dump([leaf.read() for leaf in ours])
-
-
-def _make_layer(
+def _make(
   rule: rules.Rule, ours: Sequence[stream.StoredLeaf], layer: int
 ) -> list:
-  made = rule.layer.dump([leaf.layer(layer) for leaf in ours])
-  if layer == len(rule.layers) - 1:
-    for leaf in ours:
-      leaf.free()
-  return made
+  if rule.layer is None:
+    return rule.dump([leaf.read() for leaf in ours])
+  return rule.layer.dump([leaf.layer(layer) for leaf in ours])
 
 
 def _copy_tokenizer(source: Any, target: Any) -> str:

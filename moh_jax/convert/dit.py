@@ -101,11 +101,7 @@ def _position_table(config: DiTConfig) -> Rule:
       )
     return []
 
-  return Rule(("pos_embed",), (), load, functools.partial(_constant, ours))
-
-
-def _constant(table: np.ndarray, _: list) -> list[np.ndarray]:
-  return [table]
+  return Rule(("pos_embed",), (), load, lambda _: [ours])
 
 
 CONVERTER = Converter(model_rules, released_run)

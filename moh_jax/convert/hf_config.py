@@ -27,7 +27,6 @@ from moh_jax.config import (
 )
 from moh_jax.config.rotary import ROPE_SCALINGS
 
-FILE = "config.json"
 # These architectures differ only in the biases of their attention.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 # Name for exported models that transformers cannot compute: under the name of a
@@ -49,10 +48,17 @@ _NO_ROUTER = {"kind": "none"}
 _NESTED = ("router", "rope")  # sections of the model
 # Longer texts than the training's are a matter of the factor alone.
 _STRETCHED = ("linear", "dynamic")
-_LLAMA3 = {
-  "low_freq_factor": "low_freq_factor",
-  "high_freq_factor": "high_freq_factor",
-  "original_max_position_embeddings": "original_length",
+# The numbers of each scaling, by transformers' name and ours.
+_ROPE_NUMBERS = {
+  "none": {},
+  "linear": {"factor": "factor"},
+  "dynamic": {"factor": "factor"},
+  "llama3": {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_length",
+  },
 }
 
 
@@ -90,40 +96,37 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   """
   architecture = _architecture(stored)
   _check_supported(stored, architecture)
+  stored = {name: value for name, value in stored.items() if value is not None}
   for name in _REQUIRED:
-    if stored.get(name) is None:
+    if name not in stored:
       raise ValueError(f"has no {name!r}")
   heads = _integer(stored, "num_attention_heads")
   width = _integer(stored, "hidden_size")
   layers = _integer(stored, "num_hidden_layers")
-  kv_heads, head_dim = heads, width // heads
-  if stored.get("num_key_value_heads") is not None:
-    kv_heads = _integer(stored, "num_key_value_heads")
-  if stored.get("head_dim") is not None:
-    head_dim = _integer(stored, "head_dim")
-  elif width % heads:
+  if "head_dim" not in stored and width % heads:
     raise ValueError(
       f"hidden_size={width} must be a multiple of num_attention_heads={heads} "
       "where no head_dim is given"
     )
+  stored = {"num_key_value_heads": heads, "head_dim": width // heads, **stored}
+  kv_heads = _integer(stored, "num_key_value_heads")
   if heads % kv_heads:
     raise ValueError(
       f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
     )
-  qkv_bias = out_bias = bool(stored.get("attention_bias", False))
-  if architecture == "Qwen2ForCausalLM":
-    qkv_bias, out_bias = True, False
+  is_qwen2 = architecture == "Qwen2ForCausalLM"
+  bias = bool(stored.get("attention_bias", False))
   fields = {
     "vocab_size": _integer(stored, "vocab_size"),
     "width": width,
     "mlp_dim": _integer(stored, "intermediate_size"),
     "num_heads": (heads,) * layers,
     "num_kv_heads": kv_heads,
-    "head_dim": head_dim,
+    "head_dim": _integer(stored, "head_dim"),
     "norm_eps": float(stored["rms_norm_eps"]),
     "tie_embeddings": bool(stored.get("tie_word_embeddings", False)),
-    "qkv_bias": qkv_bias,
-    "out_bias": out_bias,
+    "qkv_bias": bias or is_qwen2,
+    "out_bias": bias and not is_qwen2,
     "mlp_bias": bool(stored.get("mlp_bias", False)),
     "router": _NO_ROUTER,
     "shared_heads": (heads,) * layers,
@@ -156,19 +159,23 @@ def to_hf(
     The config.json of transformers' `LlamaForCausalLM` or `Qwen2ForCausalLM` if
     one of them computes this model, else of our own architecture.
   """
-  names = ("LlamaForCausalLM", "Qwen2ForCausalLM")
-  for architecture in (*names, OUR_ARCHITECTURE):
+  # Fields in which models with the same outputs may differ. Of `rope` a
+  # config.json holds all that the scaling uses.
+  free = {"max_length", "rope", *LLMConfig.RUNTIME_FIELDS}
+  if model.router.kind == "none":
+    free |= {"router", "shared_heads", "top_k", "head_order"}
+  names = ("LlamaForCausalLM", "Qwen2ForCausalLM", OUR_ARCHITECTURE)
+  for architecture in names:
     stored = _to_hf(model, architecture)
     plain = from_hf(stored | {OUR_KEY: {"router": _NO_ROUTER}})
-    if architecture != OUR_ARCHITECTURE and _numbers(plain) != _numbers(model):
-      continue
-    ours, same = dataclasses.asdict(model), dataclasses.asdict(plain)
-    ours = {name: value for name, value in ours.items() if value != same[name]}
-    if architecture == OUR_ARCHITECTURE:
-      # `router` must stand there for its absence to mean a damaged file.
-      ours["router"] = dataclasses.asdict(model.router)
-    stored |= {OUR_KEY: ours} if ours else {}
-    break
+    plain, ours = dataclasses.asdict(plain), dataclasses.asdict(model)
+    ours = {name: value for name, value in ours.items() if value != plain[name]}
+    if not ours.keys() - free:
+      break
+  if architecture == OUR_ARCHITECTURE:
+    # `router` must stand there for its absence to mean a damaged file.
+    ours["router"] = dataclasses.asdict(model.router)
+  stored |= {OUR_KEY: ours} if ours else {}
   ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
   return {**stored, **ids, "torch_dtype": dtype}
 
@@ -237,9 +244,7 @@ def _slides(stored: Mapping[str, Any], architecture: str) -> bool:
 
 def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
   """Reads RoPE from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-  name = "rope_parameters"
-  if stored.get(name) is None:
-    name = "rope_scaling"
+  name = "rope_parameters" if "rope_parameters" in stored else "rope_scaling"
   scaling = stored.get(name) or {}
   if not isinstance(scaling, dict) or any(
     isinstance(value, dict) for value in scaling.values()
@@ -261,30 +266,20 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
     "theta": 10000.0 if theta is None else float(theta),
     "scaling": kind,
   }
-  fields = {"rope": rope, "max_length": length}
-  if kind == "none":
-    return fields
-  if not isinstance(scaling.get("factor"), int | float):
-    raise ValueError(
-      f"{name}.factor={scaling.get('factor')!r} must be a number for "
-      f"rope_type={kind!r}"
-    )
-  rope["factor"] = float(scaling["factor"])
-  if kind in _STRETCHED:
-    fields["max_length"] = int(length * rope["factor"])
+  # transformers has the same default for the original length.
+  given = {"original_max_position_embeddings": length, **scaling}
+  for theirs, ours in _ROPE_NUMBERS[kind].items():
+    value = given.get(theirs)
+    if not isinstance(value, int | float):
+      raise ValueError(
+        f"{name}.{theirs}={value!r} must be a number for rope_type={kind!r}"
+      )
+    rope[ours] = type(getattr(RotaryConfig(), ours))(value)
   if kind == "dynamic":
     rope["original_length"] = length
-  if kind == "llama3":
-    # transformers has the same default for the original length.
-    given = {"original_max_position_embeddings": length, **scaling}
-    for theirs, ours in _LLAMA3.items():
-      if not isinstance(given.get(theirs), int | float):
-        raise ValueError(
-          f"{name}.{theirs}={given.get(theirs)!r} must be a number for "
-          "rope_type='llama3'"
-        )
-      rope[ours] = type(getattr(RotaryConfig(), ours))(given[theirs])
-  return fields
+  if kind in _STRETCHED:
+    length = int(length * rope["factor"])
+  return {"rope": rope, "max_length": length}
 
 
 def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -309,17 +304,13 @@ def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
   """Makes the config.json of an architecture, without our own key."""
   kind = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-  length = model.max_length
-  scaling: dict[str, Any] | None = None
-  rope = model.rope
-  if rope.scaling != "none":
-    scaling = {"rope_type": rope.scaling, "factor": rope.factor}
+  length, rope = model.max_length, model.rope
+  names = _ROPE_NUMBERS[rope.scaling]
+  numbers = {theirs: getattr(rope, ours) for theirs, ours in names.items()}
   if rope.scaling == "linear":
     length = math.ceil(length / rope.factor)
   elif rope.scaling == "dynamic":
     length = rope.original_length
-  elif rope.scaling == "llama3":
-    scaling |= {theirs: getattr(rope, o) for theirs, o in _LLAMA3.items()}
   stored = {
     "architectures": [architecture],
     "model_type": kind.get(architecture, "moh_llama"),
@@ -334,7 +325,7 @@ def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
     "max_position_embeddings": length,
     "rms_norm_eps": model.norm_eps,
     "rope_theta": rope.theta,
-    "rope_scaling": scaling,
+    "rope_scaling": {"rope_type": rope.scaling, **numbers} if numbers else None,
     "tie_word_embeddings": model.tie_embeddings,
     "attention_dropout": 0.0,
   }
@@ -344,27 +335,6 @@ def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
     "attention_bias": model.qkv_bias and model.out_bias,
     "mlp_bias": model.mlp_bias,
   }
-
-
-def _numbers(model: LLMConfig) -> LLMConfig:
-  """A model with the fields that do not change its numbers at one value."""
-  default, rope = LLMConfig(), RotaryConfig(theta=model.rope.theta)
-  used = {
-    "none": (),
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_length"),
-    "llama3": tuple(field.name for field in dataclasses.fields(rope)),
-  }
-  names = ("scaling", *used[model.rope.scaling])
-  numbers = {name: getattr(model.rope, name) for name in names}
-  same = {"rope": dataclasses.replace(rope, **numbers)}
-  for name in ("max_length", *LLMConfig.RUNTIME_FIELDS):
-    same[name] = getattr(default, name)
-  if model.router.kind == "none":
-    heads = model.num_heads
-    same |= {"shared_heads": heads, "top_k": (0,) * len(heads)}
-    same |= {"router": RouterConfig("none"), "head_order": ()}
-  return dataclasses.replace(model, **same)
 
 
 def _integer(stored: Mapping[str, Any], name: str) -> int:

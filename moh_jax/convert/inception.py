@@ -66,11 +66,8 @@ def convert_inception(
   """
   abstract = abstract_inception(model)
   # BatchNorm's counters are unused; some public files lack them.
-  used = {
-    name: tensor
-    for name, tensor in tensors.items()
-    if not name.endswith(".num_batches_tracked")
-  }
+  unused = ".num_batches_tracked"
+  used = {n: x for n, x in tensors.items() if not n.endswith(unused)}
   table = inception_rules(abstract)
   return rules.load_params(table, used, abstract, source=source)
 
@@ -92,6 +89,6 @@ def inception_rules(params: Any) -> list[Rule]:
     if path[0] == "fc":
       continue
     theirs = ".".join((*path[:-1], _UNIT[path[-1]]))
-    maps = rules.CONV_MAPS if path[-1] == "kernel" else ()
-    table.append(rules.one(theirs, "/".join(path), *maps))
+    maps = rules.CONV_MAPS if path[-1] == "kernel" else rules.SAME
+    table.append(rules.one(theirs, "/".join(path), maps))
   return table

@@ -1,6 +1,6 @@
 """Conversion rules of layers that families share: projections, mix, router."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from moh_jax.config import LayerStack
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -19,14 +19,10 @@ def projection_rules(
     theirs,
     ours,
     bias=bias,
-    kernel_maps=(
-      lambda w: w.T.reshape(-1, parts, heads, dim),
-      lambda w: w.reshape(-1, parts * heads * dim).T,
+    kernel_maps=rules.reshaped_kernel(
+      (-1, parts, heads, dim), (-1, parts * heads * dim)
     ),
-    bias_maps=(
-      lambda b: b.reshape(parts, heads, dim),
-      lambda b: b.reshape(-1),
-    ),
+    bias_maps=rules.reshaped((parts, heads, dim), (-1,)),
   )
 
 
@@ -34,23 +30,21 @@ def mix_rules(
   theirs: str, ours: str, heads: int, dim: int, bias: bool = True
 ) -> list[Rule]:
   """Linear (C, H * D) to a `HeadMix` kernel (H, D, C)."""
-  to_ours = lambda w: w.T.reshape(heads, dim, -1)  # noqa: E731
-  to_theirs = lambda w: w.reshape(heads * dim, -1).T  # noqa: E731
-  return rules.linear(theirs, ours, bias=bias, kernel_maps=(to_ours, to_theirs))
+  maps = rules.reshaped_kernel((heads, dim, -1), (heads * dim, -1))
+  return rules.linear(theirs, ours, bias=bias, kernel_maps=maps)
 
 
 def router_rules(
   budget: HeadBudget,
   router: RouterConfig,
-  names: dict[str, str] | None = None,
+  names: Mapping[str, str] = _ROUTER_NAMES,
 ) -> list[Rule]:
   """Rules of the router matrices that a layer has.
 
   Args:
     budget: the layer's head split.
     router: its router.
-    names: public names of the matrices "routed", "group" and "shared"; None is
-      wg, wg_0 and wg_1.
+    names: public names of the matrices "routed", "group" and "shared".
   """
   if router.kind != "two_stage":
     return []
@@ -59,14 +53,8 @@ def router_rules(
     "group": router.two_stage and budget.top_k > 0 and budget.shared > 0,
     "shared": budget.shared > 1,
   }
-  names = _ROUTER_NAMES if names is None else names
   return [
-    rules.one(
-      f"{names[ours]}.weight",
-      f"router/{ours}",
-      rules.transpose,
-      rules.transpose,
-    )
+    rules.one(f"{names[ours]}.weight", f"router/{ours}", rules.TRANSPOSED)
     for ours, there in present.items()
     if there
   ]
@@ -88,10 +76,6 @@ def stack_rules(
   for index, group in enumerate(config.layer_groups()):
     layers = range(first, first + group.depth)
     first += group.depth
-    for rule in rules.prefixed(block(group.budget), "", (f"blocks{index}",)):
-      names = [
-        tuple(theirs.format(layer=layer) + name for name in rule.theirs)
-        for layer in layers
-      ]
-      table.append(rules.stacked(rule, names))
+    ours = (f"blocks{index}",)
+    table += rules.stacked(block(group.budget), theirs, ours, layers)
   return table

@@ -8,7 +8,7 @@ have no public names; we call them `model.layers.N.self_attn.router.*`.
 
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig
@@ -16,7 +16,7 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import hf_config, rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
-from moh_jax.convert.rules import Joined, Rule
+from moh_jax.convert.rules import Rule
 
 _ROUTER_NAMES = {
   name: f"router.{name}" for name in ("routed", "group", "shared")
@@ -84,43 +84,18 @@ def _projection(
   theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
 ) -> list[Rule]:
   """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
-
-  def rule(
-    kind: str,
-    name: str,
-    axis: int,
-    load: Callable[[Any], Any],
-    dump: Callable[[Any], Any],
-  ) -> Rule:
-    before = (slice(None),) * axis
-    parts = range(len(theirs))
-    return Rule(
-      tuple(f"{part}.{kind}" for part in theirs),
-      ((ours, name),),
-      lambda arrays: [Joined([load(a) for a in arrays], axis)],
-      lambda arrays: [dump(arrays[0][(*before, part)]) for part in parts],
+  parts = [
+    rules.linear(
+      name,
+      ours,
+      bias=bias,
+      kernel_maps=rules.reshaped_kernel((-1, heads, dim), (-1, heads * dim)),
+      bias_maps=rules.reshaped((heads, dim), (-1,)),
     )
-
-  table = [
-    rule(
-      "weight",
-      "kernel",
-      1,
-      lambda w: w.T.reshape(-1, heads, dim),
-      lambda k: k.reshape(-1, heads * dim).T,
-    )
+    for name in theirs
   ]
-  if bias:
-    table.append(
-      rule(
-        "bias",
-        "bias",
-        0,
-        lambda b: b.reshape(heads, dim),
-        lambda b: b.reshape(-1),
-      )
-    )
-  return table
+  axes = (1, 0)  # of the parts in the kernel, and in the bias if there is one
+  return [rules.joined(same, axis) for same, axis in zip(zip(*parts), axes)]
 
 
 def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:

@@ -7,7 +7,7 @@ shapes; and applied to arrays that are mapped from a file, they read nothing.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,8 +44,8 @@ class Rule:
 
   @property
   def layers(self) -> tuple[tuple[str, ...], ...]:
-    """Names of public tensors, layer by layer; for rules with `layer`."""
-    width = len(self.layer.theirs)
+    """Names of public tensors layer by layer; of other rules all together."""
+    width = len((self.layer or self).theirs)
     starts = range(0, len(self.theirs), width)
     return tuple(self.theirs[start : start + width] for start in starts)
 
@@ -75,29 +75,42 @@ class Joined:
     return np.stack(self._parts, self._axis).astype(dtype or self.dtype)
 
 
-def one(
-  theirs: str,
-  ours: str,
-  load: Callable[[Any], Any] = lambda x: x,
-  dump: Callable[[Any], Any] = lambda x: x,
-) -> Rule:
+SAME: Maps = (lambda x: x, lambda x: x)
+TRANSPOSED: Maps = (lambda x: x.T, lambda x: x.T)
+# Kernels of torch Conv2d (out, in, X, Y) to ours (X, Y, in, out), and back.
+CONV_MAPS: Maps = (
+  lambda w: w.transpose(2, 3, 1, 0),
+  lambda w: w.transpose(3, 2, 0, 1),
+)
+
+
+def reshaped(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Maps:
+  """Maps to our shape and back to theirs; an axis of either may be -1."""
+  return lambda x: x.reshape(ours), lambda x: x.reshape(theirs)
+
+
+def reshaped_kernel(ours: tuple[int, ...], theirs: tuple[int, int]) -> Maps:
+  """Maps of a torch Linear's weight (out, in) to a kernel, and back.
+
+  Args:
+    ours: shape of the kernel, whose input axes come first.
+    theirs: (in, out).
+  """
+  return lambda w: w.T.reshape(ours), lambda k: k.reshape(theirs).T
+
+
+def one(theirs: str, ours: str, maps: Maps = SAME) -> Rule:
   """Rule between one public tensor and one parameter of ours.
 
   Args:
     theirs: name of the public tensor.
     ours: path of the parameter, such as "stage1/norm/scale".
-    load: maps their array to ours.
-    dump: inverse of `load`.
+    maps: maps of the array, theirs to ours and back.
   """
-  path = tuple(ours.split("/"))
+  path, (load, dump) = tuple(ours.split("/")), maps
   return Rule(
     (theirs,), (path,), lambda xs: [load(xs[0])], lambda xs: [dump(xs[0])]
   )
-
-
-def transpose(matrix: Any) -> Any:
-  """Swaps the axes of a matrix; its own inverse."""
-  return matrix.T
 
 
 def linear(
@@ -105,8 +118,8 @@ def linear(
   ours: str,
   *,
   bias: bool = True,
-  kernel_maps: Maps = (transpose, transpose),
-  bias_maps: Maps = (lambda b: b, lambda b: b),
+  kernel_maps: Maps = TRANSPOSED,
+  bias_maps: Maps = SAME,
 ) -> list[Rule]:
   """Rules of a module's weight and bias, by default torch Linear to Dense.
 
@@ -118,9 +131,9 @@ def linear(
       transposes (out, in) to (in, out).
     bias_maps: maps of the bias, theirs to ours and back.
   """
-  table = [one(f"{theirs}.weight", f"{ours}/kernel", *kernel_maps)]
+  table = [one(f"{theirs}.weight", f"{ours}/kernel", kernel_maps)]
   if bias:
-    table.append(one(f"{theirs}.bias", f"{ours}/bias", *bias_maps))
+    table.append(one(f"{theirs}.bias", f"{ours}/bias", bias_maps))
   return table
 
 
@@ -132,27 +145,49 @@ def norm(theirs: str, ours: str) -> list[Rule]:
   ]
 
 
-# Kernels of torch Conv2d (out, in, X, Y) to ours (X, Y, in, out), and back.
-CONV_MAPS: Maps = (
-  lambda w: w.transpose(2, 3, 1, 0),
-  lambda w: w.transpose(3, 2, 0, 1),
-)
-
-
 def conv(theirs: str, ours: str) -> list[Rule]:
   """Rules of a torch Conv2d with bias to a Conv."""
   return linear(theirs, ours, kernel_maps=CONV_MAPS)
 
 
-def stacked(rule: Rule, names: Iterable[tuple[str, ...]]) -> Rule:
-  """Makes a rule of scanned layers, with a leading layer axis, of one layer's.
+def joined(parts: Sequence[Rule], axis: int) -> Rule:
+  """Rule of one parameter that is a stack of public tensors.
 
   Args:
-    rule: rule of one layer; its `theirs` are replaced.
-    names: for each layer, the names of its tensors in the order of the rule.
+    parts: rules between each of the tensors and its part of the parameter.
+    axis: axis of the parameter along which the parts are stacked.
   """
-  names = tuple(names)
-  width, depth = len(rule.theirs), len(names)
+
+  def load(arrays: Arrays) -> Arrays:
+    loaded = [part.load([array])[0] for part, array in zip(parts, arrays)]
+    return [Joined(loaded, axis)]
+
+  def dump(arrays: Arrays) -> Arrays:
+    before = (slice(None),) * axis
+    pieces = [[arrays[0][(*before, i)]] for i in range(len(parts))]
+    return [part.dump(piece)[0] for part, piece in zip(parts, pieces)]
+
+  theirs = tuple(name for part in parts for name in part.theirs)
+  return Rule(theirs, parts[0].ours, load, dump)
+
+
+def stacked(
+  block: Iterable[Rule], theirs: str, ours: Path, layers: Iterable[int]
+) -> list[Rule]:
+  """Rules of scanned layers, whose parameters have a leading layer axis.
+
+  Args:
+    block: rules of one layer.
+    theirs: what precedes a layer's names, with {layer} for its number.
+    ours: path of the stack.
+    layers: numbers of the layers.
+  """
+  prefixes = [theirs.format(layer=layer) for layer in layers]
+  return [_stacked(rule, prefixes) for rule in prefixed(block, "", ours)]
+
+
+def _stacked(rule: Rule, prefixes: Sequence[str]) -> Rule:
+  width, depth = len(rule.theirs), len(prefixes)
 
   def load(arrays: Arrays) -> Arrays:
     layers = [
@@ -163,7 +198,7 @@ def stacked(rule: Rule, names: Iterable[tuple[str, ...]]) -> Rule:
   def dump(arrays: Arrays) -> Arrays:
     return [x for i in range(depth) for x in rule.dump([a[i] for a in arrays])]
 
-  theirs = tuple(name for layer in names for name in layer)
+  theirs = tuple(f"{layer}{name}" for layer in prefixes for name in rule.theirs)
   return Rule(theirs, rule.ours, load, dump, rule)
 
 
@@ -180,7 +215,7 @@ def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
 
 
 def load_params(
-  rules: Iterable[Rule],
+  rules: Sequence[Rule],
   tensors: Mapping[str, Any],
   abstract: Any,
   *,
@@ -201,7 +236,6 @@ def load_params(
     ValueError: tensors are missing, unexpected, or of a wrong shape or dtype;
       the message lists them.
   """
-  rules = list(rules)
   check_tensors(rules, tensors, abstract, source=source)
   params: dict[Path, np.ndarray] = {}
   for rule in rules:
@@ -213,13 +247,12 @@ def load_params(
   )
 
 
-def dump_params(rules: Iterable[Rule], params: Any) -> dict[str, Any]:
+def dump_params(rules: Sequence[Rule], params: Any) -> dict[str, Any]:
   """Converts our parameters (or gradients) to public tensors by name.
 
   Raises:
     ValueError: no rule mentions some parameter.
   """
-  rules = list(rules)
   flat = traverse_util.flatten_dict(params)
   check_covered(rules, flat)
   out = {}
@@ -240,15 +273,14 @@ def check_covered(rules: Iterable[Rule], paths: Iterable[Path]) -> None:
 
 
 def expected_tensors(
-  rules: Iterable[Rule], abstract: Any
+  rules: Sequence[Rule], abstract: Any
 ) -> dict[str, jax.ShapeDtypeStruct]:
   """Shapes and dtypes of the public tensors, from our abstract parameters."""
-  rules = list(rules)
   return jax.eval_shape(lambda params: dump_params(rules, params), abstract)
 
 
 def check_tensors(
-  rules: Iterable[Rule],
+  rules: Sequence[Rule],
   tensors: Mapping[str, Any],
   abstract: Any,
   *,
@@ -269,34 +301,21 @@ def check_tensors(
     ValueError: tensors are missing, unexpected, or of a wrong shape or dtype;
       the message lists them.
   """
-  rules = list(rules)
-  _check_names_and_shapes(expected_tensors(rules, abstract), tensors, source)
-  for rule in rules:
-    if not rule.ours:
-      rule.load([np.asarray(tensors[name]) for name in rule.theirs])
-
-
-def _check_names_and_shapes(
-  expected: Mapping[str, Any], tensors: Mapping[str, Any], source: str
-) -> None:
-  missing = [name for name in expected if name not in tensors]
-  extra = [name for name in tensors if name not in expected]
+  expected = expected_tensors(rules, abstract)
   there = {name: tensors[name] for name in expected if name in tensors}
-  misshapen = [
-    f"{name} {tuple(tensor.shape)} instead of {expected[name].shape}"
-    for name, tensor in there.items()
-    if tuple(tensor.shape) != expected[name].shape
-  ]
-  quantized = [
-    f"{name} {tensor.dtype}"
-    for name, tensor in there.items()
-    if np.dtype(tensor.dtype).name not in WEIGHT_DTYPES
-  ]
   problems = {
-    "missing": missing,
-    "not expected": extra,
-    "shape": misshapen,
-    f"dtype, must be one of {', '.join(WEIGHT_DTYPES)}": quantized,
+    "missing": [name for name in expected if name not in tensors],
+    "not expected": [name for name in tensors if name not in expected],
+    "shape": [
+      f"{name} {tuple(tensor.shape)} instead of {expected[name].shape}"
+      for name, tensor in there.items()
+      if tuple(tensor.shape) != expected[name].shape
+    ],
+    f"dtype, must be one of {', '.join(WEIGHT_DTYPES)}": [
+      f"{name} {tensor.dtype}"
+      for name, tensor in there.items()
+      if np.dtype(tensor.dtype).name not in WEIGHT_DTYPES
+    ],
   }
   if any(problems.values()):
     found = [
@@ -308,6 +327,9 @@ def _check_names_and_shapes(
       f"{source}: tensors do not fit the model ({len(expected)} expected); "
       + "; ".join(found)
     )
+  for rule in rules:
+    if not rule.ours:
+      rule.load([np.asarray(tensors[name]) for name in rule.theirs])
 
 
 def _listed(names: list[str]) -> str:

@@ -92,26 +92,25 @@ class SourceLeaf(_Leaf):
       index: a slice of every axis.
     """
     if self.rule.layer is None:
-      (whole,) = self._parts()
-      return np.array(whole[1][index], self.dtype, order="C")
+      whole = self._load(self.rule.theirs)
+      return np.array(whole[index], self.dtype, order="C")
     layers = self.rule.layers[index[0]]
     sizes = [len(range(*i.indices(size))) for i, size in zip(index, self.shape)]
     out = np.empty(sizes, self.dtype)
     for place, names in enumerate(layers):  # reads only these layers
-      out[place] = self._load(self.rule.layer, names)[index[1:]]
+      out[place] = self._load(names)[index[1:]]
     return out
 
   def _parts(self) -> Iterator[tuple[_Index, Any]]:
     """Yields ((), the leaf), or for stacked layers (index, layer) of each."""
-    if self.rule.layer is None:
-      yield (), self._load(self.rule, self.rule.theirs)
-      return
     for layer, names in enumerate(self.rule.layers):
-      yield (slice(layer, layer + 1),), self._load(self.rule.layer, names)
+      index = (slice(layer, layer + 1),) if self.rule.layer else ()
+      yield index, self._load(names)
 
-  def _load(self, rule: Rule, names: Sequence[str]) -> Any:
+  def _load(self, names: Sequence[str]) -> Any:
+    """The leaf, or one of its layers, made of the tensors of these names."""
     arrays = [np.asarray(self.tensors[name]) for name in names]
-    return rule.load(arrays)[self.place]
+    return (self.rule.layer or self.rule).load(arrays)[self.place]
 
 
 class StoredLeaf(_Leaf):
@@ -136,22 +135,21 @@ class StoredLeaf(_Leaf):
 
     Storage chunks cannot be read in part. In checkpoints of `convert` a layer
     has chunks of its own. In those of training runs one chunk may hold many
-    layers; then all of them are read once and kept.
+    layers; then all of them are read once and kept, until the last is read.
     """
     first = index - index % self._group
     if self._kept[0] != first:
       self._kept = (-1, None)  # freed before the next is read
       group = self._store[first : first + self._group].read().result()
       self._kept = (first, group)
-    return self._kept[1][index - first]
+    layer = self._kept[1][index - first]
+    if index == self.shape[0] - 1:
+      self._kept = (-1, None)
+    return layer
 
   def read(self) -> np.ndarray:
     """Reads the whole parameter."""
     return self._store.read().result()
-
-  def free(self) -> None:
-    """Frees the layers that `layer` keeps."""
-    self._kept = (-1, None)
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):

@@ -11,23 +11,16 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes  # noqa: F401, gives NumPy the names bfloat16 and float8_*
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from moh_jax.convert.tensor_select import (
-  EXPECTED,
-  SAFE_DTYPES,
-  read_error,
-  select_tensors,
-)
+from moh_jax.convert.tensor_select import EXPECTED, read_error, select_tensors
 from moh_jax.convert.torch_zip import read_torch_zip
 
-_Arrays = dict[str, Any]
+_Tensors = dict[str, Any]
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
 # Names of dtypes in the safetensors format -> in NumPy.
@@ -45,7 +38,32 @@ _STORED_DTYPES = {
 def read_tensors(
   path: str | os.PathLike, key: str | None = None
 ) -> dict[str, np.ndarray]:
-  """Reads the named tensors of a checkpoint; the content decides the format.
+  """Reads the named tensors of a checkpoint, as `open_tensors` opens them.
+
+  Args:
+    path: as for `open_tensors`.
+    key: as for `open_tensors`.
+
+  Returns:
+    Arrays by name. Treat them as read-only: tied weights share memory.
+
+  Raises:
+    FileNotFoundError: as for `open_tensors`.
+    ValueError: as for `open_tensors`.
+  """
+  return {
+    name: np.array(x) if isinstance(x, StoredTensor) else x
+    for name, x in open_tensors(path, key).items()
+  }
+
+
+def open_tensors(
+  path: str | os.PathLike, key: str | None = None
+) -> dict[str, "StoredTensor | np.ndarray"]:
+  """Opens the named tensors of a checkpoint; the content decides the format.
+
+  `np.asarray` maps a tensor of a safetensors file into memory, so only the
+  parts that are used are read. Tensors of other files are read at once.
 
   Args:
     path: `.safetensors` file, directory or `*.index.json` of safetensors
@@ -55,37 +73,23 @@ def read_tensors(
       level itself.
 
   Returns:
-    Arrays by name, without the "module." that DistributedDataParallel puts
-    before every name. Treat them as read-only: tied weights share memory.
+    Tensors by name, with `shape` and `dtype`; names without the "module." that
+    DistributedDataParallel puts before every name.
 
   Raises:
     FileNotFoundError: `path`, or a shard it needs, does not exist.
     ValueError: the file is damaged or of another kind, or holds no dict of
       tensors (under `key`).
   """
-  return _read(path, key, _read_file)
-
-
-def open_tensors(
-  path: str | os.PathLike, key: str | None = None
-) -> dict[str, "StoredTensor | np.ndarray"]:
-  """Opens the named tensors of a checkpoint without reading safetensors.
-
-  `np.asarray` maps a tensor of a safetensors file into memory, so only the
-  parts that are used are read. Tensors of other files are read at once.
-
-  Args:
-    path: as for `read_tensors`.
-    key: as for `read_tensors`.
-
-  Returns:
-    Tensors by name, with `shape` and `dtype`.
-
-  Raises:
-    FileNotFoundError: as for `read_tensors`.
-    ValueError: as for `read_tensors`.
-  """
-  return _read(path, key, _open_file)
+  path = pathlib.Path(path)
+  if not path.exists():
+    raise FileNotFoundError(f"{path}: no such file; expected {EXPECTED}")
+  is_index = path.is_file() and _sniff(path) == "index"
+  open_path = _open_shards if path.is_dir() or is_index else _open_file
+  tensors = open_path(path, key)
+  if all(name.startswith("module.") for name in tensors):
+    tensors = {n.removeprefix("module."): t for n, t in tensors.items()}
+  return tensors
 
 
 def read_text(path: str | os.PathLike) -> dict[str, str]:
@@ -123,23 +127,7 @@ class StoredTensor:
     if not self.size:  # an empty range cannot be mapped
       return np.zeros(self.shape, dtype or self.dtype)
     array = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
-    array = np.asarray(array)
-    return array if dtype is None else array.astype(dtype, copy=bool(copy))
-
-
-def _read(
-  path: str | os.PathLike, key: str | None, read: "_ReadFile"
-) -> _Arrays:
-  path = pathlib.Path(path)
-  if not path.exists():
-    raise FileNotFoundError(f"{path}: no such file; expected {EXPECTED}")
-  if path.is_dir() or _sniff(path) == "index":
-    tensors = _read_shards(path, key, read)
-  else:
-    tensors = read(path, key)
-  if all(name.startswith("module.") for name in tensors):
-    tensors = {n.removeprefix("module."): t for n, t in tensors.items()}
-  return tensors
+    return np.array(array, dtype, copy=copy)
 
 
 def _sniff(path: pathlib.Path) -> str:
@@ -164,12 +152,12 @@ def _sniff(path: pathlib.Path) -> str:
   return f"unknown content {head[:8]!r}..." if head else "an empty file"
 
 
-_ReadFile = Callable[[pathlib.Path, str | None], _Arrays]
-
-
-def _open_file(path: pathlib.Path, key: str | None) -> _Arrays:
-  if _sniff(path) != "safetensors":
-    return _read_file(path, key)
+def _open_file(path: pathlib.Path, key: str | None) -> _Tensors:
+  found = _sniff(path)
+  if found == "zip":
+    return read_torch_zip(path, key)
+  if found != "safetensors":
+    raise read_error(path, found)
   try:
     with safetensors.safe_open(path, "numpy"):  # checks header and size
       pass
@@ -195,33 +183,13 @@ def _open_file(path: pathlib.Path, key: str | None) -> _Arrays:
   return select_tensors(path, tensors, key, StoredTensor)
 
 
-def _read_file(path: pathlib.Path, key: str | None) -> _Arrays:
-  found = _sniff(path)
-  if found == "zip":
-    return read_torch_zip(path, key)
-  if found != "safetensors":
-    raise read_error(path, found)
-  try:
-    tensors = safetensors.numpy.load_file(path)
-  except safetensors.SafetensorError as err:
-    raise read_error(path, f"a damaged safetensors file ({err})") from err
-  except (AttributeError, TypeError) as err:
-    raise ValueError(
-      f"{path}: found a dtype that NumPy does not read ({err}); expected one"
-      f" of {', '.join(SAFE_DTYPES)}"
-    ) from err
-  return select_tensors(path, tensors, key, np.ndarray)
-
-
-def _read_shards(
-  path: pathlib.Path, key: str | None, read: _ReadFile
-) -> _Arrays:
-  """Reads the shards that a directory holds or an index file lists."""
+def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
+  """Opens the shards that a directory holds or an index file lists."""
   weight_map, shards = {}, []
   if path.is_dir():
     indexes = sorted(path.glob("*.safetensors.index.json"))
     if len(indexes) == 1:
-      return _read_shards(indexes[0], key, read)
+      return _open_shards(indexes[0], key)
     shards = [file.name for file in sorted(path.glob("*.safetensors"))]
     if indexes or not shards:
       found = f"a directory with {len(indexes)} indexes, {len(shards)} shards"
@@ -242,7 +210,7 @@ def _read_shards(
     file = folder / shard
     if not file.is_file():
       raise FileNotFoundError(f"{file}: no such file, but {path} lists it")
-    content = read(file, key)
+    content = _open_file(file, key)
     if both := sorted(tensors.keys() & content.keys()):
       raise ValueError(
         f"{file}: {both[0]!r} is in another shard; pass one file"

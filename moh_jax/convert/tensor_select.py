@@ -10,13 +10,13 @@ EXPECTED = (
 _NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
 _MAX_LISTED = 20  # keys named in an error
 
-# Dtypes that safetensors.numpy reads; DTYPES are all that we read from torch.
-SAFE_DTYPES = (
-  *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
+DTYPES = (  # that are read from torch files
+  *(*_FLOATS, "complex64", "complex128", "bool"),
+  *(f"float8_{kind}" for kind in _FLOAT8),
   *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
 )
-_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
-DTYPES = (*SAFE_DTYPES, "complex128", *(f"float8_{kind}" for kind in _FLOAT8))
 
 
 def read_error(path: pathlib.Path, found: str) -> ValueError:

@@ -48,11 +48,23 @@ def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
       raise read_error(path, f"a zip with {len(roots)} data.pkl records")
     if order not in ("little", "big"):
       raise read_error(path, f"byte order {order!r}, neither little nor big")
-    tensors = _load_with_torch(path, key)
-    if tensors is None:
-      reader = _TorchZip(io.BytesIO(heads[0]), encoding="utf-8")
-      tensors = reader.read(path, key, archive, f"{roots[0]}data/", order)
-    return tensors
+    arrays = _load_with_torch(path, key)
+    if arrays is not None:
+      return arrays
+    try:
+      tree = _TorchZip(io.BytesIO(heads[0]), encoding="utf-8").load()
+    except Exception as err:  # a damaged pickle raises nearly anything
+      raise read_error(path, f"a damaged data.pkl ({err!r})") from err
+    # Storages are read once for all tensors that share them.
+    record = functools.cache(lambda n: archive.read(f"{roots[0]}data/{n}"))
+    arrays = {}
+    for name, tensor in select_tensors(path, tree, key, _Tensor).items():
+      try:
+        raw = record(tensor.storage.key)
+        arrays[name] = _view(tensor, raw, swap=order != sys.byteorder)
+      except Exception as err:  # as above; numbers may be of any type
+        raise read_error(path, f"tensor {name!r} with {err}") from err
+    return arrays
 
 
 def _load_with_torch(path: pathlib.Path, key: str | None) -> _Arrays | None:
@@ -164,29 +176,6 @@ class _TorchZip(pickle.Unpickler):
     if isinstance(pid, tuple) and len(pid) == 5 and pid[1] in DTYPES:
       return _Storage(pid[2], pid[1], pid[4])
     return _Inert()
-
-  def read(
-    self,
-    path: pathlib.Path,
-    key: str | None,
-    archive: zipfile.ZipFile,
-    folder: str,
-    order: str,
-  ) -> _Arrays:
-    try:
-      tree = self.load()
-    except Exception as err:  # a damaged pickle raises nearly anything
-      raise read_error(path, f"a damaged data.pkl ({err!r})") from err
-    # Storages are read once for all tensors that share them.
-    record = functools.cache(lambda name: archive.read(f"{folder}{name}"))
-    arrays = {}
-    for name, tensor in select_tensors(path, tree, key, _Tensor).items():
-      try:
-        raw = record(tensor.storage.key)
-        arrays[name] = _view(tensor, raw, swap=order != sys.byteorder)
-      except Exception as err:  # as above; numbers may be of any type
-        raise read_error(path, f"tensor {name!r} with {err}") from err
-    return arrays
 
 
 def _view(tensor: _Tensor, raw: bytes, *, swap: bool) -> np.ndarray:

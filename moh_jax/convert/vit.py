@@ -45,16 +45,16 @@ def attention_rules(
     rules.one(
       "temperature",
       "query_scale/temperature",
-      lambda t: t.reshape(heads),
-      lambda t: t.reshape(heads, 1, 1),
+      rules.reshaped((heads,), (heads, 1, 1)),
     ),
     rules.one(
       "query_embedding",
       "query_scale/query_embedding",
-      lambda e: e.reshape(heads, dim),
-      lambda e: e.reshape(heads, 1, dim),
+      rules.reshaped((heads, dim), (heads, 1, dim)),
     ),
-    *_position_mlp(),
+    rules.one("cpb_fc1.weight", "cpb/fc1_kernel", rules.TRANSPOSED),
+    rules.one("cpb_fc1.bias", "cpb/fc1_bias"),
+    *rules.linear("cpb_fc2", "cpb/fc2"),
     *mix_rules("proj", "out", heads, dim),
     *router_rules(budget, router),
   ]
@@ -69,8 +69,7 @@ def attention_rules(
     rules.one(
       "learnable_bias",
       "learnable_bias",
-      lambda b: b.reshape(heads, -1),
-      lambda b: b.reshape(heads, 1, -1),
+      rules.reshaped((heads, -1), (heads, 1, -1)),
     ),
     *rules.linear(
       "sr",
@@ -86,68 +85,46 @@ def model_rules(config: ViTConfig) -> list[Rule]:
   table = rules.linear("head", "head")
   for index, budget in enumerate(config.budgets()):
     number, stage = index + 1, f"stage{index + 1}"
-    table += rules.conv(
-      f"patch_embed{number}.proj", f"{stage}/patch_embed/proj"
+    patch = [*rules.conv("proj", "proj"), *rules.norm("norm", "norm")]
+    attention = attention_rules(
+      budget,
+      config.router,
+      pooled=config.sr_ratios[index] > 1,
+      qkv_bias=config.qkv_bias,
     )
-    table += rules.norm(
-      f"patch_embed{number}.norm", f"{stage}/patch_embed/norm"
-    )
-    table += rules.norm(f"norm{number}", f"{stage}/norm")
     block = [
       *rules.norm("norm1", "norm1"),
       *rules.norm("norm2", "norm2"),
-      *rules.prefixed(
-        attention_rules(
-          budget,
-          config.router,
-          pooled=config.sr_ratios[index] > 1,
-          qkv_bias=config.qkv_bias,
-        ),
-        "attn.",
-        ("attn",),
-      ),
+      *rules.prefixed(attention, "attn.", ("attn",)),
       *rules.prefixed(_mlp(config.mlp_dims[index]), "mlp.", ("mlp",)),
     ]
-    for rule in rules.prefixed(block, "", (stage, "blocks")):
-      names = [
-        tuple(f"block{number}.{layer}.{name}" for name in rule.theirs)
-        for layer in range(config.depths[index])
-      ]
-      table.append(rules.stacked(rule, names))
+    theirs, layers = f"block{number}.{{layer}}.", range(config.depths[index])
+    table += [
+      *rules.prefixed(patch, f"patch_embed{number}.", (stage, "patch_embed")),
+      *rules.norm(f"norm{number}", f"{stage}/norm"),
+      *rules.stacked(block, theirs, (stage, "blocks"), layers),
+    ]
   return table
-
-
-def _position_mlp() -> list[Rule]:
-  return [
-    rules.one(
-      "cpb_fc1.weight", "cpb/fc1_kernel", rules.transpose, rules.transpose
-    ),
-    rules.one("cpb_fc1.bias", "cpb/fc1_bias"),
-    *rules.linear("cpb_fc2", "cpb/fc2"),
-  ]
 
 
 def _mlp(hidden: int) -> list[Rule]:
   """Rules of a gated MLP, whose fc1 holds the gate's rows, then the value's."""
 
-  def halves(suffix: str, transpose: bool) -> Rule:
-    turn = (lambda w: w.T) if transpose else (lambda w: w)
+  def halves(theirs: str, ours: str, maps: rules.Maps) -> Rule:
+    to_ours, to_theirs = maps
 
     def load(arrays: list) -> list:
-      return [turn(arrays[0][:hidden]), turn(arrays[0][hidden:])]
+      return [to_ours(arrays[0][:hidden]), to_ours(arrays[0][hidden:])]
 
     def dump(arrays: list) -> list:
       namespace: Any = arrays[0].__array_namespace__()
-      return [namespace.concat([turn(x) for x in arrays])]
+      return [namespace.concat([to_theirs(x) for x in arrays])]
 
-    leaf = "kernel" if transpose else "bias"
-    return Rule(
-      (f"fc1.{suffix}",), (("gate", leaf), ("value", leaf)), load, dump
-    )
+    return Rule((theirs,), (("gate", ours), ("value", ours)), load, dump)
 
   return [
-    halves("weight", transpose=True),
-    halves("bias", transpose=False),
+    halves("fc1.weight", "kernel", rules.TRANSPOSED),
+    halves("fc1.bias", "bias", rules.SAME),
     *rules.linear(
       "dwconv.dwconv",
       "dwconv",

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
+from moh_jax.ops.routing import RouterAux
 from moh_jax.runtime.params import abstract_params, unbox
 
 Arrays = Mapping[str, np.ndarray]
@@ -69,6 +71,22 @@ def named_grads(
   """Gradients of our parameters as "PREFIX/NAME", NAME the public name."""
   named = rules.dump_params(table, jax.device_get(grads))
   return {f"{prefix}/{name}": grad for name, grad in named.items()}
+
+
+def head_budget(hyper: Mapping[str, Any]) -> HeadBudget:
+  """The head split of a recorded attention module."""
+  return HeadBudget(
+    hyper["num_heads"],
+    hyper["shared_head"],
+    hyper["routed_head"],
+    hyper["head_dim"],
+  )
+
+
+def routed_losses(layers: Mapping[str, RouterAux]) -> jax.Array:
+  """Balance losses [layers with a router] in the network's order."""
+  losses = [aux.balance_loss for aux in layers.values() if aux.routed]
+  return jnp.concatenate(losses) if losses else jnp.zeros(0)
 
 
 def attention_results(

@@ -7,7 +7,6 @@ meta.json alone and the weights go through the converter that users call.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import zipfile
@@ -29,19 +28,19 @@ from moh_jax.parity.case import Case
 # kind -> case -> named results; gradients of the case's objective are under
 # "grads/NAME".
 KINDS: dict[str, Callable[[Case], dict[str, Any]]] = {
-  "vit_pooled_attention": functools.partial(parity_vit.attention, pooled=True),
-  "vit_full_attention": functools.partial(parity_vit.attention, pooled=False),
-  "moh_vit_model": functools.partial(parity_vit.classifier, moh=True),
-  "transnext_model": functools.partial(parity_vit.classifier, moh=False),
+  "vit_pooled_attention": parity_vit.attention,
+  "vit_full_attention": parity_vit.attention,
+  "moh_vit_model": parity_vit.classifier,
+  "transnext_model": parity_vit.classifier,
   "dit_attention": parity_dit.attention,
-  "moh_dit_model": functools.partial(parity_dit.network, moh=True),
+  "moh_dit_model": parity_dit.network,
   "gaussian_diffusion": parity_diffusion.diffusion,
-  "dit_model": functools.partial(parity_dit.network, moh=False),
+  "dit_model": parity_dit.network,
   "autoencoder_kl": parity_vae.autoencoder,
   "image_metrics": parity_fid.metrics,
   "inception_fid": parity_fid.inception,
-  "moh_llama_model": functools.partial(parity_llama.network, moh=True),
-  "llama_model": functools.partial(parity_llama.network, moh=False),
+  "moh_llama_model": parity_llama.network,
+  "llama_model": parity_llama.network,
 }
 _TABLE_RTOL = 1e-9
 
@@ -116,14 +115,12 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
 def _compare(
   case: str, name: str, got: Any, want: np.ndarray, tolerance: float
 ) -> Row:
-  if got is None:
+  if got is None or np.shape(got) != want.shape:
     return Row(case, name, None, None, tolerance, ok=False)
-  got = np.asarray(got)
-  if got.shape != want.shape:
-    return Row(case, name, None, None, tolerance, ok=False)
-  error = np.abs(got.astype(np.float64) - want.astype(np.float64))
+  want = want.astype(np.float64)
+  error = np.abs(np.asarray(got, np.float64) - want)
   max_abs = float(error.max(initial=0.0))
-  scale = float(np.abs(want.astype(np.float64)).max(initial=0.0))
+  scale = float(np.abs(want).max(initial=0.0))
   max_rel = max_abs / scale if scale else max_abs
   return Row(case, name, max_abs, max_rel, tolerance, max_abs <= tolerance)
 

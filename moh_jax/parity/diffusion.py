@@ -1,11 +1,12 @@
 """Recorded diffusion: tables, losses, gradients and samplers on an MoH-DiT."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config import DiTConfig
 from moh_jax.convert.dit import model_rules
 from moh_jax.diffusion.objective import training_losses
 from moh_jax.diffusion.prediction import reverse_step
@@ -36,6 +37,8 @@ _TABLES = {
   "posterior_mean_coef1": "posterior_mean_x0",
   "posterior_mean_coef2": "posterior_mean_xt",
 }
+# (parameters, x, t, labels) -> output of the network.
+_Predict = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 _MAP = "timestep_map_"  # followed by the spacing, "_" for ","
 
 
@@ -44,14 +47,25 @@ def diffusion(case: Case) -> dict[str, Any]:
 
   The names of the case's timestep maps say which respacings it recorded.
   """
-  hyper, arrays, weights = case.hyper, case.arrays, case.weights
-  config = model_config(hyper, moh=True)
-  process = make_process("linear", hyper["diffusion_steps"])
-  params = load_network(config, weights)
-  x0 = channels_last(arrays["x_start"])
-  noise = channels_last(arrays["noise"])
-  x = q_sample(process, x0, arrays["t"], noise)
-  losses, grads = _losses(config, params, process, arrays, x0, x, noise)
+  arrays = case.arrays
+  config = model_config(case.hyper)
+  params = load_network(config, case.weights)
+  process = make_process("linear", case.hyper["diffusion_steps"])
+  x0, noise = (channels_last(arrays[name]) for name in ("x_start", "noise"))
+  t = jnp.asarray(arrays["t"])
+  x = q_sample(process, x0, t, noise)
+
+  def predict(params, x, t, labels):
+    return DiT(config).apply({"params": params}, x, t, labels)[0]
+
+  def objective(params):
+    out = predict(params, x, t, arrays["y"])
+    losses = training_losses(
+      process, "epsilon", out, x0=x0, x=x, t=t, noise=noise
+    )
+    return (losses["weighted_mse"] + losses["vb"]).mean(), losses
+
+  grads, losses = jax.jit(jax.grad(objective, has_aux=True))(params)
   return {
     **_tables(process, arrays),
     "x_t": channels_first(x),
@@ -59,8 +73,8 @@ def diffusion(case: Case) -> dict[str, Any]:
     "vb": losses["vb"],
     "loss": losses["mse"] + losses["vb"],
     **named_grads("grads", model_rules(config), grads),
-    **_reverse(config, params, respace(process, 50), arrays),
-    **_samples(config, params, process, arrays, hyper["cfg_scale"]),
+    **_reverse(predict, params, respace(process, 50), arrays),
+    **_samples(predict, params, process, case),
   }
 
 
@@ -77,31 +91,8 @@ def _tables(process: Process, arrays: Arrays) -> dict[str, Any]:
   return out
 
 
-def _losses(
-  config: DiTConfig,
-  params: Any,
-  process: Process,
-  arrays: Arrays,
-  x0: jax.Array,
-  x: jax.Array,
-  noise: jax.Array,
-) -> tuple[dict[str, jax.Array], Any]:
-  """The losses of every example, and the gradients of their mean."""
-  t = jnp.asarray(arrays["t"])
-
-  def objective(params: Any) -> tuple[jax.Array, Any]:
-    out, _ = DiT(config).apply({"params": params}, x, t, arrays["y"])
-    losses = training_losses(
-      process, "epsilon", out, x0=x0, x=x, t=t, noise=noise
-    )
-    return (losses["weighted_mse"] + losses["vb"]).mean(), losses
-
-  grads, losses = jax.jit(jax.grad(objective, has_aux=True))(params)
-  return losses, grads
-
-
 def _reverse(
-  config: DiTConfig, params: Any, process: Process, arrays: Arrays
+  predict: _Predict, params: Any, process: Process, arrays: Arrays
 ) -> dict[str, Any]:
   x, t = channels_last(arrays["pmv_x"]), jnp.asarray(arrays["pmv_t"])
 
@@ -109,7 +100,7 @@ def _reverse(
   def run(params):
     # A respaced process counts its own steps; the network knows the original.
     original = jnp.asarray(process.timesteps)[t]
-    out, _ = DiT(config).apply({"params": params}, x, original, arrays["pmv_y"])
+    out = predict(params, x, original, arrays["pmv_y"])
     return [
       reverse_step(process, "epsilon", out, x, t, clip=clip)
       for clip in (False, True)
@@ -128,21 +119,19 @@ def _reverse(
 
 
 def _samples(
-  config: DiTConfig,
-  params: Any,
-  process: Process,
-  arrays: Arrays,
-  cfg_scale: float,
+  predict: _Predict, params: Any, process: Process, case: Case
 ) -> dict[str, Any]:
+  arrays = case.arrays
   z = channels_last(arrays["z"])
   noises = channels_last(arrays["ddpm10_noises"])
 
   @jax.jit
   def run(params):
-    def predict(x, t, labels):
-      return DiT(config).apply({"params": params}, x, t, labels)[0]
-
-    guided = guided_twice(predict, arrays["sample_y"], cfg_scale)
+    guided = guided_twice(
+      functools.partial(predict, params),
+      arrays["sample_y"],
+      case.hyper["cfg_scale"],
+    )
     path = sample(
       guided,
       z,

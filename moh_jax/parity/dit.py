@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import DiTConfig
-from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.heads import RouterConfig
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
 from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
@@ -20,7 +20,9 @@ from moh_jax.parity.case import (
   attention_results,
   channels_first,
   channels_last,
+  head_budget,
   load_weights,
+  routed_losses,
 )
 
 _GUIDED = 3  # the release applies guidance to the first three channels only
@@ -28,32 +30,22 @@ _GUIDED = 3  # the release applies guidance to the first three channels only
 
 def attention(case: Case) -> dict[str, Any]:
   """Results of one attention module of MoH-DiT, see `attention_results`."""
-  hyper = case.hyper
-  heads = hyper["num_heads"]
-  head_dim = hyper.get("head_dim") or hyper["dim"] // heads
-  budget = HeadBudget(
-    heads, hyper["shared_head"], hyper["routed_head"], head_dim
-  )
-  qkv_bias = hyper.get("qkv_bias", True)
+  budget = head_budget(case.hyper)
+  heads, dim = budget.num_heads, budget.head_dim
   table = [
-    *projection_rules("qkv", "qkv", 3, heads, head_dim, qkv_bias),
-    *mix_rules("proj", "out", heads, head_dim),
+    *projection_rules("qkv", "qkv", 3, heads, dim, case.hyper["qkv_bias"]),
+    *mix_rules("proj", "out", heads, dim),
     *router_rules(budget, RouterConfig()),
   ]
   return attention_results(case, MoHAttention(budget), table)
 
 
-def network(case: Case, *, moh: bool) -> dict[str, Any]:
-  """Results of a whole network, from its tokens to its guided output.
-
-  Args:
-    case: the recorded case.
-    moh: whether the network has routers, so gates and balance losses.
-  """
-  hyper, arrays, weights = case.hyper, case.arrays, case.weights
-  config = model_config(hyper, moh=moh)
+def network(case: Case) -> dict[str, Any]:
+  """Results of a whole network, from its tokens to its guided output."""
+  hyper, arrays = case.hyper, case.arrays
+  config = model_config(hyper)
   model = DiT(config)
-  params = load_network(config, weights)
+  params = load_network(config, case.weights)
   x = channels_last(arrays["x"])
 
   @jax.jit
@@ -67,20 +59,16 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
     "c": recorded["conditioning"][0],
     "out": channels_first(out),
     "l_aux_mean": aux.balance_loss,
+    "l_aux_per_layer": routed_losses(aux.layers),
   }
-  layer, losses = 0, []
-  for index, group in enumerate(config.layer_groups()):
-    name = f"blocks{index}"
-    (blocks,) = recorded[name]["out"]
-    for i in range(group.depth):
-      outputs[f"block{layer}"] = blocks[i]
-      if moh:
-        (routing,) = recorded[name]["attn"]["router"]["routing"]
-        outputs[f"gates{layer}"] = routing.gates[i]
-        if aux.layers[name].routed:
-          losses.append(aux.layers[name].balance_loss[i])
-      layer += 1
-  outputs["l_aux_per_layer"] = np.stack(losses) if losses else np.zeros(0)
+  blocks, gates = [], []
+  for index in range(len(config.layer_groups())):
+    group = recorded[f"blocks{index}"]
+    blocks += [*group["out"][0]]
+    if config.router.kind != "none":
+      gates += [*group["attn"]["router"]["routing"][0].gates]
+  outputs |= {f"block{layer}": x for layer, x in enumerate(blocks)}
+  outputs |= {f"gates{layer}": x for layer, x in enumerate(gates)}
 
   def predict(x, t, labels):
     return model.apply({"params": params}, x, t, labels)[0]
@@ -108,9 +96,7 @@ def guided_twice(
   labels, no_label = np.split(labels, 2)
 
   def call(x: jax.Array, t: jax.Array) -> jax.Array:
-    def at_all_times(
-      x: jax.Array, _: jax.Array, labels: jax.Array
-    ) -> jax.Array:
+    def at_all_times(x, _, labels):
       return predict(x, t, labels)  # the two halves have their own timesteps
 
     x = x[: len(labels)]
@@ -131,8 +117,8 @@ def load_network(config: DiTConfig, weights: Arrays) -> Any:
   return load_weights(DiT(config), inputs, model_rules(config), weights)
 
 
-def model_config(hyper: Mapping[str, Any], *, moh: bool) -> DiTConfig:
-  """The config of a recorded network, with routers if `moh`.
+def model_config(hyper: Mapping[str, Any]) -> DiTConfig:
+  """The config of a recorded network; only MoH's name their shared heads.
 
   Raises:
     ValueError: its layers differ in their head width.
@@ -150,10 +136,10 @@ def model_config(hyper: Mapping[str, Any], *, moh: bool) -> DiTConfig:
     width=hyper["hidden_size"],
     num_heads=heads,
     head_dim=widths.pop(),
-    shared_heads=tuple(hyper["shared_head"]) if moh else heads,
-    top_k=tuple(hyper["routed_head"]) if moh else (0,) * len(heads),
+    shared_heads=tuple(hyper.get("shared_head", heads)),
+    top_k=tuple(hyper.get("routed_head", (0,) * len(heads))),
     mlp_ratio=hyper["mlp_ratio"],
     label_dropout=hyper["class_dropout_prob"],
     learn_sigma=hyper["learn_sigma"],
-    router=RouterConfig("two_stage" if moh else "none"),
+    router=RouterConfig("two_stage" if "shared_head" in hyper else "none"),
   )

@@ -27,36 +27,31 @@ def metrics(case: Case) -> dict[str, Any]:
   """The metrics of recorded features; the case has no network."""
   hyper, arrays = case.hyper, case.arrays
   channels = hyper["spatial_channels"]
-  results = {}
-  sets = {
-    name: (arrays[f"{name}_features"], _flat(arrays[f"{name}_maps"], channels))
-    for name in ("real", "gen")
-  }
-  gaussians = {}
-  for name, features in sets.items():
-    for suffix, values in zip(("", "_s"), features):
-      g = moments(values).gaussian()
-      gaussians[name + suffix] = g
-      results[f"mu_{name}{suffix}"] = g.mean
-      results[f"sigma_{name}{suffix}"] = g.covariance
+  results, gaussians = {}, {}
+  for name in ("real", "gen"):
+    maps = arrays[f"{name}_maps"][..., :channels]
+    gaussians[name] = _gaussian(arrays[f"{name}_features"])
+    gaussians[f"{name}_s"] = _gaussian(maps.reshape(len(maps), -1))
+  for name, gaussian in gaussians.items():
+    results[f"mu_{name}"] = gaussian.mean
+    results[f"sigma_{name}"] = gaussian.covariance
   references = gaussians["real"], gaussians["real_s"]
   if "adm_reference.npz" in case.meta["files"]:
     references = _read_adm(case.directory, references)
   for prefix, a, b in (
     ("fid", gaussians["gen"], references[0]),
     ("sfid", gaussians["gen_s"], references[1]),
-    ("deg_fid", *_gaussians(arrays["deg_gen"], arrays["deg_real"])),
+    ("deg_fid", _gaussian(arrays["deg_gen"]), _gaussian(arrays["deg_real"])),
   ):
     terms = fid.frechet_terms(a, b)
     results |= {prefix: terms.distance, f"{prefix}_parts": np.array(terms)}
   results["fid_self"] = fid.frechet_distance(
     gaussians["real"], gaussians["real"]
   )
-  copies = [
-    np.repeat(arrays[f"{name}_features"][:1], count, axis=0)
-    for name, count in (("real", 6), ("gen", 9))
-  ]
-  results["const_fid"] = fid.frechet_distance(*_gaussians(*copies))
+  results["const_fid"] = fid.frechet_distance(
+    _gaussian(np.repeat(arrays["real_features"][:1], 6, axis=0)),
+    _gaussian(np.repeat(arrays["gen_features"][:1], 9, axis=0)),
+  )
   return results | _scores(hyper, arrays) | _manifolds(hyper, arrays)
 
 
@@ -152,12 +147,8 @@ def _input_stats(x: np.ndarray) -> np.ndarray:
   return np.stack([x.mean(axes), x.std(axes), x.min(axes), x.max(axes)], -1)
 
 
-def _flat(maps: np.ndarray, channels: int) -> np.ndarray:
-  return maps[..., :channels].reshape(len(maps), -1)
-
-
-def _gaussians(*features: np.ndarray) -> list[Gaussian]:
-  return [moments(values).gaussian() for values in features]
+def _gaussian(features: np.ndarray) -> Gaussian:
+  return moments(features).gaussian()
 
 
 def _read_adm(
@@ -176,58 +167,52 @@ def _read_adm(
 def _scores(hyper: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
   """Inception Scores of blocks, of parts and of extreme logits."""
   logits = arrays["gen_logits"]
-  size, parts = hyper["is_small_block"], hyper["is_parts"]
-  bounds = [i * len(logits) // parts for i in range(parts + 1)]
-  tenths = [fid.block_score(logits[a:b]) for a, b in itertools.pairwise(bounds)]
-  blocks = {
-    name: np.array(
-      [
-        fid.block_score(logits[i : i + step])
-        for i in range(0, len(logits), step)
-      ]
-    )
-    for name, step in (("one", hyper["is_block"]), ("small", size))
-  }
-  extreme = arrays["extreme_logits"]
+  block, small, parts = (
+    hyper[f"is_{name}"] for name in ("block", "small_block", "parts")
+  )
+  count = len(logits)
+
+  def scores(*bounds: int) -> np.ndarray:
+    pairs = itertools.pairwise(bounds)
+    return np.array([fid.block_score(logits[a:b]) for a, b in pairs])
+
+  tenths = scores(*(i * count // parts for i in range(parts + 1)))
   return {
     "gen_probs": np.exp(fid.log_softmax(logits)),
-    "is_one_block": blocks["one"],
-    f"is_blocks_{size}": blocks["small"],
-    "is_tenths": np.array(tenths),
-    "inception_score": fid.inception_score(logits, hyper["is_block"]),
-    f"inception_score_blocks_{size}": fid.inception_score(logits, size),
-    "inception_score_tenths": np.array([np.mean(tenths), np.std(tenths)]),
-    "extreme_inception_score": fid.block_score(extreme),
+    "is_one_block": scores(*range(0, count, block), count),
+    f"is_blocks_{small}": scores(*range(0, count, small), count),
+    "is_tenths": tenths,
+    "inception_score": fid.inception_score(logits, block),
+    f"inception_score_blocks_{small}": fid.inception_score(logits, small),
+    "inception_score_tenths": np.array([tenths.mean(), tenths.std()]),
+    "extreme_inception_score": fid.block_score(arrays["extreme_logits"]),
   }
 
 
 def _manifolds(hyper: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
   """Radii, membership, precision and recall, with and without ties."""
-  k = hyper["pr_k_default"]
+  real, gen = arrays["real_features"], arrays["gen_features"]
   results = {}
-  for prefix, (real, gen) in {
-    "": (arrays["real_features"], arrays["gen_features"]),
-    "tie_": (arrays["tie_real"], arrays["tie_gen"]),
-  }.items():
-    radii = {
-      name: precision_recall.knn_radii(features, k)
-      for name, features in (("real", real), ("gen", gen))
-    }
-    inside = precision_recall.in_manifold(gen, real, radii["real"])
-    covered = precision_recall.in_manifold(real, gen, radii["gen"])
+  for prefix, a, b in (
+    ("", real, gen),
+    ("tie_", arrays["tie_real"], arrays["tie_gen"]),
+  ):
+    radii_a, radii_b = (
+      precision_recall.knn_radii(features, hyper["pr_k_default"])
+      for features in (a, b)
+    )
+    inside = precision_recall.in_manifold(b, a, radii_a)
+    covered = precision_recall.in_manifold(a, b, radii_b)
     results |= {
-      f"{prefix}radii_real": radii["real"],
-      f"{prefix}radii_gen": radii["gen"],
+      f"{prefix}radii_real": radii_a,
+      f"{prefix}radii_gen": radii_b,
       f"{prefix}gen_in_real": inside,
       f"{prefix}real_in_gen": covered,
       f"{prefix}precision": inside.mean(),
       f"{prefix}recall": covered.mean(),
     }
   pairs = [
-    precision_recall.precision_recall(
-      arrays["gen_features"], arrays["real_features"], neighbours
-    )
-    for neighbours in hyper["pr_k"]
+    precision_recall.precision_recall(gen, real, k) for k in hyper["pr_k"]
   ]
   results["precision"], results["recall"] = map(np.array, zip(*pairs))
   return results

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from moh_jax.config import LLMConfig, RouterConfig
 from moh_jax.convert import hf_config, llama
@@ -22,15 +23,11 @@ from moh_jax.ops.cache import Slots
 from moh_jax.parity.case import Arrays, Case, load_weights
 
 
-def network(case: Case, *, moh: bool) -> dict[str, Any]:
-  """Results of a whole network: logits, routing, loss, greedy generation.
-
-  Args:
-    case: the recorded case.
-    moh: whether the network has routers.
-  """
+def network(case: Case) -> dict[str, Any]:
+  """Results of a whole network: logits, routing, loss, greedy generation."""
   arrays = case.arrays
-  config = model_config(case.hyper, moh=moh)
+  config = model_config(case.hyper)
+  moh = config.router.kind != "none"
   params = _load(config, case.weights)
   model = LLM(config)
 
@@ -47,10 +44,13 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
 
   tokens = jnp.asarray(arrays["input_ids"])
   logits, recorded = run(params, tokens, None, None)
-  outputs = {"logits": logits, "labels_loss": _loss(logits, tokens)}
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits[:, :-1], tokens[:, 1:]
+  )
+  outputs = {"logits": logits, "labels_loss": losses.mean()}
   if moh:
     outputs["head_mask"] = _head_mask(config, recorded)
-    outputs["router_probs"] = _router_probs(config, recorded)
+    outputs["router_probs"] = _routing(config, recorded, "probs")
 
   mask = np.asarray(arrays["attention_mask"], bool)
   padded = jnp.asarray(arrays["padded_input_ids"])
@@ -65,37 +65,29 @@ def network(case: Case, *, moh: bool) -> dict[str, Any]:
   logits, _ = run(params, padded, None, mask)
   outputs["padded_logits_default_positions"] = logits * mask[..., None]
 
-  steps = case.hyper["max_new_tokens"]
-  prompts = np.asarray(arrays["prompt_ids"])
-  whole = np.ones(prompts.shape, bool)
-  generated = _generate(config, params, prompts, whole, steps)
-  outputs["generated_ids"] = generated.tokens
-  outputs["generated_step_logits"] = generated.logits
-  if moh:
-    outputs["generated_head_mask"] = generated.head_mask
-  prompts = np.asarray(arrays["padded_prompt_ids"])
-  mask = np.asarray(arrays["padded_prompt_mask"], bool)
-  outputs["padded_generated_ids"] = _write(config, params, prompts, mask, steps)
+  outputs |= _generate(config, params, case)
+  outputs["padded_generated_ids"] = _write(config, params, case)
   return outputs
 
 
-def model_config(hyper: Mapping[str, Any], *, moh: bool) -> LLMConfig:
-  """The config of a recorded network, with routers if `moh`.
+def model_config(hyper: Mapping[str, Any]) -> LLMConfig:
+  """The config of a recorded network.
 
   Args:
-    hyper: the fields of transformers' config.json.
-    moh: whether the release's own fields, shared_head and routed_head, apply.
+    hyper: the fields of transformers' config.json, and for MoH the release's
+      own, shared_head and routed_head, of each layer or of all.
   """
   config = hf_config.from_hf({"architectures": ["LlamaForCausalLM"], **hyper})
-  if not moh:
+  if "shared_head" not in hyper:
     return config
-  layers = config.depth
-  counts = {"shared_heads": "shared_head", "top_k": "routed_head"}
-  split = {
-    ours: tuple(value) if isinstance(value, list) else (value,) * layers
-    for ours, value in ((o, hyper[name]) for o, name in counts.items())
+  names = {"shared_heads": "shared_head", "top_k": "routed_head"}
+  counts = {
+    ours: tuple(np.broadcast_to(hyper[theirs], config.depth).tolist())
+    for ours, theirs in names.items()
   }
-  return dataclasses.replace(config, router=RouterConfig("query_norm"), **split)
+  return dataclasses.replace(
+    config, router=RouterConfig("query_norm"), **counts
+  )
 
 
 def _load(config: LLMConfig, weights: Arrays) -> Any:
@@ -104,48 +96,38 @@ def _load(config: LLMConfig, weights: Arrays) -> Any:
   return load_weights(LLM(config), inputs, llama.model_rules(config), kept)
 
 
-def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Mean cross-entropy of the next tokens."""
-  log_probs = jax.nn.log_softmax(logits[:, :-1])
-  chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
-  return -chosen.mean()
+def _routing(
+  config: LLMConfig, recorded: Mapping[str, Any], field: str
+) -> np.ndarray:
+  """A field of every layer's `Routing`, [layers, B, N, heads].
 
-
-def _routings(config: LLMConfig, recorded: Mapping[str, Any]) -> list:
-  """The `Routing` of every layer, in scanned and in unrolled networks."""
-  routings = []
+  Args:
+    config: the model.
+    recorded: intermediates of a network with scanned or with unrolled layers.
+    field: name of the field.
+  """
+  values = []
   for index, group in enumerate(config.layer_groups()):
-    name = f"blocks{index}"
-    for layer in range(group.depth):
-      if name in recorded:
-        (stacked,) = recorded[name]["attn"]["router"]["routing"]
-        routings.append(jax.tree.map(lambda x: x[layer], stacked))  # noqa: B023
-      else:
-        own = recorded[f"{name}_{layer}"]["attn"]["router"]["routing"]
-        routings.append(own[0])
-  return routings
+    names = [f"blocks{index}"]
+    if names[0] not in recorded:
+      names = [f"blocks{index}_{layer}" for layer in range(group.depth)]
+    for name in names:
+      (routing,) = recorded[name]["attn"]["router"]["routing"]
+      value = np.asarray(getattr(routing, field))
+      values.append(value.reshape(-1, *value.shape[-3:]))
+  return np.concatenate(values)
 
 
 def _head_mask(config: LLMConfig, recorded: Mapping[str, Any]) -> np.ndarray:
   """Active heads of every layer, [layers, B, N, H] int32 of 0 and 1."""
-  gates = [routing.gates for routing in _routings(config, recorded)]
-  return np.stack([np.asarray(g) for g in gates]).astype(np.int32)
+  return _routing(config, recorded, "gates").astype(np.int32)
 
 
-def _router_probs(config: LLMConfig, recorded: Mapping[str, Any]) -> np.ndarray:
-  """Probabilities of the routed heads of every layer, [layers, B, N, R]."""
-  routings = _routings(config, recorded)
-  return np.stack([np.asarray(routing.probs) for routing in routings])
-
-
-def _write(
-  config: LLMConfig,
-  params: Any,
-  prompts: np.ndarray,
-  mask: np.ndarray,
-  steps: int,
-) -> np.ndarray:
+def _write(config: LLMConfig, params: Any, case: Case) -> np.ndarray:
   """Greedy tokens [B, P + steps], by the programs of the `generate` command."""
+  prompts = case.arrays["padded_prompt_ids"]
+  mask = case.arrays["padded_prompt_mask"].astype(bool)
+  steps = case.hyper["max_new_tokens"]
   batch, length = prompts.shape
   model, params = LLM(config, unrolled=True), unroll(params, config)
   state = make_prefill(model, "float32")(
@@ -164,73 +146,46 @@ def _write(
   return np.concatenate([prompts, tokens], axis=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Generated:
-  """What `_generate` returns.
-
-  Attributes:
-    tokens: [B, P + steps], the prompt and what follows it.
-    logits: [steps, B, V].
-    head_mask: [layers, B, P + steps - 1, H] of the tokens that were read, or
-      None without routers.
-  """
-
-  tokens: np.ndarray
-  logits: np.ndarray
-  head_mask: np.ndarray | None
-
-
 def _generate(
-  config: LLMConfig,
-  params: Any,
-  prompts: np.ndarray,
-  mask: np.ndarray,
-  steps: int,
-) -> _Generated:
+  config: LLMConfig, params: Any, case: Case
+) -> dict[str, np.ndarray]:
   """Greedy generation with a cache, one call of the network per token.
 
   Args:
     config: the model.
     params: its parameters.
-    prompts: [B, P] int, padded on the left.
-    mask: [B, P] bool, False at padding.
-    steps: tokens to generate.
+    case: has the prompts [B, P] and the number of steps.
+
+  Returns:
+    "generated_ids" [B, P + steps], the prompt and what follows it;
+    "generated_step_logits" [steps, B, V]; and with routers
+    "generated_head_mask" [layers, B, P + steps - 1, H] of the tokens read.
   """
-  batch, length = prompts.shape
+  tokens, steps = case.arrays["prompt_ids"], case.hyper["max_new_tokens"]
+  batch, length = tokens.shape
+  model, params = LLM(config, unrolled=True), unroll(params, config)
   slots = length + steps
-  model = LLM(config, unrolled=True)
-  params = unroll(params, config)
   cache = model.new_cache(batch, slots)
-  # Cache slots that do not hold padding; a token sees those up to its own.
-  filled = np.concatenate([mask, np.ones((batch, steps), bool)], axis=1)
-  positions = np.maximum(np.cumsum(filled, axis=1) - 1, 0)
 
   @jax.jit
-  def step(params, cache, tokens, positions, mask, slot, visible):
+  def step(params, cache, tokens, first):
+    own = first + jnp.arange(tokens.shape[1])
+    visible = jnp.arange(slots)[None] <= own[:, None]
+    visible = jnp.broadcast_to(visible, (*tokens.shape, slots))
     (logits, _, cache), recorded = model.apply(
       {"params": params},
       tokens,
       cache,
-      Slots(slot, visible),
-      positions=positions,
-      token_mask=mask,
+      Slots(first, visible),
       method="extend",
       mutable=["intermediates"],
     )
     return logits[:, -1], cache, recorded.get("intermediates", {})
 
-  tokens, logits, masks, first = prompts, [], [], 0
+  logits, masks, first = [], [], 0
   for _ in range(steps):
-    fed = slice(first, tokens.shape[1])
-    seen = np.arange(slots) <= np.arange(fed.start, fed.stop)[:, None]
     last, cache, recorded = step(
-      params,
-      cache,
-      tokens[:, fed],
-      positions[:, fed],
-      filled[:, fed],
-      jnp.int32(first),
-      seen[None] & filled[:, None],
+      params, cache, tokens[:, first:], jnp.int32(first)
     )
     first = tokens.shape[1]
     logits.append(np.asarray(last))
@@ -238,5 +193,7 @@ def _generate(
       masks.append(_head_mask(config, recorded))
     chosen = logits[-1].argmax(-1).astype(tokens.dtype)
     tokens = np.concatenate([tokens, chosen[:, None]], axis=1)
-  joined = np.concatenate(masks, axis=2) if masks else None
-  return _Generated(tokens, np.stack(logits), joined)
+  outputs = {"generated_ids": tokens, "generated_step_logits": np.stack(logits)}
+  if masks:
+    outputs["generated_head_mask"] = np.concatenate(masks, axis=2)
+  return outputs

@@ -152,14 +152,13 @@ class PrimitiveRulesTest(absltest.TestCase):
     np.testing.assert_array_equal(params["n/scale"], 1.0)
 
   def test_stacked_adds_a_layer_axis_and_takes_it_away(self):
-    rule = rules.stacked(
-      rules.one("w", "w", rules.transpose, rules.transpose),
-      [("0.w",), ("1.w",)],
-    )
+    block = [rules.one("w", "w", rules.TRANSPOSED)]
+    (rule,) = rules.stacked(block, "{layer}.", ("top",), range(2))
     arrays = [np.arange(6.0).reshape(2, 3), np.ones((2, 3))]
     (loaded,) = rule.load(arrays)
     chex.assert_shape(loaded, (2, 3, 2))
     self.assertEqual(rule.theirs, ("0.w", "1.w"))
+    self.assertEqual(rule.ours, (("top", "w"),))
     chex.assert_trees_all_equal(rule.dump([loaded]), arrays)
 
   def test_prefixed_moves_both_sides(self):

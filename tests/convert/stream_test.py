@@ -228,8 +228,8 @@ class OpenTest(parameterized.TestCase):
     np.testing.assert_array_equal(leaf.layer(part), want[part])
     np.testing.assert_array_equal(leaf.layer(0), want[0])
     np.testing.assert_array_equal(leaf.read(), want)
-    leaf.free()
     np.testing.assert_array_equal(leaf.layer(2), want[2])
+    self.assertIsNone(leaf._kept[1])  # the last layer frees what is kept
 
   def test_another_shape_than_the_configs_is_named(self):
     out = self.create_tempdir().full_path
