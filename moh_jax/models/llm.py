@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from moh_jax.config import LLMConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.embed import Table
-from moh_jax.layers.linear import declare_kernel
+from moh_jax.layers.linear import KernelLayer
 from moh_jax.layers.mlp import SwiGLU
 from moh_jax.layers.model_aux import ModelAux, collect_aux
 from moh_jax.layers.moh import MoHAttention, Places
@@ -25,27 +25,20 @@ from moh_jax.ops.routing import RouterAux
 StackCache = LayerCache | tuple[LayerCache, ...]
 
 
-class OutputKernel(nn.Module):
-  """Weights of the output layer.
+class OutputKernel(KernelLayer):
+  """Weights of the output layer, stored as [C, V] or output-major as [V, C].
 
   Attributes:
     config: the model.
-    output_major: the kernel is stored as [V, C], else as [C, V].
   """
 
   config: LLMConfig
-  output_major: bool = False
 
   @nn.compact
   def __call__(self) -> jax.Array:
     """Returns the kernel [C, V] float32."""
-    kernel = declare_kernel(
-      self,
-      (self.config.width,),
-      (self.config.vocab_size,),
-      (("embed",), ("vocab",)),
-      output_major=self.output_major,
-    )
+    inputs, outputs = (self.config.width,), (self.config.vocab_size,)
+    kernel = self.declare_kernel(inputs, outputs, (("embed",), ("vocab",)))
     return kernel.T if self.output_major else kernel
 
 
@@ -223,7 +216,8 @@ class LLM(nn.Module):
     if cfg.tie_embeddings:
       kernel = table.T
     else:
-      kernel = OutputKernel(cfg, self.unrolled, name="head")()
+      head = OutputKernel(cfg, output_major=self.unrolled, name="head")
+      kernel = head()
     return output_logits(x, kernel), aux, tuple(written)
 
   @nn.nowrap

@@ -41,21 +41,11 @@ def summed_cross_entropy(
   return _scan_chunks(x, kernel, targets, weights, chunk, gradients=False)[0]
 
 
-def _forward(x, kernel, targets, weights, chunk):
-  total, grads = _scan_chunks(
-    x, kernel, targets, weights, chunk, gradients=True
-  )
-  return total, grads
-
-
 def _backward(chunk, grads, cotangent):
   del chunk
   dx, dkernel = grads
   scaled = (cotangent * dx).astype(dx.dtype), cotangent * dkernel
   return (*scaled, None, None)
-
-
-summed_cross_entropy.defvjp(_forward, _backward)
 
 
 def token_cross_entropy(
@@ -115,6 +105,11 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
     return total, None
   dx = _join(dx)[:, : x.shape[1]]
   return total, (dx, dkernel.astype(kernel.dtype))
+
+
+summed_cross_entropy.defvjp(
+  functools.partial(_scan_chunks, gradients=True), _backward
+)
 
 
 def _logits(

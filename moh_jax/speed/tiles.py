@@ -185,12 +185,12 @@ class _Bench:
         k.shape, k.dtype, self._visible, blocks, self._scale, self._interpret
       )
       if kernel == "forward":
-        return self._kernels.forward(problem, q, k, v, tile)
+        return self._kernels.forward(problem, q, (k, v), tile)
       if kernel == "dq":
         rows = q, out, sums, grad
-        return self._kernels.query_gradient(problem, rows, k, v, tile)
+        return self._kernels.query_gradient(problem, rows, (k, v), tile)
       rows = q, sums, sums, grad
-      return self._kernels.key_gradients(problem, rows, k, v, tile)
+      return self._kernels.key_gradients(problem, rows, (k, v), tile)
 
     args = (
       self._q, self._k, self._v, self._out, sums, self._grad, self._blocks

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from moh_jax.ops.kernels.gpu_program import Program
 from moh_jax.ops.kernels.gpu_tables import keys_of_rows, rows_of_keys
-from moh_jax.ops.kernels.problem import Argument
+from moh_jax.ops.kernels.problem import Argument, like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,7 @@ class Plan(Program):
 
   def row_masks(self, argument: Callable[[jax.Array], Argument]) -> tuple:
     """Each row's last visible key and its segment, [T * R] int32 or None."""
-    problem = self.problem
-    last = problem.last_keys() if problem.visible.causal else None
-    return jax.tree.map(argument, (last, problem.row_segments()))
+    return jax.tree.map(argument, self.problem.row_masks())
 
   def key_masks(self) -> tuple:
     """The key mask and each key's segment, [B, M] or None."""
@@ -55,9 +53,7 @@ class Plan(Program):
     The bounds are those of `keys_of_rows`; None without a causal mask.
     """
     blocks = self.problem.blocks
-    bounds = None
-    if self.problem.visible.causal:
-      bounds = keys_of_rows(self.problem, self.rows, self.keys)
+    bounds = keys_of_rows(self.problem, self.rows, self.keys)
     tables = blocks.head, blocks.first[-1:], bounds
     return jax.tree.map(lambda x: self._whole(x, x.shape), tables)
 
@@ -67,9 +63,7 @@ class Plan(Program):
     The bounds are those of `rows_of_keys`; None without a causal mask.
     """
     first = self.problem.blocks.first * self.tiles_per_block
-    bounds = None
-    if self.problem.visible.causal:
-      bounds = rows_of_keys(self.problem, self.rows, self.keys)
+    bounds = rows_of_keys(self.problem, self.rows, self.keys)
     return jax.tree.map(lambda x: self._whole(x, x.shape), (first, bounds))
 
   def call_by_rows(
@@ -98,12 +92,11 @@ class Plan(Program):
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values; the outputs have their shapes and dtypes.
     """
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys]
     return self._call(
       kernel,
       (self.key_tiles, self.problem.batch * self.problem.kv_heads),
       (self.key_table(), *self._inputs(rows, keys, self.all_rows)),
-      tuple(map(self.keys_or_values, shapes)),
+      tuple(map(self.keys_or_values, map(like, keys))),
     )
 
   def _inputs(self, rows: Any, keys: tuple, argument: Callable) -> tuple:

@@ -126,9 +126,7 @@ class Plan:
 
   def row_masks(self) -> tuple:
     """Each row's last visible key and its segment, [1, 1, R] or None."""
-    problem = self.problem
-    last = problem.last_keys() if problem.visible.causal else None
-    return jax.tree.map(self.rows, (last, problem.row_segments()))
+    return jax.tree.map(self.rows, self.problem.row_masks())
 
   def key_masks(self) -> tuple:
     """The key mask and each key's segment, [1, 1, L] int32 or None."""
@@ -164,15 +162,16 @@ class Plan:
       outputs: a tuple of `Argument`.
       scratch: shapes of float32 arrays that live through all steps.
       columns: the masks, `row_masks` or `key_masks`, that the kernel stores as
-        columns; it gets one int32 scratch array for each.
+        columns; its last argument has an int32 scratch array for each.
     """
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
-    scratch = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
-    for mask in jax.tree.leaves(columns):
-      shape = mask.spec.block_shape[-1], LANES
-      scratch.append(pltpu.VMEM(shape, jnp.int32))
+
+    def column(mask: Argument) -> Any:
+      return pltpu.VMEM((mask.spec.block_shape[-1], LANES), jnp.int32)
+
+    arrays = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
     launch = pl.pallas_call(
       functools.partial(kernel, plan=self),
       out_shape=jax.tree.map(lambda x: x.array, outputs),
@@ -181,7 +180,7 @@ class Plan:
         grid=self.grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        scratch_shapes=scratch,
+        scratch_shapes=[*arrays, jax.tree.map(column, columns)],
       ),
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary")
