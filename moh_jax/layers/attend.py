@@ -92,7 +92,7 @@ def attend(
     ValueError: the implementation is unknown or cannot do this.
   """
 
-  def local(q, k, v, active, key_mask, segments):
+  def local(q, k, v, key_mask, segments, active):
     return attention(
       q,
       k,
@@ -104,11 +104,11 @@ def attend(
       implementation=implementation,
     )
 
-  arrays = (q, k, v, active, key_mask, segments)
+  arrays = (q, k, v, key_mask, segments, active)
   if implementation in ("auto", "dense"):
     return local(*arrays)
   tokens = ("batch", None)
-  names = (_HEADS, _HEADS, _HEADS, _HEADS[:3], tokens, tokens)
+  names = (_HEADS, _HEADS, _HEADS, tokens, tokens, _HEADS[:3])
   return map_shards(local, arrays, names, _HEADS, whole_mesh=True)
 
 

@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import choose_cached_form, kernels_of
+from moh_jax.ops.attention_forms import choose_cached_form, kernel_options
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.decode import kernel_decode
@@ -52,16 +52,9 @@ def cached_attention(
   )
   if form == "dense":
     return _dense(q, cache, visible)
-  platform, interpret = kernels_of(jax.default_backend())
+  options = kernel_options(jax.default_backend())
   return kernel_decode(
-    q,
-    cache.k,
-    cache.v,
-    visible,
-    active,
-    dim**-0.5,
-    platform=platform,
-    interpret=interpret,
+    q, cache.k, cache.v, visible, active, dim**-0.5, **options
   )
 
 

@@ -88,7 +88,8 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
     total = total + (nll * weight).sum()
     if not gradients:
       return (total, dkernel), None
-    hit = jnp.where(_is_target(logits, target), weight[..., None], 0.0)
+    is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
+    hit = jnp.where(is_target, weight[..., None], 0.0)
     grad = exps * (weight / sums)[..., None] - hit
     grad = grad.astype(x.dtype)
     dx = jnp.einsum("bnv,cv->bnc", grad, rounded)
@@ -130,10 +131,6 @@ def _exponentials(
     # For a sum, XLA would recompute all exponentials, on a single core.
     return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones(exps.shape[-1]))
   return exps, exps.sum(-1)
-
-
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  return jnp.arange(logits.shape[-1])[None, None] == targets[..., None]
 
 
 def _split(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -25,7 +25,7 @@ from moh_jax.training.program import make_program
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.state import TrainState
 from moh_jax.training.task import Task
-from moh_jax.training.warm_start import WarmStart
+from moh_jax.training.warm_start import warm_start
 
 _LOG = logging.getLogger(__name__)
 
@@ -169,18 +169,17 @@ class _Run:
     self.batches = task.batches(mesh)
     self.manager = saving.open_manager(directory, config.checkpoint)
     self.directory = directory
-    self.warm_start: WarmStart | None = None
+    self.read_source: Callable[[Any], Any] | None = None
     if config.train.init_from and self.manager.latest_step() is None:
-      self.warm_start = WarmStart(
-        self.metadata, self.abstract_state.params, mesh
-      )
+      params = self.abstract_state.params
+      self.read_source = warm_start(self.metadata, params, mesh)
     if task.tokenizer:
       save_tokenizer(directory, task.tokenizer)
 
   def run(self) -> Result:
     """Restores or initializes, then takes the remaining steps."""
     steps = self.config.train.steps
-    try:
+    with self.manager:
       state, start = self._start()
       writer = MetricsWriter(
         self.directory,
@@ -192,20 +191,15 @@ class _Run:
           f"{self.task.unit}_per_second",
         ),
       )
-      try:
-        with _stop_request() as stop:
-          return self._loop(state, start, writer, stop)
-      finally:
-        writer.close()
-    finally:
-      self.manager.close()
+      with contextlib.closing(writer), _stop_request() as stop:
+        return self._loop(state, start, writer, stop)
 
   def _start(self) -> tuple[TrainState, int]:
     step = self.manager.latest_step()
     if step is None:
       state = self.init_state()
-      if self.warm_start:
-        params = self.warm_start.load(state.params)
+      if self.read_source:
+        params = self.read_source(state.params)
         ema = jax.tree.map(jnp.copy, params) if state.ema is not None else None
         state = dataclasses.replace(state, params=params, ema=ema)
       return state, 0
@@ -236,7 +230,9 @@ class _Run:
         self._report(*pending, writer, clock)
       pending = (step, metrics)
 
-      stopping = self._asked_to_stop(stop, step)
+      stopping = stop.is_set()
+      if jax.process_count() > 1:  # all processes must stop at the same step
+        stopping = self.manager.reached_preemption(step)
       last = step == steps
       save = last or stopping or step % config.checkpoint.every == 0
       evaluate = last or (config.eval.every and step % config.eval.every == 0)
@@ -280,11 +276,6 @@ class _Run:
       return False
     last = step == self.config.train.steps
     return last or step % self.task.preview_every == 0
-
-  def _asked_to_stop(self, stop: threading.Event, step: int) -> bool:
-    if jax.process_count() > 1:  # all processes must stop at the same step
-      return self.manager.reached_preemption(step)
-    return stop.is_set()
 
   def _report(
     self, step: int, metrics: Any, writer: MetricsWriter, clock: "_Clock"

@@ -51,25 +51,15 @@ def _call_by_rows(
   """Launches a kernel that sums over the keys of each block of rows.
 
   Args:
-    kernel: gets rows, keys, values, row masks, key masks and outputs.
+    kernel: as for `Plan.call`.
     plan: of the launch.
     rows: arrays [T * R, D] or [T * R].
     keys: keys and values.
     outputs: shapes of rows [T * R, D], then of one number per row.
   """
-  problem, masks = plan.problem, plan.row_masks()
-  results = plan.call(
-    kernel,
-    inputs=(
-      jax.tree.map(plan.rows, rows),
-      *map(plan.keys_or_values, keys),
-      masks,
-      plan.key_masks(),
-    ),
-    outputs=tuple(map(plan.rows, outputs)),
-    scratch=[(problem.rows, problem.head_dim)] + [(problem.rows, LANES)] * 2,
-    columns=masks,
-  )
+  size = plan.problem.rows
+  scratch = [(size, plan.problem.head_dim), (size, LANES), (size, LANES)]
+  results = plan.call(kernel, rows, keys, outputs, scratch)
   return tuple(x.reshape(y.shape) for x, y in zip(results, outputs))
 
 
@@ -78,19 +68,9 @@ def key_gradients(
 ) -> Arrays:
   """See `Kernels.key_gradients`."""
   plan = Plan(problem, tile.keys, keys_first=True)
-  masks = plan.key_masks()
-  grads = plan.call(
-    _key_gradients_kernel,
-    inputs=(
-      jax.tree.map(plan.rows, rows),
-      *map(plan.keys_or_values, keys),
-      plan.row_masks(),
-      masks,
-    ),
-    outputs=tuple(map(plan.keys_or_values, map(like, keys))),
-    scratch=[(plan.keys, problem.head_dim)] * 2,
-    columns=masks,
-  )
+  scratch = [(plan.keys, problem.head_dim)] * 2
+  outputs = tuple(map(like, keys))
+  dk, dv = plan.call(_key_gradients_kernel, rows, keys, outputs, scratch)
   # No step writes the gradients of a key/value head that no query chose.
   first = problem.blocks.first[:: problem.group]
   chosen = (first[1:] > first[:-1]).reshape(problem.batch, 1, -1, 1)
@@ -100,7 +80,6 @@ def key_gradients(
     x = x[:, : problem.keys].reshape(problem.batch, -1, *problem.k_shape[1::2])
     return jnp.where(chosen, x.swapaxes(1, 2), 0)
 
-  dk, dv = grads
   return to_key_shape(dk), to_key_shape(dv)
 
 

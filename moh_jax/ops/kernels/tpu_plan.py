@@ -124,10 +124,6 @@ class Plan:
       x, block = x.swapaxes(1, 2), (1, dim, self.keys)
     return Argument(x, pl.BlockSpec(block, self._in_order(index)))
 
-  def row_masks(self) -> tuple:
-    """Each row's last visible key and its segment, [1, 1, R] or None."""
-    return jax.tree.map(self.rows, self.problem.row_masks())
-
   def key_masks(self) -> tuple:
     """The key mask and each key's segment, [1, 1, L] int32 or None."""
     fill = self.key_tiles * self.keys - self.problem.keys
@@ -148,22 +144,30 @@ class Plan:
   def call(
     self,
     kernel: Callable,
-    *,
-    inputs: Any,
-    outputs: Any,
+    rows: Any,
+    keys: tuple,
+    outputs: tuple,
     scratch: Sequence[tuple[int, int]],
-    columns: tuple,
   ) -> Any:
     """Launches a kernel.
 
     Args:
-      kernel: gets the four tables, the inputs, the outputs, then scratch.
-      inputs: tuples (of tuples) of `Argument`.
-      outputs: a tuple of `Argument`.
+      kernel: gets the four tables, rows, keys, values, row masks, key masks,
+        the outputs, the scratch arrays, and last one int32 scratch array for
+        each mask of the outer loop's side (rows, or keys if `keys_first`),
+        which it stores there as a column.
+      rows: arrays [T * R, D] or [T * R].
+      keys: keys and values.
+      outputs: shapes of arrays like the rows, or like the keys if `keys_first`.
       scratch: shapes of float32 arrays that live through all steps.
-      columns: the masks, `row_masks` or `key_masks`, that the kernel stores as
-        columns; its last argument has an int32 scratch array for each.
     """
+    row_masks = jax.tree.map(self.rows, self.problem.row_masks())
+    key_masks = self.key_masks()
+    columns = key_masks if self.keys_first else row_masks
+    keys = tuple(map(self.keys_or_values, keys))
+    inputs = jax.tree.map(self.rows, rows), *keys, row_masks, key_masks
+    output = self.keys_or_values if self.keys_first else self.rows
+    outputs = tuple(map(output, outputs))
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
