@@ -3,6 +3,8 @@
 Shapes: B batch, N tokens, H query heads, D head dim.
 """
 
+import functools
+
 import jax
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -91,18 +93,12 @@ def attend(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
+  run = functools.partial(
+    attention, causal=causal, implementation=implementation
+  )
 
   def local(q, k, v, key_mask, segments, active):
-    return attention(
-      q,
-      k,
-      v,
-      active=active,
-      key_mask=key_mask,
-      segments=segments,
-      causal=causal,
-      implementation=implementation,
-    )
+    return run(q, k, v, key_mask=key_mask, segments=segments, active=active)
 
   arrays = (q, k, v, key_mask, segments, active)
   if implementation in ("auto", "dense"):

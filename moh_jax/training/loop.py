@@ -242,7 +242,8 @@ class _Run:
       if save:
         saving.save(self.manager, state, self.batches.position, self.metadata)
       leaving = stopping and not last
-      if self._preview_due(step) and not leaving:
+      show = self.task.preview and (last or step % self.task.preview_every == 0)
+      if show and not leaving:
         picture = self.task.preview(self._inference_params(state), self.mesh)
         writer.write_image(step, "samples", picture)
         clock.restart(step)
@@ -270,12 +271,6 @@ class _Run:
     result = self.train_step(state, batch)  # returns before the step is done
     _LOG.info("compiled in %.1f s", time.perf_counter() - began)
     return result
-
-  def _preview_due(self, step: int) -> bool:
-    if self.task.preview is None:
-      return False
-    last = step == self.config.train.steps
-    return last or step % self.task.preview_every == 0
 
   def _report(
     self, step: int, metrics: Any, writer: MetricsWriter, clock: "_Clock"

@@ -164,8 +164,8 @@ class Plan:
     row_masks = jax.tree.map(self.rows, self.problem.row_masks())
     key_masks = self.key_masks()
     columns = key_masks if self.keys_first else row_masks
-    keys = tuple(map(self.keys_or_values, keys))
-    inputs = jax.tree.map(self.rows, rows), *keys, row_masks, key_masks
+    rows = jax.tree.map(self.rows, rows)
+    inputs = rows, *map(self.keys_or_values, keys), row_masks, key_masks
     output = self.keys_or_values if self.keys_first else self.rows
     outputs = tuple(map(output, outputs))
     in_specs, out_specs = (
