@@ -69,38 +69,35 @@ def sample(
     x0 = predict_x0(process, prediction, value, x, t)
     return (jnp.clip(x0, -1.0, 1.0) if clip else x0), t
 
-  def ddpm(x: jax.Array, step: jax.Array) -> jax.Array:
+  # Every method maps x, the step before's x0 and the step to the first two.
+  def ddpm(x: jax.Array, previous: None, step: jax.Array) -> tuple:
     out, t = output(x, step)
     reverse = reverse_step(process, prediction, out, x, t, clip=clip)
     added = jnp.exp(0.5 * reverse.log_variance) * noise(last - step)
-    return reverse.mean + jnp.where(step > 0, added, 0.0)
+    return reverse.mean + jnp.where(step > 0, added, 0.0), previous
 
-  def ddim(x: jax.Array, step: jax.Array) -> jax.Array:
+  def ddim(x: jax.Array, previous: None, step: jax.Array) -> tuple:
     x0, t = clean(x, step)
     direction = implied_noise(process, x0, x, t)
     before = process.alphas_cumprod_prev
     signal, spread = (
       lookup(np.sqrt(level), t, x.ndim) for level in (before, 1.0 - before)
     )
-    return signal * x0 + spread * direction
+    return signal * x0 + spread * direction, previous
 
   solver = _solver_tables(process)
 
-  def dpm(carry: tuple, step: jax.Array) -> tuple:
-    x, previous = carry
+  def dpm(x: jax.Array, previous: jax.Array, step: jax.Array) -> tuple:
     x0, t = clean(x, step)
     keep, move, history = (lookup(table, t, x.ndim) for table in solver)
     blend = x0 + history * (x0 - previous)
     return keep * x + move * blend, x0
 
   last = process.num_steps - 1
-  advance = {"ddpm": ddpm, "ddim": ddim}.get(method)
+  advance = {"ddpm": ddpm, "ddim": ddim, "dpm": dpm}[method]
 
   def body(carry: tuple, step: jax.Array) -> tuple:
-    if method == "dpm":
-      carry = dpm(carry, step)
-    else:
-      carry = (advance(carry[0], step), carry[1])
+    carry = advance(*carry, step)
     return carry, carry[0] if trajectory else None
 
   # Only the multistep method reads the step before's x0; its first step weighs

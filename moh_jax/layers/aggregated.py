@@ -14,7 +14,7 @@ import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads
-from moh_jax.layers.embed import CONV_INIT
+from moh_jax.layers.embed import CONV_INIT, LayerNorm
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
 from moh_jax.layers.partitioning import declare
@@ -218,9 +218,7 @@ class AggregatedAttention(CosineAttention, kw_only=True):
     x = jnp.einsum("pi,bijc->bpjc", rows, x)
     x = jnp.einsum("qj,bpjc->bpqc", columns, x)
     x = x.reshape(batch, -1, channels)
-    return nn.LayerNorm(
-      epsilon=1e-5, use_fast_variance=False, name="norm", dtype=self.dtype
-    )(x)
+    return LayerNorm(epsilon=1e-5, name="norm", dtype=self.dtype)(x)
 
   def _position_weights(self, unit_q: jax.Array) -> jax.Array:
     """Window weights that depend on the query alone, [B, N, H, L] float32."""

@@ -4,7 +4,6 @@ Shapes: B batch, N tokens, H query heads, D head dim.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 
@@ -75,7 +74,8 @@ def attend(
 
   XLA splits the dense form by itself. The other forms list the active heads in
   a table. On a mesh, every device makes the table of its own part of the batch
-  and the heads, so that devices exchange nothing.
+  and the heads, so that devices exchange nothing. They run under shard_map,
+  since XLA's partitioner cannot split a Pallas call.
 
   Args:
     q: [B, N, H, D] queries.
@@ -93,19 +93,19 @@ def attend(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-  options = {"causal": causal, "implementation": implementation}
+  run = functools.partial(
+    attention, causal=causal, implementation=implementation
+  )
+
+  def local(q, k, v, key_mask, segments, active):
+    return run(q, k, v, key_mask=key_mask, segments=segments, active=active)
+
+  arrays = (q, k, v, key_mask, segments, active)
   if implementation in ("auto", "dense"):
-    return attention(
-      q, k, v, active=active, key_mask=key_mask, segments=segments, **options
-    )
-  arrays = {
-    "q": (q, _HEADS),
-    "k": (k, _HEADS),
-    "v": (v, _HEADS),
-    "key_mask": (key_mask, ("batch", None)),
-    "segments": (segments, ("batch", None)),
-  }
-  return _on_parts(functools.partial(attention, **options), arrays, active)
+    return local(*arrays)
+  tokens = ("batch", None)
+  names = (_HEADS, _HEADS, _HEADS, tokens, tokens, _HEADS[:3])
+  return map_shards(local, arrays, names, _HEADS, whole_mesh=True)
 
 
 def attend_to_cache(
@@ -137,45 +137,13 @@ def attend_to_cache(
   if form == "dense":
     return cached_attention(q, cache, visible, implementation=form)
 
-  def local(q, k, v, visible, active):
+  def local(q, cache, visible, active):
     return cached_attention(
-      q, LayerCache(k, v), visible, active=active, implementation=form
+      q, cache, visible, active=active, implementation=form
     )
 
   stored = ("batch", "heads", None, None)
-  arrays = {
-    "q": (q, _HEADS),
-    "k": (cache.k, stored),
-    "v": (cache.v, stored),
-    "visible": (visible, ("batch", None, None)),
-  }
-  return _on_parts(local, arrays, active)
-
-
-def _on_parts(
-  function: Callable[..., jax.Array],
-  arrays: dict[str, tuple[jax.Array | None, tuple[str | None, ...]]],
-  active: ActiveHeads | None,
-) -> jax.Array:
-  """Runs a form of attention under shard_map, each device on its part.
-
-  XLA's partitioner cannot split a Pallas call.
-
-  Args:
-    function: (**arrays, active=) -> [B, N, H, D].
-    arrays: its array arguments, each with the logical names of its dimensions;
-      an argument that is None is left out.
-    active: the heads that tokens use; None is every head.
-  """
-  mask = None if active is None else active.mask
-  named = arrays | {"mask": (mask, _HEADS[:3])}
-  given = {name: pair for name, pair in named.items() if pair[0] is not None}
-
-  def local(*parts: jax.Array) -> jax.Array:
-    own = dict(zip(given, parts))
-    chosen = own.pop("mask", None)
-    here = None if chosen is None else ActiveHeads(chosen, active.max_per_token)
-    return function(active=here, **own)
-
-  values, names = zip(*given.values())
-  return map_shards(local, values, names, _HEADS, whole_mesh=True)
+  names = (_HEADS, stored, ("batch", None, None), _HEADS[:3])
+  return map_shards(
+    local, (q, cache, visible, active), names, _HEADS, whole_mesh=True
+  )

@@ -1,5 +1,7 @@
 """Embedding of tokens, labels and image patches."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from moh_jax.layers.partitioning import declare, with_axes
 
 # Normal with variance 2 / fan_out, as the convolutions of the released ViT.
 CONV_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
+# The variance of centred values: E[x^2] - E[x]^2 would lose digits.
+LayerNorm = functools.partial(nn.LayerNorm, use_fast_variance=False)
 
 
 class Table(nn.Module):
@@ -60,9 +64,7 @@ class OverlapPatchEmbed(nn.Module):
       name="proj",
       dtype=self.dtype,
     )(images)
-    return nn.LayerNorm(
-      epsilon=1e-5, use_fast_variance=False, name="norm", dtype=self.dtype
-    )(x)
+    return LayerNorm(epsilon=1e-5, name="norm", dtype=self.dtype)(x)
 
 
 def check_shape(name: str, x: jax.Array, shape: tuple[int, ...]) -> None:

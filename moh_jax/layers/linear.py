@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import declare
 from moh_jax.ops.mesh import on_one_device
+from moh_jax.ops.products import einsum_float32
 
 # With fewer the CPU reads the weights up to twice as fast as the left operand.
 _MANY_ROWS = 128
@@ -61,15 +62,11 @@ def product(
   """
   rows = x.reshape(-1, x.shape[-1])
   if output_major and len(rows) < _MANY_ROWS:
-    out = jnp.einsum(
-      "fc,rc->fr", matrix, rows, preferred_element_type=jnp.float32
-    )
+    out = einsum_float32("fc,rc->fr", matrix, rows)
     # Without the barrier XLA merges the transposition into the product.
     out = jax.lax.optimization_barrier(out).T
   elif output_major:
-    out = jnp.einsum(
-      "rc,fc->rf", rows, matrix, preferred_element_type=jnp.float32
-    )
+    out = einsum_float32("rc,fc->rf", rows, matrix)
   else:
     out = rows @ matrix
   return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
@@ -78,39 +75,6 @@ def product(
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
   """Adds a bias to the last axes of x: [..., C] + [C] is [..., C]."""
   return x + jax.lax.broadcast_to_rank(bias, x.ndim)
-
-
-def declare_kernel(
-  module: nn.Module,
-  inputs: tuple[int, ...],
-  outputs: tuple[int, ...],
-  axes: KernelAxes,
-  *,
-  kernel_init: KernelInit = normal_init,
-  output_major: bool = False,
-) -> jax.Array:
-  """Declares the parameter "kernel" of a module in either layout.
-
-  Args:
-    module: the module that owns the kernel.
-    inputs: sizes of the input dimensions.
-    outputs: sizes of the output dimensions.
-    axes: logical names of both.
-    kernel_init: initializer.
-    output_major: whether the outputs come first.
-
-  Returns:
-    [*inputs, *outputs], or [*outputs, *inputs] if output-major, float32.
-  """
-  count = len(inputs)
-  shape, names = (*inputs, *outputs), (*axes[0], *axes[1])
-  dims = tuple(range(len(shape)))
-  input_dims, output_dims = dims[:count], dims[count:]
-  if output_major:
-    shape, names = shape[count:] + inputs, names[count:] + names[:count]
-    input_dims, output_dims = dims[-count:], dims[:-count]
-  init = kernel_init(input_dims, output_dims)
-  return declare(module, "kernel", init, shape, names)
 
 
 class KernelLayer(nn.Module, kw_only=True):
@@ -127,6 +91,29 @@ class KernelLayer(nn.Module, kw_only=True):
   kernel_init: KernelInit = normal_init
   output_major: bool = False
   dtype: jnp.dtype = jnp.float32
+
+  def declare_kernel(
+    self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: KernelAxes
+  ) -> jax.Array:
+    """Declares the parameter "kernel" in the layer's layout.
+
+    Args:
+      inputs: sizes of the input dimensions.
+      outputs: sizes of the output dimensions.
+      axes: logical names of both.
+
+    Returns:
+      [*inputs, *outputs], or [*outputs, *inputs] if output-major, float32.
+    """
+    count = len(inputs)
+    shape, names = (*inputs, *outputs), (*axes[0], *axes[1])
+    dims = tuple(range(len(shape)))
+    input_dims, output_dims = dims[:count], dims[count:]
+    if self.output_major:
+      shape, names = shape[count:] + inputs, names[count:] + names[:count]
+      input_dims, output_dims = dims[-count:], dims[:-count]
+    init = self.kernel_init(input_dims, output_dims)
+    return declare(self, "kernel", init, shape, names)
 
   def project(
     self,
@@ -148,14 +135,7 @@ class KernelLayer(nn.Module, kw_only=True):
     """
     count = len(axes[0])
     lead, inputs = x.shape[:-count], x.shape[-count:]
-    kernel = declare_kernel(
-      self,
-      inputs,
-      outputs,
-      axes,
-      kernel_init=self.kernel_init,
-      output_major=self.output_major,
-    )
+    kernel = self.declare_kernel(inputs, outputs, axes)
     x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
     size = math.prod(inputs)
     flat = x.reshape(*lead, size)

@@ -123,7 +123,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 def map_shards(
   function: Callable[..., jax.Array],
-  arrays: Sequence[jax.Array],
+  arrays: Sequence[Any],
   names: Sequence[Sequence[str | None]],
   out: Sequence[str | None],
   *,
@@ -137,9 +137,10 @@ def map_shards(
 
   Args:
     function: (*arrays) -> result.
-    arrays: inputs.
-    names: for each input, one logical name or None per dimension. All
-      dimensions of one name are split over the same mesh axes, or none is.
+    arrays: inputs, arrays or trees of them; None is passed on as it is.
+    names: for each input, one logical name or None per dimension of all its
+      arrays. All dimensions of one name are split over the same mesh axes, or
+      none is.
     out: logical names of the result's dimensions.
     whole_mesh: put all mesh axes under manual control, also those that split no
       dimension; else the compiler keeps control of the latter. TPU kernels need
@@ -156,10 +157,11 @@ def map_shards(
   # A number of devices divides every dimension of a name if it divides their
   # greatest common divisor.
   common: dict[str, int] = {}
-  for array, axes in zip(arrays, names):
-    for size, name in zip(array.shape, axes, strict=True):
-      if name is not None:
-        common[name] = math.gcd(size, common.get(name, 0))
+  for tree, axes in zip(arrays, names):
+    for array in jax.tree.leaves(tree):
+      for size, name in zip(array.shape, axes, strict=True):
+        if name is not None:
+          common[name] = math.gcd(size, common.get(name, 0))
 
   def spec(axes: Sequence[str | None]) -> PartitionSpec:
     return resolve_spec(axes, [common.get(n, 1) for n in axes], sizes, rules)

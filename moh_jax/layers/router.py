@@ -9,6 +9,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.linear import KernelInit, normal_init
@@ -144,20 +145,14 @@ class HeadRouter(nn.Module):
     """Logits [B, N, size] float32 of every matrix, all in one product."""
     if not sizes:
       return {}
+    init, width = self.kernel_init(0, 1), x.shape[-1]
     kernels = [
-      declare(
-        self,
-        name,
-        self.kernel_init(0, 1),
-        (x.shape[-1], size),
-        ("embed", None),
-      )
+      declare(self, name, init, (width, size), ("embed", None))
       for name, size in sizes.items()
     ]
     kernel = jnp.concatenate([k.astype(jnp.float32) for k in kernels], axis=-1)
     logits = jnp.matmul(
       x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST
     )
-    splits = list(sizes.values())
-    bounds = [sum(splits[:i]) for i in range(1, len(splits))]
+    bounds = np.cumsum(list(sizes.values()))[:-1]
     return dict(zip(sizes, jnp.split(logits, bounds, axis=-1)))

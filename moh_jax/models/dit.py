@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.embed import Table, check_shape
+from moh_jax.layers.embed import LayerNorm, Table, check_shape
 from moh_jax.layers.linear import xavier_init
 from moh_jax.layers.mlp import MLP
 from moh_jax.layers.model_aux import ModelAux, collect_aux
@@ -175,13 +175,8 @@ def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
   """LayerNorm without parameters: the conditioning scales and shifts."""
-  return nn.LayerNorm(
-    epsilon=1e-6,
-    use_bias=False,
-    use_scale=False,
-    use_fast_variance=False,
-    dtype=dtype,
-    name=name,
+  return LayerNorm(
+    epsilon=1e-6, use_bias=False, use_scale=False, dtype=dtype, name=name
   )
 
 

@@ -15,6 +15,9 @@ POOL_DIM = 2048
 SPATIAL_DIM = 2023  # 17 x 17 positions x 7 channels, channel fastest
 _MIN_SIZE = 75  # the last reduction needs a pixel left
 _BRANCH_POOL = "branch_pool"
+# Kernels of a factorized 7 x 7 convolution.
+_ROW, _COLUMN = (1, 7), (7, 1)
+_HALVE = (3, 3), 2, "VALID"  # kernel, stride and padding
 
 
 class Features(NamedTuple):
@@ -191,36 +194,35 @@ def _pool(kind: str, x: jax.Array) -> jax.Array:
   return nn.max_pool(x, (3, 3), (2, 2))
 
 
+def _chain(name: str, *shapes: tuple) -> tuple[Unit, ...]:
+  """Units NAME_1, NAME_2, ..., each of a shape as `Unit` takes it."""
+  return tuple(
+    Unit(f"{name}_{index}", *shape) for index, shape in enumerate(shapes, 1)
+  )
+
+
 def _mixed_35(pool: int) -> tuple[Branch, ...]:
   """A block of 35 x 35 positions."""
   return (
     (Unit("branch1x1", 64),),
-    (Unit("branch5x5_1", 48), Unit("branch5x5_2", 64, (5, 5))),
-    (
-      Unit("branch3x3dbl_1", 64),
-      Unit("branch3x3dbl_2", 96, (3, 3)),
-      Unit("branch3x3dbl_3", 96, (3, 3)),
-    ),
+    _chain("branch5x5", (48,), (64, (5, 5))),
+    _chain("branch3x3dbl", (64,), (96, (3, 3)), (96, (3, 3))),
     ("avg", Unit(_BRANCH_POOL, pool)),
   )
 
 
 def _mixed_17(width: int) -> tuple[Branch, ...]:
   """A block of 17 x 17 positions with factorized 7 x 7 convolutions."""
-  row, column = (1, 7), (7, 1)
   return (
     (Unit("branch1x1", 192),),
-    (
-      Unit("branch7x7_1", width),
-      Unit("branch7x7_2", width, row),
-      Unit("branch7x7_3", 192, column),
-    ),
-    (
-      Unit("branch7x7dbl_1", width),
-      Unit("branch7x7dbl_2", width, column),
-      Unit("branch7x7dbl_3", width, row),
-      Unit("branch7x7dbl_4", width, column),
-      Unit("branch7x7dbl_5", 192, row),
+    _chain("branch7x7", (width,), (width, _ROW), (192, _COLUMN)),
+    _chain(
+      "branch7x7dbl",
+      (width,),
+      (width, _COLUMN),
+      (width, _ROW),
+      (width, _COLUMN),
+      (192, _ROW),
     ),
     ("avg", Unit(_BRANCH_POOL, 192)),
   )
@@ -236,8 +238,7 @@ def _mixed_8(pool: str) -> tuple[Branch, ...]:
     (Unit("branch1x1", 320),),
     (Unit("branch3x3_1", 384), fork("branch3x3_2")),
     (
-      Unit("branch3x3dbl_1", 448),
-      Unit("branch3x3dbl_2", 384, (3, 3)),
+      *_chain("branch3x3dbl", (448,), (384, (3, 3))),
       fork("branch3x3dbl_3"),
     ),
     (pool, Unit(_BRANCH_POOL, 192)),
@@ -245,7 +246,7 @@ def _mixed_8(pool: str) -> tuple[Branch, ...]:
 
 
 _STEM: tuple[Unit | str, ...] = (
-  Unit("Conv2d_1a_3x3", 32, (3, 3), 2, "VALID"),
+  Unit("Conv2d_1a_3x3", 32, *_HALVE),
   Unit("Conv2d_2a_3x3", 32, (3, 3), 1, "VALID"),
   Unit("Conv2d_2b_3x3", 64, (3, 3)),
   "maxpool1",
@@ -258,12 +259,8 @@ _BLOCKS: dict[str, tuple[Branch, ...]] = {
   "Mixed_5c": _mixed_35(64),
   "Mixed_5d": _mixed_35(64),
   "Mixed_6a": (
-    (Unit("branch3x3", 384, (3, 3), 2, "VALID"),),
-    (
-      Unit("branch3x3dbl_1", 64),
-      Unit("branch3x3dbl_2", 96, (3, 3)),
-      Unit("branch3x3dbl_3", 96, (3, 3), 2, "VALID"),
-    ),
+    (Unit("branch3x3", 384, *_HALVE),),
+    _chain("branch3x3dbl", (64,), (96, (3, 3)), (96, *_HALVE)),
     ("reduce",),
   ),
   "Mixed_6b": _mixed_17(128),
@@ -271,16 +268,8 @@ _BLOCKS: dict[str, tuple[Branch, ...]] = {
   "Mixed_6d": _mixed_17(160),
   "Mixed_6e": _mixed_17(192),
   "Mixed_7a": (
-    (
-      Unit("branch3x3_1", 192),
-      Unit("branch3x3_2", 320, (3, 3), 2, "VALID"),
-    ),
-    (
-      Unit("branch7x7x3_1", 192),
-      Unit("branch7x7x3_2", 192, (1, 7)),
-      Unit("branch7x7x3_3", 192, (7, 1)),
-      Unit("branch7x7x3_4", 192, (3, 3), 2, "VALID"),
-    ),
+    _chain("branch3x3", (192,), (320, *_HALVE)),
+    _chain("branch7x7x3", (192,), (192, _ROW), (192, _COLUMN), (192, *_HALVE)),
     ("reduce",),
   ),
   "Mixed_7b": _mixed_8("avg"),

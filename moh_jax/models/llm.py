@@ -6,10 +6,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config import LLMConfig
+from moh_jax.config import LayerGroup, LLMConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.embed import Table
-from moh_jax.layers.linear import declare_kernel
+from moh_jax.layers.linear import KernelLayer
 from moh_jax.layers.mlp import SwiGLU
 from moh_jax.layers.model_aux import ModelAux, collect_aux
 from moh_jax.layers.moh import MoHAttention, Places
@@ -25,27 +25,20 @@ from moh_jax.ops.routing import RouterAux
 StackCache = LayerCache | tuple[LayerCache, ...]
 
 
-class OutputKernel(nn.Module):
-  """Weights of the output layer.
+class OutputKernel(KernelLayer):
+  """Weights of the output layer, stored as [C, V] or output-major as [V, C].
 
   Attributes:
     config: the model.
-    output_major: the kernel is stored as [V, C], else as [C, V].
   """
 
   config: LLMConfig
-  output_major: bool = False
 
   @nn.compact
   def __call__(self) -> jax.Array:
     """Returns the kernel [C, V] float32."""
-    kernel = declare_kernel(
-      self,
-      (self.config.width,),
-      (self.config.vocab_size,),
-      (("embed",), ("vocab",)),
-      output_major=self.output_major,
-    )
+    inputs, outputs = (self.config.width,), (self.config.vocab_size,)
+    kernel = self.declare_kernel(inputs, outputs, (("embed",), ("vocab",)))
     return kernel.T if self.output_major else kernel
 
 
@@ -212,9 +205,7 @@ class LLM(nn.Module):
       choice = jax.tree.map(lambda a: a[first : first + group.depth], choices)  # noqa: B023
       first += group.depth
       each, shared = (choice, caches[index]), (slots, places, token_mask)
-      x, (layers[name], new) = self._stack(
-        name, group.budget, group.depth, x, each, shared
-      )
+      x, (layers[name], new) = self._stack(name, group, x, each, shared)
       written.append(new)
     aux = collect_aux(layers)
     x = rms_norm(cfg, "norm")(x)
@@ -223,7 +214,8 @@ class LLM(nn.Module):
     if cfg.tie_embeddings:
       kernel = table.T
     else:
-      kernel = OutputKernel(cfg, self.unrolled, name="head")()
+      head = OutputKernel(cfg, output_major=self.unrolled, name="head")
+      kernel = head()
     return output_logits(x, kernel), aux, tuple(written)
 
   @nn.nowrap
@@ -251,26 +243,31 @@ class LLM(nn.Module):
     )
 
   def _stack(
-    self,
-    name: str,
-    budget: HeadBudget,
-    depth: int,
-    x: jax.Array,
-    each: tuple[HeadChoice, StackCache | None],
-    shared: tuple[Slots | None, Places, jax.Array | None],
+    self, name: str, group: LayerGroup, x: jax.Array, each: tuple, shared: tuple
   ) -> tuple[jax.Array, tuple[RouterAux, Any]]:
-    """Runs equal blocks: `each` has a layer axis, `shared` serves them all."""
-    cfg = self.config
+    """Runs equal blocks.
+
+    Args:
+      name: of their parameters.
+      group: how many blocks, and their head split.
+      x: [B, N, C].
+      each: the blocks' arguments with a layer axis, choice and cache.
+      shared: those that serve all blocks: slots, places and token mask.
+
+    Returns:
+      [B, N, C], the routers' values and the caches, both with a layer axis.
+    """
+    cfg, depth = self.config, group.depth
     if not self.unrolled:
       axes = (0, 0, *[nn.broadcast] * len(shared))
       stack = scan_blocks(Block, depth, in_axes=axes, remat=cfg.remat)
-      return stack(cfg, budget, name=name)(x, *each, *shared)
+      return stack(cfg, group.budget, name=name)(x, *each, *shared)
     choices, caches = each
     caches = [None] * depth if caches is None else caches
     values, written = [], []
     for layer in range(depth):
       choice = jax.tree.map(lambda a: a[layer], choices)  # noqa: B023
-      block = Block(cfg, budget, True, name=f"{name}_{layer}")
+      block = Block(cfg, group.budget, True, name=f"{name}_{layer}")
       x, (aux, new) = block(x, choice, caches[layer], *shared)
       values.append(aux)
       written.append(new)

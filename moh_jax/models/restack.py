@@ -1,5 +1,6 @@
 """Stacks of layers under another head budget."""
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,26 +24,22 @@ def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
     The tree that the wanted model expects, where the trained one has it all;
     the same tree where the runs are equal or the depths differ.
   """
-  ours, theirs = trained.layer_groups(), wanted.layer_groups()
-  if trained.depth != wanted.depth or [group.depth for group in ours] == [
-    group.depth for group in theirs
-  ]:
+  ours, theirs = (
+    [group.depth for group in config.layer_groups()]
+    for config in (trained, wanted)
+  )
+  if trained.depth != wanted.depth or ours == theirs:
     return params
+  stacks = (params[f"blocks{index}"] for index in range(len(ours)))
   layers = [
-    {
-      path: x[i]
-      for path, x in traverse_util.flatten_dict(
-        params[f"blocks{index}"]
-      ).items()
-    }
-    for index, group in enumerate(ours)
-    for i in range(group.depth)
+    {path: x[i] for path, x in stack.items()}
+    for stack, depth in zip(map(traverse_util.flatten_dict, stacks), ours)
+    for i in range(depth)
   ]
   out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
-  first = 0
-  for index, group in enumerate(theirs):
-    equal = layers[first : first + group.depth]
-    first += group.depth
+  rest = iter(layers)
+  for index, depth in enumerate(theirs):
+    equal = list(itertools.islice(rest, depth))
     shared = set.intersection(*(set(layer) for layer in equal))
     out[f"blocks{index}"] = traverse_util.unflatten_dict(
       {p: jnp.stack([layer[p] for layer in equal]) for p in sorted(shared)}

@@ -8,7 +8,7 @@ import numpy as np
 from moh_jax.config import StageShape, ViTConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
-from moh_jax.layers.embed import OverlapPatchEmbed, check_shape
+from moh_jax.layers.embed import LayerNorm, OverlapPatchEmbed, check_shape
 from moh_jax.layers.linear import LINEAR_INIT
 from moh_jax.layers.mlp import ConvGLU
 from moh_jax.layers.model_aux import ModelAux, collect_aux
@@ -165,9 +165,7 @@ class ViT(nn.Module):
 
 def layer_norm(dtype: jnp.dtype, name: str) -> nn.LayerNorm:
   """LayerNorm of blocks and stage ends."""
-  return nn.LayerNorm(
-    epsilon=_NORM_EPS, use_fast_variance=False, dtype=dtype, name=name
-  )
+  return LayerNorm(epsilon=_NORM_EPS, dtype=dtype, name=name)
 
 
 def drop_path_rates(config: ViTConfig) -> list[np.ndarray]:

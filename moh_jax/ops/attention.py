@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from moh_jax.ops.attention_forms import (
   AttentionCase,
   choose_form,
-  kernels_of,
+  kernel_options,
 )
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
@@ -104,17 +104,8 @@ def attention(
   else:
     blocks = head_blocks(active, form.rows)
   if form.name == "kernel":
-    platform, interpret = kernels_of(case.platform)
-    return kernel_attention(
-      q,
-      k,
-      v,
-      visible,
-      blocks,
-      scale,
-      platform=platform,
-      interpret=interpret,
-    )
+    options = kernel_options(case.platform)
+    return kernel_attention(q, k, v, visible, blocks, scale, **options)
   dtype = v.dtype
   if case.platform == "cpu":
     # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.

@@ -15,6 +15,7 @@ for CPUs were measured, see docs/architecture.md; for other devices "auto" is
 """
 
 import dataclasses
+from typing import Any
 
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops.kernels.sizes import block_sizes, device_kind
@@ -132,14 +133,15 @@ def _check_known(implementation: str) -> None:
     )
 
 
-def kernels_of(backend: str) -> tuple[str, bool]:
-  """The platform whose kernels a backend runs, and whether it interprets them.
+def kernel_options(backend: str) -> dict[str, Any]:
+  """The keyword arguments with which a backend runs the functions of kernels.
 
   Args:
     backend: `jax.default_backend()`.
 
   Returns:
-    ("gpu", False) for a GPU, ("tpu", False) for a TPU, ("gpu", True) for a CPU.
+    "platform", whose kernels run, and "interpret": "gpu" and False for a GPU,
+    "tpu" and False for a TPU, "gpu" and True for a CPU.
 
   Raises:
     ValueError: no kernels exist for the backend.
@@ -149,7 +151,7 @@ def kernels_of(backend: str) -> tuple[str, bool]:
       f"implementation='kernel' needs one of {', '.join(_KERNELS)}, this is a "
       f"{backend}"
     )
-  return _KERNELS[backend], backend == "cpu"
+  return {"platform": _KERNELS[backend], "interpret": backend == "cpu"}
 
 
 def _kernel_form(case: AttentionCase) -> Form:
@@ -157,7 +159,7 @@ def _kernel_form(case: AttentionCase) -> Form:
     raise ValueError(
       "implementation='kernel' adds no bias to the logits; 'packed' does"
     )
-  kind = device_kind(kernels_of(case.platform)[0])
+  kind = device_kind(kernel_options(case.platform)["platform"])
   per_head = case.queries * case.active // case.num_heads
   sizes = block_sizes(kind, case.head_dim, case.dtype, per_head)
   return Form("kernel", sizes.rows)

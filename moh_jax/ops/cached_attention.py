@@ -8,10 +8,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import choose_cached_form, kernels_of
+from moh_jax.ops.attention_forms import choose_cached_form, kernel_options
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.decode import kernel_decode
+from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.softmax import unnormalized_softmax
 
 
@@ -51,16 +52,9 @@ def cached_attention(
   )
   if form == "dense":
     return _dense(q, cache, visible)
-  platform, interpret = kernels_of(jax.default_backend())
+  options = kernel_options(jax.default_backend())
   return kernel_decode(
-    q,
-    cache.k,
-    cache.v,
-    visible,
-    active,
-    dim**-0.5,
-    platform=platform,
-    interpret=interpret,
+    q, cache.k, cache.v, visible, active, dim**-0.5, **options
   )
 
 
@@ -76,12 +70,7 @@ def _dense(q: jax.Array, cache: LayerCache, visible: jax.Array) -> jax.Array:
   grouped = q.reshape(batch, new, groups, -1, dim).transpose(0, 2, 1, 3, 4)
   grouped = grouped.reshape(batch, groups, -1, dim)  # [B, K, n * H / K, D]
   grouped = grouped.astype(dtype)
-  logits = jnp.einsum(
-    "bkrd,bkmd->bkrm",
-    grouped,
-    cache.k.astype(dtype),
-    preferred_element_type=jnp.float32,
-  )
+  logits = einsum_float32("bkrd,bkmd->bkrm", grouped, cache.k.astype(dtype))
   if cache.k_scale is not None:
     logits = logits * cache.k_scale[:, :, None]
   rows = jnp.repeat(visible, heads // groups, axis=1)[:, None]  # [B, 1, r, M]
@@ -89,11 +78,8 @@ def _dense(q: jax.Array, cache: LayerCache, visible: jax.Array) -> jax.Array:
   weights, total, _ = unnormalized_softmax(logits, masked=True)
   if cache.v_scale is not None:
     weights = weights * cache.v_scale[:, :, None]
-  out = jnp.einsum(
-    "bkrm,bkmd->bkrd",
-    weights.astype(dtype),
-    cache.v.astype(dtype),
-    preferred_element_type=jnp.float32,
+  out = einsum_float32(
+    "bkrm,bkmd->bkrd", weights.astype(dtype), cache.v.astype(dtype)
   )
   out = (out / total).astype(q.dtype)
   out = out.reshape(batch, groups, new, -1, dim).transpose(0, 2, 1, 3, 4)

@@ -41,21 +41,11 @@ def summed_cross_entropy(
   return _scan_chunks(x, kernel, targets, weights, chunk, gradients=False)[0]
 
 
-def _forward(x, kernel, targets, weights, chunk):
-  total, grads = _scan_chunks(
-    x, kernel, targets, weights, chunk, gradients=True
-  )
-  return total, grads
-
-
 def _backward(chunk, grads, cotangent):
   del chunk
   dx, dkernel = grads
   scaled = (cotangent * dx).astype(dx.dtype), cotangent * dkernel
   return (*scaled, None, None)
-
-
-summed_cross_entropy.defvjp(_forward, _backward)
 
 
 def token_cross_entropy(
@@ -98,7 +88,8 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
     total = total + (nll * weight).sum()
     if not gradients:
       return (total, dkernel), None
-    hit = jnp.where(_is_target(logits, target), weight[..., None], 0.0)
+    is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
+    hit = jnp.where(is_target, weight[..., None], 0.0)
     grad = exps * (weight / sums)[..., None] - hit
     grad = grad.astype(x.dtype)
     dx = jnp.einsum("bnv,cv->bnc", grad, rounded)
@@ -115,6 +106,11 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
     return total, None
   dx = _join(dx)[:, : x.shape[1]]
   return total, (dx, dkernel.astype(kernel.dtype))
+
+
+summed_cross_entropy.defvjp(
+  functools.partial(_scan_chunks, gradients=True), _backward
+)
 
 
 def _logits(
@@ -135,10 +131,6 @@ def _exponentials(
     # For a sum, XLA would recompute all exponentials, on a single core.
     return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones(exps.shape[-1]))
   return exps, exps.sum(-1)
-
-
-def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
-  return jnp.arange(logits.shape[-1])[None, None] == targets[..., None]
 
 
 def _split(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -9,6 +9,8 @@ Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, T sequences.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -48,23 +50,17 @@ def cudnn_attention(
   Returns:
     [B, N, H, D] in the dtype of v; 0 for queries that see no key.
   """
+  attend = functools.partial(
+    jax.nn.dot_product_attention, scale=scale, implementation=backend
+  )
   packs = active is not None and bias is None
   if packs and not visible.causal and visible.segments is None:
-    return _packed(q, k, v, visible, active, scale, backend)
+    return _packed(q, k, v, visible, active, attend)
   causal = visible.causal and q.shape[1] == k.shape[1]
   if causal:  # cuDNN applies this mask itself and skips hidden tiles
     visible = Visible(visible.key_mask, visible.segments)
   mask = visible.mask(q.shape[1], k.shape[1])
-  out = jax.nn.dot_product_attention(
-    q,
-    k,
-    v,
-    bias=bias,
-    mask=mask,
-    scale=scale,
-    is_causal=causal,
-    implementation=backend,
-  )
+  out = attend(q, k, v, bias=bias, mask=mask, is_causal=causal)
   if mask is None:
     return out
   if causal:
@@ -73,7 +69,7 @@ def cudnn_attention(
   return jnp.where(seen, out, 0)
 
 
-def _packed(q, k, v, visible, active, scale, backend):
+def _packed(q, k, v, visible, active, attend):
   tokens, heads = q.shape[1:3]
   blocks = head_blocks(active, tokens)
   rows = gather_rows(q, blocks).reshape(-1, tokens, 1, q.shape[3])
@@ -86,15 +82,13 @@ def _packed(q, k, v, visible, active, scale, backend):
   mask = None
   if visible.key_mask is not None:
     mask = visible.key_mask[blocks.head // heads][:, None, None]
-  out = jax.nn.dot_product_attention(
+  out = attend(
     rows,
     keys,
     values,
     mask=mask,
-    scale=scale,
     query_seq_lengths=lengths,
     key_value_seq_lengths=jnp.full_like(lengths, k.shape[1]),
-    implementation=backend,
   )
   if mask is not None:
     out = jnp.where(mask.any(-1, keepdims=True), out, 0)

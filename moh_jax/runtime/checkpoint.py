@@ -18,7 +18,12 @@ from etils import epath
 from moh_jax import config as config_lib
 from moh_jax.config import Config, legacy
 from moh_jax.data.text.tokenizers import Tokenizer
-from moh_jax.runtime.location import no_checkpoint, resolve, steps_folder
+from moh_jax.runtime.location import (
+  no_checkpoint,
+  resolve,
+  steps_folder,
+  write_whole,
+)
 
 ITEMS = ("params", "train", "ema", "data", "config")
 
@@ -50,9 +55,7 @@ def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
   path = resolve(directory) / tokenizer.file_name
   if path.exists() and path.read_bytes() == tokenizer.content:
     return
-  growing = path.with_name(f".{path.name}.tmp")
-  growing.write_bytes(tokenizer.content)
-  growing.replace(path)
+  write_whole(path, tokenizer.content)
 
 
 def read_metadata(

@@ -56,8 +56,13 @@ def abstract_on(model: nn.Module, inputs: Any, mesh: Mesh | None) -> Any:
     shardings = jax.tree.map(lambda _: device, unbox(boxed))
   else:
     shardings = sharding.param_shardings(boxed, mesh)
+  return with_shardings(unbox(boxed), shardings)
+
+
+def with_shardings(tree: Any, shardings: Any) -> Any:
+  """A tree as ShapeDtypeStructs with the shardings of another tree."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    unbox(boxed),
+    tree,
     shardings,
   )

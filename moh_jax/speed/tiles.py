@@ -178,12 +178,12 @@ def _compiler(
     def call(q, k, v, out, sums, grad, blocks):
       problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
       if kernel == "forward":
-        return kernels.forward(problem, q, k, v, tile)
+        return kernels.forward(problem, q, (k, v), tile)
       if kernel == "dq":
         rows = q, out, sums, grad
-        return kernels.query_gradient(problem, rows, k, v, tile)
+        return kernels.query_gradient(problem, rows, (k, v), tile)
       rows = q, sums, sums, grad
-      return kernels.key_gradients(problem, rows, k, v, tile)
+      return kernels.key_gradients(problem, rows, (k, v), tile)
 
     return compile_program(call, *arrays, loops=default_loops())
 

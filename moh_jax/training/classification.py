@@ -14,7 +14,7 @@ from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import losses
-from moh_jax.training.step import LossFn, Metrics
+from moh_jax.training.step import LossFn, Metrics, add_balance_loss
 from moh_jax.training.task import Evaluate, Task, evaluate_held_out, stream
 
 
@@ -84,14 +84,9 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
     )
     task_loss = losses.soft_cross_entropy(logits, targets).mean()
-    loss = task_loss + train.balance_weight * aux.balance_loss
     correct = (logits.argmax(-1) == labels).astype(jnp.float32)
-    return loss, {
-      "loss": loss,
-      "task_loss": task_loss,
-      "balance_loss": aux.balance_loss,
-      "accuracy": correct.mean(),
-      "activated_share": aux.activated_share,
-    }
+    return add_balance_loss(
+      task_loss, aux, train.balance_weight, accuracy=correct.mean()
+    )
 
   return loss_fn

@@ -19,7 +19,7 @@ from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn, Metrics
+from moh_jax.training.step import LossFn, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
   Preview,
@@ -117,15 +117,9 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     )
     means = {name: value.mean() for name, value in losses.items()}
     task_loss = means.pop("loss")
-    loss = task_loss + config.train.balance_weight * aux.balance_loss
-    return loss, {
-      "loss": loss,
-      "task_loss": task_loss,
-      **means,
-      **_by_quartile(losses["mse"], t, process.num_steps),
-      "balance_loss": aux.balance_loss,
-      "activated_share": aux.activated_share,
-    }
+    means |= _by_quartile(losses["mse"], t, process.num_steps)
+    weight = config.train.balance_weight
+    return add_balance_loss(task_loss, aux, weight, **means)
 
   return loss_fn
 

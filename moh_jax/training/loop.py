@@ -1,12 +1,13 @@
 """The run: from a config and a directory to a trained checkpoint."""
 
+import contextlib
 import dataclasses
 import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,13 +19,13 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import checkpoint, location, sharding
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
+from moh_jax.training import saving
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.program import make_program
 from moh_jax.training.same_run import check_same_run
-from moh_jax.training.saving import Checkpointer
 from moh_jax.training.state import TrainState
 from moh_jax.training.task import Task
-from moh_jax.training.warm_start import WarmStart
+from moh_jax.training.warm_start import warm_start
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,8 +90,6 @@ def train(
     jax.process_count(),
     ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
   )
-  if location.steps_folder(directory).exists():
-    _check_resumable(directory, _metadata(config, task))
   with sharding.use_mesh(mesh):
     return _Run(config, directory, mesh, task).run()
 
@@ -112,51 +111,41 @@ def prepare_workdir(workdir: str) -> epath.Path:
   return directory
 
 
-def _metadata(config: Config, task: Task) -> Metadata:
-  sha256 = task.tokenizer.sha256 if task.tokenizer else ""
-  return Metadata(config, task.class_names, sha256)
-
-
 def _check_resumable(directory: epath.Path, metadata: Metadata) -> None:
   try:
     checkpoint.find_step(directory, None)
   except FileNotFoundError:
-    return  # an empty folder: killed before its first save
+    return  # a new run, or one that was killed before its first save
   check_same_run(directory, metadata)
 
 
-class _StopRequest:
-  """Turns the first SIGTERM or SIGINT into a flag; a second one interrupts.
+@contextlib.contextmanager
+def _stop_request() -> Iterator[threading.Event]:
+  """Turns the first SIGTERM or SIGINT into an event; a second one interrupts.
 
   With several processes it stays out of the way: there JAX's own handler
   agrees with the other processes on the step to stop at.
   """
+  requested, previous = threading.Event(), {}
 
-  def __init__(self):
-    self.requested = False
-    self._previous = {}
+  def restore() -> None:
+    while previous:
+      signal.signal(*previous.popitem())
 
-  def __enter__(self) -> "_StopRequest":
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and jax.process_count() == 1:
-      for number in (signal.SIGTERM, signal.SIGINT):
-        self._previous[number] = signal.signal(number, self._handle)
-    return self
+  def handle(number: int, _: Any) -> None:
+    name = signal.Signals(number).name
+    _LOG.warning("%s: saving after this step, then stopping", name)
+    requested.set()
+    restore()
 
-  def __exit__(self, *_: Any) -> None:
-    self._restore()
-
-  def _handle(self, number: int, _: Any) -> None:
-    _LOG.warning(
-      "%s: saving after this step, then stopping", signal.Signals(number).name
-    )
-    self.requested = True
-    self._restore()
-
-  def _restore(self) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
-    self._previous = {}
+  in_main_thread = threading.current_thread() is threading.main_thread()
+  if in_main_thread and jax.process_count() == 1:
+    for number in (signal.SIGTERM, signal.SIGINT):
+      previous[number] = signal.signal(number, handle)
+  try:
+    yield requested
+  finally:
+    restore()
 
 
 class _Run:
@@ -170,27 +159,27 @@ class _Run:
     task: Task,
   ):
     self.config, self.mesh, self.task = config, mesh, task
-    self.metadata = _metadata(config, task)
+    sha256 = task.tokenizer.sha256 if task.tokenizer else ""
+    self.metadata = Metadata(config, task.class_names, sha256)
+    _check_resumable(directory, self.metadata)
     self.init_state, self.abstract_state, self.train_step = make_program(
       config, task, mesh
     )
     _LOG.info("model: %s", _describe(config, self.abstract_state.params))
     self.batches = task.batches(mesh)
-    self.checkpointer = Checkpointer(directory, config.checkpoint)
+    self.manager = saving.open_manager(directory, config.checkpoint)
     self.directory = directory
-    self.saved_step: int | None = None
-    self.warm_start: WarmStart | None = None
-    if config.train.init_from and self.checkpointer.latest_step() is None:
-      self.warm_start = WarmStart(
-        self.metadata, self.abstract_state.params, mesh
-      )
+    self.read_source: Callable[[Any], Any] | None = None
+    if config.train.init_from and self.manager.latest_step() is None:
+      params = self.abstract_state.params
+      self.read_source = warm_start(self.metadata, params, mesh)
     if task.tokenizer:
       save_tokenizer(directory, task.tokenizer)
 
   def run(self) -> Result:
     """Restores or initializes, then takes the remaining steps."""
     steps = self.config.train.steps
-    try:
+    with self.manager:
       state, start = self._start()
       writer = MetricsWriter(
         self.directory,
@@ -202,26 +191,20 @@ class _Run:
           f"{self.task.unit}_per_second",
         ),
       )
-      try:
-        with _StopRequest() as stop:
-          return self._loop(state, start, writer, stop)
-      finally:
-        writer.close()
-    finally:
-      self.checkpointer.close()
+      with contextlib.closing(writer), _stop_request() as stop:
+        return self._loop(state, start, writer, stop)
 
   def _start(self) -> tuple[TrainState, int]:
-    step = self.checkpointer.latest_step()
+    step = self.manager.latest_step()
     if step is None:
       state = self.init_state()
-      if self.warm_start:
-        params = self.warm_start.load(state.params)
+      if self.read_source:
+        params = self.read_source(state.params)
         ema = jax.tree.map(jnp.copy, params) if state.ema is not None else None
         state = dataclasses.replace(state, params=params, ema=ema)
       return state, 0
-    state, position = self.checkpointer.restore(step, self.abstract_state)
+    state, position = saving.restore(self.manager, step, self.abstract_state)
     self.batches.seek(position)
-    self.saved_step = step
     _LOG.info("resumed from step %d in %s", step, self.directory)
     return state, step
 
@@ -230,7 +213,7 @@ class _Run:
     state: TrainState,
     start: int,
     writer: MetricsWriter,
-    stop: _StopRequest,
+    stop: threading.Event,
   ) -> Result:
     config, steps = self.config, self.config.train.steps
     evaluation: dict[str, float] = {}
@@ -247,7 +230,9 @@ class _Run:
         self._report(*pending, writer, clock)
       pending = (step, metrics)
 
-      stopping = self._asked_to_stop(stop, step)
+      stopping = stop.is_set()
+      if jax.process_count() > 1:  # all processes must stop at the same step
+        stopping = self.manager.reached_preemption(step)
       last = step == steps
       save = last or stopping or step % config.checkpoint.every == 0
       evaluate = last or (config.eval.every and step % config.eval.every == 0)
@@ -255,9 +240,10 @@ class _Run:
         self._report(*pending, writer, clock)
         pending = None
       if save:
-        self._save(state)
+        saving.save(self.manager, state, self.batches.position, self.metadata)
       leaving = stopping and not last
-      if self._preview_due(step) and not leaving:
+      show = self.task.preview and (last or step % self.task.preview_every == 0)
+      if show and not leaving:
         picture = self.task.preview(self._inference_params(state), self.mesh)
         writer.write_image(step, "samples", picture)
         clock.restart(step)
@@ -266,13 +252,13 @@ class _Run:
         writer.write(step, "val", evaluation)
         clock.restart(step)
       if leaving:
-        self.checkpointer.wait()
+        self.manager.wait_until_finished()
         _LOG.warning("stopped at step %d, saved; run again to resume", step)
         return Result(state, evaluation, finished=False)
     if not evaluation:  # a finished run that was started again
       evaluation = self._evaluate(state)
       writer.write(steps, "val", evaluation)
-    self.checkpointer.wait()
+    self.manager.wait_until_finished()
     return Result(state, evaluation, finished=True)
 
   def _first_step(self, state: TrainState, batch: Any) -> tuple:
@@ -286,17 +272,6 @@ class _Run:
     _LOG.info("compiled in %.1f s", time.perf_counter() - began)
     return result
 
-  def _preview_due(self, step: int) -> bool:
-    if self.task.preview is None:
-      return False
-    last = step == self.config.train.steps
-    return last or step % self.task.preview_every == 0
-
-  def _asked_to_stop(self, stop: _StopRequest, step: int) -> bool:
-    if jax.process_count() > 1:  # all processes must stop at the same step
-      return self.checkpointer.reached_preemption(step)
-    return stop.requested
-
   def _report(
     self, step: int, metrics: Any, writer: MetricsWriter, clock: "_Clock"
   ) -> None:
@@ -304,15 +279,12 @@ class _Run:
     values = {name: float(value) for name, value in metrics.items()}
     for name in ("loss", "grad_norm"):
       if not math.isfinite(values[name]):
-        self.checkpointer.wait()
+        self.manager.wait_until_finished()
+        saved = "no checkpoint was saved before"
+        if (good := self.manager.latest_step()) is not None:
+          saved = f"the last good checkpoint is step {good}"
         raise NonFiniteLossError(
-          f"{name}={values[name]} at step {step}; "
-          + (
-            "no checkpoint was saved before"
-            if self.saved_step is None
-            else f"the last good checkpoint is step {self.saved_step}"
-          )
-          + f" in {self.directory}"
+          f"{name}={values[name]} at step {step}; {saved} in {self.directory}"
         )
     writer.advance(step)
     if step % self.config.log.every == 0 or step == self.config.train.steps:
@@ -321,10 +293,6 @@ class _Run:
         examples = step * self.config.data.batch_size
         values |= self.task.stream_metrics(examples)
       writer.write(step, "train", values)
-
-  def _save(self, state: TrainState) -> None:
-    self.checkpointer.save(state, self.batches.position, self.metadata)
-    self.saved_step = int(state.step)
 
   def _evaluate(self, state: TrainState) -> dict[str, float]:
     return self.task.evaluate(self._inference_params(state), self.mesh)

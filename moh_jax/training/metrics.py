@@ -16,6 +16,7 @@ from etils import epath
 from PIL import Image
 
 from moh_jax.config import LogConfig
+from moh_jax.runtime.location import write_whole
 
 
 class MetricsWriter:
@@ -124,7 +125,7 @@ class MetricsWriter:
     stream = io.BytesIO()
     grey = picture.shape[-1] == 1
     Image.fromarray(picture[..., 0] if grey else picture).save(stream, "png")
-    _replace(file, stream.getvalue())
+    write_whole(file, stream.getvalue())
     if self._tensorboard:
       self._tensorboard.add_image(name, picture, step, dataformats="HWC")
 
@@ -137,7 +138,8 @@ class MetricsWriter:
         stream.write(line + "\n")
 
   def _replace_rows(self) -> None:
-    _replace(self._path, "".join(row + "\n" for row in self._rows).encode())
+    text = "".join(row + "\n" for row in self._rows)
+    write_whole(self._path, text.encode())
 
   def _summary(self, values: Mapping[str, float]) -> str:
     names = [n for n in self._shown or values if n in values]
@@ -177,13 +179,6 @@ def _text(name: str, value: float) -> str:
   else:
     number = f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
   return f"{name.replace('_', ' ')} {number}"
-
-
-def _replace(file: epath.Path, content: bytes) -> None:
-  """Writes a new file that takes the old one's place, also in a bucket."""
-  fresh = file.with_name(file.name + ".tmp")
-  fresh.write_bytes(content)
-  fresh.replace(file)
 
 
 def _rows_until(path: epath.Path, step: int) -> list[str]:

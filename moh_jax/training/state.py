@@ -10,7 +10,12 @@ import optax
 from jax.sharding import Mesh
 
 from moh_jax.runtime import sharding
-from moh_jax.runtime.params import abstract_params, init_params, unbox
+from moh_jax.runtime.params import (
+  abstract_params,
+  init_params,
+  unbox,
+  with_shardings,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -82,11 +87,7 @@ def make_state(
   )
   ema = params if keep_ema else None
   shardings = TrainState(whole, params, opt_state, ema, whole)
-  abstract = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    jax.eval_shape(init),
-    shardings,
-  )
+  abstract = with_shardings(jax.eval_shape(init), shardings)
   # It runs once, and on CPUs optimizing it takes longer than running it.
   on_cpu = mesh.devices.flat[0].platform == "cpu"
   options = {"xla_backend_optimization_level": 0} if on_cpu else None

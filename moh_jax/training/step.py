@@ -7,12 +7,37 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from moh_jax.layers.model_aux import ModelAux
 from moh_jax.layers.partitioning import constrain
 from moh_jax.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
 # (params, batch, rng, [] int32 number of earlier steps) -> ([] loss, metrics).
 LossFn = Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
+
+
+def add_balance_loss(
+  loss: jax.Array, aux: ModelAux, weight: float, /, **metrics: jax.Array
+) -> tuple[jax.Array, Metrics]:
+  """Adds the weighted balance loss to a task's loss: what a `LossFn` returns.
+
+  Args:
+    loss: [] loss of the task.
+    aux: the routers' side values.
+    weight: of the balance loss.
+    **metrics: more metrics, or other values for those of this function.
+
+  Returns:
+    The sum, and the metrics; both losses are logged apart.
+  """
+  total = loss + weight * aux.balance_loss
+  return total, {
+    "loss": total,
+    "task_loss": loss,
+    "balance_loss": aux.balance_loss,
+    "activated_share": aux.activated_share,
+    **metrics,
+  }
 
 
 def train_step(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,111 +24,106 @@ _LOG = logging.getLogger(__name__)
 _NUMERIC_FIELDS = ("model.norm_eps", "model.rope.", "model.router.gate_form")
 
 
-class WarmStart:
-  """Parameters of the checkpoint `train.init_from`, fitted to a run's model."""
+def warm_start(
+  ours: Metadata, abstract: Any, mesh: Mesh
+) -> Callable[[Any], Any]:
+  """Checks that the checkpoint `train.init_from` fits a run; reads no arrays.
 
-  def __init__(self, ours: Metadata, abstract: Any, mesh: Mesh):
-    """Checks that the checkpoint fits the run, without reading parameters.
+  Args:
+    ours: metadata of the run.
+    abstract: parameters of the run as ShapeDtypeStructs with shardings.
+    mesh: the devices.
 
-    Args:
-      ours: metadata of the run.
-      abstract: parameters of the run as ShapeDtypeStructs with shardings.
-      mesh: the devices.
+  Returns:
+    A function that reads the parameters to start from, sharded like `abstract`.
+    Its argument are the initial parameters of the run, of which the routers are
+    kept if the checkpoint has none.
 
-    Raises:
-      FileNotFoundError: there is no such checkpoint.
-      ValueError: its model is of another family or shape, computes something
-        else with the same parameters, or was trained with another tokenizer.
-    """
-    config = ours.config
-    self._directory = config.train.init_from
-    metadata, self._step = checkpoint.read_metadata(self._directory, None)
-    model, theirs = config.model, metadata.config.model
-    if model.family != theirs.family:
-      raise ValueError(
-        f"train.init_from={self._directory!r} holds a model of family "
-        f"{theirs.family!r}, model.family={model.family!r}"
-      )
-    self._check_numbers(model, theirs)
-    self._check_tokenizer(ours, metadata)
-    self._abstract = abstract
-    self._stored = abstract_on(*make_model(metadata.config), mesh)
-    self._fit = functools.partial(
-      get_family(model.family).fit_params,
-      trained=metadata.config,
-      wanted=config,
+  Raises:
+    FileNotFoundError: there is no such checkpoint.
+    ValueError: its model is of another family or shape, computes something
+      else with the same parameters, or was trained with another tokenizer.
+  """
+  wanted = ours.config
+  source = wanted.train.init_from
+  metadata, step = checkpoint.read_metadata(source)
+  trained = metadata.config
+  family = wanted.model.family
+  if family != trained.model.family:
+    raise ValueError(
+      f"train.init_from={source!r} holds a model of family "
+      f"{trained.model.family!r}, model.family={family!r}"
     )
-    self._check(jax.eval_shape(self._fit, self._stored))
+  _check_numbers(source, wanted.model, trained.model)
+  _check_tokenizer(source, ours, metadata)
+  stored = abstract_on(*make_model(trained), mesh)
+  fit = functools.partial(
+    get_family(family).fit_params, trained=trained, wanted=wanted
+  )
+  _check_shapes(source, abstract, jax.eval_shape(fit, stored))
 
-  def _check_numbers(self, ours: Any, theirs: Any) -> None:
-    if "none" in (ours.router.kind, theirs.router.kind):
-      theirs = dataclasses.replace(theirs, router=ours.router)  # no gates yet
-    differing = config_lib.differing_fields(ours, theirs, "model")
-    wrong = [line for line in differing if line.startswith(_NUMERIC_FIELDS)]
-    if wrong:
-      raise ValueError(
-        f"train.init_from={self._directory!r} holds parameters that were "
-        f"trained with other numbers: {'; '.join(wrong)}"
-      )
-
-  def _check_tokenizer(self, ours: Metadata, theirs: Metadata) -> None:
-    here, there = ours.tokenizer_sha256, theirs.tokenizer_sha256
-    if not here or not there or here == there:
-      return
-    old, new = (m.config.model.vocab_size for m in (theirs, ours))
-    if new == old:
-      raise ValueError(
-        f"train.init_from={self._directory!r} was trained with a tokenizer of "
-        f"sha256 {there[:16]}, the run's text was made with {here[:16]}: the "
-        "same ids mean other text"
-      )
-    _LOG.warning(
-      "another tokenizer than that of %s: the first %d ids must mean the same",
-      self._directory,
-      old,
+  def combine(params: Any, initial: Any) -> Any:
+    given, own = flatten_dict(fit(params)), flatten_dict(initial)
+    return unflatten_dict(
+      {path: given.get(path, leaf) for path, leaf in own.items()}
     )
 
-  def _check(self, fitted: Any) -> None:
-    needed, given = flatten_dict(self._abstract), flatten_dict(fitted)
-    wrong = []
-    for path, leaf in needed.items():
-      shape = given[path].shape if path in given else None
-      new_router = shape is None and "router" in path
-      if shape != leaf.shape and not new_router:
-        found = "missing" if shape is None else shape
-        wrong.append(f"{'/'.join(path)} {found}, {leaf.shape} needed")
-    wrong += [
-      f"{'/'.join(path)} not used"
-      for path in given
-      if path not in needed and "router" not in path
-    ]
-    if wrong:
-      more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-      raise ValueError(
-        f"train.init_from={self._directory!r} does not fit the model: "
-        f"{'; '.join(wrong[:3])}{more}"
-      )
+  def read(initial: Any) -> Any:
+    params = checkpoint.restore_params(source, step, stored, use_ema=True)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    _LOG.info("parameters of %s, step %d", source, step)
+    return jax.jit(combine, out_shardings=shardings)(params, initial)
 
-  def load(self, initial: Any) -> Any:
-    """Reads the parameters.
+  return read
 
-    Args:
-      initial: initial parameters of the run, of which the routers are kept if
-        the checkpoint has none.
 
-    Returns:
-      The parameters to start from, sharded like `initial`.
-    """
-    stored = checkpoint.restore_params(
-      self._directory, self._step, self._stored, use_ema=True
+def _check_numbers(source: str, ours: Any, theirs: Any) -> None:
+  if "none" in (ours.router.kind, theirs.router.kind):
+    theirs = dataclasses.replace(theirs, router=ours.router)  # no gates yet
+  differing = config_lib.differing_fields(ours, theirs, "model")
+  wrong = [line for line in differing if line.startswith(_NUMERIC_FIELDS)]
+  if wrong:
+    raise ValueError(
+      f"train.init_from={source!r} holds parameters that were trained with "
+      f"other numbers: {'; '.join(wrong)}"
     )
 
-    def combine(stored: Any, initial: Any) -> Any:
-      given, own = flatten_dict(self._fit(stored)), flatten_dict(initial)
-      return unflatten_dict(
-        {path: given.get(path, leaf) for path, leaf in own.items()}
-      )
 
-    shardings = jax.tree.map(lambda x: x.sharding, self._abstract)
-    _LOG.info("parameters of %s, step %d", self._directory, self._step)
-    return jax.jit(combine, out_shardings=shardings)(stored, initial)
+def _check_tokenizer(source: str, ours: Metadata, theirs: Metadata) -> None:
+  here, there = ours.tokenizer_sha256, theirs.tokenizer_sha256
+  if not here or not there or here == there:
+    return
+  old, new = (m.config.model.vocab_size for m in (theirs, ours))
+  if new == old:
+    raise ValueError(
+      f"train.init_from={source!r} was trained with a tokenizer of sha256 "
+      f"{there[:16]}, the run's text was made with {here[:16]}: the same ids "
+      "mean other text"
+    )
+  _LOG.warning(
+    "another tokenizer than that of %s: the first %d ids must mean the same",
+    source,
+    old,
+  )
+
+
+def _check_shapes(source: str, abstract: Any, fitted: Any) -> None:
+  needed, given = flatten_dict(abstract), flatten_dict(fitted)
+  wrong = []
+  for path, leaf in needed.items():
+    shape = given[path].shape if path in given else None
+    new_router = shape is None and "router" in path
+    if shape != leaf.shape and not new_router:
+      found = "missing" if shape is None else shape
+      wrong.append(f"{'/'.join(path)} {found}, {leaf.shape} needed")
+  wrong += [
+    f"{'/'.join(path)} not used"
+    for path in given
+    if path not in needed and "router" not in path
+  ]
+  if wrong:
+    more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    raise ValueError(
+      f"train.init_from={source!r} does not fit the model: "
+      f"{'; '.join(wrong[:3])}{more}"
+    )

@@ -17,7 +17,7 @@ from moh_jax.inference import restore as restore_lib
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.params import abstract_params, unbox
-from moh_jax.training.saving import Checkpointer
+from moh_jax.training import saving
 from moh_jax.training.state import TrainState
 from tests.inference import tiny_text_model
 from tests.training import tiny
@@ -58,7 +58,7 @@ def _save(directory, config=_CONFIG):
 
 def _save_steps(directory, steps):
   """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
-  checkpointer = Checkpointer(directory, _CONFIG.checkpoint)
+  manager = saving.open_manager(directory, _CONFIG.checkpoint)
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),
@@ -68,8 +68,8 @@ def _save_steps(directory, steps):
       rng=jnp.zeros(2, jnp.uint32),
     )
     metadata = checkpoint.Metadata(_CONFIG, _NAMES)
-    checkpointer.save(state, step, metadata)
-  checkpointer.close()
+    saving.save(manager, state, step, metadata)
+  manager.close()
 
 
 class RestoreTest(parameterized.TestCase):

@@ -114,7 +114,7 @@ class DiffusionMeshTest(_Runs, absltest.TestCase):
       for _ in range(2):
         batch = sharding.shard_batch(next(run.batches), mesh)
         state, _ = run.train_step(state, batch)
-      run.checkpointer.close()
+      run.manager.close()
     leaves = zip(jax.tree.leaves(state), jax.tree.leaves(run.abstract_state))
     for leaf, abstract in leaves:
       self.assertTrue(

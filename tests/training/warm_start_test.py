@@ -22,7 +22,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
 from moh_jax.training import loop
 from moh_jax.training.language_modeling import make_loss
-from moh_jax.training.warm_start import WarmStart
+from moh_jax.training.warm_start import warm_start
 from tests.training import tiny
 
 
@@ -61,13 +61,13 @@ class WarmStartTest(parameterized.TestCase):
     )
     config = dataclasses.replace(config, train=train)
     mesh = mesh or sharding.make_mesh(tiny.llm_config().mesh, jax.devices()[:1])
-    return WarmStart(
+    return warm_start(
       Metadata(config), abstract_on(*make_model(config), mesh), mesh
     )
 
   def _load(self, config, mesh=None, source=None):
     drawn = tiny.random_params(config, seed=1)
-    return self._start(config, mesh, source).load(drawn), drawn
+    return self._start(config, mesh, source)(drawn), drawn
 
   def test_same_model_gets_the_stored_parameters(self):
     loaded, _ = self._load(tiny.llm_config())
@@ -152,7 +152,7 @@ class WarmStartTest(parameterized.TestCase):
     def start(config):
       config = dataclasses.replace(config, train=train)
       ours = Metadata(config, tokenizer_sha256="b" * 64)
-      return WarmStart(ours, abstract_on(*make_model(config), mesh), mesh)
+      return warm_start(ours, abstract_on(*make_model(config), mesh), mesh)
 
     with self.assertRaisesRegex(ValueError, "sha256 a{16}, .* with b{16}"):
       start(config)

@@ -67,14 +67,10 @@ def kernel_attention(
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
   chex.assert_shape(blocks.row, (q.shape[0] * q.shape[2], q.shape[1]))
-  check_platform(platform)
-  check_dtypes(q=q, k=k, v=v)
+  out_dtype = v.dtype
+  dtype, k, v = readable(platform, q, k, v)
   rows = blocks.token.shape[1]
   PLATFORMS[platform].check_rows(rows)
-  dtype, out_dtype = jnp.promote_types(q.dtype, k.dtype), v.dtype
-  if platform == "tpu":  # has no float16
-    dtype, v_dtype = (no_float16(x) for x in (dtype, out_dtype))
-    v = v.astype(v_dtype)
   if sizes is None:
     sizes = block_sizes(device_kind(platform), q.shape[-1], dtype)
   sizes = sizes.with_rows(rows)
@@ -84,23 +80,38 @@ def kernel_attention(
   return out.astype(out_dtype)
 
 
-def no_float16(dtype: jnp.dtype) -> jnp.dtype:
-  """The dtype that TPUs compute in: float32 instead of float16."""
-  return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+def readable(
+  platform: str, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jnp.dtype, jax.Array, jax.Array]:
+  """Prepares inputs for a platform's kernels; TPUs have no float16.
 
+  Args:
+    platform: "gpu" or "tpu".
+    q: queries.
+    k: keys.
+    v: values.
 
-def check_platform(platform: str) -> None:
-  """Raises ValueError if no kernels exist for the platform."""
+  Returns:
+    The dtype in which queries and keys are multiplied, and keys and values in
+    dtypes that the platform reads: on a TPU float32 in place of float16.
+
+  Raises:
+    ValueError: no kernels exist for the platform, or they do not read a dtype.
+  """
   if platform not in PLATFORMS:
     raise ValueError(f"platform={platform!r} must be one of {set(PLATFORMS)}")
-
-
-def check_dtypes(**arrays: jax.Array) -> None:
-  """Raises ValueError if an array has a dtype that the kernels do not read."""
-  for name, x in arrays.items():
+  for name, x in {"q": q, "k": k, "v": v}.items():
     if x.dtype not in _DTYPES:
       known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
+  dtype = jnp.promote_types(q.dtype, k.dtype)
+  if platform == "gpu":
+    return dtype, k, v
+
+  def widened(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+
+  return widened(dtype), *(x.astype(widened(x.dtype)) for x in (k, v))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -114,7 +125,7 @@ def _forward(q, k, v, visible, blocks, options):
   rows = gather_rows(q, blocks)
   kernels = PLATFORMS[platform]
   out, log_sums = keep_attention(
-    kernels.forward(problem, rows, k, v, sizes.forward)
+    kernels.forward(problem, rows, (k, v), sizes.forward)
   )
   saved = rows, k, v, visible, blocks, out, log_sums
   return scatter_rows(out, blocks, q.shape[2]), saved
@@ -127,10 +138,10 @@ def _backward(options, saved, grad):
   grad = gather_rows(grad, blocks)
   kernels = PLATFORMS[platform]
   dq, inner = kernels.query_gradient(
-    problem, (rows, out, log_sums, grad), k, v, sizes.dq
+    problem, (rows, out, log_sums, grad), (k, v), sizes.dq
   )
   dk, dv = kernels.key_gradients(
-    problem, (rows, log_sums, inner, grad), k, v, sizes.dkv
+    problem, (rows, log_sums, inner, grad), (k, v), sizes.dkv
   )
   dq = scatter_rows(dq, blocks, problem.group * problem.kv_heads)
   return dq, dk, dv, None, None

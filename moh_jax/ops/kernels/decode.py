@@ -25,12 +25,7 @@ from moh_jax.ops.head_blocks import (
   gather_rows,
   scatter_rows,
 )
-from moh_jax.ops.kernels.attention import (
-  PLATFORMS,
-  check_dtypes,
-  check_platform,
-  no_float16,
-)
+from moh_jax.ops.kernels.attention import PLATFORMS, readable
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import Tile, decode_tile
 from moh_jax.ops.kernels.tpu_plan import LANES
@@ -91,12 +86,7 @@ def kernel_decode(
   chex.assert_shape(q, (batch, 1, heads, dim))
   chex.assert_shape(k, (batch, kv_heads, slots, dim))
   chex.assert_shape(visible, (batch, 1, slots))
-  check_platform(platform)
-  check_dtypes(q=q, k=k, v=v)
-  dtype, out_dtype = jnp.promote_types(q.dtype, k.dtype), q.dtype
-  if platform == "tpu":
-    dtype = no_float16(dtype)
-    k, v = (x.astype(no_float16(x.dtype)) for x in (k, v))
+  dtype, k, v = readable(platform, q, k, v)
   if splits is None:
     read = kv_heads
     if active is not None:
@@ -139,7 +129,7 @@ def kernel_decode(
   )
   queries = q.astype(dtype).reshape(batch, kv_heads, 1, -1, 1, dim)
   out, log_sums = PLATFORMS[platform].forward(
-    problem, gather_rows(per_sequence(queries), blocks), k, v, tile
+    problem, gather_rows(per_sequence(queries), blocks), (k, v), tile
   )
   out = _join_splits(
     scatter_rows(out, blocks, 1).reshape(*shape, dim),
@@ -148,7 +138,7 @@ def kernel_decode(
   )  # [B, K, G, D]
   if chosen is not None:
     out = jnp.where(chosen[..., None], out, 0.0)
-  return out.astype(out_dtype).reshape(q.shape)
+  return out.astype(q.dtype).reshape(q.shape)
 
 
 def decode_splits(heads: int, slots: int) -> int:

@@ -31,30 +31,25 @@ from moh_jax.ops.kernels.products import times
 from moh_jax.ops.kernels.sizes import Tile
 
 
-def forward(
-  problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
-) -> Arrays:
+def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
   """See `Kernels.forward`."""
-  outputs = problem.output(q, v), problem.row_sums()
-  return Plan(problem, tile).call_by_rows(_forward_kernel, q, (k, v), outputs)
+  outputs = problem.outputs(q, keys[1])
+  return Plan(problem, tile).call_by_rows(_forward_kernel, q, keys, outputs)
 
 
 def query_gradient(
-  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
 ) -> Arrays:
   """See `Kernels.query_gradient`."""
-  q = rows[0]
-  outputs = jax.ShapeDtypeStruct(q.shape, q.dtype), problem.row_sums()
-  return Plan(problem, tile).call_by_rows(
-    _query_gradient_kernel, rows, (k, v), outputs
-  )
+  plan, outputs = Plan(problem, tile), problem.query_gradients(rows[0])
+  return plan.call_by_rows(_query_gradient_kernel, rows, keys, outputs)
 
 
 def key_gradients(
-  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
 ) -> Arrays:
   """See `Kernels.key_gradients`."""
-  return Plan(problem, tile).call_by_keys(_key_gradients_kernel, rows, (k, v))
+  return Plan(problem, tile).call_by_keys(_key_gradients_kernel, rows, keys)
 
 
 def _forward_kernel(

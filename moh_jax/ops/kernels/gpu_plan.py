@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from moh_jax.ops.kernels.gpu_program import Program
 from moh_jax.ops.kernels.gpu_tables import keys_of_rows, rows_of_keys
-from moh_jax.ops.kernels.problem import Argument
+from moh_jax.ops.kernels.problem import Argument, like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,6 @@ class Plan(Program):
     batch, _, heads, _ = x.shape
     return self._whole(x, (batch, self._padded_keys, heads, self.width))
 
-  def row_masks(self, argument: Callable[[jax.Array], Argument]) -> tuple:
-    """Each row's last visible key and its segment, [T * R] int32 or None."""
-    problem = self.problem
-    last = problem.last_keys() if problem.visible.causal else None
-    return jax.tree.map(argument, (last, problem.row_segments()))
-
   def key_masks(self) -> tuple:
     """The key mask and each key's segment, [B, M] or None."""
     block = (self.problem.batch, self._padded_keys)
@@ -55,11 +49,8 @@ class Plan(Program):
     The bounds are those of `keys_of_rows`; None without a causal mask.
     """
     blocks = self.problem.blocks
-    bounds = None
-    if self.problem.visible.causal:
-      bounds = keys_of_rows(self.problem, self.rows, self.keys)
-    tables = blocks.head, blocks.first[-1:], bounds
-    return jax.tree.map(lambda x: self._whole(x, x.shape), tables)
+    bounds = keys_of_rows(self.problem, self.rows, self.keys)
+    return blocks.head, blocks.first[-1:], bounds
 
   def key_table(self) -> tuple:
     """The first tile of each head's rows [B * H + 1], and the loops' bounds.
@@ -67,10 +58,7 @@ class Plan(Program):
     The bounds are those of `rows_of_keys`; None without a causal mask.
     """
     first = self.problem.blocks.first * self.tiles_per_block
-    bounds = None
-    if self.problem.visible.causal:
-      bounds = rows_of_keys(self.problem, self.rows, self.keys)
-    return jax.tree.map(lambda x: self._whole(x, x.shape), (first, bounds))
+    return first, rows_of_keys(self.problem, self.rows, self.keys)
 
   def call_by_rows(
     self, kernel: Callable, rows: Any, keys: tuple, outputs: tuple
@@ -83,12 +71,9 @@ class Plan(Program):
       keys: keys and values.
       outputs: shapes of rows.
     """
-    return self._call(
-      kernel,
-      (self.row_tiles,),
-      (self.row_table(), *self._inputs(rows, keys, self.own_rows)),
-      jax.tree.map(self.own_rows, outputs),
-    )
+    inputs = self._inputs(self.row_table(), rows, keys, self.own_rows)
+    outputs = jax.tree.map(self.own_rows, outputs)
+    return self._call(kernel, (self.row_tiles,), inputs, outputs)
 
   def call_by_keys(self, kernel: Callable, rows: Any, keys: tuple) -> tuple:
     """Launches a kernel with one program per tile of keys of each head.
@@ -98,18 +83,21 @@ class Plan(Program):
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values; the outputs have their shapes and dtypes.
     """
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys]
-    return self._call(
-      kernel,
-      (self.key_tiles, self.problem.batch * self.problem.kv_heads),
-      (self.key_table(), *self._inputs(rows, keys, self.all_rows)),
-      tuple(map(self.keys_or_values, shapes)),
-    )
+    inputs = self._inputs(self.key_table(), rows, keys, self.all_rows)
+    outputs = tuple(map(self.keys_or_values, map(like, keys)))
+    grid = self.key_tiles, self.problem.batch * self.problem.kv_heads
+    return self._call(kernel, grid, inputs, outputs)
 
-  def _inputs(self, rows: Any, keys: tuple, argument: Callable) -> tuple:
-    masks = self.row_masks(argument), self.key_masks()
-    rows = jax.tree.map(argument, rows)
-    return rows, jax.tree.map(self.keys_or_values, keys), masks
+  def _inputs(
+    self, table: tuple, rows: Any, keys: tuple, argument: Callable
+  ) -> tuple:
+    """Arguments of a kernel; `argument` makes those with one entry per row."""
+    return (
+      jax.tree.map(lambda x: self._whole(x, x.shape), table),
+      jax.tree.map(argument, rows),
+      jax.tree.map(self.keys_or_values, keys),
+      (jax.tree.map(argument, self.problem.row_masks()), self.key_masks()),
+    )
 
   def _call(
     self, kernel: Callable, grid: tuple[int, ...], inputs: Any, outputs: Any

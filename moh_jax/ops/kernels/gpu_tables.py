@@ -15,7 +15,7 @@ from moh_jax.ops.kernels.problem import Problem
 
 def keys_of_rows(
   problem: Problem, rows: int, keys: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array] | None:
   """Bounds of each row tile's loop over the tiles of keys.
 
   Args:
@@ -25,15 +25,18 @@ def keys_of_rows(
 
   Returns:
     unmasked, the number of leading key tiles that all rows see whole, and end,
-    the number that at least one row may see; both [P] int32.
+    the number that at least one row may see; both [P] int32. None without a
+    causal mask.
   """
+  if not problem.visible.causal:
+    return None
   unmasked, end = problem.key_bounds(rows)
   return unmasked // keys, pl.cdiv(end, keys)
 
 
 def rows_of_keys(
   problem: Problem, rows: int, keys: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array] | None:
   """Bounds of each key tile's loop over the row tiles of a query head.
 
   Rows of a head ascend by token, so the tiles that see a key are its last ones.
@@ -46,8 +49,10 @@ def rows_of_keys(
   Returns:
     begin, the first row tile of which at least one row sees one of the keys,
     and unmasked, the first of which all rows see all keys; both [B * H, J]
-    int32.
+    int32. None without a causal mask.
   """
+  if not problem.visible.causal:
+    return None
   first = problem.blocks.first * (problem.rows // rows)
   unmasked, end = problem.key_bounds(rows)
   # Empty tiles are a head's last: values must ascend, so they see all keys.

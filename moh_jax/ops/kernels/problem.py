@@ -107,21 +107,18 @@ class Problem:
     """Widens loaded keys or values where queries have a wider dtype."""
     return x.astype(jnp.promote_types(x.dtype, self.dtype))
 
-  def output(self, q: jax.Array, v: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the forward pass's output, for rows q and values v."""
+  def outputs(self, q: jax.Array, v: jax.Array) -> tuple:
+    """Shapes of the forward pass's results, for rows q and values v."""
     dtype = v.dtype if self.out_dtype is None else self.out_dtype
-    return jax.ShapeDtypeStruct(q.shape, dtype)
+    return jax.ShapeDtypeStruct(q.shape, dtype), self._row_sums()
 
-  def row_sums(self) -> jax.ShapeDtypeStruct:
+  def query_gradients(self, q: jax.Array) -> tuple:
+    """Shapes of the results of `Kernels.query_gradient`, for rows q."""
+    return like(q), self._row_sums()
+
+  def _row_sums(self) -> jax.ShapeDtypeStruct:
     """One float32 per row, [T * R]."""
     return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
-
-  def last_keys(self) -> jax.Array:
-    """Index of the last key that each causal row sees, [T * R] int32.
-
-    Empty rows have M.
-    """
-    return self.blocks.token.reshape(-1) + (self.keys - self.queries)
 
   def key_bounds(self, rows: int) -> tuple[jax.Array, jax.Array]:
     """How many leading keys each tile of rows reads without and with a mask.
@@ -148,14 +145,21 @@ class Problem:
     unmasked, end = jnp.clip(ends, 0, self.keys)
     return jnp.where(empty, self.keys, unmasked), jnp.where(empty, 0, end)
 
-  def row_segments(self) -> jax.Array | None:
-    """Segment of each row's token, [T * R] int32; arbitrary in empty rows."""
-    segments = self.visible.segments
-    if segments is None:
-      return None
-    heads = self.group * self.kv_heads
-    token = jnp.minimum(self.blocks.token, self.queries - 1)
-    return segments[self.blocks.head[:, None] // heads, token].reshape(-1)
+  def row_masks(self) -> tuple[jax.Array | None, jax.Array | None]:
+    """What decides which keys each row sees, [T * R] int32 each, or None.
+
+    Returns:
+      The last key that a causal row sees, M in empty rows; and the segment of
+      the row's token, arbitrary in empty rows.
+    """
+    last, segments = None, self.visible.segments
+    if self.visible.causal:
+      last = self.blocks.token.reshape(-1) + (self.keys - self.queries)
+    if segments is not None:
+      heads = self.group * self.kv_heads
+      token = jnp.minimum(self.blocks.token, self.queries - 1)
+      segments = segments[self.blocks.head[:, None] // heads, token].reshape(-1)
+    return last, segments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +168,11 @@ class Argument:
 
   array: jax.Array | jax.ShapeDtypeStruct
   spec: pl.BlockSpec
+
+
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+  """Shape and dtype of an array."""
+  return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 class Kernels(Protocol):
@@ -181,15 +190,14 @@ class Kernels(Protocol):
     """Raises ValueError if blocks cannot have this many rows."""
 
   def forward(
-    self, problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
+    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
   ) -> Arrays:
     """Computes the attention of the rows.
 
     Args:
       problem: the call.
       q: rows of the queries.
-      k: keys.
-      v: values.
+      keys: keys and values.
       tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
 
     Returns:
@@ -198,7 +206,7 @@ class Kernels(Protocol):
     """
 
   def query_gradient(
-    self, problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
   ) -> Arrays:
     """Computes the gradient of the queries.
 
@@ -206,8 +214,7 @@ class Kernels(Protocol):
       problem: the call.
       rows: queries, output, log-sum-exp (both from `forward`) and gradient of
         the output.
-      k: keys.
-      v: values.
+      keys: keys and values.
       tile: sizes.
 
     Returns:
@@ -216,7 +223,7 @@ class Kernels(Protocol):
     """
 
   def key_gradients(
-    self, problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
   ) -> Arrays:
     """Computes the gradients of keys and values, in their shapes and dtypes.
 
@@ -224,7 +231,6 @@ class Kernels(Protocol):
       problem: the call.
       rows: queries, log-sum-exp (from `forward`), inner products (from
         `query_gradient`) and gradient of the output.
-      k: keys.
-      v: values.
+      keys: keys and values.
       tile: sizes.
     """

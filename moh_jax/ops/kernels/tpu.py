@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem
+from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem, like
 from moh_jax.ops.kernels.products import across, times
 from moh_jax.ops.kernels.sizes import Tile
 from moh_jax.ops.kernels.tpu_plan import (
@@ -29,92 +29,57 @@ from moh_jax.ops.kernels.tpu_plan import (
 )
 
 
-def forward(
-  problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, tile: Tile
-) -> Arrays:
+def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
   """See `Kernels.forward`."""
-  outputs = problem.output(q, v), problem.row_sums()
-  return _call_by_rows(_forward_kernel, problem, q, (k, v), outputs, tile)
+  plan = Plan(problem, tile.keys, keys_first=False)
+  outputs = problem.outputs(q, keys[1])
+  return _call_by_rows(_forward_kernel, plan, q, keys, outputs)
 
 
 def query_gradient(
-  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
 ) -> Arrays:
   """See `Kernels.query_gradient`."""
-  q = rows[0]
-  outputs = jax.ShapeDtypeStruct(q.shape, q.dtype), problem.row_sums()
-  return _call_by_rows(
-    _query_gradient_kernel, problem, rows, (k, v), outputs, tile
-  )
+  plan = Plan(problem, tile.keys, keys_first=False)
+  outputs = problem.query_gradients(rows[0])
+  return _call_by_rows(_query_gradient_kernel, plan, rows, keys, outputs)
 
 
 def _call_by_rows(
-  kernel: Callable,
-  problem: Problem,
-  rows: Any,
-  keys: tuple,
-  outputs: tuple,
-  tile: Tile,
+  kernel: Callable, plan: Plan, rows: Any, keys: Arrays, outputs: tuple
 ) -> Arrays:
   """Launches a kernel that sums over the keys of each block of rows.
 
   Args:
-    kernel: gets rows, keys, values, row masks, key masks and outputs.
-    problem: the call.
+    kernel: as for `Plan.call`.
+    plan: of the launch.
     rows: arrays [T * R, D] or [T * R].
     keys: keys and values.
     outputs: shapes of rows [T * R, D], then of one number per row.
-    tile: sizes.
   """
-  plan = Plan(problem, tile.keys, keys_first=False)
-  masks = plan.row_masks()
-  results = plan.call(
-    kernel,
-    inputs=(
-      jax.tree.map(plan.rows, rows),
-      *map(plan.keys_or_values, keys),
-      masks,
-      plan.key_masks(),
-    ),
-    outputs=tuple(map(plan.rows, outputs)),
-    scratch=[(problem.rows, problem.head_dim)] + [(problem.rows, LANES)] * 2,
-    columns=masks,
-  )
+  size = plan.problem.rows
+  scratch = [(size, plan.problem.head_dim), (size, LANES), (size, LANES)]
+  results = plan.call(kernel, rows, keys, outputs, scratch)
   return tuple(x.reshape(y.shape) for x, y in zip(results, outputs))
 
 
 def key_gradients(
-  problem: Problem, rows: Arrays, k: jax.Array, v: jax.Array, tile: Tile
+  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
 ) -> Arrays:
   """See `Kernels.key_gradients`."""
   plan = Plan(problem, tile.keys, keys_first=True)
-  masks = plan.key_masks()
-  grads = plan.call(
-    _key_gradients_kernel,
-    inputs=(
-      jax.tree.map(plan.rows, rows),
-      plan.keys_or_values(k),
-      plan.keys_or_values(v),
-      plan.row_masks(),
-      masks,
-    ),
-    outputs=tuple(
-      plan.keys_or_values(jax.ShapeDtypeStruct(x.shape, x.dtype))
-      for x in (k, v)
-    ),
-    scratch=[(plan.keys, problem.head_dim)] * 2,
-    columns=masks,
-  )
+  scratch = [(plan.keys, problem.head_dim)] * 2
+  outputs = tuple(map(like, keys))
+  dk, dv = plan.call(_key_gradients_kernel, rows, keys, outputs, scratch)
   # No step writes the gradients of a key/value head that no query chose.
   first = problem.blocks.first[:: problem.group]
   chosen = (first[1:] > first[:-1]).reshape(problem.batch, 1, -1, 1)
 
   def to_key_shape(x: jax.Array) -> jax.Array:
     """Shapes [B * K, J * L, D] as [B, M, K, D]."""
-    x = x[:, : problem.keys].reshape(problem.batch, -1, *k.shape[1::2])
+    x = x[:, : problem.keys].reshape(problem.batch, -1, *problem.k_shape[1::2])
     return jnp.where(chosen, x.swapaxes(1, 2), 0)
 
-  dk, dv = grads
   return to_key_shape(dk), to_key_shape(dv)
 
 
@@ -127,14 +92,13 @@ def check_rows(rows: int) -> None:
 def _forward_kernel(
   source: Any, kv_head: Any, unmasked: Any, end: Any, q_ref: Any, k_ref: Any,
   v_ref: Any, row_masks: tuple, key_masks: tuple, out_ref: Any, sum_ref: Any,
-  acc_ref: Any, highest_ref: Any, total_ref: Any, *columns: Any, plan: Plan,
+  acc_ref: Any, highest_ref: Any, total_ref: Any, columns: tuple, *, plan: Plan,
 ) -> None:  # fmt: skip
   t, j = plan.step()
   scale, widened = plan.problem.log2_scale, plan.problem.to_product_dtype
   with_keys, with_values = across, times
   if plan.problem.head_dim_first:
     with_keys, with_values = times, across
-  columns = _like(row_masks, columns)
 
   @pl.when(j == 0)
   def _() -> None:
@@ -177,11 +141,10 @@ def _forward_kernel(
 def _query_gradient_kernel(
   source: Any, kv_head: Any, unmasked: Any, end: Any, rows: tuple, k_ref: Any,
   v_ref: Any, row_masks: tuple, key_masks: tuple, dq_ref: Any, inner_ref: Any,
-  acc_ref: Any, sums_ref: Any, inners_ref: Any, *columns: Any, plan: Plan,
+  acc_ref: Any, sums_ref: Any, inners_ref: Any, columns: tuple, *, plan: Plan,
 ) -> None:  # fmt: skip
   t, j = plan.step()
   q_ref, out_ref, sum_ref, grad_ref = rows
-  columns = _like(row_masks, columns)
 
   @pl.when(j == 0)
   def _() -> None:
@@ -214,11 +177,10 @@ def _query_gradient_kernel(
 def _key_gradients_kernel(
   source: Any, kv_head: Any, unmasked: Any, end: Any, rows: tuple, k_ref: Any,
   v_ref: Any, row_masks: tuple, key_masks: tuple, dk_ref: Any, dv_ref: Any,
-  dk_sum: Any, dv_sum: Any, *columns: Any, plan: Plan,
+  dk_sum: Any, dv_sum: Any, columns: tuple, *, plan: Plan,
 ) -> None:  # fmt: skip
   t, j = plan.step()
   q_ref, sum_ref, inner_ref, grad_ref = rows
-  columns = _like(key_masks, columns)
   last = plan.problem.num_blocks - 1
   head = kv_head[t]
 
@@ -258,11 +220,6 @@ def _rows(masks: tuple) -> tuple:
 def _repeated(columns: tuple, width: int) -> tuple:
   """Loads references to [X, LANES] as [X, width]."""
   return jax.tree.map(lambda x: repeat_lanes(x[...], width), columns)
-
-
-def _like(masks: tuple, columns: tuple) -> tuple:
-  """Gives scratch arrays the structure of masks: None where one is None."""
-  return jax.tree.unflatten(jax.tree.structure(masks), columns)
 
 
 def _write_columns(masks: tuple, columns: tuple) -> None:

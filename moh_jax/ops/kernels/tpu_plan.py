@@ -124,12 +124,6 @@ class Plan:
       x, block = x.swapaxes(1, 2), (1, dim, self.keys)
     return Argument(x, pl.BlockSpec(block, self._in_order(index)))
 
-  def row_masks(self) -> tuple:
-    """Each row's last visible key and its segment, [1, 1, R] or None."""
-    problem = self.problem
-    last = problem.last_keys() if problem.visible.causal else None
-    return jax.tree.map(self.rows, (last, problem.row_segments()))
-
   def key_masks(self) -> tuple:
     """The key mask and each key's segment, [1, 1, L] int32 or None."""
     fill = self.key_tiles * self.keys - self.problem.keys
@@ -150,29 +144,38 @@ class Plan:
   def call(
     self,
     kernel: Callable,
-    *,
-    inputs: Any,
-    outputs: Any,
+    rows: Any,
+    keys: tuple,
+    outputs: tuple,
     scratch: Sequence[tuple[int, int]],
-    columns: tuple,
   ) -> Any:
     """Launches a kernel.
 
     Args:
-      kernel: gets the four tables, the inputs, the outputs, then scratch.
-      inputs: tuples (of tuples) of `Argument`.
-      outputs: a tuple of `Argument`.
+      kernel: gets the four tables, rows, keys, values, row masks, key masks,
+        the outputs, the scratch arrays, and last one int32 scratch array for
+        each mask of the outer loop's side (rows, or keys if `keys_first`),
+        which it stores there as a column.
+      rows: arrays [T * R, D] or [T * R].
+      keys: keys and values.
+      outputs: shapes of arrays like the rows, or like the keys if `keys_first`.
       scratch: shapes of float32 arrays that live through all steps.
-      columns: the masks, `row_masks` or `key_masks`, that the kernel stores as
-        columns; it gets one int32 scratch array for each.
     """
+    row_masks = jax.tree.map(self.rows, self.problem.row_masks())
+    key_masks = self.key_masks()
+    columns = key_masks if self.keys_first else row_masks
+    rows = jax.tree.map(self.rows, rows)
+    inputs = rows, *map(self.keys_or_values, keys), row_masks, key_masks
+    output = self.keys_or_values if self.keys_first else self.rows
+    outputs = tuple(map(output, outputs))
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
-    scratch = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
-    for mask in jax.tree.leaves(columns):
-      shape = mask.spec.block_shape[-1], LANES
-      scratch.append(pltpu.VMEM(shape, jnp.int32))
+
+    def column(mask: Argument) -> Any:
+      return pltpu.VMEM((mask.spec.block_shape[-1], LANES), jnp.int32)
+
+    arrays = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
     launch = pl.pallas_call(
       functools.partial(kernel, plan=self),
       out_shape=jax.tree.map(lambda x: x.array, outputs),
@@ -181,7 +184,7 @@ class Plan:
         grid=self.grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        scratch_shapes=scratch,
+        scratch_shapes=[*arrays, jax.tree.map(column, columns)],
       ),
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary")
