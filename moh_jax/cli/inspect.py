@@ -94,7 +94,7 @@ def _by_module(params: dict) -> dict[str, int]:
   counts: dict[str, int] = {}
   for path, leaf in traverse_util.flatten_dict(params).items():
     depth = 3 if "blocks" in path else 2
-    name = "/".join(path[: min(depth, len(path) - 1)])
+    name = "/".join(path[: min(depth, max(1, len(path) - 1))])
     counts[name] = counts.get(name, 0) + leaf.size
   return counts
 

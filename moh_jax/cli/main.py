@@ -30,8 +30,18 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs `python -m moh_jax COMMAND ...` and returns its exit status."""
+  imports = _Parser(add_help=False, allow_abbrev=False)
+  imports.add_argument(
+    "--import",
+    dest="modules",
+    action="append",
+    default=[],
+    metavar="MODULE",
+    help="import a module first, such as one that registers a family",
+  )
   parser = _Parser(
     prog="python -m moh_jax",
+    parents=[imports],
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
     epilog="commands:\n"
@@ -40,19 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
       for name, options in COMMANDS.items()
     ),
   )
-  parser.add_argument(
-    "--import",
-    dest="modules",
-    action="append",
-    default=[],
-    metavar="MODULE",
-    help="import a module first, such as one that registers a family",
-  )
   parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+  modules, argv = imports.parse_known_args(argv)
   args = parser.parse_args(argv)
   return report_errors(
-    lambda: _run(args.command, args.arguments, args.modules),
+    lambda: _run(args.command, args.arguments, modules.modules),
     "--traceback" in args.arguments,
   )
 
@@ -63,7 +66,9 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
     try:
       importlib.import_module(module)
     except ImportError as error:
-      raise ValueError(f"--import {module}: {error}") from error
+      raise ValueError(
+        f"--import {module}: {error}; it takes a name as `import` does"
+      ) from error
   command = _Parser(
     prog=f"python -m moh_jax {name}",
     description=inspect.getdoc(COMMANDS[name]),
@@ -79,10 +84,23 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
     command.print_help()
     print(f"\n{reference.describe(common.load_config(config, overrides))}")
     return 0
-  options = command.parse_args(argv)
+  options, unknown = command.parse_known_args(argv)
+  if unknown:
+    command.error(
+      f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown)}"
+    )
   common.read_inputs(options, overrides)
   module = importlib.import_module(f"moh_jax.cli.{name.replace('-', '_')}")
   return module.run(options)
+
+
+def _meant(unknown: Sequence[str]) -> str:
+  """A hint where an override lacks its prefix."""
+  for argument in unknown:
+    key = argument.lstrip("-").removeprefix("config.")
+    if "." in key.partition("=")[0]:
+      return f"; did you mean --config.{key}?"
+  return ""
 
 
 def _given_config(argv: Sequence[str]) -> str | None:

@@ -86,11 +86,15 @@ class RoutedLayers:
       *names: fields to check.
 
     Raises:
-      ValueError: a tuple of another length.
+      ValueError: not a tuple, or one of another length.
     """
     expected = getattr(self, like)
-    for name in names:
+    for name in (like, *names):
       values = getattr(self, name)
+      if not isinstance(values, tuple):
+        raise ValueError(
+          f"model.{name}={values!r} must be a tuple, one value per {part}"
+        )
       if len(values) != len(expected):
         raise ValueError(
           f"model.{name}={values} must have one value per {part}, as "
@@ -187,9 +191,9 @@ class LayerStack(RoutedLayers):
     Raises:
       ValueError: a tuple of another length, or a split that does not add up.
     """
+    self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
     if not self.num_heads:
       raise ValueError("model.num_heads=() must have at least one layer")
-    self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
     self.budgets()
 
   def budgets(self) -> tuple[HeadBudget, ...]:

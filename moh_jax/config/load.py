@@ -4,6 +4,7 @@ import ast
 import inspect
 import pathlib
 import runpy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,8 @@ def _run_file(spec: str) -> dict[str, Any]:
     raise FileNotFoundError(f"{path}: no such config file")
   if path.suffix != ".py":
     raise ValueError(f"{path}: a config file is Python and ends in .py")
+  folder = str(path.parent.resolve())
+  sys.path.insert(0, folder)  # a module of the user's own may lie beside it
   try:
     get_config = runpy.run_path(str(path)).get("get_config")
     if get_config is None:
@@ -58,6 +61,8 @@ def _run_file(spec: str) -> dict[str, Any]:
     raise
   except Exception as error:  # the user's own code may raise anything
     raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+  finally:
+    sys.path.remove(folder)
   if hasattr(cfg, "to_dict"):
     cfg = cfg.to_dict()
   if not isinstance(cfg, dict):

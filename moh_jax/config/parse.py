@@ -1,6 +1,7 @@
 """ConfigDict, JSON and dataclasses: the same run in three forms."""
 
 import dataclasses
+import difflib
 import json
 import types
 import typing
@@ -101,6 +102,8 @@ def unknown_key(path: str, known: Iterable[str] = ()) -> str:
   if path in MOVED:
     return f"unknown config key {path}; it is now {MOVED[path]}"
   hint = f"; known: {sorted(known)}" if known else ""
+  for close in difflib.get_close_matches(path.rpartition(".")[2], known, 1):
+    hint = f"; did you mean {close!r}?{hint}"
   return f"unknown config key {path}{hint}"
 
 
@@ -142,7 +145,7 @@ def _convert(path: str, value: Any, hint: Any) -> Any:
     if isinstance(value, Mapping):
       return make_section(path, hint, value)
     names = [field.name for field in dataclasses.fields(hint)]
-    hint = f"; the value is now {MOVED[path]}" if path in MOVED else ""
+    hint = f"; {value!r} looks like {MOVED[path]}" if path in MOVED else ""
     raise ValueError(
       f"{path}={value!r} must be a section with the fields {names}{hint}"
     )

@@ -88,8 +88,8 @@ def check_command(config: Config, command: str, where: str) -> Family:
   if command not in family.commands:
     able = [other.name for other in families() if command in other.commands]
     raise ValueError(
-      f"{where} holds a model of family {family.name!r}; `{command}` needs one "
-      f"of {able}"
+      f"{where} holds a model of family {family.name!r}; `{command}` needs "
+      f"{' or '.join(map(repr, able))}"
     )
   return family
 

@@ -224,7 +224,7 @@ def _open(
       kind, _folder(source) / _CONFIG_FILE
     )
   if config is not None:
-    name, config = "custom", resolve(config)
+    name, config = "the given config", resolve(config)
   elif ours is not None:
     name, config = "the exported model", ours.config
   elif described is not None:
@@ -232,6 +232,11 @@ def _open(
   else:
     name = model or _find_model(kind, tensors, source)
     config = _released_run(released_model(name), tensors)
+  if config.model.family != family.name:
+    raise ValueError(
+      f"--from {kind!r} makes a model of {family.name!r}; {name} is one of "
+      f"{config.model.family!r}"
+    )
   tensors = _without_ignored(config.model, tensors)
   return name, ours or checkpoint.Metadata(config), tensors
 

@@ -41,6 +41,11 @@ class Restored:
   class_names: tuple[str, ...]
   tokenizer_sha256: str = ""
 
+  def __repr__(self) -> str:
+    count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+    family = self.config.model.family
+    return f"Restored({family!r}, step={self.step}, parameters={count:,})"
+
   def predict(
     self, images: Sequence[ImageLike] | np.ndarray, **options: int
   ) -> list[list[Prediction]]:
@@ -83,8 +88,8 @@ def restore(
     sample: fields of the section `sample` to change, for diffusion models.
     **model_overrides: model fields to change, for instance `top_k` to serve
       one training at several activated shares, `router={"gate_form": "paper"}`,
-      `dtype`, or `attention_impl`. A `top_k` of one value holds for every layer
-      (ViT: stage). None leaves a field as it was trained.
+      `dtype`, or `attention_impl`. A `top_k` of one number holds for every
+      layer (ViT: stage). None leaves a field as it was trained.
 
   Returns:
     The model, its parameters and its config.
@@ -98,6 +103,8 @@ def restore(
   family = get_family(metadata.config.model.family)
   config = family.serving_config(metadata.config)
   top_k = overrides.get("top_k")
+  if isinstance(top_k, int):
+    top_k = (top_k,)
   if isinstance(top_k, list | tuple) and len(top_k) == 1:
     overrides["top_k"] = tuple(top_k) * len(config.model.top_k)
   if overrides:

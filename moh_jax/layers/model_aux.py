@@ -1,7 +1,7 @@
 """Router side values of a whole model, from those of its layers."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,16 @@ def collect_aux(
     whether it is part of a stack or not.
 
   Raises:
-    ValueError: there are no layers.
+    ValueError: it holds no layer, or anything but their side values.
   """
-  values = list(layers.values() if isinstance(layers, Mapping) else layers)
-  if not values:
-    raise ValueError(f"layers={layers!r} must hold at least one RouterAux")
+  values = layers.values() if isinstance(layers, Mapping) else layers
+  values = list(values) if isinstance(values, Iterable) else []
+  if not values or not all(isinstance(aux, RouterAux) for aux in values):
+    kinds = sorted({type(aux).__name__ for aux in values or [layers]})
+    raise ValueError(
+      f"layers holds {kinds}, must be a dict or list of RouterAux, the second "
+      "results of layers"
+    )
   losses = [jnp.atleast_1d(aux.balance_loss) for aux in values if aux.routed]
   loss = jnp.concatenate(losses).mean() if losses else jnp.zeros(())
   used = sum(aux.load.sum() for aux in values)

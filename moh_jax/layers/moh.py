@@ -98,6 +98,9 @@ class MoHAttention(nn.Module):
 
     Returns:
       [B, N, C] and the router's side values.
+
+    Raises:
+      ValueError: shapes or dtypes of x or token_mask are none of these.
     """
     out, aux, _ = self.extend(
       x, None, None, token_mask, places=places, choice=choice
@@ -134,6 +137,7 @@ class MoHAttention(nn.Module):
       [B, N, C], the router's side values, and the cache with the new tokens in
       it; the one that was given is unchanged.
     """
+    self._check(x, token_mask)
     places = Places() if places is None else places
     q, k, v = self._project(x)
     routed_by_norm = self.router.kind == "query_norm"
@@ -163,6 +167,21 @@ class MoHAttention(nn.Module):
     bias = self.use_bias if self.out_bias is None else self.out_bias
     mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias))
     return mix(out, gates), aux, cache
+
+  @nn.nowrap
+  def _check(self, x: jax.Array, token_mask: jax.Array | None) -> None:
+    """Refuses what would fail later, or be taken for something else."""
+    if not isinstance(self.budget, HeadBudget):
+      raise ValueError(f"budget={self.budget!r} must be a HeadBudget")
+    if x.ndim != 3:
+      raise ValueError(f"x has shape {x.shape}, must be [B, N, C]")
+    if token_mask is None:
+      return
+    if token_mask.shape != x.shape[:2] or token_mask.dtype != bool:
+      raise ValueError(
+        f"token_mask {token_mask.dtype}{token_mask.shape} must be bool"
+        f"{x.shape[:2]}, False for padding"
+      )
 
   def _project(self, x: jax.Array) -> list[jax.Array]:
     """Queries [B, N, H, D], and keys and values [B, N, K, D]."""

@@ -113,7 +113,7 @@ class EvaluateTextTest(_CommandTest):
       "evaluate-lm", "--checkpoint", other, "--data", self.texts
     )
     self.assertEqual(status, 2)
-    self.assertIn("family 'vit'; `evaluate-lm` needs one of ['llm']", err)
+    self.assertIn("family 'vit'; `evaluate-lm` needs 'llm'", err)
 
   def test_model_without_router_has_no_shares(self):
     other = self.root / "mha"

@@ -104,7 +104,7 @@ class GenerateCommandTest(parameterized.TestCase):
 
   def test_model_that_writes_no_text_is_refused(self):
     self._assert_refused(
-      "`generate` needs one of ['llm']",
+      "`generate` needs 'llm'",
       "--prompt=aA",
       checkpoint=self.classifier,
     )

@@ -140,7 +140,7 @@ class SampleCommandTest(parameterized.TestCase):
 
   @parameterized.parameters("x.png", "x.npz")
   def test_classifier_is_refused(self, out):
-    message = "family 'vit'; `sample` needs one of ['dit']"
+    message = "family 'vit'; `sample` needs 'dit'"
     self._assert_refused(message, out=out, checkpoint=self.classifier)
 
   def _assert_refused(self, message, *argv, **options):

@@ -119,6 +119,23 @@ class MainTest(parameterized.TestCase):
       err, "error: --config.train.steps=3 needs --config FILE[:ARG]\n"
     )
 
+  @parameterized.parameters(
+    "train.steps=5", "--train.steps=5", "config.train.steps=5"
+  )
+  def test_override_without_its_prefix_gets_a_hint(self, override):
+    argv = ("train", "--config=x.py", "--workdir=x", override)
+    status, _, err = tiny_checkpoint.call(*argv)
+    self.assertEqual(status, 2)
+    self.assertIn("did you mean --config.train.steps=5?", err)
+
+  @parameterized.parameters(True, False)
+  def test_import_stands_before_or_after_the_command(self, before):
+    option, command = ["--import", "no_such_module"], ["inspect"]
+    argv = option + command if before else command + option
+    status, _, err = tiny_checkpoint.call(*argv)
+    self.assertEqual(status, 2)
+    self.assertStartsWith(err, "error: --import no_such_module: No module")
+
   def test_traceback_is_shown_on_request(self):
     argv = ("inspect", "--checkpoint", "/nope/nowhere")
     _, _, short = tiny_checkpoint.call(*argv)

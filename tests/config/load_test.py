@@ -1,4 +1,5 @@
 import pathlib
+import sys
 import tempfile
 
 from absl.testing import absltest, parameterized
@@ -40,6 +41,7 @@ class LoadConfigTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("optim.nope=1", "unknown config key optim.nope; known: ['accumulation'"),
+    ("model.num_head=1", "num_head; did you mean 'num_heads'?; known: ["),
     ("nope.x=1", "unknown config section 'nope'"),
     ("nope=1", "config key 'nope' must be SECTION.FIELD"),
     ("optim.lr.x=1", "unknown config key optim.lr.x"),
@@ -80,6 +82,25 @@ class LoadConfigTest(parameterized.TestCase):
     config = load_config(path, ["train.seed=3"])
     self.assertEqual((config.train.steps, config.train.seed), (7, 3))
     self.assertIsInstance(config.model, DiTConfig)
+
+  def test_module_beside_the_file_can_be_imported(self):
+    path = self._file("import beside_it\n\nget_config = beside_it.get_config\n")
+    pathlib.Path(path).with_name("beside_it.py").write_text(
+      "def get_config():\n"
+      "  return {'model': {'family': 'dit'}, 'train': {'steps': 7}}\n"
+    )
+    before = list(sys.path)
+    self.assertEqual(load_config(path).train.steps, 7)
+    self.assertEqual(sys.path, before)
+
+  def test_number_in_place_of_a_tuple_is_named(self):
+    path = self._file(
+      "from moh_jax.config import LLMConfig\n\n"
+      "def get_config():\n  return {'model': LLMConfig(num_heads=4)}\n"
+    )
+    message = "model.num_heads=4 must be a tuple, one value per layer"
+    with self.assertRaisesRegex(ValueError, message):
+      load_config(path)
 
   def test_argument_that_the_file_does_not_take_is_named(self):
     path = self._file("def get_config():\n  return {}\n")

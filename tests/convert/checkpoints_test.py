@@ -92,7 +92,7 @@ class ConvertTest(parameterized.TestCase):
 
   def test_returns_the_name_and_the_number_of_parameters(self):
     total = sum(tensor.size for tensor in _tensors().values())
-    self.assertEqual(self.result, ("custom", total))
+    self.assertEqual(self.result, ("the given config", total))
 
   def test_export_returns_the_source_tensors(self):
     exported = self.folder / "again.safetensors"
@@ -185,6 +185,10 @@ class ConvertTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "--from 'dit': .* of 'vit'"):
       convert("dit", exported, self._target())
 
+  def test_config_of_another_family_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "makes a model of 'dit'.* 'vit'"):
+      convert("dit", str(self.source), self._target(), config=_CONFIG)
+
   def test_exported_file_of_another_version_is_refused(self):
     source = self.folder / "other.safetensors"
     text = {"moh_jax": '{"config": {"model": {"family": "mlp"}}}'}
@@ -220,7 +224,7 @@ class ConvertDiTTest(parameterized.TestCase):
   def test_counts_parameters_without_the_fixed_table(self):
     sizes = {name: tensor.size for name, tensor in self.tensors.items()}
     total = sum(sizes.values()) - sizes["pos_embed"]
-    self.assertEqual(self.result, ("custom", total))
+    self.assertEqual(self.result, ("the given config", total))
 
   def test_export_returns_the_source_tensors(self):
     exported = self.folder / "again.safetensors"

@@ -383,7 +383,7 @@ class ErrorsTest(parameterized.TestCase):
     config = tiny.config()
     restored = Restored(config, make_model(config)[0], {}, 0, ())
     with self.assertRaisesRegex(
-      ValueError, r"family 'vit'; `generate` needs one of \['llm'\]"
+      ValueError, r"family 'vit'; `generate` needs 'llm'"
     ):
       Generator(restored, tiny_writer.WORDS)
 

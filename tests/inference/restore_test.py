@@ -128,7 +128,7 @@ class RestoreTest(parameterized.TestCase):
 
   @parameterized.parameters((0, 0.25), (1, 0.5), (2, 0.75), (3, 1.0))
   def test_serves_one_training_at_several_shares(self, top_k, share):
-    restored = restore_lib.restore(self.released, top_k=(top_k,))
+    restored = restore_lib.restore(self.released, top_k=top_k)
     _, aux = jax.jit(restored.model.apply)(
       {"params": restored.params}, jnp.ones((1, 8, 8, 3))
     )
@@ -209,7 +209,7 @@ class DiffusionRestoreTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"sample": {"steps": 4}}, "sample.steps=4 must be of type str"),
     ({"sample": {"nope": 1}}, "unknown config key sample.nope"),
-    ({"top_k": 1}, "model.top_k=1 must be a tuple"),
+    ({"top_k": 1.5}, "model.top_k=1.5 must be a tuple"),
   )
   def test_overrides_of_a_wrong_kind_are_named(self, options, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -108,7 +108,7 @@ class SamplerTest(parameterized.TestCase):
     config = tiny.config()
     restored = Restored(config, make_model(config)[0], {}, 0, ())
     with self.assertRaisesRegex(
-      ValueError, r"family 'vit'; `sample` needs one of \['dit'\]"
+      ValueError, r"family 'vit'; `sample` needs 'dit'"
     ):
       sample_lib.Sampler(restored, mesh=_mesh(1))
 

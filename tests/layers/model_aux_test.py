@@ -68,9 +68,13 @@ class CollectAuxTest(parameterized.TestCase):
     np.testing.assert_allclose(grad, 3.0)
     self.assertEqual([x.routed for x in aux.layers.values()], [False, True])
 
-  @parameterized.parameters(({},), ([],))
-  def test_no_layers_raise(self, layers):
-    with self.assertRaisesRegex(ValueError, "layers=.* at least one"):
+  @parameterized.parameters(
+    ({},), ([],), (_ROUTED,), ([(jnp.ones(3), _ROUTED)],)
+  )
+  def test_anything_but_side_values_raises(self, layers):
+    with self.assertRaisesRegex(
+      ValueError, "layers holds .* RouterAux"
+    ):
       collect_aux(layers)
 
 

@@ -189,6 +189,21 @@ class MoHAttentionTest(parameterized.TestCase):
       atol=1e-5,
     )
 
+  @parameterized.parameters(
+    ((6, 16), None, r"x has shape \(6, 16\), must be \[B, N, C\]"),
+    ((2, 6, 16), jnp.ones((2, 6)), r"float32\(2, 6\) must be bool\(2, 6\)"),
+    ((2, 6, 16), jnp.ones((2, 1, 6, 6), bool), r"bool\(2, 1, 6, 6\) must be"),
+  )
+  def test_wrong_shapes_are_named(self, shape, mask, message):
+    with self.assertRaisesRegex(ValueError, message):
+      MoHAttention(small.BUDGET).init(
+        jax.random.key(0), jnp.ones(shape), token_mask=mask
+      )
+
+  def test_a_number_of_heads_is_no_budget(self):
+    with self.assertRaisesRegex(ValueError, "budget=8 must be a HeadBudget"):
+      MoHAttention(8).init(jax.random.key(0), small.tokens())
+
   def test_unknown_implementation_raises(self):
     module = MoHAttention(small.BUDGET, implementation="flush")
     with self.assertRaisesRegex(ValueError, "implementation='flush'"):

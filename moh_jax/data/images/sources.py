@@ -185,15 +185,17 @@ def make_source(config: Config, split: str) -> ImageSource:
     source = FakeSource(
       split, data.fake_examples, model, latent=is_latent(config)
     )
-  if len(source.class_names) != model.num_classes:
+  where = f"{data.path or data.source}, {split}:"
+  if (found := len(source.class_names)) != model.num_classes:
+    names = ", ".join(source.class_names[:10]) + ", ..." * (found > 10)
     raise ValueError(
-      f"model.num_classes={model.num_classes} must be the "
-      f"{len(source.class_names)} classes of data.source={data.source!r}"
+      f"{where} {found} classes ({names}), must be model.num_classes="
+      f"{model.num_classes}"
     )
   if source.channels != model.channels:
     raise ValueError(
-      f"model.channels={model.channels} must be the {source.channels} of "
-      f"data.source={data.source!r}"
+      f"{where} images of {source.channels} channels, must be "
+      f"model.channels={model.channels}"
     )
   _LOG.info(
     "data: %s, %s: %s examples of %d classes",

@@ -72,7 +72,7 @@ class RefusalTest(_LatentsTest):
 
   def test_another_number_of_classes(self):
     config = apply_overrides(self.config, "model", num_classes=3)
-    self._refused("num_classes=3 must be the 2 classes", config)
+    self._refused(r"2 classes \(.*\), must be model.num_classes=3", config)
 
   def test_missing_split(self):
     config = apply_overrides(self.config, "data", path=str(self.root / "train"))

@@ -178,13 +178,17 @@ class MakeSourceTest(_TempDirTest):
 
   def test_number_of_classes_must_fit(self):
     config = _config(source="digits")
-    with self.assertRaisesRegex(ValueError, r"num_classes=2 must be the 10"):
+    with self.assertRaisesRegex(
+      ValueError, r"10 classes .*must be model.num_classes=2"
+    ):
       sources.make_source(config, "train")
 
   def test_channels_must_fit(self):
     model = dataclasses.replace(_MODEL, num_classes=10)
     config = _config(model, source="digits")
-    with self.assertRaisesRegex(ValueError, r"channels=3 must be the 1 "):
+    with self.assertRaisesRegex(
+      ValueError, r"of 1 channels, must be model.channels=3"
+    ):
       sources.make_source(config, "train")
 
   @parameterized.parameters("fake", "image_folder")
