@@ -72,9 +72,7 @@ class CollectAuxTest(parameterized.TestCase):
     ({},), ([],), (_ROUTED,), ([(jnp.ones(3), _ROUTED)],)
   )
   def test_anything_but_side_values_raises(self, layers):
-    with self.assertRaisesRegex(
-      ValueError, "layers holds .* RouterAux"
-    ):
+    with self.assertRaisesRegex(ValueError, "layers holds .* RouterAux"):
       collect_aux(layers)
 
 

@@ -204,6 +204,13 @@ def make_source(config: Config, split: str) -> ImageSource:
     f"{len(source):,}",
     len(source.class_names),
   )
+  if split == "train" and data.batch_size > len(source):
+    _LOG.warning(
+      "data.batch_size=%d: more than the %d training examples, which a batch "
+      "then repeats",
+      data.batch_size,
+      len(source),
+    )
   if data.source in ("digits", "fake"):  # never bad, and small by nature
     return source
   skip = data.bad_images == "skip" and split == "train"

@@ -191,6 +191,11 @@ class MakeSourceTest(_TempDirTest):
     ):
       sources.make_source(config, "train")
 
+  def test_batch_beyond_the_data_is_said(self):
+    with self.assertLogs(level="WARNING") as logs:
+      sources.make_source(_config(source="fake", fake_examples=7), "train")
+    self.assertIn("more than the 7 training examples", logs.output[0])
+
   @parameterized.parameters("fake", "image_folder")
   def test_opens_the_configured_source(self, name):
     for folder in ("ant", "cat"):
