@@ -191,9 +191,11 @@ class LayerStack(RoutedLayers):
     Raises:
       ValueError: a tuple of another length, or a split that does not add up.
     """
-    self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
     if not self.num_heads:
-      raise ValueError("model.num_heads=() must have at least one layer")
+      raise ValueError(
+        f"model.num_heads={self.num_heads!r} must have at least one layer"
+      )
+    self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
     self.budgets()
 
   def budgets(self) -> tuple[HeadBudget, ...]:

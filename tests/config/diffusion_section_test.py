@@ -231,7 +231,12 @@ class RoundTripTest(parameterized.TestCase):
     self.assertEqual(config.sample, config_lib.SampleConfig())
 
   @parameterized.parameters(
-    ("diffusion", "step", 3, "unknown config key diffusion.step; known:"),
+    (
+      "diffusion",
+      "step",
+      3,
+      "unknown config key diffusion.step; did you mean 'steps'?; known:",
+    ),
     ("sample", "steps", 250, "sample.steps=250 must be of type str"),
     ("sample", "cfg_interval", (1, 2, 3), "must have 2 values"),
     ("diffusion", "steps", "1000", "must be of type int"),

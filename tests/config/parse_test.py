@@ -130,7 +130,10 @@ class FromConfigDictTest(parameterized.TestCase):
       config_lib.from_config_dict(_changed("model", family=["vit"]))
 
   @parameterized.parameters(
-    ({"kinds": "none"}, "unknown config key model.router.kinds; known: ['gate"),
+    (
+      {"kinds": "none"},
+      "unknown config key model.router.kinds; did you mean 'kind'?; known:",
+    ),
     ({"two_stage": "yes"}, "model.router.two_stage='yes' must be of type bool"),
     ({"kind": "one"}, "model.router.kind='one' must be one of ('two_stage', "),
     ({"gate_form": "x"}, "model.router.gate_form='x' must be one of ('rel"),
@@ -149,7 +152,9 @@ class FromConfigDictTest(parameterized.TestCase):
   def test_older_key_is_refused_with_the_present_one(
     self, section, key, value, present
   ):
-    with self.assertRaisesRegex(ValueError, rf"now {re.escape(present)}$"):
+    with self.assertRaisesRegex(
+      ValueError, rf"(now|looks like) {re.escape(present)}$"
+    ):
       config_lib.from_config_dict(_changed(section, **{key: value}))
 
   def test_unset_leaves_are_none_and_can_be_set(self):
