@@ -8,11 +8,17 @@ override the other keys.
 `max_position_embeddings` is the sequence length of the training; transformers
 computes texts of any length. Our `max_length` is the length that the RoPE is
 made for: with the scalings "linear" and "dynamic" the training's length times
-the factor, and with "llama3" the training's length, which is already scaled.
+the factor; with "yarn" the original length times the factor, if that is more;
+and with "llama3" the training's length, which is already scaled.
+
+Where layers attend in a sliding window, `max_length` is at most the window. In
+texts that short every token sees all before it, so the model is exact, and
+longer texts are refused like any that exceed `max_length`.
 """
 
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 from collections.abc import Mapping
@@ -20,21 +26,38 @@ from typing import Any
 
 from moh_jax.config import (
   LLMConfig,
-  RotaryConfig,
   RouterConfig,
   legacy,
   make_section,
 )
 from moh_jax.config.rotary import ROPE_SCALINGS
+from moh_jax.convert.hf_keys import (
+  OUR_ARCHITECTURE,
+  OUR_KEY,
+  check_keys,
+  check_own_code,
+)
 
-# These architectures differ only in the biases of their attention.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-# Name for exported models that transformers cannot compute: under the name of a
-# plain LLaMA it would load them and compute something else.
-OUR_ARCHITECTURE = "MoHLlamaForCausalLM"
-OUR_KEY = "moh_jax"
+_LOG = logging.getLogger(__name__)
 
-_MODEL_TYPES = {"llama": 0, "mistral": 1, "qwen2": 2}
+# Architectures with their model_type. They differ in the biases of their
+# attention, in the norm of queries and keys, and in what absent keys mean.
+# The name for exported models that transformers cannot compute is
+# `OUR_ARCHITECTURE`: under the name of a plain LLaMA it would load them and
+# compute something else.
+ARCHITECTURES = {
+  "LlamaForCausalLM": "llama",
+  "MistralForCausalLM": "mistral",
+  "Qwen2ForCausalLM": "qwen2",
+  "Qwen3ForCausalLM": "qwen3",
+}
+# What transformers takes for a key that config.json lacks, where that is not
+# what it takes for a LLaMA.
+_DEFAULTS = {
+  "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+  "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+  "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
 _REQUIRED = (
   "vocab_size",
   "hidden_size",
@@ -59,14 +82,33 @@ ROPE_NUMBERS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_length",
   },
+  "yarn": {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+  },
 }
+_CASTS = {"original_length": int, "truncate": bool}  # the others are floats
+# Those that may be absent: then our default is transformers'.
+_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor")
+# What else may stand beside the numbers. Programs that tune a model with YaRN
+# write "finetuned".
+_ROPE_KEYS = {
+  *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+  *("mscale", "mscale_all_dim", "finetuned"),
+}.union(*ROPE_NUMBERS.values())
 
 
-def read_config(path: pathlib.Path) -> LLMConfig:
+def read_config(path: pathlib.Path, kind: str = "llama") -> LLMConfig:
   """Reads a config.json.
 
   Args:
     path: path of the file.
+    kind: format of the checkpoint. A "llama" must be computed by a stock
+      architecture, not by code of its folder.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -82,6 +124,8 @@ def read_config(path: pathlib.Path) -> LLMConfig:
   if not isinstance(stored, dict):
     raise ValueError(f"{path}: holds no JSON object")
   try:
+    if kind == "llama":
+      check_own_code(stored, path.parent)
     return from_hf(stored)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
@@ -95,8 +139,10 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
       compute.
   """
   architecture = _architecture(stored)
-  _check_supported(stored, architecture)
+  check_keys(stored)
+  stored = {**_DEFAULTS.get(ARCHITECTURES.get(architecture), {}), **stored}
   stored = {name: value for name, value in stored.items() if value is not None}
+  _check_supported(stored)
   for name in _REQUIRED:
     if name not in stored:
       raise ValueError(f"has no {name!r}")
@@ -128,12 +174,21 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
     "qkv_bias": bias or is_qwen2,
     "out_bias": bias and not is_qwen2,
     "mlp_bias": bool(stored.get("mlp_bias", False)),
+    "qk_norm": architecture == "Qwen3ForCausalLM",
     "router": NO_ROUTER,
     "shared_heads": (heads,) * layers,
     "top_k": (0,) * layers,
     "remat": "dots",  # as our released models
     **_rope(stored),
   }
+  window = _window(stored, architecture)
+  if window and window < fields["max_length"]:
+    _LOG.warning(
+      "sliding_window=%d: texts of up to %d tokens, which see all before them, "
+      "are exact; longer ones are refused (max_position_embeddings=%d)",
+      *(window, window, stored["max_position_embeddings"]),
+    )
+    fields["max_length"] = window
   ours = _our_fields(stored, architecture)
   nested = {name: {**fields[name], **ours.get(name, {})} for name in _NESTED}
   fields |= {**ours, **nested}
@@ -159,19 +214,20 @@ def _architecture(stored: Mapping[str, Any]) -> str:
   found = stored.get("architectures")
   if not found:  # configs that were written by hand may lack it
     kind = stored.get("model_type")
-    if kind not in _MODEL_TYPES:
+    names = {kind: name for name, kind in ARCHITECTURES.items()}
+    if kind not in names:
       raise ValueError(
         f"architectures={found!r}, model_type={kind!r}: supported are "
-        f"{known} or, without architectures, {tuple(_MODEL_TYPES)}"
+        f"{known} or, without architectures, {tuple(names)}"
       )
-    return ARCHITECTURES[_MODEL_TYPES[kind]]
+    return names[kind]
   if not isinstance(found, list) or len(found) > 1 or found[0] not in known:
     raise ValueError(f"architectures={found!r} must be one of {known}")
   return found[0]
 
 
-def _check_supported(stored: Mapping[str, Any], architecture: str) -> None:
-  """Raises ValueError for fields that would change the model's outputs."""
+def _check_supported(stored: Mapping[str, Any]) -> None:
+  """Raises ValueError for values that would change the model's outputs."""
 
   def refuse(name: str, allowed: str) -> None:
     raise ValueError(f"{name}={stored[name]!r} must be {allowed}")
@@ -180,31 +236,34 @@ def _check_supported(stored: Mapping[str, Any], architecture: str) -> None:
     refuse("hidden_act", "'silu'")
   if stored.get("quantization_config"):
     refuse("quantization_config", "absent: weights must not be quantized")
-  if stored.get("partial_rotary_factor") not in (None, 1, 1.0):
+  if stored.get("partial_rotary_factor", 1) != 1:
     refuse("partial_rotary_factor", "1: all of a head is rotated")
-  if _slides(stored, architecture):
-    refuse(
-      "sliding_window",
-      "null (or at least max_position_embeddings, or use_sliding_window "
-      "false): every token sees all before it",
-    )
-  kinds = set(stored.get("layer_types") or ["full_attention"])
-  if kinds != {"full_attention"}:
-    refuse("layer_types", "'full_attention' in every layer")
 
 
-def _slides(stored: Mapping[str, Any], architecture: str) -> bool:
+def _window(stored: Mapping[str, Any], architecture: str) -> int | None:
+  """Tokens that a sliding layer sees, None where every token sees all before.
+
+  Raises:
+    ValueError: layers attend in another way, or slide without a window.
+  """
+  given = stored.get("layer_types")
   window = stored.get("sliding_window")
-  if window is None or architecture in ("LlamaForCausalLM", OUR_ARCHITECTURE):
-    return False
-  on = stored.get("use_sliding_window", architecture == "MistralForCausalLM")
-  longest = stored.get("max_position_embeddings") or math.inf
-  return bool(on) and window < longest
+  if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+    slides = "sliding_attention" in (given or ())
+    if given is None:
+      slides = stored.get("max_window_layers", 28) < stored["num_hidden_layers"]
+    window = window if slides and stored.get("use_sliding_window") else None
+  elif architecture != "MistralForCausalLM":  # there all layers slide
+    window = None
+  allowed = {"full_attention"} | ({"sliding_attention"} if window else set())
+  if given and not set(given) <= allowed:
+    raise ValueError(f"layer_types={given!r} must each be in {sorted(allowed)}")
+  return None if window is None else _integer(stored, "sliding_window")
 
 
 def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
   """Reads RoPE from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-  name = "rope_parameters" if "rope_parameters" in stored else "rope_scaling"
+  name = "rope_scaling" if stored.get("rope_scaling") else "rope_parameters"
   scaling = stored.get(name) or {}
   if not isinstance(scaling, dict) or any(
     isinstance(value, dict) for value in scaling.values()
@@ -220,26 +279,42 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
       f"{name}.partial_rotary_factor={scaling['partial_rotary_factor']} must "
       "be 1: all of a head is rotated"
     )
+  scaling = {key: value for key, value in scaling.items() if value is not None}
+  if unknown := sorted(scaling.keys() - _ROPE_KEYS):
+    raise ValueError(f"{name}: unknown keys {unknown} may change the outputs")
   length = _integer(stored, "max_position_embeddings")
-  theta = scaling.get("rope_theta", stored.get("rope_theta"))
   rope = {
-    "theta": 10000.0 if theta is None else float(theta),
+    "theta": float(scaling.get("rope_theta", stored.get("rope_theta", 10000))),
     "scaling": kind,
   }
   # transformers has the same default for the original length.
   given = {"original_max_position_embeddings": length, **scaling}
   for theirs, ours in ROPE_NUMBERS[kind].items():
     value = given.get(theirs)
+    if value is None and theirs in _OPTIONAL:
+      continue
     if not isinstance(value, int | float):
       raise ValueError(
         f"{name}.{theirs}={value!r} must be a number for rope_type={kind!r}"
       )
-    rope[ours] = type(getattr(RotaryConfig(), ours))(value)
+    rope[ours] = _CASTS.get(ours, float)(value)
   if kind == "dynamic":
     rope["original_length"] = length
   if kind in _STRETCHED:
     length = int(length * rope["factor"])
+  if kind == "yarn":
+    rope = {**_yarn_factor(scaling, rope["factor"]), **rope}
+    length = max(length, int(rope["original_length"] * rope["factor"]))
   return {"rope": rope, "max_length": length}
+
+
+def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> dict[str, float]:
+  """The attention factor that the keys "mscale" stand for, if both are there."""
+  counts = [scaling.get(name) for name in ("mscale", "mscale_all_dim")]
+  if not all(counts):
+    return {}
+  above, below = (0.1 * count * math.log(factor) + 1 for count in counts)
+  return {"attention_factor": above / below}
 
 
 def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:

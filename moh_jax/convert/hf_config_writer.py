@@ -10,12 +10,12 @@ from typing import Any
 
 from moh_jax.config import LLMConfig
 from moh_jax.convert.hf_config import (
+  ARCHITECTURES,
   NO_ROUTER,
-  OUR_ARCHITECTURE,
-  OUR_KEY,
   ROPE_NUMBERS,
   from_hf,
 )
+from moh_jax.convert.hf_keys import OUR_ARCHITECTURE, OUR_KEY
 
 
 def to_hf(
@@ -34,16 +34,16 @@ def to_hf(
     eos_id: id of the end of text, if known.
 
   Returns:
-    The config.json of transformers' `LlamaForCausalLM` or `Qwen2ForCausalLM` if
-    one of them computes this model, else of our own architecture.
+    The config.json of transformers' LLaMA, Qwen2 or Qwen3 if one of them
+    computes this model, else of our own architecture.
   """
   # Fields in which models with the same outputs may differ. Of `rope` a
   # config.json holds all that the scaling uses.
   free = {"max_length", "rope", *LLMConfig.RUNTIME_FIELDS}
   if model.router.kind == "none":
     free |= {"router", "shared_heads", "top_k", "head_order"}
-  names = ("LlamaForCausalLM", "Qwen2ForCausalLM", OUR_ARCHITECTURE)
-  for architecture in names:
+  names = [name for name in ARCHITECTURES if name != "MistralForCausalLM"]
+  for architecture in (*names, OUR_ARCHITECTURE):
     stored = _to_hf(model, architecture)
     plain = from_hf(stored | {OUR_KEY: {"router": NO_ROUTER}})
     plain, ours = dataclasses.asdict(plain), dataclasses.asdict(model)
@@ -60,17 +60,17 @@ def to_hf(
 
 def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
   """Makes the config.json of an architecture, without our own key."""
-  kind = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
   length, rope = model.max_length, model.rope
   names = ROPE_NUMBERS[rope.scaling]
   numbers = {theirs: getattr(rope, ours) for theirs, ours in names.items()}
+  numbers = {name: x for name, x in numbers.items() if x is not None}
   if rope.scaling == "linear":
     length = math.ceil(length / rope.factor)
   elif rope.scaling == "dynamic":
     length = rope.original_length
   stored = {
     "architectures": [architecture],
-    "model_type": kind.get(architecture, "moh_llama"),
+    "model_type": ARCHITECTURES.get(architecture, "moh_llama"),
     "vocab_size": model.vocab_size,
     "hidden_size": model.width,
     "intermediate_size": model.mlp_dim,
@@ -86,9 +86,9 @@ def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
     "tie_word_embeddings": model.tie_embeddings,
     "attention_dropout": 0.0,
   }
+  bias = {"attention_bias": model.qkv_bias and model.out_bias}
   if architecture == "Qwen2ForCausalLM":
     return stored | {"use_sliding_window": False}
-  return stored | {
-    "attention_bias": model.qkv_bias and model.out_bias,
-    "mlp_bias": model.mlp_bias,
-  }
+  if architecture == "Qwen3ForCausalLM":
+    return stored | bias | {"use_sliding_window": False}
+  return stored | bias | {"mlp_bias": model.mlp_bias}

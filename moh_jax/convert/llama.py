@@ -68,6 +68,9 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
     ]
   attention += mix_rules("o_proj", "out", heads, dim, config.out_bias)
   attention += router_rules(budget, config.router, _ROUTER_NAMES)
+  if config.qk_norm:
+    for name in ("q_norm", "k_norm"):
+      attention.append(rules.one(f"{name}.weight", f"{name}/scale"))
   table = [
     *rules.prefixed(attention, "self_attn.", ("attn",)),
     rules.one("input_layernorm.weight", "attn_norm/scale"),
@@ -102,7 +105,7 @@ def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
   """The model of transformers' config.json."""
   if not path.is_file():
     return None
-  model = hf_config.read_config(path)
+  model = hf_config.read_config(path, kind)
   if kind == "moh-llama3" and model.router.kind == "none":
     return hf_config.moh_llama3(model)
   return model
