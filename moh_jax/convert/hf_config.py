@@ -309,7 +309,7 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> dict[str, float]:
-  """The attention factor that the keys "mscale" stand for, if both are there."""
+  """The attention factor that both keys "mscale..." stand for, if there."""
   counts = [scaling.get(name) for name in ("mscale", "mscale_all_dim")]
   if not all(counts):
     return {}

@@ -147,7 +147,7 @@ class RunTest(parameterized.TestCase):
     (
       "model",
       {"rope": {"base": 5.0}},
-      "unknown config key model.rope.base; known: ['factor', 'high_freq_",
+      "unknown config key model.rope.base; known: ['attention_factor', ",
     ),
     (
       "model",
@@ -156,8 +156,23 @@ class RunTest(parameterized.TestCase):
     ),
     (
       "model",
-      {"rope": {"scaling": "yarn"}},
-      "model.rope.scaling='yarn' must be one of ('none', 'linear',",
+      {"rope": {"scaling": "yarns"}},
+      "model.rope.scaling='yarns' must be one of ('none', 'linear',",
+    ),
+    (
+      "model",
+      {"rope": {"beta_slow": 0.0}},
+      "model.rope.beta_slow=0.0 must be above 0 and at most",
+    ),
+    (
+      "model",
+      {"rope": {"attention_factor": -1.0}},
+      "model.rope.attention_factor=-1.0 must be above 0",
+    ),
+    (
+      "model",
+      {"rope": {"scaling": "yarn", "theta": 1.0}},
+      "model.rope.theta=1.0 must be above 1",
     ),
     (
       "model",

@@ -52,6 +52,16 @@ def _read(**changes):
   return hf_config.from_hf({k: v for k, v in stored.items() if v != "absent"})
 
 
+def _sliding_qwen(**changes):
+  return {
+    "architectures": ["Qwen2ForCausalLM"],
+    "sliding_window": 100,
+    "use_sliding_window": True,
+    "max_window_layers": 28,
+    **changes,
+  }
+
+
 class ReadTest(parameterized.TestCase):
   def test_llama3_is_the_registered_model(self):
     self.assertEqual(_read(), released_model("llama3-8b"))
@@ -86,6 +96,79 @@ class ReadTest(parameterized.TestCase):
   def test_mistral_whose_window_never_closes(self, window):
     model = _read(architectures=["MistralForCausalLM"], sliding_window=window)
     self.assertEqual(model, released_model("llama3-8b"))
+
+  def test_window_bounds_the_texts(self):
+    for changes, longest in (
+      ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
+      (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "absent"},
+        4096,
+      ),
+      ({"architectures": ["LlamaForCausalLM"], "sliding_window": 100}, 8192),
+      (_sliding_qwen(), 100),
+      (_sliding_qwen(max_window_layers=32), 8192),
+      (_sliding_qwen(use_sliding_window=False), 8192),
+      (_sliding_qwen(layer_types=["full_attention"] * 32), 8192),
+      (
+        _sliding_qwen(
+          max_window_layers=32,
+          layer_types=["full_attention"] * 31 + ["sliding_attention"],
+        ),
+        100,
+      ),
+    ):
+      with self.subTest(**changes):
+        self.assertEqual(_read(**changes).max_length, longest)
+
+  def test_window_is_said(self):
+    with self.assertLogs(level="WARNING") as logs:
+      _read(architectures=["MistralForCausalLM"], sliding_window=100)
+    self.assertRegex(logs.output[0], "sliding_window=100.*embeddings=8192")
+
+  def test_qwen3_norms_queries_and_keys(self):
+    model = _read(architectures=["Qwen3ForCausalLM"], head_dim="absent")
+    self.assertTrue(model.qk_norm)
+    self.assertFalse(model.qkv_bias or model.out_bias)
+    self.assertEqual(model.head_dim, 128)
+    biased = _read(architectures=["Qwen3ForCausalLM"], attention_bias=True)
+    self.assertTrue(biased.qkv_bias and biased.out_bias)
+
+  @parameterized.parameters(("LlamaForCausalLM", 32), ("MistralForCausalLM", 8))
+  def test_absent_keys_mean_what_the_architecture_says(self, name, kv_heads):
+    model = _read(architectures=[name], num_key_value_heads="absent")
+    self.assertEqual(model.num_kv_heads, kv_heads)
+
+  def test_yarn_with_and_without_its_options(self):
+    yarn = {
+      "rope_type": "yarn",
+      "factor": 4,
+      "original_max_position_embeddings": 4096,
+    }
+    model = _read(rope_scaling=yarn)
+    expected = RotaryConfig(
+      theta=500000.0, scaling="yarn", factor=4.0, original_length=4096
+    )
+    self.assertEqual(model.rope, expected)
+    self.assertEqual(model.max_length, 4 * 4096)
+    options = {
+      "beta_fast": 16.0,
+      "beta_slow": 2.0,
+      "truncate": False,
+      "attention_factor": 1.5,
+    }
+    model = _read(rope_scaling=yarn | options | {"mscale": 1.0})
+    self.assertEqual(model.rope, dataclasses.replace(expected, **options))
+
+  def test_yarn_without_original_length_has_that_of_the_training(self):
+    model = _read(rope_scaling={"type": "yarn", "factor": 2.0})
+    self.assertEqual(model.rope.original_length, 8192)
+    self.assertEqual(model.max_length, 16384)
+
+  def test_keys_of_no_effect_are_no_obstacle(self):
+    model = _read(
+      pad_token_id=3, dtype="bfloat16", temperature=0.6, is_decoder=False
+    )
+    self.assertEqual(model, _read())
 
   def test_model_type_stands_in_for_architectures(self):
     model = _read(architectures="absent", model_type="qwen2")
@@ -122,26 +205,38 @@ class ReadTest(parameterized.TestCase):
     ({"architectures": "absent", "model_type": "gpt2"}, "'gpt2'.*'llama'"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
     (
-      {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-      "sliding_window=4096 must be null",
+      {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+      "sliding_window=0 must be an integer of at least 1",
+    ),
+    (
+      {"layer_types": ["full_attention", "sliding_attention"]},
+      r"layer_types=.*must each be in \['full_attention'\]",
     ),
     (
       {
         "architectures": ["Qwen2ForCausalLM"],
-        "sliding_window": 4096,
-        "use_sliding_window": True,
+        "layer_types": ["sliding_attention"] * 32,
       },
-      "sliding_window=4096",
+      r"layer_types=.*must each be in \['full_attention'\]",
     ),
-    (
-      {"layer_types": ["full_attention", "sliding_attention"]},
-      "layer_types=.*must be 'full_attention'",
-    ),
+    ({"layer_types": ["linear_attention"]}, "layer_types=.*must each be"),
+    ({"logit_scale": 0.5}, "unknown key 'logit_scale'=0.5 may change"),
+    ({"clip_qkv": 8}, "unknown key 'clip_qkv'=8"),
+    ({"is_encoder_decoder": True}, "unknown key 'is_encoder_decoder'=True"),
     ({"quantization_config": {"bits": 4}}, "quantization_config=.*'bits': 4"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
     (
-      {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-      "rope_scaling.rope_type='yarn' must be one of .*'llama3'",
+      {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+      "rope_scaling.rope_type='longrope' must be one of .*'llama3', 'yarn'",
+    ),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor=None"),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 40}},
+      "rope.beta_slow=40.0 must be above 0 and at most rope.beta_fast=32.0",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1}},
+      r"rope_scaling: unknown keys \['alpha'\]",
     ),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=None"),
     (
@@ -170,7 +265,7 @@ class ReadTest(parameterized.TestCase):
       _read(**changes)
 
 
-class FileTest(absltest.TestCase):
+class FileTest(parameterized.TestCase):
   def _file(self, text: str) -> pathlib.Path:
     path = pathlib.Path(self.create_tempdir().full_path) / "config.json"
     path.write_text(text)
@@ -180,6 +275,26 @@ class FileTest(absltest.TestCase):
     path = self._file(json.dumps(_LLAMA3 | {"hidden_act": "gelu"}))
     with self.assertRaisesRegex(ValueError, "config.json: hidden_act='gelu'"):
       hf_config.read_config(path)
+
+  @parameterized.parameters(
+    ("LlamaForCausalLM", "--from moh-llama3"),
+    ("MoHLlamaForCausalLM", "--from moh-hf"),
+  )
+  def test_own_code_names_the_option(self, architecture, option):
+    plain = _LLAMA3 | {"architectures": [architecture]}
+    mapped = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    path = self._file(json.dumps(plain | {"auto_map": mapped}))
+    with self.assertRaisesRegex(ValueError, f"auto_map=.*{option}"):
+      hf_config.read_config(path)
+    path = self._file(json.dumps(plain))
+    (path.parent / "modeling_llama.py").write_text("raise SystemExit")
+    with self.assertRaisesRegex(ValueError, f"'modeling_llama.py'.*{option}"):
+      hf_config.read_config(path)
+
+  def test_the_release_may_have_code(self):
+    path = self._file(json.dumps(_LLAMA3 | {"auto_map": {"AutoModel": "a.B"}}))
+    model = hf_config.read_config(path, "moh-llama3")
+    self.assertEqual(model, released_model("llama3-8b"))
 
   def test_damaged_json_is_named(self):
     with self.assertRaisesRegex(ValueError, "config.json: not valid JSON"):
@@ -225,6 +340,24 @@ def _all_models():
         scaling="llama3", factor=8.0, low_freq_factor=2.0, original_length=32
       ),
     },
+    "qwen3": {"qk_norm": True},
+    "qwen3_biases": {"qk_norm": True, "qkv_bias": True, "out_bias": True},
+    "qwen3_moh": {"model": tiny_llm.QUERY_NORM, "qk_norm": True},
+    "yarn": {
+      "rope": RotaryConfig(scaling="yarn", factor=4.0, original_length=16),
+    },
+    "yarn_options": {
+      "rope": RotaryConfig(
+        scaling="yarn",
+        factor=4.0,
+        original_length=10,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        truncate=False,
+        attention_factor=1.25,
+      ),
+      "max_length": 100,
+    },
     "unused": {"rope": RotaryConfig(factor=2.0, original_length=5)},
   }
   for name, fields in changes.items():
@@ -249,6 +382,10 @@ class RoundTripTest(parameterized.TestCase):
     ("unused", "LlamaForCausalLM", "llama"),
     ("linear", "LlamaForCausalLM", "llama"),
     ("qwen2", "Qwen2ForCausalLM", "qwen2"),
+    ("qwen3", "Qwen3ForCausalLM", "qwen3"),
+    ("qwen3_biases", "Qwen3ForCausalLM", "qwen3"),
+    ("qwen3_moh", "MoHLlamaForCausalLM", "moh_llama"),
+    ("yarn_options", "LlamaForCausalLM", "llama"),
     ("out_bias", "MoHLlamaForCausalLM", "moh_llama"),
     ("heads_by_layer", "MoHLlamaForCausalLM", "moh_llama"),
     ("moh-llama3-8b", "MoHLlamaForCausalLM", "moh_llama"),

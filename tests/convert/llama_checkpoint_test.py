@@ -42,6 +42,8 @@ _PLAIN = {
   "wide_heads": {"head_dim": 10},
   "tied": {"tie_embeddings": True},
   "qwen2": {"qkv_bias": True},
+  "qwen3": {"qk_norm": True, "head_dim": 8},
+  "qwen3_tied": {"qk_norm": True, "tie_embeddings": True, "num_kv_heads": 6},
   "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
   "norm_eps": {"norm_eps": 1e-2, "rope": RotaryConfig(theta=50.0)},
   "linear": {
@@ -51,6 +53,24 @@ _PLAIN = {
   "dynamic": {
     "rope": RotaryConfig(scaling="dynamic", factor=2.0, original_length=8),
     "max_length": 16,
+  },
+  "yarn": {
+    "rope": RotaryConfig(
+      theta=100.0, scaling="yarn", factor=4.0, original_length=16
+    ),
+  },
+  "yarn_options": {
+    "rope": RotaryConfig(
+      theta=100.0,
+      scaling="yarn",
+      factor=4.0,
+      original_length=16,
+      beta_fast=4.0,
+      beta_slow=0.5,
+      truncate=False,
+      attention_factor=1.3,
+    ),
+    "qk_norm": True,
   },
   "llama3": {
     "rope": RotaryConfig(
@@ -226,6 +246,13 @@ class BadSourceTest(_Case):
     stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"hidden_act": "relu"}
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "config.json: hidden_act='relu'")
+
+  def test_code_of_its_own(self):
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {
+      "auto_map": {"AutoModel": "modeling_llama.LlamaModel"}
+    }
+    (self.source / "config.json").write_text(json.dumps(stored))
+    self._refused(ValueError, "config.json: auto_map=.*--from moh-llama3")
 
   def test_heads_that_do_not_group(self):
     stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"num_key_value_heads": 4}
