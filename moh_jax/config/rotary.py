@@ -26,6 +26,8 @@ class RotaryConfig:
       in tokens.
     high_freq_factor: "llama3" keeps wavelengths below original_length / this
       as they are, and interpolates between the two.
+    original_length: tokens of a text in the training before the scaling; used
+      by "dynamic", "llama3" and "yarn".
     beta_fast: "yarn" keeps the pairs that turn at least so many times in
       `original_length` tokens as they are.
     beta_slow: "yarn" divides the pairs that turn at most so many times, and
@@ -33,8 +35,6 @@ class RotaryConfig:
     truncate: whether "yarn" rounds both borders to whole pairs, outwards.
     attention_factor: number that "yarn" multiplies rotated queries and keys
       by; None is 0.1 ln(factor) + 1.
-    original_length: tokens of a text in the training before the scaling; used
-      by "dynamic", "llama3" and "yarn".
   """
 
   theta: float = 10000.0
@@ -42,11 +42,11 @@ class RotaryConfig:
   factor: float = 1.0
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
+  original_length: int = 8192
   beta_fast: float = 32.0
   beta_slow: float = 1.0
   truncate: bool = True
   attention_factor: float | None = None
-  original_length: int = 8192
 
   def __post_init__(self):
     one_of("rope", self, scaling=ROPE_SCALINGS)

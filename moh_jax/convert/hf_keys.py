@@ -90,7 +90,7 @@ def check_own_code(stored: Mapping[str, Any], folder: pathlib.Path) -> None:
       beside it; the message names the option for the folders that we know.
   """
   code = sorted(path.name for path in folder.glob("modeling_*.py"))
-  if "auto_map" in stored:
+  if stored.get("auto_map"):
     found = f"auto_map={stored['auto_map']!r}"
   elif code:
     found = f"the file {code[0]!r} beside it"
@@ -100,6 +100,6 @@ def check_own_code(stored: Mapping[str, Any], folder: pathlib.Path) -> None:
     raise ValueError(f"{found}: an MoH model of ours is --from moh-hf")
   raise ValueError(
     f"{found}: the model is computed by code of its own, which is not run; "
-    "the release's MoH-LLaMA3 is --from moh-llama3, and for a plain model "
-    "remove both"
+    "the release's MoH-LLaMA3 is --from moh-llama3; of a folder that stock "
+    "LLaMA computes remove auto_map and the modeling file"
   )
