@@ -34,7 +34,8 @@ _WITHOUT_EFFECT = frozenset(
   output_attentions chunk_size_feed_forward attn_implementation
   _attn_implementation _attn_implementation_autoset
   _flash_attn_2_enabled _name_or_path name_or_path transformers_version
-  unsloth_version unsloth_fixed max_sequence_length use_mrope keys_to_ignore
+  unsloth_version unsloth_fixed max_sequence_length is_llama_config
+  transformers.js_config
   bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id
   decoder_start_token_id tokenizer_class prefix task_specific_params
   finetuning_task problem_type id2label label2id num_labels
@@ -48,12 +49,11 @@ _WITHOUT_EFFECT = frozenset(
 """.split()
 )
 
-# Without effect while they are absent, null, false, 0 or empty, as transformers
-# writes them for every model.
+# Without effect while they are null, false, 0 or empty.
 _OFF = frozenset(
   """
   is_decoder is_encoder_decoder add_cross_attention cross_attention_hidden_size
-  tie_encoder_decoder pruned_heads
+  tie_encoder_decoder pruned_heads rope_interleaved use_mrope
 """.split()
 )
 
