@@ -1,4 +1,4 @@
-"""Converts Hugging Face's config.json of the LLaMA family to `LLMConfig`.
+"""Reads Hugging Face's config.json of the LLaMA family as an `LLMConfig`.
 
 Only what our model computes exactly is accepted. Any other value is an error,
 since ignoring a field would silently give wrong outputs. Settings without a
@@ -44,12 +44,12 @@ _REQUIRED = (
   "max_position_embeddings",
   "rms_norm_eps",
 )
-_NO_ROUTER = {"kind": "none"}
+NO_ROUTER = {"kind": "none"}
 _NESTED = ("router", "rope")  # sections of the model
 # Longer texts than the training's are a matter of the factor alone.
 _STRETCHED = ("linear", "dynamic")
 # The numbers of each scaling, by transformers' name and ours.
-_ROPE_NUMBERS = {
+ROPE_NUMBERS = {
   "none": {},
   "linear": {"factor": "factor"},
   "dynamic": {"factor": "factor"},
@@ -128,7 +128,7 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
     "qkv_bias": bias or is_qwen2,
     "out_bias": bias and not is_qwen2,
     "mlp_bias": bool(stored.get("mlp_bias", False)),
-    "router": _NO_ROUTER,
+    "router": NO_ROUTER,
     "shared_heads": (heads,) * layers,
     "top_k": (0,) * layers,
     "remat": "dots",  # as our released models
@@ -138,46 +138,6 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
   nested = {name: {**fields[name], **ours.get(name, {})} for name in _NESTED}
   fields |= {**ours, **nested}
   return make_section("model", LLMConfig, fields)
-
-
-def to_hf(
-  model: LLMConfig,
-  *,
-  dtype: str = "float32",
-  bos_id: int | None = None,
-  eos_id: int | None = None,
-) -> dict[str, Any]:
-  """Converts a model section to a config.json; `from_hf` is the inverse.
-
-  Args:
-    model: the model section.
-    dtype: dtype of the stored weights.
-    bos_id: id of the begin of text, if known.
-    eos_id: id of the end of text, if known.
-
-  Returns:
-    The config.json of transformers' `LlamaForCausalLM` or `Qwen2ForCausalLM` if
-    one of them computes this model, else of our own architecture.
-  """
-  # Fields in which models with the same outputs may differ. Of `rope` a
-  # config.json holds all that the scaling uses.
-  free = {"max_length", "rope", *LLMConfig.RUNTIME_FIELDS}
-  if model.router.kind == "none":
-    free |= {"router", "shared_heads", "top_k", "head_order"}
-  names = ("LlamaForCausalLM", "Qwen2ForCausalLM", OUR_ARCHITECTURE)
-  for architecture in names:
-    stored = _to_hf(model, architecture)
-    plain = from_hf(stored | {OUR_KEY: {"router": _NO_ROUTER}})
-    plain, ours = dataclasses.asdict(plain), dataclasses.asdict(model)
-    ours = {name: value for name, value in ours.items() if value != plain[name]}
-    if not ours.keys() - free:
-      break
-  if architecture == OUR_ARCHITECTURE:
-    # `router` must stand there for its absence to mean a damaged file.
-    ours["router"] = dataclasses.asdict(model.router)
-  stored |= {OUR_KEY: ours} if ours else {}
-  ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-  return {**stored, **ids, "torch_dtype": dtype}
 
 
 def moh_llama3(model: LLMConfig) -> LLMConfig:
@@ -268,7 +228,7 @@ def _rope(stored: Mapping[str, Any]) -> dict[str, Any]:
   }
   # transformers has the same default for the original length.
   given = {"original_max_position_embeddings": length, **scaling}
-  for theirs, ours in _ROPE_NUMBERS[kind].items():
+  for theirs, ours in ROPE_NUMBERS[kind].items():
     value = given.get(theirs)
     if not isinstance(value, int | float):
       raise ValueError(
@@ -299,42 +259,6 @@ def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
       f"architectures=[{architecture!r}]"
     )
   return ours
-
-
-def _to_hf(model: LLMConfig, architecture: str) -> dict[str, Any]:
-  """Makes the config.json of an architecture, without our own key."""
-  kind = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-  length, rope = model.max_length, model.rope
-  names = _ROPE_NUMBERS[rope.scaling]
-  numbers = {theirs: getattr(rope, ours) for theirs, ours in names.items()}
-  if rope.scaling == "linear":
-    length = math.ceil(length / rope.factor)
-  elif rope.scaling == "dynamic":
-    length = rope.original_length
-  stored = {
-    "architectures": [architecture],
-    "model_type": kind.get(architecture, "moh_llama"),
-    "vocab_size": model.vocab_size,
-    "hidden_size": model.width,
-    "intermediate_size": model.mlp_dim,
-    "num_hidden_layers": model.depth,
-    "num_attention_heads": model.num_heads[0],
-    "num_key_value_heads": model.num_kv_heads,
-    "head_dim": model.head_dim,
-    "hidden_act": "silu",
-    "max_position_embeddings": length,
-    "rms_norm_eps": model.norm_eps,
-    "rope_theta": rope.theta,
-    "rope_scaling": {"rope_type": rope.scaling, **numbers} if numbers else None,
-    "tie_word_embeddings": model.tie_embeddings,
-    "attention_dropout": 0.0,
-  }
-  if architecture == "Qwen2ForCausalLM":
-    return stored | {"use_sliding_window": False}
-  return stored | {
-    "attention_bias": model.qkv_bias and model.out_bias,
-    "mlp_bias": model.mlp_bias,
-  }
 
 
 def _integer(stored: Mapping[str, Any], name: str) -> int:

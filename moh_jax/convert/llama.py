@@ -13,7 +13,7 @@ from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.convert import hf_config, rules
+from moh_jax.convert import hf_config, hf_config_writer, rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
 from moh_jax.convert.rules import Rule
@@ -109,5 +109,5 @@ def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
 
 
 CONVERTER = Converter(
-  model_rules, released_run, is_ignored, _described, hf_config.to_hf
+  model_rules, released_run, is_ignored, _described, hf_config_writer.to_hf
 )

@@ -13,7 +13,7 @@ from moh_jax.config import (
   released_model,
   without_router,
 )
-from moh_jax.convert import hf_config
+from moh_jax.convert import hf_config, hf_config_writer
 from tests.convert import tiny_llm
 
 # Of meta-llama/Meta-Llama-3-8B, without what does not bear on the network.
@@ -240,7 +240,7 @@ _MODELS = _all_models()
 class RoundTripTest(parameterized.TestCase):
   @parameterized.parameters(*_MODELS)
   def test_reading_what_was_written_gives_the_model(self, name):
-    written = json.loads(json.dumps(hf_config.to_hf(_MODELS[name])))
+    written = json.loads(json.dumps(hf_config_writer.to_hf(_MODELS[name])))
     self.assertEqual(hf_config.from_hf(written), _MODELS[name])
 
   @parameterized.parameters(
@@ -257,12 +257,12 @@ class RoundTripTest(parameterized.TestCase):
   def test_only_what_transformers_computes_has_its_name(
     self, name, architecture, model_type
   ):
-    written = hf_config.to_hf(_MODELS[name])
+    written = hf_config_writer.to_hf(_MODELS[name])
     self.assertEqual(written["architectures"], [architecture])
     self.assertEqual(written["model_type"], model_type)
 
   def test_released_llama_needs_no_key_of_ours(self):
-    written = hf_config.to_hf(
+    written = hf_config_writer.to_hf(
       released_model("llama3-8b"), bos_id=128000, eos_id=128001
     )
     self.assertNotIn("moh_jax", written)
@@ -270,7 +270,7 @@ class RoundTripTest(parameterized.TestCase):
     self.assertContainsSubset(same | {"torch_dtype": "float32"}, written)
 
   def test_moh_fields_stand_under_our_key(self):
-    ours = hf_config.to_hf(_MODELS["order"])["moh_jax"]
+    ours = hf_config_writer.to_hf(_MODELS["order"])["moh_jax"]
     self.assertEqual(ours["router"]["kind"], "query_norm")
     self.assertEqual(ours["shared_heads"], (3, 3, 3))
     self.assertEqual(ours["top_k"], (1, 1, 1))

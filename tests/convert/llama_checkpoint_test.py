@@ -24,7 +24,7 @@ from moh_jax.config import (
   get_family,
   released_model,
 )
-from moh_jax.convert import checkpoints, hf_config, tensor_writer
+from moh_jax.convert import checkpoints, hf_config_writer, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
@@ -123,7 +123,9 @@ class ConvertTest(_Case):
     tensor_file = self.source / "model-00001-of-00001.safetensors"
     checkpoints_tensors = read_tensors(tensor_file) | more
     _write(tensor_file, checkpoints_tensors)
-    (self.source / "config.json").write_text(json.dumps(hf_config.to_hf(tied)))
+    (self.source / "config.json").write_text(
+      json.dumps(hf_config_writer.to_hf(tied))
+    )
     self._convert()
     self.assertNotIn("head", restore(str(self.out)).params)
 
@@ -221,17 +223,17 @@ class BadSourceTest(_Case):
     self._refused(ValueError, rf"1 missing: {gone}; 1 shape: {bent} \(3, 3\)")
 
   def test_config_of_another_network(self):
-    stored = hf_config.to_hf(tiny_llm.MHA) | {"hidden_act": "relu"}
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"hidden_act": "relu"}
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "config.json: hidden_act='relu'")
 
   def test_heads_that_do_not_group(self):
-    stored = hf_config.to_hf(tiny_llm.MHA) | {"num_key_value_heads": 4}
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"num_key_value_heads": 4}
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "num_key_value_heads=4 must divide")
 
   def test_heads_too_few_to_route(self):
-    stored = hf_config.to_hf(tiny_llm.MHA) | {
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {
       "num_attention_heads": 1,
       "num_key_value_heads": 1,
     }
@@ -444,8 +446,8 @@ class TransformersTest(_Case):
     theirs.save_pretrained(self.folder / "theirs", max_shard_size="6KB")
     convert("llama", str(self.folder / "theirs"), str(self.folder / "third"))
     again = restore(str(self.folder / "third"))
-    described = hf_config.to_hf(again.config.model)
-    expected = hf_config.to_hf(model)
+    described = hf_config_writer.to_hf(again.config.model)
+    expected = hf_config_writer.to_hf(model)
     for stored in (described, expected):
       stored.pop("moh_jax", None)  # what does not change the outputs
     self.assertEqual(described, expected)
