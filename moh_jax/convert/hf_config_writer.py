@@ -100,7 +100,7 @@ def to_released(model: LLMConfig, **options: Any) -> dict[str, Any]:
   }
   stored = to_hf(plain, **options)
   wrong = [
-    f"model.{name}={found} must be {allowed}"
+    f"model.{name}={found!r} must be {allowed!r}"
     for name, (found, allowed) in differences.items()
     if found != allowed
   ]
