@@ -1,11 +1,13 @@
 """Exported folders and what our models compute, for tests with transformers.
 
-`write(folder, name)` writes a case: `ours`, a checkpoint; `hf`, what `export`
-made of it; and `io.npz`, our results.
+`python -m tests.convert.transformers_cases FOLDER` writes all cases, each in
+its own folder: `ours`, a checkpoint; `hf`, what `export` made of it; and
+`io.npz`, our results.
 """
 
 import dataclasses
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +92,9 @@ def results(name: str) -> dict[str, np.ndarray]:
 
   Returns:
     "logits" [2, 20, V] and "balance" [], and both with "_padded" where the mask
-    counts; "loss" [] of the next tokens with the balance loss, and its gradients
-    as "gradients/PUBLIC NAME"; "greedy" [2, 64], the tokens that follow the
-    first 8, written with our cache.
+    counts; "loss" [] of the next tokens with the balance loss, and its
+    gradients as "gradients/PUBLIC NAME"; "greedy" [2, 64], the tokens that
+    follow the first 8, written with our cache.
   """
   network, ours = LLM(model(name)), params(name)
   tokens, mask = inputs()
@@ -127,6 +129,13 @@ def results(name: str) -> dict[str, np.ndarray]:
   }
 
 
+def write_all(folder: pathlib.Path) -> None:
+  """Writes every case into a folder of its name."""
+  for name in CASES:
+    (folder / name).mkdir(parents=True)
+    write(folder / name, name)
+
+
 def write(folder: pathlib.Path, name: str) -> None:
   """Writes a case."""
   config = released_run(model(name), {})
@@ -152,3 +161,7 @@ def _greedy(name: str, params, prompt: np.ndarray) -> np.ndarray:
   decode = make_decode(LLM(config, unrolled=True), None, GREEDY)
   numbers = span_numbers(Sampling(), 0, GREEDY)
   return decode(unroll(params, config), state, numbers, True, False)[1]
+
+
+if __name__ == "__main__":
+  write_all(pathlib.Path(sys.argv[1]))

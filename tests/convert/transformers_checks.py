@@ -1,9 +1,14 @@
 """What transformers makes of exported folders: a program without JAX.
 
-`python transformers_checks.py FOLDER` measures every case of FOLDER, as
-`transformers_cases.write` made them, and prints one JSON object: for each case
-its measurements. Errors are the largest absolute ones, of gradients relative to
-the largest of the parameter. `transformers_test.py` says what is allowed.
+`python transformers_checks.py FOLDER [RECORD.npz]` measures every case of
+FOLDER, as `transformers_cases.write` made them, and prints one JSON object: for
+each case its measurements. Errors are the largest absolute ones, of gradients
+relative to the largest of the parameter; `transformers_test.py` says what is
+allowed. RECORD.npz gets results of three cases, for tests without transformers:
+
+    python -m tests.convert.transformers_cases FOLDER
+    python tests/convert/transformers_checks.py FOLDER \\
+      tests/goldens/transformers.npz
 """
 
 import json
@@ -24,7 +29,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PROMPT = 8
-_GENERATE = {"do_sample": False, "pad_token_id": 0}
+RECORDED = ("released_gates", "paper_gates", "head_order")
 _CACHES = {
   "dynamic": {"use_cache": True},
   "none": {"use_cache": False},
@@ -111,22 +116,15 @@ def gradients(model, stored) -> dict[str, float]:
 def written(model, stored) -> dict[str, bool]:
   """Whether greedy tokens are ours, with each cache and with padding."""
   prompt, want = _tensor(stored["tokens"])[:, :PROMPT], stored["greedy"]
-  count = want.shape[1]
-  options = {**_GENERATE, "max_new_tokens": count, "min_new_tokens": count}
-  found = {}
-  for name, cache in _CACHES.items():
-    tokens = model.generate(
-      prompt, attention_mask=torch.ones_like(prompt), **options, **cache
-    )[:, PROMPT:]
-    found[f"greedy_{name}"] = bool((tokens.numpy() == want).all())
   padded = torch.cat((torch.zeros_like(prompt[:, :3]), prompt), 1)
   mask = torch.ones_like(padded)
   mask[:, :3] = 0
-  tokens = model.generate(padded, attention_mask=mask, **options)
-  found["greedy_left_padded"] = bool(
-    (tokens[:, PROMPT + 3 :].numpy() == want).all()
-  )
-  return found
+  tokens = {
+    name: _greedy(model, prompt, stored, **cache)
+    for name, cache in _CACHES.items()
+  }
+  tokens["left_padded"] = _greedy(model, padded, stored, attention_mask=mask)
+  return {f"greedy_{n}": bool((x == want).all()) for n, x in tokens.items()}
 
 
 def bfloat16(folder: pathlib.Path, stored) -> dict:
@@ -241,6 +239,35 @@ def contract(folder: pathlib.Path, stored) -> dict:
   }
 
 
+def record(folder: pathlib.Path, path: str) -> None:
+  """Writes logits, balance loss and greedy tokens of the recorded cases."""
+  found = {}
+  for name in RECORDED:
+    stored = dict(np.load(folder / name / "io.npz"))
+    model, tokens = _load(folder / name / "hf"), _tensor(stored["tokens"])
+    with torch.no_grad():
+      out = model(tokens, output_router_logits=True)
+    found[f"{name}/logits"] = out.logits.numpy()
+    found[f"{name}/balance"] = out.aux_loss.numpy()
+    found[f"{name}/greedy"] = _greedy(model, tokens[:, :PROMPT], stored)
+  np.savez_compressed(path, **found)
+
+
+def _greedy(model, prompt, stored, **options) -> np.ndarray:
+  """Greedy tokens after a prompt, as many as stored."""
+  count = stored["greedy"].shape[1]
+  options = {"attention_mask": torch.ones_like(prompt), **options}
+  tokens = model.generate(
+    prompt,
+    do_sample=False,
+    pad_token_id=0,
+    max_new_tokens=count,
+    min_new_tokens=count,
+    **options,
+  )
+  return tokens[:, prompt.shape[1] :].numpy()
+
+
 def _load(folder: pathlib.Path, **options):
   options = {"dtype": torch.float32, **options}
   return AutoModelForCausalLM.from_pretrained(
@@ -267,3 +294,5 @@ if __name__ == "__main__":
   for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
     results[path.name] = measure(path)
   print(json.dumps(results))
+  if len(sys.argv) > 2:
+    record(pathlib.Path(sys.argv[1]), sys.argv[2])

@@ -25,14 +25,13 @@ pytestmark = pytest.mark.transformers
 
 _CHECKS = pathlib.Path(__file__).with_name("transformers_checks.py")
 _ATTENTIONS = ("eager", "sdpa")
+_CASES = tuple(transformers_cases.CASES)
 
 
 @functools.cache
 def _folder() -> pathlib.Path:
   folder = pathlib.Path(tempfile.mkdtemp(prefix="moh_jax_transformers_"))
-  for name in transformers_cases.CASES:
-    (folder / name).mkdir()
-    transformers_cases.write(folder / name, name)
+  transformers_cases.write_all(folder)
   return folder
 
 
@@ -56,7 +55,7 @@ def _measured() -> dict:
 
 
 class TransformersTest(parameterized.TestCase):
-  @parameterized.product(name=transformers_cases.CASES, form=_ATTENTIONS)
+  @parameterized.product(name=_CASES, form=_ATTENTIONS)
   def test_outputs_and_gradients_are_ours(self, name, form):
     found = _measured()[name]
     for key in ("logits", "logits_padded", "logits_last"):
@@ -72,14 +71,14 @@ class TransformersTest(parameterized.TestCase):
       self.assertEqual(found[f"{form}/{key}_calls"], calls, key)
 
   @parameterized.product(
-    name=transformers_cases.CASES,
+    name=_CASES,
     form=_ATTENTIONS,
     cache=("dynamic", "none", "static", "left_padded"),
   )
   def test_greedy_tokens_are_ours(self, name, form, cache):
     self.assertTrue(_measured()[name][f"{form}/greedy_{cache}"])
 
-  @parameterized.parameters(*transformers_cases.CASES)
+  @parameterized.parameters(*_CASES)
   def test_routers_stay_float32_in_bfloat16(self, name):
     found = _measured()[name]["bfloat16"]
     self.assertTrue(np.isfinite(found["logits"]))
@@ -87,13 +86,13 @@ class TransformersTest(parameterized.TestCase):
     learned = transformers_cases.model(name).router.kind == "two_stage"
     self.assertEqual(found["routers"], ["torch.float32"] * learned)
 
-  @parameterized.parameters(*transformers_cases.CASES)
+  @parameterized.parameters(*_CASES)
   def test_trainer_lowers_the_loss(self, name):
     losses = _measured()[name]["trainer"]
     self.assertLen(losses, 5)
     self.assertLess(losses[-1], losses[0] - 0.5)
 
-  @parameterized.product(name=transformers_cases.CASES, which=("hf", "again"))
+  @parameterized.product(name=_CASES, which=("hf", "again"))
   def test_comes_back_bit_for_bit(self, name, which):
     self.assertLess(_measured()[name]["again"], 1e-4)
     model = transformers_cases.model(name)
