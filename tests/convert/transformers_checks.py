@@ -178,18 +178,18 @@ def trainer(folder: pathlib.Path, stored) -> list[float]:
 def contract(folder: pathlib.Path, stored) -> dict:
   """Does what vLLM's Transformers modeling backend is documented to do.
 
-  It takes the class of `auto_map.AutoModel`, sets the attention to its own
-  function, and calls the model with all tokens as one row, keyword arguments
-  for that function, and without a dict. That function sees which layer calls,
+  It makes the class of `auto_map.AutoModel` from a config whose attention is its
+  own function, and calls it with all tokens as one row, keyword arguments for
+  that function, and without a dict. That function sees which layer calls,
   and returns no batch axis.
   """
   tokens = _tensor(stored["tokens"][:1])
   config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-  model = AutoModel.from_pretrained(
+  whole = AutoModel.from_pretrained(
     folder, trust_remote_code=True, dtype=torch.float32
   ).eval()
   with torch.no_grad():
-    want = model(tokens).last_hidden_state[0]
+    want = whole(tokens).last_hidden_state[0]
   seen, instances = [], [object() for _ in range(config.num_hidden_layers)]
 
   def attend(
@@ -205,7 +205,11 @@ def contract(folder: pathlib.Path, stored) -> dict:
     return out.transpose(1, 2).reshape(query.shape[2], -1), None
 
   ALL_ATTENTION_FUNCTIONS["vllm"] = attend
-  model.config._attn_implementation = "vllm"
+  config._attn_implementation = "vllm"
+  model = AutoModel.from_config(
+    config, trust_remote_code=True, dtype=torch.float32
+  ).eval()
+  model.load_state_dict(whole.state_dict())
 
   def call(tokens, embeds, positions):
     out = model(
@@ -232,7 +236,7 @@ def contract(folder: pathlib.Path, stored) -> dict:
     ),
     "layers_called": all_seen,
     "auto_map": config.auto_map["AutoModel"],
-    "class": type(model).__name__,
+    "class": type(model.get_decoder()).__name__,
     "supports_attention_backend": model._supports_attention_backend,
     "is_causal": getattr(model.layers[0].self_attn, "is_causal", True),
     "tensor_parallel": config.base_model_tp_plan,
