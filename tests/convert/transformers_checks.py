@@ -178,9 +178,9 @@ def trainer(folder: pathlib.Path, stored) -> list[float]:
 def contract(folder: pathlib.Path, stored) -> dict:
   """Does what vLLM's Transformers modeling backend is documented to do.
 
-  It makes the class of `auto_map.AutoModel` from a config whose attention is its
-  own function, and calls it with all tokens as one row, keyword arguments for
-  that function, and without a dict. That function sees which layer calls,
+  It makes the class of `auto_map.AutoModel` from a config whose attention is
+  its own function, and calls it with all tokens as one row, keyword arguments
+  for that function, and without a dict. That function sees which layer calls,
   and returns no batch axis.
   """
   tokens = _tensor(stored["tokens"][:1])
