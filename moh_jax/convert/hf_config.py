@@ -1,9 +1,9 @@
 """Reads Hugging Face's config.json of the LLaMA family as an `LLMConfig`.
 
 Only what our model computes exactly is accepted. Any other value is an error,
-since ignoring a field would silently give wrong outputs. Settings without a
-field in config.json stand under our key `moh_jax`: fields of `LLMConfig` that
-override the other keys.
+since ignoring a field would silently give wrong outputs. Our own architecture
+has keys of its own (`moh_keys`). Settings without a field in config.json stand
+under our key `moh_jax`: fields of `LLMConfig` that override the other keys.
 
 `max_position_embeddings` is the sequence length of the training; transformers
 computes texts of any length. Our `max_length` is the length that the RoPE is
@@ -31,6 +31,7 @@ from moh_jax.config import (
   make_section,
 )
 from moh_jax.config.rotary import ROPE_SCALINGS
+from moh_jax.convert import moh_keys
 from moh_jax.convert.hf_keys import (
   OUR_ARCHITECTURE,
   OUR_KEY,
@@ -42,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 # Architectures with their model_type. They differ in the biases of their
 # attention, in the norm of queries and keys, and in what absent keys mean.
-# The name for exported models that transformers cannot compute is
+# The name for exported models that only our code for transformers computes is
 # `OUR_ARCHITECTURE`: under the name of a plain LLaMA it would load them and
 # compute something else.
 ARCHITECTURES = {
@@ -107,13 +108,15 @@ def read_config(path: pathlib.Path, kind: str = "llama") -> LLMConfig:
 
   Args:
     path: path of the file.
-    kind: format of the checkpoint. A "llama" must be computed by a stock
+    kind: format that the folder is read as; "moh-hf" is our architecture, the
+      others are transformers'. A "llama" must be computed by a stock
       architecture, not by code of its folder.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: it is damaged, or describes a model that ours cannot compute;
-      the message names the field, its value and what is supported.
+    ValueError: it is damaged, of another format, or describes a model that ours
+      cannot compute; the message names the field, its value and what is
+      supported.
   """
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such file")
@@ -124,6 +127,7 @@ def read_config(path: pathlib.Path, kind: str = "llama") -> LLMConfig:
   if not isinstance(stored, dict):
     raise ValueError(f"{path}: holds no JSON object")
   try:
+    _check_format(stored, kind)
     if kind == "llama":
       check_own_code(stored, path.parent)
     return from_hf(stored)
@@ -207,6 +211,14 @@ def moh_llama3(model: LLMConfig) -> LLMConfig:
     shared_heads=tuple(int(0.5 * heads) for heads in model.num_heads),
     top_k=tuple(int(0.25 * heads) for heads in model.num_heads),
   )
+
+
+def _check_format(stored: Mapping[str, Any], kind: str) -> None:
+  """Raises ValueError where another format is the right one."""
+  found = stored.get("architectures")
+  if (found == [OUR_ARCHITECTURE]) != (kind == "moh-hf"):
+    right = "llama" if kind == "moh-hf" else "moh-hf"
+    raise ValueError(f"architectures={found!r}: use --from {right}")
 
 
 def _architecture(stored: Mapping[str, Any]) -> str:
@@ -323,11 +335,11 @@ def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
   names = {field.name for field in dataclasses.fields(LLMConfig)}
   if unknown := sorted(set(ours) - names):
     raise ValueError(f"{OUR_KEY}: unknown fields {unknown}")
+  if architecture == OUR_ARCHITECTURE:  # older exports have our key alone
+    ours = {**moh_keys.read(stored), **ours}
   router = ours.get("router", {})
   if architecture == OUR_ARCHITECTURE and "kind" not in router:
-    raise ValueError(
-      f"architectures=[{OUR_ARCHITECTURE!r}] needs {OUR_KEY}.router.kind"
-    )
+    raise ValueError(f"architectures=[{OUR_ARCHITECTURE!r}] needs router.kind")
   if architecture != OUR_ARCHITECTURE and router.get("kind", "none") != "none":
     raise ValueError(
       f"{OUR_KEY}.router.kind={router['kind']!r} must be 'none' for "

@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from moh_jax.convert import moh_keys
+
 OUR_ARCHITECTURE = "MoHLlamaForCausalLM"
 OUR_KEY = "moh_jax"
 
@@ -49,6 +51,9 @@ _WITHOUT_EFFECT = frozenset(
 """.split()
 )
 
+# Keys of our architecture that concern its loss and its outputs alone.
+_OUR_OTHERS = {"router_aux_loss_coef", "output_router_logits"}
+
 # Without effect while they are null, false, 0 or empty.
 _OFF = frozenset(
   """
@@ -66,6 +71,8 @@ def check_keys(stored: Mapping[str, Any]) -> None:
       no matter of the network, see `check_own_code`.
   """
   known = _READ | _WITHOUT_EFFECT | {"auto_map"}
+  if OUR_ARCHITECTURE in (stored.get("architectures") or ()):
+    known |= moh_keys.FIELDS.keys() | _OUR_OTHERS
   for name, value in stored.items():
     if (
       name not in known
@@ -96,8 +103,6 @@ def check_own_code(stored: Mapping[str, Any], folder: pathlib.Path) -> None:
     found = f"the file {code[0]!r} beside it"
   else:
     return
-  if OUR_ARCHITECTURE in (stored.get("architectures") or ()):
-    raise ValueError(f"{found}: an MoH model of ours is --from moh-hf")
   raise ValueError(
     f"{found}: the model is computed by code of its own, which is not run; "
     "the release's MoH-LLaMA3 is --from moh-llama3; of a folder that stock "

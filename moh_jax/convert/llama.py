@@ -13,7 +13,7 @@ from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.convert import hf_config, hf_config_writer, rules
+from moh_jax.convert import hf_config, hf_folder, rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
 from moh_jax.convert.rules import Rule
@@ -102,8 +102,13 @@ def _projection(
 
 
 def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
-  """The model of transformers' config.json."""
-  if not path.is_file():
+  """The model of transformers' config.json.
+
+  Raises:
+    FileNotFoundError: the format needs the file.
+    ValueError: see `hf_config.read_config`.
+  """
+  if not path.is_file() and kind != "moh-hf":  # the shapes may tell
     return None
   model = hf_config.read_config(path, kind)
   if kind == "moh-llama3" and model.router.kind == "none":
@@ -112,5 +117,5 @@ def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
 
 
 CONVERTER = Converter(
-  model_rules, released_run, is_ignored, _described, hf_config_writer.to_hf
+  model_rules, released_run, is_ignored, _described, hf_folder.folder_files
 )

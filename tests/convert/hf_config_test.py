@@ -258,7 +258,7 @@ class ReadTest(parameterized.TestCase):
       {"moh_jax": {"router": "query_norm"}},
       r"moh_jax\.router\.kind='query_norm'",
     ),
-    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs moh_jax.router.kind"),
+    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs router.kind"),
   )
   def test_other_networks_are_refused_by_field_and_value(self, changes, regex):
     with self.assertRaisesRegex(ValueError, regex):
@@ -284,11 +284,11 @@ class FileTest(parameterized.TestCase):
     plain = _LLAMA3 | {"architectures": [architecture]}
     mapped = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
     path = self._file(json.dumps(plain | {"auto_map": mapped}))
-    with self.assertRaisesRegex(ValueError, f"auto_map=.*{option}"):
+    with self.assertRaisesRegex(ValueError, option):
       hf_config.read_config(path)
     path = self._file(json.dumps(plain))
     (path.parent / "modeling_llama.py").write_text("raise SystemExit")
-    with self.assertRaisesRegex(ValueError, f"'modeling_llama.py'.*{option}"):
+    with self.assertRaisesRegex(ValueError, option):
       hf_config.read_config(path)
 
   def test_the_release_may_have_code(self):
@@ -314,6 +314,7 @@ def _all_models():
   tiny = tiny_llm.MHA
   changes = {
     "tiny_moh": {"model": tiny_llm.MOH},
+    "released": {"model": tiny_llm.QUERY_NORM},
     "paper": {
       "model": tiny_llm.MOH,
       "router": RouterConfig(gate_form="paper", two_stage=False),
@@ -406,12 +407,80 @@ class RoundTripTest(parameterized.TestCase):
     same = {k: v for k, v in _LLAMA3.items() if k != "pretraining_tp"}
     self.assertContainsSubset(same | {"torch_dtype": "float32"}, written)
 
-  def test_moh_fields_stand_under_our_key(self):
-    ours = hf_config_writer.to_hf(_MODELS["order"])["moh_jax"]
-    self.assertEqual(ours["router"]["kind"], "query_norm")
-    self.assertEqual(ours["shared_heads"], (3, 3, 3))
-    self.assertEqual(ours["top_k"], (1, 1, 1))
-    self.assertLen(ours["head_order"], 3)
+  def test_our_architecture_has_its_keys(self):
+    written = hf_config_writer.to_hf(_MODELS["order"], balance_weight=0.5)
+    self.assertEqual(written["router"]["kind"], "query_norm")
+    self.assertEqual(written["shared_heads"], (3, 3, 3))
+    self.assertEqual(written["selected_heads"], (1, 1, 1))
+    self.assertIsNone(written["heads_per_layer"])
+    self.assertLen(written["head_order"], 3)
+    self.assertEqual(written["router_aux_loss_coef"], 0.5)
+    self.assertEqual(written["auto_map"]["AutoModel"], "modeling_moh.MoHModel")
+    self.assertNotIn("moh_jax", written)
+
+  def test_heads_of_each_layer(self):
+    written = hf_config_writer.to_hf(_MODELS["heads_by_layer"])
+    self.assertEqual(written["heads_per_layer"], (3, 6, 3))
+
+  def test_older_exports_with_our_key_alone(self):
+    model = _MODELS["order"]
+    stored = hf_config_writer.to_hf(without_router(model, head_order=()))
+    names = ("router", "shared_heads", "top_k", "head_order")
+    fields = dataclasses.asdict(model)
+    stored["architectures"] = ["MoHLlamaForCausalLM"]
+    stored["moh_jax"] = {name: fields[name] for name in names}
+    read = hf_config.from_hf(json.loads(json.dumps(stored)))
+    self.assertEqual(read, model)
+
+  def test_heads_must_stand_beside_a_router(self):
+    stored = hf_config_writer.to_hf(_MODELS["order"])
+    del stored["selected_heads"]
+    with self.assertRaisesRegex(ValueError, "no 'selected_heads'"):
+      hf_config.from_hf(stored)
+
+  def test_scaling_has_its_name_for_older_versions(self):
+    scaling = hf_config_writer.to_hf(_MODELS["llama3"])["rope_scaling"]
+    self.assertEqual(scaling["type"], "llama3")
+    self.assertEqual(scaling["rope_type"], "llama3")
+
+
+class ReleasedTest(parameterized.TestCase):
+  def test_config_is_that_of_the_plain_llama(self):
+    model = released_model("moh-llama3-8b")
+    written = hf_config_writer.to_released(model)
+    plain = hf_config_writer.to_hf(released_model("llama3-8b"))
+    self.assertEqual(written, plain | {"vocab_size": model.vocab_size})
+    self.assertEqual(hf_config.moh_llama3(hf_config.from_hf(written)), model)
+
+  def test_scaling_has_the_keys_that_the_release_reads(self):
+    rope = RotaryConfig(scaling="linear", factor=2.0)
+    model = dataclasses.replace(_MODELS["released"], rope=rope)
+    written = hf_config_writer.to_released(model)
+    self.assertEqual(written["rope_scaling"], {"type": "linear", "factor": 2.0})
+
+  @parameterized.parameters(
+    ({"router": RouterConfig()}, "router.kind='two_stage' must be"),
+    ({"shared_heads": (3, 3, 2)}, r"shared_heads=.* must be \(3, 3, 3\)"),
+    ({"top_k": (2, 1, 1)}, r"top_k=.* must be \(1, 1, 1\)"),
+    ({"head_order": ((1, 0, 2, 3, 4, 5),) * 3}, "head_order=.*must be"),
+    ({"head_dim": 6}, "head_dim=6 must be 4"),
+    ({"mlp_bias": True}, "mlp_bias=True must be False"),
+    ({"qkv_bias": True}, "it is a Qwen2ForCausalLM"),
+    ({"out_bias": True}, "it is a MoHLlamaForCausalLM"),
+    ({"rope": RotaryConfig(scaling="llama3")}, "scaling='llama3' must be one"),
+    (
+      {"num_heads": (9,) * 3, "shared_heads": (4,) * 3, "top_k": (2,) * 3},
+      "num_heads=.* must be even",
+    ),
+    (
+      {"num_heads": (6, 9, 6), "router": RouterConfig()},
+      "router.kind=.*; model.num_heads=",
+    ),
+  )
+  def test_other_forms_are_refused_by_field(self, changes, regex):
+    model = dataclasses.replace(_MODELS["released"], **changes)
+    with self.assertRaisesRegex(ValueError, f"--to released: .*{regex}"):
+      hf_config_writer.to_released(model)
 
 
 if __name__ == "__main__":
