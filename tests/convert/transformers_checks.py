@@ -30,10 +30,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PROMPT = 8
 RECORDED = ("released_gates", "paper_gates", "head_order")
+# Attention -> caches that greedy tokens are written with.
+_DYNAMIC = {"dynamic": {"use_cache": True}}
 _CACHES = {
-  "dynamic": {"use_cache": True},
-  "none": {"use_cache": False},
-  "static": {"cache_implementation": "static", "disable_compile": True},
+  "eager": _DYNAMIC,
+  "sdpa": {
+    **_DYNAMIC,
+    "none": {"use_cache": False},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+  },
 }
 
 
@@ -41,14 +46,14 @@ def measure(case: pathlib.Path) -> dict:
   """Measures a case."""
   stored = dict(np.load(case / "io.npz"))
   found = {"version": transformers.__version__}
-  for form in ("eager", "sdpa"):
+  for form, caches in _CACHES.items():
     model = _load(case / "hf", attn_implementation=form)
     found |= {
       f"{form}/{name}": value
       for name, value in {
         **outputs(model, stored),
         **gradients(model, stored),
-        **written(model, stored),
+        **written(model, stored, caches),
       }.items()
     }
   found["bfloat16"] = bfloat16(case / "hf", stored)
@@ -113,7 +118,7 @@ def gradients(model, stored) -> dict[str, float]:
   return found
 
 
-def written(model, stored) -> dict[str, bool]:
+def written(model, stored, caches) -> dict[str, bool]:
   """Whether greedy tokens are ours, with each cache and with padding."""
   prompt, want = _tensor(stored["tokens"])[:, :PROMPT], stored["greedy"]
   padded = torch.cat((torch.zeros_like(prompt[:, :3]), prompt), 1)
@@ -121,7 +126,7 @@ def written(model, stored) -> dict[str, bool]:
   mask[:, :3] = 0
   tokens = {
     name: _greedy(model, prompt, stored, **cache)
-    for name, cache in _CACHES.items()
+    for name, cache in caches.items()
   }
   tokens["left_padded"] = _greedy(model, padded, stored, attention_mask=mask)
   return {f"greedy_{n}": bool((x == want).all()) for n, x in tokens.items()}
@@ -228,6 +233,7 @@ def contract(folder: pathlib.Path, stored) -> dict:
     all_seen = seen == instances
     embeds = model.get_input_embeddings()(tokens)
     by_embeds = call(None, embeds, positions)
+    torch._dynamo.reset()  # counts the models that were compiled before
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     without_breaks = compiled(tokens, None, positions)
   return {
