@@ -10,10 +10,13 @@ def run(args: argparse.Namespace) -> int:
   count = export(
     args.checkpoint,
     args.out,
+    to=args.to,
     step=args.step,
     use_ema=not args.no_ema,
     dtype=args.dtype,
     shard_size=args.shard_size,
+    license=args.license,
+    scores=args.scores,
   )
   print(f"{count:,} parameters written to {args.out}")
   return 0

@@ -50,6 +50,8 @@ class Family:
     reads_text: whether a tokenizer belongs to a checkpoint.
     formats: formats that `convert` reads, each with the beginnings of the names
       of the released models that have it.
+    exports: forms of the folder that `export` writes, the default first; () is
+      one file of tensors.
   """
 
   name: ClassVar[str]
@@ -60,6 +62,7 @@ class Family:
   position_bias: ClassVar[bool] = False
   reads_text: ClassVar[bool] = False
   formats: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+  exports: ClassVar[tuple[str, ...]] = ()
 
   # Config.
 

@@ -36,6 +36,8 @@ class LLMConfig(LayerStack):
     qkv_bias: whether the query, key and value projections have biases.
     out_bias: whether the attention's output projection has a bias.
     mlp_bias: whether the MLP has biases.
+    qk_norm: whether the queries and keys of every head are normed before RoPE,
+      by an RMSNorm over `head_dim` whose weights all heads share (Qwen3).
     dtype: compute dtype, "float32" or "bfloat16"; router, softmax, norms and
       loss are float32.
     loss_chunk: tokens of a sequence whose logits exist at one time in training
@@ -59,6 +61,7 @@ class LLMConfig(LayerStack):
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
+  qk_norm: bool = False
   loss_chunk: int = 512
 
   RUNTIME_FIELDS = (*LayerStack.RUNTIME_FIELDS, "loss_chunk")

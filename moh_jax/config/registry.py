@@ -120,6 +120,11 @@ def public_formats() -> tuple[str, ...]:
   return tuple(kind for family in families() for kind in family.formats)
 
 
+def export_forms() -> tuple[str, ...]:
+  """Forms of the folders that `export` writes."""
+  return tuple(form for family in families() for form in family.exports)
+
+
 def family_of_format(kind: str) -> Family:
   """The family that reads a format.
 

@@ -20,15 +20,16 @@ from jax.sharding import Mesh
 
 from moh_jax.config import (
   Config,
+  Family,
   family_of_format,
   get_family,
   released_model,
 )
-from moh_jax.convert import rules, stream, tensor_writer
+from moh_jax.convert import model_card, rules, stream, tensor_writer
+from moh_jax.convert.converter import Exported
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
-from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.files import replacing
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
@@ -47,6 +48,12 @@ _TOKENIZER_FILES = (
   *_TOKENIZERS,
   "tokenizer_config.json",
   "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
 )
 
 
@@ -142,34 +149,41 @@ def export(
   directory: str,
   out: str,
   *,
+  to: str | None = None,
   step: int | None = None,
   use_ema: bool = True,
   dtype: str = "float32",
   shard_size: int = tensor_writer.SHARD_SIZE,
+  license: str = "",
+  scores: str = "",
 ) -> int:
   """Writes a checkpoint's weights under their public names.
 
   A language model becomes a folder that transformers loads: config.json,
-  safetensors (in shards with an index if there are several) and the tokenizer.
-  Other families become one safetensors file; the config, in which the
-  preprocessing is, and the class names are in the text of its header, where
-  `convert` finds them.
+  safetensors (in shards with an index if there are several), the tokenizer, a
+  model card, and code where transformers has none for the model. Other families
+  become one safetensors file; the config, in which the preprocessing is, and
+  the class names are in the text of its header, where `convert` finds them.
 
   Args:
     directory: a working directory or an output of `convert`.
     out: what to write: a folder, new or empty, for a language model, else a
       file.
+    to: form of the folder, one of the family's `exports`; None is the first.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters.
     dtype: "float32" or "bfloat16".
     shard_size: bytes of one file of a folder at most.
+    license: identifier of the licence for the model card.
+    scores: JSON file of `evaluate` or `evaluate-lm` for the model card.
 
   Returns:
     The number of parameters.
 
   Raises:
-    FileNotFoundError: there is no such checkpoint, or no directory to write to.
-    ValueError: a folder that holds something, or an argument out of range.
+    FileNotFoundError: there is no such checkpoint, or no file of scores.
+    ValueError: a folder that holds something, an argument out of range, or a
+      model that cannot have this form.
   """
   if dtype not in tensor_writer.DTYPES:
     raise ValueError(
@@ -177,25 +191,36 @@ def export(
     )
   if shard_size < 1:
     raise ValueError(f"shard_size={shard_size} must be at least 1 byte")
+  model_card.check_license(license)
   metadata, step = checkpoint.read_metadata(directory, step)
   config, path = metadata.config, pathlib.Path(out)
   family = get_family(config.model.family)
   converter = family.converter()
-  if converter.public_config:  # before anything is read
+  form = _form(family, to)
+  read_scores = model_card.read_scores(scores, step) if scores else {}
+  if form:  # before anything is read
     tensor_writer.check_vacant(path)
+  elif license or scores:
+    raise ValueError(
+      "--license and --scores are for a model card; a model of "
+      f"{family.name!r} becomes one file of tensors"
+    )
   params = stream.open_params(
     directory, step, _abstract(config), use_ema=use_ema
   )
   planned = _plan(model_rules(config.model), params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
-  if not converter.public_config:
+  if not form:
     text[_ENTRY] = json.dumps(checkpoint.metadata_to_json(metadata))
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
     _copy_tokenizer(location.workdir(directory), folder)
-    stored = converter.public_config(config.model, dtype=dtype, **_ids(folder))
-    tensor_writer.write_json(folder / _CONFIG_FILE, stored)
+    exported = Exported(
+      form, config, step, dtype, _count(params), license, read_scores
+    )
+    for name, content in converter.folder_files(exported, folder).items():
+      _write_whole(folder / name, content.encode())
     tensor_writer.write_folder(folder, planned, dtype, text, shard_size)
   return _count(params)
 
@@ -344,13 +369,14 @@ def _write_whole(path: Any, content: bytes):
     temporary.write_bytes(content)
 
 
-def _ids(folder: pathlib.Path) -> dict[str, int | None]:
-  """Ids of begin and end of text, {} if no tokenizer can be loaded."""
-  try:
-    tokenizer = load_tokenizer(folder)
-  except (FileNotFoundError, ValueError):  # the library may be missing
-    return {}
-  return {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
+def _form(family: Family, to: str | None) -> str:
+  """The form of the folder to write, "" for one file of tensors."""
+  if to is not None and to not in family.exports:
+    allowed = family.exports or "left out: it becomes one file of tensors"
+    raise ValueError(
+      f"--to {to!r}, for a model of {family.name!r}, must be {allowed}"
+    )
+  return to or (family.exports or ("",))[0]
 
 
 def _abstract(config: Config) -> Any:

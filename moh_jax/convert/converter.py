@@ -10,6 +10,29 @@ from moh_jax.convert.rules import Rule
 
 
 @dataclasses.dataclass(frozen=True)
+class Exported:
+  """What the files of an exported folder say of its model.
+
+  Attributes:
+    form: one of the family's `exports`.
+    config: the run.
+    step: step of the checkpoint.
+    dtype: dtype of the stored weights.
+    parameters: number of parameters.
+    license: identifier of a licence, "" if none is stated.
+    scores: metrics of the model by name.
+  """
+
+  form: str
+  config: Config
+  step: int
+  dtype: str
+  parameters: int
+  license: str = ""
+  scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Converter:
   """Functions that read and write the public checkpoints of a family.
 
@@ -21,12 +44,15 @@ class Converter:
       meaning for the model.
     described: (format, path of a config.json, which need not exist) -> the
       model section that it describes, or None: the tensors' shapes must tell.
-    public_config: (model section, dtype, bos_id, eos_id) -> the config.json of
-      an exported folder; None where one file of tensors is exported.
+    folder_files: (`Exported`, folder that holds the tokenizer's files) -> the
+      other small files of an exported folder, texts by name; None where one
+      file of tensors is exported.
   """
 
   rules: Callable[[Any], list[Rule]]
   released_run: Callable[[Any, Mapping[str, Any]], Config]
   is_ignored: Callable[[Any, str], bool] = lambda model, name: False
   described: Callable[[str, pathlib.Path], Any] = lambda kind, path: None
-  public_config: Callable[..., dict[str, Any]] | None = None
+  folder_files: Callable[[Exported, pathlib.Path], Mapping[str, str]] | None = (
+    None
+  )

@@ -13,7 +13,7 @@ from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.convert import hf_config, rules
+from moh_jax.convert import hf_config, hf_folder, rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
 from moh_jax.convert.rules import Rule
@@ -68,6 +68,9 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
     ]
   attention += mix_rules("o_proj", "out", heads, dim, config.out_bias)
   attention += router_rules(budget, config.router, _ROUTER_NAMES)
+  if config.qk_norm:
+    for name in ("q_norm", "k_norm"):
+      attention.append(rules.one(f"{name}.weight", f"{name}/scale"))
   table = [
     *rules.prefixed(attention, "self_attn.", ("attn",)),
     rules.one("input_layernorm.weight", "attn_norm/scale"),
@@ -99,15 +102,20 @@ def _projection(
 
 
 def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:
-  """The model of transformers' config.json."""
-  if not path.is_file():
+  """The model of transformers' config.json.
+
+  Raises:
+    FileNotFoundError: the format needs the file.
+    ValueError: see `hf_config.read_config`.
+  """
+  if not path.is_file() and kind != "moh-hf":  # the shapes may tell
     return None
-  model = hf_config.read_config(path)
+  model = hf_config.read_config(path, kind)
   if kind == "moh-llama3" and model.router.kind == "none":
     return hf_config.moh_llama3(model)
   return model
 
 
 CONVERTER = Converter(
-  model_rules, released_run, is_ignored, _described, hf_config.to_hf
+  model_rules, released_run, is_ignored, _described, hf_folder.folder_files
 )

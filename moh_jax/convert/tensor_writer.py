@@ -52,19 +52,18 @@ def write_file(
   """Writes one file; after an error or a kill no partial file is left.
 
   Args:
-    path: file to write or replace; its directory must exist.
+    path: file to write or replace; parent folders are made.
     planned: tensors of the file.
     dtype: dtype to store, "float32" or "bfloat16".
     metadata: texts to store in the header.
 
   Raises:
-    FileNotFoundError: the directory of `path` does not exist.
+    NotADirectoryError: a parent folder is a file.
     ValueError: `path` is a directory.
   """
-  if not path.parent.is_dir():
-    raise FileNotFoundError(f"{path}: no directory {path.parent}; create it")
   if path.is_dir():
     raise ValueError(f"{path}: is a directory; expected a file name")
+  path.parent.mkdir(parents=True, exist_ok=True)
   with replacing(path) as temporary, temporary.open("wb") as file:
     _write(file, planned, dtype, metadata)
 
@@ -113,13 +112,14 @@ def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
   temporary folder.
 
   Args:
-    path: folder to make; it may exist if it is empty.
+    path: folder to make, with its parents; it may exist if it is empty.
 
   Raises:
-    FileNotFoundError: the directory of `path` does not exist.
+    NotADirectoryError: a parent folder is a file.
     ValueError: `path` is a file, or a folder with something in it.
   """
   check_vacant(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
   growing = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
   growing.mkdir()
   try:
@@ -133,11 +133,8 @@ def check_vacant(path: pathlib.Path) -> None:
   """Checks that a folder is empty or absent.
 
   Raises:
-    FileNotFoundError: the directory of `path` does not exist.
     ValueError: `path` is a file, or a folder with something in it.
   """
-  if not path.parent.is_dir():
-    raise FileNotFoundError(f"{path}: no directory {path.parent}; create it")
   if path.is_dir() and (found := sorted(path.iterdir())):
     raise ValueError(
       f"{path} holds {found[0].name!r}; choose a new or an empty folder"

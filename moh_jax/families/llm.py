@@ -23,7 +23,9 @@ class LLMFamily(Family):
   formats = {
     "llama": ("llama", "llm", "moh-llm"),
     "moh-llama3": ("moh-llama3",),
+    "moh-hf": ("moh-",),
   }
+  exports = ("hf", "released")
 
   def check(self, config: Config) -> None:
     """Sequences fit the positions; a schedule of top_k ends as the model is."""

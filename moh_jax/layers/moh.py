@@ -62,6 +62,9 @@ class MoHAttention(nn.Module):
     causal: whether a token sees only itself and the tokens before it.
     use_bias: biases of the query, key and value projections.
     out_bias: bias of the output projection; None is as `use_bias`.
+    qk_norm: epsilon of an RMSNorm over D of queries and keys, before RoPE; None
+      is no norm. The router `query_norm` reads the queries before it: after it
+      the norms of all heads would be nearly equal.
     kernel_init: initializer of the projections and the router.
     output_major: how the projections' kernels are stored, see `KernelLayer`.
     implementation: see `ops.attention.attention` and `ops.cached_attention`.
@@ -74,6 +77,7 @@ class MoHAttention(nn.Module):
   causal: bool = False
   use_bias: bool = True
   out_bias: bool | None = None
+  qk_norm: float | None = None
   kernel_init: KernelInit = normal_init
   output_major: bool = False
   implementation: str = "auto"
@@ -145,6 +149,11 @@ class MoHAttention(nn.Module):
     gates, aux = HeadRouter(
       self.budget, self.router, self.kernel_init, name="router"
     )(x, token_mask, norms=norms, choice=choice)
+    if self.qk_norm is not None:
+      q, k = (
+        nn.RMSNorm(self.qk_norm, dtype=self.dtype, name=f"{name}_norm")(part)
+        for name, part in (("q", q), ("k", k))
+      )
     if places.rotation is not None:
       q, k = (rotate(part, places.rotation) for part in (q, k))
     if cache is not None:

@@ -75,6 +75,7 @@ class Block(nn.Module):
       causal=True,
       use_bias=cfg.qkv_bias,
       out_bias=cfg.out_bias,
+      qk_norm=cfg.norm_eps if cfg.qk_norm else None,
       output_major=self.output_major,
       implementation=cfg.attention_impl,
       dtype=dtype,

@@ -1,6 +1,7 @@
 """Positions of tokens: relative coordinates, sines and cosines, rotations."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,8 @@ def sinusoidal(t: jax.Array, width: int) -> jax.Array:
 class Rotation:
   """Cosines and sines of the angles that RoPE rotates tokens by.
 
+  With "yarn" both are multiplied by its attention factor.
+
   Attributes:
     cos: [B, N, D / 2] float32.
     sin: [B, N, D / 2] float32.
@@ -180,7 +183,13 @@ def rotation(
     frequencies = 1.0 / np.float32(config.theta) ** exponents
     frequencies = _scaled_frequencies(frequencies, config)
     angles = angle_at * frequencies[None, None]
-  return Rotation(jnp.cos(angles), jnp.sin(angles))
+  by = Rotation(jnp.cos(angles), jnp.sin(angles))
+  if config.scaling != "yarn":
+    return by
+  sharper = config.attention_factor
+  if sharper is None:
+    sharper = 0.1 * np.log(config.factor) + 1
+  return jax.tree.map(lambda x: x * np.float32(sharper), by)
 
 
 def _scaled_frequencies(
@@ -192,11 +201,31 @@ def _scaled_frequencies(
   if config.scaling == "linear":
     return slow
   # The share is 0 for long wavelengths (low frequencies), 1 for short ones.
-  turns = config.original_length * frequencies / (2 * np.pi)
-  span = config.high_freq_factor - config.low_freq_factor
-  share = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)
+  if config.scaling == "yarn":
+    share = _yarn_share(len(frequencies), config)
+  else:
+    turns = config.original_length * frequencies / (2 * np.pi)
+    span = config.high_freq_factor - config.low_freq_factor
+    share = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)
   mixed = (1 - share) * slow + share * frequencies
   return mixed.astype(np.float32)
+
+
+def _yarn_share(pairs: int, config: RotaryConfig) -> np.ndarray:
+  """Share [pairs] of each pair's own frequency: a ramp from 1 down to 0."""
+
+  def pair_with(turns: float) -> float:
+    """Number of the pair that turns so often in the original length."""
+    wavelength = config.original_length / turns
+    return pairs * math.log(wavelength / (2 * math.pi), config.theta)
+
+  first, last = pair_with(config.beta_fast), pair_with(config.beta_slow)
+  if config.truncate:
+    first, last = math.floor(first), math.ceil(last)
+  # As published: the upper bound is the head's width, not its pairs.
+  first, last = max(first, 0), min(last, 2 * pairs - 1)
+  span = last - first or 1e-3
+  return 1 - np.clip((np.arange(pairs) - first) / span, 0.0, 1.0)
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:

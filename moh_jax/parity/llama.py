@@ -77,10 +77,11 @@ def model_config(hyper: Mapping[str, Any]) -> LLMConfig:
     hyper: the fields of transformers' config.json, and for MoH the release's
       own, shared_head and routed_head, of each layer or of all.
   """
-  config = hf_config.from_hf({"architectures": ["LlamaForCausalLM"], **hyper})
-  if "shared_head" not in hyper:
-    return config
   names = {"shared_heads": "shared_head", "top_k": "routed_head"}
+  plain = {k: v for k, v in hyper.items() if k not in names.values()}
+  config = hf_config.from_hf({"architectures": ["LlamaForCausalLM"], **plain})
+  if plain == hyper:
+    return config
   counts = {
     ours: tuple(np.broadcast_to(hyper[theirs], config.depth).tolist())
     for ours, theirs in names.items()

@@ -147,7 +147,7 @@ class RunTest(parameterized.TestCase):
     (
       "model",
       {"rope": {"base": 5.0}},
-      "unknown config key model.rope.base; known: ['factor', 'high_freq_",
+      "unknown config key model.rope.base; known: ['attention_factor', ",
     ),
     (
       "model",
@@ -156,8 +156,8 @@ class RunTest(parameterized.TestCase):
     ),
     (
       "model",
-      {"rope": {"scaling": "yarn"}},
-      "model.rope.scaling='yarn' must be one of ('none', 'linear',",
+      {"rope": {"scaling": "su"}},
+      "model.rope.scaling='su' must be one of ('none', 'linear',",
     ),
     (
       "model",

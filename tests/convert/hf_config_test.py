@@ -13,7 +13,7 @@ from moh_jax.config import (
   released_model,
   without_router,
 )
-from moh_jax.convert import hf_config
+from moh_jax.convert import hf_config, hf_config_writer
 from tests.convert import tiny_llm
 
 # Of meta-llama/Meta-Llama-3-8B, without what does not bear on the network.
@@ -52,6 +52,16 @@ def _read(**changes):
   return hf_config.from_hf({k: v for k, v in stored.items() if v != "absent"})
 
 
+def _sliding_qwen(**changes):
+  return {
+    "architectures": ["Qwen2ForCausalLM"],
+    "sliding_window": 100,
+    "use_sliding_window": True,
+    "max_window_layers": 28,
+    **changes,
+  }
+
+
 class ReadTest(parameterized.TestCase):
   def test_llama3_is_the_registered_model(self):
     self.assertEqual(_read(), released_model("llama3-8b"))
@@ -86,6 +96,79 @@ class ReadTest(parameterized.TestCase):
   def test_mistral_whose_window_never_closes(self, window):
     model = _read(architectures=["MistralForCausalLM"], sliding_window=window)
     self.assertEqual(model, released_model("llama3-8b"))
+
+  def test_window_bounds_the_texts(self):
+    for changes, longest in (
+      ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
+      (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "absent"},
+        4096,
+      ),
+      ({"architectures": ["LlamaForCausalLM"], "sliding_window": 100}, 8192),
+      (_sliding_qwen(), 100),
+      (_sliding_qwen(max_window_layers=32), 8192),
+      (_sliding_qwen(use_sliding_window=False), 8192),
+      (_sliding_qwen(layer_types=["full_attention"] * 32), 8192),
+      (
+        _sliding_qwen(
+          max_window_layers=32,
+          layer_types=["full_attention"] * 31 + ["sliding_attention"],
+        ),
+        100,
+      ),
+    ):
+      with self.subTest(**changes):
+        self.assertEqual(_read(**changes).max_length, longest)
+
+  def test_window_is_said(self):
+    with self.assertLogs(level="WARNING") as logs:
+      _read(architectures=["MistralForCausalLM"], sliding_window=100)
+    self.assertRegex(logs.output[0], "sliding_window=100.*embeddings=8192")
+
+  def test_qwen3_norms_queries_and_keys(self):
+    model = _read(architectures=["Qwen3ForCausalLM"], head_dim="absent")
+    self.assertTrue(model.qk_norm)
+    self.assertFalse(model.qkv_bias or model.out_bias)
+    self.assertEqual(model.head_dim, 128)
+    biased = _read(architectures=["Qwen3ForCausalLM"], attention_bias=True)
+    self.assertTrue(biased.qkv_bias and biased.out_bias)
+
+  @parameterized.parameters(("LlamaForCausalLM", 32), ("MistralForCausalLM", 8))
+  def test_absent_keys_mean_what_the_architecture_says(self, name, kv_heads):
+    model = _read(architectures=[name], num_key_value_heads="absent")
+    self.assertEqual(model.num_kv_heads, kv_heads)
+
+  def test_yarn_with_and_without_its_options(self):
+    yarn = {
+      "rope_type": "yarn",
+      "factor": 4,
+      "original_max_position_embeddings": 4096,
+    }
+    model = _read(rope_scaling=yarn)
+    expected = RotaryConfig(
+      theta=500000.0, scaling="yarn", factor=4.0, original_length=4096
+    )
+    self.assertEqual(model.rope, expected)
+    self.assertEqual(model.max_length, 4 * 4096)
+    options = {
+      "beta_fast": 16.0,
+      "beta_slow": 2.0,
+      "truncate": False,
+      "attention_factor": 1.5,
+    }
+    model = _read(rope_scaling=yarn | options | {"mscale": 1.0})
+    self.assertEqual(model.rope, dataclasses.replace(expected, **options))
+
+  def test_yarn_without_original_length_has_that_of_the_training(self):
+    model = _read(rope_scaling={"type": "yarn", "factor": 2.0})
+    self.assertEqual(model.rope.original_length, 8192)
+    self.assertEqual(model.max_length, 16384)
+
+  def test_keys_of_no_effect_are_no_obstacle(self):
+    model = _read(
+      pad_token_id=3, dtype="bfloat16", temperature=0.6, is_decoder=False
+    )
+    self.assertEqual(model, _read())
 
   def test_model_type_stands_in_for_architectures(self):
     model = _read(architectures="absent", model_type="qwen2")
@@ -122,26 +205,38 @@ class ReadTest(parameterized.TestCase):
     ({"architectures": "absent", "model_type": "gpt2"}, "'gpt2'.*'llama'"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
     (
-      {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-      "sliding_window=4096 must be null",
+      {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+      "sliding_window=0 must be an integer of at least 1",
+    ),
+    (
+      {"layer_types": ["full_attention", "sliding_attention"]},
+      r"layer_types=.*must each be in \['full_attention'\]",
     ),
     (
       {
         "architectures": ["Qwen2ForCausalLM"],
-        "sliding_window": 4096,
-        "use_sliding_window": True,
+        "layer_types": ["sliding_attention"] * 32,
       },
-      "sliding_window=4096",
+      r"layer_types=.*must each be in \['full_attention'\]",
     ),
-    (
-      {"layer_types": ["full_attention", "sliding_attention"]},
-      "layer_types=.*must be 'full_attention'",
-    ),
+    ({"layer_types": ["linear_attention"]}, "layer_types=.*must each be"),
+    ({"logit_scale": 0.5}, "unknown key 'logit_scale'=0.5 may change"),
+    ({"clip_qkv": 8}, "unknown key 'clip_qkv'=8"),
+    ({"is_encoder_decoder": True}, "unknown key 'is_encoder_decoder'=True"),
     ({"quantization_config": {"bits": 4}}, "quantization_config=.*'bits': 4"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
     (
-      {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-      "rope_scaling.rope_type='yarn' must be one of .*'llama3'",
+      {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+      "rope_scaling.rope_type='longrope' must be one of .*'llama3', 'yarn'",
+    ),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor=None"),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 40}},
+      "rope.beta_slow=40.0 must be above 0 and at most rope.beta_fast=32.0",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1}},
+      r"rope_scaling: unknown keys \['alpha'\]",
     ),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=None"),
     (
@@ -163,14 +258,14 @@ class ReadTest(parameterized.TestCase):
       {"moh_jax": {"router": "query_norm"}},
       r"moh_jax\.router\.kind='query_norm'",
     ),
-    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs moh_jax.router.kind"),
+    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs router.kind"),
   )
   def test_other_networks_are_refused_by_field_and_value(self, changes, regex):
     with self.assertRaisesRegex(ValueError, regex):
       _read(**changes)
 
 
-class FileTest(absltest.TestCase):
+class FileTest(parameterized.TestCase):
   def _file(self, text: str) -> pathlib.Path:
     path = pathlib.Path(self.create_tempdir().full_path) / "config.json"
     path.write_text(text)
@@ -180,6 +275,26 @@ class FileTest(absltest.TestCase):
     path = self._file(json.dumps(_LLAMA3 | {"hidden_act": "gelu"}))
     with self.assertRaisesRegex(ValueError, "config.json: hidden_act='gelu'"):
       hf_config.read_config(path)
+
+  @parameterized.parameters(
+    ("LlamaForCausalLM", "--from moh-llama3"),
+    ("MoHLlamaForCausalLM", "--from moh-hf"),
+  )
+  def test_own_code_names_the_option(self, architecture, option):
+    plain = _LLAMA3 | {"architectures": [architecture]}
+    mapped = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    path = self._file(json.dumps(plain | {"auto_map": mapped}))
+    with self.assertRaisesRegex(ValueError, option):
+      hf_config.read_config(path)
+    path = self._file(json.dumps(plain))
+    (path.parent / "modeling_llama.py").write_text("raise SystemExit")
+    with self.assertRaisesRegex(ValueError, option):
+      hf_config.read_config(path)
+
+  def test_the_release_may_have_code(self):
+    path = self._file(json.dumps(_LLAMA3 | {"auto_map": {"AutoModel": "a.B"}}))
+    model = hf_config.read_config(path, "moh-llama3")
+    self.assertEqual(model, released_model("llama3-8b"))
 
   def test_damaged_json_is_named(self):
     with self.assertRaisesRegex(ValueError, "config.json: not valid JSON"):
@@ -199,6 +314,7 @@ def _all_models():
   tiny = tiny_llm.MHA
   changes = {
     "tiny_moh": {"model": tiny_llm.MOH},
+    "released": {"model": tiny_llm.QUERY_NORM},
     "paper": {
       "model": tiny_llm.MOH,
       "router": RouterConfig(gate_form="paper", two_stage=False),
@@ -225,6 +341,24 @@ def _all_models():
         scaling="llama3", factor=8.0, low_freq_factor=2.0, original_length=32
       ),
     },
+    "qwen3": {"qk_norm": True},
+    "qwen3_biases": {"qk_norm": True, "qkv_bias": True, "out_bias": True},
+    "qwen3_moh": {"model": tiny_llm.QUERY_NORM, "qk_norm": True},
+    "yarn": {
+      "rope": RotaryConfig(scaling="yarn", factor=4.0, original_length=16),
+    },
+    "yarn_options": {
+      "rope": RotaryConfig(
+        scaling="yarn",
+        factor=4.0,
+        original_length=10,
+        beta_fast=8.0,
+        beta_slow=0.5,
+        truncate=False,
+        attention_factor=1.25,
+      ),
+      "max_length": 100,
+    },
     "unused": {"rope": RotaryConfig(factor=2.0, original_length=5)},
   }
   for name, fields in changes.items():
@@ -240,7 +374,7 @@ _MODELS = _all_models()
 class RoundTripTest(parameterized.TestCase):
   @parameterized.parameters(*_MODELS)
   def test_reading_what_was_written_gives_the_model(self, name):
-    written = json.loads(json.dumps(hf_config.to_hf(_MODELS[name])))
+    written = json.loads(json.dumps(hf_config_writer.to_hf(_MODELS[name])))
     self.assertEqual(hf_config.from_hf(written), _MODELS[name])
 
   @parameterized.parameters(
@@ -249,6 +383,10 @@ class RoundTripTest(parameterized.TestCase):
     ("unused", "LlamaForCausalLM", "llama"),
     ("linear", "LlamaForCausalLM", "llama"),
     ("qwen2", "Qwen2ForCausalLM", "qwen2"),
+    ("qwen3", "Qwen3ForCausalLM", "qwen3"),
+    ("qwen3_biases", "Qwen3ForCausalLM", "qwen3"),
+    ("qwen3_moh", "MoHLlamaForCausalLM", "moh_llama"),
+    ("yarn_options", "LlamaForCausalLM", "llama"),
     ("out_bias", "MoHLlamaForCausalLM", "moh_llama"),
     ("heads_by_layer", "MoHLlamaForCausalLM", "moh_llama"),
     ("moh-llama3-8b", "MoHLlamaForCausalLM", "moh_llama"),
@@ -257,24 +395,92 @@ class RoundTripTest(parameterized.TestCase):
   def test_only_what_transformers_computes_has_its_name(
     self, name, architecture, model_type
   ):
-    written = hf_config.to_hf(_MODELS[name])
+    written = hf_config_writer.to_hf(_MODELS[name])
     self.assertEqual(written["architectures"], [architecture])
     self.assertEqual(written["model_type"], model_type)
 
   def test_released_llama_needs_no_key_of_ours(self):
-    written = hf_config.to_hf(
+    written = hf_config_writer.to_hf(
       released_model("llama3-8b"), bos_id=128000, eos_id=128001
     )
     self.assertNotIn("moh_jax", written)
     same = {k: v for k, v in _LLAMA3.items() if k != "pretraining_tp"}
     self.assertContainsSubset(same | {"torch_dtype": "float32"}, written)
 
-  def test_moh_fields_stand_under_our_key(self):
-    ours = hf_config.to_hf(_MODELS["order"])["moh_jax"]
-    self.assertEqual(ours["router"]["kind"], "query_norm")
-    self.assertEqual(ours["shared_heads"], (3, 3, 3))
-    self.assertEqual(ours["top_k"], (1, 1, 1))
-    self.assertLen(ours["head_order"], 3)
+  def test_our_architecture_has_its_keys(self):
+    written = hf_config_writer.to_hf(_MODELS["order"], balance_weight=0.5)
+    self.assertEqual(written["router"]["kind"], "query_norm")
+    self.assertEqual(written["shared_heads"], (3, 3, 3))
+    self.assertEqual(written["selected_heads"], (1, 1, 1))
+    self.assertIsNone(written["heads_per_layer"])
+    self.assertLen(written["head_order"], 3)
+    self.assertEqual(written["router_aux_loss_coef"], 0.5)
+    self.assertEqual(written["auto_map"]["AutoModel"], "modeling_moh.MoHModel")
+    self.assertNotIn("moh_jax", written)
+
+  def test_heads_of_each_layer(self):
+    written = hf_config_writer.to_hf(_MODELS["heads_by_layer"])
+    self.assertEqual(written["heads_per_layer"], (3, 6, 3))
+
+  def test_older_exports_with_our_key_alone(self):
+    model = _MODELS["order"]
+    stored = hf_config_writer.to_hf(without_router(model, head_order=()))
+    names = ("router", "shared_heads", "top_k", "head_order")
+    fields = dataclasses.asdict(model)
+    stored["architectures"] = ["MoHLlamaForCausalLM"]
+    stored["moh_jax"] = {name: fields[name] for name in names}
+    read = hf_config.from_hf(json.loads(json.dumps(stored)))
+    self.assertEqual(read, model)
+
+  def test_heads_must_stand_beside_a_router(self):
+    stored = hf_config_writer.to_hf(_MODELS["order"])
+    del stored["selected_heads"]
+    with self.assertRaisesRegex(ValueError, "no 'selected_heads'"):
+      hf_config.from_hf(stored)
+
+  def test_scaling_has_its_name_for_older_versions(self):
+    scaling = hf_config_writer.to_hf(_MODELS["llama3"])["rope_scaling"]
+    self.assertEqual(scaling["type"], "llama3")
+    self.assertEqual(scaling["rope_type"], "llama3")
+
+
+class ReleasedTest(parameterized.TestCase):
+  def test_config_is_that_of_the_plain_llama(self):
+    model = released_model("moh-llama3-8b")
+    written = hf_config_writer.to_released(model)
+    plain = hf_config_writer.to_hf(released_model("llama3-8b"))
+    self.assertEqual(written, plain | {"vocab_size": model.vocab_size})
+    self.assertEqual(hf_config.moh_llama3(hf_config.from_hf(written)), model)
+
+  def test_scaling_has_the_keys_that_the_release_reads(self):
+    rope = RotaryConfig(scaling="linear", factor=2.0)
+    model = dataclasses.replace(_MODELS["released"], rope=rope)
+    written = hf_config_writer.to_released(model)
+    self.assertEqual(written["rope_scaling"], {"type": "linear", "factor": 2.0})
+
+  @parameterized.parameters(
+    ({"router": RouterConfig()}, "router.kind='two_stage' must be"),
+    ({"shared_heads": (3, 3, 2)}, r"shared_heads=.* must be \(3, 3, 3\)"),
+    ({"top_k": (2, 1, 1)}, r"top_k=.* must be \(1, 1, 1\)"),
+    ({"head_order": ((1, 0, 2, 3, 4, 5),) * 3}, "head_order=.*must be"),
+    ({"head_dim": 6}, "head_dim=6 must be 4"),
+    ({"mlp_bias": True}, "mlp_bias=True must be False"),
+    ({"qkv_bias": True}, "it is a Qwen2ForCausalLM"),
+    ({"out_bias": True}, "it is a MoHLlamaForCausalLM"),
+    ({"rope": RotaryConfig(scaling="llama3")}, "scaling='llama3' must be one"),
+    (
+      {"num_heads": (9,) * 3, "shared_heads": (4,) * 3, "top_k": (2,) * 3},
+      "num_heads=.* must be even",
+    ),
+    (
+      {"num_heads": (6, 9, 6), "router": RouterConfig()},
+      "router.kind=.*; model.num_heads=",
+    ),
+  )
+  def test_other_forms_are_refused_by_field(self, changes, regex):
+    model = dataclasses.replace(_MODELS["released"], **changes)
+    with self.assertRaisesRegex(ValueError, f"--to released: .*{regex}"):
+      hf_config_writer.to_released(model)
 
 
 if __name__ == "__main__":

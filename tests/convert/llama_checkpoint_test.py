@@ -24,7 +24,7 @@ from moh_jax.config import (
   get_family,
   released_model,
 )
-from moh_jax.convert import checkpoints, hf_config, tensor_writer
+from moh_jax.convert import checkpoints, hf_config_writer, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
@@ -42,6 +42,8 @@ _PLAIN = {
   "wide_heads": {"head_dim": 10},
   "tied": {"tie_embeddings": True},
   "qwen2": {"qkv_bias": True},
+  "qwen3": {"qk_norm": True, "head_dim": 8},
+  "qwen3_tied": {"qk_norm": True, "tie_embeddings": True, "num_kv_heads": 6},
   "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
   "norm_eps": {"norm_eps": 1e-2, "rope": RotaryConfig(theta=50.0)},
   "linear": {
@@ -51,6 +53,24 @@ _PLAIN = {
   "dynamic": {
     "rope": RotaryConfig(scaling="dynamic", factor=2.0, original_length=8),
     "max_length": 16,
+  },
+  "yarn": {
+    "rope": RotaryConfig(
+      theta=100.0, scaling="yarn", factor=4.0, original_length=16
+    ),
+  },
+  "yarn_options": {
+    "rope": RotaryConfig(
+      theta=100.0,
+      scaling="yarn",
+      factor=4.0,
+      original_length=16,
+      beta_fast=4.0,
+      beta_slow=0.5,
+      truncate=False,
+      attention_factor=1.3,
+    ),
+    "qk_norm": True,
   },
   "llama3": {
     "rope": RotaryConfig(
@@ -123,7 +143,9 @@ class ConvertTest(_Case):
     tensor_file = self.source / "model-00001-of-00001.safetensors"
     checkpoints_tensors = read_tensors(tensor_file) | more
     _write(tensor_file, checkpoints_tensors)
-    (self.source / "config.json").write_text(json.dumps(hf_config.to_hf(tied)))
+    (self.source / "config.json").write_text(
+      json.dumps(hf_config_writer.to_hf(tied))
+    )
     self._convert()
     self.assertNotIn("head", restore(str(self.out)).params)
 
@@ -221,17 +243,24 @@ class BadSourceTest(_Case):
     self._refused(ValueError, rf"1 missing: {gone}; 1 shape: {bent} \(3, 3\)")
 
   def test_config_of_another_network(self):
-    stored = hf_config.to_hf(tiny_llm.MHA) | {"hidden_act": "relu"}
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"hidden_act": "relu"}
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "config.json: hidden_act='relu'")
 
+  def test_code_of_its_own(self):
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {
+      "auto_map": {"AutoModel": "modeling_llama.LlamaModel"}
+    }
+    (self.source / "config.json").write_text(json.dumps(stored))
+    self._refused(ValueError, "config.json: auto_map=.*--from moh-llama3")
+
   def test_heads_that_do_not_group(self):
-    stored = hf_config.to_hf(tiny_llm.MHA) | {"num_key_value_heads": 4}
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"num_key_value_heads": 4}
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "num_key_value_heads=4 must divide")
 
   def test_heads_too_few_to_route(self):
-    stored = hf_config.to_hf(tiny_llm.MHA) | {
+    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {
       "num_attention_heads": 1,
       "num_key_value_heads": 1,
     }
@@ -288,7 +317,7 @@ class TokenizerTest(_Case):
     self.assertEqual(metadata.tokenizer_sha256, "")
     folder = self._export()
     names = sorted(path.name for path in folder.iterdir())
-    self.assertEqual(names, ["config.json", "model.safetensors"])
+    self.assertEqual(names, ["README.md", "config.json", "model.safetensors"])
 
 
 class ExportTest(_Case):
@@ -310,12 +339,14 @@ class ExportTest(_Case):
   )
   def test_moh_model_comes_back_as_itself(self, _, model):
     tiny_llm.write_folder(self.source, model)
-    self._convert()
+    with self.assertRaisesRegex(ValueError, "use --from moh-hf"):
+      self._convert()
+    self._convert("moh-hf")
     self.assertEqual(restore(str(self.out)).config.model, model)
     folder = self._export()
     config = json.loads((folder / "config.json").read_text())
     self.assertEqual(config["architectures"], ["MoHLlamaForCausalLM"])
-    convert("llama", str(folder), str(self.folder / "third"))
+    convert("moh-hf", str(folder), str(self.folder / "third"))
     again = restore(str(self.folder / "third"))
     self.assertEqual(again.config.model, model)
     chex.assert_trees_all_equal(again.params, tiny_llm.random_params(model))
@@ -352,14 +383,12 @@ class ExportTest(_Case):
       self._export("hf")
     with self.assertRaisesRegex(ValueError, "config.json is a file"):
       self._export("hf/config.json")
-    with self.assertRaisesRegex(FileNotFoundError, "no directory"):
-      self._export("nowhere/deep")
 
   def test_empty_folder_is_filled(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA)
     self._convert()
     (self.folder / "empty").mkdir()
-    self.assertLen(list(self._export("empty").iterdir()), 2)
+    self.assertLen(list(self._export("empty").iterdir()), 3)
 
   def test_failure_in_the_middle_leaves_nothing(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA)
@@ -444,20 +473,13 @@ class TransformersTest(_Case):
     theirs.save_pretrained(self.folder / "theirs", max_shard_size="6KB")
     convert("llama", str(self.folder / "theirs"), str(self.folder / "third"))
     again = restore(str(self.folder / "third"))
-    described = hf_config.to_hf(again.config.model)
-    expected = hf_config.to_hf(model)
+    described = hf_config_writer.to_hf(again.config.model)
+    expected = hf_config_writer.to_hf(model)
     for stored in (described, expected):
       stored.pop("moh_jax", None)  # what does not change the outputs
     self.assertEqual(described, expected)
     self.assertEqual(again.config.model.max_length, model.max_length)
     chex.assert_trees_all_equal(again.params, restored.params)
-
-  def test_moh_model_is_no_llama_if_transformers_is_there(self):
-    import transformers
-
-    tiny_llm.write_folder(self.source, tiny_llm.QUERY_NORM)
-    with self.assertRaisesRegex(ValueError, "moh_llama"):
-      transformers.AutoModelForCausalLM.from_pretrained(self.source)
 
 
 if __name__ == "__main__":

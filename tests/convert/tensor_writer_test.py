@@ -89,8 +89,11 @@ class FileTest(parameterized.TestCase):
     self.path.mkdir()
     with self.assertRaisesRegex(ValueError, "out: is a directory"):
       tensor_writer.write_file(self.path, [], "float32", {})
-    with self.assertRaisesRegex(FileNotFoundError, "no directory .*nowhere"):
-      tensor_writer.write_file(self.path / "nowhere" / "out", [], "float32", {})
+
+  def test_parent_folders_are_made(self):
+    path = self.path / "new" / "deep" / "out"
+    tensor_writer.write_file(path, _planned(w=np.ones(2)), "float32", {})
+    self.assertTrue(path.is_file())
 
 
 class FolderTest(parameterized.TestCase):

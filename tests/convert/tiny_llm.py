@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moh_jax.config import LLMConfig, without_router
-from moh_jax.convert import hf_config, rules
+from moh_jax.convert import hf_config, hf_config_writer, rules
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
@@ -77,7 +77,7 @@ def write_folder(
     (folder / "model.safetensors.index.json").write_text(
       json.dumps({"metadata": {}, "weight_map": weight_map})
     )
-  config = hf_config.to_hf(model) if config is None else config
+  config = hf_config_writer.to_hf(model) if config is None else config
   if config:
     (folder / "config.json").write_text(json.dumps(config))
   return stored

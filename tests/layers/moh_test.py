@@ -246,6 +246,33 @@ class QueryNormAttentionTest(parameterized.TestCase):
     expected = routing.query_norm_gates(norms, small.BUDGET)
     chex.assert_trees_all_close(decided, expected, rtol=1e-4)
 
+  def test_norm_of_queries_and_keys_does_not_change_the_routing(self):
+    x = small.tokens()
+    plain = MoHAttention(small.BUDGET, _QUERY_NORM)
+    normed = MoHAttention(small.BUDGET, _QUERY_NORM, qk_norm=1e-6)
+    variables = small.params(normed, x)
+    rest = dict(variables["params"])
+    self.assertEqual(rest.pop("q_norm")["scale"].shape, (3,))
+    self.assertEqual(rest.pop("k_norm")["scale"].shape, (3,))
+    ours, theirs = (
+      module.apply(given, x, mutable=["intermediates"])
+      for module, given in ((normed, variables), (plain, {"params": rest}))
+    )
+    chex.assert_trees_all_equal(ours[1], theirs[1])
+    self.assertGreater(float(jnp.abs(ours[0][0] - theirs[0][0]).max()), 1e-2)
+
+  def test_normed_queries_and_keys_do_not_depend_on_their_lengths(self):
+    module = MoHAttention(small.BUDGET, RouterConfig("none"), qk_norm=1e-12)
+    variables = small.params(module, small.tokens())
+    scaled = jax.tree.map(lambda p: p, variables)
+    of_qkv = np.array([3.0, 0.2, 1.0])[:, None, None]
+    scaled["params"]["qkv"] = jax.tree.map(
+      lambda p: np.asarray(p) * of_qkv, variables["params"]["qkv"]
+    )
+    np.testing.assert_allclose(
+      _attend(module, scaled), _attend(module, variables), atol=2e-5
+    )
+
   def test_order_of_heads_is_as_if_the_weights_were_moved(self):
     module = MoHAttention(small.BUDGET, _QUERY_NORM)
     variables = small.params(module, small.tokens())

@@ -17,6 +17,7 @@ from tests.models import small_llm as small
 _CACHED = {
   "two_stage_grouped": (small.CONFIG, False),
   "query_norm_tied_mha": (small.TIED, True),
+  "qk_norm_yarn": (small.NORMED, True),
   "none_unequal": (
     small.changed("none", shared_heads=(4, 3), top_k=(0, 1)),
     True,

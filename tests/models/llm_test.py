@@ -224,6 +224,18 @@ class OutputTest(parameterized.TestCase):
       without, _ = small.forward(small.BIASED, zeroed)
       self.assertGreater(float(jnp.abs(logits - without).max()), 1e-3)
 
+  def test_norms_of_queries_and_keys_are_there_and_count(self):
+    variables = small.random_variables(small.NORMED)
+    logits, _ = small.forward(small.NORMED)
+    for name in ("q_norm", "k_norm"):
+      flat = traverse_util.flatten_dict(variables, sep="/")
+      scale = flat[f"params/blocks0/attn/{name}/scale"]
+      chex.assert_shape(scale, (2, small.NORMED.head_dim))
+      flat[f"params/blocks0/attn/{name}/scale"] = scale * 2
+      doubled = traverse_util.unflatten_dict(flat, sep="/")
+      changed, _ = small.forward(small.NORMED, doubled)
+      self.assertGreater(float(jnp.abs(logits - changed).max()), 1e-3)
+
 
 class RouterTest(parameterized.TestCase):
   def test_query_norm_with_all_heads_on_is_multi_head_attention_exactly(self):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config import LLMConfig, RouterConfig
+from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig
 from moh_jax.models.llm import LLM
 from moh_jax.runtime.params import init_params, unbox
 from tests.training import tiny
@@ -24,6 +24,11 @@ def changed(router: str = "two_stage", **changes) -> LLMConfig:
 
 UNEQUAL = changed(top_k=(1, 3))
 TIED = changed("query_norm", tie_embeddings=True, num_kv_heads=4)
+NORMED = changed(
+  "query_norm",
+  qk_norm=True,
+  rope=RotaryConfig(theta=50.0, scaling="yarn", factor=4.0, original_length=4),
+)
 BIASED = changed(qkv_bias=True, out_bias=True, mlp_bias=True)
 
 

@@ -203,6 +203,15 @@ _ROPE = {
     high_freq_factor=4.0,
     original_length=60,
   ),
+  "yarn": RotaryConfig(
+    theta=100.0,
+    scaling="yarn",
+    factor=4.0,
+    beta_fast=4.0,
+    beta_slow=0.5,
+    truncate=False,
+    original_length=60,
+  ),
 }
 _LONG = 40
 _DIM = 16
@@ -231,6 +240,13 @@ def _frequencies(config: RotaryConfig, length: int) -> np.ndarray:
         share /= config.high_freq_factor - config.low_freq_factor
         slow = frequency / config.factor
         frequency = (1 - share) * slow + share * frequency
+    if config.scaling == "yarn":
+      # Between the borders the share is linear in i, so in the logarithm of
+      # the number of turns.
+      turns = math.log(config.original_length / wavelength)
+      slow, fast = math.log(config.beta_slow), math.log(config.beta_fast)
+      share = min(max((turns - slow) / (fast - slow), 0.0), 1.0)
+      frequency *= share + (1 - share) / config.factor
     frequencies.append(frequency)
   return np.array(frequencies)
 
@@ -244,12 +260,15 @@ class RotationTest(parameterized.TestCase):
     chex.assert_shape([got.cos, got.sin], (2, length, 8))
     chex.assert_type([got.cos, got.sin], jnp.float32)
     angles = positions[..., None] * _frequencies(config, length)
-    np.testing.assert_allclose(got.cos, np.cos(angles), atol=2e-5)
-    np.testing.assert_allclose(got.sin, np.sin(angles), atol=2e-5)
+    sharper = 0.1 * math.log(4) + 1 if scaling == "yarn" else 1.0
+    np.testing.assert_allclose(got.cos, sharper * np.cos(angles), atol=2e-5)
+    np.testing.assert_allclose(got.sin, sharper * np.sin(angles), atol=2e-5)
 
-  def test_llama3_case_has_all_three_bands(self):
-    ratios = _frequencies(_ROPE["none"], 1) / _frequencies(_ROPE["llama3"], 1)
-    kept, divided = np.isclose(ratios, 1), np.isclose(ratios, 8)
+  @parameterized.parameters("llama3", "yarn")
+  def test_case_has_all_three_bands(self, name):
+    ratios = _frequencies(_ROPE["none"], 1) / _frequencies(_ROPE[name], 1)
+    kept = np.isclose(ratios, 1)
+    divided = np.isclose(ratios, _ROPE[name].factor)
     self.assertTrue(kept.any())
     self.assertTrue(divided.any())
     self.assertTrue((~kept & ~divided).any())
@@ -297,7 +316,7 @@ class RotateTest(parameterized.TestCase):
     expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
     np.testing.assert_allclose(turned, expected, atol=1e-5)
 
-  @parameterized.parameters("none", "linear", "llama3")
+  @parameterized.parameters("none", "linear", "llama3", "yarn")
   def test_scores_depend_on_the_differences_of_positions(self, scaling):
     rng = np.random.default_rng(0)
     q, k = (

@@ -3,7 +3,7 @@
 import argparse
 
 from moh_jax.cli import common, fields
-from moh_jax.config import EvalConfig, public_formats
+from moh_jax.config import EvalConfig, export_forms, public_formats
 from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
 
 _UNITS = {"GB": 10**9, "MB": 10**6}
@@ -71,6 +71,13 @@ def export(parser: argparse.ArgumentParser) -> None:
     "transformers loads, new or empty",
   )
   parser.add_argument(
+    "--to",
+    choices=export_forms(),
+    help="form of a language model's folder: hf (default) is what transformers "
+    "loads, with our code where it has none for the model; released is what "
+    "the modeling file of the MoH-LLaMA3 release runs",
+  )
+  parser.add_argument(
     "--dtype", choices=DTYPES, default="float32", help="of the stored weights"
   )
   parser.add_argument(
@@ -79,6 +86,18 @@ def export(parser: argparse.ArgumentParser) -> None:
     default=SHARD_SIZE,
     metavar="SIZE",
     help="largest file of a language model, as 5GB or 500MB (default: 5GB)",
+  )
+  parser.add_argument(
+    "--license",
+    default="",
+    metavar="NAME",
+    help="licence that the model card states, such as apache-2.0",
+  )
+  parser.add_argument(
+    "--scores",
+    default="",
+    metavar="FILE.json",
+    help="scores for the model card, as `evaluate --json` writes them",
   )
 
 

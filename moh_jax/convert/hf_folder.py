@@ -1,0 +1,100 @@
+"""The small files of a language model's folder for transformers.
+
+Beside the weights and the tokenizer: config.json, generation_config.json, the
+model card README.md, and for models of our own architecture the code that
+computes them. What a checkpoint brought along, such as its generation_config,
+is not replaced.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import tokenizers as hf
+
+from moh_jax.convert import hf_config, hf_config_writer, model_card
+from moh_jax.convert.converter import Exported
+from moh_jax.data.text.tokenizers import load_tokenizer
+
+CONFIG_FILE = "config.json"
+_CODE = pathlib.Path(__file__).parent / "transformers_code"
+_CONFIGS = {
+  "hf": hf_config_writer.to_hf,
+  "released": hf_config_writer.to_released,
+}
+
+
+def folder_files(exported: Exported, folder: pathlib.Path) -> dict[str, str]:
+  """Makes the texts of the files, by name.
+
+  Args:
+    exported: the model.
+    folder: where the tokenizer's files are.
+
+  Raises:
+    ValueError: the model cannot be written in this form.
+  """
+  config = exported.config
+  ids = _ids(folder)
+  stored = _CONFIGS[exported.form](
+    config.model,
+    dtype=exported.dtype,
+    balance_weight=config.train.balance_weight,
+    **{f"{name}_id": value for name, value in ids.items()},
+  )
+  files = {CONFIG_FILE: _json(stored)}
+  has_code = stored["architectures"] == [hf_config.OUR_ARCHITECTURE]
+  if has_code:
+    files |= {path.name: path.read_text() for path in _CODE.glob("*.py")}
+  generation = {f"{name}_token_id": value for name, value in ids.items()}
+  generation = {
+    name: value for name, value in generation.items() if value is not None
+  }
+  made = {
+    "generation_config.json": _json(generation) if generation else "",
+    "tokenizer_config.json": _tokenizer_config(folder, ids),
+  }
+  for name, text in made.items():
+    if text and not (folder / name).exists():
+      files[name] = text
+  card = model_card.model_card(exported, has_code=has_code)
+  return {**files, "README.md": card}
+
+
+def _json(value: Any) -> str:
+  return json.dumps(value, indent=2) + "\n"
+
+
+def _ids(folder: pathlib.Path) -> dict[str, int | None]:
+  """Ids of begin and end of text, {} if no tokenizer can be loaded."""
+  try:
+    tokenizer = load_tokenizer(folder)
+  except (FileNotFoundError, ValueError):  # the library may be missing
+    return {}
+  return {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+
+
+def _tokenizer_config(folder: pathlib.Path, ids: dict[str, int | None]) -> str:
+  """What transformers needs to load a tokenizer.json, "" if there is none.
+
+  Without it the class of the tokenizer follows from the architecture, which it
+  does not know.
+  """
+  path = folder / "tokenizer.json"
+  if not ids or not path.exists():
+    return ""
+  tokenizer = hf.Tokenizer.from_file(str(path))
+  tokens = {
+    f"{name}_token": tokenizer.id_to_token(value)
+    for name, value in ids.items()
+    if value is not None
+  }
+  if "eos_token" in tokens:  # for batches
+    tokens |= {"pad_token": tokens["eos_token"], "padding_side": "left"}
+  return _json(
+    {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "clean_up_tokenization_spaces": False,
+      **tokens,
+    }
+  )

@@ -1,0 +1,107 @@
+"""Models of the LLaMA family as two versions of transformers compute them.
+
+The results were recorded by tests/tools/record_transformers.py.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import LLMConfig
+from moh_jax.convert import hf_config, hf_config_writer, llama, rules
+from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
+from moh_jax.inference.options import Sampling
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_params import unroll
+from moh_jax.ops.position import rotation
+from tests.convert import tiny_llm
+from tests.tools import record_transformers as recorder
+
+_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+_VERSIONS = ("4.57.6", "5.23.0")
+
+
+@functools.cache
+def _recorded(version: str) -> dict[str, np.ndarray]:
+  with np.load(_GOLDENS / f"transformers_{version}.npz") as stored:
+    return dict(stored)
+
+
+def _model(version: str, case: str) -> tuple[LLMConfig, dict[str, np.ndarray]]:
+  """Our config from their config.json, and their tensors."""
+  meta = json.loads(str(_recorded(version)[f"{case}/meta"]))
+  tensors = {n: recorder.weight(n, s) for n, s in meta["shapes"].items()}
+  return hf_config.from_hf(meta["config"]), tensors
+
+
+def _converted(config: LLMConfig, tensors: dict[str, np.ndarray]):
+  table, abstract = llama.model_rules(config), tiny_llm.abstract(config)
+  return rules.load_params(table, tensors, abstract, source="recorded")
+
+
+class RecordedTest(parameterized.TestCase):
+  # The two versions differ in their config.json; the numbers are compared with
+  # both, and computed once.
+  @parameterized.parameters(*recorder.CASES)
+  def test_logits_and_greedy_tokens_are_those_of_transformers(self, case):
+    config, tensors = _model(_VERSIONS[0], case)
+    self.assertEqual(config, _model(_VERSIONS[1], case)[0])
+    params = _converted(config, tensors)
+    tokens = recorder.tokens().astype(np.int32)
+    logits, _ = jax.jit(LLM(config).apply)({"params": params}, tokens)
+    prompts, steps = tokens[:, : recorder.PROMPT], recorder.NEW
+    model, params = LLM(config, unrolled=True), unroll(params, config)
+    state = make_prefill(model, "float32")(
+      params,
+      prompts,
+      np.zeros(2, np.int32),
+      np.arange(2, dtype=np.int32),
+      np.zeros(2, bool),
+      recorder.PROMPT + steps,
+    )
+    numbers = span_numbers(Sampling(), 0, steps)
+    decode = make_decode(model, None, steps)
+    _, written, _ = decode(params, state, numbers, True, False)
+    for version in _VERSIONS:
+      recorded = _recorded(version)
+      np.testing.assert_allclose(
+        logits[:, recorder.PLACES], recorded[f"{case}/logits"], atol=5e-5
+      )
+      np.testing.assert_array_equal(written, recorded[f"{case}/written"])
+
+  @parameterized.product(version=_VERSIONS, name=tuple(recorder.ROTATIONS))
+  def test_yarn_turns_as_in_transformers(self, version, name):
+    dim, theta, scaling = recorder.ROTATIONS[name]
+    original = scaling["original_max_position_embeddings"]
+    tiny = hf_config_writer.to_hf(tiny_llm.MHA) | {
+      "head_dim": dim,
+      "rope_theta": theta,
+      "rope_scaling": scaling,
+      "max_position_embeddings": original,
+    }
+    model = hf_config.from_hf(tiny)
+    self.assertEqual(model.max_length, original * scaling["factor"])
+    # One token turns by at most a radian, so the angle can be read off.
+    by = rotation(jnp.array([[1]]), model.rope, dim)
+    cos, sin = (np.asarray(part[0, 0], np.float64) for part in (by.cos, by.sin))
+    *frequencies, factor = _recorded(version)[f"rotation/{name}"]
+    np.testing.assert_allclose(np.arctan2(sin, cos), frequencies, rtol=1e-6)
+    np.testing.assert_allclose(np.hypot(sin, cos), factor, rtol=1e-6)
+
+  def test_cases_differ_from_one_another(self):
+    logits = [
+      _recorded(_VERSIONS[0])[f"{name}/logits"]
+      for name in ("yarn", "yarn_factor", "yarn_mscale", "llama")
+    ]
+    for i, one in enumerate(logits):
+      for other in logits[:i]:
+        self.assertGreater(np.abs(one - other).max(), 1e-2)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,173 @@
+"""Exported folders and what our models compute, for tests with transformers.
+
+`python -m tests.convert.transformers_cases FOLDER` writes all cases, each in
+its own folder: `ours`, a checkpoint; `hf`, what `export` made of it; and
+`io.npz`, our results.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig, TrainConfig
+from moh_jax.convert import rules
+from moh_jax.convert.checkpoints import export, model_rules
+from moh_jax.convert.llama import released_run
+from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
+from moh_jax.inference.options import Sampling
+from moh_jax.models.llm import LLM
+from moh_jax.models.llm_params import unroll
+from moh_jax.runtime import checkpoint
+from tests.convert import tiny_llm
+
+BALANCE_WEIGHT = 0.5
+GREEDY = 64  # tokens
+_PROMPT = 8
+_BASE = {
+  "vocab_size": 97,
+  "width": 48,
+  "mlp_dim": 64,
+  "num_heads": (6,) * 3,
+  "num_kv_heads": 3,
+  "head_dim": 8,
+  "max_length": 128,
+  "loss_chunk": 0,
+  "shared_heads": (2, 2, 2),
+  "top_k": (2, 1, 3),
+}
+_QUERY_NORM = {"shared_heads": (3,) * 3, "top_k": (1,) * 3}
+_ORDER = ((5, 0, 3, 2, 1, 4), (1, 2, 3, 4, 5, 0), (0, 1, 2, 3, 4, 5))
+_PLAIN = {"router": RouterConfig("none"), "shared_heads": (6,) * 3}
+_PLAIN |= {"top_k": (0,) * 3}
+CASES = {
+  "released_gates": {},
+  "paper_gates": {"router": RouterConfig(gate_form="paper")},
+  "one_stage": {"router": RouterConfig(two_stage=False)},
+  "no_shared": {"shared_heads": (0,) * 3},
+  "one_shared": {"shared_heads": (1,) * 3, "tie_embeddings": True},
+  "shared_only": {"shared_heads": (6, 2, 0), "top_k": (0, 2, 3)},
+  "heads_by_layer": {
+    "num_heads": (6, 9, 3),
+    "shared_heads": (2, 3, 1),
+    "top_k": (2, 2, 1),
+  },
+  "moh_llama": {**_QUERY_NORM, "router": RouterConfig("query_norm")},
+  "head_order": {
+    **_QUERY_NORM,
+    "router": RouterConfig("query_norm", straight_through="all"),
+    "head_order": _ORDER,
+    "qkv_bias": True,
+    "rope": RotaryConfig(scaling="llama3", factor=4.0, original_length=16),
+  },
+  "qk_norm": {
+    **_QUERY_NORM,
+    "router": RouterConfig("query_norm"),
+    "qk_norm": True,
+    "rope": RotaryConfig(scaling="yarn", factor=4.0, original_length=16),
+  },
+  "no_router": {**_PLAIN, "out_bias": True},  # no architecture of transformers
+  "llama": {**_PLAIN, "tie_embeddings": True},
+  "qwen2": {**_PLAIN, "qkv_bias": True},
+}
+
+
+def model(name: str) -> LLMConfig:
+  """The model section of a case."""
+  return LLMConfig(**{**_BASE, **CASES[name]})
+
+
+def params(name: str):
+  """The parameters of a case; differences of scores are clear ones."""
+  return jax.tree.map(lambda x: 2 * x, tiny_llm.random_params(model(name)))
+
+
+def inputs() -> tuple[np.ndarray, np.ndarray]:
+  """Tokens [2, 20], and a mask [2, 20] that is False at the padding."""
+  tokens = np.random.default_rng(0).integers(0, 97, (2, 20)).astype(np.int32)
+  mask = np.ones(tokens.shape, bool)
+  mask[1, 15:] = False
+  return tokens, mask
+
+
+def results(name: str) -> dict[str, np.ndarray]:
+  """What our model computes of `inputs`.
+
+  Returns:
+    "logits" [2, 20, V] and "balance" [], and both with "_padded" where the mask
+    counts; "loss" [] of the next tokens with the balance loss, and its
+    gradients as "gradients/PUBLIC NAME"; "greedy" [2, 64], the tokens that
+    follow the first 8, written with our cache.
+  """
+  network, ours = LLM(model(name)), params(name)
+  tokens, mask = inputs()
+
+  @jax.jit
+  def compute(params):
+    def loss(params):
+      logits, aux = network.apply({"params": params}, tokens)
+      scores = jax.nn.log_softmax(logits[:, :-1])
+      of_next = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)
+      total = BALANCE_WEIGHT * aux.balance_loss - of_next.mean()
+      return total, (logits, aux.balance_loss)
+
+    (total, plain), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    padded, aux = network.apply({"params": params}, tokens, token_mask=mask)
+    return total, plain, padded, aux.balance_loss, gradients
+
+  with jax.default_matmul_precision("highest"):
+    total, (logits, balance), padded, of_padded, gradients = compute(ours)
+    greedy = _greedy(name, ours, tokens[:, :_PROMPT])
+  public = rules.dump_params(model_rules(model(name)), gradients)
+  return {
+    "tokens": tokens,
+    "mask": mask,
+    "logits": logits,
+    "balance": balance,
+    "logits_padded": padded,
+    "balance_padded": of_padded,
+    "loss": total,
+    "greedy": greedy,
+    **{f"gradients/{n}": x for n, x in public.items()},
+  }
+
+
+def write_all(folder: pathlib.Path) -> None:
+  """Writes every case into a folder of its name."""
+  for name in CASES:
+    (folder / name).mkdir(parents=True)
+    write(folder / name, name)
+
+
+def write(folder: pathlib.Path, name: str) -> None:
+  """Writes a case."""
+  config = released_run(model(name), {})
+  train = TrainConfig(balance_weight=BALANCE_WEIGHT)
+  config = dataclasses.replace(config, train=train)
+  metadata = checkpoint.Metadata(config)
+  checkpoint.save_params(folder / "ours", params(name), metadata)
+  export(str(folder / "ours"), str(folder / "hf"), shard_size=20_000)
+  np.savez(folder / "io.npz", **results(name))
+
+
+def _greedy(name: str, params, prompt: np.ndarray) -> np.ndarray:
+  config = model(name)
+  batch, length = prompt.shape
+  state = make_prefill(LLM(config, unrolled=True), "float32")(
+    unroll(params, config),
+    prompt,
+    np.zeros(batch, np.int32),
+    np.arange(batch, dtype=np.int32),
+    np.zeros(batch, bool),
+    length + GREEDY,
+  )
+  decode = make_decode(LLM(config, unrolled=True), None, GREEDY)
+  numbers = span_numbers(Sampling(), 0, GREEDY)
+  return decode(unroll(params, config), state, numbers, True, False)[1]
+
+
+if __name__ == "__main__":
+  write_all(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,308 @@
+"""What transformers makes of exported folders: a program without JAX.
+
+`python transformers_checks.py FOLDER [RECORD.npz]` measures every case of
+FOLDER, as `transformers_cases.write` made them, and prints one JSON object: for
+each case its measurements. Errors are the largest absolute ones, of gradients
+relative to the largest of the parameter; `transformers_test.py` says what is
+allowed. RECORD.npz gets results of three cases, for tests without transformers:
+
+    python -m tests.convert.transformers_cases FOLDER
+    python tests/convert/transformers_checks.py FOLDER \\
+      tests/goldens/transformers.npz
+"""
+
+import json
+import pathlib
+import sys
+import tempfile
+
+import numpy as np
+import torch
+import transformers
+from transformers import (
+  AutoConfig,
+  AutoModel,
+  AutoModelForCausalLM,
+  Trainer,
+  TrainingArguments,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PROMPT = 8
+RECORDED = ("released_gates", "paper_gates", "head_order")
+# Attention -> caches that greedy tokens are written with.
+_DYNAMIC = {"dynamic": {"use_cache": True}}
+_CACHES = {
+  "eager": _DYNAMIC,
+  "sdpa": {
+    **_DYNAMIC,
+    "none": {"use_cache": False},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+  },
+}
+
+
+def measure(case: pathlib.Path) -> dict:
+  """Measures a case."""
+  stored = dict(np.load(case / "io.npz"))
+  found = {"version": transformers.__version__}
+  for form, caches in _CACHES.items():
+    model = _load(case / "hf", attn_implementation=form)
+    found |= {
+      f"{form}/{name}": value
+      for name, value in {
+        **outputs(model, stored),
+        **gradients(model, stored),
+        **written(model, stored, caches),
+      }.items()
+    }
+  found["bfloat16"] = bfloat16(case / "hf", stored)
+  found["again"] = again(case, stored)
+  found["trainer"] = trainer(case / "hf", stored)
+  if (case / "hf" / "modeling_moh.py").exists():
+    found["contract"] = contract(case / "hf", stored)
+  return found
+
+
+def outputs(model, stored) -> dict[str, float]:
+  """Logits and balance loss, whole and padded, and without a dict."""
+  tokens, mask = _tensor(stored["tokens"]), _tensor(stored["mask"])
+  routed = _router(model)
+  more = {"output_router_logits": True} if routed else {}
+  with torch.no_grad():
+    plain = model(tokens, **more)
+    padded = model(tokens, attention_mask=mask, **more)
+    last = model(tokens, logits_to_keep=1, return_dict=False)[0]
+  at = stored["mask"]
+  found = {
+    "logits": _error(plain.logits, stored["logits"]),
+    "logits_padded": _error(padded.logits[at], stored["logits_padded"][at]),
+    "logits_last": _error(last, stored["logits"][:, -1:]),
+  }
+  if routed:
+    found["balance"] = _error(plain.aux_loss, stored["balance"])
+    found["balance_padded"] = _error(padded.aux_loss, stored["balance_padded"])
+  return found
+
+
+def gradients(model, stored) -> dict[str, float]:
+  """Loss with labels and its gradients, also with layers computed again."""
+  tokens = _tensor(stored["tokens"])
+  more = {"output_router_logits": True} if _router(model) else {}
+  found = {}
+  for name, kwargs in {
+    "gradients": None,
+    "gradients_again": {"use_reentrant": False},
+    "gradients_again_reentrant": {"use_reentrant": True},
+  }.items():
+    model.train().zero_grad()
+    model.gradient_checkpointing_disable()
+    calls = []
+    hook = model.model.layers[0].input_layernorm.register_forward_hook(
+      lambda *_: calls.append(1)  # noqa: B023
+    )
+    if kwargs is not None:
+      model.gradient_checkpointing_enable(kwargs)
+    loss = model(tokens, labels=tokens, **more).loss
+    loss.backward()
+    hook.remove()
+    worst = [_error(loss, stored["loss"])]
+    for parameter, value in model.named_parameters():
+      want = stored[f"gradients/{parameter}"]
+      got = torch.zeros(1) if value.grad is None else value.grad
+      worst.append(_error(got, want) / max(np.abs(want).max(), 1e-3))
+    found[name] = float(max(worst))
+    found[f"{name}_calls"] = len(calls)
+  model.gradient_checkpointing_disable()
+  model.eval()
+  return found
+
+
+def written(model, stored, caches) -> dict[str, bool]:
+  """Whether greedy tokens are ours, with each cache and with padding."""
+  prompt, want = _tensor(stored["tokens"])[:, :PROMPT], stored["greedy"]
+  padded = torch.cat((torch.zeros_like(prompt[:, :3]), prompt), 1)
+  mask = torch.ones_like(padded)
+  mask[:, :3] = 0
+  tokens = {
+    name: _greedy(model, prompt, stored, **cache)
+    for name, cache in caches.items()
+  }
+  tokens["left_padded"] = _greedy(model, padded, stored, attention_mask=mask)
+  return {f"greedy_{n}": bool((x == want).all()) for n, x in tokens.items()}
+
+
+def bfloat16(folder: pathlib.Path, stored) -> dict:
+  """In bfloat16: error of the logits, and the dtypes of the routers."""
+  model = _load(folder, dtype=torch.bfloat16, device_map="auto")
+  with torch.no_grad():
+    logits = model(_tensor(stored["tokens"])).logits
+  return {
+    "logits": _error(logits.float(), stored["logits"]),
+    "routers": sorted(
+      {str(x.dtype) for n, x in model.named_parameters() if ".router." in n}
+    ),
+    "projections": str(model.model.layers[0].mlp.up_proj.weight.dtype),
+  }
+
+
+def again(case: pathlib.Path, stored) -> float:
+  """Error of the logits after `save_pretrained` in shards."""
+  _load(case / "hf").save_pretrained(case / "again", max_shard_size="20KB")
+  model = _load(case / "again")
+  with torch.no_grad():
+    return _error(model(_tensor(stored["tokens"])).logits, stored["logits"])
+
+
+def trainer(folder: pathlib.Path, stored) -> list[float]:
+  """Losses of steps of transformers' Trainer, which must fall."""
+  model = _load(folder)
+  if _router(model):
+    model.config.output_router_logits = True
+  tokens = stored["tokens"].astype(np.int64)
+  rows = [{"input_ids": row, "labels": row} for row in tokens]
+  with tempfile.TemporaryDirectory() as out:
+    arguments = TrainingArguments(
+      output_dir=out,
+      max_steps=5,
+      learning_rate=1e-2,
+      lr_scheduler_type="constant",
+      per_device_train_batch_size=2,
+      gradient_checkpointing=True,
+      logging_steps=1,
+      save_strategy="no",
+      report_to=[],
+      use_cpu=True,
+      disable_tqdm=True,
+    )
+    run = Trainer(model=model, args=arguments, train_dataset=rows)
+    run.train()
+  return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+
+def contract(folder: pathlib.Path, stored) -> dict:
+  """Does what vLLM's Transformers modeling backend is documented to do.
+
+  It makes the class of `auto_map.AutoModel` from a config whose attention is
+  its own function, and calls it with all tokens as one row, keyword arguments
+  for that function, and without a dict. That function sees which layer calls,
+  and returns no batch axis.
+  """
+  tokens = _tensor(stored["tokens"][:1])
+  config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+  whole = AutoModel.from_pretrained(
+    folder, trust_remote_code=True, dtype=torch.float32
+  ).eval()
+  with torch.no_grad():
+    want = whole(tokens).last_hidden_state[0]
+  seen, instances = [], [object() for _ in range(config.num_hidden_layers)]
+
+  def attend(
+    module, query, key, value, mask, scaling, attention_instances, **kwargs
+  ):
+    del mask, kwargs
+    seen.append(attention_instances[module.layer_idx])
+    groups = module.num_key_value_groups
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+      query, key, value, is_causal=True, scale=scaling
+    )
+    return out.transpose(1, 2).reshape(query.shape[2], -1), None
+
+  ALL_ATTENTION_FUNCTIONS["vllm"] = attend
+  config._attn_implementation = "vllm"
+  model = AutoModel.from_config(
+    config, trust_remote_code=True, dtype=torch.float32
+  ).eval()
+  model.load_state_dict(whole.state_dict())
+
+  def call(tokens, embeds, positions):
+    out = model(
+      input_ids=tokens,
+      inputs_embeds=embeds,
+      position_ids=positions,
+      use_cache=False,
+      return_dict=False,
+      attention_instances=instances,
+    )
+    return out[0][0]
+
+  positions = torch.arange(tokens.shape[1])[None]
+  with torch.no_grad():
+    by_ids = call(tokens, None, positions)
+    all_seen = seen == instances
+    embeds = model.get_input_embeddings()(tokens)
+    by_embeds = call(None, embeds, positions)
+    torch._dynamo.reset()  # counts the models that were compiled before
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    without_breaks = compiled(tokens, None, positions)
+  return {
+    "error": max(
+      _error(x, want.numpy()) for x in (by_ids, by_embeds, without_breaks)
+    ),
+    "layers_called": all_seen,
+    "auto_map": config.auto_map["AutoModel"],
+    "class": type(model.get_decoder()).__name__,
+    "supports_attention_backend": model._supports_attention_backend,
+    "is_causal": getattr(model.layers[0].self_attn, "is_causal", True),
+    "tensor_parallel": config.base_model_tp_plan,
+  }
+
+
+def record(folder: pathlib.Path, path: str) -> None:
+  """Writes logits, balance loss and greedy tokens of the recorded cases."""
+  found = {}
+  for name in RECORDED:
+    stored = dict(np.load(folder / name / "io.npz"))
+    model, tokens = _load(folder / name / "hf"), _tensor(stored["tokens"])
+    with torch.no_grad():
+      out = model(tokens, output_router_logits=True)
+    found[f"{name}/logits"] = out.logits.numpy()
+    found[f"{name}/balance"] = out.aux_loss.numpy()
+    found[f"{name}/greedy"] = _greedy(model, tokens[:, :PROMPT], stored)
+  np.savez_compressed(path, **found)
+
+
+def _greedy(model, prompt, stored, **options) -> np.ndarray:
+  """Greedy tokens after a prompt, as many as stored."""
+  count = stored["greedy"].shape[1]
+  options = {"attention_mask": torch.ones_like(prompt), **options}
+  tokens = model.generate(
+    prompt,
+    do_sample=False,
+    pad_token_id=0,
+    max_new_tokens=count,
+    min_new_tokens=count,
+    **options,
+  )
+  return tokens[:, prompt.shape[1] :].numpy()
+
+
+def _load(folder: pathlib.Path, **options):
+  options = {"dtype": torch.float32, **options}
+  return AutoModelForCausalLM.from_pretrained(
+    folder, trust_remote_code=True, **options
+  ).eval()
+
+
+def _router(model) -> bool:
+  return getattr(model.config, "router", {"kind": "none"})["kind"] != "none"
+
+
+def _tensor(array) -> torch.Tensor:
+  return torch.tensor(array).long()
+
+
+def _error(got: torch.Tensor, want: np.ndarray) -> float:
+  return float(np.abs(got.detach().numpy() - want).max())
+
+
+if __name__ == "__main__":
+  torch.set_num_threads(1)  # the models are too small for more
+  torch.manual_seed(0)
+  results = {}
+  for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    results[path.name] = measure(path)
+  print(json.dumps(results))
+  if len(sys.argv) > 2:
+    record(pathlib.Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,123 @@
+"""Exported language models in transformers: `pytest -m transformers`.
+
+PyTorch and transformers may be those of another Python, which
+MOH_JAX_TRANSFORMERS_PYTHON names; it needs no JAX.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+from moh_jax.convert.checkpoints import convert
+from moh_jax.inference.restore import restore
+from tests.convert import transformers_cases
+
+pytestmark = pytest.mark.transformers
+
+_CHECKS = pathlib.Path(__file__).with_name("transformers_checks.py")
+_ATTENTIONS = ("eager", "sdpa")
+_CASES = tuple(transformers_cases.CASES)
+
+
+class TransformersTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    """Runs transformers_checks.py on all cases."""
+    super().setUpClass()
+    temporary = tempfile.TemporaryDirectory()
+    cls.addClassCleanup(temporary.cleanup)
+    cls.folder = pathlib.Path(temporary.name) / "cases"
+    transformers_cases.write_all(cls.folder)
+    environment = os.environ | {
+      "HF_HUB_OFFLINE": "1",
+      "HF_MODULES_CACHE": f"{temporary.name}/modules",
+    }
+    python = os.environ.get("MOH_JAX_TRANSFORMERS_PYTHON", sys.executable)
+    done = subprocess.run(
+      [python, _CHECKS, cls.folder],
+      env=environment,
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+    if done.returncode:
+      raise RuntimeError(f"{_CHECKS.name}: {done.stderr[-4000:]}")
+    cls.measured = json.loads(done.stdout.splitlines()[-1])
+
+  @parameterized.product(name=_CASES, form=_ATTENTIONS)
+  def test_outputs_and_gradients_are_ours(self, name, form):
+    found = self.measured[name]
+    for key in ("logits", "logits_padded", "logits_last"):
+      self.assertLess(found[f"{form}/{key}"], 1e-4, key)
+    for key in ("balance", "balance_padded"):
+      self.assertLess(found.get(f"{form}/{key}", 0), 1e-5, key)
+    for key, calls in (
+      ("gradients", 1),
+      ("gradients_again", 2),
+      ("gradients_again_reentrant", 2),
+    ):
+      self.assertLess(found[f"{form}/{key}"], 1e-4, key)
+      self.assertEqual(found[f"{form}/{key}_calls"], calls, key)
+
+  @parameterized.parameters(*_CASES)
+  def test_greedy_tokens_are_ours(self, name):
+    found = self.measured[name]
+    equal = {key: x for key, x in found.items() if "/greedy_" in key}
+    self.assertLen(equal, 6)
+    self.assertTrue(all(equal.values()), equal)
+
+  @parameterized.parameters(*_CASES)
+  def test_routers_stay_float32_in_bfloat16(self, name):
+    found = self.measured[name]["bfloat16"]
+    self.assertTrue(np.isfinite(found["logits"]))
+    self.assertEqual(found["projections"], "torch.bfloat16")
+    learned = transformers_cases.model(name).router.kind == "two_stage"
+    self.assertEqual(found["routers"], ["torch.float32"] * learned)
+
+  @parameterized.parameters(*_CASES)
+  def test_trainer_lowers_the_loss(self, name):
+    losses = self.measured[name]["trainer"]
+    self.assertLen(losses, 5)
+    self.assertLess(losses[-1], losses[0] - 0.5)
+
+  @parameterized.product(name=_CASES, which=("hf", "again"))
+  def test_comes_back_bit_for_bit(self, name, which):
+    self.assertLess(self.measured[name]["again"], 1e-4)
+    model = transformers_cases.model(name)
+    case = self.folder / name
+    kind = "moh-hf" if (case / "hf" / "modeling_moh.py").exists() else "llama"
+    out = self.create_tempdir().full_path
+    convert(kind, str(case / which), out)
+    restored = restore(out)
+    self.assertEqual(restored.config.model, model)
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      restored.params,
+      transformers_cases.params(name),
+    )
+
+  def test_contract_of_vllm(self):
+    """The points of "Writing custom models" in vLLM's supported_models.md."""
+    for name, found in self.measured.items():
+      found = found.get("contract")
+      if found is None:  # a stock architecture
+        continue
+      # Keyword arguments reach the attention function of every layer, which is
+      # looked up by name; one row of tokens, no dict, no breaks of the graph.
+      self.assertTrue(found["layers_called"], name)
+      self.assertLess(found["error"], 1e-5, name)
+      # The base model is in the map, and has all that is special.
+      self.assertEqual(found["auto_map"], "modeling_moh.MoHModel")
+      self.assertEqual(found["class"], "MoHModel")
+      self.assertTrue(found["supports_attention_backend"])
+      self.assertTrue(found["is_causal"])
+      # A router needs the scores of all heads, so none may lie elsewhere.
+      self.assertIsNone(found["tensor_parallel"])
