@@ -67,11 +67,8 @@ def check_keys(stored: Mapping[str, Any]) -> None:
   """
   known = _READ | _WITHOUT_EFFECT | {"auto_map"}
   for name, value in stored.items():
-    if (
-      name not in known
-      and not (name in _OFF and not value)
-      and (value is not None)
-    ):
+    off = value is None or (name in _OFF and not value)
+    if name not in known and not off:
       raise ValueError(
         f"unknown key {name!r}={value!r} may change the outputs; remove it "
         "from config.json if it does not"
