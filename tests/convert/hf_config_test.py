@@ -284,11 +284,11 @@ class FileTest(parameterized.TestCase):
     plain = _LLAMA3 | {"architectures": [architecture]}
     mapped = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
     path = self._file(json.dumps(plain | {"auto_map": mapped}))
-    with self.assertRaisesRegex(ValueError, f"auto_map=.*{option}"):
+    with self.assertRaisesRegex(ValueError, option):
       hf_config.read_config(path)
     path = self._file(json.dumps(plain))
     (path.parent / "modeling_llama.py").write_text("raise SystemExit")
-    with self.assertRaisesRegex(ValueError, f"'modeling_llama.py'.*{option}"):
+    with self.assertRaisesRegex(ValueError, option):
       hf_config.read_config(path)
 
   def test_the_release_may_have_code(self):
