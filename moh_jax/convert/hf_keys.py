@@ -74,11 +74,8 @@ def check_keys(stored: Mapping[str, Any]) -> None:
   if OUR_ARCHITECTURE in (stored.get("architectures") or ()):
     known |= moh_keys.FIELDS.keys() | _OUR_OTHERS
   for name, value in stored.items():
-    if (
-      name not in known
-      and not (name in _OFF and not value)
-      and (value is not None)
-    ):
+    off = value is None or (name in _OFF and not value)
+    if name not in known and not off:
       raise ValueError(
         f"unknown key {name!r}={value!r} may change the outputs; remove it "
         "from config.json if it does not"
