@@ -5,11 +5,9 @@ Both work tensor by tensor and never hold a whole model, see `stream.py`.
 
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import math
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,8 +26,8 @@ from moh_jax.convert import rules, stream, tensor_writer
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
+from moh_jax.data.text.text_files import TOKENIZER_FILES, copy_text_files
 from moh_jax.data.text.tokenizers import load_tokenizer
-from moh_jax.files import replacing
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.params import abstract_params, unbox
@@ -42,12 +40,6 @@ Tensors = Mapping[str, Any]
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
 _CONFIG_FILE = "config.json"  # describes the model of a Hugging Face folder
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first is read
-_TOKENIZER_FILES = (
-  *_TOKENIZERS,
-  "tokenizer_config.json",
-  "special_tokens_map.json",
-)
 
 
 def convert(
@@ -318,25 +310,11 @@ def _make(
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  found = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
-  if not set(found) & set(_TOKENIZERS):
-    _LOG.warning(
-      "%s has no %s: no tokenizer is copied", source, " or ".join(_TOKENIZERS)
-    )
-    return ""
-  target.mkdir(parents=True, exist_ok=True)
-  for name in found:
-    _write_whole(target / name, (source / name).read_bytes())
-  return hashlib.sha256((source / found[0]).read_bytes()).hexdigest()
-
-
-def _write_whole(path: Any, content: bytes):
-  """Writes a file so that a kill leaves it complete or absent."""
-  if "://" in os.fspath(path):  # buckets always write complete files
-    path.write_bytes(content)
-    return
-  with replacing(path) as temporary:
-    temporary.write_bytes(content)
+  sha256 = copy_text_files(source, target)
+  if not sha256:
+    names = " or ".join(TOKENIZER_FILES)
+    _LOG.warning("%s has no %s: no tokenizer is copied", source, names)
+  return sha256
 
 
 def _ids(folder: pathlib.Path) -> dict[str, int | None]:

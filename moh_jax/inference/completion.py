@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from moh_jax.data.text.tokenizers import StreamDecoder, Tokenizer
+from moh_jax.data.text.stream_decoder import StreamDecoder
+from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.inference.decoding import NO_TOKEN
 from moh_jax.inference.options import Sampling
 

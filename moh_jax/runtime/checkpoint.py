@@ -17,13 +17,9 @@ from etils import epath
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, legacy
+from moh_jax.data.text.text_files import write_text_files
 from moh_jax.data.text.tokenizers import Tokenizer
-from moh_jax.runtime.location import (
-  no_checkpoint,
-  resolve,
-  steps_folder,
-  write_whole,
-)
+from moh_jax.runtime.location import no_checkpoint, resolve, steps_folder
 
 ITEMS = ("params", "train", "ema", "data", "config")
 
@@ -44,7 +40,7 @@ class Metadata:
 
 
 def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
-  """Writes the tokenizer's file into the working directory of a run.
+  """Writes a tokenizer's files into the working directory of a run.
 
   Args:
     directory: working directory.
@@ -52,10 +48,8 @@ def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
   """
   if not tokenizer.file_name or jax.process_index():
     return
-  path = resolve(directory) / tokenizer.file_name
-  if path.exists() and path.read_bytes() == tokenizer.content:
-    return
-  write_whole(path, tokenizer.content)
+  own = {tokenizer.file_name: tokenizer.content}
+  write_text_files(resolve(directory), {**own, **tokenizer.files})
 
 
 def read_metadata(

@@ -28,7 +28,8 @@ from moh_jax.convert import checkpoints, hf_config, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.data.text.tokenizers import BEGIN, END, train_bpe
+from moh_jax.data.text.special_tokens import BEGIN, END
+from moh_jax.data.text.tokenizers import train_bpe
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import make_mesh
