@@ -26,8 +26,16 @@ from moh_jax.convert import rules, stream, tensor_writer
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
-from moh_jax.data.text.text_files import TOKENIZER_FILES, copy_text_files
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.data.text.text_files import (
+  TOKENIZER_FILES,
+  TokenizerFileError,
+  copy_text_files,
+)
+from moh_jax.data.text.tokenizers import (
+  Tokenizer,
+  check_vocabulary,
+  load_tokenizer,
+)
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.params import abstract_params, unbox
@@ -80,13 +88,16 @@ def convert(
   config = metadata.config
   if image_size:
     config = get_family(config.model.family).resized(config, image_size)
+  reads_text = get_family(config.model.family).reads_text
+  if reads_text and (found := _open_tokenizer(_folder(source))):
+    check_vocabulary(found, config.model.vocab_size, source)
   table = model_rules(config.model)
   params = stream.source_params(
     table, tensors, _abstract(config), source=source
   )
   checkpoint.check_vacant(out)
   tokenizer = ""
-  if get_family(config.model.family).reads_text:
+  if reads_text:
     tokenizer = _copy_tokenizer(_folder(source), location.resolve(out))
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=tokenizer
@@ -317,11 +328,25 @@ def _copy_tokenizer(source: Any, target: Any) -> str:
   return sha256
 
 
+def _open_tokenizer(folder: pathlib.Path) -> Tokenizer | None:
+  """Opens a tokenizer; None if there is none, or its own file is damaged.
+
+  Raises:
+    ValueError: a file beside the tokenizer's own is damaged.
+  """
+  try:
+    return load_tokenizer(folder)
+  except FileNotFoundError:
+    return None
+  except TokenizerFileError as error:  # the library may be missing
+    _LOG.warning("%s; begin and end of text are not known", error)
+    return None
+
+
 def _ids(folder: pathlib.Path) -> dict[str, int | None]:
   """Ids of begin and end of text, {} if no tokenizer can be loaded."""
-  try:
-    tokenizer = load_tokenizer(folder)
-  except (FileNotFoundError, ValueError):  # the library may be missing
+  tokenizer = _open_tokenizer(folder)
+  if tokenizer is None:
     return {}
   return {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
 

@@ -9,6 +9,7 @@ any mesh and any number of processes.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,17 +40,23 @@ class Metadata:
   tokenizer_sha256: str = ""
 
 
-def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
+def save_tokenizer(
+  directory: str | epath.Path,
+  tokenizer: Tokenizer,
+  files: Mapping[str, bytes] | None = None,
+) -> None:
   """Writes a tokenizer's files into the working directory of a run.
 
   Args:
     directory: working directory.
     tokenizer: tokenizer to write; the kind "bytes" has no file.
+    files: to write beside it; None takes those of the tokenizer.
   """
   if not tokenizer.file_name or jax.process_index():
     return
   own = {tokenizer.file_name: tokenizer.content}
-  write_text_files(resolve(directory), {**own, **tokenizer.files})
+  beside = tokenizer.files if files is None else files
+  write_text_files(resolve(directory), {**own, **beside})
 
 
 def read_metadata(

@@ -373,10 +373,10 @@ class ErrorsTest(parameterized.TestCase):
     words = tiny_writer.WORDS
     without = types.SimpleNamespace(
       vocab_size=29, bos_id=None, eos_id=None, encode=words.encode,
-      decode=words.decode,
+      decode=words.decode, add_bos=False, stop_ids=(),
     )  # fmt: skip
     generator = self._generator(tokenizer=without)
-    with self.assertRaisesRegex(ValueError, "prompt 0 is empty; the tokenizer"):
+    with self.assertRaisesRegex(ValueError, "prompt 0 is empty, and no begin"):
       generator.generate([""], Sampling())
 
   def test_model_of_another_family_is_refused(self):

@@ -12,9 +12,11 @@ from moh_jax.data.text.special_tokens import (
   is_legacy,
   special_ids,
 )
+from moh_jax.data.text.text_files import TokenizerFileError
 
 # A character that is in no vocabulary, so no piece reaches across it.
 _ANCHOR = "\ue000"
+_SPACES = (" ", "\u2581")  # the second is how SentencePiece writes the first
 
 
 class SentencePieceTokenizer:
@@ -31,14 +33,18 @@ class SentencePieceTokenizer:
       files: beside it, see `text_files.py`.
 
     Raises:
-      ValueError: the content is not a SentencePiece model, one of the files is
-        damaged or names a token that is not there, or the library is missing.
+      TokenizerFileError: the content is not a SentencePiece model, or the
+        library is missing.
+      ValueError: one of the files is damaged or names an unknown token.
     """
-    library = import_extra("sentencepiece", "a SentencePiece model")
+    try:
+      library = import_extra("sentencepiece", "a SentencePiece model")
+    except ValueError as error:
+      raise TokenizerFileError(str(error)) from error
     try:
       self._processor = library.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-      raise ValueError(f"not a SentencePiece model: {error}") from error
+      raise TokenizerFileError(f"not a SentencePiece model: {error}") from error
     self.content, self.files = content, dict(files or {})
     self.sha256 = hashlib.sha256(content).hexdigest()
     pieces = self._processor.vocab_size()
@@ -81,21 +87,17 @@ class SentencePieceTokenizer:
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
     matcher = self._special if parse_special else self._always
-    if matcher is None:
-      return self._processor.encode(text)
     ids, end = [], 0
-    for token, start, stop in matcher.find(text):
+    for token, start, stop in matcher.find(text) if matcher else ():
       ids += [*self._part(text[end:start], end), token]
       end = stop
     return ids + self._part(text[end:], end)
 
   def _part(self, text: str, start: int) -> list[int]:
-    """Encodes the text between two special tokens."""
-    if not text:
-      return []
-    if not start or self._legacy:
+    """Encodes the text that begins at `start`, or after a special token."""
+    if self._legacy or not (start or text.startswith(_SPACES)):
       return self._processor.encode(text)
-    # The model puts a space before a text; here nothing begins.
+    # The model would put a space before it.
     return self._processor.encode(_ANCHOR + text)[len(self._anchor) :]
 
   @functools.cached_property
@@ -104,8 +106,9 @@ class SentencePieceTokenizer:
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
-    if self._always is None:
-      return self._processor.encode(list(texts))
+    spaced = not self._legacy and any(t.startswith(_SPACES) for t in texts)
+    if self._always is None and not spaced:
+      return self._processor.encode(list(texts))  # on several cores
     return [self.encode(text) for text in texts]
 
   def decode(self, ids: Sequence[int]) -> str:

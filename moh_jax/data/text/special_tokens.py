@@ -126,12 +126,16 @@ def named_tokens(files: Mapping[str, bytes]) -> dict[str, str | None]:
 
 
 def is_legacy(files: Mapping[str, bytes]) -> bool:
-  """Whether a SentencePiece model puts a space after each special token.
+  """Whether a SentencePiece model puts a space before all it encodes.
+
+  That is what SentencePiece itself does. Where tokenizer_config.json says
+  "legacy": false, a space is put before a text that does not begin with one,
+  and none after a special token.
 
   Raises:
     ValueError: tokenizer_config.json is damaged, or its "legacy" is no flag.
   """
-  return bool(_flag(read_json(files, TOKENIZER_CONFIG), "legacy"))
+  return _flag(read_json(files, TOKENIZER_CONFIG), "legacy") is not False
 
 
 def stop_ids(files: Mapping[str, bytes]) -> tuple[int, ...]:

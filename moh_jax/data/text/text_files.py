@@ -39,6 +39,10 @@ _MODEL_CONFIG = "config.json"
 _STOPS = "eos_token_id"
 
 
+class TokenizerFileError(ValueError):
+  """A tokenizer's own file is damaged, or the library that reads it missing."""
+
+
 def read_text_files(folder: str | os.PathLike) -> dict[str, bytes]:
   """Reads the files that lie beside a tokenizer.
 

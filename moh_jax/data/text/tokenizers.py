@@ -18,7 +18,12 @@ import tokenizers as hf
 
 from moh_jax.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from moh_jax.data.text.special_tokens import BEGIN, END, Ids, special_ids
-from moh_jax.data.text.text_files import TOKENIZER_FILES, read_text_files
+from moh_jax.data.text.text_files import (
+  GENERATION_CONFIG,
+  TOKENIZER_FILES,
+  TokenizerFileError,
+  read_text_files,
+)
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
@@ -83,8 +88,8 @@ class JsonTokenizer:
       files: beside it, see `text_files.py`.
 
     Raises:
-      ValueError: the content is not a tokenizer.json, or one of the files is
-        damaged or names a token that is not there.
+      TokenizerFileError: the content is not a tokenizer.json.
+      ValueError: one of the files is damaged or names an unknown token.
     """
     self.content, self.files = content, dict(files)
     self._tokenizer = self._parse(special_as_text=True)
@@ -101,7 +106,7 @@ class JsonTokenizer:
     try:
       tokenizer = hf.Tokenizer.from_str(self.content.decode())
     except Exception as error:  # the library raises bare Exceptions
-      raise ValueError(f"not a tokenizer.json: {error}") from error
+      raise TokenizerFileError(f"not a tokenizer.json: {error}") from error
     tokenizer.encode_special_tokens = special_as_text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -172,6 +177,55 @@ class BytesTokenizer:
     """Returns None: bytes are not text by themselves."""
 
 
+def prompt_ids(
+  tokenizer: Tokenizer,
+  text: str,
+  *,
+  add_bos: bool | None = None,
+  parse_special: bool = False,
+) -> list[int]:
+  """Returns the ids of a text that a model is to write on from.
+
+  Args:
+    tokenizer: of the model.
+    text: the prompt.
+    add_bos: whether it begins with the begin of text; None does what the
+      tokenizer says.
+    parse_special: names of special tokens in the text become these tokens.
+  """
+  add_bos = tokenizer.add_bos if add_bos is None else add_bos
+  before = (
+    [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
+  )
+  return before + tokenizer.encode(text, parse_special=parse_special)
+
+
+def check_vocabulary(
+  tokenizer: Tokenizer, vocab_size: int, source: str = ""
+) -> None:
+  """Checks that a model has all ids of a tokenizer.
+
+  Args:
+    tokenizer: of the model.
+    vocab_size: number of token ids of the model.
+    source: where the tokenizer is from, for the message.
+
+  Raises:
+    ValueError: it does not; the message says which.
+  """
+  where = f"{source}: " if source else ""
+  if tokenizer.vocab_size > vocab_size:
+    raise ValueError(
+      f"{where}the tokenizer has {tokenizer.vocab_size} ids, more than "
+      f"model.vocab_size={vocab_size}"
+    )
+  if beyond := [i for i in tokenizer.stop_ids if i >= vocab_size]:
+    raise ValueError(
+      f"{where}{GENERATION_CONFIG}: eos_token_id {beyond[0]} must be below "
+      f"model.vocab_size={vocab_size}"
+    )
+
+
 def tokenizer_from_bytes(
   kind: str, content: bytes, files: Mapping[str, bytes] = _NO_FILES
 ) -> Tokenizer:
@@ -204,8 +258,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: the file is damaged or of an unknown kind, or an optional
-      library is missing.
+    TokenizerFileError: the file is damaged, or an optional library is missing.
+    ValueError: it is of an unknown kind, or a file beside it is damaged.
   """
   if os.fspath(path) == "bytes":
     return BytesTokenizer()
@@ -239,8 +293,8 @@ def read_tokenizer(
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: the file is damaged or another one, or an optional library is
-      missing.
+    TokenizerFileError: the file is damaged, or an optional library is missing.
+    ValueError: it is another one, or a file beside it is damaged.
   """
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
@@ -248,7 +302,7 @@ def read_tokenizer(
     files = read_text_files(file.parent)
     tokenizer = tokenizer_from_bytes(kind, file.read_bytes(), files)
   except ValueError as error:
-    raise ValueError(f"{file}: {error}") from error
+    raise type(error)(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
     raise ValueError(
       f"{file} has sha256 {tokenizer.sha256[:16]}, {owner} was made with a "
