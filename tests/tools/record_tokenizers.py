@@ -1,8 +1,8 @@
 """Records what transformers makes of small tokenizers and chat templates.
 
 It needs transformers, tokenizers, sentencepiece and jinja2; `make` trains the
-tokenizers, and `record` adds one version's results. The files it writes are
-tests/goldens/tokenizers/:
+tokenizers, and `record` adds one version's results. It writes to
+tests/goldens/tokenizers/ and tests/goldens/chat/:
 
   python tests/tools/record_tokenizers.py make
   python tests/tools/record_tokenizers.py record  # in an environment each of
@@ -23,7 +23,8 @@ import tokenizers as hf
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from random_texts import random_texts
 
-ROOT = pathlib.Path(__file__).parents[1] / "goldens" / "tokenizers"
+_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+ROOT, CHAT = _GOLDENS / "tokenizers", _GOLDENS / "chat"
 _CORPUS = [
   *list(pydoc_data.topics.topics.values())[:12],
   "Grüße aus Köln 你好世界 привет мир こんにちは 👩‍👩‍👧‍👦 🇩🇪 Hello world I'm\n"
@@ -145,17 +146,27 @@ def make() -> None:
     allow_whitespace_only_pieces=True,
     minloglevel=2,
   )
-  for name, legacy in (("llama2", False), ("llama2_legacy", True)):
-    _write(
-      ROOT / name,
-      {"tokenizer_config.json": _LLAMA2_CONFIG | {"legacy": legacy}},
-    )
+  added = [("<pad>", True), ("<|im_end|>", True), ("<tool_call>", False)]
+  decoder = {
+    str(model_size + i): {
+      "content": text, "special": special, "lstrip": False, "rstrip": False,
+      "normalized": False, "single_word": False,
+    }
+    for model_size in (460,)
+    for i, (text, special) in enumerate(added)
+  }  # fmt: skip
+  for name, more in (
+    ("llama2", {}),
+    ("llama2_legacy", {"legacy": True}),
+    ("llama2_added", {"added_tokens_decoder": decoder}),
+  ):
+    _write(ROOT / name, {"tokenizer_config.json": _LLAMA2_CONFIG | more})
     (ROOT / name / "tokenizer.model").write_bytes(model.getvalue())
-    target = ROOT / f"{name}_json"
-    AutoTokenizer.from_pretrained(ROOT / name).save_pretrained(target)
-    for extra in ("tokenizer.model", "special_tokens_map.json"):
-      (target / extra).unlink(missing_ok=True)
-    shutil.copy(ROOT / name / "tokenizer_config.json", target)
+  target = ROOT / "llama2_json"
+  AutoTokenizer.from_pretrained(ROOT / "llama2").save_pretrained(target)
+  for extra in ("tokenizer.model", "special_tokens_map.json"):
+    (target / extra).unlink(missing_ok=True)
+  shutil.copy(ROOT / "llama2" / "tokenizer_config.json", target)
 
 
 def digest(ids: list[list[int]]) -> str:
@@ -197,6 +208,29 @@ def record() -> None:
       where = pathlib.Path("/tmp") / f"{folder.name}_{path.name}"
       where.write_text(json.dumps(cases))
   path.write_text(json.dumps(result))
+  record_chat(path.name)
+
+
+def record_chat(file: str) -> None:
+  """Records what each template makes of each conversation, or its refusal."""
+  from transformers import AutoTokenizer
+
+  tokenizer = AutoTokenizer.from_pretrained(ROOT / "llama2")
+  conversations = json.loads((CHAT / "messages.json").read_text())
+  result = {}
+  for path in sorted(CHAT.glob("*.jinja")):
+    for name, messages in conversations.items():
+      for prompt in (True, False):
+        options = {"add_generation_prompt": prompt, "tokenize": False}
+        options["chat_template"] = path.read_text()
+        try:
+          made = tokenizer.apply_chat_template(messages, **options)
+          ids = tokenizer(made, add_special_tokens=False)["input_ids"]
+          case = {"text": made, "ids": ids}
+        except Exception as error:  # what the template raises
+          case = {"refused": str(error)}
+        result[f"{path.stem}/{name}/{prompt}"] = case
+  (CHAT / file).write_text(json.dumps(result, ensure_ascii=False))
 
 
 if __name__ == "__main__":

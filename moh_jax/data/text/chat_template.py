@@ -45,7 +45,7 @@ class ChatTemplate:
     environment = _environment()
     jinja = import_extra("jinja2", "a chat template")
     self._file, self._variables = file, dict(variables)
-    self._error = jinja.TemplateError
+    self._refusal = jinja.TemplateError  # what `raise_exception` raises
     try:
       self._template = environment.from_string(source)
     except jinja.TemplateSyntaxError as error:
@@ -80,14 +80,11 @@ class ChatTemplate:
         add_generation_prompt=add_generation_prompt,
         **self._variables,
       )
-    except self._error as error:
-      raise ValueError(
-        f"{self._file} refuses the messages: {_line(error)}"
-      ) from error
     except Exception as error:  # whatever a wrong template does
-      raise ValueError(
-        f"{self._file} fails: {type(error).__name__}: {_line(error)}"
-      ) from error
+      what = f"fails: {type(error).__name__}"
+      if type(error) is self._refusal:
+        what = "refuses the messages"
+      raise ValueError(f"{self._file} {what}: {_line(error)}") from error
 
 
 def load_chat_template(
