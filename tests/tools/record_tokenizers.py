@@ -2,7 +2,7 @@
 
 It needs transformers, tokenizers, sentencepiece and jinja2; `make` trains the
 tokenizers, and `record` adds one version's results. It writes to
-tests/goldens/tokenizers/ and tests/goldens/chat/:
+tests/data/text/recorded/:
 
   python tests/tools/record_tokenizers.py make
   python tests/tools/record_tokenizers.py record  # in an environment each of
@@ -23,8 +23,8 @@ import tokenizers as hf
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from random_texts import random_texts
 
-_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
-ROOT, CHAT = _GOLDENS / "tokenizers", _GOLDENS / "chat"
+_RECORDED = pathlib.Path(__file__).parents[1] / "data/text/recorded"
+ROOT, CHAT = _RECORDED / "tokenizers", _RECORDED / "chat"
 _CORPUS = [
   *list(pydoc_data.topics.topics.values())[:12],
   "Grüße aus Köln 你好世界 привет мир こんにちは 👩‍👩‍👧‍👦 🇩🇪 Hello world I'm\n"

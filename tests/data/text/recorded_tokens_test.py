@@ -14,7 +14,7 @@ from moh_jax.data.text.chat_template import load_chat_template
 from moh_jax.data.text.tokenizers import load_tokenizer, prompt_ids
 from tests.tools.random_texts import random_texts
 
-_GOLDENS = pathlib.Path(__file__).parents[2] / "goldens"
+_RECORDED = pathlib.Path(__file__).parent / "recorded"
 _VERSIONS = ("4.57.6", "5.23.0")
 _NAMES = ("gpt2", "llama2", "llama2_json", "llama2_added", "llama3", "qwen2")
 _texts = functools.cache(random_texts)
@@ -23,7 +23,7 @@ _texts = functools.cache(random_texts)
 @functools.cache
 def _encoded(name):
   """Tokens of all texts by how they are encoded."""
-  tokenizer = load_tokenizer(_GOLDENS / "tokenizers" / name)
+  tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
   return {
     "as_text": tokenizer.encode_batch(_texts()),
     "parsed": [tokenizer.encode(t, parse_special=True) for t in _texts()],
@@ -33,7 +33,7 @@ def _encoded(name):
 
 @functools.cache
 def _recorded(folder, version):
-  path = _GOLDENS / folder / f"transformers_{version}.json"
+  path = _RECORDED / folder / f"transformers_{version}.json"
   return json.loads(path.read_text())
 
 
@@ -57,7 +57,7 @@ class TokensTest(parameterized.TestCase):
     encoded = _encoded(name)
     differ = sum(a != b for a, b in zip(encoded["as_text"], encoded["parsed"]))
     self.assertBetween(differ, 1, 500)  # the texts hold names of special tokens
-    tokenizer = load_tokenizer(_GOLDENS / "tokenizers" / name)
+    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
     one_by_one = [tokenizer.encode(text) for text in _texts()[:50]]
     self.assertEqual(one_by_one, encoded["as_text"][:50])
 
@@ -69,13 +69,13 @@ class TokensTest(parameterized.TestCase):
     ("qwen2", None, 342, False),
   )
   def test_begin_and_end(self, name, bos_id, eos_id, add_bos):
-    tokenizer = load_tokenizer(_GOLDENS / "tokenizers" / name)
+    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
     found = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos)
     self.assertEqual(found, (bos_id, eos_id, add_bos))
     self.assertEqual(tokenizer.stop_ids, (eos_id,))
 
   def test_added_tokens_of_a_model_decode(self):
-    tokenizer = load_tokenizer(_GOLDENS / "tokenizers" / "llama2_added")
+    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2_added")
     text = "the head <tool_call> of a layer<|im_end|>"
     ids = tokenizer.encode(text, parse_special=True)
     self.assertEqual([i for i in ids if i > 459], [462, 461])
@@ -89,9 +89,9 @@ class ChatTest(parameterized.TestCase):
     name=("llama2", "llama3", "chatml", "mistral", "gemma"), version=_VERSIONS
   )
   def test_conversations_have_the_same_text_and_tokens(self, name, version):
-    folder = _GOLDENS / "chat"
+    folder = _RECORDED / "chat"
     conversations = json.loads((folder / "messages.json").read_text())
-    tokenizer = load_tokenizer(_GOLDENS / "tokenizers" / "llama2")
+    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2")
     source = (folder / f"{name}.jinja").read_bytes()
     tokenizer.files = tokenizer.files | {"chat_template.jinja": source}
     template = load_chat_template(tokenizer)

@@ -54,7 +54,6 @@ class SpecialIdsTest(parameterized.TestCase):
     ),
     (None, {"bos_token": None, "add_bos_token": True}, (None, None, False)),
     # It names no token.
-    (None, {}, (1, 2, True)),
     (None, {"model_max_length": 8}, (1, 2, False)),
   )
   def test_what_a_file_says_comes_first(self, template, config, expected):
