@@ -58,7 +58,7 @@ class SurvivalTest(absltest.TestCase):
       data=dataclasses.replace(
         trained.data, source="tokens", path=str(self.root / f"{name}_tokens")
       ),
-      train=dataclasses.replace(trained.train, steps=1, **options),
+      train=dataclasses.replace(trained.train, steps=2, **options),
     )
     workdir = self.root / name
     train(config, str(workdir), devices=jax.devices()[:1])
