@@ -1,10 +1,11 @@
-"""Local files that are whole or absent, never partial."""
+"""Files that are whole or absent, never partial."""
 
 import contextlib
 import os
 import pathlib
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -42,3 +43,18 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Any, content: bytes) -> None:
+  """Writes a file that takes an old one's place when it is whole.
+
+  Args:
+    path: `pathlib` or `epath` path to write or replace, also in a bucket; its
+      directory must exist.
+    content: of the file.
+  """
+  if "://" in os.fspath(path):  # buckets always write complete files
+    path.write_bytes(content)
+    return
+  with replacing(path) as temporary:
+    temporary.write_bytes(content)

@@ -2,12 +2,17 @@
 
 import argparse
 
+from moh_jax.config import family_of_format
 from moh_jax.convert.checkpoints import convert
 from moh_jax.data.infer import resolve
+from moh_jax.data.text.chat_template import template_names
+from moh_jax.data.text.text_files import TokenizerFileError
+from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
-  """Writes the converted checkpoint."""
+  """Writes the converted checkpoint, and says what was taken."""
   name, count = convert(
     args.format,
     args.source,
@@ -18,4 +23,26 @@ def run(args: argparse.Namespace) -> int:
     image_size=args.image_size,
   )
   print(f"{name}: {count:,} parameters written to {args.out}")
+  if family_of_format(args.format).reads_text:
+    try:
+      print(_describe(load_checkpoint_tokenizer(args.out)))
+    except (FileNotFoundError, TokenizerFileError):
+      print("tokenizer: none that can be read")
   return 0
+
+
+def _describe(tokenizer: Tokenizer) -> str:
+  """How texts begin and end, and how conversations are written."""
+
+  def named(token: int) -> str:
+    return f"{tokenizer.id_to_token(token)} ({token})"
+
+  begin = "texts begin without"
+  if tokenizer.add_bos:
+    begin = f"texts begin with {named(tokenizer.bos_id)}"
+  stops = ", ".join(map(named, tokenizer.stop_ids)) or "no token"
+  templates = ", ".join(template_names(tokenizer)) or "none"
+  return (
+    f"tokenizer: {tokenizer.file_name}, {tokenizer.vocab_size:,} ids; {begin}; "
+    f"generated texts stop at {stops}; chat templates: {templates}"
+  )

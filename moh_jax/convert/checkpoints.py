@@ -5,11 +5,9 @@ Both work tensor by tensor and never hold a whole model, see `stream.py`.
 
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import math
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,12 +23,19 @@ from moh_jax.config import (
   get_family,
   released_model,
 )
-from moh_jax.convert import model_card, rules, stream, tensor_writer
+from moh_jax.convert import (
+  hf_folder,
+  model_card,
+  rules,
+  stream,
+  tensor_writer,
+)
 from moh_jax.convert.converter import Exported
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
-from moh_jax.files import replacing
+from moh_jax.data.text.text_files import TOKENIZER_FILES, copy_text_files
+from moh_jax.data.text.tokenizers import check_vocabulary
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.params import abstract_params, unbox
@@ -43,18 +48,6 @@ Tensors = Mapping[str, Any]
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
 _CONFIG_FILE = "config.json"  # describes the model of a Hugging Face folder
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first is read
-_TOKENIZER_FILES = (
-  *_TOKENIZERS,
-  "tokenizer_config.json",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "vocab.json",
-  "merges.txt",
-  "chat_template.jinja",
-  "chat_template.json",
-  "generation_config.json",
-)
 
 
 def convert(
@@ -95,13 +88,16 @@ def convert(
   config = metadata.config
   if image_size:
     config = get_family(config.model.family).resized(config, image_size)
+  reads_text = get_family(config.model.family).reads_text
+  if reads_text and (found := hf_folder.open_tokenizer(_folder(source))):
+    check_vocabulary(found, config.model.vocab_size, source)
   table = model_rules(config.model)
   params = stream.source_params(
     table, tensors, _abstract(config), source=source
   )
   checkpoint.check_vacant(out)
   tokenizer = ""
-  if get_family(config.model.family).reads_text:
+  if reads_text:
     tokenizer = _copy_tokenizer(_folder(source), location.resolve(out))
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=tokenizer
@@ -220,7 +216,7 @@ def export(
       form, config, step, dtype, _count(params), license, read_scores
     )
     for name, content in converter.folder_files(exported, folder).items():
-      _write_whole(folder / name, content.encode())
+      (folder / name).write_text(content)
     tensor_writer.write_folder(folder, planned, dtype, text, shard_size)
   return _count(params)
 
@@ -348,25 +344,11 @@ def _make(
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  found = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
-  if not set(found) & set(_TOKENIZERS):
-    _LOG.warning(
-      "%s has no %s: no tokenizer is copied", source, " or ".join(_TOKENIZERS)
-    )
-    return ""
-  target.mkdir(parents=True, exist_ok=True)
-  for name in found:
-    _write_whole(target / name, (source / name).read_bytes())
-  return hashlib.sha256((source / found[0]).read_bytes()).hexdigest()
-
-
-def _write_whole(path: Any, content: bytes):
-  """Writes a file so that a kill leaves it complete or absent."""
-  if "://" in os.fspath(path):  # buckets always write complete files
-    path.write_bytes(content)
-    return
-  with replacing(path) as temporary:
-    temporary.write_bytes(content)
+  sha256 = copy_text_files(source, target)
+  if not sha256:
+    names = " or ".join(TOKENIZER_FILES)
+    _LOG.warning("%s has no %s: no tokenizer is copied", source, names)
+  return sha256
 
 
 def _form(family: Family, to: str | None) -> str:

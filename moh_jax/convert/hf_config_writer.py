@@ -27,7 +27,7 @@ def to_hf(
   *,
   dtype: str = "float32",
   bos_id: int | None = None,
-  eos_id: int | None = None,
+  eos_id: int | list[int] | None = None,
   balance_weight: float = 0.01,
 ) -> dict[str, Any]:
   """Converts a model section to a config.json; `from_hf` is the inverse.
@@ -36,7 +36,7 @@ def to_hf(
     model: the model section.
     dtype: dtype of the stored weights.
     bos_id: id of the begin of text, if known.
-    eos_id: id of the end of text, if known.
+    eos_id: id of the end of text, or all at which a text stops, if known.
     balance_weight: weight of the balance loss in the loss of our architecture.
 
   Returns:

@@ -7,6 +7,7 @@ is not replaced.
 """
 
 import json
+import logging
 import pathlib
 from typing import Any
 
@@ -14,7 +15,10 @@ import tokenizers as hf
 
 from moh_jax.convert import hf_config, hf_config_writer, model_card
 from moh_jax.convert.converter import Exported
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.data.text.text_files import TokenizerFileError
+from moh_jax.data.text.tokenizers import Tokenizer, load_tokenizer
+
+_LOG = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 _CODE = pathlib.Path(__file__).parent / "transformers_code"
@@ -35,24 +39,27 @@ def folder_files(exported: Exported, folder: pathlib.Path) -> dict[str, str]:
     ValueError: the model cannot be written in this form.
   """
   config = exported.config
-  ids = _ids(folder)
+  tokenizer = open_tokenizer(folder)
+  ids: dict[str, Any] = {}
+  if tokenizer is not None:
+    first, *others = tokenizer.stop_ids or (None,)
+    ids["bos_token_id"] = tokenizer.bos_id
+    ids["eos_token_id"] = [first, *others] if others else first
   stored = _CONFIGS[exported.form](
     config.model,
     dtype=exported.dtype,
     balance_weight=config.train.balance_weight,
-    **{f"{name}_id": value for name, value in ids.items()},
+    bos_id=ids.get("bos_token_id"),
+    eos_id=ids.get("eos_token_id"),
   )
   files = {CONFIG_FILE: _json(stored)}
   has_code = stored["architectures"] == [hf_config.OUR_ARCHITECTURE]
   if has_code:
     files |= {path.name: path.read_text() for path in _CODE.glob("*.py")}
-  generation = {f"{name}_token_id": value for name, value in ids.items()}
-  generation = {
-    name: value for name, value in generation.items() if value is not None
-  }
+  generation = {name: value for name, value in ids.items() if value is not None}
   made = {
     "generation_config.json": _json(generation) if generation else "",
-    "tokenizer_config.json": _tokenizer_config(folder, ids),
+    "tokenizer_config.json": _tokenizer_config(folder, tokenizer),
   }
   for name, text in made.items():
     if text and not (folder / name).exists():
@@ -65,27 +72,33 @@ def _json(value: Any) -> str:
   return json.dumps(value, indent=2) + "\n"
 
 
-def _ids(folder: pathlib.Path) -> dict[str, int | None]:
-  """Ids of begin and end of text, {} if no tokenizer can be loaded."""
+def open_tokenizer(folder: pathlib.Path) -> Tokenizer | None:
+  """Opens a tokenizer; None if there is none, or its own file is damaged.
+
+  Raises:
+    ValueError: a file beside the tokenizer's own is damaged.
+  """
   try:
-    tokenizer = load_tokenizer(folder)
-  except (FileNotFoundError, ValueError):  # the library may be missing
-    return {}
-  return {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    return load_tokenizer(folder)
+  except FileNotFoundError:
+    return None
+  except TokenizerFileError as error:  # the library may be missing
+    _LOG.warning("%s; begin and end of text are not known", error)
+    return None
 
 
-def _tokenizer_config(folder: pathlib.Path, ids: dict[str, int | None]) -> str:
+def _tokenizer_config(folder: pathlib.Path, tokenizer: Tokenizer | None) -> str:
   """What transformers needs to load a tokenizer.json, "" if there is none.
 
   Without it the class of the tokenizer follows from the architecture, which it
   does not know.
   """
-  path = folder / "tokenizer.json"
-  if not ids or not path.exists():
+  if tokenizer is None or tokenizer.kind != "tokenizer_json":
     return ""
-  tokenizer = hf.Tokenizer.from_file(str(path))
+  names = hf.Tokenizer.from_file(str(folder / tokenizer.file_name))
+  ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
   tokens = {
-    f"{name}_token": tokenizer.id_to_token(value)
+    name: names.id_to_token(value)
     for name, value in ids.items()
     if value is not None
   }

@@ -55,9 +55,8 @@ class HarnessModel(LM):
       tokenizer: of the model.
       scorer: an `inference.score.Scorer`.
       generate: writes continuations.
-      add_bos: contexts begin with the begin of text, as documents in training
-        do (and as the harness's adapter does for the tokenizer of LLaMA). False
-        leaves it to empty contexts.
+      add_bos: contexts begin with the begin of text where the tokenizer says
+        so, as documents in training do. False leaves it to empty contexts.
       seed: of what is sampled.
       progress: show bars on stderr.
 
@@ -70,7 +69,7 @@ class HarnessModel(LM):
     self._scorer = scorer
     self.max_length = scorer.max_length
     self._generate = generate
-    self._before = [self._prefix] if add_bos else []
+    self._before = [self._prefix] if add_bos and tokenizer.add_bos else []
     self._seed = seed
     self._progress = progress
 

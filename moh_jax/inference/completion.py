@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from moh_jax.data.text.tokenizers import StreamDecoder, Tokenizer
+from moh_jax.data.text.stream_decoder import StreamDecoder
+from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.inference.decoding import NO_TOKEN
 from moh_jax.inference.options import Sampling
 
@@ -12,11 +13,11 @@ class Completion:
   """What was written after a prompt.
 
   Attributes:
-    text: without the end-of-text token and without the stop text.
-    tokens: ids, the end-of-text token and those of the stop text included.
+    text: without the token that ended it and without the stop text.
+    tokens: ids, the token that ended it and those of the stop text included.
     log_probs: natural logarithms of their probabilities under the model.
-    finish_reason: "length" (max_new_tokens), "end" (end-of-text token) or
-      "stop".
+    finish_reason: "length" (max_new_tokens), "end" (one of the tokenizer's
+      `stop_ids`) or "stop" (a stop text).
   """
 
   text: str
@@ -30,7 +31,7 @@ class CompletionWriter:
 
   def __init__(self, tokenizer: Tokenizer, sampling: Sampling):
     self._decoder = StreamDecoder(tokenizer)
-    self._eos_id, self._stop = tokenizer.eos_id, sampling.stop
+    self._stop_ids, self._stop = tokenizer.stop_ids, sampling.stop
     self._limit = sampling.max_new_tokens
     self._tokens: list[int] = []
     self._log_probs: list[float] = []
@@ -43,7 +44,7 @@ class CompletionWriter:
       return
     self._tokens.append(token)
     self._log_probs.append(log_prob)
-    if token == self._eos_id:
+    if token in self._stop_ids:
       self._end("end", self._decoder.flush())
       return
     self._text += self._decoder.feed(token)

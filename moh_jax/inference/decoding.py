@@ -76,12 +76,12 @@ def make_prefill(model: LLM, cache_dtype: str) -> Any:
   return prefill
 
 
-def make_decode(model: LLM, eos_id: int | None, span: int) -> Any:
+def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
   """Jitted: writes up to `span` tokens a row.
 
   Args:
     model: with unrolled layers.
-    eos_id: token that ends a text, or None.
+    stop_ids: tokens that end a text, each of them.
     span: tokens a call writes at most.
 
   Returns:
@@ -90,6 +90,7 @@ def make_decode(model: LLM, eos_id: int | None, span: int) -> Any:
     the last two are static, see `choose_tokens`. Places that were not written
     hold `NO_TOKEN`.
   """
+  stops = np.asarray(stop_ids, np.int32)
 
   @functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=1)
   def decode(
@@ -115,9 +116,8 @@ def make_decode(model: LLM, eos_id: int | None, span: int) -> Any:
       written = jnp.where(state.finished, NO_TOKEN, chosen)
       tokens = tokens.at[:, step].set(written)
       log_probs = log_probs.at[:, step].set(log_prob)
-      finished = state.finished
-      if eos_id is not None:
-        finished = finished | (chosen == eos_id)
+      ended = (chosen[:, None] == stops[None]).any(-1)
+      finished = state.finished | ended
       state = _read_token(model, params, state, chosen)
       state = dataclasses.replace(state, finished=finished)
       return step + 1, state, tokens, log_probs

@@ -10,7 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.text.chat_template import Message, chat_ids
+from moh_jax.data.text.tokenizers import (
+  Tokenizer,
+  check_vocabulary,
+  prompt_ids,
+)
 from moh_jax.inference.completion import Completion, CompletionWriter
 from moh_jax.inference.decoding import (
   Decoding,
@@ -51,6 +56,8 @@ class Generator:
     mesh: Mesh | None = None,
     cache_dtype: str | None = None,
     batch_size: int = 8,
+    add_bos: bool | None = None,
+    parse_special: bool = False,
   ):
     """Prepares the parameters.
 
@@ -62,10 +69,14 @@ class Generator:
       cache_dtype: of keys and values: "float32", "bfloat16" or "int8"; None is
         the compute dtype, on a CPU float32.
       batch_size: texts written at one time.
+      add_bos: whether prompts begin with the begin of text; None does what the
+        tokenizer says.
+      parse_special: whether names of special tokens in a prompt become these
+        tokens; False takes them as text.
 
     Raises:
-      ValueError: the model is none of language, the tokenizer has more ids than
-        it, or an argument is none of the allowed.
+      ValueError: the model is none of language, the tokenizer has ids that it
+        does not have, or an argument is none of the allowed.
     """
     config = restored.config.model
     check_command(restored.config, "generate", "the checkpoint")
@@ -77,12 +88,11 @@ class Generator:
       )
     if batch_size < 1:
       raise ValueError(f"batch_size={batch_size} must be at least 1")
-    if tokenizer.vocab_size > config.vocab_size:
-      raise ValueError(
-        f"the tokenizer has {tokenizer.vocab_size} ids, more than "
-        f"model.vocab_size={config.vocab_size}"
-      )
+    check_vocabulary(tokenizer, config.vocab_size)
+    if add_bos and tokenizer.bos_id is None:
+      raise ValueError("add_bos=True: the tokenizer has no begin of text")
     self.config, self.tokenizer = config, tokenizer
+    self._add_bos, self._parse_special = add_bos, parse_special
     one = jax.local_devices()[:1]
     self._mesh = mesh or sharding.make_mesh(MeshConfig(), one)
     self._batch_size = batch_size
@@ -96,7 +106,7 @@ class Generator:
     with sharding.use_mesh(self._mesh):
       self._params = serving_params(restored.params, config)
     self._prefill = make_prefill(model, cache_dtype)
-    self._decode = make_decode(model, tokenizer.eos_id, _SPAN)
+    self._decode = make_decode(model, tokenizer.stop_ids, _SPAN)
 
   @classmethod
   def from_checkpoint(
@@ -106,6 +116,8 @@ class Generator:
     mesh: Mesh | None = None,
     cache_dtype: str | None = None,
     batch_size: int = 8,
+    add_bos: bool | None = None,
+    parse_special: bool = False,
     **options: Any,
   ) -> "Generator":
     """Restores a language model and the tokenizer that lies beside it.
@@ -115,6 +127,8 @@ class Generator:
       mesh: as in the constructor.
       cache_dtype: as in the constructor.
       batch_size: as in the constructor.
+      add_bos: as in the constructor.
+      parse_special: as in the constructor.
       **options: of `restore`, for instance `top_k` or `dtype`.
 
     Raises:
@@ -129,7 +143,42 @@ class Generator:
       mesh=mesh,
       cache_dtype=cache_dtype,
       batch_size=batch_size,
+      add_bos=add_bos,
+      parse_special=parse_special,
     )
+
+  def chat(
+    self,
+    messages: Sequence[Message],
+    sampling: Sampling = _GREEDY,
+    template: str | None = None,
+  ) -> Completion:
+    """Writes the assistant's answer to a conversation.
+
+    Args:
+      messages: objects with "role" and "content", in order.
+      sampling: how tokens are sampled.
+      template: name of the chat template where the model has several.
+
+    Raises:
+      ValueError: the model has no such template, the template refuses the
+        messages, or they are too long for the model.
+    """
+    return self.generate([self.chat_prompt(messages, template)], sampling)[0]
+
+  def chat_prompt(
+    self, messages: Sequence[Message], template: str | None = None
+  ) -> list[int]:
+    """The tokens of a conversation, a prompt for `generate` or `stream`.
+
+    Args:
+      messages: as for `chat`.
+      template: as for `chat`.
+
+    Raises:
+      ValueError: as for `chat`.
+    """
+    return chat_ids(self.tokenizer, messages, template)
 
   def generate(
     self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY
@@ -137,7 +186,8 @@ class Generator:
     """Writes on from every prompt.
 
     Args:
-      prompts: texts, which begin-of-text is put before, or ids as they are.
+      prompts: texts, before which the begin of text is put where `add_bos` and
+        the tokenizer say so, or ids as they are.
       sampling: how tokens are sampled.
 
     Returns:
@@ -183,14 +233,17 @@ class Generator:
     self, index: int, prompt: Prompt, sampling: Sampling
   ) -> list[int]:
     if isinstance(prompt, str):
-      bos = self.tokenizer.bos_id
-      ids = [] if bos is None else [bos]
-      ids += self.tokenizer.encode(prompt)
+      ids = prompt_ids(
+        self.tokenizer,
+        prompt,
+        add_bos=self._add_bos,
+        parse_special=self._parse_special,
+      )
     else:
       ids = [int(token) for token in prompt]
     name = f"prompt {index}"
     if not ids:
-      raise ValueError(f"{name} is empty; the tokenizer has no begin of text")
+      raise ValueError(f"{name} is empty, and no begin of text is added")
     beyond = [t for t in ids if not 0 <= t < self.config.vocab_size]
     if beyond:
       raise ValueError(

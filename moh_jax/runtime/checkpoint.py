@@ -9,6 +9,7 @@ any mesh and any number of processes.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,13 +18,9 @@ from etils import epath
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, legacy
+from moh_jax.data.text.text_files import write_text_files
 from moh_jax.data.text.tokenizers import Tokenizer
-from moh_jax.runtime.location import (
-  no_checkpoint,
-  resolve,
-  steps_folder,
-  write_whole,
-)
+from moh_jax.runtime.location import no_checkpoint, resolve, steps_folder
 
 ITEMS = ("params", "train", "ema", "data", "config")
 
@@ -43,19 +40,23 @@ class Metadata:
   tokenizer_sha256: str = ""
 
 
-def save_tokenizer(directory: str | epath.Path, tokenizer: Tokenizer) -> None:
-  """Writes the tokenizer's file into the working directory of a run.
+def save_tokenizer(
+  directory: str | epath.Path,
+  tokenizer: Tokenizer,
+  files: Mapping[str, bytes] | None = None,
+) -> None:
+  """Writes a tokenizer's files into the working directory of a run.
 
   Args:
     directory: working directory.
     tokenizer: tokenizer to write; the kind "bytes" has no file.
+    files: to write beside it; None takes those of the tokenizer.
   """
   if not tokenizer.file_name or jax.process_index():
     return
-  path = resolve(directory) / tokenizer.file_name
-  if path.exists() and path.read_bytes() == tokenizer.content:
-    return
-  write_whole(path, tokenizer.content)
+  own = {tokenizer.file_name: tokenizer.content}
+  beside = tokenizer.files if files is None else files
+  write_text_files(resolve(directory), {**own, **beside})
 
 
 def read_metadata(

@@ -25,18 +25,6 @@ def workdir(directory: str | epath.Path) -> epath.Path:
   return path.parent if path.name == FOLDER else path
 
 
-def write_whole(path: epath.Path, content: bytes) -> None:
-  """Writes a file that takes an old one's place when it is whole.
-
-  Args:
-    path: file to write or replace, also in a bucket.
-    content: of the file.
-  """
-  growing = path.with_name(f".{path.name}.tmp")
-  growing.write_bytes(content)
-  growing.replace(path)
-
-
 def check_exists(directory: str | epath.Path) -> None:
   """Refuses a directory without a folder of checkpoints.
 

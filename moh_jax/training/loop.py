@@ -25,7 +25,7 @@ from moh_jax.training.program import make_program
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.state import TrainState
 from moh_jax.training.task import Task
-from moh_jax.training.warm_start import warm_start
+from moh_jax.training.warm_start import text_files, warm_start
 
 _LOG = logging.getLogger(__name__)
 
@@ -170,11 +170,14 @@ class _Run:
     self.manager = saving.open_manager(directory, config.checkpoint)
     self.directory = directory
     self.read_source: Callable[[Any], Any] | None = None
-    if config.train.init_from and self.manager.latest_step() is None:
+    is_new = self.manager.latest_step() is None
+    if config.train.init_from and is_new:
       params = self.abstract_state.params
       self.read_source = warm_start(self.metadata, params, mesh)
     if task.tokenizer:
-      save_tokenizer(directory, task.tokenizer)
+      # A run that goes on keeps the files that it began with.
+      beside = text_files(self.metadata, task.tokenizer) if is_new else {}
+      save_tokenizer(directory, task.tokenizer, beside)
 
   def run(self) -> Result:
     """Restores or initializes, then takes the remaining steps."""

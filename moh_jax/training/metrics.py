@@ -16,7 +16,7 @@ from etils import epath
 from PIL import Image
 
 from moh_jax.config import LogConfig
-from moh_jax.runtime.location import write_whole
+from moh_jax.files import write_whole
 
 
 class MetricsWriter:

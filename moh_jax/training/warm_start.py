@@ -12,8 +12,10 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import get_family
+from moh_jax.data.text.text_files import read_text_files
+from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
 
@@ -75,6 +77,28 @@ def warm_start(
     return jax.jit(combine, out_shardings=shardings)(params, initial)
 
   return read
+
+
+def text_files(ours: Metadata, tokenizer: Tokenizer) -> dict[str, bytes]:
+  """The files that a new run keeps beside its tokenizer.
+
+  Those of the text that it is trained on, and where `train.init_from` has the
+  same tokenizer, those that the text lacks: chat templates and stops are
+  known to the model that the run starts from.
+
+  Args:
+    ours: metadata of the run.
+    tokenizer: of the run's text.
+
+  Raises:
+    ValueError: a file beside the tokenizer of `train.init_from` is damaged.
+  """
+  source, files = ours.config.train.init_from, dict(tokenizer.files)
+  if source:
+    trained, _ = checkpoint.read_metadata(source)
+    if trained.tokenizer_sha256 == tokenizer.sha256:
+      files = {**read_text_files(location.workdir(source)), **files}
+  return files
 
 
 def _check_numbers(source: str, ours: Any, theirs: Any) -> None:

@@ -102,6 +102,72 @@ class GenerateCommandTest(parameterized.TestCase):
     (completion,) = generator.generate(["aA"], Sampling(max_new_tokens=2))
     self.assertEqual(completion.text, "bBcC")
 
+  def _with_template(self, source="{{ messages[-1].content }}"):
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_writer.save_alphabet(root)
+    (pathlib.Path(root) / "chat_template.jinja").write_text(source)
+    return pathlib.Path(root)
+
+  def test_chat_prints_the_answers_alone(self):
+    root = self._with_template()
+    for prompts, expected in (
+      (("aA",), "bBcCdD\n"),
+      (("aA", "xX"), "bBcCdD\n[length]\n\nyYzZ\n[end]\n\n"),
+    ):
+      argv = [word for text in prompts for word in ("--prompt", text)]
+      status, out, err = self._call(
+        *("--chat", "--max-new-tokens", 3, *argv), checkpoint=root
+      )
+      self.assertEqual((status, out), (0, expected), err)
+
+  def test_system_and_messages_reach_the_template(self):
+    every = "{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}"
+    root = self._with_template(every)
+    messages = [{"role": "C", "content": "c"}]
+    (root / "messages.json").write_text(json.dumps(messages))
+    for argv, expected in (
+      (("--messages", root / "messages.json"), messages),
+      (
+        ("--chat", "--system", "", "--prompt", "xX"),
+        [
+          {"role": "system", "content": ""},
+          {"role": "user", "content": "xX"},
+        ],
+      ),
+    ):
+      status, out, err = self._call(
+        *argv, "--json=-", "--max-new-tokens", 1, checkpoint=root
+      )
+      self.assertEqual(status, 0, err)
+      (completion,) = json.loads(out)["completions"]
+      self.assertEqual(completion["messages"], expected)
+      self.assertLen(completion["tokens"], 1)
+
+  def test_special_tokens_of_a_prompt_are_parsed_on_request(self):
+    # The begin of text after another text is followed by "aA".
+    argv = ("--prompt", "zZ<|begin_of_text|>", "--max-new-tokens", 2)
+    _, out, _ = self._call(*argv, "--parse-special", "--no-bos")
+    self.assertEqual(out, "zZ<|begin_of_text|>aAbB\n")
+
+  @parameterized.parameters(
+    (("--system", "a", "--prompt", "a"), "--system 'a' needs --chat and"),
+    (("--chat-template", "a", "--prompt", "a"), "--chat-template 'a' needs"),
+    (("--chat", "--no-bos", "--prompt", "a"), "--no-bos is of plain prompts"),
+    (("--chat", "--prompt", "a"), "the model has no chat template"),
+    (("--messages", "nowhere.json"), "--messages nowhere.json: no such file"),
+    (("--messages", __file__), "Expecting value"),
+  )
+  def test_bad_chat_is_one_line_that_names_it(self, argv, message):
+    self._assert_refused(message, *argv)
+
+  def test_template_that_refuses_is_one_line(self):
+    root = self._with_template("{{ raise_exception('no users') }}")
+    self._assert_refused(
+      "chat_template.jinja refuses the messages: no users",
+      *("--chat", "--prompt", "a"),
+      checkpoint=root,
+    )
+
   def test_model_that_writes_no_text_is_refused(self):
     self._assert_refused(
       "`generate` needs 'llm'",

@@ -28,13 +28,16 @@ from moh_jax.convert import checkpoints, hf_config_writer, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.data.text.tokenizers import BEGIN, END, train_bpe
+from moh_jax.data.text.special_tokens import BEGIN, END
+from moh_jax.data.text.tokenizers import train_bpe
 from moh_jax.inference.restore import restore
+from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import make_mesh
 from tests.convert import tiny_llm
 
 _TOKENIZER = train_bpe(["one text", "and another one"], 270)
+_WITH_TEXT = dataclasses.replace(tiny_llm.MHA, vocab_size=270)
 # Plain models that transformers computes, one thing each.
 _PLAIN = {
   "gqa": {},
@@ -270,7 +273,7 @@ class BadSourceTest(_Case):
 
 class TokenizerTest(_Case):
   def _source_with(self, **files):
-    tiny_llm.write_folder(self.source, tiny_llm.MHA)
+    tiny_llm.write_folder(self.source, _WITH_TEXT)
     for name, content in files.items():
       (self.source / name.replace("__", ".")).write_bytes(content)
 
@@ -288,6 +291,39 @@ class TokenizerTest(_Case):
     vocabulary = json.loads(_TOKENIZER)["model"]["vocab"]
     self.assertEqual(stored["bos_token_id"], vocabulary[BEGIN])
     self.assertEqual(stored["eos_token_id"], vocabulary[END])
+
+  def test_stops_and_templates_come_along_there_and_back(self):
+    self._source_with(tokenizer__json=_TOKENIZER, chat_template__jinja=b"x")
+    config = self.source / "config.json"
+    stored = json.loads(config.read_text()) | {"eos_token_id": [1, 5]}
+    config.write_text(json.dumps(stored))
+    self._convert()
+    folder = self._export()
+    self.assertEqual((folder / "chat_template.jinja").read_bytes(), b"x")
+    generation = json.loads((folder / "generation_config.json").read_text())
+    self.assertEqual(generation, {"eos_token_id": [1, 5]})
+    tokenizer = load_checkpoint_tokenizer(str(self.out))
+    self.assertEqual(tokenizer.stop_ids, (1, 5))
+
+  @parameterized.parameters(
+    ("tokenizer_config__json", b'{"bos_token": 3}', "bos_token=3 must be"),
+    ("tokenizer_config__json", b"{", "tokenizer_config.json: not valid JSON"),
+    ("generation_config__json", b'{"eos_token_id": 300}', "token_id 300 must"),
+  )
+  def test_damaged_file_is_named_and_nothing_written(
+    self, name, content, message
+  ):
+    self._source_with(tokenizer__json=_TOKENIZER, **{name: content})
+    with self.assertRaisesRegex(ValueError, message):
+      self._convert()
+    self.assertFalse(self.out.exists())
+
+  def test_tokenizer_with_too_many_ids_is_refused(self):
+    content = train_bpe(["the quick brown fox jumps " * 9], 271)
+    self._source_with(tokenizer__json=content)
+    with self.assertRaisesRegex(ValueError, "ids, more than model.vocab_size"):
+      self._convert()
+    self.assertFalse(self.out.exists())
 
   def test_one_that_cannot_be_read_is_copied_all_the_same(self):
     self._source_with(tokenizer__model=b"not a model")

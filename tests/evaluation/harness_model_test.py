@@ -82,6 +82,13 @@ class HarnessModelTest(parameterized.TestCase):
     pairs = self._pairs(("ab", " cd"), add_bos=False)
     self.assertEqual(pairs, [(list(b"ab"), list(b" cd"))])
 
+  def test_tokenizer_without_begin_of_text_puts_none_before(self):
+    tokenizer = tokenizers.BytesTokenizer()
+    tokenizer.add_bos = False
+    pairs = self._pairs(("ab", " cd"), ("", "cd"), tokenizer=tokenizer)
+    self.assertEqual(pairs[0], (list(b"ab"), list(b" cd")))
+    self.assertEqual(pairs[1], ([256], list(b"cd")))
+
   @parameterized.parameters(True, False)
   def test_pairs_are_encoded_as_the_harness_does(self, add_bos):
     tokenizer = _bpe()

@@ -58,7 +58,7 @@ def _halves():
   model = LLM(_CONFIG, unrolled=True)
   params = unroll(tiny_writer.alphabet_params(), _CONFIG)
   prefill = make_prefill(model, "float32")
-  decode = make_decode(model, tiny_writer.WORDS.eos_id, _SPAN)
+  decode = make_decode(model, (9, tiny_writer.WORDS.eos_id), _SPAN)
   return functools.partial(prefill, params), functools.partial(decode, params)
 
 
@@ -92,6 +92,12 @@ class HalvesTest(absltest.TestCase):
     np.testing.assert_array_equal(state.finished, [False, True])
     self.assertEqual(int(state.slot), _P + 3)
     chex.assert_shape(log_probs, (2, _SPAN))
+
+  def test_each_of_the_stops_ends_a_text(self):
+    state = _start()
+    for first in (0, 3, 6):
+      state, tokens, _ = _decode(state, first=first)
+    self.assertEqual(tokens[0].tolist(), [8, 9, NO_TOKEN])
 
   def test_decode_writes_no_more_than_is_wanted(self):
     state, tokens, _ = _decode(_start(), count=2)

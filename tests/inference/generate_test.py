@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import types
 from unittest import mock
 
@@ -11,6 +12,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig, without_router
+from moh_jax.data.text.special_tokens import END
+from moh_jax.data.text.tokenizers import JsonTokenizer
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
@@ -22,6 +25,7 @@ from tests.inference import tiny_writer
 from tests.training import tiny
 
 _PROMPTS = ((5, 9, 33), (7,), (1, 2, 3, 4, 5, 6, 7), (40, 41, 42, 40, 41))
+_SHORT = Sampling(max_new_tokens=2)
 _GREEDY = Sampling(max_new_tokens=6)
 _DRAWN = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
 _ROUTERS = ("two_stage", "query_norm")
@@ -337,6 +341,65 @@ class TextTest(parameterized.TestCase):
     )
 
 
+class SpecialTokensTest(parameterized.TestCase):
+  def _generator(self, files=(), **options):
+    content = tiny_writer.WORDS.content
+    tokenizer = JsonTokenizer(content, dict(files))
+    params = tiny_writer.alphabet_params()
+    restored = tiny_writer.restored(tiny_writer.ALPHABET, params)
+    return Generator(restored, tokenizer, **options)
+
+  @parameterized.parameters(([4, 5], 4), (3, 3), ([9, 4, 9], 4))
+  def test_each_stop_of_the_model_ends_a_text(self, stops, last):
+    file = json.dumps({"eos_token_id": stops}).encode()
+    generator = self._generator({"generation_config.json": file})
+    sampling = Sampling(max_new_tokens=9)
+    ended, at_the_end = generator.generate(["aA", "yY"], sampling)
+    self.assertEqual(ended.tokens, tuple(range(2, last + 1)))
+    self.assertEqual(ended.finish_reason, "end")
+    self.assertEqual(at_the_end.tokens, (26, 28))
+    pieces = list(generator.stream("aA", sampling))
+    self.assertEqual("".join(pieces), ended.text)
+
+  def test_begin_of_text_is_left_out_on_request(self):
+    encode = self._generator()._encode
+    self.assertEqual(encode(0, "aA", _SHORT), [27, 1])
+    encode = self._generator(add_bos=False)._encode
+    self.assertEqual(encode(0, "aA", _SHORT), [1])
+    file = json.dumps({"bos_token": None, "eos_token": END}).encode()
+    files = {"tokenizer_config.json": file}
+    encode = self._generator(files)._encode
+    self.assertEqual(encode(0, "aA", _SHORT), [1])
+    with self.assertRaisesRegex(ValueError, "add_bos=True: the tokenizer has"):
+      self._generator(files, add_bos=True)
+
+  def test_names_of_special_tokens_are_parsed_on_request(self):
+    text = f"aA{END}bB"
+    encode = self._generator(parse_special=True)._encode
+    self.assertEqual(encode(0, text, _SHORT), [27, 1, 28, 2])
+    self.assertNotIn(28, self._generator()._encode(0, text, _SHORT))
+
+  def test_answers_a_conversation(self):
+    source = "{{ bos_token }}{{ messages[-1].content }}{% if messages[1:] %}bB"
+    files = {"chat_template.jinja": f"{source}{{% endif %}}".encode()}
+    generator = self._generator(files)
+    messages = [{"role": "user", "content": f"aA{END}"}]
+    # The name of a special token is that token, and the text begins once.
+    self.assertEqual(generator.chat_prompt(messages), [27, 1, 28])
+    messages = [{"role": "user", "content": "bB"}, *messages]
+    completion = generator.chat(messages, Sampling(max_new_tokens=3))
+    self.assertEqual(completion.text, "cCdDeE")
+    with self.assertRaisesRegex(ValueError, "prompt 0 has 4 tokens; with max"):
+      generator.chat(messages, Sampling(max_new_tokens=30))
+    with self.assertRaisesRegex(ValueError, "the model has no chat template"):
+      self._generator().chat(messages)
+
+  def test_stop_beyond_the_model_is_named(self):
+    files = {"generation_config.json": b'{"eos_token_id": [2, 60]}'}
+    with self.assertRaisesRegex(ValueError, "eos_token_id 60 must be below"):
+      self._generator(files)
+
+
 class ErrorsTest(parameterized.TestCase):
   def _generator(self, config=None, tokenizer=None, **options):
     config = config or tiny_writer.ALPHABET
@@ -373,10 +436,10 @@ class ErrorsTest(parameterized.TestCase):
     words = tiny_writer.WORDS
     without = types.SimpleNamespace(
       vocab_size=29, bos_id=None, eos_id=None, encode=words.encode,
-      decode=words.decode,
+      decode=words.decode, add_bos=False, stop_ids=(),
     )  # fmt: skip
     generator = self._generator(tokenizer=without)
-    with self.assertRaisesRegex(ValueError, "prompt 0 is empty; the tokenizer"):
+    with self.assertRaisesRegex(ValueError, "prompt 0 is empty, and no begin"):
       generator.generate([""], Sampling())
 
   def test_model_of_another_family_is_refused(self):

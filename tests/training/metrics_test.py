@@ -191,14 +191,13 @@ class WriteImageTest(parameterized.TestCase):
     old, new = self._picture(1), 255 - self._picture(1)
     self._write(old)
     before = (self.dir / "samples" / "00000012.png").read_bytes()
-    kind = type(epath.Path(self.dir))
-    write = kind.write_bytes
+    write = pathlib.Path.write_bytes
 
     def half(path, data):
       write(path, data[:20])
       raise KeyboardInterrupt
 
-    with mock.patch.object(kind, "write_bytes", half):
+    with mock.patch.object(pathlib.Path, "write_bytes", half):
       with self.assertRaises(KeyboardInterrupt):
         self._write(new)
     after = (self.dir / "samples" / "00000012.png").read_bytes()

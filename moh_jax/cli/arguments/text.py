@@ -51,12 +51,43 @@ def generate(parser: argparse.ArgumentParser) -> None:
   """Write on from a prompt with a language model."""
   common.add_checkpoint(parser)
   common.add_mesh(parser)
-  parser.add_argument(
+  source = parser.add_mutually_exclusive_group(required=True)
+  source.add_argument(
     "--prompt",
     action="append",
-    required=True,
     metavar="TEXT",
     help="text to write on from; several times for several texts",
+  )
+  source.add_argument(
+    "--messages",
+    metavar="FILE",
+    help="conversation to answer: a JSON list of objects with 'role' and "
+    "'content'",
+  )
+  parser.add_argument(
+    "--chat",
+    action="store_true",
+    help="each prompt is a user's message, and the model's chat template makes "
+    "the text from it (the extra moh_jax[llm])",
+  )
+  parser.add_argument(
+    "--system", metavar="TEXT", help="first message of each --chat"
+  )
+  parser.add_argument(
+    "--chat-template",
+    metavar="NAME",
+    help="where the model has several (default: default)",
+  )
+  parser.add_argument(
+    "--no-bos",
+    action="store_true",
+    help="prompts do not begin with the begin of text, whatever the tokenizer "
+    "says",
+  )
+  parser.add_argument(
+    "--parse-special",
+    action="store_true",
+    help="names of special tokens in a prompt are these tokens, not text",
   )
   fields.add_fields(
     parser, Sampling, "max_new_tokens", "temperature", "top_p", "seed"

@@ -9,6 +9,7 @@ import numpy as np
 from array_record.python import array_record_module
 
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
+from moh_jax.data.text.text_files import write_text_files
 from moh_jax.data.text.token_sets import (
   BLOCK,
   DOCUMENTS,
@@ -28,7 +29,7 @@ class TokenShard:
   def __init__(self, shard: OpenShard, tokenizer: Tokenizer):
     self._shard = shard
     self._dtype = token_dtype(tokenizer.vocab_size)
-    self._before = [i for i in (tokenizer.bos_id,) if i is not None]
+    self._before = [tokenizer.bos_id] if tokenizer.add_bos else []
     self._after = [i for i in (tokenizer.eos_id,) if i is not None]
     # A document needs a token before its text, so that the model predicts the
     # first token of the text too: without a begin, the end token stands in.
@@ -111,7 +112,7 @@ class TokenSetWriter(ShardSetWriter):
           "file": tokenizer.file_name,
         },
         "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id,
+        "bos_id": tokenizer.bos_id if tokenizer.add_bos else None,
         "eos_id": tokenizer.eos_id,
         "block": BLOCK,
         **settings,
@@ -163,8 +164,8 @@ class TokenSetWriter(ShardSetWriter):
     with replacing(self._folder / DOCUMENTS) as path, path.open("wb") as file:
       np.save(file, ends)
     if self._tokenizer.file_name:
-      with replacing(self._folder / self._tokenizer.file_name) as path:
-        path.write_bytes(self._tokenizer.content)
+      own = {self._tokenizer.file_name: self._tokenizer.content}
+      write_text_files(self._folder, {**own, **self._tokenizer.files})
     return super().finish(**totals, notes=self._set_notes)
 
   def _lengths(self, entry: dict[str, Any]) -> np.ndarray:

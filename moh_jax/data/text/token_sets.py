@@ -7,7 +7,7 @@ little-endian uint16, or uint32 for vocabularies above 65,536. After them comes
 one record with the number of tokens of each document, uint32. No document
 crosses shards.
 
-The folder also holds the tokenizer's file, documents.npy (int64 [D + 1]: the
+The folder also holds the tokenizer's files, documents.npy (int64 [D + 1]: the
 index of the first token of each of the D documents, then the number of tokens)
 and metadata.json with the fields "tokenizer" (kind, sha256, file),
 "vocab_size", "bos_id", "eos_id", "documents", "tokens", "text_bytes" (UTF-8

@@ -1,32 +1,32 @@
 """Tokenizers: tokenizer.json files, SentencePiece models, and plain bytes.
 
 All kinds encode plain text: they add no begin or end of text, and encode text
-that looks like a special token as text. A SentencePiece model normalizes the
-text as it was trained to, so decoding may not give the same spaces and
-characters back.
+that looks like a special token as text, unless asked to parse it. A
+SentencePiece model normalizes the text as it was trained to, so decoding may
+not give the same spaces and characters back.
 """
 
+import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tokenizers as hf
 
-from moh_jax.data.extras import import_extra
+from moh_jax.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from moh_jax.data.text.special_tokens import BEGIN, END, Ids, special_ids
+from moh_jax.data.text.text_files import (
+  GENERATION_CONFIG,
+  TOKENIZER_FILES,
+  TokenizerFileError,
+  read_text_files,
+)
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
-BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
-# Names of the begin and end of text in a tokenizer.json. The first pair with a
-# known token is used; a token without its counterpart serves as both.
-_BEGIN_END = (
-  (BEGIN, END),
-  ("<s>", "</s>"),
-  ("<bos>", "<eos>"),
-  ("[BOS]", "[EOS]"),
-  ("<|startoftext|>", "<|endoftext|>"),
-)
+_NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 
 
 class Tokenizer(Protocol):
@@ -36,28 +36,42 @@ class Tokenizer(Protocol):
     kind: one of `KINDS`.
     file_name: name of the tokenizer's file, "" for kinds without one.
     content: bytes of that file.
+    files: contents of the files beside it by name, see `text_files.py`.
     sha256: SHA-256 of the content, which identifies the tokenizer.
     vocab_size: number of ids.
     bos_id: id of the begin of text, or None.
-    eos_id: id of the end of text, or None.
+    eos_id: id of the end of text, which ends documents, or None.
+    add_bos: whether texts begin with `bos_id`.
+    stop_ids: ids that end a generated text, `eos_id` among them.
   """
 
   kind: str
   file_name: str
   content: bytes
+  files: Mapping[str, bytes]
   sha256: str
   vocab_size: int
   bos_id: int | None
   eos_id: int | None
+  add_bos: bool
+  stop_ids: tuple[int, ...]
 
-  def encode(self, text: str) -> list[int]:
-    """Returns the ids of a text, without begin and end of text."""
+  def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+    """Returns the ids of a text, without begin and end of text.
+
+    Args:
+      text: to encode.
+      parse_special: names of special tokens in the text become these tokens.
+    """
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids; special tokens and unknown ids are left out."""
+
+  def id_to_token(self, token: int) -> str | None:
+    """Returns the name of an id, None if it has none."""
 
 
 class JsonTokenizer:
@@ -66,31 +80,56 @@ class JsonTokenizer:
   kind = "tokenizer_json"
   file_name = "tokenizer.json"
 
-  def __init__(self, content: bytes):
+  def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
     """Parses the content of a tokenizer.json.
 
+    Args:
+      content: of the file.
+      files: beside it, see `text_files.py`.
+
     Raises:
-      ValueError: the content is not a tokenizer.json.
+      TokenizerFileError: the content is not a tokenizer.json.
+      ValueError: one of the files is damaged or names an unknown token.
     """
-    try:
-      tokenizer = hf.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises bare Exceptions
-      raise ValueError(f"not a tokenizer.json: {error}") from error
-    tokenizer.encode_special_tokens = True  # encodes their names as text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    self._tokenizer = tokenizer
-    self.content = content
+    self.content, self.files = content, dict(files)
+    self._tokenizer = self._parse(special_as_text=True)
     self.sha256 = hashlib.sha256(content).hexdigest()
     # Ids may have gaps, so the largest counts, not the number of entries.
-    self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    pairs = [tuple(map(tokenizer.token_to_id, pair)) for pair in _BEGIN_END]
-    found = [pair for pair in pairs if pair != (None, None)]
-    self.bos_id, self.eos_id = _both(*found[0]) if found else (None, None)
+    vocabulary = self._tokenizer.get_vocab()
+    self.vocab_size = max(vocabulary.values(), default=-1) + 1
+    own = self._own_ids()
+    found = special_ids(files, vocabulary.get, own, own[0] is not None)
+    self.bos_id, self.eos_id = found.bos_id, found.eos_id
+    self.add_bos, self.stop_ids = found.add_bos, found.stop_ids
 
-  def encode(self, text: str) -> list[int]:
+  def _parse(self, *, special_as_text: bool) -> hf.Tokenizer:
+    try:
+      tokenizer = hf.Tokenizer.from_str(self.content.decode())
+    except Exception as error:  # the library raises bare Exceptions
+      raise TokenizerFileError(f"not a tokenizer.json: {error}") from error
+    tokenizer.encode_special_tokens = special_as_text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+  def _own_ids(self) -> Ids:
+    """The special tokens that the file's post-processor puts around a text."""
+    made = self._tokenizer.encode("a", add_special_tokens=True)
+    ends = list(zip(made.ids, made.special_tokens_mask))
+    first, last = (
+      ends[place][0] if ends and ends[place][1] else None for place in (0, -1)
+    )
+    return first, last if len(ends) > 1 else None
+
+  @functools.cached_property
+  def _with_special(self) -> hf.Tokenizer:
+    # A second one, since the switch of the library is not thread-safe.
+    return self._parse(special_as_text=False)
+
+  def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text."""
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
+    used = self._with_special if parse_special else self._tokenizer
+    return used.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text, computed on several cores."""
@@ -101,49 +140,12 @@ class JsonTokenizer:
     """Returns the text of ids."""
     return self._tokenizer.decode([int(i) for i in ids])
 
-  def __reduce__(self):
-    return JsonTokenizer, (self.content,)
-
-
-class SentencePieceTokenizer:
-  """Tokenizer of a tokenizer.model file, by the library `sentencepiece`."""
-
-  kind = "sentencepiece"
-  file_name = "tokenizer.model"
-
-  def __init__(self, content: bytes):
-    """Parses the content of a tokenizer.model.
-
-    Raises:
-      ValueError: the content is not a SentencePiece model, or the library is
-        missing.
-    """
-    library = import_extra("sentencepiece", "a SentencePiece model")
-    try:
-      self._processor = library.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-      raise ValueError(f"not a SentencePiece model: {error}") from error
-    self.content = content
-    self.sha256 = hashlib.sha256(content).hexdigest()
-    self.vocab_size = self._processor.vocab_size()
-    ids = (self._processor.bos_id(), self._processor.eos_id())
-    self.bos_id, self.eos_id = _both(*(i if i >= 0 else None for i in ids))
-
-  def encode(self, text: str) -> list[int]:
-    """Returns the ids of a text."""
-    return self._processor.encode(text)
-
-  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text."""
-    return self._processor.encode(list(texts))
-
-  def decode(self, ids: Sequence[int]) -> str:
-    """Returns the text of ids."""
-    known = [int(i) for i in ids if 0 <= i < self.vocab_size]
-    return self._processor.decode(known)
+  def id_to_token(self, token: int) -> str | None:
+    """Returns the name of an id."""
+    return self._tokenizer.id_to_token(token)
 
   def __reduce__(self):
-    return SentencePieceTokenizer, (self.content,)
+    return JsonTokenizer, (self.content, self.files)
 
 
 class BytesTokenizer:
@@ -152,12 +154,15 @@ class BytesTokenizer:
   kind = "bytes"
   file_name = ""
   content = b""
+  files = _NO_FILES
   sha256 = hashlib.sha256(b"bytes").hexdigest()
   vocab_size = 257
   bos_id = eos_id = 256
+  add_bos, stop_ids = True, (256,)
 
-  def encode(self, text: str) -> list[int]:
-    """Returns the ids of a text."""
+  def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+    """Returns the ids of a text; no text names the special token."""
+    del parse_special
     return list(text.encode())
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -168,29 +173,84 @@ class BytesTokenizer:
     """Returns the text of ids."""
     return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
+  def id_to_token(self, token: int) -> None:
+    """Returns None: bytes are not text by themselves."""
 
-def tokenizer_from_bytes(kind: str, content: bytes) -> Tokenizer:
+
+def prompt_ids(
+  tokenizer: Tokenizer,
+  text: str,
+  *,
+  add_bos: bool | None = None,
+  parse_special: bool = False,
+) -> list[int]:
+  """Returns the ids of a text that a model is to write on from.
+
+  Args:
+    tokenizer: of the model.
+    text: the prompt.
+    add_bos: whether it begins with the begin of text; None does what the
+      tokenizer says.
+    parse_special: names of special tokens in the text become these tokens.
+  """
+  add_bos = tokenizer.add_bos if add_bos is None else add_bos
+  before = (
+    [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
+  )
+  return before + tokenizer.encode(text, parse_special=parse_special)
+
+
+def check_vocabulary(
+  tokenizer: Tokenizer, vocab_size: int, source: str = ""
+) -> None:
+  """Checks that a model has all ids of a tokenizer.
+
+  Args:
+    tokenizer: of the model.
+    vocab_size: number of token ids of the model.
+    source: where the tokenizer is from, for the message.
+
+  Raises:
+    ValueError: it does not; the message says which.
+  """
+  where = f"{source}: " if source else ""
+  if tokenizer.vocab_size > vocab_size:
+    raise ValueError(
+      f"{where}the tokenizer has {tokenizer.vocab_size} ids, more than "
+      f"model.vocab_size={vocab_size}"
+    )
+  if beyond := [i for i in tokenizer.stop_ids if i >= vocab_size]:
+    raise ValueError(
+      f"{where}{GENERATION_CONFIG}: eos_token_id {beyond[0]} must be below "
+      f"model.vocab_size={vocab_size}"
+    )
+
+
+def tokenizer_from_bytes(
+  kind: str, content: bytes, files: Mapping[str, bytes] = _NO_FILES
+) -> Tokenizer:
   """Makes a tokenizer from the content of its file.
 
   Args:
     kind: one of `KINDS`.
     content: bytes of the tokenizer's file; b"" for the kind "bytes".
+    files: beside it, see `text_files.py`.
 
   Raises:
-    ValueError: the kind is unknown, the content is not of that kind, or an
-      optional library is missing.
+    ValueError: the kind is unknown, the content is not of that kind, one of the
+      files is damaged, or an optional library is missing.
   """
   if kind == "tokenizer_json":
-    return JsonTokenizer(content)
+    return JsonTokenizer(content, files)
   if kind == "sentencepiece":
-    return SentencePieceTokenizer(content)
+    return SentencePieceTokenizer(content, files)
   if kind == "bytes":
     return BytesTokenizer()
   raise ValueError(f"tokenizer kind {kind!r} must be one of {KINDS}")
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-  """Loads a tokenizer from a file.
+  """Loads a tokenizer from a file, and the files that lie beside it.
 
   Args:
     path: a tokenizer.json, a SentencePiece .model, a folder that holds a
@@ -198,17 +258,16 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: the file is damaged or of an unknown kind, or an optional
-      library is missing.
+    TokenizerFileError: the file is damaged, or an optional library is missing.
+    ValueError: it is of an unknown kind, or a file beside it is damaged.
   """
   if os.fspath(path) == "bytes":
     return BytesTokenizer()
   file = pathlib.Path(path)
   if file.is_dir():
-    names = (JsonTokenizer.file_name, SentencePieceTokenizer.file_name)
-    found = [file / name for name in names if (file / name).is_file()]
+    found = [f for name in TOKENIZER_FILES if (f := file / name).is_file()]
     if not found:
-      raise FileNotFoundError(f"{file} holds none of {names}")
+      raise FileNotFoundError(f"{file} holds none of {TOKENIZER_FILES}")
     file = found[0]
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
@@ -224,7 +283,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 def read_tokenizer(
   kind: str, file: pathlib.Path, sha256: str = "", owner: str = ""
 ) -> Tokenizer:
-  """Reads a tokenizer's file, and checks that it is the expected one.
+  """Reads a tokenizer, and checks that it is the expected one.
 
   Args:
     kind: one of `KINDS` that has a file.
@@ -234,61 +293,22 @@ def read_tokenizer(
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: the file is damaged or another one, or an optional library is
-      missing.
+    TokenizerFileError: the file is damaged, or an optional library is missing.
+    ValueError: it is another one, or a file beside it is damaged.
   """
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
-    tokenizer = tokenizer_from_bytes(kind, file.read_bytes())
+    files = read_text_files(file.parent)
+    tokenizer = tokenizer_from_bytes(kind, file.read_bytes(), files)
   except ValueError as error:
-    raise ValueError(f"{file}: {error}") from error
+    raise type(error)(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
     raise ValueError(
       f"{file} has sha256 {tokenizer.sha256[:16]}, {owner} was made with a "
       f"tokenizer of {sha256[:16]}"
     )
   return tokenizer
-
-
-class StreamDecoder:
-  """Decodes ids one by one, and returns whole characters only.
-
-  All that `feed` and `flush` return, joined, is `decode` of all ids.
-  """
-
-  # A character has at most 4 tokens, but several tokens in a row may each end
-  # inside one. Text that is incomplete for longer than this is not UTF-8.
-  _MAX_HELD = 16
-
-  def __init__(self, tokenizer: Tokenizer):
-    self._tokenizer = tokenizer
-    # The ids whose text was returned last, then those that are held back.
-    self._ids: list[int] = []
-    self._returned = 0  # how many of `_ids` are of the first kind
-
-  def feed(self, token: int) -> str:
-    """Takes the next id and returns the text that it completes, often ""."""
-    self._ids.append(int(token))
-    text = self._tokenizer.decode(self._ids)
-    held = len(self._ids) - self._returned
-    if text.endswith("\ufffd") and held < self._MAX_HELD:
-      return ""
-    return self._take(text)
-
-  def flush(self) -> str:
-    """Returns the text held back, with U+FFFD for incomplete characters."""
-    return self._take(self._tokenizer.decode(self._ids))
-
-  def _take(self, text: str) -> str:
-    # Decoding may drop a space at the beginning of the text, so new ids are
-    # decoded together with some earlier ones, whose text is then removed.
-    known = self._tokenizer.decode(self._ids[: self._returned])
-    new = text[len(known) :]
-    if new:
-      self._ids = self._ids[self._returned :]
-    self._returned = len(self._ids)
-    return new
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -322,11 +342,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
   )
   tokenizer.train_from_iterator(texts, trainer)
   return tokenizer.to_str().encode()
-
-
-def _both(first: int | None, second: int | None) -> tuple[int | None, ...]:
-  """Replaces a missing id by the other of the pair."""
-  return (
-    second if first is None else first,
-    first if second is None else second,
-  )

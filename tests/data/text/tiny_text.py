@@ -13,6 +13,7 @@ def tokenizer(vocab_size=257, bos_id=256, eos_id=256):
   """A tokenizer of bytes that claims other numbers."""
   result = BytesTokenizer()
   result.vocab_size, result.bos_id, result.eos_id = vocab_size, bos_id, eos_id
+  result.add_bos = bos_id is not None
   return result
 
 

@@ -10,6 +10,7 @@ import tokenizers as hf
 from absl.testing import absltest, parameterized
 
 from moh_jax.data.text import tokenizers
+from moh_jax.data.text.stream_decoder import StreamDecoder
 
 _TEXTS = (
   "Hello, world!",
@@ -73,7 +74,7 @@ class RoundTripTest(parameterized.TestCase):
   @parameterized.product(kind=("bpe", "bytes"), text=_TEXTS)
   def test_stream_gives_whole_characters(self, kind, text):
     tokenizer = _bpe() if kind == "bpe" else tokenizers.BytesTokenizer()
-    stream = tokenizers.StreamDecoder(tokenizer)
+    stream = StreamDecoder(tokenizer)
     parts = [stream.feed(token) for token in tokenizer.encode(text)]
     self.assertEqual("".join(parts), text)
     self.assertNotIn("\ufffd", "".join(parts))
@@ -84,19 +85,19 @@ class RoundTripTest(parameterized.TestCase):
       a, b = tokenizer.encode("ab")
       ids = [tokenizer.bos_id, a, tokenizer.eos_id, b, 10**6]
       self.assertEqual(tokenizer.decode(ids), "ab")
-      stream = tokenizers.StreamDecoder(tokenizer)
+      stream = StreamDecoder(tokenizer)
       self.assertEqual([stream.feed(i) for i in ids], ["", "a", "", "b", ""])
 
 
 class StreamTest(absltest.TestCase):
   def test_half_a_character_waits_and_is_marked_at_the_end(self):
-    stream = tokenizers.StreamDecoder(tokenizers.BytesTokenizer())
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
     parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
     self.assertEqual(parts, ["", "é", "", "", ""])
     self.assertEqual(stream.flush(), "\ufffd")
 
   def test_bytes_that_are_no_text_do_not_wait_forever(self):
-    stream = tokenizers.StreamDecoder(tokenizers.BytesTokenizer())
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
     parts = [stream.feed(0xFF) for _ in range(100)]
     self.assertGreater(len("".join(parts)), 80)
     self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
@@ -104,7 +105,7 @@ class StreamTest(absltest.TestCase):
 
   def test_the_replacement_character_itself_is_text(self):
     tokenizer = tokenizers.BytesTokenizer()
-    stream = tokenizers.StreamDecoder(tokenizer)
+    stream = StreamDecoder(tokenizer)
     text = "a\ufffd\ufffdb\ufffd"
     parts = [stream.feed(token) for token in tokenizer.encode(text)]
     self.assertEqual("".join(parts) + stream.flush(), text)
@@ -167,7 +168,7 @@ class WithSentencePieceTest(absltest.TestCase):
   def test_stream_keeps_spaces_and_characters(self):
     tokenizer = _sentencepiece()
     text = "the head 🤷🏽‍♀️ of layers"
-    stream = tokenizers.StreamDecoder(tokenizer)
+    stream = StreamDecoder(tokenizer)
     ids = [1, *tokenizer.encode(text), 2]
     parts = [stream.feed(token) for token in ids]
     self.assertEqual("".join(parts), text)

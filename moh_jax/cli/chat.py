@@ -1,0 +1,69 @@
+"""Conversations that the options of a command describe."""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from moh_jax.data.text.chat_template import check_messages
+
+
+def is_chat(args: argparse.Namespace) -> bool:
+  """Whether prompts go through the model's chat template.
+
+  Raises:
+    ValueError: an option of conversations is given without one.
+  """
+  chat = bool(args.chat or args.messages)
+  if args.system is not None and not (args.chat and args.prompt):
+    raise ValueError(f"--system {args.system!r} needs --chat and --prompt")
+  if args.chat_template is not None and not chat:
+    raise ValueError(
+      f"--chat-template {args.chat_template!r} needs --chat or --messages"
+    )
+  for name, given in (
+    ("--no-bos", args.no_bos),
+    ("--parse-special", args.parse_special),
+  ):
+    if given and chat:
+      raise ValueError(
+        f"{name} is of plain prompts: a chat template writes its own special "
+        "tokens"
+      )
+  return chat
+
+
+def conversations(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
+  """The conversation of each prompt, or that of --messages.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it holds no conversation.
+  """
+  if args.messages:
+    return [read_messages(args.messages)]
+  before = []
+  if args.system is not None:
+    before = [{"role": "system", "content": args.system}]
+  return [[*before, {"role": "user", "content": text}] for text in args.prompt]
+
+
+def read_messages(path: str) -> list[dict[str, Any]]:
+  """Reads a conversation.
+
+  Args:
+    path: of a JSON list of objects with "role" and "content".
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no such list.
+  """
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise FileNotFoundError(f"--messages {path}: no such file")
+  try:
+    messages = json.loads(file.read_bytes())
+    check_messages(messages)
+  except ValueError as error:
+    raise ValueError(f"--messages {path}: {error}") from error
+  return messages

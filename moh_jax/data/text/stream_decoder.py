@@ -1,0 +1,43 @@
+"""Text of ids that come one by one."""
+
+from moh_jax.data.text.tokenizers import Tokenizer
+
+
+class StreamDecoder:
+  """Decodes ids one by one, and returns whole characters only.
+
+  All that `feed` and `flush` return, joined, is `decode` of all ids.
+  """
+
+  # A character has at most 4 tokens, but several tokens in a row may each end
+  # inside one. Text that is incomplete for longer than this is not UTF-8.
+  _MAX_HELD = 16
+
+  def __init__(self, tokenizer: Tokenizer):
+    self._tokenizer = tokenizer
+    # The ids whose text was returned last, then those that are held back.
+    self._ids: list[int] = []
+    self._returned = 0  # how many of `_ids` are of the first kind
+
+  def feed(self, token: int) -> str:
+    """Takes the next id and returns the text that it completes, often ""."""
+    self._ids.append(int(token))
+    text = self._tokenizer.decode(self._ids)
+    held = len(self._ids) - self._returned
+    if text.endswith("\ufffd") and held < self._MAX_HELD:
+      return ""
+    return self._take(text)
+
+  def flush(self) -> str:
+    """Returns the text held back, with U+FFFD for incomplete characters."""
+    return self._take(self._tokenizer.decode(self._ids))
+
+  def _take(self, text: str) -> str:
+    # Decoding may drop a space at the beginning of the text, so new ids are
+    # decoded together with some earlier ones, whose text is then removed.
+    known = self._tokenizer.decode(self._ids[: self._returned])
+    new = text[len(known) :]
+    if new:
+      self._ids = self._ids[self._returned :]
+    self._returned = len(self._ids)
+    return new

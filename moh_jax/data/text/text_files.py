@@ -1,0 +1,151 @@
+"""Files that lie beside a tokenizer's own and say how a model is used with it.
+
+They are those that transformers writes: which tokens begin and end a text
+(tokenizer_config.json, special_tokens_map.json), tokens added to SentencePiece
+models (added_tokens.json), at which tokens a generated text stops
+(generation_config.json), and chat templates. They go wherever the tokenizer
+goes: into token sets, runs, converted and exported models. What identifies a
+tokenizer is its own file alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from moh_jax.files import write_whole
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
+GENERATION_CONFIG = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATE_JSON = "chat_template.json"
+TEMPLATE_FOLDER = "additional_chat_templates"  # further templates by name
+
+_NAMES = (
+  TOKENIZER_CONFIG,
+  SPECIAL_TOKENS,
+  ADDED_TOKENS,
+  *("vocab.json", "merges.txt"),  # what tokenizer.json was made from
+  GENERATION_CONFIG,
+  TEMPLATE,
+  TEMPLATE_JSON,
+)
+_MODEL_CONFIG = "config.json"
+_STOPS = "eos_token_id"
+
+
+class TokenizerFileError(ValueError):
+  """A tokenizer's own file is damaged, or the library that reads it missing."""
+
+
+def read_text_files(folder: str | os.PathLike) -> dict[str, bytes]:
+  """Reads the files that lie beside a tokenizer.
+
+  A folder of transformers may name the ends of generated texts in config.json
+  alone; they are returned as generation_config.json, where transformers looks
+  for them first.
+
+  Args:
+    folder: local, or in a bucket.
+
+  Returns:
+    Contents by name, relative to the folder; those that exist.
+
+  Raises:
+    ValueError: config.json or generation_config.json is not a JSON object.
+  """
+  folder = epath.Path(folder)
+  paths = [folder / name for name in _NAMES]
+  templates = folder / TEMPLATE_FOLDER
+  if templates.is_dir():
+    paths += sorted(templates.glob("*.jinja"))
+  files = {
+    os.fspath(path.relative_to(folder)): path.read_bytes()
+    for path in paths
+    if path.is_file()
+  }
+  model = folder / _MODEL_CONFIG
+  if model.is_file():
+    stops = json_object(os.fspath(model), model.read_bytes()).get(_STOPS)
+    generation = read_json(files, GENERATION_CONFIG)
+    if stops is not None and generation.get(_STOPS) is None:
+      generation[_STOPS] = stops
+      files[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode()
+  return files
+
+
+def write_text_files(
+  folder: str | os.PathLike, files: Mapping[str, bytes]
+) -> None:
+  """Writes files where they are missing or differ, each whole or not at all.
+
+  Args:
+    folder: local, or in a bucket; created.
+    files: contents by name, relative to the folder.
+  """
+  folder = epath.Path(folder)
+  for name, content in files.items():
+    path = folder / name
+    if path.is_file() and path.read_bytes() == content:
+      continue
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
+
+
+def copy_text_files(
+  source: str | os.PathLike, target: str | os.PathLike
+) -> str:
+  """Copies a tokenizer with all files that belong to it.
+
+  Args:
+    source: folder of a tokenizer, such as a run's working directory, an output
+      of `convert`, or a folder of transformers.
+    target: folder to write to; created if there is anything to write.
+
+  Returns:
+    The SHA-256 of the tokenizer's file; "", and nothing is written, where there
+    is none.
+
+  Raises:
+    ValueError: a file is not a JSON object, see `read_text_files`.
+  """
+  source = epath.Path(source)
+  own = {
+    name: (source / name).read_bytes()
+    for name in TOKENIZER_FILES
+    if (source / name).is_file()
+  }
+  if not own:
+    return ""
+  write_text_files(target, {**own, **read_text_files(source)})
+  return hashlib.sha256(next(iter(own.values()))).hexdigest()
+
+
+def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+  """Parses one of the files; {} if it is missing.
+
+  Raises:
+    ValueError: it is not a JSON object; the message begins with its name.
+  """
+  return json_object(name, files[name]) if name in files else {}
+
+
+def json_object(name: str, content: bytes) -> dict[str, Any]:
+  """Parses a JSON object.
+
+  Raises:
+    ValueError: it is none; the message begins with `name`.
+  """
+  try:
+    stored = json.loads(content)
+  except ValueError as error:
+    raise ValueError(f"{name}: not valid JSON: {error}") from error
+  if not isinstance(stored, dict):
+    raise ValueError(f"{name}: holds no JSON object")
+  return stored
