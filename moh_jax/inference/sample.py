@@ -118,7 +118,7 @@ def sample_npz(
     batch_size: images per batch and part.
     settings: what the images depend on, as JSON values; a later call must have
       the same.
-    progress: show a progress bar.
+    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The number of images sampled by this call; the others were there.
@@ -167,7 +167,7 @@ def _batches(
     total=num,
     initial=num - sum(min(size, num - start) for start in starts),
     unit="image",
-    disable=not progress or jax.process_index() > 0,
+    disable=not progress or jax.process_index() > 0 or None,
   ) as bar:
     for start in starts:
       yield start, size

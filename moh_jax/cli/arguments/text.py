@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from moh_jax.cli import common, fields
+from moh_jax.cli import common, fields, text_files
 from moh_jax.config import CACHE_DTYPES
 from moh_jax.data.text.tokenize import PIECE_BYTES
 from moh_jax.evaluation.harness_tasks import PRESETS
@@ -23,7 +23,7 @@ def evaluate_lm(parser: argparse.ArgumentParser) -> None:
     help="tasks, groups or tags of lm-eval (the extra moh_jax[llm]), or a "
     f"preset: {', '.join(PRESETS)}",
   )
-  common.add_texts(parser, required=False, note="; scored without lm-eval")
+  text_files.add_texts(parser, required=False, note="; scored without lm-eval")
   parser.add_argument(
     "--num-fewshot",
     type=int,
@@ -90,7 +90,7 @@ def heads(parser: argparse.ArgumentParser) -> None:
 
 def tokenize(parser: argparse.ArgumentParser) -> None:
   """Turn text files into token sets to train a language model on."""
-  common.add_texts(parser)
+  text_files.add_texts(parser)
   parser.add_argument(
     "--tokenizer",
     required=True,
@@ -106,11 +106,12 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
     default=0.005,
     metavar="SHARE",
     help="share of the documents in val/, chosen by a hash of file and line; "
-    "the others are train/ (default: 0.005)",
+    "the others are train/, and each gets one at least (default: 0.005)",
   )
   parts.add_argument(
     "--split", metavar="NAME", help="put all documents into this split instead"
   )
+  text_files.add_on_error(parser, "OUT/SPLIT/skipped/ lists them")
   parser.add_argument(
     "--shard-bytes",
     type=int,
@@ -129,7 +130,8 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
 
 def train_tokenizer(parser: argparse.ArgumentParser) -> None:
   """Train a byte-level BPE tokenizer on text files."""
-  common.add_texts(parser)
+  text_files.add_texts(parser)
+  text_files.add_on_error(parser, "they are counted")
   parser.add_argument(
     "--vocab-size",
     required=True,
