@@ -106,7 +106,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint(
   parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP
 ) -> None:
-  """Adds the options of a model to restore; see `restore`.
+  """Adds the options of a model to restore and serve; see `restore`.
 
   Args:
     parser: of the command.
@@ -123,6 +123,13 @@ def add_checkpoint(
   )
   parser.add_argument(
     "--dtype", choices=DTYPES, help="compute dtype, instead of the trained one"
+  )
+  parser.add_argument(
+    "--no-compilation-cache",
+    dest="compilation_cache",
+    action="store_false",
+    help="compile all programs anew; kept ones are in "
+    "~/.cache/moh_jax/xla, or where MOH_JAX_COMPILATION_CACHE says",
   )
 
 

@@ -48,15 +48,32 @@ def evaluate_lm(parser: argparse.ArgumentParser) -> None:
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
-  """Write on from a prompt with a language model."""
+  """Write on from prompts with a language model."""
   common.add_checkpoint(parser)
   common.add_mesh(parser)
-  parser.add_argument(
+  prompts = parser.add_mutually_exclusive_group()
+  prompts.add_argument(
     "--prompt",
     action="append",
-    required=True,
+    default=[],
     metavar="TEXT",
     help="text to write on from; several times for several texts",
+  )
+  prompts.add_argument(
+    "--prompt-file",
+    metavar="FILE",
+    help='JSON lines such as {"prompt": "TEXT"}; needs --out',
+  )
+  prompts.add_argument(
+    "--interactive",
+    action="store_true",
+    help="read prompts from the terminal, one a line; the default there",
+  )
+  parser.add_argument(
+    "--out",
+    metavar="FILE",
+    help="of --prompt-file: JSON lines in the same order; a second run "
+    "continues the first",
   )
   fields.add_fields(
     parser, Sampling, "max_new_tokens", "temperature", "top_p", "seed"

@@ -1,0 +1,52 @@
+"""Prompts from the terminal, one line after another."""
+
+import contextlib
+import dataclasses
+import sys
+
+from moh_jax.inference.generate import Generator
+from moh_jax.inference.options import Sampling
+
+_SEEDS = 2**32
+
+
+def run(generator: Generator, sampling: Sampling) -> None:
+  """Reads lines and writes on from each, until the end of the input (Ctrl-D).
+
+  Ctrl-C ends one answer. Line i is sampled with the seed plus i, so that a line
+  that is asked again may get another answer. Programs stay compiled.
+
+  Args:
+    generator: the model.
+    sampling: how tokens are sampled.
+  """
+  with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  gives `input` editing and a history
+  if sys.stdin.isatty():
+    print("A line is a prompt. Ctrl-C ends an answer, Ctrl-D all.")
+  asked = 0
+  while True:
+    try:
+      line = input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+      print()
+      return
+    except KeyboardInterrupt:
+      print()
+      continue
+    if not line:
+      continue
+    seed = (sampling.seed + asked) % _SEEDS
+    asked += 1
+    _answer(generator, line, dataclasses.replace(sampling, seed=seed))
+
+
+def _answer(generator: Generator, line: str, sampling: Sampling) -> None:
+  try:
+    for piece in generator.stream(line, sampling):
+      print(piece, end="", flush=True)
+  except ValueError as error:  # such as a prompt that is too long
+    print(f"error: {error}", end="")
+  except KeyboardInterrupt:
+    pass
+  print()
