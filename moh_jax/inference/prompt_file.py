@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import jax
 import tqdm
@@ -65,19 +65,17 @@ def complete_file(
     generator.check(index, prompt, sampling)
   (done,) = ask_first_process(lambda: [_open(out, settings)], 1)
   is_first = jax.process_index() == 0
-  with (
-    open(out if is_first else os.devnull, "ab") as file,
-    tqdm.tqdm(
-      total=len(prompts),
-      initial=done,
-      unit="prompt",
-      disable=not progress or not is_first or None,
-    ) as bar,
-  ):
+  with tqdm.tqdm(
+    total=len(prompts),
+    initial=done,
+    unit="prompt",
+    disable=not progress or not is_first or None,
+  ) as bar:
     for first, rows in _complete(generator, prompts, sampling, done):
-      with disk_errors(str(out), "the lines before are"):
-        _append(file, rows[max(done - first, 0) :])
-      bar.update(first + len(rows) - max(done, first))
+      rows = rows[max(done - first, 0) :]
+      if is_first:
+        _append(out, rows)
+      bar.update(len(rows))
   return done
 
 
@@ -103,10 +101,11 @@ def _complete(
     first += len(chunk)
 
 
-def _append(file: IO[bytes], rows: list[dict[str, Any]]) -> None:
-  file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
-  file.flush()
-  os.fsync(file.fileno())
+def _append(out: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+  with disk_errors(str(out), "the lines before are"), out.open("ab") as file:
+    file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
