@@ -33,9 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
         sequence_length=256,
         batch_size=8,
       ),
-      optim=config_lib.OptimConfig(
-        lr=2e-3, warmup_steps=40, weight_decay=0.1, clip_norm=1.0
-      ),
+      optim=config_lib.OptimConfig(lr=2e-3, weight_decay=0.1, clip_norm=1.0),
       train=config_lib.TrainConfig(steps=2000),
     )
   )
