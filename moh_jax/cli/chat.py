@@ -1,8 +1,10 @@
 """Conversations that the options of a command describe."""
 
 import argparse
+import itertools
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.data.text.chat_template import check_messages
@@ -15,8 +17,12 @@ def is_chat(args: argparse.Namespace) -> bool:
     ValueError: an option of conversations is given without one.
   """
   chat = bool(args.chat or args.messages)
-  if args.system is not None and not (args.chat and args.prompt):
-    raise ValueError(f"--system {args.system!r} needs --chat and --prompt")
+  if args.system is not None and not args.chat:
+    raise ValueError(f"--system {args.system!r} needs --chat")
+  if args.system is not None and args.messages:
+    raise ValueError(
+      f"--system {args.system!r}: --messages holds the whole conversation"
+    )
   if args.chat_template is not None and not chat:
     raise ValueError(
       f"--chat-template {args.chat_template!r} needs --chat or --messages"
@@ -42,10 +48,24 @@ def conversations(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
   """
   if args.messages:
     return [read_messages(args.messages)]
+  return [conversation(args, [text]) for text in args.prompt]
+
+
+def conversation(
+  args: argparse.Namespace, turns: Sequence[str]
+) -> list[dict[str, Any]]:
+  """The messages of a conversation.
+
+  Args:
+    args: of the command.
+    turns: texts of the user and of the model in turns.
+  """
   before = []
   if args.system is not None:
     before = [{"role": "system", "content": args.system}]
-  return [[*before, {"role": "user", "content": text}] for text in args.prompt]
+  roles = itertools.cycle(("user", "assistant"))
+  texts = zip(roles, turns)
+  return before + [{"role": role, "content": text} for role, text in texts]
 
 
 def read_messages(path: str) -> list[dict[str, Any]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import fields
@@ -18,8 +17,6 @@ from moh_jax.config.checks import DTYPES
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
-from moh_jax.data.text.files import read_documents
-from moh_jax.data.text.pieces import Piece
 from moh_jax.runtime import location
 
 if TYPE_CHECKING:
@@ -109,7 +106,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint(
   parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP
 ) -> None:
-  """Adds the options of a model to restore; see `restore`.
+  """Adds the options of a model to restore and serve; see `restore`.
 
   Args:
     parser: of the command.
@@ -126,6 +123,13 @@ def add_checkpoint(
   )
   parser.add_argument(
     "--dtype", choices=DTYPES, help="compute dtype, instead of the trained one"
+  )
+  parser.add_argument(
+    "--no-compilation-cache",
+    dest="compilation_cache",
+    action="store_false",
+    help="compile all programs anew; kept ones are in "
+    "~/.cache/moh_jax/xla, or where MOH_JAX_COMPILATION_CACHE says",
   )
 
 
@@ -161,32 +165,6 @@ def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
     choices=SPLITS,
     help="read this split alone; without train/ and val/, what the images are "
     "(default: train)",
-  )
-
-
-def add_texts(
-  parser: argparse.ArgumentParser, *, required: bool = True, note: str = ""
-) -> None:
-  """Adds --data and --field, of files of text.
-
-  Args:
-    parser: of the command.
-    required: whether the command reads nothing else.
-    note: what else to say of the files.
-  """
-  parser.add_argument(
-    "--data",
-    required=required,
-    nargs="+",
-    metavar="GLOB",
-    help="text files or quoted patterns with *, ? and **, each also .gz or "
-    ".zst: .jsonl, .ndjson and .json hold one JSON object a line, .parquet a "
-    f"table, any other file is one document{note}",
-  )
-  parser.add_argument(
-    "--field",
-    default="text",
-    help="field of JSON objects and tables that is the text (default: text)",
   )
 
 
@@ -341,18 +319,6 @@ def out_file(path: str, *suffixes: str) -> pathlib.Path:
   if not file.parent.is_dir():
     raise FileNotFoundError(f"--out {path!r}: no directory {file.parent}")
   return file
-
-
-def read_texts(groups: Iterable[Iterable[Piece]], field: str) -> Iterator[str]:
-  """The documents of files, one after another.
-
-  Args:
-    groups: what `list_pieces` found.
-    field: of JSON objects and tables, see `add_texts`.
-  """
-  for piece in itertools.chain.from_iterable(groups):
-    for _, text in read_documents(piece, field):
-      yield text
 
 
 def write_json(target: str, value: Any) -> None:

@@ -59,5 +59,5 @@ def _report(metadata: dict, folder: pathlib.Path):
   shape = " x ".join(str(side) for side in metadata["latent_shape"])
   text = f"{folder}: {metadata['examples']:,} images as latents of {shape}"
   if metadata["skipped"]:
-    text += f"; {metadata['skipped']:,} skipped, see {folder}/skipped.txt"
+    text += f"; {metadata['skipped']:,} skipped, see {folder}/skipped"
   print(text)

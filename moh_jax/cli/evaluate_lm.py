@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common
+from moh_jax.cli import common, text_files
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
       if tasks is not None:
         row |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
       if groups:
-        texts = common.read_texts(groups, args.field)
+        texts = text_files.read_texts(groups, args.field)
         row["text"] = score_documents(
           scorer, tokenizer, texts, progress=sys.stderr.isatty()
         )

@@ -169,7 +169,7 @@ def _summary(
   summary = Summary(0, None, None, None, None)
   if any(wanted.values()):
     with tqdm.tqdm(
-      total=len(side.images), desc=side.name, unit="image", file=sys.stderr
+      total=len(side.images), desc=side.name, unit="image", disable=None
     ) as bar:
       summary = summarize(
         extract, side.images, batch_size, **wanted, progress=bar.update

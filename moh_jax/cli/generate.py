@@ -3,24 +3,38 @@
 import argparse
 import dataclasses
 import itertools
+import pathlib
+import sys
 from collections.abc import Sequence
+from typing import Any
 
-from moh_jax.cli import chat, common, fields
+from moh_jax.cli import chat, common, fields, interactive
 from moh_jax.data.text.chat_template import chat_ids
+from moh_jax.data.text.prompts import Prompts
 from moh_jax.inference.generate import Generator, Prompt
 from moh_jax.inference.options import Sampling
+from moh_jax.inference.prompt_file import complete_file
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import sharding
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints the texts; a single one appears as it is written."""
+  """Prints or writes the texts; a single one appears as it is written."""
+  _check(args)
+  lines = Prompts(args.prompt_file) if args.prompt_file else None
   given = {"top_k": args.sample_top_k, "stop": tuple(args.stop)}
   sampling = Sampling(**fields.given_fields(args, Sampling) | given)
   is_chat = chat.is_chat(args)
   messages = chat.conversations(args) if is_chat else []
   is_first = common.join(args)
   tokenizer = load_checkpoint_tokenizer(args.checkpoint)
+
+  def prompt_of(turns: Sequence[str]) -> Prompt:
+    if not is_chat:
+      return turns[-1]
+    talk = chat.conversation(args, turns)
+    return chat_ids(tokenizer, talk, args.chat_template)
+
   prompts: Sequence[Prompt] = args.prompt
   shown = args.prompt  # what stands before a completion
   if is_chat:
@@ -40,6 +54,17 @@ def run(args: argparse.Namespace) -> int:
   )
   step = restored.step
   del restored  # the generator has its own copy of the parameters
+  if lines:
+    options = {"settings": _settings(args, generator, step), "progress": True}
+    before = complete_file(
+      generator, lines, args.out, sampling, prompt_of=prompt_of, **options
+    )
+    if is_first:
+      print(f"{len(lines):,} completions in {args.out}; {before:,} were there")
+    return 0
+  if not args.prompt and not args.messages:
+    interactive.run(generator, sampling, prompt_of)
+    return 0
   if len(prompts) == 1 and not args.json:
     pieces = generator.stream(prompts[0], sampling)
     first = next(pieces, "")  # a bad prompt is an error before any output
@@ -63,3 +88,47 @@ def run(args: argparse.Namespace) -> int:
   ]
   common.write_json(args.json, {"completions": rows, "step": step})
   return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+  """Refuses options that do not go together, before anything is read."""
+  if args.prompt_file and not args.out:
+    raise ValueError("--prompt-file needs --out FILE")
+  if args.out and not args.prompt_file:
+    raise ValueError("--out is of --prompt-file; of --prompt, give --json FILE")
+  if args.out:
+    common.out_file(args.out)
+  if args.json and not (args.prompt or args.messages):
+    raise ValueError("--json is of --prompt and --messages alone")
+  if args.prompt or args.messages or args.prompt_file:
+    return
+  if args.distributed:
+    raise ValueError(
+      "--distributed needs --prompt, --messages or --prompt-file"
+    )
+  if not args.interactive and not sys.stdin.isatty():
+    raise ValueError(
+      "--prompt, --messages, --prompt-file or --interactive is missing; without "
+      "them, prompts are read from a terminal"
+    )
+
+
+def _settings(
+  args: argparse.Namespace, generator: Generator, step: int
+) -> dict[str, Any]:
+  """What the texts depend on, beside prompts and sampling."""
+  return {
+    "checkpoint": str(pathlib.Path(args.checkpoint).absolute()),
+    "step": step,
+    "ema": not args.no_ema,
+    "top_k": args.top_k,
+    "gate_form": args.gate_form,
+    "dtype": generator.config.dtype,
+    "cache_dtype": args.cache_dtype,
+    "chat": args.chat,
+    "system": args.system,
+    "chat_template": args.chat_template,
+    "no_bos": args.no_bos,
+    "parse_special": args.parse_special,
+    "tokenizer": generator.tokenizer.sha256,
+  }

@@ -16,6 +16,7 @@ from typing import NoReturn
 from moh_jax.cli import common
 from moh_jax.cli.arguments import COMMANDS
 from moh_jax.config import reference
+from moh_jax.runtime import compilation_cache
 
 _USER_ERRORS = (ValueError, OSError, NotImplementedError)
 _HELP = {"-h", "--help"}
@@ -90,6 +91,10 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown)}"
     )
   common.read_inputs(options, overrides)
+  given = vars(options)
+  # Several processes would wait for one another's lock on a shared disk.
+  if given.get("compilation_cache") and not given.get("distributed"):
+    compilation_cache.enable()
   module = importlib.import_module(f"moh_jax.cli.{name.replace('-', '_')}")
   return module.run(options)
 

@@ -3,7 +3,9 @@
 import argparse
 import pathlib
 
-from moh_jax.data.text.tokenize import held_out_parts, tokenize
+from moh_jax.data.shard_writer import describe_skipped
+from moh_jax.data.text.held_out import held_out_parts
+from moh_jax.data.text.tokenize import tokenize
 from moh_jax.data.text.tokenizers import load_tokenizer
 
 
@@ -14,6 +16,7 @@ def run(args: argparse.Namespace) -> int:
     "field": args.field,
     "piece_bytes": args.shard_bytes,
     "workers": args.workers,
+    "on_error": args.on_error,
   }
   parts = {args.split: None} if args.split else held_out_parts(args.held_out)
   done = tokenize(args.data, tokenizer, args.out, parts, **options)
@@ -24,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
       f"{metadata['tokens']:,} tokens of {metadata['text_bytes']:,} bytes of "
       f"text in {folder}"
     )
-    if metadata["skipped"]:
-      text += f"; {metadata['skipped']:,} skipped, see {folder}/skipped.txt"
+    if skipped := describe_skipped(metadata["shards"]):
+      text += f"; {skipped}, see {folder}/skipped"
     print(text)
   return 0

@@ -1,8 +1,11 @@
 """`python -m moh_jax train-tokenizer`."""
 
 import argparse
+import collections
 
-from moh_jax.cli import common
+from moh_jax.cli import common, text_files
+from moh_jax.data.shard_writer import describe_skipped
+from moh_jax.data.text.bad_text import count_or_stop
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenize import PIECE_BYTES
 from moh_jax.data.text.tokenizers import tokenizer_from_bytes, train_bpe
@@ -13,11 +16,15 @@ def run(args: argparse.Namespace) -> int:
   """Trains a byte-level BPE and writes it."""
   out = common.out_file(args.out, ".json")
   groups = list_pieces(args.data, PIECE_BYTES)
-  content = train_bpe(common.read_texts(groups, args.field), args.vocab_size)
+  skipped: collections.Counter[str] = collections.Counter()
+  on_bad = count_or_stop(args.on_error, skipped)
+  texts = text_files.read_texts(groups, args.field, on_bad)
+  content = train_bpe(texts, args.vocab_size)
   with replacing(out) as path:
     path.write_bytes(content)
   entries = tokenizer_from_bytes("tokenizer_json", content).vocab_size
-  print(f"{out}: {entries:,} entries")
+  told = describe_skipped([{"skipped": skipped}])
+  print(f"{out}: {entries:,} entries" + (f"; {told}" if told else ""))
   if entries < args.vocab_size:
     print(
       f"the text has no more; --vocab-size={args.vocab_size} is not reached"

@@ -3,9 +3,10 @@
 A shard is written in FOLDER/unfinished/ and renamed into FOLDER when it is
 complete. metadata.json is written last; until then FOLDER/unfinished/ also
 holds the settings of the set, and for each finished shard its future entry of
-metadata.json.
+metadata.json. FOLDER/skipped/ has a list for each shard that lacks an item.
 """
 
+import collections
 import contextlib
 import functools
 import json
@@ -13,7 +14,7 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from array_record.python import array_record_module
@@ -25,6 +26,7 @@ from moh_jax.files import disk_errors, replacing
 _OPTIONS = "group_size:1,uncompressed"
 _UNFINISHED = "unfinished"
 _SETTINGS = "settings.json"
+_SKIPPED = "skipped"
 _disk_errors = functools.partial(
   disk_errors, "a shard", "the finished ones are"
 )
@@ -35,14 +37,18 @@ class OpenShard:
 
   Attributes:
     examples: number of records so far.
-    skipped: reasons by name of the items that were left out.
+    skipped: number of items that were left out, by reason.
     notes: further fields for the shard's entry in metadata.json.
   """
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: pathlib.Path, listing: pathlib.Path):
     self._writer = array_record_module.ArrayRecordWriter(str(path), _OPTIONS)
+    # Opened by the first item that is left out; most shards have none.
+    self._open_listing = functools.cache(
+      lambda: listing.open("w", encoding="utf-8", errors="surrogateescape")
+    )
     self.examples = 0
-    self.skipped: dict[str, str] = {}
+    self.skipped: collections.Counter[str] = collections.Counter()
     self.notes: dict[str, Any] = {}
 
   def add(self, header: dict[str, Any], payload: bytes) -> None:
@@ -55,12 +61,23 @@ class OpenShard:
       self._writer.write(record)
     self.examples += 1
 
-  def skip(self, name: str, reason: str) -> None:
-    """Records that the item `name` is left out, and why."""
-    self.skipped[name] = reason
+  def skip(self, name: str, reason: str, detail: str = "") -> None:
+    """Records that an item is left out, as a line of the shard's list.
+
+    Args:
+      name: of the item.
+      reason: kind of the problem; items are counted by it.
+      detail: what else the line says, with its punctuation.
+    """
+    line = " ".join(f"{name}: {reason}{detail}".splitlines())
+    with _disk_errors():
+      self._open_listing().write(line + "\n")
+    self.skipped[reason] += 1
 
   def close(self) -> None:
-    """Writes buffered records and closes the file."""
+    """Writes what is buffered and closes the files."""
+    if self.skipped:
+      self._open_listing().close()
     self._writer.close()
 
 
@@ -140,9 +157,10 @@ class ShardSetWriter:
     name = self._name(shard)
     # The unique name lets two runs of the same command write side by side.
     growing = self._unfinished / f"{name}.{uuid.uuid4().hex[:12]}.tmp"
+    listing = growing.with_suffix(".txt")
     try:
       with _disk_errors():
-        target = OpenShard(growing)
+        target = OpenShard(growing, listing)
       try:
         yield target
       except BaseException:
@@ -160,11 +178,16 @@ class ShardSetWriter:
           **target.notes,
           "skipped": target.skipped,
         }
+        if target.skipped:
+          lists = self._folder / _SKIPPED
+          lists.mkdir(exist_ok=True)
+          listing.replace(lists / _list_name(name))
         # The entry first: a shard without one would be written again.
         _write_json(self._unfinished / f"{name}.json", entry)
         growing.replace(self._folder / name)
     finally:
       growing.unlink(missing_ok=True)
+      listing.unlink(missing_ok=True)
 
   def entries(self) -> list[dict[str, Any]]:
     """The entries that metadata.json will have for the shards, in order.
@@ -179,7 +202,7 @@ class ShardSetWriter:
     return [done[name] for name in names]
 
   def finish(self, **notes: Any) -> dict[str, Any]:
-    """Writes skipped.txt (if items were skipped) and metadata.json.
+    """Writes metadata.json.
 
     Args:
       **notes: further fields of metadata.json.
@@ -192,11 +215,10 @@ class ShardSetWriter:
     """
     entries = self.entries()
     examples = sum(entry["examples"] for entry in entries)
-    skipped = [item for entry in entries for item in entry["skipped"].items()]
     if not examples:
       raise ValueError(
         f"{self._folder}: none of the {self._items} {self._kind} could be "
-        f"read, for instance {': '.join(skipped[0])}"
+        f"read; {describe_skipped(entries)}, see {self._folder}/{_SKIPPED}"
       )
     metadata = {
       "format": self._kind,
@@ -205,13 +227,9 @@ class ShardSetWriter:
       **self._notes,
       **notes,
       "examples": examples,
-      "skipped": len(skipped),
+      "skipped": _count_skipped(entries).total(),
       "shards": entries,
     }
-    listing = self._folder / "skipped.txt"
-    listing.unlink(missing_ok=True)
-    if skipped:
-      _write(listing, "".join(f"{name}: {why}\n" for name, why in skipped))
     _write_json(self._folder / shards.METADATA, metadata)
     shutil.rmtree(self._unfinished, ignore_errors=True)
     return metadata
@@ -222,6 +240,7 @@ class ShardSetWriter:
       return
     for shard in range(self.num_shards):
       (self._folder / self._name(shard)).unlink(missing_ok=True)
+    shutil.rmtree(self._folder / _SKIPPED, ignore_errors=True)
     shutil.rmtree(self._unfinished, ignore_errors=True)
     with contextlib.suppress(OSError):  # the folder has other files
       self._folder.rmdir()
@@ -275,10 +294,35 @@ class ShardSetWriter:
       )
 
 
+def describe_skipped(entries: Iterable[Mapping[str, Any]]) -> str:
+  """What was left out of shards: "3 skipped (2 empty, 1 not JSON)", or "".
+
+  Args:
+    entries: of metadata.json.
+  """
+  counts = _count_skipped(entries)
+  if not counts:
+    return ""
+  reasons = ", ".join(f"{n:,} {reason}" for reason, n in counts.most_common())
+  return f"{counts.total():,} skipped ({reasons})"
+
+
+def _count_skipped(
+  entries: Iterable[Mapping[str, Any]],
+) -> collections.Counter[str]:
+  counts: collections.Counter[str] = collections.Counter()
+  for entry in entries:
+    for reason, count in entry["skipped"].items():
+      if isinstance(count, str):  # older sets have a reason for each name
+        reason, count = count, 1
+      counts[reason] += count
+  return counts
+
+
+def _list_name(shard: str) -> str:
+  return pathlib.PurePath(shard).with_suffix(".txt").name
+
+
 def _write_json(path: pathlib.Path, value: Any):
-  _write(path, json.dumps(value, indent=2) + "\n")
-
-
-def _write(path: pathlib.Path, text: str):
   with replacing(path) as temporary:
-    temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -126,7 +126,7 @@ def encode_latents(
     options: the same as `writer`'s.
     devices: None takes this process's.
     process: index of this process and number of all; None asks JAX.
-    progress: show a progress bar on stderr.
+    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     What metadata.json says; None while other processes' shards are missing.
@@ -211,7 +211,10 @@ def _write_shards(
     return _Image(source.name(index), int(example["label"]), pixels)
 
   bar = tqdm.tqdm(
-    total=total, initial=total - left, unit="image", disable=not progress
+    total=total,
+    initial=total - left,
+    unit="image",
+    disable=not progress or None,
   )
   indices = list(itertools.chain.from_iterable(map(writer.items, todo)))
   ahead = grain.ReadOptions(
@@ -233,7 +236,7 @@ def _write_shard(
   previous = None
   while batch := list(itertools.islice(images, encoder.batch)):
     for bad in (image for image in batch if image.problem):
-      target.skip(bad.name, bad.problem)
+      target.skip(bad.name, "unreadable", f": {bad.problem}")
     good = [image for image in batch if not image.problem]
     encoded = (good, encoder(good)) if good else None
     if previous:

@@ -46,6 +46,7 @@ class Generator:
   Attributes:
     config: the model section.
     tokenizer: text to ids.
+    batch_size: texts written at one time.
   """
 
   def __init__(
@@ -95,7 +96,7 @@ class Generator:
     self._add_bos, self._parse_special = add_bos, parse_special
     one = jax.local_devices()[:1]
     self._mesh = mesh or sharding.make_mesh(MeshConfig(), one)
-    self._batch_size = batch_size
+    self.batch_size = batch_size
     # Gates are the same whatever gradients pass them; "all" would make layers
     # compute every head for theirs.
     served = dataclasses.replace(
@@ -181,7 +182,11 @@ class Generator:
     return chat_ids(self.tokenizer, messages, template)
 
   def generate(
-    self, prompts: Sequence[Prompt], sampling: Sampling = _GREEDY
+    self,
+    prompts: Sequence[Prompt],
+    sampling: Sampling = _GREEDY,
+    *,
+    first: int = 0,
   ) -> list[Completion]:
     """Writes on from every prompt.
 
@@ -189,6 +194,8 @@ class Generator:
       prompts: texts, before which the begin of text is put where `add_bos` and
         the tokenizer say so, or ids as they are.
       sampling: how tokens are sampled.
+      first: number of the first prompt, where these are some of many: prompt i
+        of all of them has samples of its own.
 
     Returns:
       One completion a prompt.
@@ -197,14 +204,16 @@ class Generator:
       ValueError: a prompt is empty, holds an id beyond the vocabulary, or is
         too long for the model with what is to be written.
     """
-    ids = [self._encode(i, p, sampling) for i, p in enumerate(prompts)]
+    ids = [self._encode(i, p, sampling) for i, p in enumerate(prompts, first)]
     # Texts of similar length share a batch, so that little of it is padding.
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     done: dict[int, Completion] = {}
-    for start in range(0, len(order), self._batch_size):
-      rows = order[start : start + self._batch_size]
+    for start in range(0, len(order), self.batch_size):
+      rows = order[start : start + self.batch_size]
       writers = [CompletionWriter(self.tokenizer, sampling) for _ in rows]
-      for _ in self._write(rows, [ids[row] for row in rows], writers, sampling):
+      numbers = [first + row for row in rows]
+      batch = [ids[row] for row in rows]
+      for _ in self._write(numbers, batch, writers, sampling):
         pass
       done |= {row: w.completion() for row, w in zip(rows, writers)}
     return [done[row] for row in range(len(ids))]
@@ -228,6 +237,16 @@ class Generator:
         yield piece
     if piece := writer.new_text():
       yield piece
+
+  def check(self, index: int, prompt: Prompt, sampling: Sampling) -> None:
+    """Raises the ValueError that `generate` would, without the work.
+
+    Args:
+      index: number of the prompt, for the message.
+      prompt: a text or ids.
+      sampling: how tokens would be sampled.
+    """
+    self._encode(index, prompt, sampling)
 
   def _encode(
     self, index: int, prompt: Prompt, sampling: Sampling

@@ -5,7 +5,7 @@ import os
 import pathlib
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, make_image_sampler
 from moh_jax.runtime import sharding
+from moh_jax.runtime.processes import ask_first_process
 
 _SETTINGS = "settings.json"
 
@@ -118,7 +119,7 @@ def sample_npz(
     batch_size: images per batch and part.
     settings: what the images depend on, as JSON values; a later call must have
       the same.
-    progress: show a progress bar.
+    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The number of images sampled by this call; the others were there.
@@ -139,7 +140,7 @@ def sample_npz(
     _open_parts(parts, settings)
     return [not _part(parts, start).exists() for start in starts]
 
-  flags = _ask_first_process(find_missing, len(starts))
+  flags = ask_first_process(find_missing, len(starts))
   whole = f"what is in {parts} is"
   missing = [start for start, flag in zip(starts, flags) if flag]
   for start, size in _batches(num, batch_size, missing, progress):
@@ -167,30 +168,11 @@ def _batches(
     total=num,
     initial=num - sum(min(size, num - start) for start in starts),
     unit="image",
-    disable=not progress or jax.process_index() > 0,
+    disable=not progress or jax.process_index() > 0 or None,
   ) as bar:
     for start in starts:
       yield start, size
       bar.update(min(size, num - start))
-
-
-def _ask_first_process(
-  question: Callable[[], list[bool]], length: int
-) -> list[bool]:
-  """What the first process finds on its disk; its error stops all of them."""
-  error, answer = None, [False] * length
-  if jax.process_index() == 0:
-    try:
-      answer = question()
-    except (ValueError, OSError) as caught:
-      error = caught
-  told = np.array([error is not None, *answer], np.int32)
-  told = multihost_utils.broadcast_one_to_all(told)
-  if error is not None:
-    raise error
-  if told[0]:
-    raise ValueError("the first process cannot write the samples, see there")
-  return [bool(flag) for flag in told[1:]]
 
 
 def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -73,6 +74,83 @@ class GenerateCommandTest(parameterized.TestCase):
       self.assertEqual((status, out), (0, "aAbBcCdD\n[length]\n\n"), err)
       (completion,) = json.loads(file.read_text())["completions"]
     self.assertEqual(completion["text"], "bBcCdD")
+
+  def test_prompts_of_a_file_go_to_a_file(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    (root / "in.jsonl").write_text('{"prompt": "aA"}\n{"prompt": "xX"}\n')
+    argv = ("--prompt-file", root / "in.jsonl", "--out", root / "out.jsonl")
+    argv += ("--max-new-tokens", 3)
+    status, out, err = self._call(*argv)
+    self.assertEqual((status, err), (0, ""))
+    told = f"2 completions in {root}/out.jsonl"
+    self.assertEqual(out, f"{told}; 0 were there\n")
+    rows = [
+      json.loads(row) for row in (root / "out.jsonl").read_text().splitlines()
+    ]
+    self.assertEqual([row["index"] for row in rows], [0, 1])
+    self.assertEqual([row["text"] for row in rows], ["bBcCdD", "yYzZ"])
+    self.assertEqual([row["finish_reason"] for row in rows], ["length", "end"])
+    _, out, _ = self._call(*argv)
+    self.assertEqual(out, f"{told}; 2 were there\n")
+    self._assert_refused("seed: 1 here, 0 there", *argv, "--seed=1")
+
+  def test_two_processes_share_a_file_of_prompts(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    (root / "in.jsonl").write_text('{"prompt": "aA"}\n{"prompt": "xX"}\n' * 3)
+    first, second = two_processes.call(
+      *("-m", "moh_jax", "generate", "--checkpoint", str(self.workdir)),
+      *("--prompt-file", str(root / "in.jsonl")),
+      *("--out", str(root / "out.jsonl")),
+      *("--max-new-tokens", "3", "--batch-size", "2", "--distributed"),
+    )
+    self.assertIn("6 completions", first)
+    self.assertNotIn("completions", second)
+    texts = [
+      json.loads(row)["text"]
+      for row in (root / "out.jsonl").read_text().splitlines()
+    ]
+    self.assertEqual(texts, ["bBcCdD", "yYzZ"] * 3)
+
+  def _interact(self, *lines, argv=("--max-new-tokens", 3)):
+    with mock.patch("builtins.input", side_effect=[*lines, EOFError]):
+      status, out, err = self._call("--interactive", *argv)
+    self.assertEqual((status, err), (0, ""))
+    return out
+
+  def test_lines_are_answered_until_the_end_of_the_input(self):
+    out = self._interact("aA", "", "xX", "aA" * 99, "cC")
+    first, second, third, fourth, *rest = out.split("\n")
+    self.assertEqual((first, second, fourth), ("bBcCdD", "yYzZ", "dDeEfF"))
+    self.assertStartsWith(third, "error: prompt 0 has 100 tokens")
+    self.assertEqual(rest, ["", ""])
+
+  def test_an_interrupt_ends_one_answer(self):
+    stream = Generator.stream
+    calls = []
+
+    def interrupted(generator, prompt, sampling):
+      calls.append((prompt, sampling.seed))
+      pieces = stream(generator, prompt, sampling)
+      yield next(pieces)
+      if prompt == "aA":
+        raise KeyboardInterrupt
+      yield from pieces
+
+    with mock.patch.object(Generator, "stream", interrupted):
+      out = self._interact("aA", KeyboardInterrupt, "bB")
+    self.assertEqual(out, "bB\n\ncCdDeE\n\n")
+    self.assertEqual(calls, [("aA", 0), ("bB", 1)])
+
+  @parameterized.parameters(
+    (("--prompt-file", "x"), "--prompt-file needs --out FILE"),
+    (("--prompt=a", "--out=b"), "--out is of --prompt-file"),
+    (("--interactive", "--json=-"), "--json is of --prompt alone"),
+    (("--interactive", "--distributed"), "--distributed needs --prompt"),
+    (("--prompt-file=no.jsonl", "--out=b"), "no.jsonl: no such file"),
+    (("--prompt-file=a", "--out=/no/b"), "no directory /no"),
+  )
+  def test_options_that_do_not_go_together(self, argv, message):
+    self._assert_refused(message, *argv)
 
   def test_options_of_drawing_reach_the_tokens(self):
     argv = ("--prompt", "aA", "--max-new-tokens", 3, "--temperature", 50)

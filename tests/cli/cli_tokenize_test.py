@@ -51,7 +51,7 @@ class TokenizeCommandTest(absltest.TestCase):
     metadata = TokenSet(self.out / "val").metadata
     self.assertEqual(metadata["documents"], 100)
     self.assertGreater(len(metadata["shards"]), 3)
-    self.assertIn(f"; 1 skipped, see {self.out}/val/skipped.txt", out)
+    self.assertIn(f"; 1 skipped (1 empty), see {self.out}/val/skipped\n", out)
 
   def test_errors_are_one_line(self):
     (self.root / "bad.jsonl").write_text('{"body": 1}\n')
@@ -65,17 +65,33 @@ class TokenizeCommandTest(absltest.TestCase):
       self.assertEqual(status, 2)
       self.assertIn(message, err.splitlines()[-1])
 
-  def test_too_few_files_for_a_part_may_be_tried_again(self):
+  def test_few_files_fill_both_parts(self):
     for name in "abcde":
       (self.root / f"{name}.txt").write_text(name)
-    status, _, err = self._call(pattern="*.txt")
-    self.assertEqual(status, 2)
+    status, out, err = self._call(pattern="*.txt")
+    self.assertEqual((status, err), (0, ""))
+    train, val = out.splitlines()
+    self.assertStartsWith(train, "train: 4 documents")
+    self.assertStartsWith(val, "val: 1 documents")
+
+  def test_one_file_is_not_divided(self):
+    (self.root / "one.txt").write_text("text")
+    for share in (0.2, 0.99):
+      status, out, err = self._call(f"--held-out={share}", pattern="one.txt")
+      self.assertEqual((status, out), (2, ""))
+      self.assertIn("1 document, and documents are not cut", err)
+
+  def test_broken_lines_are_skipped_on_request(self):
+    (self.root / "bad.jsonl").write_text('{"body": 1}\n{\n{"body": "b"}\n{\n')
+    argv = ("--split=train", "--on-error=skip")
+    status, out, err = self._call(*argv)
+    self.assertEqual((status, err), (0, ""))
+    self.assertIn("train: 101 documents", out)
     self.assertIn(
-      f"{self.out}/val: the input has no document for it; give a larger "
-      "--held-out than 0.005, or files of its own with --split=val",
-      err.splitlines()[-1],
+      "; 3 skipped (2 not JSON, 1 'body' is int, expected text), see "
+      f"{self.out}/train/skipped\n",
+      out,
     )
-    self.assertEqual(self._call("--held-out=0.5", pattern="*.txt")[0], 0)
 
   def test_held_out_and_split_exclude_each_other(self):
     status, _, err = self._call("--held-out=0.1", "--split=val")

@@ -32,6 +32,17 @@ class TrainTokenizerCommandTest(absltest.TestCase):
     self.assertEqual(status, 0)
     self.assertIn("--vocab-size=99999 is not reached", out)
 
+  def test_broken_lines_are_skipped_on_request(self):
+    lines = ['{"text": "head of a layer"}', "{"] * 50
+    (self.root / "bad.jsonl").write_text("\n".join(lines))
+    argv = ("--vocab-size=265", "--out", self.out, "--on-error=skip")
+    status, out, err = self._call(*argv, pattern="bad.jsonl")
+    self.assertEqual(
+      (status, out),
+      (0, f"{self.out}: 265 entries; 50 skipped (50 not JSON)\n"),
+      err,
+    )
+
   def test_errors_are_one_line_and_leave_no_file(self):
     (self.root / "bad.jsonl").write_text("{}\n")
     for out, size, pattern, message in (

@@ -34,7 +34,9 @@ class MainTest(parameterized.TestCase):
     modules = {module.name for module in pkgutil.iter_modules(cli.__path__)}
     commands = {name.replace("-", "_") for name in main.COMMANDS}
     self.assertEqual(
-      modules - {"arguments", "common", "fields", "main"}, commands
+      modules
+      - {"arguments", "common", "fields", "interactive", "main", "text_files"},
+      commands,
     )
 
   def test_options_are_declared_under_the_name_of_the_command(self):

@@ -291,14 +291,17 @@ class WriteTest(_SetTest):
     metadata = self._writer().finish()
     self.assertEqual(metadata["skipped"], 1)
     self.assertEqual(
-      (self.folder / "skipped.txt").read_text(), "ant/9.jpg: not an image\n"
+      (self.folder / "skipped" / "00002-of-00003.txt").read_text(),
+      "ant/9.jpg: not an image\n",
     )
 
   def test_a_set_of_nothing_is_refused(self):
     writer = self._writer(items=1)
     with writer.open(0) as target:
       target.skip("ant/0.jpg", "not an image")
-    with self.assertRaisesRegex(ValueError, "none of the 1 images .*ant/0.jpg"):
+    with self.assertRaisesRegex(
+      ValueError, r"none of the 1 images .*; 1 skipped \(1 not an image\)"
+    ):
       writer.finish()
 
   def test_an_error_of_the_caller_is_not_one_of_the_disk(self):

@@ -39,6 +39,9 @@ def lay_out(folder):
   (folder / "TEXT").mkdir()
   with gzip.open(folder / "TEXT" / "readme.jsonl.gz", "wt") as stream:
     stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+  prompts = ("def main(", "import ")
+  rows = [json.dumps({"prompt": text}) + "\n" for text in prompts]
+  (folder / "prompts.jsonl").write_text("".join(rows))
 
 
 def add_runs(folder):

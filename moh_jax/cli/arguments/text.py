@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from moh_jax.cli import common, fields
+from moh_jax.cli import common, fields, text_files
 from moh_jax.config import CACHE_DTYPES
 from moh_jax.data.text.tokenize import PIECE_BYTES
 from moh_jax.evaluation.harness_tasks import PRESETS
@@ -23,7 +23,7 @@ def evaluate_lm(parser: argparse.ArgumentParser) -> None:
     help="tasks, groups or tags of lm-eval (the extra moh_jax[llm]), or a "
     f"preset: {', '.join(PRESETS)}",
   )
-  common.add_texts(parser, required=False, note="; scored without lm-eval")
+  text_files.add_texts(parser, required=False, note="; scored without lm-eval")
   parser.add_argument(
     "--num-fewshot",
     type=int,
@@ -48,21 +48,38 @@ def evaluate_lm(parser: argparse.ArgumentParser) -> None:
 
 
 def generate(parser: argparse.ArgumentParser) -> None:
-  """Write on from a prompt with a language model."""
+  """Write on from prompts with a language model."""
   common.add_checkpoint(parser)
   common.add_mesh(parser)
-  source = parser.add_mutually_exclusive_group(required=True)
-  source.add_argument(
+  prompts = parser.add_mutually_exclusive_group()
+  prompts.add_argument(
     "--prompt",
     action="append",
+    default=[],
     metavar="TEXT",
     help="text to write on from; several times for several texts",
   )
-  source.add_argument(
+  prompts.add_argument(
     "--messages",
     metavar="FILE",
     help="conversation to answer: a JSON list of objects with 'role' and "
     "'content'",
+  )
+  prompts.add_argument(
+    "--prompt-file",
+    metavar="FILE",
+    help='JSON lines such as {"prompt": "TEXT"}; needs --out',
+  )
+  prompts.add_argument(
+    "--interactive",
+    action="store_true",
+    help="read prompts from the terminal, one a line; the default there",
+  )
+  parser.add_argument(
+    "--out",
+    metavar="FILE",
+    help="of --prompt-file: JSON lines in the same order; a second run "
+    "continues the first",
   )
   parser.add_argument(
     "--chat",
@@ -121,7 +138,7 @@ def heads(parser: argparse.ArgumentParser) -> None:
 
 def tokenize(parser: argparse.ArgumentParser) -> None:
   """Turn text files into token sets to train a language model on."""
-  common.add_texts(parser)
+  text_files.add_texts(parser)
   parser.add_argument(
     "--tokenizer",
     required=True,
@@ -137,11 +154,12 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
     default=0.005,
     metavar="SHARE",
     help="share of the documents in val/, chosen by a hash of file and line; "
-    "the others are train/ (default: 0.005)",
+    "the others are train/, and each gets one at least (default: 0.005)",
   )
   parts.add_argument(
     "--split", metavar="NAME", help="put all documents into this split instead"
   )
+  text_files.add_on_error(parser, "OUT/SPLIT/skipped/ lists them")
   parser.add_argument(
     "--shard-bytes",
     type=int,
@@ -160,7 +178,8 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
 
 def train_tokenizer(parser: argparse.ArgumentParser) -> None:
   """Train a byte-level BPE tokenizer on text files."""
-  common.add_texts(parser)
+  text_files.add_texts(parser)
+  text_files.add_on_error(parser, "they are counted")
   parser.add_argument(
     "--vocab-size",
     required=True,

@@ -30,7 +30,7 @@ def pack_images(
     folder: folder of the classes, local or in a bucket.
     out: folder of the new set, local or mounted.
     shard_size: images per shard.
-    progress: show a progress bar on stderr.
+    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The content of metadata.json.
@@ -58,7 +58,7 @@ def pack_images(
       total=len(files),
       initial=len(files) - left,
       unit="image",
-      disable=not progress,
+      disable=not progress or None,
     ) as bar,
   ):
     for shard in todo:

@@ -1,22 +1,29 @@
 """Cuts text files into pieces that can be read independently.
 
 The pieces depend on the files alone: not on their folder, nor on the number of
-processes that read them. Large files of JSON lines are cut between lines, and
-Parquet tables between row groups; compressed files and plain text stay whole.
+processes that read them. Large local files of JSON lines are cut between lines,
+and Parquet tables between row groups; all other files stay whole.
 """
 
+import contextlib
 import dataclasses
-import glob
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from moh_jax.data.extras import import_extra
+from moh_jax.data.text.places import (
+  file_size,
+  is_address,
+  list_files,
+  open_file,
+)
 
 _PACKINGS = (".gz", ".zst")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
+_TABLES = (".parquet", ".arrow")
 _CHUNK = 1 << 20
 
 
@@ -25,12 +32,12 @@ class Piece:
   """Part of a file, or all of it.
 
   Attributes:
-    file: path of the file.
+    file: path or address of the file.
     name: path relative to the folder that all files share.
-    start: first byte, or first row group of a table.
+    start: first byte, or first row group of a Parquet table.
     stop: byte or row group after the last.
     first: number of the first line or row, counted from 1.
-    size: bytes of the piece on disk; in tables, bytes before compression.
+    size: bytes of the piece on disk; of Parquet, bytes before compression.
   """
 
   file: str
@@ -45,15 +52,15 @@ def file_format(file: str) -> tuple[str, str]:
   """Format and compression of a file, by its name.
 
   Returns:
-    "text", "jsonl" or "parquet", and ".gz", ".zst" or "".
+    "text", "jsonl", "parquet" or "arrow", and ".gz", ".zst" or "".
   """
   path = pathlib.PurePath(file.lower())
   packing = path.suffix if path.suffix in _PACKINGS else ""
   suffix = path.with_suffix("").suffix if packing else path.suffix
   if suffix in _JSON_LINES:
     return "jsonl", packing
-  if suffix == ".parquet" and not packing:
-    return "parquet", ""
+  if suffix in _TABLES and not packing:
+    return suffix[1:], ""
   return "text", packing
 
 
@@ -63,7 +70,7 @@ def list_pieces(
   """Cuts files into pieces and groups these by size.
 
   Args:
-    globs: paths, or patterns with *, ? and ** (any number of folders).
+    globs: paths, addresses or patterns, see `places.list_files`.
     piece_bytes: approximate bytes of a group; a piece that cannot be cut may
       have more.
 
@@ -72,12 +79,13 @@ def list_pieces(
 
   Raises:
     FileNotFoundError: a pattern matches no file.
+    OSError: a file system cannot be read.
     ValueError: a table is damaged, an optional library is missing, or
       `piece_bytes` is below 1.
   """
   if piece_bytes < 1:
     raise ValueError(f"piece_bytes={piece_bytes} must be at least 1")
-  files = _list_files(globs)
+  files = list_files(globs)
   root = os.path.commonpath([os.path.dirname(file) for file in files])
   names = {pathlib.Path(f).relative_to(root).as_posix(): f for f in files}
   groups: list[tuple[Piece, ...]] = []
@@ -105,7 +113,8 @@ def fingerprint(groups: Iterable[Iterable[Piece]]) -> str:
   return f"sha256 {digest.hexdigest()[:16]}"
 
 
-def open_parquet(file: str) -> Any:
+@contextlib.contextmanager
+def open_parquet(file: str) -> Iterator[Any]:
   """Opens a Parquet file as `pyarrow.parquet.ParquetFile`.
 
   Raises:
@@ -113,34 +122,23 @@ def open_parquet(file: str) -> Any:
   """
   pyarrow = import_extra("pyarrow", file)
   parquet = import_extra("pyarrow.parquet", file)
-  try:
-    return parquet.ParquetFile(file)
-  except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
-    raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
-
-
-def _list_files(globs: Sequence[str]) -> list[str]:
-  files: set[str] = set()
-  for pattern in globs:
-    path = os.path.abspath(os.path.expanduser(pattern))
-    found = [path] if os.path.isfile(path) else []
-    found = found or glob.glob(path, recursive=True)
-    found = [file for file in found if os.path.isfile(file)]
-    if not found:
-      hint = "; of a folder, give DIR/**/*" if os.path.isdir(path) else ""
-      raise FileNotFoundError(f"{pattern}: no such file{hint}")
-    files.update(found)
-  if not files:
-    raise FileNotFoundError("no input file was given")
-  return sorted(files)
+  with contextlib.ExitStack() as stack:
+    source = stack.enter_context(open_file(file)) if is_address(file) else file
+    try:
+      table = stack.enter_context(parquet.ParquetFile(source))
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
+      raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
+    yield table
 
 
 def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
   kind, packing = file_format(file)
   if kind == "parquet":
     return _cut_table(file, name, piece_bytes)
-  size = os.path.getsize(file)
-  if kind == "text" or packing or size <= piece_bytes:
+  size = file_size(file)
+  # Counting the lines of a remote file would read it twice.
+  is_cut = kind == "jsonl" and not packing and not is_address(file)
+  if not is_cut or size <= piece_bytes:
     return [Piece(file, name, 0, size, 1, size)]
   return _cut_lines(file, name, piece_bytes, size)
 

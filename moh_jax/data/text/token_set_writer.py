@@ -59,9 +59,9 @@ class TokenShard:
       self._pending = [tokens[whole:]]
       self._num_pending = len(tokens) - whole
 
-  def skip(self, name: str, reason: str) -> None:
-    """Records that the document `name` is left out, and why."""
-    self._shard.skip(name, reason)
+  def skip(self, name: str, reason: str, detail: str = "") -> None:
+    """Records that the document `name` is left out; see `OpenShard.skip`."""
+    self._shard.skip(name, reason, detail)
 
   def close(self) -> None:
     """Writes the last block, and the record with the documents' lengths."""

@@ -5,11 +5,12 @@ run can continue on any number of processes and ends with the same bytes. The
 input is read once: each group of its pieces makes one shard of every split.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -19,13 +20,16 @@ from typing import Any
 
 import tqdm
 
-from moh_jax.data.text.files import read_documents
-from moh_jax.data.text.pieces import (
-  Piece,
-  file_format,
-  fingerprint,
-  list_pieces,
+from moh_jax.data.shard_writer import describe_skipped
+from moh_jax.data.text.bad_text import (
+  BadTextError,
+  OnBad,
+  OnError,
+  count_or_stop,
 )
+from moh_jax.data.text.files import read_documents
+from moh_jax.data.text.held_out import fill_parts
+from moh_jax.data.text.pieces import Piece, fingerprint, list_pieces
 from moh_jax.data.text.token_set_writer import TokenSetWriter
 from moh_jax.data.text.tokenizers import Tokenizer
 
@@ -33,35 +37,6 @@ PIECE_BYTES = 256 << 20
 # A batch for one call of the tokenizer, large enough for all its threads.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldOutPart:
-  """Chooses the documents of a held-out part, or the rest, by their names.
-
-  A hash of the name decides, so the choice depends on nothing else.
-
-  Attributes:
-    share: share of the documents in the held-out part, in (0, 1).
-    held_out: whether to choose the held-out part; False chooses the rest.
-
-  Raises:
-    ValueError: `share` is out of range.
-  """
-
-  share: float
-  held_out: bool
-
-  def __post_init__(self):
-    if not 0 < self.share < 1:
-      raise ValueError(f"held_out={self.share} must be between 0 and 1")
-
-  def __call__(self, name: str) -> bool:
-    """Returns whether the document `name` belongs to the part."""
-    content = name.encode(errors="surrogateescape")
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    number = int.from_bytes(digest, "little") / 2**64
-    return (number < self.share) == self.held_out
 
 
 # Returns whether a document is kept, by its name; None keeps all.
@@ -78,6 +53,7 @@ class _Job:
   todo: dict[int, list[str]]  # number of a group -> splits that lack its shard
   tokenizer: Tokenizer
   field: str
+  on_error: OnError
 
   def write(self, group: int) -> int:
     """Writes the missing shards of a group; returns the bytes it read."""
@@ -86,37 +62,38 @@ class _Job:
         split: stack.enter_context(self.writers[split].open(group))
         for split in self.todo[group]
       }
-      for names, texts in _batches(self._documents(group)):
+
+      def skip(name: str, reason: str, detail: str = "") -> None:
+        for split, target in targets.items():
+          if _wanted(self.keeps[split], name):
+            target.skip(name, reason, detail)
+
+      def on_bad(name: str, problem: BadTextError) -> None:
+        if self.on_error == "stop":
+          raise problem
+        skip(name, problem.reason, problem.detail)
+
+      for names, texts in _batches(self._documents(group, on_bad)):
         ids = self.tokenizer.encode_batch(texts)
         for name, text, tokens in zip(names, texts, ids):
+          if not tokens:
+            skip(name, "empty")
+            continue
           for split, target in targets.items():
-            if not _wanted(self.keeps[split], name):
-              continue
-            if tokens:
+            if _wanted(self.keeps[split], name):
               target.add(tokens, len(text.encode()))
-            else:
-              target.skip(name, "empty")
     return self.size(group)
 
   def size(self, group: int) -> int:
     """Bytes of the pieces of a group."""
     return sum(piece.size for piece in self.groups[group])
 
-  def _documents(self, group: int) -> Iterator[tuple[str, str]]:
+  def _documents(self, group: int, on_bad: OnBad) -> Iterator[tuple[str, str]]:
     keeps = [self.keeps[split] for split in self.todo[group]]
     for piece in self.groups[group]:
-      for name, text in read_documents(piece, self.field):
+      for name, text in read_documents(piece, self.field, on_bad):
         if any(_wanted(keep, name) for keep in keeps):
           yield name, text
-
-
-def held_out_parts(share: float) -> dict[str, HeldOutPart]:
-  """Divides documents among "train" and "val", which gets `share` of them.
-
-  Raises:
-    ValueError: `share` is not between 0 and 1.
-  """
-  return {"train": HeldOutPart(share, False), "val": HeldOutPart(share, True)}
 
 
 def tokenize(
@@ -128,14 +105,16 @@ def tokenize(
   field: str = "text",
   piece_bytes: int = PIECE_BYTES,
   workers: int = 1,
+  on_error: OnError = "stop",
   notes: dict[str, Any] | None = None,
   progress: bool = True,
 ) -> dict[str, dict[str, Any]]:
   """Makes the sets OUT/SPLIT, reading the input once; continues killed runs.
 
   If no shard of a set can be written, the set is removed again, so that other
-  options can be tried. If a set has no document, all of them are removed; for
-  plain text, where file names decide, this is checked before the work starts.
+  options can be tried. If a set has no document, all of them are removed. Where
+  `parts` are those of `held_out_parts` and the share leaves one of them empty,
+  it gets one document, see `fill_parts`; that is known before the work starts.
 
   Args:
     inputs: files or patterns, see `pieces.list_pieces`.
@@ -147,8 +126,11 @@ def tokenize(
     field: field of JSON objects, or column of tables, that holds the text.
     piece_bytes: approximate bytes of input for one shard.
     workers: number of processes; 1 is this one, which encodes on all cores.
+    on_error: "skip" lists lines, rows and files that hold no text in
+      OUT/SPLIT/skipped/, and goes on; a run that was stopped by one may be
+      continued so.
     notes: any JSON values, stored in metadata.json.
-    progress: show a progress bar on stderr.
+    progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The content of metadata.json by split.
@@ -156,18 +138,14 @@ def tokenize(
   Raises:
     FileNotFoundError: an input is missing.
     OSError: a file cannot be read, or a shard not be written.
-    ValueError: an input is damaged, a split gets no document, or `out` holds
-      sets with other settings.
+    ValueError: an input is damaged and `on_error` is "stop", a split gets no
+      document, or `out` holds sets with other settings.
   """
   if workers < 1:
     raise ValueError(f"workers={workers} must be at least 1")
   groups = list_pieces(inputs, piece_bytes)
   out = pathlib.Path(out)
-  pieces = [piece for group in groups for piece in group]
-  if all(file_format(piece.file)[0] == "text" for piece in pieces):
-    for split, keep in parts.items():
-      if not any(_wanted(keep, piece.name) for piece in pieces):
-        raise _no_document(out / split, keep)
+  parts = fill_parts(parts, _names(groups, field, on_error))
   writers: dict[str, TokenSetWriter] = {}
   try:
     for split, keep in parts.items():
@@ -186,7 +164,7 @@ def tokenize(
     for split, writer in writers.items():
       for group in writer.todo():
         todo.setdefault(group, []).append(split)
-    job = _Job(writers, parts, groups, todo, tokenizer, field)
+    job = _Job(writers, parts, groups, todo, tokenizer, field, on_error)
     _run(job, workers, progress)
   except (OSError, ValueError):
     for writer in writers.values():
@@ -195,9 +173,13 @@ def tokenize(
     raise
   for split, writer in writers.items():
     if not writer.documents():
+      skipped = describe_skipped(writer.entries())
       for other in writers.values():
         other.discard()
-      raise _no_document(out / split, parts[split])
+      raise ValueError(
+        f"{out / split}: the input has no document for it"
+        + (f"; {skipped}" if skipped else "")
+      )
   return {split: writer.finish() for split, writer in writers.items()}
 
 
@@ -205,15 +187,21 @@ def _wanted(keep: _Keep, name: str) -> bool:
   return keep is None or keep(name)
 
 
-def _no_document(folder: pathlib.Path, keep: _Keep) -> ValueError:
-  reason = f"{folder}: the input has no document for it"
-  if isinstance(keep, HeldOutPart):
-    other = "larger" if keep.held_out else "smaller"
-    reason += (
-      f"; give a {other} --held-out than {keep.share}, or files of its own "
-      f"with --split={folder.name}"
-    )
-  return ValueError(reason)
+def _names(
+  groups: Iterable[Iterable[Piece]], field: str, on_error: OnError
+) -> Iterator[str]:
+  """Names of the documents that have text."""
+  skipped: collections.Counter[str] = collections.Counter()
+  on_bad = count_or_stop(on_error, skipped)
+  is_empty = True
+  for piece in itertools.chain.from_iterable(groups):
+    for name, text in read_documents(piece, field, on_bad):
+      if text:
+        is_empty = False
+        yield name
+  if is_empty and skipped:
+    told = describe_skipped([{"skipped": skipped}])
+    raise ValueError(f"the input has no document; {told}")
 
 
 def _batches(
@@ -243,7 +231,7 @@ def _run(job: _Job, workers: int, progress: bool):
     initial=total - sum(map(job.size, job.todo)),
     unit="B",
     unit_scale=True,
-    disable=not progress,
+    disable=not progress or None,  # None: where stderr is no terminal
   ) as bar:
     for size in _write_all(job, sorted(job.todo), workers):
       bar.update(size)

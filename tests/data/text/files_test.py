@@ -104,11 +104,15 @@ class DamageTest(_FilesTest):
       list(read_documents(piece, "text"))
 
   def test_missing_library_says_how_to_install_it(self):
-    for name in ("a.txt.zst", "a.parquet"):
+    for name, library in (
+      ("a.txt.zst", "zstandard"),
+      ("a.parquet", "pyarrow"),
+      ("a.arrow", "pyarrow"),
+    ):
       with (
-        mock.patch.dict(sys.modules, {"pyarrow": None}),
+        mock.patch.dict(sys.modules, {library: None}),
         self.assertRaisesRegex(
-          ValueError, rf"{name} needs .*'pyarrow': pip install 'moh_jax\[llm"
+          ValueError, rf"{name} needs .*'{library}': pip install 'moh_jax\[llm"
         ),
       ):
         self._read(name, b"")

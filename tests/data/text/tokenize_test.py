@@ -1,18 +1,23 @@
+import collections
+import gzip
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+import zlib
 from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import tokenize, tokenizers
+from moh_jax.data import shard_writer
+from moh_jax.data.text import held_out, tokenize, tokenizers
 from moh_jax.data.text.token_sets import TokenSet
 from tests.data.text import tiny_text
 
@@ -67,6 +72,10 @@ class _FilesTest(parameterized.TestCase):
       if p.is_file()
     }
 
+  def _skipped(self, name, split="all"):
+    lists = sorted((self.root / name / split / "skipped").glob("*.txt"))
+    return "".join(file.read_text() for file in lists)
+
   def _texts(self, name, split="all"):
     return tiny_text.texts(self.root / name / split)
 
@@ -95,7 +104,7 @@ class TokenizeTest(_FilesTest):
     metadata = self._run("out")
     self.assertEqual((metadata["documents"], metadata["skipped"]), (201, 2))
     self.assertEqual(
-      (self.root / "out/all/skipped.txt").read_text(),
+      self._skipped("out"),
       "in.jsonl:201: empty\nin.jsonl:202: empty\n",
     )
     self.assertEqual(self._texts("out")[-1], "last")
@@ -171,7 +180,7 @@ class TokenizeTest(_FilesTest):
     self._run("out")
     with self.assertRaisesRegex(ValueError, "field: 'body' here, 'text' there"):
       self._run("out", field="body")
-    keep = tokenize.HeldOutPart(0.1, held_out=True)
+    keep = held_out.HeldOutPart(0.1, held_out=True)
     with self.assertRaisesRegex(ValueError, "keep: 'HeldOutPart.* 'all' there"):
       self._run("out", keep=keep)
     with (self.root / "in.jsonl").open("a") as file:
@@ -198,12 +207,12 @@ class _FullDisk(tokenizers.BytesTokenizer):
 
 
 class SplitsTest(_FilesTest):
-  def _split(self, held_out, name="out", tokenizer=None, **options):
+  def _split(self, share, name="out", tokenizer=None, **options):
     return tokenize.tokenize(
       [str(self.root / options.pop("files", "in.jsonl"))],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      tokenize.held_out_parts(held_out),
+      held_out.held_out_parts(share),
       piece_bytes=2000,
       progress=False,
       **options,
@@ -220,7 +229,7 @@ class SplitsTest(_FilesTest):
   def test_part_of_a_document_does_not_depend_on_the_cut(self):
     self._split(0.2)
     options = {"piece_bytes": 10**6, "split": "val"}
-    keep = tokenize.HeldOutPart(0.2, held_out=True)
+    keep = held_out.HeldOutPart(0.2, held_out=True)
     self._run("other", keep=keep, **options)
     self.assertEqual(self._texts("other", "val"), self._texts("out", "val"))
 
@@ -229,13 +238,14 @@ class SplitsTest(_FilesTest):
       tokenize, "read_documents", side_effect=tokenize.read_documents
     ) as read:
       metadata = self._split(0.2)
-    self.assertEqual(read.call_count, len(metadata["train"]["shards"]))
+    # And the first piece, for whether both parts get a document.
+    self.assertEqual(read.call_count, 1 + len(metadata["train"]["shards"]))
     self.assertGreater(read.call_count, 5)
 
   def test_parts_are_those_of_two_readings(self):
     self._split(0.2, workers=2)
     for split in ("train", "val"):
-      keep = tokenize.HeldOutPart(0.2, split == "val")
+      keep = held_out.HeldOutPart(0.2, split == "val")
       self._run("alone", split=split, keep=keep)
     self.assertEqual(self._files("out"), self._files("alone"))
 
@@ -252,30 +262,51 @@ class SplitsTest(_FilesTest):
     self.assertEqual(self._files("out"), self._files("whole"))
     self.assertEqual([path.stat().st_mtime_ns for path in written], times)
 
-  @parameterized.parameters(("in.jsonl", 1e-9, "val"), ("*.txt", 0.9, "train"))
-  def test_a_part_without_documents_leaves_nothing(self, files, share, split):
-    for name in "abcde":  # of which 0.9 takes all, as 0.005 takes none
-      (self.root / f"{name}.txt").write_text(name)
-    word = {"train": "smaller", "val": "larger"}[split]
-    with self.assertRaisesRegex(
-      ValueError,
-      f"{split}: .*no document for it; give a {word} --held-out than {share}"
-      f".* --split={split}",
-    ):
-      self._split(share, files=files)
-    self.assertEmpty(self._files("out"))
-    self.assertLen(self._split(0.5, files=files), 2)
-
-  def test_plain_text_without_a_part_is_told_before_the_work(self):
+  @parameterized.parameters(
+    ("in.jsonl", 1e-9, "val", 1),
+    ("*.txt", 0.9, "train", 1),  # the hash puts all five into val
+    ("*.txt", 0.005, "val", 1),  # and here into train
+    ("*.txt", 0.5, "val", 2),
+  )
+  def test_each_part_gets_a_document(self, files, share, split, documents):
     for name in "abcde":
       (self.root / f"{name}.txt").write_text(name)
-    with (
-      mock.patch.object(tokenize, "read_documents") as read,
-      self.assertRaisesRegex(ValueError, "val: .*--held-out than 0.005"),
+    metadata = self._split(share, files=files)
+    self.assertEqual(metadata[split]["documents"], documents)
+    total = sum(entry["documents"] for entry in metadata.values())
+    self.assertEqual(total, 200 if files == "in.jsonl" else 5)
+    self.assertEqual(self._split(share, files=files), metadata)
+
+  def test_the_share_stays_where_both_parts_have_a_document(self):
+    parts = held_out.held_out_parts(0.3)
+    names = iter([f"a.jsonl:{i}" for i in range(1000)])
+    self.assertEqual(held_out.fill_parts(parts, names), parts)
+    self.assertGreater(len(list(names)), 900)  # which were not needed
+    self.assertEqual(
+      repr(parts["val"]), "HeldOutPart(share=0.3, held_out=True)"
+    )
+
+  @parameterized.parameters("in.jsonl", "one.txt")
+  def test_one_document_cannot_be_divided(self, name):
+    content = '{"text": ""}\n{"text": "a"}\n' if name == "in.jsonl" else "a"
+    (self.root / name).write_text(content)
+    for share in (0.2, 0.99):
+      with self.assertRaisesRegex(
+        ValueError,
+        "^the input has 1 document, and documents are not cut; tokenize other "
+        "files with --split val, and this one with --split train$",
+      ):
+        self._split(share, files=name)
+    self.assertEmpty(self._files("out"))
+
+  def test_no_document_is_told_with_the_reason(self):
+    with self.assertRaisesRegex(
+      ValueError, r"no document; 200 skipped \(200 no field 'body'\)"
     ):
-      self._split(0.005, files="*.txt")
-    read.assert_not_called()
-    self.assertFalse((self.root / "out").exists())
+      self._split(0.2, field="body", on_error="skip")
+    (self.root / "in.jsonl").write_text('{"text": ""}\n')
+    with self.assertRaisesRegex(ValueError, "the input has no document$"):
+      self._split(0.2)
 
   def test_options_that_wrote_nothing_do_not_stick(self):
     with self.assertRaisesRegex(ValueError, "line 1: no field 'body'"):
@@ -293,12 +324,163 @@ class SplitsTest(_FilesTest):
         self._split(share)
 
   def test_share_is_met_on_average(self):
-    part = tokenize.HeldOutPart(0.05, held_out=True)
-    rest = tokenize.HeldOutPart(0.05, held_out=False)
+    part = held_out.HeldOutPart(0.05, held_out=True)
+    rest = held_out.HeldOutPart(0.05, held_out=False)
     names = [f"a.jsonl:{i}" for i in range(20_000)]
     chosen = list(map(part, names))
     self.assertBetween(sum(chosen), 900, 1100)
     self.assertEqual([not c for c in chosen], list(map(rest, names)))
+
+
+_BROKEN = (
+  (b'{"text": "b"', "not JSON"),
+  (b"[" * 3000, "not JSON"),
+  (b'{"body": "b"}', "no field 'text'"),
+  (b'{"text": 1}', "'text' is int, expected text"),
+  (b'{"text": "\xff"}', "not UTF-8"),
+  (b'{"text": "\\ud800"}', "half a surrogate pair"),
+)
+
+
+class SkipTest(_FilesTest):
+  """A crawl of which some lines are broken."""
+
+  def setUp(self):
+    super().setUp()
+    lines, self.clean, self.bad = [], [], []
+    for i in range(3000):
+      line = json.dumps({"text": f"document {i} " + "é" * (i % 50)}).encode()
+      if i % 100 == 37:
+        line, reason = _BROKEN[i // 100 % len(_BROKEN)]
+        self.bad.append((i + 1, reason))
+        self.clean.append(b" " * len(line))  # a blank line is no document
+      else:
+        self.clean.append(line)
+      lines.append(line)
+    self.crawl = b"\n".join(lines) + b"\n"
+
+  def _write(self, lines, name="in.jsonl"):
+    (self.root / name).write_bytes(b"\n".join(lines) + b"\n")
+
+  def _tokenize(self, out, on_error="skip", name="in.jsonl", **options):
+    options = {
+      "parts": held_out.held_out_parts(0.2),
+      "tokenizer": tokenizers.BytesTokenizer(),
+      "piece_bytes": 20_000,
+    } | options
+    return tokenize.tokenize(
+      [str(self.root / name)],
+      out=self.root / out,
+      on_error=on_error,
+      progress=False,
+      **options,
+    )
+
+  def _data(self, name):
+    return {
+      path: content
+      for path, content in self._files(name).items()
+      if path.suffix in (".array_record", ".npy")
+    }
+
+  def _log(self, name):
+    lines = [
+      line
+      for split in ("train", "val")
+      for line in self._skipped(name, split).splitlines()
+    ]
+    return sorted(lines, key=lambda line: int(line.split(":")[1]))
+
+  @parameterized.parameters(1, 2)
+  def test_the_set_is_that_of_the_clean_lines(self, workers):
+    self._write(self.clean)
+    clean = self._tokenize("clean", "stop")
+    (self.root / "in.jsonl").write_bytes(self.crawl)
+    found = self._tokenize("crawl", workers=workers)
+    self.assertEqual(self._data("crawl"), self._data("clean"))
+    self.assertGreater(len(self._data("crawl")), 10)
+    log = self._log("crawl")
+    self.assertLen(log, 30)
+    for line, (number, reason) in zip(log, self.bad):
+      self.assertStartsWith(line, f"in.jsonl:{number}: {reason}")
+    for split in ("train", "val"):
+      told = shard_writer.describe_skipped(found[split]["shards"])
+      lines = self._skipped("crawl", split).splitlines()
+      self.assertStartsWith(told, f"{len(lines)} skipped (")
+      self.assertEqual(found[split]["skipped"], len(lines))
+      self.assertEqual(clean[split]["skipped"], 0)
+      self.assertEqual(found[split]["documents"], clean[split]["documents"])
+
+  def test_lines_may_be_left_out_too(self):
+    self._write([line for line in self.clean if line.strip()])
+    options = {"parts": {"train": None}, "piece_bytes": 10**6}
+    self._tokenize("clean", "stop", **options)
+    (self.root / "in.jsonl").write_bytes(self.crawl)
+    (metadata,) = self._tokenize("crawl", **options).values()
+    self.assertEqual(self._data("crawl"), self._data("clean"))
+    self.assertEqual(
+      metadata["shards"][0]["skipped"],
+      dict(collections.Counter(reason for _, reason in self.bad)),
+    )
+
+  @parameterized.parameters(".gz", ".zst")
+  def test_what_came_before_a_cut_is_kept(self, packing):
+    import zstandard
+
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}[packing]
+    more = [f'{{"text": "{random.random()} {i}"}}' for i in range(20_000)]
+    more[1234] = "{"
+    cut = pack("\n".join(more).encode())
+    cut = cut[: len(cut) // 2]  # a second member, not whole
+    (self.root / f"in.jsonl{packing}").write_bytes(pack(self.crawl) + cut)
+    if packing == ".gz":
+      text = zlib.decompressobj(31).decompress(cut)
+    else:
+      text = zstandard.ZstdDecompressor().decompressobj().decompress(cut)
+    self.assertGreater(text.count(b"\n"), 5000)
+    text = self.crawl + text
+    lines = text.split(b"\n")[:-1]  # the last one is not whole
+    bad = {b"{", *(line for line, _ in _BROKEN)}
+    clean = [b"" if line in bad else line for line in lines]
+    options = {"parts": {"train": None}, "piece_bytes": 10**9}
+    self._write(clean)
+    self._tokenize("clean", "stop", **options)
+    (metadata,) = self._tokenize(
+      "crawl", name=f"in.jsonl{packing}", **options
+    ).values()
+    self.assertEqual(self._data("crawl"), self._data("clean"))
+    self.assertEqual(
+      metadata["shards"][0]["skipped"]["damaged or truncated"], 1
+    )
+    self.assertIn(
+      f"in.jsonl{packing}:{len(lines) + 1}: damaged or truncated: ",
+      self._skipped("crawl", "train").splitlines()[-1],
+    )
+
+  def test_a_run_that_stopped_goes_on_with_the_same_log(self):
+    (self.root / "in.jsonl").write_bytes(self.crawl)
+    whole = self._tokenize("whole")
+    with self.assertRaisesRegex(OSError, "full"):
+      self._tokenize("out", tokenizer=_FullDisk(3))
+    self.assertEqual(self._tokenize("out"), whole)
+    self.assertEqual(self._files("out"), self._files("whole"))
+
+  def test_a_run_that_met_a_bad_line_may_skip_it(self):
+    lines = self.crawl.split(b"\n")
+    lines[37] = lines[137] = b""  # the first piece is without them
+    self._write(lines)
+    options = {"parts": {"train": None}}
+    with self.assertRaisesRegex(ValueError, "line 238: no field 'text'"):
+      self._tokenize("out", "stop", **options)
+    self.assertNotEmpty(list((self.root / "out").rglob("*.array_record")))
+    self._tokenize("out", **options)
+    self._tokenize("whole", **options)
+    self.assertEqual(self._files("out"), self._files("whole"))
+    self.assertLen(self._skipped("out", "train").splitlines(), 28)
+
+  def test_policy_is_checked(self):
+    with self.assertRaisesRegex(ValueError, "on_error='no' must be one of"):
+      self._tokenize("out", "no")
 
 
 if __name__ == "__main__":

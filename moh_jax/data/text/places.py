@@ -1,0 +1,198 @@
+"""Input files of text: local ones, and those of any file system of fsspec.
+
+An address has a protocol, such as "hf://datasets/NAME/data.parquet" (the
+Hugging Face Hub), "s3://..." or "memory://...". A folder that `save_to_disk` of
+the library `datasets` wrote stands for the Arrow files in it.
+"""
+
+import contextlib
+import errno
+import glob
+import io
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+from moh_jax.data.extras import import_extra
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+def is_address(file: str) -> bool:
+  """Whether a path names a file system, as in "hf://datasets/a/b.jsonl"."""
+  return "://" in file
+
+
+def list_files(patterns: Sequence[str]) -> list[str]:
+  """Finds the files of paths, addresses, patterns and saved data sets.
+
+  Args:
+    patterns: paths or addresses, each also with *, ? and ** (any number of
+      folders), or a folder that `save_to_disk` wrote.
+
+  Returns:
+    Absolute paths and addresses, sorted, each once.
+
+  Raises:
+    FileNotFoundError: a pattern matches no file.
+    OSError: a file system cannot be read.
+    ValueError: a saved data set has several splits or is damaged, files and
+      addresses are mixed, or a library is missing.
+  """
+  files: set[str] = set()
+  for pattern in patterns:
+    found = _find_remote(pattern) if is_address(pattern) else _find(pattern)
+    if not found:
+      hint = "; of a folder, give DIR/**/*" if os.path.isdir(pattern) else ""
+      raise FileNotFoundError(f"{pattern}: no such file{hint}")
+    files.update(found)
+  if not files:
+    raise FileNotFoundError("no input file was given")
+  if len({is_address(file) for file in files}) > 1:
+    raise ValueError(
+      f"local files and addresses cannot be mixed, as in {list(patterns)}; "
+      "write local ones as file:///PATH"
+    )
+  return sorted(files)
+
+
+def file_size(file: str) -> int:
+  """Bytes of a file."""
+  if not is_address(file):
+    return os.path.getsize(file)
+  with _remote_errors(file):
+    system, path = _system(file)
+    return system.size(path)
+
+
+def open_file(file: str) -> IO[bytes]:
+  """Opens a file for reading."""
+  if not is_address(file):
+    return pathlib.Path(file).open("rb")
+  with _remote_errors(file):
+    system, path = _system(file)
+    return io.BufferedReader(_RemoteFile(system.open(path, "rb"), file))
+
+
+class _RemoteFile(io.RawIOBase):
+  """A file of fsspec whose errors are OSErrors that name it."""
+
+  def __init__(self, file: Any, address: str):
+    self._file, self._address = file, address
+
+  def readable(self) -> bool:
+    return True
+
+  def seekable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int:
+    with _remote_errors(self._address):
+      content = self._file.read(len(buffer))
+    buffer[: len(content)] = content
+    return len(content)
+
+  def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    with _remote_errors(self._address):
+      return self._file.seek(offset, whence)
+
+  def tell(self) -> int:
+    return self._file.tell()
+
+  def close(self) -> None:
+    if not self.closed:
+      self._file.close()
+    super().close()
+
+
+def _find(pattern: str) -> list[str]:
+  path = os.path.abspath(os.path.expanduser(pattern))
+  if os.path.isfile(path):
+    return [path]
+  if os.path.isdir(path):
+    return _saved_files(path)
+  found = glob.glob(path, recursive=True)
+  return [file for file in found if os.path.isfile(file)]
+
+
+def _find_remote(pattern: str) -> list[str]:
+  with _remote_errors(pattern):
+    system, path = _system(pattern)
+    if system.isfile(path):
+      return [system.unstrip_protocol(path)]
+    is_folder = system.isdir(path)
+    found = {} if is_folder else system.glob(path, detail=True)
+  if is_folder:
+    return _saved_files(pattern.rstrip("/"))
+  return [
+    system.unstrip_protocol(name)
+    for name, info in found.items()
+    if info["type"] == "file"
+  ]
+
+
+def _saved_files(folder: str) -> list[str]:
+  """The files of a data set that `save_to_disk` wrote; [] in other folders."""
+  splits = _read_json(f"{folder}/{_SPLITS}", "splits")
+  if splits and len(splits) > 1:
+    raise ValueError(
+      f"{folder} holds the splits {splits}; name those to read, as in "
+      f"{folder}/{splits[0]}"
+    )
+  if splits:
+    folder = f"{folder}/{splits[0]}"
+  entries = _read_json(f"{folder}/{_STATE}", "_data_files")
+  files = [f"{folder}/{entry['filename']}" for entry in entries or []]
+  for file in files:
+    if not _is_file(file):
+      raise FileNotFoundError(f"{file}: no such file, though {_STATE} names it")
+  return files
+
+
+def _read_json(file: str, key: str) -> Any:
+  """A value of a JSON object in a file; None where there is no file."""
+  if not _is_file(file):
+    return None
+  with open_file(file) as stream:
+    content = stream.read()
+  try:
+    return json.loads(content)[key]
+  except (ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"{file}: not as `save_to_disk` of the library datasets writes it"
+    ) from error
+
+
+def _is_file(file: str) -> bool:
+  if not is_address(file):
+    return os.path.isfile(file)
+  with _remote_errors(file):
+    system, path = _system(file)
+    return system.isfile(path)
+
+
+def _system(address: str) -> tuple[Any, str]:
+  """The file system of an address, and the path in it."""
+  core = import_extra("fsspec.core", address)
+  try:
+    return core.url_to_fs(address)
+  except (ImportError, ValueError) as error:
+    raise ValueError(
+      f"{address}: {error}; hf:// needs pip install 'moh_jax[llm]', other "
+      "protocols a library of their own"
+    ) from error
+
+
+@contextlib.contextmanager
+def _remote_errors(address: str) -> Iterator[None]:
+  """Turns what a file system raises into an OSError that names the address."""
+  try:
+    yield
+  except (FileNotFoundError, ValueError):
+    raise
+  except Exception as error:  # each file system has errors of its own
+    wrapped = OSError(f"{address}: cannot be read: {error}")
+    wrapped.errno = errno.EIO  # not damage of the content, see `damage`
+    raise wrapped from error

@@ -1,0 +1,102 @@
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+import jax
+from absl.testing import absltest
+
+from moh_jax.runtime import compilation_cache
+
+# Prints the result and how many programs came from the cache.
+_CALL = """
+import jax
+from moh_jax.runtime import compilation_cache
+compilation_cache.enable()
+hits = []
+jax.monitoring.register_event_listener(
+  lambda name, **_: hits.append(name.endswith("/cache_hits"))
+)
+x = jax.numpy.linspace(0, 1, 99)
+print(jax.jit(lambda x: jax.numpy.sin(x) @ jax.numpy.exp(x))(x), sum(hits))
+"""
+
+
+class CompilationCacheTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _call(self, folder, **environment):
+    environment = {
+      **os.environ,
+      compilation_cache.VARIABLE: str(folder),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      **environment,
+    }
+    del environment["JAX_COMPILATION_CACHE_DIR"]
+    done = subprocess.run(
+      [sys.executable, "-c", _CALL],
+      env=environment,
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    value, hits = done.stdout.split()
+    return value, int(hits), done.stderr
+
+  def test_a_second_process_compiles_nothing(self):
+    first = self._call(self.root)
+    self.assertEqual((first[1], first[2]), (0, ""))
+    second = self._call(self.root)
+    self.assertEqual(second[0], first[0])
+    self.assertGreater(second[1], 0)
+    # Damaged programs are compiled anew, half-written ones removed.
+    entries = sorted(self.root.glob("*/*-cache"))
+    self.assertNotEmpty(entries)
+    for entry in entries:
+      entry.write_bytes(entry.read_bytes()[:50])
+    entries[0].with_name(entries[0].name.replace("-cache", "-atime")).unlink()
+    third = self._call(self.root)
+    self.assertEqual(third[:2], (first[0], 0))
+    self.assertGreater(entries[0].stat().st_size, 50)
+
+  def test_a_folder_that_cannot_be_written_is_told(self):
+    (self.root / "file").touch()
+    value, hits, stderr = self._call(self.root / "file" / "below")
+    self.assertGreater(float(value), 0)
+    self.assertEqual(hits, 0)
+    self.assertIn("compiled programs are not kept: ", stderr)
+
+  def test_size_is_bounded(self):
+    size = "JAX_COMPILATION_CACHE_MAX_SIZE"
+    self._call(self.root, **{size: "20000"})
+    files = self.root.glob("*/*-cache")
+    self.assertBetween(sum(f.stat().st_size for f in files), 1, 20_000)
+
+  def test_folder_is_the_users_unless_given(self):
+    def folder(**environment):
+      with mock.patch.dict(os.environ, environment, clear=True):
+        return str(compilation_cache.folder())
+
+    name = pathlib.Path(folder(HOME="/home/me")).name
+    below = f"moh_jax/xla/{name}"
+    self.assertEqual(folder(HOME="/home/me"), f"/home/me/.cache/{below}")
+    self.assertEqual(folder(XDG_CACHE_HOME="/c"), f"/c/{below}")
+    given = {compilation_cache.VARIABLE: "/given", "XDG_CACHE_HOME": "/c"}
+    self.assertEqual(folder(**given), f"/given/{name}")
+
+  def test_a_cache_given_to_jax_stays(self):
+    before = jax.config.jax_compilation_cache_dir
+    self.assertTrue(before)  # tests have one of their own
+    given = {compilation_cache.VARIABLE: str(self.root / "other")}
+    with mock.patch.dict(os.environ, given):
+      compilation_cache.enable()
+    self.assertEqual(jax.config.jax_compilation_cache_dir, before)
+    self.assertFalse((self.root / "other").exists())
+
+
+if __name__ == "__main__":
+  absltest.main()
