@@ -108,8 +108,8 @@ def _check(args: argparse.Namespace) -> None:
     )
   if not args.interactive and not sys.stdin.isatty():
     raise ValueError(
-      "--prompt, --messages, --prompt-file or --interactive is missing; without "
-      "them, prompts are read from a terminal"
+      "--prompt, --messages, --prompt-file or --interactive is missing; "
+      "without them, prompts are read from a terminal"
     )
 
 

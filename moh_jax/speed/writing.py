@@ -67,7 +67,7 @@ class _Writer:
     self._params = generate.serving_params(random_params(run), config)
     cache_dtype = generate.default_cache_dtype(config)
     self._read = decoding.make_prefill(model, cache_dtype)
-    self._write = decoding.make_decode(model, None, _SPAN)
+    self._write = decoding.make_decode(model, (), _SPAN)
     self._slots = generate.length_bucket(length + _SPAN)
     rows = generate.batch_bucket(batch, config)
     self._prompts = (

@@ -111,9 +111,9 @@ class GenerateCommandTest(parameterized.TestCase):
     ]
     self.assertEqual(texts, ["bBcCdD", "yYzZ"] * 3)
 
-  def _interact(self, *lines, argv=("--max-new-tokens", 3)):
+  def _interact(self, *lines, argv=("--max-new-tokens", 3), **where):
     with mock.patch("builtins.input", side_effect=[*lines, EOFError]):
-      status, out, err = self._call("--interactive", *argv)
+      status, out, err = self._call("--interactive", *argv, **where)
     self.assertEqual((status, err), (0, ""))
     return out
 
@@ -144,7 +144,7 @@ class GenerateCommandTest(parameterized.TestCase):
   @parameterized.parameters(
     (("--prompt-file", "x"), "--prompt-file needs --out FILE"),
     (("--prompt=a", "--out=b"), "--out is of --prompt-file"),
-    (("--interactive", "--json=-"), "--json is of --prompt alone"),
+    (("--interactive", "--json=-"), "--json is of --prompt and"),
     (("--interactive", "--distributed"), "--distributed needs --prompt"),
     (("--prompt-file=no.jsonl", "--out=b"), "no.jsonl: no such file"),
     (("--prompt-file=a", "--out=/no/b"), "no directory /no"),
@@ -198,6 +198,25 @@ class GenerateCommandTest(parameterized.TestCase):
       )
       self.assertEqual((status, out), (0, expected), err)
 
+  def test_a_conversation_goes_on_line_by_line(self):
+    root = self._with_template("{{ messages[0].content }}")
+    out = self._interact(
+      "aA", "xX", argv=("--chat", "--max-new-tokens", 3), checkpoint=root
+    )
+    self.assertEqual(out, "bBcCdD\nbBcCdD\n\n")  # the first message is read
+
+  def test_prompts_of_a_file_go_through_the_template(self):
+    root = self._with_template("{{ messages[-1].content }}aA")
+    (root / "in.jsonl").write_text('{"prompt": "xX"}\n{"prompt": "bB"}\n')
+    files = ("--prompt-file", root / "in.jsonl", "--out", root / "out.jsonl")
+    argv = (*files, "--max-new-tokens", 3, "--chat")
+    status, _, err = self._call(*argv, checkpoint=root)
+    self.assertEqual(status, 0, err)
+    rows = (root / "out.jsonl").read_text().splitlines()
+    texts = [json.loads(row)["text"] for row in rows]
+    self.assertEqual(texts, ["bBcCdD", "bBcCdD"])
+    self._assert_refused("chat: False here", *argv[:-1], checkpoint=root)
+
   def test_system_and_messages_reach_the_template(self):
     every = "{% for m in messages %}{{ m.role[0] ~ m.content }}{% endfor %}"
     root = self._with_template(every)
@@ -228,7 +247,7 @@ class GenerateCommandTest(parameterized.TestCase):
     self.assertEqual(out, "zZ<|begin_of_text|>aAbB\n")
 
   @parameterized.parameters(
-    (("--system", "a", "--prompt", "a"), "--system 'a' needs --chat and"),
+    (("--system", "a", "--prompt", "a"), "--system 'a' needs --chat"),
     (("--chat-template", "a", "--prompt", "a"), "--chat-template 'a' needs"),
     (("--chat", "--no-bos", "--prompt", "a"), "--no-bos is of plain prompts"),
     (("--chat", "--prompt", "a"), "the model has no chat template"),

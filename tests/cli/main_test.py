@@ -35,7 +35,15 @@ class MainTest(parameterized.TestCase):
     commands = {name.replace("-", "_") for name in main.COMMANDS}
     self.assertEqual(
       modules
-      - {"arguments", "common", "fields", "interactive", "main", "text_files"},
+      - {
+        "arguments",
+        "chat",
+        "common",
+        "fields",
+        "interactive",
+        "main",
+        "text_files",
+      },
       commands,
     )
 

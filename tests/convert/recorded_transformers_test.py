@@ -65,7 +65,7 @@ class RecordedTest(parameterized.TestCase):
       recorder.PROMPT + steps,
     )
     numbers = span_numbers(Sampling(), 0, steps)
-    decode = make_decode(model, None, steps)
+    decode = make_decode(model, (), steps)
     _, written, _ = decode(params, state, numbers, True, False)
     for version in _VERSIONS:
       recorded = _recorded(version)

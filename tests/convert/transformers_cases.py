@@ -164,7 +164,7 @@ def _greedy(name: str, params, prompt: np.ndarray) -> np.ndarray:
     np.zeros(batch, bool),
     length + GREEDY,
   )
-  decode = make_decode(LLM(config, unrolled=True), None, GREEDY)
+  decode = make_decode(LLM(config, unrolled=True), (), GREEDY)
   numbers = span_numbers(Sampling(), 0, GREEDY)
   return decode(unroll(params, config), state, numbers, True, False)[1]
 
