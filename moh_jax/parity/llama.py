@@ -140,7 +140,7 @@ def _write(config: LLMConfig, params: Any, case: Case) -> np.ndarray:
     length + steps,
   )
   numbers = span_numbers(Sampling(), 0, steps)
-  _, tokens, _ = make_decode(model, None, steps)(
+  _, tokens, _ = make_decode(model, (), steps)(
     params, state, numbers, True, False
   )
   tokens = np.asarray(tokens).astype(prompts.dtype)

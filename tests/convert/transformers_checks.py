@@ -115,6 +115,18 @@ def gradients(model, stored) -> dict[str, float]:
     found[f"{name}_calls"] = len(calls)
   model.gradient_checkpointing_disable()
   model.eval()
+  items = tokens[:, 1:].numel()
+  with torch.no_grad():
+    whole = model(tokens, labels=tokens).loss
+    parts = [
+      model(row, labels=row, num_items_in_batch=items, **more)
+      for row in tokens[:, None]
+    ]
+  for part in parts:
+    if more:
+      weight = model.config.router_aux_loss_coef
+      whole = whole + weight * part.aux_loss / len(parts)
+  found["accumulated"] = _error(sum(part.loss for part in parts), whole.numpy())
   return found
 
 

@@ -59,6 +59,7 @@ class TransformersTest(parameterized.TestCase):
       self.assertLess(found[f"{form}/{key}"], 1e-4, key)
     for key in ("balance", "balance_padded"):
       self.assertLess(found.get(f"{form}/{key}", 0), 1e-5, key)
+    self.assertLess(found[f"{form}/accumulated"], 1e-5)
     for key, calls in (
       ("gradients", 1),
       ("gradients_again", 2),

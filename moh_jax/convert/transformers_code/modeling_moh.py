@@ -340,13 +340,17 @@ class MoHLlamaForCausalLM(MoHPreTrainedModel, GenerationMixin):
     loss = aux_loss = scores = None
     if labels is not None:
       loss = self.loss_function(
-        logits=logits, labels=labels, vocab_size=config.vocab_size
+        logits=logits, labels=labels, vocab_size=config.vocab_size, **kwargs
       )
     if output_router_logits:
       aux_loss = balance_loss(out.router_logits, config.router, attention_mask)
       scores = tuple(probs for probs, _ in out.router_logits)
       if loss is not None:
-        loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
+        weight = config.router_aux_loss_coef
+        if (items := kwargs.get("num_items_in_batch")) is not None:
+          # `Trainer` adds up the losses of the parts of a batch.
+          weight = weight * (labels[:, 1:] != -100).sum() / items
+        loss = loss + (weight * aux_loss).to(loss.device)
     return MoeCausalLMOutputWithPast(
       loss=loss,
       aux_loss=aux_loss,
