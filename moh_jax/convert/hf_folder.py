@@ -15,7 +15,11 @@ import tokenizers as hf
 
 from moh_jax.convert import hf_config, hf_config_writer, model_card
 from moh_jax.convert.converter import Exported
-from moh_jax.data.text.text_files import TokenizerFileError
+from moh_jax.data.text.text_files import (
+  GENERATION_CONFIG,
+  TOKENIZER_CONFIG,
+  TokenizerFileError,
+)
 from moh_jax.data.text.tokenizers import Tokenizer, load_tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -57,13 +61,10 @@ def folder_files(exported: Exported, folder: pathlib.Path) -> dict[str, str]:
   if has_code:
     files |= {path.name: path.read_text() for path in _CODE.glob("*.py")}
   generation = {name: value for name, value in ids.items() if value is not None}
-  made = {
-    "generation_config.json": _json(generation) if generation else "",
-    "tokenizer_config.json": _tokenizer_config(folder, tokenizer),
-  }
-  for name, text in made.items():
-    if text and not (folder / name).exists():
-      files[name] = text
+  if generation and not (folder / GENERATION_CONFIG).exists():
+    files[GENERATION_CONFIG] = _json(generation)
+  if tokenizer and not (folder / TOKENIZER_CONFIG).exists():
+    files |= _tokenizer_files(folder, tokenizer)
   card = model_card.model_card(exported, has_code=has_code)
   return {**files, "README.md": card}
 
@@ -87,27 +88,39 @@ def open_tokenizer(folder: pathlib.Path) -> Tokenizer | None:
     return None
 
 
-def _tokenizer_config(folder: pathlib.Path, tokenizer: Tokenizer | None) -> str:
-  """What transformers needs to load a tokenizer.json, "" if there is none.
+def _tokenizer_files(
+  folder: pathlib.Path, tokenizer: Tokenizer
+) -> dict[str, str]:
+  """What transformers needs to load a tokenizer.json, {} for other kinds.
 
-  Without it the class of the tokenizer follows from the architecture, which it
-  does not know.
+  Without a config the class of the tokenizer follows from the architecture,
+  which it does not know. Where our prompts begin with the begin of text, the
+  post-processor of the tokenizer.json adds it.
   """
-  if tokenizer is None or tokenizer.kind != "tokenizer_json":
-    return ""
-  names = hf.Tokenizer.from_file(str(folder / tokenizer.file_name))
+  if tokenizer.kind != "tokenizer_json":
+    return {}
+  theirs = hf.Tokenizer.from_file(str(folder / tokenizer.file_name))
   ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
   tokens = {
-    name: names.id_to_token(value)
+    name: theirs.id_to_token(value)
     for name, value in ids.items()
     if value is not None
   }
+  files = {}
+  if tokenizer.add_bos and not theirs.encode("").ids:
+    begin = hf.processors.TemplateProcessing(
+      single=f"{tokens['bos_token']} $A",
+      special_tokens=[(tokens["bos_token"], tokenizer.bos_id)],
+    )
+    before = [theirs.post_processor] if theirs.post_processor else []
+    theirs.post_processor = hf.processors.Sequence([*before, begin])
+    files[tokenizer.file_name] = theirs.to_str()
   if "eos_token" in tokens:  # for batches
     tokens |= {"pad_token": tokens["eos_token"], "padding_side": "left"}
-  return _json(
-    {
-      "tokenizer_class": "PreTrainedTokenizerFast",
-      "clean_up_tokenization_spaces": False,
-      **tokens,
-    }
-  )
+  config = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "add_bos_token": tokenizer.add_bos,
+    "clean_up_tokenization_spaces": False,
+    **tokens,
+  }
+  return {TOKENIZER_CONFIG: _json(config), **files}

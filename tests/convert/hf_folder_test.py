@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import numpy as np
+import tokenizers
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli.main import main
@@ -12,7 +13,7 @@ from moh_jax.config import OptimConfig, TextDataConfig, TrainConfig
 from moh_jax.convert import hf_folder
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.llama import released_run
-from moh_jax.data.text.tokenizers import BEGIN, END, train_bpe
+from moh_jax.data.text.tokenizers import BEGIN, END, load_tokenizer, train_bpe
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
@@ -77,6 +78,19 @@ class FilesTest(_Case):
       self._json("generation_config.json"),
       {"bos_token_id": vocabulary[BEGIN], "eos_token_id": vocabulary[END]},
     )
+
+  def test_prompts_begin_in_transformers_as_ours_do(self):
+    self._save(tiny_llm.MOH)
+    (self.ours / "tokenizer.json").write_bytes(_TOKENIZER)
+    folder = self._export()
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = load_tokenizer(self.ours)
+    text = "a b"
+    self.assertTrue(ours.add_bos)
+    self.assertEqual(theirs.encode(text).ids, [ours.bos_id, *ours.encode(text)])
+    again = load_tokenizer(folder)
+    self.assertTrue(again.add_bos)
+    self.assertEqual(again.encode(text), ours.encode(text))
 
   def test_files_of_the_checkpoint_are_kept(self):
     self._save(tiny_llm.MOH)
