@@ -12,7 +12,7 @@ import io
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from moh_jax.data.extras import import_extra
@@ -135,7 +135,7 @@ def _find_remote(pattern: str) -> list[str]:
 
 def _saved_files(folder: str) -> list[str]:
   """The files of a data set that `save_to_disk` wrote; [] in other folders."""
-  splits = _read_json(f"{folder}/{_SPLITS}", "splits")
+  splits = _read_strings(f"{folder}/{_SPLITS}", lambda stored: stored["splits"])
   if splits and len(splits) > 1:
     raise ValueError(
       f"{folder} holds the splits {splits}; name those to read, as in "
@@ -143,22 +143,30 @@ def _saved_files(folder: str) -> list[str]:
     )
   if splits:
     folder = f"{folder}/{splits[0]}"
-  entries = _read_json(f"{folder}/{_STATE}", "_data_files")
-  files = [f"{folder}/{entry['filename']}" for entry in entries or []]
+  names = _read_strings(
+    f"{folder}/{_STATE}",
+    lambda stored: [entry["filename"] for entry in stored["_data_files"]],
+  )
+  files = [f"{folder}/{name}" for name in names or []]
   for file in files:
     if not _is_file(file):
       raise FileNotFoundError(f"{file}: no such file, though {_STATE} names it")
   return files
 
 
-def _read_json(file: str, key: str) -> Any:
-  """A value of a JSON object in a file; None where there is no file."""
+def _read_strings(
+  file: str, choose: Callable[[Any], list[str]]
+) -> list[str] | None:
+  """Names in a JSON file; None where there is no file."""
   if not _is_file(file):
     return None
   with open_file(file) as stream:
     content = stream.read()
   try:
-    return json.loads(content)[key]
+    chosen = choose(json.loads(content))
+    if not all(isinstance(name, str) for name in chosen):
+      raise TypeError("a name is no text")
+    return chosen
   except (ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f"{file}: not as `save_to_disk` of the library datasets writes it"

@@ -86,11 +86,12 @@ class SavedDatasetTest(_FolderTest):
       FileNotFoundError, "arrow: no such file.*state"
     ):
       _read(self.root / "set")
-    (self.root / "set" / "state.json").write_text("{}")
-    with self.assertRaisesRegex(
-      ValueError, r"state.json: not as `save_to_disk"
-    ):
-      _read(self.root / "set")
+    for content in ("{}", "[]", '{"_data_files": [1]}', '{"_data_files": 3}'):
+      (self.root / "set" / "state.json").write_text(content)
+      with self.assertRaisesRegex(
+        ValueError, r"state.json: not as `save_to_disk"
+      ):
+        _read(self.root / "set")
 
   def test_tokens_and_the_hash_of_the_tokenizer(self):
     self._save("set")
