@@ -53,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-  modules, argv = imports.parse_known_args(argv)
+  given, argv = imports.parse_known_args(argv)
   args = parser.parse_args(argv)
   return report_errors(
-    lambda: _run(args.command, args.arguments, modules.modules),
+    lambda: _run(args.command, args.arguments, given.modules),
     "--traceback" in args.arguments,
   )
 

@@ -34,7 +34,10 @@ from moh_jax.convert.converter import Exported
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
-from moh_jax.data.text.text_files import TOKENIZER_FILES, copy_text_files
+from moh_jax.data.text.tokenizer_files import (
+  TOKENIZER_FILES,
+  copy_tokenizer_files,
+)
 from moh_jax.data.text.tokenizers import check_vocabulary
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
@@ -47,7 +50,6 @@ Tensors = Mapping[str, Any]
 # What describes the model in the header of an exported file: the config, in
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
-_CONFIG_FILE = "config.json"  # describes the model of a Hugging Face folder
 
 
 def convert(
@@ -242,7 +244,7 @@ def _open(
   if config is None and model is None:
     ours = _exported(kind, source)
     described = family.converter().described(
-      kind, _folder(source) / _CONFIG_FILE
+      kind, _folder(source) / hf_folder.CONFIG_FILE
     )
   if config is not None:
     name, config = "the given config", resolve(config)
@@ -344,7 +346,7 @@ def _make(
 
 def _copy_tokenizer(source: Any, target: Any) -> str:
   """Copies a tokenizer's files; returns its SHA-256, or "" if there is none."""
-  sha256 = copy_text_files(source, target)
+  sha256 = copy_tokenizer_files(source, target)
   if not sha256:
     names = " or ".join(TOKENIZER_FILES)
     _LOG.warning("%s has no %s: no tokenizer is copied", source, names)

@@ -15,7 +15,7 @@ import tokenizers as hf
 
 from moh_jax.convert import hf_config, hf_config_writer, model_card
 from moh_jax.convert.converter import Exported
-from moh_jax.data.text.text_files import (
+from moh_jax.data.text.tokenizer_files import (
   GENERATION_CONFIG,
   TOKENIZER_CONFIG,
   TokenizerFileError,

@@ -18,7 +18,7 @@ from etils import epath
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, legacy
-from moh_jax.data.text.text_files import write_text_files
+from moh_jax.data.text.tokenizer_files import write_tokenizer_files
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.runtime.location import no_checkpoint, resolve, steps_folder
 
@@ -56,7 +56,7 @@ def save_tokenizer(
     return
   own = {tokenizer.file_name: tokenizer.content}
   beside = tokenizer.files if files is None else files
-  write_text_files(resolve(directory), {**own, **beside})
+  write_tokenizer_files(resolve(directory), {**own, **beside})
 
 
 def read_metadata(

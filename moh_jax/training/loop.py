@@ -25,7 +25,7 @@ from moh_jax.training.program import make_program
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.state import TrainState
 from moh_jax.training.task import Task
-from moh_jax.training.warm_start import text_files, warm_start
+from moh_jax.training.warm_start import tokenizer_files, warm_start
 
 _LOG = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class _Run:
       self.read_source = warm_start(self.metadata, params, mesh)
     if task.tokenizer:
       # A run that goes on keeps the files that it began with.
-      beside = text_files(self.metadata, task.tokenizer) if is_new else {}
+      beside = tokenizer_files(self.metadata, task.tokenizer) if is_new else {}
       save_tokenizer(directory, task.tokenizer, beside)
 
   def run(self) -> Result:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import get_family
-from moh_jax.data.text.text_files import read_text_files
+from moh_jax.data.text.tokenizer_files import read_files_beside
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
@@ -79,7 +79,7 @@ def warm_start(
   return read
 
 
-def text_files(ours: Metadata, tokenizer: Tokenizer) -> dict[str, bytes]:
+def tokenizer_files(ours: Metadata, tokenizer: Tokenizer) -> dict[str, bytes]:
   """The files that a new run keeps beside its tokenizer.
 
   Those of the text that it is trained on, and where `train.init_from` has the
@@ -97,7 +97,7 @@ def text_files(ours: Metadata, tokenizer: Tokenizer) -> dict[str, bytes]:
   if source:
     trained, _ = checkpoint.read_metadata(source)
     if trained.tokenizer_sha256 == tokenizer.sha256:
-      files = {**read_text_files(location.workdir(source)), **files}
+      files = {**read_files_beside(location.workdir(source)), **files}
   return files
 
 

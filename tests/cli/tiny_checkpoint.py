@@ -12,23 +12,13 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
+from tests.models import small_vit
 from tests.training import tiny
 
 CLASS_NAMES = ("ant", "bee", "cat", "dog", "eel", "fox")
 CONFIG = resolve(
   config_lib.Config(
-    model=config_lib.ViTConfig(
-      image_size=(8, 8),
-      num_classes=len(CLASS_NAMES),
-      patch_stride=4,
-      embed_dims=(8,),
-      depths=(1,),
-      num_heads=(4,),
-      shared_heads=(1,),
-      top_k=(1,),
-      mlp_ratios=(2,),
-      sr_ratios=(1,),
-    ),
+    model=small_vit.ONE_STAGE,
     data=config_lib.DataConfig(batch_size=8, fake_examples=20, num_threads=1),
     train=config_lib.TrainConfig(steps=2),
     checkpoint=config_lib.CheckpointConfig(async_save=False),

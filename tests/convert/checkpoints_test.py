@@ -16,7 +16,6 @@ from moh_jax.config import (
   DiffusionConfig,
   DiTConfig,
   SampleConfig,
-  ViTConfig,
   released_model,
 )
 from moh_jax.convert import checkpoints, rules
@@ -28,21 +27,11 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 from tests.convert.stored import save_tensors
+from tests.models import small_vit
 
 _CONFIG = resolve(
   Config(
-    model=ViTConfig(
-      channels=3,
-      image_size=(16, 16),
-      num_classes=5,
-      embed_dims=(8, 16),
-      depths=(2, 1),
-      num_heads=(2, 4),
-      shared_heads=(1, 2),
-      top_k=(1, 1),
-      mlp_ratios=(2, 2),
-      sr_ratios=(2, 1),
-    ),
+    model=small_vit.TWO_STAGES,
     data=DataConfig(eval_resize=20),
   )
 )

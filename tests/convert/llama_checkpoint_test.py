@@ -1,24 +1,17 @@
 """Language models from transformers' folders to ours and back."""
 
 import dataclasses
-import hashlib
-import importlib.util
 import json
-import logging
-import os
 import pathlib
-import unittest
 from unittest import mock
 
 import chex
-import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli.main import main
 from moh_jax.config import (
   MeshConfig,
-  RotaryConfig,
   TextDataConfig,
   TuneConfig,
   get_family,
@@ -28,76 +21,12 @@ from moh_jax.convert import checkpoints, hf_config_writer, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.data.text.special_tokens import BEGIN, END
-from moh_jax.data.text.tokenizers import train_bpe
 from moh_jax.inference.restore import restore
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
-from moh_jax.runtime import checkpoint
 from moh_jax.runtime.sharding import make_mesh
-from tests.convert import tiny_llm
-
-_TOKENIZER = train_bpe(["one text", "and another one"], 270)
-_WITH_TEXT = dataclasses.replace(tiny_llm.MHA, vocab_size=270)
-# Plain models that transformers computes, one thing each.
-_PLAIN = {
-  "gqa": {},
-  "mha": {"num_kv_heads": 6},
-  "wide_heads": {"head_dim": 10},
-  "tied": {"tie_embeddings": True},
-  "qwen2": {"qkv_bias": True},
-  "qwen3": {"qk_norm": True, "head_dim": 8},
-  "qwen3_tied": {"qk_norm": True, "tie_embeddings": True, "num_kv_heads": 6},
-  "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
-  "norm_eps": {"norm_eps": 1e-2, "rope": RotaryConfig(theta=50.0)},
-  "linear": {
-    "rope": RotaryConfig(scaling="linear", factor=4.0),
-    "max_length": 256,
-  },
-  "dynamic": {
-    "rope": RotaryConfig(scaling="dynamic", factor=2.0, original_length=8),
-    "max_length": 16,
-  },
-  "yarn": {
-    "rope": RotaryConfig(
-      theta=100.0, scaling="yarn", factor=4.0, original_length=16
-    ),
-  },
-  "yarn_options": {
-    "rope": RotaryConfig(
-      theta=100.0,
-      scaling="yarn",
-      factor=4.0,
-      original_length=16,
-      beta_fast=4.0,
-      beta_slow=0.5,
-      truncate=False,
-      attention_factor=1.3,
-    ),
-    "qk_norm": True,
-  },
-  "llama3": {
-    "rope": RotaryConfig(
-      theta=100.0, scaling="llama3", factor=8.0, original_length=16
-    ),
-  },
-}
+from tests.convert import folder_case, tiny_llm
 
 
-class _Case(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.create_tempdir().full_path)
-    self.source, self.out = self.folder / "hf", self.folder / "ours"
-
-  def _convert(self, kind="llama", **options):
-    return convert(kind, str(self.source), str(self.out), **options)
-
-  def _export(self, name="again", **options) -> pathlib.Path:
-    export(str(self.out), str(self.folder / name), **options)
-    return self.folder / name
-
-
-class ConvertTest(_Case):
+class ConvertTest(folder_case.FolderCase):
   @parameterized.product(
     dtype=("float32", "bfloat16", "float16"), shards=(1, 4)
   )
@@ -203,7 +132,7 @@ def _write(path: pathlib.Path, tensors) -> None:
   tensor_writer.write_file(path, planned, "float32", {})
 
 
-class BadSourceTest(_Case):
+class BadSourceTest(folder_case.FolderCase):
   """Nothing is written of a source that is not whole."""
 
   def setUp(self):
@@ -271,92 +200,7 @@ class BadSourceTest(_Case):
     self._refused(ValueError, "no head active", "moh-llama3")
 
 
-class TokenizerTest(_Case):
-  def _source_with(self, **files):
-    tiny_llm.write_folder(self.source, _WITH_TEXT)
-    for name, content in files.items():
-      (self.source / name.replace("__", ".")).write_bytes(content)
-
-  def test_comes_along_there_and_back(self):
-    self._source_with(tokenizer__json=_TOKENIZER, tokenizer_config__json=b"{}")
-    self._convert()
-    self.assertEqual((self.out / "tokenizer.json").read_bytes(), _TOKENIZER)
-    metadata, _ = checkpoint.read_metadata(str(self.out))
-    digest = hashlib.sha256(_TOKENIZER).hexdigest()
-    self.assertEqual(metadata.tokenizer_sha256, digest)
-    folder = self._export()
-    self.assertEqual((folder / "tokenizer.json").read_bytes(), _TOKENIZER)
-    self.assertEqual((folder / "tokenizer_config.json").read_bytes(), b"{}")
-    stored = json.loads((folder / "config.json").read_text())
-    vocabulary = json.loads(_TOKENIZER)["model"]["vocab"]
-    self.assertEqual(stored["bos_token_id"], vocabulary[BEGIN])
-    self.assertEqual(stored["eos_token_id"], vocabulary[END])
-
-  def test_stops_and_templates_come_along_there_and_back(self):
-    self._source_with(tokenizer__json=_TOKENIZER, chat_template__jinja=b"x")
-    config = self.source / "config.json"
-    stored = json.loads(config.read_text()) | {"eos_token_id": [1, 5]}
-    config.write_text(json.dumps(stored))
-    self._convert()
-    folder = self._export()
-    self.assertEqual((folder / "chat_template.jinja").read_bytes(), b"x")
-    generation = json.loads((folder / "generation_config.json").read_text())
-    self.assertEqual(generation, {"eos_token_id": [1, 5]})
-    tokenizer = load_checkpoint_tokenizer(str(self.out))
-    self.assertEqual(tokenizer.stop_ids, (1, 5))
-
-  @parameterized.parameters(
-    ("tokenizer_config__json", b'{"bos_token": 3}', "bos_token=3 must be"),
-    ("tokenizer_config__json", b"{", "tokenizer_config.json: not valid JSON"),
-    ("generation_config__json", b'{"eos_token_id": 300}', "token_id 300 must"),
-  )
-  def test_damaged_file_is_named_and_nothing_written(
-    self, name, content, message
-  ):
-    self._source_with(tokenizer__json=_TOKENIZER, **{name: content})
-    with self.assertRaisesRegex(ValueError, message):
-      self._convert()
-    self.assertFalse(self.out.exists())
-
-  def test_tokenizer_with_too_many_ids_is_refused(self):
-    content = train_bpe(["the quick brown fox jumps " * 9], 271)
-    self._source_with(tokenizer__json=content)
-    with self.assertRaisesRegex(ValueError, "ids, more than model.vocab_size"):
-      self._convert()
-    self.assertFalse(self.out.exists())
-
-  def test_one_that_cannot_be_read_is_copied_all_the_same(self):
-    self._source_with(tokenizer__model=b"not a model")
-    self._convert()
-    folder = self._export()
-    self.assertEqual((folder / "tokenizer.model").read_bytes(), b"not a model")
-    stored = json.loads((folder / "config.json").read_text())
-    self.assertIsNone(stored["eos_token_id"])
-
-  def test_a_kill_leaves_no_part_of_it(self):
-    self._source_with(tokenizer__json=_TOKENIZER)
-    with (
-      mock.patch.object(os, "replace", side_effect=KeyboardInterrupt),
-      self.assertRaises(KeyboardInterrupt),
-    ):
-      self._convert()
-    self.assertEmpty(list(self.out.iterdir()))
-    self._convert()
-    self.assertEqual((self.out / "tokenizer.json").read_bytes(), _TOKENIZER)
-
-  def test_absence_is_said_and_no_obstacle(self):
-    self._source_with()
-    with self.assertLogs(level=logging.WARNING) as logs:
-      self._convert()
-    self.assertRegex(" ".join(logs.output), "hf has no tokenizer.json or")
-    metadata, _ = checkpoint.read_metadata(str(self.out))
-    self.assertEqual(metadata.tokenizer_sha256, "")
-    folder = self._export()
-    names = sorted(path.name for path in folder.iterdir())
-    self.assertEqual(names, ["README.md", "config.json", "model.safetensors"])
-
-
-class ExportTest(_Case):
+class ExportTest(folder_case.FolderCase):
   @parameterized.parameters("float32", "bfloat16")
   def test_gives_back_what_was_converted(self, dtype):
     stored = tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16")
@@ -447,7 +291,7 @@ class ExportTest(_Case):
       export("nowhere", "out", **options)
 
 
-class CommandTest(_Case):
+class CommandTest(folder_case.FolderCase):
   def test_both_ways(self):
     stored = tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16")
     out, again = str(self.out), str(self.folder / "again")
@@ -465,7 +309,7 @@ class CommandTest(_Case):
       main(["export", "--checkpoint", "a", "--out", "b", "--shard-size", size])
 
 
-class LoadShardedTest(_Case):
+class LoadShardedTest(folder_case.FolderCase):
   def test_equals_the_restored_checkpoint(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16", shards=2)
     self._convert("moh-llama3")
@@ -474,48 +318,6 @@ class LoadShardedTest(_Case):
     config, params = load_sharded("moh-llama3", str(self.source), mesh)
     self.assertEqual(config, restored.config)
     chex.assert_trees_all_equal(params, restored.params)
-
-
-def _missing(*modules: str) -> list[str]:
-  return [m for m in modules if importlib.util.find_spec(m) is None]
-
-
-@unittest.skipIf(
-  _missing("torch", "transformers"),
-  "needs torch and transformers, which are no dependencies",
-)
-class TransformersTest(_Case):
-  """What transformers makes of an exported folder, and the reverse."""
-
-  @parameterized.parameters(*_PLAIN)
-  def test_computes_our_logits_if_torch_and_transformers_are_there(self, name):
-    import torch
-    import transformers
-
-    model = dataclasses.replace(tiny_llm.MHA, **_PLAIN[name])
-    tiny_llm.write_folder(self.source, model)
-    self._convert()
-    folder = self._export(shard_size=5000)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokens = np.random.default_rng(3).integers(0, 37, (2, 13))
-    with torch.no_grad():
-      want = theirs(torch.tensor(tokens)).logits.numpy()
-    restored = restore(str(self.out))
-    with jax.default_matmul_precision("highest"):
-      got, _ = restored.model.apply({"params": restored.params}, tokens)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
-
-    # And what transformers writes, in its own spelling of config.json.
-    theirs.save_pretrained(self.folder / "theirs", max_shard_size="6KB")
-    convert("llama", str(self.folder / "theirs"), str(self.folder / "third"))
-    again = restore(str(self.folder / "third"))
-    described = hf_config_writer.to_hf(again.config.model)
-    expected = hf_config_writer.to_hf(model)
-    for stored in (described, expected):
-      stored.pop("moh_jax", None)  # what does not change the outputs
-    self.assertEqual(described, expected)
-    self.assertEqual(again.config.model.max_length, model.max_length)
-    chex.assert_trees_all_equal(again.params, restored.params)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import ViTConfig, without_router
+from moh_jax.config import without_router
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules, vit
 from moh_jax.models.vit import ViT
 from moh_jax.runtime.params import abstract_params, unbox
+from tests.models import small_vit
 
-_MOH = ViTConfig(
-  channels=3,
-  image_size=(16, 16),
-  num_classes=5,
-  embed_dims=(8, 16),
-  depths=(2, 1),
-  num_heads=(2, 4),
-  shared_heads=(1, 2),
-  top_k=(1, 1),
-  mlp_ratios=(2, 2),
-  sr_ratios=(2, 1),
-)
+_MOH = small_vit.TWO_STAGES
 _CONFIGS = {
   "moh": _MOH,
   "transnext": without_router(_MOH),

@@ -184,7 +184,9 @@ class GenerationOptionsTest(parameterized.TestCase):
     ({"do_sample": True}, 1.0),
     ({"do_sample": True, "temperature": 0.3}, 0.3),
   )
-  def test_temperature_says_whether_tokens_are_drawn(self, given, temperature):
+  def test_temperature_says_whether_tokens_are_sampled(
+    self, given, temperature
+  ):
     self.assertEqual(generation_options(given)["temperature"], temperature)
 
   def test_all_options_have_our_names(self):

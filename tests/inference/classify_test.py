@@ -13,22 +13,12 @@ from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
+from tests.models import small_vit
 from tests.training import tiny
 
 _CONFIG = resolve(
   config_lib.Config(
-    model=config_lib.ViTConfig(
-      image_size=(8, 8),
-      num_classes=6,
-      patch_stride=4,
-      embed_dims=(8,),
-      depths=(1,),
-      num_heads=(4,),
-      shared_heads=(1,),
-      top_k=(1,),
-      mlp_ratios=(2,),
-      sr_ratios=(1,),
-    ),
+    model=small_vit.ONE_STAGE,
   )
 )
 _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)

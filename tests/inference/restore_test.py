@@ -20,23 +20,12 @@ from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.training import saving
 from moh_jax.training.state import TrainState
 from tests.inference import tiny_text_model
+from tests.models import small_vit
 from tests.training import tiny
 
 _CONFIG = resolve(
   config_lib.Config(
-    model=config_lib.ViTConfig(
-      image_size=(8, 8),
-      num_classes=6,
-      patch_stride=4,
-      embed_dims=(8,),
-      depths=(2,),
-      num_heads=(4,),
-      shared_heads=(1,),
-      top_k=(1,),
-      mlp_ratios=(2,),
-      sr_ratios=(1,),
-      drop_path=0.1,
-    ),
+    model=dataclasses.replace(small_vit.ONE_STAGE, depths=(2,), drop_path=0.1),
     checkpoint=config_lib.CheckpointConfig(async_save=False, keep_last=9),
   )
 )

@@ -127,14 +127,14 @@ class SampleNpzTest(parameterized.TestCase):
     self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     self.out = self.root / "images.npz"
     self.parts = self.root / "images.npz.parts"
-    self.drawn = []  # starts of the batches that were drawn to their end
+    self.sampled = []  # starts of the batches that were sampled to their end
     self.kill_before = None  # start of a batch
     draw = sample_lib.Sampler.batch
 
     def batch(sampler, start, size):
       if start == self.kill_before:
         raise KeyboardInterrupt
-      self.drawn.append(start)
+      self.sampled.append(start)
       return draw(sampler, start, size)
 
     self.enterContext(mock.patch.object(sample_lib.Sampler, "batch", batch))
@@ -174,31 +174,31 @@ class SampleNpzTest(parameterized.TestCase):
 
   def test_file_holds_images_and_labels_and_nothing_else_stays(self):
     self.assertEqual(self._run(), _NUM)
-    self.assertEqual(self.drawn, list(_STARTS))
+    self.assertEqual(self.sampled, list(_STARTS))
     self._assert_whole()
 
   @parameterized.parameters((8, 16), (0, 24), (16, 16), (24, 24))
   def test_killed_twice_loses_and_repeats_nothing(self, first, second):
     self._killed(kill_before=first)
     self._killed(kill_before=second)
-    before = len(self.drawn)
-    drawn = self._run()
-    self.assertEqual(self.drawn, list(_STARTS))
-    self.assertEqual(drawn, _NUM - before * _SIZE)
+    before = len(self.sampled)
+    sampled = self._run()
+    self.assertEqual(self.sampled, list(_STARTS))
+    self.assertEqual(sampled, _NUM - before * _SIZE)
     self._assert_whole()
 
   def test_killed_before_a_part_is_in_place_draws_that_part_again(self):
     with self._failing("000000008.npy", KeyboardInterrupt()):
       self._killed()
     self.assertEqual(self._run(), _NUM - 8)
-    self.assertEqual(self.drawn, [0, 8, 8, 16, 24])
+    self.assertEqual(self.sampled, [0, 8, 8, 16, 24])
     self._assert_whole()
 
   def test_killed_before_the_file_is_in_place_draws_nothing_again(self):
     with self._failing("images.npz", KeyboardInterrupt()):
       self._killed()
     self.assertEqual(self._run(), 0)
-    self.assertEqual(self.drawn, list(_STARTS))
+    self.assertEqual(self.sampled, list(_STARTS))
     self._assert_whole()
 
   def test_killed_before_the_parts_are_removed_keeps_the_file(self):
@@ -246,7 +246,7 @@ class SampleNpzTest(parameterized.TestCase):
     self.assertFalse(self.out.exists())
 
     self.assertEqual(self._run(), _NUM - 16)
-    self.assertEqual(self.drawn, [0, 8, 16, 16, 24])
+    self.assertEqual(self.sampled, [0, 8, 16, 16, 24])
     self._assert_whole()
 
   def test_full_disk_at_the_end_keeps_the_parts(self):
@@ -281,7 +281,7 @@ class SampleNpzTest(parameterized.TestCase):
     self._run()
     written = self.out.read_bytes()
     self.assertEqual(self._run(), 0)
-    self.assertEqual(self.drawn, list(_STARTS))
+    self.assertEqual(self.sampled, list(_STARTS))
     self.assertEqual(self.out.read_bytes(), written)
 
   @parameterized.parameters(False, True)

@@ -274,7 +274,7 @@ class PreviewTest(parameterized.TestCase):
     gap = np.abs(one.astype(int) - eight)
     self.assertLessEqual(gap.max(), 1)  # where the rounding is a tie
 
-  def test_none_is_drawn_unless_asked_for(self):
+  def test_none_is_sampled_unless_asked_for(self):
     task = make_task(tiny.dit_config(sample={"every": 0}))
     self.assertIsNone(task.preview)
 

@@ -163,7 +163,7 @@ class TokenRunTest(parameterized.TestCase):
     shares = [round(r["activated_share"], 5) for r in self._rows("train")]
     self.assertEqual(shares, [1.0, 1.0, 0.75, 0.75])
 
-  def test_drawn_shares_of_the_mix_are_logged(self):
+  def test_sampled_shares_of_the_mix_are_logged(self):
     rows = self._rows("train")
     for row in rows:
       self.assertEqual(row["mix/web"] + row["mix/code"], 1.0)

@@ -66,22 +66,22 @@ class WarmStartTest(parameterized.TestCase):
     )
 
   def _load(self, config, mesh=None, source=None):
-    drawn = tiny.random_params(config, seed=1)
-    return self._start(config, mesh, source)(drawn), drawn
+    sampled = tiny.random_params(config, seed=1)
+    return self._start(config, mesh, source)(sampled), sampled
 
   def test_same_model_gets_the_stored_parameters(self):
     loaded, _ = self._load(tiny.llm_config())
     chex.assert_trees_all_equal(loaded, self.stored)
 
-  def test_router_that_the_baseline_lacks_is_drawn(self):
+  def test_router_that_the_baseline_lacks_is_sampled(self):
     stored = _flat(self.stored_baseline)
     both = self._load(tiny.llm_config(), source=self.baseline)
-    loaded, drawn = map(_flat, both)
-    self.assertEqual(loaded.keys(), drawn.keys())
+    loaded, sampled = map(_flat, both)
+    self.assertEqual(loaded.keys(), sampled.keys())
     routers = [path for path in loaded if "/router/" in path]
     self.assertLen(routers, 2)
     for path, leaf in loaded.items():
-      expected = drawn[path] if path in routers else stored[path]
+      expected = sampled[path] if path in routers else stored[path]
       np.testing.assert_array_equal(leaf, expected, path)
 
   def test_router_that_the_model_lacks_is_left_out(self):

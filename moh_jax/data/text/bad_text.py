@@ -35,19 +35,22 @@ def stop(name: str, problem: BadTextError) -> None:
   raise problem
 
 
-def count_or_stop(on_error: str, counts: Counter[str]) -> OnBad:
-  """What to do with bad text: count it by its reason in `counts`, or stop.
+def skip_or_stop(on_error: str, skip: Callable[[str, str, str], None]) -> OnBad:
+  """What to do with bad text: call `skip(name, reason, detail)`, or stop.
 
   Raises:
     ValueError: `on_error` is none of `ON_ERROR`.
   """
   if on_error not in ON_ERROR:
     raise ValueError(f"on_error={on_error!r} must be one of {ON_ERROR}")
+  if on_error == "stop":
+    return stop
+  return lambda name, problem: skip(name, problem.reason, problem.detail)
 
-  def count(name: str, problem: BadTextError) -> None:
-    counts[problem.reason] += 1
 
-  return count if on_error == "skip" else stop
+def count_or_stop(on_error: str, counts: Counter[str]) -> OnBad:
+  """As `skip_or_stop`; what is skipped is counted by its reason."""
+  return skip_or_stop(on_error, lambda _, reason, __: counts.update([reason]))
 
 
 @contextlib.contextmanager

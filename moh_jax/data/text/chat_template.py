@@ -13,7 +13,7 @@ from typing import Any
 
 from moh_jax.data.extras import import_extra
 from moh_jax.data.text.special_tokens import named_tokens
-from moh_jax.data.text.text_files import (
+from moh_jax.data.text.tokenizer_files import (
   TEMPLATE,
   TEMPLATE_FOLDER,
   TEMPLATE_JSON,

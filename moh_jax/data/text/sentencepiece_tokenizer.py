@@ -12,7 +12,7 @@ from moh_jax.data.text.special_tokens import (
   is_legacy,
   special_ids,
 )
-from moh_jax.data.text.text_files import TokenizerFileError
+from moh_jax.data.text.tokenizer_files import TokenizerFileError
 
 # A character that is in no vocabulary, so no piece reaches across it.
 _ANCHOR = "\ue000"
@@ -30,7 +30,7 @@ class SentencePieceTokenizer:
 
     Args:
       content: of the file.
-      files: beside it, see `text_files.py`.
+      files: beside it, see `tokenizer_files.py`.
 
     Raises:
       TokenizerFileError: the content is not a SentencePiece model, or the

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moh_jax.data.text.text_files import (
+from moh_jax.data.text.tokenizer_files import (
   ADDED_TOKENS,
   GENERATION_CONFIG,
   SPECIAL_TOKENS,
@@ -76,7 +76,7 @@ def special_ids(
   """Finds begin, end and stops; what a file says comes before what is guessed.
 
   Args:
-    files: of `read_text_files`.
+    files: of `read_files_beside`.
     token_to_id: id of a token's text, None if it is unknown.
     own: ids that the tokenizer's own file says.
     adds_bos: whether the tokenizer's own file says that texts begin with the

@@ -9,7 +9,6 @@ import numpy as np
 from array_record.python import array_record_module
 
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.text.text_files import write_text_files
 from moh_jax.data.text.token_sets import (
   BLOCK,
   DOCUMENTS,
@@ -17,6 +16,7 @@ from moh_jax.data.text.token_sets import (
   LENGTHS_DTYPE,
   token_dtype,
 )
+from moh_jax.data.text.tokenizer_files import write_tokenizer_files
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.files import replacing
 
@@ -165,7 +165,7 @@ class TokenSetWriter(ShardSetWriter):
       np.save(file, ends)
     if self._tokenizer.file_name:
       own = {self._tokenizer.file_name: self._tokenizer.content}
-      write_text_files(self._folder, {**own, **self._tokenizer.files})
+      write_tokenizer_files(self._folder, {**own, **self._tokenizer.files})
     return super().finish(**totals, notes=self._set_notes)
 
   def _lengths(self, entry: dict[str, Any]) -> np.ndarray:

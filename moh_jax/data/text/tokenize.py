@@ -22,10 +22,10 @@ import tqdm
 
 from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.text.bad_text import (
-  BadTextError,
   OnBad,
   OnError,
   count_or_stop,
+  skip_or_stop,
 )
 from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.held_out import fill_parts
@@ -68,11 +68,7 @@ class _Job:
           if _wanted(self.keeps[split], name):
             target.skip(name, reason, detail)
 
-      def on_bad(name: str, problem: BadTextError) -> None:
-        if self.on_error == "stop":
-          raise problem
-        skip(name, problem.reason, problem.detail)
-
+      on_bad = skip_or_stop(self.on_error, skip)
       for names, texts in _batches(self._documents(group, on_bad)):
         ids = self.tokenizer.encode_batch(texts)
         for name, text, tokens in zip(names, texts, ids):

@@ -18,11 +18,11 @@ import tokenizers as hf
 
 from moh_jax.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from moh_jax.data.text.special_tokens import BEGIN, END, Ids, special_ids
-from moh_jax.data.text.text_files import (
+from moh_jax.data.text.tokenizer_files import (
   GENERATION_CONFIG,
   TOKENIZER_FILES,
   TokenizerFileError,
-  read_text_files,
+  read_files_beside,
 )
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
     kind: one of `KINDS`.
     file_name: name of the tokenizer's file, "" for kinds without one.
     content: bytes of that file.
-    files: contents of the files beside it by name, see `text_files.py`.
+    files: contents of the files beside it by name, see `tokenizer_files.py`.
     sha256: SHA-256 of the content, which identifies the tokenizer.
     vocab_size: number of ids.
     bos_id: id of the begin of text, or None.
@@ -85,7 +85,7 @@ class JsonTokenizer:
 
     Args:
       content: of the file.
-      files: beside it, see `text_files.py`.
+      files: beside it, see `tokenizer_files.py`.
 
     Raises:
       TokenizerFileError: the content is not a tokenizer.json.
@@ -234,7 +234,7 @@ def tokenizer_from_bytes(
   Args:
     kind: one of `KINDS`.
     content: bytes of the tokenizer's file; b"" for the kind "bytes".
-    files: beside it, see `text_files.py`.
+    files: beside it, see `tokenizer_files.py`.
 
   Raises:
     ValueError: the kind is unknown, the content is not of that kind, one of the
@@ -299,7 +299,7 @@ def read_tokenizer(
   if not file.is_file():
     raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
-    files = read_text_files(file.parent)
+    files = read_files_beside(file.parent)
     tokenizer = tokenizer_from_bytes(kind, file.read_bytes(), files)
   except ValueError as error:
     raise type(error)(f"{file}: {error}") from error

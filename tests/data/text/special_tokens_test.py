@@ -8,7 +8,10 @@ import tokenizers as hf
 from absl.testing import absltest, parameterized
 
 from moh_jax.data.text import tokenizers
-from moh_jax.data.text.text_files import copy_text_files, read_text_files
+from moh_jax.data.text.tokenizer_files import (
+  copy_tokenizer_files,
+  read_files_beside,
+)
 
 
 def _content(template=None):
@@ -117,7 +120,7 @@ class TextFilesTest(parameterized.TestCase):
     (self.source / "chat_template.jinja").write_text("x")
     (self.source / "additional_chat_templates").mkdir()
     (self.source / "additional_chat_templates" / "rag.jinja").write_text("y")
-    sha256 = copy_text_files(self.source, self.target)
+    sha256 = copy_tokenizer_files(self.source, self.target)
     found = tokenizers.load_tokenizer(self.target)
     self.assertEqual(sha256, found.sha256)
     self.assertEqual(
@@ -133,7 +136,7 @@ class TextFilesTest(parameterized.TestCase):
 
   def test_nothing_is_written_without_a_tokenizer(self):
     self._write(tokenizer_config={})
-    self.assertEqual(copy_text_files(self.source, self.target), "")
+    self.assertEqual(copy_tokenizer_files(self.source, self.target), "")
     self.assertFalse(self.target.exists())
 
   @parameterized.parameters(
@@ -143,7 +146,7 @@ class TextFilesTest(parameterized.TestCase):
     if generation is not None:
       self._write(generation_config=generation)
     self._write(config={"eos_token_id": stops})
-    files = read_text_files(self.source)
+    files = read_files_beside(self.source)
     made = json.loads(files["generation_config.json"])
     self.assertEqual(made, {**(generation or {}), "eos_token_id": expected})
 

@@ -44,7 +44,7 @@ class TokenizerFileError(ValueError):
   """A tokenizer's own file is damaged, or the library that reads it missing."""
 
 
-def read_text_files(folder: str | os.PathLike) -> dict[str, bytes]:
+def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
   """Reads the files that lie beside a tokenizer.
 
   A folder of transformers may name the ends of generated texts in config.json
@@ -80,7 +80,7 @@ def read_text_files(folder: str | os.PathLike) -> dict[str, bytes]:
   return files
 
 
-def write_text_files(
+def write_tokenizer_files(
   folder: str | os.PathLike, files: Mapping[str, bytes]
 ) -> None:
   """Writes files where they are missing or differ, each whole or not at all.
@@ -98,7 +98,7 @@ def write_text_files(
     write_whole(path, content)
 
 
-def copy_text_files(
+def copy_tokenizer_files(
   source: str | os.PathLike, target: str | os.PathLike
 ) -> str:
   """Copies a tokenizer with all files that belong to it.
@@ -113,7 +113,7 @@ def copy_text_files(
     is none.
 
   Raises:
-    ValueError: a file is not a JSON object, see `read_text_files`.
+    ValueError: a file is not a JSON object, see `read_files_beside`.
   """
   source = epath.Path(source)
   own = {
@@ -123,7 +123,7 @@ def copy_text_files(
   }
   if not own:
     return ""
-  write_text_files(target, {**own, **read_text_files(source)})
+  write_tokenizer_files(target, {**own, **read_files_beside(source)})
   return hashlib.sha256(next(iter(own.values()))).hexdigest()
 
 

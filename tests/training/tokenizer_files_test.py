@@ -10,8 +10,8 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.convert.checkpoints import export
-from moh_jax.data.text.text_files import copy_text_files
 from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data.text.tokenizer_files import copy_tokenizer_files
 from moh_jax.data.text.tokenizers import load_tokenizer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.training.loop import train
@@ -36,7 +36,7 @@ class SurvivalTest(absltest.TestCase):
     cls.root, cls.source, cls.ours = root, root / "hf", root / "ours"
     model = dataclasses.replace(tiny_llm.MHA, vocab_size=352)
     tiny_llm.write_folder(cls.source, model)
-    copy_text_files(_TOKENIZERS / "qwen2", cls.source)
+    copy_tokenizer_files(_TOKENIZERS / "qwen2", cls.source)
     (cls.source / _TEMPLATE).write_text("{{ messages[0].content }}")
     config = cls.source / "config.json"
     stops = {"eos_token_id": [340, 342]}

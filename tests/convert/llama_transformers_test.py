@@ -1,0 +1,108 @@
+"""Plain language models in transformers, where it is installed beside JAX."""
+
+import dataclasses
+import importlib.util
+import unittest
+
+import chex
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import (
+  RotaryConfig,
+)
+from moh_jax.convert import hf_config_writer
+from moh_jax.convert.checkpoints import convert
+from moh_jax.inference.restore import restore
+from tests.convert import folder_case, tiny_llm
+
+# Plain models that transformers computes, one thing each.
+_PLAIN = {
+  "gqa": {},
+  "mha": {"num_kv_heads": 6},
+  "wide_heads": {"head_dim": 10},
+  "tied": {"tie_embeddings": True},
+  "qwen2": {"qkv_bias": True},
+  "qwen3": {"qk_norm": True, "head_dim": 8},
+  "qwen3_tied": {"qk_norm": True, "tie_embeddings": True, "num_kv_heads": 6},
+  "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+  "norm_eps": {"norm_eps": 1e-2, "rope": RotaryConfig(theta=50.0)},
+  "linear": {
+    "rope": RotaryConfig(scaling="linear", factor=4.0),
+    "max_length": 256,
+  },
+  "dynamic": {
+    "rope": RotaryConfig(scaling="dynamic", factor=2.0, original_length=8),
+    "max_length": 16,
+  },
+  "yarn": {
+    "rope": RotaryConfig(
+      theta=100.0, scaling="yarn", factor=4.0, original_length=16
+    ),
+  },
+  "yarn_options": {
+    "rope": RotaryConfig(
+      theta=100.0,
+      scaling="yarn",
+      factor=4.0,
+      original_length=16,
+      beta_fast=4.0,
+      beta_slow=0.5,
+      truncate=False,
+      attention_factor=1.3,
+    ),
+    "qk_norm": True,
+  },
+  "llama3": {
+    "rope": RotaryConfig(
+      theta=100.0, scaling="llama3", factor=8.0, original_length=16
+    ),
+  },
+}
+
+
+def _missing(*modules: str) -> list[str]:
+  return [m for m in modules if importlib.util.find_spec(m) is None]
+
+
+@unittest.skipIf(
+  _missing("torch", "transformers"),
+  "needs torch and transformers, which are no dependencies",
+)
+class TransformersTest(folder_case.FolderCase):
+  """What transformers makes of an exported folder, and the reverse."""
+
+  @parameterized.parameters(*_PLAIN)
+  def test_computes_our_logits_if_torch_and_transformers_are_there(self, name):
+    import torch
+    import transformers
+
+    model = dataclasses.replace(tiny_llm.MHA, **_PLAIN[name])
+    tiny_llm.write_folder(self.source, model)
+    self._convert()
+    folder = self._export(shard_size=5000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = np.random.default_rng(3).integers(0, 37, (2, 13))
+    with torch.no_grad():
+      want = theirs(torch.tensor(tokens)).logits.numpy()
+    restored = restore(str(self.out))
+    with jax.default_matmul_precision("highest"):
+      got, _ = restored.model.apply({"params": restored.params}, tokens)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
+
+    # And what transformers writes, in its own spelling of config.json.
+    theirs.save_pretrained(self.folder / "theirs", max_shard_size="6KB")
+    convert("llama", str(self.folder / "theirs"), str(self.folder / "third"))
+    again = restore(str(self.folder / "third"))
+    described = hf_config_writer.to_hf(again.config.model)
+    expected = hf_config_writer.to_hf(model)
+    for stored in (described, expected):
+      stored.pop("moh_jax", None)  # what does not change the outputs
+    self.assertEqual(described, expected)
+    self.assertEqual(again.config.model.max_length, model.max_length)
+    chex.assert_trees_all_equal(again.params, restored.params)
+
+
+if __name__ == "__main__":
+  absltest.main()
