@@ -13,6 +13,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.layers.attend import most_active_heads
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
+from moh_jax.ops.target import target
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 
@@ -72,7 +73,7 @@ def _attention(config: Config, group: LayerGroup) -> str:
   tune = config.sections.get("tune")
   changes = tune is not None and bool(tune.top_k_steps)
   case = AttentionCase(
-    platform=jax.default_backend(),
+    target=target(),
     batch=1,
     queries=group.tokens,
     keys=group.tokens,
@@ -86,7 +87,7 @@ def _attention(config: Config, group: LayerGroup) -> str:
   try:
     return choose_form(model.attention_impl, case).name
   except ValueError:  # what was trained elsewhere can be looked at anywhere
-    return f"{model.attention_impl} (impossible on this {case.platform})"
+    return f"{model.attention_impl} (impossible on this {case.target.platform})"
 
 
 def _by_module(params: dict) -> dict[str, int]:

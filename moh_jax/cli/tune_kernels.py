@@ -2,11 +2,11 @@
 
 import argparse
 
-import jax
-
 from moh_jax.cli import common, fields
 from moh_jax.cli.arguments.speed import SHAPES
-from moh_jax.ops.kernels.sizes import read
+from moh_jax.ops.attention_forms import kernel_options
+from moh_jax.ops.kernels.sizes import Key, read
+from moh_jax.ops.target import target
 from moh_jax.speed.options import Workload
 from moh_jax.speed.tiles import tune, write
 
@@ -18,14 +18,13 @@ def run(args: argparse.Namespace) -> int:
     read(out)  # what cannot be added to is an error before any work
   shapes = fields.given_fields(args, Workload, *SHAPES)
   workloads = [Workload(head_dim=dim, **shapes) for dim in args.head_dim]
-  device = jax.devices()[0]
+  device = target()
   if device.platform not in ("gpu", "tpu"):
-    raise ValueError(
-      f"the kernels run on GPUs and TPUs, not on {device.device_kind}"
-    )
+    raise ValueError(f"the kernels run on GPUs and TPUs, not on {device.kind}")
+  backend = kernel_options(device)["backend"]
   for workload in workloads:
-    sizes = tune(workload, device.platform, report=print)
-    key = device.device_kind, workload.head_dim, workload.dtype
+    sizes = tune(workload, backend, report=print)
+    key = Key(backend, device.kind, workload.head_dim, workload.dtype)
     write(out, {key: sizes})
     print(*key, sizes)
   return 0

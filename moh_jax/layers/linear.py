@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import declare
-from moh_jax.ops.mesh import on_one_device
 from moh_jax.ops.products import einsum_float32
+from moh_jax.ops.target import on_one_device
 
 # With fewer the CPU reads the weights up to twice as fast as the left operand.
 _MANY_ROWS = 128

@@ -19,7 +19,7 @@ from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.mesh import on_one_device
+from moh_jax.ops.target import on_one_device, target
 from moh_jax.ops.visible import Visible
 
 
@@ -76,7 +76,7 @@ def attention(
   if active is not None:
     chex.assert_shape(active.mask, (batch, queries, heads))
   case = AttentionCase(
-    platform=jax.default_backend(),
+    target=target(),
     batch=batch,
     queries=queries,
     keys=keys,
@@ -104,10 +104,10 @@ def attention(
   else:
     blocks = head_blocks(active, form.rows)
   if form.name == "kernel":
-    options = kernel_options(case.platform)
+    options = kernel_options(case.target)
     return kernel_attention(q, k, v, visible, blocks, scale, **options)
   dtype = v.dtype
-  if case.platform == "cpu":
+  if case.target.platform == "cpu":
     # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   out = blocked_attention(

@@ -18,14 +18,15 @@ import dataclasses
 from typing import Any
 
 from moh_jax.config.checks import IMPLEMENTATIONS
-from moh_jax.ops.kernels.sizes import block_sizes, device_kind
+from moh_jax.ops.kernels.sizes import block_sizes
+from moh_jax.ops.target import Target
 
 # Logits of a whole batch that fit the caches of a CPU, in elements. Computing
 # all at once is fastest up to here unless causal, several times slower beyond.
 _CACHED_LOGITS = 3 << 20
 
-# The kernels that each backend runs; a CPU interprets those of GPUs, slowly.
-_KERNELS = {"cpu": "gpu", "gpu": "gpu", "tpu": "tpu"}
+# The back end of Pallas on each platform; a CPU interprets GPU kernels, slowly.
+_BACKENDS = {"cpu": "triton", "gpu": "triton", "tpu": "mosaic_tpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class AttentionCase:
   """The properties of a call that decide about its form.
 
   Attributes:
-    platform: `jax.default_backend()`, "cpu", "gpu" or "tpu".
+    target: the device that it runs on.
     batch: B.
     queries: N.
     keys: M.
@@ -46,7 +47,7 @@ class AttentionCase:
     one_device: whether no mesh splits the arrays.
   """
 
-  platform: str
+  target: Target
   batch: int
   queries: int
   keys: int
@@ -133,25 +134,25 @@ def _check_known(implementation: str) -> None:
     )
 
 
-def kernel_options(backend: str) -> dict[str, Any]:
-  """The keyword arguments with which a backend runs the functions of kernels.
+def kernel_options(device: Target) -> dict[str, Any]:
+  """The keyword arguments with which the functions of kernels run on a device.
 
   Args:
-    backend: `jax.default_backend()`.
+    device: the device.
 
   Returns:
-    "platform", whose kernels run, and "interpret": "gpu" and False for a GPU,
-    "tpu" and False for a TPU, "gpu" and True for a CPU.
+    "backend", the back end of Pallas, and "interpret", True on a CPU.
 
   Raises:
-    ValueError: no kernels exist for the backend.
+    ValueError: no kernels exist for the device.
   """
-  if backend not in _KERNELS:
+  platform = device.platform
+  if platform not in _BACKENDS:
     raise ValueError(
-      f"implementation='kernel' needs one of {', '.join(_KERNELS)}, this is a "
-      f"{backend}"
+      f"implementation='kernel' needs one of {', '.join(_BACKENDS)}, this is a "
+      f"{platform}"
     )
-  return {"platform": _KERNELS[backend], "interpret": backend == "cpu"}
+  return {"backend": _BACKENDS[platform], "interpret": platform == "cpu"}
 
 
 def _kernel_form(case: AttentionCase) -> Form:
@@ -159,16 +160,16 @@ def _kernel_form(case: AttentionCase) -> Form:
     raise ValueError(
       "implementation='kernel' adds no bias to the logits; 'packed' does"
     )
-  kind = device_kind(kernel_options(case.platform)["platform"])
+  backend = kernel_options(case.target)["backend"]
   per_head = case.queries * case.active // case.num_heads
-  sizes = block_sizes(kind, case.head_dim, case.dtype, per_head)
+  sizes = block_sizes(backend, case.head_dim, case.dtype, per_head)
   return Form("kernel", sizes.rows)
 
 
 def _cudnn_form(case: AttentionCase) -> Form:
   problem = ""
-  if case.platform != "gpu":
-    problem = f"an NVIDIA GPU, this is a {case.platform}"
+  if case.target.platform != "gpu":
+    problem = f"an NVIDIA GPU, this is a {case.target.platform}"
   elif case.dtype not in ("bfloat16", "float16"):
     problem = f"model.dtype bfloat16 or float16, not {case.dtype}"
   elif case.head_dim % 8:
@@ -184,7 +185,11 @@ def _logits_are_cached(case: AttentionCase) -> bool:
 
 
 def _dense_form(case: AttentionCase) -> Form:
-  if case.platform != "cpu" or not case.one_device or _logits_are_cached(case):
+  if (
+    case.target.platform != "cpu"
+    or not case.one_device
+    or _logits_are_cached(case)
+  ):
     return Form("dense")
   # A causal block computes logits of all keys up to its last row: the larger
   # the block, the more of them are masked.
@@ -200,7 +205,7 @@ def _packed_form(case: AttentionCase) -> Form:
 
 
 def _packing_pays(case: AttentionCase) -> bool:
-  if case.platform != "cpu" or not case.one_device or case.queries < 256:
+  if case.target.platform != "cpu" or not case.one_device or case.queries < 256:
     return False
   if _logits_are_cached(case) and not case.causal:
     return False

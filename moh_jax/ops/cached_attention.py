@@ -14,6 +14,7 @@ from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.softmax import unnormalized_softmax
+from moh_jax.ops.target import target
 
 
 def cached_attention(
@@ -52,7 +53,7 @@ def cached_attention(
   )
   if form == "dense":
     return _dense(q, cache, visible)
-  options = kernel_options(jax.default_backend())
+  options = kernel_options(target())
   return kernel_decode(
     q, cache.k, cache.v, visible, active, dim**-0.5, **options
   )

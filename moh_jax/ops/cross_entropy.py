@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.products import einsum_float32
+from moh_jax.ops.target import target
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -127,7 +128,7 @@ def _exponentials(
 ) -> tuple[jax.Array, jax.Array]:
   """The softmax's numerators [B, n, V] and their sums [B, n], float32."""
   exps = jnp.exp(logits - highest[..., None])
-  if jax.default_backend() == "cpu":
+  if target().platform == "cpu":
     # For a sum, XLA would recompute all exponentials, on a single core.
     return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones(exps.shape[-1]))
   return exps, exps.sum(-1)

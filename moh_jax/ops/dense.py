@@ -10,9 +10,9 @@ dim.
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.mesh import on_one_device
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.softmax import unnormalized_softmax
+from moh_jax.ops.target import on_one_device
 from moh_jax.ops.visible import Visible
 
 

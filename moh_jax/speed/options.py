@@ -218,7 +218,9 @@ class DecodeOptions(HeadOptions):
     from moh_jax.ops.kernels.sizes import decode_tile
 
     try:
-      decode_tile("gpu", self.head_dim, self.dtype)  # or a TPU's: the same dims
+      decode_tile(
+        "triton", self.head_dim, self.dtype
+      )  # or a TPU's: the same dims
     except ValueError as error:
       raise ValueError(
         f"--head-dim {self.head_dim} is not for --implementations kernel: "

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from moh_jax.config.heads import HeadBudget
 from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import gather_rows, head_blocks
-from moh_jax.ops.kernels.attention import PLATFORMS
+from moh_jax.ops.kernels.attention import BACKENDS
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile, read
+from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import timing
 from moh_jax.speed.attention import random_active
@@ -32,14 +32,12 @@ from moh_jax.speed.programs import Program, compile_program, default_loops
 _KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
 
 
-def write(
-  path: str | os.PathLike, sizes: dict[tuple[str, int, str], BlockSizes]
-) -> None:
+def write(path: str | os.PathLike, sizes: dict[Key, BlockSizes]) -> None:
   """Adds tile sizes to a JSON file that `kernels.sizes.read` reads.
 
   Args:
     path: file to create or to add to; its other entries stay.
-    sizes: tile sizes by (device kind, head dim, dtype).
+    sizes: the sizes to add.
 
   Raises:
     ValueError: `path` exists and is not such a file.
@@ -47,18 +45,16 @@ def write(
   path = pathlib.Path(path)
   if path.exists():
     sizes = read(path) | sizes
-  names = ("device", "head_dim", "dtype")
   entries = [
-    dict(zip(names, key)) | dataclasses.asdict(sizes[key])
-    for key in sorted(sizes)
+    key._asdict() | dataclasses.asdict(sizes[key]) for key in sorted(sizes)
   ]
   with replacing(path) as temporary:
     temporary.write_text(json.dumps(entries, indent=2) + "\n")
 
 
-def candidates(platform: str) -> list[Tile]:
-  """Tiles to try on a platform, "gpu" or "tpu"; some may be too large."""
-  if platform == "tpu":
+def candidates(backend: str) -> list[Tile]:
+  """Tiles to try with a back end of Pallas; some may be too large."""
+  if backend == "mosaic_tpu":
     sizes = itertools.product((128, 256, 512), (256, 512, 1024))
     return [Tile(*size) for size in sizes]
   options = (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4)
@@ -67,7 +63,7 @@ def candidates(platform: str) -> list[Tile]:
 
 def tune(
   workload: Workload,
-  platform: str,
+  backend: str,
   tiles: Iterable[Tile] | None = None,
   *,
   interpret: bool = False,
@@ -77,15 +73,15 @@ def tune(
 
   Args:
     workload: what the kernels compute.
-    platform: "gpu" or "tpu".
-    tiles: tiles to choose from; None is `candidates(platform)`.
+    backend: of Pallas, "triton" or "mosaic_tpu".
+    tiles: tiles to choose from; None is `candidates(backend)`.
     interpret: run the kernels in the interpreter, which works on CPUs.
     report: called with one line for each tile: its time, or why it cannot run.
 
   Raises:
     ValueError: no tile runs; the message ends with the last failure.
   """
-  tiles = list(candidates(platform) if tiles is None else tiles)
+  tiles = list(candidates(backend) if tiles is None else tiles)
   best, smallest, faults = None, float("inf"), []
 
   def report_fault(line: str) -> None:
@@ -93,13 +89,13 @@ def tune(
     report(line)
 
   for rows in sorted({tile.rows for tile in tiles}):
-    compile_kernel = _compiler(workload, platform, rows, interpret)
+    compile_kernel = _compiler(workload, backend, rows, interpret)
     chosen, total = [], 0.0
     for kernel in _KERNELS:
       fitting = {
         f"{kernel} R={rows} {tile}": tile
         for tile in tiles
-        if _fits(platform, kernel, rows, tile)
+        if _fits(backend, kernel, rows, tile)
       }
       compile_tile = functools.partial(compile_kernel, kernel)
       rounds = workload.rounds
@@ -143,25 +139,25 @@ def _seconds(
   return {name: times[name].median / programs[name].loops for name in calls}
 
 
-def _fits(platform: str, kernel: str, rows: int, tile: Tile) -> bool:
+def _fits(backend: str, kernel: str, rows: int, tile: Tile) -> bool:
   """Whether a kernel can use a tile for blocks of `rows` rows."""
-  if kernel == "forward" or platform == "tpu":
+  if kernel == "forward" or backend == "mosaic_tpu":
     return tile.rows == rows
   return rows % tile.rows == 0
 
 
 def _compiler(
-  workload: Workload, platform: str, rows: int, interpret: bool
+  workload: Workload, backend: str, rows: int, interpret: bool
 ) -> Callable[[str, Tile], Program]:
   """Makes the function (kernel, tile) -> program on random arrays.
 
   Args:
     workload: shapes of the arrays.
-    platform: "gpu" or "tpu".
+    backend: of Pallas, "triton" or "mosaic_tpu".
     rows: rows of a block.
     interpret: run the kernels in the interpreter.
   """
-  kernels = PLATFORMS[platform]
+  kernels = BACKENDS[backend]
   shape = workload.batch, workload.tokens, workload.heads
   budget = HeadBudget(workload.heads, 0, workload.active, workload.head_dim)
   blocks = head_blocks(random_active(budget, *shape[:2]), rows)

@@ -1,18 +1,15 @@
 """`python -m moh_jax tune-kernels`."""
 
 import pathlib
-import types
 from unittest import mock
 
-import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import tune_kernels
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, read
 from moh_jax.speed.tiles import Workload
 from tests.cli import tiny_checkpoint
-
-_DEVICE = types.SimpleNamespace(platform="gpu", device_kind="GPU X")
+from tests.ops import devices
 
 
 def _sizes(rows):
@@ -27,7 +24,7 @@ class TuneKernelsTest(parameterized.TestCase):
   def _call(self, *argv, out=None, **tuned):
     """With a device and times that are made up; also what was measured."""
     with (
-      mock.patch.object(jax, "devices", return_value=[_DEVICE]),
+      devices.traced_for("gpu", "GPU X"),
       mock.patch.object(tune_kernels, "tune", **tuned) as tune,
     ):
       out = self._out if out is None else out
@@ -35,8 +32,7 @@ class TuneKernelsTest(parameterized.TestCase):
     return *result, tune
 
   def test_command_needs_a_device(self):
-    cpus = jax.devices("cpu")
-    with mock.patch.object(jax, "devices", return_value=cpus):
+    with devices.traced_for("cpu"):
       status, _, err = tiny_checkpoint.call(
         *("tune-kernels", "--out", "none.json")
       )
@@ -51,16 +47,16 @@ class TuneKernelsTest(parameterized.TestCase):
     self.assertEqual((status, err), (0, ""))
     workloads = [call.args for call in tune.call_args_list]
     expected = [
-      (Workload(heads=4, active=3, head_dim=dim), "gpu") for dim in (64, 72)
+      (Workload(heads=4, active=3, head_dim=dim), "triton") for dim in (64, 72)
     ]
     self.assertEqual(workloads, expected)
     more = "--dtype", "float32"
     self._call(*argv, 64, *more, return_value=_sizes(64))
     self._call(*argv, 72, return_value=_sizes(128))
     entries = {
-      ("GPU X", 64, "bfloat16"): _sizes(16),
-      ("GPU X", 72, "bfloat16"): _sizes(128),
-      ("GPU X", 64, "float32"): _sizes(64),
+      ("triton", "GPU X", 64, "bfloat16"): _sizes(16),
+      ("triton", "GPU X", 72, "bfloat16"): _sizes(128),
+      ("triton", "GPU X", 64, "float32"): _sizes(64),
     }
     self.assertEqual(read(self._out), entries)
 

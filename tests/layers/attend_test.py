@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,9 +130,13 @@ class MeshTest(parameterized.TestCase):
       )
 
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    tpu = jax.sharding.AbstractDevice(
+      device_kind="TPU v5", num_cores=1, platform="tpu"
+    )
+    mesh = mesh.abstract_mesh.update(abstract_device=tpu)
     with (
-      sharding.use_mesh(mesh),
-      mock.patch.object(jax, "default_backend", lambda: "tpu"),
+      jax.sharding.use_abstract_mesh(mesh),
+      nn.logical_axis_rules(sharding.RULES),
     ):
       lowered = jax.jit(run).trace(q).lower(lowering_platforms=("tpu",))
     self.assertIn("tpu_custom_call", lowered.as_text())

@@ -6,7 +6,6 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.checks import IMPLEMENTATIONS
-from moh_jax.ops import attention_forms
 from moh_jax.ops.attention_forms import (
   AttentionCase,
   Form,
@@ -14,9 +13,10 @@ from moh_jax.ops.attention_forms import (
   choose_form,
 )
 from moh_jax.ops.kernels import sizes
+from moh_jax.ops.target import Target
 
 _CASE = AttentionCase(
-  platform="cpu",
+  target=Target("cpu", "cpu"),
   batch=1,
   queries=1024,
   keys=1024,
@@ -27,6 +27,8 @@ _CASE = AttentionCase(
 
 
 def _name(implementation: str = "auto", **changes) -> str:
+  if platform := changes.pop("platform", None):
+    changes["target"] = Target(platform, platform)
   case = dataclasses.replace(_CASE, **changes)
   return choose_form(implementation, case).name
 
@@ -90,13 +92,12 @@ class KernelTest(parameterized.TestCase):
     self, platform, queries, rows
   ):
     case = dataclasses.replace(
-      _CASE, platform=platform, dtype="bfloat16", queries=queries
+      _CASE,
+      target=Target(platform, platform),
+      dtype="bfloat16",
+      queries=queries,
     )
-    # No file of measured sizes, and the defaults of a platform's name.
-    with (
-      mock.patch.object(attention_forms, "device_kind", lambda name: name),
-      mock.patch.object(sizes, "measured", dict),
-    ):
+    with mock.patch.object(sizes, "measured", dict):
       self.assertEqual(choose_form("kernel", case), Form("kernel", rows))
 
   def test_bias_is_refused(self):

@@ -2,7 +2,6 @@
 
 import math
 import re
-from unittest import mock
 
 import chex
 import jax
@@ -14,6 +13,7 @@ from moh_jax.ops.cross_entropy import (
   summed_cross_entropy,
   token_cross_entropy,
 )
+from tests.ops import devices
 
 _B, _N, _C, _V = 2, 10, 5, 17
 _CHUNKS = (0, 1, 3, 5, 99)
@@ -90,7 +90,7 @@ class SummedCrossEntropyTest(parameterized.TestCase):
       return jax.value_and_grad(summed_cross_entropy, (0, 1))(*inputs, 4)
 
     ours = run()
-    with mock.patch.object(jax, "default_backend", lambda: backend):
+    with devices.traced_for(backend):
       theirs = run()
     chex.assert_trees_all_close(ours, theirs, rtol=1e-6, atol=1e-6)
 

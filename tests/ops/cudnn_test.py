@@ -1,7 +1,6 @@
 """The form for cuDNN, run through XLA's version of the same function."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.visible import Visible
+from tests.ops import devices
 
 _B, _N, _H, _D = 2, 9, 4, 8
 
@@ -87,7 +87,7 @@ class CudnnTest(parameterized.TestCase):
   @parameterized.parameters("cpu", "tpu")
   def test_other_devices_are_named(self, platform):
     with (
-      mock.patch.object(jax, "default_backend", lambda: platform),
+      devices.traced_for(platform),
       self.assertRaisesRegex(ValueError, f"an NVIDIA GPU, .* {platform}"),
     ):
       attention(*_inputs()[0], implementation="cudnn")

@@ -11,7 +11,20 @@ import jax
 from jax.experimental import topologies
 
 HERE = jax.devices()[0].platform
+# The back end of Pallas that runs kernels here; none on a CPU.
+BACKEND = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(HERE)
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+def traced_for(
+  platform: str, kind: str = ""
+) -> contextlib.AbstractContextManager:
+  """Context in which functions are traced for a device that is not here."""
+  device = jax.sharding.AbstractDevice(
+    device_kind=kind or platform, num_cores=None, platform=platform
+  )
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  return jax.sharding.use_abstract_mesh(mesh)
 
 
 @contextlib.contextmanager
@@ -21,12 +34,8 @@ def as_if_on_a_gpu() -> Iterator[None]:
     stack.enter_context(warnings.catch_warnings())
     # JAX 0.11 announces that its Triton backend will go one day.
     warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
-    if HERE != "gpu" and hasattr(jax.sharding, "AbstractDevice"):
-      device = jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H100", num_cores=None, platform="gpu"
-      )
-      mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-      stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+    if HERE != "gpu":
+      stack.enter_context(traced_for("gpu", "NVIDIA H100"))
     yield
 
 

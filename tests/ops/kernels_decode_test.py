@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels import decode
-from moh_jax.ops.kernels.attention import PLATFORMS
+from moh_jax.ops.kernels.attention import BACKENDS
 from moh_jax.ops.kernels.decode import decode_splits, kernel_decode
 from moh_jax.ops.kernels.sizes import decode_tile
 from tests.ops import devices
 
-_PLATFORMS = ("gpu", "tpu")
+_BACKENDS = ("triton", "mosaic_tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +113,19 @@ def _reference(case: _Case, arrays) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _kernel(case, platform, q, k, v):
+def _kernel(case, backend, q, k, v):
   return kernel_decode(
-    q, k, v, case.visible(), case.active(), case.factor(), platform=platform,
+    q, k, v, case.visible(), case.active(), case.factor(), backend=backend,
     splits=case.splits, interpret=True,
   )  # fmt: skip
 
 
 class InterpretedTest(parameterized.TestCase):
-  @parameterized.product(name=list(_CASES), platform=_PLATFORMS)
-  def test_equals_numpy(self, name, platform):
+  @parameterized.product(name=list(_CASES), backend=_BACKENDS)
+  def test_equals_numpy(self, name, backend):
     case = _CASES[name]
     arrays = case.arrays()
-    out = _kernel(case, platform, *arrays)
+    out = _kernel(case, backend, *arrays)
     np.testing.assert_allclose(out, _reference(case, arrays), atol=2e-6)
 
   @parameterized.product(
@@ -138,56 +138,56 @@ class InterpretedTest(parameterized.TestCase):
       (jnp.float32, jnp.float16, 2e-6),
       (jnp.float16, jnp.bfloat16, 2e-3),
     ),
-    platform=_PLATFORMS,
+    backend=_BACKENDS,
   )
-  def test_dtypes(self, dtypes, platform):
+  def test_dtypes(self, dtypes, backend):
     case = _CASES["grouped"]
     dtype, cache_dtype, atol = dtypes
     arrays = case.arrays(dtype, cache_dtype)
-    out = _kernel(case, platform, *arrays)
+    out = _kernel(case, backend, *arrays)
     chex.assert_type(out, dtype)
     out = np.asarray(out, np.float64)
     np.testing.assert_allclose(out, _reference(case, arrays), atol=atol)
 
-  @parameterized.product(kv_heads=(6, 3), platform=_PLATFORMS)
-  def test_heads_that_nobody_chose_are_not_read(self, kv_heads, platform):
+  @parameterized.product(kv_heads=(6, 3), backend=_BACKENDS)
+  def test_heads_that_nobody_chose_are_not_read(self, kv_heads, backend):
     case = _Case(heads=6, kv_heads=kv_heads, splits=2, choice="few")
     q, k, v = arrays = case.arrays()
     mask = np.asarray(case.active().mask)
     is_read = mask.reshape(case.batch, kv_heads, -1).any(-1)
     self.assertEqual(is_read.sum(), 3 if kv_heads == 6 else 2)
     k, v = (jnp.where(is_read[..., None, None], x, jnp.nan) for x in (k, v))
-    kernels = PLATFORMS[platform]
+    kernels = BACKENDS[backend]
     with mock.patch.object(kernels, "forward", wraps=kernels.forward) as spy:
       out = kernel_decode(
         q, k, v, case.visible(), case.active(), case.factor(),
-        platform=platform, splits=case.splits, interpret=True,
+        backend=backend, splits=case.splits, interpret=True,
       )  # fmt: skip
     blocks = spy.call_args.args[0].blocks
     parts = np.flatnonzero(np.repeat(is_read, case.splits))
     np.testing.assert_array_equal(blocks.head[: blocks.first[-1]], parts)
     np.testing.assert_allclose(out, _reference(case, arrays), atol=2e-6)
 
-  @parameterized.parameters(*_PLATFORMS)
-  def test_parts_change_nothing(self, platform):
+  @parameterized.parameters(*_BACKENDS)
+  def test_parts_change_nothing(self, backend):
     case = _Case(batch=1, heads=2, kv_heads=2, slots=24, head_dim=16)
     arrays = case.arrays()
     for splits in (1, 3, 8):
       parts = dataclasses.replace(case, splits=splits)
-      out = _kernel(parts, platform, *arrays)
+      out = _kernel(parts, backend, *arrays)
       np.testing.assert_allclose(out, _reference(case, arrays), atol=2e-6)
 
 
 class ErrorsTest(absltest.TestCase):
   def _call(self, case=_CASES["padding"], dtype=jnp.float32, **options):
-    options = {"platform": "gpu", **options}
+    options = {"backend": "triton", **options}
     kernel_decode(
       *case.arrays(dtype), case.visible(), None, 1.0, interpret=True, **options
     )
 
-  def test_unknown_platform_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "platform='npu' .*'gpu'"):
-      self._call(platform="npu")
+  def test_unknown_backend_lists_the_known(self):
+    with self.assertRaisesRegex(ValueError, "backend='npu' .*'triton'"):
+      self._call(backend="npu")
 
   def test_int8_is_not_read(self):
     with self.assertRaisesRegex(ValueError, "q is int8, .* bfloat16"):
@@ -223,18 +223,18 @@ class PlanTest(parameterized.TestCase):
     (7168, 1792), (5000, 2048),
   )  # fmt: skip
   def test_tiles_of_a_tpu_divide_the_slots(self, slots, expected):
-    tile = decode_tile("tpu", 64, jnp.bfloat16)
+    tile = decode_tile("mosaic_tpu", 64, jnp.bfloat16)
     self.assertEqual(decode._without_padding(tile, slots).keys, expected)
 
   @parameterized.product(
-    head_dim=((64, 64), (128, 64), (136, 16), (256, 16)), platform=_PLATFORMS
+    head_dim=((64, 64), (128, 64), (136, 16), (256, 16)), backend=_BACKENDS
   )
-  def test_blocks_of_wide_heads_have_few_rows(self, head_dim, platform):
+  def test_blocks_of_wide_heads_have_few_rows(self, head_dim, backend):
     dim, rows = head_dim
     case = _Case(batch=1, heads=70, kv_heads=1, slots=16, head_dim=dim)
-    kernels = PLATFORMS[platform]
+    kernels = BACKENDS[backend]
     with mock.patch.object(kernels, "forward", wraps=kernels.forward) as spy:
-      jax.eval_shape(functools.partial(_kernel, case, platform), *case.arrays())
+      jax.eval_shape(functools.partial(_kernel, case, backend), *case.arrays())
     problem, tile = spy.call_args.args[0], spy.call_args.args[-1]
     self.assertEqual((problem.rows, tile.rows), (rows, rows))
 
@@ -247,7 +247,7 @@ class PlanTest(parameterized.TestCase):
     chex.assert_trees_all_equal(table, expected)
 
 
-def _traced(platform, dtypes, slots, head_dim, sharding=None):
+def _traced(backend, dtypes, slots, head_dim, sharding=None):
   """For a device, with the tiles and parts that it gets."""
   case = _Case(batch=4, heads=16, kv_heads=8, slots=slots, head_dim=head_dim)
   shapes = jax.tree.map(
@@ -258,15 +258,15 @@ def _traced(platform, dtypes, slots, head_dim, sharding=None):
   )
 
   def call(q, k, v, visible, active):
-    return kernel_decode(q, k, v, visible, active, 1.0, platform=platform)
+    return kernel_decode(q, k, v, visible, active, 1.0, backend=backend)
 
   return jax.jit(call).trace(*shapes), shapes[1].size
 
 
-# What a platform is called when lowering, and a kernel in what is lowered.
+# What a backend is called when lowering, and a kernel in what is lowered.
 _TARGETS = {
-  "gpu": ("cuda", "__gpu$xla.gpu.triton"),
-  "tpu": ("tpu", "@tpu_custom_call"),
+  "triton": ("cuda", "__gpu$xla.gpu.triton"),
+  "mosaic_tpu": ("tpu", "@tpu_custom_call"),
 }
 # Of queries and cache.
 _DTYPES = (
@@ -282,11 +282,11 @@ _SHAPES = (
 class LoweringTest(parameterized.TestCase):
   """What a machine without the device can check: that kernels lower."""
 
-  @parameterized.product(dtypes=_DTYPES, shape=_SHAPES, platform=_PLATFORMS)
-  def test_lowers_and_copies_no_cache(self, dtypes, shape, platform):
-    target, kernel = _TARGETS[platform]
+  @parameterized.product(dtypes=_DTYPES, shape=_SHAPES, backend=_BACKENDS)
+  def test_lowers_and_copies_no_cache(self, dtypes, shape, backend):
+    target, kernel = _TARGETS[backend]
     with devices.as_if_on_a_gpu():
-      traced, size = _traced(platform, dtypes, *shape)
+      traced, size = _traced(backend, dtypes, *shape)
       text = traced.lower(lowering_platforms=(target,)).as_text()
     self.assertEqual(text.count(kernel), 1)
     large = {
@@ -297,7 +297,7 @@ class LoweringTest(parameterized.TestCase):
     }
     # Another order of the dimensions is one that a TPU stores them in.
     kept = {"reshape", "squeeze"} | (
-      {"transpose"} if platform == "tpu" else set()
+      {"transpose"} if backend == "mosaic_tpu" else set()
     )
     self.assertEqual(large - kept, set())
 
@@ -308,14 +308,14 @@ class LoweringTest(parameterized.TestCase):
   ):
     with devices.tpu(topology) as one:
       for dtypes in _DTYPES:
-        traced, size = _traced("tpu", dtypes, *shape, sharding=one)
+        traced, size = _traced("mosaic_tpu", dtypes, *shape, sharding=one)
         memory = traced.lower().compile().memory_analysis()
         self.assertLess(memory.temp_size_in_bytes, size)
 
 
 class DeviceTest(parameterized.TestCase):
   @parameterized.parameters(*_CASES)
-  @unittest.skipUnless(devices.HERE in _PLATFORMS, "there is no GPU or TPU")
+  @unittest.skipUnless(devices.BACKEND, "there is no GPU or TPU")
   def test_on_this_gpu_or_tpu_equals_numpy(self, name):
     case = _CASES[name]
     arrays = case.arrays()
@@ -324,7 +324,7 @@ class DeviceTest(parameterized.TestCase):
     def attend(q, k, v):
       return kernel_decode(
         q, k, v, case.visible(), case.active(), case.factor(),
-        platform=devices.HERE, splits=case.splits,
+        backend=devices.BACKEND, splits=case.splits,
       )  # fmt: skip
 
     with jax.default_matmul_precision("highest"):

@@ -16,15 +16,14 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels import gpu_program, gpu_tables, sizes, tpu_plan
+from moh_jax.ops.kernels import sizes, tpu_plan, triton_program, triton_tables
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
 from moh_jax.ops.visible import Visible
 from tests.ops import devices
 
-_PLATFORMS = ("gpu", "tpu")
-_DEVICE = devices.HERE
+_BACKENDS = ("triton", "mosaic_tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +136,12 @@ def _tiles(rows: int = 16, keys: int = 16, part: int = 16) -> BlockSizes:
   return BlockSizes(Tile(rows, keys), tile, tile)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "platform", "tiles"))
-def _kernels(case, arrays, blocks, *, platform, tiles):
+@functools.partial(jax.jit, static_argnames=("case", "backend", "tiles"))
+def _kernels(case, arrays, blocks, *, backend, tiles):
   def attend(q, k, v):
     return kernel_attention(
       q, k, v, case.visible(), blocks, case.factor(),
-      platform=platform, sizes=tiles, interpret=True,
+      backend=backend, sizes=tiles, interpret=True,
     )  # fmt: skip
 
   out, pull = jax.vjp(attend, *arrays[:3])
@@ -157,21 +156,23 @@ def _assert_close(results, expected, tolerance=2e-6, gradient_tolerance=1e-5):
 
 
 class InterpretedTest(parameterized.TestCase):
-  @parameterized.product(name=list(_CASES), platform=_PLATFORMS)
-  def test_equals_numpy(self, name, platform):
+  @parameterized.product(name=list(_CASES), backend=_BACKENDS)
+  def test_equals_numpy(self, name, backend):
     case = _CASES[name]
     results = _kernels(
-      case, case.arrays(), case.blocks(), platform=platform, tiles=_tiles()
+      case, case.arrays(), case.blocks(), backend=backend, tiles=_tiles()
     )
     _assert_close(results, _reference(case))
 
   @parameterized.parameters(
-    (jnp.bfloat16, "gpu"), (jnp.bfloat16, "tpu"), (jnp.float16, "gpu")
+    (jnp.bfloat16, "triton"),
+    (jnp.bfloat16, "mosaic_tpu"),
+    (jnp.float16, "triton"),
   )
-  def test_16_bits_are_close_to_numpy(self, dtype, platform):
+  def test_16_bits_are_close_to_numpy(self, dtype, backend):
     case = _CASES["fewer_queries"]
     results = _kernels(
-      case, case.arrays(dtype), case.blocks(), platform=platform, tiles=_tiles()
+      case, case.arrays(dtype), case.blocks(), backend=backend, tiles=_tiles()
     )
     chex.assert_type(results, dtype)
     _assert_close(results, _reference(case, dtype), 2e-2, 2e-2)
@@ -181,49 +182,49 @@ class InterpretedTest(parameterized.TestCase):
     q, k, v, grad = case.arrays()
     arrays = [q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), v, grad]
     results = _kernels(
-      case, arrays, case.blocks(), platform="gpu", tiles=_tiles()
+      case, arrays, case.blocks(), backend="triton", tiles=_tiles()
     )
     dtypes = [jnp.float32, jnp.bfloat16, jnp.bfloat16, jnp.float32]
     chex.assert_type(results, dtypes)
     _assert_close(results, _reference(case), 2e-2, 2e-2)
 
-  @parameterized.parameters(("gpu", 32, 64, 16), ("tpu", 32, 32, 32))
-  def test_any_tile_gives_the_same(self, platform, rows, keys, part):
+  @parameterized.parameters(("triton", 32, 64, 16), ("mosaic_tpu", 32, 32, 32))
+  def test_any_tile_gives_the_same(self, backend, rows, keys, part):
     case = _CASES["all_masks"]
     tiles = _tiles(rows, keys, part)
     results = _kernels(
-      case, case.arrays(), case.blocks(rows), platform=platform, tiles=tiles
+      case, case.arrays(), case.blocks(rows), backend=backend, tiles=tiles
     )
     _assert_close(results, _reference(case))
 
-  @parameterized.parameters(*_PLATFORMS)
-  def test_equals_plain_xla_where_all_heads_are_active(self, platform):
+  @parameterized.parameters(*_BACKENDS)
+  def test_equals_plain_xla_where_all_heads_are_active(self, backend):
     case = _Case(kv_heads=2, causal=True)
     *inputs, grad = case.arrays()
     blocks = all_blocks(case.batch, case.queries, case.heads, 16)
     results = _kernels(
-      case, case.arrays(), blocks, platform=platform, tiles=_tiles()
+      case, case.arrays(), blocks, backend=backend, tiles=_tiles()
     )
     rest = None, case.visible(), blocks, case.factor()
     out, pull = jax.vjp(lambda *x: blocked_attention(*x, *rest), *inputs)
     _assert_close(results, [out, *pull(grad)])
 
-  @parameterized.parameters(*_PLATFORMS)
-  def test_vmap_maps_tables_too(self, platform):
+  @parameterized.parameters(*_BACKENDS)
+  def test_vmap_maps_tables_too(self, backend):
     case = _Case(batch=1, queries=20, keys=20, causal=True)
     blocks = [case.blocks(), all_blocks(1, 20, 4, 16)]
     most = max(len(x.token) for x in blocks)
     self.assertEqual([len(x.token) for x in blocks], [most] * 2)
     arrays = [case.arrays(), [x[:, ::-1] for x in case.arrays()]]
-    call = functools.partial(_kernels, case, platform=platform, tiles=_tiles())
+    call = functools.partial(_kernels, case, backend=backend, tiles=_tiles())
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *zip(arrays, blocks))
     together = jax.vmap(call)(*stacked)
     for i in range(2):
       alone = call(arrays[i], blocks[i])
       _assert_close([x[i] for x in together], alone)
 
-  @parameterized.parameters(*_PLATFORMS)
-  def test_keys_after_the_last_token_are_not_read(self, platform):
+  @parameterized.parameters(*_BACKENDS)
+  def test_keys_after_the_last_token_are_not_read(self, backend):
     case = _Case(causal=True)
     q, k, v, grad = case.arrays()
     early = np.arange(case.queries)[:, None] < 16
@@ -231,7 +232,7 @@ class InterpretedTest(parameterized.TestCase):
     after = (jnp.arange(case.keys) >= 16)[:, None, None]
     k, v = (jnp.where(after, jnp.nan, x) for x in (k, v))
     out, dq, _, _ = _kernels(
-      case, [q, k, v, grad], head_blocks(active, 16), platform=platform,
+      case, [q, k, v, grad], head_blocks(active, 16), backend=backend,
       tiles=_tiles(),
     )  # fmt: skip
     chex.assert_tree_all_finite((out, dq))
@@ -246,46 +247,46 @@ class ErrorsTest(absltest.TestCase):
       q, k, v, Visible(), case.blocks(rows), 1.0, interpret=True, **options
     )
 
-  def test_unknown_platform_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "platform='npu' .*'gpu'"):
-      self._call(platform="npu")
+  def test_unknown_backend_lists_the_known(self):
+    with self.assertRaisesRegex(ValueError, "backend='npu' .*'triton'"):
+      self._call(backend="npu")
 
   def test_other_dtypes(self):
     with self.assertRaisesRegex(ValueError, "q is int32, .* bfloat16"):
-      self._call(dtype=jnp.int32, platform="gpu")
+      self._call(dtype=jnp.int32, backend="triton")
 
   def test_rows_that_the_hardware_lacks(self):
     with self.assertRaisesRegex(ValueError, "rows=24 .* power of two"):
-      self._call(rows=24, platform="gpu")
+      self._call(rows=24, backend="triton")
     with self.assertRaisesRegex(ValueError, "rows=12 .* multiple of 8"):
-      self._call(rows=12, platform="tpu")
+      self._call(rows=12, backend="mosaic_tpu")
 
   def test_tiles_that_do_not_make_up_a_block(self):
     tiles = BlockSizes(Tile(64, 16), Tile(32, 16), Tile(48, 16))
     with self.assertRaisesRegex(ValueError, "dkv.rows=48 must divide .*=64"):
-      self._call(rows=64, platform="gpu", sizes=tiles)
+      self._call(rows=64, backend="triton", sizes=tiles)
 
   def test_table_of_other_shapes(self):
     q, k, v, _ = _Case(queries=5).arrays()
     with self.assertRaises(AssertionError):
       kernel_attention(
-        q, k, v, Visible(), _Case(queries=6).blocks(), 1.0, platform="gpu"
+        q, k, v, Visible(), _Case(queries=6).blocks(), 1.0, backend="triton"
       )
 
 
-def _traced(platform, dtype, sharding=None, **options):
+def _traced(backend, dtype, sharding=None, **options):
   """Attention with gradients for a device, default tiles, heads chosen."""
   case = _Case(queries=200, keys=200, heads=8, kv_heads=4, **options)
   shapes = jax.eval_shape(lambda: case.arrays(dtype))
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
   )
-  rows = block_sizes(platform, case.head_dim, dtype).rows
+  rows = block_sizes(backend, case.head_dim, dtype).rows
 
   def call(q, k, v, grad):
     def attend(q, k, v):
       return kernel_attention(
-        q, k, v, case.visible(), case.blocks(rows), 1.0, platform=platform
+        q, k, v, case.visible(), case.blocks(rows), 1.0, backend=backend
       )
 
     out, pull = jax.vjp(attend, q, k, v)
@@ -309,13 +310,13 @@ class LoweringTest(parameterized.TestCase):
   @parameterized.product(name=list(_OPTIONS), dtype=(jnp.bfloat16, jnp.float32))
   def test_to_triton(self, name, dtype):
     with devices.as_if_on_a_gpu():
-      traced = _traced("gpu", dtype, **_OPTIONS[name])
+      traced = _traced("triton", dtype, **_OPTIONS[name])
       text = traced.lower(lowering_platforms=("cuda",)).as_text()
     self.assertEqual(text.count("__gpu$xla.gpu.triton"), 3)
 
   @parameterized.product(name=list(_OPTIONS), dtype=(jnp.bfloat16, jnp.float32))
   def test_to_mosaic(self, name, dtype):
-    traced = _traced("tpu", dtype, **_OPTIONS[name])
+    traced = _traced("mosaic_tpu", dtype, **_OPTIONS[name])
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     self.assertEqual(text.count("@tpu_custom_call"), 3)
 
@@ -324,20 +325,20 @@ class LoweringTest(parameterized.TestCase):
   def test_compiles_for_a_tpu(self, topology, name):
     with devices.tpu(topology) as one:
       for dtype in (jnp.bfloat16, jnp.float32):
-        _traced("tpu", dtype, one, **_OPTIONS[name]).lower().compile()
+        _traced("mosaic_tpu", dtype, one, **_OPTIONS[name]).lower().compile()
 
 
 class DeviceTest(parameterized.TestCase):
   @parameterized.parameters(*_CASES)
-  @unittest.skipUnless(_DEVICE in _PLATFORMS, "there is no GPU or TPU")
+  @unittest.skipUnless(devices.BACKEND, "there is no GPU or TPU")
   def test_on_this_gpu_or_tpu_equals_numpy(self, name):
     case = _CASES[name]
-    rows = block_sizes(_DEVICE, case.head_dim, jnp.float32).rows
+    rows = block_sizes(devices.BACKEND, case.head_dim, jnp.float32).rows
 
     def attend(q, k, v):
       return kernel_attention(
         q, k, v, case.visible(), case.blocks(rows), case.factor(),
-        platform=_DEVICE,
+        backend=devices.BACKEND,
       )  # fmt: skip
 
     with jax.default_matmul_precision("highest"):
@@ -358,8 +359,8 @@ class TablesTest(parameterized.TestCase):
     table = case.blocks()
     shape = case.batch, keys, case.kv_heads, case.head_dim
     problem = Problem(shape, jnp.float32, case.visible(), table, 1.0, True)
-    unmasked, end = gpu_tables.keys_of_rows(problem, rows, block)
-    begin, whole = gpu_tables.rows_of_keys(problem, rows, block)
+    unmasked, end = triton_tables.keys_of_rows(problem, rows, block)
+    begin, whole = triton_tables.rows_of_keys(problem, rows, block)
     token = np.asarray(table.token).reshape(-1, rows)
     seen = token[..., None] + keys - queries >= np.arange(keys)
     seen &= (token < queries)[..., None]
@@ -403,21 +404,21 @@ class FetchTest(parameterized.TestCase):
 
 class SizesTest(parameterized.TestCase):
   @parameterized.product(
-    kind=("gpu", "NVIDIA H200", "tpu", "TPU v5 lite"),
+    backend=_BACKENDS,
     dtype=(jnp.bfloat16, jnp.float16, jnp.float32),
     head_dim=(24, 64, 72, 128, 256),
   )
-  def test_every_device_has_tiles(self, kind, dtype, head_dim):
-    tiles = block_sizes(kind, head_dim, dtype)
+  def test_every_backend_has_tiles(self, backend, dtype, head_dim):
+    tiles = block_sizes(backend, head_dim, dtype)
     for tile in (tiles.dq, tiles.dkv):
       self.assertEqual(tiles.rows % tile.rows, 0)
-    few = block_sizes(kind, head_dim, dtype, per_head=100)
+    few = block_sizes(backend, head_dim, dtype, per_head=100)
     self.assertLessEqual(few.rows, tiles.rows)
     self.assertLessEqual(few.rows, 128)
 
   def test_too_large_head_dim(self):
     with self.assertRaisesRegex(ValueError, "head_dim=320 .* at most 256"):
-      block_sizes("gpu", 320, jnp.bfloat16)
+      block_sizes("triton", 320, jnp.bfloat16)
 
   def test_blocks_with_fewer_rows_cut_every_tile(self):
     tiles = BlockSizes(Tile(128, 64, 8), Tile(64, 32), Tile(64, 32, 8))
@@ -430,14 +431,15 @@ class SizesTest(parameterized.TestCase):
     (192, ((0, 128), (128, 64))),
   )  # fmt: skip
   def test_head_dims_become_powers_of_two(self, dim, slices):
-    self.assertEqual(gpu_program.column_slices(dim, 2), slices)
-    self.assertLen(gpu_program.column_slices(dim, 1), 1)
+    self.assertEqual(triton_program.column_slices(dim, 2), slices)
+    self.assertLen(triton_program.column_slices(dim, 1), 1)
 
 
 class TileFileTest(parameterized.TestCase):
   def _file(self, **changes):
     """With the tiles of one GPU, but for some fields of the entry."""
-    entry = {"device": "GPU X", "head_dim": 64, "dtype": "bfloat16"}
+    entry = {"backend": "triton", "device": "GPU X"}
+    entry |= {"head_dim": 64, "dtype": "bfloat16"}
     entry |= dataclasses.asdict(_tiles(32, 64)) | changes
     return self.create_tempfile(content=json.dumps([entry])).full_path
 
@@ -445,9 +447,13 @@ class TileFileTest(parameterized.TestCase):
     with mock.patch.dict(os.environ, {sizes.FILE_VARIABLE: self._file()}):
       sizes.measured.cache_clear()
       self.addCleanup(sizes.measured.cache_clear)
-      self.assertEqual(block_sizes("GPU X", 64, jnp.bfloat16), _tiles(32, 64))
-      default = block_sizes("gpu", 128, jnp.bfloat16)
-      self.assertEqual(block_sizes("GPU X", 128, jnp.bfloat16), default)
+      other = block_sizes("triton", 64, jnp.bfloat16)
+      default = block_sizes("triton", 128, jnp.bfloat16)
+      with devices.traced_for("gpu", "GPU X"):
+        ours = block_sizes("triton", 64, jnp.bfloat16)
+        self.assertEqual(ours, _tiles(32, 64))
+        self.assertNotEqual(ours, other)
+        self.assertEqual(block_sizes("triton", 128, jnp.bfloat16), default)
 
   @parameterized.parameters('[{"device": "GPU X"}]', "[{", '["GPU X"]', "1")
   def test_other_files_are_named(self, content):
@@ -472,7 +478,7 @@ class TileFileTest(parameterized.TestCase):
       sizes.read(path)
 
   def test_tiles_of_a_tpu_need_not_divide_its_blocks(self):
-    path = self._file(device="TPU v6e", dq={"rows": 48, "keys": 16})
+    path = self._file(backend="mosaic_tpu", dq={"rows": 48, "keys": 16})
     [tiles] = sizes.read(path).values()
     self.assertEqual(tiles.dq, Tile(48, 16))
 

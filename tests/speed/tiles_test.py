@@ -6,19 +6,19 @@ from unittest import mock
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import gpu
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile, read
+from moh_jax.ops.kernels import triton
+from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
 from moh_jax.speed import programs, tiles, timing
 
 _WORKLOAD = tiles.Workload(1, 16, 2, 1, 16, "float32", rounds=1)
 
 
 class TuningTest(parameterized.TestCase):
-  @parameterized.parameters(("gpu", 2), ("tpu", 1))
-  def test_runs_every_tile_in_every_kernel(self, platform, count):
+  @parameterized.parameters(("triton", 2), ("mosaic_tpu", 1))
+  def test_runs_every_tile_in_every_kernel(self, backend, count):
     known = [Tile(16, 16), Tile(16, 8)][:count]
     lines = []
-    tiles.tune(_WORKLOAD, platform, known, interpret=True, report=lines.append)
+    tiles.tune(_WORKLOAD, backend, known, interpret=True, report=lines.append)
     self.assertLen(lines, 3 * count)
     for line in lines:
       self.assertRegex(line, r"^(forward|dq|dkv) R=16 Tile.*: \d+\.\d+ ms$")
@@ -57,7 +57,7 @@ class TuningTest(parameterized.TestCase):
       mock.patch.object(tiles, "compile_program", return_value=nothing),
       mock.patch.object(timing, "interleaved", interleaved),
     ):
-      best = tiles.tune(_WORKLOAD, "gpu", known, report=lines.append)
+      best = tiles.tune(_WORKLOAD, "triton", known, report=lines.append)
     self.assertEqual(best, expected(a, b, c))
     self.assertLen(calls, 6)  # of a kernel and rows all take turns in one
     self.assertEqual(
@@ -66,16 +66,16 @@ class TuningTest(parameterized.TestCase):
 
   def test_tiles_that_do_not_run_are_reported_and_passed_over(self):
     wrong, right = Tile(16, 8), Tile(16, 16)
-    forward, lines = gpu.forward, []
+    forward, lines = triton.forward, []
 
     def fails(*args):
       if args[-1] == wrong:
         raise RuntimeError("too\nlarge")
       return forward(*args)
 
-    with mock.patch.object(gpu, "forward", fails):
+    with mock.patch.object(triton, "forward", fails):
       best = tiles.tune(
-        _WORKLOAD, "gpu", (wrong, right), interpret=True, report=lines.append
+        _WORKLOAD, "triton", (wrong, right), interpret=True, report=lines.append
       )
     self.assertEqual(best.forward, right)
     self.assertLen(lines, 6)
@@ -86,9 +86,9 @@ class TuningTest(parameterized.TestCase):
 
   def test_no_tile_that_runs_is_an_error(self):
     too_large = RuntimeError("too large")
-    with mock.patch.object(gpu, "forward", side_effect=too_large):
+    with mock.patch.object(triton, "forward", side_effect=too_large):
       with self.assertRaisesRegex(ValueError, "none of 1 tiles .*too large"):
-        tiles.tune(_WORKLOAD, "gpu", [Tile(16, 16)], interpret=True)
+        tiles.tune(_WORKLOAD, "triton", [Tile(16, 16)], interpret=True)
 
 
 class WorkloadTest(parameterized.TestCase):
@@ -112,11 +112,15 @@ class FileTest(absltest.TestCase):
     super().setUp()
     self._path = pathlib.Path(self.create_tempdir()) / "tiles.json"
     tile = Tile(16, 32, 8, 3)
-    self._one = {("GPU X", 64, "float32"): BlockSizes(tile, tile, tile)}
+    self._one = {
+      Key("triton", "GPU X", 64, "float32"): BlockSizes(tile, tile, tile)
+    }
 
   def test_entries_are_merged(self):
     tile = Tile(32, 64)
-    other = {("GPU X", 64, "bfloat16"): BlockSizes(tile, tile, tile)}
+    other = {
+      Key("triton", "GPU X", 64, "bfloat16"): BlockSizes(tile, tile, tile)
+    }
     tiles.write(self._path, self._one)
     tiles.write(self._path, other)
     self.assertEqual(read(self._path), self._one | other)

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
-from moh_jax.ops.kernels import gpu, tpu
+from moh_jax.ops.kernels import tpu, triton
 from moh_jax.ops.kernels.problem import Kernels, Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes, device_kind
+from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes
 from moh_jax.ops.remat import keep_attention
 from moh_jax.ops.visible import Visible
 
-PLATFORMS: dict[str, Kernels] = {"gpu": gpu, "tpu": tpu}
+# By the name of Pallas's own back end.
+BACKENDS: dict[str, Kernels] = {"triton": triton, "mosaic_tpu": tpu}
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -33,7 +34,7 @@ def kernel_attention(
   blocks: HeadBlocks,
   scale: float,
   *,
-  platform: str,
+  backend: str,
   sizes: BlockSizes | None = None,
   interpret: bool = False,
 ) -> jax.Array:
@@ -50,7 +51,7 @@ def kernel_attention(
     blocks: the active pairs. The rows of a block, R, are a power of two of at
       least 16 on GPUs and a multiple of 8 on TPUs.
     scale: factor of the logits.
-    platform: "gpu" (NVIDIA, Triton) or "tpu".
+    backend: of Pallas, "triton" (NVIDIA GPUs) or "mosaic_tpu".
     sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
       reduced where R is smaller than theirs.
     interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
@@ -60,7 +61,7 @@ def kernel_attention(
     see no key.
 
   Raises:
-    ValueError: the platform, a dtype or R is not supported, or a tile's rows
+    ValueError: the back end, a dtype or R is not supported, or a tile's rows
       do not divide R.
   """
   chex.assert_rank((q, k, v), 4)
@@ -68,44 +69,44 @@ def kernel_attention(
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
   chex.assert_shape(blocks.row, (q.shape[0] * q.shape[2], q.shape[1]))
   out_dtype = v.dtype
-  dtype, k, v = readable(platform, q, k, v)
+  dtype, k, v = readable(backend, q, k, v)
   rows = blocks.token.shape[1]
-  PLATFORMS[platform].check_rows(rows)
+  BACKENDS[backend].check_rows(rows)
   if sizes is None:
-    sizes = block_sizes(device_kind(platform), q.shape[-1], dtype)
+    sizes = block_sizes(backend, q.shape[-1], dtype)
   sizes = sizes.with_rows(rows)
-  sizes.check(platform)
-  options = (float(scale), platform, sizes, interpret)
+  sizes.check(backend)
+  options = (float(scale), backend, sizes, interpret)
   out = _attend(q.astype(dtype), k.astype(dtype), v, visible, blocks, options)
   return out.astype(out_dtype)
 
 
 def readable(
-  platform: str, q: jax.Array, k: jax.Array, v: jax.Array
+  backend: str, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jnp.dtype, jax.Array, jax.Array]:
-  """Prepares inputs for a platform's kernels; TPUs have no float16.
+  """Prepares inputs for a back end's kernels; TPUs have no float16.
 
   Args:
-    platform: "gpu" or "tpu".
+    backend: of Pallas, "triton" or "mosaic_tpu".
     q: queries.
     k: keys.
     v: values.
 
   Returns:
     The dtype in which queries and keys are multiplied, and keys and values in
-    dtypes that the platform reads: on a TPU float32 in place of float16.
+    dtypes that the back end reads: on a TPU float32 in place of float16.
 
   Raises:
-    ValueError: no kernels exist for the platform, or they do not read a dtype.
+    ValueError: no kernels exist for the back end, or they do not read a dtype.
   """
-  if platform not in PLATFORMS:
-    raise ValueError(f"platform={platform!r} must be one of {set(PLATFORMS)}")
+  if backend not in BACKENDS:
+    raise ValueError(f"backend={backend!r} must be one of {set(BACKENDS)}")
   for name, x in {"q": q, "k": k, "v": v}.items():
     if x.dtype not in _DTYPES:
       known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
   dtype = jnp.promote_types(q.dtype, k.dtype)
-  if platform == "gpu":
+  if backend != "mosaic_tpu":
     return dtype, k, v
 
   def widened(dtype: jnp.dtype) -> jnp.dtype:
@@ -120,10 +121,10 @@ def _attend(q, k, v, visible, blocks, options):
 
 
 def _forward(q, k, v, visible, blocks, options):
-  scale, platform, sizes, interpret = options
+  scale, backend, sizes, interpret = options
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
   rows = gather_rows(q, blocks)
-  kernels = PLATFORMS[platform]
+  kernels = BACKENDS[backend]
   out, log_sums = keep_attention(
     kernels.forward(problem, rows, (k, v), sizes.forward)
   )
@@ -132,11 +133,11 @@ def _forward(q, k, v, visible, blocks, options):
 
 
 def _backward(options, saved, grad):
-  scale, platform, sizes, interpret = options
+  scale, backend, sizes, interpret = options
   rows, k, v, visible, blocks, out, log_sums = saved
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
   grad = gather_rows(grad, blocks)
-  kernels = PLATFORMS[platform]
+  kernels = BACKENDS[backend]
   dq, inner = kernels.query_gradient(
     problem, (rows, out, log_sums, grad), (k, v), sizes.dq
   )

@@ -25,7 +25,7 @@ from moh_jax.ops.head_blocks import (
   gather_rows,
   scatter_rows,
 )
-from moh_jax.ops.kernels.attention import PLATFORMS, readable
+from moh_jax.ops.kernels.attention import BACKENDS, readable
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import Tile, decode_tile
 from moh_jax.ops.kernels.tpu_plan import LANES
@@ -48,7 +48,7 @@ def kernel_decode(
   active: ActiveHeads | None,
   scale: float,
   *,
-  platform: str,
+  backend: str,
   splits: int | None = None,
   interpret: bool = False,
 ) -> jax.Array:
@@ -67,7 +67,7 @@ def kernel_decode(
     active: the active heads; None is every head. A key/value head is read if
       any of its query heads is active.
     scale: factor of the logits.
-    platform: "gpu" (NVIDIA, Triton) or "tpu".
+    backend: of Pallas, "triton" (NVIDIA GPUs) or "mosaic_tpu".
     splits: S, a divisor of M; None is `decode_splits` on a GPU, 1 on a TPU.
     interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
 
@@ -76,7 +76,7 @@ def kernel_decode(
     see no slot.
 
   Raises:
-    ValueError: the platform, a dtype, the head dim or the splits are not
+    ValueError: the back end, a dtype, the head dim or the splits are not
       supported.
   """
   chex.assert_rank((q, k, v), 4)
@@ -86,12 +86,12 @@ def kernel_decode(
   chex.assert_shape(q, (batch, 1, heads, dim))
   chex.assert_shape(k, (batch, kv_heads, slots, dim))
   chex.assert_shape(visible, (batch, 1, slots))
-  dtype, k, v = readable(platform, q, k, v)
+  dtype, k, v = readable(backend, q, k, v)
   if splits is None:
     read = kv_heads
     if active is not None:
       read = min(kv_heads, active.max_per_token)
-    splits = decode_splits(batch * read, slots) if platform == "gpu" else 1
+    splits = decode_splits(batch * read, slots) if backend == "triton" else 1
   if splits < 1 or slots % splits:
     raise ValueError(f"splits={splits} must divide the {slots} slots")
   shape = batch, kv_heads, splits, heads // kv_heads
@@ -107,11 +107,11 @@ def kernel_decode(
     each = jnp.broadcast_to(x, (*shape[:3], *x.shape[3:]))
     return each.reshape(-1, *x.shape[3:])
 
-  tile = decode_tile(platform, dim, dtype)
+  tile = decode_tile(backend, dim, dtype)
   max_rows = _MAX_ROWS if dim <= _WIDE else _MAX_WIDE_ROWS
   rows = pl.next_power_of_2(max(tile.rows, min(shape[3], max_rows)))
   tile = dataclasses.replace(tile, rows=rows)
-  if platform == "tpu":
+  if backend == "mosaic_tpu":
     tile = _without_padding(tile, slots // splits)
   blocks = _whole_heads(per_sequence(is_read[:, :, None]), shape[3], rows)
   # [X, M / S, 1, D], without a copy: only the shape changes.
@@ -125,10 +125,10 @@ def kernel_decode(
     float(scale),
     interpret,
     out_dtype=jnp.float32,  # splits are joined before rounding
-    head_dim_first=platform == "tpu" and dim % LANES > 0,
+    head_dim_first=backend == "mosaic_tpu" and dim % LANES > 0,
   )
   queries = q.astype(dtype).reshape(batch, kv_heads, 1, -1, 1, dim)
-  out, log_sums = PLATFORMS[platform].forward(
+  out, log_sums = BACKENDS[backend].forward(
     problem, gather_rows(per_sequence(queries), blocks), (k, v), tile
   )
   out = _join_splits(

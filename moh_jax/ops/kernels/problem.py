@@ -176,7 +176,7 @@ def like(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 class Kernels(Protocol):
-  """The functions that each platform's module, `gpu` and `tpu`, defines.
+  """The functions that each back end's module, `triton` and `tpu`, defines.
 
   Rows are [T * R, D], one number per row is [T * R]; keys and values are
   [B, M, K, D]. In results, rows of unused blocks are undefined.

@@ -13,9 +13,12 @@ import functools
 import json
 import os
 import pathlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from moh_jax.ops.target import target
 
 FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
 MAX_HEAD_DIM = 256
@@ -53,6 +56,22 @@ class Tile:
     return dataclasses.replace(self, rows=rows, warps=warps)
 
 
+class Key(NamedTuple):
+  """What measured sizes are for.
+
+  Attributes:
+    backend: of Pallas, "triton" or "mosaic_tpu".
+    device: `jax.Device.device_kind`.
+    head_dim: D.
+    dtype: name of the queries' dtype.
+  """
+
+  backend: str
+  device: str
+  head_dim: int
+  dtype: str
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
   """Tiles of the three kernels.
@@ -73,11 +92,11 @@ class BlockSizes:
     """R, the rows that `head_blocks` should give its blocks."""
     return self.forward.rows
 
-  def check(self, platform: str) -> None:
+  def check(self, backend: str) -> None:
     """Checks that tiles of the gradients cover a block exactly.
 
     Args:
-      platform: "gpu" or "tpu".
+      backend: of Pallas, "triton" or "mosaic_tpu".
 
     Raises:
       ValueError: on GPUs, the rows of dq or dkv do not divide R.
@@ -85,7 +104,7 @@ class BlockSizes:
     for name in ("dq", "dkv"):
       rows = getattr(self, name).rows
       # A block's last rows would be in no tile, so in no gradient.
-      if platform == "gpu" and self.rows % rows:
+      if backend != "mosaic_tpu" and self.rows % rows:
         raise ValueError(
           f"{name}.rows={rows} must divide forward.rows={self.rows}"
         )
@@ -98,52 +117,51 @@ class BlockSizes:
     return BlockSizes(forward, self.dq.cut(rows), dkv)
 
 
-# By platform and bytes of a number: largest head dim, tiles.
+# By back end and bytes of a number: largest head dim, tiles.
 _DEFAULTS = {
-  ("gpu", 2): (
+  ("triton", 2): (
     (32, Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     (64, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     (96, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     (128, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     (256, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), Tile(32, 32, 8, 2)),
   ),
-  ("gpu", 4): (
+  ("triton", 4): (
     (64, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     (128, Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
     (256, Tile(32, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 16, 4, 2)),
   ),
-  ("tpu", 2): ((256, Tile(256, 1024), Tile(256, 1024), Tile(256, 512)),),
-  ("tpu", 4): ((256, Tile(256, 512), Tile(256, 512), Tile(256, 512)),),
+  ("mosaic_tpu", 2): ((256, Tile(256, 1024), Tile(256, 1024), Tile(256, 512)),),
+  ("mosaic_tpu", 4): ((256, Tile(256, 512), Tile(256, 512), Tile(256, 512)),),
 }
 # The same for decoding one token: its rows are few, so only the keys matter.
 _DECODE = {
-  ("gpu", 2): (
+  ("triton", 2): (
     (64, Tile(16, 64, 4, 3)), (128, Tile(16, 64, 4, 2)),
     (256, Tile(16, 32, 4, 2)),
   ),
-  ("gpu", 4): (
+  ("triton", 4): (
     (64, Tile(16, 64, 4, 2)), (128, Tile(16, 32, 4, 2)),
     (256, Tile(16, 16, 4, 2)),
   ),
-  ("tpu", 2): ((256, Tile(16, 2048)),),
-  ("tpu", 4): ((256, Tile(16, 1024)),),
+  ("mosaic_tpu", 2): ((256, Tile(16, 2048)),),
+  ("mosaic_tpu", 4): ((256, Tile(16, 1024)),),
 }  # fmt: skip
 # Heads with fewer tokens than this get blocks of half the rows: a head's last
 # block is half empty on average, which costs more the fewer blocks there are.
-_FEW_ROWS = {"gpu": 512, "tpu": 768}
+_FEW_ROWS = {"triton": 512, "mosaic_tpu": 768}
 
 
 def block_sizes(
-  device_kind: str,
+  backend: str,
   head_dim: int,
   dtype: jax.typing.DTypeLike,
   per_head: int | None = None,
 ) -> BlockSizes:
-  """Looks up the tiles for a device.
+  """Looks up the tiles for the device that a program is traced for.
 
   Args:
-    device_kind: `jax.Device.device_kind`, or "gpu" or "tpu". A kind that begins
-      with "TPU" is a TPU; all others are taken for GPUs.
+    backend: of Pallas, "triton" or "mosaic_tpu".
     head_dim: D, at most 256.
     dtype: dtype of the queries.
     per_head: tokens that a head has on average (N * active heads / H): blocks
@@ -156,23 +174,22 @@ def block_sizes(
     ValueError: the head dim is too large.
   """
   dtype = jnp.dtype(dtype)
-  platform = _platform(device_kind)
-  sizes = measured().get(_key(device_kind, head_dim, dtype))
+  sizes = measured().get(Key(backend, target().kind, head_dim, dtype.name))
   if sizes is None:
-    sizes = BlockSizes(*_default(_DEFAULTS, platform, head_dim, dtype))
-  if per_head is not None and per_head < _FEW_ROWS[platform]:
-    smallest = 64 if platform == "gpu" else 128
+    sizes = BlockSizes(*_default(_DEFAULTS, backend, head_dim, dtype))
+  if per_head is not None and per_head < _FEW_ROWS[backend]:
+    smallest = 64 if backend == "triton" else 128
     sizes = sizes.with_rows(max(min(smallest, sizes.rows), sizes.rows // 2))
   return sizes
 
 
 def decode_tile(
-  platform: str, head_dim: int, dtype: jax.typing.DTypeLike
+  backend: str, head_dim: int, dtype: jax.typing.DTypeLike
 ) -> Tile:
   """Looks up the tile for attention of one new token to a cache.
 
   Args:
-    platform: "gpu" or "tpu".
+    backend: of Pallas, "triton" or "mosaic_tpu".
     head_dim: D, at most 256.
     dtype: dtype of the products of queries and keys.
 
@@ -182,33 +199,24 @@ def decode_tile(
   Raises:
     ValueError: the head dim is too large.
   """
-  return _default(_DECODE, platform, head_dim, jnp.dtype(dtype))[0]
+  return _default(_DECODE, backend, head_dim, jnp.dtype(dtype))[0]
 
 
 def _default(
-  tables: dict, platform: str, head_dim: int, dtype: jnp.dtype
+  tables: dict, backend: str, head_dim: int, dtype: jnp.dtype
 ) -> tuple[Tile, ...]:
-  table = tables[platform, max(2, min(4, dtype.itemsize))]
+  table = tables[backend, max(2, min(4, dtype.itemsize))]
   tiles = next((x[1:] for x in table if head_dim <= x[0]), None)
   if tiles is None:
     raise ValueError(f"head_dim={head_dim} must be at most {table[-1][0]}")
   return tiles
 
 
-def device_kind(platform: str) -> str:
-  """Kind of the default device, or the platform's name if it is another's."""
-  device = jax.devices()[0]
-  return device.device_kind if device.platform == platform else platform
-
-
-def read(path: str | os.PathLike) -> dict[tuple[str, int, str], BlockSizes]:
+def read(path: str | os.PathLike) -> dict[Key, BlockSizes]:
   """Reads a file of measured sizes, as `speed.tiles.write` writes it.
 
   Args:
-    path: a JSON list with one entry per device kind, head dim and dtype.
-
-  Returns:
-    Sizes by (device kind, head dim, name of the dtype).
+    path: a JSON list with one entry per `Key`.
 
   Raises:
     OSError: the file cannot be read.
@@ -223,9 +231,11 @@ def read(path: str | os.PathLike) -> dict[tuple[str, int, str], BlockSizes]:
     ) from None
 
 
-def _parse(entry: dict) -> tuple[tuple[str, int, str], BlockSizes]:
+def _parse(entry: dict) -> tuple[Key, BlockSizes]:
   """Reads and checks one entry of a file."""
-  kind, dim = str(entry["device"]), entry["head_dim"]
+  backend, dim = entry["backend"], entry["head_dim"]
+  if backend not in _FEW_ROWS:
+    raise ValueError(f"backend={backend!r} must be one of {list(_FEW_ROWS)}")
   if not 1 <= dim <= MAX_HEAD_DIM:
     raise ValueError(f"head_dim={dim!r} must be in [1, {MAX_HEAD_DIM}]")
   tiles = {}
@@ -235,20 +245,13 @@ def _parse(entry: dict) -> tuple[tuple[str, int, str], BlockSizes]:
     except (TypeError, ValueError) as error:
       raise ValueError(f"{name}: {error}") from None
   sizes = BlockSizes(**tiles)
-  sizes.check(_platform(kind))
-  return _key(kind, dim, jnp.dtype(entry["dtype"])), sizes
-
-
-def _platform(kind: str) -> str:
-  return "tpu" if kind.lower().startswith("tpu") else "gpu"
-
-
-def _key(kind: str, dim: int, dtype: jnp.dtype) -> tuple[str, int, str]:
-  return kind, dim, dtype.name
+  sizes.check(backend)
+  dtype = jnp.dtype(entry["dtype"]).name
+  return Key(backend, str(entry["device"]), dim, dtype), sizes
 
 
 @functools.cache
-def measured() -> dict[tuple[str, int, str], BlockSizes]:
+def measured() -> dict[Key, BlockSizes]:
   """Reads the file that MOH_JAX_BLOCK_SIZES names, once; empty without it."""
   path = os.environ.get(FILE_VARIABLE)
   return read(path) if path else {}

@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels.gpu_plan import Plan
-from moh_jax.ops.kernels.gpu_program import (
+from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem
+from moh_jax.ops.kernels.products import times
+from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.kernels.triton_plan import Plan
+from moh_jax.ops.kernels.triton_program import (
   SMALLEST,
   Program,
   Slices,
   product,
 )
-from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem
-from moh_jax.ops.kernels.products import times
-from moh_jax.ops.kernels.sizes import Tile
 
 
 def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:

@@ -12,9 +12,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from moh_jax.ops.kernels.gpu_program import Program
-from moh_jax.ops.kernels.gpu_tables import keys_of_rows, rows_of_keys
 from moh_jax.ops.kernels.problem import Argument, like
+from moh_jax.ops.kernels.triton_program import Program
+from moh_jax.ops.kernels.triton_tables import keys_of_rows, rows_of_keys
 
 
 @dataclasses.dataclass(frozen=True)
