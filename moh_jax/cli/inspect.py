@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 
 import jax
 from flax import traverse_util
@@ -10,12 +11,12 @@ from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import Config, LayerGroup, get_family
 from moh_jax.data.infer import resolve
-from moh_jax.layers.attend import most_active_heads
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.ops.target import target
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import computes_all_heads, head_placement
 
 _NAMES = 10  # of the classes that are listed
 
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
 def _layers(config: Config) -> list[dict]:
   """One row per layer."""
   model, rows = config.model, []
+  devices = max(1, config.mesh.tensor)
   for index, group in enumerate(model.layer_groups()):
     budget = group.budget
     row = {
@@ -59,27 +61,56 @@ def _layers(config: Config) -> list[dict]:
       "routed": budget.routed,
       "top_k": budget.top_k,
       "active": budget.active,
-      "attention": _attention(config, group),
+      "attention": _attention(config, group, devices),
     }
+    if devices > 1:
+      row |= _on_devices(config, group, devices)
     rows += [{"layer": len(rows) + i, **row} for i in range(group.depth)]
   return rows
 
 
-def _attention(config: Config, group: LayerGroup) -> str:
-  """The form that a layer has in training, for one example on one device."""
+def _on_devices(
+  config: Config, group: LayerGroup, devices: int
+) -> dict[str, float]:
+  """Expected active heads of a token on the busiest device, and over the mean.
+
+  A mean of all devices of mesh.tensor; NaN where they cannot split the heads.
+  """
+  placement, budget = head_placement(group, devices), group.budget
+  if placement is None:
+    return {"per_device": math.nan, "imbalance": math.nan}
+  if computes_all_heads(config.model, group):
+    return {"per_device": budget.num_heads / devices, "imbalance": 1.0}
+  most = max(placement.expected_active(budget))
+  return {
+    "per_device": round(most, 2),
+    "imbalance": round(placement.imbalance(budget), 3),
+  }
+
+
+def _attention(config: Config, group: LayerGroup, devices: int) -> str:
+  """The form that a layer has in training, for one example.
+
+  On a device like those of this machine, with its part of the heads.
+  """
   if group.sees == "window":
     return "window"
   model, budget = config.model, group.budget
   tune = config.sections.get("tune")
   changes = tune is not None and bool(tune.top_k_steps)
+  share = 1.0 if changes or model.router.needs_all_heads else budget.share
+  if (placement := head_placement(group, devices)) is None:
+    devices = 1
+  elif share < 1:
+    share = max(placement.expected_active(budget)) * devices / budget.num_heads
   case = AttentionCase(
     target=target(),
     batch=1,
     queries=group.tokens,
     keys=group.tokens,
-    num_heads=budget.num_heads,
+    num_heads=budget.num_heads // devices,
     head_dim=budget.head_dim,
-    active=most_active_heads(budget, model.router, any_top_k=changes),
+    share=share,
     causal=group.sees == "before",
     biased=get_family(model.family).position_bias,
     dtype=model.dtype,

@@ -19,6 +19,7 @@ class LayerGroup:
     tokens: N; of a text the longest.
     sees: what a token attends to: "all" tokens, those "before" it, or a
       "window" and pooled tokens.
+    kv_heads: key/value heads; 0 is one per query head.
   """
 
   budget: HeadBudget
@@ -26,6 +27,7 @@ class LayerGroup:
   width: int
   tokens: int
   sees: str = "all"
+  kv_heads: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +177,11 @@ class LayerStack(RoutedLayers):
 
   Their fields `num_heads`, `shared_heads` and `top_k` are tuples of one value
   per layer; `head_dim` and `width` hold for all. `num_tokens` is the N of every
-  layer, `sees` as in `LayerGroup`.
+  layer, `sees` as in `LayerGroup`, and `num_kv_heads` its `kv_heads`.
   """
 
   sees = "all"
+  num_kv_heads = 0
 
   @property
   def depth(self) -> int:
@@ -219,7 +222,7 @@ class LayerStack(RoutedLayers):
     splits = zip(self.num_heads, self.shared_heads, self.top_k)
     layers = zip(splits, self.budgets())
     groups = []
-    shape = self.width, self.num_tokens, self.sees
+    shape = self.width, self.num_tokens, self.sees, self.num_kv_heads
     for _, equal in itertools.groupby(layers, key=lambda layer: layer[0]):
       budgets = [budget for _, budget in equal]
       groups.append(LayerGroup(budgets[0], len(budgets), *shape))

@@ -164,15 +164,21 @@ class MeshConfig:
     fsdp: devices that share parameters, optimizer state and the batch.
     tensor: devices that share heads and MLP columns.
     sequence: devices that share the tokens of one example.
+    max_imbalance: largest allowed ratio of the active heads that are expected
+      on the busiest device of `tensor` to their mean. More is refused: the
+      other devices would wait.
   """
 
   data: int = -1
   fsdp: int = 1
   tensor: int = 1
   sequence: int = 1
+  max_imbalance: float = 1.1
 
   def __post_init__(self):
+    at_least("mesh", 1, self, "max_imbalance")
     sizes = dataclasses.asdict(self)
+    del sizes["max_imbalance"]
     for name, size in sizes.items():
       if size != -1 and size < 1:
         raise ValueError(f"mesh.{name}={size} must be -1 or at least 1")

@@ -17,6 +17,7 @@ from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
+from moh_jax.runtime.sharding import check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,8 @@ def restore(
         f"change {sorted(sample)} of"
       )
     config = config_lib.apply_overrides(config, "sample", **sample)
+  if mesh is not None:
+    check_heads(config.model, mesh)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(metadata.config)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.layers.attend import active_heads
+from moh_jax.layers.attend import active_heads, attend
 from moh_jax.layers.embed import CONV_INIT, LayerNorm
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
@@ -22,7 +22,6 @@ from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
-from moh_jax.ops.attention import attention
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
 
@@ -140,9 +139,7 @@ class FullAttention(CosineAttention):
     gates, aux = self.route(x)
     q, k, v = self.project(3, "qkv")(x)
     _, q = QueryScale(name="query_scale")(q, np.asarray(x.shape[1]))
-    # Not `attend`: the bias [H, N, N] is not one of its arguments, and the
-    # compiler splits this call by itself.
-    out = attention(
+    out = attend(
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),
       v,

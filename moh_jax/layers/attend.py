@@ -14,8 +14,10 @@ from moh_jax.ops.attention_forms import choose_cached_form
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.head_placement import HeadPlacement
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
+_BIAS = ("heads", None, None)  # [H, N, M]
 
 
 def active_heads(
@@ -23,6 +25,7 @@ def active_heads(
   budget: HeadBudget,
   router: RouterConfig,
   top_k: jax.Array | None = None,
+  placement: HeadPlacement | None = None,
 ) -> ActiveHeads | None:
   """Finds the heads that attention must compute for each token.
 
@@ -32,6 +35,7 @@ def active_heads(
     router: the kind of the router.
     top_k: [] int32 routed heads per token in place of the budget's; its value
       is not known when the program is compiled.
+    placement: how a tensor axis holds the heads; the gates are in its order.
 
   Returns:
     The heads whose gate is not 0, or None where all must be computed: without a
@@ -39,24 +43,12 @@ def active_heads(
   """
   if gates is None or router.needs_all_heads:
     return None
-  most = most_active_heads(budget, router, any_top_k=top_k is not None)
-  return ActiveHeads(gates != 0, most)
-
-
-def most_active_heads(
-  budget: HeadBudget, router: RouterConfig, *, any_top_k: bool
-) -> int:
-  """Largest number of heads that a layer computes for one token.
-
-  Args:
-    budget: the layer's head split.
-    router: the kind of the router.
-    any_top_k: whether the routed heads per token may change without a new
-      program.
-  """
-  if any_top_k or router.needs_all_heads:
-    return budget.num_heads
-  return budget.active
+  if top_k is not None:
+    return ActiveHeads(gates != 0, budget.num_heads)
+  if placement is not None:
+    expected = max(placement.expected_active(budget))
+    return ActiveHeads(gates != 0, placement.most_active(budget), expected)
+  return ActiveHeads(gates != 0, budget.active)
 
 
 def attend(
@@ -69,13 +61,14 @@ def attend(
   causal: bool = False,
   key_mask: jax.Array | None = None,
   segments: jax.Array | None = None,
+  bias: jax.Array | None = None,
+  scale: float | None = None,
 ) -> jax.Array:
   """Runs `ops.attention.attention`, on a mesh on each device's own heads.
 
-  XLA splits the dense form by itself. The other forms list the active heads in
-  a table. On a mesh, every device makes the table of its own part of the batch
-  and the heads, so that devices exchange nothing. They run under shard_map,
-  since XLA's partitioner cannot split a Pallas call.
+  Every device chooses the form for its own part of the batch and the heads, and
+  makes the table of its active heads, so that devices exchange nothing. That is
+  under shard_map, since XLA's partitioner cannot split a Pallas call.
 
   Args:
     q: [B, N, H, D] queries.
@@ -86,6 +79,8 @@ def attend(
     causal: whether later keys are hidden.
     key_mask: [B, M] bool, the keys that may be seen.
     segments: [B, N] int32 document of each token.
+    bias: [H, N, M] added to the scaled logits.
+    scale: factor of the logits; None is D ** -0.5.
 
   Returns:
     [B, N, H, D] in the dtype of v.
@@ -94,17 +89,17 @@ def attend(
     ValueError: the implementation is unknown or cannot do this.
   """
   run = functools.partial(
-    attention, causal=causal, implementation=implementation
+    attention, causal=causal, scale=scale, implementation=implementation
   )
 
-  def local(q, k, v, key_mask, segments, active):
-    return run(q, k, v, key_mask=key_mask, segments=segments, active=active)
+  def local(q, k, v, key_mask, segments, active, bias):
+    return run(
+      q, k, v, key_mask=key_mask, segments=segments, active=active, bias=bias
+    )
 
-  arrays = (q, k, v, key_mask, segments, active)
-  if implementation in ("auto", "dense"):
-    return local(*arrays)
+  arrays = (q, k, v, key_mask, segments, active, bias)
   tokens = ("batch", None)
-  names = (_HEADS, _HEADS, _HEADS, tokens, tokens, _HEADS[:3])
+  names = (_HEADS, _HEADS, _HEADS, tokens, tokens, _HEADS[:3], _BIAS)
   return map_shards(local, arrays, names, _HEADS, whole_mesh=True)
 
 

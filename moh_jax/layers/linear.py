@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import declare
+from moh_jax.ops.head_placement import HeadPlacement
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import on_one_device
 
@@ -85,12 +86,15 @@ class KernelLayer(nn.Module, kw_only=True):
     kernel_init: initializer of the kernel.
     output_major: the kernel is [*outputs, *inputs], else [*inputs, *outputs].
     dtype: compute dtype; parameters are float32.
+    placement: how devices compute the heads, for a kernel with the logical axis
+      "heads"; None is in the order of the parameters.
   """
 
   use_bias: bool = True
   kernel_init: KernelInit = normal_init
   output_major: bool = False
   dtype: jnp.dtype = jnp.float32
+  placement: HeadPlacement | None = None
 
   def declare_kernel(
     self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: KernelAxes
@@ -137,6 +141,10 @@ class KernelLayer(nn.Module, kw_only=True):
     lead, inputs = x.shape[:-count], x.shape[-count:]
     kernel = self.declare_kernel(inputs, outputs, axes)
     x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    names = (*axes[0], *axes[1])
+    if self.output_major:
+      names = (*axes[1], *axes[0])
+    kernel = self._deal(kernel, names)
     size = math.prod(inputs)
     flat = x.reshape(*lead, size)
     if self.output_major:
@@ -147,11 +155,17 @@ class KernelLayer(nn.Module, kw_only=True):
       out = jnp.tensordot(x, kernel, count)
     out = out.reshape(*lead, *outputs)
     if self.use_bias:
-      bias = declare(
-        self, "bias", nn.initializers.zeros, outputs, bias_axes or axes[1]
-      )
-      out = add_bias(out, bias.astype(out.dtype))
+      bias_axes = bias_axes or axes[1]
+      bias = declare(self, "bias", nn.initializers.zeros, outputs, bias_axes)
+      bias = self._deal(bias.astype(out.dtype), bias_axes)
+      out = add_bias(out, bias)
     return out
+
+  def _deal(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """Brings the heads of a parameter to the devices that compute them."""
+    if self.placement is None or "heads" not in axes:
+      return x
+    return self.placement.deal(x, axes.index("heads"))
 
 
 class Linear(KernelLayer):

@@ -12,14 +12,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import KernelInit, normal_init
+from moh_jax.layers.partitioning import axis_of
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
+from moh_jax.ops.head_placement import HeadPlacement
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
 
@@ -143,9 +146,14 @@ class MoHAttention(nn.Module):
     """
     self._check(x, token_mask)
     places = Places() if places is None else places
-    q, k, v = self._project(x)
-    routed_by_norm = self.router.kind == "query_norm"
-    norms = routing.query_norms(q) if routed_by_norm else None
+    placement = None if cache is not None else self._placement()
+    q, k, v = self._project(x, placement)
+    norms = None
+    if self.router.kind == "query_norm":
+      norms = routing.query_norms(q)
+      if placement is not None:  # back to the order of the router
+        order = placement.order(self.budget.num_heads)
+        norms = norms[..., np.argsort(order)]
     gates, aux = HeadRouter(
       self.budget, self.router, self.kernel_init, name="router"
     )(x, token_mask, norms=norms, choice=choice)
@@ -158,8 +166,10 @@ class MoHAttention(nn.Module):
       q, k = (rotate(part, places.rotation) for part in (q, k))
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
+    if placement is not None and gates is not None:
+      gates = gates[..., placement.order(self.budget.num_heads)]
     top_k = None if choice is None else choice.top_k
-    active = active_heads(gates, self.budget, self.router, top_k)
+    active = active_heads(gates, self.budget, self.router, top_k, placement)
     how = {"active": active, "implementation": self.implementation}
     if cache is not None and slots.visible is not None:
       out = attend_to_cache(q, cache, slots.visible, **how)
@@ -174,7 +184,7 @@ class MoHAttention(nn.Module):
         **how,
       )
     bias = self.use_bias if self.out_bias is None else self.out_bias
-    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias))
+    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, placement))
     return mix(out, gates), aux, cache
 
   @nn.nowrap
@@ -192,20 +202,42 @@ class MoHAttention(nn.Module):
         f"{x.shape[:2]}, False for padding"
       )
 
-  def _project(self, x: jax.Array) -> list[jax.Array]:
+  @nn.nowrap
+  def _placement(self) -> HeadPlacement | None:
+    """How the mesh's devices compute the heads; None is in their own order.
+
+    With a cache heads stay where their parameters are: to move those for every
+    new token would take longer than the token.
+    """
+    if self.router.needs_all_heads:
+      return None
+    heads = self.budget.num_heads
+    kv_heads = self.num_kv_heads or heads
+    axis = axis_of("heads", heads, kv_heads)
+    if axis is None:
+      return None
+    name, devices = axis
+    return HeadPlacement(heads, kv_heads, devices, name)
+
+  def _project(
+    self, x: jax.Array, placement: HeadPlacement | None
+  ) -> list[jax.Array]:
     """Queries [B, N, H, D], and keys and values [B, N, K, D]."""
     heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = self._kinds(self.use_bias)
+    kinds = self._kinds(self.use_bias, placement)
     if self.num_kv_heads in (None, heads):
       return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
     query = HeadProjection(1, heads, dim, name="q", **kinds)
     pair = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)
     return [*query(x), *pair(x)]
 
-  def _kinds(self, use_bias: bool) -> dict[str, Any]:
+  def _kinds(
+    self, use_bias: bool, placement: HeadPlacement | None
+  ) -> dict[str, Any]:
     return {
       "use_bias": use_bias,
       "kernel_init": self.kernel_init,
       "output_major": self.output_major,
       "dtype": self.dtype,
+      "placement": placement,
     }

@@ -121,6 +121,26 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec)
 
 
+def axis_of(name: str, *sizes: int) -> tuple[str, int] | None:
+  """The mesh axis that splits dimensions with a logical name.
+
+  Args:
+    name: the logical name.
+    *sizes: sizes of the dimensions.
+
+  Returns:
+    The axis and its number of devices; None outside a mesh, without rules, and
+    where no single axis of several devices divides all sizes.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  rules = nn.get_logical_axis_rules()
+  if mesh.empty or not rules:
+    return None
+  spec = resolve_spec([name], [math.gcd(*sizes)], dict(mesh.shape), rules)
+  axis = spec[0]
+  return (axis, mesh.shape[axis]) if isinstance(axis, str) else None
+
+
 def map_shards(
   function: Callable[..., jax.Array],
   arrays: Sequence[Any],

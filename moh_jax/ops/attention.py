@@ -82,13 +82,15 @@ def attention(
     keys=keys,
     num_heads=heads,
     head_dim=dim,
-    active=heads if active is None else min(active.max_per_token, heads),
+    share=1.0 if active is None else active.share,
     causal=causal,
+    masked=key_mask is not None or segments is not None,
     biased=bias is not None,
     dtype=q.dtype.name,
     one_device=on_one_device(),
   )
   form = choose_form(implementation, case)
+  active = active if form.packs else None
   scale = dim**-0.5 if scale is None else scale
   visible = Visible(key_mask, segments, causal)
   if bias is not None:
@@ -99,7 +101,7 @@ def attention(
     return cudnn_attention(q, k, v, bias, visible, active, scale)
   if bias is not None:
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], queries, keys))
-  if form.name == "blocked" or active is None:
+  if active is None:
     blocks = all_blocks(batch, queries, heads, form.rows)
   else:
     blocks = head_blocks(active, form.rows)

@@ -7,31 +7,36 @@ Five forms give the same values up to rounding:
 - "packed": like "blocked", but only the active heads.
 - "kernel": like "packed", in one Pallas kernel (`ops/kernels/`); on a CPU in
   Pallas's interpreter, for tests.
-- "cudnn": cuDNN's fused attention on NVIDIA GPUs (`ops/cudnn.py`).
+- "cudnn": cuDNN's fused attention on NVIDIA GPUs (`ops/cudnn.py`); only the
+  active heads where attention is bidirectional.
 
-`choose_form` picks one for the implementation that the user asks for. Its rules
-for CPUs were measured, see docs/architecture.md; for other devices "auto" is
-"dense". `choose_cached_form` picks one for new tokens that attend to a cache.
+`choose_form` picks one for the implementation that the user asks for; "auto"
+packs where `crossovers` says that it pays. All logits are never in memory at
+once beyond `MAX_LOGITS_BYTES`. `choose_cached_form` picks one for new tokens
+that attend to a cache.
 """
 
 import dataclasses
 from typing import Any
 
 from moh_jax.config.checks import IMPLEMENTATIONS
-from moh_jax.ops.kernels.sizes import block_sizes
+from moh_jax.ops.crossovers import largest_share
+from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, block_sizes
 from moh_jax.ops.target import Target
 
-# Logits of a whole batch that fit the caches of a CPU, in elements. Computing
-# all at once is fastest up to here unless causal, several times slower beyond.
-_CACHED_LOGITS = 3 << 20
+# Largest size of the logits [B, H, N, M] float32 that a device holds at once.
+# On a CPU it is what the caches hold: several times slower beyond.
+MAX_LOGITS_BYTES = {"cpu": 12 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
 
-# The back end of Pallas on each platform; a CPU interprets GPU kernels, slowly.
-_BACKENDS = {"cpu": "triton", "gpu": "triton", "tpu": "mosaic_tpu"}
+# Largest head dim that cuDNN's fused attention has gradients for everywhere.
+_CUDNN_HEAD_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
   """The properties of a call that decide about its form.
+
+  Sizes are those of the part that one device computes.
 
   Attributes:
     target: the device that it runs on.
@@ -40,11 +45,13 @@ class AttentionCase:
     keys: M.
     num_heads: H.
     head_dim: D.
-    active: active heads of a token at most; H if all are active.
+    share: expected share of the heads that are active, 1 for all.
     causal: whether later keys are hidden.
+    masked: whether a key mask or segments hide keys.
     biased: whether a bias is added to the logits.
     dtype: name of the queries' dtype.
-    one_device: whether no mesh splits the arrays.
+    one_device: whether the arrays are one device's own. Else the compiler
+      splits them over a mesh, which it can do to plain XLA alone.
   """
 
   target: Target
@@ -53,11 +60,17 @@ class AttentionCase:
   keys: int
   num_heads: int
   head_dim: int
-  active: int
+  share: float
   causal: bool = False
+  masked: bool = False
   biased: bool = False
   dtype: str = "float32"
   one_device: bool = True
+
+  @property
+  def logits_bytes(self) -> int:
+    """Size of all logits, float32."""
+    return 4 * self.batch * self.num_heads * self.queries * self.keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +79,13 @@ class Form:
 
   Attributes:
     name: one of the five in the module's docstring.
+    packs: whether only the active heads are computed.
     rows: rows of a block; 0 for forms without blocks.
     blocks_per_step: blocks of a head computed in one step of the loop, at most.
   """
 
   name: str
+  packs: bool = False
   rows: int = 0
   blocks_per_step: int = 1
 
@@ -89,17 +104,20 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
     ValueError: the implementation is unknown or does not support the call.
   """
   _check_known(implementation)
+  if implementation == "auto":
+    return _best_form(case)
   if implementation == "cudnn":
-    return _cudnn_form(case)
+    if problem := _cudnn_problem(case):
+      raise ValueError(f"implementation='cudnn' needs {problem}")
+    return Form("cudnn", packs=case.share < 1 and not _hides(case))
   if implementation == "kernel":
-    return _kernel_form(case)
-  if case.active == case.num_heads:  # no head can be left out
-    packs = False
-  elif implementation == "auto":
-    packs = _packing_pays(case)
-  else:
-    packs = implementation == "packed"
-  return _packed_form(case) if packs else _dense_form(case)
+    if case.biased:
+      raise ValueError(
+        "implementation='kernel' adds no bias to the logits; 'packed' does"
+      )
+    return _kernel_form(case, packs=case.share < 1)
+  packs = implementation == "packed" and case.share < 1
+  return _packed_form(case) if packs else _plain_form(case)
 
 
 def choose_cached_form(
@@ -127,14 +145,9 @@ def choose_cached_form(
   return "kernel" if implementation == "kernel" and able else "dense"
 
 
-def _check_known(implementation: str) -> None:
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(
-      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
-    )
-
-
-def kernel_options(device: Target) -> dict[str, Any]:
+def kernel_options(
+  device: Target,
+) -> dict[str, Any]:
   """The keyword arguments with which the functions of kernels run on a device.
 
   Args:
@@ -146,67 +159,108 @@ def kernel_options(device: Target) -> dict[str, Any]:
   Raises:
     ValueError: no kernels exist for the device.
   """
-  platform = device.platform
-  if platform not in _BACKENDS:
+  if device.platform not in MAX_LOGITS_BYTES:
     raise ValueError(
-      f"implementation='kernel' needs one of {', '.join(_BACKENDS)}, this is a "
-      f"{platform}"
+      "implementation='kernel' needs one of "
+      f"{', '.join(MAX_LOGITS_BYTES)}, this is a {device.platform}"
     )
-  return {"backend": _BACKENDS[platform], "interpret": platform == "cpu"}
+  backend = "mosaic_tpu" if device.platform == "tpu" else "triton"
+  # A CPU interprets GPU kernels, slowly.
+  return {"backend": backend, "interpret": device.platform == "cpu"}
 
 
-def _kernel_form(case: AttentionCase) -> Form:
-  if case.biased:
+def _check_known(implementation: str) -> None:
+  if implementation not in IMPLEMENTATIONS:
     raise ValueError(
-      "implementation='kernel' adds no bias to the logits; 'packed' does"
+      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
     )
+
+
+def _best_form(case: AttentionCase) -> Form:
+  if not case.one_device:
+    return _plain_form(case)
+  packed = _best_packed_form(case)
+  if case.share < 1 and _packing_pays(case, packed):
+    return packed
+  # cuDNN would read masks as one array [B, N, M].
+  if not case.masked and not _cudnn_problem(case):
+    return Form("cudnn")
+  if _has_kernel(case):
+    return _kernel_form(case, packs=False)
+  return _plain_form(case)
+
+
+def _best_packed_form(case: AttentionCase) -> Form:
+  if not _hides(case) and not _cudnn_problem(case):
+    return Form("cudnn", packs=True)
+  if _has_kernel(case):
+    return _kernel_form(case, packs=True)
+  return _packed_form(case)
+
+
+def _packing_pays(case: AttentionCase, form: Form) -> bool:
+  platform = case.target.platform
+  if platform == "cpu" and not case.causal and _is_small(case):
+    return False  # all logits at once are fastest
+  backend = {"packed": "xla", "cudnn": "cudnn"}.get(form.name)
+  limit = largest_share(
+    case.target,
+    backend or kernel_options(case.target)["backend"],
+    case.dtype,
+    case.head_dim,
+    case.queries,
+    causal=case.causal,
+  )
+  return case.share <= limit
+
+
+def _has_kernel(case: AttentionCase) -> bool:
+  """Whether a kernel computes the call, and fast: a CPU would interpret it."""
+  fits = not case.biased and case.head_dim <= MAX_HEAD_DIM
+  return case.target.platform in ("gpu", "tpu") and fits
+
+
+def _is_small(case: AttentionCase) -> bool:
+  return case.logits_bytes <= MAX_LOGITS_BYTES.get(case.target.platform, 0)
+
+
+def _hides(case: AttentionCase) -> bool:
+  """Whether the rows of a head cannot be a sequence of their own in cuDNN."""
+  return case.causal or case.masked or case.biased
+
+
+def _kernel_form(case: AttentionCase, *, packs: bool) -> Form:
   backend = kernel_options(case.target)["backend"]
-  per_head = case.queries * case.active // case.num_heads
+  per_head = int(case.queries * case.share) if packs else case.queries
   sizes = block_sizes(backend, case.head_dim, case.dtype, per_head)
-  return Form("kernel", sizes.rows)
+  return Form("kernel", packs, sizes.rows)
 
 
-def _cudnn_form(case: AttentionCase) -> Form:
-  problem = ""
+def _cudnn_problem(case: AttentionCase) -> str:
+  """What cuDNN would need that a call has not; empty if nothing."""
   if case.target.platform != "gpu":
-    problem = f"an NVIDIA GPU, this is a {case.target.platform}"
-  elif case.dtype not in ("bfloat16", "float16"):
-    problem = f"model.dtype bfloat16 or float16, not {case.dtype}"
-  elif case.head_dim % 8:
-    problem = f"a head_dim that is a multiple of 8, not {case.head_dim}"
-  if problem:
-    raise ValueError(f"implementation='cudnn' needs {problem}")
-  return Form("cudnn")
+    return f"an NVIDIA GPU, this is a {case.target.platform}"
+  if case.dtype not in ("bfloat16", "float16"):
+    return f"model.dtype bfloat16 or float16, not {case.dtype}"
+  if case.head_dim % 8:
+    return f"a head_dim that is a multiple of 8, not {case.head_dim}"
+  if case.head_dim > _CUDNN_HEAD_DIM:
+    return f"a head_dim of at most {_CUDNN_HEAD_DIM}, not {case.head_dim}"
+  return ""
 
 
-def _logits_are_cached(case: AttentionCase) -> bool:
-  size = case.batch * case.num_heads * case.queries * case.keys
-  return size <= _CACHED_LOGITS
-
-
-def _dense_form(case: AttentionCase) -> Form:
-  if (
-    case.target.platform != "cpu"
-    or not case.one_device
-    or _logits_are_cached(case)
-  ):
+def _plain_form(case: AttentionCase) -> Form:
+  """Every head in plain XLA: all logits at once if they are few."""
+  if _is_small(case):
     return Form("dense")
   # A causal block computes logits of all keys up to its last row: the larger
   # the block, the more of them are masked.
   long = case.queries >= 2048 and not case.causal
-  return Form("blocked", min(case.queries, 1024 if long else 512))
+  return Form("blocked", False, min(case.queries, 1024 if long else 512))
 
 
 def _packed_form(case: AttentionCase) -> Form:
   if not case.causal:
-    return Form("packed", 64 if case.queries >= 384 else 32, 8)
+    return Form("packed", True, 64 if case.queries >= 384 else 32, 8)
   rows = 128 if case.queries >= 2048 else 64
-  return Form("packed", rows if case.queries >= 384 else 32, 4)
-
-
-def _packing_pays(case: AttentionCase) -> bool:
-  if case.target.platform != "cpu" or not case.one_device or case.queries < 256:
-    return False
-  if _logits_are_cached(case) and not case.causal:
-    return False
-  return case.active <= 0.8 * case.num_heads
+  return Form("packed", True, rows if case.queries >= 384 else 32, 4)

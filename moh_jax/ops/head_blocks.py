@@ -28,10 +28,23 @@ class ActiveHeads:
   Attributes:
     mask: [B, N, H] bool, True for active heads.
     max_per_token: active heads that any one token has at most, static.
+    expected: active heads that tokens have on average, static; None is
+      `max_per_token`. On a mesh a device's heads are picked by some tokens more
+      often than by others.
   """
 
   mask: jax.Array
   max_per_token: int = dataclasses.field(metadata={"static": True})
+  expected: float | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
+
+  @property
+  def share(self) -> float:
+    """Expected share of the heads that are active."""
+    heads = self.mask.shape[-1]
+    expected = self.max_per_token if self.expected is None else self.expected
+    return min(1.0, expected / heads)
 
 
 @jax.tree_util.register_dataclass

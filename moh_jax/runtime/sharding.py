@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from moh_jax.config import MeshConfig
+from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers, get_family
 from moh_jax.layers.partitioning import resolve_spec
+from moh_jax.ops.head_placement import HeadPlacement
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH_AXES = ("data", "fsdp")
@@ -95,6 +96,56 @@ def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
       f"{name}={size} must be a multiple of {shards * parts}: mesh.data x "
       f"mesh.fsdp = {shards} shards, in {parts} microbatch(es)"
     )
+
+
+def check_heads(
+  model: RoutedLayers, mesh: Mesh, max_imbalance: float = math.inf
+) -> None:
+  """Checks that the heads of every layer can be split over the mesh.
+
+  Args:
+    model: the config's section of the model.
+    mesh: the devices.
+    max_imbalance: see `MeshConfig`.
+
+  Raises:
+    ValueError: mesh.tensor does not divide a layer's key/value heads, or leaves
+      more active heads on a device than on others.
+  """
+  devices = mesh.shape["tensor"]
+  for index, group in enumerate(model.layer_groups(), 1):
+    placement = head_placement(group, devices)
+    place = f"mesh.tensor={devices}: the {index}. group of equal layers has"
+    if placement is None:
+      raise ValueError(
+        f"{place} {group.kv_heads or group.budget.num_heads} key/value heads, "
+        "must be a multiple of it"
+      )
+    if computes_all_heads(model, group):
+      continue
+    ratio = placement.imbalance(group.budget)
+    if ratio > max_imbalance:
+      raise ValueError(
+        f"{place} {group.budget.shared} shared heads of "
+        f"{group.budget.num_heads}: the busiest device would have {ratio:.3f} "
+        "times the mean of active heads, allowed is "
+        f"mesh.max_imbalance={max_imbalance}"
+      )
+
+
+def computes_all_heads(model: RoutedLayers, group: LayerGroup) -> bool:
+  """Whether a layer computes every head for all tokens, in training too."""
+  biased = get_family(model.family).position_bias
+  return biased or group.sees == "window" or model.router.needs_all_heads
+
+
+def head_placement(group: LayerGroup, devices: int) -> HeadPlacement | None:
+  """How a tensor axis holds a layer's heads; None if it cannot split them."""
+  heads = group.budget.num_heads
+  kv_heads = group.kv_heads or heads
+  if kv_heads % devices:
+    return None
+  return HeadPlacement(heads, kv_heads, devices)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -81,6 +81,7 @@ def train(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
   )
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
+  sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
   task = get_family(config.model.family).tasks().make_task(config, decode)
   directory = prepare_workdir(workdir)
   _LOG.info(

@@ -191,6 +191,48 @@ class LayerTest(parameterized.TestCase):
       scale = max(1.0, float(jnp.abs(b).max()))
       np.testing.assert_allclose(a, b, atol=1e-5 * scale)
 
+  @parameterized.product(
+    mesh=((2, 2, 2), (1, 2, 4)),
+    kinds=(("two_stage", None), ("query_norm", 4), ("none", 4)),
+    implementation=("dense", "packed", "kernel"),
+  )
+  def test_meshes_give_what_one_device_gives(self, mesh, kinds, implementation):
+    router, kv_heads = kinds
+    layer = MoHAttention(
+      HeadBudget(num_heads=8, shared=4, top_k=2, head_dim=16),
+      RouterConfig(router),
+      num_kv_heads=kv_heads,
+      causal=True,
+      implementation="dense",
+    )
+    x = jax.random.normal(jax.random.key(0), (4, 40, 24))
+    places = Places(segments=jnp.arange(40)[None].repeat(4, 0) // 30)
+    params = unbox(layer.init(jax.random.key(1), x))
+    keys = iter(jax.random.split(jax.random.key(2), 9))
+    params = jax.tree.map(
+      lambda leaf: leaf + 0.2 * jax.random.normal(next(keys), leaf.shape),
+      params,
+    )
+
+    def loss(params, x, implementation):
+      same = dataclasses.replace(layer, implementation=implementation)
+      out, aux = same.apply(params, x, places=places)
+      return jnp.square(out).sum() + aux.balance_loss, out
+
+    grad = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    (_, want), grads = jax.jit(grad, static_argnums=2)(params, x, "dense")
+    data, fsdp, tensor = mesh
+    devices = sharding.make_mesh(MeshConfig(data, fsdp, tensor))
+    with sharding.use_mesh(devices):
+      run = jax.jit(grad, static_argnums=2)
+      (_, got), others = run(params, x, implementation)
+      text = run.lower(params, x, implementation).as_text()
+    self.assertEqual("all_to_all" in text, router != "none")
+    np.testing.assert_allclose(got, want, atol=2e-6)
+    for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(grads)):
+      scale = max(1.0, float(jnp.abs(b).max()))
+      np.testing.assert_allclose(a, b, atol=1e-5 * scale)
+
 
 if __name__ == "__main__":
   absltest.main()

@@ -22,7 +22,7 @@ _CASE = AttentionCase(
   keys=1024,
   num_heads=32,
   head_dim=64,
-  active=16,
+  share=0.5,
 )
 
 
@@ -36,31 +36,74 @@ def _name(implementation: str = "auto", **changes) -> str:
 class ChooseTest(parameterized.TestCase):
   @parameterized.parameters(
     ({}, "packed"),
-    ({"active": 24}, "packed"),
-    ({"active": 29}, "blocked"),  # 90 %: nothing is gained
-    ({"active": 32}, "blocked"),
+    ({"share": 0.75}, "packed"),
+    ({"share": 0.9}, "blocked"),  # nothing is gained
+    ({"share": 1.0}, "blocked"),
     ({"queries": 128, "keys": 128}, "dense"),
     ({"queries": 128, "keys": 128, "batch": 64}, "blocked"),
     ({"queries": 256, "keys": 256}, "dense"),
     ({"queries": 256, "keys": 256, "batch": 8}, "packed"),
-    ({"queries": 256, "keys": 256, "active": 24, "causal": True}, "packed"),
+    ({"queries": 256, "keys": 256, "share": 0.75, "causal": True}, "packed"),
     ({"queries": 1}, "dense"),
-    ({"one_device": False}, "dense"),
-    ({"platform": "gpu"}, "dense"),
-    ({"platform": "tpu"}, "dense"),
+    ({"one_device": False}, "blocked"),
   )
-  def test_auto(self, changes, expected):
+  def test_auto_on_a_cpu(self, changes, expected):
     self.assertEqual(_name(**changes), expected)
 
   @parameterized.parameters(
-    ("cpu", "blocked"), ("gpu", "dense"), ("tpu", "dense")
+    ({}, "cudnn", True),
+    ({"share": 0.9}, "cudnn", False),  # too short for what it saves
+    ({"share": 1.0}, "cudnn", False),
+    ({"causal": True}, "kernel", True),
+    ({"causal": True, "share": 0.75}, "cudnn", False),
+    ({"causal": True, "masked": True, "share": 0.75}, "kernel", False),
+    ({"masked": True}, "kernel", True),
+    ({"biased": True}, "cudnn", False),
+    ({"biased": True, "dtype": "float32"}, "dense", False),
+    ({"biased": True, "dtype": "float32", "batch": 16}, "blocked", False),
+    ({"dtype": "float32"}, "kernel", True),
+    ({"dtype": "float32", "share": 1.0}, "kernel", False),
+    ({"head_dim": 36, "share": 1.0}, "kernel", False),
+    ({"head_dim": 512, "share": 1.0}, "dense", False),
+    ({"one_device": False}, "dense", False),
   )
-  def test_what_is_asked_for_is_done(self, platform, dense):
+  def test_auto_on_a_gpu(self, changes, name, packs):
+    gpu = Target("gpu", "NVIDIA A100-SXM4-80GB")
+    case = {"target": gpu, "dtype": "bfloat16", "share": 0.4} | changes
+    form = choose_form("auto", dataclasses.replace(_CASE, **case))
+    self.assertEqual((form.name, form.packs), (name, packs))
+
+  @parameterized.parameters(
+    ({}, "kernel", True),
+    ({"share": 1.0}, "kernel", False),
+    ({"causal": True, "share": 0.9}, "kernel", False),
+    ({"biased": True}, "dense", False),
+    ({"biased": True, "batch": 16}, "blocked", False),
+  )
+  def test_auto_on_a_tpu(self, changes, name, packs):
+    tpu = Target("tpu", "TPU v5 lite")
+    case = {"target": tpu, "dtype": "bfloat16", "share": 0.4} | changes
+    form = choose_form("auto", dataclasses.replace(_CASE, **case))
+    self.assertEqual((form.name, form.packs), (name, packs))
+
+  @parameterized.product(
+    platform=("cpu", "gpu", "tpu"),
+    implementation=("auto", "dense"),
+    one_device=(True, False),
+    biased=(True, False),
+  )
+  def test_all_logits_at_once_are_bounded(self, platform, **case):
+    implementation = case.pop("implementation")
+    longest = {"queries": 16384, "keys": 16384, "batch": 4}
+    form = _name(implementation, platform=platform, **longest, **case)
+    self.assertNotEqual(form, "dense")
+
+  @parameterized.parameters("cpu", "gpu", "tpu")
+  def test_what_is_asked_for_is_done(self, platform):
     self.assertEqual(_name("packed", platform=platform), "packed")
-    self.assertEqual(_name("dense", platform=platform), dense)
 
   def test_nothing_to_pack_is_dense(self):
-    self.assertEqual(_name("packed", active=32), "blocked")
+    self.assertEqual(_name("packed", share=1.0), "blocked")
 
   @parameterized.parameters(
     ({}, 64, 8),
@@ -70,13 +113,13 @@ class ChooseTest(parameterized.TestCase):
   )
   def test_rows_of_packed_blocks(self, changes, rows, blocks_per_step):
     case = dataclasses.replace(_CASE, **changes)
-    expected = Form("packed", rows, blocks_per_step)
+    expected = Form("packed", True, rows, blocks_per_step)
     self.assertEqual(choose_form("packed", case), expected)
 
   @parameterized.parameters((1024, 512), (4096, 1024), (300, 300))
   def test_rows_of_dense_blocks(self, queries, rows):
     case = dataclasses.replace(_CASE, queries=queries, keys=4096)
-    self.assertEqual(choose_form("dense", case), Form("blocked", rows))
+    self.assertEqual(choose_form("dense", case), Form("blocked", False, rows))
 
 
 class KernelTest(parameterized.TestCase):
@@ -98,7 +141,7 @@ class KernelTest(parameterized.TestCase):
       queries=queries,
     )
     with mock.patch.object(sizes, "measured", dict):
-      self.assertEqual(choose_form("kernel", case), Form("kernel", rows))
+      self.assertEqual(choose_form("kernel", case), Form("kernel", True, rows))
 
   def test_bias_is_refused(self):
     with self.assertRaisesRegex(ValueError, "'kernel' adds no bias"):

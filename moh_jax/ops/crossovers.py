@@ -1,0 +1,286 @@
+"""Up to which share of active heads the packed form is the faster one.
+
+Packing costs a table and two passes over the queries and outputs, and fills
+blocks of rows up. It pays where the heads that it leaves out cost more: the
+longer the sequence, the larger the share may be.
+"""
+
+import dataclasses
+import itertools
+import math
+
+from moh_jax.ops.target import Target
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossover:
+  """Where packing begins to pay on a kind of device.
+
+  Attributes:
+    device: part of the device's kind, or its platform: "H100", "gpu".
+    backend: what packs: "xla", "cudnn", or a back end of Pallas.
+    dtypes: names of the queries' dtypes.
+    head_dim: D, the largest that this holds for.
+    causal: whether attention is causal; None is either.
+    shares: the largest share of active heads, for each of `LENGTHS`.
+    measured: False for a prediction from published rates of the kernels.
+  """
+
+  device: str
+  backend: str
+  dtypes: tuple[str, ...]
+  head_dim: int
+  causal: bool | None
+  shares: tuple[float, ...]
+  measured: bool = False
+
+
+_HALF = ("bfloat16", "float16")
+
+# The first entry that holds for a call counts.
+CROSSOVERS = (
+  Crossover("cpu", "xla", ("float32",), 256, None, (0.8,) * 7, True),
+  Crossover(
+    "H200",
+    "cudnn",
+    _HALF,
+    64,
+    False,
+    (0.31, 0.59, 0.77, 0.88, 0.93, 0.96, 0.98),
+  ),
+  Crossover(
+    "H200",
+    "cudnn",
+    _HALF,
+    256,
+    False,
+    (0.23, 0.53, 0.73, 0.85, 0.92, 0.96, 0.98),
+  ),
+  Crossover(
+    "H200",
+    "mosaic_gpu",
+    _HALF,
+    64,
+    False,
+    (0.27, 0.53, 0.69, 0.79, 0.84, 0.87, 0.88),
+  ),
+  Crossover(
+    "H200",
+    "mosaic_gpu",
+    _HALF,
+    64,
+    True,
+    (0.06, 0.35, 0.58, 0.72, 0.8, 0.85, 0.87),
+  ),
+  Crossover(
+    "H200",
+    "mosaic_gpu",
+    _HALF,
+    256,
+    False,
+    (0.21, 0.49, 0.69, 0.8, 0.86, 0.9, 0.91),
+  ),
+  Crossover(
+    "H200",
+    "mosaic_gpu",
+    _HALF,
+    256,
+    True,
+    (0, 0.29, 0.54, 0.71, 0.82, 0.87, 0.9),
+  ),
+  Crossover(
+    "H200",
+    "triton",
+    _HALF,
+    64,
+    False,
+    (0.14, 0.36, 0.48, 0.55, 0.59, 0.61, 0.62),
+  ),
+  Crossover(
+    "H200", "triton", _HALF, 64, True, (0, 0.24, 0.41, 0.51, 0.57, 0.6, 0.61)
+  ),
+  Crossover(
+    "H200",
+    "triton",
+    _HALF,
+    256,
+    False,
+    (0.09, 0.31, 0.45, 0.52, 0.56, 0.58, 0.6),
+  ),
+  Crossover(
+    "H200", "triton", _HALF, 256, True, (0, 0.19, 0.36, 0.48, 0.54, 0.57, 0.59)
+  ),
+  Crossover(
+    "H100",
+    "cudnn",
+    _HALF,
+    64,
+    False,
+    (0.23, 0.52, 0.72, 0.85, 0.92, 0.96, 0.98),
+  ),
+  Crossover(
+    "H100",
+    "cudnn",
+    _HALF,
+    256,
+    False,
+    (0.15, 0.45, 0.67, 0.82, 0.9, 0.95, 0.97),
+  ),
+  Crossover(
+    "H100",
+    "mosaic_gpu",
+    _HALF,
+    64,
+    False,
+    (0.19, 0.46, 0.65, 0.76, 0.83, 0.86, 0.88),
+  ),
+  Crossover(
+    "H100",
+    "mosaic_gpu",
+    _HALF,
+    64,
+    True,
+    (0, 0.27, 0.51, 0.68, 0.78, 0.83, 0.86),
+  ),
+  Crossover(
+    "H100",
+    "mosaic_gpu",
+    _HALF,
+    256,
+    False,
+    (0.14, 0.42, 0.63, 0.77, 0.85, 0.89, 0.91),
+  ),
+  Crossover(
+    "H100",
+    "mosaic_gpu",
+    _HALF,
+    256,
+    True,
+    (0, 0.21, 0.47, 0.66, 0.78, 0.85, 0.89),
+  ),
+  Crossover(
+    "H100", "triton", _HALF, 64, False, (0.1, 0.32, 0.46, 0.54, 0.58, 0.6, 0.61)
+  ),
+  Crossover(
+    "H100", "triton", _HALF, 64, True, (0, 0.19, 0.37, 0.49, 0.55, 0.59, 0.61)
+  ),
+  Crossover(
+    "H100",
+    "triton",
+    _HALF,
+    256,
+    False,
+    (0.05, 0.27, 0.42, 0.51, 0.55, 0.58, 0.59),
+  ),
+  Crossover(
+    "H100", "triton", _HALF, 256, True, (0, 0.13, 0.32, 0.45, 0.52, 0.56, 0.58)
+  ),
+  Crossover(
+    "gpu", "cudnn", _HALF, 256, False, (0.4, 0.65, 0.81, 0.9, 0.94, 0.97, 0.98)
+  ),
+  Crossover(
+    "gpu",
+    "triton",
+    _HALF,
+    256,
+    False,
+    (0.22, 0.42, 0.53, 0.59, 0.63, 0.64, 0.65),
+  ),
+  Crossover(
+    "gpu", "triton", _HALF, 256, True, (0.1, 0.32, 0.47, 0.56, 0.61, 0.64, 0.65)
+  ),
+  Crossover(
+    "gpu",
+    "triton",
+    ("float32",),
+    256,
+    False,
+    (0.58, 0.78, 0.88, 0.94, 0.97, 0.98, 0.99),
+  ),
+  Crossover(
+    "gpu",
+    "triton",
+    ("float32",),
+    256,
+    True,
+    (0.46, 0.69, 0.83, 0.91, 0.95, 0.97, 0.98),
+  ),
+  Crossover(
+    "tpu",
+    "mosaic_tpu",
+    _HALF,
+    256,
+    False,
+    (0.31, 0.57, 0.76, 0.87, 0.93, 0.96, 0.98),
+  ),
+  Crossover(
+    "tpu",
+    "mosaic_tpu",
+    _HALF,
+    256,
+    True,
+    (0.12, 0.39, 0.62, 0.78, 0.88, 0.94, 0.97),
+  ),
+  Crossover(
+    "tpu",
+    "mosaic_tpu",
+    ("float32",),
+    256,
+    False,
+    (0.47, 0.7, 0.84, 0.91, 0.95, 0.97, 0.98),
+  ),
+  Crossover(
+    "tpu",
+    "mosaic_tpu",
+    ("float32",),
+    256,
+    True,
+    (0.31, 0.57, 0.75, 0.87, 0.93, 0.96, 0.98),
+  ),
+)
+
+
+def largest_share(
+  target: Target,
+  backend: str,
+  dtype: str,
+  head_dim: int,
+  queries: int,
+  *,
+  causal: bool,
+) -> float:
+  """The largest share of active heads at which packing pays.
+
+  Args:
+    target: the device.
+    backend: what packs, as in `Crossover`.
+    dtype: name of the queries' dtype.
+    head_dim: D.
+    queries: N.
+    causal: whether attention is causal.
+
+  Returns:
+    The share, by linear interpolation in log N; 0 below the first length and
+    where no entry holds.
+  """
+  for entry in CROSSOVERS:
+    if (
+      (entry.device == target.platform or entry.device in target.kind)
+      and entry.backend == backend
+      and dtype in entry.dtypes
+      and head_dim <= entry.head_dim
+      and entry.causal in (None, causal)
+    ):
+      return _interpolate(queries, entry.shares)
+  return 0.0
+
+
+def _interpolate(queries: int, shares: tuple[float, ...]) -> float:
+  points = list(zip(LENGTHS, shares))
+  for (low, first), (high, second) in itertools.pairwise(points):
+    if low <= queries < high:
+      part = math.log(queries / low) / math.log(high / low)
+      return first + part * (second - first)
+  return shares[-1] if queries >= LENGTHS[-1] else 0.0

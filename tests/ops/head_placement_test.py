@@ -1,0 +1,90 @@
+"""How a tensor axis holds the heads of a layer."""
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import MeshConfig, get_family
+from moh_jax.config.heads import HeadBudget
+from moh_jax.models.registry import released_model
+from moh_jax.ops.head_placement import HeadPlacement
+from moh_jax.runtime import sharding
+
+_DEVICES = (2, 4, 8)
+
+
+def _budgets():
+  """Head splits of all released models, with their key/value heads."""
+  result = set()
+  for family in ("vit", "dit", "llm"):
+    for name in get_family(family).released():
+      for group in released_model(name).layer_groups():
+        result.add((group.budget, group.kv_heads or group.budget.num_heads))
+  return result
+
+
+class PlacementTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (8, 8, 2, (0, 2, 4, 6, 1, 3, 5, 7)),
+    (8, 4, 2, (0, 1, 4, 5, 2, 3, 6, 7)),  # pairs read one key/value head
+    (6, 6, 3, (0, 3, 1, 4, 2, 5)),
+  )
+  def test_heads_are_dealt_like_cards(self, heads, kv_heads, devices, order):
+    placement = HeadPlacement(heads, kv_heads, devices)
+    self.assertEqual(placement.order(heads), order)
+
+  def test_moh_llama_has_12_heads_at_work_on_each_of_two_devices(self):
+    placement = HeadPlacement(32, 8, 2)
+    budget = HeadBudget(32, shared=16, top_k=8, head_dim=128)
+    self.assertEqual(placement.expected_active(budget), (12.0, 12.0))
+    self.assertEqual(placement.most_active(budget), 16)
+    self.assertEqual(placement.imbalance(budget), 1.0)
+
+  def test_released_budgets_that_devices_divide_are_balanced(self):
+    seen = 0
+    for budget, kv_heads in _budgets():
+      group = budget.num_heads // kv_heads
+      for devices in _DEVICES:
+        if kv_heads % devices or budget.shared % (devices * group):
+          continue
+        placement = HeadPlacement(budget.num_heads, kv_heads, devices)
+        self.assertLessEqual(
+          placement.imbalance(budget), 1.1, (budget, devices)
+        )
+        seen += 1
+    self.assertGreater(seen, 40)
+
+  def test_no_token_has_more_active_heads_on_a_device(self):
+    budget, rng = HeadBudget(12, 5, 3, 8), np.random.default_rng(0)
+    for devices in (2, 3, 4):
+      placement = HeadPlacement(12, 12, devices)
+      mask = np.ones((4000, 12), bool)
+      scores = rng.normal(size=(4000, budget.routed))
+      mask[:, 5:] = scores >= np.sort(scores)[:, -3:-2]
+      own = mask[:, placement.order(12)].reshape(4000, devices, -1).sum(-1)
+      self.assertEqual(own.max(), placement.most_active(budget))
+      np.testing.assert_allclose(
+        own.mean(0), placement.expected_active(budget), atol=0.05
+      )
+
+  @parameterized.product(
+    shape=((8, 8, 2), (8, 4, 4), (12, 12, 4), (32, 8, 8)), dim=(0, 1, 2)
+  )
+  def test_heads_move_and_gradients_come_back(self, shape, dim):
+    heads, kv_heads, devices = shape
+    placement = HeadPlacement(heads, kv_heads, devices)
+    sizes = [2, 3, 5]
+    sizes[dim] = heads
+    x = np.random.default_rng(1).normal(size=sizes).astype(np.float32)
+    mesh = sharding.make_mesh(
+      MeshConfig(tensor=devices), jax.devices()[:devices]
+    )
+    with sharding.use_mesh(mesh):
+      out, pull = jax.vjp(jax.jit(lambda x: placement.deal(x, dim)), x)
+      [back] = pull(out)
+    np.testing.assert_array_equal(out, x.take(placement.order(heads), dim))
+    np.testing.assert_array_equal(back, x)
+
+
+if __name__ == "__main__":
+  absltest.main()
