@@ -42,6 +42,8 @@ _HALF = ("bfloat16", "float16")
 # The first entry that holds for a call counts.
 CROSSOVERS = (
   Crossover("cpu", "xla", ("float32",), 256, None, (0.8,) * 7, True),
+  # Blocks are computed in float32, which few rows do not make up for.
+  Crossover("cpu", "xla", _HALF, 256, None, (0.0, *(0.8,) * 6), True),
   Crossover(
     "H200",
     "cudnn",
