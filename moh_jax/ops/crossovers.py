@@ -25,7 +25,7 @@ class Crossover:
     head_dim: D, the largest that this holds for.
     causal: whether attention is causal; None is either.
     shares: the largest share of active heads, for each of `LENGTHS`.
-    measured: False for a prediction from published rates of the kernels.
+    measured: False for a prediction, see benchmarks/predict.py.
   """
 
   device: str
@@ -37,211 +37,91 @@ class Crossover:
   measured: bool = False
 
 
-_HALF = ("bfloat16", "float16")
+HALF = ("bfloat16", "float16")
 
 # The first entry that holds for a call counts.
+# fmt: off
 CROSSOVERS = (
   Crossover("cpu", "xla", ("float32",), 256, None, (0.8,) * 7, True),
   # Blocks are computed in float32, which few rows do not make up for.
-  Crossover("cpu", "xla", _HALF, 256, None, (0.0, *(0.8,) * 6), True),
-  Crossover(
-    "H200",
-    "cudnn",
-    _HALF,
-    64,
-    False,
-    (0.31, 0.59, 0.77, 0.88, 0.93, 0.96, 0.98),
-  ),
-  Crossover(
-    "H200",
-    "cudnn",
-    _HALF,
-    256,
-    False,
-    (0.23, 0.53, 0.73, 0.85, 0.92, 0.96, 0.98),
-  ),
-  Crossover(
-    "H200",
-    "mosaic_gpu",
-    _HALF,
-    64,
-    False,
-    (0.27, 0.53, 0.69, 0.79, 0.84, 0.87, 0.88),
-  ),
-  Crossover(
-    "H200",
-    "mosaic_gpu",
-    _HALF,
-    64,
-    True,
-    (0.06, 0.35, 0.58, 0.72, 0.8, 0.85, 0.87),
-  ),
-  Crossover(
-    "H200",
-    "mosaic_gpu",
-    _HALF,
-    256,
-    False,
-    (0.21, 0.49, 0.69, 0.8, 0.86, 0.9, 0.91),
-  ),
-  Crossover(
-    "H200",
-    "mosaic_gpu",
-    _HALF,
-    256,
-    True,
-    (0, 0.29, 0.54, 0.71, 0.82, 0.87, 0.9),
-  ),
-  Crossover(
-    "H200",
-    "triton",
-    _HALF,
-    64,
-    False,
-    (0.14, 0.36, 0.48, 0.55, 0.59, 0.61, 0.62),
-  ),
-  Crossover(
-    "H200", "triton", _HALF, 64, True, (0, 0.24, 0.41, 0.51, 0.57, 0.6, 0.61)
-  ),
-  Crossover(
-    "H200",
-    "triton",
-    _HALF,
-    256,
-    False,
-    (0.09, 0.31, 0.45, 0.52, 0.56, 0.58, 0.6),
-  ),
-  Crossover(
-    "H200", "triton", _HALF, 256, True, (0, 0.19, 0.36, 0.48, 0.54, 0.57, 0.59)
-  ),
-  Crossover(
-    "H100",
-    "cudnn",
-    _HALF,
-    64,
-    False,
-    (0.23, 0.52, 0.72, 0.85, 0.92, 0.96, 0.98),
-  ),
-  Crossover(
-    "H100",
-    "cudnn",
-    _HALF,
-    256,
-    False,
-    (0.15, 0.45, 0.67, 0.82, 0.9, 0.95, 0.97),
-  ),
-  Crossover(
-    "H100",
-    "mosaic_gpu",
-    _HALF,
-    64,
-    False,
-    (0.19, 0.46, 0.65, 0.76, 0.83, 0.86, 0.88),
-  ),
-  Crossover(
-    "H100",
-    "mosaic_gpu",
-    _HALF,
-    64,
-    True,
-    (0, 0.27, 0.51, 0.68, 0.78, 0.83, 0.86),
-  ),
-  Crossover(
-    "H100",
-    "mosaic_gpu",
-    _HALF,
-    256,
-    False,
-    (0.14, 0.42, 0.63, 0.77, 0.85, 0.89, 0.91),
-  ),
-  Crossover(
-    "H100",
-    "mosaic_gpu",
-    _HALF,
-    256,
-    True,
-    (0, 0.21, 0.47, 0.66, 0.78, 0.85, 0.89),
-  ),
-  Crossover(
-    "H100", "triton", _HALF, 64, False, (0.1, 0.32, 0.46, 0.54, 0.58, 0.6, 0.61)
-  ),
-  Crossover(
-    "H100", "triton", _HALF, 64, True, (0, 0.19, 0.37, 0.49, 0.55, 0.59, 0.61)
-  ),
-  Crossover(
-    "H100",
-    "triton",
-    _HALF,
-    256,
-    False,
-    (0.05, 0.27, 0.42, 0.51, 0.55, 0.58, 0.59),
-  ),
-  Crossover(
-    "H100", "triton", _HALF, 256, True, (0, 0.13, 0.32, 0.45, 0.52, 0.56, 0.58)
-  ),
-  Crossover(
-    "gpu", "cudnn", _HALF, 256, False, (0.4, 0.65, 0.81, 0.9, 0.94, 0.97, 0.98)
-  ),
-  Crossover(
-    "gpu",
-    "triton",
-    _HALF,
-    256,
-    False,
-    (0.22, 0.42, 0.53, 0.59, 0.63, 0.64, 0.65),
-  ),
-  Crossover(
-    "gpu", "triton", _HALF, 256, True, (0.1, 0.32, 0.47, 0.56, 0.61, 0.64, 0.65)
-  ),
-  Crossover(
-    "gpu",
-    "triton",
-    ("float32",),
-    256,
-    False,
-    (0.58, 0.78, 0.88, 0.94, 0.97, 0.98, 0.99),
-  ),
-  Crossover(
-    "gpu",
-    "triton",
-    ("float32",),
-    256,
-    True,
-    (0.46, 0.69, 0.83, 0.91, 0.95, 0.97, 0.98),
-  ),
-  Crossover(
-    "tpu",
-    "mosaic_tpu",
-    _HALF,
-    256,
-    False,
-    (0.31, 0.57, 0.76, 0.87, 0.93, 0.96, 0.98),
-  ),
-  Crossover(
-    "tpu",
-    "mosaic_tpu",
-    _HALF,
-    256,
-    True,
-    (0.12, 0.39, 0.62, 0.78, 0.88, 0.94, 0.97),
-  ),
-  Crossover(
-    "tpu",
-    "mosaic_tpu",
-    ("float32",),
-    256,
-    False,
-    (0.47, 0.7, 0.84, 0.91, 0.95, 0.97, 0.98),
-  ),
-  Crossover(
-    "tpu",
-    "mosaic_tpu",
-    ("float32",),
-    256,
-    True,
-    (0.31, 0.57, 0.75, 0.87, 0.93, 0.96, 0.98),
-  ),
+  Crossover("cpu", "xla", HALF, 256, None, (0.0, *(0.8,) * 6), True),
+  # Predictions of `python -m benchmarks.predict`, which says from what.
+  Crossover("H200", "cudnn", HALF, 64, False,
+    (0.31, 0.59, 0.77, 0.88, 0.94, 0.96, 0.98)),
+  Crossover("H200", "cudnn", HALF, 256, False,
+    (0.23, 0.52, 0.73, 0.85, 0.92, 0.96, 0.98)),
+  Crossover("H200", "mosaic_gpu", HALF, 64, False,
+    (0.28, 0.55, 0.71, 0.81, 0.86, 0.89, 0.9)),
+  Crossover("H200", "mosaic_gpu", HALF, 64, True,
+    (0.12, 0.28, 0.58, 0.74, 0.82, 0.87, 0.89)),
+  Crossover("H200", "mosaic_gpu", HALF, 256, False,
+    (0.2, 0.48, 0.67, 0.79, 0.85, 0.88, 0.9)),
+  Crossover("H200", "mosaic_gpu", HALF, 256, True,
+    (0.05, 0.21, 0.51, 0.7, 0.8, 0.86, 0.89)),
+  Crossover("H200", "triton", HALF, 64, False,
+    (0.16, 0.37, 0.5, 0.57, 0.6, 0.62, 0.63)),
+  Crossover("H200", "triton", HALF, 64, True,
+    (0.0, 0.16, 0.37, 0.5, 0.57, 0.61, 0.62)),
+  Crossover("H200", "triton", HALF, 256, False,
+    (0.09, 0.3, 0.44, 0.51, 0.55, 0.58, 0.59)),
+  Crossover("H200", "triton", HALF, 256, True,
+    (0.0, 0.11, 0.29, 0.44, 0.52, 0.56, 0.58)),
+  Crossover("H100", "cudnn", HALF, 64, False,
+    (0.23, 0.52, 0.73, 0.85, 0.92, 0.96, 0.98)),
+  Crossover("H100", "cudnn", HALF, 256, False,
+    (0.15, 0.44, 0.67, 0.82, 0.9, 0.95, 0.97)),
+  Crossover("H100", "mosaic_gpu", HALF, 64, False,
+    (0.21, 0.48, 0.67, 0.79, 0.85, 0.88, 0.9)),
+  Crossover("H100", "mosaic_gpu", HALF, 64, True,
+    (0.06, 0.22, 0.51, 0.69, 0.8, 0.85, 0.88)),
+  Crossover("H100", "mosaic_gpu", HALF, 256, False,
+    (0.13, 0.41, 0.62, 0.76, 0.83, 0.87, 0.9)),
+  Crossover("H100", "mosaic_gpu", HALF, 256, True,
+    (0.0, 0.16, 0.44, 0.64, 0.77, 0.84, 0.88)),
+  Crossover("H100", "triton", HALF, 64, False,
+    (0.11, 0.33, 0.47, 0.55, 0.6, 0.62, 0.63)),
+  Crossover("H100", "triton", HALF, 64, True,
+    (0.0, 0.13, 0.33, 0.48, 0.56, 0.6, 0.62)),
+  Crossover("H100", "triton", HALF, 256, False,
+    (0.0, 0.26, 0.41, 0.5, 0.55, 0.57, 0.58)),
+  Crossover("H100", "triton", HALF, 256, True,
+    (0.0, 0.08, 0.25, 0.41, 0.5, 0.55, 0.57)),
+  Crossover("gpu", "cudnn", HALF, 256, False,
+    (0.33, 0.59, 0.77, 0.88, 0.93, 0.96, 0.98)),
+  Crossover("gpu", "triton", HALF, 256, False,
+    (0.12, 0.3, 0.41, 0.47, 0.5, 0.52, 0.53)),
+  Crossover("gpu", "triton", HALF, 256, True,
+    (0.0, 0.12, 0.28, 0.41, 0.47, 0.5, 0.52)),
+  Crossover("gpu", "triton", ("float32",), 256, False,
+    (0.42, 0.66, 0.81, 0.9, 0.95, 0.97, 0.98)),
+  Crossover("gpu", "triton", ("float32",), 256, True,
+    (0.24, 0.46, 0.71, 0.84, 0.91, 0.95, 0.97)),
+  Crossover("v5 lite", "mosaic_tpu", HALF, 256, False,
+    (0.31, 0.57, 0.76, 0.87, 0.93, 0.96, 0.98)),
+  Crossover("v5 lite", "mosaic_tpu", HALF, 256, True,
+    (0.16, 0.33, 0.61, 0.78, 0.88, 0.94, 0.97)),
+  Crossover("v5 lite", "mosaic_tpu", ("float32",), 256, False,
+    (0.32, 0.58, 0.76, 0.87, 0.93, 0.96, 0.98)),
+  Crossover("v5 lite", "mosaic_tpu", ("float32",), 256, True,
+    (0.17, 0.35, 0.62, 0.79, 0.88, 0.94, 0.97)),
+  Crossover("v6 lite", "mosaic_tpu", HALF, 256, False,
+    (0.0, 0.32, 0.57, 0.75, 0.86, 0.93, 0.96)),
+  Crossover("v6 lite", "mosaic_tpu", HALF, 256, True,
+    (0.0, 0.1, 0.35, 0.59, 0.76, 0.87, 0.93)),
+  Crossover("v6 lite", "mosaic_tpu", ("float32",), 256, False,
+    (0.08, 0.35, 0.59, 0.76, 0.87, 0.93, 0.96)),
+  Crossover("v6 lite", "mosaic_tpu", ("float32",), 256, True,
+    (0.0, 0.13, 0.37, 0.61, 0.77, 0.88, 0.93)),
+  Crossover("tpu", "mosaic_tpu", HALF, 256, False,
+    (0.37, 0.63, 0.8, 0.89, 0.94, 0.97, 0.98)),
+  Crossover("tpu", "mosaic_tpu", HALF, 256, True,
+    (0.2, 0.41, 0.67, 0.82, 0.9, 0.95, 0.97)),
+  Crossover("tpu", "mosaic_tpu", ("float32",), 256, False,
+    (0.4, 0.65, 0.8, 0.89, 0.94, 0.97, 0.98)),
+  Crossover("tpu", "mosaic_tpu", ("float32",), 256, True,
+    (0.22, 0.44, 0.69, 0.83, 0.91, 0.95, 0.97)),
 )
+# fmt: on
 
 
 def largest_share(

@@ -1,0 +1,190 @@
+"""Predicted times of attention on devices that nothing was measured on.
+
+    python -m benchmarks.predict
+
+prints, as Markdown, the time of packed attention over that of the fastest
+attention of all heads, and the entries of `moh_jax.ops.crossovers` that follow
+from it. A measurement can refute both: `python -m moh_jax bench card`.
+
+A prediction adds up three parts. The core: FLOPs of the tiles that are visited,
+counted for heads that are used evenly, over the kernel's published rate. The
+glue: bytes of the table, of the gathered queries and of the scattered outputs,
+over the memory's published speed. The launches: 3 microseconds each.
+
+Rates of the kernels: cuDNN, Mosaic GPU and Triton on an H100 from the tuning
+files of tokamax (openxla/tokamax, 16,384 tokens a call at 4,096 tokens; the
+backward pass of cuDNN, which they lack, as 1.1 times that of Mosaic GPU). On an
+A100 the shares of the peak that the paper of FlashAttention-2 states
+(arXiv:2307.08691: 73 % forward and 63 % backward, its Triton version 1.4 and 2
+times as long). Elsewhere no rate is published: half of the peak is assumed, for
+packed and all heads alike, so that only tiles and bytes decide. Peaks and
+memory speeds are those of the vendors' data sheets.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from moh_jax.ops.crossovers import HALF, LENGTHS, Crossover
+
+_TOKENS, _WIDTH = 16384, 2048  # of a call: N * batch, heads * head dim
+_ROWS = 128  # of a tile
+_LAUNCH = 3e-6
+_LAUNCHES = 4  # of small programs beside the kernel, forward; backward twice
+_BACKWARD = 2.5  # FLOPs over those of the forward pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+  """What is known of a device and a kernel.
+
+  Attributes:
+    device: as in `Crossover`.
+    backend: what packs, as in `Crossover`.
+    dtypes: as in `Crossover`.
+    head_dim: D that the rates are for; they stand for all up to `most`.
+    most: largest head dim.
+    memory: bytes per second.
+    packed: FLOP/s of the packing kernel, forward and backward.
+    dense: FLOP/s of the fastest kernel for all heads, forward and backward.
+  """
+
+  device: str
+  backend: str
+  dtypes: tuple[str, ...]
+  head_dim: int
+  most: int
+  memory: float
+  packed: tuple[float, float]
+  dense: tuple[float, float]
+
+
+def seconds(
+  rates: Rates, tokens: int, share: float | None, *, causal: bool
+) -> tuple[float, float]:
+  """Predicts the forward and the backward pass.
+
+  Args:
+    rates: of the device and the kernel.
+    tokens: N; the batch makes 16,384 tokens, at least one sequence.
+    share: share of the heads that are active; None is the dense kernel.
+    causal: whether later keys are hidden.
+  """
+  heads = _WIDTH // rates.head_dim
+  pairs = max(1, _TOKENS // tokens) * heads * tokens
+  rows, speeds = 1.0, rates.dense
+  if share is not None:
+    # A head's last tile is half empty on average.
+    rows, speeds = share + _ROWS / (2 * tokens), rates.packed
+  keys = float(tokens)
+  if causal:  # the rows of a tile spread over more positions if few are active
+    keys = tokens / 2 + _ROWS / (2 * (share or 1))
+  flops = 4 * pairs * rows * min(keys, tokens) * rates.head_dim
+  core = flops / speeds[0], _BACKWARD * flops / speeds[1]
+  if share is None:
+    return core
+  size = 2 if rates.dtypes == HALF else 4
+  # Queries are read and written as rows, outputs read as rows and written; the
+  # table is made and read.
+  glue = pairs * ((3 * share + 1) * rates.head_dim * size + 16) / rates.memory
+  glue += _LAUNCHES * _LAUNCH
+  return core[0] + glue, core[1] + 2 * glue
+
+
+def largest_share(rates: Rates, tokens: int, *, causal: bool) -> float:
+  """Largest share, in percent steps, at which packing is predicted faster."""
+  dense = sum(seconds(rates, tokens, None, causal=causal))
+  shares = [percent / 100 for percent in range(5, 100)]
+  faster = [
+    s for s in shares if sum(seconds(rates, tokens, s, causal=causal)) < dense
+  ]
+  return max(faster, default=0.0)
+
+
+def _all_rates() -> Iterator[Rates]:
+  tera = 1e12
+  # cuDNN, Mosaic GPU, Triton: forward and backward at head dim 64 and 128.
+  hopper = {
+    "cudnn": ((534, 387), (679, 530)),
+    "mosaic_gpu": ((514, 352), (655, 482)),
+    "triton": ((309, 259), (398, 322)),
+  }
+  for device, memory in (("H200", 4.8), ("H100", 3.35)):
+    for backend, pairs in hopper.items():
+      for index, (dim, most) in enumerate(((64, 64), (128, 256))):
+        packed, dense = (
+          tuple(tera * x for x in values[index])
+          for values in (pairs, hopper["cudnn"])
+        )
+        yield Rates(
+          device, backend, HALF, dim, most, memory * tera, packed, dense
+        )
+  ampere = 0.73 * 312 * tera, 0.63 * 312 * tera
+  slower = ampere[0] / 1.4, ampere[1] / 2
+  yield Rates("gpu", "cudnn", HALF, 64, 256, 2.04 * tera, ampere, ampere)
+  yield Rates("gpu", "triton", HALF, 64, 256, 2.04 * tera, slower, ampere)
+  single = (156 / 2 * tera,) * 2  # TensorFloat-32
+  yield Rates(
+    "gpu", "triton", ("float32",), 64, 256, 2.04 * tera, single, single
+  )
+  for device, peak, memory in (
+    ("v5 lite", 197, 0.82),
+    ("v6 lite", 918, 1.64),
+    ("tpu", 459, 2.77),
+  ):
+    for dtypes, part in ((HALF, 0.5), (("float32",), 0.25)):
+      rate = (part * peak * tera,) * 2
+      yield Rates(
+        device, "mosaic_tpu", dtypes, 128, 256, memory * tera, rate, rate
+      )
+
+
+def crossovers() -> tuple[Crossover, ...]:
+  """The predicted entries of the table of crossovers."""
+  entries = []
+  for rates in _all_rates():
+    # cuDNN packs bidirectional attention alone.
+    for causal in (False,) if rates.backend == "cudnn" else (False, True):
+      shares = (largest_share(rates, n, causal=causal) for n in LENGTHS)
+      entries.append(
+        Crossover(
+          *(rates.device, rates.backend, rates.dtypes, rates.most, causal),
+          tuple(shares),
+        )
+      )
+  return tuple(entries)
+
+
+def ratios() -> str:
+  """Markdown: forward and backward over all heads, at 50 % and 75 %."""
+  lines = [
+    "| device | kernel | head dim | causal | share | "
+    + " | ".join(f"{n:,}" for n in LENGTHS)
+    + " |",
+    "|---|---|---|---|---|" + "---|" * len(LENGTHS),
+  ]
+  for rates in _all_rates():
+    if rates.dtypes != HALF:
+      continue
+    for causal in (False,) if rates.backend == "cudnn" else (False, True):
+      for share in (0.5, 0.75):
+        cells = [
+          sum(seconds(rates, n, share, causal=causal))
+          / sum(seconds(rates, n, None, causal=causal))
+          for n in LENGTHS
+        ]
+        lines.append(
+          f"| {rates.device} | {rates.backend} | {rates.head_dim} "
+          f"| {'yes' if causal else 'no'} | {share:.0%} | "
+          + " | ".join(f"{x:.2f}" for x in cells)
+          + " |"
+        )
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  print(ratios() + "\n")
+  for entry in crossovers():
+    fields = [repr(x) for x in dataclasses.astuple(entry)[:-1]]
+    fields[2] = "HALF" if entry.dtypes == HALF else fields[2]
+    head, shares = ", ".join(fields[:-1]), fields[-1]
+    print(f"  Crossover({head},\n    {shares}),".replace("'", '"'))
