@@ -1,0 +1,81 @@
+"""Whole training steps, compiled for devices that are not here."""
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from moh_jax.config import Config, MeshConfig, get_family
+from moh_jax.config.layers import without_router
+from moh_jax.models.registry import released_model
+from moh_jax.runtime import sharding
+from moh_jax.runtime.targets import absent_devices
+from moh_jax.training.program import make_program
+
+
+def training_run(
+  name: str, tokens: int, batch: int, *, depth: int, router: bool
+) -> Config:
+  """A run of the first layers of a released model in bfloat16.
+
+  Args:
+    name: of the released model.
+    tokens: N.
+    batch: examples of all devices together.
+    depth: layers.
+    router: False for its multi-head baseline.
+  """
+  model = released_model(name)
+  counts = ("num_heads", "shared_heads", "top_k")
+  changes: dict[str, Any] = {x: getattr(model, x)[:depth] for x in counts}
+  changes["dtype"] = "bfloat16"
+  if model.family == "dit":
+    side = math.isqrt(tokens) * model.patch_size
+    changes["input_size"] = (side, side)
+  else:
+    changes["max_length"] = tokens
+  model = dataclasses.replace(model, **changes)
+  if not router:
+    model = without_router(model)
+  family = get_family(model.family)
+  run = family.bench_run(model, batch)
+  return run if model.family == "dit" else family.with_length(run, tokens)
+
+
+def compile_step(run: Config, target: str, **axes: int) -> Any:
+  """Compiles the training step of a run for a mesh of absent devices.
+
+  Args:
+    run: the run.
+    target: see `absent_devices`.
+    **axes: sizes of the mesh's axes.
+  """
+  sizes = {"data": 1, **axes}
+  devices = absent_devices(target)[: math.prod(sizes.values())]
+  mesh = sharding.make_mesh(MeshConfig(**sizes), devices)
+  here = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
+  task = get_family(run.model.family).tasks().make_task(run)
+  split = jax.NamedSharding(mesh, jax.P(sharding.BATCH_AXES))
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split),
+    jax.tree.map(np.asarray, next(task.batches(here))),
+  )
+  _, state, step = make_program(run, task, mesh)
+  with sharding.use_mesh(mesh):
+    return step.lower(state, batch).compile()
+
+
+def kernel_calls(text: str) -> dict[str, int]:
+  """How often a compiled program calls each kernel outside of XLA."""
+  calls = re.findall(r'custom_call_target="([^"]+)"', text)
+  return dict(collections.Counter(calls))
+
+
+def array_sizes(text: str) -> set[int]:
+  """Numbers of elements of all arrays in a compiled program."""
+  shapes = set(re.findall(r"= \w+\[([\d,]+)\]", text))
+  return {math.prod(map(int, shape.split(","))) for shape in shapes}
