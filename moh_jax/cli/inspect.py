@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import math
 
 import jax
 from flax import traverse_util
@@ -71,14 +70,14 @@ def _layers(config: Config) -> list[dict]:
 
 def _on_devices(
   config: Config, group: LayerGroup, devices: int
-) -> dict[str, float]:
+) -> dict[str, float | None]:
   """Expected active heads of a token on the busiest device, and over the mean.
 
-  A mean of all devices of mesh.tensor; NaN where they cannot split the heads.
+  None where the devices of mesh.tensor cannot split the heads.
   """
   placement, budget = head_placement(group, devices), group.budget
   if placement is None:
-    return {"per_device": math.nan, "imbalance": math.nan}
+    return {"per_device": None, "imbalance": None}
   if computes_all_heads(config.model, group):
     return {"per_device": budget.num_heads / devices, "imbalance": 1.0}
   most = max(placement.expected_active(budget))

@@ -45,6 +45,23 @@ class InspectCommandTest(parameterized.TestCase):
     }  # fmt: skip
     self.assertEqual(layer, expected)
 
+  @parameterized.parameters(
+    ("llama3_moh.py", 2, 12.0, 1.0),
+    ("llama3_moh.py", 8, 4.0, 1.333),
+    ("llama3_moh.py", 16, None, None),  # 8 key/value heads
+    ("llm.py:b75", 4, 3.2, 1.067),
+    ("vit.py:b75", 4, 1.0, 1.0),  # its form computes every head
+  )
+  def test_heads_on_the_devices_of_a_tensor_axis(
+    self, name, devices, expected, imbalance
+  ):
+    report = _report(
+      "--config", _CONFIGS / name, f"--config.mesh.tensor={devices}"
+    )
+    layer = report["layers"][0]
+    self.assertEqual(layer["per_device"], expected)
+    self.assertEqual(layer["imbalance"], imbalance)
+
   def test_parameters_are_counted(self):
     report = _report("--checkpoint", self._checkpoint())
     params = unbox(abstract_params(*make_model(tiny_checkpoint.CONFIG)))

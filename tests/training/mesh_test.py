@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moh_jax.config import Config, MeshConfig
 from moh_jax.inference.restore import restore
 from moh_jax.layers.partitioning import constrain
+from moh_jax.models.registry import released_model
 from moh_jax.runtime import sharding
 from moh_jax.training import loop
 from tests.training import tiny
@@ -212,6 +213,29 @@ class MeshTest(_Runs, parameterized.TestCase):
   def test_mesh_that_does_not_fit_is_refused(self, axes, message):
     with self.assertRaisesRegex(ValueError, message):
       sharding.make_mesh(MeshConfig(**axes))
+
+  @parameterized.parameters(
+    ("moh-llama3-8b", 2, 1.1, ""),
+    ("moh-llama3-8b", 8, 2, ""),
+    ("moh-llama3-8b", 8, 1.1, r"16 shared heads of 32.* 1\.333 times .*=1\.1"),
+    (
+      "moh-llm-s-75",
+      8,
+      9,
+      r"mesh.tensor=8: the 1\. group .*12 key/value heads",
+    ),
+    ("moh-vit-b50", 4, 1, ""),  # its forms compute every head
+    ("moh-vit-s80", 2, 9, "3 key/value heads"),
+    ("llm-b", 8, 1, ""),
+  )
+  def test_heads_must_fit_the_tensor_axis(self, name, devices, most, message):
+    mesh = sharding.make_mesh(MeshConfig(tensor=devices))
+    model = released_model(name)
+    if not message:
+      sharding.check_heads(model, mesh, most)
+      return
+    with self.assertRaisesRegex(ValueError, message):
+      sharding.check_heads(model, mesh, most)
 
 
 if __name__ == "__main__":
