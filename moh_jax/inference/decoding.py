@@ -162,15 +162,11 @@ def _read_token(
   model: LLM, params: Any, state: Decoding, tokens: jax.Array
 ) -> Decoding:
   """Puts [B] tokens into the cache and predicts the next ones."""
-  leaf = jax.tree.leaves(state.cache)[0]
-  slots = jnp.arange(leaf.shape[2])
-  after_padding = slots[None] >= state.padding[:, None]
-  visible = after_padding & (slots <= state.slot)[None]
   x, _, cache = model.apply(
     {"params": params},
     tokens[:, None],
     state.cache,
-    Slots(state.slot, visible[:, None]),
+    Slots(state.slot, state.padding),
     positions=(state.slot - state.padding)[:, None],
     with_logits=False,
     method="extend",

@@ -6,15 +6,17 @@ Shapes: B batch, N tokens, H query heads, D head dim.
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.partitioning import map_shards
 from moh_jax.ops.attention import attention
 from moh_jax.ops.attention_forms import choose_cached_form
-from moh_jax.ops.cache import LayerCache
+from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_placement import HeadPlacement
+from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 _BIAS = ("heads", None, None)  # [H, N, M]
@@ -106,7 +108,7 @@ def attend(
 def attend_to_cache(
   q: jax.Array,
   cache: LayerCache,
-  visible: jax.Array,
+  slots: Slots,
   *,
   active: ActiveHeads | None,
   implementation: str,
@@ -116,7 +118,7 @@ def attend_to_cache(
   Args:
     q: [B, n, H, D] queries of new tokens.
     cache: keys and values, those of the new tokens among them.
-    visible: [B, n, M] bool, the slots that each new token sees.
+    slots: which slots each new token sees.
     active: the heads that tokens use; None is every head.
     implementation: see `cached_attention`.
 
@@ -127,18 +129,17 @@ def attend_to_cache(
     ValueError: the implementation is unknown or cannot do this.
   """
   form = choose_cached_form(
-    implementation, new=q.shape[1], quantized=cache.k_scale is not None
+    implementation, target(), new=q.shape[1], head_dim=q.shape[-1]
   )
   if form == "dense":
-    return cached_attention(q, cache, visible, implementation=form)
+    return cached_attention(q, cache, slots, implementation=form)
 
-  def local(q, cache, visible, active):
-    return cached_attention(
-      q, cache, visible, active=active, implementation=form
-    )
+  def local(q, cache, slots, active):
+    return cached_attention(q, cache, slots, active=active, implementation=form)
 
+  slots = Slots(jnp.broadcast_to(slots.start, slots.first.shape), slots.first)
   stored = ("batch", "heads", None, None)
-  names = (_HEADS, stored, ("batch", None, None), _HEADS[:3])
+  names = (_HEADS, stored, ("batch",), _HEADS[:3])
   return map_shards(
-    local, (q, cache, visible, active), names, _HEADS, whole_mesh=True
+    local, (q, cache, slots, active), names, _HEADS, whole_mesh=True
   )

@@ -135,7 +135,7 @@ class MoHAttention(nn.Module):
         None is as `__call__`.
       slots: where the new tokens' keys and values go, and which they see; not
         needed without a cache.
-      token_mask: as in `__call__`; keys are masked only if `slots.visible` is
+      token_mask: as in `__call__`; keys are masked only if `slots.first` is
         None, which else says what tokens see. The same holds for segments.
       places: as in `__call__`.
       choice: as in `__call__`.
@@ -171,8 +171,8 @@ class MoHAttention(nn.Module):
     top_k = None if choice is None else choice.top_k
     active = active_heads(gates, self.budget, self.router, top_k, placement)
     how = {"active": active, "implementation": self.implementation}
-    if cache is not None and slots.visible is not None:
-      out = attend_to_cache(q, cache, slots.visible, **how)
+    if cache is not None and slots.first is not None:
+      out = attend_to_cache(q, cache, slots, **how)
     else:
       out = attend(
         q,

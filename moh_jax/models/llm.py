@@ -157,10 +157,10 @@ class LLM(nn.Module):
       positions: [B, N] int32; None is 0 to N - 1, or with a cache the number of
         the slot, right for texts without padding.
       segments: [B, N] int32 documents packed into a sequence; a token sees only
-        its own. None is one document. Read only if `slots.visible` is None,
+        its own. None is one document. Read only if `slots.first` is None,
         which else says what tokens see.
       token_mask: [B, N] bool, False for padding: not counted, and unseen if
-        `slots.visible` is None.
+        `slots.first` is None.
       top_k: [layers] int32 routed heads per token, at least 1, in place of the
         config's where a layer routes.
       head_scale: [layers, H] or [layers, B, 1, H] float32 that multiplies the
@@ -183,8 +183,9 @@ class LLM(nn.Module):
         f"{cfg.max_length}, the range of its positions"
       )
     if positions is None:
-      first = 0 if slots is None else slots.start
-      positions = jnp.broadcast_to(first + jnp.arange(length), (batch, length))
+      positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+      if slots is not None:
+        positions = positions + jnp.reshape(slots.start, (-1, 1))
     places = Places(
       rotation(positions, cfg.rope, cfg.head_dim, token_mask), segments
     )

@@ -121,28 +121,32 @@ def choose_form(implementation: str, case: AttentionCase) -> Form:
 
 
 def choose_cached_form(
-  implementation: str, *, new: int, quantized: bool
+  implementation: str, device: Target, *, new: int, head_dim: int
 ) -> str:
   """Chooses the form in which new tokens attend to a cache.
 
-  "auto" is "dense": the kernel has not been measured on a GPU yet, and a CPU
-  gains nothing from reading only the active heads, since XLA copies the slice
-  of a cache that a loop reads and runs the loop on one core.
+  "auto" is "kernel" on GPUs and TPUs, also where every head is active: a cache
+  has slots for tokens to come, which the dense form would read. On other
+  devices it is "dense": a CPU gains nothing from reading less, since XLA copies
+  the slice of a cache that a loop reads and runs the loop on one core.
 
   Args:
     implementation: one of `IMPLEMENTATIONS`.
+    device: the device that it runs on.
     new: new tokens per text; the kernel takes one.
-    quantized: whether the cache is int8, which the kernel does not read.
+    head_dim: D; "auto" is "dense" for heads that are too wide for the kernel.
 
   Returns:
-    "kernel", which reads the active heads, or "dense", which reads all.
+    "kernel", which reads the active heads and the visible slots, or "dense",
+    which reads all.
 
   Raises:
     ValueError: the implementation is unknown.
   """
   _check_known(implementation)
-  able = new == 1 and not quantized
-  return "kernel" if implementation == "kernel" and able else "dense"
+  pays = device.platform in ("gpu", "tpu") and head_dim <= MAX_HEAD_DIM
+  wanted = implementation == "kernel" or (implementation == "auto" and pays)
+  return "kernel" if wanted and new == 1 else "dense"
 
 
 def kernel_options(

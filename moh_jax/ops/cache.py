@@ -1,14 +1,16 @@
 """Key/value caches of text generation.
 
-A slot holds one token's keys and values. All rows of a batch write the same
-slot at the same time, so rows of different lengths are padded on the left.
-Heads come before slots: a head's keys lie side by side in memory, as the
-product with its queries reads them.
+A slot holds one token's keys and values; a text's tokens stand in slots side by
+side. Texts of different lengths may begin at different slots, so that all write
+the same slot at the same time, or each may write a slot of its own. Heads come
+before slots: a head's keys lie side by side in memory, as the product with its
+queries reads them.
 
 Shapes: B batch, n new tokens, K key/value heads, M slots, D head dim.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ class LayerCache:
   Attributes:
     k: [B, K, M, D] keys, after RoPE.
     v: [B, K, M, D] values.
-    k_scale: [B, K, M] float32 where keys are int8: a key is scale * stored;
+    k_scale: [B, K, 1, M] float32 where keys are int8: a key is scale * stored;
       else None.
     v_scale: the same for values.
   """
@@ -40,18 +42,33 @@ class LayerCache:
 class Slots:
   """Which slots of a cache new tokens are written to, and which they see.
 
-  For instance, the token after a prompt of 4 is written to slot 4 and sees
-  slots 0 to 4. One value serves all layers.
+  A new token sees the slots of its text up to its own. For instance, the token
+  after a prompt of 4 in slots 1 to 4 is written to slot 5 and sees slots 1 to
+  5. One value serves all layers.
 
   Attributes:
-    start: [] int32 slot of the first new token; the others follow it.
-    visible: [B, n, M] bool slots that each new token sees, its own among them.
-      None where the cache holds nothing before the new tokens: they see one
-      another as without a cache, which is faster.
+    start: int32 slot of the first new token; the others follow it. [] where it
+      is the same in all texts, else [B].
+    first: [B] int32 first slot of each text; those before it are padding, which
+      no token sees. A text with `first > start` sees nothing. None where the
+      cache holds nothing before the new tokens: they see one another as without
+      a cache, which is faster.
   """
 
   start: jax.Array
-  visible: jax.Array | None = None
+  first: jax.Array | None = None
+
+  def visible(self, new: int, slots: int) -> jax.Array:
+    """Marks the slots that each new token sees, [B, n, M] bool.
+
+    Args:
+      new: n.
+      slots: M.
+    """
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+    last = jnp.broadcast_to(self.start, self.first.shape)[:, None, None]
+    last = last + jnp.arange(new, dtype=jnp.int32)[None, :, None]
+    return (slot >= self.first[:, None, None]) & (slot <= last)
 
 
 def make_cache(
@@ -67,12 +84,12 @@ def make_cache(
     dtype: "float32", "bfloat16" or "int8".
 
   Returns:
-    Zeros, [B, K, M, D] and for "int8" scales [B, K, M].
+    Zeros, [B, K, M, D] and for "int8" scales [B, K, 1, M].
   """
   values = jnp.zeros((batch, kv_heads, slots, head_dim), dtype)
   if dtype != "int8":
     return LayerCache(values, values)
-  scales = jnp.zeros((batch, kv_heads, slots), jnp.float32)
+  scales = jnp.zeros((batch, kv_heads, 1, slots), jnp.float32)
   return LayerCache(values, values, scales, scales)
 
 
@@ -85,8 +102,8 @@ def write_cache(
     cache: earlier keys and values.
     k: [B, n, K, D] new keys, after RoPE.
     v: [B, n, K, D] new values.
-    slot: [] int32 slot of the first new token. `slot + n` must be at most M:
-      beyond it JAX would shift the write to earlier slots.
+    slot: [] or [B] int32 slot of the first new token. `slot + n` must be at
+      most M: beyond it JAX would shift the write to earlier slots.
 
   Returns:
     The cache with the new keys and values.
@@ -96,13 +113,22 @@ def write_cache(
     new, old = new.swapaxes(1, 2), getattr(cache, name)  # [B, K, n, D]
     if cache.k_scale is not None:
       new, scale = _quantize(new)
-      stored[f"{name}_scale"] = jax.lax.dynamic_update_slice(
-        getattr(cache, f"{name}_scale"), scale, (0, 0, slot)
-      )
-    stored[name] = jax.lax.dynamic_update_slice(
-      old, new.astype(old.dtype), (0, 0, slot, 0)
-    )
+      scale_name = f"{name}_scale"
+      old_scale = getattr(cache, scale_name)
+      stored[scale_name] = _put(old_scale, scale[:, :, None], slot, 3)
+    stored[name] = _put(old, new.astype(old.dtype), slot, 2)
   return LayerCache(**stored)
+
+
+def _put(
+  old: jax.Array, new: jax.Array, slot: jax.Array, axis: int
+) -> jax.Array:
+  """Puts new entries into an array of slots, from slot [] or [B] on."""
+  update = jax.lax.dynamic_update_slice_in_dim
+  if slot.ndim == 0:
+    return update(old, new, slot, axis)
+  each = functools.partial(update, axis=axis - 1)
+  return jax.vmap(each)(old, new, slot)
 
 
 def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:

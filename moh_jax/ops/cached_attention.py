@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.attention_forms import choose_cached_form, kernel_options
-from moh_jax.ops.cache import LayerCache
+from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.ops.products import einsum_float32
@@ -20,7 +20,7 @@ from moh_jax.ops.target import target
 def cached_attention(
   q: jax.Array,
   cache: LayerCache,
-  visible: jax.Array,
+  slots: Slots,
   *,
   active: ActiveHeads | None = None,
   implementation: str = "auto",
@@ -32,12 +32,13 @@ def cached_attention(
   Args:
     q: [B, n, H, D] queries of the new tokens, after RoPE.
     cache: keys and values, those of the new tokens among them.
-    visible: [B, n, M] bool, the slots that each new token sees.
+    slots: which slots each new token sees; `first` is not None.
     active: the heads that tokens use; None is every head. The outputs of other
       heads are finite and otherwise undefined; a gate of 0 makes them 0.
     implementation: one of `attention_forms.IMPLEMENTATIONS`. "kernel" reads
-      only the heads that tokens use, for one new token per text, from caches of
-      floats and without gradients. All others read every head.
+      only the heads that tokens use and the slots that they see, for one new
+      token per text and without gradients; "auto" is the same on GPUs and TPUs.
+      All others read the whole cache.
 
   Returns:
     [B, n, H, D] in the dtype of q; 0 where no slot is visible.
@@ -48,20 +49,18 @@ def cached_attention(
   batch, new, heads, dim = q.shape
   if active is not None:
     chex.assert_shape(active.mask, (batch, new, heads))
-  form = choose_cached_form(
-    implementation, new=new, quantized=cache.k_scale is not None
-  )
+  form = choose_cached_form(implementation, target(), new=new, head_dim=dim)
   if form == "dense":
-    return _dense(q, cache, visible)
+    return _dense(q, cache, slots)
+  end = jnp.broadcast_to(slots.start + 1, slots.first.shape)
   options = kernel_options(target())
-  return kernel_decode(
-    q, cache.k, cache.v, visible, active, dim**-0.5, **options
-  )
+  return kernel_decode(q, cache, slots.first, end, active, dim**-0.5, **options)
 
 
-def _dense(q: jax.Array, cache: LayerCache, visible: jax.Array) -> jax.Array:
+def _dense(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:
   """Computes every head, with all logits in memory at once."""
   batch, new, heads, dim = q.shape
+  visible = slots.visible(new, cache.k.shape[2])
   groups = cache.k.shape[1]
   dtype = q.dtype
   if cache.k_scale is None:  # keep a float32 cache in float32, not in q's dtype
@@ -73,12 +72,12 @@ def _dense(q: jax.Array, cache: LayerCache, visible: jax.Array) -> jax.Array:
   grouped = grouped.astype(dtype)
   logits = einsum_float32("bkrd,bkmd->bkrm", grouped, cache.k.astype(dtype))
   if cache.k_scale is not None:
-    logits = logits * cache.k_scale[:, :, None]
+    logits = logits * cache.k_scale
   rows = jnp.repeat(visible, heads // groups, axis=1)[:, None]  # [B, 1, r, M]
   logits = jnp.where(rows, logits * dim**-0.5, -jnp.inf)
   weights, total, _ = unnormalized_softmax(logits, masked=True)
   if cache.v_scale is not None:
-    weights = weights * cache.v_scale[:, :, None]
+    weights = weights * cache.v_scale
   out = einsum_float32(
     "bkrm,bkmd->bkrd", weights.astype(dtype), cache.v.astype(dtype)
   )

@@ -165,19 +165,15 @@ def _generate(
   tokens, steps = case.arrays["prompt_ids"], case.hyper["max_new_tokens"]
   batch, length = tokens.shape
   model, params = LLM(config, unrolled=True), unroll(params, config)
-  slots = length + steps
-  cache = model.new_cache(batch, slots)
+  cache = model.new_cache(batch, length + steps)
 
   @jax.jit
   def step(params, cache, tokens, first):
-    own = first + jnp.arange(tokens.shape[1])
-    visible = jnp.arange(slots)[None] <= own[:, None]
-    visible = jnp.broadcast_to(visible, (*tokens.shape, slots))
     (logits, _, cache), recorded = model.apply(
       {"params": params},
       tokens,
       cache,
-      Slots(first, visible),
+      Slots(first, jnp.zeros(batch, jnp.int32)),
       method="extend",
       mutable=["intermediates"],
     )

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.cache import LayerCache, make_cache, write_cache
+from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.speed import compare
@@ -25,13 +25,13 @@ from moh_jax.speed.report import Row
 def _gated(
   q: jax.Array,
   cache: LayerCache,
-  visible: jax.Array,
+  slots: Slots,
   active: ActiveHeads | None,
   implementation: str,
 ) -> tuple[jax.Array, tuple]:
   """Returns (output, no gradients) of gated attention; active gates are 1."""
   out = cached_attention(
-    q, cache, visible, active=active, implementation=implementation
+    q, cache, slots, active=active, implementation=implementation
   )
   return out if active is None else out * active.mask[..., None], ()
 
@@ -57,7 +57,7 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
   shape = batch, length, groups, dim
   new = (jax.random.normal(key, shape) for key in keys[1:])
   cache = write_cache(cache, *new, jnp.int32(0))
-  visible = jnp.ones((batch, 1, length), bool)
+  slots = Slots(jnp.int32(length - 1), jnp.zeros(batch, jnp.int32))
   reference = make_reference("forward")
   expected, _ = reference(q, *_keys_and_values(cache))
   variants = []
@@ -70,7 +70,7 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
       options,
       budget,
       lambda name: functools.partial(_gated, implementation=name),
-      (q, cache, visible, active),
+      (q, cache, slots, active),
       # A new token sees every slot, so the mode is not causal.
       flops=attention_flops(round(batch * heads * share), length, dim),
       expected=(gated, ()),
@@ -82,5 +82,5 @@ def _keys_and_values(cache: LayerCache) -> tuple[jax.Array, jax.Array]:
   """What a cache holds, [B, M, K, D] float32."""
   k, v = (x.astype(jnp.float32) for x in (cache.k, cache.v))
   if cache.k_scale is not None:
-    k, v = k * cache.k_scale[..., None], v * cache.v_scale[..., None]
+    k, v = k * cache.k_scale.mT, v * cache.v_scale.mT
   return k.swapaxes(1, 2), v.swapaxes(1, 2)

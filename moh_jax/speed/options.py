@@ -207,14 +207,10 @@ class DecodeOptions(HeadOptions):
   }
 
   def check_possible(self, implementation: str) -> None:
-    """Raises ValueError if the device or the cache rule out a form."""
+    """Raises ValueError if the device or the heads rule out a form."""
     super().check_possible(implementation)
     if implementation != "kernel":
       return
-    if self.cache_dtype == "int8":
-      raise ValueError(
-        "--implementations kernel needs a --cache-dtype of floats, not int8"
-      )
     from moh_jax.ops.kernels.sizes import decode_tile
 
     try:

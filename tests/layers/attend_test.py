@@ -13,7 +13,7 @@ from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.ops.cache import LayerCache
+from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import unbox
@@ -96,12 +96,12 @@ class MeshTest(parameterized.TestCase):
     q = jax.random.normal(r[0], (8, 1, 4, 8))
     k, v = (jax.random.normal(key, (8, kv_heads, 20, 8)) for key in r[1:3])
     mask = jax.random.bernoulli(r[3], 0.5, q.shape[:3])
-    visible = jnp.arange(20)[None, None] >= jnp.arange(8)[:, None, None]
+    slots = Slots(jnp.int32(19), jnp.arange(8))
 
     @functools.partial(jax.jit, static_argnums=3)
     def run(q, k, v, name):
       out = attend_to_cache(
-        q, LayerCache(k, v), visible, active=ActiveHeads(mask, 4),
+        q, LayerCache(k, v), slots, active=ActiveHeads(mask, 4),
         implementation=name,
       )  # fmt: skip
       return out * mask[..., None]
@@ -124,9 +124,9 @@ class MeshTest(parameterized.TestCase):
       if function == "attend":
         return attend(q, q, q, active=active, implementation="kernel")
       cache = LayerCache(*[jnp.zeros((8, 4, 256, 128), jnp.bfloat16)] * 2)
-      visible = jnp.ones((8, 1, 256), bool)
+      slots = Slots(jnp.int32(255), jnp.zeros(8, jnp.int32))
       return attend_to_cache(
-        q, cache, visible, active=active, implementation="kernel"
+        q, cache, slots, active=active, implementation="kernel"
       )
 
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))

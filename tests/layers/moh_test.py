@@ -369,15 +369,14 @@ class PlacesTest(parameterized.TestCase):
   def _extend(self, cache, start, stop, tokens=None):
     """The layer on tokens `start` to `stop`: outputs and the new cache."""
     tokens = small.tokens() if tokens is None else tokens
-    seen = jnp.arange(8)[None] <= jnp.arange(start, stop)[:, None]
-    visible = None if start == 0 else jnp.stack([seen] * small.B)
+    first = None if start == 0 else jnp.zeros(small.B, jnp.int32)
     part = jax.tree.map(lambda x: x[:, start:stop], self.rotation)
     extend = functools.partial(self.module.apply, method="extend")
     out, _, cache = jax.jit(extend)(
       self.variables,
       tokens[:, start:stop],
       cache,
-      Slots(jnp.int32(start), visible),
+      Slots(jnp.int32(start), first),
       places=Places(rotation=part),
     )
     return out, cache

@@ -42,18 +42,15 @@ def _decode(config: LLMConfig, unrolled: bool, dtype: str = "float32"):
   place = jnp.arange(small.N)[None] - pad
   logits = []
   for start in (0, *range(_PROMPT, small.N)):
-    stop, token_mask, visible = start + 1, None, None
+    stop, token_mask, first = start + 1, None, pad[:, 0]
     if start == 0:
-      stop = _PROMPT
+      stop, first = _PROMPT, None
       token_mask = place[:, :stop] >= 0
-    else:
-      slots = jnp.arange(_SLOTS)[None]
-      visible = ((slots >= pad) & (slots <= start))[:, None]
     out, _, cache = _extend(config, unrolled)(
       {"params": params},
       small.random_tokens()[:, start:stop],
       cache,
-      Slots(jnp.int32(start), visible),
+      Slots(jnp.int32(start), first),
       positions=jnp.maximum(place[:, start:stop], 0),
       token_mask=token_mask,
     )
@@ -100,9 +97,8 @@ class CacheTest(parameterized.TestCase):
     _, _, cache = extend(prompt, empty, Slots(jnp.int32(0)))
 
     def write(token):
-      seen = jnp.arange(_SLOTS)[None, None] <= 4
-      seen = jnp.broadcast_to(seen, (small.B, 1, _SLOTS))
-      logits, _, new = extend(token, cache, Slots(jnp.int32(4), seen))
+      slots = Slots(jnp.int32(4), jnp.zeros(small.B, jnp.int32))
+      logits, _, new = extend(token, cache, slots)
       return logits, new
 
     before = jax.tree.map(np.array, cache)
@@ -136,7 +132,7 @@ class CacheTest(parameterized.TestCase):
   def test_new_cache_has_a_layer_axis_unless_unrolled(self):
     (stacked,) = LLM(small.CONFIG).new_cache(3, 5, "int8")
     chex.assert_shape(stacked.k, (2, 3, 2, 5, 8))
-    chex.assert_shape(stacked.k_scale, (2, 3, 2, 5))
+    chex.assert_shape(stacked.k_scale, (2, 3, 2, 1, 5))
     (each,) = LLM(small.CONFIG, unrolled=True).new_cache(3, 5, "int8")
     self.assertLen(each, 2)
     for layer in each:

@@ -163,16 +163,27 @@ class CudnnTest(parameterized.TestCase):
       _name("cudnn", **(able | changes))
 
 
-class CachedTest(parameterized.TestCase):
-  @parameterized.parameters(*IMPLEMENTATIONS)
-  def test_all_but_the_kernel_read_every_head(self, name):
-    form = choose_cached_form(name, new=1, quantized=False)
-    self.assertEqual(form, "kernel" if name == "kernel" else "dense")
+def _cached_name(name, platform="gpu", new=1, head_dim=64):
+  device = Target(platform, "")
+  return choose_cached_form(name, device, new=new, head_dim=head_dim)
 
-  @parameterized.parameters((2, False), (1, True))
-  def test_kernel_is_for_one_token_and_floats(self, new, quantized):
-    form = choose_cached_form("kernel", new=new, quantized=quantized)
-    self.assertEqual(form, "dense")
+
+class CachedTest(parameterized.TestCase):
+  @parameterized.product(name=IMPLEMENTATIONS, platform=("cpu", "gpu", "tpu"))
+  def test_only_the_kernel_skips_heads_and_slots(self, name, platform):
+    kernel = name == "kernel" or (name == "auto" and platform != "cpu")
+    expected = "kernel" if kernel else "dense"
+    self.assertEqual(_cached_name(name, platform), expected)
+
+  @parameterized.parameters("kernel", "auto")
+  def test_several_new_tokens_are_dense(self, name):
+    self.assertEqual(_cached_name(name, new=2), "dense")
+
+  @parameterized.parameters(
+    {"head_dim": 257}, {"platform": "neuron", "head_dim": 64}
+  )
+  def test_auto_is_dense_where_there_is_no_kernel(self, **case):
+    self.assertEqual(_cached_name("auto", **case), "dense")
 
 
 class ErrorsTest(absltest.TestCase):
@@ -180,7 +191,7 @@ class ErrorsTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
       _name("flush")
     with self.assertRaisesRegex(ValueError, "'flush' must be one of"):
-      choose_cached_form("flush", new=1, quantized=False)
+      _cached_name("flush")
 
 
 if __name__ == "__main__":

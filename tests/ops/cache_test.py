@@ -6,8 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.cache import make_cache
+from moh_jax.ops.cache import Slots, make_cache
 from tests.ops.caches import DTYPES, B, D, K, M, filled, stored, vectors, write
+
+
+class SlotsTest(parameterized.TestCase):
+  @parameterized.parameters(([3, 3],), (3,))
+  def test_tokens_see_their_text_up_to_themselves(self, start):
+    slots = Slots(jnp.asarray(start), jnp.asarray([0, 4]))
+    expected = [
+      [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]],
+      [[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0]],
+    ]
+    np.testing.assert_array_equal(slots.visible(2, 6), expected)
 
 
 class WriteCacheTest(parameterized.TestCase):
@@ -34,6 +45,17 @@ class WriteCacheTest(parameterized.TestCase):
       kept = np.delete(stored(after, name), inside, axis=1)
       expected = np.delete(stored(before, name), inside, axis=1)
       np.testing.assert_array_equal(kept, expected)
+
+  @parameterized.parameters(*DTYPES)
+  def test_texts_write_slots_of_their_own(self, dtype):
+    before, *_ = filled(dtype)
+    k, v = vectors(2, seed=3), vectors(2, seed=4)
+    after = write(before, k, v, jnp.asarray([1, 5]))
+    for text, slot in enumerate((1, 5)):
+      alone = write(before, k, v, jnp.int32(slot))
+      chex.assert_trees_all_equal(
+        *(jax.tree.map(lambda x: x[text], tree) for tree in (after, alone))  # noqa: B023
+      )
 
   def test_int8_is_off_by_half_a_step_of_its_vector_at_most(self):
     k = vectors(M, seed=5) * jnp.array([1e-3, 50.0])[:, None, None, None]

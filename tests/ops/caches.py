@@ -32,5 +32,5 @@ def stored(cache: LayerCache, name: str) -> np.ndarray:
   x = np.asarray(getattr(cache, name), np.float32)
   scale = getattr(cache, f"{name}_scale")
   if scale is not None:
-    x = x * np.asarray(scale)[..., None]
+    x = x * np.asarray(scale.mT)
   return x.swapaxes(1, 2)

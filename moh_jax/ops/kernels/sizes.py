@@ -144,8 +144,8 @@ _DECODE = {
     (64, Tile(16, 64, 4, 2)), (128, Tile(16, 32, 4, 2)),
     (256, Tile(16, 16, 4, 2)),
   ),
-  ("mosaic_tpu", 2): ((256, Tile(16, 2048)),),
-  ("mosaic_tpu", 4): ((256, Tile(16, 1024)),),
+  ("mosaic_tpu", 2): ((256, Tile(16, 1024)),),
+  ("mosaic_tpu", 4): ((256, Tile(16, 512)),),
 }  # fmt: skip
 # Heads with fewer tokens than this get blocks of half the rows: a head's last
 # block is half empty on average, which costs more the fewer blocks there are.
