@@ -7,7 +7,7 @@ tile.
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,26 @@ LOG2_E = math.log2(math.e)
 
 # Inputs or outputs of a kernel.
 Arrays = tuple[jax.Array, ...]
+
+
+class KeyRanges(NamedTuple):
+  """Ranges of keys: those that may be seen, and those that surely are.
+
+  For instance, causal attention of a tile with tokens 3, 5 and 6: the tile
+  reads the keys [0, 7), and all of its rows see the keys [0, 4), so these need
+  no mask. All are int32 arrays of one shape.
+
+  Attributes:
+    begin: first key that may be seen.
+    end: where the keys that may be seen end; at most `begin` if there are none.
+    whole_begin: first of the keys that are surely seen.
+    whole_end: where these end; at most `whole_begin` if there are none.
+  """
+
+  begin: jax.Array
+  end: jax.Array
+  whole_begin: jax.Array
+  whole_end: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +140,53 @@ class Problem:
     """One float32 per row, [T * R]."""
     return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
 
+  def row_ranges(self) -> KeyRanges:
+    """The keys that each row sees, [T, R]; M in empty rows."""
+    token, keys = self.blocks.token, self.keys
+    begin, end = jnp.zeros_like(token), jnp.full_like(token, keys)
+    if self.visible.causal:
+      end = jnp.clip(token + 1 + keys - self.queries, 0, keys)
+    whole_end = end
+    if self.masks_by_value:
+      batch = self.blocks.head[:, None] // (self.group * self.kv_heads)
+      seen = self.visible.key_ranges(self.queries, keys)
+      inside = jnp.minimum(token, self.queries - 1)
+      first, last, exact = (x[batch, inside] for x in seen)
+      begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
+      whole_end = jnp.where(exact, end, 0)
+    empty = token == self.queries
+    begin, end, whole_end = (
+      jnp.where(empty, keys, x) for x in (begin, end, whole_end)
+    )
+    return KeyRanges(begin, end, begin, whole_end)
+
+  def tile_ranges(self, rows: int) -> KeyRanges:
+    """The keys that a tile of rows reads, and those that need no mask.
+
+    Args:
+      rows: r, a divisor of R.
+
+    Returns:
+      Ranges [T * R / r]: of the keys that at least one row of the tile may see,
+      and of those that all of its rows see; M in tiles without active pairs.
+      The tiles of a head ascend in all four numbers.
+    """
+    ranges = (x.reshape(-1, rows) for x in self.row_ranges())
+    begin, end, whole_begin, whole_end = ranges
+    empty = self.blocks.token.reshape(-1, rows) == self.queries
+
+    def highest(x: jax.Array) -> jax.Array:
+      x = jnp.where(empty, 0, x).max(-1)
+      return jnp.where(empty[:, 0], self.keys, x)
+
+    return KeyRanges(
+      begin.min(-1), highest(end), highest(whole_begin), whole_end.min(-1)
+    )
+
   def key_bounds(self, rows: int) -> tuple[jax.Array, jax.Array]:
     """How many leading keys each tile of rows reads without and with a mask.
 
-    For instance, causal attention of a tile with tokens 3, 5 and 6: all its
-    rows see the first 4 keys, so these need no mask, and none sees a key after
-    the first 7.
+    These are `tile_ranges` for loops that begin at the first key.
 
     Args:
       rows: r, a divisor of R.
@@ -135,15 +196,10 @@ class Problem:
       least one row may see; both [T * R / r] int32. A tile without active pairs
       has unmasked M and end 0.
     """
-    token = self.blocks.token.reshape(-1, rows)
-    empty = token[:, 0] == self.queries
-    if not self.visible.causal:
-      unmasked = jnp.full(len(token), self.keys, jnp.int32)
-      return unmasked, jnp.where(empty, 0, unmasked)
-    last = jnp.where(token == self.queries, -1, token).max(-1)
-    ends = jnp.stack([token[:, 0], last]) + (1 + self.keys - self.queries)
-    unmasked, end = jnp.clip(ends, 0, self.keys)
-    return jnp.where(empty, self.keys, unmasked), jnp.where(empty, 0, end)
+    begin, end, whole_begin, whole_end = self.tile_ranges(rows)
+    reads = begin < end
+    unmasked = jnp.where((whole_begin > 0) & reads, 0, whole_end)
+    return unmasked, jnp.where(reads, end, 0)
 
   def row_masks(self) -> tuple[jax.Array | None, jax.Array | None]:
     """What decides which keys each row sees, [T * R] int32 each, or None.

@@ -46,19 +46,22 @@ class Plan(Program):
   def row_table(self) -> tuple:
     """Each block's head, the number of used blocks, and the loops' bounds.
 
-    The bounds are those of `keys_of_rows`; None without a causal mask.
+    The bounds are those of `keys_of_rows`; None if nothing is hidden.
     """
-    blocks = self.problem.blocks
-    bounds = keys_of_rows(self.problem, self.rows, self.keys)
+    blocks, bounds = self.problem.blocks, None
+    if not self.problem.visible.everything:
+      bounds = keys_of_rows(self.problem, self.rows, self.keys)
     return blocks.head, blocks.first[-1:], bounds
 
   def key_table(self) -> tuple:
     """The first tile of each head's rows [B * H + 1], and the loops' bounds.
 
-    The bounds are those of `rows_of_keys`; None without a causal mask.
+    The bounds are those of `rows_of_keys`; None if nothing is hidden.
     """
-    first = self.problem.blocks.first * self.tiles_per_block
-    return first, rows_of_keys(self.problem, self.rows, self.keys)
+    bounds = None
+    if not self.problem.visible.everything:
+      bounds = rows_of_keys(self.problem, self.rows, self.keys)
+    return self.problem.blocks.first * self.tiles_per_block, bounds
 
   def call_by_rows(
     self, kernel: Callable, rows: Any, keys: tuple, outputs: tuple
