@@ -22,10 +22,9 @@ from jax.experimental import pallas as pl
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
   HeadBlocks,
-  gather_rows,
   scatter_rows,
 )
-from moh_jax.ops.kernels.attention import BACKENDS, readable
+from moh_jax.ops.kernels.attention import BACKENDS, forward_queries, readable
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import Tile, decode_tile
 from moh_jax.ops.kernels.tpu_plan import LANES
@@ -129,11 +128,14 @@ def kernel_decode(
   )
   queries = q.astype(dtype).reshape(batch, kv_heads, 1, -1, 1, dim)
   out, log_sums = BACKENDS[backend].forward(
-    problem, gather_rows(per_sequence(queries), blocks), (k, v), tile
+    problem,
+    forward_queries(backend, per_sequence(queries), blocks),
+    (k, v),
+    tile,
   )
   out = _join_splits(
-    scatter_rows(out, blocks, 1).reshape(*shape, dim),
-    scatter_rows(log_sums, blocks, 1).reshape(shape),
+    scatter_rows(out, blocks).reshape(*shape, dim),
+    scatter_rows(log_sums, blocks).reshape(shape),
     visible.any(-1)[..., None],
   )  # [B, K, G, D]
   if chosen is not None:
@@ -191,13 +193,22 @@ def _whole_heads(active: jax.Array, tokens: int, rows: int) -> HeadBlocks:
   sequence = jnp.minimum(sequence, count - 1)
   token = jnp.arange(each * rows, dtype=jnp.int32)
   token = jnp.where((index < ended[-1])[:, None], token, tokens)
+  token = jnp.minimum(token, tokens)
+  pair = jnp.where(token < tokens, sequence[:, None] * tokens + token, -1)
   row = jnp.arange(tokens, dtype=jnp.int32)
   row = (ended[:, None] - 1) * (each * rows) + row[None]
+  row = jnp.where(active[:, None], row, count * each * rows)
   return HeadBlocks(
-    token=jnp.minimum(token, tokens).reshape(-1, rows),
+    pair=pair.reshape(-1),
+    row=row[..., None],
+    rank=jnp.broadcast_to(
+      active[:, None, None] * jnp.arange(1, tokens + 1)[None, :, None],
+      (count, tokens, 1),
+    ),
+    active=jnp.broadcast_to(active[:, None, None], (count, tokens, 1)),
+    token=token.reshape(-1, rows),
     head=jnp.repeat(sequence, each),
     first=jnp.concatenate([jnp.zeros(1, jnp.int32), ended]) * each,
-    row=jnp.where(active[:, None], row, count * each * rows),
   )
 
 

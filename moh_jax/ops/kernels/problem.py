@@ -97,7 +97,12 @@ class Problem:
   @property
   def group(self) -> int:
     """G."""
-    return self.blocks.row.shape[0] // (self.batch * self.kv_heads)
+    return self.blocks.row.shape[2] // self.kv_heads
+
+  @property
+  def num_heads(self) -> int:
+    """Query heads of the whole batch, B * H."""
+    return len(self.blocks.first) - 1
 
   @property
   def rows(self) -> int:
@@ -128,9 +133,10 @@ class Problem:
     return x.astype(jnp.promote_types(x.dtype, self.dtype))
 
   def outputs(self, q: jax.Array, v: jax.Array) -> tuple:
-    """Shapes of the forward pass's results, for rows q and values v."""
+    """Shapes of the forward pass's results, for queries q and values v."""
     dtype = v.dtype if self.out_dtype is None else self.out_dtype
-    return jax.ShapeDtypeStruct(q.shape, dtype), self._row_sums()
+    shape = self.num_blocks * self.rows, q.shape[-1]
+    return jax.ShapeDtypeStruct(shape, dtype), self._row_sums()
 
   def query_gradients(self, q: jax.Array) -> tuple:
     """Shapes of the results of `Kernels.query_gradient`, for rows q."""
@@ -140,24 +146,32 @@ class Problem:
     """One float32 per row, [T * R]."""
     return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
 
+  def token_ranges(self) -> KeyRanges:
+    """The keys that each token sees, [B, N]; ascending in all four numbers."""
+    token = jnp.arange(self.queries, dtype=jnp.int32)[None]
+    batch = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+    return self._ranges(*jnp.broadcast_arrays(batch, token))
+
   def row_ranges(self) -> KeyRanges:
     """The keys that each row sees, [T, R]; M in empty rows."""
-    token, keys = self.blocks.token, self.keys
+    token = self.blocks.token
+    batch = self.blocks.head[:, None] // (self.group * self.kv_heads)
+    empty = token == self.queries
+    ranges = self._ranges(batch, jnp.minimum(token, self.queries - 1))
+    return KeyRanges(*(jnp.where(empty, self.keys, x) for x in ranges))
+
+  def _ranges(self, batch: jax.Array, token: jax.Array) -> KeyRanges:
+    """The keys that some tokens see, in the shape of `token`."""
+    keys = self.keys
     begin, end = jnp.zeros_like(token), jnp.full_like(token, keys)
     if self.visible.causal:
       end = jnp.clip(token + 1 + keys - self.queries, 0, keys)
     whole_end = end
     if self.masks_by_value:
-      batch = self.blocks.head[:, None] // (self.group * self.kv_heads)
       seen = self.visible.key_ranges(self.queries, keys)
-      inside = jnp.minimum(token, self.queries - 1)
-      first, last, exact = (x[batch, inside] for x in seen)
+      first, last, exact = (x[batch, token] for x in seen)
       begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
       whole_end = jnp.where(exact, end, 0)
-    empty = token == self.queries
-    begin, end, whole_end = (
-      jnp.where(empty, keys, x) for x in (begin, end, whole_end)
-    )
     return KeyRanges(begin, end, begin, whole_end)
 
   def tile_ranges(self, rows: int) -> KeyRanges:
@@ -252,7 +266,7 @@ class Kernels(Protocol):
 
     Args:
       problem: the call.
-      q: rows of the queries.
+      q: the queries, as `forward_queries` returns them.
       keys: keys and values.
       tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
 

@@ -127,6 +127,16 @@ class Program:
       for first, width in self.columns
     )
 
+  def load_at(self, ref: Any, rows: jax.Array) -> Slices:
+    """Loads the rows of [X, D] that an array of indices [r] names."""
+    return tuple(
+      _load(
+        ref.at[rows[:, None], first + jnp.arange(width)[None]],
+        self._inside(first, width),
+      )
+      for first, width in self.columns
+    )
+
   def store(self, ref: Any, values: Slices) -> None:
     """Writes a program's tile of rows."""
     for (first, width), x in zip(self.columns, values):
@@ -276,7 +286,9 @@ class Program:
     first, bounds = table
     group = self.problem.group
     if bounds is None:
-      begin, end = first[head * group], first[(head + 1) * group]
+      begin, end = (
+        first[x * group] * self.tiles_per_block for x in (head, head + 1)
+      )
       return loop(begin, end, functools.partial(step, masked=False), carry)
 
     def over_query_head(g: jax.Array, carry: Any) -> Any:

@@ -57,15 +57,27 @@ def rows_of_keys(problem: Problem, rows: int, keys: int) -> Bounds:
     rows: r.
     keys: L.
   """
-  first = problem.blocks.first * (problem.rows // rows)
-  begin, end, whole_begin, whole_end = problem.tile_ranges(rows)
   start = jnp.arange(0, problem.keys, keys, dtype=jnp.int32)
   stop = jnp.minimum(start + keys, problem.keys)
-  return _ordered(
-    _search(end, first, start + 1),
-    _search(whole_end, first, stop),
-    _search(whole_begin, first, start + 1),
-    _search(begin, first, stop),
+  begin, end, whole_begin, whole_end = problem.token_ranges()
+  values = jnp.stack([end, whole_end, whole_begin, begin])
+  targets = jnp.stack([start + 1, stop, start + 1, stop])
+  # Values ascend by token, so these tokens are the first ones.
+  tokens = values[:, :, None] < targets[:, None, :, None]  # [4, B, J, N]
+  tokens = tokens.sum(-1, dtype=jnp.int32)
+  rank = problem.blocks.rank
+  batch = jnp.arange(problem.batch)[None, :, None]
+  below = rank[batch, jnp.maximum(tokens - 1, 0)]  # rows of each head
+  below = jnp.where((tokens > 0)[..., None], below, 0)  # [4, B, J, H]
+  count = rank[None, :, -1:]
+  next_tile = pl.cdiv(below, rows)
+  # The tile of the next row; after the last tile if there is no such row.
+  tile = jnp.where(below < count, below // rows, next_tile)
+  bounds = _ordered(tile[0], next_tile[1], tile[2], next_tile[3])
+  first = problem.blocks.first[:-1].reshape(problem.batch, 1, -1)
+  first = first * (problem.rows // rows)
+  return Bounds(
+    *((first + x).swapaxes(1, 2).reshape(-1, len(start)) for x in bounds)
   )
 
 
@@ -76,31 +88,3 @@ def _ordered(
   end = jnp.maximum(begin, end)
   whole_begin = jnp.clip(whole_begin, begin, end)
   return Bounds(begin, whole_begin, jnp.clip(whole_end, whole_begin, end), end)
-
-
-def _search(
-  values: jax.Array, first: jax.Array, targets: jax.Array
-) -> jax.Array:
-  """Binary search within ranges, as `jnp.searchsorted` in each.
-
-  Args:
-    values: [P] int32, ascending within each range.
-    first: [X + 1] int32, the start of each range, and the end of the last.
-    targets: [J] int32.
-
-  Returns:
-    [X, J] int32 index of the range's first value that is at least the target;
-    the end of the range if none is.
-  """
-  shape = len(first) - 1, len(targets)
-  low, high = (
-    jnp.broadcast_to(x[:, None], shape) for x in (first[:-1], first[1:])
-  )
-  for _ in range(len(values).bit_length()):
-    middle = (low + high) // 2
-    below = values[jnp.minimum(middle, len(values) - 1)] < targets[None]
-    low, high = (
-      jnp.where((low < high) & below, middle + 1, low),
-      jnp.where((low < high) & ~below, middle, high),
-    )
-  return low
