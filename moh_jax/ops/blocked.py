@@ -91,7 +91,7 @@ def _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step):
     problem.no_rows((), jnp.float32),
   )
   out, log_sums = lax.fori_loop(0, problem.groups, group, results)
-  out = scatter_rows(out, blocks, q.shape[2])
+  out = scatter_rows(out, blocks)
   out, log_sums = keep_attention((out, log_sums))
   return out, (q, k, v, bias, visible, blocks, out, log_sums)
 
@@ -139,7 +139,7 @@ def _backward(scale, blocks_per_step, saved, grad):
   if bias is not None:
     dbias = dbias.astype(bias.dtype)
   batch = q.shape[0]
-  dq = scatter_rows(dq, blocks, q.shape[2])
+  dq = scatter_rows(dq, blocks)
   return dq, _from_heads(dk, batch), _from_heads(dv, batch), dbias, None, None
 
 

@@ -1,12 +1,14 @@
-"""Attention of the active heads through cuDNN's fused kernels.
+"""Attention through cuDNN's fused kernels, of the active heads where it can.
 
-Every head of every sequence becomes a sequence of its own, which holds the
-tokens that use the head; cuDNN is told its length. cuDNN's causal mask counts
-queries by their index in that sequence, which is not their token's position, so
-causal attention computes all heads instead.
+Without a causal mask, segments and a bias neither the order of queries nor that
+of keys matters. So the queries of the heads that share a key/value head become
+one sequence, which holds the active (token, head) pairs, and keys that may not
+be seen are moved behind the others; cuDNN is told both lengths. A causal mask
+of cuDNN's counts queries by their index in that sequence, which is not their
+token's position, so causal attention computes all heads instead.
 
-Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
-dim, T sequences.
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, G query
+heads of a key/value head, D head dim.
 """
 
 import functools
@@ -17,8 +19,8 @@ import jax.numpy as jnp
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
   gather_rows,
-  head_blocks,
   scatter_rows,
+  sequence_rows,
 )
 from moh_jax.ops.visible import Visible
 
@@ -53,9 +55,8 @@ def cudnn_attention(
   attend = functools.partial(
     jax.nn.dot_product_attention, scale=scale, implementation=backend
   )
-  packs = active is not None and bias is None
-  if packs and not visible.causal and visible.segments is None:
-    return _packed(q, k, v, visible, active, attend)
+  if bias is None and not visible.causal and visible.segments is None:
+    return _bidirectional(q, k, v, visible.key_mask, active, attend)
   causal = visible.causal and q.shape[1] == k.shape[1]
   if causal:  # cuDNN applies this mask itself and skips hidden tiles
     visible = Visible(visible.key_mask, visible.segments)
@@ -69,27 +70,36 @@ def cudnn_attention(
   return jnp.where(seen, out, 0)
 
 
-def _packed(q, k, v, visible, active, attend):
-  tokens, heads = q.shape[1:3]
-  blocks = head_blocks(active, tokens)
-  rows = gather_rows(q, blocks).reshape(-1, tokens, 1, q.shape[3])
-  lengths = (blocks.token < tokens).sum(-1, dtype=jnp.int32)
-  group = blocks.head // (heads // k.shape[2])
-  keys, values = (
-    x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3])[group]
-    for x in (k, v)
-  )
-  mask = None
-  if visible.key_mask is not None:
-    mask = visible.key_mask[blocks.head // heads][:, None, None]
+def _bidirectional(q, k, v, key_mask, active, attend):
+  queries = keys = table = None  # lengths of cuDNN's sequences, and their rows
+  if key_mask is not None:
+    front, keys = sequence_rows(ActiveHeads(key_mask[:, :, None], 1))
+    k, v = (gather_rows(x[:, :, None], front).reshape(x.shape) for x in (k, v))
+  if active is not None:
+    heads = k.shape[2]
+    table, queries = sequence_rows(active, q.shape[2] // heads)
+    q = gather_rows(q, table).reshape(len(queries), -1, 1, q.shape[3])
+    k, v = (
+      x.swapaxes(1, 2).reshape(-1, x.shape[1], 1, x.shape[3]) for x in (k, v)
+    )
+    keys = None if keys is None else jnp.repeat(keys, heads)
   out = attend(
-    rows,
-    keys,
-    values,
-    mask=mask,
-    query_seq_lengths=lengths,
-    key_value_seq_lengths=jnp.full_like(lengths, k.shape[1]),
+    q,
+    k,
+    v,
+    query_seq_lengths=_at_least_one(queries),
+    key_value_seq_lengths=_at_least_one(keys),
   )
-  if mask is not None:
-    out = jnp.where(mask.any(-1, keepdims=True), out, 0)
-  return scatter_rows(out.reshape(-1, v.shape[3]), blocks, heads)
+  if keys is not None:
+    out = jnp.where((keys > 0)[:, None, None, None], out, 0)
+  if table is None:
+    return out
+  return scatter_rows(out.reshape(-1, out.shape[-1]), table)
+
+
+def _at_least_one(lengths: jax.Array | None) -> jax.Array | None:
+  """Lengths that every version of cuDNN takes: 0 needs cuDNN 9.25.
+
+  The first row or key of an empty sequence is 0, and nobody reads the result.
+  """
+  return None if lengths is None else jnp.maximum(lengths, 1)

@@ -9,15 +9,15 @@ router. How many blocks are used is an array value at which loops stop.
 For instance, with blocks of 2 rows, tokens 0, 1 and 3 on head 0 and token 2 on
 head 1 are the blocks [0, 1], [3, empty] and [2, empty].
 
-Shapes: B batch, N tokens, H heads, T blocks, R rows of a block.
+Shapes: B batch, N tokens, H heads, T blocks, R rows of a block, X rows.
 """
 
 import dataclasses
-import functools
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @jax.tree_util.register_dataclass
@@ -49,8 +49,24 @@ class ActiveHeads:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeadBlocks:
-  """A table of (token, head) pairs in blocks of one head each.
+class PairRows:
+  """Which (token, head) pair each row of a matrix holds, and the inverse.
+
+  Attributes:
+    pair: [X] int32 pair of each row, (b * N + n) * H + h; -1 in empty rows.
+    row: [B, N, H] int32 row of each pair; X for inactive pairs.
+    active: [B, N, H] bool, False for inactive pairs.
+  """
+
+  pair: jax.Array
+  row: jax.Array
+  active: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadBlocks(PairRows):
+  """A table of (token, head) pairs in blocks of one head each; X is T * R.
 
   Attributes:
     token: [T, R] int32 token of each row, ascending within a head; N in empty
@@ -58,13 +74,13 @@ class HeadBlocks:
     head: [T] int32 head of each block, b * H + h; B * H - 1 for unused blocks.
     first: [B * H + 1] int32 first block of each head; the last entry is the
       number of used blocks.
-    row: [B * H, N] int32 row (of T * R) of each pair; T * R for inactive pairs.
+    rank: [B, N, H] int32 pairs of a head up to and including a token's own.
   """
 
   token: jax.Array
   head: jax.Array
   first: jax.Array
-  row: jax.Array
+  rank: jax.Array
 
 
 def max_blocks(
@@ -103,77 +119,127 @@ def head_blocks(active: ActiveHeads, rows: int) -> HeadBlocks:
     )
   batch, tokens, heads = active.mask.shape
   blocks = max_blocks(batch, tokens, heads, limit, rows)
-  mask = active.mask.swapaxes(1, 2).reshape(-1, tokens)
-  rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-  used = -(-rank[:, -1] // rows)
-  first = jnp.concatenate(
-    [jnp.zeros(1, jnp.int32), jnp.cumsum(used, dtype=jnp.int32)]
+  rank = _rank(active.mask)
+  used = -(-rank[:, -1].reshape(-1) // rows)
+  first = _settled(jnp.cumsum(jnp.pad(used, (1, 0)), dtype=jnp.int32))
+  start = first[:-1].reshape(batch, 1, heads) * rows
+  pairs = _pair_rows(active.mask, start + rank - 1, blocks * rows)
+  # A pair tells its token and its head: cheaper than to sort tokens and to
+  # search for the head of each block.
+  pair = pairs.pair.reshape(blocks, rows)
+  empty = pair < 0
+  token = jnp.where(empty, tokens, lax.rem(lax.div(pair, heads), tokens))
+  head = lax.div(pair, tokens * heads) * heads + lax.rem(pair, heads)
+  head = jnp.where(empty, batch * heads - 1, head).min(-1)
+  return HeadBlocks(
+    **vars(pairs), token=token, head=head, first=first, rank=rank
   )
-  total = blocks * rows
-  row = jnp.where(mask, first[:-1, None] * rows + rank - 1, total)
-  position = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), row.shape)
-  token = jnp.full(total, tokens, jnp.int32)
-  token = token.at[row.reshape(-1)].set(position.reshape(-1), mode="drop")
-  # A block's head is the number of heads that end at or before it.
-  ended = first[None, 1:] <= jnp.arange(blocks, dtype=jnp.int32)[:, None]
-  head = jnp.minimum(ended.sum(-1, dtype=jnp.int32), batch * heads - 1)
-  return HeadBlocks(token.reshape(blocks, rows), head, first, row)
 
 
 def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
   """Makes the table of every token with every head."""
   each = -(-tokens // rows)
   count = batch * heads
-  token = jnp.arange(each * rows, dtype=jnp.int32).reshape(each, rows)
-  token = jnp.tile(jnp.minimum(token, tokens), (count, 1))
-  index = jnp.arange(count, dtype=jnp.int32)
-  position = jnp.arange(tokens, dtype=jnp.int32)
-  row = index[:, None] * each * rows + position[None]
+  head = jnp.arange(count, dtype=jnp.int32)
+  token = jnp.arange(each * rows, dtype=jnp.int32)
+  inside = token < tokens
+  pair = head // heads * (tokens * heads) + head % heads
+  pair = pair[:, None] + token[None] * heads
+  pair = jnp.where(inside[None], pair, -1)
+  position = jnp.arange(tokens, dtype=jnp.int32)[None, :, None]
+  row = head.reshape(batch, 1, heads) * (each * rows) + position
+  token = jnp.where(inside, token, tokens).reshape(each, rows)
   return HeadBlocks(
-    token=token,
-    head=jnp.repeat(index, each),
-    first=jnp.arange(count + 1, dtype=jnp.int32) * each,
+    pair=pair.reshape(-1),
     row=row,
+    active=jnp.ones(row.shape, bool),
+    token=jnp.tile(token, (count, 1)),
+    head=jnp.repeat(head, each),
+    first=jnp.arange(count + 1, dtype=jnp.int32) * each,
+    rank=jnp.broadcast_to(position + 1, row.shape),
   )
 
 
+def sequence_rows(
+  active: ActiveHeads, group: int = 1
+) -> tuple[PairRows, jax.Array]:
+  """Makes the table of the active pairs with one range of rows per group.
+
+  Rows of a range are filled from its start, sorted by token, then by head.
+
+  Args:
+    active: the heads that each token uses.
+    group: G, neighbouring heads that share a range; a divisor of H.
+
+  Returns:
+    The table, whose X rows are B * H / G ranges of equal length,
+    N * min(G, active.max_per_token); and the rows used of each, [B * H / G]
+    int32.
+  """
+  batch, tokens, heads = active.mask.shape
+  groups = heads // group
+  span = tokens * min(group, active.max_per_token)
+
+  def swapped(x: jax.Array, *shape: int) -> jax.Array:
+    return x.reshape(batch, tokens, *shape).swapaxes(2, 3)
+
+  mask = swapped(active.mask, groups, group).reshape(batch, -1, groups)
+  rank = _rank(mask)
+  start = jnp.arange(batch * groups, dtype=jnp.int32) * span
+  row = start.reshape(batch, 1, groups) + rank - 1
+  row = swapped(row, group, groups).reshape(active.mask.shape)
+  table = _pair_rows(active.mask, row, batch * groups * span)
+  return table, rank[:, -1].reshape(-1)
+
+
+def _rank(active: jax.Array) -> jax.Array:
+  """Counts active pairs along axis 1, up to and including each, as int32."""
+  return _settled(jnp.cumsum(active, axis=1, dtype=jnp.int32))
+
+
+def _settled(sums: jax.Array) -> jax.Array:
+  """Keeps cumulative sums from being computed within what reads them.
+
+  XLA for GPUs would sum up again for every element that `scatter_rows` moves.
+  """
+  return lax.optimization_barrier(sums)
+
+
+def _pair_rows(active: jax.Array, row: jax.Array, total: int) -> PairRows:
+  """Makes the table of X = total rows from the rows of the active pairs."""
+  row = jnp.where(active, row, total)
+  pairs = jnp.arange(active.size, dtype=jnp.int32)
+  pair = jnp.full(total, -1, jnp.int32)
+  pair = pair.at[row.reshape(-1)].set(pairs, mode="drop")
+  return PairRows(pair, row, active)
+
+
 @jax.custom_vjp
-def gather_rows(x: jax.Array, blocks: HeadBlocks) -> jax.Array:
-  """Reorders pairs [B, N, H, ...] to rows [T * R, ...]; 0 in empty rows."""
-  batch, tokens, heads = x.shape[:3]
-  flat = x.swapaxes(1, 2).reshape(batch * heads * tokens, *x.shape[3:])
-  empty = blocks.token == tokens
-  index = blocks.head[:, None] * tokens + blocks.token
-  index = jnp.where(empty, len(flat), index).reshape(-1)
-  return jnp.take(flat, index, axis=0, mode="fill", fill_value=0)
+def gather_rows(x: jax.Array, rows: PairRows) -> jax.Array:
+  """Reorders pairs [B, N, H, ...] to rows [X, ...]; 0 in empty rows."""
+  return _take(x.reshape(-1, *x.shape[3:]), rows.pair, rows.pair >= 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def scatter_rows(rows: jax.Array, blocks: HeadBlocks, heads: int) -> jax.Array:
-  """Reorders rows [T * R, ...] to pairs [B, N, H, ...]; 0 if inactive."""
-  out = jnp.take(rows, blocks.row, axis=0, mode="fill", fill_value=0)
-  return out.reshape(-1, heads, *out.shape[1:]).swapaxes(1, 2)
+@jax.custom_vjp
+def scatter_rows(x: jax.Array, rows: PairRows) -> jax.Array:
+  """Reorders rows [X, ...] to pairs [B, N, H, ...]; 0 if inactive."""
+  return _take(x, rows.row, rows.active)
+
+
+def _take(x: jax.Array, index: jax.Array, inside: jax.Array) -> jax.Array:
+  """Takes x[index] along the first axis, 0 where not inside."""
+  out = jnp.take(x, index, axis=0, mode="clip")
+  inside = inside.reshape(*inside.shape, *[1] * (x.ndim - 1))
+  return jnp.where(inside, out, jnp.zeros((), x.dtype))
 
 
 # Each function is the other's inverse, and so the other's gradient. Autodiff
 # would use a scatter-add instead, which adds rows one by one.
-def _gather_forward(x: jax.Array, blocks: HeadBlocks) -> tuple:
-  # Residuals must be arrays: the number of heads is the length of an empty one.
-  return gather_rows(x, blocks), (blocks, jnp.zeros((x.shape[2], 0)))
-
-
-def _gather_backward(saved: tuple, grad: jax.Array) -> tuple:
-  blocks, heads = saved
-  return scatter_rows(grad, blocks, len(heads)), None
-
-
-def _scatter_forward(rows: jax.Array, blocks: HeadBlocks, heads: int) -> tuple:
-  return scatter_rows(rows, blocks, heads), blocks
-
-
-def _scatter_backward(heads: int, blocks: HeadBlocks, grad: jax.Array) -> tuple:
-  return gather_rows(grad, blocks), None
-
-
-gather_rows.defvjp(_gather_forward, _gather_backward)
-scatter_rows.defvjp(_scatter_forward, _scatter_backward)
+gather_rows.defvjp(
+  lambda x, rows: (gather_rows(x, rows), rows),
+  lambda rows, grad: (scatter_rows(grad, rows), None),
+)
+scatter_rows.defvjp(
+  lambda x, rows: (scatter_rows(x, rows), rows),
+  lambda rows, grad: (gather_rows(grad, rows), None),
+)

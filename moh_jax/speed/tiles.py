@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from moh_jax.config.heads import HeadBudget
 from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import gather_rows, head_blocks
-from moh_jax.ops.kernels.attention import BACKENDS
+from moh_jax.ops.kernels.attention import BACKENDS, forward_queries
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
 from moh_jax.ops.visible import Visible
@@ -165,16 +165,17 @@ def _compiler(
     jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
     for key in jax.random.split(jax.random.key(0), 4)
   )
+  queries = forward_queries(backend, q, blocks)
   q, grad = (gather_rows(x, blocks) for x in (q, grad))
   sums = jnp.zeros(len(q), jnp.float32)
-  arrays = q, k, v, jnp.zeros_like(q), sums, grad, blocks
+  arrays = queries, q, k, v, jnp.zeros_like(q), sums, grad, blocks
   visible, scale = Visible(causal=workload.causal), workload.head_dim**-0.5
 
   def compile_kernel(kernel: str, tile: Tile) -> Program:
-    def call(q, k, v, out, sums, grad, blocks):
+    def call(queries, q, k, v, out, sums, grad, blocks):
       problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
       if kernel == "forward":
-        return kernels.forward(problem, q, (k, v), tile)
+        return kernels.forward(problem, queries, (k, v), tile)
       if kernel == "dq":
         rows = q, out, sums, grad
         return kernels.query_gradient(problem, rows, (k, v), tile)

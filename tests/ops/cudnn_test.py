@@ -15,6 +15,8 @@ from moh_jax.ops.visible import Visible
 from tests.ops import devices
 
 _B, _N, _H, _D = 2, 9, 4, 8
+# Padding in front, between and behind; and a sequence without a visible key.
+_KEY_MASK = jnp.array([[0, 1, 1, 0, 0, 1, 1, 1, 0], [0] * _N], bool)
 
 
 def _inputs(kv_heads=_H, keys=_N, dtype=jnp.float32):
@@ -42,7 +44,7 @@ class CudnnTest(parameterized.TestCase):
   ):
     arrays, weights, mask = _inputs(kv_heads)
     visible = Visible(
-      key_mask=jnp.array([[True] * _N, [False] * _N]) if key_mask else None,
+      key_mask=_KEY_MASK if key_mask else None,
       segments=jnp.arange(_N)[None].repeat(_B, 0) // 4 if segments else None,
       causal=causal,
     )

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import os
-import warnings
 from collections.abc import Iterator
 from unittest import mock
 
@@ -27,16 +26,11 @@ def traced_for(
   return jax.sharding.use_abstract_mesh(mesh)
 
 
-@contextlib.contextmanager
-def as_if_on_a_gpu() -> Iterator[None]:
-  """Lets Triton kernels be lowered without a GPU, warnings aside."""
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(warnings.catch_warnings())
-    # JAX 0.11 announces that its Triton backend will go one day.
-    warnings.filterwarnings("ignore", message=".*Triton backend is deprecated")
-    if HERE != "gpu":
-      stack.enter_context(traced_for("gpu", "NVIDIA H100"))
-    yield
+def as_if_on_a_gpu() -> contextlib.AbstractContextManager:
+  """Context in which Triton kernels can be lowered, with or without a GPU."""
+  if HERE == "gpu":
+    return contextlib.nullcontext()
+  return traced_for("gpu", "NVIDIA H100")
 
 
 @contextlib.contextmanager

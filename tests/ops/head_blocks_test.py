@@ -15,6 +15,7 @@ from moh_jax.ops.head_blocks import (
   head_blocks,
   max_blocks,
   scatter_rows,
+  sequence_rows,
 )
 
 
@@ -24,8 +25,8 @@ def _check_table(test, mask, most, rows):
   table = jax.jit(head_blocks, static_argnums=1)(
     ActiveHeads(jnp.asarray(mask), most), rows
   )
-  token, head, first, row = (
-    np.asarray(x) for x in (table.token, table.head, table.first, table.row)
+  token, head, first = (
+    np.asarray(x) for x in (table.token, table.head, table.first)
   )
   blocks = max_blocks(batch, tokens, heads, most, rows)
   chex.assert_shape((table.token, table.head), [(blocks, rows), (blocks,)])
@@ -46,12 +47,20 @@ def _check_table(test, mask, most, rows):
   test.assertEqual(sorted(pairs), sorted(zip(*np.nonzero(expected))))
   np.testing.assert_array_equal(token[used:], tokens)
 
-  np.testing.assert_array_equal(row == blocks * rows, ~expected)
-  places = row[expected]
-  test.assertLen(set(places.tolist()), len(places))
-  np.testing.assert_array_equal(
-    token.reshape(-1)[places], np.nonzero(expected)[1]
-  )
+  _check_pair_rows(test, mask, table)
+  held = np.asarray(table.pair) >= 0
+  np.testing.assert_array_equal(token.reshape(-1) < tokens, held)
+
+
+def _check_pair_rows(test, mask, table):
+  """Every active pair has a row, and every other row is empty."""
+  pair, row = np.asarray(table.pair), np.asarray(table.row)
+  test.assertEqual(row.shape, mask.shape)
+  np.testing.assert_array_equal(table.active, mask)
+  np.testing.assert_array_equal(row == len(pair), ~mask)
+  np.testing.assert_array_equal(pair[row[mask]], np.flatnonzero(mask))
+  test.assertEqual((pair >= 0).sum(), mask.sum())
+  np.testing.assert_array_equal(pair[pair < 0], -1)
 
 
 class TableTest(parameterized.TestCase):
@@ -95,6 +104,8 @@ class TableTest(parameterized.TestCase):
     np.testing.assert_array_equal(ours.head, theirs.head[:used])
     np.testing.assert_array_equal(ours.first, theirs.first)
     np.testing.assert_array_equal(ours.row, theirs.row)
+    np.testing.assert_array_equal(ours.active, theirs.active)
+    np.testing.assert_array_equal(ours.pair, theirs.pair[: used * rows])
 
   @parameterized.parameters((0, 1), (4, 0))
   def test_sizes_below_one_are_refused(self, rows, most):
@@ -103,6 +114,27 @@ class TableTest(parameterized.TestCase):
       ValueError, f"rows={rows} and max_per_token={most}"
     ):
       head_blocks(active, rows)
+
+
+class SequencesTest(parameterized.TestCase):
+  @parameterized.product(group=(1, 2, 4), most=(1, 3, 4))
+  def test_rows_fill_a_range_per_group_from_its_start(self, group, most):
+    rng = np.random.default_rng(0)
+    order = rng.permuted(np.tile(np.arange(4), (2, 5, 1)), axis=-1)
+    mask = order < most
+    mask[1, :, :2] = False
+    table, lengths = sequence_rows(ActiveHeads(jnp.asarray(mask), most), group)
+    _check_pair_rows(self, mask, table)
+    ranges = np.asarray(table.pair).reshape(len(lengths), -1)
+    self.assertEqual(ranges.shape, (8 // group, 5 * min(group, most)))
+    counts = mask.reshape(2, 5, -1, group).sum((1, 3))
+    np.testing.assert_array_equal(lengths, counts.reshape(-1))
+    for i, (pairs, length) in enumerate(zip(ranges, lengths)):
+      np.testing.assert_array_equal(pairs >= 0, np.arange(len(pairs)) < length)
+      pairs = pairs[:length]
+      self.assertTrue((np.diff(pairs) > 0).all())
+      np.testing.assert_array_equal(pairs // 20, i * group // 4)
+      np.testing.assert_array_equal(pairs % 4 // group, i % (4 // group))
 
 
 class RowsTest(parameterized.TestCase):
@@ -114,8 +146,28 @@ class RowsTest(parameterized.TestCase):
     rows = gather_rows(x, table)
     empty = np.asarray(table.token).reshape(-1) == 7
     np.testing.assert_array_equal(rows[empty], 0.0)
-    back = scatter_rows(rows, table, 3)
+    back = scatter_rows(rows, table)
     np.testing.assert_array_equal(back, np.where(mask[..., None], x, 0.0))
+
+  def test_gradients_are_those_of_autodiff(self):
+    rng = np.random.default_rng(1)
+    mask = jnp.asarray(rng.random((2, 7, 3)) < 0.5)
+    x, y = (jnp.asarray(rng.normal(size=(2, 7, 3, 2))) for _ in range(2))
+    table = head_blocks(ActiveHeads(mask, 3), 4)
+
+    def loss(gather, scatter, x):
+      rows = gather(x, table)
+      return (scatter(jnp.sin(rows), table) * y).sum()
+
+    def gather(x, table):
+      return x.reshape(-1, 2).at[table.pair].get(mode="clip")
+
+    def scatter(x, table):
+      return x.at[table.row].get(mode="fill", fill_value=0)
+
+    got = jax.grad(lambda x: loss(gather_rows, scatter_rows, x))(x)
+    want = jax.grad(lambda x: loss(gather, scatter, x))(x)
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 if __name__ == "__main__":

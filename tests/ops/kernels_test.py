@@ -349,35 +349,74 @@ class DeviceTest(parameterized.TestCase):
 
 
 class TablesTest(parameterized.TestCase):
+  """Tiles that loops visit, against a count of the pairs that are visible."""
+
   @parameterized.product(
-    queries=(13, 37), keys=(13, 37), rows=(8,), block=(16,)
-  )
+    lengths=((13, 13), (13, 37), (37, 13), (37, 37), (64, 64)),
+    masks=("none", "causal", "segments", "padded", "prefix", "all"),
+    rows=(8, 16), block=(16,),
+  )  # fmt: skip
   def test_loops_visit_what_is_seen_and_no_more(
-    self, queries, keys, rows, block
+    self, lengths, masks, rows, block
   ):
-    case = _Case(queries=queries, keys=keys, causal=True)
+    queries, keys = lengths
+    if masks in ("segments", "padded", "all") and queries != keys:
+      self.skipTest("segments need as many queries as keys")
+    case = _Case(queries=queries, keys=keys, kv_heads=2)
+    visible = _ranges_of_keys(masks, case)
     table = case.blocks()
     shape = case.batch, keys, case.kv_heads, case.head_dim
-    problem = Problem(shape, jnp.float32, case.visible(), table, 1.0, True)
-    unmasked, end = triton_tables.keys_of_rows(problem, rows, block)
-    begin, whole = triton_tables.rows_of_keys(problem, rows, block)
+    problem = Problem(shape, jnp.float32, visible, table, 1.0, True)
+    by_rows = triton_tables.keys_of_rows(problem, rows, block)
+    by_keys = triton_tables.rows_of_keys(problem, rows, block)
     token = np.asarray(table.token).reshape(-1, rows)
-    seen = token[..., None] + keys - queries >= np.arange(keys)
-    seen &= (token < queries)[..., None]
+    active = (token < queries)[..., None]
+    seen = visible.mask(queries, keys)
+    seen = np.ones((1, 1, 1, 1), bool) if seen is None else np.asarray(seen)
+    seen = np.broadcast_to(seen[:, 0], (case.batch, queries, keys))
+    batch = np.repeat(np.asarray(table.head) // case.heads, 16 // rows)
+    seen = seen[batch[:, None], np.minimum(token, queries - 1)] & active
     first = np.asarray(table.first) * (16 // rows)
-    for head, j in np.ndindex(*begin.shape):
+    for head, j in np.ndindex(*by_keys.begin.shape):
       span = slice(j * block, (j + 1) * block)
       parts = range(first[head], first[head + 1])
-      parts = [i for i in parts if (token[i] < queries).any()]
+      # A tile's keys are one range: unless whole documents lie between its
+      # rows, which these cases lack, every tile of the range is seen.
       some = [i for i in parts if seen[i, :, span].any()]
-      all_ = [i for i in some if seen[i][token[i] < queries, span].all()]
-      self.assertEqual(some, [i for i in parts if i >= begin[head, j]])
-      self.assertEqual(all_, [i for i in parts if i >= whole[head, j]])
-      self.assertEqual(some, [i for i in parts if end[i] > j])
-      self.assertEqual(
-        [i for i in all_ if (j + 1) * block <= keys],
-        [i for i in parts if unmasked[i] > j],
-      )
+      whole = [i for i in some if (seen | ~active)[i, :, span].all()]
+      begin, *whole_rows, end = (int(x[head, j]) for x in by_keys)
+      self.assertEqual(some, list(range(begin, end)))
+      self.assertEqual(whole, list(range(*whole_rows)))
+      begin, whole_begin, whole_end, end = map(np.asarray, by_rows)
+      visited = [i for i in parts if begin[i] <= j < end[i]]
+      self.assertEqual(some, visited)
+      if (j + 1) * block <= keys:
+        visited = [i for i in parts if whole_begin[i] <= j < whole_end[i]]
+        self.assertEqual(whole, visited)
+
+  def test_segments_that_are_not_runs_hide_no_tile(self):
+    segments = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32) % 2, (2, 32))
+    begin, end, exact = Visible(segments=segments).key_ranges(32, 32)
+    np.testing.assert_array_equal(begin, np.zeros((2, 32)))
+    np.testing.assert_array_equal(end, np.full((2, 32), 32))
+    self.assertFalse(exact.any())
+
+
+def _ranges_of_keys(masks: str, case: _Case) -> Visible:
+  """Masks by which a query sees a range of keys."""
+  ends = np.array([[case.queries // 3, case.queries]] * case.batch)
+  position = np.arange(case.queries)
+  segments = 1 + (position >= ends[:, :1])
+  if masks in ("padded", "all"):
+    segments = np.where(position >= case.queries - 5, 0, segments)
+  length = np.array([[case.keys], [case.keys // 2]])
+  key_mask = jnp.asarray(np.arange(case.keys) < length)
+  return Visible(
+    key_mask if masks in ("prefix", "all") else None,
+    jnp.asarray(segments, jnp.int32)
+    if masks in ("segments", "padded", "all") else None,
+    masks in ("causal", "all"),
+  )  # fmt: skip
 
 
 class FetchTest(parameterized.TestCase):

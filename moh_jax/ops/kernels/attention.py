@@ -1,8 +1,9 @@
 """Attention of the active heads in one kernel, with its gradients.
 
-The kernels read keys and values in place, and queries as rows: the active
-(token, head) pairs of `HeadBlocks`. What the gradients need is kept as rows
-too, so its size follows the number of active heads.
+The kernels read keys and values in place, and everything else as rows: the
+active (token, head) pairs of `HeadBlocks`. A forward kernel may also pick its
+rows out of the queries itself. Its results are kept as rows, so their size
+follows the number of active heads.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, T blocks, R rows of a block.
@@ -23,6 +24,9 @@ from moh_jax.ops.visible import Visible
 
 # By the name of Pallas's own back end.
 BACKENDS: dict[str, Kernels] = {"triton": triton, "mosaic_tpu": tpu}
+# Back ends whose forward kernel picks rows out of [B, N, H, D] itself: there is
+# no pass over the queries before it.
+_PICKS_ROWS = ("triton",)
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -67,7 +71,7 @@ def kernel_attention(
   chex.assert_rank((q, k, v), 4)
   chex.assert_equal_shape((k, v))
   chex.assert_shape(k, (q.shape[0], None, None, q.shape[3]))
-  chex.assert_shape(blocks.row, (q.shape[0] * q.shape[2], q.shape[1]))
+  chex.assert_shape(blocks.row, q.shape[:3])
   out_dtype = v.dtype
   dtype, k, v = readable(backend, q, k, v)
   rows = blocks.token.shape[1]
@@ -115,6 +119,13 @@ def readable(
   return widened(dtype), *(x.astype(widened(x.dtype)) for x in (k, v))
 
 
+def forward_queries(
+  backend: str, q: jax.Array, blocks: HeadBlocks
+) -> jax.Array:
+  """Queries [B, N, H, D] as a back end's forward kernel takes them."""
+  return q if backend in _PICKS_ROWS else gather_rows(q, blocks)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(q, k, v, visible, blocks, options):
   return _forward(q, k, v, visible, blocks, options)[0]
@@ -123,19 +134,20 @@ def _attend(q, k, v, visible, blocks, options):
 def _forward(q, k, v, visible, blocks, options):
   scale, backend, sizes, interpret = options
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  rows = gather_rows(q, blocks)
+  q = forward_queries(backend, q, blocks)
   kernels = BACKENDS[backend]
   out, log_sums = keep_attention(
-    kernels.forward(problem, rows, (k, v), sizes.forward)
+    kernels.forward(problem, q, (k, v), sizes.forward)
   )
-  saved = rows, k, v, visible, blocks, out, log_sums
-  return scatter_rows(out, blocks, q.shape[2]), saved
+  saved = q, k, v, visible, blocks, out, log_sums
+  return scatter_rows(out, blocks), saved
 
 
 def _backward(options, saved, grad):
   scale, backend, sizes, interpret = options
-  rows, k, v, visible, blocks, out, log_sums = saved
+  q, k, v, visible, blocks, out, log_sums = saved
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
+  rows = gather_rows(q, blocks) if backend in _PICKS_ROWS else q
   grad = gather_rows(grad, blocks)
   kernels = BACKENDS[backend]
   dq, inner = kernels.query_gradient(
@@ -144,8 +156,7 @@ def _backward(options, saved, grad):
   dk, dv = kernels.key_gradients(
     problem, (rows, log_sums, inner, grad), (k, v), sizes.dkv
   )
-  dq = scatter_rows(dq, blocks, problem.group * problem.kv_heads)
-  return dq, dk, dv, None, None
+  return scatter_rows(dq, blocks), dk, dv, None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -7,7 +7,7 @@ tile.
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,26 @@ LOG2_E = math.log2(math.e)
 
 # Inputs or outputs of a kernel.
 Arrays = tuple[jax.Array, ...]
+
+
+class KeyRanges(NamedTuple):
+  """Ranges of keys: those that may be seen, and those that surely are.
+
+  For instance, causal attention of a tile with tokens 3, 5 and 6: the tile
+  reads the keys [0, 7), and all of its rows see the keys [0, 4), so these need
+  no mask. All are int32 arrays of one shape.
+
+  Attributes:
+    begin: first key that may be seen.
+    end: where the keys that may be seen end; at most `begin` if there are none.
+    whole_begin: first of the keys that are surely seen.
+    whole_end: where these end; at most `whole_begin` if there are none.
+  """
+
+  begin: jax.Array
+  end: jax.Array
+  whole_begin: jax.Array
+  whole_end: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +97,12 @@ class Problem:
   @property
   def group(self) -> int:
     """G."""
-    return self.blocks.row.shape[0] // (self.batch * self.kv_heads)
+    return self.blocks.row.shape[2] // self.kv_heads
+
+  @property
+  def num_heads(self) -> int:
+    """Query heads of the whole batch, B * H."""
+    return len(self.blocks.first) - 1
 
   @property
   def rows(self) -> int:
@@ -108,9 +133,10 @@ class Problem:
     return x.astype(jnp.promote_types(x.dtype, self.dtype))
 
   def outputs(self, q: jax.Array, v: jax.Array) -> tuple:
-    """Shapes of the forward pass's results, for rows q and values v."""
+    """Shapes of the forward pass's results, for queries q and values v."""
     dtype = v.dtype if self.out_dtype is None else self.out_dtype
-    return jax.ShapeDtypeStruct(q.shape, dtype), self._row_sums()
+    shape = self.num_blocks * self.rows, q.shape[-1]
+    return jax.ShapeDtypeStruct(shape, dtype), self._row_sums()
 
   def query_gradients(self, q: jax.Array) -> tuple:
     """Shapes of the results of `Kernels.query_gradient`, for rows q."""
@@ -120,12 +146,61 @@ class Problem:
     """One float32 per row, [T * R]."""
     return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
 
+  def token_ranges(self) -> KeyRanges:
+    """The keys that each token sees, [B, N]; ascending in all four numbers."""
+    token = jnp.arange(self.queries, dtype=jnp.int32)[None]
+    batch = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+    return self._ranges(*jnp.broadcast_arrays(batch, token))
+
+  def row_ranges(self) -> KeyRanges:
+    """The keys that each row sees, [T, R]; M in empty rows."""
+    token = self.blocks.token
+    batch = self.blocks.head[:, None] // (self.group * self.kv_heads)
+    empty = token == self.queries
+    ranges = self._ranges(batch, jnp.minimum(token, self.queries - 1))
+    return KeyRanges(*(jnp.where(empty, self.keys, x) for x in ranges))
+
+  def _ranges(self, batch: jax.Array, token: jax.Array) -> KeyRanges:
+    """The keys that some tokens see, in the shape of `token`."""
+    keys = self.keys
+    begin, end = jnp.zeros_like(token), jnp.full_like(token, keys)
+    if self.visible.causal:
+      end = jnp.clip(token + 1 + keys - self.queries, 0, keys)
+    whole_end = end
+    if self.masks_by_value:
+      seen = self.visible.key_ranges(self.queries, keys)
+      first, last, exact = (x[batch, token] for x in seen)
+      begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
+      whole_end = jnp.where(exact, end, 0)
+    return KeyRanges(begin, end, begin, whole_end)
+
+  def tile_ranges(self, rows: int) -> KeyRanges:
+    """The keys that a tile of rows reads, and those that need no mask.
+
+    Args:
+      rows: r, a divisor of R.
+
+    Returns:
+      Ranges [T * R / r]: of the keys that at least one row of the tile may see,
+      and of those that all of its rows see; M in tiles without active pairs.
+      The tiles of a head ascend in all four numbers.
+    """
+    ranges = (x.reshape(-1, rows) for x in self.row_ranges())
+    begin, end, whole_begin, whole_end = ranges
+    empty = self.blocks.token.reshape(-1, rows) == self.queries
+
+    def highest(x: jax.Array) -> jax.Array:
+      x = jnp.where(empty, 0, x).max(-1)
+      return jnp.where(empty[:, 0], self.keys, x)
+
+    return KeyRanges(
+      begin.min(-1), highest(end), highest(whole_begin), whole_end.min(-1)
+    )
+
   def key_bounds(self, rows: int) -> tuple[jax.Array, jax.Array]:
     """How many leading keys each tile of rows reads without and with a mask.
 
-    For instance, causal attention of a tile with tokens 3, 5 and 6: all its
-    rows see the first 4 keys, so these need no mask, and none sees a key after
-    the first 7.
+    These are `tile_ranges` for loops that begin at the first key.
 
     Args:
       rows: r, a divisor of R.
@@ -135,15 +210,10 @@ class Problem:
       least one row may see; both [T * R / r] int32. A tile without active pairs
       has unmasked M and end 0.
     """
-    token = self.blocks.token.reshape(-1, rows)
-    empty = token[:, 0] == self.queries
-    if not self.visible.causal:
-      unmasked = jnp.full(len(token), self.keys, jnp.int32)
-      return unmasked, jnp.where(empty, 0, unmasked)
-    last = jnp.where(token == self.queries, -1, token).max(-1)
-    ends = jnp.stack([token[:, 0], last]) + (1 + self.keys - self.queries)
-    unmasked, end = jnp.clip(ends, 0, self.keys)
-    return jnp.where(empty, self.keys, unmasked), jnp.where(empty, 0, end)
+    begin, end, whole_begin, whole_end = self.tile_ranges(rows)
+    reads = begin < end
+    unmasked = jnp.where((whole_begin > 0) & reads, 0, whole_end)
+    return unmasked, jnp.where(reads, end, 0)
 
   def row_masks(self) -> tuple[jax.Array | None, jax.Array | None]:
     """What decides which keys each row sees, [T * R] int32 each, or None.
@@ -196,7 +266,7 @@ class Kernels(Protocol):
 
     Args:
       problem: the call.
-      q: rows of the queries.
+      q: the queries, as `forward_queries` returns them.
       keys: keys and values.
       tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
 

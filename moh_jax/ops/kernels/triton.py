@@ -33,8 +33,9 @@ from moh_jax.ops.kernels.triton_program import (
 
 def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
   """See `Kernels.forward`."""
-  outputs = problem.outputs(q, keys[1])
-  return Plan(problem, tile).call_by_rows(_forward_kernel, q, keys, outputs)
+  plan, outputs = Plan(problem, tile), problem.outputs(q, keys[1])
+  queries = problem.blocks.pair, plan.all_rows(q.reshape(-1, q.shape[-1]))
+  return plan.call_by_rows(_forward_kernel, queries, keys, outputs)
 
 
 def query_gradient(
@@ -53,19 +54,21 @@ def key_gradients(
 
 
 def _forward_kernel(
-  table: tuple, q_ref: Any, keys: tuple, masks: tuple, out_ref: Any,
+  table: tuple, queries: tuple, keys: tuple, masks: tuple, out_ref: Any,
   sum_ref: Any, *, plan: Program,
 ) -> None:  # fmt: skip
-  heads, used, bounds = table
+  heads, first, bounds = table
+  pair_ref, q_ref = queries
   k_ref, v_ref = keys
   index = plan.row_tile(pl.program_id(0))
   t = jax.lax.div(index, plan.tiles_per_block)
 
-  @pl.when(t < used[0])
+  @pl.when(t < first[plan.problem.num_heads])
   def _() -> None:
     place = plan.place(jax.lax.div(heads[t], plan.problem.group))
     row_masks = jax.tree.map(lambda x: x[...], masks[0])
-    q = plan.load(q_ref)
+    # Empty rows read any query: nobody reads their results.
+    q = plan.load_at(q_ref, jnp.maximum(pair_ref[...], 0))
 
     def step(j: jax.Array, carry: tuple, *, masked: bool) -> tuple:
       acc, highest, total = carry
@@ -103,13 +106,13 @@ def _query_gradient_kernel(
   table: tuple, rows: tuple, keys: tuple, masks: tuple, dq_ref: Any,
   inner_ref: Any, *, plan: Program,
 ) -> None:  # fmt: skip
-  heads, used, bounds = table
+  heads, first, bounds = table
   q_ref, out_ref, sum_ref, grad_ref = rows
   k_ref, v_ref = keys
   index = plan.row_tile(pl.program_id(0))
   t = jax.lax.div(index, plan.tiles_per_block)
 
-  @pl.when(t < used[0])
+  @pl.when(t < first[plan.problem.num_heads])
   def _() -> None:
     place = plan.place(jax.lax.div(heads[t], plan.problem.group))
     row_masks = jax.tree.map(lambda x: x[...], masks[0])

@@ -5,6 +5,7 @@ Shapes as in `gpu`.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ class Plan(Program):
     return Argument(x, pl.BlockSpec(block, index))
 
   def all_rows(self, x: jax.Array) -> Argument:
-    """Passes each program all rows, [T * R, D] or [T * R]."""
+    """Passes each program all rows, [X, D] or [X]."""
     return self._whole(x, (x.shape[0], self.width)[: x.ndim])
 
   def keys_or_values(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
@@ -44,21 +45,24 @@ class Plan(Program):
     return jax.tree.map(lambda x: self._whole(x, block), masks)
 
   def row_table(self) -> tuple:
-    """Each block's head, the number of used blocks, and the loops' bounds.
+    """Each block's head, each head's first block, and the loops' bounds.
 
-    The bounds are those of `keys_of_rows`; None without a causal mask.
+    The bounds are those of `keys_of_rows`; None if nothing is hidden.
     """
-    blocks = self.problem.blocks
-    bounds = keys_of_rows(self.problem, self.rows, self.keys)
-    return blocks.head, blocks.first[-1:], bounds
+    blocks, bounds = self.problem.blocks, None
+    if not self.problem.visible.everything:
+      bounds = keys_of_rows(self.problem, self.rows, self.keys)
+    return blocks.head, blocks.first, bounds
 
   def key_table(self) -> tuple:
-    """The first tile of each head's rows [B * H + 1], and the loops' bounds.
+    """The first block of each head [B * H + 1], and the loops' bounds.
 
-    The bounds are those of `rows_of_keys`; None without a causal mask.
+    The bounds are those of `rows_of_keys`; None if nothing is hidden.
     """
-    first = self.problem.blocks.first * self.tiles_per_block
-    return first, rows_of_keys(self.problem, self.rows, self.keys)
+    bounds = None
+    if not self.problem.visible.everything:
+      bounds = rows_of_keys(self.problem, self.rows, self.keys)
+    return self.problem.blocks.first, bounds
 
   def call_by_rows(
     self, kernel: Callable, rows: Any, keys: tuple, outputs: tuple
@@ -67,7 +71,8 @@ class Plan(Program):
 
     Args:
       kernel: gets `row_table`, then the inputs, the masks and the outputs.
-      rows: arrays [T * R, D] or [T * R].
+      rows: arrays [T * R, D] or [T * R], of which a program gets its tile, or
+        arguments.
       keys: keys and values.
       outputs: shapes of rows.
     """
@@ -94,7 +99,7 @@ class Plan(Program):
     """Arguments of a kernel; `argument` makes those with one entry per row."""
     return (
       jax.tree.map(lambda x: self._whole(x, x.shape), table),
-      jax.tree.map(argument, rows),
+      tuple(x if isinstance(x, Argument) else argument(x) for x in rows),
       jax.tree.map(self.keys_or_values, keys),
       (jax.tree.map(argument, self.problem.row_masks()), self.key_masks()),
     )
@@ -103,6 +108,11 @@ class Plan(Program):
     self, kernel: Callable, grid: tuple[int, ...], inputs: Any, outputs: Any
   ) -> Any:
     """Launches a kernel on tuples (of tuples) of `Argument`."""
+    # JAX 0.11 warns whenever it lowers a Triton kernel, after this returns. It
+    # would stop programs that treat warnings as errors.
+    warnings.filterwarnings(
+      "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+    )
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )

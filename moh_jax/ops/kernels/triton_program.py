@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.products import across
 from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.kernels.triton_tables import Bounds
 
 # An array [X, D] in registers: one array [X, W] per column slice.
 Slices = tuple[jax.Array, ...]
@@ -123,6 +124,16 @@ class Program:
     """Loads rows of [X, D]."""
     return tuple(
       _load(ref.at[rows, pl.ds(first, width)], self._inside(first, width))
+      for first, width in self.columns
+    )
+
+  def load_at(self, ref: Any, rows: jax.Array) -> Slices:
+    """Loads the rows of [X, D] that an array of indices [r] names."""
+    return tuple(
+      _load(
+        ref.at[rows[:, None], first + jnp.arange(width)[None]],
+        self._inside(first, width),
+      )
       for first, width in self.columns
     )
 
@@ -243,13 +254,14 @@ class Program:
     Returns:
       The last carry.
     """
-    unmasked, end = self.problem.keys // self.keys, self.key_tiles
-    if bounds is not None:
-      unmasked, end = (x[index] for x in bounds)
-    if self.problem.masks_by_value:
-      unmasked = 0
-    carry = loop(0, unmasked, functools.partial(step, masked=False), carry)
-    return loop(unmasked, end, functools.partial(step, masked=True), carry)
+    if bounds is None:
+      whole, end = self.problem.keys // self.keys, self.key_tiles
+      bounds = Bounds(0, 0, whole, end)
+    else:
+      bounds = Bounds(*(x[index] for x in bounds))
+    if not self.problem.masks_by_value:  # every row sees the first keys
+      bounds = bounds._replace(begin=0, whole_begin=0)
+    return self._in_parts(bounds, step, carry)
 
   def over_rows(
     self,
@@ -272,22 +284,29 @@ class Program:
       The last carry.
     """
     first, bounds = table
-    group, always_masked = self.problem.group, self.problem.masks_by_value
-    plain = functools.partial(step, masked=False)
-    masked = functools.partial(step, masked=True)
+    group = self.problem.group
     if bounds is None:
-      begin, end = first[head * group], first[(head + 1) * group]
-      return loop(begin, end, masked if always_masked else plain, carry)
+      begin, end = (
+        first[x * group] * self.tiles_per_block for x in (head, head + 1)
+      )
+      return loop(begin, end, functools.partial(step, masked=False), carry)
 
     def over_query_head(g: jax.Array, carry: Any) -> Any:
-      query_head = head * group + g
-      begin, unmasked = (x[query_head, j] for x in bounds)
-      end = first[query_head + 1]
-      if always_masked:
-        return loop(begin, end, masked, carry)
-      return loop(unmasked, end, plain, loop(begin, unmasked, masked, carry))
+      own = Bounds(*(x[head * group + g, j] for x in bounds))
+      if not self.problem.masks_by_value:  # the last rows see all keys
+        own = own._replace(end=own.whole_end)
+      return self._in_parts(own, step, carry)
 
     return loop(0, group, over_query_head, carry)
+
+  def _in_parts(self, bounds: Bounds, step: Callable, carry: Any) -> Any:
+    """Loops over tiles with a mask, without, and with a mask."""
+    begin, whole_begin, whole_end, end = bounds
+    masked = functools.partial(step, masked=True)
+    plain = functools.partial(step, masked=False)
+    carry = loop(begin, whole_begin, masked, carry)
+    carry = loop(whole_begin, whole_end, plain, carry)
+    return loop(whole_end, end, masked, carry)
 
   def _span(self, j: jax.Array) -> pl.Slice:
     return pl.ds(j * self.keys, self.keys)
@@ -308,6 +327,8 @@ class Program:
 
 def loop(begin: Any, end: Any, step: Callable, carry: Any) -> Any:
   """Runs carry = step(i, carry); unrolled if known to run at most once."""
+  if begin is end:
+    return carry
   if isinstance(begin, int) and isinstance(end, int) and end - begin < 2:
     return step(jnp.int32(begin), carry) if begin < end else carry
   return lax.fori_loop(begin, end, step, carry)

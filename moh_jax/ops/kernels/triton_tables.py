@@ -1,10 +1,12 @@
-"""Loop bounds of causal attention in the GPU kernels, tile by tile.
+"""Loop bounds of the GPU kernels, tile by tile.
 
-They tell where a loop over tiles begins, which of its tiles need a mask, and
+They tell where a loop over tiles begins, which of its tiles need no mask, and
 where it ends. Rows are in tiles of r, keys in tiles of L.
 
 Shapes: B batch, H query heads, P tiles of rows, J tiles of keys.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,78 +15,76 @@ from jax.experimental import pallas as pl
 from moh_jax.ops.kernels.problem import Problem
 
 
-def keys_of_rows(
-  problem: Problem, rows: int, keys: int
-) -> tuple[jax.Array, jax.Array] | None:
-  """Bounds of each row tile's loop over the tiles of keys.
+class Bounds(NamedTuple):
+  """The tiles of a loop, [begin, end), and those among them without a mask.
+
+  Attributes:
+    begin: first tile.
+    whole_begin: first tile without a mask.
+    whole_end: one more than the last tile without a mask.
+    end: one more than the last tile.
+      begin <= whole_begin <= whole_end <= end, int32 arrays of one shape.
+  """
+
+  begin: jax.Array
+  whole_begin: jax.Array
+  whole_end: jax.Array
+  end: jax.Array
+
+
+def keys_of_rows(problem: Problem, rows: int, keys: int) -> Bounds:
+  """Bounds of each row tile's loop over the tiles of keys, [P].
 
   Args:
     problem: the call.
     rows: r.
     keys: L.
-
-  Returns:
-    unmasked, the number of leading key tiles that all rows see whole, and end,
-    the number that at least one row may see; both [P] int32. None without a
-    causal mask.
   """
-  if not problem.visible.causal:
-    return None
-  unmasked, end = problem.key_bounds(rows)
-  return unmasked // keys, pl.cdiv(end, keys)
+  begin, end, whole_begin, whole_end = problem.tile_ranges(rows)
+  stop = jnp.where(begin < end, pl.cdiv(end, keys), 0)
+  start = jnp.minimum(begin // keys, stop)
+  return _ordered(start, pl.cdiv(whole_begin, keys), whole_end // keys, stop)
 
 
-def rows_of_keys(
-  problem: Problem, rows: int, keys: int
-) -> tuple[jax.Array, jax.Array] | None:
-  """Bounds of each key tile's loop over the row tiles of a query head.
+def rows_of_keys(problem: Problem, rows: int, keys: int) -> Bounds:
+  """Bounds of each key tile's loop over a query head's row tiles, [B * H, J].
 
-  Rows of a head ascend by token, so the tiles that see a key are its last ones.
+  Rows of a head ascend by token, so the row tiles that read a tile of keys
+  follow one another.
 
   Args:
     problem: the call.
     rows: r.
     keys: L.
-
-  Returns:
-    begin, the first row tile of which at least one row sees one of the keys,
-    and unmasked, the first of which all rows see all keys; both [B * H, J]
-    int32. None without a causal mask.
   """
-  if not problem.visible.causal:
-    return None
-  first = problem.blocks.first * (problem.rows // rows)
-  unmasked, end = problem.key_bounds(rows)
-  # Empty tiles are a head's last: values must ascend, so they see all keys.
-  end = jnp.maximum(unmasked, end)
   start = jnp.arange(0, problem.keys, keys, dtype=jnp.int32)
   stop = jnp.minimum(start + keys, problem.keys)
-  return _search(end, first, start + 1), _search(unmasked, first, stop)
-
-
-def _search(
-  values: jax.Array, first: jax.Array, targets: jax.Array
-) -> jax.Array:
-  """Binary search within ranges, as `jnp.searchsorted` in each.
-
-  Args:
-    values: [P] int32, ascending within each range.
-    first: [X + 1] int32, the start of each range, and the end of the last.
-    targets: [J] int32.
-
-  Returns:
-    [X, J] int32 index of the range's first value that is at least the target;
-    the end of the range if none is.
-  """
-  shape = len(first) - 1, len(targets)
-  low, high = (
-    jnp.broadcast_to(x[:, None], shape) for x in (first[:-1], first[1:])
+  begin, end, whole_begin, whole_end = problem.token_ranges()
+  values = jnp.stack([end, whole_end, whole_begin, begin])
+  targets = jnp.stack([start + 1, stop, start + 1, stop])
+  # Values ascend by token, so these tokens are the first ones.
+  tokens = values[:, :, None] < targets[:, None, :, None]  # [4, B, J, N]
+  tokens = tokens.sum(-1, dtype=jnp.int32)
+  rank = problem.blocks.rank
+  batch = jnp.arange(problem.batch)[None, :, None]
+  below = rank[batch, jnp.maximum(tokens - 1, 0)]  # rows of each head
+  below = jnp.where((tokens > 0)[..., None], below, 0)  # [4, B, J, H]
+  count = rank[None, :, -1:]
+  next_tile = pl.cdiv(below, rows)
+  # The tile of the next row; after the last tile if there is no such row.
+  tile = jnp.where(below < count, below // rows, next_tile)
+  bounds = _ordered(tile[0], next_tile[1], tile[2], next_tile[3])
+  first = problem.blocks.first[:-1].reshape(problem.batch, 1, -1)
+  first = first * (problem.rows // rows)
+  return Bounds(
+    *((first + x).swapaxes(1, 2).reshape(-1, len(start)) for x in bounds)
   )
-  for _ in range(len(values).bit_length()):
-    middle = (low + high) // 2
-    below = values[jnp.minimum(middle, len(values) - 1)] < targets[None]
-    low, high = (
-      jnp.where((low < high) & below, middle + 1, low),
-      jnp.where((low < high) & ~below, middle, high),
-    )
-  return low
+
+
+def _ordered(
+  begin: jax.Array, whole_begin: jax.Array, whole_end: jax.Array, end: jax.Array
+) -> Bounds:
+  """Moves bounds into the order that `Bounds` promises."""
+  end = jnp.maximum(begin, end)
+  whole_begin = jnp.clip(whole_begin, begin, end)
+  return Bounds(begin, whole_begin, jnp.clip(whole_end, whole_begin, end), end)
