@@ -113,6 +113,17 @@ class Plan:
     size = 2 * self.problem.dtype.itemsize
     return numbers * (2 * size + 4) if self.keys_first else numbers * size
 
+  def _vmem_limit(self) -> int:
+    """VMEM that the compiler may use; XLA keeps other arrays in the rest."""
+    memory, _ = _CHIPS.get(target().kind, _LEAST)
+    rows, cut = self.problem.rows, self.cut
+    keys = cut.heads * cut.chunk * self.keys
+    loaded = keys * self._bytes_per_key
+    loaded += cut.window * rows * self._bytes_per_row
+    # Logits, weights, and what else is of the size of a tile, and scratch.
+    tile = rows * (self.keys + 4 * _padded(self.problem.head_dim))
+    return min(memory // 8 * 7, loaded + 24 * tile + 8 * _MIB)
+
   @property
   def in_place(self) -> bool:
     """Whether keys are read as [B, M, K * D], the order they are stored in.
@@ -241,7 +252,6 @@ class Plan:
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
     arrays = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
-    memory, _ = _CHIPS.get(target().kind, _LEAST)
 
     def run(*refs: Any) -> None:
       kernel(Tables(*refs[: len(lists)]), *refs[len(lists) :], plan=self)
@@ -258,7 +268,7 @@ class Plan:
       ),
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary"),
-        vmem_limit_bytes=memory // 8 * 7,
+        vmem_limit_bytes=self._vmem_limit(),
       ),
       interpret=self.problem.interpret,
       name="moh" + kernel.__name__,
