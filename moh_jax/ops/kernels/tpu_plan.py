@@ -81,7 +81,7 @@ class Plan:
     flops = _STEP_FLOPS * (2 if problem.visible.causal else 1)
     most = min(
       problem.num_blocks // _STEPS,
-      memory // 8 // (rows * self._bytes_per_row),
+      memory // 4 // (rows * self._bytes_per_row),
       pl.cdiv(int(flops / (4 * problem.keys * problem.head_dim)), rows),
     )
     window = max(most, pl.cdiv(_STEP_ROWS, rows), 1)
@@ -96,9 +96,7 @@ class Plan:
       blocks = pl.cdiv(problem.num_blocks, problem.batch * problem.kv_heads)
       fit = memory // 2 // (tiles * self.keys * self._bytes_per_key)
       heads = max(min(window // blocks, fit), 1)
-      heads = max(
-        x for x in range(1, heads + 1) if problem.kv_heads % x == 0
-      )
+      heads = max(x for x in range(1, heads + 1) if problem.kv_heads % x == 0)
     return Cut(self.keys, tiles, chunk, window, heads, cores)
 
   @property
@@ -235,9 +233,7 @@ class Plan:
       The outputs as `rows` or `keys_or_values` shape them, and which chunks of
       keys were visited, [U, chunks] bool.
     """
-    lists, visited = tables(
-      self.problem, self.cut, keys_first=self.keys_first
-    )
+    lists, visited = tables(self.problem, self.cut, keys_first=self.keys_first)
     row_masks = jax.tree.map(self.rows, self.problem.row_masks())
     key_masks = self.key_masks()
     columns, shape = row_masks, (1, self.problem.rows, LANES)

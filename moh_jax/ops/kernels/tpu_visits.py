@@ -147,28 +147,32 @@ def tile_bounds(
 
 
 def _tiles_seen(problem: Problem, keys: int, tiles: int) -> jax.Array:
-  """Which tiles may hold a key that a block sees by its value, [T, J] bool."""
-  visible = problem.visible
+  """Which tiles may hold a key that a block sees by its value, [T, J] bool.
+
+  A block sees a tile only if the ranges of their segments overlap; hidden keys
+  are in no range.
+  """
+  segments, hidden = problem.visible.segments, problem.visible.key_mask
+  rows = problem.row_masks()[1]
+  if segments is None:
+    segments = jnp.zeros((problem.batch, problem.keys), jnp.int32)
+    rows = jnp.zeros(problem.blocks.token.size, jnp.int32)
+  hidden = jnp.zeros_like(segments, bool) if hidden is None else ~hidden
   fill = ((0, 0), (0, tiles * keys - problem.keys))
+  segments = jnp.pad(segments, fill).reshape(-1, tiles, keys)
+  hidden = jnp.pad(hidden, fill, constant_values=True).reshape(segments.shape)
   text = problem.blocks.head // (problem.group * problem.kv_heads)
-  seen = jnp.ones((problem.num_blocks, tiles), bool)
-  if visible.key_mask is not None:
-    some = jnp.pad(visible.key_mask, fill).reshape(-1, tiles, keys).any(-1)
-    seen = seen & some[text]
-  if visible.segments is not None:
-    # A block sees a tile only if their ranges of segments overlap.
-    lowest, highest = (
-      choose(jnp.pad(visible.segments, fill, mode="edge")
-             .reshape(-1, tiles, keys), -1)[text]
-      for choose in (jnp.min, jnp.max)
-    )  # fmt: skip
-    rows = problem.row_masks()[1].reshape(-1, problem.rows)
-    empty = problem.blocks.token == problem.queries
-    limits = jnp.iinfo(rows.dtype)
-    least = jnp.where(empty, limits.max, rows).min(-1, keepdims=True)
-    most = jnp.where(empty, limits.min, rows).max(-1, keepdims=True)
-    seen = seen & (lowest <= most) & (highest >= least)
-  return seen
+  lowest, highest = (x[text] for x in _ranges(segments, hidden))
+  empty = problem.blocks.token == problem.queries
+  least, most = _ranges(rows.reshape(empty.shape), empty)
+  return (lowest <= most[:, None]) & (highest >= least[:, None])
+
+
+def _ranges(x: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The least and the largest visible number of the last axis."""
+  limits = jnp.iinfo(x.dtype)
+  least = jnp.where(hidden, limits.max, x).min(-1)
+  return least, jnp.where(hidden, limits.min, x).max(-1)
 
 
 def _visits_of_rows(
