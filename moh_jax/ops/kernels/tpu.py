@@ -87,15 +87,9 @@ def key_gradients(
   visited = visited.reshape(problem.batch, -1, problem.keys, 1).swapaxes(1, 2)
 
   def to_key_shape(x: jax.Array) -> jax.Array:
-    """Shapes what `Plan.keys_or_values` shaped as [B, M, K, D]."""
-    if plan.in_place:
-      x = x[:, : problem.keys].reshape(problem.k_shape)
-    else:
-      x = x[:, : problem.keys].reshape(
-        problem.batch, -1, *problem.k_shape[1::2]
-      )
-      x = x.swapaxes(1, 2)
-    return jnp.where(visited, x, 0)
+    """Shapes [B * K, J * L, D] as [B, M, K, D]."""
+    x = x[:, : problem.keys].reshape(problem.batch, -1, *problem.k_shape[1::2])
+    return jnp.where(visited, x.swapaxes(1, 2), 0)
 
   return tuple(map(to_key_shape, results))
 
@@ -219,7 +213,7 @@ def _key_gradients_kernel(
   @pl.when(step.opens)
   def _() -> None:
     def clear(head: Any, j: Any) -> None:
-      where = head, tile_of(plan, j)
+      where = place(plan, head, j)
       zeros = jnp.zeros((plan.keys, dk_sum.shape[2]), jnp.float32)
       dk_sum[where] = dv_sum[where] = zeros
       for row, column in zip(key_masks, columns):
@@ -233,7 +227,7 @@ def _key_gradients_kernel(
     # they are loaded.
     def work(j: Any, masked: bool) -> None:
       q, grad = q_ref[i], grad_ref[i]
-      where, sums = place(plan, head, j), (head, tile_of(plan, j))
+      where = place(plan, head, j)
       logits = across(k_ref[where], q) * plan.problem.log2_scale
       if masked:
         key_columns = _repeated(columns, j, plan.problem.rows)
@@ -242,9 +236,9 @@ def _key_gradients_kernel(
         )
         logits = jnp.where(seen, logits, -jnp.inf)
       weights = jnp.exp2(logits - sum_ref[i])
-      dv_sum[sums] += times(weights.astype(grad.dtype), grad)
+      dv_sum[where] += times(weights.astype(grad.dtype), grad)
       dlogits = weights * (across(v_ref[where], grad) - inner_ref[i])
-      dk_sum[sums] += times(dlogits.astype(q.dtype), q)
+      dk_sum[where] += times(dlogits.astype(q.dtype), q)
 
     step.each_tile(block, work)
 
@@ -253,9 +247,9 @@ def _key_gradients_kernel(
   @pl.when(step.closes)
   def _() -> None:
     def write(head: Any, j: Any) -> None:
-      where, sums = place(plan, head, j), (head, tile_of(plan, j))
-      dk_ref[where] = (dk_sum[sums] * plan.problem.scale).astype(dk_ref.dtype)
-      dv_ref[where] = dv_sum[sums].astype(dv_ref.dtype)
+      where = place(plan, head, j)
+      dk_ref[where] = (dk_sum[where] * plan.problem.scale).astype(dk_ref.dtype)
+      dv_ref[where] = dv_sum[where].astype(dv_ref.dtype)
 
     each_tile_in_memory(plan, write)
 

@@ -39,7 +39,7 @@ _CHIPS = {
   "TPU7x": (64 * _MIB, 1),
 }
 _LEAST = 16 * _MIB, 1
-# A step costs about as much as 0.1 GFLOP whatever it does, so it should do 1.
+# What a step should do at least: starting one costs time whatever it does.
 _STEP_FLOPS = 1e9
 _STEP_ROWS = 512
 _STEPS = 8  # of a call at least: only the first one's loads are waited for
@@ -109,7 +109,10 @@ class Plan:
     """VMEM for one key and its value, loaded ahead, and what is added to it."""
     numbers = 2 * _padded(self.problem.head_dim)
     size = 2 * self.problem.dtype.itemsize
-    return numbers * (2 * size + 4) if self.keys_first else numbers * size
+    if not self.keys_first:
+      return numbers * size
+    # Gradients as results and as float32 sums; masks as columns.
+    return numbers * (2 * size + 4) + 8 * LANES * self.problem.masks_by_value
 
   def _vmem_limit(self) -> int:
     """VMEM that the compiler may use; XLA keeps other arrays in the rest."""
@@ -122,16 +125,6 @@ class Plan:
     tile = rows * (self.keys + 4 * _padded(self.problem.head_dim))
     return min(memory // 8 * 7, loaded + 24 * tile + 8 * _MIB)
 
-  @property
-  def in_place(self) -> bool:
-    """Whether keys are read as [B, M, K * D], the order they are stored in.
-
-    A head's columns must fill vector lanes; other head dims need a copy.
-    """
-    return not self.problem.head_dim_first and not (
-      self.problem.head_dim % LANES
-    )
-
   # What is passed to a kernel.
 
   def rows(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
@@ -142,7 +135,9 @@ class Plan:
         [blocks, 1, R].
     """
     inner = (1, self.problem.rows, *x.shape[1:])[-2:]
-    x = _reshape(x, (self.problem.num_blocks, *inner))
+    shape = (self.problem.num_blocks, *inner)
+    output = isinstance(x, jax.ShapeDtypeStruct)
+    x = jax.ShapeDtypeStruct(shape, x.dtype) if output else x.reshape(shape)
 
     def index(core, step, *lists):
       lists = Tables(*lists)
@@ -153,40 +148,32 @@ class Plan:
   def keys_or_values(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
     """Passes a step the keys or values of a unit that are in memory.
 
+    XLA writes keys in this order as it computes them where D fills the vector
+    lanes; [B, M, K * D], which needs no other order, would be copied.
+
     Args:
-      x: [B, M, K, D], loaded as [heads, keys, D], [1, keys, heads * D] where
-        they are read in place, or [heads, D, keys] if `head_dim_first`.
+      x: [B, M, K, D], loaded as [heads, keys, D], or as [heads, D, keys] if
+        the problem is `head_dim_first`.
     """
     batch, keys, kv_heads, dim = x.shape
-    cut = self.cut
-    padded, each = cut.tiles * cut.keys, kv_heads // cut.heads
-    here = cut.chunk * cut.keys
-    if padded > keys:
-      if isinstance(x, jax.ShapeDtypeStruct):
-        x = jax.ShapeDtypeStruct((batch, padded, kv_heads, dim), x.dtype)
-      else:
-        x = jnp.pad(x, ((0, 0), (0, padded - keys), (0, 0), (0, 0)))
-    if self.in_place:
-      x = _reshape(x, (batch, padded, kv_heads * dim))
-      block = 1, here, cut.heads * dim
+    padded = self.cut.tiles * self.keys
+    if isinstance(x, jax.ShapeDtypeStruct):
+      x = jax.ShapeDtypeStruct((batch * kv_heads, padded, dim), x.dtype)
     else:
-      if not isinstance(x, jax.ShapeDtypeStruct):
-        x = x.swapaxes(1, 2)
-      x = _reshape(x, (batch * kv_heads, padded, dim))
-      block = cut.heads, here, dim
-      if self.problem.head_dim_first:
-        x, block = x.swapaxes(1, 2), (cut.heads, dim, here)
+      x = x.swapaxes(1, 2).reshape(batch * kv_heads, keys, dim)
+      if padded > keys:
+        x = jnp.pad(x, ((0, 0), (0, padded - keys), (0, 0)))
 
     def index(core, step, *lists):
       lists = Tables(*lists)
       visit = visit_of_step(core, step, lists)
-      unit, chunk = lists.unit[visit], lists.chunk[visit]
-      if self.in_place:
-        return lax.div(unit, each), chunk, lax.rem(unit, each)
-      if self.problem.head_dim_first:
-        return unit, 0, chunk
-      return unit, chunk, 0
+      place = lists.chunk[visit], 0
+      transposed = self.problem.head_dim_first
+      return lists.unit[visit], *(place[::-1] if transposed else place)
 
+    block = self.cut.heads, self.cut.chunk * self.keys, dim
+    if self.problem.head_dim_first:
+      x, block = x.swapaxes(1, 2), (block[0], *block[:0:-1])
     return Argument(x, pl.BlockSpec(block, index))
 
   def key_masks(self) -> tuple:
@@ -276,9 +263,3 @@ class Plan:
 def _padded(dim: int) -> int:
   """Lanes that a row of an array takes in VMEM."""
   return pl.cdiv(dim, LANES) * LANES
-
-
-def _reshape(x: Any, shape: tuple[int, ...]) -> Any:
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-  return x.reshape(shape)

@@ -134,9 +134,7 @@ def place(plan: Plan, head: Any, j: Any) -> tuple:
   Returns:
     The index of [L, D], or of [D, L] if `head_dim_first`.
   """
-  keys, dim = tile_of(plan, j), plan.problem.head_dim
-  if plan.in_place:
-    return 0, keys, pl.ds(_multiple_of(head * dim, dim), dim)
+  keys = tile_of(plan, j)
   if plan.problem.head_dim_first:
     return head, slice(None), keys
   return head, keys, slice(None)
@@ -146,7 +144,7 @@ def tile_of(plan: Plan, j: Any) -> Any:
   """The keys of tile j among those in memory."""
   if plan.cut.chunk == 1:
     return slice(None)
-  return pl.ds(_multiple_of(j * plan.keys, plan.keys), plan.keys)
+  return pl.ds(pl.multiple_of(j * plan.keys, plan.keys), plan.keys)
 
 
 def each_tile_in_memory(plan: Plan, work: Callable[[Any, Any], None]) -> None:
@@ -178,7 +176,3 @@ def repeat_lanes(columns: jax.Array, width: int) -> jax.Array:
 
 def _loop(start: Any, end: Any, work: Callable[[Any], None]) -> None:
   lax.fori_loop(start, end, lambda i, _: work(i), None)
-
-
-def _multiple_of(x: Any, size: int) -> Any:
-  return x if isinstance(x, int) else pl.multiple_of(x, size)
