@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import unittest
@@ -16,7 +15,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels import sizes, tpu_plan, triton_program, triton_tables
+from moh_jax.ops.kernels import sizes, triton_program, triton_tables
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
@@ -320,13 +319,6 @@ class LoweringTest(parameterized.TestCase):
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     self.assertEqual(text.count("@tpu_custom_call"), 3)
 
-  @parameterized.product(topology=("v5e:2x2", "v6e:2x2"), name=list(_OPTIONS))
-  @unittest.skipUnless(devices.HAS_LIBTPU, "libtpu is not installed")
-  def test_compiles_for_a_tpu(self, topology, name):
-    with devices.tpu(topology) as one:
-      for dtype in (jnp.bfloat16, jnp.float32):
-        _traced("mosaic_tpu", dtype, one, **_OPTIONS[name]).lower().compile()
-
 
 class DeviceTest(parameterized.TestCase):
   @parameterized.parameters(*_CASES)
@@ -417,28 +409,6 @@ def _ranges_of_keys(masks: str, case: _Case) -> Visible:
     if masks in ("segments", "padded", "all") else None,
     masks in ("causal", "all"),
   )  # fmt: skip
-
-
-class FetchTest(parameterized.TestCase):
-  @parameterized.parameters(False, True)
-  def test_blocks_that_are_unused_fetch_no_keys(self, head_dim_first):
-    case = _Case(queries=16, keys=64)
-    mask = np.zeros((2, 16, 4), bool)
-    mask[0, :, 1] = mask[1, :, 2] = True
-    table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), 16)
-    shape = case.batch, case.keys, case.kv_heads, case.head_dim
-    problem = Problem(
-      shape, jnp.float32, Visible(), table, 1.0, True,
-      head_dim_first=head_dim_first,
-    )  # fmt: skip
-    plan = tpu_plan.Plan(problem, 16, keys_first=False)
-    place = plan.keys_or_values(jnp.zeros(shape)).spec.index_map
-    steps = [place(*step, *plan.tables()) for step in np.ndindex(plan.grid)]
-    steps = [tuple(map(int, step)) for step in steps]
-    fetched = [steps[0]]
-    fetched += [b for a, b in itertools.pairwise(steps) if a != b]
-    heads = [head for head in (1, 6) for _ in range(4)]
-    self.assertEqual([step[0] for step in fetched], heads)
 
 
 class SizesTest(parameterized.TestCase):

@@ -1,9 +1,10 @@
-"""How the TPU kernels are launched, and what their grid steps load.
+"""How the TPU kernels are launched, and what their steps load.
 
-The steps of a grid run one after another. Tables that are read beforehand tell
-which tiles a step loads, so its tiles are fetched while the step before it
-computes. A step without work names the tiles of the step before: then nothing
-is fetched.
+The steps of a grid run one after another, each a visit of `tpu_visits`. What a
+step loads is fetched while the step before it computes, and stays where the
+next step loads the same: the keys of a head are fetched once for all of its
+rows if they fit the memory of a core, and rows once for all heads and chunks of
+keys that they meet.
 
 Shapes as in `tpu`.
 """
@@ -20,19 +21,39 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from moh_jax.ops.kernels.problem import Argument, Problem
+from moh_jax.ops.kernels.tpu_visits import Cut, Tables, tables, visit_of_step
+from moh_jax.ops.target import target
 
 LANES = 128
+_MIB = 1 << 20
+# By device kind: VMEM of a core and the cores of a device, as
+# `pltpu.get_tpu_info` says. Others, and the interpreter, get the least.
+_CHIPS = {
+  "TPU v4": (16 * _MIB, 2),
+  "TPU v5 lite": (128 * _MIB, 1),
+  "TPU v5e": (128 * _MIB, 1),
+  "TPU v5": (64 * _MIB, 2),
+  "TPU v5p": (64 * _MIB, 2),
+  "TPU v6 lite": (128 * _MIB, 1),
+  "TPU v6e": (128 * _MIB, 1),
+  "TPU7x": (64 * _MIB, 1),
+}
+_LEAST = 16 * _MIB, 1
+# What a step should do at least: starting one costs time whatever it does.
+_STEP_FLOPS = 1e9
+_STEP_ROWS = 512
+_STEPS = 8  # of a call at least: only the first one's loads are waited for
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Launch of one kernel of one call, and what its grid steps do.
+  """Launch of one kernel of one call, and what its steps do.
 
   Attributes:
     problem: the call.
     max_keys: largest L allowed: M, at most LANES, or a multiple of LANES.
-    keys_first: whether the grid's outer loop is over tiles of keys and its
-      inner one over blocks of rows, instead of the other way round.
+    keys_first: whether the kernel adds to keys, visiting all of their rows one
+      after another, instead of to rows.
   """
 
   problem: Problem
@@ -51,88 +72,122 @@ class Plan:
     units = pl.cdiv(self.problem.keys, unit)
     return pl.cdiv(units, pl.cdiv(self.problem.keys, self.max_keys)) * unit
 
-  @property
-  def key_tiles(self) -> int:
-    """Tiles of keys, J."""
-    return pl.cdiv(self.problem.keys, self.keys)
+  @functools.cached_property
+  def cut(self) -> Cut:
+    """The sizes of what a step loads, such that it fits the VMEM."""
+    memory, cores = _CHIPS.get(target().kind, _LEAST)
+    problem = self.problem
+    rows, tiles = problem.rows, pl.cdiv(problem.keys, self.keys)
+    flops = _STEP_FLOPS * (2 if problem.visible.causal else 1)
+    most = min(
+      problem.num_blocks // _STEPS,
+      memory // 4 // (rows * self._bytes_per_row),
+      pl.cdiv(int(flops / (4 * problem.keys * problem.head_dim)), rows),
+    )
+    window = max(most, pl.cdiv(_STEP_ROWS, rows), 1)
+    window = min(window, problem.num_blocks)
+    # A single block of rows gains nothing from keys that stay.
+    once = problem.queries * problem.group <= rows
+    chunk = memory // 2 // (self.keys * self._bytes_per_key)
+    chunk = 1 if once else max(min(tiles, chunk), 1)
+    chunk = pl.cdiv(tiles, pl.cdiv(tiles, chunk))
+    heads = 1
+    if chunk == tiles and not once:
+      blocks = pl.cdiv(problem.num_blocks, problem.batch * problem.kv_heads)
+      fit = memory // 2 // (tiles * self.keys * self._bytes_per_key)
+      heads = max(min(window // blocks, fit), 1)
+      heads = max(x for x in range(1, heads + 1) if problem.kv_heads % x == 0)
+    return Cut(self.keys, tiles, chunk, window, heads, cores)
 
   @property
-  def grid(self) -> tuple[int, int]:
-    """Steps of the outer and the inner loop."""
-    grid = self.problem.num_blocks, self.key_tiles
-    return grid[::-1] if self.keys_first else grid
+  def _bytes_per_row(self) -> int:
+    """VMEM for one row: up to four arrays, each loaded a step ahead."""
+    return 8 * _padded(self.problem.head_dim) * self.problem.dtype.itemsize
+
+  @property
+  def _bytes_per_key(self) -> int:
+    """VMEM for one key and its value, loaded ahead, and what is added to it."""
+    numbers = 2 * _padded(self.problem.head_dim)
+    size = 2 * self.problem.dtype.itemsize
+    if not self.keys_first:
+      return numbers * size
+    # Gradients as results and as float32 sums; masks as columns.
+    return numbers * (2 * size + 4) + 8 * LANES * self.problem.masks_by_value
+
+  def _vmem_limit(self) -> int:
+    """VMEM that the compiler may use; XLA keeps other arrays in the rest."""
+    memory, _ = _CHIPS.get(target().kind, _LEAST)
+    rows, cut = self.problem.rows, self.cut
+    keys = cut.heads * cut.chunk * self.keys
+    loaded = keys * self._bytes_per_key
+    loaded += cut.window * rows * self._bytes_per_row
+    # Logits, weights, and what else is of the size of a tile, and scratch.
+    tile = rows * (self.keys + 4 * _padded(self.problem.head_dim))
+    return min(memory // 8 * 7, loaded + 24 * tile + 8 * _MIB)
 
   # What is passed to a kernel.
 
-  def tables(self) -> tuple[jax.Array, ...]:
-    """Tells the steps about every block of rows, four arrays [T] int32.
-
-    Returns:
-      source: the block whose rows are loaded: the block itself, or the last
-        used one where it is unused.
-      kv_head: its key/value head, b * K + k.
-      unmasked: keys that all of its rows see.
-      end: keys that at least one of its rows may see.
-    """
-    blocks = self.problem.blocks
-    used = jnp.maximum(blocks.first[-1], 1)
-    source = jnp.arange(self.problem.num_blocks, dtype=jnp.int32)
-    source = jnp.minimum(source, used - 1)
-    kv_head = blocks.head[source] // self.problem.group
-    return source, kv_head, *self.problem.key_bounds(self.problem.rows)
-
   def rows(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """Passes a step its block of rows.
+    """Passes a step its window of rows.
 
     Args:
-      x: [T * R, D], loaded as [1, R, D], or [T * R], loaded as [1, 1, R].
+      x: [T * R, D], loaded as [blocks, R, D], or [T * R], loaded as
+        [blocks, 1, R].
     """
-    output = isinstance(x, jax.ShapeDtypeStruct)
-    inner = (self.problem.rows, *x.shape[1:])
-    inner = (1, *inner)[-2:]
+    inner = (1, self.problem.rows, *x.shape[1:])[-2:]
     shape = (self.problem.num_blocks, *inner)
+    output = isinstance(x, jax.ShapeDtypeStruct)
     x = jax.ShapeDtypeStruct(shape, x.dtype) if output else x.reshape(shape)
 
-    def index(t, j, source, *_):
-      return (t if output else source[t]), 0, 0
+    def index(core, step, *lists):
+      lists = Tables(*lists)
+      return lists.window[visit_of_step(core, step, lists)], 0, 0
 
-    return Argument(x, pl.BlockSpec((1, *inner), self._in_order(index)))
+    return Argument(x, pl.BlockSpec((self.cut.window, *inner), index))
 
   def keys_or_values(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
-    """Passes a step a tile of keys or values.
+    """Passes a step the keys or values of a unit that are in memory.
+
+    XLA writes keys in this order as it computes them where D fills the vector
+    lanes; [B, M, K * D], which needs no other order, would be copied.
 
     Args:
-      x: [B, M, K, D], loaded as [1, L, D], or as [1, D, L] if the problem is
-        `head_dim_first`.
+      x: [B, M, K, D], loaded as [heads, keys, D], or as [heads, D, keys] if
+        the problem is `head_dim_first`.
     """
-    batch, keys, heads, dim = x.shape
-    padded = self.key_tiles * self.keys
+    batch, keys, kv_heads, dim = x.shape
+    padded = self.cut.tiles * self.keys
     if isinstance(x, jax.ShapeDtypeStruct):
-      x = jax.ShapeDtypeStruct((batch * heads, padded, dim), x.dtype)
+      x = jax.ShapeDtypeStruct((batch * kv_heads, padded, dim), x.dtype)
     else:
-      x = x.swapaxes(1, 2).reshape(batch * heads, keys, dim)
+      x = x.swapaxes(1, 2).reshape(batch * kv_heads, keys, dim)
       if padded > keys:
         x = jnp.pad(x, ((0, 0), (0, padded - keys), (0, 0)))
 
-    def index(t, j, source, kv_head, unmasked, end):
-      place = self._key_tile(t, j, source, end), 0
+    def index(core, step, *lists):
+      lists = Tables(*lists)
+      visit = visit_of_step(core, step, lists)
+      place = lists.chunk[visit], 0
       transposed = self.problem.head_dim_first
-      return kv_head[t], *(place[::-1] if transposed else place)
+      return lists.unit[visit], *(place[::-1] if transposed else place)
 
-    block = 1, self.keys, dim
+    block = self.cut.heads, self.cut.chunk * self.keys, dim
     if self.problem.head_dim_first:
-      x, block = x.swapaxes(1, 2), (1, dim, self.keys)
-    return Argument(x, pl.BlockSpec(block, self._in_order(index)))
+      x, block = x.swapaxes(1, 2), (block[0], *block[:0:-1])
+    return Argument(x, pl.BlockSpec(block, index))
 
   def key_masks(self) -> tuple:
-    """The key mask and each key's segment, [1, 1, L] int32 or None."""
-    fill = self.key_tiles * self.keys - self.problem.keys
+    """The key mask and each key's segment, [1, 1, keys] int32 or None."""
+    cut = self.cut
+    fill = cut.tiles * cut.keys - self.problem.keys
+    each = self.problem.kv_heads // cut.heads
 
-    def index(t, j, source, kv_head, unmasked, end):
-      batch = lax.div(kv_head[t], self.problem.kv_heads)
-      return batch, 0, self._key_tile(t, j, source, end)
+    def index(core, step, *lists):
+      lists = Tables(*lists)
+      visit = visit_of_step(core, step, lists)
+      return lax.div(lists.unit[visit], each), 0, lists.chunk[visit]
 
-    spec = pl.BlockSpec((1, 1, self.keys), self._in_order(index))
+    spec = pl.BlockSpec((1, 1, cut.chunk * cut.keys), index)
 
     def argument(x: jax.Array) -> Argument:
       x = jnp.pad(x.astype(jnp.int32), ((0, 0), (0, fill)))
@@ -147,23 +202,31 @@ class Plan:
     rows: Any,
     keys: tuple,
     outputs: tuple,
-    scratch: Sequence[tuple[int, int]],
-  ) -> Any:
+    scratch: Sequence[tuple[int, ...]],
+  ) -> tuple[Any, jax.Array]:
     """Launches a kernel.
 
     Args:
-      kernel: gets the four tables, rows, keys, values, row masks, key masks,
-        the outputs, the scratch arrays, and last one int32 scratch array for
-        each mask of the outer loop's side (rows, or keys if `keys_first`),
-        which it stores there as a column.
+      kernel: gets the tables, rows, keys, values, row masks, key masks, the
+        outputs, the scratch arrays, and last one int32 scratch array for each
+        mask of the side that it adds to (rows, or keys if `keys_first`), in
+        which it stores the mask as columns, [tiles, L or R, LANES].
       rows: arrays [T * R, D] or [T * R].
       keys: keys and values.
       outputs: shapes of arrays like the rows, or like the keys if `keys_first`.
       scratch: shapes of float32 arrays that live through all steps.
+
+    Returns:
+      The outputs as `rows` or `keys_or_values` shape them, and which chunks of
+      keys were visited, [U, chunks] bool.
     """
+    lists, visited = tables(self.problem, self.cut, keys_first=self.keys_first)
     row_masks = jax.tree.map(self.rows, self.problem.row_masks())
     key_masks = self.key_masks()
-    columns = key_masks if self.keys_first else row_masks
+    columns, shape = row_masks, (1, self.problem.rows, LANES)
+    if self.keys_first:
+      columns, shape = key_masks, (self.cut.chunk, self.keys, LANES)
+    columns = jax.tree.map(lambda x: pltpu.VMEM(shape, jnp.int32), columns)
     rows = jax.tree.map(self.rows, rows)
     inputs = rows, *map(self.keys_or_values, keys), row_masks, key_masks
     output = self.keys_or_values if self.keys_first else self.rows
@@ -171,120 +234,32 @@ class Plan:
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
-
-    def column(mask: Argument) -> Any:
-      return pltpu.VMEM((mask.spec.block_shape[-1], LANES), jnp.int32)
-
     arrays = [pltpu.VMEM(shape, jnp.float32) for shape in scratch]
+
+    def run(*refs: Any) -> None:
+      kernel(Tables(*refs[: len(lists)]), *refs[len(lists) :], plan=self)
+
     launch = pl.pallas_call(
-      functools.partial(kernel, plan=self),
+      run,
       out_shape=jax.tree.map(lambda x: x.array, outputs),
       grid_spec=pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=4,
-        grid=self.grid,
+        num_scalar_prefetch=len(lists),
+        grid=(self.cut.cores, jnp.diff(lists.first).max()),
         in_specs=in_specs,
         out_specs=out_specs,
-        scratch_shapes=[*arrays, jax.tree.map(column, columns)],
+        scratch_shapes=[*arrays, columns],
       ),
       compiler_params=pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary")
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=self._vmem_limit(),
       ),
       interpret=self.problem.interpret,
       name="moh" + kernel.__name__,
     )
-    return launch(*self.tables(), *jax.tree.map(lambda x: x.array, inputs))
-
-  # What a step does.
-
-  def step(self) -> tuple[jax.Array, jax.Array]:
-    """Indices (t, j) of the step's block of rows and tile of keys."""
-    first, second = pl.program_id(0), pl.program_id(1)
-    return (second, first) if self.keys_first else (first, second)
-
-  def when_visible(
-    self,
-    j: jax.Array,
-    unmasked: jax.Array,
-    end: jax.Array,
-    work: Callable[[bool], None],
-  ) -> None:
-    """Runs work(masked) if the block's rows may see a tile of keys.
-
-    Args:
-      j: index of the tile of keys.
-      unmasked: keys that all of the rows see.
-      end: keys that at least one of them may see.
-      work: adds the tile to the step's results.
-    """
-    start = j * self.keys
-    visible = start < end
-    if self.problem.masks_by_value:
-      pl.when(visible)(functools.partial(work, True))
-      return
-    needs_no_mask = start + self.keys <= unmasked
-    pl.when(visible & needs_no_mask)(functools.partial(work, False))
-    # Without a causal mask only a last tile with padding needs one.
-    if self.problem.visible.causal or self.problem.keys % self.keys:
-      pl.when(visible & ~needs_no_mask)(functools.partial(work, True))
-
-  def seen(
-    self, row_masks: tuple, key_masks: tuple, j: jax.Array, *, rows_axis: int
-  ) -> jax.Array:
-    """Marks which keys of a tile the block's rows see.
-
-    Args:
-      row_masks: the rows' last visible keys and segments, [R, 1] if rows_axis
-        is 0, else [1, R]; None where the call has no such mask.
-      key_masks: the keys' mask and segments, [1, L] or [L, 1].
-      j: index of the tile of keys.
-      rows_axis: 0 gives [R, L], 1 gives [L, R].
-    """
-    (last, row_segments), (key_mask, segments) = row_masks, key_masks
-    shape = (1, self.keys) if rows_axis == 0 else (self.keys, 1)
-    position = lax.broadcasted_iota(jnp.int32, shape, 1 - rows_axis)
-    position = position + j * self.keys
-    result = position < self.problem.keys
-    if last is not None:
-      result = result & (position <= last)
-    if key_mask is not None:
-      result = result & (key_mask != 0)
-    if segments is not None:
-      result = result & (segments == row_segments)
-    return result
-
-  def _key_tile(
-    self, t: jax.Array, j: jax.Array, source: jax.Array, end: jax.Array
-  ) -> jax.Array:
-    """The tile of keys that step (t, j) loads.
-
-    It is j up to the last tile that the block's rows may see. Later steps, and
-    all steps of unused blocks, name that last tile again: nothing is fetched.
-    """
-    if self.keys_first:
-      return j
-    j = jnp.where(source[t] < t, self.key_tiles - 1, j)
-    return jnp.minimum(
-      j, lax.div(jnp.maximum(end[source[t]], 1) - 1, self.keys)
-    )
-
-  def _in_order(self, index: Callable) -> Callable:
-    """Turns an index map of (t, j, ...) into one in the grid's order."""
-    if not self.keys_first:
-      return index
-    return lambda j, t, *tables: index(t, j, *tables)
+    results = launch(*lists, *jax.tree.map(lambda x: x.array, inputs))
+    return results, visited
 
 
-def as_columns(row: jax.Array) -> jax.Array:
-  """Transposes a row [1, X] to [X, LANES], the same in every lane."""
-  return jnp.broadcast_to(row, (LANES, row.shape[1])).T
-
-
-def repeat_lanes(columns: jax.Array, width: int) -> jax.Array:
-  """Repeats [X, LANES], the same in every lane, to [X, width].
-
-  Unlike broadcasting [X, 1] it moves nothing between lanes.
-  """
-  copies = pl.cdiv(width, LANES)
-  if copies > 1:
-    columns = jnp.concatenate([columns] * copies, axis=1)
-  return columns[:, :width]
+def _padded(dim: int) -> int:
+  """Lanes that a row of an array takes in VMEM."""
+  return pl.cdiv(dim, LANES) * LANES

@@ -1,0 +1,139 @@
+"""Attention of all heads on TPUs, by JAX's splash attention kernel.
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_mask as masks,
+)
+
+from moh_jax.ops.remat import ATTENTION
+from moh_jax.ops.visible import Visible
+
+_LANES = 128
+_BLOCK = 512  # queries, and keys, of a tile at most
+_DTYPES = ("bfloat16", "float32")
+_MAX_HEAD_DIM = 256
+
+
+def supports(
+  queries: int,
+  keys: int,
+  head_dim: int,
+  dtype: str = "bfloat16",
+  *,
+  causal: bool = False,
+  biased: bool = False,
+) -> bool:
+  """Whether `splash_attention` can compute a call.
+
+  Args:
+    queries: N, a multiple of 128.
+    keys: M, a multiple of 128; at least N if attention is causal.
+    head_dim: D, at most 256.
+    dtype: name of the inputs' dtype, bfloat16 or float32.
+    causal: whether later keys are hidden.
+    biased: whether a bias is added to the logits; never possible.
+  """
+  return (
+    not biased
+    and dtype in _DTYPES
+    and head_dim <= _MAX_HEAD_DIM
+    and queries % _LANES == keys % _LANES == 0
+    and (queries <= keys or not causal)
+  )
+
+
+def splash_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  visible: Visible,
+  scale: float,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Softmax attention of every head; tiles that no query sees are skipped.
+
+  Args:
+    q: [B, N, H, D] bfloat16 or float32.
+    k: [B, M, K, D]; query head h reads key/value head h // (H / K).
+    v: [B, M, K, D].
+    visible: which keys a query sees.
+    scale: factor of the logits.
+    interpret: runs the kernel in Pallas's interpreter, on any device, slowly.
+
+  Returns:
+    [B, N, H, D] in the dtype of v; 0 for queries that see no key.
+
+  Raises:
+    ValueError: the kernel does not support the call, see `supports`.
+  """
+  queries, heads, dim = q.shape[1:]
+  keys = k.shape[1]
+  if not supports(queries, keys, dim, q.dtype.name, causal=visible.causal):
+    raise ValueError(
+      f"splash attention cannot do queries={queries}, keys={keys}, "
+      f"head_dim={dim}, dtype={q.dtype.name}, causal={visible.causal}: lengths "
+      f"must be multiples of {_LANES}, head_dim at most {_MAX_HEAD_DIM}, dtype "
+      f"one of {', '.join(_DTYPES)}, and causal queries at most the keys"
+    )
+  mask = masks.FullMask((queries, keys))
+  if visible.causal:
+    mask = masks.CausalMask((queries, keys), offset=keys - queries)
+  kernel = splash.make_splash_mha_single_device(
+    masks.MultiHeadMask([mask] * heads),
+    block_sizes=_block_sizes(queries, keys),
+    residual_checkpoint_name=ATTENTION,
+    interpret=interpret,
+  )
+  # The kernel has no scale. In bfloat16 only powers of two multiply exactly.
+  q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+  arrays = (x.swapaxes(1, 2) for x in (q, k, v))
+  out = jax.vmap(kernel)(*arrays, _segment_ids(queries, keys, visible))
+  out = out.swapaxes(1, 2).astype(v.dtype)
+  if visible.key_mask is None:
+    return out
+  seen = visible.mask(queries, keys).any(-1)  # [B, 1, N or 1]
+  return jnp.where(seen.swapaxes(1, 2)[..., None], out, 0)
+
+
+def _segment_ids(
+  queries: int, keys: int, visible: Visible
+) -> splash.SegmentIds | None:
+  """Hides keys by their ids: a query sees the keys with its own."""
+  key_mask, segments = visible.key_mask, visible.segments
+  if key_mask is None and segments is None:
+    return None
+  if segments is None:
+    ids = jnp.zeros((len(key_mask), keys), jnp.int32)
+    of_queries = jnp.zeros((len(key_mask), queries), jnp.int32)
+  else:
+    ids = of_queries = segments.astype(jnp.int32)
+  if key_mask is not None:
+    ids = jnp.where(key_mask, ids, jnp.iinfo(jnp.int32).min)
+  return splash.SegmentIds(of_queries, ids)
+
+
+def _block_sizes(queries: int, keys: int) -> splash.BlockSizes:
+  rows, columns = _largest_block(queries), _largest_block(keys)
+  return splash.BlockSizes(
+    block_q=rows,
+    block_kv=columns,
+    block_q_dkv=rows,
+    block_kv_dkv=columns,
+    block_q_dq=rows,
+    block_kv_dq=columns,
+  )
+
+
+def _largest_block(size: int) -> int:
+  """The largest multiple of 128 up to the limit that divides a length."""
+  blocks = range(_LANES, min(size, _BLOCK) + 1, _LANES)
+  return max(x for x in blocks if size % x == 0)

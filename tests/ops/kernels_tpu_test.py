@@ -1,0 +1,281 @@
+"""How the TPU kernels visit rows and keys, and that no cut changes results."""
+
+import dataclasses
+import functools
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.ops.dense import dense_attention
+from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
+from moh_jax.ops.kernels import tpu_plan, tpu_visits
+from moh_jax.ops.kernels.attention import kernel_attention
+from moh_jax.ops.kernels.problem import Problem
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
+from moh_jax.ops.kernels.tpu_visits import Cut
+from moh_jax.ops.visible import Visible
+from tests.ops import devices
+
+_ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+  """Shapes, masks and a random choice of heads."""
+
+  queries: int = 70
+  keys: int = 70
+  heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 24
+  share: float = 0.5  # of active heads
+  causal: bool = False
+  key_mask: bool = False
+  segments: bool = False
+  batch: int = 2
+
+  def arrays(self, dtype=jnp.float32) -> list[jax.Array]:
+    """Queries, keys, values and a gradient of the output."""
+    rng = np.random.default_rng(0)
+    rows = self.batch, self.queries, self.heads, self.head_dim
+    keys = self.batch, self.keys, self.kv_heads, self.head_dim
+    shapes = rows, keys, keys, rows
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+  def active(self) -> np.ndarray:
+    """[B, N, H] bool; no token chose the last head."""
+    rng = np.random.default_rng(1)
+    mask = rng.random((self.batch, self.queries, self.heads)) < self.share
+    mask[..., -1] = False
+    return mask
+
+  def visible(self) -> Visible:
+    rng = np.random.default_rng(2)
+    key_mask = segments = None
+    if self.key_mask:  # one text sees nothing, another one some of its keys
+      key_mask = np.zeros((self.batch, self.keys), bool)
+      key_mask[1, 20:50] = rng.random(30) < 0.7
+      key_mask = jnp.asarray(key_mask)
+    if self.segments:
+      segments = np.sort(rng.integers(0, 4, (self.batch, self.queries)), -1)
+      segments = jnp.asarray(segments, jnp.int32)
+    return Visible(key_mask, segments, self.causal)
+
+  def blocks(self):
+    active = ActiveHeads(jnp.asarray(self.active()), self.heads)
+    return head_blocks(active, _ROWS)
+
+  def problem(self) -> Problem:
+    shape = self.batch, self.keys, self.kv_heads, self.head_dim
+    return Problem(
+      shape, jnp.dtype("float32"), self.visible(), self.blocks(), 0.2, True
+    )
+
+  def tiles_seen(self, keys: int, tiles: int) -> np.ndarray:
+    """[T, J] bool: tiles with a key that a row of the block sees."""
+    blocks = self.blocks()
+    token, head = np.asarray(blocks.token), np.asarray(blocks.head)
+    mask = self.visible().mask(self.queries, self.keys)
+    mask = np.ones((1, 1, 1, self.keys), bool) if mask is None else mask
+    mask = np.broadcast_to(
+      mask, (self.batch, 1, self.queries, self.keys)
+    )[:, 0]  # fmt: skip
+    mask = np.pad(mask, ((0, 0), (0, 1), (0, tiles * keys - self.keys)))
+    rows = mask[head[:, None] // self.heads, token]  # [T, R, J * L]
+    return rows.reshape(*rows.shape[:2], tiles, keys).any((1, 3))
+
+
+_MASKS = {
+  "everything": {},
+  "causal": {"causal": True},
+  "fewer_queries": {"causal": True, "queries": 40},
+  "segments": {"segments": True},
+  "packed_texts": {"causal": True, "segments": True},
+  "all_masks": {"causal": True, "segments": True, "key_mask": True},
+}
+_CUTS = {
+  "heads_together": Cut(16, 5, chunk=5, window=4, heads=2),
+  "chunks": Cut(16, 5, chunk=2, window=3, heads=1),
+  "two_cores": Cut(16, 5, chunk=5, window=2, heads=1, cores=2),
+  "chunks_on_two_cores": Cut(16, 5, chunk=3, window=3, heads=1, cores=2),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _tables(case, cut, keys_first):
+  return tpu_visits.tables(case.problem(), cut, keys_first=keys_first)
+
+
+def _visits(lists: tpu_visits.Tables) -> list[list[dict[str, int]]]:
+  """The visits of every core, one after another."""
+  names = "window", "unit", "chunk", "low", "high"
+  columns = [np.asarray(getattr(lists, name)) for name in names]
+  visits = [dict(zip(names, map(int, x))) for x in zip(*columns)]
+  first = np.asarray(lists.first)
+  return [visits[a:b] for a, b in itertools.pairwise(first)]
+
+
+class VisitsTest(parameterized.TestCase):
+  @parameterized.product(
+    masks=list(_MASKS),
+    name=("heads_together", "chunks_on_two_cores"),
+    keys_first=(False, True),
+  )
+  def test_each_tile_that_a_block_sees_is_visited_once(
+    self, masks, name, keys_first
+  ):
+    case, cut = _Case(**_MASKS[masks]), _CUTS[name]
+    lists, visited = _tables(case, cut, keys_first)
+    seen = case.tiles_seen(cut.keys, cut.tiles)
+    start, whole, end = (np.asarray(x) for x in lists[-3:])
+    counts = np.zeros(seen.shape, int)
+    for visit in itertools.chain(*_visits(lists)):
+      begin = visit["chunk"] * cut.chunk
+      first = visit["window"] * cut.window
+      blocks = range(first + visit["low"], first + visit["high"])
+      for block in blocks:
+        self.assertEqual(lists.head[block] // cut.heads, visit["unit"])
+        low = max(start[block], begin)
+        counts[block, low : max(low, min(end[block], begin + cut.chunk))] += 1
+      # A chunk that no row of the visit sees is not loaded, except once where
+      # rows see nothing at all: their output is 0.
+      works = counts[blocks.start : blocks.stop, begin : begin + cut.chunk]
+      if cut.chunks > 1 and (keys_first or begin):
+        self.assertTrue(works.any())
+      if works.any():
+        self.assertTrue(visited[visit["unit"], visit["chunk"]])
+    # A block reads from the first tile that it sees up to the last.
+    expected = np.logical_or.accumulate(seen, 1)
+    expected &= np.logical_or.accumulate(seen[:, ::-1], 1)[:, ::-1]
+    if case.key_mask:  # hidden keys may be the only ones before a token
+      self.assertTrue((counts >= expected).all() and counts.max() == 1)
+    else:
+      np.testing.assert_array_equal(counts, expected)
+    self.assertTrue((start <= whole).all() and (whole <= end).all())
+
+  @parameterized.parameters("two_cores", "chunks_on_two_cores")
+  def test_what_is_added_to_stays_with_one_core(self, name):
+    case, cut = _Case(**_MASKS["packed_texts"]), _CUTS[name]
+    for keys_first, names in ((False, ("window",)), (True, ("unit", "chunk"))):
+      lists, _ = _tables(case, cut, keys_first)
+      cores = _visits(lists)
+      places = [[tuple(x[n] for n in names) for x in core] for core in cores]
+      runs = [key for core in places for key, _ in itertools.groupby(core)]
+      self.assertLen(set(runs), len(runs))  # no place is left and taken again
+      sizes = [len(core) for core in cores]
+      self.assertLess(abs(sizes[0] - sizes[1]), 8)
+
+  def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
+    case = _Case(queries=16, keys=64, kv_heads=4)
+    mask = np.zeros((2, 16, 4), bool)
+    mask[0, :, 1] = mask[1, :, 2] = True
+    table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), _ROWS)
+    problem = dataclasses.replace(case.problem(), blocks=table)
+    plan = tpu_plan.Plan(problem, 16, keys_first=False)
+    lists, _ = jax.jit(
+      lambda: tpu_visits.tables(problem, plan.cut, keys_first=False)
+    )()
+    index = plan.keys_or_values(jnp.zeros(problem.k_shape)).spec.index_map
+    places = [
+      tuple(map(int, index(0, step, *lists)))
+      for step in range(int(lists.first[-1]))
+    ]
+    fetched = [place for place, _ in itertools.groupby(places)]
+    self.assertLen(set(fetched), len(fetched))
+    self.assertEqual({place[0] for place in fetched}, {1, 6})
+
+
+class PlanTest(parameterized.TestCase):
+  """Sizes for real devices; nothing is computed."""
+
+  def _plan(self, kind, queries, dim, dtype, *, causal=False, keys_first=False):
+    heads, batch = 16, 8
+    dtype = jnp.dtype(dtype)
+    with devices.traced_for("tpu", kind):
+      sizes = block_sizes("mosaic_tpu", dim, dtype, per_head=queries // 2)
+      mask = jax.ShapeDtypeStruct((batch, queries, heads), bool)
+      blocks = jax.eval_shape(
+        lambda m: head_blocks(ActiveHeads(m, heads // 2), sizes.rows), mask
+      )
+      problem = Problem(
+        (batch, queries, heads, dim), dtype, Visible(causal=causal), blocks,
+        1.0, False,
+      )  # fmt: skip
+      plan = tpu_plan.Plan(problem, sizes.forward.keys, keys_first=keys_first)
+      return plan, plan.cut
+
+  @parameterized.product(
+    kind=("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"),
+    dim=(64, 128),
+    causal=(False, True),
+  )
+  def test_steps_do_much_and_heads_stay(self, kind, dim, causal):
+    for queries in (1024, 4096, 16384):
+      plan, cut = self._plan(kind, queries, dim, "bfloat16", causal=causal)
+      rows = cut.window * plan.problem.rows
+      flops = 4 * rows * queries * dim / (2 if causal else 1)
+      self.assertGreaterEqual(rows, 512)
+      self.assertGreaterEqual(flops, 1e9)
+      self.assertEqual(cut.chunks, 1)
+
+  def test_short_sequences_share_a_step(self):
+    plan, cut = self._plan("TPU v5 lite", 256, 64, "bfloat16")
+    self.assertGreaterEqual(cut.heads, 2)
+    self.assertGreaterEqual(cut.window * plan.problem.rows, 512)
+
+  def test_keys_that_do_not_fit_come_in_chunks(self):
+    _, cut = self._plan("TPU7x", 16384, 256, "float32", keys_first=True)
+    self.assertGreater(cut.chunks, 1)
+
+
+@functools.partial(jax.jit, static_argnames=("case", "name"))
+def _kernels(case, arrays, *, name):
+  tile = Tile(_ROWS, 16)
+  *inputs, grad = arrays
+
+  def attend(q, k, v):
+    return kernel_attention(
+      q, k, v, case.visible(), case.blocks(), 0.2, backend="mosaic_tpu",
+      sizes=BlockSizes(tile, tile, tile), interpret=True,
+    )  # fmt: skip
+
+  cut = property(lambda self: _CUTS[name])
+  with mock.patch.object(tpu_plan.Plan, "cut", cut):
+    out, pull = jax.vjp(attend, *inputs)
+    return out, *pull(grad)
+
+
+@functools.partial(jax.jit, static_argnames="case")
+def _dense(case, arrays):
+  *inputs, grad = arrays
+  active = case.active()[..., None]
+
+  def attend(q, k, v):
+    out = dense_attention(q, k, v, None, case.visible(), 0.2)
+    return jnp.where(active, out, 0)
+
+  out, pull = jax.vjp(attend, *inputs)
+  return out, *pull(grad)
+
+
+class InterpretedTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("heads_together", {"causal": True, "head_dim": 128, "share": 0.2}),
+    ("chunks", _MASKS["all_masks"]),
+    ("chunks_on_two_cores", {"causal": True, "head_dim": 128, "queries": 40}),
+  )
+  def test_any_cut_gives_the_dense_form(self, name, options):
+    case = _Case(**options)
+    results = _kernels(case, case.arrays(), name=name)
+    for i, (got, want) in enumerate(zip(results, _dense(case, case.arrays()))):
+      most = max(1, np.abs(want).max())
+      tolerance = (1e-5 if i else 2e-6) * most
+      np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+
+
+if __name__ == "__main__":
+  absltest.main()
