@@ -19,6 +19,7 @@ from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention
+from moh_jax.ops.splash import splash_attention
 from moh_jax.ops.target import on_one_device, target
 from moh_jax.ops.visible import Visible
 
@@ -84,7 +85,7 @@ def attention(
     head_dim=dim,
     share=1.0 if active is None else active.share,
     causal=causal,
-    masked=key_mask is not None or segments is not None,
+    masked=segments is not None or (causal and key_mask is not None),
     biased=bias is not None,
     dtype=q.dtype.name,
     one_device=on_one_device(),
@@ -99,6 +100,8 @@ def attention(
     return dense_attention(q, k, v, bias, visible, scale)
   if form.name == "cudnn":
     return cudnn_attention(q, k, v, bias, visible, active, scale)
+  if form.name == "splash":
+    return splash_attention(q, k, v, visible, scale)
   if bias is not None:
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], queries, keys))
   if active is None:

@@ -1,6 +1,6 @@
 """Which form of attention is used for a call, and why.
 
-Five forms give the same values up to rounding:
+Six forms give the same values up to rounding:
 
 - "dense": all logits at once (`ops/dense.py`).
 - "blocked": every head, some rows at a time (`ops/blocked.py`).
@@ -9,6 +9,7 @@ Five forms give the same values up to rounding:
   Pallas's interpreter, for tests.
 - "cudnn": cuDNN's fused attention on NVIDIA GPUs (`ops/cudnn.py`); only the
   active heads where attention is bidirectional.
+- "splash": every head, in JAX's kernel for TPUs (`ops/splash.py`).
 
 `choose_form` picks one for the implementation that the user asks for; "auto"
 packs where `crossovers` says that it pays. All logits are never in memory at
@@ -20,6 +21,7 @@ import dataclasses
 from typing import Any
 
 from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.ops import splash
 from moh_jax.ops.crossovers import largest_share
 from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, block_sizes
 from moh_jax.ops.target import Target
@@ -47,7 +49,8 @@ class AttentionCase:
     head_dim: D.
     share: expected share of the heads that are active, 1 for all.
     causal: whether later keys are hidden.
-    masked: whether a key mask or segments hide keys.
+    masked: whether keys are hidden that cuDNN cannot be told by a length: by
+      segments, or by a key mask where attention is causal.
     biased: whether a bias is added to the logits.
     dtype: name of the queries' dtype.
     one_device: whether the arrays are one device's own. Else the compiler
@@ -78,7 +81,7 @@ class Form:
   """A form of attention, with the sizes of its blocks.
 
   Attributes:
-    name: one of the five in the module's docstring.
+    name: one of the six in the module's docstring.
     packs: whether only the active heads are computed.
     rows: rows of a block; 0 for forms without blocks.
     blocks_per_step: blocks of a head computed in one step of the loop, at most.
@@ -189,6 +192,12 @@ def _best_form(case: AttentionCase) -> Form:
   # cuDNN would read masks as one array [B, N, M].
   if not case.masked and not _cudnn_problem(case):
     return Form("cudnn")
+  if case.target.platform == "tpu" and splash.supports(
+    *(case.queries, case.keys, case.head_dim, case.dtype),
+    causal=case.causal,
+    biased=case.biased,
+  ):
+    return Form("splash")
   if _has_kernel(case):
     return _kernel_form(case, packs=False)
   return _plain_form(case)

@@ -75,8 +75,9 @@ class ChooseTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({}, "kernel", True),
-    ({"share": 1.0}, "kernel", False),
-    ({"causal": True, "share": 0.9}, "kernel", False),
+    ({"share": 1.0}, "splash", False),
+    ({"causal": True, "share": 0.9}, "splash", False),
+    ({"share": 1.0, "queries": 1000}, "kernel", False),
     ({"biased": True}, "dense", False),
     ({"biased": True, "batch": 16}, "blocked", False),
   )

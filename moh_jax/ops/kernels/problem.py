@@ -54,10 +54,6 @@ class Problem:
     blocks: the active (token, head) pairs.
     scale: factor of the logits.
     interpret: whether the kernels run in Pallas's interpreter.
-    out_dtype: dtype of the output; None is that of the values.
-    head_dim_first: whether TPU kernels load keys and values as [D, L] instead
-      of [L, D]. XLA stores a cache so if D does not fill the vector lanes; any
-      other order would copy the whole cache. Only for the forward pass.
   """
 
   k_shape: tuple[int, ...]
@@ -66,8 +62,6 @@ class Problem:
   blocks: HeadBlocks
   scale: float
   interpret: bool
-  out_dtype: jnp.dtype | None = None
-  head_dim_first: bool = False
 
   @property
   def batch(self) -> int:
@@ -134,7 +128,6 @@ class Problem:
 
   def outputs(self, q: jax.Array, v: jax.Array) -> tuple:
     """Shapes of the forward pass's results, for queries q and values v."""
-    dtype = v.dtype if self.out_dtype is None else self.out_dtype
     shape = self.num_blocks * self.rows, q.shape[-1]
     return jax.ShapeDtypeStruct(shape, dtype), self._row_sums()
 

@@ -107,9 +107,6 @@ def _forward_kernel(
 ) -> None:  # fmt: skip
   step = Step.running(plan, lists)
   scale, widened = plan.problem.log2_scale, plan.problem.to_product_dtype
-  with_keys, with_values = across, times
-  if plan.problem.head_dim_first:
-    with_keys, with_values = times, across
 
   def block(i: Any, block: Any, head: Any) -> None:
     at = i if plan.cut.chunks > 1 else 0
@@ -124,7 +121,7 @@ def _forward_kernel(
 
     def work(j: Any, masked: bool) -> None:
       where = place(plan, head, j)
-      logits = with_keys(q_ref[i], widened(k_ref[where])) * scale
+      logits = across(q_ref[i], widened(k_ref[where])) * scale
       if masked:
         row_columns = _repeated(columns, 0, plan.keys)
         key_rows = _rows(key_masks, 0, tile_of(plan, j))
@@ -139,7 +136,7 @@ def _forward_kernel(
       total_ref[at] = total_ref[at] * decay + weights.sum(1, keepdims=True)
       highest_ref[at] = new
       v = widened(v_ref[where])
-      out = with_values(weights.astype(v.dtype), v)
+      out = times(weights.astype(v.dtype), v)
       acc_ref[at] = acc_ref[at] * repeat_lanes(decay, out.shape[1]) + out
 
     step.each_tile(block, work)

@@ -152,8 +152,7 @@ class Plan:
     lanes; [B, M, K * D], which needs no other order, would be copied.
 
     Args:
-      x: [B, M, K, D], loaded as [heads, keys, D], or as [heads, D, keys] if
-        the problem is `head_dim_first`.
+      x: [B, M, K, D], loaded as [heads, keys, D].
     """
     batch, keys, kv_heads, dim = x.shape
     padded = self.cut.tiles * self.keys
@@ -167,13 +166,9 @@ class Plan:
     def index(core, step, *lists):
       lists = Tables(*lists)
       visit = visit_of_step(core, step, lists)
-      place = lists.chunk[visit], 0
-      transposed = self.problem.head_dim_first
-      return lists.unit[visit], *(place[::-1] if transposed else place)
+      return lists.unit[visit], lists.chunk[visit], 0
 
     block = self.cut.heads, self.cut.chunk * self.keys, dim
-    if self.problem.head_dim_first:
-      x, block = x.swapaxes(1, 2), (block[0], *block[:0:-1])
     return Argument(x, pl.BlockSpec(block, index))
 
   def key_masks(self) -> tuple:

@@ -132,12 +132,9 @@ def place(plan: Plan, head: Any, j: Any) -> tuple:
     j: the tile's place in the chunk.
 
   Returns:
-    The index of [L, D], or of [D, L] if `head_dim_first`.
+    The index of [L, D].
   """
-  keys = tile_of(plan, j)
-  if plan.problem.head_dim_first:
-    return head, slice(None), keys
-  return head, keys, slice(None)
+  return head, tile_of(plan, j), slice(None)
 
 
 def tile_of(plan: Plan, j: Any) -> Any:
