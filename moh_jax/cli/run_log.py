@@ -1,0 +1,91 @@
+"""Where a run's messages go: ours to the terminal, all of them to a file."""
+
+import contextlib
+import logging
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from moh_jax.runtime.location import resolve
+
+NAME = "run.log"
+_FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+_OURS = "moh_jax"
+
+
+class _File(logging.FileHandler):
+  """A log file; that it cannot be written is no reason to stop or to print."""
+
+  def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    del record
+
+
+@contextlib.contextmanager
+def kept(workdir: str, level: int) -> Iterator[None]:
+  """Shows our own messages, and keeps those of libraries in WORKDIR/run.log.
+
+  Tracebacks, also those of other threads and of an error that ends the block,
+  are in the file alone.
+
+  Args:
+    workdir: working directory; in a bucket no file is written.
+    level: of our messages on the terminal.
+  """
+  ours, root = logging.getLogger(_OURS), logging.getLogger()
+  before = ours.level, ours.propagate
+  terminal, file = logging.StreamHandler(), _open(workdir)
+  terminal.setLevel(level)
+  terminal.setFormatter(_OneLine())
+  ours.addHandler(terminal)
+  ours.addHandler(file)
+  ours.setLevel(logging.DEBUG)
+  ours.propagate = False
+  root.addHandler(file)
+  hook = threading.excepthook
+  threading.excepthook = _log_thread
+  try:
+    yield
+  except Exception:
+    ours.debug("the run ended with an error", exc_info=True)
+    raise
+  finally:
+    threading.excepthook = hook
+    root.removeHandler(file)
+    ours.removeHandler(terminal)
+    ours.removeHandler(file)
+    ours.propagate = before[1]
+    ours.setLevel(before[0])
+    with contextlib.suppress(OSError):
+      file.close()
+
+
+class _OneLine(logging.Formatter):
+  """The message alone; the traceback is in the file."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    return record.getMessage()
+
+
+def _open(workdir: str) -> logging.Handler:
+  folder = resolve(workdir)
+  if "://" in os.fspath(folder):
+    return logging.NullHandler()
+  try:
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    file = _File(pathlib.Path(folder) / NAME, delay=True)
+  except OSError:  # the run itself says what is wrong with the directory
+    return logging.NullHandler()
+  file.setFormatter(logging.Formatter(_FORMAT))
+  file.setLevel(logging.DEBUG)
+  return file
+
+
+def _log_thread(args: Any) -> None:
+  name = args.thread.name if args.thread else "a thread"
+  logging.getLogger(_OURS).debug(
+    "error in thread %s",
+    name,
+    exc_info=(args.exc_type, args.exc_value, args.exc_traceback),
+  )
