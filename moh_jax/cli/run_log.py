@@ -4,15 +4,17 @@ import contextlib
 import logging
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 from moh_jax.runtime.location import resolve
+from moh_jax.runtime.peers import LOG
 
-NAME = "run.log"
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 _OURS = "moh_jax"
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class _File(logging.FileHandler):
@@ -23,7 +25,7 @@ class _File(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def kept(workdir: str, level: int) -> Iterator[None]:
+def kept(workdir: str, level: int, several: bool) -> Iterator[None]:
   """Shows our own messages, and keeps those of libraries in WORKDIR/run.log.
 
   Tracebacks, also those of other threads and of an error that ends the block,
@@ -32,10 +34,45 @@ def kept(workdir: str, level: int) -> Iterator[None]:
   Args:
     workdir: working directory; in a bucket no file is written.
     level: of our messages on the terminal.
+    several: whether the run has several processes. Then what C++ code writes to
+      stderr goes to the file too, such as the stacks of JAX's own watch over
+      the processes.
   """
+  file = _open(workdir)
+  with contextlib.ExitStack() as stack:
+    if several and isinstance(file, _File):
+      stack.enter_context(_stderr_to(file))
+    stack.enter_context(_handlers(file, level))
+    yield
+
+
+@contextlib.contextmanager
+def _stderr_to(file: "_File") -> Iterator[None]:
+  """Leaves Python's stderr as it is, and sends that of C++ to a file."""
+  try:
+    sys.stderr.flush()
+    terminal, log = os.dup(2), os.open(file.baseFilename, _APPEND, 0o644)
+  except OSError:
+    yield
+    return
+  before, os_stderr = sys.stderr, os.fdopen(terminal, "w", buffering=1)
+  os.dup2(log, 2)
+  os.close(log)
+  sys.stderr = os_stderr
+  try:
+    yield
+  finally:
+    os_stderr.flush()
+    os.dup2(terminal, 2)
+    sys.stderr = before
+    os_stderr.close()
+
+
+@contextlib.contextmanager
+def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
   ours, root = logging.getLogger(_OURS), logging.getLogger()
   before = ours.level, ours.propagate
-  terminal, file = logging.StreamHandler(), _open(workdir)
+  terminal = logging.StreamHandler()
   terminal.setLevel(level)
   terminal.setFormatter(_OneLine())
   ours.addHandler(terminal)
@@ -74,7 +111,7 @@ def _open(workdir: str) -> logging.Handler:
     return logging.NullHandler()
   try:
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    file = _File(pathlib.Path(folder) / NAME, delay=True)
+    file = _File(pathlib.Path(folder) / LOG, delay=True)
   except OSError:  # the run itself says what is wrong with the directory
     return logging.NullHandler()
   file.setFormatter(logging.Formatter(_FORMAT))

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
   if args.vae:
     decode = load_decoder(args.vae, config, sharding.make_mesh(config.mesh))
   try:
-    with run_log.kept(args.workdir, level):
+    with run_log.kept(args.workdir, level, args.distributed):
       result = loop.train(
         config, args.workdir, decode=decode, verify=args.verify
       )

@@ -14,10 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from moh_jax.runtime.location import workdir
+from moh_jax.runtime.location import steps_folder, workdir
+from moh_jax.runtime.witness import Witness
 
 _FOLDER = ".processes"
+LOG = "run.log"  # in the working directory: what libraries say
 _BEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0
 STATUS = 1  # exit status of a process whose peer is gone
@@ -38,20 +41,33 @@ class Peers:
       last_whole: says which checkpoint the run can go on from.
     """
     self._stop = threading.Event()
+    self._witness: Witness | None = None
     self._last_whole, self._index, self._count = last_whole, index, count
     root = workdir(directory)
     if count == 1 or "://" in os.fspath(root):
       return
     self._folder = pathlib.Path(os.fspath(root)) / _FOLDER
     self._folder.mkdir(exist_ok=True)
+    self._witness = Witness(
+      os.fspath(steps_folder(directory)), str(self._folder.parent / LOG)
+    )
     threading.Thread(target=self._watch, daemon=True).start()
 
-  def close(self) -> None:
-    """Stops watching; the others see that this process has finished."""
-    if self._stop.is_set() or self._count == 1:
-      return
+  def __enter__(self) -> "Peers":
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    """Stops watching; the others see whether this process has finished.
+
+    After an error it stays silent, so that they stop as well.
+    """
     self._stop.set()
-    with contextlib.suppress(OSError, AttributeError):
+    if self._witness is None:
+      return
+    self._witness.dismiss()
+    if kind is not None:
+      return
+    with contextlib.suppress(OSError):
       self._write(self._index, "finished")
       if all(self._read(i) == "finished" for i in range(self._count)):
         shutil.rmtree(self._folder)
@@ -74,6 +90,7 @@ class Peers:
           self._leave(peer)
 
   def _leave(self, peer: int) -> None:
+    self._witness.dismiss()
     print(
       f"error: process {peer} of the {self._count} processes of the run has "
       f"given no sign for {SILENT_SECONDS:.0f} s: it ended or stands still; "

@@ -156,6 +156,7 @@ class _Run:
           jax.process_count(),
           self.saver.last_whole,
         )
+        stack.enter_context(peers)
         state, start = self._start()
         writer = MetricsWriter(
           self.directory,
@@ -168,11 +169,17 @@ class _Run:
           ),
         )
         stack.enter_context(contextlib.closing(writer))
-        result = self._loop(state, start, writer, lock)
-      peers.close()  # not after an error: the others are to stop as well
-      return result
+        return self._loop(state, start, writer, lock)
     except OSError as error:
       raise OSError(f"{error}; {self.saver.last_whole()}") from error
+    except jax.errors.JaxRuntimeError as error:
+      if jax.process_count() == 1:
+        raise
+      raise OSError(
+        "this process lost the others of the run: "
+        f"{' '.join(str(error).split())[:200]}; {self.saver.last_whole()}; "
+        "start all processes again to resume"
+      ) from error
 
   def _start(self) -> tuple[TrainState, int]:
     if self.start is None:
