@@ -62,7 +62,8 @@ class KillsTest(absltest.TestCase):
       for index in range(len(run.processes)):
         self.assertNotIn("Traceback", run.said(index))
         self.assertNotIn("stack trace", run.said(index))
-      for step in steps.list_steps(workdir):
+      # An older one may be half deleted.
+      for step in steps.list_steps(workdir)[-1:]:
         found = steps.report(workdir, step)
         self.assertEqual(found.damage, [], found)
       if run.processes[0].returncode == 0:

@@ -141,8 +141,12 @@ def state(workdir: str | pathlib.Path, step: int | None = None) -> dict:
   names = [n for n in ("params", "train", "ema") if (folder / n).exists()]
   found = {}
   for name in names:
-    with ocp.StandardCheckpointer() as reader:
-      tree = reader.restore(folder / name)
+    # As numpy arrays, whatever devices the run had.
+    with ocp.PyTreeCheckpointer() as reader:
+      described = reader.metadata(folder / name).item_metadata.tree
+      how = ocp.RestoreArgs(restore_type=np.ndarray)
+      args = jax.tree.map(lambda _, how=how: how, described)
+      tree = reader.restore(folder / name, restore_args=args)
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     for path, leaf in leaves:
       found[f"{name}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
