@@ -27,7 +27,8 @@ def of_shards(
   """
   state = xxhash.xxh3_128()
   for entry in entries:
-    state.update(f"{entry['file']} {entry['bytes']} {entry['examples']}\n")
+    line = f"{entry['file']} {entry['bytes']} {entry['examples']}\n"
+    state.update(line.encode(errors="surrogateescape"))
     with open(pathlib.Path(folder) / entry["file"], "rb") as stream:
       state.update(stream.read(_EDGE))
       stream.seek(max(0, entry["bytes"] - _EDGE))

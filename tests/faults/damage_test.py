@@ -67,24 +67,28 @@ class DamageTest(parameterized.TestCase):
       name = path.relative_to(folder).as_posix()
       item = name.partition("/")[0] if "/" in name else ""
       content = path.read_bytes()
+      # What restores the model need not be asked of each flipped bit.
+      asked = {"bit": 1, "truncated": 1, "empty": 1, "deleted": 1}
       for what, damaged in _damages(content, name):
-        with self.subTest(f"{name}, {what}"):
-          path.unlink() if damaged is None else path.write_bytes(damaged)
-          found = steps.report(workdir, 4).damage
-          self.assertEqual([one.file for one in found], [name])
-          self.assertEqual(steps.newest_whole_step(workdir), 2)
-          # Files that inference reads; one restore where it is to succeed.
-          if item in _INFERENCE and not (item == "params" and has_ema):
-            with self.assertRaisesRegex(
-              DamagedCheckpointError, "step 4: damaged, .*step 2$"
-            ) as caught:
-              restore(workdir)
-            self.assertIn(name.removeprefix(f"{item}/"), str(caught.exception))
-          elif what in ("empty", "deleted"):
-            values = restore(workdir).params
-            jax.tree.map(np.testing.assert_array_equal, values, whole)
-            read += 1
-          cases += 1
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        found = steps.report(workdir, 4).damage
+        self.assertEqual([one.file for one in found], [name], what)
+        self.assertEqual(steps.newest_whole_step(workdir), 2)
+        cases += 1
+        kind = what.partition(" ")[0]
+        asked[kind] -= 1
+        if asked[kind] < 0:
+          continue
+        if item in _INFERENCE and not (item == "params" and has_ema):
+          with self.assertRaisesRegex(
+            DamagedCheckpointError, "step 4: damaged, .*step 2$"
+          ) as caught:
+            restore(workdir)
+          self.assertIn(name.removeprefix(f"{item}/"), str(caught.exception))
+        elif kind == "deleted":  # of an item that inference does not read
+          values = restore(workdir).params
+          jax.tree.map(np.testing.assert_array_equal, values, whole)
+          read += 1
       path.write_bytes(content)
     print(f"{family}: {cases} cases, 0 unnoticed; {read} restored unharmed")
 
