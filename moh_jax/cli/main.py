@@ -55,16 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
   args = parser.parse_args(argv)
-  status = report_errors(
+  return report_errors(
     lambda: _run(args.command, args.arguments, given.modules),
     "--traceback" in args.arguments,
   )
-  if status and "--distributed" in args.arguments:
-    # Leaving in the usual way would wait for processes that wait for this one.
+
+
+def leave(status: int) -> NoReturn:
+  """Ends the process with an exit status.
+
+  After an error it ends at once: threads of libraries may wait for ever for
+  what has failed, and the processes of a run for one another.
+  """
+  if status:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-  return status
+  sys.exit(status)
 
 
 def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:

@@ -79,6 +79,10 @@ def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
   ours.addHandler(file)
   ours.setLevel(logging.DEBUG)
   ours.propagate = False
+  # Some library may have sent all messages to stderr.
+  others = [h for h in root.handlers if isinstance(h, logging.StreamHandler)]
+  for other in others:
+    root.removeHandler(other)
   root.addHandler(file)
   hook = threading.excepthook
   threading.excepthook = _log_thread
@@ -90,6 +94,8 @@ def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
   finally:
     threading.excepthook = hook
     root.removeHandler(file)
+    for other in others:
+      root.addHandler(other)
     ours.removeHandler(terminal)
     ours.removeHandler(file)
     ours.propagate = before[1]

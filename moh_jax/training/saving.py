@@ -61,6 +61,11 @@ class Saver:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy(keep),
         enable_async_checkpointing=config.async_save,
+        # Where a folder cannot be made in the background, Orbax's threads wait
+        # for it for ever.
+        async_options=ocp.options.AsyncOptions(
+          create_directories_asynchronously=False
+        ),
         cleanup_tmp_directories=True,  # removes what killed saves left
         temporary_path_class=commit.temporary_path_class(self._folder),
       ),
