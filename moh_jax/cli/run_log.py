@@ -59,13 +59,12 @@ def _stderr_to(file: "_File") -> Iterator[None]:
   os.dup2(log, 2)
   os.close(log)
   sys.stderr = os_stderr
-  try:
-    yield
-  finally:
-    os_stderr.flush()
-    os.dup2(terminal, 2)
-    sys.stderr = before
-    os_stderr.close()
+  # After an error it stays so: C++ code may end the process at any moment.
+  yield
+  os_stderr.flush()
+  os.dup2(terminal, 2)
+  sys.stderr = before
+  os_stderr.close()
 
 
 @contextlib.contextmanager
@@ -84,15 +83,17 @@ def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
   for other in others:
     root.removeHandler(other)
   root.addHandler(file)
-  hook = threading.excepthook
-  threading.excepthook = _log_thread
+  hooks = threading.excepthook, sys.excepthook, sys.unraisablehook
+  threading.excepthook = _log_hook
+  sys.unraisablehook = _log_hook
+  sys.excepthook = lambda *error: _log_error(error)  # C++ code calls it too
   try:
     yield
   except Exception:
     ours.debug("the run ended with an error", exc_info=True)
     raise
   finally:
-    threading.excepthook = hook
+    threading.excepthook, sys.excepthook, sys.unraisablehook = hooks
     root.removeHandler(file)
     for other in others:
       root.addHandler(other)
@@ -125,10 +126,9 @@ def _open(workdir: str) -> logging.Handler:
   return file
 
 
-def _log_thread(args: Any) -> None:
-  name = args.thread.name if args.thread else "a thread"
-  logging.getLogger(_OURS).debug(
-    "error in thread %s",
-    name,
-    exc_info=(args.exc_type, args.exc_value, args.exc_traceback),
-  )
+def _log_hook(args: Any) -> None:
+  _log_error((args.exc_type, args.exc_value, args.exc_traceback))
+
+
+def _log_error(error: Any) -> None:
+  logging.getLogger(_OURS).debug("error in a library", exc_info=error)
