@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from moh_jax.runtime.processes import ask_first_process
 from moh_jax.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore's
 _RUN_FIELDS = ("step", "opt_state", "rng")
 
 
@@ -246,4 +248,7 @@ def _reason(error: BaseException) -> str:
       where = f": {cause.filename}" if cause.filename else ""
       return f"{cause.strerror}{where}"
     cause = cause.__cause__ or cause.__context__
-  return " ".join(str(error).split())[:200] or type(error).__name__
+  text = " ".join(str(error).split())
+  if found := _OS_ERROR.search(text):
+    return os.strerror(int(found[1]))
+  return text[:200] or type(error).__name__
