@@ -20,6 +20,11 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 class _File(logging.FileHandler):
   """A log file; that it cannot be written is no reason to stop or to print."""
 
+  def emit(self, record: logging.LogRecord) -> None:
+    # Until the run has made its directory there is no file to write.
+    with contextlib.suppress(OSError):
+      super().emit(record)
+
   def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
     del record
 
@@ -50,6 +55,7 @@ def kept(workdir: str, level: int, several: bool) -> Iterator[None]:
 def _stderr_to(file: "_File") -> Iterator[None]:
   """Leaves Python's stderr as it is, and sends that of C++ to a file."""
   try:
+    os.makedirs(os.path.dirname(file.baseFilename), exist_ok=True)
     sys.stderr.flush()
     terminal, log = os.dup(2), os.open(file.baseFilename, _APPEND, 0o644)
   except OSError:
@@ -116,11 +122,7 @@ def _open(workdir: str) -> logging.Handler:
   folder = resolve(workdir)
   if "://" in os.fspath(folder):
     return logging.NullHandler()
-  try:
-    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    file = _File(pathlib.Path(folder) / LOG, delay=True)
-  except OSError:  # the run itself says what is wrong with the directory
-    return logging.NullHandler()
+  file = _File(pathlib.Path(folder) / LOG, delay=True)
   file.setFormatter(logging.Formatter(_FORMAT))
   file.setLevel(logging.DEBUG)
   return file

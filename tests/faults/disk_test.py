@@ -77,7 +77,9 @@ class DiskTest(parameterized.TestCase):
     run = Run(workdir, _SAVE_OFTEN, shell="ulimit -f 12")  # 12 KiB
     self.addCleanup(run.stop)
     line = self._fails(run)
-    self.assertIn("checkpoint of step 2 cannot be written: File too large", line)
+    self.assertIn(
+      "checkpoint of step 2 cannot be written: File too large", line
+    )
 
   def test_run_that_goes_on_without_space(self):
     workdir = self._small("600k")
