@@ -47,10 +47,11 @@ class KillsTest(absltest.TestCase):
       run = Run(workdir, _SAVE_ALWAYS, **options)
       self.addCleanup(run.stop)
       if killed < kills:
-        # From the restore on, most of the time goes to steps and saves.
-        begun = run.wait_for(lambda run=run: "compiling" in run.said())
-        if begun:
-          time.sleep(rng.uniform(0, 4))
+        # Few while it compiles, most among steps and saves, however long a
+        # busy machine compiles.
+        phase = rng.choice(("compiling", *["compiled in"] * 4))
+        if run.wait_for(lambda run=run, phase=phase: phase in run.said()):
+          time.sleep(rng.uniform(0, 3))
       victim = rng.choice(run.processes)
       if killed < kills and victim.poll() is None:
         victim.send_signal(signal.SIGKILL)
