@@ -7,7 +7,7 @@ is `python -m moh_jax train`.
 
 import sys
 
-from moh_jax.cli.main import main
+from moh_jax.cli.main import leave, main
 
 if __name__ == "__main__":
-  sys.exit(main(["train", *sys.argv[1:]]))
+  leave(main(["train", *sys.argv[1:]]))

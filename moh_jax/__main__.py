@@ -1,8 +1,6 @@
 """`python -m moh_jax COMMAND`."""
 
-import sys
-
-from moh_jax.cli.main import main
+from moh_jax.cli.main import leave, main
 
 if __name__ == "__main__":
-  sys.exit(main())
+  leave(main())

@@ -17,10 +17,11 @@ from moh_jax.config.checks import DTYPES
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
-from moh_jax.runtime import location
+from moh_jax.runtime import location, run_lock, steps
 
 if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
+  from moh_jax.runtime.checkpoint import Metadata
 
 CHECKPOINT_HELP = "workdir of `train` or output of `convert`"
 # Arguments of commands that name files or folders to read.
@@ -89,6 +90,24 @@ def add_step(parser: argparse.ArgumentParser) -> None:
   """Adds --step."""
   parser.add_argument(
     "--step", type=int, help="which checkpoint (default: the newest)"
+  )
+  parser.add_argument(
+    "--newest-whole",
+    action="store_true",
+    help="use the newest checkpoint that is whole, where newer ones are "
+    "damaged, in place of an error",
+  )
+  add_verify(parser)
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+  """Adds --no-verify."""
+  parser.add_argument(
+    "--no-verify",
+    dest="verify",
+    action="store_false",
+    help="use a checkpoint without comparing it with its checksums, which "
+    "takes the time of reading it",
   )
 
 
@@ -226,6 +245,15 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     raise ValueError(f"{_OVERRIDE}{overrides[0]} needs --config FILE[:ARG]")
   if given.get("checkpoint") and "://" not in args.checkpoint:
     location.check_exists(args.checkpoint)
+  # With several processes the first one, which may be quicker, has the lock.
+  if given.get("workdir") and not given.get("distributed"):
+    run_lock.check_free(args.workdir)
+  if given.get("newest_whole"):
+    if args.step is not None:
+      raise ValueError(
+        f"--newest-whole and --step={args.step} exclude each other"
+      )
+    args.step = steps.newest_whole_step(args.checkpoint)
   for name in _INPUTS:
     paths = given.get(name) or []
     for path in [paths] if isinstance(paths, str) else paths:
@@ -283,6 +311,15 @@ def mesh_config(text: str) -> MeshConfig:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def read_metadata(args: argparse.Namespace) -> tuple[Metadata, int]:
+  """Metadata and step of the checkpoint that the options of `add_step` name."""
+  from moh_jax.runtime import checkpoint
+
+  return checkpoint.read_metadata(
+    args.checkpoint, args.step, verify=args.verify
+  )
+
+
 def restore(args: argparse.Namespace, **options: Any) -> Restored:
   """Restores the model that `add_checkpoint` parsed the options of.
 
@@ -298,6 +335,7 @@ def restore(args: argparse.Namespace, **options: Any) -> Restored:
     "top_k": args.top_k,
     "router": {"gate_form": args.gate_form} if args.gate_form else None,
     "dtype": args.dtype,
+    "verify": args.verify,
   }
   return library.restore(args.checkpoint, **parsed | options)
 

@@ -21,7 +21,7 @@ from moh_jax.inference.restore import Restored
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import sharding
 
 _PIECE_BYTES = 64 << 20
 _COUNTS = ("documents", "bytes", "words", "tokens")
@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     raise ValueError("nothing to do: give --tasks, --data or both")
   is_first = common.join(args)
   _check_model(args)
-  tokenizer = load_checkpoint_tokenizer(args.checkpoint)
+  tokenizer = load_checkpoint_tokenizer(
+    args.checkpoint, args.step, verify=args.verify
+  )
   groups = list_pieces(args.data, _PIECE_BYTES) if args.data else []
   tasks = None
   if args.tasks:
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_model(args: argparse.Namespace) -> None:
   """Refuses what does not fit the model, before anything large is read."""
-  metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  metadata, _ = common.read_metadata(args)
   model = metadata.config.model
   config_lib.check_command(metadata.config, "evaluate-lm", args.checkpoint)
   if args.top_k and model.router.kind == "none":

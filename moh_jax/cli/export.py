@@ -17,6 +17,7 @@ def run(args: argparse.Namespace) -> int:
     shard_size=args.shard_size,
     license=args.license,
     scores=args.scores,
+    verify=args.verify,
   )
   print(f"{count:,} parameters written to {args.out}")
   return 0

@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
   is_chat = chat.is_chat(args)
   messages = chat.conversations(args) if is_chat else []
   is_first = common.join(args)
-  tokenizer = load_checkpoint_tokenizer(args.checkpoint)
+  tokenizer = load_checkpoint_tokenizer(
+    args.checkpoint, args.step, verify=args.verify
+  )
 
   def prompt_of(turns: Sequence[str]) -> Prompt:
     if not is_chat:

@@ -13,7 +13,6 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.ops.target import target
-from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.runtime.sharding import computes_all_heads, head_placement
 
@@ -23,7 +22,7 @@ _NAMES = 10  # of the classes that are listed
 def run(args: argparse.Namespace) -> int:
   """Prints the head budget of each layer and the parameters."""
   if args.checkpoint:
-    metadata, step = checkpoint.read_metadata(args.checkpoint, args.step)
+    metadata, step = common.read_metadata(args)
     config, names = metadata.config, metadata.class_names
   else:
     config, step, names = resolve(args.config), None, ()

@@ -13,7 +13,7 @@ import traceback as traceback_lib
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from moh_jax.cli import common
+from moh_jax.cli import common, signals
 from moh_jax.cli.arguments import COMMANDS
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache
@@ -59,6 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     lambda: _run(args.command, args.arguments, given.modules),
     "--traceback" in args.arguments,
   )
+
+
+def leave(status: int) -> NoReturn:
+  """Ends the process with an exit status.
+
+  After an error it ends at once: threads of libraries may wait for ever for
+  what has failed, and the processes of a run for one another.
+  """
+  if status:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+  sys.exit(status)
 
 
 def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
@@ -118,7 +131,11 @@ def _given_config(argv: Sequence[str]) -> str | None:
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   """Runs a command, turning the user's mistakes into one line on stderr."""
   try:
-    return call()
+    with signals.handled():
+      return call()
+  except signals.StoppedError as stopped:
+    print(f"error: {stopped}", file=sys.stderr)
+    return stopped.status
   except BrokenPipeError:  # the reader of stdout has seen enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

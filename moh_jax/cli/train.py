@@ -3,10 +3,8 @@
 import argparse
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from moh_jax.cli import common
+from moh_jax.cli import common, run_log
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
@@ -23,11 +21,14 @@ def run(args: argparse.Namespace) -> int:
   is_first = common.join(args)
   config = resolve(args.config)
   decode = None
+  level = logging.INFO if is_first else logging.WARNING
   if args.vae:
     decode = load_decoder(args.vae, config, sharding.make_mesh(config.mesh))
   try:
-    with _notes_on_stderr(logging.INFO if is_first else logging.WARNING):
-      result = loop.train(config, args.workdir, decode=decode)
+    with run_log.kept(args.workdir, level, args.distributed):
+      result = loop.train(
+        config, args.workdir, decode=decode, verify=args.verify
+      )
   except loop.NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
@@ -43,19 +44,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"held-out: {shown}")
       print(f"checkpoint: {args.workdir}")
   return 0
-
-
-@contextmanager
-def _notes_on_stderr(level: int) -> Iterator[None]:
-  """Shows the library's own log, such as the run's opening lines, as it is."""
-  log, handler = logging.getLogger("moh_jax"), logging.StreamHandler()
-  before = log.level, log.propagate
-  log.addHandler(handler)
-  log.setLevel(level)
-  log.propagate = False
-  try:
-    yield
-  finally:
-    log.removeHandler(handler)
-    log.propagate = before[1]
-    log.setLevel(before[0])

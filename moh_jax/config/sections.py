@@ -196,14 +196,18 @@ class CheckpointConfig:
     keep_every: steps: checkpoints at multiples of this are kept too; itself a
       multiple of `every`, 0 keeps none.
     async_save: whether to write in the background while training goes on.
+    on_error: what follows when a checkpoint or metrics cannot be written:
+      "stop" ends the run, "continue" warns and tries again at the next one.
   """
 
   every: int = 1000
   keep_last: int = 2
   keep_every: int = 0
   async_save: bool = True
+  on_error: str = "stop"
 
   def __post_init__(self):
+    one_of("checkpoint", self, on_error=("stop", "continue"))
     at_least("checkpoint", 1, self, "every", "keep_last")
     at_least("checkpoint", 0, self, "keep_every")
     if self.keep_every % self.every:

@@ -154,6 +154,7 @@ def export(
   shard_size: int = tensor_writer.SHARD_SIZE,
   license: str = "",
   scores: str = "",
+  verify: bool = True,
 ) -> int:
   """Writes a checkpoint's weights under their public names.
 
@@ -174,6 +175,7 @@ def export(
     shard_size: bytes of one file of a folder at most.
     license: identifier of the licence for the model card.
     scores: JSON file of `evaluate` or `evaluate-lm` for the model card.
+    verify: compare what is read with its checksums first.
 
   Returns:
     The number of parameters.
@@ -190,7 +192,7 @@ def export(
   if shard_size < 1:
     raise ValueError(f"shard_size={shard_size} must be at least 1 byte")
   model_card.check_license(license)
-  metadata, step = checkpoint.read_metadata(directory, step)
+  metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   config, path = metadata.config, pathlib.Path(out)
   family = get_family(config.model.family)
   converter = family.converter()
@@ -204,7 +206,7 @@ def export(
       f"{family.name!r} becomes one file of tensors"
     )
   params = stream.open_params(
-    directory, step, _abstract(config), use_ema=use_ema
+    directory, step, _abstract(config), use_ema=use_ema, verify=verify
   )
   planned = _plan(model_rules(config.model), params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"

@@ -267,7 +267,12 @@ def save_params(
 
 
 def open_params(
-  directory: str, step: int, abstract: Any, *, use_ema: bool
+  directory: str,
+  step: int,
+  abstract: Any,
+  *,
+  use_ema: bool,
+  verify: bool = True,
 ) -> Any:
   """Opens a checkpoint's parameters without reading them.
 
@@ -276,14 +281,15 @@ def open_params(
     step: step of the checkpoint.
     abstract: its parameter tree as ShapeDtypeStructs.
     use_ema: prefer averaged parameters where there are any.
+    verify: compare them with their checksums first.
 
   Returns:
     Tree of `StoredLeaf`s.
 
   Raises:
-    ValueError: a stored parameter has another shape.
+    ValueError: the parameters are damaged, or one has another shape.
   """
-  item = checkpoint.params_item(directory, step, use_ema=use_ema)
+  item = checkpoint.params_item(directory, step, use_ema=use_ema, verify=verify)
   args = jax.tree.map(
     lambda _: ocp.RestoreArgs(restore_type=StoredLeaf), abstract
   )

@@ -25,6 +25,8 @@ from typing import Any
 
 from array_record.python import array_record_module
 
+from moh_jax.data.identity import Identity, of_shards
+
 METADATA = "metadata.json"
 VERSION = 1
 # Small buffers, since records are read in random order.
@@ -170,6 +172,10 @@ class Shards:
     except ValueError as error:
       where = self.locate(index)
       raise ValueError(f"{where}: damaged record: {error}") from error
+
+  def identity(self) -> Identity:
+    """Identifies the shards and their order."""
+    return of_shards(self._folder, self._shards)
 
   def record(self, index: int) -> bytes:
     """Returns the bytes of record `index`.

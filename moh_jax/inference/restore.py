@@ -77,6 +77,7 @@ def restore(
   use_ema: bool = True,
   mesh: Mesh | None = None,
   sample: Mapping[str, Any] | None = None,
+  verify: bool = True,
   **model_overrides: Any,
 ) -> Restored:
   """Restores a checkpoint for inference.
@@ -87,6 +88,7 @@ def restore(
     use_ema: prefer averaged parameters where the checkpoint has them.
     mesh: devices to shard the parameters over; None is one device.
     sample: fields of the section `sample` to change, for diffusion models.
+    verify: compare what is read with its checksums first.
     **model_overrides: model fields to change, for instance `top_k` to serve
       one training at several activated shares, `router={"gate_form": "paper"}`,
       `dtype`, or `attention_impl`. A `top_k` of one number holds for every
@@ -97,9 +99,10 @@ def restore(
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
-    ValueError: an override does not fit the model.
+    ValueError: the checkpoint is damaged, or an override does not fit the
+      model.
   """
-  metadata, step = checkpoint.read_metadata(directory, step)
+  metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
   family = get_family(metadata.config.model.family)
   config = family.serving_config(metadata.config)
@@ -142,7 +145,9 @@ def restore(
     overrides,
   )
   params = fit(
-    checkpoint.restore_params(directory, step, abstract, use_ema=use_ema)
+    checkpoint.restore_params(
+      directory, step, abstract, use_ema=use_ema, verify=verify
+    )
   )
   return Restored(
     config,

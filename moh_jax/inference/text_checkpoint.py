@@ -11,18 +11,22 @@ from moh_jax.data.text.tokenizers import (
 from moh_jax.runtime import checkpoint, location
 
 
-def load_checkpoint_tokenizer(directory: str) -> Tokenizer:
+def load_checkpoint_tokenizer(
+  directory: str, step: int | None = None, *, verify: bool = True
+) -> Tokenizer:
   """Opens the tokenizer of a language model.
 
   Args:
     directory: a working directory of train.py or an output of `convert`.
+    step: which checkpoint; None is the newest.
+    verify: compare its metadata with its checksum first.
 
   Raises:
     FileNotFoundError: there is no such checkpoint, or no tokenizer beside it.
     ValueError: the checkpoint is no language model, or the tokenizer is not the
       one that it was trained with.
   """
-  metadata, _ = checkpoint.read_metadata(directory)
+  metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
   check_command(metadata.config, "generate", directory)
   expected = metadata.tokenizer_sha256
   if expected == BytesTokenizer.sha256:

@@ -3,10 +3,12 @@
 A step folder has the items `params`, `train` (step, optimizer state, rng),
 `ema` (averaged parameters, if the run keeps them), `data` (position of the
 training stream) and `config` (config, class names, SHA-256 of the tokenizer).
-It appears when it is complete. Each item can be read without the others, onto
-any mesh and any number of processes.
+Beside them lies the manifest of their checksums, see `manifest.py`. The folder
+appears when it is complete. Each item can be read without the others, onto any
+mesh and any number of processes.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -20,7 +22,15 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, legacy
 from moh_jax.data.text.tokenizer_files import write_tokenizer_files
 from moh_jax.data.text.tokenizers import Tokenizer
-from moh_jax.runtime.location import no_checkpoint, resolve, steps_folder
+from moh_jax.runtime import commit, manifest
+from moh_jax.runtime.location import resolve, steps_folder
+from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.steps import (
+  check_whole,
+  find_step,
+  list_steps,
+  step_folder,
+)
 
 ITEMS = ("params", "train", "ema", "data", "config")
 
@@ -60,25 +70,27 @@ def save_tokenizer(
 
 
 def read_metadata(
-  directory: str | epath.Path, step: int | None = None
+  directory: str | epath.Path, step: int | None = None, *, verify: bool = True
 ) -> tuple[Metadata, int]:
   """Reads the metadata of a checkpoint.
 
   Args:
     directory: working directory.
     step: step of the checkpoint; None is the newest.
+    verify: compare the metadata with its checksum first.
 
   Returns:
     The metadata, and the step.
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
-    ValueError: this version does not know a field of its config.
+    ValueError: it is damaged, or this version does not know a field of its
+      config.
   """
   step = find_step(directory, step)
-  with _reader(directory) as manager:
-    items = ocp.args.Composite(config=ocp.args.JsonRestore())
-    stored = manager.restore(step, args=items)["config"]
+  if verify:
+    check_whole(directory, step, {"config"})
+  stored = read_json(directory, step, "config")
   try:
     return metadata_from_json(stored), step
   except (KeyError, ValueError) as error:
@@ -86,7 +98,12 @@ def read_metadata(
 
 
 def restore_params(
-  directory: str | epath.Path, step: int, abstract: Any, *, use_ema: bool
+  directory: str | epath.Path,
+  step: int,
+  abstract: Any,
+  *,
+  use_ema: bool,
+  verify: bool = True,
 ) -> Any:
   """Reads the parameters of a checkpoint.
 
@@ -95,20 +112,104 @@ def restore_params(
     step: step of the checkpoint.
     abstract: parameter tree of ShapeDtypeStructs with shardings.
     use_ema: prefer averaged parameters where there are any.
+    verify: compare them with their checksums first.
+
+  Raises:
+    ValueError: they are damaged.
   """
-  item = params_item(directory, step, use_ema=use_ema).name
-  with _reader(directory) as manager:
-    items = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
-    return manager.restore(step, args=items)[item]
+  item = params_item(directory, step, use_ema=use_ema, verify=verify).name
+  wanted = {item: ocp.args.StandardRestore(abstract)}
+  return read_items(directory, step, wanted)[item]
 
 
 def params_item(
-  directory: str | epath.Path, step: int, *, use_ema: bool
+  directory: str | epath.Path, step: int, *, use_ema: bool, verify: bool = True
 ) -> epath.Path:
-  """Path of a checkpoint's parameters, or of the averaged ones if preferred."""
-  folder = steps_folder(directory) / str(step)
-  has_ema = (folder / "ema").exists()
-  return folder / ("ema" if use_ema and has_ema else "params")
+  """Path of a checkpoint's parameters, or of the averaged ones if preferred.
+
+  Args:
+    directory: working directory.
+    step: step of the checkpoint.
+    use_ema: prefer averaged parameters where there are any.
+    verify: compare them with their checksums first. With several processes the
+      first one does.
+
+  Raises:
+    ValueError: they are damaged.
+  """
+  folder = step_folder(directory, step)
+  files = None
+  with contextlib.suppress(ValueError, OSError):  # `check_whole` names these
+    files = manifest.read(folder)
+  has_ema = (folder / "ema").exists() or any(
+    path.startswith("ema/") for path in files or ()
+  )
+  item = "ema" if use_ema and has_ema else "params"
+  if verify:
+    verify_items(directory, step, {item})
+  return folder / item
+
+
+def verify_items(
+  directory: str | epath.Path, step: int, items: set[str] | None
+) -> None:
+  """Runs `check_whole` in the first process; all processes stop on damage."""
+
+  def check() -> list[int]:
+    check_whole(directory, step, items)
+    return []
+
+  ask_first_process(check, 0)
+
+
+def read_items(
+  directory: str | epath.Path,
+  step: int,
+  items: Mapping[str, ocp.args.CheckpointArgs],
+) -> dict[str, Any]:
+  """Reads items of a checkpoint.
+
+  Args:
+    directory: working directory.
+    step: step of the checkpoint.
+    items: how Orbax is to read each item.
+
+  Raises:
+    ValueError: an item cannot be read. Checksums find damage before; this is
+      for checkpoints without them.
+  """
+  restored = {}
+  options = ocp.CheckpointManagerOptions(create=False)
+  with ocp.CheckpointManager(
+    steps_folder(directory), item_names=ITEMS, options=options
+  ) as manager:
+    for name, args in items.items():
+      try:
+        one = ocp.args.Composite(**{name: args})
+        restored[name] = manager.restore(step, args=one)[name]
+      except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise ValueError(
+          f"{directory}, checkpoint of step {step}: item {name} cannot be "
+          f"read: {type(error).__name__}: {text}"
+        ) from error
+  return restored
+
+
+def read_json(
+  directory: str | epath.Path, step: int, item: str
+) -> dict[str, Any]:
+  """Reads an item of JSON values, "config" or "data".
+
+  Raises:
+    ValueError: it cannot be read.
+  """
+  value = read_items(directory, step, {item: ocp.args.JsonRestore()})[item]
+  if not isinstance(value, dict):
+    raise ValueError(
+      f"{directory}, checkpoint of step {step}: item {item} must be an object"
+    )
+  return value
 
 
 def check_vacant(directory: str | epath.Path) -> None:
@@ -117,10 +218,9 @@ def check_vacant(directory: str | epath.Path) -> None:
   Raises:
     ValueError: it does.
   """
-  folder = steps_folder(directory)
-  if folder.is_dir() and (steps := ocp.utils.checkpoint_steps(folder)):
+  if steps := list_steps(directory):
     raise ValueError(
-      f"{directory} already holds checkpoints {sorted(steps)}; choose an empty "
+      f"{directory} already holds checkpoints {steps}; choose an empty "
       "directory"
     )
 
@@ -149,49 +249,25 @@ def save_params(
   if handler is not None:
     save = ocp.args.PyTreeSave(params)
     handlers = {"params": handler, "config": ocp.JsonCheckpointHandler()}
+  folder = steps_folder(directory)
   options = ocp.CheckpointManagerOptions(
-    cleanup_tmp_directories=True, enable_async_checkpointing=False
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=False,
+    temporary_path_class=commit.temporary_path_class(folder),
   )
   with ocp.CheckpointManager(
-    steps_folder(directory),
+    folder,
     item_names=ITEMS,
     item_handlers=handlers or None,
     options=options,
   ) as manager:
-    config = ocp.args.JsonSave(metadata_to_json(metadata))
-    items = ocp.args.Composite(params=save, config=config)
+    items = ocp.args.Composite(params=save, config=config_item(metadata))
     manager.save(0, args=items, force=True)
 
 
-def find_step(directory: str | epath.Path, step: int | None) -> int:
-  """Checks that a checkpoint exists; returns its step.
-
-  Args:
-    directory: working directory.
-    step: step of the checkpoint; None is the newest.
-
-  Raises:
-    FileNotFoundError: there is no such checkpoint; the message lists others.
-  """
-  folder = steps_folder(directory)
-  steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
-  if not steps:
-    raise no_checkpoint(directory)
-  if step is None:
-    return max(steps)
-  if step not in steps:
-    raise FileNotFoundError(
-      f"{directory} holds no checkpoint of step {step}; it has {sorted(steps)}"
-    )
-  return step
-
-
-def _reader(directory: str | epath.Path) -> ocp.CheckpointManager:
-  return ocp.CheckpointManager(
-    steps_folder(directory),
-    item_names=ITEMS,
-    options=ocp.CheckpointManagerOptions(create=False),
-  )
+def config_item(metadata: Metadata) -> ocp.args.JsonSave:
+  """The item `config`, which also says that the step has a manifest."""
+  return ocp.args.JsonSave(metadata_to_json(metadata) | {manifest.FLAG: 1})
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:

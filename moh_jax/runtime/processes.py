@@ -31,5 +31,5 @@ def ask_first_process(
   if error is not None:
     raise error
   if told[0]:
-    raise ValueError("the first process cannot write its output, see there")
+    raise ValueError("the first process stopped with an error, see there")
   return [int(number) for number in told[1:]]

@@ -38,6 +38,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     unit="images",
     units_per_step=config.data.batch_size,
     shown=("accuracy",),
+    identity={"train": train.identity()},
   )
 
 

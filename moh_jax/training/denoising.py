@@ -63,6 +63,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     preview=_make_preview(model, config, decode),
     preview_every=config.sample.every,
     shown=("mse",),
+    identity={"train": train.identity()},
   )
 
 

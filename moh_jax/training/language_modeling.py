@@ -52,6 +52,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     tokenizer=sequences.open_tokenizer(data, vocab_size),
     stream_metrics=stream_metrics if len(data.mix) > 1 else None,
     shown=("bits_per_byte",),
+    identity=sequences.identity(data, vocab_size),
   )
 
 

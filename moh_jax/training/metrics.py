@@ -50,14 +50,23 @@ class MetricsWriter:
     self._active = jax.process_index() == 0
     self._bar = None
     self._tensorboard = None
-    self._rows: list[str] = []
     if not self._active:
       return
     self._path = workdir / "metrics.jsonl"
-    self._rows = _rows_until(self._path, start)
-    rows = [json.loads(row) for row in self._rows]
-    self._written = {(row["step"], row.get("split")) for row in rows}
-    self._replace_rows()
+    kept = b""
+    if self._path.exists():
+      content = self._path.read_bytes()
+      length, self._written = _rows_until(content, start)
+      kept = content[:length]
+    else:
+      self._written = set()
+    # Buckets cannot append: there the whole file is written again.
+    self._rows = kept if "://" in str(self._path) else None
+    if self._rows is None:
+      with self._path.open("ab") as stream:
+        stream.truncate(len(kept))
+    if kept and not kept.endswith(b"\n"):
+      self._append(b"\n")
     self._first_advance: tuple[int, float] | None = None  # step, when
     if config.tensorboard:
       import tensorboardX  # an import of a second, not needed by every user
@@ -96,7 +105,7 @@ class MetricsWriter:
       return  # the second: a finished run that was started again
     self._written.add((step, split))
     row = {"step": step, "split": split, **values}
-    self._append(json.dumps(row))
+    self._append(f"{json.dumps(row)}\n".encode())
     if self._tensorboard:
       for name, value in values.items():
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
@@ -120,7 +129,7 @@ class MetricsWriter:
     """
     if not self._active:
       return
-    file = self._path.parent / name / f"{step:08d}.png"
+    file = self.image_path(step, name)
     file.parent.mkdir(parents=True, exist_ok=True)
     stream = io.BytesIO()
     grey = picture.shape[-1] == 1
@@ -129,17 +138,21 @@ class MetricsWriter:
     if self._tensorboard:
       self._tensorboard.add_image(name, picture, step, dataformats="HWC")
 
-  def _append(self, line: str) -> None:
-    self._rows.append(line)
-    if "://" in str(self._path):  # buckets cannot append
-      self._replace_rows()
-    else:
-      with self._path.open("a") as stream:
-        stream.write(line + "\n")
+  def image_path(self, step: int, name: str) -> epath.Path:
+    """Where `write_image` puts a picture; for the first process."""
+    return self._path.parent / name / f"{step:08d}.png"
 
-  def _replace_rows(self) -> None:
-    text = "".join(row + "\n" for row in self._rows)
-    write_whole(self._path, text.encode())
+  def has(self, step: int, split: str) -> bool:
+    """Whether the row of a step is written; for the first process."""
+    return (step, split) in self._written
+
+  def _append(self, line: bytes) -> None:
+    if self._rows is None:
+      with self._path.open("ab") as stream:
+        stream.write(line)
+    else:
+      self._rows += line
+      write_whole(self._path, self._rows)
 
   def _summary(self, values: Mapping[str, float]) -> str:
     names = [n for n in self._shown or values if n in values]
@@ -181,15 +194,24 @@ def _text(name: str, value: float) -> str:
   return f"{name.replace('_', ' ')} {number}"
 
 
-def _rows_until(path: epath.Path, step: int) -> list[str]:
-  """Rows of a metrics file up to a step; a half-written last row is dropped."""
-  if not path.exists():
-    return []
-  rows = []
-  for line in path.read_text().splitlines():
+def _rows_until(content: bytes, step: int) -> tuple[int, set]:
+  """Finds the rows of a metrics file up to a step.
+
+  Rows are in the order of their steps. Damaged lines between rows stay.
+
+  Returns:
+    The length of the part that holds these rows, without what a killed run left
+    of a row, and the pairs (step, split) of them.
+  """
+  length, offset, written = 0, 0, set()
+  for line in content.splitlines(keepends=True):
+    offset += len(line)
     try:
-      if json.loads(line)["step"] <= step:
-        rows.append(line)
-    except (json.JSONDecodeError, KeyError, TypeError):
+      row = json.loads(line)
+      if row["step"] > step:
+        break
+      written.add((row["step"], row.get("split")))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
       continue
-  return rows
+    length = offset
+  return length, written

@@ -1,12 +1,14 @@
 """Checks that a run can continue the checkpoint in its working directory."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
 from moh_jax import config as config_lib
-from moh_jax.runtime.checkpoint import Metadata, read_metadata
+from moh_jax.data.identity import Identity, differences
+from moh_jax.runtime.checkpoint import Metadata, read_json, read_metadata
 
 # Fields that determine the training stream and the random choices.
 _STREAM_FIELDS = (
@@ -22,18 +24,27 @@ _STREAM_FIELDS = (
 _STRUCTURE_FIELDS = (("optim", "ema_decay"), ("optim", "clip_norm"))
 
 
-def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
+def check_same_run(
+  workdir: str | epath.Path,
+  step: int,
+  ours: Metadata,
+  stream: Mapping[str, Identity],
+  verify: bool = True,
+) -> None:
   """Checks that a run would continue a checkpoint exactly.
 
   Args:
-    workdir: working directory whose newest checkpoint is to be continued.
+    workdir: working directory.
+    step: step of the checkpoint that is to be continued.
     ours: metadata of the run that continues it.
+    stream: identity of its data, by source.
+    verify: compare the metadata with their checksums first.
 
   Raises:
     ValueError: parameters, order of the data or random choices would differ
       (the message names the fields), or the checkpoint is beyond the run's end.
   """
-  metadata, step = read_metadata(workdir)
+  metadata, _ = read_metadata(workdir, step, verify=verify)
   config, stored = ours.config, metadata.config
   if step > config.train.steps:
     raise ValueError(
@@ -55,10 +66,15 @@ def check_same_run(workdir: str | epath.Path, ours: Metadata) -> None:
     as_stored = bool if (section, name) in _STRUCTURE_FIELDS else lambda x: x
     if as_stored(here) != as_stored(there):
       fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
+  if not fields:  # the same config, so that the data should be the same too
+    stored_stream = read_json(workdir, step, "data").get("stream")
+    if isinstance(stored_stream, dict):  # older versions stored none
+      fields = differences(stream, stored_stream)
   if fields:
     raise ValueError(
       f"workdir {workdir} holds another run's checkpoint; "
-      f"{'; '.join(fields)}. Choose another workdir or the same config"
+      f"{'; '.join(fields)}. Choose another workdir, or the same config and "
+      "data"
     )
 
 

@@ -1,7 +1,7 @@
 """Interface between a family and the training loop: its task."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
+from moh_jax.data.identity import Identity
 from moh_jax.data.images.sources import check_class_names, make_source
 from moh_jax.data.pipeline import (
   Source,
@@ -77,6 +78,8 @@ class Task:
     stream_metrics: (n) -> metrics of the first n examples of the training
       stream, which are logged too; or None.
     shown: the family's own metrics that the progress shows, after the loss.
+    identity: what identifies the training data, by source. A run is not
+      continued with other data.
   """
 
   model: nn.Module
@@ -92,6 +95,7 @@ class Task:
   tokenizer: Tokenizer | None = None
   stream_metrics: Callable[[int], dict[str, float]] | None = None
   shown: tuple[str, ...] = ()
+  identity: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
 
 
 def stream(

@@ -42,6 +42,8 @@ class MainTest(parameterized.TestCase):
         "fields",
         "interactive",
         "main",
+        "run_log",
+        "signals",
         "text_files",
       },
       commands,

@@ -47,7 +47,8 @@ def _save(directory, config=_CONFIG):
 
 def _save_steps(directory, steps):
   """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
-  manager = saving.open_manager(directory, _CONFIG.checkpoint)
+  metadata = checkpoint.Metadata(_CONFIG, _NAMES)
+  saver = saving.Saver(directory, _CONFIG.checkpoint, metadata, {})
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),
@@ -56,9 +57,9 @@ def _save_steps(directory, steps):
       ema=_params(seed=100 + step),
       rng=jnp.zeros(2, jnp.uint32),
     )
-    metadata = checkpoint.Metadata(_CONFIG, _NAMES)
-    saving.save(manager, state, step, metadata)
-  manager.close()
+    saver.save(state, step)
+  saver.wait()
+  saver.close()
 
 
 class RestoreTest(parameterized.TestCase):

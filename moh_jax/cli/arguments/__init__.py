@@ -28,4 +28,5 @@ COMMANDS = {
   "train": models.train,
   "train-tokenizer": text.train_tokenizer,
   "tune-kernels": speed.tune_kernels,
+  "verify": models.verify,
 }

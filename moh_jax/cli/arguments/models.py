@@ -149,5 +149,15 @@ def train(parser: argparse.ArgumentParser) -> None:
     metavar="PATH",
     help="autoencoder weights that show samples of latent diffusion",
   )
+  common.add_verify(parser)
   common.add_distributed(parser)
+  common.add_json(parser)
+
+
+def verify(parser: argparse.ArgumentParser) -> None:
+  """Compare the files of checkpoints with their checksums."""
+  parser.add_argument("checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP)
+  parser.add_argument(
+    "--step", type=int, help="which checkpoint (default: all of them)"
+  )
   common.add_json(parser)

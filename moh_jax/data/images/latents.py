@@ -20,6 +20,7 @@ import grain
 import numpy as np
 
 from moh_jax.config import Config
+from moh_jax.data.identity import Identity
 from moh_jax.data.shards import Shards
 
 KIND = "latents"
@@ -50,6 +51,10 @@ class LatentSource:
     self.class_names = tuple(self.metadata["class_names"])
     self.latent_shape = tuple(self.metadata["latent_shape"])
     self.channels = self.latent_shape[-1]
+
+  def identity(self) -> Identity:
+    """Identifies the examples and their order."""
+    return self._shards.identity()
 
   def __len__(self) -> int:
     return len(self._shards)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moh_jax.data.identity import Identity
 from moh_jax.data.images.files import decode_image
 from moh_jax.data.shards import Shards
 
@@ -40,6 +41,10 @@ class ArrayRecordSource:
   def fingerprint(self) -> str:
     """Identifies the list of images, see `files.fingerprint`."""
     return self._shards.metadata["images"]
+
+  def identity(self) -> Identity:
+    """Identifies the examples and their order."""
+    return self._shards.identity()
 
   def __len__(self) -> int:
     return len(self._shards)

@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 
 from moh_jax.config import Config, ImageModel
+from moh_jax.data.identity import Identity
 from moh_jax.data.images.files import (
   SPLITS,
   fingerprint,
@@ -36,6 +37,9 @@ class ImageSource(Protocol):
   def __len__(self) -> int:
     """Number of examples."""
 
+  def identity(self) -> Identity:
+    """What identifies the examples and their order."""
+
   def __getitem__(self, index: int) -> dict[str, Any]:
     """Returns {"image": [X, Y, channels] uint8, "label": int32}."""
 
@@ -58,6 +62,10 @@ class DigitsSource:
 
   def __len__(self) -> int:
     return len(self._index)
+
+  def identity(self) -> Identity:
+    """The number of the examples, which are the same in every run."""
+    return {"examples": len(self)}
 
   def __getitem__(self, index: int) -> dict[str, Any]:
     row = self._index[index]
@@ -104,6 +112,10 @@ class ImageFolderSource:
   def __len__(self) -> int:
     return len(self._files)
 
+  def identity(self) -> Identity:
+    """Identifies the list of images; their content is not read."""
+    return {"examples": len(self), "fingerprint": self.fingerprint}
+
   def __getitem__(self, index: int) -> dict[str, Any]:
     name, label = self._files[index]
     image = read_image(self._root / name, self.channels)
@@ -137,6 +149,10 @@ class FakeSource:
 
   def __len__(self) -> int:
     return self._examples
+
+  def identity(self) -> Identity:
+    """The number of the examples, which are the same in every run."""
+    return {"examples": len(self)}
 
   def __getitem__(self, index: int) -> dict[str, Any]:
     rng = np.random.default_rng((self._seed, index))

@@ -3,6 +3,8 @@
 import logging
 from typing import Any
 
+from moh_jax.data.identity import Identity
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +34,10 @@ class CheckedSource:
   def name(self, index: int) -> str:
     """Name of image `index`, for messages."""
     return self._source.name(index)
+
+  def identity(self) -> Identity:
+    """Identifies the examples and their order."""
+    return self._source.identity()
 
   def __len__(self) -> int:
     return len(self._source)

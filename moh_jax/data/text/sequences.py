@@ -17,6 +17,7 @@ import grain
 import numpy as np
 
 from moh_jax.config.text import TextDataConfig
+from moh_jax.data.identity import Identity
 from moh_jax.data.shards import METADATA, read_metadata
 from moh_jax.data.text.packing import FakeSequences, PackedSource, Sequence
 from moh_jax.data.text.stdlib import prepare
@@ -176,6 +177,19 @@ def open_sets(
   """
   described = _describe_sets(data, vocab_size, split)
   return {name: TokenSet(folder) for name, (folder, _) in described.items()}
+
+
+def identity(data: TextDataConfig, vocab_size: int) -> dict[str, Identity]:
+  """What identifies the training data, by the name of the source.
+
+  Raises:
+    FileNotFoundError: a set, or a file of it, is missing.
+    ValueError: a set is damaged, or does not fit; see `open_sets`.
+  """
+  if data.source == "fake":
+    return {"fake": {"examples": data.fake_examples}}
+  sets = open_sets(data, vocab_size, "train")
+  return {name: token_set.identity() for name, token_set in sets.items()}
 
 
 def open_tokenizer(

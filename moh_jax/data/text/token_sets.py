@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from moh_jax.data.identity import Identity, of_file
 from moh_jax.data.shards import Shards
 from moh_jax.data.text.tokenizers import (
   BytesTokenizer,
@@ -100,6 +101,14 @@ class TokenSet:
   def __setstate__(self, state: dict[str, Any]):
     self.__dict__.update(state)
     self.ends = self._open_ends()
+
+  def identity(self) -> Identity:
+    """Identifies the tokens and their division into documents."""
+    return {
+      **self._shards.identity(),
+      "tokens": self.num_tokens,
+      "documents": of_file(self.folder / DOCUMENTS),
+    }
 
   def tokens(self, start: int, stop: int) -> np.ndarray:
     """Reads tokens `start` to `stop` - 1 of the set.

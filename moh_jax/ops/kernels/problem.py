@@ -129,7 +129,7 @@ class Problem:
   def outputs(self, q: jax.Array, v: jax.Array) -> tuple:
     """Shapes of the forward pass's results, for queries q and values v."""
     shape = self.num_blocks * self.rows, q.shape[-1]
-    return jax.ShapeDtypeStruct(shape, dtype), self._row_sums()
+    return jax.ShapeDtypeStruct(shape, v.dtype), self._row_sums()
 
   def query_gradients(self, q: jax.Array) -> tuple:
     """Shapes of the results of `Kernels.query_gradient`, for rows q."""

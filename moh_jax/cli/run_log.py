@@ -1,0 +1,136 @@
+"""Where a run's messages go: ours to the terminal, all of them to a file."""
+
+import contextlib
+import logging
+import os
+import pathlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from moh_jax.runtime.location import resolve
+from moh_jax.runtime.peers import LOG
+
+_FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+_OURS = "moh_jax"
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+class _File(logging.FileHandler):
+  """A log file; that it cannot be written is no reason to stop or to print."""
+
+  def emit(self, record: logging.LogRecord) -> None:
+    # Until the run has made its directory there is no file to write.
+    with contextlib.suppress(OSError):
+      super().emit(record)
+
+  def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    del record
+
+
+@contextlib.contextmanager
+def kept(workdir: str, level: int, several: bool) -> Iterator[None]:
+  """Shows our own messages, and keeps those of libraries in WORKDIR/run.log.
+
+  Tracebacks, also those of other threads and of an error that ends the block,
+  are in the file alone.
+
+  Args:
+    workdir: working directory; in a bucket no file is written.
+    level: of our messages on the terminal.
+    several: whether the run has several processes. Then what C++ code writes to
+      stderr goes to the file too, such as the stacks of JAX's own watch over
+      the processes.
+  """
+  file = _open(workdir)
+  with contextlib.ExitStack() as stack:
+    if several and isinstance(file, _File):
+      stack.enter_context(_stderr_to(file))
+    stack.enter_context(_handlers(file, level))
+    yield
+
+
+@contextlib.contextmanager
+def _stderr_to(file: "_File") -> Iterator[None]:
+  """Leaves Python's stderr as it is, and sends that of C++ to a file."""
+  try:
+    os.makedirs(os.path.dirname(file.baseFilename), exist_ok=True)
+    sys.stderr.flush()
+    terminal, log = os.dup(2), os.open(file.baseFilename, _APPEND, 0o644)
+  except OSError:
+    yield
+    return
+  before, os_stderr = sys.stderr, os.fdopen(terminal, "w", buffering=1)
+  os.dup2(log, 2)
+  os.close(log)
+  sys.stderr = os_stderr
+  # After an error it stays so: C++ code may end the process at any moment.
+  yield
+  os_stderr.flush()
+  os.dup2(terminal, 2)
+  sys.stderr = before
+  os_stderr.close()
+
+
+@contextlib.contextmanager
+def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
+  ours, root = logging.getLogger(_OURS), logging.getLogger()
+  before = ours.level, ours.propagate
+  terminal = logging.StreamHandler()
+  terminal.setLevel(level)
+  terminal.setFormatter(_OneLine())
+  ours.addHandler(terminal)
+  ours.addHandler(file)
+  ours.setLevel(logging.DEBUG)
+  ours.propagate = False
+  # Some library may have sent all messages to stderr.
+  others = [h for h in root.handlers if isinstance(h, logging.StreamHandler)]
+  for other in others:
+    root.removeHandler(other)
+  root.addHandler(file)
+  hooks = threading.excepthook, sys.excepthook, sys.unraisablehook
+  threading.excepthook = _log_hook
+  sys.unraisablehook = _log_hook
+  sys.excepthook = lambda *error: _log_error(error)  # C++ code calls it too
+  try:
+    yield
+  except Exception:
+    ours.debug("the run ended with an error", exc_info=True)
+    raise
+  finally:
+    threading.excepthook, sys.excepthook, sys.unraisablehook = hooks
+    root.removeHandler(file)
+    for other in others:
+      root.addHandler(other)
+    ours.removeHandler(terminal)
+    ours.removeHandler(file)
+    ours.propagate = before[1]
+    ours.setLevel(before[0])
+    with contextlib.suppress(OSError):
+      file.close()
+
+
+class _OneLine(logging.Formatter):
+  """The message alone; the traceback is in the file."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    return record.getMessage()
+
+
+def _open(workdir: str) -> logging.Handler:
+  folder = resolve(workdir)
+  if "://" in os.fspath(folder):
+    return logging.NullHandler()
+  file = _File(pathlib.Path(folder) / LOG, delay=True)
+  file.setFormatter(logging.Formatter(_FORMAT))
+  file.setLevel(logging.DEBUG)
+  return file
+
+
+def _log_hook(args: Any) -> None:
+  _log_error((args.exc_type, args.exc_value, args.exc_traceback))
+
+
+def _log_error(error: Any) -> None:
+  logging.getLogger(_OURS).debug("error in a library", exc_info=error)

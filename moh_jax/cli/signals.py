@@ -1,0 +1,96 @@
+"""SIGTERM and SIGINT end a command in one line; a second one ends it at once.
+
+Python runs its signal handlers between its own instructions, so not while XLA
+compiles or a program runs. A thread therefore reads the signals too.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+# How long the main thread may take to notice a first signal that it handles
+# itself, before the thread ends the process.
+_PATIENCE_SECONDS = 5.0
+
+
+class StoppedError(BaseException):
+  """A signal asked the command to end.
+
+  It is no `Exception`, so that code which catches those does not swallow it.
+
+  Attributes:
+    number: number of the signal.
+  """
+
+  def __init__(self, number: int):
+    super().__init__(f"stopped by {signal.Signals(number).name}")
+    self.number = number
+
+  @property
+  def status(self) -> int:
+    """The exit status that shells expect."""
+    return 128 + self.number
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[None]:
+  """Handles signals in its block; does nothing outside of the main thread."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  reader, writer = socket.socketpair()
+  writer.setblocking(False)
+  noticed = threading.Event()
+
+  def stop(number: int, _: Any) -> NoReturn:
+    noticed.set()
+    raise StoppedError(number)
+
+  before = {number: signal.signal(number, stop) for number in _NUMBERS}
+  wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+  watcher = threading.Thread(
+    target=_watch, args=(reader, stop, noticed), daemon=True
+  )
+  watcher.start()
+  try:
+    yield
+  finally:
+    signal.set_wakeup_fd(wakeup)
+    for number, handler in before.items():
+      signal.signal(number, handler)
+    writer.close()
+    watcher.join()
+    reader.close()
+
+
+def _watch(reader: socket.socket, stop: Any, noticed: threading.Event) -> None:
+  """Counts signals; ends the process at the second, or if none notices one."""
+  seen = 0
+  while received := reader.recv(1):
+    number = received[0]
+    if number not in _NUMBERS:
+      continue
+    seen += 1
+    if seen > 1:
+      _leave(number, "at once")
+    if signal.getsignal(number) is stop:  # `train` saves first, see its loop
+      threading.Thread(
+        target=_leave_unless, args=(noticed, number), daemon=True
+      ).start()
+
+
+def _leave_unless(noticed: threading.Event, number: int) -> None:
+  if not noticed.wait(_PATIENCE_SECONDS):
+    _leave(number, "during a computation")
+
+
+def _leave(number: int, how: str) -> NoReturn:
+  line = f"error: stopped by {signal.Signals(number).name}, {how}\n"
+  os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode())
+  os._exit(128 + number)

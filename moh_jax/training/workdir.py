@@ -1,0 +1,56 @@
+"""The working directory of a run: written to, owned, and resumed from."""
+
+import os
+import uuid
+
+from etils import epath
+
+from moh_jax.runtime import location, steps
+from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.run_lock import RunLock
+
+
+def prepare(workdir: str) -> epath.Path:
+  """Creates the directory and proves that it can be written.
+
+  Raises:
+    OSError: it cannot; the message names the directory and the reason.
+  """
+  directory = location.resolve(workdir)
+  probe = directory / f".write_probe.{uuid.uuid4().hex}"
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    probe.write_text("")
+    probe.unlink()
+  except OSError as error:
+    raise OSError(f"workdir {directory} cannot be written: {error}") from error
+  return directory
+
+
+def find_resumable(directory: epath.Path, verify: bool) -> int | None:
+  """The step to resume from, None for a new run; all processes agree.
+
+  Raises:
+    ValueError: no checkpoint is whole.
+  """
+
+  def find() -> list[int]:
+    known = steps.list_steps(directory)
+    if not known:  # a new run, or one that was killed before its first save
+      return [-1]
+    return [steps.newest_whole_step(directory) if verify else known[-1]]
+
+  (step,) = ask_first_process(find, 1)
+  return None if step < 0 else step
+
+
+def take_lock(directory: epath.Path) -> RunLock | None:
+  """Takes the lock of the working directory, in the first process."""
+  taken = []
+
+  def take() -> list[int]:
+    taken.append(RunLock(os.fspath(directory)))
+    return []
+
+  ask_first_process(take, 0)
+  return taken[0] if taken else None

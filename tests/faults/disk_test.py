@@ -1,0 +1,114 @@
+"""Disks that are full, small or read-only: one line, and nothing lost."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from moh_jax.runtime import steps
+from tests.faults.runs import Run, differences, rows
+
+pytestmark = pytest.mark.faults
+
+_SAVE_OFTEN = "--config.checkpoint.every=2"
+
+
+def _mount(folder: str, size: str) -> bool:
+  """Makes a folder a file system of its own; False where that is forbidden."""
+  argv = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder]
+  return subprocess.run(argv, stderr=subprocess.DEVNULL).returncode == 0
+
+
+class DiskTest(parameterized.TestCase):
+  def _small(self, size: str) -> str:
+    folder = self.create_tempdir().full_path
+    if not _mount(folder, size):
+      self.skipTest("may not mount a file system")
+    self.addCleanup(subprocess.run, ["umount", "-l", folder], check=True)
+    return os.path.join(folder, "run")
+
+  def _fails(self, run: Run) -> str:
+    """The one line of a run that cannot write."""
+    self.assertEqual(run.wait(), 2, run.said())
+    self.assertNotIn("Traceback", run.said())
+    (line,) = run.errors()
+    return line
+
+  def _check_last_whole(self, workdir: str, line: str) -> int:
+    """The last step whose checkpoint is whole, which the line names."""
+    last = steps.newest_whole_step(workdir)
+    self.assertIn(
+      f"the last whole checkpoint in {workdir} is step {last}", line
+    )
+    return last
+
+  @parameterized.parameters("450k", "600k", "800k", "1100k")
+  def test_small_file_system(self, size):
+    workdir = self._small(size)
+    run = Run(workdir, _SAVE_OFTEN, "--config.train.steps=40", name="../run")
+    self.addCleanup(run.stop)
+    line = self._fails(run)
+    self.assertRegex(line, "cannot be written: ")
+    if not steps.list_steps(workdir):
+      self.assertIn("holds no checkpoint", line)
+      return
+    last = self._check_last_whole(workdir, line)
+    taken = max(step for step, _ in rows(workdir))
+    self.assertLessEqual(taken, last + 2 + 2)  # the failed save is last + 2
+
+  def test_checkpoints_that_become_read_only(self):
+    workdir = os.path.join(self.create_tempdir().full_path, "run")
+    run = Run(workdir, _SAVE_OFTEN, "--config.train.steps=100000")
+    self.addCleanup(run.stop)
+    self.assertTrue(run.wait_for(lambda: len(steps.list_steps(workdir)) > 1))
+    folder = os.path.join(workdir, "checkpoints")
+    if subprocess.run(["mount", "--bind", folder, folder]).returncode:
+      self.skipTest("may not mount a file system")
+    self.addCleanup(subprocess.run, ["umount", "-l", folder], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+    line = self._fails(run)
+    self.assertIn("Read-only file system", line)
+    self._check_last_whole(workdir, line)
+
+  def test_limit_of_file_sizes(self):
+    workdir = os.path.join(self.create_tempdir().full_path, "run")
+    run = Run(workdir, _SAVE_OFTEN, shell="ulimit -f 12")  # 12 KiB
+    self.addCleanup(run.stop)
+    line = self._fails(run)
+    self.assertIn(
+      "checkpoint of step 2 cannot be written: File too large", line
+    )
+
+  def test_run_that_goes_on_without_space(self):
+    workdir = self._small("600k")
+    run = Run(
+      workdir, _SAVE_OFTEN, "--config.checkpoint.on_error=continue", name="../r"
+    )
+    self.addCleanup(run.stop)
+    self.assertEqual(run.wait(), 0, run.said())
+    self.assertNotIn("Traceback", run.said())
+    self.assertIn("cannot be written", run.said())
+    self.assertTrue(pathlib.Path(workdir, "metrics.jsonl").exists())
+
+  def test_run_goes_on_from_the_last_whole_step_when_there_is_space(self):
+    whole = os.path.join(self.create_tempdir().full_path, "run")
+    undisturbed = Run(whole, _SAVE_OFTEN)
+    self.addCleanup(undisturbed.stop)
+    workdir = self._small("800k")
+    run = Run(workdir, _SAVE_OFTEN, name="../run")
+    self.addCleanup(run.stop)
+    self._fails(run)
+    folder = os.path.dirname(workdir)
+    argv = ["mount", "-o", "remount,size=50M", folder]
+    subprocess.run(argv, check=True)
+    again = Run(workdir, _SAVE_OFTEN, name="../again")
+    self.addCleanup(again.stop)
+    self.assertEqual(again.wait(), 0, again.said())
+    self.assertEqual(undisturbed.wait(), 0)
+    self.assertEqual(differences(workdir, whole), [])
+
+
+if __name__ == "__main__":
+  absltest.main()

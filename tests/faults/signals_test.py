@@ -1,0 +1,80 @@
+"""SIGTERM and SIGINT in every phase of a run, and a second one."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from moh_jax.runtime import steps
+from tests.faults.runs import Run, differences
+
+pytestmark = pytest.mark.faults
+
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_SAVE_ALWAYS = "--config.checkpoint.every=1"
+_LONG = "--config.train.steps=100000"
+
+
+class SignalsTest(parameterized.TestCase):
+  def _start(self, *options, workdir=None, **more) -> Run:
+    workdir = workdir or os.path.join(self.create_tempdir().full_path, "run")
+    run = Run(workdir, *options, **more)
+    self.addCleanup(run.stop)
+    return run
+
+  def _signal(self, run: Run, number: int) -> None:
+    run.processes[0].send_signal(number)
+
+  def _check(self, run: Run) -> None:
+    self.assertNotIn("Traceback", run.said())
+    for step in steps.list_steps(str(run.workdir))[-1:]:
+      self.assertEqual(steps.report(str(run.workdir), step).damage, [])
+
+  @parameterized.product(
+    number=_NUMBERS, after=("data: fake, train", "model: ", "compiling")
+  )
+  def test_before_the_first_step_one_line(self, number, after):
+    run = self._start()
+    self.assertTrue(run.wait_for(lambda: after in run.said()))
+    self._signal(run, number)
+    self.assertEqual(run.wait(60), 128 + number, run.said())
+    (line,) = run.errors()
+    self.assertIn(f"stopped by {signal.Signals(number).name}", line)
+    self._check(run)
+
+  def test_stopped_at_any_moment_and_resumed_the_run_is_the_same(self):
+    whole = self._start(_SAVE_ALWAYS)
+    self.assertEqual(whole.wait(), 0)
+    rng, stops = random.Random(0), 0
+    workdir = os.path.join(self.create_tempdir().full_path, "run")
+    for attempt in range(6):
+      run = self._start(_SAVE_ALWAYS, workdir=workdir)
+      if run.wait_for(lambda run=run: "compiled in" in run.said()):
+        time.sleep(rng.uniform(0, 2))
+        self._signal(run, _NUMBERS[attempt % 2])
+        stops += 1
+      status = run.wait(60)
+      self.assertIn(status, (0, 128 + signal.SIGTERM, 128 + signal.SIGINT))
+      self._check(run)
+    self.assertEqual(self._start(_SAVE_ALWAYS, workdir=workdir).wait(), 0)
+    self.assertEqual(differences(workdir, str(whole.workdir)), [])
+    print(f"{stops} stops, the same state and metrics")
+
+  @parameterized.parameters(*_NUMBERS)
+  def test_second_signal_ends_at_once_without_harm(self, number):
+    run = self._start(_SAVE_ALWAYS, _LONG)
+    self.assertTrue(run.wait_for_step(3))
+    self._signal(run, number)
+    time.sleep(0.01)
+    self._signal(run, number)
+    self.assertIn(run.wait(60), (0, 128 + number), run.said())
+    self._check(run)
+    again = self._start(_SAVE_ALWAYS, _LONG, workdir=str(run.workdir))
+    self.assertTrue(again.wait_for(lambda: "resumed from" in again.said()))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,134 @@
+"""Checksums of checkpoints: what they find, name and leave alone."""
+
+import os
+import pathlib
+import random
+
+from absl.testing import absltest, parameterized
+from etils import epath
+
+from moh_jax.runtime import manifest, steps
+
+_FILES = {
+  "config/metadata": b'{"manifest": 1}',
+  "params/d/0": bytes(range(256)) * 9000,  # more than one chunk of reading
+  "params/_METADATA": b"{}",
+  "train/d/0": b"state",
+  "_CHECKPOINT_METADATA": b"{}",
+}
+
+
+def _write(folder: pathlib.Path) -> None:
+  for name, content in _FILES.items():
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+  manifest.write(epath.Path(folder))
+
+
+class ManifestTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.workdir = pathlib.Path(self.create_tempdir().full_path)
+    self.folder = self.workdir / "checkpoints" / "2"
+    _write(self.folder)
+
+  def _found(self, items=None):
+    return steps.report(self.workdir, 2, items).damage
+
+  def _named(self, items=None):
+    return [damage.file for damage in self._found(items)]
+
+  def test_whole_checkpoint_has_no_damage(self):
+    self.assertEqual(self._found(), [])
+    steps.check_whole(self.workdir, 2)
+
+  @parameterized.parameters(*_FILES, manifest.NAME)
+  def test_every_flipped_bit_names_its_file(self, name):
+    file = self.folder / name
+    content = file.read_bytes()
+    bits = random.Random(name).sample(range(8 * len(content)), 16)
+    for bit in bits:
+      changed = bytearray(content)
+      changed[bit // 8] ^= 1 << bit % 8
+      file.write_bytes(changed)
+      self.assertEqual(self._named(), [name], bit)
+
+  @parameterized.product(
+    name=(*_FILES, manifest.NAME), left=("none", "empty", "half", "more")
+  )
+  def test_every_other_length_names_its_file(self, name, left):
+    file = self.folder / name
+    content = file.read_bytes()
+    if left == "none":
+      file.unlink()
+    else:
+      parts = {"empty": b"", "half": content[: len(content) // 2]}
+      file.write_bytes(parts.get(left, content + b"x"))
+    self.assertEqual(self._named(), [name])
+
+  def test_only_what_is_read_is_compared(self):
+    (self.folder / "train/d/0").write_bytes(b"State")
+    self.assertEqual(self._found({"config", "params"}), [])
+    self.assertEqual(self._named({"train"}), ["train/d/0"])
+
+  def test_missing_item_is_damage(self):
+    for file in ("params/d/0", "params/_METADATA"):
+      (self.folder / file).unlink()
+    self.assertLen(self._named({"params"}), 2)
+
+  def test_pipe_in_place_of_a_file_is_damage(self):
+    (self.folder / "params/d/0").unlink()
+    os.mkfifo(self.folder / "params/d/0")
+    (damage,) = self._found()
+    self.assertEqual(
+      str(damage), "item params, file d/0: cannot be read: not a regular file"
+    )
+
+  def test_names_outside_of_the_checkpoint_are_not_followed(self):
+    path = self.folder / manifest.NAME
+    line = path.read_text().splitlines()[1].rpartition(" ")[0]
+    lines = f"{line} ../../secret\n"
+    path.write_text(manifest._header(lines) + lines)
+    (damage,) = self._found()
+    self.assertIn("outside of the checkpoint", damage.what)
+
+  def test_older_checkpoint_is_used_and_it_is_said(self):
+    (self.folder / manifest.NAME).unlink()
+    (self.folder / "config/metadata").write_bytes(b"{}")
+    self.assertIsNone(self._found())
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      steps.check_whole(self.workdir, 2)
+    self.assertIn("has no checksums", logs.output[0])
+
+  def test_message_names_step_item_file_and_the_whole_step(self):
+    _write(self.workdir / "checkpoints" / "4")
+    (self.workdir / "checkpoints/4/params/d/0").write_bytes(b"")
+    pattern = (
+      "checkpoint of step 4: damaged, item params, file d/0: 0 bytes, 2304000 "
+      "were written; the newest whole one before it is step 2"
+    )
+    with self.assertRaisesRegex(steps.DamagedCheckpointError, pattern):
+      steps.check_whole(self.workdir, 4)
+
+  def test_newest_whole_step_is_found_and_later_ones_are_named(self):
+    for step in (4, 6):
+      _write(self.workdir / "checkpoints" / str(step))
+      (self.workdir / f"checkpoints/{step}/train/d/0").unlink()
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      self.assertEqual(steps.newest_whole_step(self.workdir), 2)
+    self.assertLen(logs.output, 3)
+    self.assertEqual(steps.newest_whole_step(self.workdir, {"params"}), 6)
+    steps.set_aside_after(self.workdir, 2)
+    self.assertEqual(steps.list_steps(self.workdir), [2])
+    moved = [path.name for path in (self.workdir / "damaged").iterdir()]
+    self.assertCountEqual(moved, ["4.1", "6.1"])
+
+  def test_no_whole_checkpoint_is_an_error_that_names_all(self):
+    (self.folder / "train/d/0").unlink()
+    with self.assertRaisesRegex(steps.DamagedCheckpointError, "step 2: damag"):
+      steps.newest_whole_step(self.workdir)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,139 @@
+"""A working directory belongs to one run, until that run is gone."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.runtime import run_lock
+from moh_jax.runtime.run_lock import RunLock, RunningError
+
+_HOLD = """
+import sys
+from moh_jax.runtime.run_lock import RunLock
+lock = RunLock(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+class RunLockTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.create_tempdir().full_path
+    self.file = pathlib.Path(self.workdir) / run_lock.NAME
+
+  def _take(self):
+    lock = RunLock(self.workdir)
+    self.addCleanup(lock.release)
+    return lock
+
+  def _hold(self):
+    """A process that has the lock."""
+    child = subprocess.Popen(
+      [sys.executable, "-c", _HOLD, self.workdir],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    self.addCleanup(child.communicate)
+    self.assertEqual(child.stdout.readline(), "held\n")
+    return child
+
+  def _of_another_host(self, age):
+    """A lock that a run on another machine renewed `age` seconds ago."""
+    owner = {"host": "elsewhere", "pid": 7, "boot": "other", "token": "t"}
+    self.file.write_text(json.dumps(owner))
+    then = time.time() - age
+    os.utime(self.file, (then, then))
+
+  def test_second_run_is_refused_with_host_and_process(self):
+    child = self._hold()
+    pattern = f"{self.workdir} belongs to .*: process {child.pid} on host "
+    for attempt in (self._take, lambda: run_lock.check_free(self.workdir)):
+      with self.assertRaisesRegex(RunningError, pattern):
+        attempt()
+
+  @parameterized.parameters(signal.SIGKILL, signal.SIGTERM)
+  def test_lock_of_a_dead_process_is_taken_at_once(self, number):
+    child = self._hold()
+    child.send_signal(number)
+    child.wait()
+    self._take()
+
+  def test_stopped_process_keeps_its_lock(self):
+    child = self._hold()
+    child.send_signal(signal.SIGSTOP)
+    self.addCleanup(child.send_signal, signal.SIGCONT)
+    then = time.time() - 2 * run_lock.STALE_SECONDS
+    os.utime(self.file, (then, then))
+    with self.assertRaises(RunningError):
+      self._take()
+
+  def test_released_lock_is_free(self):
+    for _ in range(3):
+      lock = RunLock(self.workdir)
+      lock.release()
+    run_lock.check_free(self.workdir)
+
+  def test_lock_that_another_host_renews_is_respected(self):
+    self._of_another_host(age=1)
+    with self.assertRaisesRegex(RunningError, "process 7 on host elsewhere"):
+      self._take()
+
+  def test_stale_lock_of_another_host_is_taken_over(self):
+    self._of_another_host(age=2 * run_lock.STALE_SECONDS)
+    with mock.patch.object(run_lock, "_WATCH_SECONDS", 0.3):
+      self._take().check()
+
+  def test_clock_that_jumped_does_not_make_a_lock_stale(self):
+    self._of_another_host(age=10_000)
+
+    def renew(seconds):
+      os.utime(self.file)
+
+    with mock.patch.object(run_lock.time, "sleep", renew):
+      with self.assertRaises(RunningError):
+        self._take()
+
+  def test_lock_from_the_future_is_respected(self):
+    self._of_another_host(age=-10_000)
+    with self.assertRaises(RunningError):
+      self._take()
+
+  def test_run_that_was_taken_over_finds_out(self):
+    with mock.patch.object(run_lock, "RENEW_SECONDS", 0.01):
+      lock = self._take()
+      self._of_another_host(age=0)
+      with self.assertRaisesRegex(RunningError, "taken over"):
+        for _ in range(1000):
+          lock.check()
+          time.sleep(0.01)
+    before = self.file.read_text()
+    lock.release()
+    self.assertEqual(self.file.read_text(), before)
+
+  @parameterized.parameters(b"", b"{", b"[1]", b"[" * 5000, b"\xff" * 9)
+  def test_damaged_lock_that_nobody_holds_is_free(self, content):
+    self.file.write_bytes(content)
+    self._take()
+
+  def test_links_and_pipes_are_refused(self):
+    other = self.create_tempfile().full_path
+    self.file.symlink_to(other)
+    with self.assertRaisesRegex(OSError, run_lock.NAME):
+      self._take()
+    self.file.unlink()
+    os.mkfifo(self.file)
+    with self.assertRaisesRegex(OSError, "regular file"):
+      self._take()
+
+
+if __name__ == "__main__":
+  absltest.main()
