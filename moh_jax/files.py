@@ -1,8 +1,9 @@
-"""Files that are whole or absent, never partial."""
+"""Files that are whole or absent when written, and bounded when read."""
 
 import contextlib
 import os
 import pathlib
+import stat
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,55 @@ def disk_errors(what: str, whole: str) -> Iterator[None]:
       f"{what} cannot be written: {error}; {whole} whole: make space and run "
       "the same command again"
     ) from error
+
+
+def check_regular(path: str | os.PathLike) -> None:
+  """Refuses what is no file, such as a pipe, which would block for ever.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is a folder, a pipe, a socket or a device.
+  """
+  try:
+    mode = os.stat(path).st_mode
+  except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+    # ValueError: the name holds a null byte.
+    raise FileNotFoundError(f"{os.fspath(path)}: no such file") from error
+  if not stat.S_ISREG(mode):
+    kind = "folder" if stat.S_ISDIR(mode) else "pipe, socket or device"
+    raise ValueError(f"{os.fspath(path)}: is a {kind}, must be a file")
+
+
+def read_bytes(path: str | os.PathLike, most: int) -> bytes:
+  """Reads a local file of at most `most` bytes.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no file, or larger.
+  """
+  check_regular(path)
+  with open(path, "rb") as file:
+    content = file.read(most + 1)
+  if len(content) > most:
+    raise ValueError(f"{os.fspath(path)}: must be at most {most:,} bytes")
+  return content
+
+
+def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:
+  """The path of a name that must stay inside a folder.
+
+  Args:
+    folder: which.
+    name: relative to it, as a file or an option says it.
+    what: names the file or option, for the message.
+
+  Raises:
+    ValueError: the name is empty, absolute, or goes up by "..".
+  """
+  path = pathlib.PurePath(name)
+  if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
+    raise ValueError(f"{what}={name!r} must be a name inside {folder}")
+  return pathlib.Path(folder, name)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from moh_jax.config import Config, check_command
 from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.restore import Restored
+from moh_jax.json_files import plain, read_json
 from moh_jax.models.generation import Decode, make_image_sampler
 from moh_jax.runtime import sharding
 from moh_jax.runtime.processes import ask_first_process
@@ -206,8 +207,7 @@ def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
     with replacing(file) as fresh:
       fresh.write_text(json.dumps(settings))
     return
-  stored = json.loads(file.read_text())
-  wanted = json.loads(json.dumps(settings))
+  stored, wanted = read_json(file), plain(settings)
   differing = [
     f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
     for name in sorted({*wanted, *stored})

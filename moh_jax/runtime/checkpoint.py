@@ -21,6 +21,7 @@ from moh_jax.config import Config, legacy
 from moh_jax.data.text.tokenizer_files import write_tokenizer_files
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.runtime.location import no_checkpoint, resolve, steps_folder
+from moh_jax.runtime.stored_config import check_stored, read_stored
 
 ITEMS = ("params", "train", "ema", "data", "config")
 
@@ -76,9 +77,7 @@ def read_metadata(
     ValueError: this version does not know a field of its config.
   """
   step = find_step(directory, step)
-  with _reader(directory) as manager:
-    items = ocp.args.Composite(config=ocp.args.JsonRestore())
-    stored = manager.restore(step, args=items)["config"]
+  stored = read_stored(steps_folder(directory) / str(step))
   try:
     return metadata_from_json(stored), step
   except (KeyError, ValueError) as error:
@@ -206,7 +205,9 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
-  config = config_lib.from_config_dict(legacy.upgrade(stored["config"]))
+  config = config_lib.from_config_dict(
+    legacy.upgrade(check_stored(stored)["config"])
+  )
   return Metadata(
     config, tuple(stored["class_names"]), stored.get("tokenizer_sha256", "")
   )

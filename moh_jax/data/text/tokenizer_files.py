@@ -17,6 +17,7 @@ from typing import Any
 from etils import epath
 
 from moh_jax.files import write_whole
+from moh_jax.json_files import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -72,7 +73,7 @@ def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
   }
   model = folder / _MODEL_CONFIG
   if model.is_file():
-    stops = json_object(os.fspath(model), model.read_bytes()).get(_STOPS)
+    stops = parse_json(model.read_bytes(), dict, os.fspath(model)).get(_STOPS)
     generation = read_json(files, GENERATION_CONFIG)
     if stops is not None and generation.get(_STOPS) is None:
       generation[_STOPS] = stops
@@ -133,19 +134,4 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
   Raises:
     ValueError: it is not a JSON object; the message begins with its name.
   """
-  return json_object(name, files[name]) if name in files else {}
-
-
-def json_object(name: str, content: bytes) -> dict[str, Any]:
-  """Parses a JSON object.
-
-  Raises:
-    ValueError: it is none; the message begins with `name`.
-  """
-  try:
-    stored = json.loads(content)
-  except ValueError as error:
-    raise ValueError(f"{name}: not valid JSON: {error}") from error
-  if not isinstance(stored, dict):
-    raise ValueError(f"{name}: holds no JSON object")
-  return stored
+  return parse_json(files[name], dict, name) if name in files else {}
