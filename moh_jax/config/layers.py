@@ -4,7 +4,14 @@ import dataclasses
 import itertools
 from typing import Any, Protocol, TypeVar
 
-from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS, REMATS, one_of
+from moh_jax.config.checks import (
+  DTYPES,
+  IMPLEMENTATIONS,
+  MOST_LAYERS,
+  REMATS,
+  one_of,
+  shown,
+)
 from moh_jax.config.heads import HeadBudget, RouterConfig
 
 
@@ -97,8 +104,8 @@ class RoutedLayers:
         )
       if len(values) != len(expected):
         raise ValueError(
-          f"model.{name}={values} must have one value per {part}, as "
-          f"model.{like}={expected} has ({len(expected)})"
+          f"model.{name}={shown(values)} must have one value per {part}, as "
+          f"model.{like}={shown(expected)} has ({len(expected)})"
         )
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -194,6 +201,11 @@ class LayerStack(RoutedLayers):
     if not self.num_heads:
       raise ValueError(
         f"model.num_heads={self.num_heads!r} must have at least one layer"
+      )
+    if isinstance(self.num_heads, tuple) and self.depth > MOST_LAYERS:
+      raise ValueError(
+        f"model.num_heads={shown(self.num_heads)} must have at most "
+        f"{MOST_LAYERS} layers, not {self.depth}"
       )
     self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
     self.budgets()

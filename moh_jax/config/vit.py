@@ -2,7 +2,16 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.config.checks import (
+  MOST_LAYERS,
+  MOST_SIDE,
+  MOST_TOKENS,
+  MOST_WIDTH,
+  at_least,
+  at_most,
+  in_range,
+  one_of,
+)
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.layers import LayerGroup, RoutedLayers
 
@@ -89,8 +98,12 @@ class ViTConfig(RoutedLayers):
         "model.attention_impl='kernel' must be 'auto', 'dense', 'packed' or "
         "'cudnn': the kernels add no position bias"
       )
-    at_least("model", 1, self, "patch_stride", "channels", "num_classes")
-    at_least("model", 0, self, "fixed_pool_size", "pretrain_image_size")
+    at_least("model", 1, self, "channels", most=MOST_WIDTH)
+    at_least("model", 1, self, "num_classes", most=MOST_TOKENS)
+    at_least("model", 1, self, "patch_stride", most=MOST_SIDE)
+    at_most("model", MOST_SIDE, self, "window", "image_size", "sr_ratios")
+    at_least("model", 0, self, "fixed_pool_size", most=MOST_SIDE)
+    at_least("model", 0, self, "pretrain_image_size", most=MOST_SIDE)
     in_range("model", 0, 0.999, self, "drop_path")
     if len(self.image_size) != 2 or min(self.image_size) < 1:
       raise ValueError(
@@ -113,6 +126,9 @@ class ViTConfig(RoutedLayers):
         raise ValueError(
           f"model.{name}={getattr(self, name)} must be at least 1 everywhere"
         )
+    at_most("model", MOST_WIDTH, self, "embed_dims", "num_heads")
+    at_most("model", MOST_LAYERS, self, "depths")
+    at_most("model", 1024, self, "mlp_ratios")
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
       if dim % heads:
         raise ValueError(
