@@ -8,14 +8,13 @@ import concurrent.futures
 import dataclasses
 import os
 import pathlib
-import warnings
 from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image
 
 from moh_jax.array_files import npz_damage, npz_names, open_member, read_npz
-from moh_jax.data.images.files import read_image
+from moh_jax.data.images.files import open_picture, read_image
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3)"
 _THREADS = 8
@@ -143,11 +142,9 @@ def _open_folder(path: pathlib.Path) -> FolderImages:
 def _image_size(file: pathlib.Path) -> tuple[int, int]:
   """(X, Y) from the header alone, for a folder may hold 50,000 images."""
   try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # remarks on odd metadata
-      with Image.open(file) as image:
-        width, height = image.size
-  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    with open_picture(file) as image:
+      width, height = image.size
+  except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(
       f"{file}: not an image Pillow can read: {error}"
     ) from error

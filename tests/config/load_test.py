@@ -65,8 +65,16 @@ class LoadConfigTest(parameterized.TestCase):
     ("no_get_config", "x = 1\n", "mine.py"),
     ("no_config_dict", "def get_config(): return 3\n", "mine.py"),
     ("no_python_inside", "def get_config(:\n", "mine.py, line 1: SyntaxError"),
-    ("misspelt", "def get_config(): return dic()\n", "mine.py, line 1: NameError"),
-    ("unknown_module", "import nope_nope\n", "mine.py, line 1: ModuleNotFoundError"),
+    (
+      "misspelt",
+      "def get_config(): return dic()\n",
+      "mine.py, line 1: NameError",
+    ),
+    (
+      "unknown_module",
+      "import nope_nope\n",
+      "mine.py, line 1: ModuleNotFoundError",
+    ),
   )
   def test_file_that_is_no_config_is_named(self, content, name):
     path = self._file(content, name.partition(":")[0])

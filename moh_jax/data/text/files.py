@@ -14,6 +14,9 @@ from moh_jax.data.text.pieces import Piece, file_format
 from moh_jax.data.text.tables import checked_text, read_rows
 from moh_jax.data.text.unpack import open_unpacked
 
+# Of one document, after unpacking: tokens take many times the text's memory.
+MOST_BYTES = 1 << 28
+
 
 def read_documents(
   piece: Piece, field: str, on_bad: OnBad = stop
@@ -54,7 +57,8 @@ def _read_text(
       damage(piece.file),
       open_unpacked(piece.file, packing) as stream,
     ):
-      content = stream.read()
+      content = stream.read(MOST_BYTES + 1)
+    _check_size(content, piece.file)
     text = _decode(_without_bom(content), piece.file)
   except BadTextError as problem:
     on_bad(piece.name, problem)
@@ -75,7 +79,8 @@ def _read_lines(
       name, where = f"{piece.name}:{number}", f"{piece.file}, line {number}"
       try:
         with damage(where):
-          line = stream.readline()
+          line = stream.readline(MOST_BYTES + 1)
+        _check_size(line, where)
       except BadTextError as problem:
         on_bad(name, problem)
         return
@@ -107,6 +112,16 @@ def _parse(line: bytes, field: str, where: str) -> str:
     found = sorted(value) if isinstance(value, dict) else type(value).__name__
     raise BadTextError(where, f"no field {field!r}", f", found {found}")
   return checked_text(value[field], field, where)
+
+
+def _check_size(content: bytes, where: str) -> None:
+  if len(content) > MOST_BYTES:
+    raise BadTextError(
+      where,
+      "too long",
+      f": more than {MOST_BYTES:,} bytes in one document; cut it, as lines "
+      "of JSON for example",
+    )
 
 
 def _decode(content: bytes, where: str) -> str:
