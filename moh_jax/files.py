@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,35 @@ def read_bytes(path: str | os.PathLike, most: int) -> bytes:
   if len(content) > most:
     raise ValueError(f"{os.fspath(path)}: must be at most {most:,} bytes")
   return content
+
+
+def check_writable(path: str | os.PathLike, what: str) -> None:
+  """Checks that a file or folder can be written, before long work is lost.
+
+  Nothing stays behind: the file that is tried has no name.
+
+  Args:
+    path: local; its folder may not exist yet.
+    what: names the option, for the message.
+
+  Raises:
+    OSError: it cannot be written.
+  """
+  place = pathlib.Path(path).expanduser().absolute()
+  if place.exists() and not place.is_dir():
+    if not os.access(place, os.W_OK):
+      raise PermissionError(f"{what} {path}: cannot be written")
+    if not place.is_file():  # a device, such as /dev/stdout
+      return
+  while not place.is_dir():
+    place = place.parent
+  try:
+    with tempfile.TemporaryFile(dir=place):
+      pass
+  except OSError as error:
+    raise OSError(
+      f"{what} {path}: {place} cannot be written: {error}"
+    ) from error
 
 
 def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moh_jax.cli import fields
+from moh_jax.cli import fields, paths
 from moh_jax.config import MeshConfig
-from moh_jax.config.checks import DTYPES
+from moh_jax.config.checks import DTYPES, MOST_COUNT, shown
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
@@ -21,10 +21,9 @@ from moh_jax.runtime import location
 
 if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
+  from moh_jax.runtime.checkpoint import Metadata
 
 CHECKPOINT_HELP = "workdir of `train` or output of `convert`"
-# Arguments of commands that name files or folders to read.
-_INPUTS = ("cases", "images", "reference", "samples", "source")
 _OVERRIDE = "--config."
 _TOP_K_HELP = (
   "routed heads per token in each stage (DiT: layer), instead of the trained "
@@ -78,9 +77,11 @@ def add_count(
 
 
 def _count(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
+  is_number = text.isascii() and text.isdecimal() and len(text) <= 10
+  if not is_number or not 1 <= int(text) <= MOST_COUNT:
     raise argparse.ArgumentTypeError(
-      f"{text} must be at least 1, a whole number"
+      f"{shown(text)} must be at least 1, a whole number, and at most "
+      f"{MOST_COUNT}"
     )
   return int(text)
 
@@ -220,17 +221,14 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     ValueError: the config does not fit, or overrides lack one.
   """
   given = vars(args)
+  paths.check_named(given)
   if given.get("config"):
     args.config = load_config(args.config, overrides)
   elif overrides:
     raise ValueError(f"{_OVERRIDE}{overrides[0]} needs --config FILE[:ARG]")
   if given.get("checkpoint") and "://" not in args.checkpoint:
     location.check_exists(args.checkpoint)
-  for name in _INPUTS:
-    paths = given.get(name) or []
-    for path in [paths] if isinstance(paths, str) else paths:
-      if "://" not in path and not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: no such file or folder")
+  paths.check_there(given)
 
 
 def join(args: argparse.Namespace) -> bool:
@@ -281,6 +279,25 @@ def mesh_config(text: str) -> MeshConfig:
     return MeshConfig(**sizes)
   except ValueError as error:
     raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def read_metadata(args: argparse.Namespace, command: str) -> Metadata:
+  """The metadata of --checkpoint, read before its parameters.
+
+  Args:
+    args: of the command.
+    command: its name.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint.
+    ValueError: the command does not work with the checkpoint's family.
+  """
+  from moh_jax.config import check_command
+  from moh_jax.runtime import checkpoint
+
+  metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  check_command(metadata.config, command, args.checkpoint)
+  return metadata
 
 
 def restore(args: argparse.Namespace, **options: Any) -> Restored:

@@ -21,7 +21,7 @@ from moh_jax.inference.restore import Restored
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import sharding
 
 _PIECE_BYTES = 64 << 20
 _COUNTS = ("documents", "bytes", "words", "tokens")
@@ -84,9 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_model(args: argparse.Namespace) -> None:
   """Refuses what does not fit the model, before anything large is read."""
-  metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  metadata = common.read_metadata(args, "evaluate-lm")
   model = metadata.config.model
-  config_lib.check_command(metadata.config, "evaluate-lm", args.checkpoint)
   if args.top_k and model.router.kind == "none":
     raise ValueError(
       f"top-k={args.top_k}: the model has no routed heads, "
