@@ -7,8 +7,10 @@ from typing import Any, Protocol, TypeVar
 from moh_jax.config.checks import (
   DTYPES,
   IMPLEMENTATIONS,
+  MOST_HEADS,
   MOST_LAYERS,
   REMATS,
+  at_most,
   one_of,
   shown,
 )
@@ -208,6 +210,8 @@ class LayerStack(RoutedLayers):
         f"{MOST_LAYERS} layers, not {self.depth}"
       )
     self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
+    heads = ("num_heads", "shared_heads", "top_k")
+    at_most("model", MOST_HEADS, self, *heads)
     self.budgets()
 
   def budgets(self) -> tuple[HeadBudget, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from moh_jax.config.checks import (
+  MOST_HEADS,
   MOST_LAYERS,
   MOST_SIDE,
   MOST_TOKENS,
@@ -126,7 +127,8 @@ class ViTConfig(RoutedLayers):
         raise ValueError(
           f"model.{name}={getattr(self, name)} must be at least 1 everywhere"
         )
-    at_most("model", MOST_WIDTH, self, "embed_dims", "num_heads")
+    at_most("model", MOST_WIDTH, self, "embed_dims")
+    at_most("model", MOST_HEADS, self, *names[1:])
     at_most("model", MOST_LAYERS, self, "depths")
     at_most("model", 1024, self, "mlp_ratios")
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
