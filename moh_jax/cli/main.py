@@ -18,7 +18,7 @@ from moh_jax.cli.arguments import COMMANDS
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache
 
-_USER_ERRORS = (ValueError, OSError, NotImplementedError)
+_USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 _HELP = {"-h", "--help"}
 
 

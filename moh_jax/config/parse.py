@@ -58,7 +58,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_json(config: Config) -> str:
-  """The run as JSON; `from_config_dict(json.loads(text))` gives it back."""
+  """The run as JSON; `from_config_dict` of the parsed text gives it back."""
   return json.dumps(to_dict(config), indent=2, sort_keys=True)
 
 

@@ -1,4 +1,5 @@
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -77,7 +78,7 @@ class LoadConfigTest(parameterized.TestCase):
     ),
   )
   def test_file_that_is_no_config_is_named(self, content, name):
-    path = self._file(content, name.partition(":")[0])
+    path = self._file(content, re.split("[:,]", name)[0])
     with self.assertRaises(ValueError) as caught:
       load_config(path)
     self.assertIn(name, str(caught.exception))

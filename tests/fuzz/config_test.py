@@ -72,13 +72,8 @@ class ConfigTest(hostile.ReaderTest, parameterized.TestCase):
       for section, kind in config_lib.run.section_types(family).items()
       for field in dataclasses.fields(kind)
     ]
-    overrides = data.draw(
-      st.lists(
-        st.tuples(st.sampled_from(names), st.sampled_from(_TEXTS)),
-        min_size=1,
-        max_size=3,
-      )
-    )
+    override = st.tuples(st.sampled_from(names), st.sampled_from(_TEXTS))
+    overrides = data.draw(st.lists(override, min_size=1, max_size=3))
     given_texts = [f"{name}={value}" for name, value in overrides]
     self.check(load.load_config, str(file), given_texts)
 

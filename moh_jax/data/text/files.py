@@ -14,8 +14,10 @@ from moh_jax.data.text.pieces import Piece, file_format
 from moh_jax.data.text.tables import checked_text, read_rows
 from moh_jax.data.text.unpack import open_unpacked
 
-# Of one document, after unpacking: tokens take many times the text's memory.
-MOST_BYTES = 1 << 28
+# Of a document, and of a line of JSON, after unpacking. Tokens take many times
+# the text's memory, and JSON's lists and objects up to 25 times the line's.
+MOST_BYTES = 1 << 27
+MOST_LINE_BYTES = 1 << 25
 
 
 def read_documents(
@@ -58,7 +60,7 @@ def _read_text(
       open_unpacked(piece.file, packing) as stream,
     ):
       content = stream.read(MOST_BYTES + 1)
-    _check_size(content, piece.file)
+    _check_size(content, piece.file, MOST_BYTES)
     text = _decode(_without_bom(content), piece.file)
   except BadTextError as problem:
     on_bad(piece.name, problem)
@@ -79,8 +81,8 @@ def _read_lines(
       name, where = f"{piece.name}:{number}", f"{piece.file}, line {number}"
       try:
         with damage(where):
-          line = stream.readline(MOST_BYTES + 1)
-        _check_size(line, where)
+          line = stream.readline(MOST_LINE_BYTES + 1)
+        _check_size(line, where, MOST_LINE_BYTES)
       except BadTextError as problem:
         on_bad(name, problem)
         return
@@ -114,13 +116,10 @@ def _parse(line: bytes, field: str, where: str) -> str:
   return checked_text(value[field], field, where)
 
 
-def _check_size(content: bytes, where: str) -> None:
-  if len(content) > MOST_BYTES:
+def _check_size(content: bytes, where: str, most: int) -> None:
+  if len(content) > most:
     raise BadTextError(
-      where,
-      "too long",
-      f": more than {MOST_BYTES:,} bytes in one document; cut it, as lines "
-      "of JSON for example",
+      where, "too long", f": a document of more than {most:,} bytes; cut it"
     )
 
 

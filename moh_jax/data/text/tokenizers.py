@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tokenizers as hf
+from etils import epath
 
 from moh_jax.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from moh_jax.data.text.special_tokens import BEGIN, END, Ids, special_ids
@@ -23,6 +24,7 @@ from moh_jax.data.text.tokenizer_files import (
   TOKENIZER_FILES,
   TokenizerFileError,
   read_files_beside,
+  read_tokenizer_file,
 )
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
@@ -300,7 +302,8 @@ def read_tokenizer(
     raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
     files = read_files_beside(file.parent)
-    tokenizer = tokenizer_from_bytes(kind, file.read_bytes(), files)
+    content = read_tokenizer_file(epath.Path(file))
+    tokenizer = tokenizer_from_bytes(kind, content, files)
   except ValueError as error:
     raise type(error)(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
