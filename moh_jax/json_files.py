@@ -113,7 +113,7 @@ def _finite(text: str) -> float:
 
 def plain(value: Any) -> Any:
   """Values as JSON gives them back: tuples become lists."""
-  return msgspec.to_builtins(value)
+  return json.loads(json.dumps(value))
 
 
 def _check_depth(value: Any, where: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import fields, paths
 from moh_jax.config import MeshConfig
-from moh_jax.config.checks import DTYPES, MOST_COUNT, shown
+from moh_jax.config.checks import DTYPES, MOST_COUNT
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
@@ -80,8 +80,7 @@ def _count(text: str) -> int:
   is_number = text.isascii() and text.isdecimal() and len(text) <= 10
   if not is_number or not 1 <= int(text) <= MOST_COUNT:
     raise argparse.ArgumentTypeError(
-      f"{shown(text)} must be at least 1, a whole number, and at most "
-      f"{MOST_COUNT}"
+      f"{text[:30]} must be at least 1, a whole number, and at most {MOST_COUNT}"
     )
   return int(text)
 

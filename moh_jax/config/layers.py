@@ -28,6 +28,7 @@ class LayerGroup:
     tokens: N; of a text the longest.
     sees: what a token attends to: "all" tokens, those "before" it, or a
       "window" and pooled tokens.
+    pairs: entries of the table of relative positions, 0 where there is none.
   """
 
   budget: HeadBudget
@@ -35,6 +36,7 @@ class LayerGroup:
   width: int
   tokens: int
   sees: str = "all"
+  pairs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The model section of MoH-ViT."""
 
 import dataclasses
+import math
 
 from moh_jax.config.checks import (
   MOST_HEADS,
@@ -175,7 +176,8 @@ class ViTConfig(RoutedLayers):
       depth, width = self.depths[stage], self.embed_dims[stage]
       tokens = shape.grid[0] * shape.grid[1]
       sees = "window" if shape.pool_grid else "all"
-      groups.append(LayerGroup(budget, depth, width, tokens, sees))
+      pairs = tokens * math.prod(shape.pool_grid or shape.grid)
+      groups.append(LayerGroup(budget, depth, width, tokens, sees, pairs))
     return tuple(groups)
 
   def stage_shapes(self) -> tuple[StageShape, ...]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from moh_jax import memory
 from moh_jax.config import Config
 
+_INDEX_BYTES = 8  # of an entry of a table of relative positions
 _TOKEN_BYTES = 20  # of a packed sequence: five int32 or float32 arrays
 
 
@@ -35,36 +37,35 @@ def check_tree(tree: Any, what: str) -> None:
     memory.check(needed, what, _device_bytes(next(iter(devices)), devices))
 
 
-def check_run(config: Config, state: Any, processes: int) -> None:
-  """Checks a run's state, its batches and the tokens of one example.
+def check_config(config: Config, mesh: Mesh) -> None:
+  """Checks a run's batches, position tables and the tokens of one example.
 
   Args:
     config: of the run.
-    state: its abstract state, with shardings.
-    processes: that share each batch.
+    mesh: its devices.
 
   Raises:
     ValueError: one of them needs more memory than there is.
   """
   data, groups = config.data, config.model.layer_groups()
-  check_tree(state, "the state of the run (parameters and optimizer)")
   length = getattr(data, "sequence_length", None)
   shape = getattr(config.model, "input_shape", ())
   example = 4 * math.prod(shape) if length is None else _TOKEN_BYTES * length
   memory.check(
-    example * (data.prefetch + 1) * (data.batch_size // processes),
+    example * (data.prefetch + 1) * (data.batch_size // jax.process_count()),
     f"data.prefetch={data.prefetch} batches of data.batch_size="
     f"{data.batch_size} examples of {example:,} bytes",
   )
+  tables = _INDEX_BYTES * sum(group.pairs for group in groups)
+  memory.check(tables, "the tables of relative positions at the model's size")
   # Every layer keeps its input for the backward pass, whatever `remat` is.
   width = jnp.dtype(config.model.dtype).itemsize
   kept = sum(
     group.depth * group.width * width * min(group.tokens, length or math.inf)
     for group in groups
   )
-  leaf = jax.tree.leaves(state)[0]
-  devices = leaf.sharding.device_set
-  each = _device_bytes(next(iter(devices)), devices)
+  devices = set(mesh.devices.flat)
+  each = _device_bytes(mesh.devices.flat[0], devices)
   memory.check(kept, "the layers' inputs of one example", each * len(devices))
 
 
