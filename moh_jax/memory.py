@@ -36,7 +36,7 @@ def check(needed: int, what: str, have: int | None = None) -> None:
   have = total() if have is None else have
   if needed > have:
     raise ValueError(
-      f"{what}: at least {_gib(needed)} of memory needed, there are {_gib(have)}"
+      f"{what}: at least {_gib(needed)} of memory, there are {_gib(have)}"
     )
 
 

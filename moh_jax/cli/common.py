@@ -80,7 +80,7 @@ def _count(text: str) -> int:
   is_number = text.isascii() and text.isdecimal() and len(text) <= 10
   if not is_number or not 1 <= int(text) <= MOST_COUNT:
     raise argparse.ArgumentTypeError(
-      f"{text[:30]} must be at least 1, a whole number, and at most {MOST_COUNT}"
+      f"{text[:30]} must be at least 1, a whole number, at most {MOST_COUNT}"
     )
   return int(text)
 

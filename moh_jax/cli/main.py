@@ -19,6 +19,7 @@ from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache
 
 _USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
+_FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
 _HELP = {"-h", "--help"}
 
 
@@ -122,7 +123,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   except BrokenPipeError:  # the reader of stdout has seen enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
-  except _USER_ERRORS as error:
+  except Exception as error:
+    if not isinstance(error, _USER_ERRORS) and _FULL not in str(error):
+      raise
     if show_traceback:
       traceback_lib.print_exc()
     else:

@@ -28,6 +28,7 @@ from moh_jax.data.text.tokenizer_files import (
 )
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
+_MOST_ENTRIES = 1 << 22  # of a trained vocabulary
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 
 
@@ -334,6 +335,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
       f"vocab_size={vocab_size} must be at least {smallest}: the 256 bytes, "
       f"{BEGIN} and {END}"
     )
+  if vocab_size > _MOST_ENTRIES:  # the library takes memory for all of them
+    raise ValueError(f"vocab_size={vocab_size} must be at most {_MOST_ENTRIES}")
   tokenizer: Any = hf.Tokenizer(hf.models.BPE())
   tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = hf.decoders.ByteLevel()
