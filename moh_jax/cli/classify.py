@@ -10,7 +10,7 @@ from moh_jax.data.images.sources import read_image
 
 def run(args: argparse.Namespace) -> int:
   """Prints the most probable classes of each image."""
-  metadata = common.read_metadata(args, "classify")
+  metadata, _ = common.read_metadata(args, "classify")
   for file in args.images:  # before the parameters, which take a while
     read_image(file, metadata.config.model.channels)
   restored = common.restore(args)

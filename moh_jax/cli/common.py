@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moh_jax.cli import fields, paths
+from moh_jax.cli.overrides import PREFIX
 from moh_jax.config import MeshConfig
 from moh_jax.config.checks import DTYPES, MOST_COUNT
 from moh_jax.config.heads import GATE_FORMS
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
   from moh_jax.runtime.checkpoint import Metadata
 
 CHECKPOINT_HELP = "workdir of `train` or output of `convert`"
-_OVERRIDE = "--config."
 _TOP_K_HELP = (
   "routed heads per token in each stage (DiT: layer), instead of the trained "
   "ones"
@@ -179,33 +179,6 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Takes the overrides of config keys out of a command's arguments.
-
-  Args:
-    argv: with overrides "--config.a.b=v" or "--config.a.b", "v".
-
-  Returns:
-    The other arguments, and the overrides as `load_config` takes them: "a.b=v".
-
-  Raises:
-    ValueError: an override has no value.
-  """
-  others, overrides = [], []
-  rest = iter(argv)
-  for arg in rest:
-    if not arg.startswith(_OVERRIDE):
-      others.append(arg)
-      continue
-    key, equals, value = arg.removeprefix(_OVERRIDE).partition("=")
-    if not equals:
-      value = next(rest, None)
-      if value is None or value.startswith("--"):
-        raise ValueError(f"{arg} needs a value: {arg}=VALUE")
-    overrides.append(f"{key}={value}")
-  return others, overrides
-
-
 def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
   """Checks what a command reads as far as it goes without JAX.
 
@@ -224,7 +197,7 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
   if given.get("config"):
     args.config = load_config(args.config, overrides)
   elif overrides:
-    raise ValueError(f"{_OVERRIDE}{overrides[0]} needs --config FILE[:ARG]")
+    raise ValueError(f"{PREFIX}{overrides[0]} needs --config FILE[:ARG]")
   if given.get("checkpoint") and "://" not in args.checkpoint:
     location.check_exists(args.checkpoint)
   paths.check_there(given)
@@ -280,8 +253,10 @@ def mesh_config(text: str) -> MeshConfig:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def read_metadata(args: argparse.Namespace, command: str) -> Metadata:
-  """The metadata of --checkpoint, read before its parameters.
+def read_metadata(
+  args: argparse.Namespace, command: str
+) -> tuple[Metadata, int]:
+  """Metadata and step of --checkpoint, read before its parameters.
 
   Args:
     args: of the command.
@@ -294,9 +269,9 @@ def read_metadata(args: argparse.Namespace, command: str) -> Metadata:
   from moh_jax.config import check_command
   from moh_jax.runtime import checkpoint
 
-  metadata, _ = checkpoint.read_metadata(args.checkpoint, args.step)
+  metadata, step = checkpoint.read_metadata(args.checkpoint, args.step)
   check_command(metadata.config, command, args.checkpoint)
-  return metadata
+  return metadata, step
 
 
 def restore(args: argparse.Namespace, **options: Any) -> Restored:

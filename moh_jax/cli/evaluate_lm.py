@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_model(args: argparse.Namespace) -> None:
   """Refuses what does not fit the model, before anything large is read."""
-  metadata = common.read_metadata(args, "evaluate-lm")
+  metadata, _ = common.read_metadata(args, "evaluate-lm")
   model = metadata.config.model
   if args.top_k and model.router.kind == "none":
     raise ValueError(

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from moh_jax.cli import common
 from moh_jax.cli.arguments import COMMANDS
+from moh_jax.cli.overrides import split_overrides
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache
 
@@ -80,7 +81,7 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   command.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
   )
-  argv, overrides = common.split_overrides(argv)
+  argv, overrides = split_overrides(argv)
   config = _given_config(argv)
   if config and _HELP.intersection(argv):
     command.print_help()

@@ -42,6 +42,7 @@ class MainTest(parameterized.TestCase):
         "fields",
         "interactive",
         "main",
+        "overrides",
         "paths",
         "text_files",
       },
