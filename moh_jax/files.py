@@ -1,8 +1,10 @@
-"""Files that are whole or absent, never partial."""
+"""Files that are whole or absent when written, and bounded when read."""
 
 import contextlib
 import os
 import pathlib
+import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +25,84 @@ def disk_errors(what: str, whole: str) -> Iterator[None]:
       f"{what} cannot be written: {error}; {whole} whole: make space and run "
       "the same command again"
     ) from error
+
+
+def check_regular(path: str | os.PathLike) -> None:
+  """Refuses what is no file, such as a pipe, which would block for ever.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is a folder, a pipe, a socket or a device.
+  """
+  try:
+    mode = os.stat(path).st_mode
+  except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+    # ValueError: the name holds a null byte.
+    raise FileNotFoundError(f"{os.fspath(path)}: no such file") from error
+  if not stat.S_ISREG(mode):
+    kind = "folder" if stat.S_ISDIR(mode) else "pipe, socket or device"
+    raise ValueError(f"{os.fspath(path)}: is a {kind}, must be a file")
+
+
+def read_bytes(path: str | os.PathLike, most: int) -> bytes:
+  """Reads a local file of at most `most` bytes.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no file, or larger.
+  """
+  check_regular(path)
+  with open(path, "rb") as file:
+    content = file.read(most + 1)
+  if len(content) > most:
+    raise ValueError(f"{os.fspath(path)}: must be at most {most:,} bytes")
+  return content
+
+
+def check_writable(path: str | os.PathLike, what: str) -> None:
+  """Checks that a file or folder can be written, before long work is lost.
+
+  Nothing stays behind: the file that is tried has no name.
+
+  Args:
+    path: local; its folder may not exist yet.
+    what: names the option, for the message.
+
+  Raises:
+    OSError: it cannot be written.
+  """
+  place = pathlib.Path(path).expanduser().absolute()
+  if place.exists() and not place.is_dir():
+    if not os.access(place, os.W_OK):
+      raise PermissionError(f"{what} {path}: cannot be written")
+    if not place.is_file():  # a device, such as /dev/stdout
+      return
+  while not place.is_dir():
+    place = place.parent
+  try:
+    with tempfile.TemporaryFile(dir=place):
+      pass
+  except OSError as error:
+    raise OSError(
+      f"{what} {path}: {place} cannot be written: {error}"
+    ) from error
+
+
+def inside(folder: str | os.PathLike, name: str, what: str) -> pathlib.Path:
+  """The path of a name that must stay inside a folder.
+
+  Args:
+    folder: which.
+    name: relative to it, as a file or an option says it.
+    what: names the file or option, for the message.
+
+  Raises:
+    ValueError: the name is empty, absolute, or goes up by "..".
+  """
+  path = pathlib.PurePath(name)
+  if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
+    raise ValueError(f"{what}={name!r} must be a name inside {folder}")
+  return pathlib.Path(folder, name)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,11 @@
 
 import argparse
 import itertools
-import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.data.text.chat_template import check_messages
+from moh_jax.json_files import read_json
 
 
 def is_chat(args: argparse.Namespace) -> bool:
@@ -78,11 +77,8 @@ def read_messages(path: str) -> list[dict[str, Any]]:
     FileNotFoundError: there is no such file.
     ValueError: it is no such list.
   """
-  file = pathlib.Path(path)
-  if not file.is_file():
-    raise FileNotFoundError(f"--messages {path}: no such file")
+  messages = read_json(path, list[dict])
   try:
-    messages = json.loads(file.read_bytes())
     check_messages(messages)
   except ValueError as error:
     raise ValueError(f"--messages {path}: {error}") from error

@@ -6,13 +6,11 @@ import sys
 
 from moh_jax.cli import common
 from moh_jax.data.images.sources import read_image
-from moh_jax.inference.classify import check_classifies
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the most probable classes of each image."""
-  metadata, _ = common.read_metadata(args)
-  check_classifies(metadata.config)
+  metadata, _ = common.read_metadata(args, "classify")
   for file in args.images:  # before the parameters, which take a while
     read_image(file, metadata.config.model.channels)
   restored = common.restore(args)

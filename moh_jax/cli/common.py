@@ -11,9 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moh_jax.cli import fields
+from moh_jax.cli import fields, paths
+from moh_jax.cli.overrides import PREFIX
 from moh_jax.config import MeshConfig
-from moh_jax.config.checks import DTYPES
+from moh_jax.config.checks import DTYPES, MOST_COUNT
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.load import load_config
 from moh_jax.data.images.files import SPLITS
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
   from moh_jax.runtime.checkpoint import Metadata
 
 CHECKPOINT_HELP = "workdir of `train` or output of `convert`"
-# Arguments of commands that name files or folders to read.
-_INPUTS = ("cases", "images", "reference", "samples", "source")
-_OVERRIDE = "--config."
 _TOP_K_HELP = (
   "routed heads per token in each stage (DiT: layer), instead of the trained "
   "ones"
@@ -79,9 +77,10 @@ def add_count(
 
 
 def _count(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
+  is_number = text.isascii() and text.isdecimal() and len(text) <= 10
+  if not is_number or not 1 <= int(text) <= MOST_COUNT:
     raise argparse.ArgumentTypeError(
-      f"{text} must be at least 1, a whole number"
+      f"{text[:30]} must be at least 1, a whole number, at most {MOST_COUNT}"
     )
   return int(text)
 
@@ -198,33 +197,6 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Takes the overrides of config keys out of a command's arguments.
-
-  Args:
-    argv: with overrides "--config.a.b=v" or "--config.a.b", "v".
-
-  Returns:
-    The other arguments, and the overrides as `load_config` takes them: "a.b=v".
-
-  Raises:
-    ValueError: an override has no value.
-  """
-  others, overrides = [], []
-  rest = iter(argv)
-  for arg in rest:
-    if not arg.startswith(_OVERRIDE):
-      others.append(arg)
-      continue
-    key, equals, value = arg.removeprefix(_OVERRIDE).partition("=")
-    if not equals:
-      value = next(rest, None)
-      if value is None or value.startswith("--"):
-        raise ValueError(f"{arg} needs a value: {arg}=VALUE")
-    overrides.append(f"{key}={value}")
-  return others, overrides
-
-
 def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
   """Checks what a command reads as far as it goes without JAX.
 
@@ -239,10 +211,11 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     ValueError: the config does not fit, or overrides lack one.
   """
   given = vars(args)
+  paths.check_named(given)
   if given.get("config"):
     args.config = load_config(args.config, overrides)
   elif overrides:
-    raise ValueError(f"{_OVERRIDE}{overrides[0]} needs --config FILE[:ARG]")
+    raise ValueError(f"{PREFIX}{overrides[0]} needs --config FILE[:ARG]")
   if given.get("checkpoint") and "://" not in args.checkpoint:
     location.check_exists(args.checkpoint)
   # With several processes the first one, which may be quicker, has the lock.
@@ -254,11 +227,7 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         f"--newest-whole and --step={args.step} exclude each other"
       )
     args.step = steps.newest_whole_step(args.checkpoint)
-  for name in _INPUTS:
-    paths = given.get(name) or []
-    for path in [paths] if isinstance(paths, str) else paths:
-      if "://" not in path and not os.path.exists(path):
-        raise FileNotFoundError(f"{path}: no such file or folder")
+  paths.check_there(given)
 
 
 def join(args: argparse.Namespace) -> bool:
@@ -311,13 +280,28 @@ def mesh_config(text: str) -> MeshConfig:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def read_metadata(args: argparse.Namespace) -> tuple[Metadata, int]:
-  """Metadata and step of the checkpoint that the options of `add_step` name."""
+def read_metadata(
+  args: argparse.Namespace, command: str | None = None
+) -> tuple[Metadata, int]:
+  """Metadata and step of --checkpoint, read before its parameters.
+
+  Args:
+    args: of the command, with the options of `add_step`.
+    command: its name, if it works with some families only.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint.
+    ValueError: it is damaged, or the command does not work with its family.
+  """
+  from moh_jax.config import check_command
   from moh_jax.runtime import checkpoint
 
-  return checkpoint.read_metadata(
+  metadata, step = checkpoint.read_metadata(
     args.checkpoint, args.step, verify=args.verify
   )
+  if command is not None:
+    check_command(metadata.config, command, args.checkpoint)
+  return metadata, step
 
 
 def restore(args: argparse.Namespace, **options: Any) -> Restored:

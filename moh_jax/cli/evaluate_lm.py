@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_model(args: argparse.Namespace) -> None:
   """Refuses what does not fit the model, before anything large is read."""
-  metadata, _ = common.read_metadata(args)
+  metadata, _ = common.read_metadata(args, "evaluate-lm")
   model = metadata.config.model
-  config_lib.check_command(metadata.config, "evaluate-lm", args.checkpoint)
   if args.top_k and model.router.kind == "none":
     raise ValueError(
       f"top-k={args.top_k}: the model has no routed heads, "

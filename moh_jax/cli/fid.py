@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import tqdm
 
+from moh_jax.array_files import npz_names
 from moh_jax.cli import common
 from moh_jax.cli.arguments.images import METRICS
 from moh_jax.config import MeshConfig
@@ -19,7 +20,7 @@ from moh_jax.convert.inception import load_inception
 from moh_jax.evaluation import precision_recall, statistics_files
 from moh_jax.evaluation.fid import frechet_distance
 from moh_jax.evaluation.image_metrics import Summary, make_extractor, summarize
-from moh_jax.evaluation.image_sets import ImageSet, npz_names, open_images
+from moh_jax.evaluation.image_sets import ImageSet, open_images
 from moh_jax.evaluation.statistics import Gaussian
 from moh_jax.models import inception
 from moh_jax.runtime import sharding

@@ -12,6 +12,8 @@ from typing import Any
 from moh_jax.config import reference
 from moh_jax.config.parse import without_none
 
+_MOST = 2**32 - 1  # of whole numbers; seeds go that far
+
 
 def add_fields(
   parser: argparse._ActionsContainer,
@@ -38,7 +40,7 @@ def add_fields(
       continue
     text = meanings[name].removesuffix(".").replace("%", "%%")
     kind = without_none(hints[name])
-    options: dict[str, Any] = {"type": kind}
+    options: dict[str, Any] = {"type": integer if kind is int else kind}
     choices = getattr(cls, "CHOICES", {}).get(name)
     if kind is bool:
       options = {"action": "store_true"}
@@ -68,6 +70,19 @@ def given_fields(
   return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
+def integer(text: str) -> int:
+  """Parses a whole number that 32 bits hold."""
+  try:
+    number = int(text)
+  except ValueError:
+    number = None
+  if number is None or abs(number) > _MOST:
+    raise argparse.ArgumentTypeError(
+      f"{text[:30]!r} must be a whole number, at most {_MOST}"
+    )
+  return number
+
+
 def int_tuple(text: str) -> tuple[int, ...]:
   """Parses "0,0,6,12"."""
   return _parse_tuple(text, int)
@@ -76,12 +91,16 @@ def int_tuple(text: str) -> tuple[int, ...]:
 def _parse_tuple(text: str, kind: type) -> tuple:
   """Parses "50,62.5" or "dense,packed"."""
   try:
-    return tuple(kind(part) for part in text.split(","))
+    values = tuple(kind(part) for part in text.split(","))
   except ValueError as error:
     _, what = _ITEMS[kind]
     raise argparse.ArgumentTypeError(
       f"{text!r} must be {what} separated by commas"
     ) from error
+  if kind is int:
+    for part in text.split(","):
+      integer(part)  # within its range
+  return values
 
 
 # Type of a tuple's items -> metavar of an option of them, and their name.

@@ -18,11 +18,11 @@ def run(args: argparse.Namespace) -> int:
   important heads in place of the first.
   """
   is_first = common.join(args)
+  common.read_metadata(args, "heads")
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = common.restore(args, mesh=mesh)
     config = restored.config
-    config_lib.check_command(config, "heads", args.checkpoint)
     # Nothing is accumulated here, so any batch will do.
     config = config_lib.apply_overrides(config, "optim", accumulation=1)
     config = config_lib.apply_overrides(

@@ -15,10 +15,12 @@ from typing import NoReturn
 
 from moh_jax.cli import common, signals
 from moh_jax.cli.arguments import COMMANDS
+from moh_jax.cli.overrides import split_overrides
 from moh_jax.config import reference
 from moh_jax.runtime import compilation_cache
 
-_USER_ERRORS = (ValueError, OSError, NotImplementedError)
+_USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
+_FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
 _HELP = {"-h", "--help"}
 
 
@@ -92,7 +94,7 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   command.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
   )
-  argv, overrides = common.split_overrides(argv)
+  argv, overrides = split_overrides(argv)
   config = _given_config(argv)
   if config and _HELP.intersection(argv):
     command.print_help()
@@ -139,7 +141,9 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
   except BrokenPipeError:  # the reader of stdout has seen enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
-  except _USER_ERRORS as error:
+  except Exception as error:
+    if not isinstance(error, _USER_ERRORS) and _FULL not in str(error):
+      raise
     if show_traceback:
       traceback_lib.print_exc()
     else:

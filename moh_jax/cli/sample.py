@@ -56,8 +56,10 @@ def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
 
 def _check_before_restoring(args: argparse.Namespace) -> None:
   """Refuses what the checkpoint's config alone shows to be wrong."""
-  metadata, _ = common.read_metadata(args)
+  metadata, _ = common.read_metadata(args, "sample")
   sample.check_request(metadata.config, args.labels, args.seed)
+  num = args.num or len(args.labels) or metadata.config.model.num_classes
+  sample.check_room(metadata.config, num, pathlib.Path(args.out))
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
 

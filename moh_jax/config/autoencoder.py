@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from moh_jax.config.checks import DTYPES, at_least, in_range, one_of
+from moh_jax.config.checks import (
+  DTYPES,
+  MOST_WIDTH,
+  at_least,
+  at_most,
+  in_range,
+  one_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +47,10 @@ class VAEConfig:
   dtype: str = "float32"
 
   def __post_init__(self):
-    at_least("vae", 1, self, "layers_per_block", "norm_groups")
-    at_least("vae", 1, self, "image_channels", "latent_channels")
+    at_least("vae", 1, self, "layers_per_block", most=64)
+    sizes = ("norm_groups", "image_channels", "latent_channels")
+    at_least("vae", 1, self, *sizes, most=MOST_WIDTH)
+    at_most("vae", MOST_WIDTH, self, "block_out_channels")
     in_range("vae", 1e-12, 1, self, "norm_eps")
     one_of("vae", self, dtype=DTYPES)
     widths = self.block_out_channels

@@ -3,7 +3,14 @@
 import dataclasses
 from typing import ClassVar
 
-from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.config.checks import (
+  MOST_COUNT,
+  above,
+  at_least,
+  at_most,
+  in_range,
+  one_of,
+)
 
 SPACES = ("latent", "pixel")
 SCHEDULES = ("linear", "cosine")
@@ -50,11 +57,7 @@ class DiffusionConfig:
     # The linear betas scale with 1000 / steps and must stay below 1.
     in_range("diffusion", 21, 100_000, self, "steps")
     at_least("diffusion", 0, self, "vb_weight")
-    for name in ("latent_scale", "snr_gamma"):
-      if not 0 < getattr(self, name) < float("inf"):
-        raise ValueError(
-          f"diffusion.{name}={getattr(self, name)!r} must be above 0"
-        )
+    above("diffusion", 0, self, "latent_scale", "snr_gamma")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +95,7 @@ class SampleConfig:
   def __post_init__(self):
     at_least("sample", 0, self, "every")
     at_least("sample", 1, self, "num", "cfg_scale")
+    at_most("sample", MOST_COUNT, self, "cfg_interval")
     one_of("sample", self, **self.CHOICES)
     interval = self.cfg_interval
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:

@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, in_range
+from moh_jax.config.checks import (
+  MOST_SIDE,
+  MOST_TOKENS,
+  MOST_WIDTH,
+  at_least,
+  at_most,
+  in_range,
+)
 from moh_jax.config.layers import LayerStack
 
 
@@ -52,8 +59,12 @@ class DiTConfig(LayerStack):
 
   def __post_init__(self):
     self.check_common("dit")
-    at_least("model", 1, self, "channels", "num_classes")
-    at_least("model", 1, self, "patch_size", "head_dim")
+    at_least("model", 1, self, "channels", "head_dim", most=MOST_WIDTH)
+    at_most("model", MOST_WIDTH, self, "width")
+    at_least("model", 1, self, "num_classes", most=MOST_TOKENS)
+    at_least("model", 1, self, "patch_size", most=MOST_SIDE)
+    at_most("model", MOST_SIDE, self, "input_size")
+    at_most("model", 1024, self, "mlp_ratio")
     in_range("model", 0, 0.999, self, "label_dropout")
     if self.width < 4 or self.width % 4:
       raise ValueError(

@@ -2,7 +2,11 @@
 
 import dataclasses
 
-from moh_jax.config.checks import one_of
+from moh_jax.config.checks import (
+  MOST_HEADS,
+  MOST_WIDTH,
+  one_of,
+)
 
 ROUTER_KINDS = ("two_stage", "query_norm", "none")
 GATE_FORMS = ("released", "paper")
@@ -70,10 +74,9 @@ class HeadBudget:
       value = getattr(self, field.name)
       if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{field.name}={value!r} must be an integer")
-    if self.num_heads < 1:
-      raise ValueError(f"num_heads={self.num_heads} must be at least 1")
-    if self.head_dim < 1:
-      raise ValueError(f"head_dim={self.head_dim} must be at least 1")
+    for name, most in (("num_heads", MOST_HEADS), ("head_dim", MOST_WIDTH)):
+      if not 1 <= (value := getattr(self, name)) <= most:
+        raise ValueError(f"{name}={value} must be at least 1, at most {most}")
     if not 0 <= self.shared <= self.num_heads:
       raise ValueError(
         f"shared={self.shared} must be in [0, {self.num_heads}], "

@@ -4,7 +4,16 @@ import dataclasses
 import itertools
 from typing import Any, Protocol, TypeVar
 
-from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS, REMATS, one_of
+from moh_jax.config.checks import (
+  DTYPES,
+  IMPLEMENTATIONS,
+  MOST_HEADS,
+  MOST_LAYERS,
+  REMATS,
+  at_most,
+  one_of,
+  shown,
+)
 from moh_jax.config.heads import HeadBudget, RouterConfig
 
 
@@ -20,6 +29,7 @@ class LayerGroup:
     sees: what a token attends to: "all" tokens, those "before" it, or a
       "window" and pooled tokens.
     kv_heads: key/value heads; 0 is one per query head.
+    pairs: entries of the table of relative positions, 0 where there is none.
   """
 
   budget: HeadBudget
@@ -28,6 +38,7 @@ class LayerGroup:
   tokens: int
   sees: str = "all"
   kv_heads: int = 0
+  pairs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +110,8 @@ class RoutedLayers:
         )
       if len(values) != len(expected):
         raise ValueError(
-          f"model.{name}={values} must have one value per {part}, as "
-          f"model.{like}={expected} has ({len(expected)})"
+          f"model.{name}={shown(values)} must have one value per {part}, as "
+          f"model.{like}={shown(expected)} has ({len(expected)})"
         )
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -198,7 +209,14 @@ class LayerStack(RoutedLayers):
       raise ValueError(
         f"model.num_heads={self.num_heads!r} must have at least one layer"
       )
+    if isinstance(self.num_heads, tuple) and self.depth > MOST_LAYERS:
+      raise ValueError(
+        f"model.num_heads={shown(self.num_heads)} must have at most "
+        f"{MOST_LAYERS} layers, not {self.depth}"
+      )
     self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
+    heads = ("num_heads", "shared_heads", "top_k")
+    at_most("model", MOST_HEADS, self, *heads)
     self.budgets()
 
   def budgets(self) -> tuple[HeadBudget, ...]:

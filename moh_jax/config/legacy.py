@@ -48,9 +48,11 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
     place = sections
     for part in path:
       place = place.setdefault(part, {})
+      if not isinstance(place, dict):
+        raise ValueError(f"{section}.{part}={place!r} must be a section")
     place[name] = value
   # Other families' runs held the classifier's fields too, and did not use them.
-  family = sections["model"].get("family")
+  family = sections.get("model", {}).get("family")
   if family is not None and "classifier" not in get_family(family).sections:
     sections.pop("classifier", None)
   return sections

@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, in_range
+from moh_jax.config.checks import (
+  MOST_HEADS,
+  MOST_TOKENS,
+  MOST_WIDTH,
+  at_least,
+  at_most,
+  in_range,
+)
 from moh_jax.config.layers import LayerStack
 from moh_jax.config.rotary import RotaryConfig
 
@@ -69,9 +76,11 @@ class LLMConfig(LayerStack):
 
   def __post_init__(self):
     self.check_common("llm", rope=RotaryConfig)
-    at_least("model", 1, self, "width", "vocab_size", "max_length", "mlp_dim")
-    at_least("model", 1, self, "num_kv_heads")
-    at_least("model", 0, self, "loss_chunk")
+    at_least("model", 1, self, "width", "mlp_dim", most=MOST_WIDTH)
+    at_most("model", MOST_WIDTH, self, "head_dim")
+    at_least("model", 1, self, "vocab_size", "max_length", most=MOST_TOKENS)
+    at_least("model", 1, self, "num_kv_heads", most=MOST_HEADS)
+    at_least("model", 0, self, "loss_chunk", most=MOST_TOKENS)
     in_range("model", 1e-12, 1.0, self, "norm_eps")
     if self.head_dim < 2 or self.head_dim % 2:
       raise ValueError(

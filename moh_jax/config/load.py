@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,15 +53,15 @@ def _run_file(spec: str) -> dict[str, Any]:
   sys.path.insert(0, folder)  # a module of the user's own may lie beside it
   try:
     get_config = runpy.run_path(str(path)).get("get_config")
-    if get_config is None:
+    if not callable(get_config):
       raise ValueError(f"{path}: has no function get_config")
     if argument and not inspect.signature(get_config).parameters:
       raise ValueError(f"{path}: takes no argument, {argument!r} was given")
     cfg = get_config(argument) if argument else get_config()
-  except (ValueError, OSError):  # these say what is wrong by themselves
-    raise
-  except Exception as error:  # the user's own code may raise anything
-    raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+  except (Exception, SystemExit) as error:  # the user's code may raise anything
+    if str(error).startswith(f"{path}: "):
+      raise
+    raise ValueError(f"{path}{_line(error, path)}: {_said(error)}") from error
   finally:
     sys.path.remove(folder)
   if hasattr(cfg, "to_dict"):
@@ -70,6 +71,22 @@ def _run_file(spec: str) -> dict[str, Any]:
       f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
     )
   return cfg
+
+
+def _line(error: BaseException, path: pathlib.Path) -> str:
+  """Where in a config file an error arose: ", line 3", or ""."""
+  if isinstance(error, SyntaxError) and error.filename == str(path):
+    return f", line {error.lineno}"
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+  return f", line {lines[-1]}" if lines else ""
+
+
+def _said(error: BaseException) -> str:
+  """What an error says; ours need no name of a class."""
+  text = error.msg if isinstance(error, SyntaxError) else str(error)
+  is_plain = isinstance(error, ValueError | OSError) and text
+  return text if is_plain else f"{type(error).__name__}: {text}"
 
 
 def _set(cfg: dict[str, Any], key: str, text: str) -> None:
@@ -94,7 +111,7 @@ def _parse(text: str, old: Any) -> Any:
   try:
     value = _BOOLS.get(text.lower(), None)
     value = ast.literal_eval(text) if value is None else value
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
     value = tuple(text.split(",")) if isinstance(old, tuple | list) else text
   if isinstance(old, tuple | list) and not isinstance(value, tuple | list):
     value = (value,)

@@ -8,11 +8,16 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from moh_jax.config.checks import (
+  shown,
+)
 from moh_jax.config.legacy import MOVED
 from moh_jax.config.run import Config, check_known, section_types
 
 if TYPE_CHECKING:
   import ml_collections
+
+_MOST_ITEMS = 1 << 16  # of a tuple
 
 
 def to_config_dict(config: Config) -> "ml_collections.ConfigDict":
@@ -53,7 +58,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_json(config: Config) -> str:
-  """The run as JSON; `from_config_dict(json.loads(text))` gives it back."""
+  """The run as JSON; `from_config_dict` of the parsed text gives it back."""
   return json.dumps(to_dict(config), indent=2, sort_keys=True)
 
 
@@ -150,8 +155,10 @@ def _convert(path: str, value: Any, hint: Any) -> Any:
       f"{path}={value!r} must be a section with the fields {names}{hint}"
     )
   if isinstance(hint, types.GenericAlias):  # tuple[int, int], tuple[str, ...]
-    if not isinstance(value, list | tuple):
-      raise ValueError(f"{path}={value!r} must be a {hint}")
+    if not isinstance(value, list | tuple) or len(value) > _MOST_ITEMS:
+      raise ValueError(
+        f"{path}={shown(value)} must be a {hint}, {_MOST_ITEMS} values at most"
+      )
     item, *rest = typing.get_args(hint)
     length = None if rest == [...] else 1 + len(rest)
     if length is not None and len(value) != length:
@@ -160,10 +167,13 @@ def _convert(path: str, value: Any, hint: Any) -> Any:
       _convert(f"{path}[{i}]", part, item) for i, part in enumerate(value)
     )
   if hint is float and isinstance(value, int) and not isinstance(value, bool):
-    return float(value)
+    try:
+      return float(value)
+    except OverflowError:
+      raise ValueError(f"{path}={shown(value)} must be finite") from None
   wrong_bool = isinstance(value, bool) and hint is not bool
   if wrong_bool or not isinstance(value, hint):
-    raise ValueError(f"{path}={value!r} must be of type {hint.__name__}")
+    raise ValueError(f"{path}={shown(value)} must be of type {hint.__name__}")
   return value
 
 

@@ -2,7 +2,10 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, one_of
+from moh_jax.config.checks import (
+  at_least,
+  one_of,
+)
 
 ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
 
@@ -50,7 +53,10 @@ class RotaryConfig:
 
   def __post_init__(self):
     one_of("rope", self, scaling=ROPE_SCALINGS)
-    at_least("rope", 1, self, "theta", "factor", "original_length")
+    at_least("rope", 1, self, "theta", most=1e12)
+    at_least("rope", 1, self, "factor", "original_length")
+    at_least("rope", 0, self, "low_freq_factor", "high_freq_factor")
+    at_least("rope", 0, self, "beta_fast", "beta_slow", "attention_factor")
     low, high = self.low_freq_factor, self.high_freq_factor
     if not 0 < low < high:
       raise ValueError(

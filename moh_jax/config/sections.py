@@ -2,7 +2,15 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.config.checks import (
+  MOST_AHEAD,
+  MOST_BATCH,
+  MOST_SIDE,
+  at_least,
+  in_range,
+  one_of,
+  shown,
+)
 
 SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
@@ -54,9 +62,11 @@ class DataConfig:
   def __post_init__(self):
     one_of("data", self, source=SOURCES, augment=AUGMENTATIONS)
     one_of("data", self, bad_images=BAD_IMAGES)
-    at_least("data", 1, self, "batch_size", "prefetch", "fake_examples")
-    at_least("data", 1, self, "num_threads")
-    at_least("data", 0, self, "eval_resize")
+    at_least("data", 1, self, "batch_size", most=MOST_BATCH)
+    at_least("data", 1, self, "prefetch", "num_threads", most=MOST_AHEAD)
+    at_least("data", 1, self, "fake_examples")
+    at_least("data", 0, self, "eval_resize", most=MOST_SIDE)
+    in_range("data", -1e6, 1e6, self, "mean", "std")
     if self.source not in ("digits", "fake") and not self.path:
       raise ValueError(
         f"data.path='' must name the directory of data.source={self.source!r}, "
@@ -117,7 +127,7 @@ class OptimConfig:
     one_of("optim", self, schedule=SCHEDULES)
     at_least("optim", 0, self, "lr", "warmup_lr", "final_lr", "eps")
     at_least("optim", 0, self, "weight_decay", "clip_norm", "warmup_steps")
-    at_least("optim", 1, self, "accumulation")
+    at_least("optim", 1, self, "accumulation", most=MOST_BATCH)
     for name in ("b1", "b2", "ema_decay"):
       value = getattr(self, name)
       if not 0 <= value < 1:
@@ -180,8 +190,11 @@ class MeshConfig:
     sizes = dataclasses.asdict(self)
     del sizes["max_imbalance"]
     for name, size in sizes.items():
-      if size != -1 and size < 1:
-        raise ValueError(f"mesh.{name}={size} must be -1 or at least 1")
+      if size != -1 and not 1 <= size <= MOST_BATCH:
+        raise ValueError(
+          f"mesh.{name}={shown(size)} must be -1 or at least 1, and at most "
+          f"{MOST_BATCH}"
+        )
     if list(sizes.values()).count(-1) > 1:
       raise ValueError(f"mesh={sizes} must have at most one axis of size -1")
 
@@ -238,7 +251,7 @@ class EvalConfig:
 
   def __post_init__(self):
     at_least("eval", 0, self, "every", "examples")
-    at_least("eval", 1, self, "batch_size")
+    at_least("eval", 1, self, "batch_size", most=MOST_BATCH)
 
 
 @dataclasses.dataclass(frozen=True)

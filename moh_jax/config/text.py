@@ -2,9 +2,15 @@
 
 import dataclasses
 import itertools
-import math
 
-from moh_jax.config.checks import at_least, one_of
+from moh_jax.config.checks import (
+  MOST_AHEAD,
+  MOST_BATCH,
+  MOST_TOKENS,
+  above,
+  at_least,
+  one_of,
+)
 
 TEXT_SOURCES = ("tokens", "stdlib", "fake")
 TOKENIZERS = ("bpe", "bytes")
@@ -50,8 +56,10 @@ class TextDataConfig:
 
   def __post_init__(self):
     one_of("data", self, source=TEXT_SOURCES, tokenizer=TOKENIZERS)
-    at_least("data", 1, self, "sequence_length", "batch_size", "prefetch")
-    at_least("data", 1, self, "num_threads", "fake_examples")
+    at_least("data", 1, self, "sequence_length", most=MOST_TOKENS)
+    at_least("data", 1, self, "batch_size", most=MOST_BATCH)
+    at_least("data", 1, self, "prefetch", "num_threads", most=MOST_AHEAD)
+    at_least("data", 1, self, "fake_examples")
     if self.source != "fake" and not self.path:
       raise ValueError(
         f"data.path='' must name the folder of data.source={self.source!r}"
@@ -70,8 +78,7 @@ class TextDataConfig:
       )
     if len(set(self.mix)) != len(self.mix):
       raise ValueError(f"data.mix={self.mix} must name each source once")
-    if self.mix and not all(r > 0 and math.isfinite(r) for r in self.ratios):
-      raise ValueError(f"data.ratios={self.ratios} must be above 0")
+    above("data", 0, self, "ratios")
     if self.mix and abs(sum(self.ratios) - 100) > _SUM_TOLERANCE:
       raise ValueError(
         f"data.ratios={self.ratios} must sum to 100 (percent), not "
@@ -94,6 +101,7 @@ class TuneConfig:
   top_k_values: tuple[int, ...] = ()
 
   def __post_init__(self):
+    at_least("tune", 0, self, "top_k_steps", "top_k_values")
     steps, values = self.top_k_steps, self.top_k_values
     if len(steps) != len(values):
       raise ValueError(

@@ -1,8 +1,19 @@
 """The model section of MoH-ViT."""
 
 import dataclasses
+import math
 
-from moh_jax.config.checks import at_least, in_range, one_of
+from moh_jax.config.checks import (
+  MOST_HEADS,
+  MOST_LAYERS,
+  MOST_SIDE,
+  MOST_TOKENS,
+  MOST_WIDTH,
+  at_least,
+  at_most,
+  in_range,
+  one_of,
+)
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.layers import LayerGroup, RoutedLayers
 
@@ -89,8 +100,12 @@ class ViTConfig(RoutedLayers):
         "model.attention_impl='kernel' must be 'auto', 'dense', 'packed' or "
         "'cudnn': the kernels add no position bias"
       )
-    at_least("model", 1, self, "patch_stride", "channels", "num_classes")
-    at_least("model", 0, self, "fixed_pool_size", "pretrain_image_size")
+    at_least("model", 1, self, "channels", most=MOST_WIDTH)
+    at_least("model", 1, self, "num_classes", most=MOST_TOKENS)
+    at_least("model", 1, self, "patch_stride", most=MOST_SIDE)
+    at_most("model", MOST_SIDE, self, "window", "image_size", "sr_ratios")
+    at_least("model", 0, self, "fixed_pool_size", most=MOST_SIDE)
+    at_least("model", 0, self, "pretrain_image_size", most=MOST_SIDE)
     in_range("model", 0, 0.999, self, "drop_path")
     if len(self.image_size) != 2 or min(self.image_size) < 1:
       raise ValueError(
@@ -113,6 +128,10 @@ class ViTConfig(RoutedLayers):
         raise ValueError(
           f"model.{name}={getattr(self, name)} must be at least 1 everywhere"
         )
+    at_most("model", MOST_WIDTH, self, "embed_dims")
+    at_most("model", MOST_HEADS, self, *names[1:])
+    at_most("model", MOST_LAYERS, self, "depths")
+    at_most("model", 1024, self, "mlp_ratios")
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
       if dim % heads:
         raise ValueError(
@@ -157,7 +176,8 @@ class ViTConfig(RoutedLayers):
       depth, width = self.depths[stage], self.embed_dims[stage]
       tokens = shape.grid[0] * shape.grid[1]
       sees = "window" if shape.pool_grid else "all"
-      groups.append(LayerGroup(budget, depth, width, tokens, sees))
+      pairs = tokens * math.prod(shape.pool_grid or shape.grid)
+      groups.append(LayerGroup(budget, depth, width, tokens, sees, pairs=pairs))
     return tuple(groups)
 
   def stage_shapes(self) -> tuple[StageShape, ...]:

@@ -39,6 +39,7 @@ from moh_jax.data.text.tokenizer_files import (
   copy_tokenizer_files,
 )
 from moh_jax.data.text.tokenizers import check_vocabulary
+from moh_jax.json_files import parse_json
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.params import abstract_params, unbox
@@ -276,8 +277,8 @@ def _exported(kind: str, source: str) -> checkpoint.Metadata | None:
   if text is None:
     return None
   try:
-    metadata = checkpoint.metadata_from_json(json.loads(text))
-  except (KeyError, ValueError) as error:
+    metadata = checkpoint.metadata_from_json(parse_json(text))
+  except ValueError as error:
     raise ValueError(f"{source}: its metadata: {error}") from error
   family = metadata.config.model.family
   if family != family_of_format(kind).name:

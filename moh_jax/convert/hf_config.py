@@ -17,7 +17,6 @@ longer texts are refused like any that exceed `max_length`.
 """
 
 import dataclasses
-import json
 import logging
 import math
 import pathlib
@@ -35,9 +34,11 @@ from moh_jax.convert import moh_keys
 from moh_jax.convert.hf_keys import (
   OUR_ARCHITECTURE,
   OUR_KEY,
+  Keys,
   check_keys,
   check_own_code,
 )
+from moh_jax.json_files import read_json
 
 _LOG = logging.getLogger(__name__)
 
@@ -118,14 +119,7 @@ def read_config(path: pathlib.Path, kind: str = "llama") -> LLMConfig:
       cannot compute; the message names the field, its value and what is
       supported.
   """
-  if not path.is_file():
-    raise FileNotFoundError(f"{path}: no such file")
-  try:
-    stored = json.loads(path.read_text())
-  except ValueError as error:
-    raise ValueError(f"{path}: not valid JSON: {error}") from error
-  if not isinstance(stored, dict):
-    raise ValueError(f"{path}: holds no JSON object")
+  stored = read_json(path, Keys)
   try:
     _check_format(stored, kind)
     if kind == "llama":

@@ -6,9 +6,12 @@ by its name. Known keys either are read, or have no effect on the logits.
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from moh_jax.convert import moh_keys
+from moh_jax.json_files import Size
 
 OUR_ARCHITECTURE = "MoHLlamaForCausalLM"
 OUR_KEY = "moh_jax"
@@ -61,6 +64,43 @@ _OFF = frozenset(
   tie_encoder_decoder pruned_heads rope_interleaved use_mrope
 """.split()
 )
+
+
+_Counts = list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]
+
+
+class Keys(msgspec.Struct):
+  """Types of the keys that are read, of which any may be null or missing."""
+
+  architectures: list[str] | None = None
+  model_type: str | None = None
+  vocab_size: Size | None = None
+  hidden_size: Size | None = None
+  intermediate_size: Size | None = None
+  num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+  num_attention_heads: Size | None = None
+  num_key_value_heads: Size | None = None
+  head_dim: Size | None = None
+  hidden_act: str | None = None
+  max_position_embeddings: Size | None = None
+  rms_norm_eps: float | None = None
+  tie_word_embeddings: bool | None = None
+  attention_bias: bool | None = None
+  mlp_bias: bool | None = None
+  partial_rotary_factor: float | None = None
+  rope_theta: float | None = None
+  rope_scaling: dict | None = None
+  rope_parameters: dict | None = None
+  sliding_window: int | None = None
+  use_sliding_window: bool | None = None
+  max_window_layers: int | None = None
+  layer_types: list[str] | None = None
+  router: dict | None = None
+  shared_heads: _Counts | None = None
+  selected_heads: _Counts | None = None
+  heads_per_layer: _Counts | None = None
+  head_order: list[_Counts] | None = None
+  ours: dict | None = msgspec.field(name=OUR_KEY, default=None)
 
 
 def check_keys(stored: Mapping[str, Any]) -> None:

@@ -1,14 +1,13 @@
 """The model card of an exported language model: README.md of its folder."""
 
 import dataclasses
-import json
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import Config, LayerGroup
 from moh_jax.convert.converter import Exported
+from moh_jax.json_files import read_json
 
 _PAPER = "https://arxiv.org/abs/2410.11842"
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -55,9 +54,9 @@ def read_scores(path: str, step: int) -> dict[str, float]:
     ValueError: it holds no numbers, or those of another step.
   """
   try:
-    stored = json.loads(pathlib.Path(path).read_text())
+    stored = read_json(path)
   except ValueError as error:
-    raise ValueError(f"--scores {path}: not valid JSON: {error}") from error
+    raise ValueError(f"--scores {error}") from error
   found = dict(_numbers("", stored))
   scored = found.pop("step", step)
   if scored != step:

@@ -4,6 +4,7 @@ import functools
 import io
 import pathlib
 import pickle
+import pickletools
 import sys
 import zipfile
 from typing import Any, NamedTuple
@@ -11,9 +12,14 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401, gives NumPy the names bfloat16 and float8_*
 import numpy as np
 
+from moh_jax import memory
+from moh_jax.array_files import check_ratio
 from moh_jax.convert.tensor_select import DTYPES, read_error, select_tensors
 
 _Arrays = dict[str, Any]
+# `torch.save` does not compress; what others packed again shrinks a little.
+_MOST_RATIO = 20
+_SMALL = 1 << 16  # bytes of an archive that may unpack to more
 
 
 def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
@@ -32,6 +38,10 @@ def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
   with open(path, "rb") as file:
     try:
       archive = zipfile.ZipFile(file)
+      size = path.stat().st_size
+      check_ratio(archive, size + _SMALL, _MOST_RATIO)
+      unpacked = sum(info.file_size for info in archive.infolist())
+      memory.check(unpacked, "the archive")
       names = [f"/{name}" for name in archive.namelist()]
       roots = [n[1:-8] for n in names if n.endswith("/data.pkl")]
       heads = [archive.read(f"{root}data.pkl") for root in roots]
@@ -52,6 +62,7 @@ def read_torch_zip(path: pathlib.Path, key: str | None) -> _Arrays:
     if arrays is not None:
       return arrays
     try:
+      _check_memo(heads[0])
       tree = _TorchZip(io.BytesIO(heads[0]), encoding="utf-8").load()
     except Exception as err:  # a damaged pickle raises nearly anything
       raise read_error(path, f"a damaged data.pkl ({err!r})") from err
@@ -89,6 +100,16 @@ def _load_with_torch(path: pathlib.Path, key: str | None) -> _Arrays | None:
     raw = dense.reshape(-1).view(torch.uint8).numpy()
     arrays[name] = raw.view(dtype).reshape(tuple(tensor.shape))
   return arrays
+
+
+def _check_memo(content: bytes) -> None:
+  """Refuses numbers of memo entries that a pickle of its length cannot reach.
+
+  The unpickler makes a table up to the largest number before it is used.
+  """
+  for code, number, _ in pickletools.genops(content):
+    if code.name.endswith("PUT") and int(number) > len(content):
+      raise ValueError(f"memo entry {number} in {len(content)} bytes")
 
 
 class _Inert:

@@ -4,15 +4,15 @@ It reads stabilityai/sd-vae-ft-mse, sd-vae-ft-ema and other files of the same
 layout, with the tensor names of old or current versions of diffusers.
 """
 
-import json
 import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from moh_jax.config.autoencoder import VAEConfig
@@ -20,7 +20,25 @@ from moh_jax.convert import rules
 from moh_jax.convert.downloads import HOW_TO_GET_VAE, VAE_FILES
 from moh_jax.convert.rules import Rule
 from moh_jax.convert.tensor_files import read_tensors
+from moh_jax.json_files import Size, check_json, read_json
 from moh_jax.models.vae import VAE
+
+
+class _Public(msgspec.Struct):
+  """What is read of diffusers' config.json."""
+
+  block_out_channels: Annotated[
+    list[Size], msgspec.Meta(min_length=1, max_length=16)
+  ]
+  layers_per_block: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+  in_channels: Size = 3
+  latent_channels: Size = 4
+  norm_num_groups: Size = 32
+  norm_eps: float = 1e-6
+  use_quant_conv: bool = True
+  use_post_quant_conv: bool = True
+  mid_block_add_attention: bool = True
+
 
 # Names of the attention's layers in old files, and today.
 _RENAMED = {
@@ -161,10 +179,10 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
     entries: the parsed file.
 
   Raises:
-    KeyError: it has no "block_out_channels".
     NotImplementedError: `VAE` does not compute this architecture.
     ValueError: a value is out of range.
   """
+  check_json(entries, _Public)
   widths = tuple(entries["block_out_channels"])
   channels = entries.get("in_channels", 3)
   supported = {
@@ -257,15 +275,11 @@ def _find_weights(path: pathlib.Path) -> pathlib.Path:
 
 
 def _read_config(file: pathlib.Path) -> VAEConfig:
+  entries = read_json(file)
   try:
-    entries = json.loads(file.read_bytes())
     return public_config(entries)
-  except NotImplementedError as error:
-    raise NotImplementedError(f"{file}: {error}") from error
-  except KeyError as error:
-    raise ValueError(f"{file}: has no entry {error}") from error
-  except (ValueError, TypeError, AttributeError) as error:
-    raise ValueError(f"{file}: no config of an autoencoder: {error}") from error
+  except (NotImplementedError, ValueError) as error:
+    raise type(error)(f"{file}: {error}") from error
 
 
 def _resnet(theirs: str, ours: str, *, shortcut: bool = False) -> list[Rule]:

@@ -20,7 +20,9 @@ from typing import Any
 from array_record.python import array_record_module
 
 from moh_jax.data import shards
+from moh_jax.data.set_schema import Entry
 from moh_jax.files import disk_errors, replacing
+from moh_jax.json_files import plain, read_json
 
 # Records can be read one by one; payloads do not compress any further.
 _OPTIONS = "group_size:1,uncompressed"
@@ -125,7 +127,7 @@ class ShardSetWriter:
     self._unfinished = self._folder / _UNFINISHED
     self._kind, self._items, self._size = kind, items, shard_size
     settings = {**settings, "items": items, "shard_size": shard_size}
-    self._settings = json.loads(json.dumps(settings))  # tuples as stored: lists
+    self._settings = plain(settings)  # tuples as stored: lists
     self._notes = notes
     self._check_folder()
     self._unfinished.mkdir(parents=True, exist_ok=True)
@@ -255,7 +257,7 @@ class ShardSetWriter:
     newer = []
     for path in sorted(self._unfinished.glob("*.array_record.json")):
       with contextlib.suppress(FileNotFoundError):
-        newer.append(json.loads(path.read_text()))
+        newer.append(read_json(path, Entry))
     entries = newer
     if (self._folder / shards.METADATA).is_file():
       stored = shards.read_metadata(self._folder, self._kind)
@@ -274,7 +276,7 @@ class ShardSetWriter:
     if (self._folder / shards.METADATA).is_file():
       stored = shards.read_metadata(self._folder, self._kind)
     elif (self._unfinished / _SETTINGS).is_file():
-      stored = json.loads((self._unfinished / _SETTINGS).read_text())
+      stored = read_json(self._unfinished / _SETTINGS)
     elif any(self._folder.glob("*.array_record")):
       raise ValueError(
         f"{self._folder} holds shards without {shards.METADATA}; choose "

@@ -26,12 +26,16 @@ from typing import Any
 from array_record.python import array_record_module
 
 from moh_jax.data.identity import Identity, of_shards
+from moh_jax.data.set_schema import SCHEMAS, SUMS, Head, Header
+from moh_jax.json_files import check_json, parse_json, read_json
 
 METADATA = "metadata.json"
 VERSION = 1
 # Small buffers, since records are read in random order.
 _READER_OPTIONS = "readahead_buffer_size:0"
 _BUFFER_BYTES = 32 << 10
+_MAX_HEADER = 1 << 16
+_MAX_METADATA = 1 << 30  # a million shards have 200 MB
 
 
 def pack(header: dict[str, Any], payload: bytes) -> bytes:
@@ -43,12 +47,12 @@ def unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
   """Splits a record that `pack` made into header and payload.
 
   Raises:
-    ValueError: the record does not begin with a line of JSON.
+    ValueError: the record does not begin with a line of JSON that has a label.
   """
   header, newline, payload = record.partition(b"\n")
   if not newline:
     raise ValueError("the record has no header")
-  return json.loads(header), payload
+  return parse_json(header, Header, "its header", _MAX_HEADER), payload
 
 
 def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
@@ -68,18 +72,23 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
       f"{path}: no such file; it is written last, so either the set of {kind} "
       "is unfinished (run the command that writes it again) or it is elsewhere"
     )
-  try:
-    metadata = json.loads(path.read_text())
-    found = metadata["format"], metadata["version"]
-  except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(
-      f"{path}: damaged, or not one of ours ({error})"
-    ) from error
+  metadata = read_json(path, Head, _MAX_METADATA)
+  found = metadata["format"], metadata["version"]
   if found != (kind, VERSION):
     raise ValueError(
       f"{path}: holds {found[0]!r} of version {found[1]}, expected {kind!r} of "
       f"version {VERSION}"
     )
+  check_json(metadata, SCHEMAS[kind], os.fspath(path))
+  for name in SUMS:
+    if name not in metadata:
+      continue
+    total = sum(entry.get(name, 0) for entry in metadata["shards"])
+    if metadata[name] != total:
+      raise ValueError(
+        f"{path}: {name}={metadata[name]} must be the sum of its shards', "
+        f"{total}"
+      )
   return metadata
 
 

@@ -5,24 +5,19 @@ at a time, without holding them all.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import os
 import pathlib
-import warnings
-import zipfile
-import zlib
 from collections.abc import Iterator
-from typing import IO
 
 import numpy as np
 from PIL import Image
 
-from moh_jax.data.images.files import read_image
+from moh_jax.array_files import npz_damage, npz_names, open_member, read_npz
+from moh_jax.data.images.files import open_picture, read_image
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3)"
 _THREADS = 8
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +43,12 @@ class NpzImages:
       ValueError: the file is damaged.
     """
     if self.fortran_order:  # its first image ends with the file
-      with np.load(self.path, allow_pickle=False) as stored:
-        images = stored["arr_0"]
+      images = read_npz(self.path, ["arr_0"])["arr_0"]
       for start in range(0, len(self), batch_size):
         yield np.ascontiguousarray(images[start : start + batch_size])
       return
     image_bytes = int(np.prod(self.shape[1:]))
-    with _open_member(self.path) as stream:
-      _read_header(self.path, stream)
+    with open_member(self.path, "arr_0") as (stream, _):
       for start in range(0, len(self), batch_size):
         count = min(batch_size, len(self) - start)
         with npz_damage(self.path):
@@ -108,9 +101,8 @@ def open_images(path: str | os.PathLike) -> ImageSet:
   names = npz_names(path)
   if "arr_0" not in names:
     raise ValueError(f"{path}: holds {names}; images must be {_LAYOUT}")
-  with _open_member(path) as stream:
-    shape, fortran_order, dtype = _read_header(path, stream)
-    header = stream.tell()
+  with open_member(path, "arr_0") as (_, (shape, fortran_order, dtype)):
+    pass
   if dtype != np.uint8 or len(shape) != 4 or shape[-1] != 3:
     raise ValueError(
       f"{path}: arr_0 has dtype {dtype} and shape {shape}; images must be "
@@ -118,32 +110,7 @@ def open_images(path: str | os.PathLike) -> ImageSet:
     )
   if 0 in shape:
     raise ValueError(f"{path}: arr_0 of shape {shape} holds no image")
-  with zipfile.ZipFile(path) as archive:
-    stored = archive.getinfo("arr_0.npy").file_size - header
-  if stored != int(np.prod(shape)):
-    raise ValueError(
-      f"{path}: arr_0 has {stored} bytes, its shape {shape} needs "
-      f"{int(np.prod(shape))}"
-    )
   return NpzImages(str(path), shape, fortran_order)
-
-
-def npz_names(path: str | os.PathLike) -> tuple[str, ...]:
-  """Names of the arrays of an npz file.
-
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: it is not an npz archive, or a damaged one.
-  """
-  path = pathlib.Path(path)
-  if not path.is_file():
-    raise FileNotFoundError(
-      f"{path}: no such file; expected an npz file or a folder of images"
-    )
-  if not zipfile.is_zipfile(path):
-    raise ValueError(f"{path}: not an npz file, or a truncated one")
-  with npz_damage(path), zipfile.ZipFile(path) as archive:
-    return tuple(name.removesuffix(".npy") for name in archive.namelist())
 
 
 def _open_folder(path: pathlib.Path) -> FolderImages:
@@ -175,11 +142,9 @@ def _open_folder(path: pathlib.Path) -> FolderImages:
 def _image_size(file: pathlib.Path) -> tuple[int, int]:
   """(X, Y) from the header alone, for a folder may hold 50,000 images."""
   try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # remarks on odd metadata
-      with Image.open(file) as image:
-        width, height = image.size
-  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    with open_picture(file) as image:
+      width, height = image.size
+  except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(
       f"{file}: not an image Pillow can read: {error}"
     ) from error
@@ -188,30 +153,3 @@ def _image_size(file: pathlib.Path) -> tuple[int, int]:
 
 def _written(size: tuple[int, int]) -> str:
   return f"{size[0]} rows x {size[1]} columns"
-
-
-@contextlib.contextmanager
-def npz_damage(path: str | os.PathLike) -> Iterator[None]:
-  """Names the file in the errors of a damaged archive."""
-  try:
-    yield
-  except _DAMAGE as error:
-    raise ValueError(f"{path}: damaged npz file: {error}") from error
-
-
-@contextlib.contextmanager
-def _open_member(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-  with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as stream:
-    yield stream
-
-
-def _read_header(
-  path: str | os.PathLike, stream: IO[bytes]
-) -> tuple[tuple[int, ...], bool, np.dtype]:
-  """Shape, Fortran order and dtype; leaves the stream at the data."""
-  with npz_damage(path):
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-      return np.lib.format.read_array_header_1_0(stream)
-    # Version 3 differs in text that only names of fields need.
-    return np.lib.format.read_array_header_2_0(stream)

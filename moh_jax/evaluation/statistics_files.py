@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from moh_jax.evaluation.image_sets import npz_damage, npz_names
+from moh_jax.array_files import npz_names, read_npz
 from moh_jax.evaluation.statistics import Gaussian
 from moh_jax.files import replacing
 
@@ -49,8 +49,7 @@ def read_statistics(
       f"{missing}; statistics are all of {_KEYS}"
     )
   shapes = ((pool_dim,), (pool_dim,) * 2, (spatial_dim,), (spatial_dim,) * 2)
-  with npz_damage(path), np.load(path, allow_pickle=False) as stored:
-    arrays = [stored[key] for key in _KEYS]
+  arrays = read_npz(path, _KEYS).values()
   for key, array, shape in zip(_KEYS, arrays, shapes):
     if array.shape != shape or array.dtype.kind != "f":
       raise ValueError(

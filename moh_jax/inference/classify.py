@@ -10,10 +10,9 @@ import jax
 import numpy as np
 from PIL import Image
 
-from moh_jax.config import Config
+from moh_jax.config import Config, check_command
 from moh_jax.data.images.files import read_image, to_pixels
 from moh_jax.data.images.transforms import eval_transforms
-from moh_jax.models.registry import make_model
 
 # A path, a picture, or [X, Y, channels] uint8.
 ImageLike = str | os.PathLike | Image.Image | np.ndarray
@@ -59,7 +58,7 @@ class Classifier:
     Raises:
       ValueError: the model classifies no images.
     """
-    check_classifies(config)
+    check_command(config, "classify", "the checkpoint")
     self._params, self._config, self._names = params, config, class_names
     self._transforms = eval_transforms(config.data, config.model)
 
@@ -141,18 +140,3 @@ class Classifier:
       )
       for i in order
     ]
-
-
-def check_classifies(config: Config) -> None:
-  """Refuses the config of a model that is no classifier of images.
-
-  Raises:
-    ValueError: it is not; the message names the family.
-  """
-  _, inputs = make_model(config)
-  image = getattr(config.model, "input_shape", None)
-  if [x.shape[1:] for x in inputs] != [image]:
-    raise ValueError(
-      f"model.family={config.model.family!r} does not map images to classes; "
-      "an image classifier is needed"
-    )

@@ -15,6 +15,7 @@ from moh_jax.data.text.prompts import Prompts
 from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.generate import Generator, Prompt
 from moh_jax.inference.options import Sampling
+from moh_jax.json_files import plain, read_json
 from moh_jax.runtime.processes import ask_first_process
 
 # Batches whose prompts are sorted by length and written together.
@@ -118,7 +119,7 @@ def _append(out: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
   """Starts the file, or cuts off a half-written line; returns whole lines."""
   stated = out.with_name(out.name + ".settings.json")
-  wanted = json.loads(json.dumps(settings))  # tuples as stored: lists
+  wanted = plain(settings)  # tuples as stored: lists
   if not out.exists():
     with disk_errors(str(stated), "nothing else is"), replacing(stated) as path:
       path.write_text(json.dumps(wanted, indent=2) + "\n")
@@ -129,7 +130,7 @@ def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
       f"{out} exists, and no {stated.name} beside it says what it was made "
       "with; choose another --out"
     )
-  found = json.loads(stated.read_text())
+  found = read_json(stated)
   differing = [
     f"{name}: {wanted.get(name)!r} here, {found.get(name)!r} there"
     for name in {**found, **wanted}

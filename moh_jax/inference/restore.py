@@ -16,6 +16,7 @@ from moh_jax.config import Config, get_family
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
+from moh_jax.runtime.fits import check_tree
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
 from moh_jax.runtime.sharding import check_heads
 
@@ -144,6 +145,7 @@ def restore(
     jax.eval_shape(fit, abstract),
     overrides,
   )
+  check_tree(abstract, f"the parameters of {directory}")
   params = fit(
     checkpoint.restore_params(
       directory, step, abstract, use_ema=use_ema, verify=verify

@@ -1,6 +1,7 @@
 """Images from a diffusion checkpoint: a few, or tens of thousands."""
 
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -14,9 +15,11 @@ import tqdm
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from moh_jax import memory
 from moh_jax.config import Config, check_command
 from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.restore import Restored
+from moh_jax.json_files import plain, read_json
 from moh_jax.models.generation import Decode, make_image_sampler
 from moh_jax.runtime import sharding
 from moh_jax.runtime.processes import ask_first_process
@@ -95,6 +98,30 @@ def sample_images(
     for start, size in _batches(num, batch_size, starts, progress)
   ]
   return np.concatenate(batches)
+
+
+def check_room(config: Config, num: int, out: pathlib.Path) -> None:
+  """Refuses more images than memory (.png) or the disk (.npz) has room for.
+
+  Args:
+    config: of the model.
+    num: images.
+    out: file to write.
+
+  Raises:
+    ValueError: they need more.
+  """
+  size = math.prod(config.model.input_shape)
+  if config.diffusion.space == "latent":
+    size = 3 * 64 * math.prod(config.model.input_size)
+  what = f"{num:,} images of {size:,} bytes"
+  if out.suffix == ".png":
+    memory.check(num * size, what)
+    return
+  free = shutil.disk_usage(out.parent).free
+  done = out.exists() or out.with_name(out.name + ".parts").exists()
+  if num * size > free and not done:
+    raise ValueError(f"{what} do not fit {out.parent}, {free:,} bytes are free")
 
 
 def sample_npz(
@@ -199,6 +226,8 @@ def _comment(settings: dict[str, Any]) -> bytes:
 def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
   """Creates the directory, or checks that it belongs to the same images."""
   file = parts / _SETTINGS
+  if parts.is_symlink():
+    raise ValueError(f"{parts} is a symbolic link; remove it")
   if not file.exists():
     parts.mkdir(parents=True, exist_ok=True)
     for stale in parts.glob("*.npy"):  # of a call killed while it cleaned up
@@ -206,8 +235,7 @@ def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
     with replacing(file) as fresh:
       fresh.write_text(json.dumps(settings))
     return
-  stored = json.loads(file.read_text())
-  wanted = json.loads(json.dumps(settings))
+  stored, wanted = read_json(file), plain(settings)
   differing = [
     f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
     for name in sorted({*wanted, *stored})

@@ -7,9 +7,7 @@ meta.json alone and the weights go through the converter that users call.
 """
 
 import dataclasses
-import json
 import pathlib
-import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +22,7 @@ from moh_jax.parity import llama as parity_llama
 from moh_jax.parity import vae as parity_vae
 from moh_jax.parity import vit as parity_vit
 from moh_jax.parity.case import Case
+from moh_jax.parity.files import read_arrays, read_meta
 
 # kind -> case -> named results; gradients of the case's objective are under
 # "grads/NAME".
@@ -80,11 +79,8 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
     ValueError: the case is of an unknown kind, incomplete or damaged.
   """
   directory = pathlib.Path(directory)
-  meta = _read_meta(directory)
-  for name in meta["files"]:
-    if not (directory / name).is_file():
-      raise FileNotFoundError(f"{directory} has no {name}, meta.json lists it")
-  arrays = _read_arrays(directory, meta["arrays"])
+  meta = read_meta(directory, KINDS)
+  arrays = read_arrays(directory, meta["arrays"])
   weights = {}
   if "weights.safetensors" in meta["files"]:
     weights = read_tensors(directory / "weights.safetensors")
@@ -105,6 +101,11 @@ def run_case(directory: str | pathlib.Path) -> list[Row]:
       raise ValueError(
         f"{directory}: meta.json or io.npz lacks {error}"
       ) from error
+    except (TypeError, AttributeError, IndexError, ArithmeticError) as error:
+      raise ValueError(
+        f"{directory}: meta.json's hyper_parameters and io.npz do not fit "
+        f"kind {meta['kind']!r}: {error}"
+      ) from error
   tolerances = _tolerances(directory, meta, expected)
   return [
     _compare(directory.name, name, results.get(name), want, tolerances[name])
@@ -123,50 +124,6 @@ def _compare(
   scale = float(np.abs(want).max(initial=0.0))
   max_rel = max_abs / scale if scale else max_abs
   return Row(case, name, max_abs, max_rel, tolerance, max_abs <= tolerance)
-
-
-def _read_meta(directory: pathlib.Path) -> dict[str, Any]:
-  file = directory / "meta.json"
-  if not file.is_file():
-    raise FileNotFoundError(
-      f"{directory} is no recorded case: it has no meta.json"
-    )
-  try:
-    meta = json.loads(file.read_text())
-  except json.JSONDecodeError as error:
-    raise ValueError(f"{file}: not valid JSON: {error}") from error
-  for key in ("kind", "hyper_parameters", "arrays", "tolerance", "files"):
-    if key not in meta:
-      raise ValueError(f"{file}: has no entry {key!r}")
-  if meta["kind"] not in KINDS:
-    raise ValueError(
-      f"{file}: kind {meta['kind']!r} must be one of {tuple(KINDS)}"
-    )
-  return meta
-
-
-def _read_arrays(
-  directory: pathlib.Path, described: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-  file = directory / "io.npz"
-  try:
-    with (
-      file.open("rb") as stream,
-      np.load(stream, allow_pickle=False) as stored,
-    ):
-      arrays = dict(stored)
-  except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-    raise ValueError(f"{file}: not a readable npz file: {error}") from error
-  missing = [name for name in described if name not in arrays]
-  if missing:
-    raise ValueError(f"{file}: missing {missing}, which meta.json describes")
-  for name, entry in described.items():
-    if list(arrays[name].shape) != list(entry["shape"]):
-      raise ValueError(
-        f"{file}: {name} has shape {arrays[name].shape}, meta.json says "
-        f"{tuple(entry['shape'])}"
-      )
-  return arrays
 
 
 def _tolerances(

@@ -31,6 +31,7 @@ from moh_jax.runtime.steps import (
   list_steps,
   step_folder,
 )
+from moh_jax.runtime.stored_config import check_stored, read_stored
 
 ITEMS = ("params", "train", "ema", "data", "config")
 
@@ -90,7 +91,7 @@ def read_metadata(
   step = find_step(directory, step)
   if verify:
     check_whole(directory, step, {"config"})
-  stored = read_json(directory, step, "config")
+  stored = read_stored(step_folder(directory, step))
   try:
     return metadata_from_json(stored), step
   except (KeyError, ValueError) as error:
@@ -196,22 +197,6 @@ def read_items(
   return restored
 
 
-def read_json(
-  directory: str | epath.Path, step: int, item: str
-) -> dict[str, Any]:
-  """Reads an item of JSON values, "config" or "data".
-
-  Raises:
-    ValueError: it cannot be read.
-  """
-  value = read_items(directory, step, {item: ocp.args.JsonRestore()})[item]
-  if not isinstance(value, dict):
-    raise ValueError(
-      f"{directory}, checkpoint of step {step}: item {item} must be an object"
-    )
-  return value
-
-
 def check_vacant(directory: str | epath.Path) -> None:
   """Checks that a directory holds no checkpoints yet.
 
@@ -282,7 +267,9 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
-  config = config_lib.from_config_dict(legacy.upgrade(stored["config"]))
+  config = config_lib.from_config_dict(
+    legacy.upgrade(check_stored(stored)["config"])
+  )
   return Metadata(
     config, tuple(stored["class_names"]), stored.get("tokenizer_sha256", "")
   )

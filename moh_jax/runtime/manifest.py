@@ -8,7 +8,6 @@ XXH3 of 128 bits, so that reading a file takes longer than summing it up.
 
 import concurrent.futures
 import dataclasses
-import json
 import os
 import stat
 from collections.abc import Collection, Iterator
@@ -17,6 +16,7 @@ import xxhash
 from etils import epath
 
 from moh_jax.files import write_whole
+from moh_jax.runtime.stored_config import read_stored
 
 NAME = "manifest.txt"
 # What the item `config` states where a manifest belongs to a step, so that its
@@ -190,6 +190,6 @@ def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
 def _expects_manifest(folder: epath.Path) -> bool:
   """Whether the item `config` says that the step was written with one."""
   try:
-    return bool(json.loads((folder / "config" / "metadata").read_text())[FLAG])
-  except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    return bool(read_stored(folder).get(FLAG))
+  except (OSError, ValueError):
     return False

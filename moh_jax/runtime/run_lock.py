@@ -20,6 +20,7 @@ import time
 import uuid
 from typing import Any
 
+from moh_jax.json_files import parse_json
 from moh_jax.runtime.location import resolve, workdir
 
 NAME = "run.lock"
@@ -183,9 +184,8 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
   try:
     with open(path, "rb") as stream:
       content = stream.read(_MOST_BYTES)
-    owner = json.loads(content) if content else {}
-    return owner if isinstance(owner, dict) else None
-  except (OSError, ValueError, RecursionError):
+    return parse_json(content) if content else {}
+  except (OSError, ValueError):
     return None
 
 

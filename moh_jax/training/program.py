@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
+from moh_jax.runtime.fits import check_config, check_tree
 from moh_jax.training import optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
@@ -25,7 +26,11 @@ def make_program(
   Returns:
     The function () -> initial state, the abstract state (ShapeDtypeStructs with
     shardings), and the function (state, batch) -> (state, metrics).
+
+  Raises:
+    ValueError: memory cannot hold the run.
   """
+  check_config(config, mesh)
   optimizer = optim.make_optimizer(config.optim, config.train.steps)
   init_state, abstract = make_state(
     task.model,
@@ -35,6 +40,7 @@ def make_program(
     seed=config.train.seed,
     keep_ema=config.optim.ema_decay > 0,
   )
+  check_tree(abstract, "the state of the run (parameters and optimizer)")
   step = jit_train_step(
     state_shardings=jax.tree.map(lambda x: x.sharding, abstract),
     loss_fn=task.loss_fn,

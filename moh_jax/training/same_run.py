@@ -8,7 +8,9 @@ from etils import epath
 
 from moh_jax import config as config_lib
 from moh_jax.data.identity import Identity, differences
-from moh_jax.runtime.checkpoint import Metadata, read_json, read_metadata
+from moh_jax.runtime.checkpoint import Metadata, read_metadata
+from moh_jax.runtime.steps import step_folder
+from moh_jax.runtime.stored_config import read_stored
 
 # Fields that determine the training stream and the random choices.
 _STREAM_FIELDS = (
@@ -67,8 +69,10 @@ def check_same_run(
     if as_stored(here) != as_stored(there):
       fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
   if not fields:  # the same config, so that the data should be the same too
-    stored_stream = read_json(workdir, step, "data").get("stream")
-    if isinstance(stored_stream, dict):  # older versions stored none
+    stored_stream = read_stored(step_folder(workdir, step), "data").get(
+      "stream"
+    )
+    if stored_stream is not None:
       fields = differences(stream, stored_stream)
   if fields:
     raise ValueError(

@@ -17,6 +17,7 @@ from moh_jax.data.identity import Identity
 from moh_jax.runtime import checkpoint, commit, location, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.stored_config import read_stored
 from moh_jax.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -224,13 +225,9 @@ def restore(
   state = TrainState(
     params=restored["params"], ema=restored.get("ema"), **restored["train"]
   )
-  position = checkpoint.read_json(directory, step, "data").get("position")
-  if type(position) is not int or position < 0:
-    raise ValueError(
-      f"{directory}, checkpoint of step {step}: item data: position="
-      f"{position!r} must be a whole number of at least 0"
-    )
-  return state, position
+  return state, read_stored(steps.step_folder(directory, step), "data")[
+    "position"
+  ]
 
 
 def _items(state: TrainState, of: Callable[[Any], Any]) -> dict[str, Any]:

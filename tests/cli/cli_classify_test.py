@@ -78,7 +78,7 @@ class ClassifyCommandTest(parameterized.TestCase):
       "classify", self.image, "--checkpoint", other
     )
     self.assertEqual((status, out), (2, ""))
-    self.assertStartsWith(err, "error: model.family='dit' does not map images")
+    self.assertIn("a model of family 'dit'; `classify` needs 'vit'", err)
 
   def test_top_is_at_least_one(self):
     status, _, err = self._call(self.image, "--top", 0)

@@ -8,6 +8,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import common, fields
+from moh_jax.cli.overrides import split_overrides
 
 
 class IntTupleTest(parameterized.TestCase):
@@ -32,7 +33,7 @@ class SplitOverridesTest(parameterized.TestCase):
   )
   def test_takes_them_out_in_order(self, argv, expected):
     argv = ["--config=x.py", *argv, "--workdir", "y"]
-    others, overrides = common.split_overrides(argv)
+    others, overrides = split_overrides(argv)
     self.assertEqual(others, ["--config=x.py", "--workdir", "y"])
     self.assertEqual(overrides, expected)
 
@@ -41,7 +42,7 @@ class SplitOverridesTest(parameterized.TestCase):
   )
   def test_value_must_be_given(self, argv):
     with self.assertRaisesRegex(ValueError, "--config.optim.lr needs a value"):
-      common.split_overrides(argv)
+      split_overrides(argv)
 
 
 class WriteJsonTest(absltest.TestCase):

@@ -42,6 +42,8 @@ class MainTest(parameterized.TestCase):
         "fields",
         "interactive",
         "main",
+        "overrides",
+        "paths",
         "run_log",
         "signals",
         "text_files",

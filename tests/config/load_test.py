@@ -1,4 +1,5 @@
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -64,15 +65,42 @@ class LoadConfigTest(parameterized.TestCase):
     ("no_python_file", "hello", "mine.txt"),
     ("no_get_config", "x = 1\n", "mine.py"),
     ("no_config_dict", "def get_config(): return 3\n", "mine.py"),
-    ("no_python_inside", "def get_config(:\n", "mine.py: SyntaxError"),
-    ("misspelt", "def get_config(): return dic()\n", "mine.py: NameError"),
-    ("unknown_module", "import nope_nope\n", "mine.py: ModuleNotFoundError"),
+    ("no_python_inside", "def get_config(:\n", "mine.py, line 1: SyntaxError"),
+    (
+      "misspelt",
+      "def get_config(): return dic()\n",
+      "mine.py, line 1: NameError",
+    ),
+    (
+      "unknown_module",
+      "import nope_nope\n",
+      "mine.py, line 1: ModuleNotFoundError",
+    ),
   )
   def test_file_that_is_no_config_is_named(self, content, name):
-    path = self._file(content, name.partition(":")[0])
+    path = self._file(content, re.split("[:,]", name)[0])
     with self.assertRaises(ValueError) as caught:
       load_config(path)
     self.assertIn(name, str(caught.exception))
+
+  def test_repeated_override_replaces_a_tuple(self):
+    first, second = "model.top_k=(1,2)", "model.top_k=0,3"
+    config = load_config(_DIGITS, [first])
+    self.assertEqual(config.model.top_k, (1, 2))
+    config = load_config(_DIGITS, [first, second])
+    self.assertEqual(config.model.top_k, (0, 3))
+
+  @parameterized.parameters(
+    ("def get_config():\n  x = 1\n  return x / 0\n", "line 3: ZeroDivision"),
+    ("def get_config():\n  return get_config()\n", "line 2: RecursionError"),
+    ("import sys\n\nsys.exit(4)\n", "line 3: SystemExit: 4"),
+    ("def get_config():\n  raise ValueError('mine')\n", "line 2: mine"),
+    ("get_config = 3\n", "has no function get_config"),
+  )
+  def test_error_names_file_and_line(self, content, text):
+    with self.assertRaisesRegex(ValueError, f"bad.py.*{text}") as caught:
+      load_config(self._file(content, "bad.py"))
+    self.assertNotIn("\n", str(caught.exception))
 
   def test_dict_of_sections_is_a_config(self):
     path = self._file(

@@ -180,7 +180,9 @@ class ConvertTest(parameterized.TestCase):
 
   def test_exported_file_of_another_version_is_refused(self):
     source = self.folder / "other.safetensors"
-    text = {"moh_jax": '{"config": {"model": {"family": "mlp"}}}'}
+    text = {
+      "moh_jax": '{"config": {"model": {"family": "mlp"}}, "class_names": []}'
+    }
     safetensors.numpy.save_file(_tensors(), source, text)
     with self.assertRaisesRegex(ValueError, "its metadata: model.family='mlp'"):
       convert("moh-vit", str(source), self._target())

@@ -300,7 +300,7 @@ class FileTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "config.json: not valid JSON"):
       hf_config.read_config(self._file('{"hidden_size": '))
     with self.assertRaisesRegex(
-      ValueError, "config.json: holds no JSON object"
+      ValueError, "config.json: must be 'object', not array"
     ):
       hf_config.read_config(self._file("[]"))
 

@@ -204,10 +204,10 @@ class LoadTest(parameterized.TestCase):
       vae.load_vae(self.folder)
 
   @parameterized.parameters(
-    ("{", "no config of an autoencoder"),
-    ("[]", "no config of an autoencoder"),
+    ("{", "not valid JSON"),
+    ("[]", "must be 'object', not array"),
     ("{}", "has no entry 'block_out_channels'"),
-    ('{"block_out_channels": "48"}', "no config of an autoencoder"),
+    ('{"block_out_channels": "48"}', "block_out_channels='48' must be"),
   )
   def test_damaged_config_is_named(self, text, message):
     self._write(self.folder)

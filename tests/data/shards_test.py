@@ -178,8 +178,8 @@ class ReadTest(_SetTest):
       read[6]
 
   @parameterized.parameters(
-    ("{", "damaged, or not one of ours"),
-    ("[]", "damaged, or not one of ours"),
+    ("{", "metadata.json: not valid JSON"),
+    ("[]", "metadata.json: must be 'object', not array"),
     ('{"format": "latents", "version": 1}', "'latents' of version 1, expected"),
     ('{"format": "images", "version": 9}', "'images' of version 9, expected"),
   )

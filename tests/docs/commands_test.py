@@ -16,7 +16,8 @@ import sys
 
 import pytest
 
-from moh_jax.cli import common, main
+from moh_jax.cli import main
+from moh_jax.cli.overrides import split_overrides
 from moh_jax.config.load import load_config
 from tests.docs import blocks, stand_ins
 
@@ -149,7 +150,7 @@ def _check(name, *arguments):
   """Parses a command's options and loads its config; its inputs may lack."""
   parser = argparse.ArgumentParser(allow_abbrev=False)
   main.COMMANDS[name](parser)
-  arguments, overrides = common.split_overrides(arguments)
+  arguments, overrides = split_overrides(arguments)
   config = getattr(parser.parse_args(arguments), "config", None)
   if config:
     load_config(config, overrides)

@@ -201,7 +201,7 @@ class ClassifyTest(parameterized.TestCase):
     config = make_config()
     restored = Restored(config, None, None, 0, ())
     with self.assertRaisesRegex(
-      ValueError, f"family='{config.model.family}' does not map images"
+      ValueError, f"of family '{config.model.family}'; `classify` needs 'vit'"
     ):
       restored.predict([_RGB])
 

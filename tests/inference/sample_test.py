@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax import memory
 from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
@@ -210,6 +211,28 @@ class SampleNpzTest(parameterized.TestCase):
     self.assertTrue(self.out.exists())
     self.assertEqual(self._run(), 0)
     self._assert_whole()
+
+  @parameterized.parameters(
+    ("x.png", memory, "total", "of memory"),
+    ("x.npz", sample_lib.shutil, "disk_usage", "bytes are free"),
+  )
+  def test_more_images_than_there_is_room_for(self, name, place, call, text):
+    config, out = tiny.dit_config(mesh={"data": -1}), self.root / name
+    size = 64 * 10  # ten images of 8 x 8 grey pixels
+    have = {"total": size, "disk_usage": mock.Mock(free=size)}[call]
+    with mock.patch.object(place, call, lambda *_: have):
+      sample_lib.check_room(config, 10, out)
+      with self.assertRaisesRegex(ValueError, f"11 images.*{text}"):
+        sample_lib.check_room(config, 11, out)
+
+  def test_parts_are_not_written_through_a_link(self):
+    other = self.root / "other"
+    other.mkdir()
+    np.save(other / "mine.npy", np.zeros(3))
+    self.parts.symlink_to(other)
+    with self.assertRaisesRegex(ValueError, "parts is a symbolic link"):
+      self._run()
+    self.assertTrue((other / "mine.npy").exists())
 
   def test_parts_of_unknown_settings_are_not_taken(self):
     # As a kill leaves them that comes while the parts are being removed.

@@ -95,7 +95,7 @@ class LoopTest(absltest.TestCase):
 
   def test_nonfinite_loss_names_step_and_last_checkpoint(self):
     config = _config(
-      optim={"lr": 1e38, "warmup_steps": 0}, checkpoint={"every": 1}
+      optim={"lr": 1e9, "warmup_steps": 0}, checkpoint={"every": 1}
     )
     workdir = self._dir()
     pattern = r"=(nan|inf) at step 2; the last whole checkpoint .* is step 1$"

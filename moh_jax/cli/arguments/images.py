@@ -17,7 +17,9 @@ def classify(parser: argparse.ArgumentParser) -> None:
   """Name what image files show."""
   parser.add_argument("images", nargs="+", metavar="IMAGE")
   common.add_checkpoint(parser)
-  parser.add_argument("--top", type=int, default=5, help="classes per image")
+  parser.add_argument(
+    "--top", type=fields.integer, default=5, help="classes per image"
+  )
   common.add_count(parser, "--batch-size", 32, help="images at a time")
   common.add_json(parser)
 
@@ -107,7 +109,11 @@ def pack_images(parser: argparse.ArgumentParser) -> None:
   common.add_image_folders(parser)
   parser.add_argument("--out", required=True, metavar="DIR")
   parser.add_argument(
-    "--shard-size", type=int, default=1024, metavar="N", help="images per shard"
+    "--shard-size",
+    type=fields.integer,
+    default=1024,
+    metavar="N",
+    help="images per shard",
   )
 
 
@@ -131,14 +137,14 @@ def sample(parser: argparse.ArgumentParser) -> None:
   )
   text = "images (default: one for each of the labels)"
   common.add_count(parser, "--num", help=text)
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--seed", type=fields.integer, default=0)
   fields.add_fields(parser, SampleConfig, *OVERRIDES, defaults="the run's")
   parser.add_argument(
     "--vae", metavar="PATH", help=f"autoencoder of latents: {HOW_TO_GET_VAE}"
   )
   parser.add_argument(
     "--vae-tile",
-    type=int,
+    type=fields.integer,
     default=0,
     metavar="N",
     help="decode in overlapping squares of N latent pixels, to bound memory",

@@ -40,7 +40,7 @@ def convert(parser: argparse.ArgumentParser) -> None:
   common.add_config(which, help="config file of another model")
   parser.add_argument(
     "--image-size",
-    type=int,
+    type=fields.integer,
     help="input size of a classifier in pixels, instead of the model's; the "
     "relative coordinates keep the pre-training size",
   )

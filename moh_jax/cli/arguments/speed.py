@@ -62,5 +62,7 @@ def tune_kernels(parser: argparse.ArgumentParser) -> None:
     help="JSON file to add to; MOH_JAX_BLOCK_SIZES=FILE makes the library use "
     "it",
   )
-  parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+  parser.add_argument(
+    "--head-dim", type=fields.integer, nargs="+", default=[64, 128]
+  )
   fields.add_fields(parser, options.Workload, *SHAPES)

@@ -26,7 +26,7 @@ def evaluate_lm(parser: argparse.ArgumentParser) -> None:
   text_files.add_texts(parser, required=False, note="; scored without lm-eval")
   parser.add_argument(
     "--num-fewshot",
-    type=int,
+    type=fields.integer,
     metavar="N",
     help="examples before each question, instead of the preset's or the "
     "task's; tasks whose prompt has none keep it so",
@@ -111,7 +111,7 @@ def generate(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--sample-top-k",
-    type=int,
+    type=fields.integer,
     default=0,
     metavar="N",
     help="sample from the N best tokens (--top-k is of the heads)",
@@ -119,7 +119,7 @@ def generate(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--stop", action="append", default=[], metavar="TEXT", help="ends a text"
   )
-  parser.add_argument("--batch-size", type=int, default=8)
+  parser.add_argument("--batch-size", type=fields.integer, default=8)
   parser.add_argument(
     "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
   )
@@ -169,7 +169,7 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--workers",
-    type=int,
+    type=fields.integer,
     default=os.cpu_count(),
     metavar="N",
     help="processes (default: one per core)",
@@ -183,7 +183,7 @@ def train_tokenizer(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--vocab-size",
     required=True,
-    type=int,
+    type=fields.integer,
     metavar="N",
     help="entries, among them the 256 bytes, begin and end of text",
   )

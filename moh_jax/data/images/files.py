@@ -1,9 +1,13 @@
 """Image files: lists of folders with classes, and decoding to pixels."""
 
+import contextlib
 import hashlib
 import io
+import math
 import os
 import warnings
+from collections.abc import Iterator
+from typing import IO
 
 import numpy as np
 from etils import epath
@@ -11,6 +15,10 @@ from PIL import Image, UnidentifiedImageError
 
 SPLITS = ("train", "val")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+# A larger image takes more than a gigabyte while it is decoded.
+_MOST_PIXELS = 89_478_485
+_MOST_BYTES = 1 << 28  # of an image file
+_PNG_RATIO = 1032  # bytes that deflate makes of one at most
 _MODES = {1: "L", 3: "RGB"}
 
 
@@ -31,6 +39,8 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
   path = epath.Path(file)
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such image file")
+  if (size := path.stat().length) > _MOST_BYTES:
+    raise ValueError(f"{path}: {size:,} bytes, must be at most {_MOST_BYTES:,}")
   try:
     content = path.read_bytes()
   except OSError as error:
@@ -53,15 +63,44 @@ def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
     ValueError: the bytes are not an image, or truncated.
   """
   try:
-    with warnings.catch_warnings():
-      # Pillow warns of odd but readable files; unreadable ones raise.
-      warnings.simplefilter("ignore", UserWarning)
-      with Image.open(io.BytesIO(content)) as image:
-        return to_pixels(image, channels)
+    with open_picture(io.BytesIO(content)) as image:
+      _check_plausible(image, len(content))
+      return to_pixels(image, channels)
   except UnidentifiedImageError as error:
     raise ValueError(f"{name}: not an image that Pillow can read") from error
-  except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+  except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(f"{name}: damaged or truncated image: {error}") from error
+
+
+@contextlib.contextmanager
+def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
+  """Opens an image whose size is in bounds; its pixels are not read yet.
+
+  Raises:
+    ValueError: it has more than `_MOST_PIXELS` pixels.
+  """
+  with warnings.catch_warnings():
+    # Pillow warns of odd but readable files; unreadable ones raise.
+    warnings.simplefilter("ignore")
+    with Image.open(file) as image:
+      if math.prod(image.size) > _MOST_PIXELS:
+        columns, rows = image.size
+        raise ValueError(
+          f"{rows} rows x {columns} columns, must be at most {_MOST_PIXELS:,} "
+          "pixels"
+        )
+      yield image
+
+
+def _check_plausible(image: Image.Image, size: int) -> None:
+  """Refuses a PNG file too short for the pixels that its header states."""
+  bits = {"1": 1, "L": 8, "P": 1, "I;16": 16, "RGB": 24}.get(image.mode, 8)
+  least = math.prod(image.size) * bits // 8 // _PNG_RATIO
+  if image.format == "PNG" and size < least:
+    raise ValueError(
+      f"{size:,} bytes cannot hold {image.size[1]} rows x {image.size[0]} "
+      "columns"
+    )
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from moh_jax.data.text.tokenizer_files import (
   read_json,
 )
 from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.json_files import plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 
@@ -67,14 +68,13 @@ class ChatTemplate:
         example their order, or fails.
     """
     check_messages(messages)
-    plain = json.loads(json.dumps(messages))
-    plain = [
+    stored = [
       {name: value for name, value in message.items() if value is not None}
-      for message in plain
+      for message in plain(messages)
     ]
     try:
       return self._template.render(
-        messages=plain,
+        messages=stored,
         tools=None,
         documents=None,
         add_generation_prompt=add_generation_prompt,

@@ -14,6 +14,11 @@ from moh_jax.data.text.pieces import Piece, file_format
 from moh_jax.data.text.tables import checked_text, read_rows
 from moh_jax.data.text.unpack import open_unpacked
 
+# Of a document, and of a line of JSON, after unpacking. Tokens take many times
+# the text's memory, and JSON's lists and objects up to 25 times the line's.
+MOST_BYTES = 1 << 27
+MOST_LINE_BYTES = 1 << 25
+
 
 def read_documents(
   piece: Piece, field: str, on_bad: OnBad = stop
@@ -54,7 +59,8 @@ def _read_text(
       damage(piece.file),
       open_unpacked(piece.file, packing) as stream,
     ):
-      content = stream.read()
+      content = stream.read(MOST_BYTES + 1)
+    _check_size(content, piece.file, MOST_BYTES)
     text = _decode(_without_bom(content), piece.file)
   except BadTextError as problem:
     on_bad(piece.name, problem)
@@ -75,7 +81,8 @@ def _read_lines(
       name, where = f"{piece.name}:{number}", f"{piece.file}, line {number}"
       try:
         with damage(where):
-          line = stream.readline()
+          line = stream.readline(MOST_LINE_BYTES + 1)
+        _check_size(line, where, MOST_LINE_BYTES)
       except BadTextError as problem:
         on_bad(name, problem)
         return
@@ -107,6 +114,13 @@ def _parse(line: bytes, field: str, where: str) -> str:
     found = sorted(value) if isinstance(value, dict) else type(value).__name__
     raise BadTextError(where, f"no field {field!r}", f", found {found}")
   return checked_text(value[field], field, where)
+
+
+def _check_size(content: bytes, where: str, most: int) -> None:
+  if len(content) > most:
+    raise BadTextError(
+      where, "too long", f": a document of more than {most:,} bytes; cut it"
+    )
 
 
 def _decode(content: bytes, where: str) -> str:

@@ -9,15 +9,29 @@ import contextlib
 import errno
 import glob
 import io
-import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+import msgspec
+
 from moh_jax.data.extras import import_extra
+from moh_jax.json_files import MAX_BYTES, FileName, parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+class _Splits(msgspec.Struct):
+  splits: list[FileName]
+
+
+class _DataFile(msgspec.Struct):
+  filename: FileName
+
+
+class _State(msgspec.Struct):
+  files: list[_DataFile] = msgspec.field(name="_data_files")
 
 
 def is_address(file: str) -> bool:
@@ -135,41 +149,36 @@ def _find_remote(pattern: str) -> list[str]:
 
 def _saved_files(folder: str) -> list[str]:
   """The files of a data set that `save_to_disk` wrote; [] in other folders."""
-  splits = _read_strings(f"{folder}/{_SPLITS}", lambda stored: stored["splits"])
-  if splits and len(splits) > 1:
+  stored = _read_saved(f"{folder}/{_SPLITS}", _Splits)
+  splits = stored["splits"] if stored else []
+  if len(splits) > 1:
     raise ValueError(
       f"{folder} holds the splits {splits}; name those to read, as in "
       f"{folder}/{splits[0]}"
     )
   if splits:
     folder = f"{folder}/{splits[0]}"
-  names = _read_strings(
-    f"{folder}/{_STATE}",
-    lambda stored: [entry["filename"] for entry in stored["_data_files"]],
-  )
-  files = [f"{folder}/{name}" for name in names or []]
+  state = _read_saved(f"{folder}/{_STATE}", _State)
+  entries = state["_data_files"] if state else []
+  files = [f"{folder}/{entry['filename']}" for entry in entries]
   for file in files:
     if not _is_file(file):
       raise FileNotFoundError(f"{file}: no such file, though {_STATE} names it")
   return files
 
 
-def _read_strings(
-  file: str, choose: Callable[[Any], list[str]]
-) -> list[str] | None:
-  """Names in a JSON file; None where there is no file."""
+def _read_saved(file: str, kind: type) -> dict[str, Any] | None:
+  """Reads what describes a saved data set; None where there is no file."""
   if not _is_file(file):
     return None
   with open_file(file) as stream:
-    content = stream.read()
+    content = stream.read(MAX_BYTES + 1)
   try:
-    chosen = choose(json.loads(content))
-    if not all(isinstance(name, str) for name in chosen):
-      raise TypeError("a name is no text")
-    return chosen
-  except (ValueError, KeyError, TypeError) as error:
+    return parse_json(content, kind, file)
+  except ValueError as error:
     raise ValueError(
-      f"{file}: not as `save_to_disk` of the library datasets writes it"
+      f"{file}: not as `save_to_disk` of the library datasets writes it: "
+      f"{str(error).removeprefix(f'{file}: ')}"
     ) from error
 
 

@@ -32,6 +32,7 @@ from moh_jax.data.text.held_out import fill_parts
 from moh_jax.data.text.pieces import Piece, fingerprint, list_pieces
 from moh_jax.data.text.token_set_writer import TokenSetWriter
 from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.files import inside
 
 PIECE_BYTES = 256 << 20
 # A batch for one call of the tokenizer, large enough for all its threads.
@@ -141,6 +142,8 @@ def tokenize(
     raise ValueError(f"workers={workers} must be at least 1")
   groups = list_pieces(inputs, piece_bytes)
   out = pathlib.Path(out)
+  for split in parts:
+    inside(out, split, "split")
   parts = fill_parts(parts, _names(groups, field, on_error))
   writers: dict[str, TokenSetWriter] = {}
   try:

@@ -17,6 +17,7 @@ from typing import Any
 from etils import epath
 
 from moh_jax.files import write_whole
+from moh_jax.json_files import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -37,6 +38,7 @@ _NAMES = (
   TEMPLATE_JSON,
 )
 _MODEL_CONFIG = "config.json"
+_MOST_BYTES = 1 << 27  # tokenizer.json of a large vocabulary: some 10 MB
 _STOPS = "eos_token_id"
 
 
@@ -66,18 +68,33 @@ def read_files_beside(folder: str | os.PathLike) -> dict[str, bytes]:
   if templates.is_dir():
     paths += sorted(templates.glob("*.jinja"))
   files = {
-    os.fspath(path.relative_to(folder)): path.read_bytes()
+    os.fspath(path.relative_to(folder)): read_tokenizer_file(path)
     for path in paths
     if path.is_file()
   }
   model = folder / _MODEL_CONFIG
   if model.is_file():
-    stops = json_object(os.fspath(model), model.read_bytes()).get(_STOPS)
+    stops = parse_json(read_tokenizer_file(model), dict, os.fspath(model)).get(
+      _STOPS
+    )
     generation = read_json(files, GENERATION_CONFIG)
     if stops is not None and generation.get(_STOPS) is None:
       generation[_STOPS] = stops
       files[GENERATION_CONFIG] = json.dumps(generation, indent=2).encode()
   return files
+
+
+def read_tokenizer_file(path: epath.Path) -> bytes:
+  """Reads a file of at most `_MOST_BYTES`.
+
+  Raises:
+    ValueError: it is larger.
+  """
+  with path.open("rb") as file:
+    content = file.read(_MOST_BYTES + 1)
+  if len(content) > _MOST_BYTES:
+    raise ValueError(f"{path}: must be at most {_MOST_BYTES:,} bytes")
+  return content
 
 
 def write_tokenizer_files(
@@ -117,7 +134,7 @@ def copy_tokenizer_files(
   """
   source = epath.Path(source)
   own = {
-    name: (source / name).read_bytes()
+    name: read_tokenizer_file(source / name)
     for name in TOKENIZER_FILES
     if (source / name).is_file()
   }
@@ -133,19 +150,4 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
   Raises:
     ValueError: it is not a JSON object; the message begins with its name.
   """
-  return json_object(name, files[name]) if name in files else {}
-
-
-def json_object(name: str, content: bytes) -> dict[str, Any]:
-  """Parses a JSON object.
-
-  Raises:
-    ValueError: it is none; the message begins with `name`.
-  """
-  try:
-    stored = json.loads(content)
-  except ValueError as error:
-    raise ValueError(f"{name}: not valid JSON: {error}") from error
-  if not isinstance(stored, dict):
-    raise ValueError(f"{name}: holds no JSON object")
-  return stored
+  return parse_json(files[name], dict, name) if name in files else {}

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tokenizers as hf
+from etils import epath
 
 from moh_jax.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from moh_jax.data.text.special_tokens import BEGIN, END, Ids, special_ids
@@ -23,9 +24,11 @@ from moh_jax.data.text.tokenizer_files import (
   TOKENIZER_FILES,
   TokenizerFileError,
   read_files_beside,
+  read_tokenizer_file,
 )
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
+_MOST_ENTRIES = 1 << 22  # of a trained vocabulary
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 
 
@@ -300,7 +303,8 @@ def read_tokenizer(
     raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
     files = read_files_beside(file.parent)
-    tokenizer = tokenizer_from_bytes(kind, file.read_bytes(), files)
+    content = read_tokenizer_file(epath.Path(file))
+    tokenizer = tokenizer_from_bytes(kind, content, files)
   except ValueError as error:
     raise type(error)(f"{file}: {error}") from error
   if sha256 and tokenizer.sha256 != sha256:
@@ -331,6 +335,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
       f"vocab_size={vocab_size} must be at least {smallest}: the 256 bytes, "
       f"{BEGIN} and {END}"
     )
+  if vocab_size > _MOST_ENTRIES:  # the library takes memory for all of them
+    raise ValueError(f"vocab_size={vocab_size} must be at most {_MOST_ENTRIES}")
   tokenizer: Any = hf.Tokenizer(hf.models.BPE())
   tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = hf.decoders.ByteLevel()

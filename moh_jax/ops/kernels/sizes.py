@@ -10,14 +10,13 @@ units busiest.
 
 import dataclasses
 import functools
-import json
 import os
-import pathlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from moh_jax.json_files import read_json
 from moh_jax.ops.target import target
 
 FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
@@ -223,7 +222,7 @@ def read(path: str | os.PathLike) -> dict[Key, BlockSizes]:
     ValueError: it is not such a file, or its tiles would give wrong results.
   """
   try:
-    entries = json.loads(pathlib.Path(path).read_text())
+    entries = read_json(path, list[dict])
     return dict(map(_parse, entries))
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(

@@ -77,7 +77,11 @@ class SpecialIdsTest(parameterized.TestCase):
     self.assertEqual(found.stop_ids, expected)
 
   @parameterized.parameters(
-    ("tokenizer_config", [], "tokenizer_config.json: holds no JSON object"),
+    (
+      "tokenizer_config",
+      [],
+      "tokenizer_config.json: must be 'object', not array",
+    ),
     ("tokenizer_config", {"bos_token": 3}, "bos_token=3 must be a text"),
     ("tokenizer_config", {"bos_token": {}}, "bos_token={} must be a text"),
     ("tokenizer_config", {"add_bos_token": 1}, "add_bos_token=1 must be true"),

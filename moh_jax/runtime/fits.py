@@ -1,0 +1,80 @@
+"""Refuses runs and models that memory cannot hold, before anything is built.
+
+What is compared are lower bounds: what passes may still be too large.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from moh_jax import memory
+from moh_jax.config import Config
+
+_INDEX_BYTES = 8  # of an entry of a table of relative positions
+_TOKEN_BYTES = 20  # of a packed sequence: five int32 or float32 arrays
+
+
+def check_tree(tree: Any, what: str) -> None:
+  """Checks that devices can hold their parts of abstract arrays.
+
+  Args:
+    tree: ShapeDtypeStructs with shardings.
+    what: names them, for the message.
+
+  Raises:
+    ValueError: the parts of one device need more memory than it has.
+  """
+  leaves = jax.tree.leaves(tree)
+  needed = sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in leaves
+  )
+  if leaves:
+    devices = leaves[0].sharding.device_set
+    memory.check(needed, what, _device_bytes(next(iter(devices)), devices))
+
+
+def check_config(config: Config, mesh: Mesh) -> None:
+  """Checks a run's batches, position tables and the tokens of one example.
+
+  Args:
+    config: of the run.
+    mesh: its devices.
+
+  Raises:
+    ValueError: one of them needs more memory than there is.
+  """
+  data, groups = config.data, config.model.layer_groups()
+  length = getattr(data, "sequence_length", None)
+  shape = getattr(config.model, "input_shape", ())
+  example = 4 * math.prod(shape) if length is None else _TOKEN_BYTES * length
+  memory.check(
+    example * (data.prefetch + 1) * (data.batch_size // jax.process_count()),
+    f"data.prefetch={data.prefetch} batches of data.batch_size="
+    f"{data.batch_size} examples of {example:,} bytes",
+  )
+  tables = _INDEX_BYTES * sum(group.pairs for group in groups)
+  memory.check(tables, "the tables of relative positions at the model's size")
+  # Every layer keeps its input for the backward pass, whatever `remat` is.
+  width = jnp.dtype(config.model.dtype).itemsize
+  kept = sum(
+    group.depth * group.width * width * min(group.tokens, length or math.inf)
+    for group in groups
+  )
+  devices = set(mesh.devices.flat)
+  each = _device_bytes(mesh.devices.flat[0], devices)
+  memory.check(kept, "the layers' inputs of one example", each * len(devices))
+
+
+def _device_bytes(device: jax.Device, devices: set[jax.Device]) -> int:
+  """Memory of one device; the CPUs of a process share the machine's."""
+  stats = device.memory_stats() if device.platform != "cpu" else None
+  if stats and "bytes_limit" in stats:
+    return stats["bytes_limit"]
+  if device.platform != "cpu":
+    return 1 << 62  # not known
+  beside = [d for d in devices if d.process_index == device.process_index]
+  return memory.total() // max(1, len(beside))

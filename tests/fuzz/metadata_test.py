@@ -1,0 +1,236 @@
+"""JSON that describes sets, checkpoints, models and recorded cases."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+from absl.testing import absltest
+from etils import epath
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moh_jax import config as config_lib
+from moh_jax.cli import chat
+from moh_jax.convert import hf_config, model_card, vae
+from moh_jax.data.images.latents import LatentSource
+from moh_jax.data.images.records import ArrayRecordSource
+from moh_jax.data.shard_writer import ShardSetWriter
+from moh_jax.data.text import token_sets
+from moh_jax.ops.kernels import sizes
+from moh_jax.parity import compare, files
+from moh_jax.runtime import checkpoint, stored_config
+from tests.data.text import tiny_text
+from tests.fuzz import hostile
+
+_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+_LLAMA = {
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "vocab_size": 300,
+  "hidden_size": 16,
+  "intermediate_size": 32,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 64,
+  "rms_norm_eps": 1e-5,
+  "rope_theta": 10000.0,
+  "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+  "tie_word_embeddings": False,
+}
+_OURS = {
+  **_LLAMA,
+  "architectures": ["MoHLlamaForCausalLM"],
+  "router": {"kind": "query_norm"},
+  "shared_heads": [1, 1],
+  "selected_heads": [2, 2],
+  "head_order": [[0, 1, 2, 3], [3, 2, 1, 0]],
+  "moh_jax": {"remat": "none"},
+}
+_VAE = {
+  "_class_name": "AutoencoderKL",
+  "block_out_channels": [32, 64],
+  "layers_per_block": 1,
+  "norm_num_groups": 32,
+}
+_TILE = {"rows": 64, "keys": 64, "warps": 4, "stages": 2}
+_TILES = [
+  {
+    "backend": "triton",
+    "device": "x",
+    "head_dim": 64,
+    "dtype": "float32",
+    **dict.fromkeys(("forward", "dq", "dkv"), _TILE),
+  }
+]
+_MESSAGES = [{"role": "user", "content": "hi"}, {"role": "x", "content": None}]
+
+
+class MetadataTest(hostile.ReaderTest):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    tiny_text.write(cls.folder / "tokens", tiny_text.random_documents(2, 3, 9))
+    notes = {"class_names": ["ant", "bee"], "image_size": 16}
+    shape = {"latent_shape": [2, 2, 4], "latent_scale": 0.5}
+    for kind in ("images", "latents"):
+      writer = ShardSetWriter(
+        cls.folder / kind,
+        kind,
+        items=2,
+        shard_size=1,
+        settings=shape if kind == "latents" else {"images": "x"},
+        notes=notes,
+      )
+      for shard in writer.todo():
+        with writer.open(shard) as target:
+          moments = np.zeros((2, 2, 2, 2, 4), "<f2")
+          target.add({"label": shard, "name": "x"}, moments.tobytes())
+      writer.finish()
+
+  def _write(self, data, name, value):
+    file = self.folder / name
+    file.write_bytes(data.draw(hostile.json_files(value)))
+    return file
+
+  def _alter(self, data, kind):
+    """A copy of a set with its metadata altered."""
+    folder = self.folder / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(self.folder / kind, folder)
+    file = folder / "metadata.json"
+    stored = json.loads(file.read_text())
+    file.write_bytes(data.draw(hostile.json_files(stored)))
+    return folder
+
+  def _read_tokens(self, folder):
+    found = token_sets.TokenSet(folder)
+    token_sets.set_tokenizer(found.folder, found.metadata)
+    found.tokens(0, found.num_tokens)
+    self.assertGreaterEqual(found.metadata["text_bytes"], 0)
+
+  def _read_images(self, folder):
+    source = ArrayRecordSource(str(folder), "", 3)
+    [source[i] for i in range(len(source))]
+
+  def _read_latents(self, folder):
+    source = LatentSource(str(folder), "")
+    [source[i] for i in range(len(source))]
+
+  @hostile.examples(60)
+  @given(st.data())
+  def test_token_set(self, data):
+    self.check(self._read_tokens, self._alter(data, "tokens"))
+
+  @hostile.examples()
+  @given(st.data())
+  def test_images_and_latents(self, data):
+    self.check(self._read_images, self._alter(data, "images"))
+    self.check(self._read_latents, self._alter(data, "latents"))
+
+  @hostile.examples()
+  @given(st.sampled_from(("tokens", "latents")), st.data())
+  def test_damaged_shard(self, kind, data):
+    folder = self.folder / "damaged"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(self.folder / kind, folder)
+    names = sorted(path.name for path in folder.iterdir())
+    file = folder / data.draw(st.sampled_from(names))
+    if file.is_file():
+      file.write_bytes(data.draw(hostile.damaged(file.read_bytes()[:100_000])))
+    self.check(getattr(self, f"_read_{kind}"), folder)
+
+  @hostile.examples()
+  @given(st.data())
+  def test_unfinished_set(self, data):
+    folder = self.folder / "unfinished_set"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "unfinished").mkdir(parents=True)
+    settings = {"images": "x", "items": 2, "shard_size": 1}
+    entry = {"file": "00000-of-00002.array_record", "examples": 1, "bytes": 3}
+    for name, value in (
+      ("settings.json", settings),
+      ("00000-of-00002.array_record.json", entry),
+    ):
+      content = data.draw(hostile.json_files(value))
+      (folder / "unfinished" / name).write_bytes(content)
+
+    def resume():
+      ShardSetWriter(
+        folder,
+        "images",
+        items=2,
+        shard_size=1,
+        settings={"images": "x"},
+        notes={},
+      ).todo()
+
+    self.check(resume)
+
+  @hostile.examples(90)
+  @given(st.data())
+  def test_config_of_a_checkpoint(self, data):
+    family = data.draw(st.sampled_from(("vit", "dit", "llm")))
+    config = config_lib.Config(config_lib.get_family(family).model())
+    stored = {
+      "config": config_lib.to_dict(config),
+      "class_names": ["ant"],
+      "tokenizer_sha256": "0" * 64,
+    }
+    file = self._write(data, "step/config/metadata", stored)
+
+    def read():
+      found = stored_config.read_stored(epath.Path(file.parents[1]))
+      checkpoint.metadata_from_json(found)
+
+    self.check(read)
+
+  @hostile.examples(60)
+  @given(st.sampled_from((("llama", _LLAMA), ("moh-hf", _OURS))), st.data())
+  def test_config_of_hugging_face(self, case, data):
+    kind, value = case
+    file = self._write(data, "config.json", value)
+    self.check(hf_config.read_config, file, kind)
+
+  @hostile.examples()
+  @given(st.data())
+  def test_config_of_an_autoencoder(self, data):
+    self.check(vae._read_config, self._write(data, "vae.json", _VAE))
+
+  @hostile.examples()
+  @given(st.data())
+  def test_sizes_of_tiles(self, data):
+    self.check(sizes.read, self._write(data, "tiles.json", _TILES))
+
+  @hostile.examples()
+  @given(st.data())
+  def test_scores_and_messages(self, data):
+    scores = {"accuracy": 0.5, "tasks": {"x": {"acc": 1}}, "step": 3}
+    file = self._write(data, "scores.json", scores)
+    self.check(model_card.read_scores, str(file), 3)
+    file = self._write(data, "messages.json", _MESSAGES)
+    self.check(chat.read_messages, str(file))
+
+  @hostile.examples()
+  @given(st.data())
+  def test_recorded_case(self, data):
+    case = self.folder / "case"
+    if not case.exists():
+      shutil.copytree(_GOLDENS / "vit_full_routed_only", case)
+    text = (_GOLDENS / "vit_full_routed_only" / "meta.json").read_text()
+    self._write(data, "case/meta.json", json.loads(text))
+
+    def read():
+      meta = files.read_meta(case, compare.KINDS)
+      files.read_arrays(case, meta["arrays"])
+
+    self.check(read)
+
+  def setUp(self):
+    super().setUp()
+    (self.folder / "step" / "config").mkdir(parents=True, exist_ok=True)
+
+
+if __name__ == "__main__":
+  absltest.main()
