@@ -77,7 +77,10 @@ def read_messages(path: str) -> list[dict[str, Any]]:
     FileNotFoundError: there is no such file.
     ValueError: it is no such list.
   """
-  messages = read_json(path, list[dict])
+  try:
+    messages = read_json(path, list[dict])
+  except (FileNotFoundError, ValueError) as error:
+    raise type(error)(f"--messages {error}") from error
   try:
     check_messages(messages)
   except ValueError as error:

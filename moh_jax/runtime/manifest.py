@@ -16,7 +16,7 @@ import xxhash
 from etils import epath
 
 from moh_jax.files import write_whole
-from moh_jax.runtime.stored_config import read_stored
+from moh_jax.json_files import parse_json
 
 NAME = "manifest.txt"
 # What the item `config` states where a manifest belongs to a step, so that its
@@ -190,6 +190,7 @@ def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
 def _expects_manifest(folder: epath.Path) -> bool:
   """Whether the item `config` says that the step was written with one."""
   try:
-    return bool(read_stored(folder).get(FLAG))
+    content = (folder / "config" / "metadata").read_bytes()
+    return bool(parse_json(content).get(FLAG))
   except (OSError, ValueError):
     return False
