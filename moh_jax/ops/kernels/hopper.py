@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -30,7 +29,9 @@ from moh_jax.ops.kernels.sizes import Tile
 def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
   """See `Kernels.forward`."""
   outputs = problem.outputs(q, keys[1])
-  return Launch(problem, tile).by_rows(_forward_kernel, (q,), (), keys, outputs)
+  return Launch(problem, tile).by_rows(
+    _forward_kernel, (q,), (), keys, outputs, in_turns=True
+  )
 
 
 def _forward_kernel(
@@ -55,8 +56,7 @@ def _forward_kernel(
     # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
     shift = jnp.where(new == -jnp.inf, 0.0, new) * launch.exponent_scale
     decay = jnp.exp2(highest * launch.exponent_scale - shift)
-    exponents = logits * launch.exponent_scale
-    weights = jnp.exp2(exponents - row(shift, logits.shape))
+    weights = launch.weights(logits, row(shift, logits.shape))
     total = total * decay + weights.sum(1)
     acc = acc * row(decay, acc.shape)
     weights = weights.astype(own.dtype)
@@ -75,4 +75,52 @@ def _forward_kernel(
   plgpu.copy_smem_to_gmem(own, out_ref.at[pl.ds(first, PART)])
   shift = jnp.where(sees_keys, highest, 0.0) * launch.exponent_scale
   sum_ref[pl.ds(first, PART)] = shift + jnp.log(total) * LOG2_E
+  plgpu.wait_smem_to_gmem(0)
+
+
+def query_gradient(
+  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+) -> Arrays:
+  """See `Kernels.query_gradient`."""
+  q, out, log_sums, grad = rows
+  return Launch(problem, tile).by_rows(
+    _query_gradient_kernel, (q, grad), (out, log_sums), keys,
+    problem.query_gradients(q),
+  )  # fmt: skip
+
+
+def _query_gradient_kernel(
+  launch: Launch, part: RowWork, tiles: tuple, others: tuple, outputs: tuple
+) -> None:
+  out_ref, sums_ref = others
+  dq_ref, inner_ref = outputs
+  q, grad = (x.at[pl.ds(part.consumer * PART, PART)] for x in tiles)
+  first = part.work.tile * launch.rows + part.consumer * PART
+  k_ring, v_ring = part.rings
+  hide = launch.hide_from_rows(part, first)
+  log_sums = launch.load_per_row(sums_ref, first)
+  out = launch.load_rows(out_ref, first).astype(jnp.float32)
+  inner = (out * grad[...].astype(jnp.float32)).sum(1)
+  inner_ref[pl.ds(first, PART)] = inner
+
+  def step(j: jax.Array, dq: jax.Array) -> jax.Array:
+    turn = part.offset + j
+    [k], [v] = k_ring.take(turn), v_ring.take(turn)
+
+    def weigh(products: jax.Array) -> jax.Array:
+      logits = hide(launch.logits(products), j)
+      return launch.weights(logits, row(log_sums, logits.shape))
+
+    weights, dweights = launch.across_both((q, k), weigh, (grad, v))
+    v_ring.release(turn)
+    dlogits = weights * (dweights - row(inner, weights.shape))
+    [dq] = launch.add_products((dq, dlogits.astype(k.dtype), k))
+    k_ring.release(turn)
+    return dq
+
+  dq = launch.zeros(launch.problem.head_dim)
+  dq = loop(part.work.begin, part.work.end, step, dq)
+  q[...] = (dq * launch.problem.scale).astype(q.dtype)
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(q, dq_ref.at[pl.ds(first, PART)])
   plgpu.wait_smem_to_gmem(0)

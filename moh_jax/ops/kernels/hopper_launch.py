@@ -31,7 +31,7 @@ from moh_jax.ops.target import target
 
 # Registers of a thread of the consumers and of the warpgroup that copies, where
 # two consumers share a multiprocessor with it.
-_REGISTERS = 232, 40
+_REGISTERS = 240, 24
 
 
 class Work(NamedTuple):
@@ -159,6 +159,8 @@ class Launch(Program):
     others: Arrays,
     keys: Arrays,
     outputs: tuple,
+    *,
+    in_turns: bool = False,
   ) -> Arrays:
     """Launches a kernel whose pieces of work are tiles of rows.
 
@@ -170,6 +172,7 @@ class Launch(Program):
       others: arrays [T * R, D] or [T * R] that stay in global memory.
       keys: keys and values.
       outputs: shapes of the results.
+      in_turns: whether the kernel calls `Turns.switch` twice per tile of keys.
     """
     table, used = self.row_table()
     inputs = table, used, self.masks(), streamed, others, keys
@@ -228,8 +231,11 @@ class Launch(Program):
           loop(work.begin, work.end, copy, ())
 
         over_work(step)
+        for ring in rings:
+          ring.close()
 
-    return self._call(body, consume.__name__, inputs, outputs, rings)
+    in_turns &= self.consumers > 1
+    return self._call(body, consume.__name__, inputs, outputs, rings, in_turns)
 
   def hide_from_rows(self, part: "RowWork", first: jax.Array) -> Callable:
     """Returns the function that hides keys from a consumer's rows.
@@ -308,6 +314,7 @@ class Launch(Program):
     inputs: Any,
     outputs: tuple,
     rings: tuple[RingType, ...],
+    in_turns: bool,
   ) -> Arrays:
     """Launches a body of (inputs, outputs, rings, turns)."""
     arrays, tree = jax.tree.flatten(inputs)
@@ -319,9 +326,7 @@ class Launch(Program):
       body(jax.tree.unflatten(tree, ins), tuple(outs), places, Turns(barriers))
 
     flat.__name__ = "moh" + name
-    turns = None
-    if self.consumers > 1:
-      turns = plgpu.Barrier(num_arrivals=self.consumers)
+    turns = plgpu.Barrier(num_arrivals=self.consumers) if in_turns else None
     call = plgpu.kernel(
       flat,
       out_type=outputs,
@@ -344,7 +349,7 @@ class Turns(NamedTuple):
   One computes products while the other one computes exponentials.
 
   Attributes:
-    barrier: at which both arrive; None for a single consumer.
+    barrier: at which both arrive; None if there are no turns.
   """
 
   barrier: Any
@@ -357,11 +362,13 @@ class Turns(NamedTuple):
 
   def start(self, consumer: jax.Array) -> None:
     """Puts the second consumer half a turn behind the first."""
-    pl.when(consumer == 1)(self.switch)
+    if self.barrier is not None:
+      pl.when(consumer == 1)(self.switch)
 
   def stop(self, consumer: jax.Array) -> None:
     """Evens out the number of switches."""
-    pl.when(consumer == 0)(self.switch)
+    if self.barrier is not None:
+      pl.when(consumer == 0)(self.switch)
 
 
 class RowWork(NamedTuple):
@@ -402,9 +409,11 @@ def _alternating(
 
 def _interpreter() -> Any:
   """Parameters that make Pallas simulate the warpgroups and barriers."""
-  if hasattr(plgpu, "InterpretGPUParams"):
-    return plgpu.InterpretGPUParams()
-  # JAX 0.10 has them only here.
-  from jax._src.pallas.mosaic_gpu.interpret import params
-
-  return params.InterpretGPUParams()
+  # JAX 0.10 has them in a private module only.
+  params = plgpu
+  if not hasattr(plgpu, "InterpretGPUParams"):
+    from jax._src.pallas.mosaic_gpu.interpret import params
+  # Copies fill what is beyond the end of an array with zeros.
+  return params.InterpretGPUParams(
+    out_of_bounds_reads="uninitialized", uninitialized_memory="zero"
+  )

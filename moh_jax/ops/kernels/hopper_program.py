@@ -71,6 +71,11 @@ class Ring:
     for slot in range(self.buffers[0].shape[0]):
       plgpu.barrier_arrive(self.free.at[slot])
 
+  def close(self) -> None:
+    """Waits until all slots are free, after the last copy."""
+    for slot in range(self.buffers[0].shape[0]):
+      plgpu.barrier_wait(self.free.at[slot])
+
 
 @dataclasses.dataclass(frozen=True)
 class RingType:
@@ -148,6 +153,10 @@ class Program:
       return products
     return products * self.problem.log2_scale
 
+  def weights(self, logits: jax.Array, shift: jax.Array) -> jax.Array:
+    """exp2(logits * exponent_scale - shift)."""
+    return jnp.exp2(logits * self.exponent_scale - shift)
+
   def across(self, a: Any, b: Any, meanwhile: Callable = lambda: None) -> Any:
     """Multiplies [X, D] with [Y, D] in shared memory to [X, Y] float32.
 
@@ -167,6 +176,29 @@ class Program:
 
     shape = a.shape[0], b.shape[0]
     return pl.run_scoped(start, plgpu.ACC(shape, jnp.float32))
+
+  def across_both(self, first: tuple, then: Callable, second: tuple) -> tuple:
+    """Two products as those of `across`; the second runs during `then`.
+
+    Args:
+      first: references of the first product.
+      then: called with the first product.
+      second: references of the second product.
+
+    Returns:
+      The result of `then` and the second product.
+    """
+    if self.problem.interpret:
+      return then(self.across(*first)), self.across(*second)
+
+    def start(a: Any, b: Any) -> tuple:
+      for total, (left, right) in ((a, first), (b, second)):
+        plgpu.wgmma(total, left, right.transpose((1, 0)))
+      result = then(plgpu.wgmma_accumulator_load(a, wait_n=1))
+      return result, b[...]
+
+    shapes = ((x.shape[0], y.shape[0]) for x, y in (first, second))
+    return pl.run_scoped(start, *(plgpu.ACC(x, jnp.float32) for x in shapes))
 
   def add_products(self, *terms: tuple) -> tuple:
     """Adds products to totals, all at once.
