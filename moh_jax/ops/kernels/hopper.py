@@ -50,9 +50,8 @@ def key_gradients(
   problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
 ) -> Arrays:
   """See `Kernels.key_gradients`."""
-  q, log_sums, inner, grad = rows
   return KeyLaunch(problem, tile, 2).run_kernel(
-    _key_gradients_kernel, (q, log_sums), (grad, inner), keys
+    _key_gradients_kernel, rows, keys
   )
 
 
@@ -134,23 +133,18 @@ def _key_gradients_kernel(
   # Logits are transposed, [PART, r]: the weights are then left operands of both
   # products, as registers can be.
   def step(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
-    q, sums_ref = part.first.take(turn)
-    grad, inner_ref = part.second.take(turn)
+    q, sums_ref, inner_ref, grad = part.rows.take(turn)
 
-    def weigh(products: jax.Array) -> jax.Array:
-      logits = hide(launch.logits(products))
-      log_sums = launch.load_per_column(sums_ref)
-      return launch.weights(logits, column(log_sums, logits.shape))
-
-    weights, dweights = launch.across_both((k, q), weigh, (v, grad))
-    inner = column(launch.load_per_column(inner_ref), weights.shape)
-    dlogits = (weights * (dweights - inner)).astype(q.dtype)
     dk, dv = carry
-    dk, dv = launch.add_products(
-      (dk, dlogits, q), (dv, weights.astype(grad.dtype), grad)
-    )
-    part.first.release(turn)
-    part.second.release(turn)
+    logits = hide(launch.logits(launch.across(k, q)))
+    log_sums = column(launch.load_per_column(sums_ref), logits.shape)
+    weights = launch.weights(logits, log_sums)
+    # One product after the other: registers for two at once would not suffice.
+    [dv] = launch.add_products((dv, weights.astype(grad.dtype), grad))
+    inner = column(launch.load_per_column(inner_ref), weights.shape)
+    dlogits = weights * launch.add_across(-inner, v, grad)
+    [dk] = launch.add_products((dk, dlogits.astype(q.dtype), q))
+    part.rows.release(turn)
     return dk, dv
 
   zeros = launch.zeros(launch.problem.head_dim)

@@ -40,8 +40,7 @@ class KeyPart:
     offset: steps that were done in the rings before.
     bounds: references to the bounds of `rows_of_keys`.
     masks: references.
-    first: ring of the rows that are needed first.
-    second: ring of the other rows.
+    rows: ring of the rows.
     turns: of the consumers.
   """
 
@@ -51,8 +50,7 @@ class KeyPart:
   offset: Any
   bounds: Bounds
   masks: Masks
-  first: Ring
-  second: Ring
+  rows: Ring
   turns: Turns
 
   @property
@@ -149,28 +147,25 @@ class KeyLaunch(Launch):
     head = (work.batch * self.problem.kv_heads + work.head) * self.problem.group
 
     def over_query_head(g: jax.Array, carry: tuple) -> tuple:
-      done, carry = carry
       own = Bounds(*(x[head + g, work.tile] for x in bounds))
 
-      def one(i: jax.Array, carry: Any) -> Any:
+      def one(i: jax.Array, carry: tuple) -> tuple:
+        turn, carry = carry
         whole = (i >= own.whole_begin) & (i < own.whole_end)
-        return visit(done + i - own.begin, i, whole, carry)
+        return turn + 1, visit(turn, i, whole, carry)
 
-      return done + own.end - own.begin, loop(own.begin, own.end, one, carry)
+      return loop(own.begin, own.end, one, carry)
 
     return loop(0, self.problem.group, over_query_head, (done, carry))
 
-  def run_kernel(
-    self, kernel: Callable, first: Arrays, second: Arrays, keys: Arrays
-  ) -> Arrays:
+  def run_kernel(self, kernel: Callable, rows: Arrays, keys: Arrays) -> Arrays:
     """Launches the kernel.
 
     Args:
       kernel: called by each consumer for each piece of work with a `KeyPart`,
         references to the tiles of keys and values, and the outputs; it returns
         the steps that are done in the rings.
-      first: rows [T * R, D] and numbers [T * R] that are needed first.
-      second: the others.
+      rows: rows [T * R, D] and numbers [T * R].
       keys: keys and values; the outputs have their shapes and dtypes.
     """
     pieces = self.problem.batch * self.problem.kv_heads * self.key_tiles
@@ -189,11 +184,11 @@ class KeyLaunch(Launch):
       inputs: tuple, outputs: tuple, rings: tuple, group: Any, turns: Turns
     ) -> None:
       table, bounds, masks, *_ = inputs
-      tiles, *row_rings = rings
+      tiles, row_ring = rings
 
       def step(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
         part = KeyPart(
-          self, work, group, done, bounds, masks, *row_rings, turns
+          self, work, group, done, bounds, masks, row_ring, turns
         )
         done = kernel(part, tiles.take(m), outputs)
         tiles.release(m)
@@ -202,8 +197,8 @@ class KeyLaunch(Launch):
       over_work(table, step)
 
     def copy(inputs: tuple, rings: tuple) -> None:
-      table, bounds, _, first, second, keys = inputs
-      tiles, *row_rings = rings
+      table, bounds, _, rows, keys = inputs
+      tiles, row_ring = rings
 
       def step(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
         span = pl.ds(work.tile * self.keys, self.keys)
@@ -212,8 +207,7 @@ class KeyLaunch(Launch):
         def copy_tile(turn: Any, i: Any, whole: Any, carry: tuple) -> tuple:
           del whole
           span = pl.ds(i * self.rows, self.rows)
-          for ring, arrays in zip(row_rings, (first, second), strict=True):
-            ring.fill(turn, *(x.at[span] for x in arrays))
+          row_ring.fill(turn, *(x.at[span] for x in rows))
           return carry
 
         return self.over_rows(work, bounds, done, copy_tile, ())[0]
@@ -221,16 +215,14 @@ class KeyLaunch(Launch):
       over_work(table, step)
 
     bounds = rows_of_keys(self.problem, self.rows, self.keys)
-    stages = self.tile.stages
     return self.call(
       "moh" + kernel.__name__,
       consume,
       copy,
-      (self.table(), bounds, masks(self), first, second, keys),
+      (self.table(), bounds, masks(self), rows, keys),
       tuple(map(like, keys)),
       (
-        self.ring(self.slots, *((self.keys, one_head(x)) for x in keys)),
-        self.ring(stages, *((self.rows, x) for x in first)),
-        self.ring(stages, *((self.rows, x) for x in second)),
+        self.ring(1, *((self.keys, one_head(x)) for x in keys)),
+        self.ring(self.tile.stages, *((self.rows, x) for x in rows)),
       ),
     )

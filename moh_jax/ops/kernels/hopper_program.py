@@ -220,6 +220,16 @@ class Program:
 
     return pl.run_state(start)(tuple(map(plgpu.ACC.init, totals)))
 
+  def add_across(self, total: jax.Array, a: Any, b: Any) -> jax.Array:
+    """Adds the product of `across` to an array [X, Y] in registers."""
+    if self.problem.interpret:
+      return total + self.across(a, b)
+
+    def start(total: Any) -> None:
+      plgpu.wgmma(total, a, b.transpose((1, 0)))
+
+    return pl.run_state(start)(plgpu.ACC.init(total))
+
   def zeros(self, columns: int) -> jax.Array:
     """Initial sums of a consumer's rows, [PART, columns] float32."""
     return self.as_matrix(jnp.zeros((PART, columns), jnp.float32))
