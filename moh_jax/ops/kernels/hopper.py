@@ -27,6 +27,9 @@ from moh_jax.ops.kernels.hopper_rows import RowLaunch, RowPart
 from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem
 from moh_jax.ops.kernels.sizes import Tile
 
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_HEAD_DIMS = 64, 96, 128, 256
+
 
 def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
   """See `Kernels.forward`."""
@@ -79,7 +82,7 @@ def _forward_kernel(
     weights = weights.astype(q.dtype)
     part.turns.switch()
     [v] = part.values.take(turn)
-    [acc] = launch.add_products((acc, weights, v))
+    acc = launch.add_product(acc, weights, v)
     part.values.release(turn)
     return acc, new, total
 
@@ -97,7 +100,11 @@ def _forward_kernel(
 def _query_gradient_kernel(
   part: RowPart, tiles: tuple, others: tuple, outputs: tuple
 ) -> None:
-  launch, (out_ref, sums_ref), (dq_ref, inner_ref) = part.launch, others, outputs
+  launch, (out_ref, sums_ref), (dq_ref, inner_ref) = (
+    part.launch,
+    others,
+    outputs,
+  )
   q, grad = map(part.own, tiles)
   span = pl.ds(part.first, PART)
   log_sums = launch.load_per_row(sums_ref, part.first)
@@ -115,7 +122,7 @@ def _query_gradient_kernel(
     weights, dweights = launch.across_both((q, k), weigh, (grad, v))
     part.values.release(turn)
     dlogits = weights * (dweights - row(inner, weights.shape))
-    [dq] = launch.add_products((dq, dlogits.astype(k.dtype), k))
+    dq = launch.add_product(dq, dlogits.astype(k.dtype), k)
     part.keys.release(turn)
     return dq
 
@@ -128,29 +135,65 @@ def _key_gradients_kernel(
   part: KeyPart, tiles: tuple, outputs: tuple
 ) -> jax.Array:
   launch = part.launch
+  scale, dim = launch.problem.scale, launch.problem.head_dim
   k, v = map(part.own, tiles)
 
   # Logits are transposed, [PART, r]: the weights are then left operands of both
-  # products, as registers can be.
-  def step(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
-    q, sums_ref, inner_ref, grad = part.rows.take(turn)
-
-    dk, dv = carry
+  # products, as registers can be. One product follows the other: there are not
+  # enough registers for two.
+  def weigh(hide: Callable, q: Any, sums_ref: Any) -> jax.Array:
     logits = hide(launch.logits(launch.across(k, q)))
     log_sums = column(launch.load_per_column(sums_ref), logits.shape)
-    weights = launch.weights(logits, log_sums)
-    # One product after the other: registers for two at once would not suffice.
-    [dv] = launch.add_products((dv, weights.astype(grad.dtype), grad))
+    return launch.weights(logits, log_sums)
+
+  def add_dk(dk: jax.Array, weights: jax.Array, rows: tuple) -> jax.Array:
+    q, _, inner_ref, grad = rows
     inner = column(launch.load_per_column(inner_ref), weights.shape)
     dlogits = weights * launch.add_across(-inner, v, grad)
-    [dk] = launch.add_products((dk, dlogits.astype(q.dtype), q))
+    return launch.add_product(dk, dlogits.astype(q.dtype), q)
+
+  def add_dv(dv: jax.Array, weights: jax.Array, rows: tuple) -> jax.Array:
+    grad = rows[3]
+    return launch.add_product(dv, weights.astype(grad.dtype), grad)
+
+  def step_both(turn: jax.Array, hide: Callable, carry: tuple) -> tuple:
+    dk, dv = carry
+    rows = part.rows.take(turn)
+    weights = weigh(hide, *rows[:2])
+    dv = add_dv(dv, weights, rows)
+    dk = add_dk(dk, weights, rows)
     part.rows.release(turn)
     return dk, dv
 
-  zeros = launch.zeros(launch.problem.head_dim)
-  done, (dk, dv) = part.over_rows(step, (zeros, zeros))
-  _store(dk * launch.problem.scale, k, part.place(outputs[0]))
-  _store(dv, v, part.place(outputs[1]))
+  def step_one(turn: jax.Array, hide: Callable, total: jax.Array) -> jax.Array:
+    rows = part.rows.take(turn)
+    weights = weigh(hide, *rows[:2])
+    total = jax.lax.cond(
+      part.consumer == 0,
+      lambda x: add_dk(x, weights, rows),
+      lambda x: add_dv(x, weights, rows),
+      total,
+    )
+    part.rows.release(turn)
+    return total
+
+  zeros, (dk_place, dv_place) = launch.zeros(dim), map(part.place, outputs)
+  if launch.shares_keys:
+    done, total = part.over_rows(step_one, zeros)
+    part.turns.switch()  # the other one may still read the keys
+
+    @pl.when(part.consumer == 0)
+    def _() -> None:
+      _store(total * scale, k, dk_place)
+
+    @pl.when(part.consumer == 1)
+    def _() -> None:
+      _store(total, v, dv_place)
+
+  else:
+    done, (dk, dv) = part.over_rows(step_both, (zeros, zeros))
+    _store(dk * scale, k, dk_place)
+    _store(dv, v, dv_place)
   plgpu.wait_smem_to_gmem(0)
   return done
 
@@ -160,3 +203,41 @@ def _store(values: jax.Array, tile: Any, place: Any) -> None:
   tile[...] = values.astype(tile.dtype)
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(tile, place)
+
+
+def supports(dtype: jax.typing.DTypeLike, head_dim: int) -> bool:
+  """Whether the kernels take queries, keys and values like these.
+
+  Args:
+    dtype: of queries, keys and values, which have to be the same.
+    head_dim: D.
+  """
+  return jnp.dtype(dtype) in _DTYPES and head_dim in _HEAD_DIMS
+
+
+def check(dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int) -> None:
+  """Checks that the kernels take a call.
+
+  Args:
+    dtype: of the products of queries and keys.
+    value_dtype: of the values.
+    head_dim: D.
+
+  Raises:
+    ValueError: they do not.
+  """
+  if dtype != value_dtype or not supports(dtype, head_dim):
+    raise ValueError(
+      f"backend='mosaic_gpu' needs queries, keys and values of one dtype, "
+      f"{' or '.join(jnp.dtype(x).name for x in _DTYPES)}, and a head_dim in "
+      f"{_HEAD_DIMS}, not {dtype.name}, {value_dtype.name} (values) and "
+      f"{head_dim}"
+    )
+
+
+def check_rows(rows: int) -> None:
+  """See `Kernels.check_rows`."""
+  if rows not in (PART, 2 * PART):
+    raise ValueError(
+      f"rows={rows} of a block must be {PART} or {2 * PART} on Hopper"
+    )

@@ -17,7 +17,7 @@ from moh_jax.ops.kernels.hopper_launch import Launch, Turns, alternating
 from moh_jax.ops.kernels.hopper_masks import Masks, hide, masks
 from moh_jax.ops.kernels.hopper_program import PART, Ring, loop
 from moh_jax.ops.kernels.hopper_rows import one_head
-from moh_jax.ops.kernels.problem import Arrays, like
+from moh_jax.ops.kernels.problem import Arrays
 from moh_jax.ops.kernels.triton_tables import Bounds, rows_of_keys
 
 
@@ -56,7 +56,7 @@ class KeyPart:
   @property
   def start(self) -> jax.Array:
     """Where the part's keys begin in a tile."""
-    return self.consumer * PART if self.launch.keys > PART else 0
+    return 0 if self.launch.shares_keys else self.consumer * PART
 
   def own(self, tile: Any) -> Any:
     """The part's keys of a tile in shared memory."""
@@ -99,7 +99,7 @@ class KeyPart:
       span = pl.ds(i * launch.rows, launch.rows)
       by_row = (
         None if x is None else launch.load_per_column(x.at[span])
-        for x in self.masks[:3]
+        for x in (self.masks.end, self.masks.row_codes)
       )
       first = self.work.tile * launch.keys + self.start
       key_codes = self.masks.key_codes
@@ -114,6 +114,14 @@ class KeyPart:
 
 class KeyLaunch(Launch):
   """Launch of the kernel whose pieces of work are tiles of keys."""
+
+  @property
+  def shares_keys(self) -> bool:
+    """Whether each consumer computes one gradient of all keys of the tile.
+
+    The registers of one do not hold both gradients of a large head dim.
+    """
+    return self.keys == PART
 
   def table(self) -> jax.Array:
     """All work [B * K * J, 3] int32, a `Work` per row."""
@@ -151,7 +159,9 @@ class KeyLaunch(Launch):
 
       def one(i: jax.Array, carry: tuple) -> tuple:
         turn, carry = carry
-        whole = (i >= own.whole_begin) & (i < own.whole_end)
+        whole = i >= own.whole_begin
+        if self.problem.masks_by_value:  # else the last rows see all keys
+          whole &= i < own.whole_end
         return turn + 1, visit(turn, i, whole, carry)
 
       return loop(own.begin, own.end, one, carry)
@@ -187,9 +197,7 @@ class KeyLaunch(Launch):
       tiles, row_ring = rings
 
       def step(m: jax.Array, work: Work, done: jax.Array) -> jax.Array:
-        part = KeyPart(
-          self, work, group, done, bounds, masks, row_ring, turns
-        )
+        part = KeyPart(self, work, group, done, bounds, masks, row_ring, turns)
         done = kernel(part, tiles.take(m), outputs)
         tiles.release(m)
         return done
@@ -215,14 +223,21 @@ class KeyLaunch(Launch):
       over_work(table, step)
 
     bounds = rows_of_keys(self.problem, self.rows, self.keys)
-    return self.call(
+    # Copies leave out what is beyond an array's end; the interpreter's do not.
+    more = self.key_tiles * self.keys - self.problem.keys
+    pad = (0, more if self.problem.interpret else 0)
+    outputs = jax.eval_shape(
+      lambda: tuple(jnp.pad(x, ((0, 0), pad, (0, 0), (0, 0))) for x in keys)
+    )
+    results = self.call(
       "moh" + kernel.__name__,
       consume,
       copy,
       (self.table(), bounds, masks(self), rows, keys),
-      tuple(map(like, keys)),
+      outputs,
       (
         self.ring(1, *((self.keys, one_head(x)) for x in keys)),
         self.ring(self.tile.stages, *((self.rows, x) for x in rows)),
       ),
     )
+    return tuple(x[:, : self.problem.keys] for x in results)

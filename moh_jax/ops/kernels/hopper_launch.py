@@ -75,6 +75,12 @@ class Launch(Program):
     """
     return 2 if self.problem.visible.causal else 1
 
+  @property
+  def programs(self) -> int:
+    """Programs of the grid."""
+    # The interpreter runs one after the other: two show how they share work.
+    return 2 if self.problem.interpret else multiprocessors()
+
   def mine(
     self, used: jax.Array | int
   ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
@@ -87,7 +93,7 @@ class Launch(Program):
       The number, and the function from 0, 1, ... to the index of a piece.
     """
     program = lax.axis_index("program") * self.run
-    stride = self.run * programs()
+    stride = self.run * self.programs
     left = jnp.maximum(used - program, 0)
     count = lax.div(left, stride) * self.run
     count += jnp.minimum(lax.rem(left, stride), self.run)
@@ -162,7 +168,7 @@ class Launch(Program):
       compiler_params=plgpu.CompilerParams(
         approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
       ),
-      grid=(programs(),),
+      grid=(self.programs,),
       grid_names=("program",),
       num_threads=self.consumers + 1,
       thread_name="warpgroup",
@@ -175,7 +181,7 @@ class Launch(Program):
       plgpu.set_max_registers(number, action=action)
 
 
-def programs() -> int:
+def multiprocessors() -> int:
   """Multiprocessors of the GPU that a function is traced for."""
   kind = target().kind
   if "H20" in kind.replace("H200", ""):

@@ -180,6 +180,9 @@ class Program:
   def across_both(self, first: tuple, then: Callable, second: tuple) -> tuple:
     """Two products as those of `across`; the second runs during `then`.
 
+    It runs afterwards where masks or accumulators take the registers that it
+    would need.
+
     Args:
       first: references of the first product.
       then: called with the first product.
@@ -188,7 +191,9 @@ class Program:
     Returns:
       The result of `then` and the second product.
     """
-    if self.problem.interpret:
+    problem = self.problem
+    crowded = problem.masks_by_value or problem.head_dim > 128
+    if problem.interpret or crowded:
       return then(self.across(*first)), self.across(*second)
 
     def start(a: Any, b: Any) -> tuple:
@@ -200,25 +205,17 @@ class Program:
     shapes = ((x.shape[0], y.shape[0]) for x, y in (first, second))
     return pl.run_scoped(start, *(plgpu.ACC(x, jnp.float32) for x in shapes))
 
-  def add_products(self, *terms: tuple) -> tuple:
-    """Adds products to totals, all at once.
-
-    Args:
-      *terms: total [X, D] float32 in registers, weights [X, Y] in registers and
-        a reference to rows [Y, D], each.
-
-    Returns:
-      The new totals.
-    """
-    totals, weights, rows = zip(*terms)
+  def add_product(
+    self, total: jax.Array, weights: jax.Array, rows: Any
+  ) -> jax.Array:
+    """Adds weights [X, Y] times rows [Y, D] in shared memory to [X, D]."""
     if self.problem.interpret:
-      return tuple(t + times(w, x[...]) for t, w, x in terms)
+      return total + times(weights, rows[...])
 
-    def start(references: tuple) -> None:
-      for reference, weight, row in zip(references, weights, rows):
-        plgpu.wgmma(reference, weight, row)
+    def start(total: Any) -> None:
+      plgpu.wgmma(total, weights, rows)
 
-    return pl.run_state(start)(tuple(map(plgpu.ACC.init, totals)))
+    return pl.run_state(start)(plgpu.ACC.init(total))
 
   def add_across(self, total: jax.Array, a: Any, b: Any) -> jax.Array:
     """Adds the product of `across` to an array [X, Y] in registers."""

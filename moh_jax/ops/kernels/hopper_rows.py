@@ -91,9 +91,9 @@ class RowPart:
     launch, problem = self.launch, self.launch.problem
     if problem.visible.everything and problem.keys % launch.keys == 0:
       return lambda j, logits: logits
-    begin, end, codes = (
+    end, codes = (
       None if x is None else launch.load_per_row(x, self.first)
-      for x in self.masks[:3]
+      for x in (self.masks.end, self.masks.row_codes)
     )
 
     def masked(j: jax.Array, logits: jax.Array) -> jax.Array:
@@ -101,14 +101,14 @@ class RowPart:
       if key_codes is not None:
         span = pl.ds(j * launch.keys, launch.keys)
         key_codes = launch.load_per_column(key_codes.at[self.work.batch, span])
-      own = Masks(begin, end, codes, key_codes)
+      own = Masks(end, codes, key_codes)
       return hide(launch, logits, own, j * launch.keys, rows_axis=0)
 
     def hidden(j: jax.Array, logits: jax.Array) -> jax.Array:
-      whole = (j >= self.work.whole_begin) & (j < self.work.whole_end)
-      return lax.cond(
-        whole, lambda x: x, functools.partial(masked, j), logits
-      )
+      whole = j < self.work.whole_end
+      if problem.masks_by_value:  # else all rows see the first keys
+        whole &= j >= self.work.whole_begin
+      return lax.cond(whole, lambda x: x, functools.partial(masked, j), logits)
 
     return hidden
 
@@ -214,9 +214,7 @@ class RowLaunch(Launch):
       outputs,
       (
         self.ring(self.slots, *((self.rows, x) for x in streamed)),
-        *(
-          self.ring(self.tile.stages, (self.keys, one_head(x))) for x in keys
-        ),
+        *(self.ring(self.tile.stages, (self.keys, one_head(x))) for x in keys),
       ),
     )
 
