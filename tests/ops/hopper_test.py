@@ -52,9 +52,10 @@ class _Case:
   def visible(self) -> Visible:
     rng, shape = np.random.default_rng(2), (self.batch, self.tokens)
     segments = jnp.asarray(np.sort(rng.integers(0, 3, shape)), jnp.int32)
-    key_mask = jnp.asarray(rng.random(shape) < 0.8)
+    key_mask = rng.random(shape) < 0.8
+    key_mask[0] = False  # a text without any key to see
     return Visible(
-      key_mask if self.padding else None,
+      jnp.asarray(key_mask) if self.padding else None,
       segments if self.documents else None,
       self.causal,
     )
@@ -67,7 +68,14 @@ class _Case:
 _CASES = {
   "bidirectional": _Case(),
   "causal": _Case(causal=True, kv_heads=1, batch=2, tokens=100),
-  "masks": _Case(causal=True, documents=True, padding=True, dtype="float16"),
+  "masks": _Case(
+    causal=True,
+    documents=True,
+    padding=True,
+    dtype="float16",
+    batch=2,
+    tokens=100,
+  ),
   "one_consumer": _Case(rows=64, tokens=128, documents=True, scale=-0.3),
   "large_head": _Case(head_dim=256, key_part=64, causal=True, tokens=100),
   "head_dim_96": _Case(head_dim=96, tokens=64, kv_heads=4),

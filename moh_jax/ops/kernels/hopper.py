@@ -34,7 +34,7 @@ _HEAD_DIMS = 64, 96, 128, 256
 def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
   """See `Kernels.forward`."""
   return RowLaunch(problem, tile, tile.rows // PART).run_kernel(
-    _forward_kernel, (q,), (), keys, problem.outputs(q, keys[1]), in_turns=True
+    _forward_kernel, (q,), (), keys, problem.outputs(q, keys[1])
   )
 
 
@@ -88,7 +88,11 @@ def _forward_kernel(
 
   zeros = launch.zeros(launch.problem.head_dim)
   start = zeros, launch.per_row(-jnp.inf), launch.per_row(0.0)
+  # In each piece of work anew: the one ahead would otherwise wait for memory
+  # that the other one frees only when its turn comes.
+  part.turns.start(part.consumer)
   acc, highest, total = part.over_keys(step, start)
+  part.turns.stop(part.consumer)
   sees_keys = total > 0
   total = jnp.where(sees_keys, total, 1.0)
   _store(acc * row(1 / total, acc.shape), q, out_ref.at[span])

@@ -143,8 +143,6 @@ class RowLaunch(Launch):
     others: Arrays,
     keys: Arrays,
     outputs: tuple,
-    *,
-    in_turns: bool = False,
   ) -> Arrays:
     """Launches a kernel.
 
@@ -156,7 +154,6 @@ class RowLaunch(Launch):
       others: arrays [T * R, D] or [T * R] that stay in global memory.
       keys: keys and values.
       outputs: shapes of the results.
-      in_turns: whether the kernel calls `Turns.switch` twice per tile of keys.
     """
 
     def over_work(table: Any, used: Any, step: Callable) -> None:
@@ -181,12 +178,7 @@ class RowLaunch(Launch):
         kernel(part, rows.take(m), others, outputs)
         rows.release(m)
 
-      taking_turns = in_turns and self.consumers > 1
-      if taking_turns:
-        turns.start(group)
       over_work(table, used, step)
-      if taking_turns:
-        turns.stop(group)
 
     def copy(inputs: tuple, rings: tuple) -> None:
       table, used, _, streamed, _, keys = inputs
