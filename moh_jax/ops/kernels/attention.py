@@ -16,14 +16,18 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
-from moh_jax.ops.kernels import tpu, triton
+from moh_jax.ops.kernels import hopper, tpu, triton
 from moh_jax.ops.kernels.problem import Kernels, Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes
 from moh_jax.ops.remat import keep_attention
 from moh_jax.ops.visible import Visible
 
 # By the name of Pallas's own back end.
-BACKENDS: dict[str, Kernels] = {"triton": triton, "mosaic_tpu": tpu}
+BACKENDS: dict[str, Kernels] = {
+  "triton": triton,
+  "mosaic_gpu": hopper,
+  "mosaic_tpu": tpu,
+}
 # Back ends whose forward kernel picks rows out of [B, N, H, D] itself: there is
 # no pass over the queries before it.
 _PICKS_ROWS = ("triton",)
@@ -53,9 +57,11 @@ def kernel_attention(
     v: [B, M, K, D].
     visible: which keys a query sees.
     blocks: the active pairs. The rows of a block, R, are a power of two of at
-      least 16 on GPUs and a multiple of 8 on TPUs.
+      least 16 for "triton", 64 or 128 for "mosaic_gpu" and a multiple of 8 for
+      "mosaic_tpu".
     scale: factor of the logits.
-    backend: of Pallas, "triton" (NVIDIA GPUs) or "mosaic_tpu".
+    backend: of Pallas, "triton" (NVIDIA GPUs), "mosaic_gpu" (NVIDIA Hopper,
+      where `hopper.supports` the arrays) or "mosaic_tpu".
     sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
       reduced where R is smaller than theirs.
     interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
@@ -91,7 +97,7 @@ def readable(
   """Prepares inputs for a back end's kernels; TPUs have no float16.
 
   Args:
-    backend: of Pallas, "triton" or "mosaic_tpu".
+    backend: of Pallas, "triton", "mosaic_gpu" or "mosaic_tpu".
     q: queries.
     k: keys.
     v: values.
@@ -110,6 +116,8 @@ def readable(
       known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
   dtype = jnp.promote_types(q.dtype, k.dtype)
+  if backend == "mosaic_gpu":
+    hopper.check(dtype, v.dtype, q.shape[-1])
   if backend != "mosaic_tpu":
     return dtype, k, v
 

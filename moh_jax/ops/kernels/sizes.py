@@ -30,7 +30,7 @@ class Tile:
   Attributes:
     rows: rows of a tile: (token, head) pairs of one head.
     keys: columns of a tile: keys.
-    warps: warps of a program; GPUs only.
+    warps: warps of a program; Triton only.
     stages: stages of the software pipeline that loads tiles; GPUs only.
 
   Raises:
@@ -59,7 +59,7 @@ class Key(NamedTuple):
   """What measured sizes are for.
 
   Attributes:
-    backend: of Pallas, "triton" or "mosaic_tpu".
+    backend: of Pallas, "triton", "mosaic_gpu" or "mosaic_tpu".
     device: `jax.Device.device_kind`.
     head_dim: D.
     dtype: name of the queries' dtype.
@@ -95,7 +95,7 @@ class BlockSizes:
     """Checks that tiles of the gradients cover a block exactly.
 
     Args:
-      backend: of Pallas, "triton" or "mosaic_tpu".
+      backend: of Pallas, "triton", "mosaic_gpu" or "mosaic_tpu".
 
     Raises:
       ValueError: on GPUs, the rows of dq or dkv do not divide R.
@@ -130,6 +130,11 @@ _DEFAULTS = {
     (128, Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
     (256, Tile(32, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 16, 4, 2)),
   ),
+  ("mosaic_gpu", 2): (
+    (64, Tile(128, 128, 4, 3), Tile(128, 128, 4, 2), Tile(128, 128, 4, 2)),
+    (128, Tile(128, 128, 4, 2), Tile(128, 64, 4, 2), Tile(64, 128, 4, 2)),
+    (256, Tile(128, 64, 4, 2), Tile(128, 64, 4, 1), Tile(64, 64, 4, 2)),
+  ),
   ("mosaic_tpu", 2): ((256, Tile(256, 1024), Tile(256, 1024), Tile(256, 512)),),
   ("mosaic_tpu", 4): ((256, Tile(256, 512), Tile(256, 512), Tile(256, 512)),),
 }
@@ -148,7 +153,7 @@ _DECODE = {
 }  # fmt: skip
 # Heads with fewer tokens than this get blocks of half the rows: a head's last
 # block is half empty on average, which costs more the fewer blocks there are.
-_FEW_ROWS = {"triton": 512, "mosaic_tpu": 768}
+_FEW_ROWS = {"triton": 512, "mosaic_gpu": 512, "mosaic_tpu": 768}
 
 
 def block_sizes(
@@ -160,7 +165,7 @@ def block_sizes(
   """Looks up the tiles for the device that a program is traced for.
 
   Args:
-    backend: of Pallas, "triton" or "mosaic_tpu".
+    backend: of Pallas, "triton", "mosaic_gpu" or "mosaic_tpu".
     head_dim: D, at most 256.
     dtype: dtype of the queries.
     per_head: tokens that a head has on average (N * active heads / H): blocks
@@ -177,7 +182,7 @@ def block_sizes(
   if sizes is None:
     sizes = BlockSizes(*_default(_DEFAULTS, backend, head_dim, dtype))
   if per_head is not None and per_head < _FEW_ROWS[backend]:
-    smallest = 64 if backend == "triton" else 128
+    smallest = 128 if backend == "mosaic_tpu" else 64
     sizes = sizes.with_rows(max(min(smallest, sizes.rows), sizes.rows // 2))
   return sizes
 
