@@ -39,6 +39,14 @@ def bench(parser: argparse.ArgumentParser) -> None:
       which.add_argument(
         "--checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP
       )
+    else:
+      sub.add_argument(
+        "--target",
+        metavar="NAME",
+        default="",
+        help="compile for a device that is not here and show what the compiler "
+        "tells: h100, a100, v5e:2x2, v6e:2x2, ...",
+      )
     names = {field.name for field in dataclasses.fields(cls)}
     fields.add_fields(sub, cls, *(names - {"model", "config"}))
     common.add_json(sub)
