@@ -152,21 +152,18 @@ def _variants(
     share = 1.0 if every_head else share
     return chosen_form(options, mode, length, share, name)
 
-  variants = []
+  contests = []
   for budget in (None, *options.budgets()):
     share = 1.0 if budget is None else budget.share
     active = make_arrays(functools.partial(_active, budget, shape))
     arrays = *qkv, cotangent, active
-    pairs = round(every_pair * share)
-    expected, comparable = None, lambda found: found
+    pairs, comparable = round(every_pair * share), lambda found: found
     if not is_absent():
       mask = jnp.ones(shape, bool) if active is None else active.mask
       # Inactive heads have a gate of 0, so they receive no gradient.
       arrays = *qkv, jnp.where(mask[..., None], cotangent, 0), active
-      expected = reference(*arrays[:4])
       comparable = functools.partial(_without_inactive, mask=mask)
-    variants += compare.compile_forms(
-      options,
+    contests.append(
       Contest(
         budget,
         form=functools.partial(form, share),
@@ -174,11 +171,11 @@ def _variants(
         args=arrays,
         flops=attention_flops(pairs, length, dim, mode),
         moved=functools.partial(moved, pairs),
-        expected=expected,
+        expected=lambda _, arrays=arrays: reference(*arrays[:4]),
         comparable=comparable,
-      ),
+      )
     )
-  return variants
+  return compare.compile_forms(options, contests)
 
 
 def _active(budget: HeadBudget | None, shape: tuple) -> ActiveHeads | None:

@@ -2,21 +2,15 @@
 
 import dataclasses
 import itertools
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moh_jax.ops.attention_forms import Form
 from moh_jax.ops.routing import HeadBudget
 from moh_jax.ops.target import target
-from moh_jax.speed import exactness, timing
+from moh_jax.speed import exactness, programs, timing
 from moh_jax.speed.options import HeadOptions
-from moh_jax.speed.programs import (
-  Program,
-  compile_program,
-  default_loops,
-  is_absent,
-)
+from moh_jax.speed.programs import Program
 from moh_jax.speed.report import Row
 
 
@@ -67,8 +61,8 @@ class Contest:
     args: arrays that every form evaluates.
     flops: FLOPs of one evaluation, of the active heads.
     moved: maps whether a form packs to the least bytes that it moves.
-    expected: (outputs, gradients) that the forms should return; None takes
-      those of the first form, which computes every head.
+    expected: maps the (outputs, gradients) of the first form, which computes
+      every head, to those that all should return.
     comparable: selects what is compared from (outputs, gradients).
   """
 
@@ -79,7 +73,7 @@ class Contest:
   flops: float
   moved: Callable[[bool], float]
   routed_baselines: bool = False
-  expected: Any = None
+  expected: Callable[[Any], Any] = lambda first: first
   comparable: Callable[[Any], Any] = lambda found: found
 
   def entries(self, options: HeadOptions) -> list[tuple[str, bool, Form]]:
@@ -99,35 +93,45 @@ class Contest:
     return entries
 
 
-def compile_forms(options: HeadOptions, contest: Contest) -> list[Variant]:
-  """Compiles every form for one head split, and measures its errors.
+def compile_forms(
+  options: HeadOptions, contests: Sequence[Contest]
+) -> list[Variant]:
+  """Compiles every form of head splits, and measures its errors.
 
   A form that fails has a fault in place of a program.
 
   Args:
     options: options of the command; they name the forms.
-    contest: what the forms compute.
+    contests: what the forms compute, with each head split.
   """
-  expected, variants = contest.expected, []
-  for name, every_head, form in contest.entries(options):
-    program, errors = None, (None, None)
+  entries = [
+    (contest, *entry)
+    for contest in contests
+    for entry in contest.entries(options)
+  ]
+  compiled = programs.finish_all(
+    [
+      _lower(contest, name, every_head)
+      for contest, name, every_head, _ in entries
+    ]
+  )
+  variants, current, expected = [], None, None
+  for (contest, name, every_head, form), program in zip(entries, compiled):
+    errors = (None, None)
     try:
-      program = compile_program(
-        contest.evaluation(name, every_head),
-        *contest.args,
-        loops=default_loops(contest.flops),
-      )
+      if isinstance(program, Exception):
+        raise program
       if program.run is not None:
         found = program.run()
-        expected = found if expected is None else expected
+        if contest is not current:
+          current, expected = contest, contest.expected(found)
         errors = exactness.compare(
           contest.comparable(found),
           contest.comparable(expected),
           options.dtype,
         )
     except Exception as error:  # compilers and drivers share no error class
-      why = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
-      program, errors = None, (None, f"does not run: {why}")
+      program, errors = None, (None, programs.failure(error))
     variants.append(
       Variant(
         name,
@@ -143,6 +147,25 @@ def compile_forms(options: HeadOptions, contest: Contest) -> list[Variant]:
       )
     )
   return variants
+
+
+def _lower(
+  contest: Contest, name: str, every_head: bool
+) -> Callable[[], Program]:
+  """Traces a form; an error is raised when the program is to be compiled."""
+  try:
+    return programs.lower_program(
+      contest.evaluation(name, every_head),
+      *contest.args,
+      loops=programs.default_loops(contest.flops),
+    )
+  except Exception as error:  # compilers share no error class
+    fault = error
+
+  def fail() -> Program:
+    raise fault
+
+  return fail
 
 
 def measure_heads(
@@ -178,7 +201,7 @@ def measure_heads(
 
 def measure_models(
   models: Mapping[str, Any],
-  programs: Mapping[str, Program],
+  compiled: Mapping[str, Program],
   *others: Variant,
   **options: Any,
 ) -> list[Row]:
@@ -186,7 +209,7 @@ def measure_models(
 
   Args:
     models: model sections by name of the form; "mha" is the baseline.
-    programs: the program of each.
+    compiled: the program of each.
     *others: further programs to time with them.
     **options: of `measure`.
   """
@@ -198,7 +221,7 @@ def measure_models(
       mha=name == "mha",
       baseline=name == "dense",
     )
-    for name, program in programs.items()
+    for name, program in compiled.items()
   ]
   return measure([*variants, *others], op="model", min_seconds=0.0, **options)
 
@@ -264,7 +287,7 @@ def measure(
         share=variant.share,
         implementation="mha" if index == fastest else variant.implementation,
         every_head=None if variant.packs is None else not variant.packs,
-        measured=not is_absent(),
+        measured=not programs.is_absent(),
         flops=variant.flops,
         peak_bytes=program.bytes,
         temporary_bytes=program.temporary_bytes,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from moh_jax.ops.attention_forms import Form
 from moh_jax.ops.cache import LayerCache, make_cache, write_cache
 from moh_jax.ops.cached_attention import cached_attention
+from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.speed import compare
 from moh_jax.speed.attention import (
   attention_flops,
@@ -60,16 +61,13 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
   if not is_absent():
     reference = make_reference("forward")
     expected, _ = reference(q, *_keys_and_values(cache))
-  variants = []
+  contests = []
   for budget in (None, *options.budgets()):
-    active, gated, share = None, expected, 1.0
+    active, share = None, 1.0
     if budget is not None:
       active = make_arrays(lambda b=budget: random_active(b, batch, 1))
       share = budget.share
-      if expected is not None:
-        gated = expected * active.mask[..., None]
-    variants += compare.compile_forms(
-      options,
+    contests.append(
       Contest(
         budget,
         form=lambda name, every_head, budget=budget: Form(
@@ -82,10 +80,15 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
         moved=lambda packs, share=share: decode_bytes(
           options, length, _read(options, share) if packs else 1.0
         ),
-        expected=None if gated is None else (gated, ()),
-      ),
+        expected=lambda _, active=active: (_gated(expected, active), ()),
+      )
     )
-  return variants
+  return compare.compile_forms(options, contests)
+
+
+def _gated(out: jax.Array, active: ActiveHeads | None) -> jax.Array:
+  """Outputs times gates, which are 1 where heads are active."""
+  return out if active is None else out * active.mask[..., None]
 
 
 def _read(options: DecodeOptions, share: float) -> float:
@@ -112,7 +115,7 @@ def _evaluation(name: str, every_head: bool) -> Callable:
   def run(q, cache, visible, active):
     read = None if every_head else active
     out = cached_attention(q, cache, visible, active=read, implementation=name)
-    return out if active is None else out * active.mask[..., None], ()
+    return _gated(out, active), ()
 
   return run
 

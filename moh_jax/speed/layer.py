@@ -130,7 +130,7 @@ def _variants(
       for key in jax.random.split(jax.random.key(0))
     ]
   )
-  variants = []
+  contests = []
   for split in params:  # None is multi-head attention
     share = 1.0 if split is None else split.share
     flops = layer_flops(
@@ -142,8 +142,7 @@ def _variants(
       routed=split is not None,
       mode=mode,
     )
-    variants += compare.compile_forms(
-      options,
+    contests.append(
       Contest(
         split,
         form=lambda name, every_head, share=share: chosen_form(
@@ -156,9 +155,9 @@ def _variants(
           options, share, share if packs else 1.0, length, mode
         ),
         routed_baselines=True,
-      ),
+      )
     )
-  return variants
+  return compare.compile_forms(options, contests)
 
 
 def _module(

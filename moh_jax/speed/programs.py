@@ -1,10 +1,13 @@
 """Compiled programs to time, and the device's peaks to judge them by."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,11 +69,60 @@ def compile_program(function: Callable, *args: Any, loops: int = 1) -> Program:
     loops: evaluations in one call, one after another; the call returns the
       value of the last one.
   """
+  return lower_program(function, *args, loops=loops)()
+
+
+def lower_program(
+  function: Callable, *args: Any, loops: int = 1
+) -> Callable[[], Program]:
+  """Traces a function, and returns what compiles it: in any thread.
+
+  Args:
+    function: as for `compile_program`, as are all arguments.
+    *args: its arguments.
+    loops: evaluations in one call.
+  """
   absent = is_absent()
   # Autotuning runs kernels, for which there is no device.
   quick = absent and target().platform == "gpu"
   options = {"xla_gpu_autotune_level": 0} if quick else None
-  compiled = jax.jit(function).lower(*args).compile(compiler_options=options)
+  once, looped = jax.jit(function).lower(*args), None
+  if loops > 1 and not absent:
+    looped = jax.jit(_loop(function, loops)).lower(*args)
+
+  def finish() -> Program:
+    compiled = once.compile(compiler_options=options)
+    program = _describe(compiled)
+    if absent:
+      return program
+    run = compiled if looped is None else looped.compile()
+    return dataclasses.replace(program, run=lambda: run(*args), loops=loops)
+
+  return finish
+
+
+def finish_all(
+  lowered: Sequence[Callable[[], Program]],
+) -> list[Program | Exception]:
+  """Compiles programs at the same time; those that fail give their error."""
+
+  def finish(compile_it: Callable[[], Program]) -> Program | Exception:
+    try:
+      return compile_it()
+    except Exception as error:  # compilers and drivers share no error class
+      return error
+
+  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    return list(pool.map(finish, lowered))
+
+
+def failure(error: Exception) -> str:
+  """One line that says why a program does not run."""
+  return textwrap.shorten(f"does not run: {type(error).__name__}: {error}", 300)
+
+
+def _describe(compiled: jax.stages.Compiled) -> Program:
+  """What the compiler tells of one evaluation."""
   text = compiled.as_text() or ""
   kernels = collections.Counter(
     name
@@ -81,20 +133,14 @@ def compile_program(function: Callable, *args: Any, loops: int = 1) -> Program:
   if not kernels and " while(" not in text:
     moved = (compiled.cost_analysis() or {}).get("bytes accessed")
   memory = compiled.memory_analysis()
-  size = (
-    memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    + memory.temp_size_in_bytes
-  )
-  if loops > 1 and not absent:
-    compiled = jax.jit(_loop(function, loops)).lower(*args).compile()
   return Program(
-    None if absent else lambda: compiled(*args),
-    loops,
-    size,
-    memory.temp_size_in_bytes,
-    None if moved is None else int(moved),
-    dict(kernels),
+    None,
+    bytes=memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    + memory.temp_size_in_bytes,
+    temporary_bytes=memory.temp_size_in_bytes,
+    moved_bytes=None if moved is None else int(moved),
+    kernels=dict(kernels),
   )
 
 

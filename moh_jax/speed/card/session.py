@@ -14,7 +14,7 @@ from moh_jax._version import __version__
 from moh_jax.ops.kernels import sizes
 from moh_jax.speed import timing
 from moh_jax.speed.card.scale import Scale
-from moh_jax.speed.card.stages import TILES_FILE, Stage, stages
+from moh_jax.speed.card.stages import TILES_FILE, stages
 from moh_jax.speed.card.store import Store, rows_of
 
 
@@ -72,7 +72,8 @@ def run(
 ) -> Outcome:
   """Runs the stages that are not done yet, as long as there is time.
 
-  A stage begins only before the minutes are over, so the last one ends later.
+  A stage begins only if the last one of its kind would have ended in time; the
+  first of a kind begins before the minutes are over.
 
   Args:
     store: results of an earlier run are taken from it, new ones written to it.
@@ -81,39 +82,49 @@ def run(
     report: called with a line for each stage that ran or failed.
   """
   outcome, end = Outcome(), time.perf_counter() + 60 * minutes
+  took: dict[str, float] = {}  # seconds of the last stage of each kind
+  tiles = _use_tiles(store, "")
   for stage in stages(scale, store):
+    kind = stage.name.partition("_")[0]
     result = store.read(stage.name)
-    if result is None and time.perf_counter() >= end:
+    start = time.perf_counter()
+    if result is None and start + took.get(kind, 0.0) >= end:
       outcome.left.append(stage.name)
       continue
-    _use_tiles(store)
     if result is None:
       try:
-        result = _measure(stage, store, report)
+        result = stage.measure()
+        store.write(stage.name, result)
       except Exception as error:  # compilers and drivers share no error class
         why = f"{type(error).__name__}: {error}"
         outcome.failed[stage.name] = textwrap.shorten(why, 300)
         report(f"{stage.name} failed: {outcome.failed[stage.name]}")
         continue
+      finally:
+        took[kind] = time.perf_counter() - start
+        gc.collect()  # arrays that a traceback or a cycle still holds
+      report(f"{stage.name}: {took[kind]:.1f} s")
+      tiles = _use_tiles(store, tiles)
     outcome.results[stage.name] = result
   return outcome
 
 
-def _measure(
-  stage: Stage, store: Store, report: Callable[[str], None]
-) -> dict[str, Any]:
-  start = time.perf_counter()
-  result = stage.measure()
-  store.write(stage.name, result)
-  report(f"{stage.name}: {time.perf_counter() - start:.1f} s")
-  gc.collect()  # arrays that a traceback or a cycle still holds
-  return result
+def _use_tiles(store: Store, used: str) -> str:
+  """Makes the kernels use the tiles that were tuned, if the user named none.
 
+  Args:
+    store: the folder where they are, if there are any.
+    used: content of the file that is in use; "" for none.
 
-def _use_tiles(store: Store) -> None:
-  """Makes the kernels use the tiles that were tuned, if the user named none."""
+  Returns:
+    The content that is in use now.
+  """
   path = store.folder / TILES_FILE
-  if path.exists() and sizes.FILE_VARIABLE not in os.environ:
-    os.environ[sizes.FILE_VARIABLE] = str(path)
+  named = os.environ.get(sizes.FILE_VARIABLE, str(path))
+  if named != str(path) or not path.exists() or path.read_text() == used:
+    return used
+  sizes.read(path)  # a damaged file is an error here, not in every stage
+  os.environ[sizes.FILE_VARIABLE] = str(path)
   sizes.measured.cache_clear()
   jax.clear_caches()  # compiled programs have the tiles of before
+  return path.read_text()

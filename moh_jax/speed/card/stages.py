@@ -49,14 +49,15 @@ def stages(scale: Scale, store: Store) -> Iterator[Stage]:
   yield Stage(PEAKS, functools.partial(_peaks, scale))
   for dtype in scale.dtypes:
     for dim in _exact_dims(scale, dtype):
+      forms = _exact_forms(first=dim == scale.exact_head_dims[0])
       yield Stage(
         f"exact_{dtype}_{dim}",
-        functools.partial(exact.measure, scale.exact_tokens, dtype, dim),
+        functools.partial(exact.measure, scale.exact_tokens, dtype, dim, forms),
       )
   first = scale.lengths[: scale.first_lengths]
   yield from _cores(scale, store, MODES[:1], first)
   models = [_model(store, scale, case) for case in scale.models]
-  yield from models[:1]
+  yield from models[:3]
   yield from _decodes(scale, store, scale.slots[:1])
   if jax.default_backend() != "cpu":
     for dim in scale.head_dims:
@@ -64,7 +65,6 @@ def stages(scale: Scale, store: Store) -> Iterator[Stage]:
       yield Stage(f"tiles_{dim}", measure)
   yield from _cores(scale, store, MODES[1:3], first)
   yield from _layers(scale, store)
-  yield from models[1:3]
   yield from _cores(scale, store, MODES[:3], scale.lengths[len(first) :])
   yield from _decodes(scale, store, scale.slots[1:])
   yield from models[3:]
@@ -82,6 +82,17 @@ def _exact_dims(scale: Scale, dtype: str) -> tuple[int, ...]:
   """Float32 takes other tiles, but no other path at larger head dims."""
   dims = scale.exact_head_dims
   return dims if dtype == scale.dtypes[0] else dims[:1]
+
+
+def _exact_forms(*, first: bool) -> tuple[str, ...]:
+  """Forms whose exactness is checked with a head dim.
+
+  Those of plain XLA are the same at all, so the first one does for them.
+  """
+  plain = ("dense", "packed") if first else ()
+  if target().platform == "cpu":
+    return plain  # a kernel would be interpreted, in minutes
+  return (*plain, "kernel", "cudnn")
 
 
 def _cores(
