@@ -109,12 +109,15 @@ def compile_forms(
     for contest in contests
     for entry in contest.entries(options)
   ]
-  compiled = programs.finish_all(
-    [
-      _lower(contest, name, every_head)
-      for contest, name, every_head, _ in entries
-    ]
-  )
+  lowered = [
+    programs.try_lowering(
+      contest.evaluation(name, every_head),
+      *contest.args,
+      loops=programs.default_loops(contest.flops),
+    )
+    for contest, name, every_head, _ in entries
+  ]
+  compiled = programs.finish_all(lowered)
   variants, current, expected = [], None, None
   for (contest, name, every_head, form), program in zip(entries, compiled):
     errors = (None, None)
@@ -147,25 +150,6 @@ def compile_forms(
       )
     )
   return variants
-
-
-def _lower(
-  contest: Contest, name: str, every_head: bool
-) -> Callable[[], Program]:
-  """Traces a form; an error is raised when the program is to be compiled."""
-  try:
-    return programs.lower_program(
-      contest.evaluation(name, every_head),
-      *contest.args,
-      loops=programs.default_loops(contest.flops),
-    )
-  except Exception as error:  # compilers share no error class
-    fault = error
-
-  def fail() -> Program:
-    raise fault
-
-  return fail
 
 
 def measure_heads(

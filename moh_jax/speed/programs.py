@@ -101,6 +101,21 @@ def lower_program(
   return finish
 
 
+def try_lowering(
+  function: Callable, *args: Any, loops: int = 1
+) -> Callable[[], Program]:
+  """Like `lower_program`, but what is returned raises the errors of tracing."""
+  try:
+    return lower_program(function, *args, loops=loops)
+  except Exception as error:  # compilers share no error class
+    fault = error
+
+  def fail() -> Program:
+    raise fault
+
+  return fail
+
+
 def finish_all(
   lowered: Sequence[Callable[[], Program]],
 ) -> list[Program | Exception]:
