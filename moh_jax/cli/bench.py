@@ -13,11 +13,20 @@ from moh_jax.data.infer import resolve
 from moh_jax.runtime import checkpoint
 from moh_jax.speed import report, timing
 from moh_jax.speed.options import ModelOptions
-from moh_jax.speed.programs import exact_products, matrix_peak
+from moh_jax.speed.programs import (
+  compiling_for,
+  exact_products,
+  matrix_peak,
+  memory_peak,
+)
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints a table of what was measured; 1 if any of it is not exact."""
+  if args.op == "card":
+    from moh_jax.cli import bench_card
+
+    return bench_card.run(args)
   if args.plot:
     report.check_plot(args.plot)
   result = (_run_model if args.op == "model" else _run_heads)(args)
@@ -36,14 +45,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_heads(args: argparse.Namespace) -> dict[str, Any]:
   _, kind = OPS[args.op]
-  options = kind(**fields.given_fields(args, kind))
   module = importlib.import_module(f"moh_jax.speed.{args.op}")
-  with exact_products(options.dtype):
-    peak = matrix_peak(options.dtype)
-    rows = module.measure(options, peak)
+  with compiling_for(args.target):
+    options = kind(**fields.given_fields(args, kind))
+    peaks = {}
+    with exact_products(options.dtype):
+      if not args.target:
+        peaks = {
+          "matrix_peak": matrix_peak(options.dtype),
+          "memory_peak": memory_peak(),
+        }
+      rows = module.measure(options, *(peaks.values() or (None, None)))
   return {
     "machine": timing.machine(),
-    "matrix_peak": peak,
+    **peaks,
+    "target": args.target,
     "settings": dataclasses.asdict(options),
     "rows": rows,
   }
@@ -69,6 +85,12 @@ def _print(result: dict[str, Any]) -> None:
   if "matrix_peak" in result:
     dtype = result["settings"]["dtype"]
     print(f"matrix peak: {result['matrix_peak'] / 1e9:,.1f} GFLOP/s ({dtype})")
+  if result.get("memory_peak"):
+    print(f"memory peak: {result['memory_peak'] / 1e9:,.1f} GB/s")
+  if result.get("target"):
+    print(
+      f"compiled for {result['rows'][0].device}, which is not here: no times"
+    )
   for part in ("train_step", "sampler"):
     for name, value in result.get(part, {}).items():
       print(f"{part} {name}: {value:,.3f}".rstrip("0").rstrip("."))

@@ -21,8 +21,9 @@ def run(args: argparse.Namespace) -> int:
   device = target()
   if device.platform not in ("gpu", "tpu"):
     raise ValueError(f"the kernels run on GPUs and TPUs, not on {device.kind}")
-  backend = kernel_options(device)["backend"]
   for workload in workloads:
+    options = kernel_options(device, workload.dtype, workload.head_dim)
+    backend = options["backend"]
     sizes = tune(workload, backend, report=print)
     key = Key(backend, device.kind, workload.head_dim, workload.dtype)
     write(out, {key: sizes})

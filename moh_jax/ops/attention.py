@@ -109,7 +109,8 @@ def attention(
   else:
     blocks = head_blocks(active, form.rows)
   if form.name == "kernel":
-    options = kernel_options(case.target)
+    same = q.dtype == k.dtype == v.dtype
+    options = kernel_options(case.target, case.dtype if same else "", dim)
     return kernel_attention(q, k, v, visible, blocks, scale, **options)
   dtype = v.dtype
   if case.target.platform == "cpu":

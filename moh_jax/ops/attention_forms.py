@@ -23,6 +23,7 @@ from typing import Any
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops import splash
 from moh_jax.ops.crossovers import largest_share
+from moh_jax.ops.kernels import hopper
 from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, block_sizes
 from moh_jax.ops.target import Target
 
@@ -153,12 +154,15 @@ def choose_cached_form(
 
 
 def kernel_options(
-  device: Target,
+  device: Target, dtype: str = "", head_dim: int = 0
 ) -> dict[str, Any]:
   """The keyword arguments with which the functions of kernels run on a device.
 
   Args:
     device: the device.
+    dtype: name of the dtype of queries, keys and values; without it the back
+      end is one that serves all.
+    head_dim: D.
 
   Returns:
     "backend", the back end of Pallas, and "interpret", True on a CPU.
@@ -172,6 +176,8 @@ def kernel_options(
       f"{', '.join(MAX_LOGITS_BYTES)}, this is a {device.platform}"
     )
   backend = "mosaic_tpu" if device.platform == "tpu" else "triton"
+  if device.is_hopper and dtype and hopper.supports(dtype, head_dim):
+    backend = "mosaic_gpu"
   # A CPU interprets GPU kernels, slowly.
   return {"backend": backend, "interpret": device.platform == "cpu"}
 
@@ -218,7 +224,7 @@ def _packing_pays(case: AttentionCase, form: Form) -> bool:
   backend = {"packed": "xla", "cudnn": "cudnn"}.get(form.name)
   limit = largest_share(
     case.target,
-    backend or kernel_options(case.target)["backend"],
+    backend or _kernel_backend(case),
     case.dtype,
     case.head_dim,
     case.queries,
@@ -237,13 +243,17 @@ def _is_small(case: AttentionCase) -> bool:
   return case.logits_bytes <= MAX_LOGITS_BYTES.get(case.target.platform, 0)
 
 
+def _kernel_backend(case: AttentionCase) -> str:
+  return kernel_options(case.target, case.dtype, case.head_dim)["backend"]
+
+
 def _hides(case: AttentionCase) -> bool:
   """Whether the rows of a head cannot be a sequence of their own in cuDNN."""
   return case.causal or case.masked or case.biased
 
 
 def _kernel_form(case: AttentionCase, *, packs: bool) -> Form:
-  backend = kernel_options(case.target)["backend"]
+  backend = _kernel_backend(case)
   per_head = int(case.queries * case.share) if packs else case.queries
   sizes = block_sizes(backend, case.head_dim, case.dtype, per_head)
   return Form("kernel", packs, sizes.rows)

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
+from moh_jax.ops.attention_forms import AttentionCase, Form, choose_form
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import top_k_mask
+from moh_jax.ops.target import target
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import compare
-from moh_jax.speed.compare import Variant
+from moh_jax.speed.compare import Contest, Variant
 from moh_jax.speed.options import SequenceOptions
+from moh_jax.speed.programs import is_absent, make_arrays
 from moh_jax.speed.report import Row
 
 
@@ -48,6 +51,56 @@ def passes(mode: str) -> int:
   return 3 if "backward" in mode else 1
 
 
+def attention_bytes(
+  pairs: int, keys: int, head_dim: int, itemsize: int, mode: str = "forward"
+) -> float:
+  """Least bytes that attention reads and writes.
+
+  Forward, each (token, head) pair has a query and an output, and each of the
+  batch's (key, head) pairs a key and a value. The backward pass reads these
+  again with the output's cotangent, and writes three gradients.
+
+  Args:
+    pairs: (token, head) pairs that are computed.
+    keys: (key, key/value head) pairs of the batch.
+    head_dim: head dim, D.
+    itemsize: bytes of a number.
+    mode: one of `options.MODES`.
+  """
+  numbers = passes(mode) * 2 * (pairs + keys)
+  return numbers * head_dim * itemsize
+
+
+def chosen_form(
+  options: SequenceOptions,
+  mode: str,
+  length: int,
+  share: float,
+  name: str,
+) -> Form:
+  """The form that the library chooses for a benchmark's arrays.
+
+  Args:
+    options: options of the benchmark.
+    mode: one of `options.MODES`.
+    length: tokens of a sequence.
+    share: active heads over all heads; 1 where every head is computed.
+    name: the implementation that is asked for.
+  """
+  case = AttentionCase(
+    target=target(),
+    batch=options.batch,
+    queries=length,
+    keys=length,
+    num_heads=options.heads,
+    head_dim=options.head_dim,
+    share=share,
+    causal="causal" in mode,
+    dtype=options.dtype,
+  )
+  return choose_form(name, case)
+
+
 def random_active(budget: HeadBudget, batch: int, tokens: int) -> ActiveHeads:
   """Samples active heads [B, N, H]: each routed head is equally likely."""
   scores = jax.random.normal(jax.random.key(3), (batch, tokens, budget.routed))
@@ -56,15 +109,18 @@ def random_active(budget: HeadBudget, batch: int, tokens: int) -> ActiveHeads:
   return ActiveHeads(mask, budget.active)
 
 
-def measure(options: SequenceOptions, peak: float) -> list[Row]:
-  """Compares forms of attention with dense and multi-head attention.
+def measure(
+  options: SequenceOptions, peak: float | None, memory: float | None = None
+) -> list[Row]:
+  """Compares forms of attention with multi-head attention.
 
   Args:
     options: options of `bench attention`.
     peak: the device's matrix peak, FLOP/s.
+    memory: the speed of its memory, bytes/s.
   """
   variants = functools.partial(_variants, options)
-  return compare.measure_heads(options, "attention", variants, peak)
+  return compare.measure_heads(options, "attention", variants, peak, memory)
 
 
 def _random_arrays(options: SequenceOptions, length: int) -> list[jax.Array]:
@@ -82,36 +138,59 @@ def _random_arrays(options: SequenceOptions, length: int) -> list[jax.Array]:
 def _variants(
   options: SequenceOptions, mode: str, length: int
 ) -> list[Variant]:
-  *qkv, cotangent = _random_arrays(options, length)
+  *qkv, cotangent = make_arrays(lambda: _random_arrays(options, length))
+  shape, dim = cotangent.shape[:3], options.head_dim
+  every_pair, keys = cotangent.size // dim, qkv[1].size // dim
+  itemsize = jnp.dtype(options.dtype).itemsize
   reference = make_reference(mode)
-  variants = []
+
+  def moved(pairs: int, packs: bool) -> float:
+    computed = pairs if packs else every_pair
+    return attention_bytes(computed, keys, dim, itemsize, mode)
+
+  def form(share: float, name: str, every_head: bool) -> Form:
+    share = 1.0 if every_head else share
+    return chosen_form(options, mode, length, share, name)
+
+  contests = []
   for budget in (None, *options.budgets()):
-    active, mask, share = None, jnp.ones(cotangent.shape[:3], bool), 1.0
-    if budget is not None:
-      active, share = random_active(budget, *mask.shape[:2]), budget.share
-      mask = active.mask
-    # Inactive heads have a gate of 0, so they receive no gradient.
-    arrays = *qkv, jnp.where(mask[..., None], cotangent, 0)
-    variants += compare.compile_forms(
-      options,
-      budget,
-      functools.partial(_evaluation, mode=mode),
-      (*arrays, active),
-      flops=attention_flops(
-        round(mask.size * share), length, options.head_dim, mode
-      ),
-      expected=reference(*arrays),
-      comparable=functools.partial(_without_inactive, mask=mask),
+    share = 1.0 if budget is None else budget.share
+    active = make_arrays(functools.partial(_active, budget, shape))
+    arrays = *qkv, cotangent, active
+    pairs, comparable = round(every_pair * share), lambda found: found
+    if not is_absent():
+      mask = jnp.ones(shape, bool) if active is None else active.mask
+      # Inactive heads have a gate of 0, so they receive no gradient.
+      arrays = *qkv, jnp.where(mask[..., None], cotangent, 0), active
+      comparable = functools.partial(_without_inactive, mask=mask)
+    contests.append(
+      Contest(
+        budget,
+        form=functools.partial(form, share),
+        evaluation=functools.partial(_evaluation, mode=mode),
+        args=arrays,
+        flops=attention_flops(pairs, length, dim, mode),
+        moved=functools.partial(moved, pairs),
+        expected=lambda _, arrays=arrays: reference(*arrays[:4]),
+        comparable=comparable,
+      )
     )
-  return variants
+  return compare.compile_forms(options, contests)
 
 
-def _evaluation(name: str, mode: str) -> Callable:
+def _active(budget: HeadBudget | None, shape: tuple) -> ActiveHeads | None:
+  return None if budget is None else random_active(budget, *shape[:2])
+
+
+def _evaluation(name: str, every_head: bool, *, mode: str) -> Callable:
   """Makes the function (q, k, v, cotangent, active) -> (outputs, gradients)."""
 
   def run(q, k, v, cotangent, active):
     attend = functools.partial(
-      attention, active=active, causal="causal" in mode, implementation=name
+      attention,
+      active=None if every_head else active,
+      causal="causal" in mode,
+      implementation=name,
     )
     return _evaluate(attend, mode, (q, k, v), cotangent)
 

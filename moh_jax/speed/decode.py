@@ -4,10 +4,12 @@ Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from moh_jax.ops.attention_forms import Form
 from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
@@ -17,38 +19,85 @@ from moh_jax.speed.attention import (
   make_reference,
   random_active,
 )
-from moh_jax.speed.compare import Variant
+from moh_jax.speed.compare import Contest, Variant
 from moh_jax.speed.options import DecodeOptions
+from moh_jax.speed.programs import is_absent, make_arrays
 from moh_jax.speed.report import Row
 
 
-def _gated(
-  q: jax.Array,
-  cache: LayerCache,
-  slots: Slots,
-  active: ActiveHeads | None,
-  implementation: str,
-) -> tuple[jax.Array, tuple]:
-  """Returns (output, no gradients) of gated attention; active gates are 1."""
-  out = cached_attention(
-    q, cache, slots, active=active, implementation=implementation
-  )
-  return out if active is None else out * active.mask[..., None], ()
+def decode_bytes(options: DecodeOptions, slots: int, read: float) -> float:
+  """Bytes of the cache that one new token per text reads.
+
+  Args:
+    options: options of `bench decode`.
+    slots: slots of the cache, all visible.
+    read: key/value heads that are read over all of them.
+  """
+  dtype = options.cache_dtype or options.dtype
+  scale = 4 if dtype == "int8" else 0  # a float32 for each slot and head
+  head = slots * (options.head_dim * jnp.dtype(dtype).itemsize + scale)
+  return 2 * options.batch * options.num_kv_heads * head * read
 
 
-def measure(options: DecodeOptions, peak: float) -> list[Row]:
+def measure(
+  options: DecodeOptions, peak: float | None, memory: float | None = None
+) -> list[Row]:
   """Compares gated attention to a cache with multi-head attention to it.
 
   Args:
     options: options of `bench decode`.
     peak: the device's matrix peak, FLOP/s.
+    memory: the speed of its memory, bytes/s.
   """
   variants = functools.partial(_variants, options)
-  return compare.measure_heads(options, "decode", variants, peak)
+  return compare.measure_heads(options, "decode", variants, peak, memory)
 
 
 def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
   del mode  # there is only one
+  batch, heads, dim = options.batch, options.heads, options.head_dim
+  q, cache, slots = make_arrays(lambda: _arrays(options, length))
+  expected = None
+  if not is_absent():
+    reference = make_reference("forward")
+    expected, _ = reference(q, *_keys_and_values(cache))
+  contests = []
+  for budget in (None, *options.budgets()):
+    active, share = None, 1.0
+    if budget is not None:
+      active = make_arrays(lambda b=budget: random_active(b, batch, 1))
+      share = budget.share
+    contests.append(
+      Contest(
+        budget,
+        form=lambda name, every_head, budget=budget: Form(
+          name, packs=name == "kernel" and not every_head
+        ),
+        evaluation=_evaluation,
+        args=(q, cache, slots, active),
+        # A new token sees every slot, so the mode is not causal.
+        flops=attention_flops(round(batch * heads * share), length, dim),
+        moved=lambda packs, share=share: decode_bytes(
+          options, length, _read(options, share) if packs else 1.0
+        ),
+        expected=lambda _, active=active: (_gated(expected, active), ()),
+      )
+    )
+  return compare.compile_forms(options, contests)
+
+
+def _gated(out: jax.Array, active: ActiveHeads | None) -> jax.Array:
+  """Outputs times gates, which are 1 where heads are active."""
+  return out if active is None else out * active.mask[..., None]
+
+
+def _read(options: DecodeOptions, share: float) -> float:
+  """Expected share of the key/value heads that some active head reads."""
+  return 1 - (1 - share) ** (options.heads // options.num_kv_heads)
+
+
+def _arrays(options: DecodeOptions, length: int) -> tuple:
+  """Queries, a full cache, and the slots that are visible: all."""
   batch, heads, dim = options.batch, options.heads, options.head_dim
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (batch, 1, heads, dim), options.dtype)
@@ -57,25 +106,18 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
   shape = batch, length, groups, dim
   new = (jax.random.normal(key, shape) for key in keys[1:])
   cache = write_cache(cache, *new, jnp.int32(0))
-  slots = Slots(jnp.int32(length - 1), jnp.zeros(batch, jnp.int32))
-  reference = make_reference("forward")
-  expected, _ = reference(q, *_keys_and_values(cache))
-  variants = []
-  for budget in (None, *options.budgets()):
-    active, gated, share = None, expected, 1.0
-    if budget is not None:
-      active, share = random_active(budget, batch, 1), budget.share
-      gated = expected * active.mask[..., None]
-    variants += compare.compile_forms(
-      options,
-      budget,
-      lambda name: functools.partial(_gated, implementation=name),
-      (q, cache, slots, active),
-      # A new token sees every slot, so the mode is not causal.
-      flops=attention_flops(round(batch * heads * share), length, dim),
-      expected=(gated, ()),
-    )
-  return variants
+  return q, cache, Slots(jnp.int32(length - 1), jnp.zeros(batch, jnp.int32))
+
+
+def _evaluation(name: str, every_head: bool) -> Callable:
+  """Makes the function (q, cache, slots, active) -> (outputs, ())."""
+
+  def run(q, cache, slots, active):
+    read = None if every_head else active
+    out = cached_attention(q, cache, slots, active=read, implementation=name)
+    return _gated(out, active), ()
+
+  return run
 
 
 def _keys_and_values(cache: LayerCache) -> tuple[jax.Array, jax.Array]:

@@ -14,11 +14,17 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
+from moh_jax.layers.router import HeadChoice
 from moh_jax.speed import compare
-from moh_jax.speed.attention import attention_flops, passes
-from moh_jax.speed.compare import Variant
+from moh_jax.speed.attention import (
+  attention_bytes,
+  attention_flops,
+  chosen_form,
+  passes,
+)
+from moh_jax.speed.compare import Contest, Variant
 from moh_jax.speed.options import LayerOptions
-from moh_jax.speed.programs import jit_once
+from moh_jax.speed.programs import jit_once, make_arrays
 from moh_jax.speed.report import Row
 
 _BALANCE_WEIGHT = 0.01
@@ -64,17 +70,51 @@ def layer_flops(
   )
 
 
-def measure(options: LayerOptions, peak: float) -> list[Row]:
+def layer_bytes(
+  options: LayerOptions, share: float, computed: float, length: int, mode: str
+) -> float:
+  """Least bytes that a layer reads and writes.
+
+  To those of its attention come the float32 weights, the tokens, read and
+  written, and of the heads of the active queries the queries, keys and values
+  that the projections write and the outputs that the mixing reads. Both passes
+  take three times as many.
+
+  Args:
+    options: options of the benchmark.
+    share: active heads over all heads.
+    computed: heads that attention computes over all heads.
+    length: tokens of a sequence.
+    mode: one of `options.MODES`.
+  """
+  tokens, itemsize = options.batch * length, jnp.dtype(options.dtype).itemsize
+  heads, groups, dim = options.heads, options.num_kv_heads, options.head_dim
+  weights = 4 * 2 * options.features * dim * (heads + groups)
+  values = 2 * options.features + 2 * dim * (heads * share + groups)
+  return passes(mode) * (
+    weights + tokens * values * itemsize
+  ) + attention_bytes(
+    round(tokens * heads * computed), tokens * groups, dim, itemsize, mode
+  )
+
+
+def measure(
+  options: LayerOptions, peak: float | None, memory: float | None = None
+) -> list[Row]:
   """Compares a routed layer with the same layer without a router.
 
   Args:
     options: options of `bench layer`.
     peak: the device's matrix peak, FLOP/s.
+    memory: the speed of its memory, bytes/s.
   """
   splits = (None, *options.budgets())
-  params = {split: _random_params(options, split) for split in splits}
+  params = {
+    split: make_arrays(functools.partial(_random_params, options, split))
+    for split in splits
+  }
   variants = functools.partial(_variants, options, params)
-  return compare.measure_heads(options, "layer", variants, peak)
+  return compare.measure_heads(options, "layer", variants, peak, memory)
 
 
 def _variants(
@@ -84,12 +124,15 @@ def _variants(
   length: int,
 ) -> list[Variant]:
   shape = (options.batch, length, options.features)
-  x, cotangent = (
-    jax.random.normal(key, shape, options.dtype)
-    for key in jax.random.split(jax.random.key(0))
+  tokens = make_arrays(
+    lambda: [
+      jax.random.normal(key, shape, options.dtype)
+      for key in jax.random.split(jax.random.key(0))
+    ]
   )
-  variants = []
+  contests = []
   for split in params:  # None is multi-head attention
+    share = 1.0 if split is None else split.share
     flops = layer_flops(
       split or options.budgets()[0],
       tokens=options.batch * length,
@@ -99,12 +142,22 @@ def _variants(
       routed=split is not None,
       mode=mode,
     )
-    evaluation = functools.partial(_evaluation, options, split, mode)
-    arrays = params[split], x, cotangent
-    variants += compare.compile_forms(
-      options, split, evaluation, arrays, flops=flops
+    contests.append(
+      Contest(
+        split,
+        form=lambda name, every_head, share=share: chosen_form(
+          options, mode, length, 1.0 if every_head else share, name
+        ),
+        evaluation=functools.partial(_evaluation, options, split, mode),
+        args=(params[split], *tokens),
+        flops=flops,
+        moved=lambda packs, share=share: layer_bytes(
+          options, share, share if packs else 1.0, length, mode
+        ),
+        routed_baselines=True,
+      )
     )
-  return variants
+  return compare.compile_forms(options, contests)
 
 
 def _module(
@@ -131,13 +184,21 @@ def _random_params(options: LayerOptions, split: HeadBudget | None) -> Any:
 
 
 def _evaluation(
-  options: LayerOptions, split: HeadBudget | None, mode: str, name: str
+  options: LayerOptions,
+  split: HeadBudget | None,
+  mode: str,
+  name: str,
+  every_head: bool = False,
 ) -> Callable:
   """Makes the function (params, x, cotangent) -> (outputs, gradients)."""
   module = _module(options, split, mode, name)
 
   def layer(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    out, aux = module.apply({"params": params}, x)
+    choice = None
+    if split is not None and every_head:
+      # A number of heads that is known at run time alone may be all of them.
+      choice = HeadChoice(top_k=jnp.int32(split.top_k))
+    out, aux = module.apply({"params": params}, x, choice=choice)
     return out, aux.balance_loss
 
   def run(params, x, cotangent):

@@ -15,8 +15,8 @@ from moh_jax.config import Config
 from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS
 from moh_jax.config.heads import HeadBudget
 
-# Forms that compute every head: the baselines of the others.
-DENSE_FORMS = ("dense", "cudnn")
+# Forms that can compute every head as well: the baselines of the others.
+_EVERY_HEAD = ("dense", "auto", "cudnn", "kernel")
 MODES = ("forward", "forward_backward", "causal", "causal_forward_backward")
 _ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
 
@@ -28,8 +28,8 @@ class HeadOptions:
   Attributes:
     lengths: tokens of a sequence, or slots of a cache.
     shares: percentages of heads that are active, such as 50 and 75.
-    implementations: forms to compare beside "dense"; None is every form that
-      the device can run.
+    implementations: forms to compare with those that compute every head; None
+      is every form that the device can run.
     heads: query heads, H.
     head_dim: head dim, D.
     kv_heads: key/value heads, K; None is one per query head.
@@ -104,17 +104,27 @@ class HeadOptions:
 
   @functools.cached_property
   def compared(self) -> tuple[str, ...]:
-    """Forms to compare: "dense", then the others."""
+    """Forms to compare; by default all possible ones but "dense"."""
     names = self.implementations
     if names is None:
-      names = filter(self._is_possible, self.CHOICES["implementations"])
-    return tuple(dict.fromkeys(("dense", *names)))
+      names = (name for name in self._possible if name != "dense")
+    return tuple(dict.fromkeys(names))
+
+  @functools.cached_property
+  def baselines(self) -> tuple[str, ...]:
+    """Forms that compute every head on the device, "dense" first."""
+    return tuple(name for name in _EVERY_HEAD if name in self._possible)
+
+  @functools.cached_property
+  def _possible(self) -> tuple[str, ...]:
+    """Every form that the device can run."""
+    return tuple(filter(self._is_possible, self.CHOICES["implementations"]))
 
   def check_possible(self, implementation: str) -> None:
     """Raises ValueError if the device cannot run a form of attention."""
-    import jax
+    from moh_jax.ops.target import target
 
-    if implementation in ("kernel", "cudnn") and jax.default_backend() == "cpu":
+    if implementation in ("kernel", "cudnn") and target().platform == "cpu":
       raise ValueError(
         f"--implementations {implementation} needs an accelerator, this is a "
         "CPU"

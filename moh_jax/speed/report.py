@@ -20,19 +20,30 @@ class Row:
     share: active heads over all heads, in (0, 1].
     implementation: form of attention; "mha" is multi-head attention in its
       fastest form.
-    ms: median milliseconds of one evaluation.
+    ms: median milliseconds of one evaluation; None if it did not run.
     spread: (75th - 25th percentile) / median of the time.
     ratio_to_dense: time over the time of the fastest form that computes every
       head, at the same share.
     ratio_to_mha: time over the time of multi-head attention.
     units_per_second: tokens per second, or images of a vision model.
+    every_head: whether the form computes every head, or the active ones only.
+    measured: False for a device that is not here, of which the compiler alone
+      tells something.
     flops: FLOPs of one evaluation that the active heads need, counted from the
       shapes, whatever else the form computes.
     peak_share: FLOPs per second over the device's measured matrix peak.
     peak_bytes: memory that XLA allocates for the program: arguments, outputs
       and temporaries.
+    temporary_bytes: the temporaries of `peak_bytes`.
+    moved_bytes: bytes that one evaluation reads and writes.
+    moved_by: "compiler" if it counted them; "count" if they are the least that
+      the shapes allow, where the compiler cannot count: kernels and loops.
+    memory_share: moved bytes per second over the memory's measured speed.
+    kernels: how many calls of each kernel the program has that XLA did not
+      make, by its name.
     max_error: largest relative error against the dense form.
-    fault: which error exceeds its limit, in words; None if none does.
+    fault: which error exceeds its limit, or why it did not run, in words; None
+      if nothing is wrong.
   """
 
   device: str
@@ -41,21 +52,43 @@ class Row:
   length: int | None
   share: float
   implementation: str
-  ms: float
-  spread: float
-  ratio_to_dense: float | None
-  ratio_to_mha: float
-  units_per_second: float
+  ms: float | None = None
+  spread: float | None = None
+  ratio_to_dense: float | None = None
+  ratio_to_mha: float | None = None
+  units_per_second: float | None = None
   flops: float | None = None
   peak_share: float | None = None
   peak_bytes: int | None = None
   max_error: float | None = None
   fault: str | None = None
+  every_head: bool | None = None
+  measured: bool = True
+  temporary_bytes: int | None = None
+  moved_bytes: int | None = None
+  moved_by: str = ""
+  memory_share: float | None = None
+  kernels: dict[str, int] | None = None
 
   @property
   def model_units(self) -> float | None:
     """`units_per_second` of models; for other ops, ms already says it."""
     return self.units_per_second if self.op == "model" else None
+
+  @property
+  def moved(self) -> str | None:
+    """Moved bytes in MB, with a tilde if they are the least possible."""
+    if self.moved_bytes is None:
+      return None
+    tilde = "~" if self.moved_by == "count" else ""
+    return f"{tilde}{self.moved_bytes / 1e6:.1f}"
+
+  @property
+  def calls(self) -> str | None:
+    """The calls of kernels, such as "2 tpu_custom_call"."""
+    if not self.kernels:
+      return None
+    return ", ".join(f"{n} {name}" for name, n in sorted(self.kernels.items()))
 
   @property
   def name(self) -> str:
@@ -74,6 +107,7 @@ _COLUMNS = (
   ("length", "length", str),
   ("share", "share", "{:.1%}".format),
   ("implementation", "implementation", str),
+  ("heads", "every_head", lambda value: "all" if value else "active"),
   ("ms", "ms", "{:.3f}".format),
   ("spread", "spread", "{:.0%}".format),
   ("to dense", "ratio_to_dense", "{:.3f}".format),
@@ -82,6 +116,10 @@ _COLUMNS = (
   ("GFLOP", "flops", lambda value: f"{value / 1e9:.3f}"),
   ("of peak", "peak_share", "{:.1%}".format),
   ("MB", "peak_bytes", lambda value: f"{value / 1e6:.1f}"),
+  ("temp MB", "temporary_bytes", lambda value: f"{value / 1e6:.1f}"),
+  ("moved MB", "moved", str),
+  ("of memory", "memory_share", "{:.1%}".format),
+  ("kernels", "calls", str),
   ("max error", "max_error", "{:.1e}".format),
 )
 
@@ -129,9 +167,10 @@ def plot(rows: Sequence[Row], path: str) -> None:
   its line style by share; error bars show the spread.
 
   Args:
-    rows: measurements of one op.
+    rows: measurements of one op; those without a time are left out.
     path: image file to write.
   """
+  rows = [row for row in rows if row.ratio_to_mha is not None]
   modes = list(dict.fromkeys(row.mode for row in rows))
   shares = sorted({row.share for row in rows}, reverse=True)
   names = list(dict.fromkeys(row.implementation for row in rows))

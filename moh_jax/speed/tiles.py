@@ -61,6 +61,22 @@ def candidates(backend: str) -> list[Tile]:
   return [Tile(*option) for option in itertools.product(*options)]
 
 
+def near(sizes: BlockSizes, backend: str) -> list[Tile]:
+  """A few tiles to try in little time: given ones, and with other keys.
+
+  Args:
+    sizes: tiles that are fast already.
+    backend: of Pallas; the kernels for TPUs take other rows as well.
+  """
+  tiles = []
+  for tile in (sizes.forward, sizes.dq, sizes.dkv):
+    for keys in (tile.keys, 2 * tile.keys, tile.keys // 2):
+      tiles.append(dataclasses.replace(tile, keys=keys))
+      if backend == "mosaic_tpu":
+        tiles.append(dataclasses.replace(tile, keys=keys, rows=2 * tile.rows))
+  return list(dict.fromkeys(tile for tile in tiles if tile.keys >= 16))
+
+
 def tune(
   workload: Workload,
   backend: str,

@@ -11,6 +11,7 @@ from moh_jax.ops.attention_forms import (
   Form,
   choose_cached_form,
   choose_form,
+  kernel_options,
 )
 from moh_jax.ops.kernels import sizes
 from moh_jax.ops.target import Target
@@ -72,6 +73,22 @@ class ChooseTest(parameterized.TestCase):
     case = {"target": gpu, "dtype": "bfloat16", "share": 0.4} | changes
     form = choose_form("auto", dataclasses.replace(_CASE, **case))
     self.assertEqual((form.name, form.packs), (name, packs))
+
+  @parameterized.parameters(
+    ("bfloat16", 64, "mosaic_gpu"),
+    ("float16", 128, "mosaic_gpu"),
+    ("bfloat16", 96, "mosaic_gpu"),
+    ("bfloat16", 72, "triton"),
+    ("float32", 64, "triton"),
+    ("", 64, "triton"),
+  )
+  def test_kernels_of_hopper_gpus(self, dtype, head_dim, backend):
+    hopper = Target("gpu", "NVIDIA H200")
+    options = {"backend": backend, "interpret": False}
+    self.assertEqual(kernel_options(hopper, dtype, head_dim), options)
+    ampere = Target("gpu", "NVIDIA A100-SXM4-80GB")
+    options = kernel_options(ampere, dtype, head_dim)
+    self.assertEqual(options["backend"], "triton")
 
   @parameterized.parameters(
     ({}, "kernel", True),

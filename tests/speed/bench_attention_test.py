@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention as ops
 from moh_jax.speed import attention as bench
+from moh_jax.speed import programs
 from moh_jax.speed.options import SequenceOptions
 
 _TINY = functools.partial(
@@ -30,6 +31,42 @@ class FlopsTest(parameterized.TestCase):
     seen = 1 + 2 + 3 + 4  # of 4 tokens
     flops = bench.attention_flops(2 * 4, 4, 5, mode)
     self.assertEqual(flops, passes * 2 * seen * 2 * 2 * 5)
+
+
+class BytesTest(parameterized.TestCase):
+  @parameterized.parameters(("forward", 1), ("causal_forward_backward", 3))
+  def test_counts_rows_and_keys_once_a_pass(self, mode, passes):
+    # 6 queries and outputs, 4 keys and values, of 5 numbers of 2 bytes each.
+    numbers = 2 * 6 + 2 * 4
+    self.assertEqual(
+      bench.attention_bytes(6, 4, 5, 2, mode), passes * numbers * 5 * 2
+    )
+
+
+class AbsentDeviceTest(absltest.TestCase):
+  def test_programs_for_a_device_that_is_not_here_have_no_times(self):
+    mesh = jax.make_mesh(
+      (1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    with jax.set_mesh(mesh):
+      options = _TINY(implementations=("packed",), modes=("forward_backward",))
+      with (
+        mock.patch.object(programs, "is_absent", lambda: True),
+        mock.patch.object(bench, "is_absent", lambda: True),
+      ):
+        rows = bench.measure(options, None)
+    self.assertEqual(
+      [(row.implementation, row.every_head) for row in rows],
+      [("dense", True), ("packed", False)],
+    )
+    for row in rows:
+      self.assertFalse(row.measured)
+      self.assertIsNone(row.ms)
+      self.assertIsNone(row.ratio_to_mha)
+      self.assertIsNone(row.fault)
+      self.assertGreater(row.flops, 0)
+      self.assertGreater(row.peak_bytes, row.temporary_bytes)
+      self.assertGreater(row.moved_bytes, 0)
 
 
 class RandomActiveTest(absltest.TestCase):
@@ -54,7 +91,7 @@ class MeasureTest(parameterized.TestCase):
       implementations=("packed",),
       kv_heads=2,
     )
-    forms = [(1.0, "mha"), (0.5, "dense"), (0.5, "packed")]
+    forms = [(1.0, "mha"), (0.5, "packed")]
     self.assertEqual(
       [(r.length, r.mode, r.share, r.implementation) for r in rows],
       [(n, mode, *form) for n in (8, 16) for mode in modes for form in forms],
@@ -91,7 +128,7 @@ class MeasureTest(parameterized.TestCase):
 
     with mock.patch.object(bench, "attention", wrong):
       rows = self._rows(modes=(mode,), implementations=("packed",))
-    self.assertEqual([row.fault is None for row in rows], [True, True, False])
+    self.assertEqual([row.fault is None for row in rows], [True, False])
     self.assertIn(f"relative error of the {part} 1.0e-02", rows[-1].fault)
     self.assertAlmostEqual(rows[-1].max_error, 0.01, places=5)
 

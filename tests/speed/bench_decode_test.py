@@ -1,13 +1,13 @@
 import functools
 from unittest import mock
 
-import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import CACHE_DTYPES
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.speed import decode as bench
 from moh_jax.speed.options import DecodeOptions
+from tests.ops.devices import traced_for
 
 _TINY = functools.partial(
   DecodeOptions, lengths=(16,), heads=4, head_dim=8, rounds=1, shares=(50,)
@@ -22,7 +22,7 @@ class OptionsTest(absltest.TestCase):
 
   def test_kernel_names_the_flag_that_it_refuses(self):
     with (
-      mock.patch.object(jax, "default_backend", lambda: "gpu"),
+      traced_for("gpu"),
       self.assertRaisesRegex(ValueError, "--head-dim 320 .*256"),
     ):
       _TINY(head_dim=320, implementations=("kernel",))
@@ -31,7 +31,14 @@ class OptionsTest(absltest.TestCase):
 class MeasureTest(parameterized.TestCase):
   def test_gated_attention_stands_beside_multi_head_attention(self):
     rows = bench.measure(
-      _TINY(lengths=(16, 32), shares=(50, 75), batch=3, kv_heads=2), 1e9
+      _TINY(
+        lengths=(16, 32),
+        shares=(50, 75),
+        batch=3,
+        kv_heads=2,
+        implementations=("dense",),
+      ),
+      1e9,
     )
     forms = [(1.0, "mha"), (0.5, "dense"), (0.75, "dense")]
     self.assertEqual(
@@ -46,7 +53,8 @@ class MeasureTest(parameterized.TestCase):
 
   @parameterized.parameters(*CACHE_DTYPES)
   def test_every_cache_is_exact(self, dtype):
-    rows = bench.measure(_TINY(cache_dtype=dtype), 1e9)
+    options = _TINY(cache_dtype=dtype, implementations=("dense",))
+    rows = bench.measure(options, 1e9)
     self.assertEqual([row.fault for row in rows], [None, None])
 
   @parameterized.parameters("float32", "bfloat16")
@@ -58,10 +66,19 @@ class MeasureTest(parameterized.TestCase):
       )
     rows = bench.measure(options, 1e9)
     self.assertEqual(
-      [(row.implementation, row.fault) for row in rows],
-      [("mha", None), ("dense", None), ("kernel", None)],
+      [(row.implementation, row.every_head, row.fault) for row in rows],
+      [("mha", True, None), ("kernel", False, None)],
     )
-    self.assertEqual(rows[2].flops, rows[1].flops)
+    self.assertEqual(rows[1].flops, rows[0].flops / 2)
+
+  def test_counted_bytes_are_those_of_the_heads_that_are_read(self):
+    options = _TINY(batch=3)
+    whole = 3 * 4 * 16 * 8 * 4 * 2  # texts, heads, slots, dim, bytes, k and v
+    self.assertEqual(bench.decode_bytes(options, 16, 1.0), whole)
+    self.assertEqual(bench.decode_bytes(options, 16, 0.5), whole / 2)
+    int8 = _TINY(batch=3, cache_dtype="int8")
+    numbers, scales = whole / 4, whole / 4 / 8 * 4
+    self.assertEqual(bench.decode_bytes(int8, 16, 1.0), numbers + scales)
 
   def test_wrong_form_is_found(self):
     def wrong(*args, active, **options):
@@ -69,7 +86,7 @@ class MeasureTest(parameterized.TestCase):
       return out if active is None else out * 1.01
 
     with mock.patch.object(bench, "cached_attention", wrong):
-      rows = bench.measure(_TINY(), 1e9)
+      rows = bench.measure(_TINY(implementations=("dense",)), 1e9)
     self.assertEqual([row.fault is None for row in rows], [True, False])
 
 

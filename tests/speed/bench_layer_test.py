@@ -72,7 +72,7 @@ class FlopsTest(parameterized.TestCase):
     options = _TINY(kv_heads=2, width=24, batch=2)
     x = jnp.zeros((2, 16, 24))
     params = bench._random_params(options, None)
-    run = bench._evaluation(options, None, mode, "dense")
+    run = bench._evaluation(options, None, mode, "dense", every_head=True)
     program = jax.make_jaxpr(run)(params, x, x)
     flops = layer_flops(
       options.budgets()[0],

@@ -1,6 +1,5 @@
 from unittest import mock
 
-import jax
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.heads import HeadBudget
@@ -10,6 +9,7 @@ from moh_jax.speed.options import (
   LayerOptions,
   SequenceOptions,
 )
+from tests.ops.devices import traced_for
 
 
 class OptionsTest(parameterized.TestCase):
@@ -63,13 +63,14 @@ class OptionsTest(parameterized.TestCase):
     given = SequenceOptions(heads=heads, shared=shared, shares=(share,))
     self.assertEqual(given.budgets(), [HeadBudget(heads, *split, 64)])
 
-  def test_dense_always_runs_and_nothing_runs_twice(self):
-    given = SequenceOptions(implementations=("packed", "dense", "packed"))
-    self.assertEqual(given.compared, ("dense", "packed"))
+  def test_dense_is_always_a_baseline_and_nothing_runs_twice(self):
+    given = SequenceOptions(implementations=("packed", "auto", "packed"))
+    self.assertEqual(given.compared, ("packed", "auto"))
+    self.assertEqual(given.baselines, ("dense", "auto"))
 
   def test_by_default_what_the_device_can_do_is_compared(self):
     given = SequenceOptions()
-    self.assertEqual(set(given.compared), {"dense", "packed", "auto"})
+    self.assertEqual(set(given.compared), {"packed", "auto"})
 
     def attend(q, k, v, *, implementation, **options):
       del k, v, options
@@ -78,24 +79,27 @@ class OptionsTest(parameterized.TestCase):
       return q
 
     with (
-      mock.patch.object(jax, "default_backend", lambda: "gpu"),
+      traced_for("gpu"),
       mock.patch.object(attention, "attention", attend),
     ):
       self.assertEqual(
-        set(SequenceOptions().compared), {"dense", "packed", "auto", "kernel"}
+        set(SequenceOptions().compared), {"packed", "auto", "kernel"}
       )
+      self.assertEqual(SequenceOptions().baselines, ("dense", "auto", "kernel"))
       with self.assertRaisesRegex(ValueError, "cudnn cannot do float32"):
         SequenceOptions(implementations=("cudnn",))
 
   def test_kernel_reads_the_caches_that_it_can(self):
-    self.assertEqual(DecodeOptions().compared, ("dense",))
-    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
-      self.assertEqual(DecodeOptions().compared, ("dense", "kernel"))
+    self.assertEqual(DecodeOptions().compared, ())
+    with traced_for("gpu"):
+      self.assertEqual(DecodeOptions().compared, ("kernel",))
+      self.assertEqual(DecodeOptions().baselines, ("dense", "kernel"))
       for changes, message in (
         ({"cache_dtype": "int8"}, "a --cache-dtype of floats, not int8"),
         ({"head_dim": 320}, "head_dim=320 must be at most 256"),
       ):
-        self.assertEqual(DecodeOptions(**changes).compared, ("dense",))
+        self.assertEqual(DecodeOptions(**changes).compared, ())
+        self.assertEqual(DecodeOptions(**changes).baselines, ("dense",))
         with self.assertRaisesRegex(ValueError, message):
           DecodeOptions(implementations=("kernel",), **changes)
 

@@ -27,6 +27,12 @@ _ROW = Row(
   peak_share=0.41,
   peak_bytes=12_340_000,
   max_error=1.5e-7,
+  every_head=False,
+  temporary_bytes=2_340_000,
+  moved_bytes=5_600_000,
+  moved_by="count",
+  memory_share=0.55,
+  kernels={"triton": 2},
 )
 _MHA = dataclasses.replace(_ROW, implementation="mha", share=1.0)
 
@@ -37,17 +43,20 @@ class TableTest(absltest.TestCase):
     head, _, last = (line.split() for line in text.splitlines())
     self.assertEqual(
       " ".join(head),
-      "mode length share implementation ms spread to dense to MHA GFLOP "
-      "of peak MB max error",
+      "mode length share implementation heads ms spread to dense to MHA GFLOP "
+      "of peak MB temp MB moved MB of memory kernels max error",
     )
     self.assertEqual(
       " ".join(last),
-      "forward 256 62.5% packed 1.235 5% 0.500 0.679 2.500 41.0% 12.3 1.5e-07",
+      "forward 256 62.5% packed active 1.235 5% 0.500 0.679 2.500 41.0% 12.3 "
+      "2.3 ~5.6 55.0% 2 triton 1.5e-07",
     )
 
   def test_columns_of_no_row_are_left_out(self):
-    row = dataclasses.replace(
-      _ROW, op="model", length=None, flops=None, peak_share=None, max_error=None
+    row = Row(
+      *("cpu", "model", "forward", None, 0.625, "packed"),
+      *(1.2, 0.05, 0.5, 0.7, 1e5),
+      peak_bytes=12,
     )
     other = dataclasses.replace(row, ratio_to_dense=None)
     cells, header = report.table_cells([row, other])
@@ -98,6 +107,16 @@ class PlotTest(parameterized.TestCase):
       Image.open(self.root / "b.png") as one,
     ):
       self.assertGreater(two_modes.width, one.width)
+
+  def test_rows_without_a_time_are_left_out(self):
+    compiled = Row("h100", "attention", "causal", 256, 0.5, "kernel")
+    for rows in ([_ROW], [_ROW, compiled]):
+      report.plot(rows, str(self.root / f"{len(rows)}.png"))
+    with (
+      Image.open(self.root / "1.png") as alone,
+      Image.open(self.root / "2.png") as both,
+    ):
+      self.assertEqual(alone.size, both.size)
 
   def test_models_without_a_length_are_drawn(self):
     row = dataclasses.replace(_ROW, op="model", length=None)

@@ -91,6 +91,22 @@ class TuningTest(parameterized.TestCase):
         tiles.tune(_WORKLOAD, "triton", [Tile(16, 16)], interpret=True)
 
 
+class NearTest(parameterized.TestCase):
+  @parameterized.parameters(("triton", 3), ("mosaic_tpu", 6))
+  def test_differ_in_one_step_and_hold_the_given_ones(self, backend, count):
+    given = Tile(64, 32, 8, 3)
+    near = tiles.near(BlockSizes(given, given, given), backend)
+    self.assertEqual(near[0], given)
+    self.assertLen(near, count)
+    self.assertEqual({tile.keys for tile in near}, {16, 32, 64})
+    self.assertEqual({(tile.warps, tile.stages) for tile in near}, {(8, 3)})
+
+  def test_keys_stay_a_tile(self):
+    smallest = Tile(16, 16)
+    near = tiles.near(BlockSizes(smallest, smallest, smallest), "triton")
+    self.assertEqual(near, [smallest, Tile(16, 32)])
+
+
 class WorkloadTest(parameterized.TestCase):
   @parameterized.parameters(
     ("batch", 0, "at least 1"), ("tokens", -1, "at least 1"),

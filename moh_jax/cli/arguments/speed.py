@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 
 from moh_jax.cli import common, fields
 from moh_jax.speed import options
@@ -28,7 +29,7 @@ SHAPES = ("batch", "tokens", "heads", "active", "dtype", "causal", "rounds")
 def bench(parser: argparse.ArgumentParser) -> None:
   """Time forms of attention, layers, decoding and models."""
   ops = parser.add_subparsers(
-    dest="op", required=True, metavar="OP", help=", ".join(OPS)
+    dest="op", required=True, metavar="OP", help=", ".join((*OPS, "card"))
   )
   for op, (text, cls) in OPS.items():
     sub = ops.add_parser(op, help=text, description=f"Time {text}.")
@@ -39,6 +40,14 @@ def bench(parser: argparse.ArgumentParser) -> None:
       which.add_argument(
         "--checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP
       )
+    else:
+      sub.add_argument(
+        "--target",
+        metavar="NAME",
+        default="",
+        help="compile for a device that is not here and show what the compiler "
+        "tells: h100, a100, v5e:2x2, v6e:2x2, ...",
+      )
     names = {field.name for field in dataclasses.fields(cls)}
     fields.add_fields(sub, cls, *(names - {"model", "config"}))
     common.add_json(sub)
@@ -48,9 +57,39 @@ def bench(parser: argparse.ArgumentParser) -> None:
       default="",
       help="plot the ratios; needs matplotlib (the extra moh_jax[plot])",
     )
-    sub.add_argument(
-      "--traceback", action="store_true", help="show the traceback of an error"
-    )
+    _add_traceback(sub)
+  text = "all of these on this GPU or TPU, in minutes"
+  sub = ops.add_parser("card", help=text, description=f"Time {text}.")
+  sub.add_argument(
+    "--out",
+    required=True,
+    metavar="DIR",
+    help="folder of the results, made if needed; what is done there already is "
+    "not measured again",
+  )
+  sub.add_argument(
+    "--minutes",
+    type=_minutes,
+    default=8.0,
+    help="begin no further stage after so many (default: 8)",
+  )
+  _add_traceback(sub)
+
+
+def _add_traceback(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--traceback", action="store_true", help="show the traceback of an error"
+  )
+
+
+def _minutes(text: str) -> float:
+  try:
+    minutes = float(text)
+  except ValueError:
+    minutes = math.nan
+  if not 0 <= minutes < math.inf:
+    raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
+  return minutes
 
 
 def tune_kernels(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""`bench card`: everything that is worth measuring on one GPU or TPU."""

@@ -1,0 +1,80 @@
+"""FLOPs of a model's training step, counted from its program's products."""
+
+import math
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+from moh_jax.config import Config, get_family
+from moh_jax.models.registry import make_model
+from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.speed.attention import attention_flops
+
+_LOOPS = ("while", "pallas_call")
+
+
+def train_flops(run: Config, batch: Any) -> float:
+  """FLOPs of one training step: three times those of the forward pass.
+
+  Matrix products and convolutions are counted, for the active heads alone:
+  neither the queries and outputs of other heads, nor what is computed again.
+  The attention of windows is counted for all heads.
+
+  Args:
+    run: the run; its model computes a loss of the batch.
+    batch: arrays or `jax.ShapeDtypeStruct`s of a training batch.
+  """
+  model, inputs = make_model(run)
+  params = unbox(abstract_params(model, inputs))
+  task = get_family(run.model.family).tasks().make_task(run)
+  # No platform holds the logits of this one at once, so attention to all tokens
+  # is in loops, which are not counted below.
+  nowhere = jax.sharding.AbstractDevice(
+    device_kind="none", num_cores=None, platform="none"
+  )
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=nowhere)
+  with jax.sharding.use_abstract_mesh(mesh):
+    program = jax.make_jaxpr(lambda *args: task.loss_fn(*args)[0])(
+      params,
+      batch,
+      jax.eval_shape(lambda: jax.random.key(0)),
+      jax.ShapeDtypeStruct((), jnp.int32),
+    )
+  examples = run.data.batch_size
+  flops = _products(program.jaxpr)
+  for group in run.model.layer_groups():
+    budget = group.budget
+    length = getattr(run.data, "sequence_length", group.tokens)
+    tokens, depth = examples * length, group.depth
+    idle = tokens * (budget.num_heads - budget.active)
+    # Queries and outputs of heads whose result no token uses.
+    flops -= depth * idle * 4 * group.width * budget.head_dim
+    if group.sees != "window":
+      mode = "causal" if group.sees == "before" else "forward"
+      active = tokens * budget.active
+      flops += depth * attention_flops(active, length, budget.head_dim, mode)
+  return 3 * flops
+
+
+def _products(jaxpr: Any) -> float:
+  """FLOPs of the products of a program, 2 for each multiplication."""
+  total = 0.0
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    if name == "dot_general":
+      (contracted, _), _ = eqn.params["dimension_numbers"]
+      left, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+      total += 2 * math.prod(out) * math.prod(left[i] for i in contracted)
+    elif name == "conv_general_dilated":
+      kernel, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+      features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+      total += 2 * math.prod(out) * math.prod(kernel) / features
+    elif name == "cond":
+      total += max(_products(branch.jaxpr) for branch in eqn.params["branches"])
+    elif name not in _LOOPS:
+      times = eqn.params["length"] if name == "scan" else 1
+      for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+        total += times * _products(inner)
+  return total

@@ -1,0 +1,30 @@
+"""Published matrix peaks, by which a model's FLOPs are judged (MFU)."""
+
+# Part of `jax.Device.device_kind` -> FLOP/s of dense bfloat16 products with
+# float32 sums. GPUs: NVIDIA's data sheets, whose figures with sparsity are
+# halved. TPUs: the pages of the versions at cloud.google.com/tpu/docs.
+_BFLOAT16 = {
+  "H100 PCIe": 756e12,
+  "H100 NVL": 835e12,
+  "H100": 989e12,
+  "H200": 989e12,
+  "A100": 312e12,
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5e": 197e12,
+  "TPU v5p": 459e12,
+  "TPU v5": 459e12,
+  "TPU v6": 918e12,
+}
+
+
+def published_peak(kind: str) -> float | None:
+  """FLOP/s of bfloat16 products that a device's maker states.
+
+  Args:
+    kind: `jax.Device.device_kind`.
+
+  Returns:
+    The peak, or None for devices that are not in the table.
+  """
+  return next((peak for part, peak in _BFLOAT16.items() if part in kind), None)
