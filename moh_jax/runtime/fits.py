@@ -71,10 +71,11 @@ def check_config(config: Config, mesh: Mesh) -> None:
 
 def _device_bytes(device: jax.Device, devices: set[jax.Device]) -> int:
   """Memory of one device; the CPUs of a process share the machine's."""
-  stats = device.memory_stats() if device.platform != "cpu" else None
-  if stats and "bytes_limit" in stats:
-    return stats["bytes_limit"]
   if device.platform != "cpu":
-    return 1 << 62  # not known
+    try:
+      stats = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:  # compiled for, but not here
+      stats = {}
+    return stats.get("bytes_limit", 1 << 62)  # some devices do not tell
   beside = [d for d in devices if d.process_index == device.process_index]
   return memory.total() // max(1, len(beside))

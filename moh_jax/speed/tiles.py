@@ -57,6 +57,9 @@ def candidates(backend: str) -> list[Tile]:
   if backend == "mosaic_tpu":
     sizes = itertools.product((128, 256, 512), (256, 512, 1024))
     return [Tile(*size) for size in sizes]
+  if backend == "mosaic_gpu":
+    sizes = itertools.product((64, 128), (64, 128, 256), (1, 2, 3))
+    return [Tile(rows, keys, stages=stages) for rows, keys, stages in sizes]
   options = (16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (2, 3, 4)
   return [Tile(*option) for option in itertools.product(*options)]
 
