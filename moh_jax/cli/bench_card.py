@@ -14,6 +14,7 @@ from moh_jax.ops.attention_forms import kernel_options
 from moh_jax.ops.target import target
 from moh_jax.speed import report
 from moh_jax.speed.card import session
+from moh_jax.speed.card.amdahl import expectations
 from moh_jax.speed.card.crossing import Measured, crossovers, lines
 from moh_jax.speed.card.scale import scale_for
 from moh_jax.speed.card.store import Store, rows_of
@@ -112,6 +113,7 @@ def _print_tables(results: dict[str, dict[str, Any]]) -> None:
   for title, rows in _groups(results).items():
     print(f"\n{title.replace('_', ', head dim ')}")
     print(common.table(*report.table_cells(rows)))
+  _print_layers(results)
   models = [r for name, r in results.items() if name.startswith("model_")]
   if models:
     cells = [
@@ -122,6 +124,20 @@ def _print_tables(results: dict[str, dict[str, Any]]) -> None:
       for result in models
     ]
     print("", common.table(cells, list(_MODEL_COLUMNS)), sep="\n")
+
+
+def _print_layers(results: dict[str, dict[str, Any]]) -> None:
+  """Layers beside what Amdahl's law gives for their core's share."""
+  groups = _groups(results)
+  cells = [
+    (row.length, f"{row.share:.1%}", f"{row.ratio_to_mha:.3f}", f"{law:.3f}")
+    for title, rows in groups.items()
+    if title.startswith("layer_")
+    for row, law in expectations(rows, groups.get(f"core{title[5:]}", []))
+  ]
+  if cells:
+    header = ("layer: length", "share", "to MHA", "by Amdahl's law")
+    print("", common.table(cells, header), sep="\n")
 
 
 def _text(value: float | None, form: str) -> str:

@@ -31,7 +31,7 @@ _LONG_FLOPS = 1e11
 _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
 # Calls whose operands and results are all that they move: matrix products of
 # libraries, and notes to the compiler.
-_COUNTED_CALLS = ("__cublas", "__onednn", "AssumeGather")
+_COUNTED_CALLS = ("__cublas", "__onednn", "AssumeGather", "ConcatBitcast")
 
 
 @dataclasses.dataclass(frozen=True)

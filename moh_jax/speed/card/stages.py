@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from moh_jax.ops.attention_forms import kernel_options
 from moh_jax.ops.kernels.sizes import Key, block_sizes
 from moh_jax.ops.target import target
@@ -59,7 +57,7 @@ def stages(scale: Scale, store: Store) -> Iterator[Stage]:
   models = [_model(store, scale, case) for case in scale.models]
   yield from models[:3]
   yield from _decodes(scale, store, scale.slots[:1])
-  if jax.default_backend() != "cpu":
+  if target().platform != "cpu":
     for dim in scale.head_dims:
       measure = functools.partial(_tiles, scale, store, dim)
       yield Stage(f"tiles_{dim}", measure)
@@ -137,19 +135,25 @@ def _packing(options: SequenceOptions) -> tuple[str, ...]:
 
 def _layers(scale: Scale, store: Store) -> Iterator[Stage]:
   for length in scale.layer_lengths:
-    options = LayerOptions(
-      lengths=(length,),
-      shares=scale.shares[:2],
-      implementations=("auto",),
-      heads=scale.heads,
-      head_dim=scale.head_dims[0],
-      batch=max(1, scale.tokens // length),
-      dtype=scale.dtype,
-      rounds=scale.rounds,
-      modes=MODES[:1],
+    yield Stage(
+      f"layer_{scale.head_dims[0]}_forward_{length}",
+      functools.partial(_layer, scale, store, length),
     )
-    measure = functools.partial(_result, options, store, layer.measure)
-    yield Stage(f"layer_{scale.head_dims[0]}_forward_{length}", measure)
+
+
+def _layer(scale: Scale, store: Store, length: int) -> dict[str, Any]:
+  options = LayerOptions(
+    lengths=(length,),
+    shares=scale.shares[:2],
+    implementations=("auto",),
+    heads=scale.heads,
+    head_dim=scale.head_dims[0],
+    batch=max(1, scale.tokens // length),
+    dtype=scale.dtype,
+    rounds=scale.rounds,
+    modes=MODES[:1],
+  )
+  return _result(options, store, layer.measure)
 
 
 def _decodes(
@@ -157,17 +161,25 @@ def _decodes(
 ) -> Iterator[Stage]:
   for length in lengths:
     for dim in scale.head_dims:
-      options = DecodeOptions(
-        lengths=(length,),
-        shares=scale.shares,
-        heads=scale.heads,
-        head_dim=dim,
-        batch=scale.texts,
-        dtype=scale.dtype,
-        rounds=scale.rounds,
+      yield Stage(
+        f"decode_{dim}_{length}",
+        functools.partial(_decode, scale, store, dim, length),
       )
-      measure = functools.partial(_result, options, store, decode.measure)
-      yield Stage(f"decode_{dim}_{length}", measure)
+
+
+def _decode(
+  scale: Scale, store: Store, dim: int, length: int
+) -> dict[str, Any]:
+  options = DecodeOptions(
+    lengths=(length,),
+    shares=scale.shares,
+    heads=scale.heads,
+    head_dim=dim,
+    batch=scale.texts,
+    dtype=scale.dtype,
+    rounds=scale.rounds,
+  )
+  return _result(options, store, decode.measure)
 
 
 def _result(options: Any, store: Store, measure: Callable) -> dict[str, Any]:
