@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.ops.attention_forms import kernel_options
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
 from moh_jax.ops.kernels import sizes, triton_program, triton_tables
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
+from moh_jax.ops.target import target
 from moh_jax.ops.visible import Visible
 from tests.ops import devices
 
@@ -339,21 +341,43 @@ class DeviceTest(parameterized.TestCase):
       results = [out, *pull(grad)]
     _assert_close(results, _reference(case), 1e-4, 1e-4)
 
+  @parameterized.product(head_dim=(64, 128, 256), causal=(False, True))
+  @unittest.skipUnless(devices.BACKEND, "there is no GPU or TPU")
+  def test_16_bits_on_this_gpu_or_tpu(self, head_dim, causal):
+    case = _Case(
+      queries=200, keys=200, heads=8, kv_heads=4, head_dim=head_dim,
+      causal=causal,
+    )  # fmt: skip
+    options = kernel_options(target(), "bfloat16", head_dim)
+    rows = block_sizes(options["backend"], head_dim, jnp.bfloat16).rows
+
+    def attend(q, k, v):
+      return kernel_attention(
+        q, k, v, case.visible(), case.blocks(rows), case.factor(), **options
+      )
+
+    *inputs, grad = case.arrays(jnp.bfloat16)
+    out, pull = jax.vjp(jax.jit(attend), *inputs)
+    results = [x.astype(jnp.float32) for x in (out, *pull(grad))]
+    _assert_close(results, _reference(case), 2e-2, 5e-2)
+
+
+# Lengths of queries and keys, and what hides keys; segments need as many
+# queries as keys.
+_TABLES = [
+  (lengths, masks)
+  for lengths in ((13, 13), (13, 37), (37, 13), (37, 37), (64, 64))
+  for masks in ("none", "causal", "segments", "padded", "prefix", "all")
+  if lengths[0] == lengths[1] or masks in ("none", "causal", "prefix")
+]
+
 
 class TablesTest(parameterized.TestCase):
   """Tiles that loops visit, against a count of the pairs that are visible."""
 
-  @parameterized.product(
-    lengths=((13, 13), (13, 37), (37, 13), (37, 37), (64, 64)),
-    masks=("none", "causal", "segments", "padded", "prefix", "all"),
-    rows=(8, 16), block=(16,),
-  )  # fmt: skip
-  def test_loops_visit_what_is_seen_and_no_more(
-    self, lengths, masks, rows, block
-  ):
-    queries, keys = lengths
-    if masks in ("segments", "padded", "all") and queries != keys:
-      self.skipTest("segments need as many queries as keys")
+  @parameterized.product(table=_TABLES, rows=(8, 16), block=(16,))
+  def test_loops_visit_what_is_seen_and_no_more(self, table, rows, block):
+    (queries, keys), masks = table
     case = _Case(queries=queries, keys=keys, kv_heads=2)
     visible = _ranges_of_keys(masks, case)
     table = case.blocks()
