@@ -21,6 +21,7 @@ packed and all heads alike, so that only tiles and bytes decide. Peaks and
 memory speeds are those of the vendors' data sheets.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Iterator
 
@@ -181,10 +182,16 @@ def ratios() -> str:
   return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+  """Prints both tables."""
+  argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
   print(ratios() + "\n")
   for entry in crossovers():
     fields = [repr(x) for x in dataclasses.astuple(entry)[:-1]]
     fields[2] = "HALF" if entry.dtypes == HALF else fields[2]
     head, shares = ", ".join(fields[:-1]), fields[-1]
     print(f"  Crossover({head},\n    {shares}),".replace("'", '"'))
+
+
+if __name__ == "__main__":
+  main()

@@ -313,7 +313,7 @@ class LoadShardedTest(folder_case.FolderCase):
   def test_equals_the_restored_checkpoint(self):
     tiny_llm.write_folder(self.source, tiny_llm.MHA, "bfloat16", shards=2)
     self._convert("moh-llama3")
-    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
     restored = restore(str(self.out), mesh=mesh)
     config, params = load_sharded("moh-llama3", str(self.source), mesh)
     self.assertEqual(config, restored.config)

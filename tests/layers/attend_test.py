@@ -210,7 +210,7 @@ class LayerTest(parameterized.TestCase):
     params = unbox(layer.init(jax.random.key(1), x))
     keys = iter(jax.random.split(jax.random.key(2), 9))
     params = jax.tree.map(
-      lambda leaf: leaf + 0.2 * jax.random.normal(next(keys), leaf.shape),
+      lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape),
       params,
     )
 

@@ -94,14 +94,12 @@ class OptionsTest(parameterized.TestCase):
     with traced_for("gpu"):
       self.assertEqual(DecodeOptions().compared, ("kernel",))
       self.assertEqual(DecodeOptions().baselines, ("dense", "kernel"))
-      for changes, message in (
-        ({"cache_dtype": "int8"}, "a --cache-dtype of floats, not int8"),
-        ({"head_dim": 320}, "head_dim=320 must be at most 256"),
-      ):
-        self.assertEqual(DecodeOptions(**changes).compared, ())
-        self.assertEqual(DecodeOptions(**changes).baselines, ("dense",))
-        with self.assertRaisesRegex(ValueError, message):
-          DecodeOptions(implementations=("kernel",), **changes)
+      self.assertEqual(DecodeOptions(cache_dtype="int8").compared, ("kernel",))
+      wide = {"head_dim": 320}
+      self.assertEqual(DecodeOptions(**wide).compared, ())
+      self.assertEqual(DecodeOptions(**wide).baselines, ("dense",))
+      with self.assertRaisesRegex(ValueError, "=320 must be at most 256"):
+        DecodeOptions(implementations=("kernel",), **wide)
 
   def test_width_is_that_of_the_heads_by_default(self):
     self.assertEqual(LayerOptions(heads=4, head_dim=8).features, 32)

@@ -109,13 +109,18 @@ class DiffusionMeshTest(_Runs, absltest.TestCase):
     mesh = sharding.make_mesh(config.mesh)
     with sharding.use_mesh(mesh):
       run = loop._Run(
-        config, epath.Path(self.create_tempdir().full_path), mesh, task
+        config,
+        epath.Path(self.create_tempdir().full_path),
+        mesh,
+        task,
+        verify=True,
       )
       state = run.init_state()
       for _ in range(2):
         batch = sharding.shard_batch(next(run.batches), mesh)
         state, _ = run.train_step(state, batch)
-      run.manager.close()
+      with run.saver:  # closes it
+        pass
     leaves = zip(jax.tree.leaves(state), jax.tree.leaves(run.abstract_state))
     for leaf, abstract in leaves:
       self.assertTrue(

@@ -24,12 +24,12 @@ _CONFIGS = {
     model=tiny.ALIKE["vit"],
     optim={"schedule": "constant"},  # a longer run has the same programs
   ),
-  "llm": tiny.llm_config,
+  "llm": functools.partial(tiny.llm_config, model={"num_kv_heads": 4}),
 }
 _MESHES = {
   "vit": {"data": -1},
   # Both processes hold the whole batch, so both must read it whole.
-  "llm": {"data": 1, "tensor": -1},
+  "llm": {"data": 1, "tensor": -1, "max_imbalance": 2.0},
 }
 _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
 
