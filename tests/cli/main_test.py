@@ -39,6 +39,7 @@ class MainTest(parameterized.TestCase):
         "arguments",
         "chat",
         "common",
+        "bench_card",
         "fields",
         "interactive",
         "main",
