@@ -75,7 +75,13 @@ def kernel_calls(text: str) -> dict[str, int]:
   return dict(collections.Counter(calls))
 
 
-def array_sizes(text: str) -> set[int]:
-  """Numbers of elements of all arrays in a compiled program."""
-  shapes = set(re.findall(r"= \w+\[([\d,]+)\]", text))
-  return {math.prod(map(int, shape.split(","))) for shape in shapes}
+def square_arrays(text: str, tokens: int) -> set[int]:
+  """Sizes of a compiled program's arrays with two dimensions of N elements.
+
+  Args:
+    text: of the program.
+    tokens: N.
+  """
+  found = set(re.findall(r"= \w+\[([\d,]+)\]", text))
+  shapes = [tuple(map(int, shape.split(","))) for shape in found]
+  return {math.prod(x) for x in shapes if x.count(tokens) > 1}
