@@ -13,12 +13,12 @@ over the memory's published speed. The launches: 3 microseconds each.
 
 Rates of the kernels: cuDNN, Mosaic GPU and Triton on an H100 from the tuning
 files of tokamax (openxla/tokamax, 16,384 tokens a call at 4,096 tokens; the
-backward pass of cuDNN, which they lack, as 1.1 times that of Mosaic GPU). On an
-A100 the shares of the peak that the paper of FlashAttention-2 states
-(arXiv:2307.08691: 73 % forward and 63 % backward, its Triton version 1.4 and 2
-times as long). Elsewhere no rate is published: half of the peak is assumed, for
-packed and all heads alike, so that only tiles and bytes decide. Peaks and
-memory speeds are those of the vendors' data sheets.
+backward pass of cuDNN, which they lack, is assumed to run at 1.1 times the rate
+of Mosaic GPU's). On an A100 73 % of the peak forward (the largest share that
+the paper of FlashAttention-2 states, arXiv:2307.08691), and assumed 63 %
+backward and 1.4 and 2 times as long for Triton. Elsewhere half of the peak is
+assumed, for packed and all heads alike, so that only tiles and bytes decide.
+Peaks and memory speeds are those of the vendors' data sheets.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from moh_jax.ops.crossovers import HALF, LENGTHS, Crossover
+from moh_jax.speed.peaks import published_peak
 
 _TOKENS, _WIDTH = 16384, 2048  # of a call: N * batch, heads * head dim
 _ROWS = 128  # of a tile
@@ -119,7 +120,7 @@ def _all_rates() -> Iterator[Rates]:
         yield Rates(
           device, backend, HALF, dim, most, memory * tera, packed, dense
         )
-  ampere = 0.73 * 312 * tera, 0.63 * 312 * tera
+  ampere = tuple(part * published_peak("A100") for part in (0.73, 0.63))
   slower = ampere[0] / 1.4, ampere[1] / 2
   yield Rates("gpu", "cudnn", HALF, 64, 256, 2.04 * tera, ampere, ampere)
   yield Rates("gpu", "triton", HALF, 64, 256, 2.04 * tera, slower, ampere)
@@ -127,13 +128,13 @@ def _all_rates() -> Iterator[Rates]:
   yield Rates(
     "gpu", "triton", ("float32",), 64, 256, 2.04 * tera, single, single
   )
-  for device, peak, memory in (
-    ("v5 lite", 197, 0.82),
-    ("v6 lite", 918, 1.64),
-    ("tpu", 459, 2.77),
+  for device, kind, memory in (
+    ("v5 lite", "TPU v5 lite", 0.82),
+    ("v6 lite", "TPU v6 lite", 1.64),
+    ("tpu", "TPU v5p", 2.77),  # for all others
   ):
     for dtypes, part in ((HALF, 0.5), (("float32",), 0.25)):
-      rate = (part * peak * tera,) * 2
+      rate = (part * published_peak(kind),) * 2
       yield Rates(
         device, "mosaic_tpu", dtypes, 128, 256, memory * tera, rate, rate
       )

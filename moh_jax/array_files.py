@@ -16,11 +16,7 @@ from typing import IO
 import numpy as np
 
 from moh_jax import memory
-from moh_jax.files import check_regular
-
-# Deflate makes at most 1,032 bytes of one. Archives of arrays reach that only
-# where nearly all is zero.
-_MOST_RATIO = 1032
+from moh_jax.files import DEFLATE_RATIO, check_regular
 
 Header = tuple[tuple[int, ...], bool, np.dtype]
 
@@ -121,7 +117,7 @@ def _open(path: str | os.PathLike) -> Iterator[zipfile.ZipFile]:
   with contextlib.ExitStack() as stack:
     with npz_damage(path):
       archive = stack.enter_context(zipfile.ZipFile(path))
-      check_ratio(archive, path.stat().st_size, _MOST_RATIO)
+      check_ratio(archive, path.stat().st_size, DEFLATE_RATIO)
     yield archive
 
 

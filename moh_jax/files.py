@@ -9,6 +9,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import xxhash
+from etils import epath
+
+# Deflate, as in zip and PNG files, makes at most this many bytes of one.
+DEFLATE_RATIO = 1032
+_CHUNK = 1 << 20
+
 
 @contextlib.contextmanager
 def disk_errors(what: str, whole: str) -> Iterator[None]:
@@ -45,18 +52,40 @@ def check_regular(path: str | os.PathLike) -> None:
 
 
 def read_bytes(path: str | os.PathLike, most: int) -> bytes:
-  """Reads a local file of at most `most` bytes.
+  """Reads a file of at most `most` bytes.
+
+  Args:
+    path: local, or an `epath` path in a bucket.
+    most: bytes that are allowed.
 
   Raises:
     FileNotFoundError: there is no such file.
     ValueError: it is no file, or larger.
   """
-  check_regular(path)
-  with open(path, "rb") as file:
+  if "://" not in os.fspath(path):
+    check_regular(path)
+  with epath.Path(path).open("rb") as file:
     content = file.read(most + 1)
   if len(content) > most:
     raise ValueError(f"{os.fspath(path)}: must be at most {most:,} bytes")
   return content
+
+
+def checksum(path: Any) -> tuple[str, int]:
+  """Sums up a whole file.
+
+  Args:
+    path: `pathlib` or `epath` path, also in a bucket.
+
+  Returns:
+    XXH3 of 128 bits, in hexadecimal, and the length in bytes.
+  """
+  state, length = xxhash.xxh3_128(), 0
+  with path.open("rb") as stream:
+    while chunk := stream.read(_CHUNK):
+      state.update(chunk)
+      length += len(chunk)
+  return state.hexdigest(), length
 
 
 def check_writable(path: str | os.PathLike, what: str) -> None:

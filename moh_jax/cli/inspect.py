@@ -110,6 +110,7 @@ def _attention(config: Config, group: LayerGroup, devices: int) -> str:
     head_dim=budget.head_dim,
     share=share,
     causal=group.sees == "before",
+    masked=group.sees == "before",  # texts are packed, in training
     biased=get_family(model.family).position_bias,
     dtype=model.dtype,
   )

@@ -2,10 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import (
-  at_least,
-  in_range,
-)
+from moh_jax.config.checks import at_least, in_range
 
 
 @dataclasses.dataclass(frozen=True)

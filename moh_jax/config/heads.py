@@ -2,11 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import (
-  MOST_HEADS,
-  MOST_WIDTH,
-  one_of,
-)
+from moh_jax.config.checks import MOST_HEADS, MOST_WIDTH, one_of
 
 ROUTER_KINDS = ("two_stage", "query_norm", "none")
 GATE_FORMS = ("released", "paper")

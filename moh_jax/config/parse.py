@@ -8,9 +8,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from moh_jax.config.checks import (
-  shown,
-)
+from moh_jax.config.checks import shown
 from moh_jax.config.legacy import MOVED
 from moh_jax.config.run import Config, check_known, section_types
 

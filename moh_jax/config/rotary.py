@@ -2,10 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import (
-  at_least,
-  one_of,
-)
+from moh_jax.config.checks import at_least, one_of
 
 ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn")
 

@@ -1,6 +1,7 @@
 """Config sections that every family shares."""
 
 import dataclasses
+from typing import ClassVar
 
 from moh_jax.config.checks import (
   MOST_AHEAD,
@@ -185,10 +186,11 @@ class MeshConfig:
   sequence: int = 1
   max_imbalance: float = 1.1
 
+  AXES: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor", "sequence")
+
   def __post_init__(self):
     at_least("mesh", 1, self, "max_imbalance")
-    sizes = dataclasses.asdict(self)
-    del sizes["max_imbalance"]
+    sizes = {axis: getattr(self, axis) for axis in self.AXES}
     for name, size in sizes.items():
       if size != -1 and not 1 <= size <= MOST_BATCH:
         raise ValueError(

@@ -23,13 +23,7 @@ from moh_jax.config import (
   get_family,
   released_model,
 )
-from moh_jax.convert import (
-  hf_folder,
-  model_card,
-  rules,
-  stream,
-  tensor_writer,
-)
+from moh_jax.convert import hf_folder, model_card, rules, stream, tensor_writer
 from moh_jax.convert.converter import Exported
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned

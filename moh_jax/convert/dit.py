@@ -12,11 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moh_jax.config import (
-  Config,
-  DataConfig,
-  DiTConfig,
-)
+from moh_jax.config import Config, DataConfig, DiTConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.converter import Converter

@@ -23,12 +23,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config import (
-  LLMConfig,
-  RouterConfig,
-  legacy,
-  make_section,
-)
+from moh_jax.config import LLMConfig, RouterConfig, legacy, make_section
 from moh_jax.config.rotary import ROPE_SCALINGS
 from moh_jax.convert import moh_keys
 from moh_jax.convert.hf_keys import (

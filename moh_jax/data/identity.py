@@ -13,7 +13,6 @@ import xxhash
 
 Identity = dict[str, int | str]
 _EDGE = 4096  # bytes at both ends of a file that its fingerprint reads
-_CHUNK = 1 << 20
 
 
 def of_shards(
@@ -39,15 +38,6 @@ def of_shards(
     "bytes": sum(entry["bytes"] for entry in entries),
     "fingerprint": state.hexdigest(),
   }
-
-
-def of_file(path: str | os.PathLike) -> str:
-  """Fingerprint of a whole file."""
-  state = xxhash.xxh3_128()
-  with open(path, "rb") as stream:
-    while chunk := stream.read(_CHUNK):
-      state.update(chunk)
-  return state.hexdigest()
 
 
 def differences(

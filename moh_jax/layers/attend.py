@@ -3,8 +3,6 @@
 Shapes: B batch, N tokens, H query heads, D head dim.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -90,13 +88,19 @@ def attend(
   Raises:
     ValueError: the implementation is unknown or cannot do this.
   """
-  run = functools.partial(
-    attention, causal=causal, scale=scale, implementation=implementation
-  )
 
   def local(q, k, v, key_mask, segments, active, bias):
-    return run(
-      q, k, v, key_mask=key_mask, segments=segments, active=active, bias=bias
+    return attention(
+      q,
+      k,
+      v,
+      bias=bias,
+      key_mask=key_mask,
+      segments=segments,
+      causal=causal,
+      scale=scale,
+      active=active,
+      implementation=implementation,
     )
 
   arrays = (q, k, v, key_mask, segments, active, bias)

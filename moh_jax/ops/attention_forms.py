@@ -31,6 +31,9 @@ from moh_jax.ops.target import Target
 # On a CPU it is what the caches hold: several times slower beyond.
 MAX_LOGITS_BYTES = {"cpu": 12 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
 
+# The back end of Pallas; a CPU interprets GPU kernels, slowly.
+_BACKENDS = {"cpu": "triton", "gpu": "triton", "tpu": "mosaic_tpu"}
+
 # Largest head dim that cuDNN's fused attention has gradients for everywhere.
 _CUDNN_HEAD_DIM = 128
 
@@ -170,15 +173,14 @@ def kernel_options(
   Raises:
     ValueError: no kernels exist for the device.
   """
-  if device.platform not in MAX_LOGITS_BYTES:
+  if device.platform not in _BACKENDS:
     raise ValueError(
-      "implementation='kernel' needs one of "
-      f"{', '.join(MAX_LOGITS_BYTES)}, this is a {device.platform}"
+      f"implementation='kernel' needs one of {', '.join(_BACKENDS)}, this is a "
+      f"{device.platform}"
     )
-  backend = "mosaic_tpu" if device.platform == "tpu" else "triton"
+  backend = _BACKENDS[device.platform]
   if device.is_hopper and dtype and hopper.supports(dtype, head_dim):
     backend = "mosaic_gpu"
-  # A CPU interprets GPU kernels, slowly.
   return {"backend": backend, "interpret": device.platform == "cpu"}
 
 

@@ -12,10 +12,12 @@ class Target:
   Attributes:
     platform: "cpu", "gpu" or "tpu".
     kind: as `jax.Device.device_kind`, for instance "NVIDIA H100 80GB HBM3".
+    cores: of a GPU its multiprocessors; None if unknown.
   """
 
   platform: str
   kind: str
+  cores: int | None = None
 
   @property
   def is_hopper(self) -> bool:
@@ -35,9 +37,11 @@ def target() -> Target:
   """
   mesh = jax.sharding.get_abstract_mesh()
   device = mesh.abstract_device
-  if device is None:
-    device = _default_device()
-  return Target(device.platform, device.device_kind)
+  if device is not None:
+    return Target(device.platform, device.device_kind, device.num_cores)
+  device = _default_device()
+  cores = getattr(device, "core_count", None)
+  return Target(device.platform, device.device_kind, cores)
 
 
 def _default_device() -> jax.Device:

@@ -11,11 +11,7 @@ import optax
 
 from moh_jax.config import LLMConfig, RouterConfig
 from moh_jax.convert import hf_config, llama
-from moh_jax.inference.decoding import (
-  make_decode,
-  make_prefill,
-  span_numbers,
-)
+from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_params import unroll

@@ -69,13 +69,20 @@ def check_config(config: Config, mesh: Mesh) -> None:
   memory.check(kept, "the layers' inputs of one example", each * len(devices))
 
 
+def stated_bytes(device: jax.Device) -> int | None:
+  """Memory of a device that arrays may take; None where it does not tell."""
+  if device.platform == "cpu":
+    return None
+  try:
+    stats = device.memory_stats() or {}
+  except jax.errors.JaxRuntimeError:  # compiled for, but not here
+    stats = {}
+  return stats.get("bytes_limit")
+
+
 def _device_bytes(device: jax.Device, devices: set[jax.Device]) -> int:
   """Memory of one device; the CPUs of a process share the machine's."""
   if device.platform != "cpu":
-    try:
-      stats = device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:  # compiled for, but not here
-      stats = {}
-    return stats.get("bytes_limit", 1 << 62)  # some devices do not tell
+    return stated_bytes(device) or 1 << 62
   beside = [d for d in devices if d.process_index == device.process_index]
   return memory.total() // max(1, len(beside))

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 import xxhash
 from etils import epath
 
-from moh_jax.files import write_whole
+from moh_jax.files import checksum, write_whole
 from moh_jax.json_files import parse_json
 
 NAME = "manifest.txt"
@@ -24,7 +24,6 @@ NAME = "manifest.txt"
 FLAG = "manifest"
 _HEADER = "moh_jax manifest 1, XXH3-128 of the following lines: "
 _MOST_BYTES = 64 << 20  # of a manifest
-_CHUNK = 1 << 20
 _THREADS = 4
 
 
@@ -63,7 +62,7 @@ def write(folder: epath.Path) -> None:
   """Writes the manifest of all files below a folder."""
   paths = sorted(_files(folder))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    entries = pool.map(lambda path: _sum_up(folder / path), paths)
+    entries = pool.map(lambda path: Entry(*checksum(folder / path)), paths)
     lines = "".join(
       f"{entry.checksum} {entry.length} {path}\n"
       for path, entry in zip(paths, entries)
@@ -139,7 +138,7 @@ def _compare(folder: epath.Path, name: str, entry: Entry) -> Damage | None:
     length = _length(path)
     if length != entry.length:
       what = f"{length} bytes, {entry.length} were written"
-    elif _sum_up(path) != entry:
+    elif Entry(*checksum(path)) != entry:
       what = "its content is not what was written"
     else:
       return None
@@ -152,15 +151,6 @@ def _compare(folder: epath.Path, name: str, entry: Entry) -> Damage | None:
 
 def _header(lines: str) -> str:
   return f"{_HEADER}{xxhash.xxh3_128_hexdigest(lines.encode())}\n"
-
-
-def _sum_up(path: epath.Path) -> Entry:
-  state, length = xxhash.xxh3_128(), 0
-  with path.open("rb") as stream:
-    while chunk := stream.read(_CHUNK):
-      state.update(chunk)
-      length += len(chunk)
-  return Entry(state.hexdigest(), length)
 
 
 def _length(path: epath.Path) -> int:

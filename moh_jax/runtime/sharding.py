@@ -15,7 +15,7 @@ from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers, get_family
 from moh_jax.layers.partitioning import resolve_spec
 from moh_jax.ops.head_placement import HeadPlacement
 
-AXES = ("data", "fsdp", "tensor", "sequence")
+AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")
 
 # Logical axis -> mesh axis. Parameters are split over `fsdp` along the model

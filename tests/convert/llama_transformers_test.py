@@ -9,9 +9,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import (
-  RotaryConfig,
-)
+from moh_jax.config import RotaryConfig
 from moh_jax.convert import hf_config_writer
 from moh_jax.convert.checkpoints import convert
 from moh_jax.inference.restore import restore

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from moh_jax.runtime import checkpoint, steps
+from moh_jax.runtime import steps, stored_config
 
 _ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "tests/faults/tiny_run.py"
@@ -150,7 +150,7 @@ def state(workdir: str | pathlib.Path, step: int | None = None) -> dict:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     for path, leaf in leaves:
       found[f"{name}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
-  stored = checkpoint.read_json(str(workdir), step, "data")
+  stored = stored_config.read_stored(folder, "data")
   return {**found, "position": np.asarray(stored["position"])}
 
 

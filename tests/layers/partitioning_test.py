@@ -8,11 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import AxisType, PartitionSpec
 
-from moh_jax.layers.partitioning import (
-  constrain,
-  resolve_spec,
-  sum_over_batch,
-)
+from moh_jax.layers.partitioning import constrain, resolve_spec, sum_over_batch
 
 _SIZES = {"data": 2, "fsdp": 2, "tensor": 4, "sequence": 1}
 _RULES = (

@@ -4,11 +4,7 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.models.inception import (
-  POOL_DIM,
-  SPATIAL_DIM,
-  InceptionV3,
-)
+from moh_jax.models.inception import POOL_DIM, SPATIAL_DIM, InceptionV3
 
 
 def _shapes(shape, **options):

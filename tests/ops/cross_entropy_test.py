@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.cross_entropy import (
-  summed_cross_entropy,
-  token_cross_entropy,
-)
+from moh_jax.ops.cross_entropy import summed_cross_entropy, token_cross_entropy
 from tests.ops import devices
 
 _B, _N, _C, _V = 2, 10, 5, 17

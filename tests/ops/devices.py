@@ -16,11 +16,11 @@ HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 def traced_for(
-  platform: str, kind: str = ""
+  platform: str, kind: str = "", cores: int | None = None
 ) -> contextlib.AbstractContextManager:
   """Context in which functions are traced for a device that is not here."""
   device = jax.sharding.AbstractDevice(
-    device_kind=kind or platform, num_cores=None, platform=platform
+    device_kind=kind or platform, num_cores=cores, platform=platform
   )
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   return jax.sharding.use_abstract_mesh(mesh)

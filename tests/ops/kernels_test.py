@@ -2,10 +2,7 @@
 
 import dataclasses
 import functools
-import json
-import os
 import unittest
-from unittest import mock
 
 import chex
 import jax
@@ -16,7 +13,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.ops.attention_forms import kernel_options
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels import sizes, triton_program, triton_tables
+from moh_jax.ops.kernels import triton_tables
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
@@ -433,92 +430,6 @@ def _ranges_of_keys(masks: str, case: _Case) -> Visible:
     if masks in ("segments", "padded", "all") else None,
     masks in ("causal", "all"),
   )  # fmt: skip
-
-
-class SizesTest(parameterized.TestCase):
-  @parameterized.product(
-    backend=_BACKENDS,
-    dtype=(jnp.bfloat16, jnp.float16, jnp.float32),
-    head_dim=(24, 64, 72, 128, 256),
-  )
-  def test_every_backend_has_tiles(self, backend, dtype, head_dim):
-    tiles = block_sizes(backend, head_dim, dtype)
-    for tile in (tiles.dq, tiles.dkv):
-      self.assertEqual(tiles.rows % tile.rows, 0)
-    few = block_sizes(backend, head_dim, dtype, per_head=100)
-    self.assertLessEqual(few.rows, tiles.rows)
-    self.assertLessEqual(few.rows, 128)
-
-  def test_too_large_head_dim(self):
-    with self.assertRaisesRegex(ValueError, "head_dim=320 .* at most 256"):
-      block_sizes("triton", 320, jnp.bfloat16)
-
-  def test_blocks_with_fewer_rows_cut_every_tile(self):
-    tiles = BlockSizes(Tile(128, 64, 8), Tile(64, 32), Tile(64, 32, 8))
-    expected = BlockSizes(Tile(32, 64, 4), Tile(32, 32), Tile(32, 32, 8))
-    self.assertEqual(tiles.with_rows(32), expected)
-
-  @parameterized.parameters(
-    (8, ((0, 16),)), (24, ((0, 32),)), (64, ((0, 64),)),
-    (72, ((0, 64), (64, 16))), (80, ((0, 64), (64, 16))), (120, ((0, 128),)),
-    (192, ((0, 128), (128, 64))),
-  )  # fmt: skip
-  def test_head_dims_become_powers_of_two(self, dim, slices):
-    self.assertEqual(triton_program.column_slices(dim, 2), slices)
-    self.assertLen(triton_program.column_slices(dim, 1), 1)
-
-
-class TileFileTest(parameterized.TestCase):
-  def _file(self, **changes):
-    """With the tiles of one GPU, but for some fields of the entry."""
-    entry = {"backend": "triton", "device": "GPU X"}
-    entry |= {"head_dim": 64, "dtype": "bfloat16"}
-    entry |= dataclasses.asdict(_tiles(32, 64)) | changes
-    return self.create_tempfile(content=json.dumps([entry])).full_path
-
-  def test_file_of_tiles_is_used(self):
-    with mock.patch.dict(os.environ, {sizes.FILE_VARIABLE: self._file()}):
-      sizes.measured.cache_clear()
-      self.addCleanup(sizes.measured.cache_clear)
-      other = block_sizes("triton", 64, jnp.bfloat16)
-      default = block_sizes("triton", 128, jnp.bfloat16)
-      with devices.traced_for("gpu", "GPU X"):
-        ours = block_sizes("triton", 64, jnp.bfloat16)
-        self.assertEqual(ours, _tiles(32, 64))
-        self.assertNotEqual(ours, other)
-        self.assertEqual(block_sizes("triton", 128, jnp.bfloat16), default)
-
-  @parameterized.parameters('[{"device": "GPU X"}]', "[{", '["GPU X"]', "1")
-  def test_other_files_are_named(self, content):
-    path = self.create_tempfile(content=content).full_path
-    text = f"{path} is not a file of block sizes, for MOH_JAX_BLOCK_SIZES: "
-    with self.assertRaisesRegex(ValueError, text):
-      sizes.read(path)
-
-  @parameterized.parameters(
-    ({"head_dim": 0}, r"head_dim=0 must be in \[1, 256\]"),
-    ({"head_dim": 320}, r"head_dim=320 must be in \[1, 256\]"),
-    ({"dtype": "float23"}, "float23"),
-    ({"dq": {"rows": 48, "keys": 16}}, "dq.rows=48 must divide .*rows=32"),
-    ({"dkv": {"rows": 64, "keys": 16}}, "dkv.rows=64 must divide .*rows=32"),
-    ({"dkv": {"rows": 0, "keys": 16}}, "dkv: rows=0 must be .* at least 1"),
-    ({"forward": {"rows": 32, "keys": 1.5}}, "forward: keys=1.5 must be an"),
-    ({"forward": {"rows": 32}}, "forward: .*'keys'"),
-  )
-  def test_wrong_entries_are_named(self, changes, text):
-    path = self._file(**changes)
-    with self.assertRaisesRegex(ValueError, f"{path} .*{text}"):
-      sizes.read(path)
-
-  def test_tiles_of_a_tpu_need_not_divide_its_blocks(self):
-    path = self._file(backend="mosaic_tpu", dq={"rows": 48, "keys": 16})
-    [tiles] = sizes.read(path).values()
-    self.assertEqual(tiles.dq, Tile(48, 16))
-
-  @parameterized.parameters("rows", "keys", "warps", "stages")
-  def test_sizes_of_a_tile_are_at_least_1(self, name):
-    with self.assertRaisesRegex(ValueError, f"{name}=0 must be .* at least 1"):
-      Tile(**{"rows": 16, "keys": 16, name: 0})
 
 
 if __name__ == "__main__":

@@ -8,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.heads import (
-  ESTIMATORS,
-  GATE_FORMS,
-  HeadBudget,
-)
+from moh_jax.config.heads import ESTIMATORS, GATE_FORMS, HeadBudget
 from moh_jax.ops import routing
 
 _BATCH = (2, 5)

@@ -4,11 +4,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops import attention
-from moh_jax.speed.options import (
-  DecodeOptions,
-  LayerOptions,
-  SequenceOptions,
-)
+from moh_jax.speed.options import DecodeOptions, LayerOptions, SequenceOptions
 from tests.ops.devices import traced_for
 
 

@@ -22,10 +22,7 @@ from transformers.modeling_outputs import (
   MoeCausalLMOutputWithPast,
   MoeModelOutputWithPast,
 )
-from transformers.modeling_utils import (
-  ALL_ATTENTION_FUNCTIONS,
-  PreTrainedModel,
-)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
   LlamaMLP,
   LlamaRMSNorm,

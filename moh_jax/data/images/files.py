@@ -13,12 +13,13 @@ import numpy as np
 from etils import epath
 from PIL import Image, UnidentifiedImageError
 
+from moh_jax.files import DEFLATE_RATIO
+
 SPLITS = ("train", "val")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # A larger image takes more than a gigabyte while it is decoded.
 _MOST_PIXELS = 89_478_485
 _MOST_BYTES = 1 << 28  # of an image file
-_PNG_RATIO = 1032  # bytes that deflate makes of one at most
 _MODES = {1: "L", 3: "RGB"}
 
 
@@ -95,7 +96,7 @@ def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
 def _check_plausible(image: Image.Image, size: int) -> None:
   """Refuses a PNG file too short for the pixels that its header states."""
   bits = {"1": 1, "L": 8, "P": 1, "I;16": 16, "RGB": 24}.get(image.mode, 8)
-  least = math.prod(image.size) * bits // 8 // _PNG_RATIO
+  least = math.prod(image.size) * bits // 8 // DEFLATE_RATIO
   if image.format == "PNG" and size < least:
     raise ValueError(
       f"{size:,} bytes cannot hold {image.size[1]} rows x {image.size[0]} "

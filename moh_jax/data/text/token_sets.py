@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from moh_jax.data.identity import Identity, of_file
+from moh_jax.data.identity import Identity
 from moh_jax.data.shards import Shards
 from moh_jax.data.text.tokenizers import (
   BytesTokenizer,
   Tokenizer,
   read_tokenizer,
 )
+from moh_jax.files import checksum
 
 KIND = "tokens"
 BLOCK = 8192
@@ -107,7 +108,7 @@ class TokenSet:
     return {
       **self._shards.identity(),
       "tokens": self.num_tokens,
-      "documents": of_file(self.folder / DOCUMENTS),
+      "documents": checksum(self.folder / DOCUMENTS)[0],
     }
 
   def tokens(self, start: int, stop: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any
 
 from etils import epath
 
-from moh_jax.files import write_whole
+from moh_jax.files import read_bytes, write_whole
 from moh_jax.json_files import parse_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read
@@ -90,11 +90,7 @@ def read_tokenizer_file(path: epath.Path) -> bytes:
   Raises:
     ValueError: it is larger.
   """
-  with path.open("rb") as file:
-    content = file.read(_MOST_BYTES + 1)
-  if len(content) > _MOST_BYTES:
-    raise ValueError(f"{path}: must be at most {_MOST_BYTES:,} bytes")
-  return content
+  return read_bytes(path, _MOST_BYTES)
 
 
 def write_tokenizer_files(

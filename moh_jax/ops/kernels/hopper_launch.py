@@ -23,6 +23,7 @@ from moh_jax.ops.target import target
 # Registers of a thread of the consumers and of the warpgroup that copies, where
 # two consumers share a multiprocessor with it.
 _REGISTERS = 240, 24
+_CORES = 132  # multiprocessors of an H100 or H200, where JAX does not tell
 
 
 class Turns(NamedTuple):
@@ -79,7 +80,7 @@ class Launch(Program):
   def programs(self) -> int:
     """Programs of the grid."""
     # The interpreter runs one after the other: two show how they share work.
-    return 2 if self.problem.interpret else multiprocessors()
+    return 2 if self.problem.interpret else target().cores or _CORES
 
   def mine(
     self, used: jax.Array | int
@@ -179,14 +180,6 @@ class Launch(Program):
   def _set_registers(self, number: int, action: str) -> None:
     if self.consumers > 1:  # else there are enough for all
       plgpu.set_max_registers(number, action=action)
-
-
-def multiprocessors() -> int:
-  """Multiprocessors of the GPU that a function is traced for."""
-  kind = target().kind
-  if "H20" in kind.replace("H200", ""):
-    return 78
-  return 114 if "H100 PCIe" in kind else 132
 
 
 def alternating(

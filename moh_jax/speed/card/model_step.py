@@ -9,6 +9,7 @@ import jax
 from moh_jax.config import Config, get_family
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
+from moh_jax.runtime.fits import stated_bytes
 from moh_jax.speed.card.scale import ModelCase
 from moh_jax.speed.model_flops import train_flops
 from moh_jax.speed.peaks import published_peak
@@ -54,17 +55,11 @@ def measure(case: ModelCase, peak: float) -> dict[str, Any]:
 
 def _first_batch(batch: int) -> int:
   """A power of two for this card, in proportion to its memory."""
-  memory = _memory_bytes()
+  memory = stated_bytes(jax.devices()[0])
   if memory is None:
     return batch
   fitting = batch * memory / _CARD_BYTES
   return max(1, min(batch, 2 ** math.floor(math.log2(fitting))))
-
-
-def _memory_bytes() -> float | None:
-  """Memory of the device that arrays may take; None where it is unknown."""
-  stats = jax.devices()[0].memory_stats() or {}
-  return stats.get("bytes_limit")
 
 
 def _measure(case: ModelCase, batch: int, peak: float) -> dict[str, Any]:
@@ -113,7 +108,7 @@ def _check_memory(memory: Any, batch: int) -> None:
     memory: the compiler's figures.
     batch: examples per step.
   """
-  limit = _memory_bytes()
+  limit = stated_bytes(jax.devices()[0])
   if limit is None or batch == 1:
     return
   # The outputs take the place of the donated arguments.

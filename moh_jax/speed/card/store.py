@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from moh_jax.files import replacing
+from moh_jax.json_files import plain, read_json
 from moh_jax.speed.report import Row
 
 _SUFFIX = ".json"
@@ -32,7 +33,7 @@ class Store:
     """
     self.folder = pathlib.Path(folder)
     self.folder.mkdir(exist_ok=True)
-    self._settings = json.loads(json.dumps(settings))
+    self._settings = plain(settings)
     here = self._settings["machine"]["device"]
     for path in sorted(self.folder.glob(f"*{_SUFFIX}")):
       entry = _load(path)
@@ -65,7 +66,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
 def _load(path: pathlib.Path) -> dict[str, Any] | None:
   """An entry with all that must be in it; None if it is damaged."""
   try:
-    entry = json.loads(path.read_text())
+    entry = read_json(path)
     if entry["stage"] != path.stem:
       return None
     entry["settings"]["machine"]["device"]

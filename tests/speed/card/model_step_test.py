@@ -17,7 +17,7 @@ class BatchTest(parameterized.TestCase):
     (None, 128), (80e9, 128), (140e9, 128), (79e9, 64), (16e9, 16), (1e9, 1)
   )
   def test_begins_in_proportion_to_the_memory(self, memory, expected):
-    with mock.patch.object(model_step, "_memory_bytes", lambda: memory):
+    with mock.patch.object(model_step, "stated_bytes", lambda _: memory):
       self.assertEqual(model_step._first_batch(128), expected)
 
   def test_steps_down_until_it_fits(self):
@@ -50,7 +50,7 @@ class BatchTest(parameterized.TestCase):
     memory = types.SimpleNamespace(
       argument_size_in_bytes=150, temp_size_in_bytes=temporary
     )
-    with mock.patch.object(model_step, "_memory_bytes", lambda: 1000):
+    with mock.patch.object(model_step, "stated_bytes", lambda _: 1000):
       if batch is None:
         model_step._check_memory(memory, 32)
         return
