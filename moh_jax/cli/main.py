@@ -13,7 +13,8 @@ import traceback as traceback_lib
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from moh_jax.cli import common, signals
+from moh_jax import signals
+from moh_jax.cli import common
 from moh_jax.cli.arguments import COMMANDS
 from moh_jax.cli.overrides import split_overrides
 from moh_jax.config import reference

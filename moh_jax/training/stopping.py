@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from moh_jax import signals
+
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -55,6 +57,7 @@ def stop_request() -> Iterator[StopRequest]:
   agrees with the other processes on the step to stop at.
   """
   request, previous = StopRequest(), {}
+  stack = contextlib.ExitStack()
 
   def restore() -> None:
     while previous:
@@ -68,9 +71,11 @@ def stop_request() -> Iterator[StopRequest]:
 
   in_main_thread = threading.current_thread() is threading.main_thread()
   if in_main_thread and jax.process_count() == 1:
+    stack.enter_context(signals.deferred())
     for number in (signal.SIGTERM, signal.SIGINT):
       previous[number] = signal.signal(number, handle)
-  try:
+    if signals.stop_was_asked():
+      request.ask()
+  with stack:
+    stack.callback(restore)
     yield request
-  finally:
-    restore()

@@ -40,9 +40,13 @@ class SignalsTest(parameterized.TestCase):
     run = self._start()
     self.assertTrue(run.wait_for(lambda: after in run.said()))
     self._signal(run, number)
-    self.assertEqual(run.wait(60), 128 + number, run.said())
-    (line,) = run.errors()
-    self.assertIn(f"stopped by {signal.Signals(number).name}", line)
+    if run.wait(60):
+      self.assertEqual(run.wait(), 128 + number, run.said())
+      (line,) = run.errors()
+      self.assertIn(f"stopped by {signal.Signals(number).name}", line)
+    else:  # JAX dropped the exception while it traced
+      self.assertEqual(after, "compiling")
+      self.assertIn("stopped at step 1, saved", run.said())
     self._check(run)
 
   def test_stopped_at_any_moment_and_resumed_the_run_is_the_same(self):
@@ -56,8 +60,10 @@ class SignalsTest(parameterized.TestCase):
         time.sleep(rng.uniform(0, 2))
         self._signal(run, _NUMBERS[attempt % 2])
         stops += 1
-      status = run.wait(60)
-      self.assertIn(status, (0, 128 + signal.SIGTERM, 128 + signal.SIGINT))
+      # Negative: the signal came while Python ended.
+      self.assertIn(
+        run.wait(60), {0, *(128 + n for n in _NUMBERS), *(-n for n in _NUMBERS)}
+      )
       self._check(run)
     self.assertEqual(self._start(_SAVE_ALWAYS, workdir=workdir).wait(), 0)
     self.assertEqual(differences(workdir, str(whole.workdir)), [])

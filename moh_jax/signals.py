@@ -1,7 +1,9 @@
 """SIGTERM and SIGINT end a command in one line; a second one ends it at once.
 
 Python runs its signal handlers between its own instructions, so not while XLA
-compiles or a program runs. A thread therefore reads the signals too.
+compiles or a program runs, and C++ code that calls Python may drop what they
+raise (JAX does at times, while it traces). A thread therefore reads the signals
+too, and long work asks `stop_was_asked`.
 """
 
 import contextlib
@@ -15,8 +17,10 @@ from typing import Any, NoReturn
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 # How long the main thread may take to notice a first signal that it handles
-# itself, before the thread ends the process.
-_PATIENCE_SECONDS = 5.0
+# itself, and how long to end then, before the thread ends the process.
+_PATIENCE_SECONDS = 5.0, 10.0
+_asked = threading.Event()
+_deferred = threading.Event()
 
 
 class StoppedError(BaseException):
@@ -38,6 +42,21 @@ class StoppedError(BaseException):
     return 128 + self.number
 
 
+def stop_was_asked() -> bool:
+  """Whether a signal came in the block of `handled` that is under way."""
+  return _asked.is_set()
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+  """A block that handles a first signal itself, and takes its time."""
+  _deferred.set()
+  try:
+    yield
+  finally:
+    _deferred.clear()
+
+
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
   """Handles signals in its block; does nothing outside of the main thread."""
@@ -46,21 +65,21 @@ def handled() -> Iterator[None]:
     return
   reader, writer = socket.socketpair()
   writer.setblocking(False)
-  noticed = threading.Event()
+  left = threading.Event()
+  _asked.clear()
 
   def stop(number: int, _: Any) -> NoReturn:
-    noticed.set()
+    _asked.set()
     raise StoppedError(number)
 
   before = {number: signal.signal(number, stop) for number in _NUMBERS}
   wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-  watcher = threading.Thread(
-    target=_watch, args=(reader, stop, noticed), daemon=True
-  )
+  watcher = threading.Thread(target=_watch, args=(reader, left), daemon=True)
   watcher.start()
   try:
     yield
   finally:
+    left.set()
     signal.set_wakeup_fd(wakeup)
     for number, handler in before.items():
       signal.signal(number, handler)
@@ -69,8 +88,8 @@ def handled() -> Iterator[None]:
     reader.close()
 
 
-def _watch(reader: socket.socket, stop: Any, noticed: threading.Event) -> None:
-  """Counts signals; ends the process at the second, or if none notices one."""
+def _watch(reader: socket.socket, left: threading.Event) -> None:
+  """Counts signals; ends the process at the second, or if one has no effect."""
   seen = 0
   while received := reader.recv(1):
     number = received[0]
@@ -79,15 +98,18 @@ def _watch(reader: socket.socket, stop: Any, noticed: threading.Event) -> None:
     seen += 1
     if seen > 1:
       _leave(number, "at once")
-    if signal.getsignal(number) is stop:  # `train` saves first, see its loop
+    if not _deferred.is_set():
       threading.Thread(
-        target=_leave_unless, args=(noticed, number), daemon=True
+        target=_leave_unless, args=(number, left), daemon=True
       ).start()
 
 
-def _leave_unless(noticed: threading.Event, number: int) -> None:
-  if not noticed.wait(_PATIENCE_SECONDS):
-    _leave(number, "during a computation")
+def _leave_unless(number: int, left: threading.Event) -> None:
+  for event, seconds in zip((_asked, left), _PATIENCE_SECONDS):
+    if not event.wait(seconds):
+      if event is left and _deferred.is_set():  # it looked, and ends by itself
+        return
+      _leave(number, "during a computation")
 
 
 def _leave(number: int, how: str) -> NoReturn:

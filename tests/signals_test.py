@@ -10,8 +10,15 @@ from absl.testing import absltest, parameterized
 
 _PROGRAM = """
   import ctypes, sys, time
-  from moh_jax.cli import main, signals
-  signals._PATIENCE_SECONDS = 0.2
+  from moh_jax import signals
+  from moh_jax.cli import main
+  signals._PATIENCE_SECONDS = 0.2, {patience}
+
+  def sleep_on():  # as JAX may drop what a handler raises
+    try:
+      time.sleep(60)
+    except BaseException:
+      time.sleep(60)
 
   def work():
     try:
@@ -26,8 +33,10 @@ _PROGRAM = """
 
 
 class SignalsTest(parameterized.TestCase):
-  def _start(self, work, clean_up="pass"):
-    program = textwrap.dedent(_PROGRAM).format(work=work, clean_up=clean_up)
+  def _start(self, work, clean_up="pass", patience=60):
+    program = textwrap.dedent(_PROGRAM).format(
+      work=work, clean_up=clean_up, patience=patience
+    )
     child = subprocess.Popen(
       [sys.executable, "-c", program],
       stdout=subprocess.PIPE,
@@ -69,6 +78,13 @@ class SignalsTest(parameterized.TestCase):
     _, err = child.communicate(timeout=60)
     pattern = "^error: stopped by SIGTERM(, during a computation)?\n$"
     self.assertRegex(err, pattern)
+    self.assertEqual(child.returncode, 128 + signal.SIGTERM)
+
+  def test_dropped_signal_ends_the_command_a_little_later(self):
+    child = self._start("sleep_on()", patience=0.2)
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=60)
+    self.assertEqual(err, "error: stopped by SIGTERM, during a computation\n")
     self.assertEqual(child.returncode, 128 + signal.SIGTERM)
 
 
