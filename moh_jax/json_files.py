@@ -28,6 +28,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]  # of an array's axis
 Shape = Annotated[list[Count], msgspec.Meta(max_length=32)]
 Text = Annotated[str, msgspec.Meta(max_length=1 << 20)]
+# Hexadecimal, or empty where there is none.
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
 _NAME = r"\A(?!\.{1,2}\Z)[^/\\\x00]+\Z"
 # A file that lies in the folder of the JSON, not in one below it.
 FileName = Annotated[str, msgspec.Meta(pattern=_NAME, max_length=255)]

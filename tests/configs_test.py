@@ -255,7 +255,7 @@ class DiTRecipeTest(parameterized.TestCase):
     diffusion, sample = config.diffusion, config.sample
     self.assertEqual((diffusion.schedule, diffusion.steps), ("linear", 1000))
     self.assertEqual(diffusion.prediction, "epsilon")
-    self.assertEqual(diffusion.latent_scale, 0.18215)
+    self.assertIsNone(diffusion.latent_scale)  # that of the latents
     self.assertEqual(diffusion.loss_weight, "uniform")
     self.assertEqual(diffusion.vb_weight, 1.0)
     self.assertEqual((sample.method, sample.steps), ("ddpm", "250"))

@@ -27,14 +27,13 @@ def run(args: argparse.Namespace) -> int:
   for other in others:
     check_class_names(first.class_names, other.class_names, args.data)
   out = pathlib.Path(args.out)
-  weights = encode.weights_sha256(config, params)
   writers = {  # all before the first image: here other settings are refused
     split: encode.open_latents(
       source,
       out / split,
       config,
       options,
-      weights=weights,
+      params=params,
       notes={"vae": args.vae, "encoded_from": os.fspath(folders[split])},
     )
     for split, source in sources.items()

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
   """Samples images and writes them."""
   out = common.out_file(args.out, ".png", ".npz")
   is_first = common.join(args)
-  _check_before_restoring(args)
+  encoder = _check_before_restoring(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     given = fields.given_fields(args, SampleConfig, *OVERRIDES)
@@ -28,7 +28,9 @@ def run(args: argparse.Namespace) -> int:
     config = restored.config
     decode = None
     if args.vae:
-      decode = load_decoder(args.vae, config, mesh, tile=args.vae_tile)
+      decode = load_decoder(
+        args.vae, config, mesh, tile=args.vae_tile, encoder=encoder
+      )
     sampler = sample.Sampler(
       restored, labels=args.labels, seed=args.seed, mesh=mesh, decode=decode
     )
@@ -54,14 +56,19 @@ def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
   Image.fromarray(grid[..., 0] if grid.shape[-1] == 1 else grid).save(out)
 
 
-def _check_before_restoring(args: argparse.Namespace) -> None:
-  """Refuses what the checkpoint's config alone shows to be wrong."""
+def _check_before_restoring(args: argparse.Namespace) -> str:
+  """Refuses what the checkpoint's config alone shows to be wrong.
+
+  Returns:
+    Hash of the encoder of the latents of the training, "" if unknown.
+  """
   metadata, _ = common.read_metadata(args, "sample")
   sample.check_request(metadata.config, args.labels, args.seed)
   num = args.num or len(args.labels) or metadata.config.model.num_classes
   sample.check_room(metadata.config, num, pathlib.Path(args.out))
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
+  return metadata.encoder_sha256
 
 
 def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:

@@ -5,7 +5,9 @@ import logging
 import sys
 
 from moh_jax.cli import common, run_log
+from moh_jax.config import Config
 from moh_jax.convert.decoder import load_decoder
+from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
 from moh_jax.training import loop
@@ -23,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
   decode = None
   level = logging.INFO if is_first else logging.WARNING
   if args.vae:
-    decode = load_decoder(args.vae, config, sharding.make_mesh(config.mesh))
+    mesh = sharding.make_mesh(config.mesh)
+    decode = load_decoder(args.vae, config, mesh, encoder=_encoder(config))
   try:
     with run_log.kept(args.workdir, level, args.distributed):
       result = loop.train(
@@ -44,3 +47,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"held-out: {shown}")
       print(f"checkpoint: {args.workdir}")
   return 0
+
+
+def _encoder(config: Config) -> str:
+  """Hash of the encoder that made the latents to train on, "" if unknown."""
+  if config.data.source != "latents":
+    return ""
+  return LatentSource(config.data.path, "train").encoder_sha256

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.checks import (
   MOST_COUNT,
   above,
@@ -27,7 +28,11 @@ class DiffusionConfig:
   Attributes:
     space: what the model reads and predicts: "latent" (latents of the Stable
       Diffusion autoencoder) or "pixel".
-    latent_scale: factor that brings latents to about unit variance.
+    latent_scale: factor that brings latents to about unit variance; None is
+      that of the data, with the three that follow, or Stable Diffusion's.
+    latent_shift: subtracted before, see `LatentScaling`.
+    latent_mean: of each channel, () is 0.
+    latent_std: of each channel, () is 1.
     schedule: noise levels of the steps: "linear" betas (arXiv:2006.11239) or
       "cosine" (arXiv:2102.09672).
     steps: timesteps of the training process, 21 to 100,000.
@@ -40,7 +45,10 @@ class DiffusionConfig:
   """
 
   space: str = "latent"
-  latent_scale: float = 0.18215
+  latent_scale: float | None = None
+  latent_shift: float = 0.0
+  latent_mean: tuple[float, ...] = ()
+  latent_std: tuple[float, ...] = ()
   schedule: str = "linear"
   steps: int = 1000
   prediction: str = "epsilon"
@@ -57,7 +65,18 @@ class DiffusionConfig:
     # The linear betas scale with 1000 / steps and must stay below 1.
     in_range("diffusion", 21, 100_000, self, "steps")
     at_least("diffusion", 0, self, "vb_weight")
-    above("diffusion", 0, self, "latent_scale", "snr_gamma")
+    above("diffusion", 0, self, "latent_scale", "latent_std", "snr_gamma")
+
+  @property
+  def scaling(self) -> LatentScaling:
+    """How latents become the model's input."""
+    scale = self.latent_scale
+    return LatentScaling(
+      LatentScaling.scale if scale is None else scale,
+      self.latent_shift,
+      self.latent_mean,
+      self.latent_std,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

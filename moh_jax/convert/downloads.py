@@ -10,6 +10,8 @@ HOW_TO_GET_INCEPTION = (
 VAE_FILES = (
   "diffusion_pytorch_model.safetensors",
   "diffusion_pytorch_model.bin",
+  "diffusion_pytorch_model.fp16.safetensors",
+  "diffusion_pytorch_model.fp16.bin",
 )
 HOW_TO_GET_VAE = (
   f"latents need the Stable Diffusion autoencoder: put {VAE_FILES[0]} (or "

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.autoencoder import LatentScaling, VAEConfig
 from moh_jax.convert import rules
 from moh_jax.convert.downloads import HOW_TO_GET_VAE, VAE_FILES
 from moh_jax.convert.rules import Rule
@@ -38,6 +38,10 @@ class _Public(msgspec.Struct):
   use_quant_conv: bool = True
   use_post_quant_conv: bool = True
   mid_block_add_attention: bool = True
+  scaling_factor: float = LatentScaling.scale
+  shift_factor: float | None = None
+  latents_mean: list[float] | None = None
+  latents_std: list[float] | None = None
 
 
 # Names of the attention's layers in old files, and today.
@@ -207,6 +211,12 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
     use_quant_conv=entries.get("use_quant_conv", True),
     use_post_quant_conv=entries.get("use_post_quant_conv", True),
     mid_attention=entries.get("mid_block_add_attention", True),
+    scaling=LatentScaling(
+      entries.get("scaling_factor", LatentScaling.scale),
+      entries.get("shift_factor") or 0.0,
+      tuple(entries.get("latents_mean") or ()),
+      tuple(entries.get("latents_std") or ()),
+    ),
   )
 
 

@@ -1,12 +1,14 @@
 """What a config leaves unset (None) and its data or its length tell."""
 
+import contextlib
 import dataclasses
 import pathlib
 from typing import Any
 
 from etils import epath
 
-from moh_jax.config import Config
+from moh_jax.config import Config, DiffusionConfig
+from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images import latents, records
 from moh_jax.data.images.files import list_classes
 from moh_jax.data.images.recipes import is_latent
@@ -27,8 +29,8 @@ def resolve(config: Config) -> Config:
 
   `optim.warmup_steps` follows from the number of steps, `model.channels` and
   `model.num_classes` from the images or latents, `data.mean` and `data.std`
-  from both, `model.vocab_size` from the text's tokenizer. Data are looked at
-  only for values that are unset.
+  from both, `diffusion.latent_scale` from the latents, `model.vocab_size` from
+  the text's tokenizer. Data are looked at only for values that are unset.
 
   Raises:
     FileNotFoundError: data that tell an unset value are missing.
@@ -50,7 +52,26 @@ def resolve(config: Config) -> Config:
   if getattr(data, "mean", ()) is None and not is_latent(config):
     mean, std = _normalization(config, model.channels)
     data = dataclasses.replace(data, mean=mean, std=std)
-  return dataclasses.replace(config, model=model, data=data, optim=optim)
+  resolved = dataclasses.replace(config, model=model, data=data, optim=optim)
+  if "diffusion" not in config.sections:
+    return resolved
+  diffusion = _scaled(config)
+  sections = {**config.sections, "diffusion": diffusion}
+  return dataclasses.replace(resolved, sections=sections)
+
+
+def _scaled(config: Config) -> DiffusionConfig:
+  """The section `diffusion` with the scaling of the latents."""
+  if config.diffusion.latent_scale is not None:
+    return config.diffusion
+  scaling = LatentScaling()
+  if config.data.source == "latents":
+    # Checkpoints are converted with configs of runs whose data are elsewhere.
+    with contextlib.suppress(FileNotFoundError):
+      scaling = latents.stored_scaling(_metadata(config))
+  values = dataclasses.asdict(scaling)
+  stated = {f"latent_{name}": value for name, value in values.items()}
+  return dataclasses.replace(config.diffusion, **stated)
 
 
 def _channels(config: Config) -> int:

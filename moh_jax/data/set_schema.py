@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from moh_jax.json_files import Count, FileName, Size, Text
+from moh_jax.json_files import Count, FileName, Sha256, Size, Text
 
 _Scale = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
@@ -39,11 +39,15 @@ class Images(_Set):
   class_names: list[Text]
 
 
-class Latents(Images):
+class Latents(Images, kw_only=True):
   """metadata.json of latents."""
 
   latent_shape: Annotated[list[Size], msgspec.Meta(min_length=3, max_length=3)]
   latent_scale: _Scale
+  latent_shift: float = 0.0
+  latent_mean: list[float] = []
+  latent_std: list[_Scale] = []
+  encoder_sha256: Sha256 = ""
   image_size: int | list[int]
 
 

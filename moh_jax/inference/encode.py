@@ -1,9 +1,7 @@
 """Images to latents in shards, before a diffusion model is trained on them."""
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import os
 import pathlib
 from collections.abc import Iterator
@@ -14,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
-from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.autoencoder import LatentScaling, VAEConfig
 from moh_jax.data.images.latents import KIND, encode_moments
 from moh_jax.data.images.records import ArrayRecordSource
 from moh_jax.data.images.sources import ImageFolderSource
@@ -28,6 +25,7 @@ from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.shards import METADATA
 from moh_jax.inference.options import EncodeOptions
 from moh_jax.models.vae import VAE
+from moh_jax.models.vae_hash import encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
 
 # Images that know their names and the fingerprint of their list.
@@ -42,31 +40,13 @@ def open_images(folder: str | os.PathLike, channels: int) -> NamedSource:
   return source(folder, "", channels)
 
 
-def weights_sha256(config: VAEConfig, params: Any) -> str:
-  """A hash of an autoencoder, whatever the file that it came from.
-
-  Args:
-    config: its sizes; how it computes does not count.
-    params: its parameters.
-  """
-  digest = hashlib.sha256()
-  sizes = dataclasses.asdict(dataclasses.replace(config, dtype="float32"))
-  digest.update(json.dumps(sizes, sort_keys=True).encode())
-  flat = traverse_util.flatten_dict(params, sep="/")
-  for name in sorted(flat):
-    array = np.asarray(flat[name], np.float32)
-    digest.update(f"{name} {array.shape}".encode())
-    digest.update(array.tobytes())
-  return digest.hexdigest()
-
-
 def open_latents(
   source: NamedSource,
   out: str | os.PathLike,
   config: VAEConfig,
   options: EncodeOptions,
   *,
-  weights: str,
+  params: Any,
   notes: dict[str, str],
 ) -> ShardSetWriter:
   """Starts a set of latents, or continues an interrupted one.
@@ -76,7 +56,7 @@ def open_latents(
     out: folder of the set, local or mounted, the same for all processes.
     config: the autoencoder.
     options: sizes.
-    weights: `weights_sha256` of the autoencoder.
+    params: its parameters, which are hashed.
     notes: "vae" and "encoded_from", for the reader of metadata.json.
 
   Raises:
@@ -93,13 +73,29 @@ def open_latents(
     settings={
       "image_size": side,
       "latent_shape": (side // step, side // step, config.latent_channels),
-      "latent_scale": options.latent_scale,
-      "vae_sha256": weights,
+      **_scaling(config, options),
+      "vae_sha256": weights_sha256(config, params),
       "compute_dtype": config.dtype,
       "images": source.fingerprint,
     },
-    notes={**notes, "class_names": source.class_names},
+    notes={
+      **notes,
+      "class_names": source.class_names,
+      "encoder_sha256": encoder_sha256(config, params),
+    },
   )
+
+
+def _scaling(config: VAEConfig, options: EncodeOptions) -> dict[str, Any]:
+  """What metadata.json says of the scaling, but for what is as usual."""
+  scaling, usual = config.scaling, LatentScaling()
+  if options.latent_scale is not None:
+    scaling = dataclasses.replace(scaling, scale=options.latent_scale)
+  return {
+    f"latent_{name}": value
+    for name, value in dataclasses.asdict(scaling).items()
+    if name == "scale" or value != getattr(usual, name)
+  }
 
 
 def encode_latents(

@@ -58,7 +58,8 @@ class EncodeOptions:
 
   Attributes:
     image_size: rows and columns of ADM's centre crop.
-    latent_scale: noted for training; the stored moments are not scaled.
+    latent_scale: noted for training, None is the autoencoder's; the stored
+      moments are not scaled.
     batch_size: images that this process's devices encode at a time.
     shard_size: images of a shard.
     bad_images: "raise", or "skip": leave out what cannot be read or is smaller
@@ -67,7 +68,7 @@ class EncodeOptions:
   """
 
   image_size: int = 256
-  latent_scale: float = 0.18215
+  latent_scale: float | None = None
   batch_size: int = 32
   shard_size: int = 1024
   bad_images: str = "raise"
@@ -78,6 +79,7 @@ class EncodeOptions:
   def __post_init__(self):
     at_least("encode", 1, self, "image_size", "batch_size", "shard_size")
     at_least("encode", 1, self, "threads")
-    if not 0 < self.latent_scale < float("inf"):
-      raise ValueError(f"latent_scale={self.latent_scale} must be above 0")
+    scale = self.latent_scale
+    if scale is not None and not 0 < scale < float("inf"):
+      raise ValueError(f"latent_scale={scale} must be above 0")
     one_of("encode", self, **self.CHOICES)

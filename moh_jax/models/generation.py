@@ -101,6 +101,9 @@ def make_image_sampler(
     ValueError: the model samples latents and `decode` is missing.
   """
   in_pixels = config.diffusion.space == "pixel"
+  if not in_pixels:
+    parts = config.diffusion.scaling.affine(config.model.channels)
+    offset, factor = (np.float32(part)[None, None, None] for part in parts)
   if not in_pixels and decode is None:
     raise ValueError(
       "diffusion.space='latent': an autoencoder must decode what the model "
@@ -112,7 +115,7 @@ def make_image_sampler(
   def sample_images(*args: Any) -> jax.Array:
     x = sample_fn(*args)
     # Not part of the jitted programs: its weights would become constants there.
-    x = x if in_pixels else decode(x / config.diffusion.latent_scale)
+    x = x if in_pixels else decode(x / factor + offset)
     return finish(x)
 
   return sample_images

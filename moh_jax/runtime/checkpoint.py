@@ -44,11 +44,14 @@ class Metadata:
     config: config of the run.
     class_names: names of the classifier's outputs, () for other models.
     tokenizer_sha256: SHA-256 of the tokenizer's file, "" without one.
+    encoder_sha256: of the autoencoder whose latents the model was trained on,
+      see `models.vae_hash`; "" without one, and for older latents.
   """
 
   config: Config
   class_names: tuple[str, ...] = ()
   tokenizer_sha256: str = ""
+  encoder_sha256: str = ""
 
 
 def save_tokenizer(
@@ -262,6 +265,7 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
     "config": config,
     "class_names": list(metadata.class_names),
     "tokenizer_sha256": metadata.tokenizer_sha256,
+    "encoder_sha256": metadata.encoder_sha256,
   }
 
 
@@ -271,5 +275,8 @@ def metadata_from_json(stored: dict[str, Any]) -> Metadata:
     legacy.upgrade(check_stored(stored)["config"])
   )
   return Metadata(
-    config, tuple(stored["class_names"]), stored.get("tokenizer_sha256", "")
+    config,
+    tuple(stored["class_names"]),
+    stored.get("tokenizer_sha256", ""),
+    stored.get("encoder_sha256", ""),
   )

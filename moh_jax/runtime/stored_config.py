@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from etils import epath
 
-from moh_jax.json_files import MAX_BYTES, Text, check_json, parse_json
+from moh_jax.json_files import MAX_BYTES, Sha256, Text, check_json, parse_json
 
 
 class StoredConfig(msgspec.Struct):
@@ -13,9 +13,8 @@ class StoredConfig(msgspec.Struct):
 
   config: dict[str, dict]
   class_names: Annotated[list[Text], msgspec.Meta(max_length=2**24)]
-  tokenizer_sha256: Annotated[
-    str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")
-  ] = ""
+  tokenizer_sha256: Sha256 = ""
+  encoder_sha256: Sha256 = ""
 
 
 class StoredData(msgspec.Struct):

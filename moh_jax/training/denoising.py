@@ -64,6 +64,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     preview_every=config.sample.every,
     shown=("mse",),
     identity={"train": train.identity()},
+    encoder_sha256=getattr(train, "encoder_sha256", ""),
   )
 
 

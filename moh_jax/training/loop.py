@@ -121,7 +121,7 @@ class _Run:
   ):
     self.config, self.mesh, self.task = config, mesh, task
     sha256 = task.tokenizer.sha256 if task.tokenizer else ""
-    metadata = Metadata(config, task.class_names, sha256)
+    metadata = Metadata(config, task.class_names, sha256, task.encoder_sha256)
     self.start = find_resumable(directory, verify)
     if self.start is not None:
       check_same_run(directory, self.start, metadata, task.identity, verify)

@@ -80,6 +80,7 @@ class Task:
     shown: the family's own metrics that the progress shows, after the loss.
     identity: what identifies the training data, by source. A run is not
       continued with other data.
+    encoder_sha256: of the autoencoder that made latents; "" where none did.
   """
 
   model: nn.Module
@@ -96,6 +97,7 @@ class Task:
   stream_metrics: Callable[[int], dict[str, float]] | None = None
   shown: tuple[str, ...] = ()
   identity: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
+  encoder_sha256: str = ""
 
 
 def stream(

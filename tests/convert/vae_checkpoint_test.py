@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.autoencoder import LatentScaling, VAEConfig
 from moh_jax.convert import rules, vae
 from moh_jax.convert.downloads import VAE_FILES
 from tests.convert.stored import save_tensors
@@ -145,6 +145,33 @@ class LoadTest(parameterized.TestCase):
     self._write(self.folder)
     config, params = vae.load_vae(self.folder / name)
     self.assertEqual(config, _CONFIG)
+    chex.assert_trees_all_equal(params, _params())
+
+  def test_scaling_of_latents(self):
+    self._write(
+      self.folder, scaling_factor=0.25, shift_factor=0.5,
+      latents_mean=[1, 2.5, 3], latents_std=[2.0, 1.0, 4.0],
+    )  # fmt: skip
+    config, _ = vae.load_vae(self.folder)
+    expected = LatentScaling(0.25, 0.5, (1, 2.5, 3), (2.0, 1.0, 4.0))
+    self.assertEqual(config.scaling, expected)
+
+  @parameterized.parameters(
+    ({"latents_mean": [1.0]}, "latent mean=.* must have 3 values"),
+    ({"scaling_factor": 0}, "latents.scale=0 must be above 0"),
+    ({"shift_factor": "0"}, "config.json.*shift_factor.*must be"),
+  )
+  def test_wrong_scaling_is_named(self, entries, text):
+    self._write(self.folder, **entries)
+    with self.assertRaisesRegex(ValueError, text):
+      vae.load_vae(self.folder)
+
+  def test_half_precision_variant_of_a_folder(self):
+    self._write(self.folder)
+    (self.folder / VAE_FILES[0]).rename(
+      self.folder / "diffusion_pytorch_model.fp16.safetensors"
+    )
+    _, params = vae.load_vae(self.folder)
     chex.assert_trees_all_equal(params, _params())
 
   def test_pipeline_folder(self):

@@ -9,6 +9,7 @@ from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
+from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images import pack
 from moh_jax.data.infer import resolve
 from tests.data.text import tiny_sets, tiny_text
@@ -65,6 +66,15 @@ class ImagesTest(_TempDirTest):
     config = resolve(Config(_DIT, data=data))
     self.assertEqual((config.model.channels, config.model.num_classes), (2, 2))
     self.assertIsNone(config.data.mean)
+
+  def test_latents_tell_their_scaling(self):
+    tiny_sets.write_latents(self.root / "train", latent_shift=0.25)
+    data = DataConfig(source="latents", path=str(self.root))
+    scaling = resolve(Config(_DIT, data=data)).diffusion.scaling
+    self.assertEqual(scaling, LatentScaling(0.5, 0.25))
+    data = DataConfig(source="fake")
+    scaling = resolve(Config(_DIT, data=data)).diffusion.scaling
+    self.assertEqual(scaling, LatentScaling(0.18215))
 
   @parameterized.parameters(("digits", 1), ("fake", 3))
   def test_pixels_of_diffusion_models_are_normalized_by_halves(

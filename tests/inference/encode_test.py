@@ -7,10 +7,12 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE
+from moh_jax.models.vae_hash import encoder_sha256, weights_sha256
 from tests.inference import tiny_vae
 
 _OPTIONS = encode.EncodeOptions(
@@ -19,8 +21,8 @@ _OPTIONS = encode.EncodeOptions(
 
 
 @functools.cache
-def _params():
-  return tiny_vae.params()
+def _params(seed=0):
+  return tiny_vae.params(seed)
 
 
 class EncodeTest(parameterized.TestCase):
@@ -33,13 +35,13 @@ class EncodeTest(parameterized.TestCase):
   def _source(self):
     return encode.open_images(self.images, 3)
 
-  def _open(self, name, options=_OPTIONS, weights="w", config=tiny_vae.CONFIG):
+  def _open(self, name, options=_OPTIONS, seed=0, config=tiny_vae.CONFIG):
     return encode.open_latents(
       self._source(),
       self.root / name,
       config,
       options,
-      weights=weights,
+      params=_params(seed),
       notes={"vae": "tiny", "encoded_from": "here"},
     )
 
@@ -90,7 +92,7 @@ class EncodeTest(parameterized.TestCase):
       ("image_size", 8),
       ("latent_shape", [4, 4, 2]),
       ("latent_scale", 0.5),
-      ("vae_sha256", "w"),
+      ("vae_sha256", weights_sha256(tiny_vae.CONFIG, _params())),
       ("vae", "tiny"),
       ("encoded_from", "here"),
       ("skipped", 0),
@@ -169,7 +171,7 @@ class EncodeTest(parameterized.TestCase):
     ({"image_size": 16}, {}, "image_size: 16 here, 8 there"),
     ({"latent_scale": 1.0}, {}, "latent_scale: 1.0 here, 0.5 there"),
     ({"shard_size": 5}, {}, "shard_size: 5 here, 4 there"),
-    ({}, {"weights": "other"}, "vae_sha256: 'other' here, 'w' there"),
+    ({}, {"seed": 1}, "vae_sha256: '.*' here, '.*' there"),
     (
       {},
       {"config": dataclasses.replace(tiny_vae.CONFIG, dtype="bfloat16")},
@@ -199,7 +201,7 @@ class EncodeTest(parameterized.TestCase):
 
   def test_hash_is_of_weights_and_sizes(self):
     hashes = [
-      encode.weights_sha256(config, params)
+      weights_sha256(config, params)
       for config, params in (
         (tiny_vae.CONFIG, _params()),
         (dataclasses.replace(tiny_vae.CONFIG, norm_groups=1), _params()),
@@ -209,6 +211,27 @@ class EncodeTest(parameterized.TestCase):
     ]
     self.assertLen(set(hashes), 3)
     self.assertEqual(hashes[0], hashes[3])
+
+  def test_encoder_has_a_hash_of_its_own(self):
+    other = {**_params(), "decoder": tiny_vae.params(1)["decoder"]}
+    ours, same = (
+      encoder_sha256(tiny_vae.CONFIG, params) for params in (_params(), other)
+    )
+    self.assertEqual(ours, same)
+    self.assertNotEqual(ours, encoder_sha256(tiny_vae.CONFIG, _params(1)))
+
+  def test_scaling_of_the_autoencoder_is_noted(self):
+    scaling = LatentScaling(0.25, shift=0.5, mean=(1.0, 2.0), std=(3.0, 4.0))
+    config = dataclasses.replace(tiny_vae.CONFIG, scaling=scaling)
+    options = dataclasses.replace(_OPTIONS, latent_scale=None)
+    writer = self._open("scaled", options, config=config)
+    encode.encode_latents(
+      self._source(), writer, config, _params(), options,
+      devices=jax.devices()[:1], process=(0, 1), progress=False,
+    )  # fmt: skip
+    source = LatentSource(str(self.root), "scaled")
+    self.assertEqual(source.scaling, scaling)
+    self.assertEqual(source.encoder_sha256, encoder_sha256(config, _params()))
 
 
 if __name__ == "__main__":

@@ -7,19 +7,22 @@ takes half the disk space of float32 (32 KiB for an image of 256 x 256 pixels).
 It rounds a mean between 4 and 8 by at most 0.002; after `latent_scale` that is
 0.0004, a 25th of the smallest noise of the training (0.01 at timestep 0).
 
-metadata.json has the fields "class_names", "latent_shape", "latent_scale",
-"image_size", "vae", "vae_sha256" and "encoded_from".
+metadata.json has the fields "class_names", "latent_shape", "latent_scale" (and
+"latent_shift", "latent_mean", "latent_std" where the autoencoder has them),
+"image_size", "vae", "vae_sha256", "encoder_sha256" and "encoded_from".
 """
 
 import dataclasses
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import grain
 import numpy as np
 
 from moh_jax.config import Config
+from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.identity import Identity
 from moh_jax.data.shards import Shards
 
@@ -51,6 +54,9 @@ class LatentSource:
     self.class_names = tuple(self.metadata["class_names"])
     self.latent_shape = tuple(self.metadata["latent_shape"])
     self.channels = self.latent_shape[-1]
+    self.scaling = stored_scaling(self.metadata)
+    # "" in sets of older versions.
+    self.encoder_sha256 = self.metadata.get("encoder_sha256", "")
 
   def identity(self) -> Identity:
     """Identifies the examples and their order."""
@@ -87,12 +93,23 @@ class LatentSource:
         f"pixels), the model takes {config.model.input_shape}: "
         "model.input_size and model.channels"
       )
-    ours, theirs = config.diffusion.latent_scale, self.metadata["latent_scale"]
-    if not math.isclose(ours, theirs, rel_tol=1e-6):
+    differing = config.diffusion.scaling.differences(self.scaling)
+    if differing:
       raise ValueError(
-        f"diffusion.latent_scale={ours} must be the {theirs} of the latents in "
-        f"data.path={config.data.path!r}"
+        f"data.path={config.data.path!r}: the model has diffusion.latent_"
+        f"{'; diffusion.latent_'.join(differing)} as the latents"
       )
+
+
+def stored_scaling(metadata: Mapping[str, Any]) -> LatentScaling:
+  """How the latents of a set are scaled, from its metadata.json."""
+  stored = {
+    field.name: metadata.get(f"latent_{field.name}", field.default)
+    for field in dataclasses.fields(LatentScaling)
+  }
+  for name in ("mean", "std"):
+    stored[name] = tuple(stored[name])
+  return LatentScaling(**stored)
 
 
 def encode_moments(moments: np.ndarray) -> bytes:
@@ -128,7 +145,7 @@ def sample_posterior(
 class SampleLatent(grain.transforms.RandomMap):
   """Samples a latent from the posterior of the image or of its mirror image."""
 
-  scale: float
+  scaling: LatentScaling
 
   def random_map(
     self, element: dict[str, Any], rng: np.random.Generator
@@ -138,16 +155,22 @@ class SampleLatent(grain.transforms.RandomMap):
     mean, log_variance = element["image"][mirrored].astype(np.float32)
     noise = rng.standard_normal(mean.shape, np.float32)
     latent = sample_posterior(mean, log_variance, noise)
-    return {**element, "image": latent * np.float32(self.scale)}
+    return {**element, "image": _scaled(latent, self.scaling)}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanLatent(grain.transforms.Map):
   """Takes the posterior's mean of the image that is not mirrored."""
 
-  scale: float
+  scaling: LatentScaling
 
   def map(self, element: dict[str, Any]) -> dict[str, Any]:
     """Maps "image" [2, 2, X, Y, channels] to [X, Y, channels] float32."""
     mean = element["image"][0, 0].astype(np.float32)
-    return {**element, "image": mean * np.float32(self.scale)}
+    return {**element, "image": _scaled(mean, self.scaling)}
+
+
+def _scaled(latent: np.ndarray, scaling: LatentScaling) -> np.ndarray:
+  parts = scaling.affine(latent.shape[-1])
+  offset, factor = (np.asarray(part, np.float32) for part in parts)
+  return (latent - offset) * factor

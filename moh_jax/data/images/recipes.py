@@ -24,7 +24,7 @@ def train_recipe(config: Config) -> list:
   random latents of the source "fake" need none.
   """
   if config.data.source == "latents":
-    return [latents.SampleLatent(config.diffusion.latent_scale)]
+    return [latents.SampleLatent(config.diffusion.scaling)]
   if is_latent(config):
     return []
   return transforms.train_transforms(config.data, config.model)
@@ -36,7 +36,7 @@ def eval_recipe(config: Config) -> list:
   Diffusion models are always evaluated on the centre crop.
   """
   if config.data.source == "latents":
-    return [latents.MeanLatent(config.diffusion.latent_scale)]
+    return [latents.MeanLatent(config.diffusion.scaling)]
   if is_latent(config):
     return []
   chosen = transforms.eval_transforms(config.data, config.model)

@@ -7,8 +7,11 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import apply_overrides
+from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images import latents, sources
 from tests.data.text import tiny_sets
+
+_SCALING = LatentScaling(0.5)
 
 
 class _LatentsTest(parameterized.TestCase):
@@ -57,7 +60,10 @@ class RefusalTest(_LatentsTest):
 
   def test_another_scale(self):
     config = apply_overrides(self.config, "diffusion", latent_scale=0.13)
-    self._refused("diffusion.latent_scale=0.13 must be the 0.5", config)
+    self._refused(
+      "the model has diffusion.latent_scale 0.13, not 0.5 as the latents",
+      config,
+    )
 
   def test_another_size(self):
     config = apply_overrides(self.config, "model", input_size=(8, 8))
@@ -91,7 +97,7 @@ class RefusalTest(_LatentsTest):
 class TransformTest(absltest.TestCase):
   def _sample(self, count=2000):
     element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
-    transform = latents.SampleLatent(0.5)
+    transform = latents.SampleLatent(_SCALING)
     rngs = (np.random.default_rng(seed) for seed in range(count))
     return np.stack([transform.random_map(element, r)["image"] for r in rngs])
 
@@ -117,13 +123,24 @@ class TransformTest(absltest.TestCase):
 
   def test_evaluation_takes_the_mean(self):
     element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
-    out = latents.MeanLatent(0.5).map(element)
+    out = latents.MeanLatent(_SCALING).map(element)
     np.testing.assert_array_equal(out["image"], np.full(tiny_sets.SHAPE, 15))
     self.assertEqual(out["image"].dtype, np.float32)
     self.assertEqual(out["label"], 1)
 
+  def test_shift_and_statistics_of_channels(self):
+    moments = np.zeros((2, 2, 1, 1, 2), np.float16)
+    moments[0, 0] = (5.0, -1.0)
+    scaling = LatentScaling(0.5, shift=0.25, mean=(1.0, 2.0), std=(2.0, 4.0))
+    out = latents.MeanLatent(scaling).map({"image": moments, "label": 0})
+    # ((5 - 1) / 2 - 0.25) * 0.5 and ((-1 - 2) / 4 - 0.25) * 0.5.
+    np.testing.assert_allclose(out["image"][0, 0], (0.875, -0.5))
+
   def test_pickle(self):
-    for transform in (latents.SampleLatent(0.5), latents.MeanLatent(0.5)):
+    for transform in (
+      latents.SampleLatent(_SCALING),
+      latents.MeanLatent(_SCALING),
+    ):
       self.assertEqual(pickle.loads(pickle.dumps(transform)), transform)
 
 

@@ -1,0 +1,59 @@
+"""The decoder of latents: scaling, and other autoencoders than trained with."""
+
+import pathlib
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import DiffusionConfig
+from moh_jax.convert.decoder import load_decoder
+from moh_jax.models.vae_hash import encoder_sha256
+from moh_jax.runtime import sharding
+from tests.inference import tiny_vae
+from tests.training import tiny
+
+
+class DecoderTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.create_tempdir().full_path, "vae")
+    tiny_vae.save(self.folder)
+    self.config = tiny.dit_config(
+      model={"channels": 2},
+      data={"source": "fake"},
+      diffusion={"space": "latent", "latent_scale": 0.18215},
+    )
+
+  def _load(self, config=None, encoder=""):
+    config = config or self.config
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    return load_decoder(str(self.folder), config, mesh, encoder=encoder)
+
+  def test_the_same_encoder_is_silent(self):
+    params = tiny_vae.params()
+    with self.assertNoLogs("moh_jax", "WARNING"):
+      decode = self._load(encoder=encoder_sha256(tiny_vae.CONFIG, params))
+    latents = np.zeros((1, 4, 4, 2), np.float32)
+    self.assertEqual(decode(latents).shape, (1, 8, 8, 3))
+
+  def test_another_encoder_is_said(self):
+    other = encoder_sha256(tiny_vae.CONFIG, tiny_vae.params(1))
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      self._load(encoder=other)
+    self.assertIn("its encoder is not the one", logs.output[0])
+
+  def test_another_scaling_is_said(self):
+    scaled = DiffusionConfig(latent_scale=0.5, latent_shift=1.0)
+    config = tiny.dit_config(
+      model={"channels": 2}, data={"source": "fake"},
+      diffusion={"latent_scale": 0.5, "latent_shift": 1.0, "space": "latent"},
+    )  # fmt: skip
+    self.assertEqual(config.diffusion.scaling, scaled.scaling)
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      self._load(config)
+    self.assertIn("scale 0.18215, not 0.5; shift 0.0, not 1.0", logs.output[0])
+
+
+if __name__ == "__main__":
+  absltest.main()
