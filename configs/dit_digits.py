@@ -4,7 +4,7 @@
   python -m moh_jax sample --checkpoint DIR --labels 3,3,7 --out grid.png
 
 Arguments: moh (default; 67 % of the heads), mha (the multi-head baseline),
-long and mha_long (4,000 steps instead of 1,500).
+long and mha_long (4,000 steps instead of 1,500), flow (moh by flow matching).
 """
 
 import ml_collections
@@ -12,13 +12,19 @@ import ml_collections
 from moh_jax import config as config_lib
 
 _STEPS = {"short": 1500, "long": 4000}
+_DIFFUSION = {
+  # Few steps and few pixels: v is learned much faster than the noise.
+  "v": config_lib.DiffusionConfig(space="pixel", prediction="v"),
+  "flow": config_lib.DiffusionConfig(
+    space="pixel", schedule="flow", prediction="velocity"
+  ),
+}
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
-  if arg not in ("moh", "mha", "long", "mha_long"):
-    raise ValueError(
-      f"configs/dit_digits.py:{arg} must be 'moh', 'mha', 'long' or 'mha_long'"
-    )
+  arguments = ("moh", "mha", "long", "mha_long", "flow")
+  if arg not in arguments:
+    raise ValueError(f"configs/dit_digits.py:{arg} must be one of {arguments}")
   depth = 4
   model = config_lib.DiTConfig(
     input_size=(8, 8),
@@ -28,6 +34,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     head_dim=16,
     shared_heads=(2,) * depth,
     top_k=(2,) * depth,
+    learn_sigma=arg != "flow",
   )
   if arg.startswith("mha"):
     model = config_lib.without_router(model)
@@ -51,10 +58,13 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
       checkpoint=config_lib.CheckpointConfig(every=250),
       eval=config_lib.EvalConfig(every=500, batch_size=120),
       log=config_lib.LogConfig(every=50),
-      # Few steps and few pixels: v is learned much faster than the noise.
-      diffusion=config_lib.DiffusionConfig(space="pixel", prediction="v"),
+      diffusion=_DIFFUSION["flow" if arg == "flow" else "v"],
       sample=config_lib.SampleConfig(
-        every=500, num=100, method="dpm", steps="20", cfg_scale=2.0
+        every=500,
+        num=100,
+        method="heun" if arg == "flow" else "dpm",
+        steps="20",
+        cfg_scale=2.0,
       ),
     )
   )

@@ -18,6 +18,7 @@ with _epy.lazy_api_imports(globals()):
   from moh_jax.inference.generate import Generator
   from moh_jax.inference.options import Sampling
   from moh_jax.inference.restore import Restored, restore
+  from moh_jax.inference.sample import Sampler
   from moh_jax.layers.heads import HeadMix
   from moh_jax.layers.model_aux import collect_aux
   from moh_jax.layers.moh import MoHAttention
@@ -41,6 +42,7 @@ __all__ = [
   "MoHAttention",
   "Restored",
   "RouterConfig",
+  "Sampler",
   "Sampling",
   "ViT",
   "__version__",

@@ -21,7 +21,7 @@ _ARGUMENTS = {
     *("s2", "s4", "s8", "b2", "b4", "b8"),
     *("l2", "l4", "l8", "xl2", "xl4", "xl8"),
   ),
-  "dit_digits": ("moh", "mha", "long", "mha_long"),
+  "dit_digits": ("moh", "mha", "long", "mha_long", "flow"),
   "llm": ("s75", "s50", "b75", "b50", "s", "b", "s75_200", "b_200"),
   "llm_stdlib": ("moh", "moh50", "mha", "bytes"),
   "llm_stdlib_tune": ("first", "schedule", "mha"),

@@ -21,8 +21,9 @@ from moh_jax.evaluation import precision_recall, statistics_files
 from moh_jax.evaluation.fid import frechet_distance
 from moh_jax.evaluation.image_metrics import Summary, make_extractor, summarize
 from moh_jax.evaluation.image_sets import ImageSet, open_images
-from moh_jax.evaluation.statistics import Gaussian
+from moh_jax.evaluation.statistics_files import Statistics
 from moh_jax.models import inception
+from moh_jax.models.weights_hash import params_sha256
 from moh_jax.runtime import sharding
 
 # Metric -> dimensions of the features whose distributions it compares.
@@ -37,13 +38,13 @@ class _Side:
     name: "samples" or "reference".
     path: as given.
     images: None for a file of statistics alone.
-    statistics: (pool3, spatial) that the file states.
+    statistics: that the file states.
   """
 
   name: str
   path: str
   images: ImageSet | None
-  statistics: tuple[Gaussian, Gaussian] | None
+  statistics: Statistics | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,13 +61,19 @@ def run(args: argparse.Namespace) -> int:
     )
   passes = [(side, _wanted(side, names, args.save_stats)) for side in sides]
   for side, wanted in passes:
-    _check(side, **wanted)
+    _check(side, "sfid" in names, **wanted)
   for target in (args.save_stats, args.json):
     if target and target != "-":
       statistics_files.check_writable(target)
-  extract = None
+  extract, made_with = None, {}
   if any(any(wanted.values()) for _, wanted in passes):
-    extract = _extractor(args.inception, args.resize, mesh)
+    params = _network(args.inception)
+    made_with = {"resize": args.resize, "inception": params_sha256(params)}
+    extract = _extractor(params, args.resize, mesh)
+  for side in sides:
+    if side.statistics:
+      made_with = made_with or side.statistics.made_with
+      side.statistics.check_made_with(made_with, side.path)
   for side, wanted in passes:
     if wanted["distributions"]:
       _warn(side, names)
@@ -76,9 +83,8 @@ def run(args: argparse.Namespace) -> int:
   ]
   if args.save_stats:
     first = results[0]
-    statistics_files.write_statistics(
-      args.save_stats, first.pool3, first.spatial
-    )
+    saved = Statistics(first.pool3, first.spatial, made_with)
+    statistics_files.write_statistics(args.save_stats, saved)
   metrics = {
     **_scores(names, *results),
     "samples": args.samples,
@@ -111,6 +117,9 @@ def _possible(sides: list[_Side], save_stats: str | None) -> tuple[str, ...]:
     if side.images is None:
       names = ("is", "pr") if side.name == "samples" else ("pr",)
       left_out |= dict.fromkeys(names, f"{side.path} holds no images")
+    if side.statistics and side.statistics.spatial is None:
+      reason = f"{side.path} holds no statistics of spatial features"
+      left_out["sfid"] = reason
   metrics = tuple(name for name in METRICS if name not in left_out)
   if metrics or save_stats:
     for reason in dict.fromkeys(left_out.values()):
@@ -134,7 +143,11 @@ def _wanted(
 
 
 def _check(
-  side: _Side, distributions: bool, score: bool, keep_features: bool
+  side: _Side,
+  spatial: bool,
+  distributions: bool,
+  score: bool,
+  keep_features: bool,
 ) -> None:
   """Refuses what the side's files cannot give."""
   flag, images = f"--{side.name} {side.path}", side.images
@@ -146,6 +159,12 @@ def _check(
   if keep_features:
     neighbours = precision_recall.NEIGHBOURS
     precision_recall.check_samples(len(images), neighbours, flag)
+  statistics = side.statistics
+  if statistics and statistics.spatial is None and spatial:
+    raise ValueError(
+      f"{flag}: holds mu and sigma alone, which serve fid; sfid needs mu_s and "
+      "sigma_s too"
+    )
   if distributions and len(images) < 2:
     raise ValueError(f"{flag}: has one image; a covariance needs at least 2")
 
@@ -176,19 +195,25 @@ def _summary(
         extract, side.images, batch_size, **wanted, progress=bar.update
       )
   if side.statistics:
-    pool3, spatial = side.statistics
-    summary = dataclasses.replace(summary, pool3=pool3, spatial=spatial)
+    summary = dataclasses.replace(
+      summary, pool3=side.statistics.pool3, spatial=side.statistics.spatial
+    )
   return summary
 
 
-def _extractor(
-  path: str | None, resize: str, mesh: jax.sharding.Mesh
-) -> Callable[[np.ndarray], inception.Features]:
-  """The network on all devices, for batches on the host."""
+def _network(path: str | None) -> Any:
+  """Reads the parameters of the network."""
   if path is None or not os.path.exists(path):
     given = "no --inception was given" if path is None else f"no file {path}"
     raise FileNotFoundError(f"{given}; {HOW_TO_GET_INCEPTION}")
-  params = jax.device_put(load_inception(path), sharding.replicated(mesh))
+  return load_inception(path)
+
+
+def _extractor(
+  params: Any, resize: str, mesh: jax.sharding.Mesh
+) -> Callable[[np.ndarray], inception.Features]:
+  """The network on all devices, for batches on the host."""
+  params = jax.device_put(params, sharding.replicated(mesh))
   extract = make_extractor(inception.InceptionV3(), resize)
   return lambda batch: extract(params, sharding.shard_batch(batch, mesh))
 

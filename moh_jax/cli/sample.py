@@ -4,13 +4,13 @@ import argparse
 import pathlib
 
 import numpy as np
-from PIL import Image
 
 from moh_jax.cli import common, fields
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
+from moh_jax.files import check_writable, replacing
 from moh_jax.inference import sample
 from moh_jax.models.generation import image_grid
 from moh_jax.runtime import sharding
@@ -18,7 +18,7 @@ from moh_jax.runtime import sharding
 
 def run(args: argparse.Namespace) -> int:
   """Samples images and writes them."""
-  out = common.out_file(args.out, ".png", ".npz")
+  out = _target(args.out)
   is_first = common.join(args)
   encoder = _check_before_restoring(args)
   mesh = sharding.make_mesh(args.mesh)
@@ -42,18 +42,33 @@ def run(args: argparse.Namespace) -> int:
       if is_first:
         _write_grid(out, images, args.columns or min(num, 10))
     else:
-      settings = _settings(args, config, restored.step)
-      sample.sample_npz(
-        sampler, num, out, batch_size=size, settings=settings, progress=True
-      )
+      options = {
+        "batch_size": size,
+        "settings": _settings(args, config, restored.step),
+        "progress": True,
+      }
+      if out.suffix == ".npz":
+        sample.sample_npz(sampler, num, out, **options)
+      else:
+        names = restored.class_names
+        sample.sample_folder(sampler, num, out, names=names, **options)
   if is_first:
     print(f"{num} images written to {out}")
   return 0
 
 
+def _target(path: str) -> pathlib.Path:
+  """The file or folder to write; checks that it can be written."""
+  out = pathlib.Path(path)
+  if out.suffix and not out.is_dir():
+    return common.out_file(path, ".png", ".npz")
+  check_writable(path, "--out")
+  return out
+
+
 def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
-  grid = image_grid(images, columns)
-  Image.fromarray(grid[..., 0] if grid.shape[-1] == 1 else grid).save(out)
+  with replacing(out) as fresh:
+    sample.write_png(fresh, image_grid(images, columns))
 
 
 def _check_before_restoring(args: argparse.Namespace) -> str:

@@ -14,10 +14,14 @@ from moh_jax.config.checks import (
 )
 
 SPACES = ("latent", "pixel")
-SCHEDULES = ("linear", "cosine")
-PREDICTIONS = ("epsilon", "x0", "v")
+FLOW = "flow"
+SCHEDULES = ("linear", "cosine", FLOW)
+PREDICTIONS = ("epsilon", "x0", "v", "velocity")
 LOSS_WEIGHTS = ("uniform", "min_snr")
-METHODS = ("ddpm", "ddim", "dpm")
+DIFFUSION_METHODS = ("ddpm", "ddim", "dpm")
+FLOW_METHODS = ("euler", "heun")
+METHODS = DIFFUSION_METHODS + FLOW_METHODS
+MOST_FLOW_STEPS = 100_000
 GUIDED_CHANNELS = ("three", "all")
 
 
@@ -33,11 +37,13 @@ class DiffusionConfig:
     latent_shift: subtracted before, see `LatentScaling`.
     latent_mean: of each channel, () is 0.
     latent_std: of each channel, () is 1.
-    schedule: noise levels of the steps: "linear" betas (arXiv:2006.11239) or
-      "cosine" (arXiv:2102.09672).
+    schedule: noise levels of the steps: "linear" betas (arXiv:2006.11239),
+      "cosine" (arXiv:2102.09672), or "flow", the straight path of flow matching
+      (arXiv:2210.02747) as in SiT (arXiv:2401.08740).
     steps: timesteps of the training process, 21 to 100,000.
     prediction: what the network predicts: "epsilon" (the noise), "x0" (the
-      clean example) or "v" (arXiv:2202.00512).
+      clean example) or "v" (arXiv:2202.00512); "velocity" (noise minus clean
+      example) for "flow", and for it alone.
     loss_weight: weight of the squared error by timestep: "uniform", or
       "min_snr" (arXiv:2303.09556).
     snr_gamma: signal-to-noise ratio at which "min_snr" cuts.
@@ -62,10 +68,30 @@ class DiffusionConfig:
   def __post_init__(self):
     one_of("diffusion", self, space=SPACES, schedule=SCHEDULES)
     one_of("diffusion", self, prediction=PREDICTIONS, loss_weight=LOSS_WEIGHTS)
+    self._check_flow()
     # The linear betas scale with 1000 / steps and must stay below 1.
     in_range("diffusion", 21, 100_000, self, "steps")
     at_least("diffusion", 0, self, "vb_weight")
     above("diffusion", 0, self, "latent_scale", "latent_std", "snr_gamma")
+
+  def _check_flow(self) -> None:
+    is_flow = self.schedule == FLOW
+    if is_flow != (self.prediction == "velocity"):
+      raise ValueError(
+        f"diffusion.schedule={self.schedule!r} and diffusion.prediction="
+        f"{self.prediction!r} do not go together: 'flow' needs 'velocity', the "
+        "others another one"
+      )
+    if is_flow and self.loss_weight != "uniform":
+      raise ValueError(
+        f"diffusion.loss_weight={self.loss_weight!r} must be 'uniform' for "
+        "diffusion.schedule='flow'"
+      )
+
+  @property
+  def methods(self) -> tuple[str, ...]:
+    """Samplers of this process."""
+    return FLOW_METHODS if self.schedule == FLOW else DIFFUSION_METHODS
 
   @property
   def scaling(self) -> LatentScaling:
@@ -85,14 +111,20 @@ class SampleConfig:
 
   Attributes:
     every: optimizer steps between grids of samples; 0 writes none.
-    num: images of a grid; their labels go through the classes in turn.
+    num: images of a grid.
+    labels: of the grid's images in turn; -1 is no label. Empty goes through
+      the classes.
+    zoom: how often a pixel of the grid is repeated in each direction.
     method: sampler: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
-      (DPM-Solver++ 2M, arXiv:2211.01095).
+      (DPM-Solver++ 2M, arXiv:2211.01095); for flow matching "euler" or "heun",
+      which evaluates the network twice a step.
     steps: timesteps visited: "N" spread evenly ("dpm": evenly in the logarithm
       of the signal-to-noise ratio), "ddimN" at a fixed stride, or "N,M,..." for
-      that many in each of equal sections.
-    cfg_scale: strength of classifier-free guidance (arXiv:2207.12598), at least
-      1; 1 is none.
+      that many in each of equal sections; for flow matching "N".
+    eta: noise that "ddim" adds, as a part of what the ancestral sampler adds:
+      0, none, to 1.
+    cfg_scale: strength of classifier-free guidance (arXiv:2207.12598); 1 is
+      none, 0 samples without labels.
     cfg_channels: channels that are guided: the first "three", as released, or
       "all".
     cfg_interval: (low, high): guidance acts on timesteps t with low <= t < high
@@ -101,8 +133,11 @@ class SampleConfig:
 
   every: int = 0
   num: int = 16
+  labels: tuple[int, ...] = ()
+  zoom: int = 1
   method: str = "ddpm"
   steps: str = "250"
+  eta: float = 0.0
   cfg_scale: float = 1.5
   cfg_channels: str = "three"
   cfg_interval: tuple[int, int] = (0, 100_000)
@@ -113,7 +148,11 @@ class SampleConfig:
 
   def __post_init__(self):
     at_least("sample", 0, self, "every")
-    at_least("sample", 1, self, "num", "cfg_scale")
+    at_least("sample", 1, self, "num")
+    at_least("sample", -1, self, "labels")
+    in_range("sample", 1, 64, self, "zoom")
+    at_least("sample", 0, self, "cfg_scale")
+    in_range("sample", 0, 1, self, "eta")
     at_most("sample", MOST_COUNT, self, "cfg_interval")
     one_of("sample", self, **self.CHOICES)
     interval = self.cfg_interval

@@ -79,8 +79,8 @@ def open_tensors(
     path: `.safetensors` file, directory or `*.index.json` of safetensors
       shards, or zip checkpoint of `torch.save` (`.pth`, `.pt`, `.bin`).
     key: top-level entry that holds the weights. By default it is the first of
-      "ema", "model" and "state_dict" that is a dict of tensors, else the top
-      level itself.
+      "ema", "model" and "state_dict" that is a dict, else the top level itself;
+      a message says which where there are several.
 
   Returns:
     Tensors by name, with `shape` and `dtype`; names without the "module." that

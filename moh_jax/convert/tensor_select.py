@@ -1,5 +1,6 @@
 """Shared by readers of tensor files: dtypes, errors, finding the weights."""
 
+import logging
 import pathlib
 from typing import Any
 
@@ -7,6 +8,7 @@ EXPECTED = (
   "a safetensors file, a directory or *.index.json of safetensors shards, or"
   " a zip checkpoint of torch.save (torch >= 1.6)"
 )
+_LOG = logging.getLogger(__name__)
 _NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
 _MAX_LISTED = 20  # keys named in an error
 
@@ -30,14 +32,17 @@ def select_tensors(
 ) -> dict[str, Any]:
   """Finds the dict of tensors in a checkpoint.
 
+  Where it could be several entries a message says which one it is.
+
   Args:
     path: path of the checkpoint, for messages.
     tree: content of the checkpoint.
-    key: entry that holds the tensors; None searches the usual ones.
+    key: entry that holds the tensors; None takes the first of the usual ones
+      that is there and not None, else the top level.
     leaf: class of the tensors.
 
   Raises:
-    ValueError: there is no dict that holds tensors alone.
+    ValueError: that entry is no dict that holds tensors alone.
   """
 
   def problem(value):
@@ -49,13 +54,17 @@ def select_tensors(
     return None
 
   entries = tree if isinstance(tree, dict) else {}
-  tried = {k: entries[k] for k in _NESTS if k in entries}
-  tried["the top level"] = tree
+  nests = [k for k in _NESTS if isinstance(entries.get(k), dict)]
   if key is not None:
     tried = {key: entries[key]} if key in entries else {}
+  else:
+    # An entry that is broken is no reason to take another one's weights.
+    tried = {k: entries[k] for k in nests[:1]} or {"the top level": tree}
   problems = {name: problem(value) for name, value in tried.items()}
   for name in problems:
     if problems[name] is None:
+      if key is None and len([k for k in _NESTS if k in entries]) > 1:
+        _LOG.warning("%s: the weights of its entry %r are taken", path, name)
       return tried[name]
   reasons = "; ".join(f"{k}: {v}" for k, v in problems.items()) or "no entry"
   listed = ", ".join(repr(k) for k in list(entries)[:_MAX_LISTED])

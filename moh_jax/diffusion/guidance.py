@@ -40,7 +40,7 @@ def guide(
     labels: [B] int.
     no_label: the label that stands for "no label".
     scale: w in labelled + (w - 1) (labelled - unlabelled). 1 skips the
-      unlabelled evaluation.
+      unlabelled evaluation, 0 the labelled one.
     channels: guides the first "three" channels of the prediction, as released,
       or "all". A learned variance is always the labelled one.
     interval: guides only timesteps t with low <= t < high (arXiv:2404.07724).
@@ -56,6 +56,9 @@ def guide(
   if channels not in GUIDED_CHANNELS:
     raise ValueError(f"channels={channels!r} must be one of {GUIDED_CHANNELS}")
 
+  if scale == 0:
+    labels = jnp.full_like(labels, no_label)
+
   def plain(x: jax.Array, t: jax.Array) -> jax.Array:
     return predict(x, t, labels)
 
@@ -69,7 +72,7 @@ def guide(
     move = (scale - 1) * (labelled - free)
     return labelled + jnp.where(moved, move, 0.0)
 
-  if scale == 1:
+  if scale in (0, 1):
     return plain
   if interval is None:
     return guided

@@ -13,7 +13,7 @@ from moh_jax.diffusion.prediction import (
   split_output,
   training_target,
 )
-from moh_jax.diffusion.process import Process, lookup
+from moh_jax.diffusion.process import AnyProcess, Process, lookup
 
 _HALF_BIN = 1.0 / 255  # half the distance of 8-bit pixels in [-1, 1]
 _EDGE = 0.999  # the bins of pixels beyond it reach to infinity
@@ -21,7 +21,7 @@ _FLOOR = 1e-12  # lowest probability, so that its logarithm is finite
 
 
 def training_losses(
-  process: Process,
+  process: AnyProcess,
   prediction: str,
   out: jax.Array,
   *,
@@ -36,7 +36,7 @@ def training_losses(
 
   Args:
     process: the training process.
-    prediction: "epsilon", "x0" or "v".
+    prediction: "epsilon", "x0", "v" or "velocity".
     out: [B, X, Y, channels or 2 * channels], the network's output at (x, t).
     x0: [B, X, Y, channels] clean examples.
     x: [B, X, Y, channels] noised examples.
@@ -106,16 +106,16 @@ def variational_bound(
 
 
 def _weights(
-  process: Process, prediction: str, loss_weight: str, gamma: float
+  process: AnyProcess, prediction: str, loss_weight: str, gamma: float
 ) -> np.ndarray:
   """Weight of the squared error of the prediction at each step, [S]."""
-  snr = process.snr
   if loss_weight == "uniform":
-    return np.ones_like(snr)
+    return np.ones(process.num_steps)
   if loss_weight != "min_snr":
     raise ValueError(
       f"loss_weight={loss_weight!r} must be one of {LOSS_WEIGHTS}"
     )
+  snr = process.snr
   # Squared error of x_0 that a squared error of 1 in the prediction causes.
   to_x0 = {"x0": np.ones_like(snr), "epsilon": 1 / snr, "v": 1 / (snr + 1)}
   return np.minimum(snr, gamma) * to_x0[prediction]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.diffusion import PREDICTIONS
-from moh_jax.diffusion.process import Process, lookup
+from moh_jax.diffusion.process import AnyProcess, Process, lookup
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,7 @@ def split_output(out: jax.Array, channels: int) -> tuple:
 
 
 def training_target(
-  process: Process,
+  process: AnyProcess,
   prediction: str,
   x0: jax.Array,
   t: jax.Array,
@@ -60,7 +60,7 @@ def training_target(
 
   Args:
     process: S steps.
-    prediction: "epsilon", "x0" or "v".
+    prediction: "epsilon", "x0", "v" or "velocity".
     x0: [B, ...] clean examples.
     t: [B] int steps.
     noise: [B, ...] noise that was added.
@@ -75,10 +75,12 @@ def training_target(
     return noise
   if prediction == "x0":
     return x0
+  if prediction == "velocity":
+    return noise - x0
   if prediction != "v":
     raise ValueError(f"prediction={prediction!r} must be one of {PREDICTIONS}")
-  signal = lookup(np.sqrt(process.alphas_cumprod), t, x0.ndim)
-  spread = lookup(np.sqrt(1.0 - process.alphas_cumprod), t, x0.ndim)
+  signal = lookup(process.signal, t, x0.ndim)
+  spread = lookup(process.spread, t, x0.ndim)
   return signal * noise - spread * x0  # v, arXiv:2202.00512
 
 

@@ -1,8 +1,8 @@
-"""The noising process and its tables.
+"""The noising processes and their tables.
 
-A process has S steps; x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) noise with a_t the
-cumulative product of 1 - beta (arXiv:2006.11239). Its tables are float64 NumPy
-arrays; `lookup` rounds values to float32.
+A process has S steps, the least noisy first. At step t an example becomes
+x_t = signal_t x_0 + spread_t noise. Tables are float64 NumPy arrays; `lookup`
+rounds values to float32.
 """
 
 import dataclasses
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.diffusion import SCHEDULES
+from moh_jax.config.diffusion import FLOW, SCHEDULES
 from moh_jax.config.spacing import spaced_timesteps
+from moh_jax.diffusion.flow import Flow, even_times
 
 # At a lower log-SNR examples are noise alone. A cosine schedule goes down to
 # -20, where a solver's steps would be wasted.
@@ -22,7 +23,10 @@ _LOWEST_LOG_SNR = -10.2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Process:
-  """A noising process, the one of training or one with fewer steps.
+  """A diffusion process, the one of training or one with fewer steps.
+
+  signal_t = sqrt(a_t) and spread_t = sqrt(1 - a_t) with a_t the cumulative
+  product of 1 - beta (arXiv:2006.11239).
 
   Attributes:
     timesteps: [S] the network's input t at each step, ascending: int32 steps of
@@ -37,6 +41,20 @@ class Process:
   def num_steps(self) -> int:
     """S."""
     return len(self.timesteps)
+
+  def first(self, steps: int) -> "Process":
+    """The least noisy steps alone."""
+    return Process(self.timesteps[:steps], self.alphas_cumprod[:steps])
+
+  @functools.cached_property
+  def signal(self) -> np.ndarray:
+    """Weight of the clean example, [S]."""
+    return np.sqrt(self.alphas_cumprod)
+
+  @functools.cached_property
+  def spread(self) -> np.ndarray:
+    """Weight of the noise, [S]."""
+    return np.sqrt(1.0 - self.alphas_cumprod)
 
   @functools.cached_property
   def alphas_cumprod_prev(self) -> np.ndarray:
@@ -83,17 +101,23 @@ class Process:
     return self.alphas_cumprod / (1.0 - self.alphas_cumprod)
 
 
-def make_process(schedule: str, steps: int) -> Process:
+AnyProcess = Process | Flow
+
+
+def make_process(schedule: str, steps: int) -> AnyProcess:
   """Makes the training process.
 
   Args:
     schedule: "linear", betas from 1e-4 to 0.02 over 1000 steps, scaled for
-      other numbers (arXiv:2006.11239); or "cosine" (arXiv:2102.09672).
+      other numbers (arXiv:2006.11239); "cosine" (arXiv:2102.09672); or "flow",
+      with the times 1/S, 2/S, ..., 1.
     steps: S.
 
   Raises:
     ValueError: an unknown schedule.
   """
+  if schedule == FLOW:
+    return even_times(steps, steps)
   if schedule == "linear":
     scale = 1000 / steps
     betas = np.linspace(scale * 1e-4, scale * 0.02, steps)
@@ -148,7 +172,7 @@ def lookup(table: np.ndarray, t: jax.Array, ndim: int) -> jax.Array:
 
 
 def q_sample(
-  process: Process, x0: jax.Array, t: jax.Array, noise: jax.Array
+  process: AnyProcess, x0: jax.Array, t: jax.Array, noise: jax.Array
 ) -> jax.Array:
   """Adds noise to clean examples.
 
@@ -161,6 +185,6 @@ def q_sample(
   Returns:
     x_t [B, ...].
   """
-  signal = lookup(np.sqrt(process.alphas_cumprod), t, x0.ndim)
-  spread = lookup(np.sqrt(1.0 - process.alphas_cumprod), t, x0.ndim)
+  signal = lookup(process.signal, t, x0.ndim)
+  spread = lookup(process.spread, t, x0.ndim)
   return signal * x0 + spread * noise

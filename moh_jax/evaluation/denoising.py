@@ -9,7 +9,7 @@ import numpy as np
 
 from moh_jax.config import DiffusionConfig
 from moh_jax.diffusion.objective import training_losses
-from moh_jax.diffusion.process import Process, make_process, q_sample
+from moh_jax.diffusion.process import AnyProcess, make_process, q_sample
 from moh_jax.evaluation.means import EvalStep, batch_sums
 from moh_jax.layers.model_aux import ModelAux
 
@@ -57,7 +57,7 @@ def make_eval_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
 def denoising_losses(
   model: nn.Module,
   diffusion: DiffusionConfig,
-  process: Process,
+  process: AnyProcess,
   params: Any,
   x0: jax.Array,
   labels: jax.Array,
@@ -82,7 +82,8 @@ def denoising_losses(
     "vb" where the variance is learned; and the routers' side values.
   """
   x = q_sample(process, x0, t, noise)
-  out, aux = model.apply({"params": params}, x, t, labels)
+  times = jnp.asarray(process.timesteps)[t]
+  out, aux = model.apply({"params": params}, x, times, labels)
   losses = training_losses(
     process,
     diffusion.prediction,

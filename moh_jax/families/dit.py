@@ -5,6 +5,7 @@ from typing import Any
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DiTConfig
+from moh_jax.config.diffusion import FLOW, MOST_FLOW_STEPS
 from moh_jax.config.registry import register_family
 from moh_jax.config.spacing import spaced_timesteps
 from moh_jax.families.images import ImageFamily
@@ -108,19 +109,56 @@ def _check_space(config: Config) -> None:
 
 def _check_sampling(config: Config) -> None:
   sample, diffusion = config.sample, config.diffusion
-  try:
-    spaced_timesteps(diffusion.steps, sample.steps)
-  except ValueError as error:
-    raise ValueError(f"sample.{error}") from error
+  if sample.method not in diffusion.methods:
+    raise ValueError(
+      f"sample.method={sample.method!r} must be one of {diffusion.methods} for "
+      f"diffusion.schedule={diffusion.schedule!r}"
+    )
+  if sample.eta and sample.method != "ddim":
+    raise ValueError(
+      f"sample.eta={sample.eta} must be 0 for sample.method={sample.method!r}: "
+      "it is the noise of 'ddim'"
+    )
+  if diffusion.schedule == FLOW:
+    _check_flow(config)
+  else:
+    try:
+      spaced_timesteps(diffusion.steps, sample.steps)
+    except ValueError as error:
+      raise ValueError(f"sample.{error}") from error
   if sample.cfg_interval[0] >= diffusion.steps:
     raise ValueError(
       f"sample.cfg_interval={sample.cfg_interval} must begin below "
       f"diffusion.steps={diffusion.steps}"
     )
+  classes = config.model.num_classes
+  if classes is not None and max(sample.labels, default=-1) >= classes:
+    raise ValueError(
+      f"sample.labels={sample.labels} must be in [-1, {classes - 1}]"
+    )
+  if -1 in sample.labels and not config.model.label_dropout:
+    raise ValueError(
+      f"sample.labels={sample.labels}: a model with model.label_dropout=0 has "
+      "no label that stands for none"
+    )
   if sample.cfg_scale != 1 and not config.model.label_dropout:
     raise ValueError(
       f"sample.cfg_scale={sample.cfg_scale} must be 1 for a model with "
       "model.label_dropout=0: it has no unconditional form to guide away from"
+    )
+
+
+def _check_flow(config: Config) -> None:
+  if config.model.learn_sigma:
+    raise ValueError(
+      "model.learn_sigma=True must be False for diffusion.schedule='flow': its "
+      "samplers have no variance"
+    )
+  steps = config.sample.steps
+  if not steps.isdecimal() or not 1 <= int(steps[:9]) <= MOST_FLOW_STEPS:
+    raise ValueError(
+      f"sample.steps={steps!r} must be a number in [1, {MOST_FLOW_STEPS}] for "
+      "diffusion.schedule='flow'"
     )
 
 

@@ -25,7 +25,7 @@ from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.shards import METADATA
 from moh_jax.inference.options import EncodeOptions
 from moh_jax.models.vae import VAE
-from moh_jax.models.vae_hash import encoder_sha256, weights_sha256
+from moh_jax.models.weights_hash import encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
 
 # Images that know their names and the fingerprint of their list.

@@ -14,10 +14,11 @@ import numpy as np
 import tqdm
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from PIL import Image
 
 from moh_jax import memory
-from moh_jax.config import Config, check_command
-from moh_jax.files import disk_errors, replacing
+from moh_jax.config import Config, MeshConfig, check_command
+from moh_jax.files import disk_errors, inside, replacing
 from moh_jax.inference.restore import Restored
 from moh_jax.json_files import plain, read_json
 from moh_jax.models.generation import Decode, make_image_sampler
@@ -25,6 +26,7 @@ from moh_jax.runtime import sharding
 from moh_jax.runtime.processes import ask_first_process
 
 _SETTINGS = "settings.json"
+Labels = Sequence[int | None]
 
 
 class Sampler:
@@ -34,29 +36,52 @@ class Sampler:
     self,
     restored: Restored,
     *,
-    labels: Sequence[int] = (),
+    labels: Labels = (),
     seed: int = 0,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     decode: Decode | None = None,
+    noise: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+    strength: float = 1.0,
   ):
     """Prepares the program; it is compiled by the first batch.
 
     Args:
       restored: a diffusion model, its parameters on the mesh.
-      labels: of the images in turn, repeated; empty takes every class once.
+      labels: of the images in turn, repeated; None is the label that stands
+        for none. Empty takes every class once.
       seed: of all noise.
-      mesh: the devices that share each batch.
+      mesh: the devices that share each batch; None is the first one.
       decode: latents to images; required by models of latents.
+      noise: [n, X, Y, channels] standard normal, what the images begin with in
+        turn; None draws it from the seed.
+      start: [n, X, Y, channels] scaled latents or pixels in [-1, 1], examples
+        that the images begin from in turn (arXiv:2108.01073).
+      strength: how much of a start image is drawn anew, above 0, at most 1:
+        the part of the steps that is taken.
 
     Raises:
-      ValueError: not a diffusion model, a label out of range, a seed out of
-        range, or the decoder is missing.
+      ValueError: not a diffusion model, a label, the seed or the strength out
+        of range, noise or examples of another shape, or the decoder is missing.
     """
     config = restored.config
+    mesh = mesh or sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     check_request(config, labels, seed)
     classes = config.model.num_classes
-    self._paint = make_image_sampler(restored.model, config, decode)
-    self.labels = np.asarray(labels or range(classes), np.int32)
+    if not 0 < strength <= 1:
+      raise ValueError(f"strength={strength} must be above 0, at most 1")
+    if start is None and strength != 1:
+      raise ValueError(f"strength={strength} is of `start`, which is missing")
+    self._given = {
+      name: _rows(name, value, config)
+      for name, value in {"noise": noise, "start": start}.items()
+      if value is not None
+    }
+    self._paint = make_image_sampler(
+      restored.model, config, decode, strength=strength
+    )
+    known = [classes if label is None else label for label in labels]
+    self.labels = np.asarray(known or range(classes), np.int32)
     self._mesh, self._seed, self._params = mesh, seed, restored.params
 
   def batch(self, start: int, size: int) -> np.ndarray:
@@ -65,7 +90,11 @@ class Sampler:
     index = sharding.pad_to_shards(index, self._mesh)
     labels = self.label(index)
     parts = [sharding.put_batch(part, self._mesh) for part in (index, labels)]
-    images = self._paint(self._params, self._seed, *parts)
+    given = {
+      name: sharding.put_batch(rows[index % len(rows)], self._mesh)
+      for name, rows in self._given.items()
+    }
+    images = self._paint(self._params, self._seed, *parts, **given)
     return sharding.gather(images, self._mesh)[:size]
 
   def label(self, index: np.ndarray) -> np.ndarray:
@@ -73,7 +102,18 @@ class Sampler:
     return self.labels[index % len(self.labels)]
 
 
-def check_request(config: Config, labels: Sequence[int], seed: int) -> None:
+def _rows(name: str, rows: np.ndarray, config: Config) -> np.ndarray:
+  rows = np.asarray(rows, np.float32)
+  shape = config.model.input_shape
+  if rows.ndim != 4 or rows.shape[1:] != shape or not len(rows):
+    raise ValueError(
+      f"{name} of shape {rows.shape} must be (n, {str(shape)[1:]} with n at "
+      "least 1"
+    )
+  return rows
+
+
+def check_request(config: Config, labels: Labels, seed: int) -> None:
   """Checks what `Sampler` is asked for, without a checkpoint's parameters.
 
   Raises:
@@ -82,8 +122,13 @@ def check_request(config: Config, labels: Sequence[int], seed: int) -> None:
   check_command(config, "sample", "the checkpoint")
   classes = config.model.num_classes
   for label in labels:
-    if not 0 <= label < classes:
-      raise ValueError(f"label {label} must be in [0, {classes - 1}]")
+    if label is None:
+      if not config.model.label_dropout:
+        raise ValueError(
+          "label none: a model with model.label_dropout=0 has no such label"
+        )
+    elif not 0 <= label < classes:
+      raise ValueError(f"label {label} must be in [0, {classes - 1}], or none")
   if not 0 <= seed < 2**31:
     raise ValueError(f"seed={seed} must be in [0, {2**31 - 1}]")
 
@@ -101,7 +146,7 @@ def sample_images(
 
 
 def check_room(config: Config, num: int, out: pathlib.Path) -> None:
-  """Refuses more images than memory (.png) or the disk (.npz) has room for.
+  """Refuses more images than memory (.png) or the disk has room for.
 
   Args:
     config: of the model.
@@ -118,7 +163,10 @@ def check_room(config: Config, num: int, out: pathlib.Path) -> None:
   if out.suffix == ".png":
     memory.check(num * size, what)
     return
-  free = shutil.disk_usage(out.parent).free
+  place = out.parent
+  while not place.exists():
+    place = place.parent
+  free = shutil.disk_usage(place).free
   done = out.exists() or out.with_name(out.name + ".parts").exists()
   if num * size > free and not done:
     raise ValueError(f"{what} do not fit {out.parent}, {free:,} bytes are free")
@@ -185,6 +233,74 @@ def sample_npz(
     shutil.rmtree(parts)
   multihost_utils.sync_global_devices("samples written")
   return sum(min(batch_size, num - start) for start in missing)
+
+
+def sample_folder(
+  sampler: Sampler,
+  num: int,
+  out: str | os.PathLike,
+  *,
+  batch_size: int,
+  settings: dict[str, Any],
+  names: Sequence[str] = (),
+  progress: bool = False,
+) -> int:
+  """Samples images into files OUT/LABEL/NUMBER.png.
+
+  A killed call continues with the batches whose files are not all there.
+
+  Args:
+    sampler: which images.
+    num: images.
+    out: folder to write into.
+    batch_size: images per batch.
+    settings: what the images depend on, as JSON values; a later call must have
+      the same.
+    names: of the labels; empty uses their numbers. The label that stands for
+      none is "none".
+    progress: show a progress bar on stderr, where that is a terminal.
+
+  Returns:
+    The number of images sampled by this call; the others were there.
+
+  Raises:
+    ValueError: the folder holds images of other settings.
+    OSError: a file cannot be written; those before it are whole.
+  """
+  out = pathlib.Path(out)
+  labels = sampler.label(np.arange(num, dtype=np.int32))
+  known = dict(enumerate(names or map(str, range(int(labels.max()) + 1))))
+  files = [
+    inside(out, known.get(int(label), "none"), "class name") / f"{i:06d}.png"
+    for i, label in enumerate(labels)
+  ]
+  starts = range(0, num, batch_size)
+
+  def find_missing() -> list[bool]:
+    _open_parts(out, {**settings, "num": num})
+    return [
+      not all(f.exists() for f in files[start : start + batch_size])
+      for start in starts
+    ]
+
+  flags = ask_first_process(find_missing, len(starts))
+  missing = [start for start, flag in zip(starts, flags) if flag]
+  for start, size in _batches(num, batch_size, missing, progress):
+    images = sampler.batch(start, size)[: num - start]
+    if jax.process_index() == 0:
+      for file, pixels in zip(files[start:], images):
+        file.parent.mkdir(exist_ok=True)
+        with disk_errors(str(file), "those before are"):
+          with replacing(file) as fresh:
+            write_png(fresh, pixels)
+  multihost_utils.sync_global_devices("samples written")
+  return sum(min(batch_size, num - start) for start in missing)
+
+
+def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
+  """Writes an image [X, Y, 1 or 3] uint8."""
+  pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+  Image.fromarray(pixels).save(path, "PNG")
 
 
 def _batches(

@@ -9,19 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import Config
+from moh_jax.config.diffusion import FLOW
+from moh_jax.diffusion.flow import even_times
 from moh_jax.diffusion.guidance import guide
-from moh_jax.diffusion.process import even_log_snr, make_process, respace
+from moh_jax.diffusion.process import (
+  AnyProcess,
+  even_log_snr,
+  make_process,
+  q_sample,
+  respace,
+)
 from moh_jax.diffusion.samplers import sample
 
 _GAP = 2  # white pixels between the images of a grid
 
-# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels].
-SampleFn = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+# (params, seed [], index [B], labels [B]) -> examples [B, X, Y, channels]. Two
+# more are optional: the noise to begin with, and the examples to begin from.
+SampleFn = Callable[..., jax.Array]
 # Latents [B, x, y, channels], unscaled, to images [B, X, Y, 3] in [-1, 1].
 Decode = Callable[[jax.Array], jax.Array]
 
 
-def make_sampler(model: nn.Module, config: Config) -> SampleFn:
+def make_sampler(
+  model: nn.Module, config: Config, *, strength: float = 1.0
+) -> SampleFn:
   """Makes a function that samples examples with the options `config.sample`.
 
   All noise of an example comes from the seed and the example's index. So it is
@@ -30,30 +41,37 @@ def make_sampler(model: nn.Module, config: Config) -> SampleFn:
   Args:
     model: the network of `config.model`.
     config: config of a diffusion model.
+    strength: part of the steps, the least noisy ones, that are taken from a
+      given example on; 1 takes all of them.
 
   Returns:
-    (params, seed, index, labels) -> [B, X, Y, channels] float32, not yet
-    jitted.
+    (params, seed, index, labels, noise=None, start=None) -> [B, X, Y, channels]
+    float32, not yet jitted. `noise` [B, X, Y, channels] is standard normal and
+    takes the place of the seed's; `start`, of the same shape, are examples to
+    begin from, with so much noise as the first of the steps has.
   """
   options, diffusion = config.sample, config.diffusion
-  training = make_process(diffusion.schedule, diffusion.steps)
-  if options.method == "dpm" and options.steps.isdigit():
-    process = even_log_snr(training, int(options.steps))
-  else:
-    process = respace(training, options.steps)
+  process = _sampling_process(config)
+  if strength < 1:
+    process = process.first(max(1, round(strength * process.num_steps)))
   low, high = options.cfg_interval
   last = int(process.timesteps[-1])
   everywhere = low <= process.timesteps[0] and last < high
 
   def run(
-    params: Any, seed: jax.Array, index: jax.Array, labels: jax.Array
+    params: Any,
+    seed: jax.Array,
+    index: jax.Array,
+    labels: jax.Array,
+    noise: jax.Array | None = None,
+    start: jax.Array | None = None,
   ) -> jax.Array:
     shape = config.model.input_shape
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(seed), i))(
       index
     )
 
-    def noise(number: int | jax.Array) -> jax.Array:
+    def draw(number: int | jax.Array) -> jax.Array:
       def one(key: jax.Array) -> jax.Array:
         return jax.random.normal(jax.random.fold_in(key, number), shape)
 
@@ -71,21 +89,41 @@ def make_sampler(model: nn.Module, config: Config) -> SampleFn:
       channels=options.cfg_channels,
       interval=None if everywhere else (low, high),
     )
+    x = draw(0) if noise is None else noise
+    if start is not None:
+      noisiest = jnp.full(index.shape, process.num_steps - 1)
+      x = q_sample(process, start, noisiest, x)
     return sample(
       predict,
-      noise(0),
+      x,
       process,
       method=options.method,
       prediction=diffusion.prediction,
-      noise=lambda step: noise(step + 1),
+      noise=lambda step: draw(step + 1),
+      eta=options.eta,
       clip=diffusion.space == "pixel",
     )
 
   return run
 
 
+def _sampling_process(config: Config) -> AnyProcess:
+  """The steps that a sampler takes."""
+  options, diffusion = config.sample, config.diffusion
+  if diffusion.schedule == FLOW:
+    return even_times(int(options.steps), diffusion.steps)
+  training = make_process(diffusion.schedule, diffusion.steps)
+  if options.method == "dpm" and options.steps.isdigit():
+    return even_log_snr(training, int(options.steps))
+  return respace(training, options.steps)
+
+
 def make_image_sampler(
-  model: nn.Module, config: Config, decode: Decode | None = None
+  model: nn.Module,
+  config: Config,
+  decode: Decode | None = None,
+  *,
+  strength: float = 1.0,
 ) -> SampleFn:
   """Makes a jitted function that samples images as pixels.
 
@@ -93,9 +131,11 @@ def make_image_sampler(
     model: the network of `config.model`.
     config: config of a diffusion model.
     decode: decoder of latents; models of pixels need none.
+    strength: see `make_sampler`.
 
   Returns:
-    (params, seed, index, labels) -> [B, X, Y, channels] uint8.
+    (params, seed, index, labels, noise=None, start=None) -> [B, X, Y, channels]
+    uint8, see `make_sampler`.
 
   Raises:
     ValueError: the model samples latents and `decode` is missing.
@@ -109,11 +149,11 @@ def make_image_sampler(
       "diffusion.space='latent': an autoencoder must decode what the model "
       "samples (`decode`, --vae PATH)"
     )
-  sample_fn = jax.jit(make_sampler(model, config))
+  sample_fn = jax.jit(make_sampler(model, config, strength=strength))
   finish = jax.jit(to_pixels)
 
-  def sample_images(*args: Any) -> jax.Array:
-    x = sample_fn(*args)
+  def sample_images(*args: Any, **given: jax.Array) -> jax.Array:
+    x = sample_fn(*args, **given)
     # Not part of the jitted programs: its weights would become constants there.
     x = x if in_pixels else decode(x / factor + offset)
     return finish(x)

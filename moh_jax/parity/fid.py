@@ -157,11 +157,12 @@ def _read_adm(
   """Reads the case's two files as the `fid` command does."""
   for name in ("adm_samples.npz", "adm_reference.npz"):
     images = open_images(directory / name)
-    read = sum(len(batch) for batch in images.batches(2))
-    if read != len(images):
-      raise ValueError(f"{name}: {read} images read of {len(images)}")
+    count = sum(len(batch) for batch in images.batches(2))
+    if count != len(images):
+      raise ValueError(f"{name}: {count} images read of {len(images)}")
   dims = [g.mean.size for g in ours]
-  return read_statistics(directory / "adm_reference.npz", *dims)
+  read = read_statistics(directory / "adm_reference.npz", *dims)
+  return read.pool3, read.spatial
 
 
 def _scores(hyper: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

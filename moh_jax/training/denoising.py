@@ -147,14 +147,18 @@ def _make_preview(
       f"sample.every={config.sample.every} must be 0, or --vae must name the "
       "autoencoder that shows latents"
     )
-  paint, num = make_image_sampler(model, config, decode), config.sample.num
+  paint = make_image_sampler(model, config, decode)
+  num, zoom = config.sample.num, config.sample.zoom
   classes, seed = config.model.num_classes, config.train.seed
+  wanted = np.array(config.sample.labels or range(classes), np.int32)
+  wanted = np.where(wanted < 0, classes, wanted)
 
   def preview(params: Any, mesh: Mesh) -> np.ndarray:
     index = sharding.pad_to_shards(np.arange(num, dtype=np.int32), mesh)
-    batch = (index, index % classes)
+    batch = (index, wanted[index % len(wanted)])
     batch = [sharding.put_batch(part, mesh) for part in batch]
     pictures = sharding.gather(paint(params, seed, *batch), mesh)[:num]
-    return image_grid(pictures, columns=min(num, max(1, round(num**0.5))))
+    grid = image_grid(pictures, columns=min(num, max(1, round(num**0.5))))
+    return grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
 
   return preview

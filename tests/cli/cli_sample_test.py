@@ -64,6 +64,25 @@ class SampleCommandTest(parameterized.TestCase):
     np.testing.assert_array_equal(labels, np.arange(21) % 10)
     self.assertEqual([p.name for p in self.root.iterdir()], ["x.npz"])
 
+  def test_folder_has_a_file_for_every_image_below_its_label(self):
+    images, _ = self._npz("--num", 12, "--labels", "3,none", "--batch-size", 8)
+    argv = ("--num", 12, "--labels", "3,none", "--batch-size", 8)
+    self.assertEqual(self._call(*argv, out="folder")[0], 0)
+    folder = self.root / "folder"
+    files = sorted(folder.rglob("*.png"), key=lambda file: file.name)
+    self.assertEqual([f.parent.name for f in files], ["3", "none"] * 6)
+    read = np.stack([np.asarray(Image.open(file)) for file in files])
+    np.testing.assert_array_equal(read, images[..., 0])
+    files[9].unlink()
+    with mock.patch.object(Sampler, "batch", autospec=True,
+                           side_effect=Sampler.batch) as batch:  # fmt: skip
+      self.assertEqual(self._call(*argv, out="folder")[0], 0)
+    self.assertEqual([call.args[1] for call in batch.call_args_list], [8])
+    self.assertTrue(files[9].exists())
+    status, _, err = self._call(*argv, "--seed", 1, out="folder")
+    self.assertEqual(status, 2)
+    self.assertIn("seed: 1 here, 0 there", err)
+
   def test_seed_repeats_and_another_differs(self):
     first, _ = self._npz("--num", 8)
     again, _ = self._npz("--num", 8, out="again.npz")
@@ -110,10 +129,11 @@ class SampleCommandTest(parameterized.TestCase):
     np.testing.assert_array_equal(images, whole)
 
   @parameterized.parameters(
-    (("--labels", "3,10"), "label 10 must be in [0, 9]"),
+    (("--labels", "3,10"), "label 10 must be in [0, 9], or none"),
+    (("--labels", "3,few"), "'few' must be a whole number"),
     (("--labels=-1",), "label -1 must be in [0, 9]"),
     (("--seed=-1",), "seed=-1 must be in [0, 2147483647]"),
-    (("--cfg-scale", "0.5"), "sample.cfg_scale=0.5 must be at least 1"),
+    (("--cfg-scale", "-0.5"), "sample.cfg_scale=-0.5 must be at least 0"),
     (("--cfg-interval", "9,3"), "sample.cfg_interval=(9, 3) must be"),
     (("--cfg-interval", "3"), "sample.cfg_interval=(3,) must have 2 values"),
     (("--steps", "51"), "steps='51' asks for 51 of the 50 timesteps"),
@@ -131,7 +151,6 @@ class SampleCommandTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("x.jpg", "must end in .png or .npz"),
-    ("x", "must end in .png or .npz"),
     ("nope/x.png", "no directory"),
   )
   def test_bad_target_is_one_line_that_names_it(self, out, message):

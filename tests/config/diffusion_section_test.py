@@ -15,8 +15,8 @@ _SECTIONS = {
 # Section, field, a value just outside its range, what the message allows.
 _OUT_OF_RANGE = (
   ("diffusion", "space", "wavelet", "('latent', 'pixel')"),
-  ("diffusion", "schedule", "sqrt", "('linear', 'cosine')"),
-  ("diffusion", "prediction", "score", "('epsilon', 'x0', 'v')"),
+  ("diffusion", "schedule", "sqrt", "('linear', 'cosine', 'flow')"),
+  ("diffusion", "prediction", "score", "('epsilon', 'x0', 'v', 'velocity')"),
   ("diffusion", "loss_weight", "snr", "('uniform', 'min_snr')"),
   ("diffusion", "steps", 20, "[21, 100000]"),
   ("diffusion", "steps", 100_001, "[21, 100000]"),
@@ -28,9 +28,12 @@ _OUT_OF_RANGE = (
   ("diffusion", "snr_gamma", math.inf, "above 0"),
   ("sample", "every", -1, "at least 0"),
   ("sample", "num", 0, "at least 1"),
-  ("sample", "cfg_scale", 0.9, "at least 1"),
-  ("sample", "cfg_scale", math.nan, "at least 1"),
-  ("sample", "method", "euler", "('ddpm', 'ddim', 'dpm')"),
+  ("sample", "cfg_scale", -0.1, "at least 0"),
+  ("sample", "cfg_scale", math.nan, "at least 0"),
+  ("sample", "eta", 1.5, "in [0, 1]"),
+  ("sample", "labels", (3, -2), "at least -1"),
+  ("sample", "zoom", 0, "in [1, 64]"),
+  ("sample", "method", "rk4", "('ddpm', 'ddim', 'dpm', 'euler', 'heun')"),
   ("sample", "cfg_channels", "four", "('three', 'all')"),
   ("sample", "cfg_interval", (5, 5), "0 <= low < high"),
   ("sample", "cfg_interval", (-1, 5), "0 <= low < high"),
@@ -48,6 +51,14 @@ _PIXEL = dataclasses.replace(
   model=dataclasses.replace(_CONFIG.model, channels=1, input_size=(8, 8)),
   data=config_lib.DataConfig(source="digits", mean=(0.5,), std=(0.5,)),
   diffusion=config_lib.DiffusionConfig(space="pixel"),
+)
+_FLOW = dataclasses.replace(
+  _PIXEL,
+  model=dataclasses.replace(_PIXEL.model, learn_sigma=False),
+  diffusion=config_lib.DiffusionConfig(
+    space="pixel", schedule="flow", prediction="velocity"
+  ),
+  sample=config_lib.SampleConfig(method="heun", steps="20"),
 )
 _VIT = config_lib.Config(model=config_lib.ViTConfig())
 
@@ -76,7 +87,7 @@ class SectionsTest(parameterized.TestCase):
     ("diffusion", "steps", 21),
     ("diffusion", "vb_weight", 0.0),
     ("sample", "every", 0),
-    ("sample", "cfg_scale", 1.0),
+    ("sample", "cfg_scale", 0.0),
     ("sample", "cfg_interval", (0, 1)),
   )
   def test_range_includes_its_last_value(self, section, field, value):
@@ -248,6 +259,37 @@ class RoundTripTest(parameterized.TestCase):
       config_lib.from_config_dict(cfg)
     self.assertIn(f"{section}.{key}", str(caught.exception))
     self.assertIn(message, str(caught.exception))
+
+
+class FlowTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"model": {"learn_sigma": True}}, "model.learn_sigma=True must be False"),
+    ({"sample": {"method": "ddim"}}, "'ddim' must be one of .'euler', 'heun'"),
+    ({"sample": {"steps": "ddim50"}}, "steps='ddim50' must be a number in"),
+    ({"sample": {"steps": "0"}}, "steps='0' must be a number in"),
+    ({"sample": {"eta": 0.5}}, "sample.eta=0.5 must be 0 .*'heun'"),
+    ({"diffusion": {"prediction": "v"}}, "'flow' needs 'velocity'"),
+    ({"diffusion": {"schedule": "linear"}}, "'flow' needs 'velocity'"),
+    ({"diffusion": {"loss_weight": "min_snr"}}, "must be 'uniform'"),
+  )
+  def test_what_does_not_go_together_is_named(self, changes, text):
+    with self.assertRaisesRegex(ValueError, text):
+      _with(_FLOW, **changes)
+
+  @parameterized.parameters(
+    ({"sample": {"labels": (3, 10)}}, r"\(3, 10\) must be in \[-1, 9\]"),
+    (
+      {"model": {"label_dropout": 0.0}, "sample": {"labels": (-1,)}},
+      "has no label that stands for none",
+    ),
+  )
+  def test_labels_of_previews_must_exist(self, changes, text):
+    with self.assertRaisesRegex(ValueError, text):
+      _with(_CONFIG, **changes)
+
+  def test_diffusion_refuses_its_solvers(self):
+    with self.assertRaisesRegex(ValueError, "'heun' must be one of .'ddpm'"):
+      _with(_CONFIG, sample={"method": "heun"})
 
 
 if __name__ == "__main__":

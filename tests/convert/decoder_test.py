@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiffusionConfig
 from moh_jax.convert.decoder import load_decoder
-from moh_jax.models.vae_hash import encoder_sha256
+from moh_jax.models.weights_hash import encoder_sha256
 from moh_jax.runtime import sharding
 from tests.inference import tiny_vae
 from tests.training import tiny

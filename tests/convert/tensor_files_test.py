@@ -36,6 +36,22 @@ class KeyTest(torch_archive.TensorFilesTestCase):
     self.save(ema=None, model="w")
     self.assertEqual(tensor_files.read_tensors(self.path)["w"], 1)
 
+  def test_several_candidates_are_said(self):
+    self.save(model="w", ema="w")
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      tensor_files.read_tensors(self.path)
+    self.assertIn("the weights of its entry 'ema' are taken", logs.output[0])
+    with self.assertNoLogs("moh_jax", "WARNING"):
+      tensor_files.read_tensors(self.path, "model")
+
+  def test_broken_averages_are_no_reason_to_take_other_weights(self):
+    tensor = torch_archive.tensor("0", (), (), size=1)
+    tree = {"ema": {"w": tensor, "decay": 0.9}, "model": {"w": tensor}}
+    record = {"0": np.float32(1).tobytes()}
+    torch_archive.save_archive(self.path, tree, record)
+    self.assert_rejected("ema: entry 'decay' is not a dense tensor")
+    self.assertEqual(tensor_files.read_tensors(self.path, "model")["w"], 1)
+
   def test_falls_back_to_the_top_level(self):
     self.save(weight=None, bias=None)
     read = tensor_files.read_tensors(self.path)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.diffusion import PREDICTIONS
 from moh_jax.diffusion import objective
 from moh_jax.diffusion.prediction import (
   predict_x0,
@@ -17,6 +16,8 @@ from moh_jax.diffusion.prediction import (
   training_target,
 )
 from moh_jax.diffusion.process import make_process, q_sample
+
+_PREDICTIONS = ("epsilon", "x0", "v")
 
 _OPTIONS = ("prediction", "loss_weight", "snr_gamma")
 _PROCESS = make_process("linear", 100)
@@ -52,7 +53,7 @@ def _out(prediction: str, spread: float, error: float = 0.0) -> jax.Array:
 
 
 class SquaredErrorTest(parameterized.TestCase):
-  @parameterized.parameters(*PREDICTIONS)
+  @parameterized.parameters(*_PREDICTIONS)
   def test_is_the_mean_of_each_example(self, prediction):
     target = training_target(_PROCESS, prediction, _X0, _T, _NOISE)
     scale = jnp.arange(1.0, 5.0)[:, None, None, None]
@@ -70,7 +71,7 @@ class SquaredErrorTest(parameterized.TestCase):
       losses, _losses("epsilon", out.astype(jnp.float32))
     )
 
-  @parameterized.product(prediction=PREDICTIONS, gamma=(0.5, 5.0))
+  @parameterized.product(prediction=_PREDICTIONS, gamma=(0.5, 5.0))
   def test_min_snr_weighs_the_error_of_the_clean_example(
     self, prediction, gamma
   ):
@@ -93,7 +94,7 @@ class SquaredErrorTest(parameterized.TestCase):
   @parameterized.parameters(*objective.LOSS_WEIGHTS)
   def test_unknown_prediction_lists_the_known(self, loss_weight):
     with self.assertRaisesRegex(
-      ValueError, r"prediction='score' .*\('epsilon', 'x0', 'v'\)"
+      ValueError, r"prediction='score' .*\('epsilon', 'x0', 'v', 'velocity'\)"
     ):
       _losses("score", _X, loss_weight=loss_weight)
 
@@ -101,7 +102,7 @@ class SquaredErrorTest(parameterized.TestCase):
 class DivergenceTest(parameterized.TestCase):
   """The bound after the first step."""
 
-  @parameterized.parameters(*PREDICTIONS)
+  @parameterized.parameters(*_PREDICTIONS)
   def test_true_posterior_costs_nothing(self, prediction):
     bound = _losses(prediction, _out(prediction, spread=-1.0))["vb"]
     np.testing.assert_allclose(bound, 0.0, atol=1e-5)
@@ -121,7 +122,7 @@ class DivergenceTest(parameterized.TestCase):
     nats = moved / (2 * _PROCESS.posterior_variance[steps])
     np.testing.assert_allclose(bound, nats / math.log(2), rtol=1e-3, atol=1e-6)
 
-  @parameterized.parameters(*PREDICTIONS)
+  @parameterized.parameters(*_PREDICTIONS)
   def test_gradient_reaches_the_variance_only(self, prediction):
     def bound(out):
       return _losses(prediction, out)["vb"].sum()

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.diffusion import PREDICTIONS
 from moh_jax.diffusion import prediction as prediction_lib
 from moh_jax.diffusion.process import make_process, q_sample, respace
+
+_PREDICTIONS = ("epsilon", "x0", "v")
 
 _PROCESS = make_process("cosine", 50)
 _STEPS = (0, 1, 17, 40)
@@ -34,7 +35,7 @@ def _column(table: np.ndarray) -> np.ndarray:
 
 
 class PredictionTest(parameterized.TestCase):
-  @parameterized.parameters(*PREDICTIONS)
+  @parameterized.parameters(*_PREDICTIONS)
   def test_exact_target_gives_the_clean_example(self, prediction):
     x0 = prediction_lib.predict_x0(
       _PROCESS, prediction, _target(prediction), _X, _T
@@ -54,7 +55,7 @@ class PredictionTest(parameterized.TestCase):
 
   def test_unknown_prediction_lists_the_known(self):
     with self.assertRaisesRegex(
-      ValueError, r"prediction='score' .*\('epsilon', 'x0', 'v'\)"
+      ValueError, r"prediction='score' .*\('epsilon', 'x0', 'v', 'velocity'\)"
     ):
       prediction_lib.predict_x0(_PROCESS, "score", _X, _X, _T)
 
@@ -80,7 +81,7 @@ class SplitOutputTest(parameterized.TestCase):
 
 
 class ReverseStepTest(parameterized.TestCase):
-  @parameterized.parameters(*PREDICTIONS)
+  @parameterized.parameters(*_PREDICTIONS)
   def test_perfect_prediction_gives_the_posterior(self, prediction):
     reverse = prediction_lib.reverse_step(
       _PROCESS, prediction, _target(prediction), _X, _T

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.diffusion import METHODS, PREDICTIONS
+from moh_jax.config.diffusion import DIFFUSION_METHODS
 from moh_jax.diffusion import samplers
 from moh_jax.diffusion.prediction import reverse_step
 from moh_jax.diffusion.process import (
@@ -18,6 +18,7 @@ from moh_jax.diffusion.process import (
   respace,
 )
 
+_PREDICTIONS = ("epsilon", "x0", "v")
 _TRAINING = make_process("linear", 1000)
 _SHAPE = (3, 2, 2, 1)
 _KEY = jax.random.key(0)
@@ -102,19 +103,19 @@ def _hand_ddpm(predict, x, process, noise):
 
 
 class PerfectDenoiserTest(parameterized.TestCase):
-  @parameterized.product(method=METHODS, prediction=PREDICTIONS)
+  @parameterized.product(method=DIFFUSION_METHODS, prediction=_PREDICTIONS)
   def test_returns_the_example(self, method, prediction):
     run = _sampler(
       _perfect(prediction), method, "20", prediction, noise=_noise()
     )
     np.testing.assert_allclose(run(_Z), _X0, atol=1e-4)
 
-  @parameterized.product(method=METHODS, spacing=("1", "2"))
+  @parameterized.product(method=DIFFUSION_METHODS, spacing=("1", "2"))
   def test_few_steps_return_the_example(self, method, spacing):
     run = _sampler(_perfect(), method, spacing, noise=_noise())
     np.testing.assert_allclose(run(_Z), _X0, atol=1e-4)
 
-  @parameterized.parameters(*METHODS)
+  @parameterized.parameters(*DIFFUSION_METHODS)
   def test_clips_the_example(self, method):
     predict = _network(lambda x, signal, spread: 4 * _X0)
     run = _sampler(predict, method, "5", noise=_noise(), clip=True)
@@ -124,7 +125,7 @@ class PerfectDenoiserTest(parameterized.TestCase):
 
 
 class StepsTest(parameterized.TestCase):
-  @parameterized.parameters(*METHODS)
+  @parameterized.parameters(*DIFFUSION_METHODS)
   def test_network_is_told_timesteps_of_training_noisiest_first(self, method):
     told = []
 
@@ -166,7 +167,7 @@ class StepsTest(parameterized.TestCase):
     path = _hand_ddpm(predict, _Z, respace(_TRAINING, "5"), _noise())
     np.testing.assert_allclose(run(_Z), path, rtol=1e-4, atol=1e-4)
 
-  @parameterized.parameters(*METHODS)
+  @parameterized.parameters(*DIFFUSION_METHODS)
   def test_trajectory_ends_with_the_sample(self, method):
     predict = _network(_gaussian)
     path, last = (
@@ -178,7 +179,7 @@ class StepsTest(parameterized.TestCase):
     moved = np.abs(np.diff(np.concatenate([_Z[None], path]), axis=0))
     self.assertTrue(np.all(moved.max((1, 2, 3, 4)) > 0))
 
-  @parameterized.parameters(*METHODS)
+  @parameterized.parameters(*DIFFUSION_METHODS)
   def test_jit_equals_eager(self, method):
     noises = jax.random.normal(_KEY, (3, *_SHAPE))
     options = {"method": method, "noise": lambda step: noises[step]}
@@ -192,7 +193,7 @@ class StepsTest(parameterized.TestCase):
     jitted = _sampler(predict, method, "3", noise=options["noise"])
     np.testing.assert_allclose(jitted(_Z), eager, rtol=1e-4, atol=1e-5)
 
-  @parameterized.parameters(*METHODS)
+  @parameterized.parameters(*DIFFUSION_METHODS)
   def test_traces_once_whatever_the_steps_and_calls(self, method):
     traces = {}
 
@@ -306,6 +307,41 @@ class ErrorsTest(parameterized.TestCase):
   def test_ddpm_needs_noise(self):
     with self.assertRaisesRegex(ValueError, "method='ddpm' needs noise"):
       self._sample(method="ddpm")
+
+  def test_eta_needs_noise(self):
+    with self.assertRaisesRegex(ValueError, "'ddim' needs noise .eta=0.5"):
+      self._sample(method="ddim", eta=0.5)
+
+
+class EtaTest(parameterized.TestCase):
+  def test_0_adds_no_noise(self):
+    plain = _sampler(_network(_gaussian), "ddim", "20")(_Z)
+    given = _sampler(_network(_gaussian), "ddim", "20", noise=_noise(), eta=0.0)
+    np.testing.assert_array_equal(given(_Z), plain)
+
+  @parameterized.parameters((0.5, "100"), (1.0, "500"))
+  def test_samples_have_the_mean_and_deviation_of_the_examples(
+    self, eta, steps
+  ):
+    shape = (20_000, 1, 1, 1)
+    z = jax.random.normal(jax.random.key(3), shape)
+    run = _sampler(
+      _network(_gaussian), "ddim", steps, noise=_noise(shape), eta=eta
+    )
+    out = run(z)
+    self.assertAlmostEqual(float(out.mean()), 2.0, delta=0.02)
+    self.assertAlmostEqual(float(out.std()), 0.5, delta=0.02)
+
+  def test_1_has_the_variance_of_the_posterior(self):
+    shape = (20_000, 1, 1, 1)
+    x = jnp.ones(shape)
+    process = respace(_TRAINING, "2")
+    run = functools.partial(
+      samplers.sample, _network(_gaussian), x, process, method="ddim",
+      noise=_noise(shape), eta=1.0, trajectory=True,
+    )  # fmt: skip
+    spread = float(jax.jit(run)()[0].var())
+    self.assertAlmostEqual(spread, process.posterior_variance[1], delta=0.02)
 
 
 if __name__ == "__main__":

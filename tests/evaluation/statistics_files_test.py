@@ -14,9 +14,13 @@ _RECORDED = (
 _DIMS = (24, 63)
 
 
-def _gaussians():
+_MADE_WITH = {"resize": "tf1", "inception": "ab12"}
+
+
+def _statistics():
   rng = np.random.default_rng(0)
-  return [moments(rng.normal(size=(9, dim))).gaussian() for dim in _DIMS]
+  pair = (moments(rng.normal(size=(9, dim))).gaussian() for dim in _DIMS)
+  return statistics_files.Statistics(*pair, _MADE_WITH)
 
 
 class StatisticsFilesTest(parameterized.TestCase):
@@ -28,25 +32,51 @@ class StatisticsFilesTest(parameterized.TestCase):
     return statistics_files.read_statistics(path or self.file, *_DIMS)
 
   def test_reads_what_it_wrote(self):
-    gaussians = _gaussians()
-    statistics_files.write_statistics(self.file, *gaussians)
+    written = _statistics()
+    statistics_files.write_statistics(self.file, written)
     self.assertTrue(statistics_files.has_statistics(self.file))
-    for got, want in zip(self._read(), gaussians):
+    read = self._read()
+    self.assertEqual(read.made_with, _MADE_WITH)
+    for name in ("pool3", "spatial"):
+      got, want = getattr(read, name), getattr(written, name)
       np.testing.assert_array_equal(got.mean, want.mean)
       np.testing.assert_array_equal(got.covariance, want.covariance)
 
+  def test_file_of_pytorch_fid_has_no_spatial_features(self):
+    with np.load(_RECORDED) as stored:
+      np.savez(self.file, mu=stored["mu"], sigma=stored["sigma"])
+    read = self._read()
+    self.assertIsNone(read.spatial)
+    self.assertEqual(read.made_with, {})
+    read.check_made_with(_MADE_WITH, "x.npz")  # it may be the same
+
+  @parameterized.parameters(
+    ({"resize": "ptfid"}, "x.npz: .* resize='tf1', not 'ptfid'"),
+    ({"inception": "cd"}, "x.npz: .* inception='ab12', not 'cd'"),
+  )
+  def test_statistics_made_otherwise_are_refused(self, ours, text):
+    with self.assertRaisesRegex(ValueError, text):
+      _statistics().check_made_with({**_MADE_WITH, **ours}, "x.npz")
+
+  def test_damaged_description_is_named(self):
+    with np.load(_RECORDED) as stored:
+      made_with = np.frombuffer(b"[1", np.uint8)
+      np.savez(self.file, **stored, made_with=made_with)
+    with self.assertRaisesRegex(ValueError, "stats.npz: made_with"):
+      self._read()
+
   def test_writes_the_names_of_the_recorded_file(self):
-    statistics_files.write_statistics(self.file, *_gaussians())
+    statistics_files.write_statistics(self.file, _statistics())
     with np.load(self.file) as ours, np.load(_RECORDED) as theirs:
-      self.assertEqual(set(ours), set(theirs) - {"arr_0"})
-      for name in ours:
+      self.assertEqual(set(ours) - {"made_with"}, set(theirs) - {"arr_0"})
+      for name in set(ours) - {"made_with"}:
         self.assertEqual(ours[name].shape, theirs[name].shape)
         self.assertEqual(ours[name].dtype, np.float64)
 
   def test_float32_becomes_float64(self):
     with np.load(_RECORDED) as stored:
       np.savez(self.file, **{k: np.float32(stored[k]) for k in stored})
-    self.assertEqual(self._read()[0].covariance.dtype, np.float64)
+    self.assertEqual(self._read().pool3.covariance.dtype, np.float64)
 
   def test_mu_decides(self):
     np.savez(self.file, np.zeros(3), sigma=np.zeros(3))
@@ -81,7 +111,7 @@ class StatisticsFilesTest(parameterized.TestCase):
       mock.patch.object(os, "replace", side_effect=OSError("disk")),
       self.assertRaisesRegex(OSError, "disk"),
     ):
-      statistics_files.write_statistics(self.file, *_gaussians())
+      statistics_files.write_statistics(self.file, _statistics())
     self.assertEqual(self.file.read_text(), "old")
     self.assertLen(os.listdir(self.file.parent), 1)
 

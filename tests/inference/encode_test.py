@@ -12,7 +12,7 @@ from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE
-from moh_jax.models.vae_hash import encoder_sha256, weights_sha256
+from moh_jax.models.weights_hash import encoder_sha256, weights_sha256
 from tests.inference import tiny_vae
 
 _OPTIONS = encode.EncodeOptions(

@@ -188,7 +188,7 @@ class DiffusionRestoreTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"steps": "51"}, "sample.steps='51' asks for 51 of the 50 timesteps"),
-    ({"cfg_scale": 0.5}, "sample.cfg_scale=0.5 must be at least 1"),
+    ({"cfg_scale": -0.5}, "sample.cfg_scale=-0.5 must be at least 0"),
     ({"method": "euler"}, "sample.method='euler' must be one of"),
     ({"cfg_interval": (5, 5)}, r"sample.cfg_interval=\(5, 5\) must be"),
   )

@@ -30,8 +30,8 @@ def _mesh(devices):
 
 
 @functools.cache
-def _restored(devices=1, **sections):
-  config = tiny.dit_config(**sections)
+def _restored(devices=1, **sample):
+  config = tiny.dit_config(sample=sample)
   model, _ = make_model(config)
   whole = sharding.replicated(_mesh(devices))
   params = jax.device_put(tiny.random_params(config), whole)
@@ -84,6 +84,46 @@ class SamplerTest(parameterized.TestCase):
     other = _sampler(seed=2**31 - 1).batch(0, _SIZE)
     for ours, theirs in zip(other, _images()):
       self.assertFalse(np.array_equal(ours, theirs))
+
+  def test_no_label_is_scale_0(self):
+    none = _sampler(labels=(None,)).batch(0, 2)
+    self.assertFalse(np.array_equal(none, _images()[:2]))
+    restored = _restored(cfg_scale=0.0)
+    free = sample_lib.Sampler(restored, labels=(4,), mesh=_mesh(1)).batch(0, 2)
+    np.testing.assert_array_equal(free, none)
+
+  def test_own_noise_is_what_images_begin_with(self):
+    rows = np.random.default_rng(0).normal(size=(2, 8, 8, 1))
+    sampler = sample_lib.Sampler(
+      _restored(method="ddim"), labels=(3,), mesh=_mesh(1), noise=rows
+    )
+    images = sampler.batch(0, 4)
+    np.testing.assert_array_equal(images[:2], images[2:])
+    self.assertFalse(np.array_equal(images[0], images[1]))
+
+  def test_start_images_are_kept_the_more_the_less_the_strength(self):
+    start = np.tanh(np.random.default_rng(0).normal(size=(1, 8, 8, 1)))
+    pixels = (start + 1) * 127.5
+
+    def distance(strength):
+      sampler = sample_lib.Sampler(
+        _restored(steps="50"), mesh=_mesh(1), labels=(3,),
+        start=start, strength=strength,
+      )  # fmt: skip
+      return np.abs(sampler.batch(0, 1) - pixels).mean()
+
+    self.assertLess(distance(0.02), 20)
+    self.assertLess(distance(0.02), distance(1.0))
+
+  @parameterized.parameters(
+    ({"noise": np.zeros((8, 8, 1))}, r"noise of shape \(8, 8, 1\) must be"),
+    ({"start": np.zeros((0, 8, 8, 1))}, "start of shape .* n at least 1"),
+    ({"strength": 0.5}, "strength=0.5 is of `start`"),
+    ({"start": np.zeros((1, 8, 8, 1)), "strength": 0.0}, "strength=0.0 must"),
+  )
+  def test_wrong_beginnings_are_named(self, options, text):
+    with self.assertRaisesRegex(ValueError, text):
+      sample_lib.Sampler(_restored(), mesh=_mesh(1), **options)
 
   @parameterized.parameters(1, 5, 8, 13)
   def test_few_images_come_in_full_batches(self, num):

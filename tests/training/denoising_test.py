@@ -247,14 +247,26 @@ class DamagedHeldOutTest(absltest.TestCase):
 
 
 class PreviewTest(parameterized.TestCase):
-  def _preview(self, devices=1, seed=0):
-    config = tiny.dit_config(sample=_PREVIEW, mesh={"data": devices})
+  def _preview(self, devices=1, seed=0, **sample):
+    config = tiny.dit_config(
+      sample={**_PREVIEW, **sample}, mesh={"data": devices}
+    )
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
     params = jax.device_put(
       tiny.random_params(config, seed), sharding.replicated(mesh)
     )
     with sharding.use_mesh(mesh):
       return make_task(config).preview(params, mesh)
+
+  def test_wanted_labels_and_zoom(self):
+    classes = self._preview()
+    labelled = self._preview(labels=(0, 1, -1), zoom=3)
+    self.assertEqual(labelled.shape, (84, 54, 1))
+    pixels = labelled[1::3, 1::3]
+    np.testing.assert_array_equal(pixels.repeat(3, 0).repeat(3, 1), labelled)
+    # The first two images have the classes' labels, the third one has none.
+    np.testing.assert_array_equal(pixels[:8], classes[:8])
+    self.assertFalse(np.array_equal(pixels[10:18, :8], classes[10:18, :8]))
 
   def test_is_a_grid_of_the_wanted_images(self):
     picture = self._preview()

@@ -10,7 +10,10 @@ from moh_jax.inference.options import EncodeOptions
 
 METRICS = ("fid", "sfid", "is", "pr")
 # Fields of the section `sample` that a command may state.
-OVERRIDES = ("method", "steps", "cfg_scale", "cfg_channels", "cfg_interval")
+OVERRIDES = (
+  *("method", "steps", "eta"),
+  *("cfg_scale", "cfg_channels", "cfg_interval"),
+)
 
 
 def classify(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,8 @@ def fid(parser: argparse.ArgumentParser) -> None:
     "--reference",
     metavar="PATH",
     help=f"to score against: {kinds}, or an npz file with statistics (mu, "
-    "sigma, mu_s, sigma_s), which then serve FID and sFID",
+    "sigma, mu_s, sigma_s), which then serve FID and sFID; of pytorch-fid (mu, "
+    "sigma), FID",
   )
   parser.add_argument("--inception", metavar="PATH", help=HOW_TO_GET_INCEPTION)
   parser.add_argument(
@@ -117,6 +121,14 @@ def pack_images(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def _labels(text: str) -> tuple[int | None, ...]:
+  """Parses "3,3,none"."""
+  parts = [part.strip() for part in text.split(",")]
+  return tuple(
+    None if part == "none" else fields.integer(part) for part in parts
+  )
+
+
 def sample(parser: argparse.ArgumentParser) -> None:
   """Sample images from a diffusion checkpoint."""
   common.add_checkpoint(parser)
@@ -124,16 +136,17 @@ def sample(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--out",
     required=True,
-    metavar="FILE",
+    metavar="PATH",
     help=".png: one grid of all images; .npz: arr_0 uint8 [N, X, Y, channels] "
-    "and labels arr_1, written in parts that survive a kill",
+    "and labels arr_1, in parts that survive a kill; no suffix: a folder of "
+    "files CLASS/NUMBER.png",
   )
   parser.add_argument(
     "--labels",
-    type=fields.int_tuple,
+    type=_labels,
     default=(),
     metavar="L,L,...",
-    help="labels of the images in turn (default: every class)",
+    help="labels of the images in turn, numbers or none (default: every class)",
   )
   text = "images (default: one for each of the labels)"
   common.add_count(parser, "--num", help=text)

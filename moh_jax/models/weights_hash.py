@@ -1,4 +1,4 @@
-"""Hashes that tell autoencoders apart, whatever files they came from."""
+"""Hashes that tell networks apart, whatever files they came from."""
 
 import dataclasses
 import hashlib
@@ -14,6 +14,22 @@ from moh_jax.config.autoencoder import VAEConfig
 _ENCODER = ("encoder", "quant_conv")
 
 
+def params_sha256(params: Any, sizes: str = "") -> str:
+  """Hash of the parameters of a network.
+
+  Args:
+    params: tree of arrays, which count as float32.
+    sizes: what else tells the network apart.
+  """
+  digest = hashlib.sha256(sizes.encode())
+  flat = traverse_util.flatten_dict(params, sep="/")
+  for name in sorted(flat):
+    array = np.asarray(flat[name], np.float32)
+    digest.update(f"{name} {array.shape}".encode())
+    digest.update(array.tobytes())
+  return digest.hexdigest()
+
+
 def weights_sha256(config: VAEConfig, params: Any) -> str:
   """Hash of an autoencoder.
 
@@ -24,13 +40,7 @@ def weights_sha256(config: VAEConfig, params: Any) -> str:
   """
   sizes = dataclasses.asdict(dataclasses.replace(config, dtype="float32"))
   del sizes["scaling"]
-  digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
-  flat = traverse_util.flatten_dict(params, sep="/")
-  for name in sorted(flat):
-    array = np.asarray(flat[name], np.float32)
-    digest.update(f"{name} {array.shape}".encode())
-    digest.update(array.tobytes())
-  return digest.hexdigest()
+  return params_sha256(params, json.dumps(sizes, sort_keys=True))
 
 
 def encoder_sha256(config: VAEConfig, params: Any) -> str:
