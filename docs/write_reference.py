@@ -41,6 +41,7 @@ GROUPS = {
     "train",
     "restore",
     "Restored",
+    "Sampler",
     "Generator",
     "Sampling",
   ),
