@@ -1,5 +1,6 @@
 """MoH-DiT: class-conditional diffusion transformers."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ class DiTFamily(ImageFamily):
     "sample": config_lib.SampleConfig,
   }
   commands = frozenset({"sample"})
+  inputs = frozenset({"patch", "embed"})
+  class_axes = {("embed", "label", "embedding"): 0}  # then, the null label
   formats = {"moh-dit": ("moh-dit",), "dit": ("dit",)}
 
   def check(self, config: Config) -> None:
@@ -30,6 +33,13 @@ class DiTFamily(ImageFamily):
     _check_sampling(config)
     if config.diffusion.space != "latent":  # latents are normalized already
       self.check_channels(config)
+
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """As for all images, and the diffusion process, which weights belong to."""
+    found = super().inherited(trained, stated)
+    return {**found, "diffusion": dataclasses.asdict(trained.diffusion)}
 
   def released(self) -> Mapping[str, DiTConfig]:
     """MoH-DiT and DiT by released name."""
