@@ -32,6 +32,7 @@ _VAL_CROPS = 50  # of each class
 
 
 def main(argv: list[str] | None = None) -> int:
+  """Writes the folders; see the docstring of the module."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args(argv)

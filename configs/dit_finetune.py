@@ -43,5 +43,6 @@ def get_config(arg: str = "latents") -> ml_collections.ConfigDict:
       "train": {"steps": 5000, "init_from": ""},
       "checkpoint": {"every": 500},
       "eval": {"every": 500, "batch_size": 32},
+      "sample": {"every": 0},  # previews of latents need --vae
     }
   ).lock()

@@ -82,9 +82,9 @@ def _medium() -> config_lib.ViTConfig:
     image_size=None,
     embed_dims=(48, 96, 192, 384),
     depths=(2, 2, 6, 2),
-    num_heads=(2, 4, 8, 16),
+    num_heads=(4, 4, 8, 16),
     shared_heads=(1, 1, 2, 4),
-    top_k=(1, 2, 4, 8),
+    top_k=(2, 2, 4, 8),
     drop_path=0.1,
   )
 

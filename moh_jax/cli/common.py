@@ -122,17 +122,22 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(
-  parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP
+  parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP, **options: Any
 ) -> None:
   """Adds the options of a model to restore and serve; see `restore`.
 
   Args:
     parser: of the command.
     top_k: help of --top-k, where a command reads it in its own way.
+    **options: of the argument --top-k.
   """
   add_weights(parser)
   parser.add_argument(
-    "--top-k", type=fields.int_tuple, metavar="K,K,...", help=top_k
+    "--top-k",
+    type=fields.int_tuple,
+    metavar="K,K,...",
+    help=top_k,
+    **options,
   )
   parser.add_argument(
     "--gate-form",

@@ -37,9 +37,10 @@ class DiTFamily(ImageFamily):
   def inherited(
     self, trained: Config, stated: Mapping[str, Any]
   ) -> dict[str, dict[str, Any]]:
-    """As for all images, and the diffusion process, which weights belong to."""
+    """As for all images, and the process that the weights belong to."""
     found = super().inherited(trained, stated)
-    return {**found, "diffusion": dataclasses.asdict(trained.diffusion)}
+    sections = {n: dataclasses.asdict(s) for n, s in trained.sections.items()}
+    return {**found, **sections}
 
   def released(self) -> Mapping[str, DiTConfig]:
     """MoH-DiT and DiT by released name."""
