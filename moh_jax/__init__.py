@@ -12,7 +12,6 @@ from moh_jax._version import __version__
 with _epy.lazy_api_imports(globals()):
   from moh_jax.config.family import Family
   from moh_jax.config.heads import HeadBudget, RouterConfig
-  from moh_jax.config.load import load_config
   from moh_jax.config.registry import get_family, register_family
   from moh_jax.families.images import ImageClassifierFamily
   from moh_jax.inference.generate import Generator
@@ -28,6 +27,7 @@ with _epy.lazy_api_imports(globals()):
   from moh_jax.models.registry import get_model
   from moh_jax.models.vit import ViT
   from moh_jax.ops.attention import attention
+  from moh_jax.runtime.load import load_config
   from moh_jax.training.loop import train
 
 __all__ = [

@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 import sys
 import warnings
@@ -26,7 +27,15 @@ _ARGUMENTS = {
   "llm_stdlib": ("moh", "moh50", "mha", "bytes"),
   "llm_stdlib_tune": ("first", "schedule", "mha"),
   "llama3_moh": ("stage1", "stage2", "stage2_schedule"),
+  "images": ("small", "small_mha", "medium", "medium_mha", "dit"),
+  "dit_finetune": (),
 }
+# Those that take the model of a checkpoint.
+_FINETUNE = (
+  ("images", "finetune"),
+  ("dit_finetune", "latents"),
+  ("dit_finetune", "pixels"),
+)
 _ALL = [(name, arg) for name, args in _ARGUMENTS.items() for arg in args]
 
 
@@ -82,7 +91,12 @@ class ConfigsTest(parameterized.TestCase):
     config = common.load_config(_spec(name, arg))
     self.assertIsInstance(config, config_lib.Config)
 
-  @parameterized.parameters(*_ALL)
+  @parameterized.parameters(*_FINETUNE)
+  def test_fine_tuning_asks_for_a_checkpoint(self, name, arg):
+    with self.assertRaisesRegex(ValueError, "add --config.train.init_from=DIR"):
+      common.load_config(_spec(name, arg))
+
+  @parameterized.parameters(*_ALL, *_FINETUNE)
   def test_is_a_locked_dict(self, name, arg):
     cfg = _from_flags(f"--config={_spec(name, arg)}")
     self.assertIsInstance(cfg, ml_collections.ConfigDict)
@@ -104,11 +118,12 @@ class ConfigsTest(parameterized.TestCase):
   def test_unknown_argument_lists_the_known(self, name):
     with self.assertRaises(ValueError) as caught:
       common.load_config(_spec(name, "huge"))
-    for arg in _ARGUMENTS[name]:
+    finetune = [arg for file, arg in _FINETUNE if file == name]
+    for arg in (*_ARGUMENTS[name], *finetune):
       self.assertIn(repr(arg), str(caught.exception))
 
   @parameterized.parameters(
-    *((name, args[0]) for name, args in _ARGUMENTS.items())
+    *((name, args[0]) for name, args in _ARGUMENTS.items() if args)
   )
   def test_every_leaf_can_be_changed_by_a_flag(self, name, arg):
     spec = f"--config={_spec(name, arg)}"
@@ -313,6 +328,24 @@ class DiTDigitsTest(parameterized.TestCase):
     long = common.load_config(_spec("dit_digits", long))
     self.assertEqual((short.train.steps, long.train.steps), (1500, 4000))
     self.assertEqual(long.model, short.model)
+
+
+class OwnImagesTest(parameterized.TestCase):
+  @parameterized.parameters("small", "medium")
+  def test_baseline_is_the_same_network_without_a_router(self, size):
+    moh = common.load_config(_spec("images", size))
+    mha = common.load_config(_spec("images", f"{size}_mha"))
+    lines = config_lib.differing_fields(moh.model, mha.model, "model")
+    fields = [line.partition(":")[0] for line in lines]
+    self.assertEqual(fields, ["model.router.kind"])
+    self.assertEqual((moh.optim, moh.train), (mha.optim, mha.train))
+
+  @parameterized.parameters("small", "medium", "dit")
+  def test_three_quarters_of_the_heads_are_active(self, arg):
+    model = common.load_config(_spec("images", arg)).model
+    if arg != "dit":  # its size is left to the data
+      model = dataclasses.replace(model, image_size=(32, 32))
+    self.assertEqual({b.share for b in model.budgets()}, {0.75})
 
 
 class DigitsTest(absltest.TestCase):

@@ -16,9 +16,9 @@ from moh_jax.cli.overrides import PREFIX
 from moh_jax.config import MeshConfig
 from moh_jax.config.checks import DTYPES, MOST_COUNT
 from moh_jax.config.heads import GATE_FORMS
-from moh_jax.config.load import load_config
-from moh_jax.data.images.files import SPLITS
+from moh_jax.data.images.folders import SPLITS
 from moh_jax.runtime import location, run_lock, steps
+from moh_jax.runtime.load import load_config
 
 if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
@@ -122,17 +122,22 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(
-  parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP
+  parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP, **options: Any
 ) -> None:
   """Adds the options of a model to restore and serve; see `restore`.
 
   Args:
     parser: of the command.
     top_k: help of --top-k, where a command reads it in its own way.
+    **options: of the argument --top-k.
   """
   add_weights(parser)
   parser.add_argument(
-    "--top-k", type=fields.int_tuple, metavar="K,K,...", help=top_k
+    "--top-k",
+    type=fields.int_tuple,
+    metavar="K,K,...",
+    help=top_k,
+    **options,
   )
   parser.add_argument(
     "--gate-form",

@@ -7,7 +7,7 @@ import pathlib
 
 from moh_jax.cli import fields
 from moh_jax.convert.vae import load_vae
-from moh_jax.data.images.files import find_splits
+from moh_jax.data.images.folders import find_splits
 from moh_jax.data.images.sources import check_class_names
 from moh_jax.inference import encode
 from moh_jax.inference.options import EncodeOptions

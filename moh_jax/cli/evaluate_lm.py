@@ -20,7 +20,6 @@ from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
-from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 
 _PIECE_BYTES = 64 << 20
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     restored = common.restore(args, mesh=mesh, top_k=first)
     runs = []
     for top_k in args.top_k or (None,):
-      one = restored if top_k is None else _at_top_k(restored, top_k)
+      one = restored if top_k is None else restored.at_top_k((top_k,))
       model = one.config.model
       scorer = Scorer(
         one.model, one.params, model, batch_size=args.batch_size, mesh=mesh
@@ -101,17 +100,6 @@ def _with_top_k(config: config_lib.Config, top_k: int) -> config_lib.Config:
   config = dataclasses.replace(config, tune=config_lib.TuneConfig())
   values = (top_k,) * config.model.depth
   return config_lib.apply_overrides(config, "model", top_k=values)
-
-
-def _at_top_k(restored: Restored, top_k: int) -> Restored:
-  """The same parameters with another number of routed heads in every layer."""
-  wanted = _with_top_k(restored.config, top_k)
-  model, _ = make_model(wanted)
-  family = config_lib.get_family(wanted.model.family)
-  params = family.fit_params(restored.params, restored.config, wanted)
-  return dataclasses.replace(
-    restored, config=wanted, model=model, params=params
-  )
 
 
 def _run_tasks(

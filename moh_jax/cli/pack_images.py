@@ -3,7 +3,7 @@
 import argparse
 import pathlib
 
-from moh_jax.data.images.files import find_splits
+from moh_jax.data.images.folders import find_splits
 from moh_jax.data.images.pack import pack_images
 
 

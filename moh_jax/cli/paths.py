@@ -7,11 +7,11 @@ from typing import Any
 from moh_jax.files import check_regular, check_writable
 
 # Arguments of commands that name files or folders to read.
-_INPUTS = ("cases", "images", "reference", "samples", "source")
+_INPUTS = ("cases", "images", "labels_file", "reference", "samples", "source")
 # Further ones that name a file or folder.
 _OTHERS = ("checkpoint", "config", "data", "out", "tokenizer", "workdir")
 # Those that are written, before which everything else is computed.
-_OUTPUTS = ("json", "out", "plot", "save_stats", "workdir")
+_OUTPUTS = ("csv", "json", "out", "per_class", "plot", "save_stats", "workdir")
 
 
 def check_named(given: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ and converters inside the methods that need them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,6 +53,10 @@ class Family:
       of the released models that have it.
     exports: forms of the folder that `export` writes, the default first; () is
       one file of tensors.
+    inputs: first names in the paths of the parameters before the first layer,
+      see `training.layer_decay`.
+    class_axes: axis of the classes in parameters that have one, by path. A run
+      that starts from a model of other classes initialises these anew.
   """
 
   name: ClassVar[str]
@@ -63,6 +68,8 @@ class Family:
   reads_text: ClassVar[bool] = False
   formats: ClassVar[Mapping[str, tuple[str, ...]]] = {}
   exports: ClassVar[tuple[str, ...]] = ()
+  inputs: ClassVar[frozenset[str]] = frozenset({"embed"})
+  class_axes: ClassVar[Mapping[tuple[str, ...], int]] = {}
 
   # Config.
 
@@ -102,7 +109,25 @@ class Family:
     """
     return {"source": config.data.source, "path": path}
 
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """What a run takes from the model that it starts from, unless stated.
+
+    Args:
+      trained: config of that model.
+      stated: fields of the section `model` that the run states.
+
+    Returns:
+      Fields by section.
+    """
+    return {"model": dataclasses.asdict(trained.model)}
+
   # Network.
+
+  def stack_names(self, model: Any) -> tuple[str, ...]:
+    """First names in the paths of the layers' parameters, by layer group."""
+    return tuple(f"blocks{i}" for i in range(len(model.layer_groups())))
 
   def make_model(
     self, config: Config

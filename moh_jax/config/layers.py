@@ -127,7 +127,7 @@ class RoutedLayers:
     for field in dataclasses.fields(self):
       if getattr(self, field.name) is None:
         raise ValueError(
-          f"model.{field.name}=None must be a number: state it, or call "
+          f"model.{field.name}=None must be stated, or filled in by "
           "`moh_jax.data.infer.resolve`, which reads it from the data"
         )
 

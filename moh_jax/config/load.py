@@ -9,40 +9,45 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from moh_jax.config.parse import from_config_dict
-from moh_jax.config.run import Config
-
 _BOOLS = {"true": True, "false": False}
 
 
-def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
-  """Loads a config file and changes some of its keys.
+def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+  """Changes some keys of a config.
 
   Args:
-    spec: "FILE" or "FILE:ARG"; the file's `get_config(ARG)` returns a
-      ConfigDict or a dict of sections.
+    cfg: nested dicts of sections; they are changed.
     overrides: "section.field=VALUE", later ones win; for instance
       "optim.lr=3e-4", "model.top_k=(1,2)" or "data.path=some/where".
 
   Returns:
-    The checked config.
+    The same dicts.
+
+  Raises:
+    ValueError: an override does not fit; the message names the key.
+  """
+  for text in overrides:
+    key, equals, value = text.partition("=")
+    if not equals:
+      raise ValueError(f"override {text!r} must be FIELD=VALUE")
+    _set(cfg, key, value)
+  return cfg
+
+
+def run_file(spec: str) -> dict[str, Any]:
+  """Runs a config file.
+
+  Args:
+    spec: "FILE" or "FILE:ARG"; the file's `get_config(ARG)` returns a
+      ConfigDict or a dict of sections.
+
+  Returns:
+    What it returned, as nested dicts; nothing is checked yet.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: the file fails, or an override or a value does not fit; the
-      message names the file or the key.
+    ValueError: the file fails; the message names it.
   """
-  cfg = _run_file(spec)
-  for override in overrides:
-    key, equals, text = override.partition("=")
-    if not equals:
-      raise ValueError(f"override {override!r} must be FIELD=VALUE")
-    _set(cfg, key, text)
-  return from_config_dict(cfg)
-
-
-def _run_file(spec: str) -> dict[str, Any]:
-  """What the file's get_config returns, as nested dicts."""
   name, _, argument = spec.partition(":")
   path = pathlib.Path(name)
   if not path.is_file():

@@ -73,7 +73,7 @@ def apply_overrides(config: Config, section: str, **fields: Any) -> Config:
     ValueError: an unknown field, a wrong type or a value out of range.
   """
   old = getattr(config, section)
-  values = _merged(dataclasses.asdict(old), fields)
+  values = merged(dataclasses.asdict(old), fields)
   changed = make_section(section, type(old), values)
   return dataclasses.replace(config, **{section: changed})
 
@@ -183,12 +183,12 @@ def without_none(hint: Any) -> Any:
   return kind
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
   """The old values under the new ones, in nested sections too."""
   result = {**old, **new}
   for name, value in new.items():
     if isinstance(value, Mapping) and isinstance(old.get(name), Mapping):
-      result[name] = _merged(old[name], value)
+      result[name] = merged(old[name], value)
   return result
 
 

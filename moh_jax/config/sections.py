@@ -15,7 +15,7 @@ from moh_jax.config.checks import (
 
 SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
-BAD_IMAGES = ("raise", "skip")
+BAD_IMAGES = ("raise", "skip", "check")
 SCHEDULES = ("cosine", "constant")
 
 
@@ -25,20 +25,25 @@ class DataConfig:
 
   Attributes:
     source: "digits" (scikit-learn's 1,797 scans), "image_folder"
-      (path/train/CLASS/* and path/val/CLASS/*), "array_record" (shards of
-      encoded images, path/train/*.array_record and path/val/..., as
-      `pack-images` writes them), "latents" (what `encode-latents` writes, in
-      the same places) or "fake" (random).
+      (path/train/CLASS/* and path/val/CLASS/*, or path/CLASS/* with
+      `val_share`; images without class folders are one class),
+      "array_record" (shards of encoded images, path/train/*.array_record and
+      path/val/..., as `pack-images` writes them), "latents" (what
+      `encode-latents` writes, in the same places) or "fake" (random).
     path: directory of the source; "digits" and "fake" have none.
     batch_size: examples per optimizer step, over all devices and processes.
     augment: change of training images: "none", "shift" (random crop after
       padding by one eighth), "crop_flip" (random resized crop and horizontal
       flip) or "center_flip" (the centre crop of ADM, arXiv:2105.05233, and
       horizontal flip).
+    val_share: share of an image folder without val/ that is held out, in [0,
+      1]. A hash of a file's name decides, so that further images move none.
     bad_images: what a training image that cannot be read does: "raise" ends the
-      run, "skip" takes another image in its place and warns.
+      run when it is reached, "skip" takes another image in its place and warns,
+      "check" reads all images before the first step and names the bad ones.
     eval_resize: shorter side in pixels before the centre crop of evaluation; 0
-      resizes straight to the model's image size.
+      resizes straight to the model's image size, None is the largest centre
+      crop of the images.
     mean: subtracted from pixels in [0, 1], one value per channel; None is 0.5
       for diffusion models, ImageNet's for classifiers of three channels, the
       training scans' for "digits", else 0.5. Latents are not normalized.
@@ -52,8 +57,9 @@ class DataConfig:
   path: str = ""
   batch_size: int = 128
   augment: str = "none"
+  val_share: float = 0.0
   bad_images: str = "raise"
-  eval_resize: int = 0
+  eval_resize: int | None = 0
   mean: tuple[float, ...] | None = None
   std: tuple[float, ...] | None = None
   num_threads: int = 4
@@ -68,6 +74,7 @@ class DataConfig:
     at_least("data", 1, self, "fake_examples")
     at_least("data", 0, self, "eval_resize", most=MOST_SIDE)
     in_range("data", -1e6, 1e6, self, "mean", "std")
+    in_range("data", 0, 1, self, "val_share")
     if self.source not in ("digits", "fake") and not self.path:
       raise ValueError(
         f"data.path='' must name the directory of data.source={self.source!r}, "
@@ -106,6 +113,9 @@ class OptimConfig:
       down; 0 clips nothing.
     ema_decay: decay per step of the averaged parameters, in [0, 1); 0 keeps
       none.
+    layer_decay: factor in (0, 1] of the learning rate from a layer to the one
+      before it, as fine-tuning wants it: the output has the whole rate, the
+      first layers the least. 1 is one rate for all.
     accumulation: microbatches that a step's batch is split into, to save
       memory.
   """
@@ -122,6 +132,7 @@ class OptimConfig:
   no_decay: tuple[str, ...] = ("*bias", "*scale")
   clip_norm: float = 1.0
   ema_decay: float = 0.0
+  layer_decay: float = 1.0
   accumulation: int = 1
 
   def __post_init__(self):
@@ -133,6 +144,11 @@ class OptimConfig:
       value = getattr(self, name)
       if not 0 <= value < 1:
         raise ValueError(f"optim.{name}={value!r} must be in [0, 1)")
+
+    if not 0 < self.layer_decay <= 1:
+      raise ValueError(
+        f"optim.layer_decay={self.layer_decay!r} must be in (0, 1]"
+      )
 
   def warmup(self, steps: int) -> int:
     """Steps of the warm-up in a run of so many steps."""

@@ -39,7 +39,8 @@ class ViTConfig(RoutedLayers):
 
   Attributes:
     family: "vit".
-    image_size: rows and columns of the input, pixels.
+    image_size: rows and columns of the input, pixels; None is a square about as
+      large as the images of the data, in steps of 32 up to 224.
     channels: channels of the images, 1 (grey) or 3 (RGB); None is those of the
       data.
     num_classes: classes, the outputs; None is those of the data.
@@ -74,7 +75,7 @@ class ViTConfig(RoutedLayers):
   """
 
   family: str = "vit"
-  image_size: tuple[int, int] = (224, 224)
+  image_size: tuple[int, int] | None = (224, 224)
   channels: int | None = None
   num_classes: int | None = None
   patch_stride: int = 4
@@ -107,7 +108,8 @@ class ViTConfig(RoutedLayers):
     at_least("model", 0, self, "fixed_pool_size", most=MOST_SIDE)
     at_least("model", 0, self, "pretrain_image_size", most=MOST_SIDE)
     in_range("model", 0, 0.999, self, "drop_path")
-    if len(self.image_size) != 2 or min(self.image_size) < 1:
+    size = self.image_size
+    if size is not None and (len(size) != 2 or min(size) < 1):
       raise ValueError(
         f"model.image_size={self.image_size} must be (rows, columns) in pixels"
       )
@@ -116,7 +118,8 @@ class ViTConfig(RoutedLayers):
     self._check_stages()
     one_of("model.router", self.router, kind=("two_stage", "none"))
     self.budgets()
-    self.stage_shapes()
+    if size is not None:
+      self.stage_shapes()
 
   def _check_stages(self):
     if not self.depths:

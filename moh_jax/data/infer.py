@@ -3,15 +3,15 @@
 import contextlib
 import dataclasses
 import pathlib
+import statistics
 from typing import Any
-
-from etils import epath
 
 from moh_jax.config import Config, DiffusionConfig
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images import latents, records
-from moh_jax.data.images.files import list_classes
+from moh_jax.data.images.folders import list_split
 from moh_jax.data.images.recipes import is_latent
+from moh_jax.data.images.sources import ImageFolderSource
 from moh_jax.data.shards import read_metadata
 from moh_jax.data.text.sequences import describe_set
 from moh_jax.data.text.tokenizers import load_tokenizer
@@ -22,15 +22,22 @@ _STDLIB_BPE = 2048  # tokens: 10 MiB of text train no more
 # Random data have the shapes of the usual ones.
 _FAKE_CLASSES = 1000
 _FAKE_TOKENS = 65536
+_FAKE_SIDE = 224
+# Images whose headers tell the size and the channels of all: a look at each
+# would take minutes at ImageNet's size.
+_LOOKED_AT = 64
+# Sides of inputs are multiples of this, which every stage can halve.
+_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
 
 
 def resolve(config: Config) -> Config:
   """Fills in what a config leaves unset; what it states stays.
 
-  `optim.warmup_steps` follows from the number of steps, `model.channels` and
-  `model.num_classes` from the images or latents, `data.mean` and `data.std`
-  from both, `diffusion.latent_scale` from the latents, `model.vocab_size` from
-  the text's tokenizer. Data are looked at only for values that are unset.
+  `optim.warmup_steps` follows from the number of steps, `model.channels`,
+  `model.num_classes` and `model.image_size` from the images or latents,
+  `data.mean`, `data.std` and `data.eval_resize` from both,
+  `diffusion.latent_scale` from the latents, `model.vocab_size` from the text's
+  tokenizer. Data are looked at only for values that are unset.
 
   Raises:
     FileNotFoundError: data that tell an unset value are missing.
@@ -41,6 +48,7 @@ def resolve(config: Config) -> Config:
   lookups = {
     "channels": _channels,
     "num_classes": _num_classes,
+    "image_size": _image_size,
     "vocab_size": _vocab_size,
   }
   found = {
@@ -52,6 +60,8 @@ def resolve(config: Config) -> Config:
   if getattr(data, "mean", ()) is None and not is_latent(config):
     mean, std = _normalization(config, model.channels)
     data = dataclasses.replace(data, mean=mean, std=std)
+  if getattr(data, "eval_resize", 0) is None:
+    data = dataclasses.replace(data, eval_resize=max(model.input_shape[:2]))
   resolved = dataclasses.replace(config, model=model, data=data, optim=optim)
   if "diffusion" not in config.sections:
     return resolved
@@ -79,7 +89,45 @@ def _channels(config: Config) -> int:
     return _metadata(config)["latent_shape"][-1]
   if config.data.source == "digits":
     return 1
-  return 4 if is_latent(config) else 3
+  if is_latent(config):
+    return 4
+  return 3 if any(not grey for _, grey in _described(config)) else 1
+
+
+def _image_size(config: Config) -> tuple[int, int]:
+  """A square about as large as the images, in steps of 32 pixels up to 224."""
+  sizes = [size for size, _ in _described(config)]
+  side = statistics.median_low([min(size) for size in sizes])
+  side = min(side // _SIDE_STEP * _SIDE_STEP, _MOST_INFERRED_SIDE)
+  return (max(side, _SIDE_STEP),) * 2
+
+
+def _described(config: Config) -> list[tuple[tuple[int, int], bool]]:
+  """Rows and columns, and whether grey, of some training images.
+
+  Images whose headers cannot be read are for `data.bad_images` to decide on.
+  """
+  data = config.data
+  if data.source == "fake":
+    return [((_FAKE_SIDE, _FAKE_SIDE), False)]
+  if data.source == "digits":
+    return [((8, 8), True)]
+  source: records.ArrayRecordSource | ImageFolderSource
+  if data.source == "array_record":
+    source = records.ArrayRecordSource(data.path, "train", 3)
+  else:
+    share = data.val_share
+    source = ImageFolderSource(data.path, "train", 3, val_share=share)
+  found = []
+  for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
+    with contextlib.suppress(ValueError, FileNotFoundError):
+      found.append(source.describe(i))
+  if not found:
+    raise ValueError(
+      f"data.path={data.path!r}: none of the images that were looked at can be "
+      f"read, such as {source.name(0)}"
+    )
+  return found
 
 
 def _num_classes(config: Config) -> int:
@@ -89,7 +137,7 @@ def _num_classes(config: Config) -> int:
   if data.source == "fake":
     return _FAKE_CLASSES
   if data.source == "image_folder":
-    return len(list_classes(epath.Path(data.path) / "train"))
+    return len(list_split(data.path, "train", data.val_share)[1])
   return len(_metadata(config)["class_names"])
 
 

@@ -1,5 +1,6 @@
 """MoH-DiT: class-conditional diffusion transformers."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ class DiTFamily(ImageFamily):
     "sample": config_lib.SampleConfig,
   }
   commands = frozenset({"sample"})
+  inputs = frozenset({"patch", "embed"})
+  class_axes = {("embed", "label", "embedding"): 0}  # then, the null label
   formats = {"moh-dit": ("moh-dit",), "dit": ("dit",)}
 
   def check(self, config: Config) -> None:
@@ -31,6 +34,14 @@ class DiTFamily(ImageFamily):
     _check_sampling(config)
     if config.diffusion.space != "latent":  # latents are normalized already
       self.check_channels(config)
+
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """As for all images, and the process that the weights belong to."""
+    found = super().inherited(trained, stated)
+    sections = {n: dataclasses.asdict(s) for n, s in trained.sections.items()}
+    return {**found, **sections}
 
   def released(self) -> Mapping[str, DiTConfig]:
     """MoH-DiT and DiT by released name."""

@@ -1,5 +1,6 @@
 """What records of families that read images have in common."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import ClassifierConfig, Config
@@ -13,10 +14,25 @@ class ImageFamily(Family):
   """A family whose examples are images, or their latents."""
 
   def data_at(self, config: Config, path: str) -> dict[str, Any]:
-    """Shards are read as such, anything else as folders of images."""
-    stored = config.data.source in _STORED
-    source = config.data.source if stored else "image_folder"
-    return {"source": source, "path": path}
+    """Shards are read as such, anything else as folders of images.
+
+    Of a folder without val/ all images are held out.
+    """
+    if config.data.source in _STORED:
+      return {"path": path}
+    return {"source": "image_folder", "path": path, "val_share": 1.0}
+
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """The network and its normalization; the classes are those of the data."""
+    found = super().inherited(trained, stated)
+    data = trained.data
+    return {
+      **found,
+      "model": {**found["model"], "num_classes": None},
+      "data": {"mean": data.mean, "std": data.std},
+    }
 
   def check_channels(self, config: Config) -> None:
     """Raises ValueError unless every channel of the model is normalized."""

@@ -15,6 +15,7 @@ class ViTFamily(ImageClassifierFamily):
   name = "vit"
   model = ViTConfig
   position_bias = True
+  class_axes = {("head", "kernel"): 1, ("head", "bias"): 0}
   formats = {"moh-vit": ("moh-vit",), "transnext": ("transnext",)}
 
   def released(self) -> Mapping[str, ViTConfig]:
@@ -22,6 +23,21 @@ class ViTFamily(ImageClassifierFamily):
     from moh_jax.config.sizes_vit import VIT_MODELS
 
     return VIT_MODELS
+
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """As for all images; coordinates keep the size of the pre-training."""
+    found = super().inherited(trained, stated)
+    size = trained.model.image_size
+    if "image_size" in stated and stated["image_size"] != size:
+      pretrain = trained.model.pretrain_image_size or size[0]
+      found["model"]["pretrain_image_size"] = pretrain
+    return found
+
+  def stack_names(self, model: ViTConfig) -> tuple[str, ...]:
+    """The stages."""
+    return tuple(f"stage{i + 1}" for i in range(len(model.depths)))
 
   def make_model(self, config: Config) -> tuple:
     """Images [1, X, Y, channels] float32."""

@@ -48,6 +48,24 @@ class Restored:
     family = self.config.model.family
     return f"Restored({family!r}, step={self.step}, parameters={count:,})"
 
+  def at_top_k(self, top_k: Sequence[int]) -> "Restored":
+    """The same parameters with other numbers of routed heads.
+
+    Args:
+      top_k: one for each layer (ViT: stage), or one for all.
+
+    Raises:
+      ValueError: the model has no such heads.
+    """
+    wanted = _with_top_k(self.config, top_k)
+    model, inputs = make_model(wanted)
+    family = get_family(wanted.model.family)
+    params = family.fit_params(self.params, self.config, wanted)
+    _check_parameters(
+      unbox(abstract_params(model, inputs)), params, {"top_k": top_k}
+    )
+    return dataclasses.replace(self, config=wanted, model=model, params=params)
+
   def predict(
     self, images: Sequence[ImageLike] | np.ndarray, **options: int
   ) -> list[list[Prediction]]:
@@ -107,17 +125,11 @@ def restore(
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
   family = get_family(metadata.config.model.family)
   config = family.serving_config(metadata.config)
-  top_k = overrides.get("top_k")
-  if isinstance(top_k, int):
-    top_k = (top_k,)
-  if isinstance(top_k, list | tuple) and len(top_k) == 1:
-    overrides["top_k"] = tuple(top_k) * len(config.model.top_k)
-  if overrides:
-    config = config_lib.apply_overrides(config, "model", **overrides)
-  if top_k and config.model.router.kind == "none":
-    raise ValueError(
-      f"top_k={top_k}: the model has no routed heads, model.router.kind='none'"
-    )
+  others = {k: v for k, v in overrides.items() if k != "top_k"}
+  if others:
+    config = config_lib.apply_overrides(config, "model", **others)
+  if "top_k" in overrides:
+    config = _with_top_k(config, overrides["top_k"])
   if sample:
     if "sample" not in config.sections:
       raise ValueError(
@@ -159,6 +171,18 @@ def restore(
     metadata.class_names,
     metadata.tokenizer_sha256,
   )
+
+
+def _with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
+  """A config with other numbers of routed heads, one for all layers or each."""
+  values = (top_k,) if isinstance(top_k, int) else top_k
+  if values and config.model.router.kind == "none":
+    raise ValueError(
+      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
+    )
+  if isinstance(values, list | tuple) and len(values) == 1:
+    values = tuple(values) * len(config.model.top_k)
+  return config_lib.apply_overrides(config, "model", top_k=values)
 
 
 def _check_parameters(needed: Any, stored: Any, overrides: dict) -> None:

@@ -5,17 +5,25 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.data.images.sources import make_source
-from moh_jax.data.pipeline import train_images
-from moh_jax.evaluation import accuracy
+from moh_jax.data.images.sources import ImageSource, make_source
+from moh_jax.data.pipeline import held_out_images, train_images
+from moh_jax.evaluation import accuracy, predictions
+from moh_jax.evaluation.predictions import Predict
 from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import losses
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
-from moh_jax.training.task import Evaluate, Task, evaluate_held_out, stream
+from moh_jax.training.task import (
+  Evaluate,
+  Task,
+  evaluate_held_out,
+  held_out_batches,
+  stream,
+)
 
 
 def make_task(config: Config, decode: Decode | None = None) -> Task:
@@ -55,6 +63,30 @@ def make_evaluate(
   return evaluate_held_out(
     config, trained.class_names, accuracy.make_eval_step(model)
   )
+
+
+def make_predict(
+  model: nn.Module, config: Config, trained: Metadata
+) -> tuple[ImageSource, Predict]:
+  """Opens the held-out split and prepares its predictions.
+
+  Args:
+    model: maps images to (logits, aux).
+    config: the run.
+    trained: its class names are the labels.
+
+  Returns:
+    The split, and what predicts it.
+  """
+  source = make_source(config, "val", trained.class_names)
+  step = predictions.predict_step(model)
+  ready = held_out_images(config, source)
+
+  def predict(params: Any, mesh: Mesh) -> predictions.Predictions:
+    batches = held_out_batches(config, ready, mesh)
+    return predictions.predict_all(step, params, batches, mesh)
+
+  return source, predict
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.runtime.fits import check_config, check_tree
-from moh_jax.training import optim
+from moh_jax.training import layer_decay, optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.task import Task
@@ -32,6 +32,9 @@ def make_program(
   """
   check_config(config, mesh)
   optimizer = optim.make_optimizer(config.optim, config.train.steps)
+  optimizer = layer_decay.scale(
+    optimizer, config.optim.layer_decay, config.model
+  )
   init_state, abstract = make_state(
     task.model,
     task.inputs,

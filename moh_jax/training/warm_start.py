@@ -18,6 +18,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
+from moh_jax.training.new_classes import ClassRows, match_classes
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def warm_start(
   Returns:
     A function that reads the parameters to start from, sharded like `abstract`.
     Its argument are the initial parameters of the run, of which the routers are
-    kept if the checkpoint has none.
+    kept if the checkpoint has none, and what belongs to classes that it does
+    not have.
 
   Raises:
     FileNotFoundError: there is no such checkpoint.
@@ -62,18 +64,30 @@ def warm_start(
   fit = functools.partial(
     get_family(family).fit_params, trained=trained, wanted=wanted
   )
-  _check_shapes(source, abstract, jax.eval_shape(fit, stored))
+  fitted = jax.eval_shape(fit, stored)
+  classes = match_classes(ours, metadata, abstract, fitted)
+  _check_shapes(source, abstract, fitted, classes)
 
   def combine(params: Any, initial: Any) -> Any:
     given, own = flatten_dict(fit(params)), flatten_dict(initial)
     return unflatten_dict(
-      {path: given.get(path, leaf) for path, leaf in own.items()}
+      {
+        path: classes[path].take(given[path], leaf)
+        if path in classes
+        else given.get(path, leaf)
+        for path, leaf in own.items()
+      }
     )
 
   def read(initial: Any) -> Any:
     params = checkpoint.restore_params(source, step, stored, use_ema=True)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    _LOG.info("parameters of %s, step %d", source, step)
+    _LOG.info(
+      "train.init_from=%s, step %d: %s",
+      source,
+      step,
+      _describe(abstract, fitted, classes),
+    )
     return jax.jit(combine, out_shardings=shardings)(params, initial)
 
   return read
@@ -131,10 +145,33 @@ def _check_tokenizer(source: str, ours: Metadata, theirs: Metadata) -> None:
   )
 
 
-def _check_shapes(source: str, abstract: Any, fitted: Any) -> None:
+def _describe(
+  abstract: Any, fitted: Any, classes: dict[tuple[str, ...], ClassRows]
+) -> str:
+  """Says which parameters a run takes, initialises and leaves out."""
+  needed, given = flatten_dict(abstract), flatten_dict(fitted)
+  new = [path for path in needed if path not in given]
+  unused = [path for path in given if path not in needed]
+  taken = len(needed) - len(new) - len(classes)
+  parts = [f"took {taken} of {len(needed)} parameters"]
+  parts += [f"{'/'.join(path)}: {rows}" for path, rows in classes.items()]
+  for what, paths in (("initialised", new), ("left out", unused)):
+    if paths:
+      parts.append(f"{what} {', '.join('/'.join(path) for path in paths)}")
+  return "; ".join(parts)
+
+
+def _check_shapes(
+  source: str,
+  abstract: Any,
+  fitted: Any,
+  classes: dict[tuple[str, ...], ClassRows],
+) -> None:
   needed, given = flatten_dict(abstract), flatten_dict(fitted)
   wrong = []
   for path, leaf in needed.items():
+    if path in classes:
+      continue
     shape = given[path].shape if path in given else None
     new_router = shape is None and "router" in path
     if shape != leaf.shape and not new_router:

@@ -1,3 +1,4 @@
+import csv
 import json
 import pathlib
 import tempfile
@@ -48,6 +49,38 @@ class ClassifyCommandTest(parameterized.TestCase):
     self.assertLen(lines, 2)
     for line in lines:
       self.assertRegex(line, rf"^{self.image}: [a-z]+ \d.*%, [a-z]+ \d.*%$")
+
+  def test_folder_is_all_images_in_it_and_below(self):
+    folder = self.root / "folder"
+    for name in ("b/2.PNG", "a.png", ".hidden/3.png", "notes.txt"):
+      path = folder / name
+      path.parent.mkdir(parents=True, exist_ok=True)
+      Image.fromarray(_RGB).save(path, format="PNG")
+    status, out, _ = self._call(folder, self.image, "--batch-size", 2)
+    self.assertEqual(status, 0)
+    files = [line.partition(": ")[0] for line in out.splitlines()]
+    expected = [folder / "a.png", folder / "b/2.PNG", self.image]
+    self.assertEqual(files, [str(path) for path in expected])
+
+  def test_csv_has_a_row_for_each_image(self):
+    target = self.root / "new" / "out.csv"
+    status, _, err = self._call(
+      self.image, self.image, "--top", 2, "--csv", target
+    )
+    self.assertEqual(status, 0, err)
+    with open(target, newline="") as file:
+      rows = list(csv.DictReader(file))
+    self.assertLen(rows, 2)
+    self.assertEqual(rows[0]["image"], str(self.image))
+    self.assertIn(rows[0]["class_1"], tiny_checkpoint.CLASS_NAMES)
+    first, second = (float(rows[0][f"probability_{i}"]) for i in (1, 2))
+    self.assertGreaterEqual(first, second)
+
+  def test_folder_without_images_is_named(self):
+    (self.root / "empty").mkdir()
+    status, _, err = self._call(self.root / "empty")
+    self.assertEqual(status, 2)
+    self.assertIn("empty holds no image", err)
 
   @parameterized.parameters(
     ((), "no such file"), (b"text\n", "not an image"), (60, "damaged")

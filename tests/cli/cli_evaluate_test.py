@@ -1,3 +1,4 @@
+import csv
 import json
 import pathlib
 import tempfile
@@ -68,7 +69,69 @@ class EvaluateCommandTest(parameterized.TestCase):
       Image.fromarray(pixels).save(root / "val" / name / "1.png")
     self.assertEqual(self._metrics("--data", root)["examples"], 6)
 
+  def _folder(self):
+    root = self.root / "plain"
+    if not root.exists():
+      for i, name in enumerate(tiny_checkpoint.CLASS_NAMES[:4]):
+        (root / name).mkdir(parents=True)
+        for j in range(3):
+          pixels = np.full((9, 9, 3), 40 * i + j, np.uint8)
+          Image.fromarray(pixels).save(root / name / f"{name}{j}.png")
+    return root
+
+  def test_folder_of_some_classes_is_scored_whole(self):
+    metrics = self._metrics("--data", self._folder())
+    self.assertEqual(metrics["examples"], 12)
+
+  def test_scores_of_every_class(self):
+    target = self.root / "classes.csv"
+    plain = self._metrics("--data", self._folder())
+    status, out, err = self._call(
+      "--data", self._folder(), "--per-class", target
+    )
+    self.assertEqual(status, 0, err)
+    with open(target, newline="") as file:
+      rows = list(csv.DictReader(file))
+    self.assertEqual(
+      [row["class"] for row in rows], list(tiny_checkpoint.CLASS_NAMES)
+    )
+    counts = [int(row["examples"]) for row in rows]
+    self.assertEqual(counts, [3] * 4 + [0] * 2)
+    right = sum(3 * float(row["accuracy"] or 0) for row in rows)
+    self.assertAlmostEqual(right / 12, plain["accuracy"], places=6)
+    self.assertIn(f"accuracy: {plain['accuracy']:.4f}", out)
+
+  def test_labels_of_a_file(self):
+    names = [
+      f"{n}{j}.png" for n in tiny_checkpoint.CLASS_NAMES[:4] for j in range(3)
+    ]
+    file = self.root / "labels.json"
+    every = list(range(6))
+    file.write_text(json.dumps({name: every for name in names}))
+    metrics = self._metrics("--data", self._folder(), "--labels", file)
+    self.assertEqual((metrics["accuracy"], metrics["examples"]), (1.0, 12))
+    file.write_text(json.dumps([[]] * 11 + [[0]]))
+    metrics = self._metrics("--data", self._folder(), "--labels", file)
+    self.assertEqual(metrics["examples"], 1)
+
+  def test_several_top_k_are_a_table(self):
+    argv = ("--top-k", "0", "--top-k", "3")
+    found = self._metrics(*argv)
+    self.assertEqual([run["top_k"] for run in found["runs"]], [[0], [3]])
+    for run, top_k in zip(found["runs"], (0, 3)):
+      alone = self._metrics("--top-k", top_k)
+      for name in ("accuracy", "loss", "activated_share"):
+        self.assertEqual(run[name], alone[name], name)
+    status, out, _ = self._call(*argv)
+    self.assertEqual(status, 0)
+    self.assertLen(out.splitlines(), 3)
+
   @parameterized.parameters(
+    (("--labels", "/nope.json"), "/nope.json: no such file"),
+    (
+      ("--top-k", "1", "--top-k", "2", "--per-class", "x.csv"),
+      "--per-class x.csv takes one --top-k",
+    ),
     (("--top-k", "4"), "top_k=4 must be in [0, 3]"),
     (("--top-k", "1,1"), "model.top_k=(1, 1) must have one value per stage"),
     (("--batch-size", "9"), "eval.batch_size=9 must be a multiple of"),
@@ -112,6 +175,12 @@ class EvaluateDiffusionTest(parameterized.TestCase):
     self.assertEqual(status, 0, err)
     share = json.loads(out)["activated_share"]
     self.assertAlmostEqual(share, (1 + 4) / (2 + 4), places=5)
+
+  def test_classes_are_for_classifiers(self):
+    status, out, err = self._call("--per-class", "x.csv")
+    self.assertEqual((status, out), (2, ""))
+    self.assertIn("--per-class", err)
+    self.assertIn("needs 'vit'", err)
 
   def test_missing_data_is_one_line(self):
     status, out, err = self._call("--data", "/nope/images")

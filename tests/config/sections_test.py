@@ -21,7 +21,7 @@ _OUT_OF_RANGE = (
   ("data", "source", "csv", "('digits', 'image_folder', "),
   ("data", "source", "csv", "'array_record', 'latents', 'fake')"),
   ("data", "augment", "flip", "('none', 'shift', 'crop_flip', 'center_flip')"),
-  ("data", "bad_images", "ignore", "('raise', 'skip')"),
+  ("data", "bad_images", "ignore", "('raise', 'skip', 'check')"),
   ("data", "batch_size", 0, "at least 1"),
   ("data", "prefetch", 0, "at least 1"),
   ("data", "fake_examples", 0, "at least 1"),

@@ -45,6 +45,38 @@ class ImagesTest(_TempDirTest):
     self.assertEqual((config.model.channels, config.model.num_classes), (3, 3))
     self.assertEqual(config.data.mean, _IMAGENET)
 
+  @parameterized.parameters(
+    ((100, 70), 64), ((20, 30), 32), ((500, 400), 224), ((96, 96), 96)
+  )
+  def test_image_size_follows_the_shorter_sides(self, stored, side):
+    folder = self.root / "train/ant"
+    folder.mkdir(parents=True)
+    for i, size in enumerate([stored, stored, (9, 9), (4000, 8)]):
+      Image.new("RGB", size).save(folder / f"{i}.png")
+    Image.new("RGB", stored).save(folder / "5.png")
+    (folder / "4.png").write_text("no image, for data.bad_images to decide on")
+    data = DataConfig(source="image_folder", path=str(self.root))
+    model = dataclasses.replace(_VIT, image_size=None)
+    sizes = {resolve(Config(model, data=data)).model.image_size}
+    pack.pack_images(
+      self.root / "train", self.root / "packed/train", progress=False
+    )
+    data = DataConfig(source="array_record", path=str(self.root / "packed"))
+    sizes |= {resolve(Config(model, data=data)).model.image_size}
+    self.assertEqual(sizes, {(side, side)})
+
+  @parameterized.parameters((("L", "L"), 1), (("L", "RGB"), 3))
+  def test_channels_of_a_folder(self, modes, channels):
+    (self.root / "ant").mkdir()
+    for i, mode in enumerate(modes):
+      Image.new(mode, (4, 4)).save(self.root / "ant" / f"{i}.png")
+    data = DataConfig(source="image_folder", path=str(self.root))
+    self.assertEqual(resolve(Config(_VIT, data=data)).model.channels, channels)
+
+  def test_size_left_to_random_images(self):
+    model = dataclasses.replace(_VIT, image_size=None)
+    self.assertEqual(resolve(Config(model)).model.image_size, (224, 224))
+
   def test_grey_images_of_a_folder_are_normalized_by_halves(self):
     data = DataConfig(source="image_folder", path=self._write_images())
     grey = dataclasses.replace(_VIT, channels=1)
@@ -91,7 +123,9 @@ class ImagesTest(_TempDirTest):
 
   def test_missing_images_are_named(self):
     data = DataConfig(source="image_folder", path=str(self.root))
-    with self.assertRaisesRegex(FileNotFoundError, f"{self.root}/train: no "):
+    with self.assertRaisesRegex(
+      FileNotFoundError, f"{self.root} holds no image"
+    ):
       resolve(Config(_VIT, data=data))
 
   def test_what_is_stated_needs_no_data(self):

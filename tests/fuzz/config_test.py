@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moh_jax import config as config_lib
-from moh_jax.config import load, parse
+from moh_jax.config import parse
+from moh_jax.runtime.load import load_config
 from tests.fuzz import hostile
 
 _FAMILIES = ("vit", "dit", "llm")
@@ -75,7 +76,7 @@ class ConfigTest(hostile.ReaderTest, parameterized.TestCase):
     override = st.tuples(st.sampled_from(names), st.sampled_from(_TEXTS))
     overrides = data.draw(st.lists(override, min_size=1, max_size=3))
     given_texts = [f"{name}={value}" for name, value in overrides]
-    self.check(load.load_config, str(file), given_texts)
+    self.check(load_config, str(file), given_texts)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,23 @@ OVERRIDES = (
 
 def classify(parser: argparse.ArgumentParser) -> None:
   """Name what image files show."""
-  parser.add_argument("images", nargs="+", metavar="IMAGE")
+  parser.add_argument(
+    "images",
+    nargs="+",
+    metavar="IMAGE",
+    help="file, or folder: the images in it and all below",
+  )
   common.add_checkpoint(parser)
   parser.add_argument(
     "--top", type=fields.integer, default=5, help="classes per image"
   )
   common.add_count(parser, "--batch-size", 32, help="images at a time")
+  parser.add_argument(
+    "--csv",
+    metavar="FILE",
+    default="",
+    help="write a row for each image to FILE: its classes and probabilities",
+  )
   common.add_json(parser)
 
 

@@ -48,12 +48,33 @@ def convert(parser: argparse.ArgumentParser) -> None:
 
 def evaluate(parser: argparse.ArgumentParser) -> None:
   """Score a checkpoint on its held-out data."""
-  common.add_checkpoint(parser)
+  common.add_checkpoint(
+    parser,
+    "routed heads per token in each stage (DiT: layer), or one number for all, "
+    "instead of the trained ones; given several times, a row for each",
+    action="append",
+  )
   common.add_mesh(parser)
   parser.add_argument(
     "--data",
     metavar="DIR",
-    help="directory of images, shards, latents or tokens, instead of the run's",
+    help="directory of images, shards, latents or tokens, instead of the "
+    "run's; its val/, or all images of a folder without",
+  )
+  parser.add_argument(
+    "--per-class",
+    metavar="FILE",
+    default="",
+    help="write a CSV file with the scores of each class, and what it is taken "
+    "for most often; the worst classes are printed",
+  )
+  parser.add_argument(
+    "--labels",
+    dest="labels_file",
+    metavar="FILE",
+    help="JSON file of the right classes: a list in the order of the file "
+    "names (such as ReaL's), or entries by file name; an entry is a class or "
+    "several",
   )
   fields.add_fields(parser, EvalConfig, "batch_size", defaults="the run's")
   fields.add_fields(parser, EvalConfig, "examples", defaults="all")

@@ -1,7 +1,6 @@
-"""Image files: lists of folders with classes, and decoding to pixels."""
+"""Image files: decoding to pixels."""
 
 import contextlib
-import hashlib
 import io
 import math
 import os
@@ -11,16 +10,15 @@ from typing import IO
 
 import numpy as np
 from etils import epath
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from moh_jax.files import DEFLATE_RATIO
 
-SPLITS = ("train", "val")
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # A larger image takes more than a gigabyte while it is decoded.
 _MOST_PIXELS = 89_478_485
 _MOST_BYTES = 1 << 28  # of an image file
 _MODES = {1: "L", 3: "RGB"}
+_GREY_MODES = ("1", "L", "LA", "La", "I", "F")
 
 
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
@@ -37,16 +35,26 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
     FileNotFoundError: there is no such file.
     ValueError: the file is not an image, or truncated.
   """
+  return decode_image(read_bytes(file), channels, str(file))
+
+
+def read_bytes(file: str | os.PathLike) -> bytes:
+  """The content of an image file, local or in a bucket.
+
+  Raises:
+    FileNotFoundError: there is no such file, or it is a broken link.
+    ValueError: it cannot be read, or is too large.
+  """
   path = epath.Path(file)
   if not path.is_file():
-    raise FileNotFoundError(f"{path}: no such image file")
+    what = "a broken link" if os.path.islink(path) else "no such image file"
+    raise FileNotFoundError(f"{path}: {what}")
   if (size := path.stat().length) > _MOST_BYTES:
     raise ValueError(f"{path}: {size:,} bytes, must be at most {_MOST_BYTES:,}")
   try:
-    content = path.read_bytes()
+    return path.read_bytes()
   except OSError as error:
     raise ValueError(f"{path}: cannot be read: {error}") from error
-  return decode_image(content, channels, str(path))
 
 
 def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
@@ -63,10 +71,16 @@ def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:
   Raises:
     ValueError: the bytes are not an image, or truncated.
   """
+  with _named_errors(name), open_picture(io.BytesIO(content)) as image:
+    _check_plausible(image, len(content))
+    return to_pixels(image, channels)
+
+
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+  """Turns any error of reading an image into a ValueError that names it."""
   try:
-    with open_picture(io.BytesIO(content)) as image:
-      _check_plausible(image, len(content))
-      return to_pixels(image, channels)
+    yield
   except UnidentifiedImageError as error:
     raise ValueError(f"{name}: not an image that Pillow can read") from error
   except Exception as error:  # a damaged image raises nearly anything
@@ -104,8 +118,28 @@ def _check_plausible(image: Image.Image, size: int) -> None:
     )
 
 
+def describe_image(content: bytes, name: str) -> tuple[tuple[int, int], bool]:
+  """What the header of an image file says; its pixels are not decoded.
+
+  Args:
+    content: bytes of a file in any format that Pillow knows.
+    name: name of the image, for error messages.
+
+  Returns:
+    Rows and columns as stored, and whether the image is grey.
+
+  Raises:
+    ValueError: the bytes are not an image.
+  """
+  with _named_errors(name), open_picture(io.BytesIO(content)) as image:
+    return image.size[::-1], image.mode.partition(";")[0] in _GREY_MODES
+
+
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
-  """The pixels of an image of any mode.
+  """The pixels of an image of any mode, as a viewer shows them.
+
+  The camera's orientation (EXIF) is applied, what is transparent becomes white,
+  and of an animation the first frame is taken. 16 bits become 8.
 
   Args:
     image: of Pillow.
@@ -115,113 +149,21 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     [X, Y, channels] uint8.
 
   Raises:
-    ValueError: another number of channels.
+    ValueError: another number of channels, or an image of fractions, whose
+      range nobody knows.
   """
   if channels not in _MODES:
     raise ValueError(
       f"image files have 1 or 3 channels, the model has {channels}"
     )
-  pixels = np.asarray(_to_8_bits(image).convert(_MODES[channels]))
+  if image.mode == "F":
+    raise ValueError(
+      "its pixels are floating-point numbers of unknown range, must be 8 or 16 "
+      "bits"
+    )
+  image = _on_white(_to_8_bits(ImageOps.exif_transpose(image)))
+  pixels = np.asarray(image.convert(_MODES[channels]))
   return pixels.reshape(*pixels.shape[:2], channels)
-
-
-def list_images(
-  folder: str | os.PathLike,
-) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
-  """Lists the images FOLDER/CLASS/*, classes in alphabetical order.
-
-  Args:
-    folder: local directory or bucket.
-
-  Returns:
-    The class names, and for each file ("CLASS/NAME", label).
-
-  Raises:
-    FileNotFoundError: there is no image.
-  """
-  root = epath.Path(folder)
-  classes = list_classes(root)
-  files = [
-    (f"{entry.name}/{file.name}", label)
-    for label, entry in enumerate(classes)
-    for file in sorted(entry.iterdir())
-    if file.suffix.lower() in _SUFFIXES
-  ]
-  if not files:
-    raise FileNotFoundError(
-      f"{root} holds no image; expected {root}/CLASS/* with a suffix in "
-      f"{_SUFFIXES}"
-    )
-  return tuple(entry.name for entry in classes), files
-
-
-def list_classes(folder: str | os.PathLike) -> list[epath.Path]:
-  """The directories folder/CLASS, in alphabetical order.
-
-  Raises:
-    FileNotFoundError: there is no such folder.
-  """
-  root = epath.Path(folder)
-  if not root.is_dir():
-    raise FileNotFoundError(
-      f"{root}: no such directory; expected {root}/CLASS/*"
-    )
-  return sorted(
-    entry
-    for entry in root.iterdir()
-    if entry.is_dir() and not entry.name.startswith(".")
-  )
-
-
-def fingerprint(files: list[tuple[str, int]]) -> str:
-  """Identifies a list of images and labels: its length and a hash of names."""
-  digest = hashlib.sha256()
-  for name, label in files:
-    digest.update(f"{label} {name}\n".encode(errors="surrogateescape"))
-  return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
-
-
-def find_splits(
-  root: str | os.PathLike, split: str | None = None
-) -> dict[str, epath.Path]:
-  """Finds the splits of a directory of images.
-
-  Args:
-    root: directory that holds train/ and val/ (or one of them), or the classes
-      or packed images of one split directly.
-    split: the wanted split; None finds all. If `root` is one split directly,
-      this is the name it gets, "train" for None.
-
-  Returns:
-    Folders by the name of the split.
-
-  Raises:
-    FileNotFoundError: there is no such directory or split.
-  """
-  root = epath.Path(root)
-  if not root.is_dir():
-    raise FileNotFoundError(f"{root}: no such directory of images")
-  found = {name: root / name for name in SPLITS if _is_split(root / name)}
-  if not found:
-    return {split or SPLITS[0]: root}
-  if split is None:
-    return found
-  if split not in found:
-    raise FileNotFoundError(
-      f"{root} has no split {split!r}, only {sorted(found)}"
-    )
-  return {split: found[split]}
-
-
-def _is_split(folder: epath.Path) -> bool:
-  """Whether a folder holds classes or packed images.
-
-  A class may be called "train" too, but holds image files alone.
-  """
-  return folder.is_dir() and any(
-    entry.is_dir() or entry.name == "metadata.json"
-    for entry in folder.iterdir()
-  )
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
@@ -230,3 +172,15 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return image
   pixels = np.clip(np.asarray(image), 0, 65535)
   return Image.fromarray(np.round(pixels / 257).astype(np.uint8))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+  """Lays an image with transparent parts onto white.
+
+  `convert` would show the colours that its transparent pixels happen to have.
+  """
+  if not image.has_transparency_data:
+    return image
+  image = image.convert("RGBA")
+  white = Image.new("RGBA", image.size, "white")
+  return Image.alpha_composite(white, image)

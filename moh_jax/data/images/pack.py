@@ -7,7 +7,7 @@ from typing import Any
 import tqdm
 from etils import epath
 
-from moh_jax.data.images.files import fingerprint, list_images
+from moh_jax.data.images.folders import fingerprint, list_images
 from moh_jax.data.images.records import KIND
 from moh_jax.data.shard_writer import ShardSetWriter
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.files import decode_image
+from moh_jax.data.images.files import decode_image, describe_image
 from moh_jax.data.shards import Shards
 
 KIND = "images"
@@ -51,9 +51,16 @@ class ArrayRecordSource:
 
   def __getitem__(self, index: int) -> dict[str, Any]:
     header, content = self._shards[index]
-    name = f"{header['name']} in {self._folder}"
-    image = decode_image(content, self.channels, name)
+    image = decode_image(content, self.channels, self._place(header))
     return {"image": image, "label": np.int32(header["label"])}
+
+  def describe(self, index: int) -> tuple[tuple[int, int], bool]:
+    """Rows and columns of an image, and whether it is grey."""
+    header, content = self._shards[index]
+    return describe_image(content, self._place(header))
+
+  def _place(self, header: dict[str, Any]) -> str:
+    return f"{header['name']} in {self._folder}"
 
   def name(self, index: int) -> str:
     """The image's "CLASS/NAME"; shard and position if the record is damaged."""

@@ -14,11 +14,13 @@ from etils import epath
 
 from moh_jax.config import Config, ImageModel
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.files import (
+from moh_jax.data.images.files import describe_image, read_bytes, read_image
+from moh_jax.data.images.folders import (
   SPLITS,
+  find_splits,
   fingerprint,
   list_images,
-  read_image,
+  list_split,
 )
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.recipes import crops_center, is_latent
@@ -82,27 +84,48 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 class ImageFolderSource:
-  """Source of the image files PATH/SPLIT/CLASS/*; labels are alphabetical."""
+  """Source of the image files of a split, see `folders.list_split`."""
 
-  def __init__(self, path: str, split: str, channels: int):
+  def __init__(
+    self,
+    path: str,
+    split: str,
+    channels: int,
+    *,
+    val_share: float = 0.0,
+    class_names: tuple[str, ...] = (),
+  ):
     """Lists the files of a split.
 
     Args:
       path: directory of the splits, local or a bucket.
       split: "train" or "val"; "" reads `path` itself.
       channels: 1 converts to grey, 3 to RGB.
+      val_share: share that is held out where there is no val/.
+      class_names: classes whose positions are the labels; () numbers the
+        class folders in alphabetical order.
 
     Raises:
       FileNotFoundError: there is no such directory, or no image in it.
+      ValueError: a class folder holds no image or is none of `class_names`.
     """
-    self._root = epath.Path(path) / split
-    if not self._root.is_dir():
-      raise FileNotFoundError(
-        f"data.path={path!r} has no directory {split!r}; expected "
-        f"{path}/{split}/CLASS/*.jpg"
-      )
-    self.class_names, self._files = list_images(self._root)
-    self.channels = channels
+    self._held_out = ""
+    if split:
+      self._root, own, self._files = list_split(path, split, val_share)
+      if val_share and self._root.name != split:
+        self._held_out = f"{val_share:g}"
+    else:
+      self._root = epath.Path(path)
+      own, self._files = list_images(self._root)
+    self.class_names, self.channels = own, channels
+    if split == "val" and not class_names and all(map(str.isdecimal, own)):
+      # Without names of the model, numbers are labels; in training folders are
+      # in alphabetical order, which is another from the 11th class on.
+      class_names = tuple(map(str, range(len(own))))
+    if class_names:
+      labels = match_classes(own, class_names, str(self._root))
+      self._files = [(name, labels[label]) for name, label in self._files]
+      self.class_names = class_names
 
   @property
   def fingerprint(self) -> str:
@@ -114,12 +137,18 @@ class ImageFolderSource:
 
   def identity(self) -> Identity:
     """Identifies the list of images; their content is not read."""
-    return {"examples": len(self), "fingerprint": self.fingerprint}
+    found: Identity = {"examples": len(self), "fingerprint": self.fingerprint}
+    return found | {"val_share": self._held_out} if self._held_out else found
 
   def __getitem__(self, index: int) -> dict[str, Any]:
     name, label = self._files[index]
     image = read_image(self._root / name, self.channels)
     return {"image": image, "label": np.int32(label)}
+
+  def describe(self, index: int) -> tuple[tuple[int, int], bool]:
+    """Rows and columns of an image, and whether it is grey."""
+    path = self._root / self._files[index][0]
+    return describe_image(read_bytes(path), str(path))
 
   def name(self, index: int) -> str:
     """The image's "CLASS/NAME"."""
@@ -166,24 +195,30 @@ class FakeSource:
 
 def has_split(config: Config, split: str) -> bool:
   """Whether the data has a split: its folder exists, complete or not."""
-  path = config.data.path
-  return not path or (epath.Path(path) / split).exists()
+  data = config.data
+  if data.source == "image_folder":
+    return data.val_share > 0 or split in find_splits(data.path)
+  return not data.path or (epath.Path(data.path) / split).exists()
 
 
-def make_source(config: Config, split: str) -> ImageSource:
+def make_source(
+  config: Config, split: str, class_names: tuple[str, ...] = ()
+) -> ImageSource:
   """Opens one split of the configured source.
 
   `data.bad_images` decides what happens to unreadable images of the training
   split. In the held-out split they always raise: metrics on fewer images could
-  not be compared.
+  not be compared. With "check" all images of the split are read here.
 
   Args:
     config: config of the run.
     split: "train" or "val".
+    class_names: classes of the model, whose positions are the labels; () takes
+      those of the data.
 
   Raises:
     FileNotFoundError: a directory, metadata.json or a shard is missing.
-    ValueError: the data is damaged or does not fit the model.
+    ValueError: the data is damaged or does not fit the model or its classes.
   """
   if split not in SPLITS:
     raise ValueError(f"split={split!r} must be one of {SPLITS}")
@@ -191,7 +226,13 @@ def make_source(config: Config, split: str) -> ImageSource:
   if data.source == "digits":
     source = DigitsSource(split)
   elif data.source == "image_folder":
-    source = ImageFolderSource(data.path, split, model.channels)
+    source = ImageFolderSource(
+      data.path,
+      split,
+      model.channels,
+      val_share=data.val_share,
+      class_names=class_names,
+    )
   elif data.source == "array_record":
     source = ArrayRecordSource(data.path, split, model.channels)
   elif data.source == "latents":
@@ -227,13 +268,54 @@ def make_source(config: Config, split: str) -> ImageSource:
       data.batch_size,
       len(source),
     )
-  if data.source in ("digits", "fake"):  # never bad, and small by nature
+  if data.source == "fake":  # its classes and its examples are as asked for
+    return source
+  check_class_names(class_names, source.class_names, where)
+  if data.source == "digits":
     return source
   skip = data.bad_images == "skip" and split == "train"
   smallest = (0, 0)
   if crops_center(config, split):
     smallest = model.input_shape[:2]
-  return CheckedSource(source, skip=skip, smallest=smallest)
+  checked = CheckedSource(source, skip=skip, smallest=smallest)
+  if data.bad_images == "check":
+    checked.read_all(data.num_threads)
+  return checked
+
+
+def match_classes(
+  found: tuple[str, ...], wanted: tuple[str, ...], where: str
+) -> list[int]:
+  """Finds the labels of class folders among a model's classes, by name.
+
+  Folders that are named by numbers, as those of ImageNet-V2, are labels
+  themselves unless the classes have such names too.
+
+  Args:
+    found: names of the folders.
+    wanted: classes of the model.
+    where: name of the data, for the message.
+
+  Returns:
+    The label of each folder.
+
+  Raises:
+    ValueError: a folder is none of the classes.
+  """
+  labels = {name: label for label, name in enumerate(wanted)}
+  unknown = [name for name in found if name not in labels]
+  if unknown and all(name.isdecimal() for name in found):
+    labels = {str(label): label for label in range(len(wanted))}
+    unknown = [name for name in found if name not in labels]
+  if unknown:
+    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
+    raise ValueError(
+      f"{where}: class folder {unknown[0]!r} is none of the model's "
+      f"{len(wanted)} classes ({known}), the names of the training's folders"
+    )
+  if missing := len(wanted) - len(set(found)):
+    _LOG.warning("%s: no folder of %d classes", where, missing)
+  return [labels[name] for name in found]
 
 
 def check_class_names(

@@ -1,11 +1,13 @@
 """Handles images that cannot be read or are too small: raises or replaces."""
 
+import concurrent.futures
 import logging
 from typing import Any
 
 from moh_jax.data.identity import Identity
 
 _log = logging.getLogger(__name__)
+_MOST_NAMED = 10  # bad images in one message
 
 
 class CheckedSource:
@@ -53,6 +55,33 @@ class CheckedSource:
           raise
         self._warn_once(candidate, error)
     raise ValueError(f"none of the {size} images can be read")
+
+  def read_all(self, threads: int) -> None:
+    """Reads every example once.
+
+    Args:
+      threads: number of threads that read.
+
+    Raises:
+      ValueError: names those that cannot be read.
+    """
+
+    def error(index: int) -> str:
+      try:
+        self._read(index)
+      except (ValueError, FileNotFoundError) as bad:
+        return str(bad)
+      return ""
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+      bad = [text for text in pool.map(error, range(len(self))) if text]
+    if bad:
+      more = f"; and {len(bad) - _MOST_NAMED} more" * (len(bad) > _MOST_NAMED)
+      raise ValueError(
+        f"{len(bad)} of {len(self)} images cannot be used: "
+        f"{'; '.join(bad[:_MOST_NAMED])}{more}; remove them, or leave them out "
+        "with data.bad_images='skip'"
+      )
 
   def _read(self, index: int) -> dict[str, Any]:
     example = self._source[index]

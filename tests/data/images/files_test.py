@@ -1,5 +1,7 @@
 import pathlib
+import struct
 import tempfile
+import zlib
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -14,6 +16,25 @@ def _write(path, pixels=_RGB, **options):
   path.parent.mkdir(parents=True, exist_ok=True)
   Image.fromarray(pixels).save(path, **options)
   return path
+
+
+def _deep_png(*colour):
+  """A PNG file of one pixel with 16 bits per colour, the lower byte zero."""
+
+  def chunk(kind, data):
+    body = kind + data
+    return (
+      struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+    )
+
+  header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
+  row = b"\0" + b"".join(bytes([part, 0]) for part in colour)
+  return (
+    b"\x89PNG\r\n\x1a\n"
+    + chunk(b"IHDR", header)
+    + chunk(b"IDAT", zlib.compress(row))
+    + chunk(b"IEND", b"")
+  )
 
 
 class _TempDirTest(parameterized.TestCase):
@@ -63,10 +84,95 @@ class ReadImageTest(_TempDirTest):
     picture.save(path, transparency=bytes([0, 128, 255]))
     self.assertEqual(images.read_image(path, 3).shape, (6, 5, 3))
 
-  def test_alpha_is_dropped(self):
-    rgba = np.concatenate([_RGB, np.full((6, 5, 1), 7, np.uint8)], -1)
+  @parameterized.parameters("RGBA", "LA", "P")
+  def test_transparent_pixels_are_white(self, mode):
+    picture = Image.fromarray(np.full((2, 2), 80, np.uint8)).convert(mode)
+    if mode == "P":
+      picture.info["transparency"] = picture.getpixel((0, 0))
+      picture.putpixel((1, 0), (picture.getpixel((0, 0)) + 1) % 256)
+      expected = [[True, False], [True, True]]
+    else:
+      alpha = Image.fromarray(np.array([[0, 255], [0, 0]], np.uint8))
+      picture.putalpha(alpha)
+      expected = [[True, False], [True, True]]
+    path = self.root / "x.png"
+    picture.save(path)
+    white = (images.read_image(path, 3) == 255).all(-1)
+    np.testing.assert_array_equal(white, expected)
+
+  def test_half_transparent_pixels_are_mixed_with_white(self):
+    rgba = np.concatenate([_RGB, np.full((6, 5, 1), 51, np.uint8)], -1)
     path = _write(self.root / "x.png", rgba)
-    np.testing.assert_array_equal(images.read_image(path, 3), _RGB)
+    np.testing.assert_allclose(
+      images.read_image(path, 3), 0.2 * _RGB + 0.8 * 255, atol=1
+    )
+
+  @parameterized.parameters(*range(1, 9))
+  def test_orientation_of_the_camera_is_applied(self, orientation):
+    upright = np.zeros((16, 24, 3), np.uint8)
+    upright[:8, :8] = 255  # a white corner, upper left
+    # What a camera held so stores: the inverse of what EXIF asks for.
+    undo = {
+      1: lambda x: x,
+      2: lambda x: x[:, ::-1],
+      3: lambda x: x[::-1, ::-1],
+      4: lambda x: x[::-1],
+      5: lambda x: x.swapaxes(0, 1),
+      6: lambda x: np.rot90(x, 1),
+      7: lambda x: x[::-1, ::-1].swapaxes(0, 1),
+      8: lambda x: np.rot90(x, -1),
+    }
+    stored = undo[orientation](upright)
+    exif = Image.Exif()
+    exif[274] = orientation
+    path = self.root / "x.png"
+    Image.fromarray(np.ascontiguousarray(stored)).save(path, exif=exif)
+    np.testing.assert_array_equal(images.read_image(path, 3), upright)
+
+  def test_inks_become_colours(self):
+    path = self.root / "x.jpg"
+    colours = Image.new("RGB", (8, 8), (200, 30, 90))
+    colours.convert("CMYK").save(path, quality=100)
+    image = images.read_image(path, 3)
+    self.assertEqual(image.shape, (8, 8, 3))
+    np.testing.assert_allclose(image - np.array([200, 30, 90]), 0, atol=3)
+
+  @parameterized.parameters("gif", "webp", "png", "tiff")
+  def test_of_an_animation_the_first_frame_is_read(self, suffix):
+    frames = [Image.new("RGB", (6, 5), c) for c in ("red", "blue", "lime")]
+    path = self.root / f"x.{suffix}"
+    options = {"lossless": True} if suffix == "webp" else {}
+    frames[0].save(path, save_all=True, append_images=frames[1:], **options)
+    image = images.read_image(path, 3)
+    np.testing.assert_array_equal(image, np.full((5, 6, 3), (255, 0, 0)))
+
+  def test_two_bytes_a_colour_are_read(self):
+    path = self.root / "x.png"  # Pillow writes no such file
+    path.write_bytes(_deep_png(0x80, 0x40, 0xFF))
+    image = images.read_image(path, 3)
+    np.testing.assert_array_equal(image, [[[0x80, 0x40, 0xFF]]])
+
+  def test_fractions_are_refused(self):
+    path = self.root / "x.tiff"
+    Image.fromarray(np.ones((3, 3), np.float32)).save(path)
+    with self.assertRaisesRegex(ValueError, "x.tiff: .*floating-point"):
+      images.read_image(path, 1)
+
+  def test_broken_link_is_named(self):
+    path = self.root / "x.png"
+    path.symlink_to(self.root / "gone.png")
+    with self.assertRaisesRegex(FileNotFoundError, "x.png: a broken link"):
+      images.read_image(path, 3)
+
+  @parameterized.parameters(
+    ("L", True), ("1", True), ("LA", True), ("I;16", True), ("RGB", False),
+    ("P", False), ("RGBA", False),
+  )  # fmt: skip
+  def test_header_tells_size_and_grey(self, mode, grey):
+    path = self.root / "x.png"
+    Image.new(mode, (5, 7)).save(path)
+    described = images.describe_image(path.read_bytes(), "x")
+    self.assertEqual(described, ((7, 5), grey))
 
   def test_two_bytes_a_pixel_are_scaled_to_one(self):
     deep = np.array([[0, 0x4080], [0x80FF, 0xFFFF]], np.uint16)
@@ -120,49 +226,6 @@ class ReadImageTest(_TempDirTest):
   def test_bytes_that_are_no_image_are_named(self):
     with self.assertRaisesRegex(ValueError, "^ant/7: not an image"):
       images.decode_image(b"text", 3, "ant/7")
-
-
-class FindSplitsTest(_TempDirTest):
-  def test_folder_of_classes_is_one_split(self):
-    _write(self.root / "ant" / "1.png")
-    self.assertEqual(images.find_splits(self.root), {"train": self.root})
-    self.assertEqual(images.find_splits(self.root, "val"), {"val": self.root})
-
-  def test_splits_are_found_and_chosen(self):
-    for split in ("train", "val"):
-      _write(self.root / split / "ant" / "1.png")
-    found = {split: self.root / split for split in ("train", "val")}
-    self.assertEqual(images.find_splits(self.root), found)
-    self.assertEqual(
-      images.find_splits(self.root, "val"), {"val": self.root / "val"}
-    )
-
-  def test_class_may_be_called_train(self):
-    for name in ("bus", "train"):
-      _write(self.root / name / "1.png")
-    self.assertEqual(images.find_splits(self.root), {"train": self.root})
-
-  def test_missing_split_is_named(self):
-    _write(self.root / "train" / "ant" / "1.png")
-    with self.assertRaisesRegex(FileNotFoundError, r"no split 'val', only"):
-      images.find_splits(self.root, "val")
-
-  def test_missing_directory_is_named(self):
-    with self.assertRaisesRegex(FileNotFoundError, "nope: no such directory"):
-      images.find_splits(self.root / "nope")
-
-
-class FingerprintTest(absltest.TestCase):
-  def test_depends_on_names_labels_and_order(self):
-    lists = (
-      [("ant/1", 0), ("cat/1", 1)],
-      [("cat/1", 1), ("ant/1", 0)],
-      [("ant/1", 0), ("cat/2", 1)],
-      [("ant/1", 0), ("cat/1", 2)],
-      [("ant/1", 0)],
-    )
-    self.assertLen({images.fingerprint(files) for files in lists}, len(lists))
-    self.assertStartsWith(images.fingerprint(lists[0]), "2 files, sha256 ")
 
 
 if __name__ == "__main__":

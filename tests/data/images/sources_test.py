@@ -106,7 +106,7 @@ class ImageFolderSourceTest(_TempDirTest):
 
   def test_missing_directory_is_named(self):
     path = str(self.root / "images")
-    with self.assertRaisesRegex(FileNotFoundError, "data.path=.*'train'") as e:
+    with self.assertRaisesRegex(FileNotFoundError, "no such directory") as e:
       sources.ImageFolderSource(path, "train", 3)
     self.assertIn(path, str(e.exception))
 
@@ -132,6 +132,48 @@ class ImageFolderSourceTest(_TempDirTest):
     source = sources.ImageFolderSource(str(self.root), "train", 3)
     copy = pickle.loads(pickle.dumps(source))
     np.testing.assert_array_equal(copy[0]["image"], _RGB)
+
+
+class ClassNamesTest(_TempDirTest):
+  def _labels(self, *folders, names, split="val"):
+    for folder in folders:
+      _write(self.root / split / folder / "1.png")
+    source = sources.ImageFolderSource(
+      str(self.root), split, 3, class_names=names
+    )
+    self.assertEqual(source.class_names[: len(names)], names)
+    return {
+      source.name(i).partition("/")[0]: int(source[i]["label"])
+      for i in range(len(source))
+    }
+
+  def test_labels_are_the_models(self):
+    labels = self._labels("dog", "ant", names=("dog", "cat", "ant"))
+    self.assertEqual(labels, {"dog": 0, "ant": 2})
+
+  def test_class_that_is_missing_is_said(self):
+    with self.assertLogs(level="WARNING") as logs:
+      self._labels("ant", names=("ant", "bee", "cat"))
+    self.assertIn("no folder of 2 classes", logs.output[0])
+
+  def test_class_that_the_model_lacks_is_named(self):
+    with self.assertRaisesRegex(
+      ValueError, r"'dog' is none .* 1 classes \(ant"
+    ):
+      self._labels("ant", "dog", names=("ant",))
+
+  def test_folders_named_by_numbers_are_labels(self):
+    names = tuple(f"n{i:02}" for i in range(12))
+    folders = [str(i) for i in range(12)]
+    expected = {str(i): i for i in range(12)}
+    self.assertEqual(self._labels(*folders, names=names), expected)
+    self.assertEqual(self._labels(*folders, names=()), expected)
+    with self.assertRaisesRegex(ValueError, "'11' is none of .* 11 classes"):
+      self._labels(names=names[:11])
+
+  def test_numbers_that_are_names_stay_names(self):
+    labels = self._labels("3", "5", names=("3", "5"))
+    self.assertEqual(labels, {"3": 0, "5": 1})
 
 
 class FakeSourceTest(absltest.TestCase):
@@ -204,6 +246,35 @@ class MakeSourceTest(_TempDirTest):
     source = sources.make_source(config, "train")
     self.assertLen(source, 7 if name == "fake" else 2)
     self.assertLen(source.class_names, 2)
+
+  def test_check_names_all_bad_images_at_once(self):
+    for folder in ("ant", "cat"):
+      _write(self.root / "train" / folder / "1.png")
+    (self.root / "train/ant/0.png").write_text("no image")
+    (self.root / "train/cat/2.png").symlink_to(self.root / "gone.png")
+    config = _config(
+      source="image_folder", path=str(self.root), bad_images="check"
+    )
+    with self.assertRaisesRegex(
+      ValueError, "2 of 4 images .*ant/0.png: not .*; .*cat/2.png: a broken l"
+    ):
+      sources.make_source(config, "train")
+    for name in ("ant/0.png", "cat/2.png"):
+      (self.root / "train" / name).unlink()
+    self.assertLen(sources.make_source(config, "train"), 2)
+
+  @parameterized.parameters(0.25, 0.5)
+  def test_identity_holds_the_held_out_share(self, share):
+    for folder in ("ant", "cat"):
+      for i in range(20):
+        _write(self.root / folder / f"{i}.png")
+    config = _config(
+      source="image_folder", path=str(self.root), val_share=share
+    )
+    identity = sources.make_source(config, "train").identity()
+    self.assertEqual(identity["val_share"], str(share))
+    val = sources.make_source(config, "val", ("ant", "cat")).identity()
+    self.assertEqual(identity["examples"] + val["examples"], 40)
 
   def test_skipping_is_for_training_alone(self):
     for split in sources.SPLITS:

@@ -1,3 +1,4 @@
+import dataclasses
 import pathlib
 import re
 import sys
@@ -6,7 +7,8 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiTConfig
-from moh_jax.config.load import load_config
+from moh_jax.runtime.load import load_config
+from tests.cli import tiny_checkpoint
 
 _DIGITS = str(pathlib.Path(__file__).parents[2] / "configs" / "vit_digits.py")
 
@@ -134,6 +136,75 @@ class LoadConfigTest(parameterized.TestCase):
     path = self._file("def get_config():\n  return {}\n")
     with self.assertRaisesRegex(ValueError, "big"):
       load_config(f"{path}:big")
+
+
+class ModelOfACheckpointTest(parameterized.TestCase):
+  """A file whose section `model` names no family."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    root = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.root = pathlib.Path(root)
+    cls.dit = str(cls.root / "dit")
+    tiny_checkpoint.save_dit(cls.dit)
+    cls.vit = str(cls.root / "vit")
+    tiny_checkpoint.save(cls.vit)
+
+  def _load(self, source, *overrides, model="{}"):
+    file = self.root / "finetune.py"
+    file.write_text(f"""
+def get_config():
+  return {{"model": {model}, "optim": {{"lr": 0.25}}}}
+""")
+    start = f"train.init_from={source}"
+    return load_config(str(file), [start, *overrides])
+
+  def test_model_and_normalization_are_the_checkpoints(self):
+    trained = tiny_checkpoint.CONFIG
+    config = self._load(self.vit)
+    self.assertEqual(
+      dataclasses.replace(config.model, num_classes=6), trained.model
+    )
+    self.assertIsNone(config.model.num_classes)  # left to the data
+    self.assertEqual(
+      (config.data.mean, config.data.std), (trained.data.mean, trained.data.std)
+    )
+    self.assertEqual(config.optim.lr, 0.25)
+
+  def test_process_of_a_diffusion_model_is_the_checkpoints(self):
+    config = self._load(self.dit, "diffusion.vb_weight=0.5")
+    trained = tiny_checkpoint.DIT_CONFIG
+    self.assertEqual(config.diffusion.steps, trained.diffusion.steps)
+    self.assertEqual(config.diffusion.space, "pixel")
+    self.assertEqual(config.diffusion.vb_weight, 0.5)
+
+  def test_what_is_stated_stays(self):
+    config = self._load(
+      self.vit,
+      "model.router.gate_form=paper",
+      "data.mean=(0.1,0.2,0.3)",
+      model="{'drop_path': 0.25}",
+    )
+    self.assertEqual(config.model.router.gate_form, "paper")
+    self.assertEqual(config.model.drop_path, 0.25)
+    self.assertEqual(config.data.mean, (0.1, 0.2, 0.3))
+    self.assertEqual(config.data.std, tiny_checkpoint.CONFIG.data.std)
+
+  def test_coordinates_keep_the_size_of_the_pretraining(self):
+    config = self._load(self.vit, "model.image_size=(16,16)")
+    self.assertEqual(config.model.image_size, (16, 16))
+    self.assertEqual(config.model.pretrain_image_size, 8)
+
+  @parameterized.parameters(
+    ((), "train.init_from is ''"),
+    (("train.init_from=/nope",), "/nope holds no checkpoint"),
+    (("model.nope=3",), "unknown config key model.nope"),
+  )
+  def test_bad_start_is_named(self, overrides, message):
+    source = "" if not overrides else self.vit
+    with self.assertRaisesRegex((ValueError, OSError), message):
+      self._load(source, *overrides)
 
 
 if __name__ == "__main__":

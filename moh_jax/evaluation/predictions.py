@@ -1,0 +1,210 @@
+"""Predictions for every image of a split, and scores that are exact counts.
+
+Sums of booleans over devices would do for accuracy; what each image was taken
+for is also wanted by class, and against labels of several right classes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from moh_jax.runtime import sharding
+
+_TOP = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+  """What a classifier takes the N images of a split for, in their order.
+
+  Attributes:
+    index: [N] position of each image in the split.
+    label: [N] its label in the data.
+    top: [N, 5] its most probable classes, the first the best; -1 where there
+      are fewer classes, and where the model gives NaN.
+    loss: [N] cross-entropy of the label.
+    activated_share: heads used over all heads.
+  """
+
+  index: np.ndarray
+  label: np.ndarray
+  top: np.ndarray
+  loss: np.ndarray
+  activated_share: float
+
+
+# (params, mesh) -> the predictions for a split, on every process.
+Predict = Callable[[Any, Mesh], Predictions]
+
+
+def predict_step(model: nn.Module) -> Callable[[Any, Any], dict[str, Any]]:
+  """Makes the jitted function (params, batch) -> arrays of `Predictions`."""
+
+  @jax.jit
+  def step(params: Any, batch: Any) -> dict[str, jax.Array]:
+    logits, aux = model.apply({"params": params}, batch["image"])
+    loss = optax.softmax_cross_entropy_with_integer_labels(
+      logits, batch["label"]
+    )
+    top = jax.lax.top_k(logits, min(_TOP, logits.shape[-1]))[1]
+    top = jnp.pad(top, ((0, 0), (0, _TOP - top.shape[-1])), constant_values=-1)
+    broken = jnp.isnan(logits).any(-1, keepdims=True)
+    share = jnp.broadcast_to(aux.activated_share, loss.shape)
+    return {
+      "index": batch["index"],
+      "label": batch["label"],
+      "mask": batch["mask"],
+      "top": jnp.where(broken, -1, top),
+      "loss": loss,
+      "share": share,
+    }
+
+  return step
+
+
+def predict_all(
+  step: Callable[[Any, Any], dict[str, Any]],
+  params: Any,
+  batches: Iterable[Any],
+  mesh: Mesh,
+) -> Predictions:
+  """Predicts every image of a split once, whatever devices share the work.
+
+  Args:
+    step: of `predict_step`.
+    params: the parameters.
+    batches: global batches with "index" and "mask", on the devices.
+    mesh: the devices.
+
+  Raises:
+    ValueError: there is no image.
+  """
+  parts = [sharding.gather(step(params, batch), mesh) for batch in batches]
+  if not parts:
+    raise ValueError("the split to evaluate is empty")
+  whole = {
+    name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+  }
+  real = whole.pop("mask") > 0
+  whole = {name: values[real] for name, values in whole.items()}
+  share = float(whole.pop("share").mean(dtype=np.float64))
+  return Predictions(**whole, activated_share=share)
+
+
+def scores(
+  found: Predictions, right: Sequence[Collection[int]] | None = None
+) -> dict[str, float]:
+  """Accuracy, top-5 accuracy, loss, activated share and number of images.
+
+  Args:
+    found: the predictions.
+    right: for each of them the classes that are right, such as ReaL's; images
+      without any do not count. None is the label alone.
+
+  Raises:
+    ValueError: no image has a right class.
+  """
+  if right is None:
+    right = [(label,) for label in found.label.tolist()]
+  ranks = [
+    next((place for place, c in enumerate(row) if c in classes), _TOP)
+    for row, classes in zip(found.top.tolist(), right)
+    if classes
+  ]
+  if not ranks:
+    raise ValueError("no image has a right label")
+  counted = np.array([bool(classes) for classes in right])
+  ranks = np.array(ranks)
+  return {
+    "accuracy": int((ranks == 0).sum()) / len(ranks),
+    "top5_accuracy": int((ranks < _TOP).sum()) / len(ranks),
+    "loss": float(found.loss[counted].mean(dtype=np.float64)),
+    "activated_share": found.activated_share,
+    "examples": len(ranks),
+  }
+
+
+def by_class(
+  found: Predictions, class_names: Sequence[str]
+) -> list[dict[str, Any]]:
+  """Scores of every class, and what it is taken for most often.
+
+  Args:
+    found: the predictions.
+    class_names: a name for each class.
+
+  Returns:
+    A row per class in the order of the labels; shares are None for a class
+    without images.
+  """
+  rows = []
+  for label, name in enumerate(class_names):
+    top = found.top[found.label == label]
+    total = len(top)
+    first = top[:, 0].tolist()
+    wrong = [c for c in first if c not in (label, -1)]
+    taken = max(set(wrong), key=lambda c: (wrong.count(c), -c), default=None)
+    rows.append(
+      {
+        "class": name,
+        "examples": total,
+        "accuracy": first.count(label) / total if total else None,
+        "top5_accuracy": int((top == label).sum()) / total if total else None,
+        "taken_for": "" if taken is None else class_names[taken],
+        "times": wrong.count(taken),
+      }
+    )
+  return rows
+
+
+def read_right(
+  stored: Mapping[str, Any] | Sequence[Any],
+  names: Sequence[str],
+  class_names: Sequence[str],
+) -> list[frozenset[int]]:
+  """The right classes of images from a file of labels.
+
+  Args:
+    stored: a list with an entry for each image in the order of the file names,
+      as ReaL's, or entries by file name, with or without its folder. An entry
+      is a class or a list of classes; a class its number or its name.
+    names: "CLASS/NAME" of the images.
+    class_names: of the model, () if unknown.
+
+  Returns:
+    For each image its right classes.
+
+  Raises:
+    ValueError: an image has no entry, or an entry names no class.
+  """
+  files = [name.rpartition("/")[2] for name in names]
+  if not isinstance(stored, Mapping):
+    if len(stored) != len(files):
+      raise ValueError(
+        f"{len(stored)} entries, must be one for each of the {len(files)} "
+        "images"
+      )
+    stored = dict(zip(sorted(files), stored))
+  labels = {name: label for label, name in enumerate(class_names)}
+  named, right = bool(class_names), []
+  for name, file in zip(names, files):
+    entry = stored.get(name, stored.get(file))
+    if entry is None:
+      raise ValueError(f"no entry for the image {name!r}")
+    classes = entry if isinstance(entry, list) else [entry]
+    classes = [labels.get(c, c) for c in classes]
+    known = range(len(class_names))
+    if unknown := [c for c in classes if named and c not in known]:
+      raise ValueError(
+        f"{name!r} has the label {unknown[0]!r}, which is none of the model's "
+        f"{len(class_names)} classes"
+      )
+    right.append(frozenset(classes))
+  return right

@@ -1,0 +1,60 @@
+"""Loads config files, also those that leave the model to a checkpoint.
+
+Importable without JAX.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moh_jax.config import Config, get_family
+from moh_jax.config.legacy import upgrade
+from moh_jax.config.load import override, run_file
+from moh_jax.config.parse import from_config_dict, merged
+from moh_jax.runtime.steps import find_step, step_folder
+from moh_jax.runtime.stored_config import read_stored
+
+
+def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
+  """Loads a config file and changes some of its keys.
+
+  A file whose section `model` names no family starts from another model: the
+  section is that of the checkpoint `train.init_from`, with the fields that the
+  file and the overrides state.
+
+  Args:
+    spec: "FILE" or "FILE:ARG"; the file's `get_config(ARG)` returns a
+      ConfigDict or a dict of sections.
+    overrides: "section.field=VALUE", later ones win; for instance
+      "optim.lr=3e-4", "model.top_k=(1,2)" or "data.path=some/where".
+
+  Returns:
+    The checked config.
+
+  Raises:
+    FileNotFoundError: there is no such file, or no such checkpoint.
+    ValueError: the file fails, or an override or a value does not fit; the
+      message names the file or the key.
+  """
+  cfg = override(run_file(spec), overrides)
+  model = cfg.get("model")
+  if isinstance(model, Mapping) and "family" not in model:
+    # Once more: an override is read as the value that it replaces.
+    cfg = override(_with_model(spec, cfg), overrides)
+  return from_config_dict(cfg)
+
+
+def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
+  """A config with what it leaves to the checkpoint `train.init_from`."""
+  source = cfg.get("train", {}).get("init_from", "")
+  if not source:
+    raise ValueError(
+      f"{spec} takes its model from a checkpoint, and train.init_from is ''; "
+      "add --config.train.init_from=DIR"
+    )
+  folder = step_folder(source, find_step(source, None))
+  try:
+    trained = from_config_dict(upgrade(read_stored(folder)["config"]))
+  except (KeyError, ValueError) as error:
+    raise ValueError(f"train.init_from={source!r}: {error}") from error
+  family = get_family(trained.model.family)
+  return merged(family.inherited(trained, cfg["model"]), cfg)

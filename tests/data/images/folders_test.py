@@ -1,0 +1,167 @@
+"""Folders of images: splits, classes, the held-out share."""
+
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.data.images import folders
+
+
+def _write(path):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(path)
+  return path
+
+
+class _TempDirTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+
+class ListImagesTest(_TempDirTest):
+  def test_hidden_files_and_folders_are_left_out(self):
+    for name in ("ant/1.png", "ant/._1.png", ".cache/2.png", "cat/3.png"):
+      _write(self.root / name)
+    names, files = folders.list_images(self.root)
+    self.assertEqual(names, ("ant", "cat"))
+    self.assertEqual(files, [("ant/1.png", 0), ("cat/3.png", 1)])
+
+  @parameterized.parameters("1.JPG", "1.JPEG", "1.Png", "1.WEBP", "1.TIF")
+  def test_suffixes_may_be_upper_case(self, name):
+    _write(self.root / "ant" / name)
+    self.assertLen(folders.list_images(self.root)[1], 1)
+
+  def test_flat_folder_is_one_class(self):
+    for name in ("b.png", "a.png"):
+      _write(self.root / name)
+    names, files = folders.list_images(self.root)
+    self.assertLen(names, 1)
+    self.assertEqual(files, [("a.png", 0), ("b.png", 0)])
+
+  def test_empty_class_is_named(self):
+    _write(self.root / "ant" / "1.png")
+    (self.root / "dog").mkdir()
+    (self.root / "dog" / "notes.txt").write_text("no image")
+    with self.assertRaisesRegex(ValueError, "class folder 'dog' holds no"):
+      folders.list_images(self.root)
+
+
+class ListSplitTest(_TempDirTest):
+  def _names(self, split, share=0.25):
+    _, _, files = folders.list_split(self.root, split, share)
+    return {name for name, _ in files}
+
+  def _write_many(self, count, prefix=""):
+    for name in ("ant", "bee"):
+      for i in range(count):
+        _write(self.root / prefix / name / f"{i}.png")
+
+  @parameterized.parameters("", "train")
+  def test_share_cuts_the_images_in_two(self, prefix):
+    self._write_many(60, prefix)
+    train, val = self._names("train"), self._names("val")
+    self.assertEqual(train & val, set())
+    self.assertLen(train | val, 120)
+    self.assertBetween(len(val), 15, 45)
+
+  def test_further_images_move_none(self):
+    self._write_many(20)
+    train, val = self._names("train"), self._names("val")
+    self._write_many(50)
+    for i in range(50):
+      _write(self.root / "cow" / f"{i}.png")
+    self.assertLess(train, self._names("train"))
+    self.assertLess(val, self._names("val"))
+
+  def test_own_folder_comes_before_the_share(self):
+    self._write_many(8, "train")
+    _write(self.root / "val" / "ant" / "only.png")
+    self.assertEqual(self._names("val"), {"ant/only.png"})
+    self.assertLen(self._names("train"), 16)
+
+  def test_flat_folders_have_splits_too(self):
+    for name in ("train/1.png", "train/2.png", "val/3.png"):
+      _write(self.root / name)
+    self.assertEqual(self._names("train", 0.0), {"1.png", "2.png"})
+    self.assertEqual(self._names("val", 0.0), {"3.png"})
+
+  def test_without_share_nothing_is_held_out(self):
+    self._write_many(3)
+    self.assertLen(self._names("train", 0.0), 6)
+    with self.assertRaisesRegex(FileNotFoundError, "'val'.* data.val_share"):
+      self._names("val", 0.0)
+
+  def test_class_without_training_images_is_named(self):
+    self._write_many(3)
+    with self.assertRaisesRegex(ValueError, "val_share=1.0 .* class 'ant'"):
+      self._names("train", 1.0)
+
+  def test_share_that_holds_out_nothing_is_named(self):
+    self._write_many(1)
+    with self.assertRaisesRegex(ValueError, "val_share=1e-06 .* no image"):
+      self._names("val", 1e-6)
+
+
+class FindFilesTest(_TempDirTest):
+  def test_finds_images_below(self):
+    for name in ("b/c/2.png", "a.png", ".hidden/3.png", "b/._1.png"):
+      _write(self.root / name)
+    found = folders.find_files(self.root)
+    self.assertEqual(
+      found, [str(self.root / name) for name in ("a.png", "b/c/2.png")]
+    )
+
+  def test_folder_without_images_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, f"{self.root} holds no"):
+      folders.find_files(self.root)
+
+
+class FindSplitsTest(_TempDirTest):
+  def test_folder_of_classes_is_one_split(self):
+    _write(self.root / "ant" / "1.png")
+    self.assertEqual(folders.find_splits(self.root), {"train": self.root})
+    self.assertEqual(folders.find_splits(self.root, "val"), {"val": self.root})
+
+  def test_splits_are_found_and_chosen(self):
+    for split in ("train", "val"):
+      _write(self.root / split / "ant" / "1.png")
+    found = {split: self.root / split for split in ("train", "val")}
+    self.assertEqual(folders.find_splits(self.root), found)
+    self.assertEqual(
+      folders.find_splits(self.root, "val"), {"val": self.root / "val"}
+    )
+
+  def test_class_may_be_called_train(self):
+    for name in ("bus", "train"):
+      _write(self.root / name / "1.png")
+    self.assertEqual(folders.find_splits(self.root), {"train": self.root})
+
+  def test_missing_split_is_named(self):
+    _write(self.root / "train" / "ant" / "1.png")
+    with self.assertRaisesRegex(FileNotFoundError, r"no split 'val', only"):
+      folders.find_splits(self.root, "val")
+
+  def test_missing_directory_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "nope: no such directory"):
+      folders.find_splits(self.root / "nope")
+
+
+class FingerprintTest(absltest.TestCase):
+  def test_depends_on_names_labels_and_order(self):
+    lists = (
+      [("ant/1", 0), ("cat/1", 1)],
+      [("cat/1", 1), ("ant/1", 0)],
+      [("ant/1", 0), ("cat/2", 1)],
+      [("ant/1", 0), ("cat/1", 2)],
+      [("ant/1", 0)],
+    )
+    self.assertLen({folders.fingerprint(files) for files in lists}, len(lists))
+    self.assertStartsWith(folders.fingerprint(lists[0]), "2 files, sha256 ")
+
+
+if __name__ == "__main__":
+  absltest.main()

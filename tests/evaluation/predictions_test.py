@@ -1,0 +1,155 @@
+"""Predictions for every image, and scores that are exact counts."""
+
+import dataclasses
+import pathlib
+import tempfile
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.config import EvalConfig, MeshConfig
+from moh_jax.evaluation import predictions
+from moh_jax.evaluation.accuracy import make_eval_step
+from moh_jax.evaluation.means import mean_metrics
+from moh_jax.models.registry import make_model
+from moh_jax.runtime import sharding
+from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.training import classification
+from tests.training import tiny
+
+_RNG = np.random.RandomState(0)
+_LOGITS = _RNG.normal(size=(24, 8)).astype(np.float32)
+_LABELS = _RNG.randint(0, 8, 24).astype(np.int32)
+
+
+class _Echo(nn.Module):
+  """The "images" are the logits."""
+
+  @nn.compact
+  def __call__(self, images):
+    return images, types.SimpleNamespace(activated_share=jnp.float32(0.5))
+
+
+def _predict(logits=_LOGITS, labels=_LABELS, real=21):
+  count = len(labels)
+  batch = {
+    "image": logits,
+    "label": labels,
+    "index": np.arange(count, dtype=np.int32),
+    "mask": (np.arange(count) < real).astype(np.float32),
+  }
+  mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+  parts = [{k: v[i : i + 8] for k, v in batch.items()} for i in (0, 8, 16)]
+  step = predictions.predict_step(_Echo())
+  with sharding.use_mesh(mesh):
+    parts = [sharding.shard_batch(part, mesh) for part in parts]
+    return predictions.predict_all(step, {}, parts, mesh), parts
+
+
+class ScoresTest(parameterized.TestCase):
+  def test_equal_the_sums_over_batches(self):
+    found, parts = _predict()
+    expected = mean_metrics(make_eval_step(_Echo()), {}, parts)
+    ours = predictions.scores(found)
+    self.assertEqual(ours.keys(), expected.keys())
+    for name, value in expected.items():
+      self.assertAlmostEqual(ours[name], value, places=5, msg=name)
+    self.assertEqual(ours["examples"], 21)
+
+  def test_model_that_gives_nan_scores_nothing(self):
+    found, _ = _predict(np.full_like(_LOGITS, np.nan))
+    ours = predictions.scores(found)
+    self.assertEqual((ours["accuracy"], ours["top5_accuracy"]), (0, 0))
+
+  def test_several_classes_may_be_right(self):
+    found, _ = _predict()
+    right = [
+      {int(row[0])} if i % 2 else {int(row[4])}
+      for i, row in enumerate(found.top)
+    ]
+    right[3] = right[4] = frozenset()  # these do not count
+    ours = predictions.scores(found, right)
+    self.assertEqual(ours["examples"], 19)
+    self.assertEqual(ours["accuracy"], 9 / 19)
+    self.assertEqual(ours["top5_accuracy"], 1)
+
+  def test_by_class(self):
+    found = predictions.Predictions(
+      index=np.arange(5),
+      label=np.array([0, 0, 0, 2, 2]),
+      top=np.array([[0, 1], [2, 0], [2, 1], [2, 0], [-1, -1]]),
+      loss=np.zeros(5),
+      activated_share=1.0,
+    )
+    rows = predictions.by_class(found, ("ant", "bee", "cat"))
+    self.assertEqual(
+      [tuple(row.values()) for row in rows],
+      [
+        ("ant", 3, 1 / 3, 2 / 3, "cat", 2),
+        ("bee", 0, None, None, "", 0),
+        ("cat", 2, 1 / 2, 1 / 2, "", 0),
+      ],
+    )
+
+
+class ReadRightTest(parameterized.TestCase):
+  names = ("b/2.jpg", "a/1.jpg")
+  classes = ("a", "b")
+
+  @parameterized.parameters(
+    ([[0], [1, 0]],),
+    ({"2.jpg": ["b", "a"], "1.jpg": "a"},),
+    ({"b/2.jpg": [0, 1], "a/1.jpg": 0},),
+  )
+  def test_forms(self, stored):
+    right = predictions.read_right(stored, self.names, self.classes)
+    self.assertEqual(right, [{0, 1}, {0}])
+
+  @parameterized.parameters(
+    ([[0]], "1 entries, must be one for each of the 2"),
+    ({"1.jpg": 0}, "no entry for the image 'b/2.jpg'"),
+    ([0, "c"], "'b/2.jpg' has the label 'c'"),
+    ([0, 7], "'b/2.jpg' has the label 7"),
+  )
+  def test_bad_file_is_named(self, stored, message):
+    with self.assertRaisesRegex(ValueError, message):
+      predictions.read_right(stored, self.names, self.classes)
+
+
+class DevicesTest(parameterized.TestCase):
+  def test_any_number_of_devices_counts_the_same_images(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    rng = np.random.default_rng(0)
+    for name, count in (("ant", 9), ("bee", 12)):  # 21: no multiple of 8
+      (root / name).mkdir()
+      for i in range(count):
+        pixels = rng.integers(0, 256, (8, 8), np.uint8)
+        Image.fromarray(pixels).save(root / name / f"{i}.png")
+    config = tiny.config(
+      model={"channels": 1, "num_classes": 2},
+      data={"source": "image_folder", "path": str(root), "val_share": 1.0},
+    )
+    config = dataclasses.replace(config, eval=EvalConfig(batch_size=16))
+    model, _ = make_model(config)
+    params = tiny.random_params(config)
+    _, predict = classification.make_predict(model, config, Metadata(config))
+    found = {}
+    for count in (1, 2, 8):
+      mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:count])
+      with sharding.use_mesh(mesh):
+        found[count] = predict(params, mesh)
+    for count, other in found.items():
+      np.testing.assert_array_equal(np.sort(other.index), np.arange(21))
+      np.testing.assert_array_equal(other.index, found[1].index)
+      np.testing.assert_array_equal(other.label, found[1].label)
+      np.testing.assert_array_equal(other.top, found[1].top)
+      self.assertEqual(predictions.scores(other)["examples"], 21, count)
+
+
+if __name__ == "__main__":
+  absltest.main()
