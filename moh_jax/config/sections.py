@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from moh_jax.config.checks import (
+  DTYPES,
   MOST_AHEAD,
   MOST_BATCH,
   MOST_SIDE,
@@ -17,6 +18,7 @@ SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
 BAD_IMAGES = ("raise", "skip")
 SCHEDULES = ("cosine", "constant")
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +88,15 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-  """AdamW, its schedule and what surrounds it.
+  """The optimizer, its schedule and what surrounds it.
 
   Attributes:
+    name: the optimizer: "adamw" (arXiv:1711.05101), "adafactor"
+      (arXiv:1804.04235, with absolute learning rates as in arXiv:2106.04560),
+      "lion" (arXiv:2302.06675), or "muon" (arXiv:2502.16982) for the matrices
+      of attention and MLPs with AdamW for other parameters. Updates of
+      "adafactor" and "muon" are as large as AdamW's, so its learning rates
+      serve them; Lion's are larger and want a third to a tenth of them.
     lr: peak learning rate.
     schedule: learning rate after the warm-up: "cosine" falls from `lr` to
       `final_lr`, "constant" stays.
@@ -96,9 +104,13 @@ class OptimConfig:
       run; 0 is none, None a twentieth of `train.steps`, at most 2,000.
     warmup_lr: learning rate of the first step of a warm-up.
     final_lr: learning rate at the end of the cosine.
-    b1: decay of AdamW's first moment, in [0, 1).
-    b2: decay of AdamW's second moment, in [0, 1).
-    eps: added to the root of the second moment.
+    b1: decay of the first moment, in [0, 1). With 0 "adafactor" keeps none;
+      "lion" weights its moment against the gradient by it.
+    b2: decay of the second moment, in [0, 1), for "adafactor" its limit; "lion"
+      has none, and its only moment decays by this, usually 0.99.
+    eps: added to the root of the second moment by AdamW.
+    moment_dtype: dtype of the first moment, "float32" or "bfloat16". The second
+      moment is float32: it changes by less than bfloat16 resolves.
     weight_decay: decoupled weight decay per step, multiplied by the learning
       rate.
     no_decay: patterns (fnmatch) of parameter paths "a/b/c" that do not decay.
@@ -110,6 +122,7 @@ class OptimConfig:
       memory.
   """
 
+  name: str = "adamw"
   lr: float = 1e-3
   schedule: str = "cosine"
   warmup_steps: int | None = None
@@ -118,6 +131,7 @@ class OptimConfig:
   b1: float = 0.9
   b2: float = 0.999
   eps: float = 1e-8
+  moment_dtype: str = "float32"
   weight_decay: float = 0.05
   no_decay: tuple[str, ...] = ("*bias", "*scale")
   clip_norm: float = 1.0
@@ -125,7 +139,8 @@ class OptimConfig:
   accumulation: int = 1
 
   def __post_init__(self):
-    one_of("optim", self, schedule=SCHEDULES)
+    one_of("optim", self, name=OPTIMIZERS, schedule=SCHEDULES)
+    one_of("optim", self, moment_dtype=DTYPES)
     at_least("optim", 0, self, "lr", "warmup_lr", "final_lr", "eps")
     at_least("optim", 0, self, "weight_decay", "clip_norm", "warmup_steps")
     at_least("optim", 1, self, "accumulation", most=MOST_BATCH)

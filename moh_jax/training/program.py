@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.runtime.fits import check_config, check_tree
+from moh_jax.runtime.params import abstract_params
 from moh_jax.training import optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
@@ -31,7 +32,11 @@ def make_program(
     ValueError: memory cannot hold the run.
   """
   check_config(config, mesh)
-  optimizer = optim.make_optimizer(config.optim, config.train.steps)
+  optimizer = optim.make_optimizer(
+    config.optim,
+    config.train.steps,
+    abstract_params(task.model, task.inputs),
+  )
   init_state, abstract = make_state(
     task.model,
     task.inputs,
