@@ -14,7 +14,7 @@ from absl.testing import absltest
 from moh_jax.runtime import sharding
 from moh_jax.training import optim
 from moh_jax.training.state import make_state
-from moh_jax.training.step import jit_train_step, train_step
+from moh_jax.training.step import Mean, jit_train_step, train_step
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -110,20 +110,42 @@ class StepTest(absltest.TestCase):
     rates = jnp.stack([first["lr"], second["lr"]])
     chex.assert_trees_all_close(rates, jnp.array([0.0, 5e-4]), rtol=1e-6)
 
-  def test_a_metric_without_value_in_a_microbatch_is_left_out_of_its_mean(self):
+  def test_unequal_targets_and_empty_microbatches_weigh_as_in_the_batch(self):
+    config = tiny.llm_config(
+      train={"balance_weight": 0.0}, optim={"lr": 1e-3, "warmup_steps": 0}
+    )
+    init, _, step = _setup(config)
+    # Example i is in microbatch i % 4: the first has no target, the next few.
+    weights = np.ones_like(_batch()["weights"])
+    weights[0::4], weights[1::4, 3:], weights[2, 7:] = 0, 0, 0
+    batch = {**_batch(), "weights": weights}
+    whole, metrics = jax.jit(step)(init(), batch)
+    parts_step = functools.partial(step, accumulation=4)
+    parts, parts_metrics = jax.jit(parts_step)(init(), batch)
+    parts_metrics.pop("balance_loss"), metrics.pop("balance_loss")
+    chex.assert_trees_all_close(parts_metrics, metrics, rtol=2e-6)
+    # AdamW's moments are the gradients of this first step and their squares.
+    moments = (s.opt_state[1][0].mu for s in (parts, whole))
+    chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
+
+  def test_a_metric_is_the_whole_batchs_and_none_where_nothing_weighs(self):
     init, _, step = _setup(_CONFIG, accumulation=2)
 
     def loss_fn(params, batch, rng, step):
-      value = batch["label"].astype(jnp.float32).mean()
-      missing = jnp.where(value > 0, value, jnp.nan)
+      value = batch["label"].astype(jnp.float32)
       total = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
-      return total, {"loss": total, "sometimes": missing}
+      return total, {
+        "loss": total,
+        "some": Mean(value.sum(), (value > 0).sum()),
+        "none": Mean(jnp.zeros(()), jnp.zeros(())),
+      }
 
     step = functools.partial(step, loss_fn=loss_fn)
-    # Example i is in microbatch i % 2: one has the label 0, the other 6.
-    batch = {"label": jnp.arange(16) % 2 * 6}
+    # Example i is in microbatch i % 2: one has only the label 0.
+    batch = {"label": jnp.arange(16) % 2 * jnp.arange(16)}
     _, metrics = jax.jit(step)(init(), batch)
-    self.assertEqual(float(metrics["sometimes"]), 6.0)
+    self.assertEqual(float(metrics["some"]), 8.0)
+    self.assertTrue(np.isnan(metrics["none"]))
 
 
 if __name__ == "__main__":
