@@ -17,7 +17,8 @@ from moh_jax.config.checks import (
 SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
 BAD_IMAGES = ("raise", "skip")
-SCHEDULES = ("cosine", "constant")
+SCHEDULES = ("cosine", "constant", "wsd")
+DECAYS = ("linear", "cosine", "sqrt")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 
 
@@ -99,11 +100,16 @@ class OptimConfig:
       serve them; Lion's are larger and want a third to a tenth of them.
     lr: peak learning rate.
     schedule: learning rate after the warm-up: "cosine" falls from `lr` to
-      `final_lr`, "constant" stays.
+      `final_lr`, "constant" stays, "wsd" stays and falls in the last
+      `decay_steps` (arXiv:2405.18392). A run of "wsd" can be made longer from
+      any checkpoint before its fall.
     warmup_steps: steps of the linear warm-up from `warmup_lr`, which begin the
       run; 0 is none, None a twentieth of `train.steps`, at most 2,000.
     warmup_lr: learning rate of the first step of a warm-up.
-    final_lr: learning rate at the end of the cosine.
+    final_lr: learning rate at the end of "cosine" and "wsd".
+    decay_steps: steps of the fall of "wsd"; None is a fifth of `train.steps`.
+    decay_form: how "wsd" falls: "linear", "cosine", or "sqrt", as 1 minus the
+      root of the share of the fall that is done.
     b1: decay of the first moment, in [0, 1). With 0 "adafactor" keeps none;
       "lion" weights its moment against the gradient by it.
     b2: decay of the second moment, in [0, 1), for "adafactor" its limit; "lion"
@@ -118,6 +124,11 @@ class OptimConfig:
       down; 0 clips nothing.
     ema_decay: decay per step of the averaged parameters, in [0, 1); 0 keeps
       none.
+    ema_every: steps between updates of the averaged parameters, each of which
+      decays them as so many steps.
+    ema_dtype: dtype of the averaged parameters, "float32" or "bfloat16". The
+      latter has 8 bits: an update that changes a value by less than 1/512 is
+      lost, so `ema_decay` to the power of `ema_every` should be far from 1.
     accumulation: microbatches that a step's batch is split into, to save
       memory.
   """
@@ -128,6 +139,8 @@ class OptimConfig:
   warmup_steps: int | None = None
   warmup_lr: float = 0.0
   final_lr: float = 0.0
+  decay_steps: int | None = None
+  decay_form: str = "linear"
   b1: float = 0.9
   b2: float = 0.999
   eps: float = 1e-8
@@ -136,14 +149,19 @@ class OptimConfig:
   no_decay: tuple[str, ...] = ("*bias", "*scale")
   clip_norm: float = 1.0
   ema_decay: float = 0.0
+  ema_every: int = 1
+  ema_dtype: str = "float32"
   accumulation: int = 1
 
   def __post_init__(self):
     one_of("optim", self, name=OPTIMIZERS, schedule=SCHEDULES)
-    one_of("optim", self, moment_dtype=DTYPES)
+    one_of("optim", self, decay_form=DECAYS)
+    one_of("optim", self, moment_dtype=DTYPES, ema_dtype=DTYPES)
     at_least("optim", 0, self, "lr", "warmup_lr", "final_lr", "eps")
     at_least("optim", 0, self, "weight_decay", "clip_norm", "warmup_steps")
+    at_least("optim", 0, self, "decay_steps")
     at_least("optim", 1, self, "accumulation", most=MOST_BATCH)
+    at_least("optim", 1, self, "ema_every")
     for name in ("b1", "b2", "ema_decay"):
       value = getattr(self, name)
       if not 0 <= value < 1:
@@ -154,6 +172,42 @@ class OptimConfig:
     if self.warmup_steps is not None:
       return self.warmup_steps
     return min(steps // 20, 2000)
+
+  def decay(self, steps: int) -> int:
+    """Steps in which a run of so many steps ends: the fall of "wsd"."""
+    if self.schedule != "wsd":
+      return 0
+    return steps // 5 if self.decay_steps is None else self.decay_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class RewindConfig:
+  """What a run does when its loss is NaN or a spike.
+
+  It goes back to a checkpoint, skips all batches from there to the bad step,
+  and goes on.
+
+  Attributes:
+    steps: steps to go back at least, or to the oldest checkpoint that is kept
+      (without any, to the beginning); 0 ends the run instead.
+    limit: times that a run goes back; then it ends.
+    spike: loss above this many times its mean over some 50 steps before is as
+      bad as NaN; 0 sees NaN and infinite values alone. At least 1.
+  """
+
+  steps: int = 0
+  limit: int = 3
+  spike: float = 0.0
+
+  def __post_init__(self):
+    at_least("rewind", 0, self, "steps", "spike")
+    at_least("rewind", 1, self, "limit")
+    if 0 < self.spike < 1:
+      raise ValueError(f"rewind.spike={self.spike} must be 0 or at least 1")
+    if self.spike and not self.steps:
+      raise ValueError(
+        f"rewind.spike={self.spike} must be 0 where rewind.steps=0"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +222,14 @@ class TrainConfig:
       that model lacks, such as a router; further rows of its vocabulary are the
       mean of its own.
     balance_weight: weight of the router's load-balance loss in the loss.
+    rewind: what the run does when its loss is NaN or a spike.
   """
 
   steps: int = 1000
   seed: int = 0
   init_from: str = ""
   balance_weight: float = 0.01
+  rewind: RewindConfig = RewindConfig()
 
   def __post_init__(self):
     at_least("train", 1, self, "steps")

@@ -18,7 +18,7 @@ _LEAST_FACTORED = 32
 
 
 def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-  """Makes the learning-rate schedule: linear warm-up, then cosine or constant.
+  """Makes the learning-rate schedule: a linear warm-up, then `config.schedule`.
 
   Args:
     config: section `optim` of the config.
@@ -27,19 +27,30 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
   Returns:
     step -> learning rate; step 0 has `warmup_lr` where there is a warm-up.
   """
-  warmup = config.warmup(steps)
+  warmup, decay = config.warmup(steps), config.decay(steps)
+  parts, ends = [optax.constant_schedule(config.lr)], []
   if config.schedule == "cosine":
-    # cosine_decay_schedule takes its floor as a fraction of the peak.
-    floor = config.final_lr / config.lr if config.lr else 0.0
-    main = optax.cosine_decay_schedule(
-      config.lr, max(steps - warmup, 1), alpha=floor
+    parts = [_fall(config, max(steps - warmup, 1), "cosine")]
+  if warmup:
+    ramp = optax.linear_schedule(config.warmup_lr, config.lr, warmup)
+    parts, ends = [ramp, *parts], [warmup]
+  if decay:
+    parts.append(_fall(config, decay, config.decay_form))
+    ends.append(steps - decay)
+  return optax.join_schedules(parts, ends) if ends else parts[0]
+
+
+def _fall(config: OptimConfig, steps: int, form: str) -> optax.Schedule:
+  """From `lr` to `final_lr` in so many steps."""
+  high, low = config.lr, config.final_lr
+  if form == "linear":
+    return optax.linear_schedule(high, low, steps)
+  if form == "sqrt":
+    return lambda step: (
+      low + (high - low) * (1.0 - jnp.sqrt(jnp.minimum(step / steps, 1.0)))
     )
-  else:
-    main = optax.constant_schedule(config.lr)
-  if not warmup:
-    return main
-  ramp = optax.linear_schedule(config.warmup_lr, config.lr, warmup)
-  return optax.join_schedules([ramp, main], [warmup])
+  # cosine_decay_schedule takes its floor as a fraction of the peak.
+  return optax.cosine_decay_schedule(high, steps, low / high if high else 0.0)
 
 
 def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:

@@ -27,7 +27,7 @@ class TrainState:
     step: [] int32, number of optimizer steps done.
     params: parameter tree, float32.
     opt_state: state of the optax optimizer.
-    ema: averaged parameters, or None.
+    ema: averaged parameters in `optim.ema_dtype`, or None.
     rng: [2] uint32, data of the run's random key; a step folds its number in.
   """
 
@@ -45,7 +45,7 @@ def make_state(
   mesh: Mesh,
   *,
   seed: int,
-  keep_ema: bool,
+  ema_dtype: str | None,
 ) -> tuple[Any, Any]:
   """Prepares the initialization of a state that is sharded over a mesh.
 
@@ -55,7 +55,7 @@ def make_state(
     optimizer: gradient transformation.
     mesh: the devices.
     seed: seed of the parameters and of all random choices of the run.
-    keep_ema: whether the state holds averaged parameters.
+    ema_dtype: dtype of the averaged parameters; None keeps none.
 
   Returns:
     A jitted function () -> initial state, which each device initialises its
@@ -71,7 +71,7 @@ def make_state(
       step=jnp.zeros((), jnp.int32),
       params=params,
       opt_state=optimizer.init(params),
-      ema=jax.tree.map(jnp.copy, params) if keep_ema else None,
+      ema=averaged_from(params, ema_dtype),
       rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
     )
 
@@ -83,7 +83,7 @@ def make_state(
     with_shardings(unbox(boxed), params),
     whole,
   )
-  ema = params if keep_ema else None
+  ema = params if ema_dtype else None
   shardings = TrainState(whole, params, opt_state, ema, whole)
   abstract = with_shardings(jax.eval_shape(init), shardings)
   # It runs once, and on CPUs optimizing it takes longer than running it.
@@ -91,6 +91,13 @@ def make_state(
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   return init, abstract
+
+
+def averaged_from(params: Any, dtype: str | None) -> Any:
+  """Averaged parameters before the first step: a copy; None for None."""
+  if dtype is None:
+    return None
+  return jax.tree.map(lambda x: jnp.array(x, dtype), params)
 
 
 def _optimizer_shardings(

@@ -70,6 +70,7 @@ def train_step(
   schedule: optax.Schedule,
   accumulation: int = 1,
   ema_decay: float = 0.0,
+  ema_every: int = 1,
 ) -> tuple[TrainState, Metrics]:
   """Updates the state with one global batch.
 
@@ -83,7 +84,9 @@ def train_step(
     accumulation: number of microbatches that the batch is cut into; gradients
       and metrics are those of the whole batch. Only the balance loss, a product
       of means over tokens, is then computed for each microbatch and averaged.
-    ema_decay: decay of the averaged parameters; 0 leaves them unchanged.
+    ema_decay: decay per step of the averaged parameters; 0 leaves them
+      unchanged.
+    ema_every: steps between their updates.
 
   Returns:
     The state after the step, and metrics as float32 scalars.
@@ -105,9 +108,23 @@ def train_step(
   params = optax.apply_updates(state.params, updates)
   ema = state.ema
   if ema_decay:
-    ema = optax.incremental_update(params, ema, 1.0 - ema_decay)
+    ema = _average(params, ema, state.step + 1, ema_decay, ema_every)
   new_state = TrainState(state.step + 1, params, opt_state, ema, state.rng)
   return new_state, metrics
+
+
+def _average(
+  params: Any, ema: Any, step: jax.Array, decay: float, every: int
+) -> Any:
+  """Averaged parameters after a step, updated at multiples of `every`."""
+
+  def update() -> Any:
+    new = optax.incremental_update(params, ema, 1.0 - decay**every)
+    return jax.tree.map(lambda x, old: x.astype(old.dtype), new, ema)
+
+  if every == 1:
+    return update()
+  return jax.lax.cond(step % every == 0, update, lambda: ema)
 
 
 def _mean_gradients(

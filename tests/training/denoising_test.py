@@ -154,7 +154,7 @@ class StepsTest(absltest.TestCase):
     task = make_task(config)
     optimizer = optim.make_optimizer(config.optim, config.train.steps)
     init, abstract = make_state(
-      task.model, task.inputs, optimizer, mesh, seed=0, keep_ema=True
+      task.model, task.inputs, optimizer, mesh, seed=0, ema_dtype="float32"
     )
     step = jit_train_step(
       state_shardings=jax.tree.map(lambda x: x.sharding, abstract),

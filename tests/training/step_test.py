@@ -13,6 +13,7 @@ from absl.testing import absltest
 
 from moh_jax.runtime import sharding
 from moh_jax.training import optim
+from moh_jax.training.program import make_program
 from moh_jax.training.state import make_state
 from moh_jax.training.step import Mean, jit_train_step, train_step
 from tests.training import tiny
@@ -35,7 +36,7 @@ def _setup(config=_CONFIG, **options):
   task = make_task(config)
   init, abstract = make_state(
     task.model, task.inputs, optimizer, mesh, seed=0,
-    keep_ema=config.optim.ema_decay > 0,
+    ema_dtype="float32" if config.optim.ema_decay else None,
   )  # fmt: skip
   step = functools.partial(
     train_step,
@@ -85,6 +86,33 @@ class StepTest(absltest.TestCase):
       state, _ = step(state, _batch())
       mine = jax.tree.map(lambda e, p: 0.8 * e + 0.2 * p, mine, state.params)
     chex.assert_trees_all_close(state.ema, mine, atol=1e-6)
+
+  def test_average_of_every_third_step_decays_as_three(self):
+    config = tiny.llm_config(
+      optim={"lr": 1e-2, "ema_decay": 0.5, "ema_every": 3,
+             "ema_dtype": "bfloat16", "warmup_steps": 0}
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    init, _, step = make_program(config, make_task(config), mesh)
+    state = init()
+    first = jax.device_get(state.ema)
+    for number in (1, 2, 3, 4):
+      state, _ = step(state, _batch())
+      ema = jax.device_get(state.ema)
+      if number < 3:
+        chex.assert_trees_all_equal(ema, first)
+      if number == 3:
+        third = ema
+        expected = jax.tree.map(
+          lambda e, p: np.float32(e) / 8 + np.asarray(p) * 7 / 8,
+          first,
+          jax.device_get(state.params),
+        )
+    chex.assert_trees_all_equal(ema, third)
+    self.assertEqual(third["head"]["kernel"].dtype, "bfloat16")
+    chex.assert_trees_all_close(
+      jax.tree.map(np.float32, third), expected, rtol=2**-8, atol=1e-6
+    )
 
   def test_random_choices_differ_between_steps(self):
     config = tiny.config(  # images are mixed, layers dropped
