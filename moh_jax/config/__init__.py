@@ -42,6 +42,7 @@ from moh_jax.config.sections import EvalConfig as EvalConfig
 from moh_jax.config.sections import LogConfig as LogConfig
 from moh_jax.config.sections import MeshConfig as MeshConfig
 from moh_jax.config.sections import OptimConfig as OptimConfig
+from moh_jax.config.sections import RewindConfig as RewindConfig
 from moh_jax.config.sections import TrainConfig as TrainConfig
 from moh_jax.config.text import TextDataConfig as TextDataConfig
 from moh_jax.config.text import TuneConfig as TuneConfig

@@ -119,6 +119,12 @@ class Config:
         f"optim.warmup_steps={warmup} must be at most "
         f"train.steps={self.train.steps}"
       )
+    decay = self.optim.decay(self.train.steps)
+    if warmup + decay > self.train.steps:
+      raise ValueError(
+        f"optim.decay_steps={decay} must be at most train.steps="
+        f"{self.train.steps} less the {warmup} steps of the warm-up"
+      )
 
   def by_name(self) -> dict[str, Any]:
     """Every section of the run, by its name."""

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from moh_jax.config.checks import (
+  DTYPES,
   MOST_AHEAD,
   MOST_BATCH,
   MOST_SIDE,
@@ -16,7 +17,9 @@ from moh_jax.config.checks import (
 SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
 BAD_IMAGES = ("raise", "skip", "check")
-SCHEDULES = ("cosine", "constant")
+SCHEDULES = ("cosine", "constant", "wsd")
+DECAYS = ("linear", "cosine", "sqrt")
+OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +96,34 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-  """AdamW, its schedule and what surrounds it.
+  """The optimizer, its schedule and what surrounds it.
 
   Attributes:
+    name: the optimizer: "adamw" (arXiv:1711.05101), "adafactor"
+      (arXiv:1804.04235, with absolute learning rates as in arXiv:2106.04560),
+      "lion" (arXiv:2302.06675), or "muon" (arXiv:2502.16982) for the matrices
+      of attention and MLPs with AdamW for other parameters. Updates of
+      "adafactor" and "muon" are as large as AdamW's, so its learning rates
+      serve them; Lion's are larger and want a third to a tenth of them.
     lr: peak learning rate.
     schedule: learning rate after the warm-up: "cosine" falls from `lr` to
-      `final_lr`, "constant" stays.
+      `final_lr`, "constant" stays, "wsd" stays and falls in the last
+      `decay_steps` (arXiv:2405.18392). A run of "wsd" can be made longer from
+      any checkpoint before its fall.
     warmup_steps: steps of the linear warm-up from `warmup_lr`, which begin the
       run; 0 is none, None a twentieth of `train.steps`, at most 2,000.
     warmup_lr: learning rate of the first step of a warm-up.
-    final_lr: learning rate at the end of the cosine.
-    b1: decay of AdamW's first moment, in [0, 1).
-    b2: decay of AdamW's second moment, in [0, 1).
-    eps: added to the root of the second moment.
+    final_lr: learning rate at the end of "cosine" and "wsd".
+    decay_steps: steps of the fall of "wsd"; None is a fifth of `train.steps`.
+    decay_form: how "wsd" falls: "linear", "cosine", or "sqrt", as 1 minus the
+      root of the share of the fall that is done.
+    b1: decay of the first moment, in [0, 1). With 0 "adafactor" keeps none;
+      "lion" weights its moment against the gradient by it.
+    b2: decay of the second moment, in [0, 1), for "adafactor" its limit; "lion"
+      has none, and its only moment decays by this, usually 0.99.
+    eps: added to the root of the second moment by AdamW.
+    moment_dtype: dtype of the first moment, "float32" or "bfloat16". The second
+      moment is float32: it changes by less than bfloat16 resolves.
     weight_decay: decoupled weight decay per step, multiplied by the learning
       rate.
     no_decay: patterns (fnmatch) of parameter paths "a/b/c" that do not decay.
@@ -116,30 +134,45 @@ class OptimConfig:
     layer_decay: factor in (0, 1] of the learning rate from a layer to the one
       before it, as fine-tuning wants it: the output has the whole rate, the
       first layers the least. 1 is one rate for all.
+    ema_every: steps between updates of the averaged parameters, each of which
+      decays them as so many steps.
+    ema_dtype: dtype of the averaged parameters, "float32" or "bfloat16". The
+      latter has 8 bits: an update that changes a value by less than 1/512 is
+      lost, so `ema_decay` to the power of `ema_every` should be far from 1.
     accumulation: microbatches that a step's batch is split into, to save
       memory.
   """
 
+  name: str = "adamw"
   lr: float = 1e-3
   schedule: str = "cosine"
   warmup_steps: int | None = None
   warmup_lr: float = 0.0
   final_lr: float = 0.0
+  decay_steps: int | None = None
+  decay_form: str = "linear"
   b1: float = 0.9
   b2: float = 0.999
   eps: float = 1e-8
+  moment_dtype: str = "float32"
   weight_decay: float = 0.05
   no_decay: tuple[str, ...] = ("*bias", "*scale")
   clip_norm: float = 1.0
   ema_decay: float = 0.0
   layer_decay: float = 1.0
+  ema_every: int = 1
+  ema_dtype: str = "float32"
   accumulation: int = 1
 
   def __post_init__(self):
-    one_of("optim", self, schedule=SCHEDULES)
+    one_of("optim", self, name=OPTIMIZERS, schedule=SCHEDULES)
+    one_of("optim", self, decay_form=DECAYS)
+    one_of("optim", self, moment_dtype=DTYPES, ema_dtype=DTYPES)
     at_least("optim", 0, self, "lr", "warmup_lr", "final_lr", "eps")
     at_least("optim", 0, self, "weight_decay", "clip_norm", "warmup_steps")
+    at_least("optim", 0, self, "decay_steps")
     at_least("optim", 1, self, "accumulation", most=MOST_BATCH)
+    at_least("optim", 1, self, "ema_every")
     for name in ("b1", "b2", "ema_decay"):
       value = getattr(self, name)
       if not 0 <= value < 1:
@@ -156,6 +189,42 @@ class OptimConfig:
       return self.warmup_steps
     return min(steps // 20, 2000)
 
+  def decay(self, steps: int) -> int:
+    """Steps in which a run of so many steps ends: the fall of "wsd"."""
+    if self.schedule != "wsd":
+      return 0
+    return steps // 5 if self.decay_steps is None else self.decay_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class RewindConfig:
+  """What a run does when its loss is NaN or a spike.
+
+  It goes back to a checkpoint, skips all batches from there to the bad step,
+  and goes on.
+
+  Attributes:
+    steps: steps to go back at least, or to the oldest checkpoint that is kept
+      (without any, to the beginning); 0 ends the run instead.
+    limit: times that a run goes back; then it ends.
+    spike: loss above this many times its mean over some 50 steps before is as
+      bad as NaN; 0 sees NaN and infinite values alone. At least 1.
+  """
+
+  steps: int = 0
+  limit: int = 3
+  spike: float = 0.0
+
+  def __post_init__(self):
+    at_least("rewind", 0, self, "steps", "spike")
+    at_least("rewind", 1, self, "limit")
+    if 0 < self.spike < 1:
+      raise ValueError(f"rewind.spike={self.spike} must be 0 or at least 1")
+    if self.spike and not self.steps:
+      raise ValueError(
+        f"rewind.spike={self.spike} must be 0 where rewind.steps=0"
+      )
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -169,12 +238,14 @@ class TrainConfig:
       that model lacks, such as a router; further rows of its vocabulary are the
       mean of its own.
     balance_weight: weight of the router's load-balance loss in the loss.
+    rewind: what the run does when its loss is NaN or a spike.
   """
 
   steps: int = 1000
   seed: int = 0
   init_from: str = ""
   balance_weight: float = 0.01
+  rewind: RewindConfig = RewindConfig()
 
   def __post_init__(self):
     at_least("train", 1, self, "steps")

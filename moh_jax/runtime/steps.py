@@ -169,7 +169,7 @@ def newest_whole_step(
 
 
 def set_aside_after(directory: str | epath.Path, step: int) -> None:
-  """Moves checkpoints after a step, which are damaged, to DIR/damaged/.
+  """Moves checkpoints after a step to DIR/damaged/: no run continues them.
 
   A run that continues at `step` will write checkpoints of their names again.
   """
@@ -183,7 +183,7 @@ def set_aside_after(directory: str | epath.Path, step: int) -> None:
         number += 1
       target = folder / f"{later}.{number}"
       step_folder(directory, later).rename(target)
-      _LOG.warning("the damaged checkpoint of step %d is now %s", later, target)
+      _LOG.warning("the checkpoint of step %d is set aside: %s", later, target)
 
 
 def stored_bytes(directory: str | epath.Path) -> int | None:

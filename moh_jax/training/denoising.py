@@ -19,7 +19,7 @@ from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn, Metrics, add_balance_loss
+from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
   Preview,
@@ -94,7 +94,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
   """Makes the loss: denoising loss plus the weighted balance loss.
 
   Timesteps are sampled uniformly. The squared error is also a metric for each
-  quarter of the timesteps, NaN where a batch has none of them.
+  quarter of the timesteps, without a value where a batch has none of them.
 
   Args:
     model: maps (x, t, labels) to (output, aux).
@@ -131,8 +131,8 @@ def _by_quartile(mse: jax.Array, t: jax.Array, num_steps: int) -> Metrics:
   out = {}
   for index in range(_QUARTILES):
     inside = quartile == index
-    mean = jnp.where(inside, mse, 0.0).sum() / inside.sum()
-    out[f"mse_quartile{index + 1}"] = mean
+    total = jnp.where(inside, mse, 0.0).sum()
+    out[f"mse_quartile{index + 1}"] = Mean(total, inside.sum())
   return out
 
 

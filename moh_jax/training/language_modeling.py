@@ -17,7 +17,7 @@ from moh_jax.models.generation import Decode
 from moh_jax.models.llm_output import summed_nats
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn, Metrics, add_balance_loss
+from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
 from moh_jax.training.task import Evaluate, Task, held_out_batches, stream
 
 # Compressors whose size of the held-out text its set may note.
@@ -136,7 +136,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     nats = summed_nats(
       x, params, config.model, batch["targets"], weights / weights.size
     )
-    mean = nats * (weights.size / jnp.maximum(weights.sum(), 1.0))
+    mean = Mean(nats * weights.size, weights.sum())
     weight = config.train.balance_weight
     return add_balance_loss(nats, aux, weight, task_loss=mean)
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import math
 import operator
 import os
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 
 from moh_jax.config import Config, get_family
@@ -22,11 +20,14 @@ from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
 from moh_jax.runtime.peers import Peers
 from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
+from moh_jax.runtime.steps import list_steps
 from moh_jax.training import saving
+from moh_jax.training.clock import Clock
 from moh_jax.training.metrics import MetricsWriter
-from moh_jax.training.program import make_program
+from moh_jax.training.program import describe, make_program
+from moh_jax.training.rewind import BadStepError, Watch
 from moh_jax.training.same_run import check_same_run
-from moh_jax.training.state import TrainState
+from moh_jax.training.state import TrainState, averaged_from
 from moh_jax.training.stopping import StopRequest, stop_request
 from moh_jax.training.task import Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
@@ -36,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RuntimeError):
-  """The loss or the gradient norm became NaN or infinite."""
+  """The loss or the gradient norm is NaN, infinite or a spike."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,8 @@ def train(
     ValueError: something does not fit; before any long work starts.
     OSError: the working directory cannot be written, or belongs to another
       run that is going on.
-    NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
+    NonFiniteLossError: the loss or the gradient norm is NaN or infinite, or
+      the loss is a spike, and the run may not go back (again).
   """
   config = resolve(config)
   mesh = sharding.make_mesh(config.mesh, devices)
@@ -120,6 +122,7 @@ class _Run:
     verify: bool,
   ):
     self.config, self.mesh, self.task = config, mesh, task
+    self.verify = verify
     sha256 = task.tokenizer.sha256 if task.tokenizer else ""
     metadata = Metadata(config, task.class_names, sha256, task.encoder_sha256)
     self.start = find_resumable(directory, verify)
@@ -128,7 +131,7 @@ class _Run:
     self.init_state, self.abstract_state, self.train_step = make_program(
       config, task, mesh
     )
-    _LOG.info("model: %s", _describe(config, self.abstract_state.params))
+    _LOG.info("model: %s", describe(config, self.abstract_state.params))
     self.batches = task.batches(mesh)
     if self.start is not None:
       saving.set_aside_after(directory, self.start)
@@ -136,6 +139,8 @@ class _Run:
       directory, config.checkpoint, metadata, task.identity
     )
     self.directory = directory
+    self.watch = Watch(config.train.rewind)
+    self.skip_to = 0  # training batches before this one are not used again
     self.read_source: Callable[[Any], Any] | None = None
     is_new = self.start is None
     if config.train.init_from and is_new:
@@ -158,19 +163,13 @@ class _Run:
           self.saver.last_whole,
         )
         stack.enter_context(peers)
-        state, start = self._start()
-        writer = MetricsWriter(
-          self.directory,
-          self.config.log,
-          start=start,
-          steps=self.config.train.steps,
-          shown=(
-            *("loss", *self.task.shown, "balance_loss", "activated_share"),
-            f"{self.task.unit}_per_second",
-          ),
-        )
-        stack.enter_context(contextlib.closing(writer))
-        return self._loop(state, start, writer, lock)
+        while True:
+          try:
+            return self._run_from_start(lock)
+          except BadStepError as error:
+            bad = error
+            bad.__traceback__ = None  # it keeps the state of the run alive
+          self._rewind(bad)
     except OSError as error:
       raise OSError(f"{error}; {self.saver.last_whole()}") from error
     except jax.errors.JaxRuntimeError as error:
@@ -182,20 +181,69 @@ class _Run:
         "start all processes again to resume"
       ) from error
 
-  def _start(self) -> tuple[TrainState, int]:
-    if self.start is None:
-      state = self.init_state()
-      if self.read_source:
-        params = self.read_source(state.params)
-        ema = jax.tree.map(jnp.copy, params) if state.ema is not None else None
-        state = dataclasses.replace(state, params=params, ema=ema)
-      return state, 0
-    state, position = saving.restore(
-      self.directory, self.start, self.abstract_state
+  def _run_from_start(self, lock: RunLock | None) -> Result:
+    state, start = self._start()
+    writer = MetricsWriter(
+      self.directory,
+      self.config.log,
+      start=start,
+      steps=self.config.train.steps,
+      shown=(
+        *("loss", *self.task.shown, "balance_loss", "activated_share"),
+        f"{self.task.unit}_per_second",
+      ),
     )
-    self.batches.seek(position)
-    _LOG.info("resumed from step %d in %s", self.start, self.directory)
-    return state, self.start
+    with contextlib.closing(writer):
+      return self._loop(state, start, writer, lock)
+
+  def _rewind(self, bad: BadStepError) -> None:
+    """Goes back to a checkpoint, or ends the run where it may not.
+
+    Raises:
+      NonFiniteLossError: it may not.
+    """
+    self.saver.wait()
+    if not self.watch.may_rewind():
+      raise NonFiniteLossError(f"{bad}; {self.saver.last_whole()}") from bad
+    (target,) = ask_first_process(
+      lambda: [self.watch.target(bad.step, list_steps(self.directory))], 1
+    )
+    self.saver.rewind(target)
+    self.start = find_resumable(self.directory, self.verify)
+    self.watch.rewinds += 1
+    self.skip_to = bad.position
+    _LOG.warning(
+      "%s: going back to step %d, and on without the batches until there "
+      "(rewind %d of %d)",
+      bad,
+      self.start or 0,
+      self.watch.rewinds,
+      self.config.train.rewind.limit,
+    )
+
+  def _start(self) -> tuple[TrainState, int]:
+    """The state to begin with, with the training batches at their place."""
+    stored: dict[str, Any] = {}
+    if self.start is None:
+      state = self._initial()
+    else:
+      state, stored = saving.restore(
+        self.directory, self.start, self.abstract_state
+      )
+      _LOG.info("resumed from step %d in %s", self.start, self.directory)
+    self.watch.restore(stored.get("watch", {}), self.watch.rewinds)
+    self.batches.seek(max(stored.get("position", 0), self.skip_to))
+    return state, self.start or 0
+
+  def _initial(self) -> TrainState:
+    state = self.init_state()
+    if not self.read_source:
+      return state
+    params = self.read_source(state.params)
+    dtype = self.config.optim.ema_dtype if state.ema is not None else None
+    return dataclasses.replace(
+      state, params=params, ema=averaged_from(params, dtype)
+    )
 
   def _loop(
     self,
@@ -205,8 +253,9 @@ class _Run:
     lock: RunLock | None,
   ) -> Result:
     steps = self.config.train.steps
-    clock = _Clock(start, self.task.units_per_step)
-    pending: tuple[int, Any] | None = None  # metrics are read one step late
+    clock = Clock(start, self.task.units_per_step)
+    # Metrics are read one step late, those of a step with its batch's position.
+    pending: tuple[int, int, Any] | None = None
     with contextlib.ExitStack() as stack:
       stop = StopRequest()  # until the first step is compiled nothing is lost
       evaluation = self._show_missing(start, state, writer, stop)
@@ -220,7 +269,7 @@ class _Run:
           state, metrics = self.train_step(state, batch)
         if pending:
           self._report(*pending, writer, clock)
-        pending = (step, metrics)
+        pending = (step, self.batches.position, metrics)
         self.saver.poll()
         if lock:
           lock.check()
@@ -235,13 +284,13 @@ class _Run:
           self._report(*pending, writer, clock)
           pending = None
         if saved:
-          self.saver.save(state, self.batches.position)
+          self._save(state)
         if shows:
           evaluation = self._show(step, state, writer, stop) or evaluation
           clock.restart(step)
         if stopping or stop:
           if not saved:  # the stop came while the state was shown
-            self.saver.save(state, self.batches.position)
+            self._save(state)
           self.saver.wait()
           _LOG.warning("stopped at step %d, saved; run again to resume", step)
           return Result(state, evaluation, finished=False)
@@ -250,6 +299,9 @@ class _Run:
         self._write(writer, steps, "val", evaluation)
       self.saver.wait()
     return Result(state, evaluation, finished=True)
+
+  def _save(self, state: TrainState) -> None:
+    self.saver.save(state, self.batches.position, self.watch.to_json())
 
   def _due(self, step: int) -> tuple[bool, bool]:
     """Whether a picture and an evaluation are due after a step."""
@@ -312,21 +364,23 @@ class _Run:
     return result
 
   def _report(
-    self, step: int, metrics: Any, writer: MetricsWriter, clock: "_Clock"
+    self,
+    step: int,
+    position: int,
+    metrics: Any,
+    writer: MetricsWriter,
+    clock: Clock,
   ) -> None:
     """Reads a step's metrics, checks them, and logs them if it is time."""
     values = {name: float(value) for name, value in metrics.items()}
-    for name in ("loss", "grad_norm"):
-      if not math.isfinite(values[name]):
-        self.saver.wait()
-        raise NonFiniteLossError(
-          f"{name}={values[name]} at step {step}; {self.saver.last_whole()}"
-        )
+    self.watch.check(step, position, values)
     writer.advance(step)
     if step % self.config.log.every == 0 or step == self.config.train.steps:
       values[f"{self.task.unit}_per_second"] = clock.rate(step)
+      if self.config.train.rewind.steps:
+        values["rewinds"] = self.watch.rewinds
       if self.task.stream_metrics:
-        examples = step * self.config.data.batch_size
+        examples = position * self.config.data.batch_size
         values |= self.task.stream_metrics(examples)
       self._write(writer, step, "train", values)
 
@@ -336,38 +390,3 @@ class _Run:
   def _inference_params(self, state: TrainState) -> Any:
     use_ema = self.config.eval.use_ema and state.ema is not None
     return state.ema if use_ema else state.params
-
-
-def _describe(config: Config, params: Any) -> str:
-  """The family, the sizes and the number of parameters of a model."""
-  groups = config.model.layer_groups()
-  widths = dict.fromkeys(group.width for group in groups)
-  return (
-    f"{config.model.family}, {sum(group.depth for group in groups)} layers of "
-    f"width {', '.join(map(str, widths))}, "
-    f"{config.model.activated_share:.1%} of the heads active, "
-    f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters"
-  )
-
-
-class _Clock:
-  """Throughput since the last report, evaluation left out."""
-
-  def __init__(
-    self,
-    step: int,
-    units_per_step: int,
-    now: Callable[[], float] = time.perf_counter,
-  ):
-    self._units_per_step, self._now = units_per_step, now
-    self.restart(step)
-
-  def restart(self, step: int) -> None:
-    self._step, self._time = step, self._now()
-
-  def rate(self, step: int) -> float:
-    """Units per second since the last call."""
-    elapsed = self._now() - self._time
-    done = (step - self._step) * self._units_per_step
-    self.restart(step)
-    return done / elapsed if elapsed > 0 else 0.0

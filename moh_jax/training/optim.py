@@ -3,14 +3,22 @@
 import fnmatch
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from moh_jax.config import OptimConfig
 
+_UPDATE_RMS = 0.2  # of Muon's updates: AdamW's (arXiv:2502.16982, section 2.2)
+# Adafactor keeps row and column means of dimensions of this size or more; with
+# optax's 128 the kernels of heads of 64 would keep whole second moments.
+_LEAST_FACTORED = 32
+
 
 def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-  """Makes the learning-rate schedule: linear warm-up, then cosine or constant.
+  """Makes the learning-rate schedule: a linear warm-up, then `config.schedule`.
 
   Args:
     config: section `optim` of the config.
@@ -19,19 +27,30 @@ def make_schedule(config: OptimConfig, steps: int) -> optax.Schedule:
   Returns:
     step -> learning rate; step 0 has `warmup_lr` where there is a warm-up.
   """
-  warmup = config.warmup(steps)
+  warmup, decay = config.warmup(steps), config.decay(steps)
+  parts, ends = [optax.constant_schedule(config.lr)], []
   if config.schedule == "cosine":
-    # cosine_decay_schedule takes its floor as a fraction of the peak.
-    floor = config.final_lr / config.lr if config.lr else 0.0
-    main = optax.cosine_decay_schedule(
-      config.lr, max(steps - warmup, 1), alpha=floor
+    parts = [_fall(config, max(steps - warmup, 1), "cosine")]
+  if warmup:
+    ramp = optax.linear_schedule(config.warmup_lr, config.lr, warmup)
+    parts, ends = [ramp, *parts], [warmup]
+  if decay:
+    parts.append(_fall(config, decay, config.decay_form))
+    ends.append(steps - decay)
+  return optax.join_schedules(parts, ends) if ends else parts[0]
+
+
+def _fall(config: OptimConfig, steps: int, form: str) -> optax.Schedule:
+  """From `lr` to `final_lr` in so many steps."""
+  high, low = config.lr, config.final_lr
+  if form == "linear":
+    return optax.linear_schedule(high, low, steps)
+  if form == "sqrt":
+    return lambda step: (
+      low + (high - low) * (1.0 - jnp.sqrt(jnp.minimum(step / steps, 1.0)))
     )
-  else:
-    main = optax.constant_schedule(config.lr)
-  if not warmup:
-    return main
-  ramp = optax.linear_schedule(config.warmup_lr, config.lr, warmup)
-  return optax.join_schedules([ramp, main], [warmup])
+  # cosine_decay_schedule takes its floor as a fraction of the peak.
+  return optax.cosine_decay_schedule(high, steps, low / high if high else 0.0)
 
 
 def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
@@ -53,23 +72,84 @@ def decay_mask(params: Any, no_decay: tuple[str, ...]) -> Any:
   return jax.tree_util.tree_map_with_path(decays, params)
 
 
+def muon_axes(boxed: Any) -> Any:
+  """Marks the matrices that Muon makes orthogonal: those of attention and MLPs.
+
+  These map the width of the model to heads or hidden columns, or back. Layers,
+  and queries, keys and values in one kernel, are matrices of their own.
+  Embeddings, output layers, routers and modulations are left to AdamW.
+
+  Args:
+    boxed: abstract parameters in Linen's boxes of logical axes, see
+      `params.abstract_params`.
+
+  Returns:
+    Tree with the structure of the unboxed parameters: which dimensions are the
+    rows and the columns of a matrix, None where there is none.
+  """
+
+  def one(leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    axes = {name: i for i, name in enumerate(getattr(leaf, "names", ()))}
+    for inner in (("heads", "head_dim"), ("mlp",)):
+      if axes.keys() >= {"embed", *inner}:
+        return optax.contrib.MuonDimensionNumbers(
+          (axes["embed"],), tuple(axes[name] for name in inner)
+        )
+    return None
+
+  return jax.tree.map(
+    one, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
+  )
+
+
 def make_optimizer(
-  config: OptimConfig, steps: int
+  config: OptimConfig, steps: int, boxed: Any = None
 ) -> optax.GradientTransformation:
-  """Makes AdamW (arXiv:1711.05101) with gradients clipped by their global norm.
+  """Makes the optimizer; gradients are clipped by their global norm.
 
   Args:
     config: section `optim` of the config.
     steps: steps of the run.
+    boxed: abstract parameters in Linen's boxes of logical axes; "muon" needs
+      them.
   """
-  adamw = optax.adamw(
-    make_schedule(config, steps),
-    b1=config.b1,
-    b2=config.b2,
-    eps=config.eps,
-    weight_decay=config.weight_decay,
-    mask=lambda params: decay_mask(params, config.no_decay),
+  optimizer = optax.chain(
+    _direction(config, boxed),
+    optax.add_decayed_weights(
+      config.weight_decay, lambda params: decay_mask(params, config.no_decay)
+    ),
+    optax.scale_by_learning_rate(make_schedule(config, steps)),
   )
   if not config.clip_norm:
-    return adamw
-  return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    return optimizer
+  return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def _direction(config: OptimConfig, boxed: Any) -> optax.GradientTransformation:
+  """Gradients to updates, before weight decay and learning rate."""
+  b1, b2, dtype = config.b1, config.b2, jnp.dtype(config.moment_dtype)
+  if config.name == "lion":
+    return optax.scale_by_lion(b1, b2, mu_dtype=dtype)
+  if config.name == "muon":
+    return optax.contrib.muon(
+      -1.0,  # optax's sign of a step, and no learning rate yet
+      beta=b1,
+      eps=config.eps,
+      mu_dtype=dtype,
+      adam_b1=b1,
+      adam_b2=b2,
+      muon_weight_dimension_numbers=muon_axes(boxed),
+      consistent_rms=_UPDATE_RMS,
+    )
+  if config.name == "adafactor":
+    second = optax.scale_by_factored_rms(
+      min_dim_size_to_factor=_LEAST_FACTORED,
+      decay_rate_fn=lambda step, power: jnp.minimum(
+        b2, 1.0 - (step + 1.0) ** -power
+      ),
+    )
+    parts = [second, optax.clip_by_block_rms(1.0)]
+    if b1:
+      parts.append(optax.ema(b1, debias=False, accumulator_dtype=dtype))
+    return optax.chain(*parts)
+  return optax.scale_by_adam(b1, b2, config.eps, mu_dtype=dtype)

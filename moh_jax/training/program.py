@@ -1,12 +1,14 @@
-"""The programs of a run: its initialization and its train step."""
+"""The programs of a run, initialization and train step, and what they train."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.runtime.fits import check_config, check_tree
+from moh_jax.runtime.params import abstract_params
 from moh_jax.training import layer_decay, optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
@@ -31,7 +33,11 @@ def make_program(
     ValueError: memory cannot hold the run.
   """
   check_config(config, mesh)
-  optimizer = optim.make_optimizer(config.optim, config.train.steps)
+  optimizer = optim.make_optimizer(
+    config.optim,
+    config.train.steps,
+    abstract_params(task.model, task.inputs),
+  )
   optimizer = layer_decay.scale(
     optimizer, config.optim.layer_decay, config.model
   )
@@ -41,7 +47,7 @@ def make_program(
     optimizer,
     mesh,
     seed=config.train.seed,
-    keep_ema=config.optim.ema_decay > 0,
+    ema_dtype=config.optim.ema_dtype if config.optim.ema_decay else None,
   )
   check_tree(abstract, "the state of the run (parameters and optimizer)")
   step = jit_train_step(
@@ -51,5 +57,18 @@ def make_program(
     schedule=optim.make_schedule(config.optim, config.train.steps),
     accumulation=config.optim.accumulation,
     ema_decay=config.optim.ema_decay,
+    ema_every=config.optim.ema_every,
   )
   return init_state, abstract, step
+
+
+def describe(config: Config, params: Any) -> str:
+  """The family, the sizes and the number of parameters of a model."""
+  groups = config.model.layer_groups()
+  widths = dict.fromkeys(group.width for group in groups)
+  return (
+    f"{config.model.family}, {sum(group.depth for group in groups)} layers of "
+    f"width {', '.join(map(str, widths))}, "
+    f"{config.model.activated_share:.1%} of the heads active, "
+    f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters"
+  )

@@ -12,8 +12,10 @@ from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.steps import step_folder
 from moh_jax.runtime.stored_config import read_stored
 
-# Fields that determine the training stream and the random choices.
-_STREAM_FIELDS = (
+# Fields that determine the training stream, the random choices and what the
+# optimizer keeps.
+_SAME_FIELDS = (
+  ("optim", "name"),
   ("train", "seed"),
   ("data", "source"),
   ("data", "batch_size"),
@@ -23,7 +25,11 @@ _STREAM_FIELDS = (
   ("data", "separate_documents"),
 )
 # Fields of which only zero or not matters: it decides the state's structure.
-_STRUCTURE_FIELDS = (("optim", "ema_decay"), ("optim", "clip_norm"))
+_STRUCTURE_FIELDS = (
+  ("optim", "ema_decay"),
+  ("optim", "clip_norm"),
+  ("optim", "b1"),
+)
 
 
 def check_same_run(
@@ -61,7 +67,7 @@ def check_same_run(
       f"sha256 of the tokenizer: {ours.tokenizer_sha256[:16]!r} here, "
       f"{metadata.tokenizer_sha256[:16]!r} there"
     )
-  for section, name in (*_STRUCTURE_FIELDS, *_STREAM_FIELDS):
+  for section, name in (*_STRUCTURE_FIELDS, *_SAME_FIELDS):
     here, there = (  # a field that the family's section lacks is None twice
       getattr(getattr(run, section), name, None) for run in (config, stored)
     )

@@ -82,12 +82,18 @@ class Saver:
     if kind is None or jax.process_count() == 1:
       self.close()
 
-  def save(self, state: TrainState, position: int) -> None:
+  def save(
+    self,
+    state: TrainState,
+    position: int,
+    watch: Mapping[str, Any] | None = None,
+  ) -> None:
     """Begins to write a checkpoint.
 
     Args:
       state: train state; its step names the checkpoint.
       position: number of training batches read.
+      watch: of `rewind.Watch.to_json`.
 
     Raises:
       OSError: it cannot be written, or the one before could not.
@@ -95,7 +101,7 @@ class Saver:
     self.wait()
     step = int(state.step)
     items = _items(state, ocp.args.StandardSave)
-    data = {"position": position, "stream": self._stream}
+    data = {"position": position, "stream": self._stream, "watch": watch or {}}
     items["data"] = ocp.args.JsonSave(data)
     items["config"] = checkpoint.config_item(self._metadata)
     with self.guard(f"the checkpoint of step {step}", step):
@@ -103,6 +109,12 @@ class Saver:
       self._saving = step
       arguments = ocp.args.Composite(**items)
       self._manager.save(step, args=arguments, force=True)
+
+  def rewind(self, step: int) -> None:
+    """Sets the checkpoints after a step aside, so that they are made anew."""
+    self.wait()
+    set_aside_after(self._directory, step)
+    self._manager.reload()
 
   def poll(self) -> None:
     """Raises the error of a save that has failed in the background."""
@@ -205,7 +217,7 @@ def set_aside_after(directory: str | epath.Path, step: int) -> None:
 
 def restore(
   directory: str | epath.Path, step: int, abstract: TrainState
-) -> tuple[TrainState, int]:
+) -> tuple[TrainState, dict[str, Any]]:
   """Reads a checkpoint to continue training.
 
   Args:
@@ -215,7 +227,8 @@ def restore(
       the one that the checkpoint was saved from.
 
   Returns:
-    The state, and the number of training batches read.
+    The state, and what `Saver.save` was given beside it: "position", and
+    "watch" but in checkpoints of older versions.
 
   Raises:
     ValueError: an item cannot be read.
@@ -225,9 +238,7 @@ def restore(
   state = TrainState(
     params=restored["params"], ema=restored.get("ema"), **restored["train"]
   )
-  return state, read_stored(steps.step_folder(directory, step), "data")[
-    "position"
-  ]
+  return state, read_stored(steps.step_folder(directory, step), "data")
 
 
 def _items(state: TrainState, of: Callable[[Any], Any]) -> dict[str, Any]:

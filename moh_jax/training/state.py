@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import (
@@ -27,7 +27,7 @@ class TrainState:
     step: [] int32, number of optimizer steps done.
     params: parameter tree, float32.
     opt_state: state of the optax optimizer.
-    ema: averaged parameters, or None.
+    ema: averaged parameters in `optim.ema_dtype`, or None.
     rng: [2] uint32, data of the run's random key; a step folds its number in.
   """
 
@@ -45,7 +45,7 @@ def make_state(
   mesh: Mesh,
   *,
   seed: int,
-  keep_ema: bool,
+  ema_dtype: str | None,
 ) -> tuple[Any, Any]:
   """Prepares the initialization of a state that is sharded over a mesh.
 
@@ -55,7 +55,7 @@ def make_state(
     optimizer: gradient transformation.
     mesh: the devices.
     seed: seed of the parameters and of all random choices of the run.
-    keep_ema: whether the state holds averaged parameters.
+    ema_dtype: dtype of the averaged parameters; None keeps none.
 
   Returns:
     A jitted function () -> initial state, which each device initialises its
@@ -71,21 +71,19 @@ def make_state(
       step=jnp.zeros((), jnp.int32),
       params=params,
       opt_state=optimizer.init(params),
-      ema=jax.tree.map(jnp.copy, params) if keep_ema else None,
+      ema=averaged_from(params, ema_dtype),
       rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
     )
 
   boxed = abstract_params(model, inputs)
   params = sharding.param_shardings(boxed, mesh)
   whole = sharding.replicated(mesh)
-  opt_state = optax.tree.map_params(  # moments are sharded like parameters
-    optimizer,
-    lambda _, param_sharding: param_sharding,
+  opt_state = _optimizer_shardings(
     jax.eval_shape(optimizer.init, unbox(boxed)),
-    params,
-    transform_non_params=lambda _: whole,
+    with_shardings(unbox(boxed), params),
+    whole,
   )
-  ema = params if keep_ema else None
+  ema = params if ema_dtype else None
   shardings = TrainState(whole, params, opt_state, ema, whole)
   abstract = with_shardings(jax.eval_shape(init), shardings)
   # It runs once, and on CPUs optimizing it takes longer than running it.
@@ -93,3 +91,48 @@ def make_state(
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   return init, abstract
+
+
+def averaged_from(params: Any, dtype: str | None) -> Any:
+  """Averaged parameters before the first step: a copy; None for None."""
+  if dtype is None:
+    return None
+  return jax.tree.map(lambda x: jnp.array(x, dtype), params)
+
+
+def _optimizer_shardings(
+  opt_state: Any, params: Any, whole: NamedSharding
+) -> Any:
+  """Shardings of an optimizer's state, from those of the parameters.
+
+  An array at the path of a parameter ("mu/blocks0/mlp/up/kernel") is sharded as
+  the parameter if it has its shape, and without the missing dimension if it
+  lacks one, as means over rows or columns do. Others are replicated.
+
+  Args:
+    opt_state: abstract state.
+    params: abstract parameters with shardings.
+    whole: sharding of arrays that every device holds.
+  """
+  paths = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+
+  def one(path: tuple, leaf: Any) -> NamedSharding:
+    ends = (path[start:] for start in range(len(path)))
+    param = next((paths[end] for end in ends if end in paths), None)
+    return whole if param is None else _like(leaf.shape, param) or whole
+
+  return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
+def _like(shape: tuple[int, ...], param: Any) -> NamedSharding | None:
+  """The sharding of an array that follows a parameter, None if none fits."""
+  if shape == param.shape:
+    return param.sharding
+  mesh, spec = param.sharding.mesh, tuple(param.sharding.spec)
+  spec += (None,) * (len(param.shape) - len(spec))
+  # Of dimensions of one size, the last is the one that Adafactor averages over.
+  for axis in reversed(range(len(param.shape))):
+    if shape == param.shape[:axis] + param.shape[axis + 1 :]:
+      rest = spec[:axis] + spec[axis + 1 :]
+      return NamedSharding(mesh, PartitionSpec(*rest))
+  return None

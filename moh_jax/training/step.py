@@ -1,5 +1,6 @@
 """The train step: one optimizer step on a global batch, a pure function."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,33 @@ from moh_jax.layers.model_aux import ModelAux
 from moh_jax.layers.partitioning import constrain
 from moh_jax.training.state import TrainState
 
-Metrics = dict[str, jax.Array]
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mean:
+  """A metric that is a ratio of two sums over the examples of a batch.
+
+  Over the microbatches of a step both sums are added before they are divided,
+  so the metric is the whole batch's whatever each microbatch weighs. Where all
+  weights are 0 it is NaN, a mean of nothing, and not logged.
+
+  Attributes:
+    total: [] weighted sum, 0 where the weight is 0.
+    weight: [] sum of the weights.
+  """
+
+  total: jax.Array
+  weight: jax.Array
+
+
+# A plain array is a mean over examples of equal weight.
+Metrics = dict[str, jax.Array | Mean]
 # (params, batch, rng, [] int32 number of earlier steps) -> ([] loss, metrics).
 LossFn = Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 
 
 def add_balance_loss(
-  loss: jax.Array, aux: ModelAux, weight: float, /, **metrics: jax.Array
+  loss: jax.Array, aux: ModelAux, weight: float, /, **metrics: jax.Array | Mean
 ) -> tuple[jax.Array, Metrics]:
   """Adds the weighted balance loss to a task's loss: what a `LossFn` returns.
 
@@ -49,19 +70,23 @@ def train_step(
   schedule: optax.Schedule,
   accumulation: int = 1,
   ema_decay: float = 0.0,
+  ema_every: int = 1,
 ) -> tuple[TrainState, Metrics]:
   """Updates the state with one global batch.
 
   Args:
     state: state before the step.
     batch: tree of arrays [B, ...].
-    loss_fn: (params, batch, rng, step) -> ([] loss, {name: [] metric}).
+    loss_fn: (params, batch, rng, step) -> ([] loss, metrics). The loss must be
+      a mean over examples of equal weight, which microbatches do not change.
     optimizer: gradient transformation.
     schedule: step -> learning rate, which is logged.
     accumulation: number of microbatches that the batch is cut into; gradients
-      and metrics are means over them. The balance loss, a product of means over
-      tokens, is then computed for each microbatch and averaged.
-    ema_decay: decay of the averaged parameters; 0 leaves them unchanged.
+      and metrics are those of the whole batch. Only the balance loss, a product
+      of means over tokens, is then computed for each microbatch and averaged.
+    ema_decay: decay per step of the averaged parameters; 0 leaves them
+      unchanged.
+    ema_every: steps between their updates.
 
   Returns:
     The state after the step, and metrics as float32 scalars.
@@ -76,27 +101,45 @@ def train_step(
     grads, metrics = gradients(batch, rng)
   else:
     grads, metrics = _mean_gradients(gradients, batch, rng, accumulation)
+  metrics = metric_values(metrics)
   metrics["grad_norm"] = optax.tree.norm(grads)
   metrics["lr"] = jnp.asarray(schedule(state.step), jnp.float32)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
   ema = state.ema
   if ema_decay:
-    ema = optax.incremental_update(params, ema, 1.0 - ema_decay)
+    ema = _average(params, ema, state.step + 1, ema_decay, ema_every)
   new_state = TrainState(state.step + 1, params, opt_state, ema, state.rng)
   return new_state, metrics
+
+
+def _average(
+  params: Any, ema: Any, step: jax.Array, decay: float, every: int
+) -> Any:
+  """Averaged parameters after a step, updated at multiples of `every`."""
+
+  def update() -> Any:
+    new = optax.incremental_update(params, ema, 1.0 - decay**every)
+    return jax.tree.map(lambda x, old: x.astype(old.dtype), new, ema)
+
+  if every == 1:
+    return update()
+  return jax.lax.cond(step % every == 0, update, lambda: ema)
 
 
 def _mean_gradients(
   gradients: Callable, batch: Any, rng: jax.Array, parts: int
 ) -> tuple[Any, Metrics]:
-  """Mean gradients and metrics over `parts` microbatches.
+  """Mean gradients over `parts` microbatches, and the metrics of each.
 
   Args:
     gradients: (microbatch, rng) -> (gradients, metrics).
     batch: tree of arrays [B, ...].
     rng: key of the step.
     parts: number of microbatches.
+
+  Returns:
+    The gradients, and the metrics with a leading axis [parts].
   """
 
   def split(x: jax.Array) -> jax.Array:
@@ -115,12 +158,19 @@ def _mean_gradients(
   shapes, _ = jax.eval_shape(gradients, first[0], rng)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   total, metrics = jax.lax.scan(add, zeros, inputs)
-  # A metric may be NaN in some microbatches, where it has no value.
-  means = {
-    name: values.mean() if name == "loss" else jnp.nanmean(values)
-    for name, values in metrics.items()
+  return jax.tree.map(lambda x: x / parts, total), metrics
+
+
+def metric_values(metrics: Metrics) -> dict[str, jax.Array]:
+  """Metrics as scalars [], from one value each or one per microbatch."""
+  return {
+    name: (
+      metric.total.sum() / metric.weight.sum()
+      if isinstance(metric, Mean)
+      else metric.mean()
+    )
+    for name, metric in metrics.items()
   }
-  return jax.tree.map(lambda x: x / parts, total), means
 
 
 def jit_train_step(*, state_shardings: Any = None, **options: Any) -> Callable:

@@ -55,7 +55,7 @@ class KeysTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("train.seed", "int", ()),
-    ("optim.schedule", "str", ("'cosine'", "'constant'")),
+    ("optim.schedule", "str", ("'cosine'", "'constant'", "'wsd'")),
     ("optim.no_decay", "tuple[str, ...]", ()),
     ("model.dtype", "str", ("'float32'", "'bfloat16'")),
   )

@@ -17,7 +17,7 @@ from PIL import Image
 from moh_jax.runtime import sharding
 from moh_jax.training import denoising, loop, optim
 from moh_jax.training.state import make_state
-from moh_jax.training.step import jit_train_step
+from moh_jax.training.step import jit_train_step, metric_values
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -61,7 +61,8 @@ def _metrics(network, examples=_EXAMPLES, labels=0, seed=0, **sections):
   }
   loss, metrics = loss_fn({}, batch, jax.random.key(seed), 0)
   chex.assert_trees_all_equal(loss, metrics["loss"])
-  return {name: float(value) for name, value in metrics.items()}
+  values = metric_values(metrics)
+  return {name: float(value) for name, value in values.items()}
 
 
 class LossTest(parameterized.TestCase):
@@ -153,7 +154,7 @@ class StepsTest(absltest.TestCase):
     task = make_task(config)
     optimizer = optim.make_optimizer(config.optim, config.train.steps)
     init, abstract = make_state(
-      task.model, task.inputs, optimizer, mesh, seed=0, keep_ema=True
+      task.model, task.inputs, optimizer, mesh, seed=0, ema_dtype="float32"
     )
     step = jit_train_step(
       state_shardings=jax.tree.map(lambda x: x.sharding, abstract),

@@ -137,7 +137,33 @@ class ScheduleTest(parameterized.TestCase):
     np.testing.assert_allclose(values, [0, 0.25, 0.5, 0.5, 0.5], rtol=1e-6)
 
   @parameterized.parameters(
-    {"lr": 0.0}, {"lr": 0.1, "warmup_steps": 10}, {"lr": 0.1, "final_lr": 0.2}
+    ("linear", [1.0, 1.0, 0.6, 0.2]),
+    ("cosine", [1.0, 1.0, 0.6, 0.2]),
+    ("sqrt", [1.0, 1.0, 1 - 0.8 * 0.5**0.5, 0.2]),
+  )
+  def test_wsd_stays_and_falls_at_the_end(self, form, expected):
+    config = OptimConfig(
+      lr=1.0, schedule="wsd", warmup_steps=10, final_lr=0.2, decay_steps=20,
+      decay_form=form,
+    )  # fmt: skip
+    schedule = optim.make_schedule(config, 100)
+    values = [float(schedule(step)) for step in (10, 80, 90, 100)]
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    self.assertEqual(float(schedule(5)), 0.5)
+    np.testing.assert_allclose(float(schedule(500)), 0.2, rtol=1e-6)
+
+  def test_wsd_of_a_longer_run_is_the_same_before_its_fall(self):
+    config = OptimConfig(schedule="wsd", warmup_steps=10)
+    short, long = (optim.make_schedule(config, n) for n in (100, 200))
+    values = [[float(s(step)) for step in range(81)] for s in (short, long)]
+    self.assertEqual(*values)
+    self.assertLess(float(short(81)), float(long(81)))
+
+  @parameterized.parameters(
+    {"lr": 0.0},
+    {"lr": 0.1, "warmup_steps": 10},
+    {"lr": 0.0, "schedule": "wsd", "decay_form": "cosine"},
+    {"lr": 0.1, "final_lr": 0.2},
   )
   def test_unusual_ones_stay_finite(self, **fields):
     schedule = optim.make_schedule(OptimConfig(**fields), 10)

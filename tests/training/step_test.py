@@ -13,8 +13,9 @@ from absl.testing import absltest
 
 from moh_jax.runtime import sharding
 from moh_jax.training import optim
+from moh_jax.training.program import make_program
 from moh_jax.training.state import make_state
-from moh_jax.training.step import jit_train_step, train_step
+from moh_jax.training.step import Mean, jit_train_step, train_step
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -35,7 +36,7 @@ def _setup(config=_CONFIG, **options):
   task = make_task(config)
   init, abstract = make_state(
     task.model, task.inputs, optimizer, mesh, seed=0,
-    keep_ema=config.optim.ema_decay > 0,
+    ema_dtype="float32" if config.optim.ema_decay else None,
   )  # fmt: skip
   step = functools.partial(
     train_step,
@@ -86,6 +87,33 @@ class StepTest(absltest.TestCase):
       mine = jax.tree.map(lambda e, p: 0.8 * e + 0.2 * p, mine, state.params)
     chex.assert_trees_all_close(state.ema, mine, atol=1e-6)
 
+  def test_average_of_every_third_step_decays_as_three(self):
+    config = tiny.llm_config(
+      optim={"lr": 1e-2, "ema_decay": 0.5, "ema_every": 3,
+             "ema_dtype": "bfloat16", "warmup_steps": 0}
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    init, _, step = make_program(config, make_task(config), mesh)
+    state = init()
+    first = jax.device_get(state.ema)
+    for number in (1, 2, 3, 4):
+      state, _ = step(state, _batch())
+      ema = jax.device_get(state.ema)
+      if number < 3:
+        chex.assert_trees_all_equal(ema, first)
+      if number == 3:
+        third = ema
+        expected = jax.tree.map(
+          lambda e, p: np.float32(e) / 8 + np.asarray(p) * 7 / 8,
+          first,
+          jax.device_get(state.params),
+        )
+    chex.assert_trees_all_equal(ema, third)
+    self.assertEqual(third["head"]["kernel"].dtype, "bfloat16")
+    chex.assert_trees_all_close(
+      jax.tree.map(np.float32, third), expected, rtol=2**-8, atol=1e-6
+    )
+
   def test_random_choices_differ_between_steps(self):
     config = tiny.config(  # images are mixed, layers dropped
       model=tiny.ALIKE["vit"],
@@ -110,20 +138,42 @@ class StepTest(absltest.TestCase):
     rates = jnp.stack([first["lr"], second["lr"]])
     chex.assert_trees_all_close(rates, jnp.array([0.0, 5e-4]), rtol=1e-6)
 
-  def test_a_metric_without_value_in_a_microbatch_is_left_out_of_its_mean(self):
+  def test_unequal_targets_and_empty_microbatches_weigh_as_in_the_batch(self):
+    config = tiny.llm_config(
+      train={"balance_weight": 0.0}, optim={"lr": 1e-3, "warmup_steps": 0}
+    )
+    init, _, step = _setup(config)
+    # Example i is in microbatch i % 4: the first has no target, the next few.
+    weights = np.ones_like(_batch()["weights"])
+    weights[0::4], weights[1::4, 3:], weights[2, 7:] = 0, 0, 0
+    batch = {**_batch(), "weights": weights}
+    whole, metrics = jax.jit(step)(init(), batch)
+    parts_step = functools.partial(step, accumulation=4)
+    parts, parts_metrics = jax.jit(parts_step)(init(), batch)
+    parts_metrics.pop("balance_loss"), metrics.pop("balance_loss")
+    chex.assert_trees_all_close(parts_metrics, metrics, rtol=2e-6)
+    # AdamW's moments are the gradients of this first step and their squares.
+    moments = (s.opt_state[1][0].mu for s in (parts, whole))
+    chex.assert_trees_all_close(*moments, rtol=1e-4, atol=1e-7)
+
+  def test_a_metric_is_the_whole_batchs_and_none_where_nothing_weighs(self):
     init, _, step = _setup(_CONFIG, accumulation=2)
 
     def loss_fn(params, batch, rng, step):
-      value = batch["label"].astype(jnp.float32).mean()
-      missing = jnp.where(value > 0, value, jnp.nan)
+      value = batch["label"].astype(jnp.float32)
       total = sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
-      return total, {"loss": total, "sometimes": missing}
+      return total, {
+        "loss": total,
+        "some": Mean(value.sum(), (value > 0).sum()),
+        "none": Mean(jnp.zeros(()), jnp.zeros(())),
+      }
 
     step = functools.partial(step, loss_fn=loss_fn)
-    # Example i is in microbatch i % 2: one has the label 0, the other 6.
-    batch = {"label": jnp.arange(16) % 2 * 6}
+    # Example i is in microbatch i % 2: one has only the label 0.
+    batch = {"label": jnp.arange(16) % 2 * jnp.arange(16)}
     _, metrics = jax.jit(step)(init(), batch)
-    self.assertEqual(float(metrics["sometimes"]), 6.0)
+    self.assertEqual(float(metrics["some"]), 8.0)
+    self.assertTrue(np.isnan(metrics["none"]))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
 from moh_jax.training import loop
 from moh_jax.training.language_modeling import make_loss
+from moh_jax.training.step import metric_values
 from moh_jax.training.warm_start import warm_start
 from tests.training import tiny
 
@@ -120,7 +121,8 @@ class WarmStartTest(parameterized.TestCase):
     def loss(config, params):
       loss_fn = make_loss(make_model(config)[0], config)
       args = (batch, jax.random.key(0), jnp.int32(0))
-      return jax.jit(lambda p: loss_fn(p, *args)[1]["task_loss"])(params)
+      values = jax.jit(lambda p: metric_values(loss_fn(p, *args)[1]))(params)
+      return values["task_loss"]
 
     plain = loss(_plain(), self.stored_baseline)
     self.assertEqual(float(loss(config, loaded)), float(plain))

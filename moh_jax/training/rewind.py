@@ -1,0 +1,100 @@
+"""NaN and loss spikes: which steps are bad, and where a run goes back to."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from moh_jax.config import RewindConfig
+
+_MEAN_STEPS = 50  # of the loss that a spike is compared with
+
+
+class BadStepError(Exception):
+  """A step whose result is not to be kept.
+
+  Attributes:
+    step: its number.
+    position: training batches read, its own among them.
+    reason: what is wrong with it.
+  """
+
+  def __init__(self, step: int, position: int, reason: str):
+    super().__init__(f"{reason} at step {step}")
+    self.step, self.position, self.reason = step, position, reason
+
+
+class Watch:
+  """Finds bad steps, and counts how often a run went back.
+
+  All it knows is in checkpoints, so a resumed run decides as one that was never
+  interrupted. With several processes all see the same metrics.
+
+  Attributes:
+    rewinds: how often the run went back.
+  """
+
+  def __init__(self, config: RewindConfig):
+    """Knows nothing yet.
+
+    Args:
+      config: section `train.rewind` of the config.
+    """
+    self._config = config
+    self._mean: float | None = None
+    self.rewinds = 0
+
+  def check(
+    self, step: int, position: int, values: Mapping[str, float]
+  ) -> None:
+    """Looks at the metrics of the next step.
+
+    Args:
+      step: its number.
+      position: training batches read until then, its own among them.
+      values: its metrics, with "loss" and "grad_norm".
+
+    Raises:
+      BadStepError: they are not finite, or the loss is a spike.
+    """
+    for name in ("loss", "grad_norm"):
+      if not math.isfinite(values[name]):
+        raise BadStepError(step, position, f"{name}={values[name]}")
+    loss, spike = values["loss"], self._config.spike
+    if self._mean is None:
+      self._mean = loss
+    if spike and loss > spike * self._mean:
+      reason = f"loss={loss:.4g}, the mean before is {self._mean:.4g},"
+      raise BadStepError(step, position, reason)
+    self._mean += (loss - self._mean) / _MEAN_STEPS
+
+  def may_rewind(self) -> bool:
+    """Whether the run may go back once more."""
+    return bool(self._config.steps) and self.rewinds < self._config.limit
+
+  def target(self, step: int, saved: list[int]) -> int:
+    """The checkpoint to go back to from a bad step.
+
+    Args:
+      step: the bad step.
+      saved: steps of the checkpoints, ascending.
+
+    Returns:
+      The newest that is far enough back, else the oldest; -1 without any.
+    """
+    far = [s for s in saved if s <= step - self._config.steps]
+    return far[-1] if far else min(saved, default=-1)
+
+  def to_json(self) -> dict[str, Any]:
+    """What a checkpoint is to hold."""
+    return {"rewinds": self.rewinds, "mean_loss": self._mean}
+
+  def restore(self, stored: Mapping[str, Any], rewinds: int) -> None:
+    """Continues from a checkpoint; {} is the beginning or an older version's.
+
+    Args:
+      stored: what `to_json` returned.
+      rewinds: how often this process went back; a checkpoint from before knows
+        of fewer.
+    """
+    self._mean = stored.get("mean_loss")
+    self.rewinds = max(stored.get("rewinds", 0), rewinds)
