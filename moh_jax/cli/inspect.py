@@ -1,7 +1,9 @@
 """`python -m moh_jax inspect`."""
 
 import argparse
+import dataclasses
 import itertools
+from typing import Any
 
 import jax
 from flax import traverse_util
@@ -15,6 +17,7 @@ from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.ops.target import target
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.runtime.sharding import computes_all_heads, head_placement
+from moh_jax.runtime.whole_params import unsplit_params
 
 _NAMES = 10  # of the classes that are listed
 
@@ -27,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
   else:
     config, step, names = resolve(args.config), None, ()
   model, inputs = make_model(config)
-  params = unbox(abstract_params(model, inputs))
+  boxed = abstract_params(model, inputs)
+  params = unbox(boxed)
   layers = _layers(config)
   report = {
     "step": step,
@@ -37,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     "activated_share": config.model.activated_share,
     "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     "parameters_by_module": _by_module(params),
+    "unsplit": _unsplit(boxed, config),
   }
   if args.json != "-":
     _print(report, config)
@@ -120,6 +125,13 @@ def _attention(config: Config, group: LayerGroup, devices: int) -> str:
     return f"{model.attention_impl} (impossible on this {case.target.platform})"
 
 
+def _unsplit(boxed: Any, config: Config) -> list[dict]:
+  """Parameters that the axes fsdp and tensor do not split, as far as known."""
+  mesh = config.mesh
+  sizes = {axis: max(1, getattr(mesh, axis)) for axis in mesh.AXES}
+  return [dataclasses.asdict(one) for one in unsplit_params(boxed, sizes)]
+
+
 def _by_module(params: dict) -> dict[str, int]:
   """Parameters of each part of a stage."""
   counts: dict[str, int] = {}
@@ -139,6 +151,10 @@ def _print(report: dict, config: Config) -> None:
   print(common.table(rows, ("layers", "count", *list(values)[1:])))
   counts = [(n, f"{c:,}") for n, c in report["parameters_by_module"].items()]
   print("\n" + common.table(counts, ("module", "parameters")) + "\n")
+  if unsplit := report["unsplit"]:
+    columns = ("name", "shape", "bytes", "why")
+    rows = [tuple(map(str, map(one.get, columns))) for one in unsplit]
+    print(common.table(rows, ("not split", *columns[1:])) + "\n")
   print(f"family: {config.model.family}")
   if report["step"] is not None:
     print(f"step: {report['step']}")

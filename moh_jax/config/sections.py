@@ -258,25 +258,35 @@ class MeshConfig:
   """Devices per mesh axis; at most one axis is -1, "all that are left".
 
   Attributes:
-    data: replicas of the model, each with its share of the batch.
+    data: replicas of the model, each with its share of the batch. With several
+      slices, those in one slice.
     fsdp: devices that share parameters, optimizer state and the batch.
     tensor: devices that share heads and MLP columns.
     sequence: devices that share the tokens of one example.
+    dcn_data: slices of the devices, such as TPU pods that a data center's
+      network joins. Each holds `data` replicas, so that only gradients cross
+      between slices.
     max_imbalance: largest allowed ratio of the active heads that are expected
       on the busiest device of `tensor` to their mean. More is refused: the
       other devices would wait.
+    max_whole: bytes of parameters that may be whole on every device although
+      `fsdp` or `tensor` is above 1, since no axis divides a dimension of them.
+      More are refused.
   """
 
   data: int = -1
   fsdp: int = 1
   tensor: int = 1
   sequence: int = 1
+  dcn_data: int = 1
   max_imbalance: float = 1.1
+  max_whole: int = 1 << 30
 
   AXES: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor", "sequence")
 
   def __post_init__(self):
-    at_least("mesh", 1, self, "max_imbalance")
+    at_least("mesh", 1, self, "dcn_data", "max_imbalance")
+    at_least("mesh", 0, self, "max_whole")
     sizes = {axis: getattr(self, axis) for axis in self.AXES}
     for name, size in sizes.items():
       if size != -1 and not 1 <= size <= MOST_BATCH:

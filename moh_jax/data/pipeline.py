@@ -1,15 +1,15 @@
-"""Grain pipelines: each process reads its part of every global batch.
+"""Grain pipelines: each process reads its own rows of every global batch.
 
 The training stream is one global sequence of examples: every epoch is shuffled
 anew, and random transforms depend on the seed and the position alone. Global
-batch k of size B is examples [k * B, (k + 1) * B) of it, in order, and process
-p of P reads the p-th of P equal parts. So the position of a run is one number,
+batch k of size B is examples [k * B, (k + 1) * B) of it, in order; a process
+reads the rows that its devices hold. So the position of a run is one number,
 the count of batches read, which stays exact if the number of processes changes,
 and each row of a global batch always holds the same example.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -47,37 +47,30 @@ def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
 
 
 class TrainBatches:
-  """Endless iterator over one part of every training batch.
+  """Endless iterator over some rows of every training batch.
 
-  Its position can be stored, and restored exactly. A batch of it has b = batch
-  size / parts examples.
+  Its position can be stored, and restored exactly.
   """
 
   def __init__(
     self,
     dataset: grain.MapDataset,
     data: DataConfig | TextDataConfig,
-    part: int,
-    parts: int,
+    rows: Sequence[int],
   ):
     """Starts at the first batch.
 
     Args:
       dataset: the endless stream of training examples.
       data: section `data` of the config.
-      part: which part of every global batch to read, see
-        `sharding.batch_slice`.
-      parts: number of parts of a global batch.
-
-    Raises:
-      ValueError: `parts` does not divide `data.batch_size`.
+      rows: which rows of every global batch to read, see
+        `sharding.batch_rows`.
     """
-    local = _local_batch("data.batch_size", data.batch_size, parts)
     # Threads read examples, not whole batches: batch after iterating.
-    options = _read_options(data, local)
-    dataset = _BatchPart(dataset, part, local, data.batch_size)
-    self._iterator = iter(dataset.to_iter_dataset(options).batch(local))
-    self._local_batch = local
+    options = _read_options(data, len(rows))
+    dataset = _BatchRows(dataset, rows, data.batch_size)
+    self._iterator = iter(dataset.to_iter_dataset(options).batch(len(rows)))
+    self._local_batch = len(rows)
 
   def __iter__(self) -> Iterator[Batch]:
     return self
@@ -96,9 +89,9 @@ class TrainBatches:
 
 
 def eval_batches(
-  config: Config, source: Source, part: int, parts: int
+  config: Config, source: Source, rows: Sequence[int]
 ) -> Iterator[Batch]:
-  """Iterates once over one part of the held-out split, unshuffled.
+  """Iterates once over the held-out split, unshuffled.
 
   With `eval.examples` below the size of the split, that many examples at equal
   distances are read. The last batch is padded with zeros.
@@ -106,19 +99,14 @@ def eval_batches(
   Args:
     config: config of the run.
     source: source of the held-out examples, ready for the model.
-    part: which part of every global batch to read.
-    parts: number of parts of a global batch.
+    rows: which rows of every global batch to read.
 
   Returns:
-    Iterator over batches, equally many for every part. To the arrays of the
+    Iterator over those rows of all global batches. To the arrays of the
     examples come "index" [b] int32, the position in the split, and "mask" [b]
     float32, 1 for examples and 0 for padding.
-
-  Raises:
-    ValueError: `parts` does not divide `eval.batch_size`.
   """
   size = config.eval.batch_size
-  local = _local_batch("eval.batch_size", size, parts)
   examples = min(config.eval.examples or len(source), len(source))
   padded = -(-examples // size) * size
 
@@ -132,26 +120,25 @@ def eval_batches(
     index = position * len(source) // examples
     return {**source[index], "index": np.int32(index), "mask": np.float32(1)}
 
-  dataset = grain.MapDataset.range(padded)[part::parts].map(load)
-  options = _read_options(config.data, local)
-  return iter(dataset.to_iter_dataset(options).batch(local))
+  positions = grain.MapDataset.range(padded)
+  dataset = _BatchRows(positions, rows, size).map(load)
+  options = _read_options(config.data, len(rows))
+  return iter(dataset.to_iter_dataset(options).batch(len(rows)))
 
 
-class _BatchPart(grain.MapDataset):
-  """One part of every batch of a global sequence of examples."""
+class _BatchRows(grain.MapDataset):
+  """Some rows of every batch of a global sequence of examples."""
 
-  def __init__(
-    self, parent: grain.MapDataset, part: int, local: int, batch: int
-  ):
+  def __init__(self, parent: grain.MapDataset, rows: Sequence[int], batch: int):
     super().__init__(parent)
-    self._part, self._local, self._batch = part, local, batch
+    self._rows, self._batch = [int(row) for row in rows], batch
 
   def __len__(self) -> int:
-    return len(self._parent) // self._batch * self._local
+    return len(self._parent) // self._batch * len(self._rows)
 
   def __getitem__(self, index: int) -> Any:
-    step, row = divmod(index, self._local)
-    return self._parent[step * self._batch + self._part * self._local + row]
+    step, row = divmod(index, len(self._rows))
+    return self._parent[step * self._batch + self._rows[row]]
 
 
 def _read_options(
@@ -161,11 +148,3 @@ def _read_options(
     num_threads=data.num_threads,
     prefetch_buffer_size=data.prefetch * local_batch,
   )
-
-
-def _local_batch(name: str, size: int, parts: int) -> int:
-  if size % parts:
-    raise ValueError(
-      f"{name}={size} must be a multiple of the {parts} processes"
-    )
-  return size // parts

@@ -7,8 +7,7 @@ import jax
 
 from moh_jax.config import LLMConfig
 from moh_jax.evaluation.means import EvalStep, batch_sums
-from moh_jax.models.llm_output import output_kernel
-from moh_jax.ops.cross_entropy import token_cross_entropy
+from moh_jax.models.llm_output import token_nats
 
 
 def make_eval_step(model: nn.Module, config: LLMConfig) -> EvalStep:
@@ -34,9 +33,7 @@ def make_eval_step(model: nn.Module, config: LLMConfig) -> EvalStep:
       token_mask=batch["segments"] > 0,
       with_logits=False,
     )
-    nats, correct = token_cross_entropy(
-      x, output_kernel(params, config), batch["targets"], config.loss_chunk
-    )
+    nats, correct = token_nats(x, params, config, batch["targets"])
     weights = batch["weights"]
     return {
       **batch_sums(batch["mask"], aux),

@@ -18,7 +18,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import KernelInit, normal_init
-from moh_jax.layers.partitioning import axis_of
+from moh_jax.layers.partitioning import axes_of
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
@@ -213,10 +213,10 @@ class MoHAttention(nn.Module):
       return None
     heads = self.budget.num_heads
     kv_heads = self.num_kv_heads or heads
-    axis = axis_of("heads", heads, kv_heads)
-    if axis is None:
+    axes = axes_of("heads", heads, kv_heads)
+    if not axes:
       return None
-    name, devices = axis
+    ((name, devices),) = axes.items()
     return HeadPlacement(heads, kv_heads, devices, name)
 
   def _project(

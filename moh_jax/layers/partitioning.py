@@ -68,9 +68,9 @@ def resolve_spec(
 ) -> PartitionSpec:
   """Maps the logical names of an array's dimensions to mesh axes.
 
-  A dimension whose size the mapped mesh axes do not divide (three heads on two
-  devices) stays whole on every device. A mesh axis splits one dimension at
-  most, the first that is mapped to it.
+  Axes that do not divide a dimension's size (three heads on two devices) do not
+  split it; of several axes the first ones that do are used. A mesh axis splits
+  one dimension at most, that of the name whose rule comes first.
 
   Args:
     names: one logical name, or None, per dimension.
@@ -85,21 +85,24 @@ def resolve_spec(
     ValueError: a name that no rule mentions.
   """
   table = dict(rules)
-  used: set[str] = set()
-  entries: list[tuple[str, ...] | None] = []
-  for name, size in zip(names, shape, strict=True):
+  for name in names:
     if name is not None and name not in table:
       raise ValueError(
         f"logical axis {name!r} has no sharding rule; known: {sorted(table)}"
       )
-    mapped = table.get(name) or () if name is not None else ()
-    axes = (mapped,) if isinstance(mapped, str) else tuple(mapped)
-    free = tuple(a for a in axes if axis_sizes[a] > 1 and a not in used)
-    if not free or size % math.prod(axis_sizes[a] for a in free):
-      entries.append(None)
-    else:
-      used.update(free)
-      entries.append(free)
+  used: set[str] = set()
+  entries: list[tuple[str, ...] | None] = [None] * len(names)
+  for rule, mapped in table.items():
+    axes = (mapped,) if isinstance(mapped, str) else mapped or ()
+    for dim, (name, size) in enumerate(zip(names, shape, strict=True)):
+      if name != rule:
+        continue
+      free = tuple(a for a in axes if axis_sizes[a] > 1 and a not in used)
+      while free and size % math.prod(axis_sizes[a] for a in free):
+        free = free[:-1]
+      if free:
+        used.update(free)
+        entries[dim] = free
   return PartitionSpec(*entries)
 
 
@@ -121,24 +124,25 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec)
 
 
-def axis_of(name: str, *sizes: int) -> tuple[str, int] | None:
-  """The mesh axis that splits dimensions with a logical name.
+def axes_of(name: str, *sizes: int) -> dict[str, int]:
+  """The mesh axes that split dimensions with a logical name.
 
   Args:
     name: the logical name.
-    *sizes: sizes of the dimensions.
+    *sizes: sizes of the dimensions; none is a dimension that any axis divides.
 
   Returns:
-    The axis and its number of devices; None outside a mesh, without rules, and
-    where no single axis of several devices divides all sizes.
+    The axes' numbers of devices, all above 1. Empty outside a mesh and without
+    rules.
   """
   mesh = jax.sharding.get_abstract_mesh()
   rules = nn.get_logical_axis_rules()
   if mesh.empty or not rules:
-    return None
-  spec = resolve_spec([name], [math.gcd(*sizes)], dict(mesh.shape), rules)
-  axis = spec[0]
-  return (axis, mesh.shape[axis]) if isinstance(axis, str) else None
+    return {}
+  shape = dict(mesh.shape)
+  (entry,) = resolve_spec([name], [math.gcd(*sizes)], shape, rules)
+  axes = (entry,) if isinstance(entry, str) else entry or ()
+  return {axis: shape[axis] for axis in axes}
 
 
 def map_shards(
@@ -148,10 +152,11 @@ def map_shards(
   out: Sequence[str | None],
   *,
   whole_mesh: bool = False,
-) -> jax.Array:
+  checked: bool = False,
+) -> Any:
   """Runs a function on each device's part of the arrays, under shard_map.
 
-  Devices exchange nothing: along the dimensions that the mesh splits, the
+  Unless it exchanges data itself (`axes_of` tells along which axes), the
   function must do to each part what it does to the whole. Outside a mesh it is
   called directly.
 
@@ -161,10 +166,13 @@ def map_shards(
     names: for each input, one logical name or None per dimension of all its
       arrays. All dimensions of one name are split over the same mesh axes, or
       none is.
-    out: logical names of the result's dimensions.
+    out: logical names of the dimensions of each array of the result.
     whole_mesh: put all mesh axes under manual control, also those that split no
       dimension; else the compiler keeps control of the latter. TPU kernels need
       True.
+    checked: let JAX find out which values differ between devices, and leave
+      out exchanges of gradients that are not needed. It does not understand
+      loops that start from zeros.
 
   Returns:
     The result, split as `out` says.
@@ -200,34 +208,6 @@ def map_shards(
     axis_names=used,
     # Loops inside start from zeros, which JAX takes to be equal on all devices
     # while what the loops return is not.
-    check_vma=False,
+    check_vma=checked,
   )
   return mapped(*arrays)
-
-
-def sum_over_batch(
-  function: Callable[..., jax.Array],
-  split: tuple[jax.Array, ...],
-  whole: tuple[jax.Array, ...],
-) -> jax.Array:
-  """Sums a function over a batch that a mesh splits, with one reduction.
-
-  Each device sums over its own examples, and so do the gradients to `whole`;
-  the devices' sums are added once at the end. Left to itself, the compiler adds
-  them in every turn of a loop over the tokens.
-
-  Args:
-    function: (*split, *whole) -> [] sum over the examples it is given.
-    split: arrays with a leading batch axis.
-    whole: arrays that every device needs whole, for instance weights.
-
-  Returns:
-    [] sum over the whole batch, on one device or a mesh.
-  """
-
-  def local(*args: jax.Array) -> jax.Array:
-    return function(*args)[None]  # [1], so that parts join to [devices]
-
-  names = [("batch", *[None] * (x.ndim - 1)) for x in split]
-  names += [(None,) * x.ndim for x in whole]
-  return map_shards(local, (*split, *whole), names, ("batch",)).sum()

@@ -146,8 +146,10 @@ class HeadRouter(nn.Module):
     if not sizes:
       return {}
     init, width = self.kernel_init(0, 1), x.shape[-1]
+    # Whole on every device: to gather them would take longer than the memory is
+    # worth.
     kernels = [
-      declare(self, name, init, (width, size), ("embed", None))
+      declare(self, name, init, (width, size), (None, None))
       for name, size in sizes.items()
     ]
     kernel = jnp.concatenate([k.astype(jnp.float32) for k in kernels], axis=-1)

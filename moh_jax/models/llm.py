@@ -16,6 +16,7 @@ from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.router import HeadChoice
 from moh_jax.layers.stack import scan_blocks
+from moh_jax.layers.vocabulary import lookup
 from moh_jax.models.llm_output import output_logits
 from moh_jax.ops.cache import LayerCache, Slots, make_cache
 from moh_jax.ops.position import rotation
@@ -196,9 +197,7 @@ class LLM(nn.Module):
 
     axes = ("vocab", "embed")
     table = Table(cfg.vocab_size, cfg.width, axes, name="embed")()
-    # Whole along the width: the devices that share it share the batch too.
-    vectors = constrain(table.astype(cfg.dtype), "vocab", None)
-    x = constrain(jnp.take(vectors, tokens, axis=0), "batch", None, None)
+    x = lookup(table.astype(cfg.dtype), tokens)
     caches = [None] * len(cfg.layer_groups()) if cache is None else cache
     layers, written = {}, []
     first = 0

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config import LLMConfig
+from moh_jax.layers import vocabulary
 from moh_jax.layers.linear import product
-from moh_jax.layers.partitioning import sum_over_batch
-from moh_jax.ops.cross_entropy import summed_cross_entropy
 
 
 def output_kernel(params: Any, config: LLMConfig) -> jax.Array:
@@ -67,10 +66,23 @@ def summed_nats(
   Returns:
     [] float32.
   """
+  kernel = output_kernel(params, config)
+  return vocabulary.summed_nats(x, kernel, targets, weights, config.loss_chunk)
 
-  def local(x, targets, weights, kernel):
-    return summed_cross_entropy(x, kernel, targets, weights, config.loss_chunk)
 
-  return sum_over_batch(
-    local, (x, targets, weights), (output_kernel(params, config),)
-  )
+def token_nats(
+  x: jax.Array, params: Any, config: LLMConfig, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Cross-entropy of each token, a few logits at a time.
+
+  Args:
+    x: [B, N, C] what the output layer reads.
+    params: of the model.
+    config: the model.
+    targets: [B, N] int32.
+
+  Returns:
+    [B, N] float32 nats; and [B, N] bool, True if no logit is larger.
+  """
+  kernel = output_kernel(params, config)
+  return vocabulary.token_nats(x, kernel, targets, config.loss_chunk)

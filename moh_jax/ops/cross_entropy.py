@@ -5,7 +5,8 @@ language model by far. Here only those of `chunk` tokens of each sequence exist
 at a time, and only in the forward pass: it computes the gradients too, which is
 possible because the loss is a weighted sum with known weights.
 
-Shapes: B batch, N tokens, C width, V vocabulary, n tokens of a chunk.
+Shapes: B batch, N tokens, C width, V vocabulary, n tokens of a chunk. Inside, B
+are the examples, and V the columns, that a device computes with.
 """
 
 import functools
@@ -14,19 +15,25 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from moh_jax.ops.columns import ALL, Columns
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import target
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def summed_cross_entropy(
   x: jax.Array,
   kernel: jax.Array,
   targets: jax.Array,
   weights: jax.Array,
   chunk: int,
+  columns: Columns = ALL,
 ) -> jax.Array:
   """Weighted sum of the tokens' cross-entropies.
+
+  Where devices share the columns of the kernel, the arguments are a device's
+  own, and the result is its part of a sum over all devices. Gradients are those
+  of that sum.
 
   Args:
     x: [B, N, C] inputs of the output layer.
@@ -35,22 +42,29 @@ def summed_cross_entropy(
     weights: [B, N] float32, 0 for tokens that do not count. They get no
       gradient.
     chunk: n; 0 takes all tokens at once.
+    columns: how devices share the columns of the kernel.
 
   Returns:
     [] float32, nats.
   """
-  return _scan_chunks(x, kernel, targets, weights, chunk, gradients=False)[0]
+  return _scan_chunks(
+    x, kernel, targets, weights, chunk, columns, gradients=False
+  )[0]
 
 
-def _backward(chunk, grads, cotangent):
-  del chunk
+def _backward(chunk, columns, grads, cotangent):
+  del chunk, columns
   dx, dkernel = grads
   scaled = (cotangent * dx).astype(dx.dtype), cotangent * dkernel
   return (*scaled, None, None)
 
 
 def token_cross_entropy(
-  x: jax.Array, kernel: jax.Array, targets: jax.Array, chunk: int
+  x: jax.Array,
+  kernel: jax.Array,
+  targets: jax.Array,
+  chunk: int,
+  columns: Columns = ALL,
 ) -> tuple[jax.Array, jax.Array]:
   """Cross-entropy of each token, and whether its target is the most likely.
 
@@ -59,6 +73,7 @@ def token_cross_entropy(
     kernel: [C, V] kernel of the output layer.
     targets: [B, N] int32.
     chunk: n; 0 takes all tokens at once.
+    columns: how devices share the columns of the kernel.
 
   Returns:
     [B, N] float32, nats; and [B, N] bool, True if no logit is larger.
@@ -66,9 +81,11 @@ def token_cross_entropy(
   kernel = kernel.astype(x.dtype)
 
   def one(parts: tuple) -> tuple[jax.Array, jax.Array]:
-    logits, picked, highest = _logits(parts[0], kernel, parts[1])
+    part, target = (columns.gather(part) for part in parts)
+    logits, picked, highest = _logits(part, kernel, target, columns)
     _, sums = _exponentials(logits, highest)
-    return jnp.log(sums) + highest - picked, picked >= highest
+    nll = jnp.log(columns.sum(sums)) + highest - picked
+    return columns.own(nll), columns.own(picked >= highest)
 
   parts = _split(chunk, x, targets)
   joined = [_join(part) for part in jax.lax.map(one, parts)]
@@ -76,24 +93,29 @@ def token_cross_entropy(
   return joined[0][:, :length], joined[1][:, :length]
 
 
-def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
+def _scan_chunks(
+  x, kernel, targets, weights, chunk, columns, *, gradients: bool
+):
   chex.assert_equal_shape((targets, weights))
   rounded = kernel.astype(x.dtype)
 
   def one(carry: tuple, parts: tuple) -> tuple:
     total, dkernel = carry
-    part, target, weight = parts
-    logits, picked, highest = _logits(part, rounded, target)
+    part, target, weight = (columns.gather(part) for part in parts)
+    logits, picked, highest = _logits(part, rounded, target, columns)
     exps, sums = _exponentials(logits, highest)
+    sums = columns.sum(sums)
     nll = jnp.log(sums) + highest - picked
     total = total + (nll * weight).sum()
     if not gradients:
       return (total, dkernel), None
-    is_target = jnp.arange(logits.shape[-1])[None, None] == target[..., None]
+    size = logits.shape[-1]
+    place = columns.place(target, size)
+    is_target = jnp.arange(size)[None, None] == place[..., None]
     hit = jnp.where(is_target, weight[..., None], 0.0)
     grad = exps * (weight / sums)[..., None] - hit
     grad = grad.astype(x.dtype)
-    dx = jnp.einsum("bnv,cv->bnc", grad, rounded)
+    dx = columns.scatter(jnp.einsum("bnv,cv->bnc", grad, rounded))
     dkernel = dkernel + einsum_float32("bnc,bnv->cv", part, grad)
     return (total, dkernel), dx
 
@@ -103,6 +125,7 @@ def _scan_chunks(x, kernel, targets, weights, chunk, *, gradients: bool):
   # Without a loop XLA drops the addition to the zeros that the sums start with.
   single = len(parts[0]) == 1
   (total, dkernel), dx = jax.lax.scan(one, start, parts, unroll=single)
+  total = columns.share(total)
   if not gradients:
     return total, None
   dx = _join(dx)[:, : x.shape[1]]
@@ -115,12 +138,15 @@ summed_cross_entropy.defvjp(
 
 
 def _logits(
-  x: jax.Array, kernel: jax.Array, targets: jax.Array
+  x: jax.Array, kernel: jax.Array, targets: jax.Array, columns: Columns
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Logits [B, n, V] float32, those of the targets and the largest, [B, n]."""
   logits = einsum_float32("bnc,cv->bnv", x, kernel)
-  picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  return logits, picked, logits.max(-1)
+  place = columns.place(targets, logits.shape[-1])
+  picked = jnp.take_along_axis(logits, place[..., None], axis=-1)[..., 0]
+  if columns.axes:
+    picked = columns.sum(jnp.where(place >= 0, picked, 0))
+  return logits, picked, columns.max(logits.max(-1))
 
 
 def _exponentials(

@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers, get_family
@@ -18,57 +19,95 @@ from moh_jax.ops.head_placement import HeadPlacement
 AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")
 
-# Logical axis -> mesh axis. Parameters are split over `fsdp` along the model
-# width and over `tensor` along heads and MLP columns.
+# Logical axis -> mesh axes. An axis that two dimensions of an array are mapped
+# to splits that of the first rule. Parameters are split over `tensor` along
+# heads and MLP columns and over `fsdp` along the model width; tables with a row
+# or column for every token over both along these, so that no device has more.
 RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
   ("batch", BATCH_AXES),
-  ("embed", "fsdp"),
+  ("tokens", "sequence"),
+  ("vocab", ("tensor", "fsdp")),
   ("heads", "tensor"),
-  ("head_dim", None),
   ("mlp", "tensor"),
   ("classes", "tensor"),
-  ("vocab", "tensor"),
+  ("embed", "fsdp"),
+  ("head_dim", None),
   ("layers", None),
+  ("devices", AXES),  # a dimension of any size
 )
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-  """Builds the device mesh.
+  """Builds the device mesh; its axis `data` is all of the data axis's devices.
+
+  Devices of several slices (TPU pods that a data center's network joins) are
+  laid out slice by slice, so that only the axis `data` crosses from one slice
+  to another.
 
   Args:
-    config: number of devices along each axis; -1 takes what is left.
+    config: number of slices, and of devices along each axis in a slice; -1
+      takes what is left.
     devices: devices of the mesh; None is all devices of all processes.
 
   Raises:
-    ValueError: the axes do not multiply to the number of devices.
-    NotImplementedError: the axis `sequence` is larger than 1.
+    ValueError: the axes do not multiply to the number of devices, or the
+      devices are of more slices, or fewer.
   """
   devices = devices or jax.devices()
+  slices = _slices(config, devices)
+  each = len(slices[0])
   sizes = {axis: getattr(config, axis) for axis in AXES}
   fixed = math.prod(size for size in sizes.values() if size != -1)
+  where = f"{each} devices" + (" of a slice" if len(slices) > 1 else "")
   if -1 in sizes.values():
-    if len(devices) % fixed:
+    if each % fixed:
       raise ValueError(
-        f"mesh={sizes} must divide the {len(devices)} devices; the fixed axes "
-        f"multiply to {fixed}"
+        f"mesh={sizes} must divide the {where}; the fixed axes multiply to "
+        f"{fixed}"
       )
-    rest = len(devices) // fixed
+    rest = each // fixed
     sizes = {axis: rest if s == -1 else s for axis, s in sizes.items()}
-  elif fixed != len(devices):
+  elif fixed != each:
     raise ValueError(
-      f"mesh={sizes} needs {fixed} devices, there are {len(devices)}; set one "
-      "axis to -1 to take what is left"
+      f"mesh={sizes} needs {fixed} devices, there are {where}; set one axis to "
+      "-1 to take what is left"
     )
-  if sizes["sequence"] > 1:
-    raise NotImplementedError(
-      f"mesh.sequence={sizes['sequence']}: must be 1 so far"
+  layouts = [
+    mesh_utils.create_device_mesh(
+      tuple(sizes.values()), part, allow_split_physical_axes=True
     )
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    AXES,
-    axis_types=(AxisType.Auto,) * len(AXES),
-    devices=devices,
+    for part in slices
+  ]
+  return Mesh(
+    np.concatenate(layouts), AXES, axis_types=(AxisType.Auto,) * len(AXES)
   )
+
+
+def _slices(config: MeshConfig, devices: list) -> list[list]:
+  """Splits devices into the slices that the data axis crosses."""
+  by_slice: dict[int, list] = {}
+  for device in devices:
+    by_slice.setdefault(_slice_of(device), []).append(device)
+  count = len(by_slice)
+  if config.dcn_data == 1 and devices[0].platform == "gpu":
+    return [list(devices)]  # every axis may cross between the hosts of GPUs
+  if config.dcn_data != count:
+    raise ValueError(
+      f"mesh.dcn_data={config.dcn_data} must be {count}: the {len(devices)} "
+      f"devices are of {count} slice(s), and only the data axis crosses slices"
+    )
+  parts = [by_slice[index] for index in sorted(by_slice)]
+  if len({len(part) for part in parts}) > 1:
+    raise ValueError(
+      f"mesh.dcn_data={count} needs slices of equal size, their numbers of "
+      f"devices are {[len(part) for part in parts]}"
+    )
+  return parts
+
+
+def _slice_of(device: jax.Device) -> int:
+  """Index of the slice that a device belongs to."""
+  return getattr(device, "slice_index", None) or 0
 
 
 @contextlib.contextmanager
@@ -90,7 +129,7 @@ def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
   Raises:
     ValueError: a microbatch cannot be split evenly over mesh.data x mesh.fsdp.
   """
-  shards = _batch_shards(mesh)
+  shards = batch_shards(mesh)
   if size % (shards * parts):
     raise ValueError(
       f"{name}={size} must be a multiple of {shards * parts}: mesh.data x "
@@ -178,56 +217,61 @@ def param_shardings(boxed: Any, mesh: Mesh) -> Any:
   )
 
 
-def batch_slice(mesh: Mesh) -> tuple[int, int]:
-  """Part of every global batch that this process reads.
+def batch_rows(mesh: Mesh, size: int, process: int | None = None) -> np.ndarray:
+  """Rows of every global batch that a process reads: those of its devices.
 
-  Processes whose devices hold the same shards of the batch read the same part,
+  They need not follow each other. In a TPU slice of 4 x 4 chips, with the order
+  of devices that JAX gives for mesh.data=16, process 0 of 4 holds the shards 0,
+  1, 6 and 15. Processes whose devices hold the same shards read the same rows,
   for example where the tensor axis spans hosts.
 
   Args:
     mesh: the devices.
+    size: examples in the batch, see `check_batch`.
+    process: index of the process; None is this one.
 
   Returns:
-    Index of the part, and number of parts.
-
-  Raises:
-    ValueError: two processes share some shards of the batch, but not all.
+    [rows] int64, ascending.
   """
-  shards = _batch_shards(mesh)
-  sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-  held: dict[int, set[int]] = {}
-  for device, index in sharding.devices_indices_map((shards,)).items():
-    start = index[0].indices(shards)[0]
-    held.setdefault(device.process_index, set()).add(start)
-  parts = sorted({tuple(sorted(part)) for part in held.values()})
-  if sum(map(len, parts)) != shards or len({len(part) for part in parts}) > 1:
-    raise ValueError(
-      f"mesh={dict(mesh.shape)} splits the batch unevenly over processes: "
-      f"their shards are {parts}; mesh.data x mesh.fsdp must divide, or be a "
-      "multiple of, the number of processes"
-    )
-  return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+  shards = batch_shards(mesh)
+  held = _held_shards(mesh, process)
+  each = size // shards
+  return (held[:, None] * each + np.arange(each)).reshape(-1)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-  """Makes global arrays from this process's part of a batch.
+  """Makes global arrays from this process's rows of a batch.
 
   Args:
-    batch: tree of host arrays [b, ...], the part that `batch_slice` tells; b is
-      the global batch size B over the number of parts.
+    batch: tree of host arrays [b, ...], the rows that `batch_rows` tells.
     mesh: the devices.
 
   Returns:
     Tree of arrays [B, ...], split over the axes data and fsdp.
   """
   sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-  _, parts = batch_slice(mesh)
+  shards, held = batch_shards(mesh), len(_held_shards(mesh))
 
   def one(x: np.ndarray) -> jax.Array:
-    shape = (x.shape[0] * parts, *x.shape[1:])
-    return jax.make_array_from_process_local_data(sharding, x, shape)
+    size = len(x) // held * shards
+    rows = batch_rows(mesh, size)
+    return jax.make_array_from_callback(
+      (size, *x.shape[1:]), sharding, lambda index: x[local_rows(rows, index)]
+    )
 
   return jax.tree.map(one, batch)
+
+
+def local_rows(rows: np.ndarray, index: tuple[slice, ...]) -> slice:
+  """Where a process's part of a batch has the rows of one device.
+
+  Args:
+    rows: of the global batch that the process holds, see `batch_rows`.
+    index: the device's part of the global array.
+  """
+  start, stop, _ = index[0].indices(rows[-1] + 1)
+  first = int(np.searchsorted(rows, start))
+  return slice(first, first + stop - start)
 
 
 def put_batch(array: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -250,7 +294,7 @@ def pad_to_shards(array: np.ndarray, mesh: Mesh) -> np.ndarray:
     array: [B, ...] with B of at least 1.
     mesh: the devices.
   """
-  missing = -len(array) % _batch_shards(mesh)
+  missing = -len(array) % batch_shards(mesh)
   return np.concatenate([array, np.repeat(array[-1:], missing, axis=0)])
 
 
@@ -266,5 +310,15 @@ def _gather_on(target: NamedSharding) -> Callable[[Any], Any]:
   return jax.jit(lambda x: x, out_shardings=target)
 
 
-def _batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh) -> int:
+  """Number of parts that a mesh splits every batch into."""
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def _held_shards(mesh: Mesh, process: int | None = None) -> np.ndarray:
+  """Indices of the batch's shards that a process's devices hold, ascending."""
+  process = jax.process_index() if process is None else process
+  # The axes of the batch are the first ones of the mesh.
+  by_shard = mesh.devices.reshape(batch_shards(mesh), -1)
+  mine = [any(d.process_index == process for d in row) for row in by_shard]
+  return np.flatnonzero(mine)

@@ -1,5 +1,6 @@
 """Image classification: the task of MoH-ViT."""
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ from moh_jax.data.images.sources import ImageSource, make_source
 from moh_jax.data.pipeline import held_out_images, train_images
 from moh_jax.evaluation import accuracy, predictions
 from moh_jax.evaluation.predictions import Predict
+from moh_jax.layers.partitioning import axes_of
 from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
@@ -110,8 +112,14 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     targets = losses.class_targets(
       labels, config.model.num_classes, classifier.label_smoothing
     )
+    # Between slices only gradients should pass, so images stay on their device.
+    apart = config.mesh.dcn_data > 1
     images, targets = losses.mix_images(
-      mix_rng, batch["image"], targets, classifier
+      mix_rng,
+      batch["image"],
+      targets,
+      classifier,
+      math.prod(axes_of("batch", len(labels)).values()) if apart else 1,
     )
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}

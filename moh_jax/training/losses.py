@@ -43,11 +43,13 @@ def mix_images(
   images: jax.Array,
   targets: jax.Array,
   config: ClassifierConfig,
+  parts: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
   """Mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899) of a whole batch.
 
   As in the DeiT recipe, the method, the weight and the box are sampled once for
-  the batch, and example i is mixed with example B - 1 - i.
+  the batch, and example i is mixed with example B - 1 - i; of several parts of
+  the batch each is mixed so by itself.
 
   Args:
     rng: key of this step.
@@ -55,12 +57,22 @@ def mix_images(
     targets: [B, K].
     config: section with `mixup`, `cutmix` and `cutmix_prob`; with both alphas 0
       nothing is mixed.
+    parts: parts of the batch, for instance those of the devices where no image
+      should move to another one.
 
   Returns:
     Mixed images and targets.
+
+  Raises:
+    ValueError: parts of a single image, which has none to be mixed with.
   """
   if not (config.mixup or config.cutmix):
     return images, targets
+  if parts > 1 and len(images) // parts < 2:
+    raise ValueError(
+      f"classifier.mixup={config.mixup} and classifier.cutmix={config.cutmix} "
+      f"need two images on each device, a batch has {len(images)} on {parts}"
+    )
   choose, draw, place = jax.random.split(rng, 3)
   cut_prob = config.cutmix_prob if config.mixup else 1.0
   if not config.cutmix:
@@ -74,9 +86,14 @@ def mix_images(
   cut_share = 1.0 - inside.mean()  # clipping at the border changes the area
   weight = jnp.where(cut, 1.0 - inside, share)[..., None]  # [X, Y, 1]
   weight = jax.lax.broadcast_to_rank(weight.astype(images.dtype), images.ndim)
-  images = images * weight + images[::-1] * (1 - weight)
+  images = images * weight + _reversed(images, parts) * (1 - weight)
   share = jnp.where(cut, cut_share, share)
-  return images, targets * share + targets[::-1] * (1 - share)
+  return images, targets * share + _reversed(targets, parts) * (1 - share)
+
+
+def _reversed(x: jax.Array, parts: int) -> jax.Array:
+  """The rows of each of several equal parts of x [B, ...] in reverse order."""
+  return x.reshape(parts, -1, *x.shape[1:])[:, ::-1].reshape(x.shape)
 
 
 def _cut_box(

@@ -1,5 +1,6 @@
 """The programs of a run, initialization and train step, and what they train."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,13 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.runtime.fits import check_config, check_tree
 from moh_jax.runtime.params import abstract_params
+from moh_jax.runtime.whole_params import check_whole
 from moh_jax.training import layer_decay, optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.task import Task
+
+_LOG = logging.getLogger(__name__)
 
 
 def make_program(
@@ -30,14 +34,14 @@ def make_program(
     shardings), and the function (state, batch) -> (state, metrics).
 
   Raises:
-    ValueError: memory cannot hold the run.
+    ValueError: memory cannot hold the run, or the mesh does not split its
+      parameters.
   """
   check_config(config, mesh)
-  optimizer = optim.make_optimizer(
-    config.optim,
-    config.train.steps,
-    abstract_params(task.model, task.inputs),
-  )
+  boxed = abstract_params(task.model, task.inputs)
+  if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
+    _LOG.info("mesh: %s", line)
+  optimizer = optim.make_optimizer(config.optim, config.train.steps, boxed)
   optimizer = layer_decay.scale(
     optimizer, config.optim.layer_decay, config.model
   )

@@ -104,14 +104,16 @@ def stream(
   config: Config, dataset: grain.MapDataset, mesh: Mesh
 ) -> TrainBatches:
   """The training batches that this process reads for a mesh."""
-  return TrainBatches(dataset, config.data, *sharding.batch_slice(mesh))
+  rows = sharding.batch_rows(mesh, config.data.batch_size)
+  return TrainBatches(dataset, config.data, rows)
 
 
 def held_out_batches(
   config: Config, source: Source, mesh: Mesh
 ) -> Iterator[Any]:
   """Global batches of the held-out examples, as arrays on the devices."""
-  batches = eval_batches(config, source, *sharding.batch_slice(mesh))
+  rows = sharding.batch_rows(mesh, config.eval.batch_size)
+  batches = eval_batches(config, source, rows)
   return (sharding.shard_batch(batch, mesh) for batch in batches)
 
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from moh_jax.layers.partitioning import constrain, resolve_spec, sum_over_batch
+from moh_jax.layers.partitioning import constrain, resolve_spec
 
 _SIZES = {"data": 2, "fsdp": 2, "tensor": 4, "sequence": 1}
 _RULES = (
@@ -49,7 +49,15 @@ class ResolveSpecTest(parameterized.TestCase):
     self.assertEqual(
       _resolve(("batch", "embed"), (8, 8)), (("data", "fsdp"), None)
     )
-    self.assertEqual(_resolve(("embed", "batch"), (8, 8)), ("fsdp", "data"))
+
+  def test_earlier_rule_gets_the_mesh_axis(self):
+    self.assertEqual(
+      _resolve(("embed", "batch"), (8, 8)), (None, ("data", "fsdp"))
+    )
+
+  def test_of_several_axes_the_first_that_divide_are_used(self):
+    self.assertEqual(_resolve(("batch",), (6,)), ("data",))
+    self.assertEqual(_resolve(("batch",), (3,)), (None,))
 
   def test_indivisible_dimension_leaves_its_axis_to_the_next(self):
     self.assertEqual(_resolve(("heads", "mlp"), (3, 8)), (None, "tensor"))
@@ -90,28 +98,6 @@ class ConstrainTest(absltest.TestCase):
     expected = jax.sharding.NamedSharding(self._mesh(), PartitionSpec("data"))
     self.assertTrue(out.sharding.is_equivalent_to(expected, out.ndim))
     chex.assert_trees_all_equal(np.asarray(out), 2 * np.asarray(x))
-
-
-class SumOverBatchTest(absltest.TestCase):
-  def _value_and_grads(self, batch):
-    x = jnp.arange(batch * 3.0).reshape(batch, 3) / 10
-    w = jnp.linspace(-1.0, 1.0, 3)
-
-    def loss(x, w):
-      return sum_over_batch(lambda x, w: jnp.square(x @ w).sum(), (x,), (w,))
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
-
-  def test_sum_and_gradients_are_those_of_one_device(self):
-    mesh = jax.make_mesh(
-      (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
-    )
-    rules = (("batch", "data"), ("heads", "tensor"))
-    for batch in (4, 3):  # 3 rows do not divide over two devices
-      expected = self._value_and_grads(batch)
-      with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        out = self._value_and_grads(batch)
-      chex.assert_trees_all_close(out, expected, rtol=1e-6)
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ class LanguageMeshTest(_Runs, absltest.TestCase):
     params = self.on_mesh.state.params
     blocks = params["blocks0"]
     for leaf, spec in (
-      (params["embed"]["embedding"], ("tensor", "fsdp")),
-      (params["head"]["kernel"], ("fsdp", "tensor")),
+      (params["embed"]["embedding"], (("tensor", "fsdp"), None)),
+      (params["head"]["kernel"], (None, ("tensor", "fsdp"))),
       (blocks["attn"]["q"]["kernel"], (None, "fsdp", None, "tensor", None)),
       (blocks["attn"]["kv"]["kernel"], (None, "fsdp", None, "tensor", None)),
       (blocks["attn"]["out"]["kernel"], (None, "tensor", None, "fsdp")),

@@ -22,12 +22,9 @@ class _LatentsTest(parameterized.TestCase):
       tiny_sets.write_latents(self.root / split)
     self.config = tiny_sets.dit_config(path=self.root)
 
-  def _batches(self, count, position=0, process=(0, 1)):
-    stream = tiny_sets.train_stream(
-      self.config,
-      sources.make_source(self.config, "train"),
-      *process,
-    )
+  def _batches(self, count, position=0, rows=None):
+    source = sources.make_source(self.config, "train")
+    stream = tiny_sets.train_stream(self.config, source, rows)
     stream.seek(position)
     return list(itertools.islice(stream, count))
 
@@ -163,7 +160,7 @@ class StreamTest(_LatentsTest):
 
   def test_processes_share_each_global_batch(self):
     whole = self._batches(5)
-    parts = [self._batches(5, process=(p, 2)) for p in range(2)]
+    parts = [self._batches(5, rows=rows) for rows in ((0, 1), (2, 3))]
     for step, batch in enumerate(whole):
       for name in batch:
         joined = np.concatenate([part[step][name] for part in parts])

@@ -81,11 +81,13 @@ def dit_config(
   )
 
 
-def train_stream(config, source, part=0, parts=1):
+def train_stream(config, source, rows=None):
+  rows = range(config.data.batch_size) if rows is None else rows
   dataset = pipeline.train_images(config, source)
-  return pipeline.TrainBatches(dataset, config.data, part, parts)
+  return pipeline.TrainBatches(dataset, config.data, rows)
 
 
-def eval_stream(config, source, part=0, parts=1):
+def eval_stream(config, source, rows=None):
+  rows = range(config.eval.batch_size) if rows is None else rows
   ready = pipeline.held_out_images(config, source)
-  return pipeline.eval_batches(config, ready, part, parts)
+  return pipeline.eval_batches(config, ready, rows)
