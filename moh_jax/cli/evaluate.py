@@ -3,14 +3,14 @@
 import argparse
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common, fields
+from moh_jax.cli import common, distributed, fields
 from moh_jax.config import EvalConfig, get_family
 from moh_jax.runtime import sharding
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the metrics of the checkpoint's task on its held-out split."""
-  is_first = common.join(args)
+  is_first = distributed.join(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     restored = common.restore(args, mesh=mesh)

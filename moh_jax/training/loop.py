@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config, get_family, to_dict
 from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import sharding
+from moh_jax.runtime import sharding, steps
+from moh_jax.runtime.agreement import agree
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
 from moh_jax.runtime.peers import Peers
 from moh_jax.runtime.processes import ask_first_process
@@ -27,7 +28,7 @@ from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.program import make_program
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.state import TrainState
-from moh_jax.training.stopping import StopRequest, stop_request
+from moh_jax.training.stopping import StopRequest, no_signals, stop_request
 from moh_jax.training.task import Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
@@ -80,12 +81,15 @@ def train(
     The final state and evaluation.
 
   Raises:
-    ValueError: something does not fit; before any long work starts.
+    ValueError: something does not fit, or the processes of the run differ;
+      before any long work starts.
     OSError: the working directory cannot be written, or belongs to another
       run that is going on.
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite.
   """
   config = resolve(config)
+  newest = steps.list_steps(workdir)[-1:]
+  agree({"config": to_dict(config), "newest checkpoint in the workdir": newest})
   mesh = sharding.make_mesh(config.mesh, devices)
   sharding.check_batch(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
@@ -151,12 +155,7 @@ class _Run:
     try:
       with contextlib.ExitStack() as stack:
         stack.enter_context(self.saver)
-        peers = Peers(
-          os.fspath(self.directory),
-          jax.process_index(),
-          jax.process_count(),
-          self.saver.last_whole,
-        )
+        peers = Peers(os.fspath(self.directory), self.saver.last_whole)
         stack.enter_context(peers)
         state, start = self._start()
         writer = MetricsWriter(
@@ -170,7 +169,7 @@ class _Run:
           ),
         )
         stack.enter_context(contextlib.closing(writer))
-        return self._loop(state, start, writer, lock)
+        return self._loop(state, start, writer, peers, lock)
     except OSError as error:
       raise OSError(f"{error}; {self.saver.last_whole()}") from error
     except jax.errors.JaxRuntimeError as error:
@@ -202,19 +201,21 @@ class _Run:
     state: TrainState,
     start: int,
     writer: MetricsWriter,
+    peers: Peers,
     lock: RunLock | None,
   ) -> Result:
     steps = self.config.train.steps
     clock = _Clock(start, self.task.units_per_step)
     pending: tuple[int, Any] | None = None  # metrics are read one step late
     with contextlib.ExitStack() as stack:
-      stop = StopRequest()  # until the first step is compiled nothing is lost
+      stop = no_signals()  # until the first step is compiled nothing is lost
       evaluation = self._show_missing(start, state, writer, stop)
       for step in range(start + 1, steps + 1):
+        peers.at(step)
         batch = sharding.shard_batch(next(self.batches), self.mesh)
         if step == start + 1:
           state, metrics = self._first_step(state, batch)
-          stop = stack.enter_context(stop_request())
+          stop = stack.enter_context(stop_request(stop))
           clock.restart(start)
         else:
           state, metrics = self.train_step(state, batch)
@@ -225,9 +226,7 @@ class _Run:
         if lock:
           lock.check()
 
-        stopping = bool(stop)
-        if jax.process_count() > 1:  # all processes must stop at the same step
-          stopping = self.saver.reached_preemption(step)
+        stopping = stop.reached()
         last = step == steps
         shows = any(self._due(step)) and not stopping
         saved = last or stopping or step % self.config.checkpoint.every == 0

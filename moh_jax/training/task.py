@@ -25,6 +25,7 @@ from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn
+from moh_jax.training.stopping import interruptible
 
 Evaluate = Callable[[Any, Mesh], dict[str, float]]
 Preview = Callable[[Any, Mesh], np.ndarray]
@@ -110,7 +111,7 @@ def held_out_batches(
 ) -> Iterator[Any]:
   """Global batches of the held-out examples, as arrays on the devices."""
   batches = eval_batches(config, source, *sharding.batch_slice(mesh))
-  return (sharding.shard_batch(batch, mesh) for batch in batches)
+  return (sharding.shard_batch(batch, mesh) for batch in interruptible(batches))
 
 
 def evaluate_held_out(
