@@ -5,7 +5,7 @@ import dataclasses
 import sys
 
 from moh_jax.cli import common
-from moh_jax.data.images.sources import read_image
+from moh_jax.data.images.files import read_image
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,13 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import losses
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
-from moh_jax.training.task import Evaluate, Task, evaluate_held_out, stream
+from moh_jax.training.task import (
+  Evaluate,
+  Task,
+  evaluate_held_out,
+  normalizing,
+  stream,
+)
 
 
 def make_task(config: Config, decode: Decode | None = None) -> Task:
@@ -31,7 +37,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   return Task(
     model=model,
     inputs=inputs,
-    loss_fn=make_loss(model, config),
+    loss_fn=normalizing(config, make_loss(model, config)),
     batches=lambda mesh: stream(config, train_images(config, train), mesh),
     evaluate=make_evaluate(model, config, Metadata(config, train.class_names)),
     class_names=train.class_names,

@@ -24,6 +24,7 @@ from moh_jax.runtime.peers import Peers
 from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
 from moh_jax.training import saving
+from moh_jax.training.feed import Feed
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.program import make_program
 from moh_jax.training.same_run import check_same_run
@@ -133,7 +134,7 @@ class _Run:
       config, task, mesh
     )
     _LOG.info("model: %s", _describe(config, self.abstract_state.params))
-    self.batches = task.batches(mesh)
+    self.batches = Feed(task.batches(mesh), mesh, config.data.device_prefetch)
     if self.start is not None:
       saving.set_aside_after(directory, self.start)
     self.saver = saving.Saver(
@@ -155,6 +156,7 @@ class _Run:
     try:
       with contextlib.ExitStack() as stack:
         stack.enter_context(self.saver)
+        stack.callback(self.batches.close)
         peers = Peers(os.fspath(self.directory), self.saver.last_whole)
         stack.enter_context(peers)
         state, start = self._start()
@@ -212,7 +214,7 @@ class _Run:
       evaluation = self._show_missing(start, state, writer, stop)
       for step in range(start + 1, steps + 1):
         peers.at(step)
-        batch = sharding.shard_batch(next(self.batches), self.mesh)
+        batch = next(self.batches)
         if step == start + 1:
           state, metrics = self._first_step(state, batch)
           stop = stack.enter_context(stop_request(stop))
@@ -234,13 +236,13 @@ class _Run:
           self._report(*pending, writer, clock)
           pending = None
         if saved:
-          self.saver.save(state, self.batches.position)
+          self._save(state, writer)
         if shows:
           evaluation = self._show(step, state, writer, stop) or evaluation
           clock.restart(step)
         if stopping or stop:
           if not saved:  # the stop came while the state was shown
-            self.saver.save(state, self.batches.position)
+            self._save(state, writer)
           self.saver.wait()
           _LOG.warning("stopped at step %d, saved; run again to resume", step)
           return Result(state, evaluation, finished=False)
@@ -293,6 +295,11 @@ class _Run:
     picture, row = ask_first_process(missing, 2)
     return self._show(step, state, writer, stop, (bool(picture), bool(row)))
 
+  def _save(self, state: TrainState, writer: MetricsWriter) -> None:
+    with self.saver.guard("metrics.jsonl"):
+      writer.flush()
+    self.saver.save(state, self.batches.position)
+
   def _write(
     self, writer: MetricsWriter, step: int, split: str, values: Any
   ) -> None:
@@ -314,7 +321,7 @@ class _Run:
     self, step: int, metrics: Any, writer: MetricsWriter, clock: "_Clock"
   ) -> None:
     """Reads a step's metrics, checks them, and logs them if it is time."""
-    values = {name: float(value) for name, value in metrics.items()}
+    values = {n: float(v) for n, v in jax.device_get(metrics).items()}
     for name in ("loss", "grad_norm"):
       if not math.isfinite(values[name]):
         self.saver.wait()

@@ -37,16 +37,25 @@ def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
     FileNotFoundError: there is no such file.
     ValueError: the file is not an image, or truncated.
   """
+  return decode_image(read_bytes(file), channels, str(file))
+
+
+def read_bytes(file: str | os.PathLike) -> bytes:
+  """Reads an image file without decoding it.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file is too large, or cannot be read.
+  """
   path = epath.Path(file)
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such image file")
   if (size := path.stat().length) > _MOST_BYTES:
     raise ValueError(f"{path}: {size:,} bytes, must be at most {_MOST_BYTES:,}")
   try:
-    content = path.read_bytes()
+    return path.read_bytes()
   except OSError as error:
     raise ValueError(f"{path}: cannot be read: {error}") from error
-  return decode_image(content, channels, str(path))
 
 
 def decode_image(content: bytes, channels: int, name: str) -> np.ndarray:

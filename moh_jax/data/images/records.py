@@ -49,8 +49,12 @@ class ArrayRecordSource:
   def __len__(self) -> int:
     return len(self._shards)
 
+  def read(self, index: int) -> tuple[dict[str, Any], bytes]:
+    """The record of an example, its image not decoded."""
+    return self._shards[index]
+
   def __getitem__(self, index: int) -> dict[str, Any]:
-    header, content = self._shards[index]
+    header, content = self.read(index)
     name = f"{header['name']} in {self._folder}"
     image = decode_image(content, self.channels, name)
     return {"image": image, "label": np.int32(header["label"])}

@@ -16,9 +16,10 @@ from moh_jax.config import Config, ImageModel
 from moh_jax.data.identity import Identity
 from moh_jax.data.images.files import (
   SPLITS,
+  decode_image,
   fingerprint,
   list_images,
-  read_image,
+  read_bytes,
 )
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.recipes import crops_center, is_latent
@@ -116,9 +117,14 @@ class ImageFolderSource:
     """Identifies the list of images; their content is not read."""
     return {"examples": len(self), "fingerprint": self.fingerprint}
 
+  def read(self, index: int) -> bytes:
+    """The file of an example, not decoded."""
+    return read_bytes(self._root / self._files[index][0])
+
   def __getitem__(self, index: int) -> dict[str, Any]:
     name, label = self._files[index]
-    image = read_image(self._root / name, self.channels)
+    path = str(self._root / name)
+    image = decode_image(self.read(index), self.channels, path)
     return {"image": image, "label": np.int32(label)}
 
   def name(self, index: int) -> str:
