@@ -23,10 +23,9 @@ from moh_jax.speed.programs import (
 
 def run(args: argparse.Namespace) -> int:
   """Prints a table of what was measured; 1 if any of it is not exact."""
-  if args.op == "card":
-    from moh_jax.cli import bench_card
-
-    return bench_card.run(args)
+  if args.op in ("card", "input"):
+    module = importlib.import_module(f"moh_jax.cli.bench_{args.op}")
+    return module.run(args)
   if args.plot:
     report.check_plot(args.plot)
   result = (_run_model if args.op == "model" else _run_heads)(args)

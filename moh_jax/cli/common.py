@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moh_jax.cli import fields, paths
+from moh_jax.cli import distributed, fields, paths
 from moh_jax.cli.overrides import PREFIX
 from moh_jax.config import MeshConfig
 from moh_jax.config.checks import DTYPES, MOST_COUNT
@@ -166,7 +165,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     help="devices per axis, such as tensor=8 for a model too large for one; -1 "
     "takes those left (default: data=-1, the model on each)",
   )
-  add_distributed(parser)
+  distributed.add_distributed(parser)
 
 
 def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
@@ -191,17 +190,6 @@ def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
   )
 
 
-def add_distributed(parser: argparse.ArgumentParser) -> None:
-  """Adds --distributed; see `join`."""
-  parser.add_argument(
-    "--distributed",
-    action="store_true",
-    help="join the other processes of the run; the first one prints. JAX finds "
-    "them on TPU pods, Slurm, Open MPI and Kubernetes; elsewhere set "
-    "JAX_COORDINATOR_ADDRESS (HOST:PORT), JAX_NUM_PROCESSES and JAX_PROCESS_ID",
-  )
-
-
 def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
   """Checks what a command reads as far as it goes without JAX.
 
@@ -215,6 +203,7 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     FileNotFoundError: an input does not exist.
     ValueError: the config does not fit, or overrides lack one.
   """
+  distributed.check_given(args)
   given = vars(args)
   paths.check_named(given)
   if given.get("config"):
@@ -233,37 +222,6 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
       )
     args.step = steps.newest_whole_step(args.checkpoint)
   paths.check_there(given)
-
-
-def join(args: argparse.Namespace) -> bool:
-  """Connects this process to the others of its run if --distributed asks.
-
-  JAX allows it only before its first use.
-
-  Returns:
-    Whether this is the first process, which prints and writes the results.
-
-  Raises:
-    ValueError: the cluster is none that JAX recognizes and the environment does
-      not describe it either.
-  """
-  import jax
-
-  if args.distributed:
-    names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    given = {
-      name.removeprefix("JAX_").lower(): int(os.environ[name])
-      for name in names
-      if name in os.environ
-    }
-    try:
-      jax.distributed.initialize(**given)  # the address is read by JAX itself
-    except (ValueError, RuntimeError) as error:
-      raise ValueError(
-        f"--distributed: {error}; outside TPU pods, Slurm, Open MPI and "
-        f"Kubernetes set JAX_COORDINATOR_ADDRESS, {' and '.join(names)}"
-      ) from error
-  return jax.process_index() == 0
 
 
 def mesh_config(text: str) -> MeshConfig:

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common, fields
+from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.config import EvalConfig, check_command, get_family
 from moh_jax.evaluation import predictions
@@ -23,7 +23,7 @@ _LABELS = list[_CLASSES] | dict[str, _CLASSES]
 
 def run(args: argparse.Namespace) -> int:
   """Prints the metrics of the checkpoint's task on its held-out split."""
-  is_first = common.join(args)
+  is_first = distributed.join(args)
   if args.per_class or args.labels_file:
     metadata, _ = common.read_metadata(args)
     option = "--per-class" if args.per_class else "--labels"

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.cli import common, text_files
+from moh_jax.cli import common, distributed, text_files
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
   """Prints the metrics, a column for each activated share."""
   if not args.tasks and not args.data:
     raise ValueError("nothing to do: give --tasks, --data or both")
-  is_first = common.join(args)
+  is_first = distributed.join(args)
   _check_model(args)
   tokenizer = load_checkpoint_tokenizer(
     args.checkpoint, args.step, verify=args.verify

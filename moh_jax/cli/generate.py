@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from moh_jax.cli import chat, common, fields, interactive
+from moh_jax.cli import chat, common, distributed, fields, interactive
 from moh_jax.data.text.chat_template import chat_ids
 from moh_jax.data.text.prompts import Prompts
 from moh_jax.inference.generate import Generator, Prompt
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
   sampling = Sampling(**fields.given_fields(args, Sampling) | given)
   is_chat = chat.is_chat(args)
   messages = chat.conversations(args) if is_chat else []
-  is_first = common.join(args)
+  is_first = distributed.join(args)
   tokenizer = load_checkpoint_tokenizer(
     args.checkpoint, args.step, verify=args.verify
   )

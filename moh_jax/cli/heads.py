@@ -5,7 +5,7 @@ import itertools
 
 from moh_jax import config as config_lib
 from moh_jax.analysis.importance import head_importance, order_by_importance
-from moh_jax.cli import common
+from moh_jax.cli import common, distributed
 from moh_jax.data.text import sequences
 from moh_jax.runtime import sharding
 from moh_jax.training.task import stream
@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
   The JSON's "head_order" is what `model.head_order` takes to share the most
   important heads in place of the first.
   """
-  is_first = common.join(args)
+  is_first = distributed.join(args)
   common.read_metadata(args, "heads")
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):

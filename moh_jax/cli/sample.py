@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from moh_jax.cli import common, fields
+from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
 from moh_jax.convert.decoder import load_decoder
@@ -19,7 +19,7 @@ from moh_jax.runtime import sharding
 def run(args: argparse.Namespace) -> int:
   """Samples images and writes them."""
   out = _target(args.out)
-  is_first = common.join(args)
+  is_first = distributed.join(args)
   encoder = _check_before_restoring(args)
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):

@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from moh_jax.cli import common, run_log
+from moh_jax.cli import common, distributed, run_log
 from moh_jax.config import Config
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.data.images.latents import LatentSource
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     0 when all steps are done or a stop was asked for, 1 when the loss became
     NaN or infinite.
   """
-  is_first = common.join(args)
+  is_first = distributed.join(args)
   config = resolve(args.config)
   decode = None
   level = logging.INFO if is_first else logging.WARNING

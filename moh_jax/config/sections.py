@@ -53,6 +53,10 @@ class DataConfig:
     std: divides after the mean, one value per channel; None as for `mean`.
     num_threads: threads that read and transform images.
     prefetch: batches prepared ahead.
+    workers: processes that prepare batches, each with `num_threads`; 0 prepares
+      them in this process, None is one for each 32 CPUs of the host, at most
+      8. A program that starts them needs `if __name__ == "__main__":`.
+    device_prefetch: batches that are on the devices before their step.
     fake_examples: examples in each split of "fake".
   """
 
@@ -67,6 +71,8 @@ class DataConfig:
   std: tuple[float, ...] | None = None
   num_threads: int = 4
   prefetch: int = 4
+  workers: int | None = None
+  device_prefetch: int = 2
   fake_examples: int = 1024
 
   def __post_init__(self):
@@ -74,6 +80,8 @@ class DataConfig:
     one_of("data", self, bad_images=BAD_IMAGES)
     at_least("data", 1, self, "batch_size", most=MOST_BATCH)
     at_least("data", 1, self, "prefetch", "num_threads", most=MOST_AHEAD)
+    at_least("data", 1, self, "device_prefetch", most=MOST_AHEAD)
+    at_least("data", 0, self, "workers", most=MOST_AHEAD)
     at_least("data", 1, self, "fake_examples")
     at_least("data", 0, self, "eval_resize", most=MOST_SIDE)
     in_range("data", -1e6, 1e6, self, "mean", "std")

@@ -39,6 +39,10 @@ class TextDataConfig:
       entries) or "bytes".
     num_threads: threads that read.
     prefetch: batches prepared ahead.
+    workers: processes that prepare batches, each with `num_threads`; 0 prepares
+      them in this process, None is 0. A program that starts them needs
+      `if __name__ == "__main__":`.
+    device_prefetch: batches that are on the devices before their step.
     fake_examples: sequences in each split of "fake".
   """
 
@@ -52,6 +56,8 @@ class TextDataConfig:
   tokenizer: str = "bpe"
   num_threads: int = 4
   prefetch: int = 4
+  workers: int | None = None
+  device_prefetch: int = 2
   fake_examples: int = 1024
 
   def __post_init__(self):
@@ -59,6 +65,8 @@ class TextDataConfig:
     at_least("data", 1, self, "sequence_length", most=MOST_TOKENS)
     at_least("data", 1, self, "batch_size", most=MOST_BATCH)
     at_least("data", 1, self, "prefetch", "num_threads", most=MOST_AHEAD)
+    at_least("data", 1, self, "device_prefetch", most=MOST_AHEAD)
+    at_least("data", 0, self, "workers", most=MOST_AHEAD)
     at_least("data", 1, self, "fake_examples")
     if self.source != "fake" and not self.path:
       raise ValueError(

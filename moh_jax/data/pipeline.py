@@ -9,9 +9,11 @@ and each row of a global batch always holds the same example.
 """
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import absl.flags
 import grain
 import jax.tree
 import numpy as np
@@ -21,6 +23,7 @@ from moh_jax.data.images.recipes import eval_recipe, train_recipe
 from moh_jax.data.images.sources import ImageSource
 
 Batch = dict[str, np.ndarray]
+_CPUS_PER_WORKER = 32
 
 
 # Random access to examples, which are dicts of arrays.
@@ -35,14 +38,19 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
     source: source of the training split.
 
   Returns:
-    Examples {"image": [X, Y, channels] float32, "label": [] int32}.
+    Examples {"image": [X, Y, channels], "label": [] int32}. Pixels are uint8,
+    and `pixels.normalizer` makes float32 of them on the device; latents are
+    float32.
   """
   dataset = grain.MapDataset.source(source).seed(config.train.seed)
   return dataset.shuffle().repeat().apply(train_recipe(config))
 
 
 def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
-  """The held-out images of a run after their transforms; nothing is random."""
+  """The held-out images of a run after their transforms; nothing is random.
+
+  As in `train_images`, pixels are uint8.
+  """
   return grain.MapDataset.source(source).apply(eval_recipe(config))
 
 
@@ -50,6 +58,10 @@ class TrainBatches:
   """Endless iterator over some rows of every training batch.
 
   Its position can be stored, and restored exactly.
+
+  Attributes:
+    examples: what this part reads, one after the other.
+    position: number of batches read so far.
   """
 
   def __init__(
@@ -66,26 +78,51 @@ class TrainBatches:
       rows: which rows of every global batch to read, see
         `sharding.batch_rows`.
     """
-    # Threads read examples, not whole batches: batch after iterating.
-    options = _read_options(data, len(rows))
-    dataset = _BatchRows(dataset, rows, data.batch_size)
-    self._iterator = iter(dataset.to_iter_dataset(options).batch(len(rows)))
-    self._local_batch = len(rows)
+    self.examples = _BatchRows(dataset, rows, data.batch_size)
+    self._local_batch, self._data = len(rows), data
+    self._iterator: Iterator[Batch] | None = None
+    self.position = 0
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   def __next__(self) -> Batch:
-    return next(self._iterator)
-
-  @property
-  def position(self) -> int:
-    """Number of batches read so far."""
-    return self._iterator.get_state()["next_index"] // self._local_batch
+    if self._iterator is None:
+      self._iterator = self._open()
+    batch = next(self._iterator)
+    self.position += 1
+    return batch
 
   def seek(self, position: int) -> None:
     """Makes batch `position` the next one; 0 is the first."""
-    self._iterator.set_state({"next_index": position * self._local_batch})
+    self.close()
+    self.position = position
+
+  def close(self) -> None:
+    """Ends the threads and processes that read."""
+    iterator, self._iterator = self._iterator, None
+    if hasattr(iterator, "close"):
+      iterator.close()
+
+  def _open(self) -> Iterator[Batch]:
+    """The batches from `position` on."""
+    data, local = self._data, self._local_batch
+    examples = self.examples.slice(slice(self.position * local, None))
+    workers = worker_count(data)
+    if not workers:
+      # Threads read examples, not whole batches: batch after iterating.
+      options = _read_options(data, local)
+      return iter(examples.to_iter_dataset(options).batch(local))
+    # Worker w makes batches w, w + workers, ...: whole ones, so that they hold
+    # the examples that the batches of threads hold.
+    flags = absl.flags.FLAGS
+    if not flags.is_parsed():
+      flags.mark_as_parsed()  # grain's processes read them
+    batches = examples.batch(local).to_iter_dataset(_read_options(data, 1))
+    options = grain.multiprocessing.MultiprocessingOptions(
+      num_workers=workers, per_worker_buffer_size=data.prefetch
+    )
+    return iter(batches.mp_prefetch(options))
 
 
 def eval_batches(
@@ -124,6 +161,16 @@ def eval_batches(
   dataset = _BatchRows(positions, rows, size).map(load)
   options = _read_options(config.data, len(rows))
   return iter(dataset.to_iter_dataset(options).batch(len(rows)))
+
+
+def worker_count(data: DataConfig | TextDataConfig) -> int:
+  """Processes that make batches; 0 leaves it to threads of this process."""
+  if data.workers is not None:
+    return data.workers
+  # Reading text is quick. Images of a large host keep one Python too busy.
+  if hasattr(data, "sequence_length"):
+    return 0
+  return min(8, (os.cpu_count() or 1) // _CPUS_PER_WORKER)
 
 
 class _BatchRows(grain.MapDataset):

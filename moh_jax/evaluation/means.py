@@ -64,4 +64,5 @@ def sum_metrics(
     jax.block_until_ready(sums[-2:][0])
   if not sums:
     raise ValueError("the split to evaluate is empty")
-  return {name: sum(float(s[name]) for s in sums) for name in sums[0]}
+  host = jax.device_get(sums)  # at once, not one scalar after the other
+  return {name: sum(float(s[name]) for s in host) for name in host[0]}

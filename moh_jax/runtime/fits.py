@@ -50,7 +50,7 @@ def check_config(config: Config, mesh: Mesh) -> None:
   data, groups = config.data, config.model.layer_groups()
   length = getattr(data, "sequence_length", None)
   shape = getattr(config.model, "input_shape", ())
-  example = 4 * math.prod(shape) if length is None else _TOKEN_BYTES * length
+  example = math.prod(shape) if length is None else _TOKEN_BYTES * length
   memory.check(
     example * (data.prefetch + 1) * (data.batch_size // jax.process_count()),
     f"data.prefetch={data.prefetch} batches of data.batch_size="

@@ -24,6 +24,7 @@ from moh_jax.training.task import (
   Task,
   evaluate_held_out,
   held_out_batches,
+  normalizing,
   stream,
 )
 
@@ -41,7 +42,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   return Task(
     model=model,
     inputs=inputs,
-    loss_fn=make_loss(model, config),
+    loss_fn=normalizing(config, make_loss(model, config)),
     batches=lambda mesh: stream(config, train_images(config, train), mesh),
     evaluate=make_evaluate(model, config, Metadata(config, train.class_names)),
     class_names=train.class_names,

@@ -25,6 +25,7 @@ from moh_jax.training.task import (
   Preview,
   Task,
   evaluate_held_out,
+  normalizing,
   stream,
 )
 
@@ -54,7 +55,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   return Task(
     model=model,
     inputs=inputs,
-    loss_fn=make_loss(model, config),
+    loss_fn=normalizing(config, make_loss(model, config)),
     batches=lambda mesh: stream(config, train_images(config, train), mesh),
     evaluate=evaluate,
     class_names=train.class_names,

@@ -12,23 +12,24 @@ from typing import Any
 import jax
 from etils import epath
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config, get_family, to_dict
 from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import sharding
+from moh_jax.runtime import sharding, steps
+from moh_jax.runtime.agreement import agree
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
 from moh_jax.runtime.peers import Peers
 from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
-from moh_jax.runtime.steps import list_steps
 from moh_jax.training import saving
 from moh_jax.training.clock import Clock
+from moh_jax.training.feed import Feed
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.program import describe, make_program
 from moh_jax.training.rewind import BadStepError, Watch
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.state import TrainState, averaged_from
-from moh_jax.training.stopping import StopRequest, stop_request
+from moh_jax.training.stopping import StopRequest, no_signals, stop_request
 from moh_jax.training.task import Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
@@ -81,13 +82,16 @@ def train(
     The final state and evaluation.
 
   Raises:
-    ValueError: something does not fit; before any long work starts.
+    ValueError: something does not fit, or the processes of the run differ;
+      before any long work starts.
     OSError: the working directory cannot be written, or belongs to another
       run that is going on.
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite, or
       the loss is a spike, and the run may not go back (again).
   """
   config = resolve(config)
+  newest = steps.list_steps(workdir)[-1:]
+  agree({"config": to_dict(config), "newest checkpoint in the workdir": newest})
   mesh = sharding.make_mesh(config.mesh, devices)
   sharding.check_batch(
     "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
@@ -132,7 +136,7 @@ class _Run:
       config, task, mesh
     )
     _LOG.info("model: %s", describe(config, self.abstract_state.params))
-    self.batches = task.batches(mesh)
+    self.batches = Feed(task.batches(mesh), mesh, config.data.device_prefetch)
     if self.start is not None:
       saving.set_aside_after(directory, self.start)
     self.saver = saving.Saver(
@@ -156,16 +160,12 @@ class _Run:
     try:
       with contextlib.ExitStack() as stack:
         stack.enter_context(self.saver)
-        peers = Peers(
-          os.fspath(self.directory),
-          jax.process_index(),
-          jax.process_count(),
-          self.saver.last_whole,
-        )
+        stack.callback(self.batches.close)
+        peers = Peers(os.fspath(self.directory), self.saver.last_whole)
         stack.enter_context(peers)
         while True:
           try:
-            return self._run_from_start(lock)
+            return self._run_from_start(peers, lock)
           except BadStepError as error:
             bad = error
             bad.__traceback__ = None  # it keeps the state of the run alive
@@ -181,7 +181,7 @@ class _Run:
         "start all processes again to resume"
       ) from error
 
-  def _run_from_start(self, lock: RunLock | None) -> Result:
+  def _run_from_start(self, peers: Peers, lock: RunLock | None) -> Result:
     state, start = self._start()
     writer = MetricsWriter(
       self.directory,
@@ -194,7 +194,7 @@ class _Run:
       ),
     )
     with contextlib.closing(writer):
-      return self._loop(state, start, writer, lock)
+      return self._loop(state, start, writer, peers, lock)
 
   def _rewind(self, bad: BadStepError) -> None:
     """Goes back to a checkpoint, or ends the run where it may not.
@@ -206,7 +206,7 @@ class _Run:
     if not self.watch.may_rewind():
       raise NonFiniteLossError(f"{bad}; {self.saver.last_whole()}") from bad
     (target,) = ask_first_process(
-      lambda: [self.watch.target(bad.step, list_steps(self.directory))], 1
+      lambda: [self.watch.target(bad.step, steps.list_steps(self.directory))], 1
     )
     self.saver.rewind(target)
     self.start = find_resumable(self.directory, self.verify)
@@ -250,6 +250,7 @@ class _Run:
     state: TrainState,
     start: int,
     writer: MetricsWriter,
+    peers: Peers,
     lock: RunLock | None,
   ) -> Result:
     steps = self.config.train.steps
@@ -257,13 +258,14 @@ class _Run:
     # Metrics are read one step late, those of a step with its batch's position.
     pending: tuple[int, int, Any] | None = None
     with contextlib.ExitStack() as stack:
-      stop = StopRequest()  # until the first step is compiled nothing is lost
+      stop = no_signals()  # until the first step is compiled nothing is lost
       evaluation = self._show_missing(start, state, writer, stop)
       for step in range(start + 1, steps + 1):
-        batch = sharding.shard_batch(next(self.batches), self.mesh)
+        peers.at(step)
+        batch = next(self.batches)
         if step == start + 1:
           state, metrics = self._first_step(state, batch)
-          stop = stack.enter_context(stop_request())
+          stop = stack.enter_context(stop_request(stop))
           clock.restart(start)
         else:
           state, metrics = self.train_step(state, batch)
@@ -274,9 +276,7 @@ class _Run:
         if lock:
           lock.check()
 
-        stopping = bool(stop)
-        if jax.process_count() > 1:  # all processes must stop at the same step
-          stopping = self.saver.reached_preemption(step)
+        stopping = stop.reached()
         last = step == steps
         shows = any(self._due(step)) and not stopping
         saved = last or stopping or step % self.config.checkpoint.every == 0
@@ -284,13 +284,13 @@ class _Run:
           self._report(*pending, writer, clock)
           pending = None
         if saved:
-          self._save(state)
+          self._save(state, writer)
         if shows:
           evaluation = self._show(step, state, writer, stop) or evaluation
           clock.restart(step)
         if stopping or stop:
           if not saved:  # the stop came while the state was shown
-            self._save(state)
+            self._save(state, writer)
           self.saver.wait()
           _LOG.warning("stopped at step %d, saved; run again to resume", step)
           return Result(state, evaluation, finished=False)
@@ -300,7 +300,9 @@ class _Run:
       self.saver.wait()
     return Result(state, evaluation, finished=True)
 
-  def _save(self, state: TrainState) -> None:
+  def _save(self, state: TrainState, writer: MetricsWriter) -> None:
+    with self.saver.guard("metrics.jsonl"):
+      writer.flush()
     self.saver.save(state, self.batches.position, self.watch.to_json())
 
   def _due(self, step: int) -> tuple[bool, bool]:
@@ -346,6 +348,11 @@ class _Run:
     picture, row = ask_first_process(missing, 2)
     return self._show(step, state, writer, stop, (bool(picture), bool(row)))
 
+  def _save(self, state: TrainState, writer: MetricsWriter) -> None:
+    with self.saver.guard("metrics.jsonl"):
+      writer.flush()
+    self.saver.save(state, self.batches.position)
+
   def _write(
     self, writer: MetricsWriter, step: int, split: str, values: Any
   ) -> None:
@@ -372,7 +379,7 @@ class _Run:
     clock: Clock,
   ) -> None:
     """Reads a step's metrics, checks them, and logs them if it is time."""
-    values = {name: float(value) for name, value in metrics.items()}
+    values = {n: float(v) for n, v in jax.device_get(metrics).items()}
     self.watch.check(step, position, values)
     writer.advance(step)
     if step % self.config.log.every == 0 or step == self.config.train.steps:

@@ -17,6 +17,9 @@ from PIL import Image
 
 from moh_jax.config import LogConfig
 from moh_jax.files import write_whole
+from moh_jax.training import bucket_events
+
+_BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
 
 
 class MetricsWriter:
@@ -60,8 +63,10 @@ class MetricsWriter:
       kept = content[:length]
     else:
       self._written = set()
-    # Buckets cannot append: there the whole file is written again.
+    # Buckets cannot append: there the whole file is written again, but not for
+    # every row. Rows since the last checkpoint will come again after a kill.
     self._rows = kept if "://" in str(self._path) else None
+    self._unwritten, self._written_at = False, time.monotonic()
     if self._rows is None:
       with self._path.open("ab") as stream:
         stream.truncate(len(kept))
@@ -71,6 +76,7 @@ class MetricsWriter:
     if config.tensorboard:
       import tensorboardX  # an import of a second, not needed by every user
 
+      bucket_events.register(workdir)
       self._tensorboard = tensorboardX.SummaryWriter(
         str(workdir / "tensorboard"), purge_step=start + 1 if start else None
       )
@@ -152,7 +158,15 @@ class MetricsWriter:
         stream.write(line)
     else:
       self._rows += line
+      self._unwritten = True
+      if time.monotonic() - self._written_at > _BUCKET_SECONDS:
+        self.flush()
+
+  def flush(self) -> None:
+    """Writes the rows that a bucket lacks; before a checkpoint is saved."""
+    if self._active and self._unwritten:
       write_whole(self._path, self._rows)
+      self._unwritten, self._written_at = False, time.monotonic()
 
   def _summary(self, values: Mapping[str, float]) -> str:
     names = [n for n in self._shown or values if n in values]
@@ -170,6 +184,7 @@ class MetricsWriter:
   def close(self) -> None:
     """Flushes and closes the files."""
     if self._active:
+      self.flush()
       self._bar.close()
       if self._tensorboard:
         self._tensorboard.close()

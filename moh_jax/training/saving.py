@@ -168,10 +168,6 @@ class Saver:
       f"the last whole checkpoint in {self._directory} is step {written[-1]}"
     )
 
-  def reached_preemption(self, step: int) -> bool:
-    """Whether all processes are to stop after this step."""
-    return self._manager.reached_preemption(step)
-
   def close(self) -> None:
     """Waits for what is being written, and closes the folder.
 

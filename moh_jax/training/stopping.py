@@ -1,18 +1,24 @@
 """Requests to stop a run: SIGTERM and SIGINT."""
 
 import contextlib
+import contextvars
+import itertools
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
+from orbax.checkpoint import multihost
 
 from moh_jax import signals
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+# How often the processes have compared notes. JAX wants a number that grows,
+# also over several runs of one process.
+_ticks = itertools.count(1)
 
 
 class StopNowError(Exception):
@@ -20,7 +26,7 @@ class StopNowError(Exception):
 
 
 class StopRequest:
-  """Whether a stop was asked for."""
+  """Whether a stop was asked for; for runs of one process."""
 
   def __init__(self):
     self._requested = threading.Event()
@@ -35,10 +41,15 @@ class StopRequest:
     if self._interruptible:
       raise StopNowError
 
+  def reached(self) -> bool:
+    """Whether to stop here; all processes of a run ask equally often."""
+    return bool(self)
+
   def run(self, work: Callable[[], T]) -> T | None:
     """Does work that changes nothing; None if a stop comes before its end."""
     if self:
       return None
+    token = _current.set(self)
     try:
       self._interruptible = True
       try:
@@ -47,15 +58,65 @@ class StopRequest:
         self._interruptible = False
     except StopNowError:
       return None
+    finally:
+      _current.reset(token)
+
+
+class _SharedRequest(StopRequest):
+  """Whether a stop was asked for in any process of a run.
+
+  JAX's own handler of SIGTERM tells the other processes, and they agree on the
+  next call of `reached` that is still ahead of all of them.
+  """
+
+  def reached(self) -> bool:
+    """See the base class."""
+    if not self and multihost.reached_preemption(next(_ticks)):
+      self._requested.set()
+    return bool(self)
+
+
+_current: contextvars.ContextVar[StopRequest | None] = contextvars.ContextVar(
+  "stop_request", default=None
+)
+
+
+def interruptible(parts: Iterable[T]) -> Iterator[T]:
+  """The parts of work under `StopRequest.run`, which a stop may end between.
+
+  Args:
+    parts: equally many in every process of the run.
+
+  Raises:
+    StopNowError: a stop was asked for.
+  """
+  request = _current.get()
+  for part in parts:
+    if request is not None and request.reached():
+      raise StopNowError
+    yield part
+
+
+def no_signals() -> StopRequest:
+  """The request of a run that has nothing to save yet.
+
+  Several processes agree from the start, as JAX handles their signals.
+  """
+  return StopRequest() if jax.process_count() == 1 else _SharedRequest()
 
 
 @contextlib.contextmanager
-def stop_request() -> Iterator[StopRequest]:
+def stop_request(before: StopRequest) -> Iterator[StopRequest]:
   """Turns the first SIGTERM or SIGINT into a request; a second interrupts.
 
-  With several processes it stays out of the way: there JAX's own handler
-  agrees with the other processes on the step to stop at.
+  With several processes there is nothing to do: JAX handles SIGTERM.
+
+  Args:
+    before: of `no_signals`.
   """
+  if jax.process_count() > 1:
+    yield before
+    return
   request, previous = StopRequest(), {}
   stack = contextlib.ExitStack()
 
@@ -70,7 +131,7 @@ def stop_request() -> Iterator[StopRequest]:
     request.ask()
 
   in_main_thread = threading.current_thread() is threading.main_thread()
-  if in_main_thread and jax.process_count() == 1:
+  if in_main_thread:
     stack.enter_context(signals.deferred())
     for number in (signal.SIGTERM, signal.SIGINT):
       previous[number] = signal.signal(number, handle)

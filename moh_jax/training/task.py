@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity
+from moh_jax.data.images.pixels import normalizer
 from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import (
   Source,
@@ -24,7 +25,8 @@ from moh_jax.evaluation.means import EvalStep, mean_metrics
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.step import LossFn
+from moh_jax.training.step import LossFn, Metrics
+from moh_jax.training.stopping import interruptible
 
 Evaluate = Callable[[Any, Mesh], dict[str, float]]
 Preview = Callable[[Any, Mesh], np.ndarray]
@@ -108,13 +110,29 @@ def stream(
   return TrainBatches(dataset, config.data, rows)
 
 
+def normalizing(config: Config, loss_fn: LossFn) -> LossFn:
+  """The loss of batches whose pixels are uint8, from that of float32 ones."""
+  normalize = normalizer(config.data)
+
+  def normalized(
+    params: Any, batch: Any, rng: jax.Array, step: jax.Array
+  ) -> tuple[jax.Array, Metrics]:
+    return loss_fn(params, normalize(batch), rng, step)
+
+  return normalized
+
+
 def held_out_batches(
   config: Config, source: Source, mesh: Mesh
 ) -> Iterator[Any]:
   """Global batches of the held-out examples, as arrays on the devices."""
   rows = sharding.batch_rows(mesh, config.eval.batch_size)
   batches = eval_batches(config, source, rows)
-  return (sharding.shard_batch(batch, mesh) for batch in batches)
+  normalize = normalizer(config.data)
+  return (
+    normalize(sharding.shard_batch(batch, mesh))
+    for batch in interruptible(batches)
+  )
 
 
 def evaluate_held_out(

@@ -40,6 +40,8 @@ class MainTest(parameterized.TestCase):
         "chat",
         "common",
         "bench_card",
+        "bench_input",
+        "distributed",
         "fields",
         "interactive",
         "main",

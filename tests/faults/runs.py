@@ -33,6 +33,7 @@ class Run:
     niceness: int = 0,
     shell: str = "",
     name: str = "",
+    last: Sequence[str] = (),
   ):
     """Starts it.
 
@@ -44,6 +45,7 @@ class Run:
       niceness: added to that of this process.
       shell: commands of a shell to run first, such as "ulimit -f 100".
       name: of its files of stderr, where several runs have one directory.
+      last: options of the last process alone.
     """
     argv = [
       *(sys.executable, "-m", "moh_jax", "train", "--workdir", workdir),
@@ -68,9 +70,10 @@ class Run:
     for index in range(processes):
       stem = name or self.workdir.name
       file = self.workdir.parent / f"{stem}.stderr{index}"
+      is_last = index == processes - 1
       with file.open("w") as stderr:
         process = subprocess.Popen(
-          ["nice", "-n", str(niceness), *argv],
+          ["nice", "-n", str(niceness), *argv, *(last if is_last else ())],
           env={**environment, "JAX_PROCESS_ID": str(index)},
           cwd=_ROOT,
           stdout=subprocess.DEVNULL,

@@ -34,10 +34,9 @@ _MESHES = {
 _dit_config = functools.partial(tiny.dit_config, model=tiny.ALIKE["dit"])
 
 _CHILD = """
-import argparse
 import sys
-from moh_jax.cli import common
-common.join(argparse.Namespace(distributed=True))
+from moh_jax.runtime import cluster
+cluster.join(cluster.given_place(None, None, None))
 from tests.training import processes_test
 processes_test.train_and_draw(sys.argv[1])
 """

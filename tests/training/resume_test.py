@@ -14,9 +14,8 @@ import chex
 import jax
 from absl.testing import absltest, parameterized
 
-from moh_jax.data import pipeline
 from moh_jax.runtime import checkpoint
-from moh_jax.training import loop
+from moh_jax.training import feed, loop
 from tests.training import tiny
 
 _STEPS = 6
@@ -60,14 +59,14 @@ class ResumeTest(parameterized.TestCase):
   def test_run_stopped_by_sigterm_resumes_bit_identically(self):
     family = "llm"
     workdir = self.create_tempdir().full_path
-    take = pipeline.TrainBatches.__next__
+    take = feed.Feed.__next__
 
     def stop_at_four(batches):
       if batches.position == 3:
         os.kill(os.getpid(), signal.SIGTERM)
       return take(batches)
 
-    with mock.patch.object(pipeline.TrainBatches, "__next__", stop_at_four):
+    with mock.patch.object(feed.Feed, "__next__", stop_at_four):
       stopped = _train(workdir, family)
     self.assertFalse(stopped.finished)
     self.assertEqual(checkpoint.find_step(workdir, None), 4)
@@ -84,11 +83,10 @@ class ResumeTest(parameterized.TestCase):
     script = textwrap.dedent(f"""
       import os, pathlib, signal, time
       import jax
-      from moh_jax.data import pipeline
-      from moh_jax.training import loop
+      from moh_jax.training import feed, loop
       from tests.training import resume_test
 
-      take = pipeline.TrainBatches.__next__
+      take = feed.Feed.__next__
 
       def die_at_five(batches):
         if batches.position == 4:  # step 3 is being saved in the background
@@ -98,7 +96,7 @@ class ResumeTest(parameterized.TestCase):
           os.kill(os.getpid(), signal.SIGKILL)
         return take(batches)
 
-      pipeline.TrainBatches.__next__ = die_at_five
+      feed.Feed.__next__ = die_at_five
       resume_test._train({workdir!r}, {family!r})
     """)
     done = subprocess.run([sys.executable, "-c", script], check=False)
@@ -115,9 +113,7 @@ class ResumeTest(parameterized.TestCase):
     return shutil.copytree(os.path.join(self.root, "llm"), workdir)
 
   def test_finished_run_started_again_only_evaluates(self):
-    with mock.patch.object(
-      pipeline.TrainBatches, "__next__", side_effect=AssertionError
-    ):
+    with mock.patch.object(feed.Feed, "__next__", side_effect=AssertionError):
       again = _train(self._finished(), "llm")
     self.assertEqual(again.evaluation, self.whole["llm"].evaluation)
     self.assertEqual(int(again.state.step), _STEPS)

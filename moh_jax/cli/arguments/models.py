@@ -2,7 +2,7 @@
 
 import argparse
 
-from moh_jax.cli import common, fields
+from moh_jax.cli import common, distributed, fields
 from moh_jax.config import EvalConfig, export_forms, public_formats
 from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
 
@@ -171,7 +171,7 @@ def train(parser: argparse.ArgumentParser) -> None:
     help="autoencoder weights that show samples of latent diffusion",
   )
   common.add_verify(parser)
-  common.add_distributed(parser)
+  distributed.add_distributed(parser)
   common.add_json(parser)
 
 

@@ -29,7 +29,10 @@ SHAPES = ("batch", "tokens", "heads", "active", "dtype", "causal", "rounds")
 def bench(parser: argparse.ArgumentParser) -> None:
   """Time forms of attention, layers, decoding and models."""
   ops = parser.add_subparsers(
-    dest="op", required=True, metavar="OP", help=", ".join((*OPS, "card"))
+    dest="op",
+    required=True,
+    metavar="OP",
+    help=", ".join((*OPS, "card", "input")),
   )
   for op, (text, cls) in OPS.items():
     sub = ops.add_parser(op, help=text, description=f"Time {text}.")
@@ -73,6 +76,17 @@ def bench(parser: argparse.ArgumentParser) -> None:
     default=8.0,
     help="begin no further stage after so many (default: 8)",
   )
+  _add_traceback(sub)
+  text = "every stage of a run's input, and its train step"
+  sub = ops.add_parser("input", help=text, description=f"Time {text}.")
+  common.add_config(sub, required=True)
+  common.add_count(
+    sub, "--batches", 20, help="to time the input with (default: 20)"
+  )
+  common.add_count(
+    sub, "--steps", 10, help="to time the train step with (default: 10)"
+  )
+  common.add_json(sub)
   _add_traceback(sub)
 
 

@@ -20,14 +20,14 @@ def crops_center(config: Config, split: str) -> bool:
 def train_recipe(config: Config) -> list:
   """The transforms of training examples, in order.
 
-  They make normalized pixels of images, and samples of stored posteriors. The
-  random latents of the source "fake" need none.
+  They make uint8 pixels of the model's size, and samples of stored posteriors.
+  The random latents of the source "fake" need none.
   """
   if config.data.source == "latents":
     return [latents.SampleLatent(config.diffusion.scaling)]
   if is_latent(config):
     return []
-  return transforms.train_transforms(config.data, config.model)
+  return transforms.train_transforms(config.data, config.model)[:-1]
 
 
 def eval_recipe(config: Config) -> list:
@@ -39,7 +39,7 @@ def eval_recipe(config: Config) -> list:
     return [latents.MeanLatent(config.diffusion.scaling)]
   if is_latent(config):
     return []
-  chosen = transforms.eval_transforms(config.data, config.model)
+  chosen = transforms.eval_transforms(config.data, config.model)[:-1]
   if crops_center(config, "val"):
     chosen[0] = transforms.CenterCrop(config.model.input_shape[:2])
   return chosen

@@ -49,14 +49,18 @@ class ArrayRecordSource:
   def __len__(self) -> int:
     return len(self._shards)
 
+  def read(self, index: int) -> tuple[dict[str, Any], bytes]:
+    """The record of an example, its image not decoded."""
+    return self._shards[index]
+
   def __getitem__(self, index: int) -> dict[str, Any]:
-    header, content = self._shards[index]
+    header, content = self.read(index)
     image = decode_image(content, self.channels, self._place(header))
     return {"image": image, "label": np.int32(header["label"])}
 
   def describe(self, index: int) -> tuple[tuple[int, int], bool]:
     """Rows and columns of an image, and whether it is grey."""
-    header, content = self._shards[index]
+    header, content = self.read(index)
     return describe_image(content, self._place(header))
 
   def _place(self, header: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from etils import epath
 
 from moh_jax.config import Config, ImageModel
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.files import describe_image, read_bytes, read_image
+from moh_jax.data.images.files import decode_image, describe_image, read_bytes
 from moh_jax.data.images.folders import (
   SPLITS,
   find_splits,
@@ -140,15 +140,20 @@ class ImageFolderSource:
     found: Identity = {"examples": len(self), "fingerprint": self.fingerprint}
     return found | {"val_share": self._held_out} if self._held_out else found
 
+  def read(self, index: int) -> bytes:
+    """The file of an example, not decoded."""
+    return read_bytes(self._root / self._files[index][0])
+
   def __getitem__(self, index: int) -> dict[str, Any]:
     name, label = self._files[index]
-    image = read_image(self._root / name, self.channels)
+    path = str(self._root / name)
+    image = decode_image(self.read(index), self.channels, path)
     return {"image": image, "label": np.int32(label)}
 
   def describe(self, index: int) -> tuple[tuple[int, int], bool]:
     """Rows and columns of an image, and whether it is grey."""
     path = self._root / self._files[index][0]
-    return describe_image(read_bytes(path), str(path))
+    return describe_image(self.read(index), str(path))
 
   def name(self, index: int) -> str:
     """The image's "CLASS/NAME"."""

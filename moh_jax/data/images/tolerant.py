@@ -32,6 +32,8 @@ class CheckedSource:
     self._bad: dict[int, object] = {}
     self.class_names = source.class_names
     self.channels = source.channels
+    if hasattr(source, "read"):  # those of files, to be timed
+      self.read = source.read
 
   def name(self, index: int) -> str:
     """Name of image `index`, for messages."""

@@ -1,0 +1,79 @@
+"""Options of commands that run as several processes; importable without JAX."""
+
+import argparse
+
+from moh_jax.runtime import cluster
+
+
+def add_distributed(parser: argparse.ArgumentParser) -> None:
+  """Adds --distributed and where the processes find one another; see `join`."""
+  parser.add_argument(
+    "--distributed",
+    action="store_true",
+    help="join the other processes of the run; the first one prints. JAX finds "
+    "them on TPU pods, Slurm, Open MPI and Kubernetes; elsewhere give the next "
+    "three, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID",
+  )
+  parser.add_argument(
+    "--coordinator",
+    metavar="HOST:PORT",
+    help="where process 0 of the run listens; implies --distributed",
+  )
+  parser.add_argument(
+    "--num-processes", type=int, metavar="N", help="processes of the run"
+  )
+  parser.add_argument(
+    "--process-id", type=int, metavar="I", help="number of this one, from 0"
+  )
+  parser.add_argument(
+    "--join-seconds",
+    type=int,
+    default=cluster.JOIN_SECONDS,
+    metavar="N",
+    help="how long process 0 may take to listen, before the others give up "
+    f"(default: {cluster.JOIN_SECONDS}); a cluster that starts its hosts one "
+    "by one needs more",
+  )
+
+
+def check_given(args: argparse.Namespace) -> None:
+  """Checks the options of `add_distributed` and completes --distributed.
+
+  Raises:
+    ValueError: a value is not allowed, or is not used.
+  """
+  given = vars(args)
+  if "distributed" not in given:
+    return
+  values = args.coordinator, args.num_processes, args.process_id
+  if args.coordinator is not None:
+    args.distributed = True
+  elif values != (None, None, None) and not args.distributed:
+    raise ValueError(
+      "--num-processes and --process-id need --coordinator HOST:PORT or "
+      "--distributed"
+    )
+  if args.join_seconds < 1:
+    raise ValueError(f"--join-seconds={args.join_seconds} must be at least 1")
+  if args.distributed:
+    args.place = cluster.given_place(*values)
+
+
+def join(args: argparse.Namespace) -> bool:
+  """Connects this process to the others of its run if --distributed asks.
+
+  JAX allows it only before its first use.
+
+  Returns:
+    Whether this is the first process, which prints and writes the results.
+
+  Raises:
+    ValueError: the cluster is none that JAX recognizes, and it is described
+      neither by options nor by the environment.
+    OSError: the first process cannot be reached.
+  """
+  import jax
+
+  if args.distributed:
+    cluster.join(args.place, args.join_seconds)
+  return jax.process_index() == 0

@@ -1,0 +1,144 @@
+"""How a process joins the others of its run; importable without JAX."""
+
+import dataclasses
+import os
+import socket
+import time
+
+JOIN_SECONDS = 15  # that the coordinator has to answer in
+_RETRY_SECONDS = 0.5
+_FLAGS = {
+  "coordinator": ("--coordinator", "JAX_COORDINATOR_ADDRESS"),
+  "count": ("--num-processes", "JAX_NUM_PROCESSES"),
+  "index": ("--process-id", "JAX_PROCESS_ID"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """The place of a process in its run; JAX finds out what is None.
+
+  Attributes:
+    coordinator: HOST:PORT at which the first process listens.
+    count: number of processes.
+    index: number of this process, 0 for the first.
+  """
+
+  coordinator: str | None = None
+  count: int | None = None
+  index: int | None = None
+
+  def __post_init__(self):
+    if self.coordinator is not None:
+      _host_and_port(self.coordinator)
+    if self.count is not None and self.count < 1:
+      raise ValueError(f"{_name('count')}={self.count} must be at least 1")
+    if self.index is not None and not 0 <= self.index < (self.count or 1 << 31):
+      raise ValueError(
+        f"{_name('index')}={self.index} must be at least 0 and below "
+        f"{_name('count')}={self.count}"
+      )
+
+
+def given_place(
+  coordinator: str | None, count: int | None, index: int | None
+) -> Place:
+  """The place that options say, or else JAX's environment variables.
+
+  Raises:
+    ValueError: a value is none of those allowed.
+  """
+  options = {"coordinator": coordinator, "count": count, "index": index}
+  values = {}
+  for name, value in options.items():
+    text = _environment(name)
+    if value is None and text:
+      if name != "coordinator" and not text.isdecimal():
+        raise ValueError(f"{_FLAGS[name][1]}={text!r} must be a whole number")
+      value = text if name == "coordinator" else int(text)
+    values[name] = value
+  return Place(**values)
+
+
+def join(place: Place, seconds: float = JOIN_SECONDS) -> None:
+  """Connects this process to the others; JAX must not have been used before.
+
+  Args:
+    place: of this process. TPU pods, Slurm, Open MPI and Kubernetes tell JAX
+      what it leaves out.
+    seconds: that the first process has to begin to listen in.
+
+  Raises:
+    ValueError: the place is not known.
+    OSError: the first process cannot be reached.
+  """
+  import jax
+
+  try:
+    place = _completed(place, seconds)
+    if place.index:
+      _reach(place, seconds)
+    jax.distributed.initialize(place.coordinator, place.count, place.index)
+  except (ValueError, RuntimeError) as error:
+    flags = " ".join(flag for flag, _ in _FLAGS.values())
+    raise ValueError(
+      f"--distributed: {error}; outside TPU pods, Slurm, Open MPI and "
+      f"Kubernetes give {flags}, or set "
+      f"{', '.join(variable for _, variable in _FLAGS.values())}"
+    ) from error
+
+
+def _completed(place: Place, seconds: float) -> Place:
+  """Adds what JAX reads from the cluster's own environment."""
+  try:
+    # JAX has no public function for it; without it, only JAX checks.
+    from jax._src.clusters import ClusterEnv
+
+    detect = ClusterEnv.auto_detect_unset_distributed_params
+  except (ImportError, AttributeError):
+    return place
+  given = dataclasses.astuple(place)
+  # An empty list: which devices are this process's own is left to JAX.
+  found = detect(*given, [], None, int(seconds))
+  return Place(*found[:3])
+
+
+def _reach(place: Place, seconds: float) -> None:
+  """Waits until something listens where the first process should.
+
+  Without it JAX's C++ code would wait for minutes, and then abort.
+  """
+  deadline = time.monotonic() + seconds
+  while True:
+    left = deadline - time.monotonic()
+    try:
+      address = _host_and_port(place.coordinator)
+      socket.create_connection(address, max(left, _RETRY_SECONDS)).close()
+      return
+    except OSError as error:
+      if time.monotonic() + _RETRY_SECONDS > deadline:
+        raise OSError(
+          f"--distributed: process {place.index} of {place.count} cannot reach "
+          f"process 0 at {place.coordinator} within {seconds:g} s: {error}; "
+          "start process 0 there, open the port, or give it more time with "
+          "--join-seconds"
+        ) from error
+    time.sleep(_RETRY_SECONDS)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    raise ValueError(
+      f"{_name('coordinator')}={address!r} must be HOST:PORT, with a port of 1 "
+      "to 65535"
+    )
+  return host.strip("[]"), int(port)
+
+
+def _name(field: str) -> str:
+  return " or ".join(_FLAGS[field])
+
+
+def _environment(field: str) -> str:
+  return os.environ.get(_FLAGS[field][1], "")

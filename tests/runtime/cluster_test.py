@@ -1,0 +1,87 @@
+"""How a process finds the first one of its run."""
+
+import os
+import socket
+import threading
+import time
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.runtime import cluster
+
+
+def _free_port() -> int:
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]
+
+
+class ClusterTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("host0", 2, 1, "must be HOST:PORT"),
+    ("host0:http", 2, 1, "must be HOST:PORT"),
+    ("host0:70000", 2, 1, "port of 1 to 65535"),
+    ("host0:1234", 0, 0, "--num-processes or JAX_NUM_PROCESSES=0"),
+    ("host0:1234", 2, 2, "--process-id or JAX_PROCESS_ID=2 must be at least 0"),
+    ("host0:1234", 2, -1, "JAX_PROCESS_ID=-1 must be at least 0"),
+  )
+  def test_wrong_places_are_refused(self, coordinator, count, index, message):
+    with self.assertRaisesRegex(ValueError, message):
+      cluster.given_place(coordinator, count, index)
+
+  def test_options_come_before_the_environment(self):
+    given = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4"}
+    with mock.patch.dict(os.environ, given):
+      place = cluster.given_place("b:2", None, 3)
+    self.assertEqual(place, cluster.Place("b:2", 4, 3))
+
+  def test_environment_must_be_numbers(self):
+    with mock.patch.dict(os.environ, {"JAX_NUM_PROCESSES": "two"}):
+      with self.assertRaisesRegex(ValueError, "'two' must be a whole number"):
+        cluster.given_place(None, None, None)
+
+  def test_closed_port_is_one_line_and_jax_is_not_asked(self):
+    place = cluster.Place(f"127.0.0.1:{_free_port()}", 2, 1)
+    with mock.patch("jax.distributed.initialize") as initialize:
+      with self.assertRaisesRegex(
+        OSError,
+        "process 1 of 2 cannot reach process 0 at 127.0.0.1:.* within 1 s",
+      ):
+        cluster.join(place, seconds=1)
+    initialize.assert_not_called()
+
+  def test_first_process_may_be_late(self):
+    port = _free_port()
+
+    def listen():
+      time.sleep(1)
+      server.bind(("127.0.0.1", port))
+      server.listen()
+
+    server = socket.socket()
+    self.addCleanup(server.close)
+    thread = threading.Thread(target=listen)
+    thread.start()
+    with mock.patch("jax.distributed.initialize") as initialize:
+      cluster.join(cluster.Place(f"127.0.0.1:{port}", 2, 1), seconds=10)
+    thread.join()
+    initialize.assert_called_once_with(f"127.0.0.1:{port}", 2, 1)
+
+  def test_place_comes_from_the_cluster(self):
+    slurm = {
+      "SLURM_JOB_ID": "12345",
+      "SLURM_STEP_NODELIST": "127.0.0.1",
+      "SLURM_NTASKS": "2",
+      "SLURM_PROCID": "1",
+      "SLURM_LOCALID": "0",
+      "JAX_COORDINATOR_PORT": str(_free_port()),
+    }
+    with mock.patch.dict(os.environ, slurm):
+      place = cluster.given_place(None, None, None)
+      with self.assertRaisesRegex(OSError, "process 1 of 2 cannot reach"):
+        cluster.join(place, seconds=1)
+
+
+if __name__ == "__main__":
+  absltest.main()
