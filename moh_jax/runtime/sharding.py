@@ -32,6 +32,39 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )
 
 
+def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+  """Sizes of the mesh's axes.
+
+  Args:
+    config: number of devices along each axis; -1 takes what is left.
+    devices: number of devices.
+
+  Raises:
+    ValueError: the axes do not multiply to the number of devices.
+    NotImplementedError: the axis `sequence` is larger than 1.
+  """
+  sizes = {axis: getattr(config, axis) for axis in AXES}
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  if -1 in sizes.values():
+    if devices % fixed:
+      raise ValueError(
+        f"mesh={sizes} must divide the {devices} devices; the fixed axes "
+        f"multiply to {fixed}"
+      )
+    rest = devices // fixed
+    sizes = {axis: rest if s == -1 else s for axis, s in sizes.items()}
+  elif fixed != devices:
+    raise ValueError(
+      f"mesh={sizes} needs {fixed} devices, there are {devices}; set one "
+      "axis to -1 to take what is left"
+    )
+  if sizes["sequence"] > 1:
+    raise NotImplementedError(
+      f"mesh.sequence={sizes['sequence']}: must be 1 so far"
+    )
+  return sizes
+
+
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
   """Builds the device mesh.
 
@@ -44,25 +77,7 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     NotImplementedError: the axis `sequence` is larger than 1.
   """
   devices = devices or jax.devices()
-  sizes = {axis: getattr(config, axis) for axis in AXES}
-  fixed = math.prod(size for size in sizes.values() if size != -1)
-  if -1 in sizes.values():
-    if len(devices) % fixed:
-      raise ValueError(
-        f"mesh={sizes} must divide the {len(devices)} devices; the fixed axes "
-        f"multiply to {fixed}"
-      )
-    rest = len(devices) // fixed
-    sizes = {axis: rest if s == -1 else s for axis, s in sizes.items()}
-  elif fixed != len(devices):
-    raise ValueError(
-      f"mesh={sizes} needs {fixed} devices, there are {len(devices)}; set one "
-      "axis to -1 to take what is left"
-    )
-  if sizes["sequence"] > 1:
-    raise NotImplementedError(
-      f"mesh.sequence={sizes['sequence']}: must be 1 so far"
-    )
+  sizes = axis_sizes(config, len(devices))
   return jax.make_mesh(
     tuple(sizes.values()),
     AXES,

@@ -24,7 +24,7 @@ from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
 from moh_jax.training import saving
 from moh_jax.training.metrics import MetricsWriter
-from moh_jax.training.program import make_program
+from moh_jax.training.program import check_memory, make_program
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.state import TrainState
 from moh_jax.training.stopping import StopRequest, stop_request
@@ -125,9 +125,10 @@ class _Run:
     self.start = find_resumable(directory, verify)
     if self.start is not None:
       check_same_run(directory, self.start, metadata, task.identity, verify)
-    self.init_state, self.abstract_state, self.train_step = make_program(
-      config, task, mesh
-    )
+    program = make_program(config, task, mesh)
+    check_memory(config, program, mesh)
+    self.init_state, self.abstract_state = program.init, program.state
+    self.train_step = program.step
     _LOG.info("model: %s", _describe(config, self.abstract_state.params))
     self.batches = task.batches(mesh)
     if self.start is not None:
