@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
+import jax
+
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.plan import plan as plan_lib
@@ -27,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
   Returns:
     0 if it fits, 1 if it does not.
   """
+  jax.config.update("jax_platforms", "cpu")  # no device of this machine is used
   plan = plan_lib.make_plan(args.config, args.topology, args.compile)
   if args.json != "-":
     _print(plan)

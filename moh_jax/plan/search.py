@@ -33,7 +33,7 @@ def proposals(config: Config, estimator: Estimator) -> list[Estimate]:
     except ValueError:  # heads that the devices of `tensor` cannot split
       continue
     if found:
-      return sorted(found, key=lambda one: (one.time.seconds, one.memory.total))
+      return sorted(found, key=_rank)
   return []
 
 
@@ -60,6 +60,12 @@ def _fitting(
       if estimate.memory.total + room <= limit:
         found.append(estimate)
   return found
+
+
+def _rank(one: Estimate) -> tuple[float, int, float]:
+  """Fast before slow, then few microbatches before many."""
+  accumulation = one.config.optim.accumulation
+  return one.time.seconds, accumulation, one.memory.total
 
 
 def _divisors(number: int) -> list[int]:
