@@ -66,7 +66,7 @@ def absent_devices(name: str) -> list[jax.Device]:
   Raises:
     ValueError: the target is unknown, or a package is missing.
   """
-  wanted = topology.parse(name)
+  wanted = topology.parse(name, "target")
   if missing := missing_packages(name):
     raise ValueError(
       f"target={name!r} needs the package {', '.join(missing)} in the version "

@@ -134,7 +134,7 @@ class Topology:
     return -(-self.devices // self.chip.per_host)
 
 
-def parse(name: str) -> Topology:
+def parse(name: str, field: str = "topology") -> Topology:
   """Reads the name of a topology.
 
   Args:
@@ -142,35 +142,37 @@ def parse(name: str) -> Topology:
       of its slice, "v5p:2x4x4"; or a TPU and the number that Google Cloud
       counts it by, "v5p-64" (cores) or "v5litepod-16" (chips).
 
+    field: what the name is given as, for messages.
+
   Raises:
     ValueError: there is no such topology; the message lists those known.
   """
   match = _NAME.fullmatch(name)
   kind = match and _ALIASES.get(match["kind"], match["kind"])
   if kind not in CHIPS:
-    raise ValueError(f"topology={name!r} must be {_known()}")
+    raise ValueError(f"{field}={name!r} must be {_known()}")
   chip, size = CHIPS[kind], match["size"] or "1"
   numbers = tuple(int(part) for part in size.split("x"))
   if len(numbers) == 1:
     counts_cores = match["separator"] == "-" and chip.counts_cores
-    shape = _shape(name, chip, numbers[0], counts_cores)
+    shape = _shape(f"{field}={name!r}", chip, numbers[0], counts_cores)
   elif len(numbers) == chip.dimensions:
     shape = numbers
   else:
-    raise ValueError(f"topology={name!r} must be {_known()}")
+    raise ValueError(f"{field}={name!r} must be {_known()}")
   if not 1 <= math.prod(shape) <= _MOST:
-    raise ValueError(f"topology={name!r} must have 1 to {_MOST} chips")
+    raise ValueError(f"{field}={name!r} must have 1 to {_MOST} chips")
   if not chip.dimensions and shape[0] > chip.per_host:
     if shape[0] % chip.per_host:
       raise ValueError(
-        f"topology={name!r} must have a multiple of {chip.per_host} devices, "
+        f"{field}={name!r} must have a multiple of {chip.per_host} devices, "
         f"those of a host, or at most {chip.per_host}"
       )
   return Topology(f"{kind}:{'x'.join(map(str, shape))}", chip, shape)
 
 
 def _shape(
-  name: str, chip: Chip, number: int, counts_cores: bool
+  given: str, chip: Chip, number: int, counts_cores: bool
 ) -> tuple[int, ...]:
   """The shape of a set that is named by its number of chips or cores."""
   if not chip.dimensions:
@@ -179,7 +181,7 @@ def _shape(
   if chips < 1 or chips & (chips - 1) or (chip.dimensions > 2 and chips < 4):
     counted = "cores" if counts_cores else "chips"
     raise ValueError(
-      f"topology={name!r}: {number} {counted} name no slice; give its shape in "
+      f"{given}: {number} {counted} name no slice; give its shape in "
       f"chips, {'x'.join(['2'] * chip.dimensions)} for instance"
     )
   # Google's shapes: as even as possible, the longer sides last.
