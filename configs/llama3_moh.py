@@ -1,19 +1,22 @@
-"""LLaMA3-8B into MoH-LLaMA3-8B, in two stages (arXiv:2410.11842).
+"""LLaMA3 into MoH-LLaMA3: 8B in two stages (arXiv:2410.11842), and 70B.
 
   python -m moh_jax convert --from llama --source Meta-Llama-3-8B --out LLAMA3
   python train.py --config=configs/llama3_moh.py:stage1 --workdir=STAGE1 \
-    --config.train.init_from=LLAMA3 --config.data.path=TOKENS \
-    --config.mesh.fsdp=64
+    --config.train.init_from=LLAMA3 --config.data.path=TOKENS
   python train.py --config=configs/llama3_moh.py:stage2 --workdir=STAGE2 \
-    --config.train.init_from=STAGE1 --config.data.path=TOKENS \
-    --config.mesh.fsdp=64
+    --config.train.init_from=STAGE1 --config.data.path=TOKENS
 
 Arguments: stage1 (300 billion tokens, multi-head, the vocabulary grows to
 160,896), stage2 (100 billion tokens, the first 16 heads of a layer shared, 8 of
 the other 16 routed). Beyond the paper: stage2_schedule starts stage 2 with all
 heads on and lowers the routed ones step by step; stage2:FILE shares the heads
 that `python -m moh_jax heads --json FILE` found most important in place of the
-first.
+first; 70b_stage2 makes LLaMA3-70B an MoH as stage 2 does 8B, with its own
+vocabulary and no stage 1.
+
+All devices split the parameters (mesh.fsdp). optim.accumulation is for 64 of
+them, of 70b_stage2 for 512, one sequence a device at a time; for another number
+of devices choose 2048 over that number.
 """
 
 import dataclasses
@@ -33,6 +36,7 @@ _STAGES = {
   "stage1": ("llama3-8b-expanded", 300, 6e-5, 6e-6),
   "stage2": ("moh-llama3-8b", 100, 2e-5, 1e-6),
   "stage2_schedule": ("moh-llama3-8b", 100, 2e-5, 1e-6),
+  "70b_stage2": ("llama3-70b", 100, 2e-5, 1e-6),
 }
 
 
@@ -46,6 +50,13 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
   name, billions, lr, final_lr = _STAGES[stage]
   steps = billions * 10**9 // (_BATCH * _SEQUENCE)
   model = released_model(name)
+  if name == "llama3-70b":
+    model = dataclasses.replace(
+      model,
+      router=config_lib.RouterConfig("query_norm"),
+      shared_heads=(32,) * model.depth,
+      top_k=(16,) * model.depth,
+    )
   if order:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
     model = dataclasses.replace(
@@ -72,10 +83,11 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
       b2=0.95,  # ours, the paper does not say
       weight_decay=0.1,
       clip_norm=1.0,
-      accumulation=32,  # one sequence a device at a time on 64 devices
+      accumulation=4 if name == "llama3-70b" else 32,
     ),
     train=config_lib.TrainConfig(steps=steps, balance_weight=0.01),
     tune=tune,
+    mesh=config_lib.MeshConfig(data=1, fsdp=-1),
     checkpoint=config_lib.CheckpointConfig(every=500, keep_last=2),
     eval=config_lib.EvalConfig(every=1000, batch_size=256),
     log=config_lib.LogConfig(every=10),

@@ -26,7 +26,7 @@ _ARGUMENTS = {
   "llm": ("s75", "s50", "b75", "b50", "s", "b", "s75_200", "b_200"),
   "llm_stdlib": ("moh", "moh50", "mha", "bytes"),
   "llm_stdlib_tune": ("first", "schedule", "mha"),
-  "llama3_moh": ("stage1", "stage2", "stage2_schedule"),
+  "llama3_moh": ("stage1", "stage2", "stage2_schedule", "70b_stage2"),
   "images": ("small", "small_mha", "medium", "medium_mha", "dit"),
   "dit_finetune": (),
 }

@@ -48,6 +48,14 @@ _LLAMA3_8B = LLMConfig(
   router=RouterConfig("none"),
   remat="dots",
 )
+_LLAMA3_70B = dataclasses.replace(
+  _LLAMA3_8B,
+  width=8192,
+  mlp_dim=28672,
+  num_heads=(64,) * 80,
+  shared_heads=(64,) * 80,
+  top_k=(0,) * 80,
+)
 # Vocabulary as in the continue-tuned models.
 _EXPANDED = dataclasses.replace(_LLAMA3_8B, vocab_size=160896)
 
@@ -62,4 +70,5 @@ LLM_MODELS: dict[str, LLMConfig] = {
   ),
   "llama3-8b-expanded": _EXPANDED,
   "llama3-8b": _LLAMA3_8B,
+  "llama3-70b": _LLAMA3_70B,
 }

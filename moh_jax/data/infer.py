@@ -84,6 +84,34 @@ def _scaled(config: Config) -> DiffusionConfig:
   return dataclasses.replace(config.diffusion, **stated)
 
 
+def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
+  """As `resolve`, but data may be missing.
+
+  Returns:
+    The config, and by name the fields of the model that only missing data could
+    tell; they have the values of random data.
+
+  Raises:
+    ValueError: data that are there are damaged, or do not fit the config.
+  """
+  try:
+    return resolve(config), {}
+  except FileNotFoundError:
+    changes: dict[str, Any] = {"source": "fake"}
+    if getattr(config.data, "mix", ()):
+      changes |= {"mix": (), "ratios": ()}
+    data = dataclasses.replace(config.data, **changes)
+    found = resolve(dataclasses.replace(config, data=data))
+  assumed = {
+    field.name: getattr(found.model, field.name)
+    for field in dataclasses.fields(config.model)
+    if getattr(config.model, field.name) is None
+  }
+  return dataclasses.replace(
+    config, model=found.model, optim=found.optim
+  ), assumed
+
+
 def _channels(config: Config) -> int:
   if config.data.source == "latents":
     return _metadata(config)["latent_shape"][-1]

@@ -37,6 +37,48 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )
 
 
+def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+  """Sizes of the mesh's axes; `data` is all of the data axis's devices.
+
+  Args:
+    config: number of slices, and of devices along each axis in a slice; -1
+      takes what is left.
+    devices: number of devices, of all slices.
+
+  Raises:
+    ValueError: the axes do not multiply to the number of devices.
+  """
+  slices = config.dcn_data
+  if devices % slices:
+    raise ValueError(
+      f"mesh.dcn_data={slices} must divide the {devices} devices"
+    )
+  sizes = _sizes_of_slice(config, devices // slices, slices)
+  return {**sizes, "data": sizes["data"] * slices}
+
+
+def _sizes_of_slice(
+  config: MeshConfig, devices: int, slices: int
+) -> dict[str, int]:
+  sizes = {axis: getattr(config, axis) for axis in AXES}
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  where = f"{devices} devices" + (" of a slice" if slices > 1 else "")
+  if -1 in sizes.values():
+    if devices % fixed:
+      raise ValueError(
+        f"mesh={sizes} must divide the {where}; the fixed axes multiply to "
+        f"{fixed}"
+      )
+    rest = devices // fixed
+    return {axis: rest if s == -1 else s for axis, s in sizes.items()}
+  if fixed != devices:
+    raise ValueError(
+      f"mesh={sizes} needs {fixed} devices, there are {where}; set one axis to "
+      "-1 to take what is left"
+    )
+  return sizes
+
+
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
   """Builds the device mesh; its axis `data` is all of the data axis's devices.
 
@@ -55,23 +97,7 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
   """
   devices = devices or jax.devices()
   slices = _slices(config, devices)
-  each = len(slices[0])
-  sizes = {axis: getattr(config, axis) for axis in AXES}
-  fixed = math.prod(size for size in sizes.values() if size != -1)
-  where = f"{each} devices" + (" of a slice" if len(slices) > 1 else "")
-  if -1 in sizes.values():
-    if each % fixed:
-      raise ValueError(
-        f"mesh={sizes} must divide the {where}; the fixed axes multiply to "
-        f"{fixed}"
-      )
-    rest = each // fixed
-    sizes = {axis: rest if s == -1 else s for axis, s in sizes.items()}
-  elif fixed != each:
-    raise ValueError(
-      f"mesh={sizes} needs {fixed} devices, there are {where}; set one axis to "
-      "-1 to take what is left"
-    )
+  sizes = _sizes_of_slice(config, len(slices[0]), len(slices))
   layouts = [
     mesh_utils.create_device_mesh(
       tuple(sizes.values()), part, allow_split_physical_axes=True

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import topologies
 
+from moh_jax.runtime import topology
+from moh_jax.runtime.topology import Topology
+
 # What XLA must know of a GPU: a text proto each, the published figures of it.
 _GPU_DIR = pathlib.Path(__file__).parent / "gpu_targets"
-GPUS = tuple(sorted(path.stem for path in _GPU_DIR.glob("*.txtpb")))
-_TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 # libtpu would ask a metadata server for a TPU's network.
 _TPU_ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
@@ -35,21 +36,28 @@ def missing_packages(name: str) -> tuple[str, ...]:
     name: see `absent_devices`.
   """
   modules = {"libtpu": "libtpu"}
-  if name.split(":")[0] in GPUS:
-    modules = {"jax-cuda13-plugin": "jax_cuda13_plugin"}
+  if topology.parse(name).chip.platform == "gpu":
+    modules = {
+      "jax-cuda13-plugin": "jax_cuda13_plugin",
+      "jax-cuda13-pjrt": "jax_plugins.xla_cuda13",
+    }
   return tuple(
-    package
-    for package, module in modules.items()
-    if importlib.util.find_spec(module) is None
+    package for package, module in modules.items() if not _is_here(module)
   )
+
+
+def _is_here(module: str) -> bool:
+  try:
+    return importlib.util.find_spec(module) is not None
+  except ModuleNotFoundError:  # nor the package that it would be in
+    return False
 
 
 def absent_devices(name: str) -> list[jax.Device]:
   """Devices to compile for, which need not exist.
 
   Args:
-    name: a GPU of `GPUS` and how many, "h100" or "h100:4"; or a TPU and its
-      topology, "v5e:2x2", "v5p:2x2x1", "v6e:4x4", "tpu7x:2x2x1".
+    name: see `topology.parse`.
 
   Returns:
     The devices, for a mesh. Under `jax.set_mesh` of it a jitted function is
@@ -58,49 +66,52 @@ def absent_devices(name: str) -> list[jax.Device]:
   Raises:
     ValueError: the target is unknown, or a package is missing.
   """
-  kind, _, shape = name.partition(":")
-  if kind not in (*GPUS, *_TPUS):
-    raise ValueError(
-      f"target={name!r} must be one of {', '.join(GPUS)}, with :COUNT, or of "
-      f"{', '.join(_TPUS)}, with a topology such as :2x2"
-    )
+  wanted = topology.parse(name, "target")
   if missing := missing_packages(name):
     raise ValueError(
       f"target={name!r} needs the package {', '.join(missing)} in the version "
       "of jax"
     )
   try:
-    return _gpus(kind, shape) if kind in GPUS else _tpus(kind, shape)
+    return _gpus(wanted) if wanted.chip.platform == "gpu" else _tpus(wanted)
   except (ValueError, jax.errors.JaxRuntimeError) as error:
     reason = str(error).splitlines()[0]
     raise ValueError(f"target={name!r} cannot be had: {reason}") from None
 
 
-def _gpus(kind: str, count: str) -> list[jax.Device]:
-  number = int(count or 1)
+def abstract_device(wanted: Topology) -> jax.sharding.AbstractDevice:
+  """What a program that is traced for a topology knows of its devices."""
+  chip = wanted.chip
+  return jax.sharding.AbstractDevice(
+    device_kind=chip.kind, num_cores=chip.cores, platform=chip.platform
+  )
+
+
+def _gpus(wanted: Topology) -> list[jax.Device]:
+  kind = wanted.name.split(":")[0]
   text = (_GPU_DIR / f"{kind}.txtpb").read_text()
   return list(
     topologies.get_topology_desc(
       platform="cuda",
       topology_name="",
-      topology=f"1x1x{number}",
+      topology=f"1x{wanted.hosts}x{wanted.devices // wanted.hosts}",
       target_config=text,
     ).devices
   )
 
 
-def _tpus(kind: str, shape: str) -> list[jax.Device]:
+def _tpus(wanted: Topology) -> list[jax.Device]:
   # libtpu aborts on flags of XLA that are for CPUs.
-  with _environment({"XLA_FLAGS": "", **_TPU_ENVIRONMENT}):
+  with environment({"XLA_FLAGS": "", **_TPU_ENVIRONMENT}):
     return list(
       topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{kind}:{shape}"
+        platform="tpu", topology_name=wanted.name
       ).devices
     )
 
 
 @contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
+def environment(changes: dict[str, str]) -> Iterator[None]:
   """Context with other environment variables."""
   before = dict(os.environ)
   os.environ.update(changes)

@@ -19,7 +19,7 @@ from moh_jax.speed import compare, model_programs, timing
 from moh_jax.speed.compare import Variant
 from moh_jax.speed.options import ModelOptions
 from moh_jax.speed.report import Row
-from moh_jax.training.program import make_program
+from moh_jax.training.program import check_memory, make_program
 
 
 def measure(options: ModelOptions) -> dict[str, Any]:
@@ -75,11 +75,12 @@ def _rows(
 def _train_step(run: Config) -> dict[str, float]:
   """Seconds to compile the whole train step, and the bytes of its state."""
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
-  task = get_family(run.model.family).tasks().make_task(run)
-  _, state, step = make_program(run, task, mesh)
-  batch = next(task.batches(mesh))
+  objective = get_family(run.model.family).tasks().make_objective(run)
+  program = make_program(run, objective, mesh)
+  check_memory(run, program, mesh)
+  state = program.state
   start = time.perf_counter()
-  compiled = step.lower(state, batch).compile()
+  compiled = program.step.lower(state, program.batch).compile()
   seconds = time.perf_counter() - start
   return {
     "compile_seconds": seconds,

@@ -8,14 +8,13 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from moh_jax.config import Config, get_family
-from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.speed.attention import attention_flops
 
 _LOOPS = ("while", "pallas_call")
 
 
-def train_flops(run: Config, batch: Any) -> float:
+def train_flops(run: Config) -> float:
   """FLOPs of one training step: three times those of the forward pass.
 
   Matrix products and convolutions are counted, for the active heads alone:
@@ -23,12 +22,15 @@ def train_flops(run: Config, batch: Any) -> float:
   The attention of windows is counted for all heads.
 
   Args:
-    run: the run; its model computes a loss of the batch.
-    batch: arrays or `jax.ShapeDtypeStruct`s of a training batch.
+    run: the run.
   """
-  model, inputs = make_model(run)
-  params = unbox(abstract_params(model, inputs))
-  task = get_family(run.model.family).tasks().make_task(run)
+  objective = get_family(run.model.family).tasks().make_objective(run)
+  params = unbox(abstract_params(objective.model, objective.inputs))
+  examples = run.data.batch_size
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((examples, *x.shape), x.dtype),
+    objective.example,
+  )
   # No platform holds the logits of this one at once, so attention to all tokens
   # is in loops, which are not counted below.
   nowhere = jax.sharding.AbstractDevice(
@@ -36,13 +38,12 @@ def train_flops(run: Config, batch: Any) -> float:
   )
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=nowhere)
   with jax.sharding.use_abstract_mesh(mesh):
-    program = jax.make_jaxpr(lambda *args: task.loss_fn(*args)[0])(
+    program = jax.make_jaxpr(lambda *args: objective.loss_fn(*args)[0])(
       params,
       batch,
       jax.eval_shape(lambda: jax.random.key(0)),
       jax.ShapeDtypeStruct((), jnp.int32),
     )
-  examples = run.data.batch_size
   flops = _products(program.jaxpr)
   for group in run.model.layer_groups():
     budget = group.budget

@@ -8,13 +8,16 @@ _BFLOAT16 = {
   "H100 NVL": 835e12,
   "H100": 989e12,
   "H200": 989e12,
+  "B200": 2250e12,
   "A100": 312e12,
+  "RTX 4090": 165.2e12,
   "TPU v4": 275e12,
   "TPU v5 lite": 197e12,
   "TPU v5e": 197e12,
   "TPU v5p": 459e12,
   "TPU v5": 459e12,
   "TPU v6": 918e12,
+  "TPU7x": 2307e12 / 2,  # JAX counts a chip as two devices
 }
 
 

@@ -21,9 +21,11 @@ from moh_jax.training import losses
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
+  Objective,
   Task,
   evaluate_held_out,
   held_out_batches,
+  labelled_images,
   normalizing,
   stream,
 )
@@ -38,18 +40,28 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   del decode  # previews are for models that make images
   train = make_source(config, "train")
-  model, inputs = make_model(config)
+  objective = make_objective(config)
+  metadata = Metadata(config, train.class_names)
   return Task(
-    model=model,
-    inputs=inputs,
-    loss_fn=normalizing(config, make_loss(model, config)),
+    **vars(objective),
     batches=lambda mesh: stream(config, train_images(config, train), mesh),
-    evaluate=make_evaluate(model, config, Metadata(config, train.class_names)),
+    evaluate=make_evaluate(objective.model, config, metadata),
     class_names=train.class_names,
-    unit="images",
-    units_per_step=config.data.batch_size,
     shown=("accuracy",),
     identity={"train": train.identity()},
+  )
+
+
+def make_objective(config: Config) -> Objective:
+  """Builds the network and its loss; no data are read."""
+  model, inputs = make_model(config)
+  return Objective(
+    model=model,
+    inputs=inputs,
+    example=labelled_images(config),
+    loss_fn=normalizing(config, make_loss(model, config)),
+    unit="images",
+    units_per_step=config.data.batch_size,
   )
 
 

@@ -22,9 +22,11 @@ from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
+  Objective,
   Preview,
   Task,
   evaluate_held_out,
+  labelled_images,
   normalizing,
   stream,
 )
@@ -46,26 +48,36 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
       their autoencoder.
   """
   train = make_source(config, "train")
-  model, inputs = make_model(config)
+  objective = make_objective(config)
+  model = objective.model
   if has_split(config, "val"):
     evaluate = make_evaluate(model, config, Metadata(config, train.class_names))
   else:
     _LOG.warning("%s has no val/: nothing is evaluated", config.data.path)
     evaluate = _no_metrics
   return Task(
-    model=model,
-    inputs=inputs,
-    loss_fn=normalizing(config, make_loss(model, config)),
+    **vars(objective),
     batches=lambda mesh: stream(config, train_images(config, train), mesh),
     evaluate=evaluate,
     class_names=train.class_names,
-    unit="images",
-    units_per_step=config.data.batch_size,
     preview=_make_preview(model, config, decode),
     preview_every=config.sample.every,
     shown=("mse",),
     identity={"train": train.identity()},
     encoder_sha256=getattr(train, "encoder_sha256", ""),
+  )
+
+
+def make_objective(config: Config) -> Objective:
+  """Builds the network and its loss; no data are read."""
+  model, inputs = make_model(config)
+  return Objective(
+    model=model,
+    inputs=inputs,
+    example=labelled_images(config),
+    loss_fn=normalizing(config, make_loss(model, config)),
+    unit="images",
+    units_per_step=config.data.batch_size,
   )
 
 

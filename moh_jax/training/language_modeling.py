@@ -6,10 +6,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, TuneConfig
 from moh_jax.data.text import sequences
+from moh_jax.data.text.packing import pack
 from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import sum_metrics
 from moh_jax.evaluation.text_metrics import bits_per_byte, perplexity
@@ -18,7 +20,13 @@ from moh_jax.models.llm_output import summed_nats
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
-from moh_jax.training.task import Evaluate, Task, held_out_batches, stream
+from moh_jax.training.task import (
+  Evaluate,
+  Objective,
+  Task,
+  held_out_batches,
+  stream,
+)
 
 # Compressors whose size of the held-out text its set may note.
 _COMPRESSORS = ("gzip", "xz")
@@ -34,25 +42,40 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   del decode  # previews are for models that make images
   data, vocab_size = config.data, config.model.vocab_size
   train = sequences.train_sequences(data, vocab_size, config.train.seed)
-  model, inputs = make_model(config)
+  objective = make_objective(config)
 
   def stream_metrics(examples: int) -> dict[str, float]:
     shares = sequences.mixture_shares(data, examples)
     return {f"mix/{name}": share for name, share in shares.items()}
 
   return Task(
-    model=model,
-    inputs=inputs,
-    loss_fn=make_loss(model, config),
+    **vars(objective),
     batches=lambda mesh: stream(config, train, mesh),
-    evaluate=make_evaluate(model, config, Metadata(config)),
+    evaluate=make_evaluate(objective.model, config, Metadata(config)),
     class_names=(),
-    unit="tokens",
-    units_per_step=data.batch_size * data.sequence_length,
     tokenizer=sequences.open_tokenizer(data, vocab_size),
     stream_metrics=stream_metrics if len(data.mix) > 1 else None,
     shown=("bits_per_byte",),
     identity=sequences.identity(data, vocab_size),
+  )
+
+
+def make_objective(config: Config) -> Objective:
+  """Builds the network and its loss; no data are read."""
+  model, inputs = make_model(config)
+  data = config.data
+  length = data.sequence_length
+  sequence = pack(np.zeros(length + 1, np.int32), np.empty(0, int), length)
+  return Objective(
+    model=model,
+    inputs=inputs,
+    example={
+      name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+      for name, x in sequence.items()
+    },
+    loss_fn=make_loss(model, config),
+    unit="tokens",
+    units_per_step=data.batch_size * length,
   )
 
 

@@ -25,7 +25,7 @@ from moh_jax.training import saving
 from moh_jax.training.clock import Clock
 from moh_jax.training.feed import Feed
 from moh_jax.training.metrics import MetricsWriter
-from moh_jax.training.program import describe, make_program
+from moh_jax.training.program import check_memory, describe, make_program
 from moh_jax.training.rewind import BadStepError, Watch
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.state import TrainState, averaged_from
@@ -132,9 +132,10 @@ class _Run:
     self.start = find_resumable(directory, verify)
     if self.start is not None:
       check_same_run(directory, self.start, metadata, task.identity, verify)
-    self.init_state, self.abstract_state, self.train_step = make_program(
-      config, task, mesh
-    )
+    program = make_program(config, task, mesh)
+    check_memory(config, program, mesh)
+    self.init_state, self.abstract_state = program.init, program.state
+    self.train_step = program.step
     _LOG.info("model: %s", describe(config, self.abstract_state.params))
     self.batches = Feed(task.batches(mesh), mesh, config.data.device_prefetch)
     if self.start is not None:

@@ -1,69 +1,107 @@
 """The programs of a run, initialization and train step, and what they train."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
 from moh_jax.runtime.fits import check_config, check_tree
 from moh_jax.runtime.params import abstract_params
+from moh_jax.runtime.sharding import BATCH_AXES
 from moh_jax.runtime.whole_params import check_whole
 from moh_jax.training import layer_decay, optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
-from moh_jax.training.task import Task
+from moh_jax.training.task import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The jitted functions of a run, and what they take.
+
+  Attributes:
+    init: () -> initial state.
+    state: abstract, with shardings.
+    batch: abstract global batch, with shardings.
+    step: (state, batch) -> (state, metrics).
+  """
+
+  init: Callable[[], TrainState]
+  state: TrainState
+  batch: Any
+  step: Callable
+
 
 _LOG = logging.getLogger(__name__)
 
 
 def make_program(
-  config: Config, task: Task, mesh: Mesh
-) -> tuple[Callable[[], TrainState], TrainState, Callable]:
-  """Builds the jitted functions of a run; nothing is computed yet.
+  config: Config, objective: Objective, mesh: Mesh | AbstractMesh
+) -> Program:
+  """Builds the functions of a run; nothing is computed and no data are read.
+
+  Training and `plan` both take their step from here.
 
   Args:
     config: config of the run.
-    task: its task.
-    mesh: the devices.
-
-  Returns:
-    The function () -> initial state, the abstract state (ShapeDtypeStructs with
-    shardings), and the function (state, batch) -> (state, metrics).
+    objective: its network and loss; a `Task` is one.
+    mesh: the devices; they may be absent, or abstract. What is abstract cannot
+      be compiled for, but its shardings are known.
 
   Raises:
-    ValueError: memory cannot hold the run, or the mesh does not split its
-      parameters.
+    ValueError: the mesh does not split the parameters.
   """
-  check_config(config, mesh)
-  boxed = abstract_params(task.model, task.inputs)
+  boxed = abstract_params(objective.model, objective.inputs)
   if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
     _LOG.info("mesh: %s", line)
   optimizer = optim.make_optimizer(config.optim, config.train.steps, boxed)
   optimizer = layer_decay.scale(
     optimizer, config.optim.layer_decay, config.model
   )
-  init_state, abstract = make_state(
-    task.model,
-    task.inputs,
+  init, state = make_state(
+    objective.model,
+    objective.inputs,
     optimizer,
     mesh,
     seed=config.train.seed,
     ema_dtype=config.optim.ema_dtype if config.optim.ema_decay else None,
   )
-  check_tree(abstract, "the state of the run (parameters and optimizer)")
+  split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      (config.data.batch_size, *x.shape), x.dtype, sharding=split
+    ),
+    objective.example,
+  )
   step = jit_train_step(
-    state_shardings=jax.tree.map(lambda x: x.sharding, abstract),
-    loss_fn=task.loss_fn,
+    state_shardings=jax.tree.map(lambda x: x.sharding, state),
+    loss_fn=objective.loss_fn,
     optimizer=optimizer,
     schedule=optim.make_schedule(config.optim, config.train.steps),
     accumulation=config.optim.accumulation,
     ema_decay=config.optim.ema_decay,
     ema_every=config.optim.ema_every,
   )
-  return init_state, abstract, step
+  return Program(init, state, batch, step)
+
+
+def check_memory(config: Config, program: Program, mesh: Mesh) -> None:
+  """Refuses a run that the memory of its devices cannot hold.
+
+  Args:
+    config: of the run.
+    program: of the run.
+    mesh: its devices, which are here.
+
+  Raises:
+    ValueError: names what is too large.
+  """
+  check_config(config, mesh)
+  check_tree(program.state, "the state of the run (parameters and optimizer)")
 
 
 def describe(config: Config, params: Any) -> str:

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import (
@@ -42,7 +42,7 @@ def make_state(
   model: nn.Module,
   inputs: Any,
   optimizer: optax.GradientTransformation,
-  mesh: Mesh,
+  mesh: Mesh | AbstractMesh,
   *,
   seed: int,
   ema_dtype: str | None,
@@ -87,7 +87,8 @@ def make_state(
   shardings = TrainState(whole, params, opt_state, ema, whole)
   abstract = with_shardings(jax.eval_shape(init), shardings)
   # It runs once, and on CPUs optimizing it takes longer than running it.
-  on_cpu = mesh.devices.flat[0].platform == "cpu"
+  device = mesh.abstract_mesh.abstract_device
+  on_cpu = device is not None and device.platform == "cpu"
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
   init = jax.jit(init, out_shardings=shardings, compiler_options=options)
   return init, abstract

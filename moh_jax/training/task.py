@@ -35,6 +35,13 @@ Preview = Callable[[Any, Mesh], np.ndarray]
 class TaskBuilder(Protocol):
   """Builds what a family trains on and is scored by."""
 
+  def make_objective(self, config: Config) -> "Objective":
+    """Builds the network and its loss; no data are read.
+
+    Args:
+      config: of the run.
+    """
+
   def make_task(self, config: Config, decode: Decode | None = None) -> "Task":
     """Opens the data and builds the training task.
 
@@ -60,19 +67,35 @@ class TaskBuilder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-  """Everything that the training loop needs to know of a family and its data.
+class Objective:
+  """A network and its training loss, which need no data to be built.
 
   Attributes:
     model: Linen module of the network.
     inputs: abstract positional arguments of the network, with batch size 1.
+    example: abstract training example, without the axis of the batch.
     loss_fn: (params, batch, rng, step) -> (loss, metrics).
+    unit: unit of throughput, "images" or "tokens".
+    units_per_step: number of units in a global batch.
+  """
+
+  model: nn.Module
+  inputs: tuple[jax.ShapeDtypeStruct, ...]
+  example: Mapping[str, jax.ShapeDtypeStruct]
+  loss_fn: LossFn
+  unit: str
+  units_per_step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(Objective):
+  """Everything that the training loop needs to know of a family and its data.
+
+  Attributes, beside those of the objective:
     batches: (mesh) -> this process's training batches, from the first on.
     evaluate: (params, mesh) -> metrics of the whole held-out split; empty where
       there is none.
     class_names: names of the labels, empty where there are none.
-    unit: unit of throughput, "images" or "tokens".
-    units_per_step: number of units in a global batch.
     preview: (params, mesh) -> image [rows, columns, channels] uint8 that shows
       the progress of the run, or None.
     preview_every: steps between previews.
@@ -85,14 +108,9 @@ class Task:
     encoder_sha256: of the autoencoder that made latents; "" where none did.
   """
 
-  model: nn.Module
-  inputs: tuple[jax.ShapeDtypeStruct, ...]
-  loss_fn: LossFn
   batches: Callable[[Mesh], TrainBatches]
   evaluate: Evaluate
   class_names: tuple[str, ...]
-  unit: str
-  units_per_step: int
   preview: Preview | None = None
   preview_every: int = 0
   tokenizer: Tokenizer | None = None
@@ -100,6 +118,16 @@ class Task:
   shown: tuple[str, ...] = ()
   identity: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
   encoder_sha256: str = ""
+
+
+def labelled_images(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+  """A training example of images or latents, abstract: see `train_images`."""
+  # Pixels cross to the devices as bytes, see `normalizing`.
+  dtype = "float32" if config.data.mean is None else "uint8"
+  return {
+    "image": jax.ShapeDtypeStruct(config.model.input_shape, dtype),
+    "label": jax.ShapeDtypeStruct((), "int32"),
+  }
 
 
 def stream(

@@ -6,9 +6,6 @@ import math
 import re
 from typing import Any
 
-import jax
-import numpy as np
-
 from moh_jax.config import Config, MeshConfig, get_family
 from moh_jax.config.layers import without_router
 from moh_jax.models.registry import released_model
@@ -57,16 +54,10 @@ def compile_step(run: Config, target: str, **axes: int) -> Any:
   sizes = {"data": 1, **axes}
   devices = absent_devices(target)[: math.prod(sizes.values())]
   mesh = sharding.make_mesh(MeshConfig(**sizes), devices)
-  here = sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])
-  task = get_family(run.model.family).tasks().make_task(run)
-  split = jax.NamedSharding(mesh, jax.P(sharding.BATCH_AXES))
-  batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split),
-    jax.tree.map(np.asarray, next(task.batches(here))),
-  )
-  _, state, step = make_program(run, task, mesh)
+  objective = get_family(run.model.family).tasks().make_objective(run)
+  program = make_program(run, objective, mesh)
   with sharding.use_mesh(mesh):
-    return step.lower(state, batch).compile()
+    return program.step.lower(program.state, program.batch).compile()
 
 
 def kernel_calls(text: str) -> dict[str, int]:

@@ -23,6 +23,7 @@ COMMANDS = {
   "inspect": models.inspect,
   "pack-images": images.pack_images,
   "parity": models.parity,
+  "plan": models.plan,
   "sample": images.sample,
   "tokenize": text.tokenize,
   "train": models.train,

@@ -5,6 +5,7 @@ import argparse
 from moh_jax.cli import common, distributed, fields
 from moh_jax.config import EvalConfig, export_forms, public_formats
 from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
+from moh_jax.runtime import topology
 
 _UNITS = {"GB": 10**9, "MB": 10**6}
 
@@ -152,6 +153,34 @@ def parity(parser: argparse.ArgumentParser) -> None:
     "--failures", action="store_true", help="print only rows that fail"
   )
   common.add_json(parser)
+
+
+def plan(parser: argparse.ArgumentParser) -> None:
+  """Tell whether a run fits GPUs or TPUs that are not here, and its time."""
+  common.add_config(parser, required=True)
+  parser.add_argument(
+    "--topology",
+    required=True,
+    type=_topology,
+    metavar="NAME",
+    help="GPUs and their number, as h100:16; TPUs and the shape of their slice "
+    "in chips, as v5p:2x4x4, or its name at Google Cloud, as v5p-64",
+  )
+  parser.add_argument(
+    "--no-compile",
+    dest="compile",
+    action="store_false",
+    help="estimate, without the compiler for the devices (libtpu, or "
+    "jax-cuda13-plugin), which takes seconds to minutes",
+  )
+  common.add_json(parser)
+
+
+def _topology(text: str) -> topology.Topology:
+  try:
+    return topology.parse(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def train(parser: argparse.ArgumentParser) -> None:

@@ -10,13 +10,13 @@ from moh_jax.config import Config, get_family
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
 from moh_jax.runtime.fits import stated_bytes
+from moh_jax.runtime.topology import USABLE
 from moh_jax.speed.card.scale import ModelCase
 from moh_jax.speed.model_flops import train_flops
 from moh_jax.speed.peaks import published_peak
-from moh_jax.training.program import make_program
+from moh_jax.training.program import check_memory, make_program
 
 _CARD_BYTES = 80e9  # that `ModelCase.batch` is for
-_USABLE = 0.95  # of the memory: the allocator leaves gaps
 _SECONDS = 2.0  # that the timed steps take together, about
 
 
@@ -67,15 +67,16 @@ def _measure(case: ModelCase, batch: int, peak: float) -> dict[str, Any]:
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   with sharding.use_mesh(mesh):
     task = get_family(run.model.family).tasks().make_task(run)
-    init, state, step = make_program(run, task, mesh)
+    program = make_program(run, task, mesh)
+    check_memory(run, program, mesh)
     examples = sharding.shard_batch(next(task.batches(mesh)), mesh)
     start = time.perf_counter()
-    compiled = step.lower(state, examples).compile()
+    compiled = program.step.lower(program.state, examples).compile()
     compile_seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     _check_memory(memory, batch)
-    seconds, loss = _time(compiled, init(), examples)
-  flops, kind = train_flops(run, examples), jax.devices()[0].device_kind
+    seconds, loss = _time(compiled, program.init(), examples)
+  flops, kind = train_flops(run), jax.devices()[0].device_kind
   published = published_peak(kind)
   return {
     "model": case.name,
@@ -112,7 +113,7 @@ def _check_memory(memory: Any, batch: int) -> None:
   if limit is None or batch == 1:
     return
   # The outputs take the place of the donated arguments.
-  free = _USABLE * limit - memory.argument_size_in_bytes
+  free = USABLE * limit - memory.argument_size_in_bytes
   if memory.temp_size_in_bytes > free:
     fitting = batch * max(free, 0) / memory.temp_size_in_bytes
     smaller = 2 ** math.floor(math.log2(max(fitting, 1)))

@@ -1,0 +1,1 @@
+"""What a run needs, told before there are devices to run it."""

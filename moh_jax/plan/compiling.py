@@ -1,0 +1,134 @@
+"""Compiles a run's train step for devices that are not here.
+
+In a process of its own: compilers end the process on some errors, and read
+variables of the environment when JAX starts.
+"""
+
+import concurrent.futures
+import dataclasses
+import importlib.metadata
+import multiprocessing
+import re
+import time
+
+from moh_jax.config import Config
+from moh_jax.plan.collectives import Collective, read_collectives
+from moh_jax.runtime import targets
+from moh_jax.runtime import topology as topologies
+from moh_jax.runtime.topology import USABLE, Topology
+
+_COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
+_FULL = "RESOURCE_EXHAUSTED"
+_SIZE = r"([\d.]+)([KMGT]?)"
+# libtpu: "Used 20.50G of 15.75G hbm."
+_USED = re.compile(rf"Used {_SIZE} of {_SIZE}")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What the compiler says of a train step, for each device.
+
+  Attributes:
+    compiler: its name and version.
+    seconds: that it took.
+    fits: whether the step fits.
+    limit: bytes that it may have.
+    total: bytes that it needs.
+    arguments: bytes of the state and the batch; None where the compiler gave
+      up, as for the next.
+    outputs: bytes of the new state that are not in place of the old one.
+    temporaries: bytes of all else.
+    collectives: of a step.
+  """
+
+  compiler: str
+  seconds: float
+  fits: bool
+  limit: float
+  total: float
+  arguments: int | None = None
+  outputs: int | None = None
+  temporaries: int | None = None
+  collectives: tuple[Collective, ...] = ()
+
+
+def compile_step(config: Config, topology: Topology) -> Compiled:
+  """Compiles the train step of a run for a topology.
+
+  Args:
+    config: of the run.
+    topology: the devices.
+
+  Raises:
+    ValueError: the compiler is missing, or fails; one line.
+  """
+  flags = (
+    ["--xla_gpu_autotune_level=0"] if topology.chip.platform == "gpu" else []
+  )
+  environment = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": " ".join(flags),
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+  }
+  spawn = multiprocessing.get_context("spawn")
+  with (
+    targets.environment(environment),
+    concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
+  ):
+    try:
+      return pool.submit(_compile, config, topology.name).result()
+    except concurrent.futures.process.BrokenProcessPool:
+      raise ValueError(
+        f"the compiler for {topology.name} ended its process; it may lack "
+        "memory"
+      ) from None
+
+
+def _compile(config: Config, name: str) -> Compiled:
+  """`compile_step` in a process of its own."""
+  import jax
+
+  from moh_jax.config import get_family
+  from moh_jax.runtime import sharding
+  from moh_jax.training.program import make_program
+
+  wanted = topologies.parse(name)
+  platform = wanted.chip.platform
+  limit = USABLE * wanted.chip.memory
+  devices = targets.absent_devices(name)
+  package = _COMPILERS[platform]
+  compiler = f"{package} {importlib.metadata.version(package)}"
+  try:
+    mesh = sharding.make_mesh(config.mesh, devices)
+    objective = get_family(config.model.family).tasks().make_objective(config)
+    program = make_program(config, objective, mesh)
+    start = time.perf_counter()
+    with sharding.use_mesh(mesh):
+      compiled = program.step.lower(program.state, program.batch).compile()
+  except jax.errors.JaxRuntimeError as error:
+    seconds = time.perf_counter() - start
+    text = " ".join(str(error).split())
+    used = _USED.search(text)
+    if _FULL not in text or not used:
+      raise ValueError(f"{compiler}: {text[:300]}") from None
+    needed, allowed = (float(used[i]) * _UNITS[used[i + 1]] for i in (1, 3))
+    return Compiled(compiler, seconds, False, allowed, needed)
+  except (NotImplementedError, RuntimeError, TypeError) as error:
+    text = " ".join(str(error).split())
+    raise ValueError(f"{compiler}: {text[:300]}") from None
+  seconds = time.perf_counter() - start
+  found = compiled.memory_analysis()
+  outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+  total = found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
+  return Compiled(
+    compiler=compiler,
+    seconds=seconds,
+    fits=total <= limit,
+    limit=limit,
+    total=total,
+    arguments=found.argument_size_in_bytes,
+    outputs=outputs,
+    temporaries=found.temp_size_in_bytes,
+    collectives=read_collectives(compiled.as_text(), dict(mesh.shape)),
+  )

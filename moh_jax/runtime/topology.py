@@ -1,0 +1,200 @@
+"""Kinds of GPUs and TPUs, and what the name of a set of them says.
+
+Importable without JAX: a name is checked before anything long begins.
+"""
+
+import dataclasses
+import math
+import re
+
+# Share of a device's memory that programs can have: allocators leave gaps.
+USABLE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """A kind of device, one of those that JAX counts.
+
+  Attributes:
+    kind: as `jax.Device.device_kind`.
+    memory: bytes.
+    memory_speed: bytes per second that it reads.
+    link: bytes per second that it sends to the other devices of its host
+      (NVLink), or of its slice (ICI).
+    network: bytes per second that it sends to other hosts or slices.
+    per_host: devices of a host.
+    cores: multiprocessors of a GPU, cores of a TPU.
+    dimensions: of a TPU's torus; 0 for a GPU.
+    per_chip: devices of a chip.
+    counts_cores: whether the number in names such as v5p-64 is that of cores,
+      two a chip; else it is that of chips.
+    source: where these figures are stated.
+  """
+
+  kind: str
+  memory: float
+  memory_speed: float
+  link: float
+  network: float
+  per_host: int
+  cores: int
+  dimensions: int = 0
+  per_chip: int = 1
+  counts_cores: bool = False
+  source: str = ""
+
+  @property
+  def platform(self) -> str:
+    """Platform as JAX names it."""
+    return "tpu" if self.dimensions else "gpu"
+
+
+_TPU_PAGE = "docs.cloud.google.com/tpu/docs/"
+_GIB = 2**30
+# The makers state both directions of a link together: half of it is sent.
+# TPUs of a slice of several hosts are on hosts of four chips. The network of a
+# GPU is one adapter of 400 Gb/s (A100: 200) each, as in NVIDIA's DGX.
+CHIPS = {
+  "v5e": Chip(
+    *("TPU v5 lite", 16 * _GIB, 819e9, 200e9, 3.1e9, 4, 1, 2),
+    source=f"{_TPU_PAGE}v5e; 6.4 Tb/s of network for 256 chips",
+  ),
+  "v5p": Chip(
+    *("TPU v5", 95 * _GIB, 2765e9, 600e9, 6.25e9, 4, 2, 3),
+    counts_cores=True,
+    source=f"{_TPU_PAGE}v5p-training",
+  ),
+  "v6e": Chip(
+    *("TPU v6 lite", 32 * _GIB, 1638e9, 400e9, 12.5e9, 4, 1, 2),
+    source=f"{_TPU_PAGE}v6e",
+  ),
+  "tpu7x": Chip(
+    *("TPU7x", 96 * _GIB, 3690e9, 300e9, 6.25e9, 8, 1, 3),
+    per_chip=2,
+    counts_cores=True,
+    source=f"{_TPU_PAGE}tpu7x, halved: a chip is two devices",
+  ),
+  "a100": Chip(
+    *("NVIDIA A100-SXM4-80GB", 80 * _GIB, 2039e9, 300e9, 25e9, 8, 108),
+    source="NVIDIA's data sheet of the A100 and of the DGX A100",
+  ),
+  "h100": Chip(
+    *("NVIDIA H100 80GB HBM3", 84.9e9, 3352e9, 450e9, 50e9, 8, 132),
+    source="NVIDIA's data sheet of the H100 and of the DGX H100",
+  ),
+  "h200": Chip(
+    *("NVIDIA H200", 151.3e9, 4800e9, 450e9, 50e9, 8, 132),
+    source="NVIDIA's data sheet of the H200 and of the DGX H200",
+  ),
+  "b200": Chip(
+    *("NVIDIA B200", 191.5e9, 7672e9, 900e9, 50e9, 8, 148),
+    source="NVIDIA's data sheet of the B200 and of the DGX B200",
+  ),
+  "rtx4090": Chip(
+    *("NVIDIA GeForce RTX 4090", 24 * _GIB, 1008e9, 32e9, 1.25e9, 8, 128),
+    source="NVIDIA's page of the card; PCIe 4.0 x16 and 10 Gb/s Ethernet are "
+    "assumed",
+  ),
+}
+_ALIASES = {"v5litepod": "v5e", "v6": "v6e", "7x": "tpu7x"}
+_NAME = re.compile(
+  r"(?P<kind>[a-z0-9]+)((?P<separator>[:-])(?P<size>\d{1,6}(x\d{1,6})*))?",
+  re.ASCII,
+)
+_MOST = 2**16  # chips
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A set of devices that a program can be compiled for.
+
+  Attributes:
+    name: "v5p:2x4x4" or "h100:16".
+    chip: their kind.
+    shape: of a TPU's slice, in chips; (devices,) for GPUs.
+  """
+
+  name: str
+  chip: Chip
+  shape: tuple[int, ...]
+
+  @property
+  def chips(self) -> int:
+    """Number of chips."""
+    return math.prod(self.shape)
+
+  @property
+  def devices(self) -> int:
+    """Number of devices as JAX counts them."""
+    return self.chips * self.chip.per_chip
+
+  @property
+  def hosts(self) -> int:
+    """Number of hosts; of a TPU as its compiler counts them."""
+    return -(-self.devices // self.chip.per_host)
+
+
+def parse(name: str, field: str = "topology") -> Topology:
+  """Reads the name of a topology.
+
+  Args:
+    name: a GPU and a number, "h100:16" (or "h100" for one); a TPU and the shape
+      of its slice, "v5p:2x4x4"; or a TPU and the number that Google Cloud
+      counts it by, "v5p-64" (cores) or "v5litepod-16" (chips).
+
+    field: what the name is given as, for messages.
+
+  Raises:
+    ValueError: there is no such topology; the message lists those known.
+  """
+  match = _NAME.fullmatch(name)
+  kind = match and _ALIASES.get(match["kind"], match["kind"])
+  if kind not in CHIPS:
+    raise ValueError(f"{field}={name!r} must be {_known()}")
+  chip, size = CHIPS[kind], match["size"] or "1"
+  numbers = tuple(int(part) for part in size.split("x"))
+  if len(numbers) == 1:
+    counts_cores = match["separator"] == "-" and chip.counts_cores
+    shape = _shape(f"{field}={name!r}", chip, numbers[0], counts_cores)
+  elif len(numbers) == chip.dimensions:
+    shape = numbers
+  else:
+    raise ValueError(f"{field}={name!r} must be {_known()}")
+  if not 1 <= math.prod(shape) <= _MOST:
+    raise ValueError(f"{field}={name!r} must have 1 to {_MOST} chips")
+  if not chip.dimensions and shape[0] > chip.per_host:
+    if shape[0] % chip.per_host:
+      raise ValueError(
+        f"{field}={name!r} must have a multiple of {chip.per_host} devices, "
+        f"those of a host, or at most {chip.per_host}"
+      )
+  return Topology(f"{kind}:{'x'.join(map(str, shape))}", chip, shape)
+
+
+def _shape(
+  given: str, chip: Chip, number: int, counts_cores: bool
+) -> tuple[int, ...]:
+  """The shape of a set that is named by its number of chips or cores."""
+  if not chip.dimensions:
+    return (number,)
+  chips = number // 2 if counts_cores else number
+  if chips < 1 or chips & (chips - 1) or (chip.dimensions > 2 and chips < 4):
+    counted = "cores" if counts_cores else "chips"
+    raise ValueError(
+      f"{given}: {number} {counted} name no slice; give its shape in "
+      f"chips, {'x'.join(['2'] * chip.dimensions)} for instance"
+    )
+  # Google's shapes: as even as possible, the longer sides last.
+  exponent, count = chips.bit_length() - 1, chip.dimensions
+  sides = tuple(2 ** ((exponent + i) // count) for i in range(count))
+  return (2, 2, 1) if sides == (1, 2, 2) else sides
+
+
+def _known() -> str:
+  gpus = ", ".join(name for name, chip in CHIPS.items() if not chip.dimensions)
+  tpus = ", ".join(name for name, chip in CHIPS.items() if chip.dimensions)
+  return (
+    f"one of {gpus} with a number of devices, as h100:16; or one of {tpus} "
+    "with a slice's shape, as v5e:4x4 or v5p:2x4x4, or with the number that "
+    "Google Cloud names it by, as v5litepod-16 or v5p-64"
+  )

@@ -1,0 +1,51 @@
+"""Plans of the large runs, compiled for GPUs and TPUs that are not here.
+
+Each is a command of docs/plan.md. Minutes each:
+
+  python -m pytest -n 0 -m compiles tests/compiles/plan_test.py
+"""
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from moh_jax.config.load import load_config
+from moh_jax.plan.plan import make_plan
+from moh_jax.runtime import topology
+from moh_jax.runtime.targets import missing_packages
+
+pytestmark = pytest.mark.compiles
+
+# Of the estimated peak over the compiler's, either way.
+_FACTOR = 2
+_PLANS = (
+  ("configs/vit.py:b50", "v5e-8", "optim.accumulation=8"),
+  ("configs/dit.py:xl2_90", "v5e-16", "mesh.data=1", "mesh.fsdp=16"),
+  ("configs/llm.py:b50", "v5e-64", "mesh.data=1", "mesh.fsdp=64"),
+  ("configs/llama3_moh.py:stage2", "v5p-64", "optim.accumulation=64"),
+  ("configs/llama3_moh.py:stage2", "h100:16", "optim.accumulation=128"),
+  ("configs/llama3_moh.py:70b_stage2", "v5p:8x8x8"),
+  ("configs/llama3_moh.py:70b_stage2", "h100:128", "optim.accumulation=16"),
+)
+
+
+class PlanTest(parameterized.TestCase):
+  @parameterized.parameters(*_PLANS)
+  def test_compiles_and_fits(self, config, name, *overrides):
+    if missing := missing_packages(name):
+      self.skipTest(f"needs {', '.join(missing)}")
+    run = load_config(config, overrides)
+    plan = make_plan(run, topology.parse(name), compiles=True)
+    compiled = plan.run.compiled
+    self.assertIsNotNone(compiled, plan.run.reason)
+    self.assertTrue(compiled.fits, compiled)
+    memory = plan.run.estimate.memory
+    # Layouts on TPUs pad arrays, small ones the most.
+    self.assertGreaterEqual(compiled.arguments, memory.arguments)
+    self.assertLess(compiled.arguments, 1.02 * memory.arguments)
+    self.assertLess(memory.total, _FACTOR * compiled.total)
+    self.assertGreater(memory.total, compiled.total / _FACTOR)
+    self.assertNotEmpty(compiled.collectives)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,90 @@
+"""Collectives that are read from compiled programs."""
+
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import MeshConfig
+from moh_jax.plan.collectives import read_collectives
+from moh_jax.runtime import sharding
+
+_MESH = {"data": 2, "fsdp": 4}
+
+
+def _program(instruction, groups):
+  return f"""
+%add (x: f32[], y: f32[]) -> f32[] {{
+  ROOT %sum = f32[] add(%x, %y)
+}}
+ENTRY %main (p: f32[4]) -> f32[4] {{
+  ROOT %one = {instruction}, channel_id=1, {groups}, to_apply=%add
+}}
+"""
+
+
+class ReadCollectivesTest(parameterized.TestCase):
+  def test_loops_count_as_often_as_they_run(self):
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=4))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+
+    def total(x):
+      def add(carry, _):
+        whole = jax.lax.all_gather(x * carry, "fsdp", tiled=True)
+        return jnp.sin(whole).sum(), None
+
+      return jax.lax.scan(add, 1.0, length=5)[0]
+
+    total = jax.shard_map(
+      total,
+      mesh=mesh,
+      in_specs=jax.P("fsdp", None),
+      out_specs=jax.P(),
+      check_vma=False,
+    )
+    text = jax.jit(total).lower(x).compile().as_text()
+    (gather,) = (
+      one
+      for one in read_collectives(text, dict(mesh.shape))
+      if one.kind == "all-gather"
+    )
+    self.assertEqual(gather.axes, ("fsdp",))
+    self.assertEqual(gather.devices, (0, 1, 2, 3))
+    self.assertEqual((gather.dtype, gather.count), ("f32", 5))
+    self.assertEqual(gather.bytes, 5 * 64 * 32 * 4)
+
+  @parameterized.parameters(
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("fsdp",)),
+    ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",)),
+    ("replica_groups={}", ("data", "fsdp")),
+    ("replica_groups=[2,4]<=[8]", ("fsdp",)),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",)),
+    ("replica_groups=mesh['a'=2,'b'=4] {'b'}", ("fsdp",)),
+    ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ("data",)),
+    ("replica_groups=mesh['a'=8] {'a':(2)4}", ("fsdp",)),
+  )
+  def test_groups_of_every_notation(self, groups, axes):
+    text = _program("f32[4]{0} all-reduce(%p)", groups)
+    (found,) = read_collectives(text, _MESH)
+    self.assertEqual(found.axes, axes)
+    self.assertEqual(found.bytes, 16)
+
+  @parameterized.parameters(
+    ("bf16[8]{0} all-gather(%p)", 16),
+    ("(bf16[2]{0}, bf16[8]{0}) all-gather-start(%p)", 16),
+    ("bf16[2]{0} reduce-scatter(%p)", 16),
+    ("((bf16[8]{0}), (bf16[2]{0})) reduce-scatter-start(%p)", 16),
+    ("(f32[8]{0:T(8,128)}, bf16[8]{0}) all-reduce(%p, %q)", 48),
+    ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p)", 32),
+  )
+  def test_bytes_are_those_of_the_whole_array(self, instruction, size):
+    groups = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+    (found,) = read_collectives(_program(instruction, groups), _MESH)
+    self.assertAlmostEqual(found.bytes, size)
+
+  def test_a_group_of_one_device_exchanges_nothing(self):
+    text = _program("f32[4]{0} all-reduce(%p)", "replica_groups=[8,1]<=[8]")
+    self.assertEqual(read_collectives(text, _MESH), ())
+
+
+if __name__ == "__main__":
+  absltest.main()
