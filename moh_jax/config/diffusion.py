@@ -64,6 +64,9 @@ class DiffusionConfig:
 
   # Fields of the objective: a run may be continued with other values.
   RUNTIME_FIELDS = ("loss_weight", "snr_gamma", "vb_weight")
+  # Fields that parameters were trained for: another run cannot start from them
+  # with others.
+  NUMERIC_FIELDS = ("space", "schedule", "steps", "prediction")
 
   def __post_init__(self):
     one_of("diffusion", self, space=SPACES, schedule=SCHEDULES)

@@ -54,11 +54,11 @@ def measure(config: Config, batches: int, steps: int) -> dict[str, Any]:
     rates["to device"] = size / _seconds(
       lambda: jax.block_until_ready(sharding.shard_batch(batch, mesh)), batches
     )
-    init, _, step = make_program(config, task, mesh)
-    state = [init()]
+    program = make_program(config, task, mesh)
+    state = [program.init()]
 
     def take(batch: Any) -> None:
-      state[0], metrics = step(state[0], batch)
+      state[0], metrics = program.step(state[0], batch)
       jax.device_get(metrics)
 
     take(sent[0])  # compiles

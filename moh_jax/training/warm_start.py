@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import get_family
+from moh_jax.config import Config, get_family
 from moh_jax.data.text.tokenizer_files import read_files_beside
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.models.registry import make_model
@@ -58,7 +58,7 @@ def warm_start(
       f"train.init_from={source!r} holds a model of family "
       f"{trained.model.family!r}, model.family={family!r}"
     )
-  _check_numbers(source, wanted.model, trained.model)
+  _check_numbers(source, wanted, trained)
   _check_tokenizer(source, ours, metadata)
   stored = abstract_on(*make_model(trained), mesh)
   fit = functools.partial(
@@ -115,11 +115,18 @@ def tokenizer_files(ours: Metadata, tokenizer: Tokenizer) -> dict[str, bytes]:
   return files
 
 
-def _check_numbers(source: str, ours: Any, theirs: Any) -> None:
-  if "none" in (ours.router.kind, theirs.router.kind):
-    theirs = dataclasses.replace(theirs, router=ours.router)  # no gates yet
-  differing = config_lib.differing_fields(ours, theirs, "model")
+def _check_numbers(source: str, ours: Config, theirs: Config) -> None:
+  here, there = ours.model, theirs.model
+  if "none" in (here.router.kind, there.router.kind):
+    there = dataclasses.replace(there, router=here.router)  # no gates yet
+  differing = config_lib.differing_fields(here, there, "model")
   wrong = [line for line in differing if line.startswith(_NUMERIC_FIELDS)]
+  for name, section in ours.sections.items():
+    other = theirs.sections[name]
+    fields = getattr(section, "NUMERIC_FIELDS", ())
+    starts = tuple(f"{name}.{field}:" for field in fields)
+    differing = config_lib.differing_fields(section, other, name)
+    wrong += [line for line in differing if line.startswith(starts)]
   if wrong:
     raise ValueError(
       f"train.init_from={source!r} holds parameters that were trained with "

@@ -19,7 +19,7 @@ def main(workers: int, count: int) -> None:
   config = dataclasses.replace(CONFIG, model=model, data=data)
   config = apply_overrides(config, "data", workers=workers, num_threads=1)
   dataset = pipeline.train_images(config, make_source(config, "train"))
-  stream = pipeline.TrainBatches(dataset, config.data, 1, 2)
+  stream = pipeline.TrainBatches(dataset, config.data, (2, 3))
   for start in (0, 3):
     stream.seek(start)
     for _ in range(count - start):

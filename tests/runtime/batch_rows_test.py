@@ -110,14 +110,14 @@ def _losses(config, order):
       arrays.append(jax.device_put(part, device))
     return jax.make_array_from_single_device_arrays(shape, split, arrays)
 
-  init, _, step = make_program(config, task, mesh)
+  program = make_program(config, task, mesh)
   losses = []
   with sharding.use_mesh(mesh):
-    state = init()
+    state = program.init()
     for _ in range(3):
       parts = [next(streams[process]) for process in range(4)]
       batch = jax.tree.map(lambda *x: place(x), *parts)
-      state, metrics = step(state, batch)
+      state, metrics = program.step(state, batch)
       losses.append(float(metrics["loss"]))
   return losses
 

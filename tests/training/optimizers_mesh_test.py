@@ -52,11 +52,11 @@ def _run(config: Config, steps: int = _STEPS) -> tuple[TrainState, list[float]]:
   mesh, losses = sharding.make_mesh(config.mesh, devices), []
   task = make_task(config)
   with sharding.use_mesh(mesh):
-    init, _, step = make_program(config, task, mesh)
-    state, batches = init(), task.batches(mesh)
+    program = make_program(config, task, mesh)
+    state, batches = program.init(), task.batches(mesh)
     for _ in range(steps):
       batch = sharding.shard_batch(next(batches), mesh)
-      state, metrics = step(state, batch)
+      state, metrics = program.step(state, batch)
       losses.append(float(metrics["loss"]))
   return state, losses
 
@@ -89,7 +89,7 @@ class StateShardingTest(parameterized.TestCase):
     config = _config("llm", name, tiny.MESH, **optim)
     mesh = sharding.make_mesh(config.mesh)
     with sharding.use_mesh(mesh):
-      return make_program(config, make_task(config), mesh)[1]
+      return make_program(config, make_task(config), mesh).state
 
   @parameterized.parameters(*OPTIMIZERS)
   def test_moments_are_split_as_their_parameters(self, name):
@@ -138,19 +138,23 @@ class StateShardingTest(parameterized.TestCase):
     folder = self.create_tempdir().full_path
     task = make_task(config)
     with sharding.use_mesh(mesh):
-      init, abstract, step = make_program(config, task, mesh)
+      program = make_program(config, task, mesh)
       batches = task.batches(mesh)
-      state, _ = step(init(), sharding.shard_batch(next(batches), mesh))
+      state, _ = program.step(
+        program.init(), sharding.shard_batch(next(batches), mesh)
+      )
       metadata = saving.Metadata(config)
       with saving.Saver(folder, config.checkpoint, metadata, {}) as saver:
         saver.save(state, batches.position)
         saver.wait()
-      restored, _ = saving.restore(folder, 1, abstract)
+      restored, _ = saving.restore(folder, 1, program.state)
       chex.assert_trees_all_equal(
         jax.device_get(restored), jax.device_get(state)
       )
       batch = sharding.shard_batch(next(batches), mesh)
-      after = [jax.device_get(step(s, batch)) for s in (state, restored)]
+      after = [
+        jax.device_get(program.step(s, batch)) for s in (state, restored)
+      ]
     chex.assert_trees_all_equal(*after)
 
 

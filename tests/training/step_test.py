@@ -93,11 +93,11 @@ class StepTest(absltest.TestCase):
              "ema_dtype": "bfloat16", "warmup_steps": 0}
     )  # fmt: skip
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    init, _, step = make_program(config, make_task(config), mesh)
-    state = init()
+    program = make_program(config, make_task(config), mesh)
+    state = program.init()
     first = jax.device_get(state.ema)
     for number in (1, 2, 3, 4):
-      state, _ = step(state, _batch())
+      state, _ = program.step(state, _batch())
       ema = jax.device_get(state.ema)
       if number < 3:
         chex.assert_trees_all_equal(ema, first)

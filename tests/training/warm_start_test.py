@@ -108,7 +108,7 @@ class WarmStartTest(parameterized.TestCase):
     config = tiny.llm_config(mesh=tiny.MESH)
     loaded, _ = self._load(config, mesh=sharding.make_mesh(config.mesh))
     kernel = loaded["head"]["kernel"]
-    self.assertEqual(tuple(kernel.sharding.spec), ("fsdp", "tensor"))
+    self.assertEqual(tuple(kernel.sharding.spec), (None, ("tensor", "fsdp")))
     chex.assert_trees_all_equal(jax.device_get(loaded), self.stored)
 
   def test_all_heads_on_continue_the_baseline_exactly(self):
@@ -126,6 +126,23 @@ class WarmStartTest(parameterized.TestCase):
 
     plain = loss(_plain(), self.stored_baseline)
     self.assertEqual(float(loss(config, loaded)), float(plain))
+
+  @parameterized.parameters(
+    ({"prediction": "v"}, "prediction: 'v' here, 'epsilon' there"),
+    ({"schedule": "cosine"}, "schedule: 'cosine' here, 'linear' there"),
+    ({"steps": 60}, "steps: 60 here, 50 there"),
+  )
+  def test_another_process_is_refused(self, diffusion, message):
+    source = str(self.root / f"dit{len(message)}")
+    self._save(source, tiny.dit_config())
+    with self.assertRaisesRegex(ValueError, rf"diffusion\.{message}"):
+      self._start(tiny.dit_config(diffusion=diffusion), source=source)
+
+  def test_another_objective_is_none_of_its_business(self):
+    source = str(self.root / "objective")
+    self._save(source, tiny.dit_config())
+    config = tiny.dit_config(diffusion={"loss_weight": "min_snr"})
+    self._start(config, source=source)
 
   @parameterized.parameters(
     ({"rope": RotaryConfig(theta=500.0)}, r"rope\.theta: 500.0 here"),
