@@ -125,10 +125,9 @@ def _finetune() -> ml_collections.ConfigDict:
       "optim": {
         "lr": 1e-3,
         "final_lr": 1e-5,
-        "warmup_steps": 20,
         "weight_decay": 0.05,
         "no_decay": NO_DECAY,
-        "layer_decay": 0.75,
+        "layer_decay": 0.9,
       },
       "train": {"steps": 300, "init_from": ""},
       "classifier": {"label_smoothing": 0.1},

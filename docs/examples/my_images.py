@@ -1,7 +1,7 @@
 """A small MoH-ViT on a folder of images: copy it and change what differs.
 
   python -m moh_jax train --config=docs/examples/my_images.py --workdir=DIR \
-    --config.data.path=IMAGES --config.model.num_classes=2
+    --config.data.path=IMAGES
 
 IMAGES holds train/CLASS/* and val/CLASS/*.
 """
@@ -17,7 +17,6 @@ def get_config() -> ml_collections.ConfigDict:
     config_lib.Config(
       model=config_lib.ViTConfig(
         image_size=(32, 32),
-        num_classes=10,
         patch_stride=2,  # pixels between tokens of the first stage
         embed_dims=(48, 96),  # two stages; the second halves the grid
         depths=(2, 2),

@@ -153,7 +153,10 @@ def _check(name, *arguments):
   arguments, overrides = split_overrides(arguments)
   config = getattr(parser.parse_args(arguments), "config", None)
   if config:
-    load_config(config, overrides)
+    try:
+      load_config(config, overrides)
+    except FileNotFoundError as error:  # the model is that of a checkpoint
+      assert "holds no checkpoint" in str(error), error
   else:
     assert not overrides
 

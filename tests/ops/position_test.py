@@ -138,6 +138,17 @@ class RelativeCoordinatesTest(parameterized.TestCase):
     np.testing.assert_allclose(np.abs(plain.table).max(), np.log2(9) / 3)
     np.testing.assert_allclose(np.abs(other.table).max(), np.log2(17) / 3)
 
+  def test_another_size_keeps_the_recorded_coordinates(self):
+    # Recorded for 5 x 7 tokens; the same model on 9 x 12.
+    case = _recorded("vit_full_shared_routed")
+    table, pairs = case["relative_coords_table"], case["relative_pos_index"]
+    recorded = table[pairs].reshape(5, 7, 5, 7, 2)
+    ours = relative_coordinates((9, 12), (9, 12), (5, 7))
+    larger = ours.table[ours.index].reshape(9, 12, 9, 12, 2)
+    for down, right in ((0, 0), (4, 0), (2, 5)):
+      part = (slice(down, down + 5), slice(right, right + 7))
+      np.testing.assert_allclose(larger[part + part], recorded, atol=1e-6)
+
 
 class Sincos2dTest(parameterized.TestCase):
   @parameterized.parameters(((2, 3), 8), ((1, 1), 4), ((5, 2), 12))
