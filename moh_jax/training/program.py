@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.runtime.fits import check_config, check_tree
+from moh_jax.runtime.fits import check_config, check_host_memory, check_tree
 from moh_jax.runtime.params import abstract_params
 from moh_jax.training import optim
 from moh_jax.training.state import TrainState, make_state
@@ -30,9 +30,12 @@ def make_program(
     shardings), and the function (state, batch) -> (state, metrics).
 
   Raises:
-    ValueError: memory cannot hold the run.
+    ValueError: memory cannot hold the run, or the devices cannot use the
+      memory of their host as the config asks.
   """
   check_config(config, mesh)
+  if config.model.remat == "offload":
+    check_host_memory("model.remat='offload'", mesh)
   optimizer = optim.make_optimizer(
     config.optim,
     config.train.steps,
@@ -45,6 +48,7 @@ def make_program(
     mesh,
     seed=config.train.seed,
     ema_dtype=config.optim.ema_dtype if config.optim.ema_decay else None,
+    optimizer_memory=config.optim.state_memory,
   )
   check_tree(abstract, "the state of the run (parameters and optimizer)")
   step = jit_train_step(
