@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
-REMATS = ("none", "full", "dots")
+REMATS = ("none", "full", "attention", "dots", "all_dots", "offload")
 IMPLEMENTATIONS = ("auto", "dense", "packed", "kernel", "cudnn")
 # Largest values of fields that have no limit of their own: what an int32 holds,
 # and what float32 computes with.

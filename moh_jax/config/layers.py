@@ -53,8 +53,11 @@ class RoutedLayers:
       only the heads that tokens chose; "kernel" is "packed" as one Pallas
       kernel (GPU, TPU); "cudnn" is cuDNN's (NVIDIA GPUs).
     dtype: compute dtype, "float32" or "bfloat16".
-    remat: what the backward pass computes again to save memory: "none"; "dots"
-      all but matrix products; "full" whole layers.
+    remat: what the backward pass computes again to save memory: "none"; "full"
+      whole layers; "attention" all but the results of attention; "dots" all but
+      these and products with weights; "all_dots" all but these and any
+      products; "offload" as "dots", whose results lie in the host's memory
+      until then.
   """
 
   family: str

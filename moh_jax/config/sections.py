@@ -18,6 +18,7 @@ SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
 BAD_IMAGES = ("raise", "skip", "check")
 SCHEDULES = ("cosine", "constant", "wsd")
+STATE_MEMORIES = ("device", "host")
 DECAYS = ("linear", "cosine", "sqrt")
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 
@@ -132,6 +133,9 @@ class OptimConfig:
     eps: added to the root of the second moment by AdamW.
     moment_dtype: dtype of the first moment, "float32" or "bfloat16". The second
       moment is float32: it changes by less than bfloat16 resolves.
+    state_memory: where the optimizer's state lies between steps: on the
+      "device", or in the memory of its "host", which takes the time of two
+      copies in every step.
     weight_decay: decoupled weight decay per step, multiplied by the learning
       rate.
     no_decay: patterns (fnmatch) of parameter paths "a/b/c" that do not decay.
@@ -163,6 +167,7 @@ class OptimConfig:
   b2: float = 0.999
   eps: float = 1e-8
   moment_dtype: str = "float32"
+  state_memory: str = "device"
   weight_decay: float = 0.05
   no_decay: tuple[str, ...] = ("*bias", "*scale")
   clip_norm: float = 1.0
@@ -174,7 +179,7 @@ class OptimConfig:
 
   def __post_init__(self):
     one_of("optim", self, name=OPTIMIZERS, schedule=SCHEDULES)
-    one_of("optim", self, decay_form=DECAYS)
+    one_of("optim", self, decay_form=DECAYS, state_memory=STATE_MEMORIES)
     one_of("optim", self, moment_dtype=DTYPES, ema_dtype=DTYPES)
     at_least("optim", 0, self, "lr", "warmup_lr", "final_lr", "eps")
     at_least("optim", 0, self, "weight_decay", "clip_norm", "warmup_steps")

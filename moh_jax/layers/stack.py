@@ -1,19 +1,42 @@
 """Stacks of equal blocks, scanned so that they compile once."""
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 
 from moh_jax.ops.remat import ATTENTION
 
+_policies = jax.checkpoint_policies
+_TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
+
+
+def _offload(primitive: Any, *args: Any, **params: Any) -> Any:
+  """Moves to the host what "dots" keeps."""
+  # JAX's own union of two policies takes none that offloads.
+  names = _policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=(),
+    names_which_can_be_offloaded=(ATTENTION,),
+    **_TO_HOST,
+  )
+  products = _policies.offload_dot_with_no_batch_dims(**_TO_HOST)
+  policy = names if primitive.name == "name" else products
+  return policy(primitive, *args, **params)
+
+
 # Values of a block that the backward pass keeps; it computes the others again.
-REMAT_POLICIES: dict[str, Callable | None] = {
-  "full": jax.checkpoint_policies.nothing_saveable,
-  "dots": jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(ATTENTION),
+REMAT_POLICIES: dict[str, Callable] = {
+  "full": _policies.nothing_saveable,
+  "attention": _policies.save_only_these_names(ATTENTION),
+  "dots": _policies.save_from_both_policies(
+    _policies.dots_with_no_batch_dims_saveable,
+    _policies.save_only_these_names(ATTENTION),
   ),
+  "all_dots": _policies.save_from_both_policies(
+    _policies.dots_saveable, _policies.save_only_these_names(ATTENTION)
+  ),
+  "offload": _offload,
 }
 REMAT_NAMES = ("none", *REMAT_POLICIES)
 
@@ -33,8 +56,11 @@ def scan_blocks(
     depth: blocks in the stack.
     in_axes: per input after the carry, 0 if it has a leading layer axis of
       which every block gets its part, or `nn.broadcast`.
-    remat: what the backward pass computes again: "none", "full" (everything)
-      or "dots" (everything but products with weights and attention).
+    remat: what the backward pass computes again: "none" (nothing), "full"
+      (everything), or everything but the results of "attention", of attention
+      and products with weights ("dots"), or of attention and all products
+      ("all_dots", which with dense attention are the logits too). "offload"
+      computes as "dots" does, and keeps the results in the host's memory.
 
   Returns:
     The lifted class.

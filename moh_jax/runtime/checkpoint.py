@@ -11,7 +11,7 @@ mesh and any number of processes.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.runtime import commit, manifest
 from moh_jax.runtime.location import resolve, steps_folder
 from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.read_params import read_params, save_args
 from moh_jax.runtime.steps import (
   check_whole,
   find_step,
@@ -119,11 +120,11 @@ def restore_params(
     verify: compare them with their checksums first.
 
   Raises:
-    ValueError: they are damaged.
+    ValueError: they are damaged, or others than wanted.
   """
-  item = params_item(directory, step, use_ema=use_ema, verify=verify).name
-  wanted = {item: ocp.args.StandardRestore(abstract)}
-  return read_items(directory, step, wanted)[item]
+  item = params_item(directory, step, use_ema=use_ema, verify=verify)
+  with _unreadable(directory, step, item.name):
+    return read_params(item, abstract)
 
 
 def params_item(
@@ -188,16 +189,25 @@ def read_items(
     steps_folder(directory), item_names=ITEMS, options=options
   ) as manager:
     for name, args in items.items():
-      try:
+      with _unreadable(directory, step, name):
         one = ocp.args.Composite(**{name: args})
         restored[name] = manager.restore(step, args=one)[name]
-      except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        raise ValueError(
-          f"{directory}, checkpoint of step {step}: item {name} cannot be "
-          f"read: {type(error).__name__}: {text}"
-        ) from error
   return restored
+
+
+@contextlib.contextmanager
+def _unreadable(
+  directory: str | epath.Path, step: int, item: str
+) -> Iterator[None]:
+  """Makes a ValueError that names the item of any error of Orbax."""
+  try:
+    yield
+  except Exception as error:
+    text = " ".join(str(error).split())[:200]
+    raise ValueError(
+      f"{directory}, checkpoint of step {step}: item {item} cannot be "
+      f"read: {type(error).__name__}: {text}"
+    ) from error
 
 
 def check_vacant(directory: str | epath.Path) -> None:
@@ -232,7 +242,9 @@ def save_params(
     ValueError: the directory already holds checkpoints.
   """
   check_vacant(directory)
-  save: ocp.args.CheckpointArgs = ocp.args.StandardSave(params)
+  save: ocp.args.CheckpointArgs = ocp.args.StandardSave(
+    params, save_args(params)
+  )
   handlers = {}
   if handler is not None:
     save = ocp.args.PyTreeSave(params)

@@ -13,12 +13,15 @@ from jax.sharding import Mesh
 from moh_jax import memory
 from moh_jax.config import Config
 
+HOST_MEMORY = "pinned_host"  # what JAX calls memory that devices reach
 _INDEX_BYTES = 8  # of an entry of a table of relative positions
 _TOKEN_BYTES = 20  # of a packed sequence: five int32 or float32 arrays
 
 
 def check_tree(tree: Any, what: str) -> None:
   """Checks that devices can hold their parts of abstract arrays.
+
+  Arrays in the memory of the host are not counted.
 
   Args:
     tree: ShapeDtypeStructs with shardings.
@@ -27,7 +30,11 @@ def check_tree(tree: Any, what: str) -> None:
   Raises:
     ValueError: the parts of one device need more memory than it has.
   """
-  leaves = jax.tree.leaves(tree)
+  leaves = [
+    leaf
+    for leaf in jax.tree.leaves(tree)
+    if leaf.sharding.memory_kind != HOST_MEMORY
+  ]
   needed = sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in leaves
@@ -35,6 +42,25 @@ def check_tree(tree: Any, what: str) -> None:
   if leaves:
     devices = leaves[0].sharding.device_set
     memory.check(needed, what, _device_bytes(next(iter(devices)), devices))
+
+
+def check_host_memory(what: str, mesh: Mesh) -> None:
+  """Checks that programs on the devices may use memory of their host.
+
+  Args:
+    what: asks for it, for the message.
+    mesh: the devices.
+
+  Raises:
+    ValueError: they may not.
+  """
+  device = mesh.devices.flat[0]
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if kinds and HOST_MEMORY not in kinds:  # absent GPUs tell none
+    raise ValueError(
+      f"{what} needs devices with memory of the kind {HOST_MEMORY}; "
+      f"{device.device_kind} has {kinds}"
+    )
 
 
 def check_config(config: Config, mesh: Mesh) -> None:

@@ -17,12 +17,20 @@ class StoredConfig(msgspec.Struct):
   encoder_sha256: Sha256 = ""
 
 
+class StoredWatch(msgspec.Struct):
+  """What decides over rewinds: see `training.rewind.Watch.to_json`."""
+
+  rewinds: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
+  mean_loss: float | None = None
+
+
 class StoredData(msgspec.Struct):
   """The item `data`: where the training stream stands, and which it is."""
 
   position: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-  # Older versions stored none.
+  # Older versions stored neither.
   stream: dict[str, Any] | None = None
+  watch: StoredWatch | None = None
 
 
 _KINDS = {"config": StoredConfig, "data": StoredData}

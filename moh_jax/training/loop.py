@@ -232,7 +232,7 @@ class _Run:
         self.directory, self.start, self.abstract_state
       )
       _LOG.info("resumed from step %d in %s", self.start, self.directory)
-    self.watch.restore(stored.get("watch", {}), self.watch.rewinds)
+    self.watch.restore(stored.get("watch"), self.watch.rewinds)
     self.batches.seek(max(stored.get("position", 0), self.skip_to))
     return state, self.start or 0
 

@@ -120,9 +120,23 @@ def make_optimizer(
     ),
     optax.scale_by_learning_rate(make_schedule(config, steps)),
   )
-  if not config.clip_norm:
-    return optimizer
-  return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+  if config.clip_norm:
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    optimizer = optax.chain(clip, optimizer)
+  return _on_host(optimizer) if config.state_memory == "host" else optimizer
+
+
+def _on_host(
+  optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """The same optimizer, with its state in the host's memory between steps."""
+
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    state = jax.device_put(state, jax.memory.Space.Device)
+    updates, state = optimizer.update(updates, state, params)
+    return updates, jax.device_put(state, jax.memory.Space.Host)
+
+  return optax.GradientTransformation(optimizer.init, update)
 
 
 def _direction(config: OptimConfig, boxed: Any) -> optax.GradientTransformation:

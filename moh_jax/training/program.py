@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
-from moh_jax.runtime.fits import check_config, check_tree
+from moh_jax.runtime.fits import check_config, check_host_memory, check_tree
 from moh_jax.runtime.params import abstract_params
 from moh_jax.runtime.sharding import BATCH_AXES
 from moh_jax.runtime.whole_params import check_whole
@@ -53,8 +53,11 @@ def make_program(
       be compiled for, but its shardings are known.
 
   Raises:
-    ValueError: the mesh does not split the parameters.
+    ValueError: the mesh does not split the parameters, or its devices cannot
+      use the memory of their host as the config asks.
   """
+  if config.model.remat == "offload":
+    check_host_memory("model.remat='offload'", mesh)
   boxed = abstract_params(objective.model, objective.inputs)
   if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
     _LOG.info("mesh: %s", line)
@@ -69,6 +72,7 @@ def make_program(
     mesh,
     seed=config.train.seed,
     ema_dtype=config.optim.ema_dtype if config.optim.ema_decay else None,
+    optimizer_memory=config.optim.state_memory,
   )
   split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
   batch = jax.tree.map(

@@ -88,13 +88,15 @@ class Watch:
     """What a checkpoint is to hold."""
     return {"rewinds": self.rewinds, "mean_loss": self._mean}
 
-  def restore(self, stored: Mapping[str, Any], rewinds: int) -> None:
-    """Continues from a checkpoint; {} is the beginning or an older version's.
+  def restore(self, stored: Mapping[str, Any] | None, rewinds: int) -> None:
+    """Continues from a checkpoint.
 
     Args:
-      stored: what `to_json` returned.
+      stored: what `to_json` returned; None at the beginning of the run, and in
+        checkpoints of older versions.
       rewinds: how often this process went back; a checkpoint from before knows
         of fewer.
     """
+    stored = stored or {}
     self._mean = stored.get("mean_loss")
     self.rewinds = max(stored.get("rewinds", 0), rewinds)

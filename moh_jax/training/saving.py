@@ -17,6 +17,7 @@ from moh_jax.data.identity import Identity
 from moh_jax.runtime import checkpoint, commit, location, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.read_params import save_args
 from moh_jax.runtime.stored_config import read_stored
 from moh_jax.training.state import TrainState
 
@@ -100,8 +101,10 @@ class Saver:
     """
     self.wait()
     step = int(state.step)
-    items = _items(state, ocp.args.StandardSave)
-    data = {"position": position, "stream": self._stream, "watch": watch or {}}
+    items = _items(
+      state, lambda tree: ocp.args.StandardSave(tree, save_args(tree))
+    )
+    data = {"position": position, "stream": self._stream, "watch": watch}
     items["data"] = ocp.args.JsonSave(data)
     items["config"] = checkpoint.config_item(self._metadata)
     with self.guard(f"the checkpoint of step {step}", step):

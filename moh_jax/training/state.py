@@ -10,6 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.runtime import sharding
+from moh_jax.runtime.fits import HOST_MEMORY, check_host_memory
 from moh_jax.runtime.params import (
   abstract_params,
   init_params,
@@ -46,6 +47,7 @@ def make_state(
   *,
   seed: int,
   ema_dtype: str | None,
+  optimizer_memory: str = "device",
 ) -> tuple[Any, Any]:
   """Prepares the initialization of a state that is sharded over a mesh.
 
@@ -56,6 +58,10 @@ def make_state(
     mesh: the devices.
     seed: seed of the parameters and of all random choices of the run.
     ema_dtype: dtype of the averaged parameters; None keeps none.
+    optimizer_memory: of the optimizer's state, see `optim.state_memory`.
+
+  Raises:
+    ValueError: the devices lack that memory.
 
   Returns:
     A jitted function () -> initial state, which each device initialises its
@@ -83,6 +89,11 @@ def make_state(
     with_shardings(unbox(boxed), params),
     whole,
   )
+  if optimizer_memory == "host":
+    check_host_memory("optim.state_memory='host'", mesh)
+    opt_state = jax.tree.map(
+      lambda s: s.with_memory_kind(HOST_MEMORY), opt_state
+    )
   ema = params if ema_dtype else None
   shardings = TrainState(whole, params, opt_state, ema, whole)
   abstract = with_shardings(jax.eval_shape(init), shardings)

@@ -93,7 +93,7 @@ class ScanBlocksTest(parameterized.TestCase):
     (hidden,) = recorded["intermediates"]["hidden"]
     chex.assert_shape(hidden, (_DEPTH, _B, _C))
 
-  @parameterized.parameters("full", "dots")
+  @parameterized.parameters(*(name for name in REMAT_NAMES if name != "none"))
   def test_remat_gives_equal_values_and_gradients(self, remat):
     def run(remat):
       def loss(variables):
@@ -109,7 +109,8 @@ class ScanBlocksTest(parameterized.TestCase):
     )
 
   @parameterized.product(
-    implementation=("packed", "kernel"), remat=("full", "dots")
+    implementation=("packed", "kernel"),
+    remat=("full", "attention", "dots", "offload"),
   )
   def test_only_full_remat_attends_once_more(self, implementation, remat):
     stack = scan_blocks(_Attention, 2, in_axes=(), remat=remat)(implementation)
@@ -145,7 +146,7 @@ class ScanBlocksTest(parameterized.TestCase):
 
   def test_unknown_remat_lists_the_known(self):
     with self.assertRaisesRegex(
-      ValueError, r"remat='some' .*'none', 'full', 'dots'"
+      ValueError, r"remat='some' .*'none', 'full', 'attention', 'dots'"
     ):
       scan_blocks(_Block, _DEPTH, in_axes=(0, nn.broadcast), remat="some")
 

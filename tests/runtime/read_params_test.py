@@ -1,0 +1,114 @@
+"""Parameters are read some at a time, in the wanted dtype and sharding."""
+
+import json
+import subprocess
+import sys
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moh_jax.config import MeshConfig
+from moh_jax.runtime import checkpoint, read_params, sharding
+from tests.training import tiny
+
+
+def _params():
+  rng = np.random.RandomState(0)
+  return {
+    "a": {"kernel": rng.normal(size=(16, 24)), "bias": rng.normal(size=16)},
+    "b": {"kernel": rng.normal(size=(24, 16))},
+  }
+
+
+class ReadParamsTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.params = jax.tree.map(np.float32, _params())
+    cls.folder = cls.create_tempdir(cls()).full_path
+    metadata = checkpoint.Metadata(tiny.llm_config())
+    # The kernels have several chunks.
+    with mock.patch.object(read_params, "CHUNK_BYTES", 512):
+      checkpoint.save_params(cls.folder, cls.params, metadata)
+    cls.mesh = sharding.make_mesh(MeshConfig(fsdp=4, data=2))
+
+  def _abstract(self, dtype, spec=()):
+    split = NamedSharding(self.mesh, PartitionSpec(*spec))
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=split),
+      self.params,
+    )
+
+  def _read(self, abstract):
+    return checkpoint.restore_params(self.folder, 0, abstract, use_ema=False)
+
+  @parameterized.product(
+    dtype=(jnp.float32, jnp.bfloat16),
+    spec=((), ("fsdp",)),
+    group=(1, 1000, 1 << 26),
+  )
+  def test_arrays_have_the_wanted_dtype_and_sharding(self, dtype, spec, group):
+    abstract = self._abstract(dtype, spec)
+    with mock.patch.object(read_params, "_GROUP_BYTES", group):
+      read = self._read(abstract)
+    chex.assert_trees_all_equal_shapes_and_dtypes(read, abstract)
+    chex.assert_trees_all_equal(
+      jax.device_get(read), jax.tree.map(lambda x: x.astype(dtype), self.params)
+    )
+    for leaf, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(abstract)):
+      self.assertTrue(
+        leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+      )
+
+  def test_large_arrays_are_read_first_and_alone(self):
+    leaves = {
+      (name,): jax.ShapeDtypeStruct((size,), jnp.bfloat16)
+      for name, size in (("small", 10), ("large", 900), ("tiny", 1))
+    }
+    with mock.patch.object(read_params, "_GROUP_BYTES", 1000):
+      groups = [list(group) for group in read_params._groups(leaves)]
+    self.assertEqual(groups, [[("large",)], [("small",), ("tiny",)]])
+
+  @parameterized.parameters(
+    ({"c": {"kernel": (2,)}}, "differing: c/kernel$"),
+    ({"a": {}}, "differing: a/bias, a/kernel$"),
+  )
+  def test_other_arrays_are_refused_by_name(self, change, message):
+    abstract = self._abstract(jnp.float32)
+    split = NamedSharding(self.mesh, PartitionSpec())
+    for name, leaves in change.items():
+      abstract[name] = {
+        leaf: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split)
+        for leaf, shape in leaves.items()
+      }
+    with self.assertRaisesRegex(
+      ValueError, rf"step 0: item params cannot be read: .*{message}"
+    ):
+      self._read(abstract)
+
+
+@pytest.mark.slow
+class MemoryTest(parameterized.TestCase):
+  @parameterized.parameters(1, 4)
+  def test_bfloat16_takes_less_than_a_third_more_than_the_result(self, devices):
+    """Float32 parameters whose bfloat16 has 1 GB; measured, not estimated."""
+    command = [sys.executable, "-m", "benchmarks.restore_memory"]
+    done = subprocess.run(
+      [*command, "--devices", str(devices)],
+      check=True,
+      capture_output=True,
+      text=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    self.assertGreater(found["result_bytes"], 0.9e9)
+    self.assertLess(found["ratio"], 1.3)
+
+
+if __name__ == "__main__":
+  absltest.main()
