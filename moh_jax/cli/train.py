@@ -10,6 +10,7 @@ from moh_jax.convert.decoder import load_decoder
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
+from moh_jax.speed.model_flops import at_peak
 from moh_jax.training import loop
 
 
@@ -30,7 +31,11 @@ def run(args: argparse.Namespace) -> int:
   try:
     with run_log.kept(args.workdir, level, args.distributed):
       result = loop.train(
-        config, args.workdir, decode=decode, verify=args.verify
+        config,
+        args.workdir,
+        decode=decode,
+        verify=args.verify,
+        at_peak=at_peak,
       )
   except loop.NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from moh_jax.config.layers import RoutedLayers as RoutedLayers
 from moh_jax.config.layers import without_router as without_router
 from moh_jax.config.llm import CACHE_DTYPES as CACHE_DTYPES
 from moh_jax.config.llm import LLMConfig as LLMConfig
+from moh_jax.config.log import LogConfig as LogConfig
 from moh_jax.config.parse import apply_overrides as apply_overrides
 from moh_jax.config.parse import differing_fields as differing_fields
 from moh_jax.config.parse import from_config_dict as from_config_dict
@@ -39,7 +40,6 @@ from moh_jax.config.run import Config as Config
 from moh_jax.config.sections import CheckpointConfig as CheckpointConfig
 from moh_jax.config.sections import DataConfig as DataConfig
 from moh_jax.config.sections import EvalConfig as EvalConfig
-from moh_jax.config.sections import LogConfig as LogConfig
 from moh_jax.config.sections import MeshConfig as MeshConfig
 from moh_jax.config.sections import OptimConfig as OptimConfig
 from moh_jax.config.sections import RewindConfig as RewindConfig

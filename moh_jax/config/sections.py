@@ -252,6 +252,8 @@ class TrainConfig:
       mean of its own.
     balance_weight: weight of the router's load-balance loss in the loss.
     rewind: what the run does when its loss is NaN or a spike.
+    compilation_cache: folder or bucket that keeps compiled programs, so that a
+      run that is started again does not compile; "" keeps none.
   """
 
   steps: int = 1000
@@ -259,6 +261,7 @@ class TrainConfig:
   init_from: str = ""
   balance_weight: float = 0.01
   rewind: RewindConfig = RewindConfig()
+  compilation_cache: str = ""
 
   def __post_init__(self):
     at_least("train", 1, self, "steps")
@@ -364,21 +367,3 @@ class EvalConfig:
   def __post_init__(self):
     at_least("eval", 0, self, "every", "examples")
     at_least("eval", 1, self, "batch_size", most=MOST_BATCH)
-
-
-@dataclasses.dataclass(frozen=True)
-class LogConfig:
-  """What the run writes besides checkpoints.
-
-  Attributes:
-    every: steps between records of metrics.
-    tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
-    progress: whether to show a progress bar.
-  """
-
-  every: int = 50
-  tensorboard: bool = True
-  progress: bool = True
-
-  def __post_init__(self):
-    at_least("log", 1, self, "every")

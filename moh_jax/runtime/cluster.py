@@ -5,7 +5,8 @@ import os
 import socket
 import time
 
-JOIN_SECONDS = 15  # that the coordinator has to answer in
+JOIN_SECONDS = 12  # that the coordinator has to answer in
+_ALL_SECONDS = 300  # that all processes have to come in, once one is there
 _RETRY_SECONDS = 0.5
 _FLAGS = {
   "coordinator": ("--coordinator", "JAX_COORDINATOR_ADDRESS"),
@@ -78,7 +79,12 @@ def join(place: Place, seconds: float = JOIN_SECONDS) -> None:
     place = _completed(place, seconds)
     if place.index:
       _reach(place, seconds)
-    jax.distributed.initialize(place.coordinator, place.count, place.index)
+    jax.distributed.initialize(
+      place.coordinator,
+      place.count,
+      place.index,
+      initialization_timeout=max(_ALL_SECONDS, int(seconds)),
+    )
   except (ValueError, RuntimeError) as error:
     flags = " ".join(flag for flag, _ in _FLAGS.values())
     raise ValueError(

@@ -46,6 +46,17 @@ def enable() -> None:
       jax.config.update(name, value)
 
 
+def keep_in(path: str) -> None:
+  """Makes JAX keep compiled programs in a folder or bucket of the user's.
+
+  Its size has no limit, so that processes which share it need no lock; the
+  first of them writes.
+  """
+  import jax
+
+  jax.config.update("jax_compilation_cache_dir", path)
+
+
 def folder() -> pathlib.Path:
   """The folder of this machine's programs, given or in the user's cache."""
   base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -1,5 +1,6 @@
 """FLOPs of a model's training step, counted from its program's products."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,20 +11,58 @@ import jax.numpy as jnp
 from moh_jax.config import Config, get_family
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.speed.attention import attention_flops
+from moh_jax.speed.peaks import published_peak
 
 _LOOPS = ("while", "pallas_call")
 
 
-def train_flops(run: Config) -> float:
+@dataclasses.dataclass(frozen=True)
+class StepFlops:
   """FLOPs of one training step: three times those of the forward pass.
 
-  Matrix products and convolutions are counted, for the active heads alone:
-  neither the queries and outputs of other heads, nor what is computed again.
-  The attention of windows is counted for all heads.
+  Matrix products and convolutions are counted, nothing that is computed again.
+
+  Attributes:
+    active: for the active heads alone, neither the queries and outputs of other
+      heads. The attention of windows is counted for all heads.
+    every_head: as if all heads were active, as in multi-head attention; the
+      routers' own products are in it.
+  """
+
+  active: float
+  every_head: float
+
+
+def at_peak(run: Config) -> dict[str, float]:
+  """Seconds of a step at the published bfloat16 peak of one device.
+
+  Divided by the seconds of the run's step and the number of devices, they are
+  "mfu", which counts active heads only, and "mfu_every_head", the usual formula
+  of multi-head attention.
 
   Args:
     run: the run.
+
+  Returns:
+    Empty where the peak is not known, as for CPUs.
   """
+  peak = published_peak(jax.devices()[0].device_kind)
+  if peak is None:
+    return {}
+  flops = step_flops(run)
+  return {
+    "mfu": flops.active / peak,
+    "mfu_every_head": flops.every_head / peak,
+  }
+
+
+def train_flops(run: Config) -> float:
+  """`StepFlops.active` of a run."""
+  return step_flops(run).active
+
+
+def step_flops(run: Config) -> StepFlops:
+  """FLOPs of one training step, by its program and its layers' attention."""
   objective = get_family(run.model.family).tasks().make_objective(run)
   params = unbox(abstract_params(objective.model, objective.inputs))
   examples = run.data.batch_size
@@ -44,19 +83,20 @@ def train_flops(run: Config) -> float:
       jax.eval_shape(lambda: jax.random.key(0)),
       jax.ShapeDtypeStruct((), jnp.int32),
     )
-  flops = _products(program.jaxpr)
+  every_head = active = _products(program.jaxpr)
   for group in run.model.layer_groups():
     budget = group.budget
     length = getattr(run.data, "sequence_length", group.tokens)
     tokens, depth = examples * length, group.depth
     idle = tokens * (budget.num_heads - budget.active)
     # Queries and outputs of heads whose result no token uses.
-    flops -= depth * idle * 4 * group.width * budget.head_dim
+    active -= depth * idle * 4 * group.width * budget.head_dim
     if group.sees != "window":
       mode = "causal" if group.sees == "before" else "forward"
-      active = tokens * budget.active
-      flops += depth * attention_flops(active, length, budget.head_dim, mode)
-  return 3 * flops
+      one = depth * attention_flops(tokens, length, budget.head_dim, mode)
+      active += budget.active * one
+      every_head += budget.num_heads * one
+  return StepFlops(3 * active, 3 * every_head)
 
 
 def _products(jaxpr: Any) -> float:

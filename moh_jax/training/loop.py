@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import operator
 import os
 import time
 from collections.abc import Callable
@@ -15,26 +14,29 @@ from etils import epath
 from moh_jax.config import Config, get_family, to_dict
 from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
-from moh_jax.runtime import sharding, steps
+from moh_jax.runtime import compilation_cache, sharding, steps
 from moh_jax.runtime.agreement import agree
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
 from moh_jax.runtime.peers import Peers
 from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
-from moh_jax.training import saving
-from moh_jax.training.clock import Clock
+from moh_jax.training import saving, wandb_log
 from moh_jax.training.feed import Feed
 from moh_jax.training.metrics import MetricsWriter
+from moh_jax.training.profiling import Profiler
 from moh_jax.training.program import check_memory, describe, make_program
 from moh_jax.training.rewind import BadStepError, Watch
+from moh_jax.training.run_clock import RunClock
 from moh_jax.training.same_run import check_same_run
+from moh_jax.training.showing import Showing
 from moh_jax.training.state import TrainState, averaged_from
-from moh_jax.training.stopping import StopRequest, no_signals, stop_request
+from moh_jax.training.stopping import no_signals, stop_request
 from moh_jax.training.task import Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
 
 _LOG = logging.getLogger(__name__)
+AtPeak = Callable[[Config], dict[str, float]]
 
 
 class NonFiniteLossError(RuntimeError):
@@ -63,6 +65,7 @@ def train(
   devices: list[jax.Device] | None = None,
   decode: Decode | None = None,
   verify: bool = True,
+  at_peak: AtPeak = lambda _: {},
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
@@ -77,6 +80,9 @@ def train(
     decode: latents to images, for previews of latent diffusion.
     verify: compare checkpoints with their checksums before resuming from the
       newest one that is whole.
+    at_peak: (config) -> seconds that a step would take at the peak of one
+      device, by the name of the metric that compares the run's with them; see
+      `speed.model_flops.at_peak`.
 
   Returns:
     The final state and evaluation.
@@ -89,7 +95,11 @@ def train(
     NonFiniteLossError: the loss or the gradient norm is NaN or infinite, or
       the loss is a spike, and the run may not go back (again).
   """
+  clock = RunClock()
   config = resolve(config)
+  wandb_log.check(config.log)
+  if config.train.compilation_cache:
+    compilation_cache.keep_in(config.train.compilation_cache)
   newest = steps.list_steps(workdir)[-1:]
   agree({"config": to_dict(config), "newest checkpoint in the workdir": newest})
   mesh = sharding.make_mesh(config.mesh, devices)
@@ -111,7 +121,8 @@ def train(
     if lock := take_lock(directory):
       stack.callback(lock.release)
     stack.enter_context(sharding.use_mesh(mesh))
-    return _Run(config, directory, mesh, task, verify).run(lock)
+    run = _Run(config, directory, mesh, task, verify, clock)
+    return run.run(lock, at_peak)
 
 
 class _Run:
@@ -124,7 +135,9 @@ class _Run:
     mesh: jax.sharding.Mesh,
     task: Task,
     verify: bool,
+    clock: RunClock,
   ):
+    self.clock, self.peaks = clock, {}
     self.config, self.mesh, self.task = config, mesh, task
     self.verify = verify
     sha256 = task.tokenizer.sha256 if task.tokenizer else ""
@@ -143,7 +156,9 @@ class _Run:
     self.saver = saving.Saver(
       directory, config.checkpoint, metadata, task.identity
     )
+    self.showing = Showing(config, task, mesh, self.saver, clock)
     self.directory = directory
+    self.profiler = Profiler(config.log.profiled_steps, directory)
     self.watch = Watch(config.train.rewind)
     self.skip_to = 0  # training batches before this one are not used again
     self.read_source: Callable[[Any], Any] | None = None
@@ -156,7 +171,7 @@ class _Run:
       beside = tokenizer_files(metadata, task.tokenizer) if is_new else {}
       save_tokenizer(directory, task.tokenizer, beside)
 
-  def run(self, lock: RunLock | None) -> Result:
+  def run(self, lock: RunLock | None, at_peak: AtPeak) -> Result:
     """Restores or initializes, then takes the remaining steps."""
     try:
       with contextlib.ExitStack() as stack:
@@ -164,6 +179,9 @@ class _Run:
         stack.callback(self.batches.close)
         peers = Peers(os.fspath(self.directory), self.saver.last_whole)
         stack.enter_context(peers)
+        stack.callback(self.profiler.stop)
+        self.clock.begin(self.directory, self.start or 0)
+        self.peaks = at_peak(self.config)
         while True:
           try:
             return self._run_from_start(peers, lock)
@@ -183,6 +201,7 @@ class _Run:
       ) from error
 
   def _run_from_start(self, peers: Peers, lock: RunLock | None) -> Result:
+    self.clock.enter("restart")
     state, start = self._start()
     writer = MetricsWriter(
       self.directory,
@@ -193,6 +212,7 @@ class _Run:
         *("loss", *self.task.shown, "balance_loss", "activated_share"),
         f"{self.task.unit}_per_second",
       ),
+      run=to_dict(self.config),
     )
     with contextlib.closing(writer):
       return self._loop(state, start, writer, peers, lock)
@@ -255,23 +275,24 @@ class _Run:
     lock: RunLock | None,
   ) -> Result:
     steps = self.config.train.steps
-    clock = Clock(start, self.task.units_per_step)
+    self.clock.at(start)
     # Metrics are read one step late, those of a step with its batch's position.
     pending: tuple[int, int, Any] | None = None
     with contextlib.ExitStack() as stack:
       stop = no_signals()  # until the first step is compiled nothing is lost
-      evaluation = self._show_missing(start, state, writer, stop)
+      evaluation = self.showing.show_missing(start, state, writer, stop)
       for step in range(start + 1, steps + 1):
         peers.at(step)
-        batch = next(self.batches)
-        if step == start + 1:
-          state, metrics = self._first_step(state, batch)
-          stop = stack.enter_context(stop_request(stop))
-          clock.restart(start)
-        else:
-          state, metrics = self.train_step(state, batch)
+        with self.clock.phase("wait_for_data"):
+          batch = next(self.batches)
+        with self.profiler.step(step, pending):
+          if step == start + 1:
+            state, metrics = self._first_step(state, batch)
+            stop = stack.enter_context(stop_request(stop))
+          else:
+            state, metrics = self.train_step(state, batch)
         if pending:
-          self._report(*pending, writer, clock)
+          self._report(*pending, writer)
         pending = (step, self.batches.position, metrics)
         self.saver.poll()
         if lock:
@@ -279,86 +300,41 @@ class _Run:
 
         stopping = stop.reached()
         last = step == steps
-        shows = any(self._due(step)) and not stopping
+        shows = any(self.showing.due(step)) and not stopping
         saved = last or stopping or step % self.config.checkpoint.every == 0
         if saved or shows:  # never save or score a state that is not finite
-          self._report(*pending, writer, clock)
+          self._report(*pending, writer)
           pending = None
         if saved:
           self._save(state, writer)
         if shows:
-          evaluation = self._show(step, state, writer, stop) or evaluation
-          clock.restart(step)
+          shown = self.showing.show(step, state, writer, stop)
+          evaluation = shown or evaluation
         if stopping or stop:
           if not saved:  # the stop came while the state was shown
             self._save(state, writer)
-          self.saver.wait()
+          self._wait_saved()
           _LOG.warning("stopped at step %d, saved; run again to resume", step)
           return Result(state, evaluation, finished=False)
       if not evaluation:  # a finished run that was started again
-        evaluation = self._evaluate(state)
-        self._write(writer, steps, "val", evaluation)
-      self.saver.wait()
+        evaluation = self.showing.evaluate(state)
+        self.showing.write(writer, steps, "val", evaluation)
+      self._wait_saved()
     return Result(state, evaluation, finished=True)
 
   def _save(self, state: TrainState, writer: MetricsWriter) -> None:
-    with self.saver.guard("metrics.jsonl"):
-      writer.flush()
-    self.saver.save(state, self.batches.position, self.watch.to_json())
+    with self.clock.phase("save"):
+      with self.saver.guard("metrics.jsonl"):
+        writer.flush()
+      with self.saver.guard("goodput.json"):
+        self.clock.save()
+      self.saver.save(state, self.batches.position, self.watch.to_json())
 
-  def _due(self, step: int) -> tuple[bool, bool]:
-    """Whether a picture and an evaluation are due after a step."""
-    last, every = step == self.config.train.steps, self.config.eval.every
-    show = self.task.preview and (last or step % self.task.preview_every == 0)
-    return bool(show), bool(last or (every and step % every == 0))
-
-  def _show(
-    self,
-    step: int,
-    state: TrainState,
-    writer: MetricsWriter,
-    stop: StopRequest,
-    missing: tuple[bool, bool] = (True, True),
-  ) -> dict[str, float]:
-    """Shows and scores a state where that is due; returns its evaluation."""
-    show, evaluate = map(operator.and_, self._due(step), missing)
-    params = self._inference_params(state)
-    if show:
-      picture = stop.run(lambda: self.task.preview(params, self.mesh))
-      if picture is not None:
-        with self.saver.guard(f"the picture of step {step}"):
-          writer.write_image(step, "samples", picture)
-    evaluation = None
-    if evaluate:
-      evaluation = stop.run(lambda: self._evaluate(state))
-      if evaluation is not None:
-        self._write(writer, step, "val", evaluation)
-    return evaluation or {}
-
-  def _show_missing(
-    self, step: int, state: TrainState, writer: MetricsWriter, stop: StopRequest
-  ) -> dict[str, float]:
-    """Shows and scores a restored state if the run ended before it did."""
-    if not step or not any(self._due(step)):
-      return {}
-
-    def missing() -> list[int]:
-      has_picture = writer.image_path(step, "samples").exists()
-      return [not has_picture, not writer.has(step, "val")]
-
-    picture, row = ask_first_process(missing, 2)
-    return self._show(step, state, writer, stop, (bool(picture), bool(row)))
-
-  def _save(self, state: TrainState, writer: MetricsWriter) -> None:
-    with self.saver.guard("metrics.jsonl"):
-      writer.flush()
-    self.saver.save(state, self.batches.position)
-
-  def _write(
-    self, writer: MetricsWriter, step: int, split: str, values: Any
-  ) -> None:
-    with self.saver.guard(f"metrics.jsonl, step {step},"):
-      writer.write(step, split, values)
+  def _wait_saved(self) -> None:
+    with self.clock.phase("save"):
+      self.saver.wait()
+      with self.saver.guard("goodput.json"):
+        self.clock.save()
 
   def _first_step(self, state: TrainState, batch: Any) -> tuple:
     """Takes a step whose program has to be compiled before, and says so."""
@@ -367,7 +343,8 @@ class _Run:
       "of XLA about a slow compile or constant folding is no error"
     )
     began = time.perf_counter()
-    result = self.train_step(state, batch)  # returns before the step is done
+    with self.clock.phase("compile"):
+      result = self.train_step(state, batch)  # returns before the step is done
     _LOG.info("compiled in %.1f s", time.perf_counter() - began)
     return result
 
@@ -377,24 +354,21 @@ class _Run:
     position: int,
     metrics: Any,
     writer: MetricsWriter,
-    clock: Clock,
   ) -> None:
     """Reads a step's metrics, checks them, and logs them if it is time."""
     values = {n: float(v) for n, v in jax.device_get(metrics).items()}
     self.watch.check(step, position, values)
+    self.clock.step_done()
     writer.advance(step)
     if step % self.config.log.every == 0 or step == self.config.train.steps:
-      values[f"{self.task.unit}_per_second"] = clock.rate(step)
+      seconds = self.clock.seconds_per_step(step)
+      rate = self.task.units_per_step / seconds
+      values |= {f"{self.task.unit}_per_second": rate, **self.clock.metrics()}
+      scale = seconds * self.mesh.size
+      values |= {name: least / scale for name, least in self.peaks.items()}
       if self.config.train.rewind.steps:
         values["rewinds"] = self.watch.rewinds
       if self.task.stream_metrics:
         examples = position * self.config.data.batch_size
         values |= self.task.stream_metrics(examples)
-      self._write(writer, step, "train", values)
-
-  def _evaluate(self, state: TrainState) -> dict[str, float]:
-    return self.task.evaluate(self._inference_params(state), self.mesh)
-
-  def _inference_params(self, state: TrainState) -> Any:
-    use_ema = self.config.eval.use_ema and state.ema is not None
-    return state.ema if use_ema else state.params
+      self.showing.write(writer, step, "train", values)

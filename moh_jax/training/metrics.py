@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from PIL import Image
 from moh_jax.config import LogConfig
 from moh_jax.files import write_whole
 from moh_jax.training import bucket_events
+from moh_jax.training.wandb_log import WandbLog
 
 _BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
 
@@ -36,6 +37,7 @@ class MetricsWriter:
     start: int,
     steps: int,
     shown: Sequence[str] = (),
+    run: Mapping[str, Any] | None = None,
   ):
     """Opens the files for continuing at `start`.
 
@@ -48,11 +50,12 @@ class MetricsWriter:
       start: steps already done.
       steps: length of the run.
       shown: metrics that the progress shows, in this order; () shows all.
+      run: config of the run, for loggers that show it.
     """
     self._shown = shown
     self._active = jax.process_index() == 0
     self._bar = None
-    self._tensorboard = None
+    self._tensorboard = self._wandb = None
     if not self._active:
       return
     self._path = workdir / "metrics.jsonl"
@@ -80,6 +83,8 @@ class MetricsWriter:
       self._tensorboard = tensorboardX.SummaryWriter(
         str(workdir / "tensorboard"), purge_step=start + 1 if start else None
       )
+    if config.wandb:
+      self._wandb = WandbLog(config.wandb, workdir, run or {})
     self._bar = tqdm.tqdm(
       total=steps,
       initial=start,
@@ -115,6 +120,8 @@ class MetricsWriter:
     if self._tensorboard:
       for name, value in values.items():
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+    if self._wandb:
+      self._wandb.write(step, split, values)
     summary = self._summary(values)
     if split == "train":
       self._bar.set_postfix_str(summary, refresh=False)
@@ -188,6 +195,8 @@ class MetricsWriter:
       self._bar.close()
       if self._tensorboard:
         self._tensorboard.close()
+      if self._wandb:
+        self._wandb.close()
 
 
 def _has_width(stream: TextIO) -> bool:

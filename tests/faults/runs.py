@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from moh_jax.runtime import steps, stored_config
+from tests.training import tiny
 
 _ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = "tests/faults/tiny_run.py"
@@ -133,7 +134,7 @@ def rows(workdir: str | pathlib.Path) -> dict[tuple[int, str], dict[str, Any]]:
       continue  # being written
     key = row["step"], row["split"]
     assert key not in found, key
-    found[key] = {k: v for k, v in row.items() if not k.endswith("_second")}
+    found[key] = {k: v for k, v in row.items() if not tiny.is_time(k)}
   return found
 
 

@@ -66,7 +66,9 @@ class ClusterTest(parameterized.TestCase):
     with mock.patch("jax.distributed.initialize") as initialize:
       cluster.join(cluster.Place(f"127.0.0.1:{port}", 2, 1), seconds=10)
     thread.join()
-    initialize.assert_called_once_with(f"127.0.0.1:{port}", 2, 1)
+    initialize.assert_called_once_with(
+      f"127.0.0.1:{port}", 2, 1, initialization_timeout=300
+    )
 
   def test_place_comes_from_the_cluster(self):
     slurm = {

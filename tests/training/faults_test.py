@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from absl.testing import absltest, parameterized
 
 from moh_jax.runtime import manifest, run_lock, steps
-from moh_jax.training import language_modeling, loop
+from moh_jax.training import language_modeling, loop, showing
 from tests.training import tiny
 
 
@@ -44,8 +44,7 @@ class FaultsTest(parameterized.TestCase):
     with open(os.path.join(workdir, "metrics.jsonl")) as stream:
       rows = [json.loads(line) for line in stream]
     return [
-      {k: v for k, v in row.items() if not k.endswith("_second")}
-      for row in rows
+      {k: v for k, v in row.items() if not tiny.is_time(k)} for row in rows
     ]
 
   def test_damaged_step_is_stepped_over_and_kept(self):
@@ -146,13 +145,13 @@ class FaultsTest(parameterized.TestCase):
 
   def test_stop_ends_an_evaluation_which_the_resumed_run_does(self):
     workdir = self.create_tempdir().full_path
-    evaluate = loop._Run._evaluate
+    evaluate = showing.Showing.evaluate
 
     def stop(run, state):
       os.kill(os.getpid(), signal.SIGTERM)
       return evaluate(run, state)
 
-    with mock.patch.object(loop._Run, "_evaluate", stop):
+    with mock.patch.object(showing.Showing, "evaluate", stop):
       stopped = _train(workdir)
     self.assertFalse(stopped.finished)
     self.assertEqual(steps.list_steps(workdir), [2])

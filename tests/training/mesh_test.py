@@ -22,6 +22,7 @@ from moh_jax.layers.partitioning import constrain
 from moh_jax.models.registry import released_model
 from moh_jax.runtime import sharding
 from moh_jax.training import loop
+from moh_jax.training.run_clock import RunClock
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -114,6 +115,7 @@ class DiffusionMeshTest(_Runs, absltest.TestCase):
         mesh,
         task,
         verify=True,
+        clock=RunClock(),
       )
       state = run.init_state()
       for _ in range(2):

@@ -179,3 +179,8 @@ def deterministic_config(**sections: dict[str, Any]) -> Config:
   plain = {"mixup": 0.0, "cutmix": 0.0}
   sections["classifier"] = {**plain, **sections.get("classifier", {})}
   return config(**sections)
+
+
+def is_time(metric: str) -> bool:
+  """Whether a metric tells of speed, which differs from run to run."""
+  return "second" in metric or metric == "goodput" or metric.startswith("mfu")

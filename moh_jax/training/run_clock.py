@@ -1,0 +1,129 @@
+"""Where the wall time of a run goes: speed, step times and goodput."""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from moh_jax.files import write_whole
+from moh_jax.json_files import parse_json
+
+NAME = "goodput.json"
+# What the main thread is at. "step" is the rest: it waits for the devices.
+PHASES = ("restart", "compile", "step", "wait_for_data", "save", "evaluate")
+_TRAINING = ("step", "wait_for_data", "save")
+_PERCENTILES = (50, 90, 99)
+_LOG = logging.getLogger(__name__)
+
+
+class RunClock:
+  """Counts seconds by phase, over all starts of a run.
+
+  Goodput is the share of "step". "restart" is the time from the start of the
+  process's work to its first step. What a killed run did after its last
+  checkpoint is not counted, as it is done again, nor is the time between two
+  starts.
+  """
+
+  def __init__(self, now: Callable[[], float] = time.perf_counter):
+    """Begins with the phase "restart"."""
+    self._now, self._phase, self._since = now, "restart", now()
+    self._seconds = dict.fromkeys(PHASES, 0.0)  # of this start
+    self._before = dict.fromkeys(PHASES, 0.0)  # of the starts before
+    self._runs, self._file = 1, None
+    self._rated = (0, 0.0)  # step of the last rate, seconds of training then
+    self._stepped = 0.0
+    self._steps: list[float] = []  # seconds of the steps since the last row
+
+  def begin(self, workdir: epath.Path, step: int) -> None:
+    """Reads what earlier starts counted.
+
+    Args:
+      workdir: the run's directory.
+      step: optimizer steps done; 0 begins the counts anew.
+    """
+    self._file = workdir / NAME
+    if jax.process_index() or not step or not self._file.exists():
+      return
+    try:
+      stored = parse_json(self._file.read_bytes(), where=str(self._file))
+      seconds = {p: float(stored["seconds"].get(p, 0)) for p in PHASES}
+      self._runs, self._before = int(stored["runs"]) + 1, seconds
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+      _LOG.warning("%s: counts begin anew: %s", self._file, error)
+
+  def at(self, step: int) -> None:
+    """Begins with steps, after `step` of them."""
+    self.enter("step")
+    self._stepped = self._training()
+    self._rated = (step, self._stepped)
+
+  @contextlib.contextmanager
+  def phase(self, name: str) -> Iterator[None]:
+    """A block whose time counts as a phase."""
+    before = self.enter(name)
+    try:
+      yield
+    finally:
+      self.enter(before)
+
+  def enter(self, name: str) -> str:
+    """Begins a phase, and returns the one before."""
+    now, before = self._now(), self._phase
+    self._seconds[before] += now - self._since
+    self._phase, self._since = name, now
+    return before
+
+  def step_done(self) -> None:
+    """Counts a step whose results are there."""
+    training = self._training()
+    self._steps.append(training - self._stepped)
+    self._stepped = training
+
+  def seconds_per_step(self, step: int) -> float:
+    """Mean since the last call, without evaluations; NaN without a step."""
+    training = self._training()
+    (before, since), self._rated = self._rated, (step, training)
+    return (training - since) / (step - before) if step > before else np.nan
+
+  def metrics(self) -> dict[str, float]:
+    """Percentiles of the steps since the last call, and the goodput."""
+    found = {}
+    if self._steps:
+      values = np.percentile(self._steps, _PERCENTILES)
+      names = [f"step_seconds_p{p}" for p in _PERCENTILES]
+      found = dict(zip(names, map(float, values)))
+      self._steps = []
+    return {**found, "goodput": _share_of_steps(self.seconds())}
+
+  def seconds(self) -> dict[str, float]:
+    """Seconds by phase, of all starts."""
+    self.enter(self._phase)
+    return {p: self._before[p] + self._seconds[p] for p in PHASES}
+
+  def save(self) -> None:
+    """Writes the counts, which a start from this checkpoint goes on from."""
+    if jax.process_index() or self._file is None:
+      return
+    seconds = {p: round(s, 3) for p, s in self.seconds().items()}
+    record: dict[str, Any] = {
+      "runs": self._runs,
+      "restarts": self._runs - 1,
+      "seconds": seconds,
+      "goodput": _share_of_steps(seconds),
+    }
+    write_whole(self._file, (json.dumps(record, indent=2) + "\n").encode())
+
+  def _training(self) -> float:
+    self.enter(self._phase)
+    return sum(self._seconds[p] for p in _TRAINING)
+
+
+def _share_of_steps(seconds: dict[str, float]) -> float:
+  return seconds["step"] / max(sum(seconds.values()), 1e-9)

@@ -1,0 +1,67 @@
+"""The scripts and files of docs/clusters.md: their syntax, and our commands."""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from tests.docs import blocks
+from tests.docs.commands_test import _check
+
+_PAGE = (blocks.ROOT / "docs/clusters.md").read_text()
+
+
+def _fenced(language):
+  found = re.findall(rf"^```{language}\n(.*?)^```", _PAGE, re.DOTALL | re.M)
+  assert found
+  return found
+
+
+def _check_command(text):
+  """Parses the command of ours that a text ends with."""
+  _, found, arguments = text.partition("python -m moh_jax ")
+  assert found, text
+  words = shlex.split(arguments.replace("$JOB_COMPLETION_INDEX", "1"))
+  _check(*words)
+
+
+@pytest.fixture(autouse=True)
+def _root(monkeypatch):
+  monkeypatch.chdir(blocks.ROOT)
+
+
+@pytest.mark.parametrize("script", _fenced("bash"), ids=range(3))
+def test_scripts_of_shells(script):
+  subprocess.run(["bash", "-n"], input=script, check=True, text=True)
+  line = script.replace("\\\n", " ").splitlines()[-1]
+  quoted = re.search(r"--command='([^']*)'", line)
+  _check_command(quoted[1] if quoted else line)
+
+
+@pytest.mark.parametrize("text", _fenced("yaml"), ids=range(2))
+def test_job_sets(text):
+  made = yaml.safe_load(text)
+  assert (made["kind"], made["apiVersion"]) == (
+    "JobSet",
+    "jobset.x-k8s.io/v1alpha2",
+  )
+  (job,) = made["spec"]["replicatedJobs"]
+  spec = job["template"]["spec"]
+  (container,) = spec["template"]["spec"]["containers"]
+  assert spec["parallelism"] == spec["completions"]
+  *shell, command = container["command"]
+  assert shell == ["bash", "-c"]
+  subprocess.run(["bash", "-n"], input=command, check=True, text=True)
+  _check_command(command)
+  if "--coordinator" in command:
+    first = f"{made['metadata']['name']}-{job['name']}-0-0"
+    port = container["ports"][0]["containerPort"]
+    host = f"--coordinator={first}.{made['metadata']['name']}:{port}"
+    assert host in command.split()
+    assert f"--num-processes={spec['completions']}" in command.split()
+
+
+if __name__ == "__main__":
+  pytest.main([__file__])
