@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.partitioning import declare
+from moh_jax.layers.partitioning import axes_of, declare
 from moh_jax.ops.head_placement import HeadPlacement
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import on_one_device
@@ -61,6 +61,11 @@ def product(
   Returns:
     [..., F].
   """
+  if axes_of("tokens"):  # merging axes that a mesh splits would gather them
+    out = einsum_float32(
+      "...c,fc->...f" if output_major else "...c,cf->...f", x, matrix
+    )
+    return out.astype(dtype or x.dtype)
   rows = x.reshape(-1, x.shape[-1])
   if output_major and len(rows) < _MANY_ROWS:
     out = einsum_float32("fc,rc->fr", matrix, rows)

@@ -100,7 +100,7 @@ class Block(nn.Module):
     normed = layer_norm(dtype, "norm2")(x)
     mlp = MLP(cfg.mlp_dim, dtype=dtype, name="mlp")
     out = mlp(modulate(normed, shift, scale))
-    x = constrain(x + gate * out, "batch", None, None)
+    x = constrain(x + gate * out, "batch", "tokens", None)
     self.sow("intermediates", "out", x)
     return x, aux
 
@@ -146,7 +146,7 @@ class DiT(nn.Module):
     embed = with_axes(xavier_init(0, 1), (None, "embed"))
     x = nn.Dense(cfg.width, kernel_init=embed, name="patch")(x)
     position = sincos_2d(cfg.grid, cfg.width)[None]
-    x = constrain(x + position, "batch", None, None)
+    x = constrain(x + position, "batch", "tokens", None)
     c = Embedding(cfg, name="embed")(t, labels)
     self.sow("intermediates", "tokens", x)
     self.sow("intermediates", "conditioning", c)
