@@ -31,7 +31,7 @@ _MODELS = {
     "loss_chunk": 8,
   },
   "dit": {
-    "input_size": (16, 16),
+    "input_size": (32, 32),
     "patch_size": 2,
     "width": 64,
     "num_heads": (8, 8),
@@ -173,7 +173,7 @@ class FsdpTest(_CompiledTest):
 
 @pytest.mark.slow
 class EveryMeshTest(_CompiledTest):
-  @parameterized.product(family=tuple(_MODELS), mesh=tuple(_MESHES))
+  @parameterized.product(family=("llm", "dit"), mesh=tuple(_MESHES))
   def test_devices_share_the_work_and_exchange_what_is_allowed(
     self, family, mesh
   ):
