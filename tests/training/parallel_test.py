@@ -31,7 +31,7 @@ _MODELS = {
     "loss_chunk": 8,
   },
   "dit": {
-    "input_size": (32, 32),
+    "input_size": (24, 24),  # as large as one device has all logits at once
     "patch_size": 2,
     "width": 64,
     "num_heads": (8, 8),
