@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _layers(config: Config) -> list[dict]:
   """One row per layer."""
   model, rows = config.model, []
-  devices = max(1, config.mesh.tensor)
+  mesh = [max(1, getattr(config.mesh, axis)) for axis in ("tensor", "sequence")]
   for index, group in enumerate(model.layer_groups()):
     budget = group.budget
     row = {
@@ -64,26 +66,26 @@ def _layers(config: Config) -> list[dict]:
       "routed": budget.routed,
       "top_k": budget.top_k,
       "active": budget.active,
-      "attention": _attention(config, group, devices),
+      "attention": _attention(config, group, mesh),
     }
-    if devices > 1:
-      row |= _on_devices(config, group, devices)
+    if max(mesh) > 1:
+      row |= _on_devices(config, group, mesh)
     rows += [{"layer": len(rows) + i, **row} for i in range(group.depth)]
   return rows
 
 
 def _on_devices(
-  config: Config, group: LayerGroup, devices: int
+  config: Config, group: LayerGroup, mesh: Sequence[int]
 ) -> dict[str, float | None]:
   """Expected active heads of a token on the busiest device, and over the mean.
 
-  None where the devices of mesh.tensor cannot split the heads.
+  None where the axes tensor and sequence cannot split the heads.
   """
-  placement, budget = head_placement(group, devices), group.budget
+  placement, budget = head_placement(group, *mesh), group.budget
   if placement is None:
     return {"per_device": None, "imbalance": None}
   if computes_all_heads(config.model, group):
-    return {"per_device": budget.num_heads / devices, "imbalance": 1.0}
+    return {"per_device": budget.num_heads / math.prod(mesh), "imbalance": 1.0}
   most = max(placement.expected_active(budget))
   return {
     "per_device": round(most, 2),
@@ -91,7 +93,7 @@ def _on_devices(
   }
 
 
-def _attention(config: Config, group: LayerGroup, devices: int) -> str:
+def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
   """The form that a layer has in training, for one example.
 
   On a device like those of this machine, with its part of the heads.
@@ -102,7 +104,8 @@ def _attention(config: Config, group: LayerGroup, devices: int) -> str:
   tune = config.sections.get("tune")
   changes = tune is not None and bool(tune.top_k_steps)
   share = 1.0 if changes or model.router.needs_all_heads else budget.share
-  if (placement := head_placement(group, devices)) is None:
+  devices = math.prod(mesh)
+  if (placement := head_placement(group, *mesh)) is None:
     devices = 1
   elif share < 1:
     share = max(placement.expected_active(budget)) * devices / budget.num_heads

@@ -3,21 +3,24 @@
 Shapes: B batch, N tokens, H query heads, D head dim.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.layers.partitioning import map_shards
+from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.ops.attention import attention
 from moh_jax.ops.attention_forms import choose_cached_form
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.head_placement import HeadPlacement
+from moh_jax.ops.head_placement import HeadPlacement, kv_repeats
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
-_BIAS = ("heads", None, None)  # [H, N, M]
+_ATTENDED = ("batch", None, "attended_heads", None)
+_BIAS = ("attended_heads", None, None)  # [H, N, M]
 
 
 def active_heads(
@@ -70,6 +73,12 @@ def attend(
   makes the table of its active heads, so that devices exchange nothing. That is
   under shard_map, since XLA's partitioner cannot split a Pallas call.
 
+  Devices that share the tokens of a sequence exchange them before, each giving
+  its tokens of other devices' heads for the other tokens of its own heads, and
+  back afterwards (arXiv:2309.14509). So any form runs on whole sequences, also
+  causal, and no device has more work than another. Key/value heads of which
+  there are too few are repeated.
+
   Args:
     q: [B, N, H, D] queries.
     k: [B, M, K, D] keys.
@@ -103,10 +112,19 @@ def attend(
       implementation=implementation,
     )
 
+  q, k, v = (constrain(x, "batch", "tokens", "heads", None) for x in (q, k, v))
+  heads, kv_heads = q.shape[2], k.shape[2]
+  devices = math.prod(axes_of("attended_heads", heads).values())
+  repeats = kv_repeats(kv_heads, devices)
+  if repeats > 1 and heads % (kv_heads * repeats) == 0:
+    # All tokens first: from there each device takes its heads without exchange.
+    k, v = (constrain(x, "batch", None, "heads", None) for x in (k, v))
+    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
   arrays = (q, k, v, key_mask, segments, active, bias)
   tokens = ("batch", None)
-  names = (_HEADS, _HEADS, _HEADS, tokens, tokens, _HEADS[:3], _BIAS)
-  return map_shards(local, arrays, names, _HEADS, whole_mesh=True)
+  names = (*(_ATTENDED,) * 3, tokens, tokens, _ATTENDED[:3], _BIAS)
+  out = map_shards(local, arrays, names, _ATTENDED, whole_mesh=True)
+  return constrain(out, "batch", "tokens", "heads", None)
 
 
 def attend_to_cache(

@@ -36,7 +36,7 @@ class HeadProjection(KernelLayer):
     out = self.project(x, shape, (("embed",), (None, *_HEAD_AXES)))
     # The gradient of a split is one concatenation; that of slices is a sum.
     vectors = [v[:, :, 0] for v in jnp.split(out, self.parts, axis=2)]
-    return [constrain(v, "batch", None, *_HEAD_AXES) for v in vectors]
+    return [constrain(v, "batch", "tokens", *_HEAD_AXES) for v in vectors]
 
 
 class HeadMix(KernelLayer):
@@ -72,4 +72,4 @@ class HeadMix(KernelLayer):
     out = self.project(
       heads, (self.features,), (_HEAD_AXES, ("embed",)), bias_axes=(None,)
     )
-    return constrain(out, "batch", None, None)
+    return constrain(out, "batch", "tokens", None)

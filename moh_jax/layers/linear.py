@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.partitioning import declare
+from moh_jax.layers.partitioning import axes_of, constrain, declare
 from moh_jax.ops.head_placement import HeadPlacement
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import on_one_device
@@ -61,6 +61,11 @@ def product(
   Returns:
     [..., F].
   """
+  if axes_of("tokens"):  # merging axes that a mesh splits would gather them
+    out = einsum_float32(
+      "...c,fc->...f" if output_major else "...c,cf->...f", x, matrix
+    )
+    return out.astype(dtype or x.dtype)
   rows = x.reshape(-1, x.shape[-1])
   if output_major and len(rows) < _MANY_ROWS:
     out = einsum_float32("fc,rc->fr", matrix, rows)
@@ -71,6 +76,22 @@ def product(
   else:
     out = rows @ matrix
   return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
+
+
+def dot_whole(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
+  """`jax.lax.dot_general` for kernels that no tensor axis splits.
+
+  On a mesh the kernel is gathered first. Left to itself, the compiler sends
+  parts of it between all devices, also between slices, before it gathers them.
+
+  Args:
+    x: left operand.
+    kernel: right operand.
+    *args: of `jax.lax.dot_general`.
+    **kwargs: of `jax.lax.dot_general`.
+  """
+  kernel = constrain(kernel, *[None] * kernel.ndim)
+  return jax.lax.dot_general(x, kernel, *args, **kwargs)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

@@ -35,9 +35,9 @@ class MLP(nn.Module):
     down = with_axes(xavier_init(0, 1), ("mlp", "embed"))
     dense = functools.partial(nn.Dense, dtype=self.dtype)
     hidden = dense(self.hidden_dim, kernel_init=up, name="up")(x)
-    hidden = constrain(nn.gelu(hidden), "batch", None, "mlp")
+    hidden = constrain(nn.gelu(hidden), "batch", "tokens", "mlp")
     out = dense(x.shape[-1], kernel_init=down, name="down")(hidden)
-    return constrain(out, "batch", None, None)
+    return constrain(out, "batch", "tokens", None)
 
 
 class SwiGLU(nn.Module):
@@ -66,9 +66,9 @@ class SwiGLU(nn.Module):
     wide = ("embed", "mlp")
     gate = Linear(self.hidden_dim, wide, name="gate", **kinds)(x)
     up = Linear(self.hidden_dim, wide, name="up", **kinds)(x)
-    hidden = constrain(nn.silu(gate) * up, "batch", None, "mlp")
+    hidden = constrain(nn.silu(gate) * up, "batch", "tokens", "mlp")
     down = Linear(x.shape[-1], wide[::-1], name="down", **kinds)
-    return constrain(down(hidden), "batch", None, None)
+    return constrain(down(hidden), "batch", "tokens", None)
 
 
 class ConvGLU(nn.Module):
@@ -95,15 +95,15 @@ class ConvGLU(nn.Module):
     dense = functools.partial(nn.Dense, dtype=self.dtype)
     gate = dense(self.hidden_dim, kernel_init=up, name="gate")(x)
     value = dense(self.hidden_dim, kernel_init=up, name="value")(x)
-    gate = constrain(gate, "batch", None, "mlp")
-    value = constrain(value, "batch", None, "mlp")
+    gate = constrain(gate, "batch", "tokens", "mlp")
+    value = constrain(value, "batch", "tokens", "mlp")
 
     gate = gate.reshape(batch, *self.grid, self.hidden_dim)
     gate = DepthwiseConv(name="dwconv", dtype=self.dtype)(gate)
     gate = gate.reshape(batch, tokens, self.hidden_dim)
     hidden = gelu(gate) * value
     out = dense(channels, kernel_init=down, name="out")(hidden)
-    return constrain(out, "batch", None, None)
+    return constrain(out, "batch", "tokens", None)
 
 
 class DepthwiseConv(nn.Module):

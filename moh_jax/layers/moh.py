@@ -7,6 +7,7 @@ The contract that every family follows: it makes per-head outputs
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -22,7 +23,7 @@ from moh_jax.layers.partitioning import axes_of
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
-from moh_jax.ops.head_placement import HeadPlacement
+from moh_jax.ops.head_placement import HeadPlacement, place_heads
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
 
@@ -213,11 +214,12 @@ class MoHAttention(nn.Module):
       return None
     heads = self.budget.num_heads
     kv_heads = self.num_kv_heads or heads
-    axes = axes_of("heads", heads, kv_heads)
-    if not axes:
+    tensor, both = axes_of("heads"), axes_of("attended_heads")
+    if not both:
       return None
-    ((name, devices),) = axes.items()
-    return HeadPlacement(heads, kv_heads, devices, name)
+    devices = math.prod(tensor.values())
+    sequence = math.prod(both.values()) // devices
+    return place_heads(heads, kv_heads, devices, sequence, *tensor)
 
   def _project(
     self, x: jax.Array, placement: HeadPlacement | None

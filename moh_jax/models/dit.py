@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.embed import LayerNorm, Table, check_shape
-from moh_jax.layers.linear import xavier_init
+from moh_jax.layers.linear import dot_whole, xavier_init
 from moh_jax.layers.mlp import MLP
 from moh_jax.layers.model_aux import ModelAux, collect_aux
 from moh_jax.layers.moh import MoHAttention
@@ -34,7 +34,11 @@ class Embedding(nn.Module):
     """Maps t [B] and labels [B] to [B, C] float32."""
     cfg = self.config
     init = with_axes(_EMBED_INIT, ("embed", None))
-    kinds = {"dtype": jnp.float32, "kernel_init": init}
+    kinds = {
+      "dtype": jnp.float32,
+      "kernel_init": init,
+      "dot_general": dot_whole,
+    }
     x = sinusoidal(t, _FREQUENCIES)
     x = nn.silu(nn.Dense(cfg.width, name="time_in", **kinds)(x))
     x = nn.Dense(cfg.width, name="time_out", **kinds)(x)
@@ -64,7 +68,11 @@ class Modulation(nn.Module):
     zeros = with_axes(nn.initializers.zeros, ("embed", None))
     width = c.shape[-1]
     out = nn.Dense(
-      self.parts * width, kernel_init=zeros, dtype=self.dtype, name="linear"
+      self.parts * width,
+      kernel_init=zeros,
+      dtype=self.dtype,
+      dot_general=dot_whole,
+      name="linear",
     )(nn.silu(c))
     return jnp.split(out[:, None, :], self.parts, axis=-1)
 
@@ -100,7 +108,7 @@ class Block(nn.Module):
     normed = layer_norm(dtype, "norm2")(x)
     mlp = MLP(cfg.mlp_dim, dtype=dtype, name="mlp")
     out = mlp(modulate(normed, shift, scale))
-    x = constrain(x + gate * out, "batch", None, None)
+    x = constrain(x + gate * out, "batch", "tokens", None)
     self.sow("intermediates", "out", x)
     return x, aux
 
@@ -144,9 +152,12 @@ class DiT(nn.Module):
     # timesteps have. The blocks' branches compute in `dtype`.
     x = patchify(x.astype(jnp.float32), cfg.patch_size)
     embed = with_axes(xavier_init(0, 1), (None, "embed"))
-    x = nn.Dense(cfg.width, kernel_init=embed, name="patch")(x)
+    patch = nn.Dense(
+      cfg.width, kernel_init=embed, dot_general=dot_whole, name="patch"
+    )
+    x = patch(x)
     position = sincos_2d(cfg.grid, cfg.width)[None]
-    x = constrain(x + position, "batch", None, None)
+    x = constrain(x + position, "batch", "tokens", None)
     c = Embedding(cfg, name="embed")(t, labels)
     self.sow("intermediates", "tokens", x)
     self.sow("intermediates", "conditioning", c)
@@ -162,7 +173,10 @@ class DiT(nn.Module):
     shift, scale = Modulation(2, name="final_modulation")(c)
     zeros = with_axes(nn.initializers.zeros, ("embed", None))
     x = nn.Dense(
-      cfg.patch_size**2 * cfg.out_channels, kernel_init=zeros, name="final"
+      cfg.patch_size**2 * cfg.out_channels,
+      kernel_init=zeros,
+      dot_general=dot_whole,
+      name="final",
     )(modulate(layer_norm(jnp.float32, "final_norm")(x), shift, scale))
     out = unpatchify(x, cfg.grid, cfg.patch_size)
     return out, collect_aux(layers)

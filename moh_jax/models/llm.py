@@ -91,7 +91,7 @@ class Block(nn.Module):
       cfg.mlp_dim, cfg.mlp_bias, self.output_major, dtype, name="mlp"
     )
     x = x + mlp(rms_norm(cfg, "mlp_norm")(x))
-    return constrain(x, "batch", None, None), (aux, cache)
+    return constrain(x, "batch", "tokens", None), (aux, cache)
 
 
 class LLM(nn.Module):

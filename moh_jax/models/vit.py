@@ -65,7 +65,7 @@ class Block(nn.Module):
     x = x + drop(out, drop_rate)
     mlp = ConvGLU(self.mlp_dim, self.shape.grid, dtype=dtype, name="mlp")
     x = x + drop(mlp(layer_norm(dtype, "norm2")(x)), drop_rate)
-    return constrain(x, "batch", None, None), aux
+    return constrain(x, "batch", "tokens", None), aux
 
 
 class Stage(nn.Module):
@@ -95,7 +95,7 @@ class Stage(nn.Module):
       name="patch_embed",
     )(images)
     x = x.reshape(x.shape[0], -1, x.shape[-1])
-    x = constrain(x, "batch", None, None)
+    x = constrain(x, "batch", "tokens", None)
     stack = scan_blocks(
       Block, cfg.depths[index], in_axes=(0, nn.broadcast), remat=cfg.remat
     )
@@ -148,7 +148,7 @@ class ViT(nn.Module):
     cfg.check_complete()
     check_shape("images", images, cfg.input_shape)
     dtype = jnp.dtype(cfg.dtype)
-    x = constrain(images.astype(dtype), "batch", None, None, None)
+    x = constrain(images.astype(dtype), "batch", "tokens", None, None)
     layers = {}
     for index, shape in enumerate(cfg.stage_shapes()):
       name = f"stage{index + 1}"

@@ -1,4 +1,4 @@
-"""Which head is computed on which device of a tensor axis.
+"""Which head is computed on which device of the axes tensor and sequence.
 
 The first heads of a layer are shared: every token uses them. Devices that hold
 consecutive heads would work unequally: those with shared heads always, the
@@ -8,12 +8,18 @@ cards, key/value head by key/value head with the query heads that read it.
 For instance, of 8 heads the first 4 are shared. On two devices one computes the
 heads 0, 2, 4, 6, the other 1, 3, 5, 7; each has two shared ones.
 
+Devices along `sequence` hold different tokens, but in attention all tokens of
+different heads (`layers.attend`), so heads are dealt to these devices too.
+Where they are more than the key/value heads, several devices have the same one,
+and the query heads that read it are dealt to them.
+
 Parameters stay in the layer's own order, on the devices and in checkpoints.
 `deal_heads` moves a kernel's heads when it is used, and its gradient's back.
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +35,16 @@ class HeadPlacement:
   Attributes:
     heads: query heads of the layer, H.
     kv_heads: its key/value heads, K.
-    devices: devices along the axis, a divisor of K.
-    axis: name of the mesh axis.
+    devices: devices along the axis that splits parameters, a divisor of K.
+    axis: name of that mesh axis.
+    sequence: devices along the axis `sequence`, see `place_heads`.
   """
 
   heads: int
   kv_heads: int
   devices: int
   axis: str = "tensor"
+  sequence: int = 1
 
   def order(self, heads: int) -> tuple[int, ...]:
     """Index of the head at each position, in the order of the devices.
@@ -44,8 +52,14 @@ class HeadPlacement:
     Args:
       heads: H or K.
     """
-    dealt = np.arange(self.kv_heads).reshape(-1, self.devices).T.reshape(-1, 1)
     group = heads // self.kv_heads
+    repeats = kv_repeats(self.kv_heads, self._total)
+    if repeats > 1:  # key/value heads stay where they are
+      if group == 1:
+        return tuple(range(heads))
+      queries = np.arange(heads).reshape(self.kv_heads, -1, repeats)
+      return tuple(queries.swapaxes(1, 2).reshape(-1).tolist())
+    dealt = np.arange(self.kv_heads).reshape(-1, self._total).T.reshape(-1, 1)
     return tuple((dealt * group + np.arange(group)).reshape(-1).tolist())
 
   def expected_active(self, budget: HeadBudget) -> tuple[float, ...]:
@@ -56,7 +70,7 @@ class HeadPlacement:
     """
     chance = budget.top_k / budget.routed if budget.routed else 0.0
     shared = self._shared(budget)
-    routed = self.heads // self.devices - shared
+    routed = self.heads // self._total - shared
     return tuple((shared + chance * routed).tolist())
 
   def most_active(self, budget: HeadBudget) -> int:
@@ -66,7 +80,7 @@ class HeadPlacement:
       budget: the layer's head split.
     """
     shared = self._shared(budget)
-    routed = self.heads // self.devices - shared
+    routed = self.heads // self._total - shared
     return int((shared + np.minimum(routed, budget.top_k)).max())
 
   def imbalance(self, budget: HeadBudget) -> float:
@@ -78,9 +92,14 @@ class HeadPlacement:
     active = self.expected_active(budget)
     return max(active) * len(active) / sum(active)
 
+  @property
+  def _total(self) -> int:
+    """Devices that heads are dealt to."""
+    return self.devices * self.sequence
+
   def _shared(self, budget: HeadBudget) -> np.ndarray:
     """Number of shared heads on each device."""
-    heads = np.asarray(self.order(self.heads)).reshape(self.devices, -1)
+    heads = np.asarray(self.order(self.heads)).reshape(self._total, -1)
     return (heads < budget.shared).sum(1)
 
   def deal(self, x: jax.Array, dim: int) -> jax.Array:
@@ -95,7 +114,10 @@ class HeadPlacement:
     Returns:
       x with the heads in the order of the devices, split in the same way.
     """
-    sends, takes = _routes(self.order(x.shape[dim]), self.devices)
+    order = self.order(x.shape[dim])
+    if self.devices == 1:  # every device has all heads
+      return jnp.take(x, jnp.asarray(order), axis=dim)
+    sends, takes = _routes(order, self.devices)
 
     def exchange(x: jax.Array) -> jax.Array:
       device = jax.lax.axis_index(self.axis)
@@ -108,6 +130,33 @@ class HeadPlacement:
     return jax.shard_map(
       exchange, in_specs=spec, out_specs=spec, axis_names={self.axis}
     )(x)
+
+
+def kv_repeats(kv_heads: int, devices: int) -> int:
+  """How often key/value heads are repeated so that devices can split them."""
+  return devices // math.gcd(kv_heads, devices)
+
+
+def place_heads(
+  heads: int, kv_heads: int, devices: int, sequence: int = 1, axis="tensor"
+) -> HeadPlacement | None:
+  """How a mesh holds a layer's heads.
+
+  Args:
+    heads: H.
+    kv_heads: K.
+    devices: devices along the axis that splits parameters.
+    sequence: devices along the axis `sequence`.
+    axis: name of the former.
+
+  Returns:
+    The placement; None if `devices` does not divide K, or if not every device
+    of both axes would have as many query heads of the same key/value heads.
+  """
+  repeats = kv_repeats(kv_heads, devices * sequence)
+  if kv_heads % devices or heads % (kv_heads * repeats):
+    return None
+  return HeadPlacement(heads, kv_heads, devices, axis, sequence)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers, get_family
 from moh_jax.layers.partitioning import resolve_spec
-from moh_jax.ops.head_placement import HeadPlacement
+from moh_jax.ops.head_placement import HeadPlacement, place_heads
 
 AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")
@@ -28,6 +28,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
   ("tokens", "sequence"),
   ("vocab", ("tensor", "fsdp")),
   ("heads", "tensor"),
+  ("attended_heads", ("tensor", "sequence")),
   ("mlp", "tensor"),
   ("classes", "tensor"),
   ("embed", "fsdp"),
@@ -174,17 +175,26 @@ def check_heads(
     max_imbalance: see `MeshConfig`.
 
   Raises:
-    ValueError: mesh.tensor does not divide a layer's key/value heads, or leaves
-      more active heads on a device than on others.
+    ValueError: mesh.tensor does not divide a layer's key/value heads, or with
+      mesh.sequence cannot give every device as many heads, or leaves more
+      active ones on a device than on others.
   """
-  devices = mesh.shape["tensor"]
+  tensor, sequence = mesh.shape["tensor"], mesh.shape["sequence"]
   for index, group in enumerate(model.layer_groups(), 1):
-    placement = head_placement(group, devices)
-    place = f"mesh.tensor={devices}: the {index}. group of equal layers has"
+    place = f"mesh.tensor={tensor}"
+    if sequence > 1:
+      place += f" with mesh.sequence={sequence}"
+    place += f": the {index}. group of equal layers has"
+    placement = head_placement(group, tensor, sequence)
+    kv_heads = group.kv_heads or group.budget.num_heads
+    if placement is None and kv_heads % tensor:
+      raise ValueError(
+        f"{place} {kv_heads} key/value heads, must be a multiple of it"
+      )
     if placement is None:
       raise ValueError(
-        f"{place} {group.kv_heads or group.budget.num_heads} key/value heads, "
-        "must be a multiple of it"
+        f"{place} {group.budget.num_heads} heads on {kv_heads} key/value "
+        f"heads, which {tensor * sequence} devices cannot share evenly"
       )
     if computes_all_heads(model, group):
       continue
@@ -198,19 +208,39 @@ def check_heads(
       )
 
 
+def check_tokens(model: RoutedLayers, mesh: Mesh, length: int | None) -> None:
+  """Checks that the tokens of one example can be split over the mesh.
+
+  Args:
+    model: the config's section of the model.
+    mesh: the devices.
+    length: tokens of a training sequence; None is what the model says.
+
+  Raises:
+    ValueError: mesh.sequence does not divide the tokens of a layer.
+  """
+  devices = mesh.shape["sequence"]
+  for index, group in enumerate(model.layer_groups(), 1):
+    tokens = length or group.tokens
+    if tokens % devices:
+      raise ValueError(
+        f"mesh.sequence={devices}: the {index}. group of equal layers has "
+        f"{tokens} tokens, must be a multiple of it"
+      )
+
+
 def computes_all_heads(model: RoutedLayers, group: LayerGroup) -> bool:
   """Whether a layer computes every head for all tokens, in training too."""
   biased = get_family(model.family).position_bias
   return biased or group.sees == "window" or model.router.needs_all_heads
 
 
-def head_placement(group: LayerGroup, devices: int) -> HeadPlacement | None:
-  """How a tensor axis holds a layer's heads; None if it cannot split them."""
+def head_placement(
+  group: LayerGroup, tensor: int, sequence: int = 1
+) -> HeadPlacement | None:
+  """How a mesh holds a layer's heads; None if it cannot split them."""
   heads = group.budget.num_heads
-  kv_heads = group.kv_heads or heads
-  if kv_heads % devices:
-    return None
-  return HeadPlacement(heads, kv_heads, devices)
+  return place_heads(heads, group.kv_heads or heads, tensor, sequence)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -108,6 +108,8 @@ def train(
   )
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
+  length = getattr(config.data, "sequence_length", None)
+  sharding.check_tokens(config.model, mesh, length)
   task = get_family(config.model.family).tasks().make_task(config, decode)
   directory = prepare(workdir)
   _LOG.info(

@@ -56,7 +56,7 @@ def make_program(
     ValueError: the mesh does not split the parameters, or its devices cannot
       use the memory of their host as the config asks.
   """
-  if config.model.remat == "offload":
+  if config.model.remat == "offload" and isinstance(mesh, Mesh):
     check_host_memory("model.remat='offload'", mesh)
   boxed = abstract_params(objective.model, objective.inputs)
   if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):

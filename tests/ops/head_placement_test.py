@@ -7,7 +7,11 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import MeshConfig, get_family
 from moh_jax.config.heads import HeadBudget
 from moh_jax.models.registry import released_model
-from moh_jax.ops.head_placement import HeadPlacement
+from moh_jax.ops.head_placement import (
+  HeadPlacement,
+  kv_repeats,
+  place_heads,
+)
 from moh_jax.runtime import sharding
 
 _DEVICES = (2, 4, 8)
@@ -32,6 +36,36 @@ class PlacementTest(parameterized.TestCase):
   def test_heads_are_dealt_like_cards(self, heads, kv_heads, devices, order):
     placement = HeadPlacement(heads, kv_heads, devices)
     self.assertEqual(placement.order(heads), order)
+
+  @parameterized.parameters(
+    (8, 8, 2, 2, (0, 4, 1, 5, 2, 6, 3, 7)),
+    (8, 8, 1, 4, (0, 4, 1, 5, 2, 6, 3, 7)),
+    (8, 2, 1, 4, (0, 2, 1, 3, 4, 6, 5, 7)),  # two devices a key/value head
+    (8, 2, 2, 4, (0, 1, 2, 3, 4, 5, 6, 7)),
+  )
+  def test_heads_are_dealt_along_the_sequence_too(
+    self, heads, kv_heads, devices, sequence, order
+  ):
+    placement = place_heads(heads, kv_heads, devices, sequence)
+    self.assertEqual(placement.order(heads), order)
+
+  @parameterized.parameters((8, 4, 8, 1), (8, 8, 2, 8), (6, 3, 1, 4))
+  def test_heads_that_devices_cannot_share_evenly(self, *shape):
+    self.assertIsNone(place_heads(*shape))
+
+  def test_repeated_key_value_heads_are_those_of_the_queries(self):
+    for heads, kv_heads, devices, sequence in ((16, 2, 2, 4), (24, 6, 2, 2)):
+      placement = place_heads(heads, kv_heads, devices, sequence)
+      total = devices * sequence
+      repeats = kv_repeats(kv_heads, total)
+      self.assertGreater(repeats, 1)
+      stored = np.repeat(placement.order(kv_heads), repeats)
+      group = heads // kv_heads
+      # As attention reads them: head h of the order, and h // its group.
+      read = np.repeat(stored, heads // len(stored))
+      np.testing.assert_array_equal(
+        np.asarray(placement.order(heads)) // group, read
+      )
 
   def test_moh_llama_has_12_heads_at_work_on_each_of_two_devices(self):
     placement = HeadPlacement(32, 8, 2)

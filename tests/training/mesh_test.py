@@ -196,10 +196,6 @@ class MeshTest(_Runs, parameterized.TestCase):
     for moment in moments:
       self.assertEqual(tuple(moment.sharding.spec)[:4], spec)
 
-  def test_sequence_axis_is_refused_until_a_model_uses_it(self):
-    with self.assertRaisesRegex(NotImplementedError, "mesh.sequence=2"):
-      sharding.make_mesh(MeshConfig(sequence=2))
-
   def test_lowered_step_holds_the_activation_constraints(self):
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
     with sharding.use_mesh(mesh):
