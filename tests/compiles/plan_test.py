@@ -39,9 +39,11 @@ class PlanTest(parameterized.TestCase):
     self.assertIsNotNone(compiled, plan.run.reason)
     self.assertTrue(compiled.fits, compiled)
     memory = plan.run.estimate.memory
-    # Layouts on TPUs pad arrays, small ones the most.
+    if plan.topology.chip.platform == "gpu":
+      self.assertEqual(compiled.arguments, memory.arguments)
+    # TPUs pad the last two dimensions of arrays.
     self.assertGreaterEqual(compiled.arguments, memory.arguments)
-    self.assertLess(compiled.arguments, 1.02 * memory.arguments)
+    self.assertLess(compiled.arguments, 1.15 * memory.arguments)
     self.assertLess(memory.total, _FACTOR * compiled.total)
     self.assertGreater(memory.total, compiled.total / _FACTOR)
     self.assertNotEmpty(compiled.collectives)
