@@ -105,8 +105,12 @@ def _print_proposal(plan: Plan) -> None:
     print("proposal: none; no mesh and accumulation was found that fits")
     return
   before, after = plan.run.estimate.config, plan.proposal.estimate.config
-  sizes = plan.proposal.estimate.mesh
-  flags = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
+  old, new = plan.run.estimate.mesh, plan.proposal.estimate.mesh
+  flags = [
+    f"--config.mesh.{axis}={size}"
+    for axis, size in new.items()
+    if size != old[axis]
+  ]
   if before.optim.accumulation != after.optim.accumulation:
     flags.append(f"--config.optim.accumulation={after.optim.accumulation}")
   print(f"proposal: {' '.join(flags)}")
