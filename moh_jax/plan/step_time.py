@@ -158,10 +158,10 @@ def assumptions(topology: Topology, compiled: bool) -> tuple[str, ...]:
     " of memory (the share is assumed)",
     f"collectives reach {LINK_SHARE:.0%} of {chip.link / 1e9:g} GB/s per device"
     f"{network if chip.platform == 'gpu' else ''} (the share is assumed)",
-    "they are those of the compiled program"
+    "the collectives are those of the compiled program"
     if compiled
-    else "they are those that the mesh needs, not a compiled program's",
-    "they are hidden behind products as far as these take longer; input, "
+    else "the collectives are those that the mesh needs, not a compiled program's",
+    "communication is hidden behind products as far as these take longer; input, "
     "evaluation and checkpoints take no time",
     f"source of the device's figures: {chip.source}",
   )
