@@ -160,8 +160,9 @@ def assumptions(topology: Topology, compiled: bool) -> tuple[str, ...]:
     f"{network if chip.platform == 'gpu' else ''} (the share is assumed)",
     "the collectives are those of the compiled program"
     if compiled
-    else "the collectives are those that the mesh needs, not a compiled program's",
-    "communication is hidden behind products as far as these take longer; input, "
-    "evaluation and checkpoints take no time",
+    else "the collectives are those that the mesh needs, not a compiled "
+    "program's",
+    "communication is hidden behind products as far as these take longer; "
+    "input, evaluation and checkpoints take no time",
     f"source of the device's figures: {chip.source}",
   )
