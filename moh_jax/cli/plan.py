@@ -22,6 +22,8 @@ _MEMORY = {
   "activations": "activations (estimated)",
 }
 
+_SMALL = 1e-3  # of the parameters' bytes: smaller ones share a row
+
 
 def run(args: argparse.Namespace) -> int:
   """Prints what a run needs on a topology.
@@ -50,18 +52,7 @@ def _print(plan: Plan) -> None:
     f"{plan.topology.hosts} host(s), {_gb(chip.memory)} each"
   )
   print(f"mesh: {_mesh(plan, plan.run)}\n")
-  rows = [
-    (
-      row.number,
-      row.name,
-      _shape(row.shape, row.axes),
-      row.dtype,
-      _gb(row.bytes),
-    )
-    for row in plan.layouts
-  ]
-  header = ("count", "parameter", "shape and mesh axes", "dtype", "on a device")
-  print(common.table(rows, header) + "\n")
+  print(_layout_table(plan) + "\n")
   memory = plan.run.estimate.memory
   rows = [(text, _gb(getattr(memory, key))) for key, text in _MEMORY.items()]
   rows.append(("together", _gb(memory.total)))
@@ -86,6 +77,31 @@ def _print(plan: Plan) -> None:
     _print_proposal(plan)
 
 
+def _layout_table(plan: Plan) -> str:
+  """How parameters are split; small ones that are whole share a row."""
+  whole = plan.run.estimate.memory.parameters
+  small = [
+    row
+    for row in plan.layouts
+    if not any(row.axes) and row.bytes < _SMALL * whole
+  ]
+  rows = [
+    (
+      *(row.number, row.name, _shape(row.shape, row.axes), row.dtype),
+      _gb(row.bytes),
+    )
+    for row in plan.layouts
+    if row not in small
+  ]
+  if small:
+    count = sum(row.number for row in small)
+    dtypes = "+".join(sorted({row.dtype for row in small}))
+    size = _gb(sum(row.bytes for row in small))
+    rows.append((count, "smaller ones", "not split", dtypes, size))
+  header = ("count", "parameter", "shape and mesh axes", "dtype", "on a device")
+  return common.table(rows, header)
+
+
 def _print_collectives(fitting: Fitting) -> None:
   if not fitting.compiled or not fitting.compiled.collectives:
     return
@@ -105,8 +121,12 @@ def _print_proposal(plan: Plan) -> None:
     print("proposal: none; no mesh and accumulation was found that fits")
     return
   before, after = plan.run.estimate.config, plan.proposal.estimate.config
-  sizes = plan.proposal.estimate.mesh
-  flags = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
+  old, new = plan.run.estimate.mesh, plan.proposal.estimate.mesh
+  flags = [
+    f"--config.mesh.{axis}={size}"
+    for axis, size in new.items()
+    if size != old[axis]
+  ]
   if before.optim.accumulation != after.optim.accumulation:
     flags.append(f"--config.optim.accumulation={after.optim.accumulation}")
   print(f"proposal: {' '.join(flags)}")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -104,7 +104,10 @@ def read_collectives(
         elif kind == "reduce-scatter":
           size *= number
       dtype = "+".join(sorted({array[0] for array in arrays}))
-      key = (kind, dtype, _axes(devices, mesh), devices)
+      axes = _axes(devices, mesh)
+      if kind == "collective-permute":  # pairs form a ring
+        devices = devices_along(axes, mesh)
+      key = (kind, dtype, axes, devices)
       entry = total.setdefault(key, [0, 0.0])
       entry[0] += runs[name]
       entry[1] += runs[name] * size
@@ -189,6 +192,20 @@ def _axes(devices: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
   return tuple(
     axis for axis, place in zip(mesh, places) if len(set(place.tolist())) > 1
   )
+
+
+def devices_along(
+  axes: Collection[str], mesh: Mapping[str, int]
+) -> tuple[int, ...]:
+  """Positions in a mesh of the devices that differ only along some axes.
+
+  Args:
+    axes: the axes; along the others the devices are the first.
+    mesh: sizes of the mesh's axes, in order.
+  """
+  ids = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+  place = tuple(slice(None) if axis in axes else 0 for axis in mesh)
+  return tuple(ids[place].reshape(-1).tolist())
 
 
 def _bytes(dtype: str, shape: str) -> float:

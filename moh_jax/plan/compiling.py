@@ -20,8 +20,11 @@ from moh_jax.runtime.topology import USABLE, Topology
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
 _FULL = "RESOURCE_EXHAUSTED"
 _SIZE = r"([\d.]+)([KMGT]?)"
-# libtpu: "Used 20.50G of 15.75G hbm."
-_USED = re.compile(rf"Used {_SIZE} of {_SIZE}")
+# How libtpu says that a program does not fit.
+_REFUSALS = (
+  re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+  re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -109,10 +112,10 @@ def _compile(config: Config, name: str) -> Compiled:
   except jax.errors.JaxRuntimeError as error:
     seconds = time.perf_counter() - start
     text = " ".join(str(error).split())
-    used = _USED.search(text)
-    if _FULL not in text or not used:
+    sizes = refused_sizes(text)
+    if sizes is None:
       raise ValueError(f"{compiler}: {text[:300]}") from None
-    needed, allowed = (float(used[i]) * _UNITS[used[i + 1]] for i in (1, 3))
+    needed, allowed = sizes
     return Compiled(compiler, seconds, False, allowed, needed)
   except (NotImplementedError, RuntimeError, TypeError) as error:
     text = " ".join(str(error).split())
@@ -132,3 +135,20 @@ def _compile(config: Config, name: str) -> Compiled:
     temporaries=found.temp_size_in_bytes,
     collectives=read_collectives(compiled.as_text(), dict(mesh.shape)),
   )
+
+
+def refused_sizes(error: str) -> tuple[float, float] | None:
+  """Bytes that a refused program needs and may have, as its compiler says.
+
+  Args:
+    error: of the compiler.
+
+  Returns:
+    None where the error is another.
+  """
+  found = [pattern.search(error) for pattern in _REFUSALS]
+  match = next((one for one in found if one), None)
+  if _FULL not in error or match is None:
+    return None
+  needed, allowed = (float(match[i]) * _UNITS[match[i + 1]] for i in (1, 3))
+  return needed, allowed

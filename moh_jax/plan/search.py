@@ -7,7 +7,7 @@ from moh_jax.plan.estimate import Estimate, Estimator
 from moh_jax.runtime.topology import USABLE
 
 # Activations are estimated: a proposal leaves room for so many times them.
-MARGIN = 1.5
+MARGIN = 2
 _MOST_TENSOR = 8
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from moh_jax.config import Config
-from moh_jax.plan.collectives import Collective
+from moh_jax.plan.collectives import Collective, devices_along
 from moh_jax.plan.memory import Memory
 from moh_jax.runtime.topology import Topology
 from moh_jax.speed.peaks import published_peak
@@ -119,7 +119,7 @@ def expected_collectives(
 
   def add(kind: str, axis: str, count: int, each: float) -> None:
     if mesh[axis] > 1:
-      group = _along(axis, mesh)
+      group = devices_along((axis,), mesh)
       found.append(Collective(kind, short, (axis,), group, count, count * each))
 
   add("all-gather", "fsdp", 2 * times, size)
@@ -137,15 +137,6 @@ def expected_collectives(
   return tuple(found)
 
 
-def _along(axis: str, mesh: Mapping[str, int]) -> tuple[int, ...]:
-  """Positions of the devices along an axis, the other axes at 0."""
-  names = list(mesh)
-  stride = 1
-  for name in names[names.index(axis) + 1 :]:
-    stride *= mesh[name]
-  return tuple(range(0, mesh[axis] * stride, stride))
-
-
 def assumptions(topology: Topology, compiled: bool) -> tuple[str, ...]:
   """What a prediction takes for granted, a sentence each."""
   chip = topology.chip
@@ -158,10 +149,11 @@ def assumptions(topology: Topology, compiled: bool) -> tuple[str, ...]:
     " of memory (the share is assumed)",
     f"collectives reach {LINK_SHARE:.0%} of {chip.link / 1e9:g} GB/s per device"
     f"{network if chip.platform == 'gpu' else ''} (the share is assumed)",
-    "they are those of the compiled program"
+    "the collectives are those of the compiled program"
     if compiled
-    else "they are those that the mesh needs, not a compiled program's",
-    "they are hidden behind products as far as these take longer; input, "
-    "evaluation and checkpoints take no time",
+    else "the collectives are those that the mesh needs, not a compiled "
+    "program's",
+    "communication is hidden behind products as far as these take longer; "
+    "input, evaluation and checkpoints take no time",
     f"source of the device's figures: {chip.source}",
   )

@@ -1,6 +1,6 @@
 """Plans of the large runs, compiled for GPUs and TPUs that are not here.
 
-Each is a command of docs/plan.md. Minutes each:
+Each but the first, a small one, is a command of docs/plan.md. Minutes each:
 
   python -m pytest -n 0 -m compiles tests/compiles/plan_test.py
 """
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.compiles
 # Of the estimated peak over the compiler's, either way.
 _FACTOR = 2
 _PLANS = (
+  ("configs/llm_stdlib.py:moh", "h100:8"),
   ("configs/vit.py:b50", "v5e-8", "optim.accumulation=8"),
   ("configs/dit.py:xl2_90", "v5e-16", "mesh.data=1", "mesh.fsdp=16"),
   ("configs/llm.py:b50", "v5e-64", "mesh.data=1", "mesh.fsdp=64"),
@@ -39,9 +40,11 @@ class PlanTest(parameterized.TestCase):
     self.assertIsNotNone(compiled, plan.run.reason)
     self.assertTrue(compiled.fits, compiled)
     memory = plan.run.estimate.memory
-    # Layouts on TPUs pad arrays, small ones the most.
+    if plan.topology.chip.platform == "gpu":
+      self.assertEqual(compiled.arguments, memory.arguments)
+    # TPUs pad the last two dimensions of arrays.
     self.assertGreaterEqual(compiled.arguments, memory.arguments)
-    self.assertLess(compiled.arguments, 1.02 * memory.arguments)
+    self.assertLess(compiled.arguments, 1.25 * memory.arguments)
     self.assertLess(memory.total, _FACTOR * compiled.total)
     self.assertGreater(memory.total, compiled.total / _FACTOR)
     self.assertNotEmpty(compiled.collectives)

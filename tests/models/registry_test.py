@@ -62,6 +62,8 @@ _LLAMA = {
   "llama3-8b-expanded": "MoH-LLaMA3-8B",
   "llama3-8b": "LLaMA3-8B",
 }
+# As for `_SIZED`, but with 2 C (H + K) D of the attention: 8 key/value heads.
+_LLAMA_70B = {"llama3-70b": 70_553_706_496}
 # Sizes that only differ from a recorded one in their patches.
 _OTHER_PATCHES = tuple(
   f"dit-{size}{patch}" for size in ("s", "b", "l", "xl") for patch in (4, 8)
@@ -92,7 +94,7 @@ def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:
 
 class RegistryTest(parameterized.TestCase):
   def test_covers_every_released_model(self):
-    names = [*_PUBLIC, *_OTHER_PATCHES, *_SIZED, *_LLAMA]
+    names = [*_PUBLIC, *_OTHER_PATCHES, *_SIZED, *_LLAMA, *_LLAMA_70B]
     self.assertCountEqual(released_models(), names)
     recorded = {*_PUBLIC.values(), *_LLAMA.values()}
     self.assertCountEqual(_tables(), recorded)
@@ -116,6 +118,12 @@ class RegistryTest(parameterized.TestCase):
     millions = {"llm-s": 186, "llm-b": 881, "moh-llm-s": 186, "moh-llm-b": 882}
     size = name if name in millions else name[:-3]
     self.assertEqual(round(total / 1e6), millions[size])
+
+  @parameterized.parameters(*_LLAMA_70B.items())
+  def test_large_model_has_the_parameters_of_its_sizes(self, name, expected):
+    params = abstract_params(*make_model(_run(released_model(name))))
+    total = sum(leaf.size for leaf in jax.tree.leaves(unbox(params)))
+    self.assertEqual(total, expected)
 
   def test_language_models_route_at_least_two_fifths_shared(self):
     for name in _SIZED:

@@ -81,6 +81,12 @@ class ReadCollectivesTest(parameterized.TestCase):
     (found,) = read_collectives(_program(instruction, groups), _MESH)
     self.assertAlmostEqual(found.bytes, size)
 
+  def test_pairs_of_a_ring_are_its_devices(self):
+    pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+    text = _program("f32[4]{0} collective-permute(%p)", pairs)
+    (found,) = read_collectives(text, _MESH)
+    self.assertEqual((found.axes, found.devices), (("fsdp",), (0, 1, 2, 3)))
+
   def test_a_group_of_one_device_exchanges_nothing(self):
     text = _program("f32[4]{0} all-reduce(%p)", "replica_groups=[8,1]<=[8]")
     self.assertEqual(read_collectives(text, _MESH), ())
