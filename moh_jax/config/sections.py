@@ -248,7 +248,8 @@ class TrainConfig:
     seed: seed of parameters, data order and every random choice.
     init_from: workdir or output of `convert` whose parameters the run starts
       from, with a fresh optimizer; "" initialises them at random. So is what
-      that model lacks, such as a router; further rows of its vocabulary are the
+      that model lacks, such as a router or the head of new classes; further
+      rows of its vocabulary are the
       mean of its own.
     balance_weight: weight of the router's load-balance loss in the loss.
     rewind: what the run does when its loss is NaN or a spike.
