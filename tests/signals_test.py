@@ -16,6 +16,7 @@ _PROGRAM = """
 
   def sleep_on():  # as JAX may drop what a handler raises
     try:
+      print("asleep", flush=True)
       time.sleep(60)
     except BaseException:
       time.sleep(60)
@@ -82,6 +83,7 @@ class SignalsTest(parameterized.TestCase):
 
   def test_dropped_signal_ends_the_command_a_little_later(self):
     child = self._start("sleep_on()", patience=0.2)
+    self.assertEqual(child.stdout.readline(), "asleep\n")
     child.send_signal(signal.SIGTERM)
     _, err = child.communicate(timeout=60)
     self.assertEqual(err, "error: stopped by SIGTERM, during a computation\n")

@@ -6,6 +6,7 @@ from typing import ClassVar
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.checks import (
   MOST_COUNT,
+  MOST_NUMBER,
   above,
   at_least,
   at_most,
@@ -76,6 +77,8 @@ class DiffusionConfig:
     in_range("diffusion", 21, 100_000, self, "steps")
     at_least("diffusion", 0, self, "vb_weight")
     above("diffusion", 0, self, "latent_scale", "latent_std", "snr_gamma")
+    offsets = ("latent_shift", "latent_mean")
+    in_range("diffusion", -MOST_NUMBER, MOST_NUMBER, self, *offsets)
 
   def _check_flow(self) -> None:
     is_flow = self.schedule == FLOW

@@ -51,7 +51,7 @@ class PlanCommandTest(parameterized.TestCase):
     self.assertEqual(plan["topology"]["name"], "v5e:4x4")
     rows = {row["name"]: row for row in plan["layouts"]}
     head = rows["head/kernel"]
-    self.assertEqual(head["axes"], ["fsdp", ""])
+    self.assertEqual(head["axes"], ["", "fsdp"])
     self.assertEqual(head["bytes"], 64 * 65536 * 4 / 4)
     self.assertEqual(
       sum(row["bytes"] for row in rows.values()), plan["memory"]["parameters"]

@@ -47,6 +47,7 @@ class MainTest(parameterized.TestCase):
         "main",
         "overrides",
         "paths",
+        "csv_file",
         "run_log",
         "signals",
         "text_files",
@@ -79,7 +80,7 @@ class MainTest(parameterized.TestCase):
     ("evaluate", "--checkpoint", "x", "--gate-form", "mine"),
     ("evaluate", "--checkpoint", "x", "--nope"),
     ("sample", "--checkpoint", "x"),
-    ("sample", "--checkpoint", "x", "--out", "y.png", "--method", "euler"),
+    ("sample", "--checkpoint", "x", "--out", "y.png", "--method", "rk4"),
     ("sample", "--checkpoint", "x", "--out", "y.png", "--labels", "cat"),
     ("sample", "--checkpoint", "x", "--out", "y.png", "--num", "many"),
   )

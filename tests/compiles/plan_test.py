@@ -8,9 +8,9 @@ Each but the first, a small one, is a command of docs/plan.md. Minutes each:
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.load import load_config
 from moh_jax.plan.plan import make_plan
 from moh_jax.runtime import topology
+from moh_jax.runtime.load import load_config
 from moh_jax.runtime.targets import missing_packages
 
 pytestmark = pytest.mark.compiles

@@ -19,7 +19,7 @@ _OUT_OF_RANGE = (
   ("family", "vit", "('dit',)"),
   ("router", "none", "a RouterConfig"),
   ("dtype", "float64", "('float32', 'bfloat16')"),
-  ("remat", "some", "('none', 'full', 'dots')"),
+  ("remat", "some", "('none', 'full', 'attention',"),
   ("attention_impl", "flash", "'dense'"),
   ("channels", 0, "at least 1"),
   ("num_classes", 0, "at least 1"),

@@ -15,7 +15,7 @@ _OUT_OF_RANGE = (
   ("router", "none", "a RouterConfig"),
   ("rope", None, "a RotaryConfig"),
   ("dtype", "float64", "('float32', 'bfloat16')"),
-  ("remat", "some", "('none', 'full', 'dots')"),
+  ("remat", "some", "('none', 'full', 'attention',"),
   ("attention_impl", "flash", "'dense'"),
   ("vocab_size", 0, "at least 1"),
   ("max_length", 0, "at least 1"),

@@ -262,7 +262,7 @@ class ReleasedRunTest(parameterized.TestCase):
     same = dataclasses.replace(released_model(name), input_size=(side, side))
     self.assertEqual(run.model, same)
     self.assertEqual(run.data.source, "latents")
-    self.assertEqual(run.diffusion, DiffusionConfig())
+    self.assertEqual(run.diffusion, DiffusionConfig(latent_scale=0.18215))
 
   @parameterized.parameters(
     ("dit", "dit-s4", 64),

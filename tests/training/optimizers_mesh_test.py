@@ -113,8 +113,8 @@ class StateShardingTest(parameterized.TestCase):
       tree["embed"]["embedding"] for tree in (second.v_row, second.v_col)
     )
     self.assertEqual((row.shape, column.shape), ((32,), (60,)))
-    self.assertEqual(row.sharding.spec, P(("fsdp",)))
-    self.assertEqual(column.sharding.spec, P(("tensor",)))
+    self.assertEqual(row.sharding.spec, P(None))
+    self.assertEqual(column.sharding.spec, P(("tensor", "fsdp")))
     self.assertEqual(second.v["embed"]["embedding"].sharding.spec, P())
 
   @parameterized.parameters(*OPTIMIZERS)

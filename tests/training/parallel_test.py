@@ -93,12 +93,12 @@ def _mesh(config):
 
 def _losses(config):
   mesh, task, losses = _mesh(config), tiny.make_task(config), []
-  init, _, step = make_program(config, task, mesh)
+  program = make_program(config, task, mesh)
   with sharding.use_mesh(mesh):
-    state, batches = init(), task.batches(mesh)
+    state, batches = program.init(), task.batches(mesh)
     for _ in range(5):
       batch = sharding.shard_batch(next(batches), mesh)
-      state, metrics = step(state, batch)
+      state, metrics = program.step(state, batch)
       losses.append(float(metrics["loss"]))
   return losses
 
@@ -112,9 +112,9 @@ def _program(config):
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split),
     jax.tree.map(np.asarray, next(task.batches(one))),
   )
-  _, state, step = make_program(config, task, mesh)
+  program = make_program(config, task, mesh)
   with sharding.use_mesh(mesh):
-    return step.lower(state, batch).compile().as_text(), mesh
+    return program.step.lower(program.state, batch).compile().as_text(), mesh
 
 
 @functools.cache
