@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from PIL import Image
 
@@ -66,6 +67,7 @@ class OwnImagesTest(parameterized.TestCase):
     self.assertLen(out.splitlines(), 20)
     self.assertRegex(out, "(?m)0.png: (cat|gnu) .*%, (cat|gnu) ")
 
+  @pytest.mark.slow
   def test_unconditional_diffusion(self):
     tiny_checkpoint.save_dit(self.start)
     self._write("")

@@ -7,6 +7,7 @@ import tempfile
 from unittest import mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
@@ -185,6 +186,7 @@ class TrainBatchesTest(parameterized.TestCase):
     self.assertIn(str(file), str(caught.exception))
 
 
+@pytest.mark.slow
 class WorkersTest(parameterized.TestCase):
   def test_processes_make_the_batches_of_threads(self):
     # Worker processes start from a file, so each number has a program.

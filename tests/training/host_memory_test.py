@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import chex
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest
 
 from moh_jax.runtime import fits
@@ -13,6 +14,7 @@ from tests.training import tiny
 
 
 class HostMemoryTest(absltest.TestCase):
+  @pytest.mark.slow
   def test_a_run_is_the_same_and_resumes_on_a_mesh(self):
     """Its state is saved from the host and restored to it."""
 

@@ -9,6 +9,7 @@ import sys
 from unittest import mock
 
 import jax
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import LogConfig
@@ -61,6 +62,7 @@ class SeeingTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "log.profile=.* must be '' or"):
       LogConfig(profile=text)
 
+  @pytest.mark.slow
   def test_kept_programs_are_used_again(self):
     root = pathlib.Path(self.create_tempdir().full_path)
     kept = root / "xla"

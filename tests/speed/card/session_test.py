@@ -5,6 +5,7 @@ import os
 import pathlib
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops.kernels import sizes
@@ -17,6 +18,7 @@ from moh_jax.speed.card.stages import Stage
 _SCALE = scale_for("cpu")
 
 
+@pytest.mark.slow
 class SessionTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
