@@ -42,6 +42,7 @@ def main() -> None:
   parser.add_argument("--model", default="moh-llm-s-75")
   parser.add_argument("--prompt-tokens", type=int, default=128)
   parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+  parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
   parser.add_argument("--rounds", type=int, default=3)
   common.add_json(parser)
   args = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> None:
       ours, random_params(config), checkpoint.Metadata(config)
     )
     export(ours, theirs)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in args.dtypes:
       for batch in args.batches:
         shape = (batch, args.prompt_tokens)
         prompts = np.random.default_rng(0).integers(300, 1000, shape).tolist()

@@ -12,7 +12,8 @@ from moh_jax.ops.head_placement import HeadPlacement
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import on_one_device
 
-# With fewer the CPU reads the weights up to twice as fast as the left operand.
+# With fewer the CPU reads float32 weights up to twice as fast as the left
+# operand, and bfloat16 ones up to 1.5 times as fast as the right one.
 _MANY_ROWS = 128
 
 # The released ViT initialises every linear weight with this deviation.
@@ -67,7 +68,8 @@ def product(
     )
     return out.astype(dtype or x.dtype)
   rows = x.reshape(-1, x.shape[-1])
-  if output_major and len(rows) < _MANY_ROWS:
+  weights_left = x.dtype == jnp.float32 and len(rows) < _MANY_ROWS
+  if output_major and weights_left:
     out = einsum_float32("fc,rc->fr", matrix, rows)
     # Without the barrier XLA merges the transposition into the product.
     out = jax.lax.optimization_barrier(out).T

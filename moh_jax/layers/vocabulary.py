@@ -27,24 +27,25 @@ def columns_of(vocab: int, batch: int) -> Columns:
   return Columns(axes, tuple(axis for axis in axes if axis in batch_axes))
 
 
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def lookup(table: jax.Array, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Reads the vectors of tokens.
 
   Args:
     table: [V, C].
     tokens: [B, N] int32.
+    dtype: of the result.
 
   Returns:
-    [B, N, C] in the dtype of the table.
+    [B, N, C].
   """
   columns = columns_of(len(table), len(tokens))
   if not columns.axes:
-    vectors = jnp.take(constrain(table, None, None), tokens, axis=0)
+    vectors = take(columns, constrain(table, None, None), tokens, dtype)
     return constrain(vectors, "batch", "tokens", None)
   rest = tuple(axis for axis in columns.axes if axis not in columns.shared)
 
   def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    rows = take(columns, table, tokens)
+    rows = take(columns, table, tokens, dtype)
     return jax.lax.psum(rows, rest) if rest else rows
 
   names = (("vocab", None), ("batch", "tokens"))

@@ -197,7 +197,7 @@ class LLM(nn.Module):
 
     axes = ("vocab", "embed")
     table = Table(cfg.vocab_size, cfg.width, axes, name="embed")()
-    x = lookup(table.astype(cfg.dtype), tokens)
+    x = lookup(table, tokens, cfg.dtype)
     caches = [None] * len(cfg.layer_groups()) if cache is None else cache
     layers, written = {}, []
     first = 0

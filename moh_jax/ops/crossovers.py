@@ -44,7 +44,7 @@ HALF = ("bfloat16", "float16")
 CROSSOVERS = (
   Crossover("cpu", "xla", ("float32",), 256, None, (0.8,) * 7, True),
   # Blocks are computed in float32, which few rows do not make up for.
-  Crossover("cpu", "xla", HALF, 256, True, (0.75, *(0.8,) * 6), True),
+  Crossover("cpu", "xla", HALF, 256, True, (0.5, *(0.8,) * 6), True),
   Crossover("cpu", "xla", HALF, 256, False, (0.0, *(0.8,) * 6), True),
   # Predictions of `python -m benchmarks.predict`, which says from what.
   Crossover("H200", "cudnn", HALF, 64, False,

@@ -38,7 +38,7 @@ def choose_tokens(
   greedy = temperature == 0 if greedy is None else greedy
   cut = bool(top_k) or top_p < 1 if cut is None else cut
   if greedy:
-    tokens = logits.argmax(-1)
+    tokens = _best(logits)
   else:
     centred = logits - logits.max(-1, keepdims=True)
     scaled = centred / jnp.maximum(temperature, _MIN_TEMPERATURE)
@@ -48,6 +48,13 @@ def choose_tokens(
   log_probs = jax.nn.log_softmax(logits)
   chosen = jnp.take_along_axis(log_probs, tokens[:, None], axis=-1)[:, 0]
   return tokens.astype(jnp.int32), chosen
+
+
+def _best(logits: jax.Array) -> jax.Array:
+  """The lowest id of the largest logit; `argmax` is scalar code on CPUs."""
+  last = logits.shape[-1] - 1
+  ids = jnp.arange(last + 1)
+  return jnp.where(logits == logits.max(-1, keepdims=True), ids, last).min(-1)
 
 
 def _cut(
