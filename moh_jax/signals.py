@@ -66,7 +66,6 @@ def handled() -> Iterator[None]:
   reader, writer = socket.socketpair()
   writer.setblocking(False)
   left = threading.Event()
-  _asked.clear()
 
   def stop(number: int, _: Any) -> NoReturn:
     _asked.set()
@@ -80,6 +79,7 @@ def handled() -> Iterator[None]:
     yield
   finally:
     left.set()
+    _asked.clear()  # what runs afterwards in this process was not asked to stop
     signal.set_wakeup_fd(wakeup)
     for number, handler in before.items():
       signal.signal(number, handler)
@@ -106,7 +106,7 @@ def _watch(reader: socket.socket, left: threading.Event) -> None:
 
 def _leave_unless(number: int, left: threading.Event) -> None:
   for event, seconds in zip((_asked, left), _PATIENCE_SECONDS):
-    if not event.wait(seconds):
+    if not event.wait(seconds) and not left.is_set():
       if event is left and _deferred.is_set():  # it looked, and ends by itself
         return
       _leave(number, "during a computation")

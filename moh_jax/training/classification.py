@@ -25,8 +25,7 @@ from moh_jax.training.task import (
   Task,
   evaluate_held_out,
   held_out_batches,
-  labelled_images,
-  normalizing,
+  image_objective,
   stream,
 )
 
@@ -54,15 +53,8 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
-  model, inputs = make_model(config)
-  return Objective(
-    model=model,
-    inputs=inputs,
-    example=labelled_images(config),
-    loss_fn=normalizing(config, make_loss(model, config)),
-    unit="images",
-    units_per_step=config.data.batch_size,
-  )
+  network = make_model(config)
+  return image_objective(config, network, make_loss(network[0], config))
 
 
 def make_evaluate(

@@ -26,8 +26,7 @@ from moh_jax.training.task import (
   Preview,
   Task,
   evaluate_held_out,
-  labelled_images,
-  normalizing,
+  image_objective,
   stream,
 )
 
@@ -70,15 +69,8 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
-  model, inputs = make_model(config)
-  return Objective(
-    model=model,
-    inputs=inputs,
-    example=labelled_images(config),
-    loss_fn=normalizing(config, make_loss(model, config)),
-    unit="images",
-    units_per_step=config.data.batch_size,
-  )
+  network = make_model(config)
+  return image_objective(config, network, make_loss(network[0], config))
 
 
 def make_evaluate(

@@ -120,14 +120,30 @@ class Task(Objective):
   encoder_sha256: str = ""
 
 
-def labelled_images(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-  """A training example of images or latents, abstract: see `train_images`."""
-  # Pixels cross to the devices as bytes, see `normalizing`.
+def image_objective(
+  config: Config, network: tuple[nn.Module, tuple[Any, ...]], loss_fn: LossFn
+) -> Objective:
+  """The objective of a network that reads labelled images or latents.
+
+  Args:
+    config: of the run.
+    network: the model and its abstract inputs, see `make_model`.
+    loss_fn: its loss on float32 pixels.
+  """
+  model, inputs = network
+  # Pixels cross to the devices as bytes, see `_normalizing`.
   dtype = "float32" if config.data.mean is None else "uint8"
-  return {
-    "image": jax.ShapeDtypeStruct(config.model.input_shape, dtype),
-    "label": jax.ShapeDtypeStruct((), "int32"),
-  }
+  return Objective(
+    model=model,
+    inputs=inputs,
+    example={
+      "image": jax.ShapeDtypeStruct(config.model.input_shape, dtype),
+      "label": jax.ShapeDtypeStruct((), "int32"),
+    },
+    loss_fn=_normalizing(config, loss_fn),
+    unit="images",
+    units_per_step=config.data.batch_size,
+  )
 
 
 def stream(
@@ -138,7 +154,7 @@ def stream(
   return TrainBatches(dataset, config.data, rows)
 
 
-def normalizing(config: Config, loss_fn: LossFn) -> LossFn:
+def _normalizing(config: Config, loss_fn: LossFn) -> LossFn:
   """The loss of batches whose pixels are uint8, from that of float32 ones."""
   normalize = normalizer(config.data)
 
