@@ -20,11 +20,11 @@ import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.data.images.recipes import eval_recipe, train_recipe
+from moh_jax.data.images.repeated import RepeatedImages
 from moh_jax.data.images.sources import ImageSource
 
 Batch = dict[str, np.ndarray]
 _CPUS_PER_WORKER = 32
-_EPOCH_STEP = 256  # examples: epochs of repeated images are multiples of it
 
 
 # Random access to examples, which are dicts of arrays.
@@ -45,7 +45,7 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
   """
   dataset = grain.MapDataset.source(source).seed(config.train.seed).shuffle()
   if config.data.repeats > 1:
-    dataset = _Copies(dataset, config.data.repeats)
+    dataset = RepeatedImages(dataset, config.data.repeats)
   return dataset.repeat().apply(train_recipe(config))
 
 
@@ -174,27 +174,6 @@ def worker_count(data: DataConfig | TextDataConfig) -> int:
   if hasattr(data, "sequence_length"):
     return 0
   return min(8, (os.cpu_count() or 1) // _CPUS_PER_WORKER)
-
-
-class _Copies(grain.MapDataset):
-  """Epochs in which each image comes several times in succession.
-
-  An epoch is the beginning of a shuffled one, as long as that rounded down to a
-  multiple of 256: the order over all processes, and the length, of the sampler
-  of DeiT and timm. Copies are in rows of their own, augmented apart.
-  """
-
-  def __init__(self, parent: grain.MapDataset, copies: int):
-    super().__init__(parent)
-    self._copies, images = copies, len(parent)
-    self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-
-  def __len__(self) -> int:
-    return self._length
-
-  def __getitem__(self, index: int) -> Any:
-    epoch, place = divmod(index, self._length)
-    return self._parent[epoch * len(self._parent) + place // self._copies]
 
 
 class _BatchRows(grain.MapDataset):

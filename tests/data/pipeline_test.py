@@ -6,7 +6,6 @@ import sys
 import tempfile
 from unittest import mock
 
-import grain
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
@@ -14,7 +13,6 @@ from absl.testing import absltest, parameterized
 from moh_jax import config as config_lib
 from moh_jax.data import pipeline
 from moh_jax.data.images import sources
-from tests.data.images import operations_test
 from tests.data.text import tiny_sets
 
 CONFIG = config_lib.Config(
@@ -211,14 +209,6 @@ class RepeatsTest(parameterized.TestCase):
     for epoch in labels:
       self.assertEqual(set(np.unique(epoch, return_counts=True)[1]), {3})
     self.assertNotEqual(set(labels[0]), set(labels[1]))
-
-  def test_epochs_are_as_long_as_timms(self):
-    with np.load(operations_test.FILE) as file:
-      lengths = dict(zip(file["sizes"].tolist(), file["epochs"].tolist()))
-    self.assertEqual(lengths[1_281_167], 1251 * 1024)
-    for size, length in lengths.items():
-      images = grain.MapDataset.range(size).seed(0).shuffle()
-      self.assertLen(pipeline._Copies(images, 3), length)
 
   def test_order_is_the_shuffled_one_of_an_epoch(self):
     plain, thrice = self._labels(300, 1, 150), self._labels(300, 3, 128)
