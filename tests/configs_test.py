@@ -1,16 +1,19 @@
 import dataclasses
 import pathlib
 import sys
+import tempfile
 import warnings
 from unittest import mock
 
 import ml_collections
+import numpy as np
 from absl import flags
 from absl.testing import absltest, parameterized
 from ml_collections import config_flags
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
+from moh_jax.runtime import checkpoint
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 _ARGUMENTS = {
@@ -32,6 +35,7 @@ _ARGUMENTS = {
 }
 # Those that take the model of a checkpoint.
 _FINETUNE = (
+  ("vit", "finetune_384"),
   ("images", "finetune"),
   ("dit_finetune", "latents"),
   ("dit_finetune", "pixels"),
@@ -215,6 +219,11 @@ class ImageNetRecipeTest(parameterized.TestCase):
     self.assertEqual(config.data.eval_resize, 256)
     self.assertEqual(config.data.mean, (0.485, 0.456, 0.406))
     self.assertEqual(config.data.std, (0.229, 0.224, 0.225))
+    self.assertEqual(config.data.augment, "crop_flip")
+    self.assertEqual(config.data.auto_augment, "rand-m9-mstd0.5-inc1")
+    self.assertEqual(config.data.color_jitter, 0.0)
+    self.assertEqual(config.data.random_erasing, 0.25)
+    self.assertEqual(config.data.repeats, 3)
 
   @parameterized.parameters(
     ("s80", 0.45), ("s75", 0.45), ("b75", 0.6), ("b50", 0.6),
@@ -234,6 +243,33 @@ class ImageNetRecipeTest(parameterized.TestCase):
     model = common.load_config(_spec("vit", arg)).model
     self.assertEqual((model.shared_heads, model.top_k), (shared, top_k))
     self.assertEqual(model.router.kind, "two_stage")
+
+  def test_fine_tuning_at_384_pixels_is_transnexts(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    trained = common.load_config(_spec("vit", "s80"))
+    params = {"w": np.zeros(1, np.float32)}
+    checkpoint.save_params(folder, params, checkpoint.Metadata(trained, ()))
+    config = common.load_config(
+      _spec("vit", "finetune_384"), [f"train.init_from={folder}"]
+    )
+    model = dataclasses.replace(
+      trained.model,
+      image_size=(384, 384),
+      pretrain_image_size=224,
+      drop_path=0.0,
+      num_classes=None,
+    )
+    self.assertEqual(config.model, model)
+    self.assertEqual(
+      config.data, dataclasses.replace(trained.data, eval_resize=0)
+    )
+    self.assertEqual(
+      config.classifier, config_lib.ClassifierConfig(0.1, 0.8, 0.0, 0.5)
+    )
+    optim = (config.optim.lr, config.optim.schedule, config.optim.warmup_steps)
+    self.assertEqual(optim, (1e-5, "constant", 0))
+    self.assertEqual(config.optim.no_decay, trained.optim.no_decay)
+    self.assertEqual(config.train.steps, 5 * (1_281_167 // 1024))
 
   @parameterized.parameters("micro", "tiny", "small", "base")
   def test_transnext_has_no_router(self, arg):

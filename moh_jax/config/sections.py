@@ -13,6 +13,7 @@ from moh_jax.config.checks import (
   one_of,
   shown,
 )
+from moh_jax.config.policy import parse_policy
 
 SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
@@ -40,6 +41,18 @@ class DataConfig:
       padding by one eighth), "crop_flip" (random resized crop and horizontal
       flip) or "center_flip" (the centre crop of ADM, arXiv:2105.05233, and
       horizontal flip).
+    auto_augment: random operations after `augment`, as timm names: "" none,
+      "rand-m9-mstd0.5-inc1" RandAugment (arXiv:1909.13719) with sections m
+      (magnitude), n (operations), p (probability), mstd (spread of magnitudes),
+      mmax (largest one) and inc (1: all stronger with the magnitude), "3a"
+      three-augment (arXiv:2204.07118).
+    color_jitter: brightness, contrast and saturation are multiplied by factors
+      between 1 minus this (at least 0) and 1 plus this; 0 is off.
+    random_erasing: probability that a box of an image becomes noise
+      (arXiv:1708.04896), in [0, 1].
+    repeats: copies of an image in an epoch, one after the other and augmented
+      apart (arXiv:1901.09335). An epoch has as many examples as without, down
+      to a multiple of 256, so it holds a part of the images.
     val_share: share of an image folder without val/ that is held out, in [0,
       1]. A hash of a file's name decides, so that further images move none.
     bad_images: what a training image that cannot be read does: "raise" ends the
@@ -65,6 +78,10 @@ class DataConfig:
   path: str = ""
   batch_size: int = 128
   augment: str = "none"
+  auto_augment: str = ""
+  color_jitter: float = 0.0
+  random_erasing: float = 0.0
+  repeats: int = 1
   val_share: float = 0.0
   bad_images: str = "raise"
   eval_resize: int | None = 0
@@ -86,7 +103,10 @@ class DataConfig:
     at_least("data", 1, self, "fake_examples")
     at_least("data", 0, self, "eval_resize", most=MOST_SIDE)
     in_range("data", -1e6, 1e6, self, "mean", "std")
-    in_range("data", 0, 1, self, "val_share")
+    in_range("data", 0, 1, self, "val_share", "random_erasing")
+    at_least("data", 0, self, "color_jitter", most=10)
+    at_least("data", 1, self, "repeats", most=MOST_AHEAD)
+    parse_policy(self.auto_augment, "data.auto_augment")
     if self.source not in ("digits", "fake") and not self.path:
       raise ValueError(
         f"data.path='' must name the directory of data.source={self.source!r}, "

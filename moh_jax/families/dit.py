@@ -95,6 +95,16 @@ class DiTFamily(ImageFamily):
     return CONVERTER
 
 
+# Fields of `data` that change pixels, and their values for latents.
+_NEUTRAL = {
+  "augment": "none",
+  "auto_augment": "",
+  "color_jitter": 0.0,
+  "random_erasing": 0.0,
+  "eval_resize": 0,
+}
+
+
 def _check_space(config: Config) -> None:
   data = config.data
   space, source = config.diffusion.space, data.source
@@ -105,7 +115,7 @@ def _check_space(config: Config) -> None:
       "and 'pixel' an image source"
     )
   if source == "latents":
-    for name, neutral in (("augment", "none"), ("eval_resize", 0)):
+    for name, neutral in _NEUTRAL.items():
       if (value := getattr(data, name)) != neutral:
         raise ValueError(
           f"data.{name}={value!r} must be {neutral!r} for latents, which are "

@@ -271,6 +271,10 @@ def _cudnn_problem(case: AttentionCase) -> str:
     return f"a head_dim that is a multiple of 8, not {case.head_dim}"
   if case.head_dim > _CUDNN_HEAD_DIM:
     return f"a head_dim of at most {_CUDNN_HEAD_DIM}, not {case.head_dim}"
+  if case.biased and (case.queries % 2 or case.keys % 2):
+    # Its gradients exist for even numbers alone.
+    sizes = f"{case.queries} and {case.keys}"
+    return f"even numbers of queries and keys beside a bias, not {sizes}"
   return ""
 
 

@@ -19,6 +19,7 @@ _SAME_FIELDS = (
   ("train", "seed"),
   ("data", "source"),
   ("data", "batch_size"),
+  ("data", "repeats"),
   ("data", "mix"),
   ("data", "ratios"),
   ("data", "sequence_length"),

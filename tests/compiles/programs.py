@@ -44,7 +44,12 @@ def training_run(
 
 
 def compile_step(run: Config, target: str, **axes: int) -> Any:
-  """Compiles the training step of a run for a mesh of absent devices.
+  """Compiles the training step of a run; see `lower_step`."""
+  return lower_step(run, target, **axes).compile()
+
+
+def lower_step(run: Config, target: str, **axes: int) -> Any:
+  """Traces and lowers the training step of a run for absent devices.
 
   Args:
     run: the run.
@@ -57,7 +62,7 @@ def compile_step(run: Config, target: str, **axes: int) -> Any:
   objective = get_family(run.model.family).tasks().make_objective(run)
   program = make_program(run, objective, mesh)
   with sharding.use_mesh(mesh):
-    return program.step.lower(program.state, program.batch).compile()
+    return program.step.lower(program.state, program.batch)
 
 
 def kernel_calls(text: str) -> dict[str, int]:

@@ -123,6 +123,9 @@ class FamilyTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"augment": "shift"}, r"data\.augment='shift' must be 'none' for latents"),
+    ({"auto_augment": "3a"}, r"data\.auto_augment='3a' must be '' for latents"),
+    ({"color_jitter": 0.1}, r"data\.color_jitter=0\.1 must be 0\.0 for lat"),
+    ({"random_erasing": 0.1}, r"data\.random_erasing=0\.1 must be 0\.0 for"),
     ({"eval_resize": 9}, r"data\.eval_resize=9 must be 0 for latents"),
   )
   def test_latents_are_augmented_when_they_are_encoded(self, data, message):

@@ -54,7 +54,9 @@ class _Numbered:
     return self._examples
 
   def __getitem__(self, index):
-    image = np.arange(64, dtype=np.uint8).reshape(8, 8, 1) + np.uint8(index)
+    image = np.arange(64, dtype=np.uint8).reshape(8, 8, 1) + np.uint8(
+      index % 256
+    )
     return {"image": image, "label": np.int32(index)}
 
 
@@ -184,6 +186,44 @@ class TrainBatchesTest(parameterized.TestCase):
     with self.assertRaises(ValueError) as caught:
       next(stream)
     self.assertIn(str(file), str(caught.exception))
+
+
+class RepeatsTest(parameterized.TestCase):
+  def _labels(self, examples, repeats=3, count=8, **data):
+    values = {"augment": "none", "repeats": repeats, **data}
+    config = config_lib.apply_overrides(CONFIG, "data", **values)
+    return _labels(_batches(config, examples, count=count))
+
+  def test_copies_follow_one_another_and_are_augmented_apart(self):
+    config = config_lib.apply_overrides(CONFIG, "data", repeats=3)
+    batches = _batches(config, examples=30, count=6)
+    labels = _labels(batches).reshape(8, 3)
+    np.testing.assert_array_equal(labels, labels[:, :1].repeat(3, axis=1))
+    self.assertLen(set(labels[:, 0]), 8)
+    images = np.concatenate([batch["image"] for batch in batches])
+    apart = [len(np.unique(part, axis=0)) for part in images.reshape(8, 3, -1)]
+    self.assertGreater(np.mean(apart), 2)
+
+  def test_epoch_has_a_third_of_the_images_three_times_each(self):
+    labels = self._labels(30, count=15).reshape(2, 30)
+    for epoch in labels:
+      self.assertEqual(set(np.unique(epoch, return_counts=True)[1]), {3})
+    self.assertNotEqual(set(labels[0]), set(labels[1]))
+
+  def test_order_is_the_shuffled_one_of_an_epoch(self):
+    plain, thrice = self._labels(300, 1, 150), self._labels(300, 3, 128)
+    np.testing.assert_array_equal(thrice[:256], plain[:86].repeat(3)[:256])
+    second = plain[300:386].repeat(3)[:256]
+    np.testing.assert_array_equal(thrice[256:], second)
+
+  def test_seek_and_rows_find_the_same_images(self):
+    config = config_lib.apply_overrides(CONFIG, "data", repeats=3)
+    whole = _batches(config, count=9)
+    for rows in ((0, 2), (1, 3)):
+      part = _batches(config, position=4, count=5, rows=rows)
+      for ours, theirs in zip(part, whole[4:], strict=True):
+        for name in theirs:
+          np.testing.assert_array_equal(ours[name], theirs[name][list(rows)])
 
 
 @pytest.mark.slow

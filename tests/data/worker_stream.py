@@ -13,7 +13,15 @@ from tests.data.pipeline_test import CONFIG
 def main(workers: int, count: int) -> None:
   """Batches from 0 and from 3 on: those of an uninterrupted stream."""
   data = DataConfig(
-    source="digits", batch_size=4, augment="shift", mean=(0.3,), std=(0.37,)
+    source="digits",
+    batch_size=4,
+    augment="crop_flip",
+    auto_augment="rand-m9-mstd0.5-inc1",
+    color_jitter=0.3,
+    random_erasing=0.5,
+    repeats=3,
+    mean=(0.3,),
+    std=(0.37,),
   )
   model = dataclasses.replace(CONFIG.model, num_classes=10)
   config = dataclasses.replace(CONFIG, model=model, data=data)

@@ -60,6 +60,8 @@ class ChooseTest(parameterized.TestCase):
     ({"causal": True, "masked": True, "share": 0.75}, "kernel", False),
     ({"masked": True}, "kernel", True),
     ({"biased": True}, "cudnn", False),
+    # The last stage of a ViT of 224 pixels: cuDNN has no gradients there.
+    ({"biased": True, "queries": 49, "keys": 49}, "dense", False),
     ({"biased": True, "dtype": "float32"}, "dense", False),
     ({"biased": True, "dtype": "float32", "batch": 16}, "blocked", False),
     ({"dtype": "float32"}, "kernel", True),
@@ -174,6 +176,7 @@ class CudnnTest(parameterized.TestCase):
     ({"platform": "tpu"}, "an NVIDIA GPU, this is a tpu"),
     ({"dtype": "float32"}, "bfloat16 or float16, not float32"),
     ({"head_dim": 36}, "a multiple of 8, not 36"),
+    ({"biased": True, "keys": 49}, "beside a bias, not 1024 and 49"),
   )
   def test_what_it_cannot_do_is_refused(self, changes, message):
     able = {"platform": "gpu", "dtype": "bfloat16"}

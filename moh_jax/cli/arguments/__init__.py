@@ -25,6 +25,7 @@ COMMANDS = {
   "parity": models.parity,
   "plan": models.plan,
   "sample": images.sample,
+  "show-batch": images.show_batch,
   "tokenize": text.tokenize,
   "train": models.train,
   "train-tokenizer": text.train_tokenizer,

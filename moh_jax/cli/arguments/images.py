@@ -132,6 +132,17 @@ def pack_images(parser: argparse.ArgumentParser) -> None:
   )
 
 
+def show_batch(parser: argparse.ArgumentParser) -> None:
+  """Draw a batch of training images as the model gets them."""
+  common.add_config(parser, required=True)
+  parser.add_argument(
+    "--out", required=True, metavar="FILE.png", help="grid with class names"
+  )
+  common.add_count(parser, "--step", 1, help="step whose batch it is")
+  common.add_count(parser, "--num", 32, help="images of it")
+  common.add_count(parser, "--columns", help="of the grid")
+
+
 def _labels(text: str) -> tuple[int | None, ...]:
   """Parses "3,3,none"."""
   parts = [part.strip() for part in text.split(",")]

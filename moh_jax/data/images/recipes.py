@@ -27,7 +27,7 @@ def train_recipe(config: Config) -> list:
     return [latents.SampleLatent(config.diffusion.scaling)]
   if is_latent(config):
     return []
-  return transforms.train_transforms(config.data, config.model)[:-1]
+  return transforms.train_transforms(config.data, config.model)
 
 
 def eval_recipe(config: Config) -> list:

@@ -11,6 +11,8 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config import DataConfig, ImageModel
+from moh_jax.data.images.augment import augmentations
+from moh_jax.data.images.pictures import to_array, to_picture
 
 Example = dict[str, Any]
 
@@ -35,12 +37,8 @@ def resize(
   """
   if image.shape[:2] == tuple(size) and box is None:
     return image
-  picture = Image.fromarray(
-    image.squeeze(-1) if image.shape[-1] == 1 else image
-  )
   rows, columns = size
-  out = picture.resize((columns, rows), resample, box=box)
-  return np.asarray(out).reshape(rows, columns, image.shape[-1])
+  return to_array(to_picture(image).resize((columns, rows), resample, box=box))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,16 +192,16 @@ class Normalize(grain.transforms.Map):
 
 
 def train_transforms(data: DataConfig, model: ImageModel) -> list:
-  """The transforms of training images, in order, as `data.augment` says."""
+  """The transforms of training images, in order; pixels stay uint8."""
   size = model.input_shape[:2]
-  normalize = Normalize(data.mean, data.std)
+  fit: list = [Resize(size)]
   if data.augment == "center_flip":
-    return [CenterCrop(size), RandomFlip(), normalize]
-  if data.augment == "crop_flip":
-    return [RandomCropFlip(size), normalize]
-  if data.augment == "shift":
-    return [Resize(size), RandomShift(), normalize]
-  return [Resize(size), normalize]
+    fit = [CenterCrop(size), RandomFlip()]
+  elif data.augment == "crop_flip":
+    fit = [RandomCropFlip(size)]
+  elif data.augment == "shift":
+    fit.append(RandomShift())
+  return [*fit, *augmentations(data)]
 
 
 def eval_transforms(data: DataConfig, model: ImageModel) -> list:

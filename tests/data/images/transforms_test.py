@@ -5,7 +5,8 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config import DataConfig, ViTConfig
-from moh_jax.data.images import transforms
+from moh_jax.config.policy import RandAugmentPolicy
+from moh_jax.data.images import augment, transforms
 
 _MODEL = ViTConfig(
   image_size=(8, 8),
@@ -278,10 +279,10 @@ class NormalizeTest(absltest.TestCase):
 
 class ChoiceTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("none", ["Resize", "Normalize"]),
-    ("shift", ["Resize", "RandomShift", "Normalize"]),
-    ("crop_flip", ["RandomCropFlip", "Normalize"]),
-    ("center_flip", ["CenterCrop", "RandomFlip", "Normalize"]),
+    ("none", ["Resize"]),
+    ("shift", ["Resize", "RandomShift"]),
+    ("crop_flip", ["RandomCropFlip"]),
+    ("center_flip", ["CenterCrop", "RandomFlip"]),
   )
   def test_augment_chooses_the_training_transforms(self, augment, names):
     data = DataConfig(augment=augment)
@@ -302,12 +303,34 @@ class ChoiceTest(parameterized.TestCase):
     chosen = transforms.eval_transforms(DataConfig(eval_resize=10), _MODEL)
     self.assertEqual(chosen[0], transforms.ResizeCenterCrop(10, (8, 8)))
 
-  @parameterized.parameters(
-    transforms.train_transforms, transforms.eval_transforms
-  )
-  def test_last_normalizes_as_configured(self, choose):
+  def test_further_changes_follow_crop_and_flip_in_timms_order(self):
+    data = DataConfig(
+      augment="crop_flip",
+      auto_augment="rand-m9-mstd0.5-inc1",
+      color_jitter=0.3,
+      random_erasing=0.25,
+      mean=(0.485, 0.456, 0.406),
+      std=(0.229, 0.224, 0.225),
+    )
+    policy = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)
+    self.assertEqual(
+      transforms.train_transforms(data, _MODEL),
+      [
+        transforms.RandomCropFlip((8, 8)),
+        augment.RandAugment(policy, (124, 116, 104)),
+        augment.ColorJitter(0.3),
+        augment.RandomErasing(0.25, data.mean, data.std),
+      ],
+    )
+
+  def test_three_augment(self):
+    data = DataConfig(auto_augment="3a")
+    chosen = transforms.train_transforms(data, _MODEL)
+    self.assertEqual(chosen[1:], [augment.ThreeAugment()])
+
+  def test_evaluation_normalizes_as_configured(self):
     data = DataConfig(mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0))
-    last = choose(data, _MODEL)[-1]
+    last = transforms.eval_transforms(data, _MODEL)[-1]
     self.assertEqual(last, transforms.Normalize(data.mean, data.std))
 
 
