@@ -20,7 +20,7 @@ from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.splash import splash_attention
-from moh_jax.ops.target import on_one_device, target
+from moh_jax.ops.target import has_cudnn, on_one_device, target
 from moh_jax.ops.visible import Visible
 
 
@@ -89,6 +89,7 @@ def attention(
     biased=bias is not None,
     dtype=q.dtype.name,
     one_device=on_one_device(),
+    has_cudnn=has_cudnn(),
   )
   form = choose_form(implementation, case)
   active = active if form.packs else None

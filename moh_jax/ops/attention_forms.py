@@ -59,6 +59,7 @@ class AttentionCase:
     dtype: name of the queries' dtype.
     one_device: whether the arrays are one device's own. Else the compiler
       splits them over a mesh, which it can do to plain XLA alone.
+    has_cudnn: whether programs with cuDNN can be traced here.
   """
 
   target: Target
@@ -73,6 +74,7 @@ class AttentionCase:
   biased: bool = False
   dtype: str = "float32"
   one_device: bool = True
+  has_cudnn: bool = True
 
   @property
   def logits_bytes(self) -> int:
@@ -265,6 +267,8 @@ def _cudnn_problem(case: AttentionCase) -> str:
   """What cuDNN would need that a call has not; empty if nothing."""
   if case.target.platform != "gpu":
     return f"an NVIDIA GPU, this is a {case.target.platform}"
+  if not case.has_cudnn:
+    return "JAX's plug-in for CUDA, which is not installed"
   if case.dtype not in ("bfloat16", "float16"):
     return f"model.dtype bfloat16 or float16, not {case.dtype}"
   if case.head_dim % 8:

@@ -1,6 +1,8 @@
 """The device and the mesh that a function is traced for."""
 
 import dataclasses
+import functools
+import importlib.util
 
 import jax
 
@@ -42,6 +44,13 @@ def target() -> Target:
   device = _default_device()
   cores = getattr(device, "core_count", None)
   return Target(device.platform, device.device_kind, cores)
+
+
+@functools.cache
+def has_cudnn() -> bool:
+  """Whether JAX's plug-in for CUDA, which loads cuDNN, is installed."""
+  plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+  return any(importlib.util.find_spec(name) for name in plugins)
 
 
 def _default_device() -> jax.Device:

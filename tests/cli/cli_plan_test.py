@@ -67,6 +67,19 @@ class PlanCommandTest(parameterized.TestCase):
     self.assertIn("not compiled", out)
     self.assertIn("the share is assumed", out)
 
+  def test_gpus_need_no_cudnn_here(self):
+    config = pathlib.Path(self.create_tempdir().full_path) / "dit.py"
+    config.write_text(
+      "from configs import dit_digits\n"
+      "def get_config():\n"
+      "  config = dit_digits.get_config()\n"
+      '  config.model.dtype = "bfloat16"\n'
+      "  return config\n"
+    )
+    status, out, err = self._plan(config, "--topology=h100:8")
+    self.assertEqual(status, 0, err)
+    self.assertIn("fits, estimated", out)
+
   def test_proposes_what_fits(self):
     config = self._config(width=8192, depth=8)
     status, out, err = self._plan(config, "--topology=v5e-8", "--json=-")

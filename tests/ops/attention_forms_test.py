@@ -69,6 +69,7 @@ class ChooseTest(parameterized.TestCase):
     ({"head_dim": 36, "share": 1.0}, "kernel", False),
     ({"head_dim": 512, "share": 1.0}, "dense", False),
     ({"one_device": False}, "dense", False),
+    ({"has_cudnn": False}, "kernel", True),
   )
   def test_auto_on_a_gpu(self, changes, name, packs):
     gpu = Target("gpu", "NVIDIA A100-SXM4-80GB")
