@@ -19,6 +19,7 @@ import jax.tree
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
+from moh_jax.data.images.cropped import crop_when_read
 from moh_jax.data.images.recipes import eval_recipe, train_recipe
 from moh_jax.data.images.sources import ImageSource
 
@@ -42,8 +43,9 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
     and `pixels.normalizer` makes float32 of them on the device; latents are
     float32.
   """
-  dataset = grain.MapDataset.source(source).seed(config.train.seed)
-  return dataset.shuffle().repeat().apply(train_recipe(config))
+  examples, recipe = crop_when_read(config, source, train_recipe(config))
+  dataset = grain.MapDataset.source(examples).seed(config.train.seed)
+  return dataset.shuffle().repeat().apply(recipe)
 
 
 def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:

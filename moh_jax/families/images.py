@@ -20,6 +20,8 @@ class ImageFamily(Family):
     """
     if config.data.source in _STORED:
       return {"path": path}
+    if config.data.source == "parquet":
+      return {"path": path, "val_share": 1.0}
     return {"source": "image_folder", "path": path, "val_share": 1.0}
 
   def inherited(
