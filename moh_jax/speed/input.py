@@ -1,7 +1,6 @@
 """Examples per second of every stage between the disk and the train step."""
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,19 +9,16 @@ import grain
 import jax
 
 from moh_jax.config import Config, get_family
-from moh_jax.config.sections import FILE_SOURCES
 from moh_jax.data.images.recipes import train_recipe
 from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import TrainBatches
 from moh_jax.runtime import sharding
-from moh_jax.speed import pixels
 from moh_jax.training.feed import Feed
 from moh_jax.training.program import make_program
 
 # What one thread does for an example, one stage after the other.
 _OF_ONE_THREAD = ("read", "decode", "transform", "batch")
 # What a run does at the same time; the slowest decides.
-_ROUNDS = 7  # of decoding, evaluation and training, in turns
 _AT_ONCE = ("input", "to device", "step")
 
 
@@ -42,8 +38,7 @@ def measure(config: Config, batches: int, steps: int) -> dict[str, Any]:
     "examples_per_second" by stage; "bottleneck", the name of the slowest, with
     the slowest part of the input where that is it; "main_thread_share", the
     main thread's own work on input over the time of a step; "waiting_share",
-    how much of the run's time it waits for input. For image files also
-    "images_per_core", see `pixels.rates`.
+    how much of the run's time it waits for input.
   """
   mesh = sharding.make_mesh(config.mesh)
   task = get_family(config.model.family).tasks().make_task(config)
@@ -77,12 +72,7 @@ def measure(config: Config, batches: int, steps: int) -> dict[str, Any]:
   if slowest == "input":
     parts = [name for name in _OF_ONE_THREAD if name in rates]
     slowest = f"input ({min(parts, key=rates.get)})"
-  found = {"examples_per_second": rates, "bottleneck": slowest, **shares}
-  if getattr(config.data, "source", "") in FILE_SOURCES:
-    threads = min(config.data.num_threads, os.cpu_count() or 1)
-    source = make_source(config, "train")
-    found["images_per_core"] = pixels.rates(config, source, threads, _ROUNDS)
-  return found
+  return {"examples_per_second": rates, "bottleneck": slowest, **shares}
 
 
 def _one_thread(config: Config, task: Any, count: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ _MOST_IMAGES = 256  # held in memory, so that no disk is timed
 # They stand for a set of this length: Grain takes 0.3 ms to shuffle a number of
 # a set of 64, and 3 us from 65,536 on.
 _LENGTH = 1 << 20
-_ROUND_SECONDS = 0.3
+_ROUND_SECONDS, _ROUNDS = 0.3, 9
 
 
 class _InMemory(EncodedSource):
@@ -44,9 +44,9 @@ class _InMemory(EncodedSource):
     return {"examples": len(self)}
 
 
-def rates(
-  config: Config, source: Any, threads: int, rounds: int
-) -> dict[str, float]:
+def measure(
+  config: Config, source: Any, threads: int, rounds: int = _ROUNDS
+) -> dict[str, dict[str, float]]:
   """Times decoding and transforms of image files in turns, in short rounds.
 
   Args:
@@ -56,15 +56,15 @@ def rates(
     rounds: of each; the medians are taken.
 
   Returns:
-    Images per second and thread: "decode" of whole images alone, "eval" of that
-    and the transforms of evaluation, "train" of that and those of training.
+    Of "decode" (whole images), "eval" (that and the transforms of evaluation)
+    and "train" (that and those of training): "per_second", images per second
+    and thread, and "cpu_ms", milliseconds of a core's work for an image, which
+    other programs on the machine lengthen less.
   """
   images = _InMemory(source)
   checked = CheckedSource(images, skip=False)
-  train, held_out = (
-    train_images(config, checked),
-    held_out_images(config, checked),
-  )
+  train = train_images(config, checked)
+  held_out = held_out_images(config, checked)
 
   def decode(index: int) -> Any:
     record = images.read(index)
@@ -75,29 +75,37 @@ def rates(
     "eval": lambda index: held_out[index],
     "train": lambda index: train[index],
   }
-  found: dict[str, list[float]] = {name: [] for name in calls}
+  found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
   with concurrent.futures.ThreadPoolExecutor(threads) as pool:
     for number in range(rounds + 1):
       for name, call in calls.items():
-        rate = _rate(call, pool, threads, number)
+        timed = _timed(call, pool, threads, number)
         if number:  # the first round opens and fills caches
-          found[name].append(rate)
-  return {name: statistics.median(values) for name, values in found.items()}
+          found[name].append(timed)
+  medians = {
+    name: tuple(map(statistics.median, zip(*timed)))
+    for name, timed in found.items()
+  }
+  return {
+    name: {"per_second": rate, "cpu_ms": 1e3 * seconds}
+    for name, (rate, seconds) in medians.items()
+  }
 
 
-def _rate(
+def _timed(
   call: Callable[[int], Any],
   pool: concurrent.futures.Executor,
   threads: int,
   number: int,
-) -> float:
-  """Calls per second and thread, each thread on numbers of its own."""
+) -> tuple[float, float]:
+  """Calls per second and thread, and seconds of a core's work for a call."""
 
-  def work(thread: int) -> float:
-    count, began = 0, time.perf_counter()
+  def work(thread: int) -> tuple[float, float]:
+    count, began, worked = 0, time.perf_counter(), time.thread_time()
     while (elapsed := time.perf_counter() - began) < _ROUND_SECONDS:
-      call((number * threads + thread) * 7919 + count)
+      call(((number * threads + thread) * 7919 + count) % _LENGTH)
       count += 1
-    return count / elapsed
+    return count / elapsed, (time.thread_time() - worked) / count
 
-  return statistics.fmean(pool.map(work, range(threads)))
+  rates, seconds = zip(*pool.map(work, range(threads)))
+  return statistics.fmean(rates), statistics.fmean(seconds)
