@@ -22,7 +22,7 @@ from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.folders import FLAT_CLASS, check_share, is_held_out
 
 _LOG = logging.getLogger(__name__)
-_LARGE_GROUP = 1 << 26  # bytes that take 20 ms and more for one image
+_LARGE_GROUP = 1 << 26  # bytes; 10 MB took 2.7 ms of one core for one image
 _MOST_CLASSES = 1 << 20
 
 
