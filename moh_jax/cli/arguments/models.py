@@ -207,7 +207,7 @@ def train(parser: argparse.ArgumentParser) -> None:
 def verify(parser: argparse.ArgumentParser) -> None:
   """Compare the files of checkpoints or shards with their checksums."""
   parser.add_argument(
-    "checkpoint",
+    "folder",
     metavar="DIR",
     help=f"{common.CHECKPOINT_HELP}; or folder of shards, as of pack-images",
   )
