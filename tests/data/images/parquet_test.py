@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.config import Config, DataConfig
+from moh_jax.config import Config, DataConfig, get_family
 from moh_jax.data.images import sources, tables
 from moh_jax.data.images.parquet import ParquetSource
 from moh_jax.data.infer import resolve
@@ -301,6 +301,16 @@ def _model(classes):
 
 
 class MakeSourceTest(_TempDirTest):
+  def test_evaluation_finds_what_a_folder_holds(self):
+    family, config = get_family("vit"), Config(model=_MODEL)
+    for name, source in (("0.parquet", "parquet"), ("0.png", "image_folder")):
+      folder = self.root / source
+      folder.mkdir()
+      (folder / name).touch()
+      found = family.data_at(config, str(folder))
+      self.assertEqual(found["source"], source)
+      self.assertEqual(found["val_share"], 1.0)
+
   def test_a_config_finds_classes_and_splits(self):
     for split, count in (("train", 6), ("validation", 3)):
       labels = [i % 3 for i in range(count)]
