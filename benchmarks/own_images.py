@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args(argv)
-  folders = _photo_folders()
+  folders = photo_folders()
   for name, photos, crops in (("many", MANY, 200), ("own", OWN, 12)):
     for label, photo in enumerate(photos):
       pixels = _read(folders, photo)
@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def _photo_folders() -> list[pathlib.Path]:
+def photo_folders() -> list[pathlib.Path]:
+  """The folders of photographs of scikit-image and scikit-learn."""
   try:
     import skimage
   except ImportError:
@@ -70,11 +71,16 @@ def _photo_folders() -> list[pathlib.Path]:
 
 def _read(folders: list[pathlib.Path], name: str) -> np.ndarray:
   """A photograph in grey, 256 rows."""
+  with Image.open(find_photo(folders, name)) as image:
+    width = round(image.width * _HEIGHT / image.height)
+    return np.asarray(image.convert("L").resize((width, _HEIGHT)))
+
+
+def find_photo(folders: list[pathlib.Path], name: str) -> pathlib.Path:
+  """The file of a photograph."""
   for folder in folders:
     for path in sorted(folder.glob(f"{name}.*")):
-      with Image.open(path) as image:
-        width = round(image.width * _HEIGHT / image.height)
-        return np.asarray(image.convert("L").resize((width, _HEIGHT)))
+      return path
   sys.exit(f"error: no photograph {name} in {', '.join(map(str, folders))}")
 
 

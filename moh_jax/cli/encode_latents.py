@@ -2,13 +2,12 @@
 
 import argparse
 import dataclasses
-import os
 import pathlib
 
 from moh_jax.cli import fields
 from moh_jax.convert.vae import load_vae
-from moh_jax.data.images.folders import find_splits
-from moh_jax.data.images.sources import check_class_names
+from moh_jax.data.images.classes import check_class_names
+from moh_jax.data.images.sources import open_splits
 from moh_jax.inference import encode
 from moh_jax.inference.options import EncodeOptions
 
@@ -16,13 +15,9 @@ from moh_jax.inference.options import EncodeOptions
 def run(args: argparse.Namespace) -> int:
   """Writes the latents; a second run continues the first."""
   options = EncodeOptions(**fields.given_fields(args, EncodeOptions))
-  folders = find_splits(args.data, args.split)
   config, params = load_vae(args.vae)
   config = dataclasses.replace(config, dtype=args.dtype)
-  sources = {
-    split: encode.open_images(folder, config.image_channels)
-    for split, folder in folders.items()
-  }
+  sources = open_splits(args.data, args.split, config.image_channels)
   first, *others = sources.values()
   for other in others:
     check_class_names(first.class_names, other.class_names, args.data)
@@ -34,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
       config,
       options,
       params=params,
-      notes={"vae": args.vae, "encoded_from": os.fspath(folders[split])},
+      notes={"vae": args.vae, "encoded_from": args.data},
     )
     for split, source in sources.items()
   }

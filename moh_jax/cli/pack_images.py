@@ -3,17 +3,33 @@
 import argparse
 import pathlib
 
-from moh_jax.data.images.folders import find_splits
+from moh_jax.data.images.classes import check_class_names, read_class_list
 from moh_jax.data.images.pack import pack_images
+from moh_jax.data.images.sources import open_splits
 
 
 def run(args: argparse.Namespace) -> int:
   """Writes the shards; a second run continues the first."""
-  for split, folder in find_splits(args.data, args.split).items():
+  names = read_class_list(args.class_list) if args.class_list else ()
+  sources = open_splits(args.data, args.split, class_names=names)
+  first, *others = sources.values()
+  for other in others:
+    check_class_names(first.class_names, other.class_names, args.data)
+  for split, source in sources.items():
     out = pathlib.Path(args.out) / split
-    metadata = pack_images(folder, out, shard_size=args.shard_size)
-    print(
+    metadata = pack_images(
+      source,
+      out,
+      packed_from=args.data,
+      shard_size=args.shard_size,
+      shorter_side=args.shorter_side,
+      bad_images=args.bad_images,
+    )
+    text = (
       f"{split}: {metadata['examples']:,} images of "
       f"{len(metadata['class_names']):,} classes in {out}"
     )
+    if metadata["skipped"]:
+      text += f"; {metadata['skipped']:,} skipped, see {out}/skipped"
+    print(text)
   return 0

@@ -2,20 +2,36 @@
 
 import argparse
 import dataclasses
+import pathlib
 
 from moh_jax.cli import common
-from moh_jax.runtime import steps
+from moh_jax.data import shards
+from moh_jax.runtime import location, steps
 
 
 def run(args: argparse.Namespace) -> int:
-  """Prints a line per checkpoint; 1 if any is damaged."""
-  newest = steps.find_step(args.checkpoint, args.step)
-  wanted = (
-    [newest] if args.step is not None else steps.list_steps(args.checkpoint)
-  )
-  reports = [steps.report(args.checkpoint, step) for step in wanted]
+  """Prints a line per checkpoint or set of shards; 1 if any is damaged."""
+  root = pathlib.Path(args.folder)
+  places = (root, *sorted(root.glob("*/")))
+  sets = [place for place in places if (place / shards.METADATA).is_file()]
+  if sets:
+    return _verify_sets(sets, args.json)
+  if "://" not in args.folder:
+    location.check_exists(args.folder)
+  newest = steps.find_step(args.folder, args.step)
+  wanted = [newest] if args.step is not None else steps.list_steps(args.folder)
+  reports = [steps.report(args.folder, step) for step in wanted]
   if args.json != "-":
     for found in reports:
       print(found)
   common.write_json(args.json, [dataclasses.asdict(r) for r in reports])
   return 1 if any(found.damage for found in reports) else 0
+
+
+def _verify_sets(folders: list[pathlib.Path], json: str | None) -> int:
+  damaged = {str(folder): shards.damage(folder) for folder in folders}
+  if json != "-":
+    for folder, lines in damaged.items():
+      print(*(lines or [f"{folder}: whole"]), sep="\n")
+  common.write_json(json, damaged)
+  return 1 if any(damaged.values()) else 0

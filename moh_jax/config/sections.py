@@ -15,7 +15,10 @@ from moh_jax.config.checks import (
 )
 from moh_jax.config.policy import parse_policy
 
-SOURCES = ("digits", "image_folder", "array_record", "latents", "fake")
+# Sources of image files, which are decoded when they are read.
+FILE_SOURCES = ("image_folder", "array_record", "parquet")
+SOURCES = ("digits", *FILE_SOURCES, "latents", "fake")
+DECODES = ("exact", "reduced", "fast")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
 BAD_IMAGES = ("raise", "skip", "check")
 SCHEDULES = ("cosine", "constant", "wsd")
@@ -33,8 +36,10 @@ class DataConfig:
       (path/train/CLASS/* and path/val/CLASS/*, or path/CLASS/* with
       `val_share`; images without class folders are one class),
       "array_record" (shards of encoded images, path/train/*.array_record and
-      path/val/..., as `pack-images` writes them), "latents" (what
-      `encode-latents` writes, in the same places) or "fake" (random).
+      path/val/..., as `pack-images` writes them), "parquet" (Parquet or Arrow
+      files of the library `datasets` with image bytes, path/train-*.parquet or
+      path/train/*), "latents" (what `encode-latents` writes, in the same
+      places) or "fake" (random).
     path: directory of the source; "digits" and "fake" have none.
     batch_size: examples per optimizer step, over all devices and processes.
     augment: change of training images: "none", "shift" (random crop after
@@ -55,6 +60,15 @@ class DataConfig:
       to a multiple of 256, so it holds a part of the images.
     val_share: share of an image folder without val/ that is held out, in [0,
       1]. A hash of a file's name decides, so that further images move none.
+    class_list: file that names a class on each line, whose order is that of the
+      labels of "image_folder" and "parquet"; "" is alphabetical order, or that
+      of the tables.
+    label_column: column of the labels of "parquet"; "" finds it.
+    decode: what is decoded and resized. "exact" decodes all pixels, and Pillow
+      resizes them. "reduced" lets random crops that are more than four times as
+      large as the model's input decode JPEG at 1/2, 1/4 or 1/8. "fast" also
+      resizes with cykooz_resizer, whose pixels are those of Pillow within a few
+      of 255 levels; it needs the extra `images`.
     bad_images: what a training image that cannot be read does: "raise" ends the
       run when it is reached, "skip" takes another image in its place and warns,
       "check" reads all images before the first step and names the bad ones.
@@ -83,6 +97,9 @@ class DataConfig:
   random_erasing: float = 0.0
   repeats: int = 1
   val_share: float = 0.0
+  class_list: str = ""
+  label_column: str = ""
+  decode: str = "exact"
   bad_images: str = "raise"
   eval_resize: int | None = 0
   mean: tuple[float, ...] | None = None
@@ -95,7 +112,7 @@ class DataConfig:
 
   def __post_init__(self):
     one_of("data", self, source=SOURCES, augment=AUGMENTATIONS)
-    one_of("data", self, bad_images=BAD_IMAGES)
+    one_of("data", self, bad_images=BAD_IMAGES, decode=DECODES)
     at_least("data", 1, self, "batch_size", most=MOST_BATCH)
     at_least("data", 1, self, "prefetch", "num_threads", most=MOST_AHEAD)
     at_least("data", 1, self, "device_prefetch", most=MOST_AHEAD)
@@ -112,6 +129,15 @@ class DataConfig:
         f"data.path='' must name the directory of data.source={self.source!r}, "
         "with train/ and val/"
       )
+    for name, sources in (
+      ("class_list", ("image_folder", "parquet")),
+      ("label_column", ("parquet",)),
+    ):
+      if (value := getattr(self, name)) and self.source not in sources:
+        raise ValueError(
+          f"data.{name}={value!r} must be '' with data.source={self.source!r}; "
+          f"it is for {sources}"
+        )
     if self.mean is self.std is None:
       return
     if not self.mean or not self.std or len(self.mean) != len(self.std):

@@ -8,10 +8,10 @@ from typing import Any
 
 from moh_jax.config import Config, DiffusionConfig
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.data.images import latents, records
-from moh_jax.data.images.folders import list_split
+from moh_jax.config.sections import FILE_SOURCES
+from moh_jax.data.images import latents
 from moh_jax.data.images.recipes import is_latent
-from moh_jax.data.images.sources import ImageFolderSource
+from moh_jax.data.images.sources import open_files
 from moh_jax.data.shards import read_metadata
 from moh_jax.data.text.sequences import describe_set
 from moh_jax.data.text.tokenizers import load_tokenizer
@@ -140,12 +140,7 @@ def _described(config: Config) -> list[tuple[tuple[int, int], bool]]:
     return [((_FAKE_SIDE, _FAKE_SIDE), False)]
   if data.source == "digits":
     return [((8, 8), True)]
-  source: records.ArrayRecordSource | ImageFolderSource
-  if data.source == "array_record":
-    source = records.ArrayRecordSource(data.path, "train", 3)
-  else:
-    share = data.val_share
-    source = ImageFolderSource(data.path, "train", 3, val_share=share)
+  source = open_files(data, "train", 3)
   found = []
   for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
     with contextlib.suppress(ValueError, FileNotFoundError):
@@ -164,16 +159,14 @@ def _num_classes(config: Config) -> int:
     return 10
   if data.source == "fake":
     return _FAKE_CLASSES
-  if data.source == "image_folder":
-    return len(list_split(data.path, "train", data.val_share)[1])
+  if data.source in FILE_SOURCES:
+    return len(open_files(data, "train", 3).class_names)
   return len(_metadata(config)["class_names"])
 
 
 def _metadata(config: Config) -> dict[str, Any]:
-  """What packed images or latents say of themselves."""
-  data = config.data
-  kind = latents.KIND if data.source == "latents" else records.KIND
-  return read_metadata(pathlib.Path(data.path) / "train", kind)
+  """What latents say of themselves."""
+  return read_metadata(pathlib.Path(config.data.path) / "train", latents.KIND)
 
 
 def _normalization(

@@ -19,6 +19,7 @@ import jax.tree
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
+from moh_jax.data.images.cropped import crop_when_read
 from moh_jax.data.images.recipes import eval_recipe, train_recipe
 from moh_jax.data.images.repeated import RepeatedImages
 from moh_jax.data.images.sources import ImageSource
@@ -43,10 +44,11 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
     and `pixels.normalizer` makes float32 of them on the device; latents are
     float32.
   """
-  dataset = grain.MapDataset.source(source).seed(config.train.seed).shuffle()
+  examples, recipe = crop_when_read(config, source, train_recipe(config))
+  dataset = grain.MapDataset.source(examples).seed(config.train.seed).shuffle()
   if config.data.repeats > 1:
     dataset = RepeatedImages(dataset, config.data.repeats)
-  return dataset.repeat().apply(train_recipe(config))
+  return dataset.repeat().apply(recipe)
 
 
 def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:

@@ -15,6 +15,7 @@ class Entry(msgspec.Struct, kw_only=True):
   file: FileName
   examples: Count
   bytes: Count
+  xxh3: str = ""  # of the whole file; sets of older versions lack it
   # Older sets have a reason for each name in place of counts by reason.
   skipped: dict[str, Count | str] = {}
 

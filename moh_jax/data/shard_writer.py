@@ -21,7 +21,7 @@ from array_record.python import array_record_module
 
 from moh_jax.data import shards
 from moh_jax.data.set_schema import Entry
-from moh_jax.files import disk_errors, replacing
+from moh_jax.files import checksum, disk_errors, replacing
 from moh_jax.json_files import plain, read_json
 
 # Records can be read one by one; payloads do not compress any further.
@@ -173,10 +173,12 @@ class ShardSetWriter:
         target.close()
         with growing.open("r+b") as file:
           os.fsync(file.fileno())
+        summed, length = checksum(growing)
         entry = {
           "file": name,
           "examples": target.examples,
-          "bytes": growing.stat().st_size,
+          "bytes": length,
+          "xxh3": summed,
           **target.notes,
           "skipped": target.skipped,
         }

@@ -27,6 +27,7 @@ from array_record.python import array_record_module
 
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.set_schema import SCHEMAS, SUMS, Head, Header
+from moh_jax.files import checksum
 from moh_jax.json_files import check_json, parse_json, read_json
 
 METADATA = "metadata.json"
@@ -90,6 +91,32 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
         f"{total}"
       )
   return metadata
+
+
+def damage(folder: pathlib.Path) -> list[str]:
+  """Compares the shards of a set of any kind with their checksums.
+
+  Args:
+    folder: folder of the set.
+
+  Returns:
+    A line for each shard that is missing or not as it was written. Sets of
+    older versions have no checksums, so only their lengths are compared.
+
+  Raises:
+    ValueError: metadata.json is damaged.
+  """
+  kind = read_json(folder / METADATA, Head, _MAX_METADATA)["format"]
+  lines = []
+  for entry in read_metadata(folder, kind)["shards"]:
+    file = folder / entry["file"]
+    if not file.is_file():
+      lines.append(f"{file}: no such file")
+      continue
+    summed, length = checksum(file)
+    if length != entry["bytes"] or entry.get("xxh3", summed) != summed:
+      lines.append(f"{file}: its content is not what was written")
+  return lines
 
 
 class _OpenShards:

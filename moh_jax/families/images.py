@@ -5,6 +5,7 @@ from typing import Any
 
 from moh_jax.config import ClassifierConfig, Config
 from moh_jax.config.family import Family
+from moh_jax.data.images.tables import is_tables
 
 # Sources whose examples are files of one kind; other sources read folders.
 _STORED = ("latents", "array_record")
@@ -14,13 +15,16 @@ class ImageFamily(Family):
   """A family whose examples are images, or their latents."""
 
   def data_at(self, config: Config, path: str) -> dict[str, Any]:
-    """Shards are read as such, anything else as folders of images.
+    """Shards are read as such, other folders as tables or folders of images.
 
-    Of a folder without val/ all images are held out.
+    Without val/ all images are held out.
     """
     if config.data.source in _STORED:
       return {"path": path}
-    return {"source": "image_folder", "path": path, "val_share": 1.0}
+    all_of_it = {"path": path, "val_share": 1.0}
+    if is_tables(path):
+      return {"source": "parquet", **all_of_it}
+    return {"source": "image_folder", "label_column": "", **all_of_it}
 
   def inherited(
     self, trained: Config, stated: Mapping[str, Any]

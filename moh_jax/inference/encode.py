@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,32 +15,19 @@ from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.data.images.encoded import EncodedSource
 from moh_jax.data.images.latents import KIND, encode_moments
-from moh_jax.data.images.records import ArrayRecordSource
-from moh_jax.data.images.sources import ImageFolderSource
 from moh_jax.data.images.tolerant import CheckedSource
 from moh_jax.data.images.transforms import center_crop
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.shards import METADATA
 from moh_jax.inference.options import EncodeOptions
 from moh_jax.models.vae import VAE
 from moh_jax.models.weights_hash import encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
 
-# Images that know their names and the fingerprint of their list.
-NamedSource = ArrayRecordSource | ImageFolderSource
-
-
-def open_images(folder: str | os.PathLike, channels: int) -> NamedSource:
-  """Images in folder/CLASS/*, or shards that `pack-images` wrote into it."""
-  folder = os.fspath(folder)
-  packed = (pathlib.Path(folder) / METADATA).is_file()
-  source = ArrayRecordSource if packed else ImageFolderSource
-  return source(folder, "", channels)
-
 
 def open_latents(
-  source: NamedSource,
+  source: EncodedSource,
   out: str | os.PathLike,
   config: VAEConfig,
   options: EncodeOptions,
@@ -99,7 +85,7 @@ def _scaling(config: VAEConfig, options: EncodeOptions) -> dict[str, Any]:
 
 
 def encode_latents(
-  source: NamedSource,
+  source: EncodedSource,
   writer: ShardSetWriter,
   config: VAEConfig,
   params: Any,
@@ -183,7 +169,7 @@ class _Encoder:
 
 def _write_shards(
   encoder: _Encoder,
-  source: NamedSource,
+  source: EncodedSource,
   writer: ShardSetWriter,
   options: EncodeOptions,
   mine: range,

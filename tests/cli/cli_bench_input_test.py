@@ -3,12 +3,14 @@
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.speed import input as speed_input
+from moh_jax.speed import pixels
 from tests.cli import tiny_checkpoint
 from tests.training import tiny
 
@@ -47,6 +49,26 @@ class BenchInputTest(parameterized.TestCase):
     self.assertIn("main thread:", out)
     for name in ("main_thread_share", "waiting_share"):
       self.assertBetween(measured[name], 0, 1)
+
+  def test_pixels_of_image_files(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    _write_images(root)
+    self.enterContext(mock.patch.object(pixels, "_ROUND_SECONDS", 0.01))
+    argv = "bench", "input", "--config", "tests/faults/tiny_run.py:vit"
+    status, out, err = tiny_checkpoint.call(
+      *(*argv, "--pixels", "--json", str(root / "out.json")),
+      *("--config.data.source=image_folder", f"--config.data.path={root}"),
+    )
+    self.assertEqual(status, 0, err)
+    measured = json.loads((root / "out.json").read_text())["pixels"]
+    self.assertEqual(list(measured), ["decode", "eval", "train"])
+    for times in measured.values():
+      self.assertGreater(times["per_second"], 0)
+      self.assertGreater(times["cpu_ms"], 0)
+    self.assertIn("and transforms of training", out)
+    status, _, err = tiny_checkpoint.call(*argv, "--pixels")
+    self.assertEqual(status, 2)
+    self.assertIn("--pixels: data.source='digits' must be one of", err)
 
   def test_text_has_no_images_to_decode(self):
     config = tiny.llm_config(data={"batch_size": 8}, mesh={"data": -1})

@@ -6,6 +6,7 @@ from etils import epath
 
 from moh_jax.runtime import manifest
 from tests.cli import tiny_checkpoint
+from tests.data.text import tiny_text
 
 
 class VerifyCommandTest(parameterized.TestCase):
@@ -26,6 +27,20 @@ class VerifyCommandTest(parameterized.TestCase):
     self.assertEqual(
       self._verify(), (0, ["step 2: whole", "step 4: whole"], "")
     )
+
+  def test_sets_of_shards(self):
+    folder = self.workdir / "shards" / "train"
+    tiny_text.write(folder, [[[1, 2, 3]]])
+    for place in (folder, folder.parent):
+      status, out, _ = tiny_checkpoint.call("verify", place)
+      self.assertEqual((status, out), (0, f"{folder}: whole\n"))
+    file = next(folder.glob("*.array_record"))
+    content = bytearray(file.read_bytes())
+    content[-30] ^= 1
+    file.write_bytes(content)
+    status, out, _ = tiny_checkpoint.call("verify", folder.parent)
+    self.assertEqual(status, 1)
+    self.assertEqual(out, f"{file}: its content is not what was written\n")
 
   def test_damaged_file_is_named_and_the_status_is_1(self):
     file = self.workdir / "checkpoints/4/params/d"

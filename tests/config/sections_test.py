@@ -20,7 +20,10 @@ _SECTIONS = {
 # Section, field, a value just outside its range, what the message allows.
 _OUT_OF_RANGE = (
   ("data", "source", "csv", "('digits', 'image_folder', "),
-  ("data", "source", "csv", "'array_record', 'latents', 'fake')"),
+  ("data", "source", "csv", "'array_record', 'parquet', 'latents', 'fake')"),
+  ("data", "decode", "quick", "('exact', 'reduced', 'fast')"),
+  ("data", "class_list", "x.txt", "for ('image_folder', 'parquet')"),
+  ("data", "label_column", "y", "for ('parquet',)"),
   ("data", "augment", "flip", "('none', 'shift', 'crop_flip', 'center_flip')"),
   ("data", "auto_augment", "v0", "'', '3a', or 'rand' with sections"),
   ("data", "color_jitter", -0.1, "at least 0"),

@@ -12,6 +12,7 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images import pack
+from moh_jax.data.images.image_folder import ImageFolderSource
 from moh_jax.data.infer import resolve
 from tests.data.text import tiny_sets, tiny_text
 
@@ -28,6 +29,10 @@ class _TempDirTest(parameterized.TestCase):
 
 
 class ImagesTest(_TempDirTest):
+  def _pack(self, folder, out):
+    source = ImageFolderSource(str(folder), "", 3)
+    pack.pack_images(source, out, packed_from=folder, progress=False)
+
   def _write_images(self):
     for name in ("ant", "bee", "cat"):
       path = self.root / "images/train" / name / "0.png"
@@ -59,9 +64,7 @@ class ImagesTest(_TempDirTest):
     data = DataConfig(source="image_folder", path=str(self.root))
     model = dataclasses.replace(_VIT, image_size=None)
     sizes = {resolve(Config(model, data=data)).model.image_size}
-    pack.pack_images(
-      self.root / "train", self.root / "packed/train", progress=False
-    )
+    self._pack(self.root / "train", self.root / "packed/train")
     data = DataConfig(source="array_record", path=str(self.root / "packed"))
     sizes |= {resolve(Config(model, data=data)).model.image_size}
     self.assertEqual(sizes, {(side, side)})
@@ -86,9 +89,7 @@ class ImagesTest(_TempDirTest):
 
   def test_classes_of_packed_images(self):
     packed = self.root / "packed"
-    pack.pack_images(
-      self._write_images() + "/train", packed / "train", progress=False
-    )
+    self._pack(self._write_images() + "/train", packed / "train")
     data = DataConfig(source="array_record", path=str(packed))
     model = resolve(Config(_VIT, data=data)).model
     self.assertEqual((model.channels, model.num_classes), (3, 3))

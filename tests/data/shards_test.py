@@ -8,6 +8,7 @@ import tempfile
 from unittest import mock
 
 import numpy as np
+import xxhash
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import shards
@@ -190,11 +191,40 @@ class ReadTest(_SetTest):
       shards.Shards(self.folder, _KIND)
 
 
+class DamageTest(_SetTest):
+  def test_whole_sets_and_older_ones_have_none(self):
+    self._whole()
+    self.assertEmpty(shards.damage(self.folder))
+    metadata = json.loads((self.folder / shards.METADATA).read_text())
+    for entry in metadata["shards"]:
+      del entry["xxh3"]
+    (self.folder / shards.METADATA).write_text(json.dumps(metadata))
+    self.assertEmpty(shards.damage(self.folder))
+
+  def test_altered_and_missing_shards_are_named(self):
+    self._whole()
+    first, second, _ = sorted(self.folder.glob("*.array_record"))
+    content = bytearray(first.read_bytes())
+    content[-40] ^= 1
+    first.write_bytes(content)
+    second.unlink()
+    self.assertEqual(
+      shards.damage(self.folder),
+      [
+        f"{first}: its content is not what was written",
+        f"{second}: no such file",
+      ],
+    )
+
+
 class WriteTest(_SetTest):
   def test_metadata_describes_the_set(self):
     self._whole()
     metadata = json.loads((self.folder / shards.METADATA).read_text())
     del metadata["shards"][0]["bytes"]
+    file = self.folder / "00000-of-00003.array_record"
+    summed = xxhash.xxh3_128_hexdigest(file.read_bytes())
+    self.assertEqual(metadata["shards"][0].pop("xxh3"), summed)
     self.assertEqual(
       metadata["shards"][0],
       {"file": "00000-of-00003.array_record", "examples": 4, "skipped": {}},

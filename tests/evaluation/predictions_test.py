@@ -20,6 +20,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import classification
+from tests.data.images import parquet_test
 from tests.training import tiny
 
 _RNG = np.random.RandomState(0)
@@ -122,17 +123,23 @@ class ReadRightTest(parameterized.TestCase):
 
 
 class DevicesTest(parameterized.TestCase):
-  def test_any_number_of_devices_counts_the_same_images(self):
+  @parameterized.parameters("image_folder", "parquet")
+  def test_any_number_of_devices_counts_the_same_images(self, source):
     root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     rng = np.random.default_rng(0)
-    for name, count in (("ant", 9), ("bee", 12)):  # 21: no multiple of 8
-      (root / name).mkdir()
-      for i in range(count):
-        pixels = rng.integers(0, 256, (8, 8), np.uint8)
-        Image.fromarray(pixels).save(root / name / f"{i}.png")
+    if source == "parquet":
+      labels = [0] * 9 + [1] * 12  # 21: no multiple of 8
+      parquet_test.write(root / "0.parquet", parquet_test.make_table(labels))
+    else:
+      for name, count in (("ant", 9), ("bee", 12)):
+        (root / name).mkdir()
+        for i in range(count):
+          pixels = rng.integers(0, 256, (8, 8), np.uint8)
+          Image.fromarray(pixels).save(root / name / f"{i}.png")
+    classes = 3 if source == "parquet" else 2
     config = tiny.config(
-      model={"channels": 1, "num_classes": 2},
-      data={"source": "image_folder", "path": str(root), "val_share": 1.0},
+      model={"channels": 1, "num_classes": classes},
+      data={"source": source, "path": str(root), "val_share": 1.0},
     )
     config = dataclasses.replace(config, eval=EvalConfig(batch_size=16))
     model, _ = make_model(config)

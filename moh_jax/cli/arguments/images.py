@@ -40,7 +40,9 @@ def classify(parser: argparse.ArgumentParser) -> None:
 
 def encode_latents(parser: argparse.ArgumentParser) -> None:
   """Turn images into latents to train a diffusion model on."""
-  common.add_image_folders(parser, "; or what `pack-images` made of it")
+  common.add_image_folders(
+    parser, "; or what `pack-images` made of it, or Parquet or Arrow files"
+  )
   parser.add_argument(
     "--vae", required=True, metavar="PATH", help="weights of the autoencoder"
   )
@@ -120,8 +122,8 @@ def _metrics(text: str) -> tuple[str, ...]:
 
 
 def pack_images(parser: argparse.ArgumentParser) -> None:
-  """Pack folders of images into array_record shards."""
-  common.add_image_folders(parser)
+  """Pack images, in folders or tables, into array_record shards."""
+  common.add_image_folders(parser, "; or Parquet or Arrow files of images")
   parser.add_argument("--out", required=True, metavar="DIR")
   parser.add_argument(
     "--shard-size",
@@ -129,6 +131,26 @@ def pack_images(parser: argparse.ArgumentParser) -> None:
     default=1024,
     metavar="N",
     help="images per shard",
+  )
+  parser.add_argument(
+    "--shorter-side",
+    type=fields.integer,
+    default=0,
+    metavar="N",
+    help="make images whose shorter side has more than N pixels smaller, as "
+    "JPEG (default: copy all files unchanged)",
+  )
+  parser.add_argument(
+    "--class-list",
+    metavar="FILE",
+    help="labels in the order of FILE, which names a class (a folder) on each "
+    "line (default: alphabetical)",
+  )
+  parser.add_argument(
+    "--bad-images",
+    choices=("raise", "skip"),
+    default="raise",
+    help="end at a file that cannot be read, or leave it out",
   )
 
 

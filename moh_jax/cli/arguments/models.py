@@ -205,8 +205,12 @@ def train(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(parser: argparse.ArgumentParser) -> None:
-  """Compare the files of checkpoints with their checksums."""
-  parser.add_argument("checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP)
+  """Compare the files of checkpoints or shards with their checksums."""
+  parser.add_argument(
+    "folder",
+    metavar="DIR",
+    help=f"{common.CHECKPOINT_HELP}; or folder of shards, as of pack-images",
+  )
   parser.add_argument(
     "--step", type=int, help="which checkpoint (default: all of them)"
   )

@@ -86,6 +86,12 @@ def bench(parser: argparse.ArgumentParser) -> None:
   common.add_count(
     sub, "--steps", 10, help="to time the train step with (default: 10)"
   )
+  sub.add_argument(
+    "--pixels",
+    action="store_true",
+    help="of image files, time decoding alone, evaluation's transforms and "
+    "training's instead",
+  )
   common.add_json(sub)
   _add_traceback(sub)
 

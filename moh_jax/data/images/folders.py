@@ -8,7 +8,7 @@ from etils import epath
 
 SPLITS = ("train", "val")
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-_FLAT_CLASS = "images"  # the one class of a folder without class folders
+FLAT_CLASS = "images"  # the one class of a folder without class folders
 _LOG = logging.getLogger(__name__)
 
 # "CLASS/NAME" (or "NAME" in a flat folder) and label of each image.
@@ -37,7 +37,7 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
     [f"{name}/{file}" for file in _image_names(root / name)] for name in classes
   ]
   if not classes:
-    classes, names = [_FLAT_CLASS], [_image_names(root)]
+    classes, names = [FLAT_CLASS], [_image_names(root)]
   if not any(names):
     raise FileNotFoundError(
       f"{root} holds no image; expected {root}/CLASS/*, or images without "
@@ -92,7 +92,8 @@ def list_split(
       for file, label in files
       if is_held_out(file, val_share) == (split == "val")
     ]
-    _check_share(folder, class_names, files, split, val_share)
+    present = {label for _, label in files}
+    check_share(folder, class_names, present, split, val_share)
   return folder, class_names, files
 
 
@@ -102,15 +103,25 @@ def is_held_out(name: str, share: float) -> bool:
   return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def _check_share(
-  folder: epath.Path,
+def check_share(
+  folder: os.PathLike,
   class_names: tuple[str, ...],
-  files: Files,
+  present: set[int],
   split: str,
   share: float,
 ) -> None:
-  """Refuses a share that leaves nothing to train on or to evaluate."""
-  present = {label for _, label in files}
+  """Refuses a held-out share that leaves nothing to train on or to evaluate.
+
+  Args:
+    folder: for messages.
+    class_names: of all classes.
+    present: labels that the split has.
+    split: "train" or "val".
+    share: `data.val_share`.
+
+  Raises:
+    ValueError: training lacks a class, or nothing is held out.
+  """
   missing = [n for label, n in enumerate(class_names) if label not in present]
   what = f"{folder}: data.val_share={share} holds out"
   if split == "train" and missing:
@@ -118,7 +129,7 @@ def _check_share(
       f"{what} every image of class {missing[0]!r}; add images, or make train/ "
       "and val/"
     )
-  if not files:
+  if not present:
     raise ValueError(f"{what} no image; add images, or raise it")
   if missing:
     _LOG.warning("%s no image of %d classes", what, len(missing))

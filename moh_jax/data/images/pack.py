@@ -1,72 +1,125 @@
-"""Packs a folder of images into array_record shards."""
+"""Packs images into array_record shards."""
 
 import concurrent.futures
+import io
 import os
 from typing import Any
 
 import tqdm
-from etils import epath
+from PIL import Image
 
-from moh_jax.data.images.folders import fingerprint, list_images
+from moh_jax.data.images.encoded import EncodedSource, Record
+from moh_jax.data.images.files import (
+  decode_image,
+  describe_image,
+  upright_size,
+)
 from moh_jax.data.images.records import KIND
+from moh_jax.data.images.resizing import resize
 from moh_jax.data.shard_writer import ShardSetWriter
 
 _THREADS = 8  # threads that read image files
+_QUALITY = 95  # of JPEG files that are written in place of larger images
 
 
 def pack_images(
-  folder: str | os.PathLike,
+  source: EncodedSource,
   out: str | os.PathLike,
   *,
+  packed_from: str | os.PathLike,
   shard_size: int = 1024,
+  shorter_side: int = 0,
+  bad_images: str = "raise",
   progress: bool = True,
 ) -> dict[str, Any]:
-  """Packs FOLDER/CLASS/* into shards; continues an interrupted run.
+  """Packs images into shards; continues an interrupted run.
 
-  Files are copied unchanged and not decoded; the option `data.bad_images`
-  decides how training treats files that cannot be decoded.
+  A run that was killed and continued writes the same bytes as one that was not.
 
   Args:
-    folder: folder of the classes, local or in a bucket.
+    source: the images.
     out: folder of the new set, local or mounted.
+    packed_from: where they are from, for the reader of metadata.json.
     shard_size: images per shard.
+    shorter_side: makes images whose shorter side has more pixels smaller
+      (bicubic, JPEG of quality 95); the others, and all with 0, are copied
+      unchanged and not decoded: `data.bad_images` decides how training treats
+      them.
+    bad_images: "raise" ends at a file that cannot be read (or made smaller),
+      "skip" leaves it out.
     progress: show a progress bar on stderr, where that is a terminal.
 
   Returns:
     The content of metadata.json.
 
   Raises:
-    FileNotFoundError: there is no image.
-    OSError: an image cannot be read, or a shard not be written.
-    ValueError: `out` holds a set of other images or another shard size.
+    FileNotFoundError: an image is gone, with bad_images="raise".
+    OSError: a shard cannot be written.
+    ValueError: `out` holds a set of other images or settings, or an image is
+      damaged, with bad_images="raise".
   """
-  class_names, files = list_images(folder)
+  images = source.fingerprint
+  if shorter_side:
+    images += f", shorter side at most {shorter_side}"
   writer = ShardSetWriter(
     out,
     KIND,
-    items=len(files),
+    items=len(source),
     shard_size=shard_size,
-    settings={"images": fingerprint(files)},
-    notes={"class_names": class_names, "packed_from": os.fspath(folder)},
+    settings={"images": images},
+    notes={
+      "class_names": source.class_names,
+      "packed_from": os.fspath(packed_from),
+    },
   )
-  root = epath.Path(folder)
+
+  def prepare(item: int) -> Record | Exception:
+    try:
+      record = source.read(item)
+      return _shrunk(record, shorter_side) if shorter_side else record
+    except (ValueError, FileNotFoundError) as error:
+      return error
+
   todo = writer.todo()
   left = sum(len(writer.items(shard)) for shard in todo)
   with (
     concurrent.futures.ThreadPoolExecutor(_THREADS) as pool,
     tqdm.tqdm(
-      total=len(files),
-      initial=len(files) - left,
+      total=len(source),
+      initial=len(source) - left,
       unit="image",
       disable=not progress or None,
     ) as bar,
   ):
     for shard in todo:
       items = writer.items(shard)
-      chosen = [files[item] for item in items]
       with writer.open(shard) as target:
-        contents = pool.map(lambda f: (root / f[0]).read_bytes(), chosen)
-        for (name, label), content in zip(chosen, contents):
-          target.add({"label": label, "name": name}, content)
+        for item, found in zip(items, pool.map(prepare, items)):
+          name = source.name(item)
+          if isinstance(found, Record):
+            target.add({"label": found.label, "name": name}, found.content)
+          elif bad_images == "raise":
+            raise found
+          else:
+            target.skip(name, "unreadable", f": {found}")
           bar.update()
   return writer.finish()
+
+
+def _shrunk(record: Record, shorter: int) -> Record:
+  """The image with a shorter side of at most `shorter` pixels.
+
+  Raises:
+    ValueError: it is to be made smaller, and damaged.
+  """
+  size = upright_size(record.content, record.place)
+  if min(size) <= shorter:
+    return record
+  _, grey = describe_image(record.content, record.place)
+  pixels = decode_image(record.content, 1 if grey else 3, record.place)
+  scale = shorter / min(size)
+  pixels = resize(pixels, tuple(round(side * scale) for side in size))
+  picture = Image.fromarray(pixels.squeeze(-1) if grey else pixels)
+  file = io.BytesIO()
+  picture.save(file, "JPEG", quality=_QUALITY)
+  return record._replace(content=file.getvalue())

@@ -6,18 +6,15 @@ fingerprint of the list of files) and "packed_from".
 """
 
 import pathlib
-from typing import Any
-
-import numpy as np
 
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.files import decode_image, describe_image
+from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.shards import Shards
 
 KIND = "images"
 
 
-class ArrayRecordSource:
+class ArrayRecordSource(EncodedSource):
   """Source of the images in PATH/SPLIT/*.array_record."""
 
   def __init__(self, path: str, split: str, channels: int):
@@ -49,22 +46,11 @@ class ArrayRecordSource:
   def __len__(self) -> int:
     return len(self._shards)
 
-  def read(self, index: int) -> tuple[dict[str, Any], bytes]:
-    """The record of an example, its image not decoded."""
-    return self._shards[index]
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    header, content = self.read(index)
-    image = decode_image(content, self.channels, self._place(header))
-    return {"image": image, "label": np.int32(header["label"])}
-
-  def describe(self, index: int) -> tuple[tuple[int, int], bool]:
-    """Rows and columns of an image, and whether it is grey."""
-    header, content = self.read(index)
-    return describe_image(content, self._place(header))
-
-  def _place(self, header: dict[str, Any]) -> str:
-    return f"{header['name']} in {self._folder}"
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded."""
+    header, content = self._shards[index]
+    place = f"{header['name']} in {self._folder}"
+    return Record(header["label"], place, content)
 
   def name(self, index: int) -> str:
     """The image's "CLASS/NAME"; shard and position if the record is damaged."""

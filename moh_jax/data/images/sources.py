@@ -12,20 +12,21 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from moh_jax.config import Config, ImageModel
+from moh_jax.config import Config, DataConfig, ImageModel
+from moh_jax.config.sections import FILE_SOURCES
+from moh_jax.data.extras import import_extra
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.files import decode_image, describe_image, read_bytes
-from moh_jax.data.images.folders import (
-  SPLITS,
-  find_splits,
-  fingerprint,
-  list_images,
-  list_split,
-)
+from moh_jax.data.images import tables
+from moh_jax.data.images.classes import check_class_names, read_class_list
+from moh_jax.data.images.encoded import EncodedSource
+from moh_jax.data.images.folders import SPLITS, find_splits
+from moh_jax.data.images.image_folder import ImageFolderSource
 from moh_jax.data.images.latents import LatentSource
+from moh_jax.data.images.parquet import ParquetSource
 from moh_jax.data.images.recipes import crops_center, is_latent
 from moh_jax.data.images.records import ArrayRecordSource
 from moh_jax.data.images.tolerant import CheckedSource
+from moh_jax.data.shards import METADATA
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,83 +84,6 @@ def _load_digits() -> tuple[np.ndarray, np.ndarray]:
   return images[..., None], digits.target.astype(np.int32)
 
 
-class ImageFolderSource:
-  """Source of the image files of a split, see `folders.list_split`."""
-
-  def __init__(
-    self,
-    path: str,
-    split: str,
-    channels: int,
-    *,
-    val_share: float = 0.0,
-    class_names: tuple[str, ...] = (),
-  ):
-    """Lists the files of a split.
-
-    Args:
-      path: directory of the splits, local or a bucket.
-      split: "train" or "val"; "" reads `path` itself.
-      channels: 1 converts to grey, 3 to RGB.
-      val_share: share that is held out where there is no val/.
-      class_names: classes whose positions are the labels; () numbers the
-        class folders in alphabetical order.
-
-    Raises:
-      FileNotFoundError: there is no such directory, or no image in it.
-      ValueError: a class folder holds no image or is none of `class_names`.
-    """
-    self._held_out = ""
-    if split:
-      self._root, own, self._files = list_split(path, split, val_share)
-      if val_share and self._root.name != split:
-        self._held_out = f"{val_share:g}"
-    else:
-      self._root = epath.Path(path)
-      own, self._files = list_images(self._root)
-    self.class_names, self.channels = own, channels
-    if split == "val" and not class_names and all(map(str.isdecimal, own)):
-      # Without names of the model, numbers are labels; in training folders are
-      # in alphabetical order, which is another from the 11th class on.
-      class_names = tuple(map(str, range(len(own))))
-    if class_names:
-      labels = match_classes(own, class_names, str(self._root))
-      self._files = [(name, labels[label]) for name, label in self._files]
-      self.class_names = class_names
-
-  @property
-  def fingerprint(self) -> str:
-    """Identifies the list of images, see `files.fingerprint`."""
-    return fingerprint(self._files)
-
-  def __len__(self) -> int:
-    return len(self._files)
-
-  def identity(self) -> Identity:
-    """Identifies the list of images; their content is not read."""
-    found: Identity = {"examples": len(self), "fingerprint": self.fingerprint}
-    return found | {"val_share": self._held_out} if self._held_out else found
-
-  def read(self, index: int) -> bytes:
-    """The file of an example, not decoded."""
-    return read_bytes(self._root / self._files[index][0])
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    name, label = self._files[index]
-    path = str(self._root / name)
-    image = decode_image(self.read(index), self.channels, path)
-    return {"image": image, "label": np.int32(label)}
-
-  def describe(self, index: int) -> tuple[tuple[int, int], bool]:
-    """Rows and columns of an image, and whether it is grey."""
-    path = self._root / self._files[index][0]
-    return describe_image(self.read(index), str(path))
-
-  def name(self, index: int) -> str:
-    """The image's "CLASS/NAME"."""
-    return self._files[index][0]
-
-
 class FakeSource:
   """Random images (or latents) and labels; example i is the same in every run.
 
@@ -203,7 +127,84 @@ def has_split(config: Config, split: str) -> bool:
   data = config.data
   if data.source == "image_folder":
     return data.val_share > 0 or split in find_splits(data.path)
+  if data.source == "parquet":
+    return data.val_share > 0 or split in tables.find_tables(data.path)
   return not data.path or (epath.Path(data.path) / split).exists()
+
+
+def open_files(
+  data: DataConfig,
+  split: str,
+  channels: int,
+  class_names: tuple[str, ...] = (),
+) -> EncodedSource:
+  """Opens a split of images that are files: in folders, shards or tables.
+
+  Args:
+    data: section `data` of the config, of such a source.
+    split: "train" or "val".
+    channels: 1 decodes to grey, 3 to RGB.
+    class_names: classes whose positions are the labels; () takes those of
+      `data.class_list`, else of the data. Shards have labels of their own.
+
+  Raises:
+    FileNotFoundError: there is no such split.
+    ValueError: the data are damaged, or have classes beside `class_names`.
+  """
+  if data.source == "array_record":
+    return ArrayRecordSource(data.path, split, channels)
+  if data.class_list and not class_names:
+    class_names = read_class_list(data.class_list)
+  shared = {"val_share": data.val_share, "class_names": class_names}
+  if data.source == "image_folder":
+    return ImageFolderSource(data.path, split, channels, **shared)
+  return ParquetSource(
+    data.path, split, channels, **shared, label_column=data.label_column
+  )
+
+
+def open_splits(
+  path: str,
+  split: str | None,
+  channels: int = 3,
+  class_names: tuple[str, ...] = (),
+) -> dict[str, EncodedSource]:
+  """Opens images of any kind on disk, whichever it is.
+
+  Args:
+    path: folder with train/ and val/ (or one of them), or with one split
+      directly, of class folders or of what `pack-images` wrote; or a folder of
+      Parquet or Arrow files.
+    split: the wanted split; None opens all. If `path` is one split directly,
+      this is the name it gets, "train" for None.
+    channels: 1 decodes to grey, 3 to RGB.
+    class_names: classes whose positions are the labels; () takes those of the
+      first split for all.
+
+  Returns:
+    Sources by split.
+
+  Raises:
+    FileNotFoundError: there is no such split.
+    ValueError: the data are damaged, or have classes beside `class_names`.
+  """
+  opened: dict[str, EncodedSource] = {}
+  if tables.is_tables(path):
+    for name in [split] if split else tables.find_tables(path):
+      opened[name] = source = ParquetSource(
+        path, name, channels, class_names=class_names
+      )
+      class_names = class_names or source.class_names
+    return opened
+  for name, folder in find_splits(path, split).items():
+    if (folder / METADATA).is_file():
+      opened[name] = ArrayRecordSource(str(folder), "", channels)
+      continue
+    opened[name] = source = ImageFolderSource(
+      str(folder), "", channels, class_names=class_names
+    )
+    class_names = class_names or source.class_names
+  return opened
 
 
 def make_source(
@@ -230,16 +231,10 @@ def make_source(
   data, model = config.data, config.model
   if data.source == "digits":
     source = DigitsSource(split)
-  elif data.source == "image_folder":
-    source = ImageFolderSource(
-      data.path,
-      split,
-      model.channels,
-      val_share=data.val_share,
-      class_names=class_names,
-    )
-  elif data.source == "array_record":
-    source = ArrayRecordSource(data.path, split, model.channels)
+  elif data.source in FILE_SOURCES:
+    source = open_files(data, split, model.channels, class_names)
+    if data.decode == "fast":
+      import_extra("cykooz_resizer", "data.decode='fast'", "images")
   elif data.source == "latents":
     source = LatentSource(data.path, split)
     source.check_fits(config)
@@ -282,63 +277,9 @@ def make_source(
   smallest = (0, 0)
   if crops_center(config, split):
     smallest = model.input_shape[:2]
-  checked = CheckedSource(source, skip=skip, smallest=smallest)
+  checked = CheckedSource(
+    source, skip=skip, smallest=smallest, decode=data.decode
+  )
   if data.bad_images == "check":
     checked.read_all(data.num_threads)
   return checked
-
-
-def match_classes(
-  found: tuple[str, ...], wanted: tuple[str, ...], where: str
-) -> list[int]:
-  """Finds the labels of class folders among a model's classes, by name.
-
-  Folders that are named by numbers, as those of ImageNet-V2, are labels
-  themselves unless the classes have such names too.
-
-  Args:
-    found: names of the folders.
-    wanted: classes of the model.
-    where: name of the data, for the message.
-
-  Returns:
-    The label of each folder.
-
-  Raises:
-    ValueError: a folder is none of the classes.
-  """
-  labels = {name: label for label, name in enumerate(wanted)}
-  unknown = [name for name in found if name not in labels]
-  if unknown and all(name.isdecimal() for name in found):
-    labels = {str(label): label for label in range(len(wanted))}
-    unknown = [name for name in found if name not in labels]
-  if unknown:
-    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
-    raise ValueError(
-      f"{where}: class folder {unknown[0]!r} is none of the model's "
-      f"{len(wanted)} classes ({known}), the names of the training's folders"
-    )
-  if missing := len(wanted) - len(set(found)):
-    _LOG.warning("%s: no folder of %d classes", where, missing)
-  return [labels[name] for name in found]
-
-
-def check_class_names(
-  ours: tuple[str, ...], theirs: tuple[str, ...], where: str
-) -> None:
-  """Checks that the labels of model and data mean the same classes.
-
-  Args:
-    ours: class names that the model was trained with.
-    theirs: class names of the data.
-    where: name of the data, for the message.
-
-  Raises:
-    ValueError: a label has two names.
-  """
-  for label, (mine, other) in enumerate(zip(ours, theirs)):
-    if mine != other:
-      raise ValueError(
-        f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
-        "directories must have the names of the training split"
-      )

@@ -2,11 +2,13 @@
 
 import concurrent.futures
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from moh_jax.data.identity import Identity
 
 _log = logging.getLogger(__name__)
+Fit = Callable[[dict[str, Any]], dict[str, Any]]
 _MOST_NAMED = 10  # bad images in one message
 
 
@@ -18,7 +20,12 @@ class CheckedSource:
   """
 
   def __init__(
-    self, source: Any, *, skip: bool, smallest: tuple[int, int] = (0, 0)
+    self,
+    source: Any,
+    *,
+    skip: bool,
+    smallest: tuple[int, int] = (0, 0),
+    decode: str = "exact",
   ):
     """Wraps a source.
 
@@ -27,8 +34,10 @@ class CheckedSource:
         that it cannot read.
       skip: whether bad images are replaced; otherwise they raise.
       smallest: minimum rows and columns of an image.
+      decode: `data.decode`, which changes pixels and so the identity.
     """
     self._source, self._skip, self._smallest = source, skip, smallest
+    self._decode = decode
     self._bad: dict[int, object] = {}
     self.class_names = source.class_names
     self.channels = source.channels
@@ -41,17 +50,35 @@ class CheckedSource:
 
   def identity(self) -> Identity:
     """Identifies the examples and their order."""
-    return self._source.identity()
+    found = self._source.identity()
+    # "exact" goes unsaid, as in checkpoints from before there was a choice.
+    return found | ({"decode": self._decode} if self._decode != "exact" else {})
 
   def __len__(self) -> int:
     return len(self._source)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
+    return self._first_good(index, lambda i: self._checked(self._source[i], i))
+
+  def fitted(self, index: int, fit: Fit) -> dict[str, Any]:
+    """An example after `fit`, which may raise for an image that is damaged.
+
+    Args:
+      index: of the image.
+      fit: maps {"image", "label"}; "image" may be a `LaterImage`.
+    """
+    return self._first_good(
+      index, lambda i: fit(self._checked(self._source.open(i), i))
+    )
+
+  def _first_good(
+    self, index: int, read: Callable[[int], dict[str, Any]]
+  ) -> dict[str, Any]:
     size = len(self._source)
     for step in range(size):
       candidate = (index + step) % size
       try:
-        return self._read(candidate)
+        return read(candidate)
       except (ValueError, FileNotFoundError) as error:
         if not self._skip:
           raise
@@ -70,7 +97,7 @@ class CheckedSource:
 
     def error(index: int) -> str:
       try:
-        self._read(index)
+        self._checked(self._source[index], index)
       except (ValueError, FileNotFoundError) as bad:
         return str(bad)
       return ""
@@ -85,8 +112,8 @@ class CheckedSource:
         "with data.bad_images='skip'"
       )
 
-  def _read(self, index: int) -> dict[str, Any]:
-    example = self._source[index]
+  def _checked(self, example: dict[str, Any], index: int) -> dict[str, Any]:
+    """An example that is large enough."""
     rows, columns = example["image"].shape[:2]
     if rows < self._smallest[0] or columns < self._smallest[1]:
       raise ValueError(

@@ -3,6 +3,7 @@ import json
 import pathlib
 import pickle
 import tempfile
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -29,9 +30,18 @@ class _PackedTest(parameterized.TestCase):
 
   def _pack(self, splits=sources.SPLITS):
     for split in splits:
-      pack.pack_images(
-        self.images / split, self.out / split, shard_size=4, progress=False
-      )
+      self._pack_folder(self.images / split, split)
+
+  def _pack_folder(self, folder, split, **options):
+    source = sources.ImageFolderSource(str(folder), "", 3)
+    return pack.pack_images(
+      source,
+      self.out / split,
+      packed_from=folder,
+      shard_size=4,
+      progress=False,
+      **options,
+    )
 
 
 class PackTest(_PackedTest):
@@ -59,6 +69,63 @@ class PackTest(_PackedTest):
     (self.images / "val" / "ant" / "0.png").unlink()
     with self.assertRaisesRegex(ValueError, "images: '5 files.* '6 files"):
       self._pack(["val"])
+
+  @parameterized.parameters(0, 7)
+  def test_killed_run_goes_on_to_the_same_bytes(self, shorter):
+    folder = self.images / "train"
+
+    def files():
+      found = sorted(self.out.rglob("*"))
+      return {p.name: p.read_bytes() for p in found if p.is_file()}
+
+    self._pack_folder(folder, "whole", shorter_side=shorter)
+    expected = files()
+    self.out = self.root / "killed"
+    read = sources.ImageFolderSource.read
+
+    def killed(source, index):
+      if index == 5:  # in the second shard
+        raise KeyboardInterrupt
+      return read(source, index)
+
+    with mock.patch.object(sources.ImageFolderSource, "read", killed):
+      with self.assertRaises(KeyboardInterrupt):
+        self._pack_folder(folder, "whole", shorter_side=shorter)
+    self.assertFalse((self.out / "whole/metadata.json").exists())
+    self.assertNotEmpty(list(self.out.glob("whole/*.array_record")))
+    self._pack_folder(folder, "whole", shorter_side=shorter)
+    self.assertEqual(files(), expected)
+
+  def test_larger_images_become_smaller(self):
+    Image.new("L", (40, 30)).save(self.images / "val/ant/0.png")
+    Image.new("RGBA", (20, 44)).save(self.images / "val/ant/1.png")
+    self._pack_folder(self.images / "val", "val", shorter_side=10)
+    packed = records.ArrayRecordSource(str(self.out), "val", 3)
+    described = [packed.describe(i) for i in range(3)]
+    self.assertEqual(
+      described, [((10, 13), True), ((22, 10), False), ((10, 16), False)]
+    )
+    self.assertTrue(packed.read(0).content.startswith(b"\xff\xd8"))
+    file = self.images / "val" / "cat" / "0.png"  # 9 rows: unchanged
+    self.assertEqual(packed.read(3).content, file.read_bytes())
+    with self.assertRaisesRegex(ValueError, "images: '6 files.* there"):
+      self._pack_folder(self.images / "val", "val", shorter_side=9)
+
+  def test_bad_images_end_or_are_left_out(self):
+    (self.images / "val/ant/1.png").write_text("no image")
+    (self.images / "val/cat/0.png").unlink()
+    (self.images / "val/cat/0.png").symlink_to(self.root / "gone.png")
+    with self.assertRaisesRegex(ValueError, "ant/1.png: not an image"):
+      self._pack_folder(self.images / "val", "val", shorter_side=4)
+    metadata = self._pack_folder(
+      self.images / "val", "val", shorter_side=4, bad_images="skip"
+    )
+    self.assertEqual((metadata["examples"], metadata["skipped"]), (4, 2))
+    listed = "".join(
+      path.read_text() for path in sorted(self.out.glob("val/skipped/*"))
+    )
+    self.assertIn("ant/1.png: unreadable: ", listed)
+    self.assertIn("0.png: a broken link", listed)
 
   def test_metadata_names_the_classes(self):
     self._pack(["val"])

@@ -33,6 +33,7 @@ class TokenSetWriterTest(absltest.TestCase):
     metadata = json.loads((self.folder / shards.METADATA).read_text())
     for entry in metadata["shards"]:
       self.assertGreater(entry.pop("bytes"), 0)
+      self.assertLen(entry.pop("xxh3"), 32)
     sha256 = tiny_text.tokenizer().sha256
     self.assertEqual(
       metadata,

@@ -1,0 +1,93 @@
+"""The classes of images: lists of their names, and labels by name."""
+
+import logging
+import pathlib
+
+_LOG = logging.getLogger(__name__)
+_MOST_BYTES = 1 << 24  # of a list of classes
+
+
+def read_class_list(file: str) -> tuple[str, ...]:
+  """Reads class names, whose positions are the labels.
+
+  Args:
+    file: a class on each line, such as "n01440764" or "n01440764 tench, Tinca
+      tinca": the first word is the name, as of its folder. Empty lines and what
+      follows the first word are left out.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no text, names no class, or one twice.
+  """
+  path = pathlib.Path(file)
+  where = f"data.class_list={file!r}"
+  if not path.is_file():
+    raise FileNotFoundError(f"{where}: no such file")
+  try:
+    with path.open("rb") as stream:
+      text = stream.read(_MOST_BYTES).decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{where}: not UTF-8: {error}") from error
+  names = tuple(line.split()[0] for line in text.splitlines() if line.strip())
+  if not names:
+    raise ValueError(f"{where}: names no class")
+  if len(set(names)) < len(names):
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"{where}: class {twice!r} is there twice")
+  return names
+
+
+def match_classes(
+  found: tuple[str, ...], wanted: tuple[str, ...], where: str
+) -> list[int]:
+  """Finds the labels of class folders among a model's classes, by name.
+
+  Folders that are named by numbers, as those of ImageNet-V2, are labels
+  themselves unless the classes have such names too.
+
+  Args:
+    found: names of the folders.
+    wanted: classes of the model.
+    where: name of the data, for the message.
+
+  Returns:
+    The label of each folder.
+
+  Raises:
+    ValueError: a folder is none of the classes.
+  """
+  labels = {name: label for label, name in enumerate(wanted)}
+  unknown = [name for name in found if name not in labels]
+  if unknown and all(name.isdecimal() for name in found):
+    labels = {str(label): label for label in range(len(wanted))}
+    unknown = [name for name in found if name not in labels]
+  if unknown:
+    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
+    raise ValueError(
+      f"{where}: class folder {unknown[0]!r} is none of the model's "
+      f"{len(wanted)} classes ({known}), the names of the training's folders"
+    )
+  if missing := len(wanted) - len(set(found)):
+    _LOG.warning("%s: no folder of %d classes", where, missing)
+  return [labels[name] for name in found]
+
+
+def check_class_names(
+  ours: tuple[str, ...], theirs: tuple[str, ...], where: str
+) -> None:
+  """Checks that the labels of model and data mean the same classes.
+
+  Args:
+    ours: class names that the model was trained with.
+    theirs: class names of the data.
+    where: name of the data, for the message.
+
+  Raises:
+    ValueError: a label has two names.
+  """
+  for label, (mine, other) in enumerate(zip(ours, theirs)):
+    if mine != other:
+      raise ValueError(
+        f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
+        "directories must have the names of the training split"
+      )

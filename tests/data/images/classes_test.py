@@ -1,0 +1,61 @@
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.config import DataConfig
+from moh_jax.data.images import classes, sources
+
+
+class ClassListTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.file = self.root / "synsets.txt"
+
+  def test_first_words_are_the_names(self):
+    self.file.write_text("n02 tench, Tinca tinca\r\n\n  n01\nn03\tbee\n")
+    names = classes.read_class_list(str(self.file))
+    self.assertEqual(names, ("n02", "n01", "n03"))
+
+  @parameterized.parameters(
+    (b"", "names no class"),
+    (b"\n \n", "names no class"),
+    (b"ant\nbee\nant x\n", "class 'ant' is there twice"),
+    (b"\xff\xfe", "not UTF-8"),
+  )
+  def test_bad_lists_are_named(self, content, message):
+    self.file.write_bytes(content)
+    with self.assertRaisesRegex(ValueError, f"class_list=.*{message}"):
+      classes.read_class_list(str(self.file))
+
+  def test_missing_list_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "nope.txt.*no such file"):
+      classes.read_class_list(str(self.root / "nope.txt"))
+
+  def test_labels_of_folders_are_the_lists(self):
+    for split in ("train", "val"):
+      for name in ("ant", "bee", "cat"):
+        path = self.root / split / name / "1.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
+    self.file.write_text("cat\nant\nbee\n")
+    data = DataConfig(
+      source="image_folder", path=str(self.root), class_list=str(self.file)
+    )
+    for split in ("train", "val"):
+      source = sources.open_files(data, split, 3)
+      self.assertEqual(source.class_names, ("cat", "ant", "bee"))
+      self.assertEqual([int(source[i]["label"]) for i in range(3)], [1, 2, 0])
+    alphabetical = DataConfig(source="image_folder", path=str(self.root))
+    other = sources.open_files(alphabetical, "train", 3)
+    self.assertNotEqual(other.identity(), source.identity())
+    self.file.write_text("cat\nant\n")
+    with self.assertRaisesRegex(ValueError, "class folder 'bee' is none"):
+      sources.open_files(data, "train", 3)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,96 @@
+"""simplejpeg against Pillow: the same pixels, and the same errors."""
+
+import io
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.data.images import files, jpeg
+from tests.data.images.photos import encode, photo
+
+pytest.importorskip("simplejpeg")
+
+_MOST = 10**8
+
+
+def by_pillow(*args):
+  with mock.patch.object(jpeg, "_library", lambda: None):
+    return files.decode_image(*args)
+
+
+class DecodersTest(parameterized.TestCase):
+  @parameterized.product(
+    mode=("RGB", "L"),
+    channels=(1, 3),
+    factor=(1, 2, 4, 8),
+    options=({"subsampling": 0}, {"subsampling": 2}, {"progressive": True}),
+  )
+  def test_pixels_are_equal_at_every_scale(
+    self, mode, channels, factor, options
+  ):
+    content = encode(photo(mode=mode), quality=92, **options)
+    ours = files.decode_image(content, channels, "x", factor)
+    np.testing.assert_array_equal(
+      ours, by_pillow(content, channels, "x", factor)
+    )
+    self.assertEqual(
+      ours.shape, (-(-167 // factor), -(-251 // factor), channels)
+    )
+    used = jpeg.decode(content, channels, factor, _MOST)
+    self.assertEqual(used is not None, mode == "L" or channels == 3)
+
+  @parameterized.parameters(*range(1, 9))
+  def test_turned_images_are_left_to_pillow(self, orientation):
+    exif = Image.Exif()
+    exif[274] = orientation
+    content = encode(photo(), exif=exif)
+    self.assertIsNone(jpeg.decode(content, 3, 1, _MOST))
+    pixels = files.decode_image(content, 3, "x")
+    self.assertEqual(files.upright_size(content, "x"), pixels.shape[:2])
+    for factor in (2, 8):
+      smaller = files.decode_image(content, 3, "x", factor).shape[:2]
+      self.assertEqual(
+        smaller, tuple(-(-side // factor) for side in pixels.shape[:2])
+      )
+
+  def test_inks_are_left_to_pillow(self):
+    content = encode(photo(mode="CMYK"))
+    self.assertIsNone(jpeg.decode(content, 3, 1, _MOST))
+    self.assertEqual(files.decode_image(content, 3, "x").shape, (167, 251, 3))
+
+  def test_damage_gives_the_same_error_or_the_same_pixels(self):
+    whole = encode(photo())
+    rng = np.random.default_rng(0)
+    cut = [whole[:length] for length in (3, 30, 400, 2000, len(whole) - 2)]
+    altered = []
+    for _ in range(40):
+      content = bytearray(whole)
+      content[rng.integers(len(whole))] = rng.integers(256)
+      altered.append(bytes(content))
+    for content, factor in itertools.product([*cut, *altered], (1, 4)):
+      results = []
+      for decode in (files.decode_image, by_pillow):
+        try:
+          results.append(decode(content, 3, "x.jpg", factor))
+        except ValueError as error:
+          results.append(str(error))
+      self.assertIsInstance(results[0], type(results[1]))
+      np.testing.assert_array_equal(*results)
+
+  def test_too_many_pixels_are_refused(self):
+    content = encode(photo())
+    self.assertIsNone(jpeg.decode(content, 3, 1, 1000))
+
+  def test_other_formats_are_no_jpeg(self):
+    file = io.BytesIO()
+    photo().save(file, "PNG")
+    self.assertFalse(jpeg.is_jpeg(file.getvalue()))
+    self.assertIsNone(jpeg.upright_size(file.getvalue()))
+
+
+if __name__ == "__main__":
+  absltest.main()

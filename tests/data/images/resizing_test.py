@@ -1,0 +1,116 @@
+"""Resizing: torchvision's evaluation, the faster library, reduced decoding."""
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.data.images import resizing, transforms
+from moh_jax.data.images.encoded import LaterImage, Record
+from tests.data.images.photos import encode, photo
+
+_NAMES = ("china", "flower")
+
+
+def _torchvision(picture, shorter, size):
+  """`Resize` and `CenterCrop` of torchvision 0.28 on a picture of Pillow.
+
+  Sizes and offsets are computed as its functional_pil and functional do.
+  """
+  short, long = sorted(picture.size)
+  longer = int(shorter * long / short)
+  wide = picture.width > picture.height
+  picture = picture.resize(
+    (longer, shorter) if wide else (shorter, longer), Image.Resampling.BICUBIC
+  )
+  left = round((picture.width - size) / 2.0)
+  top = round((picture.height - size) / 2.0)
+  return np.asarray(picture.crop((left, top, left + size, top + size)))
+
+
+def _difference(a, b):
+  return np.abs(a.astype(int) - b.astype(int))
+
+
+class EvaluationTest(parameterized.TestCase):
+  @parameterized.product(
+    name=_NAMES,
+    size=((500, 375), (375, 500), (333, 500), (640, 427), (301, 299)),
+    resize=((256, 224), (232, 224), (438, 384)),
+    fast=(False, True),
+  )
+  def test_equals_torchvision_on_photographs(self, name, size, resize, fast):
+    if fast:
+      pytest.importorskip("cykooz_resizer")
+    picture = photo(size, name=name)
+    shorter, side = resize
+    expected = _torchvision(picture, shorter, side)
+    crop = transforms.ResizeCenterCrop(shorter, (side, side), fast)
+    ours = crop.map({"image": np.asarray(picture)})["image"]
+    difference = _difference(ours, expected)
+    # Pillow rounds between its two passes, whose order depends on the box.
+    self.assertLessEqual(difference.mean(), 0.25)
+    self.assertLessEqual(difference.max(), 12)
+
+
+class FastTest(parameterized.TestCase):
+  @parameterized.product(
+    channels=(1, 3),
+    box=(None, (0, 0, 300, 200), (40.5, 30.25, 190, 180), (290, 190, 300, 200)),
+    size=((64, 64), (200, 300), (224, 100)),
+  )
+  def test_is_pillows_within_a_few_levels(self, channels, box, size):
+    pytest.importorskip("cykooz_resizer")
+    picture = photo((300, 200), "L" if channels == 1 else "RGB")
+    image = np.asarray(picture).reshape(200, 300, channels)
+    ours = resizing.resize(image, size, box, fast=True)
+    difference = _difference(ours, resizing.resize(image, size, box))
+    self.assertEqual(ours.shape, (*size, channels))
+    self.assertLess(difference.mean(), 0.5)
+    self.assertLessEqual(difference.max(), 8)
+
+
+class ReducedTest(parameterized.TestCase):
+  def _later(self, size, quality=95):
+    picture = photo(size)
+    content = encode(picture, quality=quality)
+    shape = (*picture.size[::-1], 3)
+    return LaterImage(Record(0, "x.jpg", content), shape)
+
+  @parameterized.parameters(
+    ((0, 0, 800, 600), 32, 8),
+    ((0, 0, 800, 600), 50, 4),
+    ((0, 0, 800, 600), 100, 2),
+    ((0, 0, 800, 600), 160, 1),
+    ((10, 20, 410, 270), 32, 2),
+    ((10, 20, 74, 84), 32, 1),
+  )
+  def test_scale_follows_from_the_crop(self, box, side, factor):
+    later = self._later((800, 600))
+    pixels, inside = later.region((side, side), box)
+    self.assertEqual(pixels.shape[:2], (600 // factor, 800 // factor))
+    self.assertEqual(inside, tuple(edge / factor for edge in box))
+
+  @parameterized.product(
+    size=((1001, 777), (640, 960)),
+    box=((0, 0, 640, 777), (30, 40, 600, 700), (100, 0, 640, 530)),
+    side=(32, 60),
+  )
+  def test_crop_is_about_that_of_all_pixels(self, size, box, side):
+    later = self._later(size)
+    box = tuple(min(edge, size[i % 2]) for i, edge in enumerate(box))
+    whole, _ = later.region(size[::-1], box)  # as large: decodes all
+    self.assertEqual(whole.shape, later.shape)
+    expected = resizing.resize(whole, (side, side), box)
+    ours = resizing.resize(later, (side, side), box)
+    self.assertLess(_difference(ours, expected).mean(), 1)
+
+  def test_damage_is_named(self):
+    later = self._later((800, 600))
+    cut = later.record._replace(content=later.record.content[:5000])
+    with self.assertRaisesRegex(ValueError, "^x.jpg: damaged or truncated"):
+      LaterImage(cut, later.shape).region((32, 32), (0, 0, 800, 600))
+
+
+if __name__ == "__main__":
+  absltest.main()
