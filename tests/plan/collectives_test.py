@@ -87,6 +87,18 @@ class ReadCollectivesTest(parameterized.TestCase):
     (found,) = read_collectives(text, _MESH)
     self.assertEqual((found.axes, found.devices), (("fsdp",), (0, 1, 2, 3)))
 
+  def test_parts_of_a_chain_are_one_collective_and_a_channel_is_several(self):
+    line = "  %{} = f32[4] all-reduce(%p), channel_id=1, {}\n"
+    attributes = (
+      *['frontend_attributes={chain_id="0"}'] * 2,
+      'frontend_attributes={chain_id="3"}',
+      *["to_apply=%add"] * 2,
+    )
+    lines = [line.format(f"x{i}", a) for i, a in enumerate(attributes)]
+    text = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n{''.join(lines)}}}\n"
+    (found,) = read_collectives(text, _MESH)
+    self.assertEqual(found.count, 4)
+
   def test_a_group_of_one_device_exchanges_nothing(self):
     text = _program("f32[4]{0} all-reduce(%p)", "replica_groups=[8,1]<=[8]")
     self.assertEqual(read_collectives(text, _MESH), ())
