@@ -16,7 +16,7 @@ from moh_jax.plan.step_time import StepTime
 from moh_jax.runtime import sharding, targets
 from moh_jax.runtime.topology import Topology
 from moh_jax.speed.model_flops import step_flops
-from moh_jax.training.program import Program, make_program
+from moh_jax.training.program import Program, check_split, make_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +109,8 @@ class Estimator:
 
   def _check(self, config: Config) -> AbstractMesh:
     """The mesh of a run; refuses what it cannot split."""
-    mesh, batch = self._mesh(config.mesh), config.data.batch_size
-    parts = config.optim.accumulation
-    sharding.check_batch("data.batch_size", batch, mesh, parts)
-    sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
-    length = getattr(config.data, "sequence_length", None)
-    sharding.check_tokens(config.model, mesh, length)
+    mesh = self._mesh(config.mesh)
+    check_split(config, mesh)
     return mesh
 
   def _mesh(self, config: MeshConfig) -> AbstractMesh:
