@@ -18,6 +18,9 @@ _KINDS = (
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
+_SENT = re.compile(
+  r"= \((\w+)\[([\d,]*)\].* send\(.*_xla_megascale_transfer_type=\"(\w+)"
+)
 _CALLS = re.compile(
   r"(calls|to_apply|body|condition|branch_computations|called_computations|"
   r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -62,7 +65,7 @@ class Collective:
 
 
 def read_collectives(
-  text: str, mesh: Mapping[str, int]
+  text: str, mesh: Mapping[str, int], slices: int = 1
 ) -> tuple[Collective, ...]:
   """Reads the collectives of a compiled program.
 
@@ -72,6 +75,8 @@ def read_collectives(
     text: of the program (HLO).
     mesh: sizes of the mesh's axes, in order; the program's devices are numbered
       along them.
+    slices: of TPUs, which lie one after another along the first axis. Their
+      program is that of one slice, which sends what crosses to its hosts.
 
   Returns:
     The collectives, those of one kind, dtype and group of devices together,
@@ -79,12 +84,27 @@ def read_collectives(
   """
   bodies = computations(text)
   runs = count_runs(bodies)
+  first, *rest = mesh
+  mesh = {first: mesh[first] // slices, **{axis: mesh[axis] for axis in rest}}
+  size_of_slice = math.prod(mesh.values())
   total: dict[tuple, list[float]] = {}
   seen = set()
+
+  def add(key: tuple, times: int, size: float) -> None:
+    entry = total.setdefault(key, [0, 0.0])
+    entry[0] += times
+    entry[1] += times * size
+
   for name, lines in bodies.items():
     for line in lines:
+      if (sent := _SENT.search(line)) and runs[name]:
+        dtype, shape, kind = sent.groups()
+        kind = kind.lower().replace("_", "-")
+        size = _bytes(dtype, shape) * (slices if kind == "all-gather" else 1)
+        devices = tuple(range(0, slices * size_of_slice, size_of_slice))
+        add((kind, dtype, (first,), devices), runs[name], size)
       match = _COLLECTIVE.search(line)
-      if not match or not runs.get(name):
+      if not match or not runs[name]:
         continue
       # The compiler for TPUs puts the parts of one collective, a chain, into
       # several computations. A channel alone is not one collective: all that
@@ -93,7 +113,7 @@ def read_collectives(
         if chain.groups() in seen:
           continue
         seen.add(chain.groups())
-      groups = _groups(line, math.prod(mesh.values()))
+      groups = _groups(line, size_of_slice)
       axes = _axes(groups, mesh)
       if not axes:
         continue
@@ -113,10 +133,7 @@ def read_collectives(
       devices = tuple(groups[0].tolist())
       if kind == "collective-permute":  # pairs form a ring
         devices = devices_along(axes, mesh)
-      key = (kind, dtype, axes, devices)
-      entry = total.setdefault(key, [0, 0.0])
-      entry[0] += runs[name]
-      entry[1] += runs[name] * size
+      add((kind, dtype, axes, devices), runs[name], size)
   found = [Collective(*key, *entry) for key, entry in total.items()]
   return tuple(sorted(found, key=lambda one: -one.bytes))
 
@@ -130,7 +147,8 @@ def computations(text: str) -> dict[str, list[str]]:
     if header:
       name = header[2]
       found[name] = [line]
-    elif line.startswith("}"):
+    # Other lines begin with a brace too: those of a kernel's own attributes.
+    elif line == "}" or line.startswith("}, execution_thread"):
       name = ""
     elif name:
       found[name].append(line)

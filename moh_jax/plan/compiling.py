@@ -121,6 +121,8 @@ def _compile(config: Config, wanted: Topology) -> Compiled:
   seconds = time.perf_counter() - start
   found = compiled.memory_analysis()
   outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+  # The program of several TPU slices is that of one of them.
+  slices = wanted.slices if platform == "tpu" else 1
   total = found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
   return Compiled(
     compiler=compiler,
@@ -131,7 +133,7 @@ def _compile(config: Config, wanted: Topology) -> Compiled:
     arguments=found.argument_size_in_bytes,
     outputs=outputs,
     temporaries=found.temp_size_in_bytes,
-    collectives=read_collectives(compiled.as_text(), dict(mesh.shape)),
+    collectives=read_collectives(compiled.as_text(), dict(mesh.shape), slices),
   )
 
 
