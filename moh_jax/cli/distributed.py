@@ -1,8 +1,11 @@
 """Options of commands that run as several processes; importable without JAX."""
 
 import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
 
-from moh_jax.runtime import cluster
+from moh_jax.runtime import cluster, steps
 
 
 def add_distributed(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +72,30 @@ def join(args: argparse.Namespace) -> bool:
 
   Raises:
     ValueError: the cluster is none that JAX recognizes, and it is described
-      neither by options nor by the environment.
-    OSError: the first process cannot be reached.
+      neither by options nor by the environment; or the processes differ in
+      their versions, options or checkpoints.
+    OSError: the first process cannot be reached, or another one does not come.
   """
   import jax
 
+  from moh_jax.runtime.agreement import agree
+
   if args.distributed:
     cluster.join(args.place, args.join_seconds)
+    agree(_compared(vars(args)))
   return jax.process_index() == 0
+
+
+def _compared(given: Mapping[str, Any]) -> dict[str, Any]:
+  """The options in which processes must not differ, and the checkpoint.
+
+  Training compares its config later, complete with what its data tell.
+  """
+  own = ("config", "place", "coordinator", "process_id", "join_seconds", "json")
+  options = {name: given[name] for name in given if name not in own}
+  values: dict[str, Any] = {
+    "options": json.loads(json.dumps(options, default=str))
+  }
+  if checkpoint := given.get("checkpoint"):
+    values["newest checkpoint"] = steps.list_steps(checkpoint)[-1:]
+  return values

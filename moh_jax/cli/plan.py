@@ -47,9 +47,11 @@ def _print(plan: Plan) -> None:
   )
   for name, value in plan.assumed.items():
     print(f"assumed, since the data are not here: model.{name}={value}")
+  topology = plan.topology
+  slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
   print(
-    f"topology: {plan.topology.name}, {plan.topology.devices} x {chip.kind} on "
-    f"{plan.topology.hosts} host(s), {_gb(chip.memory)} each"
+    f"topology: {slices}{topology.name}, {topology.devices} x {chip.kind} on "
+    f"{topology.hosts} host(s), {_gb(chip.memory)} each"
   )
   print(f"mesh: {_mesh(plan, plan.run)}\n")
   print(_layout_table(plan) + "\n")
@@ -123,7 +125,7 @@ def _print_proposal(plan: Plan) -> None:
   before, after = plan.run.estimate.config, plan.proposal.estimate.config
   old, new = plan.run.estimate.mesh, plan.proposal.estimate.mesh
   flags = [
-    f"--config.mesh.{axis}={size}"
+    f"--config.mesh.{axis}={getattr(after.mesh, axis)}"
     for axis, size in new.items()
     if size != old[axis]
   ]
@@ -214,6 +216,7 @@ def _report(plan: Plan) -> dict[str, Any]:
   return {
     "topology": {
       "name": topology.name,
+      "slices": topology.slices,
       "devices": topology.devices,
       "hosts": topology.hosts,
       "chip": dataclasses.asdict(topology.chip),

@@ -80,7 +80,7 @@ def _check_before_restoring(args: argparse.Namespace) -> str:
   metadata, _ = common.read_metadata(args, "sample")
   sample.check_request(metadata.config, args.labels, args.seed)
   num = args.num or len(args.labels) or metadata.config.model.num_classes
-  sample.check_room(metadata.config, num, pathlib.Path(args.out))
+  sample.check_size(metadata.config, num, pathlib.Path(args.out))
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
   return metadata.encoder_sha256

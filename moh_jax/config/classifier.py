@@ -28,6 +28,11 @@ class ClassifierConfig:
   # A run may be continued with other values of these.
   RUNTIME_FIELDS = ("label_smoothing", "mixup", "cutmix", "cutmix_prob")
 
+  @property
+  def mixes(self) -> bool:
+    """Whether images are mixed."""
+    return bool(self.mixup or self.cutmix)
+
   def __post_init__(self):
     at_least("classifier", 0, self, "mixup", "cutmix")
     in_range("classifier", 0, 1, self, "cutmix_prob", "label_smoothing")

@@ -107,9 +107,13 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
     for field in dataclasses.fields(config.model)
     if getattr(config.model, field.name) is None
   }
-  return dataclasses.replace(
-    config, model=found.model, optim=found.optim
-  ), assumed
+  unset = {
+    field.name: getattr(found.data, field.name)
+    for field in dataclasses.fields(config.data)
+    if getattr(config.data, field.name) is None
+  }
+  data = dataclasses.replace(config.data, **unset)
+  return dataclasses.replace(found, data=data), assumed
 
 
 def _channels(config: Config) -> int:

@@ -145,8 +145,8 @@ def sample_images(
   return np.concatenate(batches)
 
 
-def check_room(config: Config, num: int, out: pathlib.Path) -> None:
-  """Refuses more images than memory (.png) or the disk has room for.
+def check_size(config: Config, num: int, out: pathlib.Path) -> None:
+  """Refuses images that do not fit memory (.png) or the disk.
 
   Args:
     config: of the model.

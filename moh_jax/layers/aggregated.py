@@ -17,7 +17,7 @@ from moh_jax.layers.attend import active_heads, attend
 from moh_jax.layers.embed import CONV_INIT, LayerNorm
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
-from moh_jax.layers.partitioning import declare
+from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
@@ -79,8 +79,10 @@ class PositionBias(nn.Module):
     # 2: the remat policy "dots" would keep its [T, 512] result for every block.
     x = jnp.asarray(coordinates.table)
     x = x[:, :1] * kernel[:1] + x[:, 1:] * kernel[1:]
+    # No example is in it, so all devices would compute the same.
+    x = constrain(nn.relu(add_bias(x, bias)), None, "devices")
     out = nn.Dense(self.num_heads, kernel_init=LINEAR_INIT, name="fc2")
-    return out(nn.relu(add_bias(x, bias))).T[:, coordinates.index]
+    return out(x).T[:, coordinates.index]
 
 
 class CosineAttention(nn.Module):
@@ -204,10 +206,10 @@ class AggregatedAttention(CosineAttention, kw_only=True):
   def _pool(self, x: jax.Array) -> jax.Array:
     """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""
     batch, _, channels = x.shape
-    x = nn.Dense(channels, kernel_init=CONV_INIT, dtype=self.dtype, name="sr")(
-      x
-    )
-    x = gelu(x).reshape(batch, *self.grid, channels)
+    init = with_axes(CONV_INIT, ("embed", "mlp"))
+    sr = nn.Dense(channels, kernel_init=init, dtype=self.dtype, name="sr")
+    x = gelu(constrain(sr(x), "batch", "tokens", "mlp"))
+    x = x.reshape(batch, *self.grid, channels)
     rows, columns = (
       jnp.asarray(pooling_bins(size, bins), x.dtype)
       for size, bins in zip(self.grid, self.pool_grid)

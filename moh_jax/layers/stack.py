@@ -39,6 +39,10 @@ REMAT_POLICIES: dict[str, Callable] = {
   "offload": _offload,
 }
 REMAT_NAMES = ("none", *REMAT_POLICIES)
+# What a policy runs twice, of what costs most: the products with weights,
+# attention, or both. The policies that are not named here run neither twice,
+# but for dense and cuDNN attention, which keep nothing.
+RUN_TWICE = {"full": ("products", "attention"), "attention": ("products",)}
 
 
 def scan_blocks(

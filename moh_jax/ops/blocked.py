@@ -318,4 +318,7 @@ def _add_product(total: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   # XLA for CPUs takes twice as long for a product that contracts rows. The
   # barrier keeps it from merging this transposition of the small operand.
   part = einsum_float32("dr,rm->dm", lax.optimization_barrier(a.T), b)
-  return total.at[:, : part.shape[1]].add(part)
+  # Not total.at[...].add: of a slice it is a scatter with an empty array of
+  # indices, a constant that XLA of jax 0.11.2 crashes on under shard_map.
+  part = part + total[:, : part.shape[1]]
+  return lax.dynamic_update_slice_in_dim(total, part, 0, 1)

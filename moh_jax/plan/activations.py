@@ -18,7 +18,8 @@ def activation_bytes(
   objective: Objective,
   device: jax.sharding.AbstractDevice,
   examples: int,
-  tensor: int,
+  tensor: int = 1,
+  sequence: int = 1,
 ) -> float:
   """Bytes of a microbatch's activations on one device, estimated.
 
@@ -32,6 +33,7 @@ def activation_bytes(
     device: what the program is for.
     examples: of a microbatch on the device.
     tensor: size of the mesh's axis `tensor`.
+    sequence: size of the mesh's axis `sequence`.
   """
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((examples, *x.shape), x.dtype),
@@ -46,7 +48,7 @@ def activation_bytes(
       jax.eval_shape(lambda: jax.random.key(0)),
       jax.ShapeDtypeStruct((), jnp.int32),
     )
-  return peak_bytes(program.jaxpr, _Sizes(boxed, tensor))
+  return peak_bytes(program.jaxpr, _Sizes(boxed, tensor, sequence))
 
 
 class _Sizes:
@@ -55,11 +57,13 @@ class _Sizes:
   The program does not know the mesh. Arrays of the shape and dtype of a
   parameter, or of a layer of a stacked one, are parameters or gradients, which
   are counted elsewhere. Dimensions as long as one that parameters have for
-  heads, the MLP or the vocabulary are split over `tensor`.
+  heads, the MLP or the vocabulary are split over `tensor`; over `sequence` all
+  but arrays of the shape of a parameter, by their tokens or their heads.
   """
 
-  def __init__(self, boxed: Any, tensor: int):
+  def __init__(self, boxed: Any, tensor: int, sequence: int):
     mesh = dict.fromkeys(AXES, 1) | {"tensor": tensor}
+    self._sequence = sequence
     self._parameters: set[tuple] = set()
     self._split: dict[int, int] = {}
     for leaf in jax.tree.leaves(boxed, is_leaf=_is_boxed):
@@ -71,6 +75,7 @@ class _Sizes:
       spec = resolve_spec(names, value.shape, mesh, RULES)
       split = [size for size, axes in zip(value.shape, spec) if axes]
       self._split |= dict.fromkeys(split, tensor)
+    self._shapes = {shape for shape, _ in self._parameters}
 
   def __call__(self, aval: Any) -> float:
     """Bytes of an abstract array."""
@@ -80,7 +85,8 @@ class _Sizes:
       return 0.0
     whole = math.prod(aval.shape) * jnp.dtype(_plain(aval.dtype)).itemsize
     inner = aval.shape[1:] if len(aval.shape) > 2 else ()
-    return whole / max([self._split.get(size, 1) for size in inner] or [1])
+    whole /= max([self._split.get(size, 1) for size in inner] or [1])
+    return whole if aval.shape in self._shapes else whole / self._sequence
 
 
 def _is_boxed(x: Any) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -18,21 +18,28 @@ _KINDS = (
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
+_SENT = re.compile(
+  r"= \((\w+)\[([\d,]*)\].* send\(.*_xla_megascale_transfer_type=\"(\w+)"
+)
 _CALLS = re.compile(
   r"(calls|to_apply|body|condition|branch_computations|called_computations|"
   r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'known_trip_count"?:\{"n":"(\d+)"')
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
 _CONSTANT = re.compile(r"= s(?:32|64)\[\]\S* constant\((\d+)\)")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
-_IOTA_GROUPS = re.compile(
-  r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_MESH_GROUPS = re.compile(
+  r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^ ]*)\))? \{([^}]*)\}"
 )
-_LISTED_GROUPS = re.compile(
-  r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)"
-)
+_SIZE = re.compile(r"'([^']+)'=(\d+)")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_IOTA_GROUPS = re.compile(
+  r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)"
+)
+_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED_GROUPS = re.compile(
+  r"(?:replica_groups|source_target_pairs)=\{\{([\d,{}]*)\}\}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Collective:
 
 
 def read_collectives(
-  text: str, mesh: Mapping[str, int]
+  text: str, mesh: Mapping[str, int], slices: int = 1
 ) -> tuple[Collective, ...]:
   """Reads the collectives of a compiled program.
 
@@ -68,28 +75,47 @@ def read_collectives(
     text: of the program (HLO).
     mesh: sizes of the mesh's axes, in order; the program's devices are numbered
       along them.
+    slices: of TPUs, which lie one after another along the first axis. Their
+      program is that of one slice, which sends what crosses to its hosts.
 
   Returns:
     The collectives, those of one kind, dtype and group of devices together,
     the largest first.
   """
-  computations = dict(_computations(text))
-  runs = _runs(computations)
+  bodies = computations(text)
+  runs = count_runs(bodies)
+  first, *rest = mesh
+  mesh = {first: mesh[first] // slices, **{axis: mesh[axis] for axis in rest}}
+  size_of_slice = math.prod(mesh.values())
   total: dict[tuple, list[float]] = {}
   seen = set()
-  for name, lines in computations.items():
+
+  def add(key: tuple, times: int, size: float) -> None:
+    entry = total.setdefault(key, [0, 0.0])
+    entry[0] += times
+    entry[1] += times * size
+
+  for name, lines in bodies.items():
     for line in lines:
+      if (sent := _SENT.search(line)) and runs[name]:
+        dtype, shape, kind = sent.groups()
+        kind = kind.lower().replace("_", "-")
+        size = _bytes(dtype, shape) * (slices if kind == "all-gather" else 1)
+        devices = tuple(range(0, slices * size_of_slice, size_of_slice))
+        add((kind, dtype, (first,), devices), runs[name], size)
       match = _COLLECTIVE.search(line)
-      if not match or not runs.get(name):
+      if not match or not runs[name]:
         continue
-      # A compiler for TPUs puts the parts of one collective into several
-      # computations.
-      channel = _CHANNEL.search(line)
-      if channel and channel[1] in seen:
-        continue
-      seen.add(channel and channel[1])
-      devices = _group(line, math.prod(mesh.values()))
-      if len(devices) < 2:
+      # The compiler for TPUs puts the parts of one collective, a chain, into
+      # several computations. A channel alone is not one collective: all that
+      # stand under shard_map are of channel 1.
+      if chain := _CHAIN.search(line):
+        if chain.groups() in seen:
+          continue
+        seen.add(chain.groups())
+      groups = _groups(line, size_of_slice)
+      axes = _axes(groups, mesh)
+      if not axes:
         continue
       kind, started = match[2], bool(match[3])
       arrays = _ARRAY.findall(match[1])
@@ -98,99 +124,109 @@ def read_collectives(
       size = sum(_bytes(*array) for array in arrays)
       if kind in ("all-gather", "reduce-scatter"):
         # What is started has the operands and the results as its result.
-        number = len(devices)
+        number = groups.shape[1]
         if started:
           size *= number / (number + 1)
         elif kind == "reduce-scatter":
           size *= number
       dtype = "+".join(sorted({array[0] for array in arrays}))
-      axes = _axes(devices, mesh)
+      devices = tuple(groups[0].tolist())
       if kind == "collective-permute":  # pairs form a ring
         devices = devices_along(axes, mesh)
-      key = (kind, dtype, axes, devices)
-      entry = total.setdefault(key, [0, 0.0])
-      entry[0] += runs[name]
-      entry[1] += runs[name] * size
+      add((kind, dtype, axes, devices), runs[name], size)
   found = [Collective(*key, *entry) for key, entry in total.items()]
   return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-  """Names of a program's computations and their lines, callees first."""
-  name, lines = "", []
+def computations(text: str) -> dict[str, list[str]]:
+  """The lines of a program's computations by name, callees first."""
+  found: dict[str, list[str]] = {}
+  name = ""
   for line in text.splitlines():
     header = None if line.startswith(" ") else _HEADER.match(line)
     if header:
-      name, lines = header[2], [line]
-    elif line.startswith("}") and name:
-      yield name, lines
+      name = header[2]
+      found[name] = [line]
+    # Other lines begin with a brace too: those of a kernel's own attributes.
+    elif line == "}" or line.startswith("}, execution_thread"):
       name = ""
     elif name:
-      lines.append(line)
+      found[name].append(line)
+  return found
 
 
-def _runs(computations: dict[str, list[str]]) -> dict[str, int]:
-  """How often each computation runs in a call of the program."""
-  runs = dict.fromkeys(computations, 0)
-  for name in reversed(computations):
-    lines = computations[name]
+def count_runs(bodies: dict[str, list[str]]) -> dict[str, int]:
+  """How often each computation runs in a call of the program.
+
+  Args:
+    bodies: of the program, see `computations`.
+  """
+  runs = dict.fromkeys(bodies, 0)
+  for name, lines in reversed(bodies.items()):
     if lines[0].startswith("ENTRY"):
       runs[name] = 1
     for line in lines[1:]:
       for kind, called in _CALLS.findall(line):
         times = runs[name]
         if kind == "body":
-          times *= _trips(line, computations)
+          times *= _trips(line, bodies)
         for one in called.strip("{}").split(","):
           if (one := one.strip().removeprefix("%")) in runs:
             runs[one] += times
   return runs
 
 
-def _trips(line: str, computations: dict[str, list[str]]) -> int:
+def _trips(line: str, bodies: dict[str, list[str]]) -> int:
   """How often a loop runs; 1 where the program does not say."""
   if known := _TRIPS.search(line):
     return int(known[1])
   called = dict(_CALLS.findall(line))
-  condition = computations.get(called.get("condition", "").lstrip("%"), [])
+  condition = bodies.get(called.get("condition", "").lstrip("%"), [])
   bounds = [int(n) for one in condition for n in _CONSTANT.findall(one)]
   return max(bounds, default=1)
 
 
-def _group(line: str, size: int) -> tuple[int, ...]:
-  """The devices of a collective's first group."""
+def _groups(line: str, size: int) -> np.ndarray:
+  """Numbers of the devices that exchange data, [groups, devices of each]."""
   if match := _MESH_GROUPS.search(line):
-    dims = [part.split("=") for part in match[1].split(",")]
-    shape = [int(length) for _, length in dims]
-    index: list = [0] * len(shape)
-    names = [name.strip("'") for name, _ in dims]
-    for name, before, part in _AXIS.findall(match[2]):
-      position = names.index(name)
-      every = np.arange(shape[position])
-      if part:  # a part of an axis
-        every = every.reshape(int(before), int(part), -1)[0, :, 0]
-      index[position] = every
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    lists = [np.atleast_1d(one) for one in index]
-    return tuple(ids[np.ix_(*lists)].reshape(-1).tolist())
-  if match := _IOTA_GROUPS.search(line):
-    groups, shape = (
-      [int(n) for n in part.split(",")] for part in match.groups()[:2]
+    sizes = {name: int(n) for name, n in _SIZE.findall(match[1])}
+    parts = {name: part for name, *part in _AXIS.findall(match[3])}
+    # Every axis as what comes before the part that is crossed, this part, and
+    # what comes after it.
+    shape = []
+    for name, length in sizes.items():
+      before, part = parts.get(name, (length, 1))
+      before, part = int(before or 1), int(part or length)
+      shape += [before, part, length // (before * part)]
+    order = match[2] or f"[{math.prod(shape)}]"
+    crossed = range(1, len(shape), 3)
+    numbers = np.moveaxis(
+      _iota(order).reshape(shape), crossed, range(-len(sizes), 0)
     )
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    if match[3]:
-      ids = ids.transpose([int(n) for n in match[3].split(",")])
-    return tuple(ids.reshape(groups[0], -1)[0].tolist())
+    return numbers.reshape(-1, math.prod(shape[dim] for dim in crossed))
+  if match := _IOTA_GROUPS.search(line):
+    return _iota(match[2]).reshape(_ints(match[1]))
   if match := _LISTED_GROUPS.search(line):
-    return tuple(int(n) for n in match[1].split(",") if n)
-  return tuple(range(size))
+    return np.array([_ints(group) for group in match[1].split("},{")])
+  return np.arange(size)[None]
 
 
-def _axes(devices: tuple[int, ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """The mesh axes along which devices differ."""
-  places = np.unravel_index(devices, tuple(mesh.values()))
+def _iota(text: str) -> np.ndarray:
+  """Numbers from 0 in the order of a transposition, "[2,4]T(1,0)"."""
+  dims, order = _ORDER.fullmatch(text).groups()
+  numbers = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+  return numbers.transpose(_ints(order)) if order else numbers
+
+
+def _ints(text: str) -> list[int]:
+  return [int(number) for number in text.split(",")]
+
+
+def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """The mesh axes along which the devices of a group differ."""
+  places = np.unravel_index(groups, tuple(mesh.values()))
   return tuple(
-    axis for axis, place in zip(mesh, places) if len(set(place.tolist())) > 1
+    axis for axis, place in zip(mesh, places) if (place != place[:, :1]).any()
   )
 
 

@@ -14,7 +14,6 @@ import time
 from moh_jax.config import Config
 from moh_jax.plan.collectives import Collective, read_collectives
 from moh_jax.runtime import targets
-from moh_jax.runtime import topology as topologies
 from moh_jax.runtime.topology import USABLE, Topology
 
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
@@ -80,7 +79,7 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
     concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
   ):
     try:
-      return pool.submit(_compile, config, topology.name).result()
+      return pool.submit(_compile, config, topology).result()
     except concurrent.futures.process.BrokenProcessPool:
       raise ValueError(
         f"the compiler for {topology.name} ended its process; it may lack "
@@ -88,7 +87,7 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
       ) from None
 
 
-def _compile(config: Config, name: str) -> Compiled:
+def _compile(config: Config, wanted: Topology) -> Compiled:
   """`compile_step` in a process of its own."""
   import jax
 
@@ -96,10 +95,9 @@ def _compile(config: Config, name: str) -> Compiled:
   from moh_jax.runtime import sharding
   from moh_jax.training.program import make_program
 
-  wanted = topologies.parse(name)
   platform = wanted.chip.platform
   limit = USABLE * wanted.chip.memory
-  devices = targets.absent_devices(name)
+  devices = targets.absent_devices(wanted.name, wanted.slices)
   package = _COMPILERS[platform]
   compiler = f"{package} {importlib.metadata.version(package)}"
   try:
@@ -123,6 +121,8 @@ def _compile(config: Config, name: str) -> Compiled:
   seconds = time.perf_counter() - start
   found = compiled.memory_analysis()
   outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+  # The program of several TPU slices is that of one of them.
+  slices = wanted.slices if platform == "tpu" else 1
   total = found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
   return Compiled(
     compiler=compiler,
@@ -133,7 +133,7 @@ def _compile(config: Config, name: str) -> Compiled:
     arguments=found.argument_size_in_bytes,
     outputs=outputs,
     temporaries=found.temp_size_in_bytes,
-    collectives=read_collectives(compiled.as_text(), dict(mesh.shape)),
+    collectives=read_collectives(compiled.as_text(), dict(mesh.shape), slices),
   )
 
 

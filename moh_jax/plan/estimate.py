@@ -15,8 +15,8 @@ from moh_jax.plan.memory import Memory
 from moh_jax.plan.step_time import StepTime
 from moh_jax.runtime import sharding, targets
 from moh_jax.runtime.topology import Topology
-from moh_jax.speed.model_flops import train_flops
-from moh_jax.training.program import Program, make_program
+from moh_jax.speed.model_flops import step_flops
+from moh_jax.training.program import Program, check_split, make_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Estimator:
     self.objective = (
       get_family(config.model.family).tasks().make_objective(config)
     )
-    self.flops = train_flops(config)
+    self.flops = step_flops(config)
     baseline = without_router(config.model)
-    self.baseline_flops = train_flops(
+    self.baseline_flops = step_flops(
       dataclasses.replace(config, model=baseline)
-    )
+    ).active
     # Tracing a model takes seconds.
     self.activations = functools.cache(self._activation_bytes)
     self._programs = functools.cache(self._program)
@@ -80,7 +80,9 @@ class Estimator:
     if activations is None:
       shards = math.prod(sizes[axis] for axis in sharding.BATCH_AXES)
       examples = config.data.batch_size // (shards * accumulation)
-      activations = self.activations(examples, sizes["tensor"])
+      activations = self.activations(
+        examples, sizes["tensor"], sizes["sequence"]
+      )
     found = memory.measure(self.program(config), accumulation, activations)
     collectives = step_time.expected_collectives(config, sizes, self.parameters)
     time = step_time.predict(
@@ -92,25 +94,23 @@ class Estimator:
     """The run's program on abstract devices, for its shapes and shardings."""
     return self._programs(config.mesh)
 
-  def _activation_bytes(self, examples: int, tensor: int) -> float:
+  def _activation_bytes(self, examples: int, *split: int) -> float:
     """Bytes of the activations of a device's part of a microbatch.
 
     Args:
       examples: in it.
-      tensor: size of the axis `tensor`.
+      *split: sizes of the axes `tensor` and `sequence`.
     """
     device = targets.abstract_device(self.topology)
-    return activation_bytes(self.objective, device, examples, tensor)
+    return activation_bytes(self.objective, device, examples, *split)
 
   def _program(self, config: MeshConfig) -> Program:
     return make_program(self._config, self.objective, self._mesh(config))
 
   def _check(self, config: Config) -> AbstractMesh:
     """The mesh of a run; refuses what it cannot split."""
-    mesh, batch = self._mesh(config.mesh), config.data.batch_size
-    parts = config.optim.accumulation
-    sharding.check_batch("data.batch_size", batch, mesh, parts)
-    sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
+    mesh = self._mesh(config.mesh)
+    check_split(config, mesh)
     return mesh
 
   def _mesh(self, config: MeshConfig) -> AbstractMesh:

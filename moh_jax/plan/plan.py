@@ -79,13 +79,14 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
 
   Args:
     config: of the run.
-    topology: the devices.
+    topology: the devices of one of its slices (`mesh.dcn_data`).
     compiles: compile the train step, where the compiler is installed.
 
   Raises:
     ValueError: the mesh does not fit the devices, the batch or the heads.
   """
   config, assumed = resolve_without_data(config)
+  topology = dataclasses.replace(topology, slices=config.mesh.dcn_data)
   estimator = Estimator(config, topology)
   run = _fitting(estimator, estimator.estimate(config), compiles)
   proposal = None
@@ -103,7 +104,7 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     assumed=assumed,
     parameters=estimator.parameters,
     layouts=memory.layouts(estimator.program(config).state.params),
-    flops=estimator.flops,
+    flops=estimator.flops.active,
     baseline_flops=estimator.baseline_flops,
     unit=estimator.objective.unit,
     units_per_step=estimator.objective.units_per_step,
@@ -117,13 +118,8 @@ def step_time_of(plan: Plan, fitting: Fitting) -> StepTime:
   estimate, compiled = fitting.estimate, fitting.compiled
   if compiled is None or not compiled.fits:
     return estimate.time
-  return step_time.predict(
-    estimate.config,
-    plan.topology,
-    plan.flops,
-    estimate.memory,
-    compiled.collectives,
-  )
+  seconds = step_time.communication(compiled.collectives, plan.topology)
+  return dataclasses.replace(estimate.time, communication=seconds)
 
 
 def _fitting(

@@ -6,15 +6,17 @@ from moh_jax.config import Config
 from moh_jax.plan.estimate import Estimate, Estimator
 from moh_jax.runtime.topology import USABLE
 
-# Activations are estimated: a proposal leaves room for so many times them.
+# A proposal must fit even if its activations take this many times the bytes
+# that are estimated.
 MARGIN = 2
-_MOST_TENSOR = 8
+_MOST_SPLIT = 8  # devices that share an example
 
 
 def proposals(config: Config, estimator: Estimator) -> list[Estimate]:
   """Meshes and accumulations that should fit, the fastest first.
 
-  The axis `tensor` splits no more than it has to.
+  An example is split over no more devices than it has to be, along `tensor`
+  before `sequence`.
 
   Args:
     config: of the run.
@@ -24,30 +26,37 @@ def proposals(config: Config, estimator: Estimator) -> list[Estimate]:
     Estimates; empty where nothing fits.
   """
   devices = estimator.topology.devices
-  for tensor in _divisors(devices):
-    shards = devices // tensor
-    if tensor > _MOST_TENSOR or config.data.batch_size % shards:
+  each = devices // estimator.topology.slices
+  for split in _divisors(each):
+    if split > _MOST_SPLIT or config.data.batch_size % (devices // split):
       continue
-    try:
-      found = _fitting(config, estimator, shards, tensor)
-    except ValueError:  # heads that the devices of `tensor` cannot split
-      continue
-    if found:
-      return sorted(found, key=_rank)
+    for sequence in _divisors(split):
+      try:
+        found = _fitting(config, estimator, split // sequence, sequence)
+      except ValueError:  # heads or tokens that the devices cannot split
+        continue
+      if found:
+        return sorted(found, key=_rank)
   return []
 
 
 def _fitting(
-  config: Config, estimator: Estimator, shards: int, tensor: int
+  config: Config, estimator: Estimator, tensor: int, sequence: int
 ) -> list[Estimate]:
-  """The estimates that fit, of all meshes with one size of `tensor`."""
-  limit = USABLE * estimator.topology.chip.memory
+  """The estimates that fit, of all meshes with these sizes of two axes."""
+  topology = estimator.topology
+  shards = topology.devices // (tensor * sequence)
+  limit = USABLE * topology.chip.memory
   # Beyond two examples the activations grow by as much with each.
-  one, two = (estimator.activations(n, tensor) for n in (1, 2))
+  one, two = (estimator.activations(n, tensor, sequence) for n in (1, 2))
   found = []
-  for fsdp in _divisors(shards):
+  for fsdp in _divisors(shards // topology.slices):
     mesh = dataclasses.replace(
-      config.mesh, data=shards // fsdp, fsdp=fsdp, tensor=tensor, sequence=1
+      config.mesh,
+      data=shards // topology.slices // fsdp,
+      fsdp=fsdp,
+      tensor=tensor,
+      sequence=sequence,
     )
     per_device = config.data.batch_size // shards
     for accumulation in _divisors(per_device):
@@ -56,8 +65,7 @@ def _fitting(
       optim = dataclasses.replace(config.optim, accumulation=accumulation)
       changed = dataclasses.replace(config, mesh=mesh, optim=optim)
       estimate = estimator.estimate(changed, activations)
-      room = (MARGIN - 1) * activations
-      if estimate.memory.total + room <= limit:
+      if estimate.memory.total + (MARGIN - 1) * activations <= limit:
         found.append(estimate)
   return found
 

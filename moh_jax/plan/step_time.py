@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from moh_jax.config import Config
+from moh_jax.layers.stack import RUN_TWICE
 from moh_jax.plan.collectives import Collective, devices_along
 from moh_jax.plan.memory import Memory
 from moh_jax.runtime.topology import Topology
+from moh_jax.speed.model_flops import StepFlops
 from moh_jax.speed.peaks import published_peak
 
 # What programs reach of published figures. These three are assumptions.
 PEAK_SHARE = 0.5
 MEMORY_SHARE = 0.8
 LINK_SHARE = 0.7
-# FLOPs of a step over those of its forward and backward pass: "full" runs the
-# forward pass of the layers again.
-_RECOMPUTED = {"none": 1.0, "dots": 1.0, "full": 4 / 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class StepTime:
 def predict(
   config: Config,
   topology: Topology,
-  flops: float,
+  flops: StepFlops,
   memory: Memory,
   collectives: Sequence[Collective],
 ) -> StepTime:
@@ -57,41 +56,60 @@ def predict(
   Args:
     config: of the run.
     topology: the devices.
-    flops: of a step, for the active heads.
+    flops: of a step.
     memory: of a device.
     collectives: of a step.
   """
   peak = published_peak(topology.chip.kind)
   if peak is None:
     raise ValueError(f"no published peak of {topology.chip.kind!r} is known")
-  flops *= _RECOMPUTED[config.model.remat]
   state = memory.parameters + memory.optimizer + memory.ema
   return StepTime(
-    products=flops / (topology.devices * peak * PEAK_SHARE),
+    products=_run_flops(flops, config.model.remat)
+    / (topology.devices * peak * PEAK_SHARE),
     # Read and written once, and the gradients read.
     update=(2 * state + memory.parameters)
     / (topology.chip.memory_speed * MEMORY_SHARE),
-    communication=sum(seconds(one, topology) for one in collectives),
+    communication=communication(collectives, topology),
   )
+
+
+def _run_flops(flops: StepFlops, remat: str) -> float:
+  """FLOPs that a step runs, with what the backward pass computes again."""
+  forward = {
+    "products": (flops.active - flops.attention) / 3,
+    "attention": flops.attention / 3,
+  }
+  return flops.active + sum(forward[part] for part in RUN_TWICE.get(remat, ()))
+
+
+def communication(
+  collectives: Sequence[Collective], topology: Topology
+) -> float:
+  """Seconds that a device sends for all collectives of a step."""
+  return sum(seconds(one, topology) for one in collectives)
 
 
 def seconds(collective: Collective, topology: Topology) -> float:
   """Seconds that a device sends for a collective.
 
   Of n devices each sends (n - 1) / n of the array, in an all-reduce twice that.
-  What crosses hosts goes through the adapters of the group's devices; a TPU's
-  slice has one network.
+  What crosses hosts, or the slices of TPUs, goes through the adapters of the
+  group's devices.
   """
   chip = topology.chip
   group = len(collective.devices)
-  hosts = {device // chip.per_host for device in collective.devices}
-  crossing = 1 if chip.platform == "tpu" else len(hosts)
+  joined = topology.devices // topology.slices  # by links
+  if chip.platform == "gpu":
+    joined = min(joined, chip.per_host)
+  # A mesh has its slices, and the hosts of GPUs, one after another.
+  crossing = len({device // joined for device in collective.devices})
   inside = group // crossing
   size = collective.bytes * (2 if collective.kind == "all-reduce" else 1)
   if collective.kind == "collective-permute":
     speed = chip.network if crossing > 1 else chip.link
     return size / (speed * LINK_SHARE)
-  # Along a ring of hosts every host sends its part of the array on.
+  # Along a ring of hosts or slices each sends its part of the array on.
   time = size * (inside - 1) / inside / chip.link
   time += size * (crossing - 1) / crossing / (inside * chip.network)
   return time / LINK_SHARE
@@ -104,8 +122,9 @@ def expected_collectives(
 
   In each microbatch the devices of `fsdp` put the parameters together in the
   compute dtype for the forward and for the backward pass and add up the
-  gradients; those of `data` add them up too; those of `tensor` add up the
-  results of attention and of the MLP in each pass.
+  gradients; those of `data` and `sequence` add them up too; those of `tensor`
+  add up the results of attention and of the MLP in each pass, and those of
+  `sequence` exchange queries, keys, values and the results of attention.
 
   Args:
     config: of the run.
@@ -124,16 +143,22 @@ def expected_collectives(
 
   add("all-gather", "fsdp", 2 * times, size)
   add("reduce-scatter", "fsdp", times, size)
-  add("all-reduce", "data", times, size / mesh["fsdp"])
+  for axis in ("data", "sequence"):
+    add("all-reduce", axis, times, size / mesh["fsdp"])
   shards = mesh["data"] * mesh["fsdp"]
   examples = config.data.batch_size / (shards * times)
-  passes = 3 if config.model.remat == "full" else 2
+  again = "products" in RUN_TWICE.get(config.model.remat, ())
+  passes = 3 if again else 2
   length = getattr(config.data, "sequence_length", None)
   for group in config.model.layer_groups():
-    tokens = examples * (length or group.tokens)
-    count = 2 * passes * group.depth * times
+    tokens = examples * (length or group.tokens) / mesh["sequence"]
+    layers = passes * group.depth * times
     each = tokens * group.width * dtype.itemsize
-    add("all-reduce", "tensor", count, each)
+    add("all-reduce", "tensor", 2 * layers, each)
+    heads, dim = group.budget.num_heads, group.budget.head_dim
+    both = heads + (group.kv_heads or heads)  # q and k, or v and the result
+    each = tokens * both / 2 * dim * dtype.itemsize / mesh["tensor"]
+    add("all-to-all", "sequence", 4 * layers, each)
   return tuple(found)
 
 

@@ -1,12 +1,17 @@
 """How a process joins the others of its run; importable without JAX."""
 
+import contextlib
 import dataclasses
 import os
 import socket
+import sys
+import threading
 import time
+from collections.abc import Iterator
 
 JOIN_SECONDS = 12  # that the coordinator has to answer in
 _ALL_SECONDS = 300  # that all processes have to come in, once one is there
+_SPARE_SECONDS = 30  # after which JAX would end the process itself
 _RETRY_SECONDS = 0.5
 _FLAGS = {
   "coordinator": ("--coordinator", "JAX_COORDINATOR_ADDRESS"),
@@ -79,12 +84,14 @@ def join(place: Place, seconds: float = JOIN_SECONDS) -> None:
     place = _completed(place, seconds)
     if place.index:
       _reach(place, seconds)
-    jax.distributed.initialize(
-      place.coordinator,
-      place.count,
-      place.index,
-      initialization_timeout=max(_ALL_SECONDS, int(seconds)),
-    )
+    limit = max(_ALL_SECONDS, int(seconds))
+    with _ended_after(limit, place):
+      jax.distributed.initialize(
+        place.coordinator,
+        place.count,
+        place.index,
+        initialization_timeout=limit + _SPARE_SECONDS,
+      )
   except (ValueError, RuntimeError) as error:
     flags = " ".join(flag for flag, _ in _FLAGS.values())
     raise ValueError(
@@ -92,6 +99,34 @@ def join(place: Place, seconds: float = JOIN_SECONDS) -> None:
       f"Kubernetes give {flags}, or set "
       f"{', '.join(variable for _, variable in _FLAGS.values())}"
     ) from error
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, place: Place) -> Iterator[None]:
+  """Context that ends this process with one line if it lasts too long.
+
+  JAX's C++ code would wait for processes that do not come, and then abort with
+  a stack of its own; no exception reaches Python.
+  """
+
+  def end() -> None:
+    print(
+      f"error: --distributed: the {place.count or 'other'} processes of the "
+      f"run were not all at process 0 ({place.coordinator or 'its host'}) "
+      f"within {seconds:g} s; start the others, or give more time with "
+      "--join-seconds",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(2)
+
+  timer = threading.Timer(seconds, end)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 def _completed(place: Place, seconds: float) -> Place:

@@ -7,6 +7,7 @@ kernels, the memory and the communication, but cannot run.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -53,11 +54,12 @@ def _is_here(module: str) -> bool:
     return False
 
 
-def absent_devices(name: str) -> list[jax.Device]:
+def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
   """Devices to compile for, which need not exist.
 
   Args:
     name: see `topology.parse`.
+    slices: number of equal slices.
 
   Returns:
     The devices, for a mesh. Under `jax.set_mesh` of it a jitted function is
@@ -66,7 +68,7 @@ def absent_devices(name: str) -> list[jax.Device]:
   Raises:
     ValueError: the target is unknown, or a package is missing.
   """
-  wanted = topology.parse(name, "target")
+  wanted = dataclasses.replace(topology.parse(name, "target"), slices=slices)
   if missing := missing_packages(name):
     raise ValueError(
       f"target={name!r} needs the package {', '.join(missing)} in the version "
@@ -89,12 +91,14 @@ def abstract_device(wanted: Topology) -> jax.sharding.AbstractDevice:
 
 def _gpus(wanted: Topology) -> list[jax.Device]:
   kind = wanted.name.split(":")[0]
+  hosts = wanted.hosts // wanted.slices
+  shape = (wanted.slices, hosts, wanted.devices // wanted.hosts)
   text = (_GPU_DIR / f"{kind}.txtpb").read_text()
   return list(
     topologies.get_topology_desc(
       platform="cuda",
       topology_name="",
-      topology=f"1x{wanted.hosts}x{wanted.devices // wanted.hosts}",
+      topology="x".join(map(str, shape)),
       target_config=text,
     ).devices
   )
@@ -105,7 +109,7 @@ def _tpus(wanted: Topology) -> list[jax.Device]:
   with environment({"XLA_FLAGS": "", **_TPU_ENVIRONMENT}):
     return list(
       topologies.get_topology_desc(
-        platform="tpu", topology_name=wanted.name
+        platform="tpu", topology_name=wanted.name, num_slices=wanted.slices
       ).devices
     )
 

@@ -109,29 +109,26 @@ class Topology:
   """A set of devices that a program can be compiled for.
 
   Attributes:
-    name: "v5p:2x4x4" or "h100:16".
+    name: of a slice, "v5p:2x4x4" or "h100:16".
     chip: their kind.
     shape: of a TPU's slice, in chips; (devices,) for GPUs.
+    slices: number of equal slices, which only the hosts' network joins.
   """
 
   name: str
   chip: Chip
   shape: tuple[int, ...]
-
-  @property
-  def chips(self) -> int:
-    """Number of chips."""
-    return math.prod(self.shape)
+  slices: int = 1
 
   @property
   def devices(self) -> int:
-    """Number of devices as JAX counts them."""
-    return self.chips * self.chip.per_chip
+    """Number of devices of all slices as JAX counts them."""
+    return self.slices * math.prod(self.shape) * self.chip.per_chip
 
   @property
   def hosts(self) -> int:
-    """Number of hosts; of a TPU as its compiler counts them."""
-    return -(-self.devices // self.chip.per_host)
+    """Number of hosts of all slices; of a TPU as its compiler counts them."""
+    return self.slices * -(-self.devices // self.slices // self.chip.per_host)
 
 
 def parse(name: str, field: str = "topology") -> Topology:
@@ -141,7 +138,6 @@ def parse(name: str, field: str = "topology") -> Topology:
     name: a GPU and a number, "h100:16" (or "h100" for one); a TPU and the shape
       of its slice, "v5p:2x4x4"; or a TPU and the number that Google Cloud
       counts it by, "v5p-64" (cores) or "v5litepod-16" (chips).
-
     field: what the name is given as, for messages.
 
   Raises:

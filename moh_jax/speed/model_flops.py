@@ -27,10 +27,12 @@ class StepFlops:
       heads. The attention of windows is counted for all heads.
     every_head: as if all heads were active, as in multi-head attention; the
       routers' own products are in it.
+    attention: the part of `active` that is attention to all tokens.
   """
 
   active: float
   every_head: float
+  attention: float
 
 
 def at_peak(run: Config) -> dict[str, float]:
@@ -84,6 +86,7 @@ def step_flops(run: Config) -> StepFlops:
       jax.ShapeDtypeStruct((), jnp.int32),
     )
   every_head = active = _products(program.jaxpr)
+  attention = 0.0
   for group in run.model.layer_groups():
     budget = group.budget
     length = getattr(run.data, "sequence_length", group.tokens)
@@ -94,9 +97,9 @@ def step_flops(run: Config) -> StepFlops:
     if group.sees != "window":
       mode = "causal" if group.sees == "before" else "forward"
       one = depth * attention_flops(tokens, length, budget.head_dim, mode)
-      active += budget.active * one
+      attention += budget.active * one
       every_head += budget.num_heads * one
-  return StepFlops(3 * active, 3 * every_head)
+  return StepFlops(3 * (active + attention), 3 * every_head, 3 * attention)
 
 
 def _products(jaxpr: Any) -> float:

@@ -24,7 +24,12 @@ from moh_jax.training import saving, wandb_log
 from moh_jax.training.feed import Feed
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.profiling import Profiler
-from moh_jax.training.program import check_memory, describe, make_program
+from moh_jax.training.program import (
+  check_memory,
+  check_split,
+  describe,
+  make_program,
+)
 from moh_jax.training.rewind import BadStepError, Watch
 from moh_jax.training.run_clock import RunClock
 from moh_jax.training.same_run import check_same_run
@@ -103,13 +108,8 @@ def train(
   newest = steps.list_steps(workdir)[-1:]
   agree({"config": to_dict(config), "newest checkpoint in the workdir": newest})
   mesh = sharding.make_mesh(config.mesh, devices)
-  sharding.check_batch(
-    "data.batch_size", config.data.batch_size, mesh, config.optim.accumulation
-  )
+  check_split(config, mesh)
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
-  length = getattr(config.data, "sequence_length", None)
-  sharding.check_tokens(config.model, mesh, length)
   task = get_family(config.model.family).tasks().make_task(config, decode)
   directory = prepare(workdir)
   _LOG.info(

@@ -66,7 +66,7 @@ def mix_images(
   Raises:
     ValueError: parts of a single image, which has none to be mixed with.
   """
-  if not (config.mixup or config.cutmix):
+  if not config.mixes:
     return images, targets
   if parts > 1 and len(images) // parts < 2:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The programs of a run, initialization and train step, and what they train."""
+"""The programs of a run: initialization and the train step."""
 
 import dataclasses
 import logging
@@ -9,14 +9,16 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
+from moh_jax.runtime import sharding
 from moh_jax.runtime.fits import check_config, check_host_memory, check_tree
 from moh_jax.runtime.params import abstract_params
-from moh_jax.runtime.sharding import BATCH_AXES
 from moh_jax.runtime.whole_params import check_whole
 from moh_jax.training import layer_decay, optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
 from moh_jax.training.task import Objective
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +36,6 @@ class Program:
   state: TrainState
   batch: Any
   step: Callable
-
-
-_LOG = logging.getLogger(__name__)
 
 
 def make_program(
@@ -74,7 +73,7 @@ def make_program(
     ema_dtype=config.optim.ema_dtype if config.optim.ema_decay else None,
     optimizer_memory=config.optim.state_memory,
   )
-  split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  split = NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES))
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       (config.data.batch_size, *x.shape), x.dtype, sharding=split
@@ -91,6 +90,33 @@ def make_program(
     ema_every=config.optim.ema_every,
   )
   return Program(init, state, batch, step)
+
+
+def check_split(config: Config, mesh: Mesh | AbstractMesh) -> None:
+  """Refuses a run that a mesh cannot split.
+
+  Args:
+    config: of the run.
+    mesh: the devices.
+
+  Raises:
+    ValueError: the mesh does not fit the batch, the heads or the tokens, or
+      leaves a device of several slices a single image where images are mixed.
+  """
+  batch, parts = config.data.batch_size, config.optim.accumulation
+  sharding.check_batch("data.batch_size", batch, mesh, parts)
+  sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
+  length = getattr(config.data, "sequence_length", None)
+  sharding.check_tokens(config.model, mesh, length)
+  each = batch // (sharding.batch_shards(mesh) * parts)
+  classifier = config.sections.get("classifier")
+  if classifier and classifier.mixes and config.mesh.dcn_data > 1 and each < 2:
+    raise ValueError(
+      f"data.batch_size={batch} must leave two images or more on each device, "
+      f"where it is {each}: with mesh.dcn_data={config.mesh.dcn_data}, "
+      f"classifier.mixup={classifier.mixup} and classifier.cutmix="
+      f"{classifier.cutmix} mix the images of a device"
+    )
 
 
 def check_memory(config: Config, program: Program, mesh: Mesh) -> None:

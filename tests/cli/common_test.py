@@ -7,8 +7,9 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.cli import common, fields
+from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.overrides import split_overrides
+from moh_jax.config import MeshConfig
 
 
 class IntTupleTest(parameterized.TestCase):
@@ -43,6 +44,20 @@ class SplitOverridesTest(parameterized.TestCase):
   def test_value_must_be_given(self, argv):
     with self.assertRaisesRegex(ValueError, "--config.optim.lr needs a value"):
       split_overrides(argv)
+
+
+class ProcessesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"process_id": 1, "json": "b"}, True),
+    ({"seed": 1}, False),
+    ({"mesh": MeshConfig(fsdp=2)}, False),
+  )
+  def test_processes_of_a_run_have_the_same_options(self, changes, same):
+    given = {"process_id": 0, "json": "a", "seed": 0, "mesh": MeshConfig()}
+    given["labels"] = (1, 2)
+    told = [distributed._compared(x) for x in (given, {**given, **changes})]
+    self.assertEqual(told[0] == told[1], same)
+    self.assertEqual(json.loads(json.dumps(told)), told)
 
 
 class WriteJsonTest(absltest.TestCase):

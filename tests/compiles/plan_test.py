@@ -1,6 +1,6 @@
 """Plans of the large runs, compiled for GPUs and TPUs that are not here.
 
-Each but the first, a small one, is a command of docs/plan.md. Minutes each:
+Each but the first two, small ones, is a command of docs/plan.md. Minutes each:
 
   python -m pytest -n 0 -m compiles tests/compiles/plan_test.py
 """
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.compiles
 _FACTOR = 2
 _PLANS = (
   ("configs/llm_stdlib.py:moh", "h100:8"),
+  ("configs/llm_stdlib.py:moh", "v5e-4", "mesh.dcn_data=2"),
   ("configs/vit.py:b50", "v5e-8", "optim.accumulation=8"),
   ("configs/dit.py:xl2_90", "v5e-16", "mesh.data=1", "mesh.fsdp=16"),
   ("configs/llm.py:b50", "v5e-64", "mesh.data=1", "mesh.fsdp=64"),

@@ -13,7 +13,7 @@ from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images import pack
 from moh_jax.data.images.image_folder import ImageFolderSource
-from moh_jax.data.infer import resolve
+from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data.text import tiny_sets, tiny_text
 
 _VIT = config_lib.ViTConfig()
@@ -143,6 +143,24 @@ class ImagesTest(_TempDirTest):
     data = DataConfig(source="digits", mean=_IMAGENET, std=(1.0,) * 3)
     with self.assertRaisesRegex(ValueError, r"must have model\.channels=1"):
       resolve(Config(_VIT, data=data))
+
+
+class WithoutDataTest(absltest.TestCase):
+  def test_what_the_data_would_tell_has_the_values_of_random_data(self):
+    data = DataConfig(source="image_folder", path="/nowhere")
+    config, assumed = resolve_without_data(Config(_VIT, data=data))
+    self.assertEqual(assumed, {"channels": 3, "num_classes": 1000})
+    self.assertEqual(config.data.mean, _IMAGENET)
+    self.assertEqual(config.data.source, "image_folder")
+    self.assertEqual(config, resolve(config))
+
+  def test_sections_are_filled_in_and_what_is_stated_stays(self):
+    data = DataConfig(source="latents", path="/nowhere")
+    model = dataclasses.replace(_DIT, num_classes=7)
+    config, assumed = resolve_without_data(Config(model, data=data))
+    self.assertEqual(assumed, {"channels": 4})
+    self.assertEqual(config.model.num_classes, 7)
+    self.assertEqual(config.diffusion.scaling, LatentScaling())
 
 
 class TextTest(_TempDirTest):

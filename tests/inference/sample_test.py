@@ -261,9 +261,9 @@ class SampleNpzTest(parameterized.TestCase):
     size = 64 * 10  # ten images of 8 x 8 grey pixels
     have = {"total": size, "disk_usage": mock.Mock(free=size)}[call]
     with mock.patch.object(place, call, lambda *_: have):
-      sample_lib.check_room(config, 10, out)
+      sample_lib.check_size(config, 10, out)
       with self.assertRaisesRegex(ValueError, f"11 images.*{text}"):
-        sample_lib.check_room(config, 11, out)
+        sample_lib.check_size(config, 11, out)
 
   def test_parts_are_not_written_through_a_link(self):
     other = self.root / "other"

@@ -216,7 +216,7 @@ class RollingTest(parameterized.TestCase):
       self.assertNotEmpty(context)
       self.assertLessEqual(len(window), _LIMIT + 1)
       self.assertEqual(window, text[window[0] : window[-1] + 1])
-    if length > _LIMIT:  # the last has all the context there is room for
+    if length > _LIMIT:  # the last has as much context as fits
       self.assertLen([*pairs[-1][0], *pairs[-1][1]], _LIMIT + 1)
 
   def test_empty_text_has_no_window(self):

@@ -10,9 +10,10 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.plan.collectives import read_collectives
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import unbox
-from tests.training import collectives, tiny
+from tests.training import tiny
 
 _BUDGET = HeadBudget(num_heads=8, shared=2, top_k=3, head_dim=4)
 _SEGMENTS = jnp.asarray([[0] * 5 + [1] * 7 + [2] * 4, [0] * 16])
@@ -52,11 +53,8 @@ class SequenceTest(parameterized.TestCase):
       got = compiled(params, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * abs(b).max())
-    kinds = {
-      kind
-      for kind, axis, _ in collectives.collectives(compiled.as_text(), mesh)
-      if axis == "sequence"
-    }
+    found = read_collectives(compiled.as_text(), dict(mesh.shape))
+    kinds = {one.kind for one in found if one.axes == ("sequence",)}
     self.assertIn("all-to-all", kinds)
     self.assertNotIn("collective-permute", kinds)
 

@@ -87,6 +87,40 @@ class ReadCollectivesTest(parameterized.TestCase):
     (found,) = read_collectives(text, _MESH)
     self.assertEqual((found.axes, found.devices), (("fsdp",), (0, 1, 2, 3)))
 
+  def test_parts_of_a_chain_are_one_collective_and_a_channel_is_several(self):
+    line = "  %{} = f32[4] all-reduce(%p), channel_id=1, {}\n"
+    attributes = (
+      *['frontend_attributes={chain_id="0"}'] * 2,
+      'frontend_attributes={chain_id="3"}',
+      *["to_apply=%add"] * 2,
+    )
+    lines = [line.format(f"x{i}", a) for i, a in enumerate(attributes)]
+    text = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n{''.join(lines)}}}\n"
+    (found,) = read_collectives(text, _MESH)
+    self.assertEqual(found.count, 4)
+
+  def test_a_kernels_attributes_of_several_lines_end_nothing(self):
+    text = _program("f32[4]{0} all-reduce(%p)", "replica_groups={{0,1,2,3}}")
+    kernel = "  %k = f32[4] custom-call(%p), kernel={{\n}}, metadata={}\n"
+    text = text.replace("  ROOT %one", f"{kernel}  ROOT %one")
+    self.assertLen(read_collectives(text, _MESH), 1)
+
+  def test_what_crosses_slices_is_sent_to_the_hosts(self):
+    attributes = (
+      'frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",'
+      '_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    text = (
+      "ENTRY %main (p: f32[2,4]) -> f32[2,4] {\n"
+      "  %send = (f32[2,4]{1,0}, u32[], token[]) send(%p, %token), "
+      f"channel_id=2, {attributes}\n"
+      "  %sum = f32[4] all-reduce(%p), replica_groups={{0,1,2,3}}\n}\n"
+    )
+    inside, crossing = read_collectives(text, _MESH, 2)[::-1]
+    self.assertEqual((inside.axes, inside.devices), (("fsdp",), (0, 1, 2, 3)))
+    self.assertEqual((crossing.kind, crossing.bytes), ("all-reduce", 32))
+    self.assertEqual((crossing.axes, crossing.devices), (("data",), (0, 4)))
+
   def test_a_group_of_one_device_exchanges_nothing(self):
     text = _program("f32[4]{0} all-reduce(%p)", "replica_groups=[8,1]<=[8]")
     self.assertEqual(read_collectives(text, _MESH), ())

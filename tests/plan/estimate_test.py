@@ -38,6 +38,7 @@ class EstimateTest(parameterized.TestCase):
   @parameterized.parameters(
     ("llm", 2, tiny.MESH),
     ("dit", 2, {"data": 2, "fsdp": 4}),
+    ("llm", 1, {**tiny.MESH, "data": 1, "sequence": 2}),
   )
   def test_memory_is_that_of_the_compiled_step(self, family, parts, mesh):
     run = _run(family, parts, mesh)
@@ -50,7 +51,8 @@ class EstimateTest(parameterized.TestCase):
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     examples = run.data.batch_size // shards // parts
     activations = activation_bytes(
-      objective, _CPU, examples, mesh.shape["tensor"]
+      *(objective, _CPU, examples, mesh.shape["tensor"]),
+      mesh.shape["sequence"],
     )
     estimate = memory.measure(program, parts, activations)
     self.assertEqual(estimate.arguments, found.argument_size_in_bytes)

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -67,7 +69,21 @@ class ClusterTest(parameterized.TestCase):
       cluster.join(cluster.Place(f"127.0.0.1:{port}", 2, 1), seconds=10)
     thread.join()
     initialize.assert_called_once_with(
-      f"127.0.0.1:{port}", 2, 1, initialization_timeout=300
+      f"127.0.0.1:{port}", 2, 1, initialization_timeout=330
+    )
+
+  def test_a_process_that_never_comes_is_one_line(self):
+    code = (
+      "from moh_jax.runtime import cluster; cluster._ALL_SECONDS = 1; "
+      f"cluster.join(cluster.Place('127.0.0.1:{_free_port()}', 2, 0), 1)"
+    )
+    ended = subprocess.run(
+      [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    self.assertEqual(ended.returncode, 2)
+    self.assertRegex(
+      ended.stderr.strip().splitlines()[-1],
+      r"^error: .* the 2 processes .* process 0 \(127.0.0.1:\d+\) within 1 s",
     )
 
   def test_place_comes_from_the_cluster(self):

@@ -1,11 +1,14 @@
 """The program of a run: that of training and of `plan` is the same."""
 
+import dataclasses
+
 import jax
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family
+from moh_jax.config import ClassifierConfig, get_family
 from moh_jax.runtime import sharding
-from moh_jax.training.program import make_program
+from moh_jax.training.program import check_split, make_program
+from tests.runtime.slices_test import two_slices
 from tests.training import tiny
 
 _RUNS = {"vit": tiny.config, "dit": tiny.dit_config, "llm": tiny.llm_config}
@@ -40,6 +43,22 @@ class ProgramTest(parameterized.TestCase):
 
     self.assertEqual(specs(planned.state), specs(real.state))
     self.assertEqual(specs(planned.batch), specs(real.batch))
+
+  def test_slices_mix_images_of_a_device_which_needs_two(self):
+    run = tiny.config(mesh={"dcn_data": 2, "data": 4}, data={"batch_size": 32})
+    with two_slices():
+      mesh = sharding.make_mesh(run.mesh)
+    check_split(run, mesh)
+    parts = {"optim": {"accumulation": 4}}
+    alone = tiny.config(
+      mesh={"dcn_data": 2, "data": 4}, data={"batch_size": 32}, **parts
+    )
+    with self.assertRaisesRegex(ValueError, "data.batch_size=32 .* it is 1: "):
+      check_split(alone, mesh)
+    off = {"mixup": 0.0, "cutmix": 0.0}
+    check_split(
+      dataclasses.replace(alone, classifier=ClassifierConfig(**off)), mesh
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,118 @@
+"""Runs of every family on the meshes of eight fake devices."""
+
+import contextlib
+import json
+import math
+import pathlib
+
+import jax
+
+from moh_jax.plan.collectives import read_collectives
+from moh_jax.runtime import sharding
+from moh_jax.training.program import make_program
+from tests.runtime.slices_test import two_slices
+from tests.training import tiny
+
+VOCAB, WIDTH = 336, 64
+MODELS = {
+  "llm": {
+    "vocab_size": VOCAB,
+    "width": WIDTH,
+    "mlp_dim": 96,
+    "num_heads": (8, 8),
+    "num_kv_heads": 4,
+    "shared_heads": (2, 2),
+    "top_k": (3, 3),
+    "loss_chunk": 8,
+  },
+  "dit": {
+    "input_size": (24, 24),  # as large as one device has all logits at once
+    "patch_size": 2,
+    "width": 64,
+    "num_heads": (8, 8),
+    "head_dim": 8,
+    "shared_heads": (2, 2),
+    "top_k": (3, 3),
+  },
+  "vit": {
+    "image_size": (16, 16),
+    "embed_dims": (48, 96),  # their MLPs, 8/3 as wide, can be split in two
+    "depths": (1, 1),
+    "num_heads": (4, 8),
+    "shared_heads": (2, 2),
+    "top_k": (1, 3),
+    "mlp_ratios": (4, 4),
+    "sr_ratios": (2, 1),
+    "drop_path": 0.0,
+  },
+}
+_CONFIGS = {
+  "llm": tiny.llm_config,
+  "dit": tiny.dit_config,
+  "vit": tiny.deterministic_config,
+}
+MESHES = {
+  "8": {"data": 8},
+  "2,4": {"data": 2, "fsdp": 4},
+  "2,2,2": {"data": 2, "fsdp": 2, "tensor": 2},
+  "1,2,2,2": {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2},
+  "2 slices": {"dcn_data": 2, "data": 1, "fsdp": 2, "tensor": 2},
+}
+# Of a version of jax: other versions of XLA may exchange otherwise.
+_MINOR = ".".join(jax.__version__.split(".")[:2])
+GOLDEN = (
+  pathlib.Path(__file__).parents[1] / f"goldens/collectives/jax_{_MINOR}.json"
+)
+
+
+def config_of(family, form="dense", mesh=None, **sections):
+  """The family's run on a mesh, one device by default."""
+  model = dict(MODELS[family])
+  if family != "vit":  # its forms compute every head
+    model["attention_impl"] = form
+  mesh = {"data": 1, "max_imbalance": 2.0, **(mesh or {})}
+  return _CONFIGS[family](model=model, mesh=mesh, **sections)
+
+
+def mesh_of(config):
+  """The config's mesh, of fake slices where it has some."""
+  axes = (*config.mesh.AXES, "dcn_data")
+  size = [getattr(config.mesh, axis) for axis in axes]
+  devices = jax.devices()[: math.prod(size)]
+  slices = config.mesh.dcn_data > 1
+  with two_slices((0, 2, 4, 6)) if slices else contextlib.nullcontext():
+    return sharding.make_mesh(config.mesh, devices)
+
+
+def compiled_step(config):
+  """Text of the compiled step, and its mesh."""
+  mesh, task = mesh_of(config), tiny.make_task(config)
+  program = make_program(config, task, mesh)
+  with sharding.use_mesh(mesh):
+    step = program.step.lower(program.state, program.batch)
+  return step.compile().as_text(), mesh
+
+
+def exchanges(text, mesh):
+  """The collectives of a step, one row for each kind, axes and dtype.
+
+  Args:
+    text: of the compiled step.
+    mesh: its devices.
+
+  Returns:
+    {"kind axes dtype": [how often in a step, bytes of all]}, as in `GOLDEN`.
+  """
+  rows = {}
+  for one in read_collectives(text, dict(mesh.shape)):
+    row = rows.setdefault(
+      f"{one.kind} {'+'.join(one.axes)} {one.dtype}", [0, 0]
+    )
+    row[0] += one.count
+    row[1] += round(one.bytes)
+  return dict(sorted(rows.items()))
+
+
+def recorded(family, mesh):
+  """The recorded exchanges of a family on a mesh of `MESHES`."""
+  return json.loads(GOLDEN.read_text())[f"{family} {mesh}"]
