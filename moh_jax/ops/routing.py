@@ -47,12 +47,15 @@ class Routing:
     probs: [B, N, R] float32 softmax over the routed heads, before the top-k.
     selected: [B, N, R] bool, top_k True per token.
     shared_scores: [B, N, S] float32 softmax over the shared heads.
+    groups: [B, N, 2] float32 weights (a1, a2) of the shared and of the routed
+      heads, which add up to 1; 1/2 where the layer learns none.
   """
 
   gates: jax.Array
   probs: jax.Array
   selected: jax.Array
   shared_scores: jax.Array
+  groups: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -157,18 +160,16 @@ def two_stage_gates(
     routed_gates = routed_gates / total * kept
     shared_gates = shared_gates * budget.shared
 
+  groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
   if budget.shared and budget.top_k:
-    if group_logits is None:
-      groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
-    else:
+    if group_logits is not None:
       groups = jax.nn.softmax(group_logits.astype(jnp.float32))
-    if released:
-      groups = groups * 2
-    shared_gates = shared_gates * groups[..., :1]
-    routed_gates = routed_gates * groups[..., 1:]
+    factors = groups * 2 if released else groups
+    shared_gates = shared_gates * factors[..., :1]
+    routed_gates = routed_gates * factors[..., 1:]
 
   gates = jnp.concatenate([shared_gates, routed_gates], axis=-1)
-  return Routing(gates, probs, selected, shared_scores)
+  return Routing(gates, probs, selected, shared_scores, groups)
 
 
 def query_norms(queries: jax.Array) -> jax.Array:
@@ -206,10 +207,11 @@ def query_norm_gates(
   """
   shared, norms = norms[..., : budget.shared], norms[..., budget.shared :]
   shared = jnp.ones_like(shared)
+  groups = jnp.full((*norms.shape[:-1], 2), 0.5, jnp.float32)
   if not budget.top_k:
     none = jnp.zeros_like(norms)
     gates = jnp.concatenate([shared, none], axis=-1)
-    return Routing(gates, none, none.astype(bool), shared)
+    return Routing(gates, none, none.astype(bool), shared, groups)
   if budget.routed > 1:
     mean = norms.mean(-1, keepdims=True)
     variance = jnp.square(norms - mean).sum(-1, keepdims=True)
@@ -227,7 +229,7 @@ def query_norm_gates(
   if straight_through == "selected":
     passed = jnp.where(selected, passed, 0.0)
   gates = jnp.concatenate([shared, selected + passed], axis=-1)
-  return Routing(gates, probs, selected, shared)
+  return Routing(gates, probs, selected, shared, groups)
 
 
 def balance_loss(

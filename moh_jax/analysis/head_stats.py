@@ -1,0 +1,329 @@
+"""Statistics of routed heads: which heads the tokens of each group use.
+
+One pass over labelled examples. The devices reduce every batch to sums over
+tokens, so memory is that of one batch, whatever the number of examples.
+
+Shapes: L layers, G groups, H heads, R routed ones, B examples, N tokens. Heads
+are listed as the router does, the shared ones first.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from moh_jax.analysis.probe import Batch, Grouping, Probe
+from moh_jax.config import Config, get_family
+from moh_jax.config.heads import HeadBudget
+from moh_jax.ops.head_load import load_entropy
+from moh_jax.ops.routing import Routing
+from moh_jax.runtime import sharding
+
+# What is averaged over the tokens of a group, for every head.
+VALUES = ("load", "score", "gate")
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+  """A layer whose router was watched.
+
+  Attributes:
+    name: of its stack and its place in it, such as "stage1.0".
+    budget: its head split.
+    order: [H] number of each listed head, not 0, 1, ... where
+      `model.head_order` chooses the shared heads.
+    grid: rows and columns of its tokens, None for text.
+  """
+
+  name: str
+  budget: HeadBudget
+  order: tuple[int, ...]
+  grid: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStats:
+  """Means over the tokens of each group, float64; NaN for a group without any.
+
+  Attributes:
+    names: of the G groups.
+    tokens: [L, G] tokens that were counted.
+    load: for each layer [G, H] share of tokens that use each head: 1 for shared
+      heads; the sum over the routed ones is top_k.
+    score: for each layer [G, H] mean softmax score of each head among the
+      shared or among the routed heads.
+    gate: for each layer [G, H] mean weight of each head's output, 0 where a
+      token does not use it.
+    weights: [L, G, 2] mean weights (a1, a2) of the shared and the routed heads,
+      which add up to 1; 1/2 where the layer learns none.
+  """
+
+  names: tuple[str, ...]
+  tokens: np.ndarray
+  load: tuple[np.ndarray, ...]
+  score: tuple[np.ndarray, ...]
+  gate: tuple[np.ndarray, ...]
+  weights: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingMaps:
+  """What the tokens of the first M examples chose.
+
+  Attributes:
+    index: [M] position of each example in the data.
+    label: [M] its label.
+    best: for each layer [M, N] int16, the place in the layer's list of the
+      selected head with the highest score; -1 for padding and where none is selected.
+    selected: for each layer [M, N, R] bool.
+    inputs: [M, ...] what the network read: normalized images, or tokens.
+  """
+
+  index: np.ndarray
+  label: np.ndarray
+  best: tuple[np.ndarray, ...]
+  selected: tuple[np.ndarray, ...]
+  inputs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadStats:
+  """What the routers of a model did with labelled data.
+
+  Attributes:
+    layers: the L layers that route, in order.
+    groups: statistics by grouping: "all", then "class" or "task", and others of
+      the family, such as "timestep".
+    maps: of the first examples.
+  """
+
+  layers: tuple[Layer, ...]
+  groups: Mapping[str, GroupStats]
+  maps: RoutingMaps
+
+  def entropy(self, kind: str = "all") -> np.ndarray:
+    """Entropy of the load [L, G] in [0, 1], see `ops.head_load`."""
+    return np.stack(
+      [
+        load_entropy(load[:, layer.budget.shared :])
+        for layer, load in zip(self.layers, self.groups[kind].load)
+      ]
+    )
+
+
+def routed_layers(config: Config, probe: Probe) -> tuple[Layer, ...]:
+  """The layers of a model that record routing, in order.
+
+  Raises:
+    ValueError: the model is multi-head attention, without a router.
+  """
+  model = config.model
+  if model.router.kind == "none":
+    raise ValueError(
+      "model.router.kind='none': the model is multi-head attention; it has no "
+      "router, and every token uses every head"
+    )
+  budgets = get_family(model.family).layer_budgets(model)
+  orders = getattr(model, "head_order", ())
+  orders = orders or [range(budget.num_heads) for budget in budgets.values()]
+  depths = [group.depth for group in model.layer_groups()]
+  grids = [g for g, depth in zip(probe.grids, depths) for _ in range(depth)]
+  return tuple(
+    Layer(name, budget, tuple(order), grid)
+    for (name, budget), order, grid in zip(
+      budgets.items(), orders, grids or [None] * len(budgets)
+    )
+  )
+
+
+def head_stats(
+  probe: Probe,
+  config: Config,
+  params: Any,
+  batches: Iterable[Any],
+  names: Sequence[str],
+  mesh: Mesh,
+  *,
+  maps: int = 8,
+) -> HeadStats:
+  """Measures the use of heads in one pass over labelled batches.
+
+  Args:
+    probe: of the family.
+    config: of the model.
+    params: its parameters, on the mesh.
+    batches: global batches on the devices, with "label" [B] int32 and "mask"
+      [B] float32, 0 for padded examples, and "index" [B] int32.
+    names: of the labels.
+    mesh: the devices.
+    maps: examples whose routing maps are kept.
+
+  Raises:
+    ValueError: the model has no router, or there is no example.
+  """
+  layers = routed_layers(config, probe)
+  groupings = {
+    "all": Grouping(("all",), lambda batch: jnp.zeros_like(batch["label"])),
+    probe.label: Grouping(tuple(names), lambda batch: batch["label"]),
+    **probe.groupings,
+  }
+  step = _make_step(probe, groupings, mesh)
+  total: Any = None
+  kept: list[dict[str, Any]] = []
+  missing = max(maps, 1)
+  for batch in batches:
+    sums, chosen = step(params, batch)
+    if missing > 0:
+      part = sharding.gather(chosen, mesh)
+      real = np.flatnonzero(part.pop("mask") > 0)[:missing]
+      kept.append(jax.tree.map(lambda x: x[real], part))  # noqa: B023
+      missing -= len(real)
+    sums = jax.tree.map(_on_host, sums)
+    total = sums if total is None else jax.tree.map(np.add, total, sums)
+  if total is None:
+    raise ValueError("there is no example to measure heads on")
+  groups = {
+    kind: _means(grouping.names, total[kind])
+    for kind, grouping in groupings.items()
+  }
+  whole = jax.tree.map(lambda *parts: np.concatenate(parts), *kept)
+  return HeadStats(layers, groups, RoutingMaps(**whole))
+
+
+def recorded_layers(recorded: Any, kind: type) -> list[Any]:
+  """What layers recorded of one kind, in the order of the layers.
+
+  Args:
+    recorded: the collection "intermediates" of a network.
+    kind: the class of what is looked for.
+
+  Returns:
+    A value for each stack of equal layers, with a leading layer axis; layers
+    that no scan stacks have one of length 1.
+  """
+  found = [
+    (jax.tree_util.keystr(path), leaf)
+    for path, leaf in jax.tree.leaves_with_path(
+      recorded, is_leaf=lambda x: isinstance(x, kind)
+    )
+    if isinstance(leaf, kind)
+  ]
+  # Names are sorted as text, where "blocks10" comes before "blocks2".
+  found.sort(
+    key=lambda item: [
+      int(part) if part.isdecimal() else part
+      for part in re.split(r"(\d+)", item[0])
+    ]
+  )
+  return [
+    jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), leaf)
+    for _, leaf in found
+  ]
+
+
+def _make_step(
+  probe: Probe, groupings: Mapping[str, Grouping], mesh: Mesh
+) -> Callable[[Any, Batch], tuple[Any, dict[str, Any]]]:
+  """Jits (params, batch) -> sums by grouping, and what the tokens chose."""
+
+  def step(params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
+    _, recorded = probe.apply(params, batch, mutable=["intermediates"])
+    routings = recorded_layers(recorded["intermediates"], Routing)
+    counted = batch["mask"][:, None]
+    if probe.token_mask is not None:
+      counted = counted * probe.token_mask(batch)
+    examples = [_example_sums(routing, counted) for routing in routings]
+    sums = {}
+    for kind, grouping in groupings.items():
+      number = len(grouping.names)
+      groups = jax.nn.one_hot(grouping.index(batch), number)  # [B, G]
+      sums[kind] = jax.tree.map(
+        lambda x: jnp.einsum("bg,lb...->lg...", groups, x, precision=_EXACT),  # noqa: B023
+        examples,
+      )
+    chosen = [_chosen(routing, counted) for routing in routings]
+    maps = {
+      "index": batch["index"],
+      "label": batch["label"],
+      "mask": batch["mask"],
+      "inputs": batch[probe.shown],
+      "best": tuple(best for pair in chosen for best in pair[0]),
+      "selected": tuple(mask for pair in chosen for mask in pair[1]),
+    }
+    return sums, maps
+
+  return jax.jit(step, out_shardings=(sharding.replicated(mesh), None))
+
+
+def _example_sums(routing: Routing, counted: jax.Array) -> dict[str, jax.Array]:
+  """Sums over the tokens of every example.
+
+  Args:
+    routing: of a stack, with a leading layer axis.
+    counted: [B, N] or [B, 1] float32, 0 for tokens that do not count.
+
+  Returns:
+    "tokens" [L, B], the `VALUES` [L, B, H] and "weights" [L, B, 2], float32.
+  """
+  counted = jnp.broadcast_to(counted, routing.probs.shape[1:3])
+  shared = jnp.ones_like(routing.shared_scores)
+
+  def over_tokens(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return jnp.einsum("lbnx,bn->lbx", x, counted, precision=_EXACT)
+
+  values = {
+    "load": (shared, routing.selected),
+    "score": (routing.shared_scores, routing.probs),
+    "gate": (routing.gates,),
+    "weights": (routing.groups,),
+  }
+  tokens = jnp.broadcast_to(counted.sum(-1)[None], routing.probs.shape[:2])
+  return {
+    "tokens": tokens,
+    **{
+      name: jnp.concatenate([over_tokens(part) for part in parts], -1)
+      for name, parts in values.items()
+    },
+  }
+
+
+def _chosen(
+  routing: Routing, counted: jax.Array
+) -> tuple[list[jax.Array], list[jax.Array]]:
+  """For every layer of a stack `best` [B, N] and `selected` [B, N, R]."""
+  depth, *shape, _ = routing.selected.shape
+  counted = jnp.broadcast_to(counted, shape)
+  selected = routing.selected & (counted > 0)[None, ..., None]
+  best = jnp.where(selected, routing.probs, -1.0).argmax(-1)
+  best = best + routing.shared_scores.shape[-1]
+  best = jnp.where(selected.any(-1), best, -1).astype(jnp.int16)
+  return [best[i] for i in range(depth)], [selected[i] for i in range(depth)]
+
+
+def _on_host(x: jax.Array) -> np.ndarray:
+  """A replicated array on the host, wide enough for sums of many batches."""
+  return np.asarray(x.addressable_data(0), np.float64)
+
+
+def _means(
+  names: tuple[str, ...], stacks: Sequence[Mapping[str, np.ndarray]]
+) -> GroupStats:
+  """Means from the sums of every stack of layers."""
+  tokens = np.concatenate([stack["tokens"] for stack in stacks])
+
+  def means(name: str) -> tuple[np.ndarray, ...]:
+    sums = [layer for stack in stacks for layer in stack[name]]
+    counts = np.where(tokens > 0, tokens, np.nan)
+    return tuple(
+      layer / count[:, None] for layer, count in zip(sums, counts)
+    )
+
+  values = {name: means(name) for name in VALUES}
+  return GroupStats(names, tokens, **values, weights=np.stack(means("weights")))
