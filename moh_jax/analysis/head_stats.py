@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from moh_jax.analysis.probe import Batch, Grouping, Probe
 from moh_jax.config import Config, get_family
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.head_load import load_entropy
+from moh_jax.ops.head_load import collapse_lines, load_entropy
 from moh_jax.ops.routing import Routing
 from moh_jax.runtime import sharding
 
@@ -74,13 +74,14 @@ class GroupStats:
 
 @dataclasses.dataclass(frozen=True)
 class RoutingMaps:
-  """What the tokens of the first M examples chose.
+  """What the tokens of M examples chose.
 
   Attributes:
     index: [M] position of each example in the data.
     label: [M] its label.
     best: for each layer [M, N] int16, the place in the layer's list of the
-      selected head with the highest score; -1 for padding and where none is selected.
+      selected head with the highest score; -1 for padding, and where none is
+      selected.
     selected: for each layer [M, N, R] bool.
     inputs: [M, ...] what the network read: normalized images, or tokens.
   """
@@ -97,10 +98,10 @@ class HeadStats:
   """What the routers of a model did with labelled data.
 
   Attributes:
-    layers: the L layers that route, in order.
+    layers: the L layers with a router, in order; () of multi-head attention.
     groups: statistics by grouping: "all", then "class" or "task", and others of
       the family, such as "timestep".
-    maps: of the first examples.
+    maps: of the first examples of each label.
   """
 
   layers: tuple[Layer, ...]
@@ -109,26 +110,23 @@ class HeadStats:
 
   def entropy(self, kind: str = "all") -> np.ndarray:
     """Entropy of the load [L, G] in [0, 1], see `ops.head_load`."""
-    return np.stack(
-      [
-        load_entropy(load[:, layer.budget.shared :])
-        for layer, load in zip(self.layers, self.groups[kind].load)
-      ]
-    )
+    groups = self.groups[kind]
+    out = np.empty(groups.tokens.shape)
+    for row, layer, load in zip(out, self.layers, groups.load):
+      row[:] = load_entropy(load[:, layer.budget.shared :])
+    return out
+
+  def collapsed(self, bound: float) -> list[str]:
+    """A line for each layer whose load has an entropy under `bound`."""
+    names = [layer.name for layer in self.layers]
+    return collapse_lines(dict(zip(names, self.entropy()[:, 0])), bound)
 
 
 def routed_layers(config: Config, probe: Probe) -> tuple[Layer, ...]:
-  """The layers of a model that record routing, in order.
-
-  Raises:
-    ValueError: the model is multi-head attention, without a router.
-  """
+  """The layers of a model that have a router, in order; () without any."""
   model = config.model
   if model.router.kind == "none":
-    raise ValueError(
-      "model.router.kind='none': the model is multi-head attention; it has no "
-      "router, and every token uses every head"
-    )
+    return ()
   budgets = get_family(model.family).layer_budgets(model)
   orders = getattr(model, "head_order", ())
   orders = orders or [range(budget.num_heads) for budget in budgets.values()]
@@ -162,10 +160,10 @@ def head_stats(
       [B] float32, 0 for padded examples, and "index" [B] int32.
     names: of the labels.
     mesh: the devices.
-    maps: examples whose routing maps are kept.
+    maps: examples whose routing maps are kept, about as many of each label.
 
   Raises:
-    ValueError: the model has no router, or there is no example.
+    ValueError: there is no example.
   """
   layers = routed_layers(config, probe)
   groupings = {
@@ -176,17 +174,16 @@ def head_stats(
   step = _make_step(probe, groupings, mesh)
   total: Any = None
   kept: list[dict[str, Any]] = []
-  missing = max(maps, 1)
+  wanted = _Wanted(maps, len(names))
   for batch in batches:
     sums, chosen = step(params, batch)
-    if missing > 0:
+    rows = wanted.rows(*sharding.gather((batch["label"], batch["mask"]), mesh))
+    if len(rows):
       part = sharding.gather(chosen, mesh)
-      real = np.flatnonzero(part.pop("mask") > 0)[:missing]
-      kept.append(jax.tree.map(lambda x: x[real], part))  # noqa: B023
-      missing -= len(real)
+      kept.append(jax.tree.map(lambda x: x[rows], part))  # noqa: B023
     sums = jax.tree.map(_on_host, sums)
     total = sums if total is None else jax.tree.map(np.add, total, sums)
-  if total is None:
+  if not kept:
     raise ValueError("there is no example to measure heads on")
   groups = {
     kind: _means(grouping.names, total[kind])
@@ -194,6 +191,25 @@ def head_stats(
   }
   whole = jax.tree.map(lambda *parts: np.concatenate(parts), *kept)
   return HeadStats(layers, groups, RoutingMaps(**whole))
+
+
+class _Wanted:
+  """Chooses the examples whose maps are kept: the first ones of each label."""
+
+  def __init__(self, examples: int, labels: int):
+    self._missing = examples
+    self._of_label = dict.fromkeys(range(labels), -(-examples // labels))
+
+  def rows(self, labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The rows of a batch that are kept."""
+    rows = []
+    for row in np.flatnonzero(mask > 0).tolist():
+      label = int(labels[row])
+      if self._missing and self._of_label[label]:
+        self._missing -= 1
+        self._of_label[label] -= 1
+        rows.append(row)
+    return np.array(rows, int)
 
 
 def recorded_layers(recorded: Any, kind: type) -> list[Any]:
@@ -234,7 +250,7 @@ def _make_step(
 
   def step(params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
     _, recorded = probe.apply(params, batch, mutable=["intermediates"])
-    routings = recorded_layers(recorded["intermediates"], Routing)
+    routings = recorded_layers(recorded.get("intermediates", {}), Routing)
     counted = batch["mask"][:, None]
     if probe.token_mask is not None:
       counted = counted * probe.token_mask(batch)
@@ -251,7 +267,6 @@ def _make_step(
     maps = {
       "index": batch["index"],
       "label": batch["label"],
-      "mask": batch["mask"],
       "inputs": batch[probe.shown],
       "best": tuple(best for pair in chosen for best in pair[0]),
       "selected": tuple(mask for pair in chosen for mask in pair[1]),
@@ -316,14 +331,14 @@ def _means(
   names: tuple[str, ...], stacks: Sequence[Mapping[str, np.ndarray]]
 ) -> GroupStats:
   """Means from the sums of every stack of layers."""
-  tokens = np.concatenate([stack["tokens"] for stack in stacks])
+  tokens = [np.empty((0, len(names))), *(stack["tokens"] for stack in stacks)]
+  tokens = np.concatenate(tokens)
 
   def means(name: str) -> tuple[np.ndarray, ...]:
     sums = [layer for stack in stacks for layer in stack[name]]
     counts = np.where(tokens > 0, tokens, np.nan)
-    return tuple(
-      layer / count[:, None] for layer, count in zip(sums, counts)
-    )
+    return tuple(layer / count[:, None] for layer, count in zip(sums, counts))
 
   values = {name: means(name) for name in VALUES}
-  return GroupStats(names, tokens, **values, weights=np.stack(means("weights")))
+  weights = np.reshape(means("weights"), (-1, len(names), 2))
+  return GroupStats(names, tokens, **values, weights=weights)

@@ -1,5 +1,7 @@
 """How evenly tokens spread over the routed heads of a layer, on the host."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 
@@ -32,3 +34,18 @@ def load_entropy(load: np.ndarray) -> np.ndarray:
   scaled = (entropy - least) / np.where(has_choice, span, 1.0)
   scaled = np.where(has_choice, np.clip(scaled, 0.0, 1.0), 1.0)
   return np.where(counted[..., 0], scaled, np.nan)
+
+
+def collapse_lines(entropies: Mapping[str, float], bound: float) -> list[str]:
+  """What to say of collapsed routers: a line for each.
+
+  Args:
+    entropies: of every layer's load, see `load_entropy`.
+    bound: a router whose load has a smaller entropy has collapsed.
+  """
+  return [
+    f"the router of layer {name} has collapsed: nearly all tokens select the "
+    f"same heads (entropy of the load {entropy:.3f}, under {bound:g})"
+    for name, entropy in entropies.items()
+    if entropy < bound
+  ]

@@ -24,8 +24,12 @@ def _config(family):
   config = {
     "vit": tiny.deterministic_config,
     "dit": tiny.dit_config,
+    "mha": tiny.deterministic_config,
     "llm": tiny.llm_config,
   }[family]()
+  if family == "mha":
+    model = config_lib.without_router(config.model)
+    return dataclasses.replace(config, model=model)
   if family != "llm":
     return config
   order = ((2, 0, 1, 3), (0, 1, 2, 3))
@@ -72,7 +76,7 @@ def _measured(family, mesh_name):
   mesh = sharding.make_mesh(mesh_config, jax.devices()[:devices])
   with sharding.use_mesh(mesh):
     return head_stats(
-      get_family(family).probe(model, config),
+      get_family(config.model.family).probe(model, config),
       config,
       tiny.random_params(config),
       [sharding.shard_batch(batch, mesh) for batch in _batches(family)],
@@ -176,37 +180,32 @@ class HeadStatsTest(parameterized.TestCase):
 
   def test_maps_hold_the_choice_of_each_token(self):
     maps = _measured("llm", "one").maps
-    self.assertEqual(maps.index.tolist(), list(range(10)))
-    seen = 0
-    for batch, counted, layers in _recorded("llm"):
-      for b in range(_BATCH):
-        if seen == 10:
-          break
-        np.testing.assert_array_equal(maps.inputs[seen], batch["inputs"][b])
-        for layer, routing in enumerate(layers):
-          real = counted[b] > 0
-          best = maps.best[layer][seen]
-          self.assertTrue((best[~real] == -1).all())
-          np.testing.assert_array_equal(
-            maps.selected[layer][seen][real], routing.selected[b][real]
-          )
-          np.testing.assert_array_equal(
-            best[real] - 1, routing.probs[b].argmax(-1)[real]
-          )
-        seen += 1
+    # Ten examples of four labels: three of each at most, one label has none.
+    np.testing.assert_array_equal(np.bincount(maps.label), [3, 3, 3])
+    for place, index in enumerate(maps.index.tolist()):
+      batch, counted, layers = _recorded("llm")[index // _BATCH]
+      row = index % _BATCH
+      real = counted[row] > 0
+      np.testing.assert_array_equal(maps.inputs[place], batch["inputs"][row])
+      for layer, routing in enumerate(layers):
+        best = maps.best[layer][place]
+        self.assertTrue((best[~real] == -1).all())
+        np.testing.assert_array_equal(
+          maps.selected[layer][place][real], routing.selected[row][real]
+        )
+        np.testing.assert_array_equal(
+          best[real] - 1, routing.probs[row].argmax(-1)[real]
+        )
 
   def test_heads_have_their_own_numbers(self):
     orders = [layer.order for layer in _measured("llm", "one").layers]
     self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
 
-  def test_multi_head_attention_has_no_router(self):
-    config = _config("vit")
-    model = config_lib.without_router(config.model)
-    config = dataclasses.replace(config, model=model)
-    probe = get_family("vit").probe(make_model(config)[0], config)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    with self.assertRaisesRegex(ValueError, "kind='none'.* no router"):
-      head_stats(probe, config, {}, [], _NAMES, mesh)
+  def test_multi_head_attention_has_no_layer_with_a_router(self):
+    stats = _measured("mha", "one")
+    self.assertEqual(stats.layers, ())
+    self.assertEqual(stats.entropy("class").shape, (0, 4))
+    self.assertLen(stats.maps.inputs, 10)
 
   def test_no_example(self):
     config = _config("vit")
