@@ -1,4 +1,4 @@
-"""What a run's metrics.jsonl tells: curves, and the load of heads over steps."""
+"""What metrics.jsonl tells: curves, and the load of heads over the steps."""
 
 import dataclasses
 import json

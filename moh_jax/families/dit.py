@@ -1,6 +1,7 @@
 """MoH-DiT: class-conditional diffusion transformers."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ class DiTFamily(ImageFamily):
     steps = process.num_steps
     parts = min(_TIME_GROUPS, steps)
     bounds = [part * steps // parts for part in range(parts + 1)]
-    names = [f"{a}-{b - 1}" for a, b in zip(bounds, bounds[1:])]
+    names = [f"{a}-{b - 1}" for a, b in itertools.pairwise(bounds)]
 
     def apply(params: Any, batch: Any, **options: Any) -> Any:
       x0, labels = batch["image"], batch["label"]

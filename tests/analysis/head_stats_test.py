@@ -205,7 +205,7 @@ class HeadStatsTest(parameterized.TestCase):
     stats = _measured("mha", "one")
     self.assertEqual(stats.layers, ())
     self.assertEqual(stats.entropy("class").shape, (0, 4))
-    self.assertLen(stats.maps.inputs, 10)
+    self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
 
   def test_no_example(self):
     config = _config("vit")
