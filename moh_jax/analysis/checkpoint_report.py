@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from moh_jax.analysis import pictures, report
 from moh_jax.analysis.head_stats import VALUES, HeadStats
 from moh_jax.analysis.run_metrics import RunMetrics
 from moh_jax.analysis.samples import pixels, token_texts
+from moh_jax.analysis.similarity import HeadSimilarity, mean_similarity
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.files import write_whole
 from moh_jax.inference.restore import Restored
@@ -40,6 +41,8 @@ class Findings:
     metrics: of its run.
     samples: HTML of examples.
     tokenizer: of a language model, or None.
+    similarity: of the heads of this checkpoint, and of others to compare with,
+      by directory.
   """
 
   checkpoint: str
@@ -49,6 +52,7 @@ class Findings:
   metrics: RunMetrics
   samples: str
   tokenizer: Tokenizer | None
+  similarity: Mapping[str, HeadSimilarity]
 
 
 def write_report(
@@ -73,6 +77,8 @@ def write_report(
 
 def _figures(restored: Restored, found: Findings) -> Iterator[tuple[str, Any]]:
   stats = found.stats
+  if ours := found.similarity.get(found.checkpoint):
+    yield "similarity", pictures.similarity(ours.features)
   curves = found.metrics.curves
   if shown := {name: curves[name] for name in _CURVES if name in curves}:
     yield "curves", pictures.curves(shown)
@@ -109,11 +115,42 @@ def _page(restored: Restored, found: Findings, images: dict[str, str]) -> str:
       (f"Load of heads on {found.where}", "".join(loads)),
       ("Load over the training", images.get("load_over_steps", "")),
       ("Every head", _heads(found)),
+      ("Similarity of heads", _similarity(found, images)),
       ("Which head each token chose", images.get("routing_maps", "")),
       ("Samples", found.samples),
       (f"Config ({family})", report.preformatted(written)),
     ],
   )
+
+
+def similarity_rows(similarity: Mapping[str, HeadSimilarity]) -> list[tuple]:
+  """A header, and a row for each layer: means over pairs of heads."""
+  layers = dict.fromkeys(n for one in similarity.values() for n in one.features)
+  if not layers:
+    return []
+  kinds = ("patterns", "features")
+  header = [f"{kind}, {name}" for name in similarity for kind in kinds]
+  rows: list[tuple] = [("layer", *header)]
+  for layer in layers:
+    found = [
+      getattr(one, kind).get(layer)
+      for one in similarity.values()
+      for kind in kinds
+    ]
+    cells = ["" if x is None else f"{mean_similarity(x):.3f}" for x in found]
+    rows.append((layer, *cells))
+  return rows
+
+
+def _similarity(found: Findings, images: Mapping[str, str]) -> str:
+  rows = similarity_rows(found.similarity)
+  if not rows:
+    return ""
+  text = (
+    "<p>Mean cosine between different heads of a layer, of their attention "
+    "weights and of what they add to the tokens.</p>"
+  )
+  return text + report.table(rows[0], rows[1:], True) + images["similarity"]
 
 
 def _budget(restored: Restored) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.analysis.probe import Batch, Grouping, Probe
@@ -212,34 +213,28 @@ class _Wanted:
     return np.array(rows, int)
 
 
-def recorded_layers(recorded: Any, kind: type) -> list[Any]:
-  """What layers recorded of one kind, in the order of the layers.
+def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:
+  """What layers recorded under a name, in the order of the layers.
 
   Args:
-    recorded: the collection "intermediates" of a network.
-    kind: the class of what is looked for.
+    recorded: a collection of a network, such as its "intermediates".
+    name: what was recorded.
+    rank: dimensions of its arrays, without that of stacked layers.
 
   Returns:
     A value for each stack of equal layers, with a leading layer axis; layers
     that no scan stacks have one of length 1.
   """
-  found = [
-    (jax.tree_util.keystr(path), leaf)
-    for path, leaf in jax.tree.leaves_with_path(
-      recorded, is_leaf=lambda x: isinstance(x, kind)
-    )
-    if isinstance(leaf, kind)
-  ]
-  # Names are sorted as text, where "blocks10" comes before "blocks2".
-  found.sort(
-    key=lambda item: [
-      int(part) if part.isdecimal() else part
-      for part in re.split(r"(\d+)", item[0])
-    ]
-  )
+  flat = traverse_util.flatten_dict(recorded)
+  found = {"/".join(path): x for path, x in flat.items() if path[-1] == name}
+
+  def place(path: str) -> list[Any]:  # "blocks10" comes after "blocks2"
+    parts = re.split(r"(\d+)", path)
+    return [int(part) if part.isdecimal() else part for part in parts]
+
   return [
-    jax.tree.map(lambda x: x.reshape(-1, *x.shape[-3:]), leaf)
-    for _, leaf in found
+    jax.tree.map(lambda x: x.reshape(-1, *x.shape[-rank:]), found[path][0])
+    for path in sorted(found, key=place)
   ]
 
 
@@ -250,7 +245,7 @@ def _make_step(
 
   def step(params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
     _, recorded = probe.apply(params, batch, mutable=["intermediates"])
-    routings = recorded_layers(recorded.get("intermediates", {}), Routing)
+    routings = recorded_layers(recorded.get("intermediates", {}), "routing", 3)
     counted = batch["mask"][:, None]
     if probe.token_mask is not None:
       counted = counted * probe.token_mask(batch)

@@ -180,6 +180,32 @@ def load_over_steps(
   return figure
 
 
+def similarity(features: Mapping[str, np.ndarray]) -> Any:
+  """Mean cosines between the heads of every layer, heads by heads.
+
+  Args:
+    features: [H, H] for each layer.
+  """
+  columns = min(_PANELS, len(features))
+  lines = -(-len(features) // columns)
+  figure = _figure(
+    figsize=(2 * columns + 0.8, 2.1 * lines + 0.5), layout="constrained"
+  )
+  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  for axis in axes[len(features) :]:
+    axis.set_axis_off()
+  for axis, (name, values) in zip(axes, features.items()):
+    image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
+    axis.set_title(name, fontsize=8)
+    ticks = range(0, len(values), -(-len(values) // 16))
+    axis.set_xticks(ticks)
+    axis.set_yticks(ticks)
+    axis.tick_params(labelsize=6)
+  figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.6)
+  figure.suptitle("Similarity of what heads add to the tokens", fontsize=10)
+  return figure
+
+
 def curves(
   series: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
 ) -> Any:
@@ -205,6 +231,7 @@ def curves(
       )
     axis.set_title(name, fontsize=8)
     axis.tick_params(labelsize=6)
+    axis.ticklabel_format(useOffset=False)
     axis.legend(fontsize=6)
   for axis in axes[len(series) :]:
     axis.set_axis_off()

@@ -75,6 +75,8 @@ def to_npz(stats: HeadStats) -> bytes:
 
 def _filled(parts: Any, value: Any) -> np.ndarray:
   """Stacks arrays of one rank, each filled up at the ends of its axes."""
+  if not parts:
+    return np.empty(0)
   shape = np.max([part.shape for part in parts], axis=0)
   out = np.full((len(parts), *shape), value, parts[0].dtype)
   for row, part in zip(out, parts):

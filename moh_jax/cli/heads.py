@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from moh_jax.analysis import pictures, tables
-from moh_jax.analysis.checkpoint_report import Findings, write_report
+from moh_jax.analysis.checkpoint_report import (
+  Findings,
+  similarity_rows,
+  write_report,
+)
 from moh_jax.analysis.head_stats import HeadStats, head_stats
 from moh_jax.analysis.importance import order_by_importance
 from moh_jax.analysis.run_metrics import read_run_metrics
 from moh_jax.analysis.samples import samples
+from moh_jax.analysis.similarity import HeadSimilarity, head_similarity
 from moh_jax.cli import common, distributed
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.cli.labelled_data import open_data
@@ -56,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
     importance = family.head_importance(
       restored.model, config, params, data.batches()
     )
-    shown = ""
+    shown, similarity = "", {}
+    if args.out or args.against:
+      similarity[args.checkpoint] = head_similarity(
+        probe, config, params, data.batches(), mesh
+      )
+    if args.against:
+      similarity[args.against] = _against(args, mesh)
     if args.out:
       shown = samples(
         *(restored, args.checkpoint, probe, stats, data.names, tokenizer, mesh)
@@ -64,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
   if not is_first:
     return 0
   found = Findings(
+    similarity=similarity,
     checkpoint=args.checkpoint,
     where=data.where,
     stats=stats,
@@ -77,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"warning: {line}", file=sys.stderr)
   if args.json != "-":
     _print(stats, importance)
+    if rows := similarity_rows(similarity):
+      print(f"\nsimilarity of heads\n{common.table(rows[1:], rows[0])}")
   if args.out:
     folder = pathlib.Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,6 +102,25 @@ def run(args: argparse.Namespace) -> int:
       print(f"report: {folder / 'report.html'}")
   common.write_json(args.json, _json(stats, importance, collapsed, restored))
   return 0
+
+
+def _against(args: argparse.Namespace, mesh: Mesh) -> HeadSimilarity:
+  """The similarity of the heads of --against, on the same data."""
+  other = argparse.Namespace(
+    **{**vars(args), "checkpoint": args.against, "step": None, "top_k": None}
+  )
+  metadata, _ = common.read_metadata(other)
+  tokenizer = None
+  if metadata.tokenizer_sha256:
+    tokenizer = load_checkpoint_tokenizer(args.against, verify=args.verify)
+  restored = common.restore(other, mesh=mesh)
+  data = open_data(other, restored, tokenizer, mesh)
+  probe = get_family(restored.config.model.family).probe(
+    restored.model, restored.config
+  )
+  return head_similarity(
+    probe, restored.config, restored.params, data.batches(), mesh
+  )
 
 
 def _missing(stats: HeadStats) -> Sequence[str]:

@@ -147,7 +147,6 @@ def heads(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--out",
     metavar="DIR",
-    default="",
     help="folder for the statistics (CSV, npz), the pictures (PNG, SVG) and "
     "report.html, made if needed; needs matplotlib (the extra moh_jax[plot])",
   )
@@ -159,6 +158,12 @@ def heads(parser: argparse.ArgumentParser) -> None:
     "ones (default: all images, 8 batches of text)",
   )
   common.add_count(parser, "--batch-size", 8, help="examples per batch")
+  parser.add_argument(
+    "--against",
+    metavar="DIR",
+    help="another checkpoint, such as one without a router: the similarity of "
+    "its heads is shown beside",
+  )
   common.add_count(
     parser, "--maps", 8, metavar="N", help="examples with a map of their heads"
   )
