@@ -2,6 +2,7 @@
 
 import io
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _PALETTE = (
   *("#0072B2", "#D55E00", "#CC79A7", "#000000"),
 )
 _MASKED = "#DDDDDD"
+_SCORES = ("accuracy", "bits_per_byte", "loss")  # that `dial` draws
 _PANELS = 4  # panels side by side
 _SHOWN_LAYERS = 6  # columns of routing maps
 _SHOWN_TICKS = 40  # more groups have no names at the axis
@@ -27,6 +29,17 @@ _SHOWN_TICKS = 40  # more groups have no names at the axis
 def check() -> None:
   """Raises ValueError if matplotlib is missing, before anything is measured."""
   _figure()
+
+
+def check_plot(path: str) -> None:
+  """Checks that a picture can be written, before anything is measured.
+
+  Raises:
+    ValueError: matplotlib is missing, or the file is of another form.
+  """
+  if pathlib.PurePath(path).suffix[1:] not in FORMATS:
+    raise ValueError(f"--plot {path} must end in .png or .svg")
+  check()
 
 
 def encode(figure: Any, form: str) -> bytes:
@@ -235,6 +248,34 @@ def curves(
     axis.legend(fontsize=6)
   for axis in axes[len(series) :]:
     axis.set_axis_off()
+  return figure
+
+
+def dial(rows: Sequence[Mapping[str, float]]) -> Any:
+  """Scores of one checkpoint with several numbers of heads.
+
+  Args:
+    rows: metrics of each, among them "activated_share" and "seconds".
+
+  Returns:
+    A figure with a row of panels over the activated share, and one over time.
+  """
+  shown = [name for name in _SCORES if name in rows[0]]
+  figure = _figure(figsize=(3.4 * len(shown), 5), layout="constrained")
+  axes = figure.subplots(2, len(shown), squeeze=False)
+  over = {
+    "activated_share": "activated share of the heads",
+    "seconds": "seconds of an evaluation",
+  }
+  for line, (place, label) in zip(axes, over.items()):
+    points = sorted(rows, key=lambda row: row[place])
+    for axis, name in zip(line, shown):
+      xs = [row[place] for row in points]
+      ys = [row[name] for row in points]
+      axis.plot(xs, ys, color=_PALETTE[4], marker="o")
+      axis.set_xlabel(label, fontsize=8)
+      axis.set_ylabel(name, fontsize=8)
+      axis.grid(alpha=0.3)
   return figure
 
 

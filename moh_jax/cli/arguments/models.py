@@ -77,6 +77,13 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     "names (such as ReaL's), or entries by file name; an entry is a class or "
     "several",
   )
+  parser.add_argument(
+    "--plot",
+    metavar="FILE",
+    default="",
+    help="draw the scores of several --top-k over the activated share and over "
+    "time (.png or .svg); needs matplotlib (the extra moh_jax[plot])",
+  )
   fields.add_fields(parser, EvalConfig, "batch_size", defaults="the run's")
   fields.add_fields(parser, EvalConfig, "examples", defaults="all")
   common.add_json(parser)
