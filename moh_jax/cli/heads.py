@@ -16,7 +16,10 @@ from moh_jax.analysis.checkpoint_report import (
   write_report,
 )
 from moh_jax.analysis.head_stats import HeadStats, head_stats
-from moh_jax.analysis.importance import order_by_importance
+from moh_jax.analysis.importance import (
+  order_by_importance,
+  top_k_by_importance,
+)
 from moh_jax.analysis.run_metrics import read_run_metrics
 from moh_jax.analysis.samples import samples
 from moh_jax.analysis.similarity import HeadSimilarity, head_similarity
@@ -173,6 +176,16 @@ def _print(stats: HeadStats, importance: np.ndarray | None) -> None:
     ]
     heads = (f"head {head}" for head in range(importance.shape[1]))
     print(f"\nimportance\n{common.table(rows, ('layer', *heads))}")
+    if top_k := _top_k(stats, importance):
+      values = ",".join(map(str, top_k))
+      print(f"as many routed heads in all, by importance: --top-k {values}")
+
+
+def _top_k(stats: HeadStats, importance: np.ndarray) -> tuple[int, ...]:
+  """A top_k for each layer by importance; () without a router."""
+  budgets = [layer.budget for layer in stats.layers]
+  orders = np.array([layer.order for layer in stats.layers])
+  return top_k_by_importance(importance, budgets, orders)
 
 
 def _json(
@@ -201,4 +214,5 @@ def _json(
   if importance is not None:
     report["importance"] = importance.tolist()
     report["head_order"] = order_by_importance(importance)
+    report["top_k"] = _top_k(stats, importance)
   return report
