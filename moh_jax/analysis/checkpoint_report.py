@@ -68,9 +68,8 @@ def write_report(
   pngs = {}
   for name, figure in _figures(restored, found):
     for form in pictures.FORMATS:
-      content = pictures.encode(figure, form)
-      write_whole(folder / f"{name}.{form}", content)
-      pngs[name] = content if form == "png" else pngs[name]
+      write_whole(folder / f"{name}.{form}", pictures.encode(figure, form))
+    pngs[name] = pictures.encode_small(figure)
   images = {name: report.image(png, name) for name, png in pngs.items()}
   write_whole(folder / "report.html", _page(restored, found, images).encode())
 

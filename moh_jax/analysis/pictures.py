@@ -21,6 +21,8 @@ _PALETTE = (
 )
 _MASKED = "#DDDDDD"
 _SCORES = ("accuracy", "bits_per_byte", "loss")  # that `dial` draws
+_DPI = (110, 80, 55, 40)  # the first one where nothing limits the size
+_MOST_BYTES = 400_000  # of a picture in a page
 _PANELS = 4  # panels side by side
 _SHOWN_LAYERS = 6  # columns of routing maps
 _SHOWN_TICKS = 40  # more groups have no names at the axis
@@ -42,11 +44,20 @@ def check_plot(path: str) -> None:
   check()
 
 
-def encode(figure: Any, form: str) -> bytes:
+def encode(figure: Any, form: str, dpi: int = _DPI[0]) -> bytes:
   """A figure as the content of a file, "png" or "svg"."""
   stream = io.BytesIO()
-  figure.savefig(stream, format=form, dpi=110)
+  figure.savefig(stream, format=form, dpi=dpi)
   return stream.getvalue()
+
+
+def encode_small(figure: Any) -> bytes:
+  """A figure as a PNG of at most 400 kB where a coarser one can be so small."""
+  for dpi in _DPI:
+    content = encode(figure, "png", dpi)
+    if len(content) <= _MOST_BYTES:
+      break
+  return content
 
 
 def png_of_pixels(pixels: np.ndarray) -> bytes:

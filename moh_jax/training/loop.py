@@ -100,6 +100,11 @@ def train(
   clock = RunClock()
   config = resolve(config)
   wandb_log.check(config.log)
+  if config.model.router.top_p:
+    raise ValueError(
+      f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
+      "it serves a trained model"
+    )
   if config.train.compilation_cache:
     compilation_cache.keep_in(config.train.compilation_cache)
   newest = steps.list_steps(workdir)[-1:]

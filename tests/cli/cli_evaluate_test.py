@@ -40,6 +40,11 @@ class EvaluateCommandTest(parameterized.TestCase):
     metrics = self._metrics("--top-k", top_k)
     self.assertAlmostEqual(metrics["activated_share"], share, places=5)
 
+  @parameterized.parameters((1e-6, 0.5), (1.0, 1.0))
+  def test_heads_until_their_scores_reach_p(self, p, share):
+    metrics = self._metrics("--head-top-p", p)
+    self.assertAlmostEqual(metrics["activated_share"], share, places=5)
+
   def test_plot_of_several_top_k(self):
     file = self.root / "dial.svg"
     status, _, err = self._call("--top-k", 0, "--top-k", 1, "--plot", file)

@@ -55,6 +55,13 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     "instead of the trained ones; given several times, a row for each",
     action="append",
   )
+  parser.add_argument(
+    "--head-top-p",
+    type=float,
+    metavar="P",
+    help="every token selects its best routed heads until their scores add up "
+    "to P, in place of a fixed number; activated_share is what they use",
+  )
   common.add_mesh(parser)
   parser.add_argument(
     "--data",
