@@ -83,7 +83,7 @@ def _figures(restored: Restored, found: Findings) -> Iterator[tuple[str, Any]]:
     yield "curves", pictures.curves(shown)
   if found.metrics.loads:
     yield "load_over_steps", pictures.load_over_steps(found.metrics.loads)
-  if not stats.layers:
+  if not any(layer.budget.top_k for layer in stats.layers):
     return
   for kind in list(stats.groups)[1:]:
     yield f"load_by_{kind}", pictures.load_by_group(stats, kind)

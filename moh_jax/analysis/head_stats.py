@@ -233,7 +233,7 @@ def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:
     return [int(part) if part.isdecimal() else part for part in parts]
 
   return [
-    jax.tree.map(lambda x: x.reshape(-1, *x.shape[-rank:]), found[path][0])
+    jax.tree.map(lambda x: x[None] if x.ndim == rank else x, found[path][0])
     for path in sorted(found, key=place)
   ]
 
@@ -311,8 +311,10 @@ def _chosen(
   depth, *shape, _ = routing.selected.shape
   counted = jnp.broadcast_to(counted, shape)
   selected = routing.selected & (counted > 0)[None, ..., None]
-  best = jnp.where(selected, routing.probs, -1.0).argmax(-1)
-  best = best + routing.shared_scores.shape[-1]
+  # A column before the heads is the best where there is no head to select.
+  scores = jnp.where(selected, routing.probs, -1.0)
+  scores = jnp.pad(scores, [(0, 0)] * 3 + [(1, 0)], constant_values=-1.0)
+  best = scores.argmax(-1) - 1 + routing.shared_scores.shape[-1]
   best = jnp.where(selected.any(-1), best, -1).astype(jnp.int16)
   return [best[i] for i in range(depth)], [selected[i] for i in range(depth)]
 

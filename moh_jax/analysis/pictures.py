@@ -91,19 +91,18 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
   """
   groups = stats.groups[kind]
   count = len(groups.names)
-  columns = min(_PANELS, len(stats.layers))
-  lines = -(-len(stats.layers) // columns)
-  height = min(max(1.2 + 0.16 * count, 1.8), 6.0)
+  shown = [i for i, layer in enumerate(stats.layers) if layer.budget.top_k]
+  columns = min(_PANELS, len(shown))
+  lines = -(-len(shown) // columns)
   named = count <= _SHOWN_TICKS
+  height = min(max(1.2 + 0.16 * count, 1.8), 6.0 if named else 3.0)
   figure = _figure(
     figsize=(2.4 * columns + 1.6, height * lines + 0.6), layout="constrained"
   )
-  axes = figure.subplots(lines, columns, squeeze=False).flat
-  image = None
-  for place, axis in enumerate(axes):
-    if place >= len(stats.layers):
-      axis.set_axis_off()
-      continue
+  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  for axis in axes[len(shown) :]:
+    axis.set_axis_off()
+  for panel, (axis, place) in enumerate(zip(axes, shown)):
     layer = stats.layers[place]
     shared = layer.budget.shared
     values = groups.load[place][:, shared:]
@@ -115,12 +114,12 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
     axis.set_xticks(
       range(values.shape[1]), layer.order[shared:], fontsize=6, rotation=90
     )
-    first = place % columns == 0
+    first = panel % columns == 0
     names = groups.names if named and first else []
     axis.set_yticks(range(count) if names else [], names, fontsize=6)
     if first:
       axis.set_ylabel(kind, fontsize=8)
-    if place + columns >= len(stats.layers):
+    if panel + columns >= len(shown):
       axis.set_xlabel("routed head", fontsize=8)
   figure.colorbar(image, ax=figure.axes, label="share of tokens", shrink=0.6)
   figure.suptitle(f"Load of routed heads by {kind}", fontsize=10)

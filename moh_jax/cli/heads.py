@@ -155,9 +155,10 @@ def _print(stats: HeadStats, importance: np.ndarray | None) -> None:
     budget, groups = layer.budget, stats.groups["all"]
     loads = groups.load[place][0, budget.shared :]
     numbers = layer.order[budget.shared :]
+    by_load = loads.argsort(kind="stable") if budget.top_k else []
     least, most = (
-      f"{numbers[head]}: {loads[head]:.1%}" if budget.top_k else "none"
-      for head in (loads.argmin(), loads.argmax())
+      f"{numbers[head]}: {loads[head]:.1%}" if len(by_load) else "none routed"
+      for head in [*by_load[:1], *by_load[-1:]] or (0, 0)
     )
     weight = f"{groups.weights[place, 0, 0]:.2f}"
     cells = (budget.num_heads, budget.shared, budget.top_k, weight)

@@ -158,6 +158,25 @@ class HeadsTest(parameterized.TestCase):
     self.assertIn("taken for", page)  # images with their classes all the same
     self.assertFalse((out / "load_by_class.png").exists())
 
+  def test_layers_without_routed_heads_say_so(self):
+    config = tiny.deterministic_config()
+    # The first stage has no routed heads; then none of the second are selected.
+    model = dataclasses.replace(
+      config.model, shared_heads=(2, 2), top_k=(0, 1), depths=(1, 1)
+    )
+    config = dataclasses.replace(config, model=model)
+    run = self.folder / "run"
+    metadata = checkpoint.Metadata(config, tuple("0123456789"))
+    checkpoint.save_params(str(run), tiny.random_params(config), metadata)
+    out, text, _ = self._heads(run, "--batches", "1", "--maps", "2")
+    self.assertRegex(text, r"stage1\.0 .* none routed")
+    self.assertTrue((out / "load_by_class.png").exists())
+    status, text, error = tiny_checkpoint.call(
+      "heads", "--checkpoint", run, "--batches", "1", "--top-k", "0"
+    )
+    self.assertEqual(status, 0, error)
+    self.assertRegex(text, r"stage2\.0 .* none routed")
+
   def test_collapsed_routers_and_classes_without_examples_are_named(self):
     config = tiny.deterministic_config()
     flat = traverse_util.flatten_dict(tiny.random_params(config))
