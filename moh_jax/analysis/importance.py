@@ -1,6 +1,6 @@
 """Importance of heads: how much a language model's loss depends on each."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig
+from moh_jax.config.heads import HeadBudget
 from moh_jax.models.llm_output import summed_nats
 
 
@@ -84,3 +85,33 @@ def order_by_importance(importance: np.ndarray) -> tuple[tuple[int, ...], ...]:
   """
   order = np.argsort(-importance, axis=-1, kind="stable")
   return tuple(tuple(int(head) for head in row) for row in order)
+
+
+def top_k_by_importance(
+  importance: np.ndarray, budgets: Sequence[HeadBudget], order: np.ndarray
+) -> tuple[int, ...]:
+  """Shares the routed heads that a token uses among layers by importance.
+
+  Layers begin with one routed head; the others go, one after the other, to the
+  layer whose next most important routed head is worth most.
+
+  Args:
+    importance: [layers, H], comparable between layers.
+    budgets: of the layers; the sum of their `top_k` is what is shared.
+    order: [layers, H] heads of each layer, the shared ones first.
+
+  Returns:
+    A top_k for each layer with the same sum, a value of `model.top_k`; layers
+    that route no head keep 0.
+  """
+  top_k = [min(1, budget.top_k) for budget in budgets]
+  worth = []
+  for layer, budget in enumerate(budgets):
+    if budget.top_k:
+      routed = importance[layer][np.asarray(order[layer])[budget.shared :]]
+      values = np.sort(routed)[::-1][1:]
+      worth += [(-value, layer) for value in values.tolist()]
+  left = sum(budget.top_k for budget in budgets) - sum(top_k)
+  for _, layer in sorted(worth)[:left]:
+    top_k[layer] += 1
+  return tuple(top_k)

@@ -276,11 +276,15 @@ def restore(args: argparse.Namespace, **options: Any) -> Restored:
   """
   from moh_jax.inference import restore as library
 
+  router = {
+    "gate_form": args.gate_form,
+    "top_p": vars(args).get("head_top_p"),
+  }
   parsed = {
     "step": args.step,
     "use_ema": not args.no_ema,
     "top_k": args.top_k,
-    "router": {"gate_form": args.gate_form} if args.gate_form else None,
+    "router": {n: value for n, value in router.items() if value} or None,
     "dtype": args.dtype,
     "verify": args.verify,
   }

@@ -1,16 +1,20 @@
 """`python -m moh_jax evaluate`."""
 
 import argparse
+import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
+from moh_jax.analysis import pictures
 from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.config import EvalConfig, check_command, get_family
 from moh_jax.evaluation import predictions
+from moh_jax.files import write_whole
 from moh_jax.inference.restore import Restored
 from moh_jax.json_files import read_json
 from moh_jax.runtime import sharding
@@ -31,6 +35,13 @@ def run(args: argparse.Namespace) -> int:
     if args.per_class and len(args.top_k or ()) > 1:
       raise ValueError(
         f"--per-class {args.per_class} takes one --top-k, not {args.top_k}"
+      )
+  if args.plot:
+    pictures.check_plot(args.plot)
+    if len(args.top_k or ()) < 2 or args.per_class or args.labels_file:
+      raise ValueError(
+        f"--plot {args.plot} needs several --top-k, without --per-class and "
+        "--labels"
       )
   labels = None
   if args.labels_file:
@@ -69,13 +80,21 @@ def _at(config: config_lib.Config, choice: Restored) -> config_lib.Config:
 
 
 def _evaluate(
-  restored: Restored, config: config_lib.Config, mesh: Mesh, *_: Any
+  restored: Restored,
+  config: config_lib.Config,
+  mesh: Mesh,
+  args: argparse.Namespace,
+  labels: None,
 ) -> dict[str, Any]:
-  """The metrics of any family."""
+  """The metrics of any family; with --plot also the time of an evaluation."""
   tasks = get_family(config.model.family).tasks()
-  return tasks.make_evaluate(restored.model, config, restored)(
-    restored.params, mesh
-  )
+  evaluate = tasks.make_evaluate(restored.model, config, restored)
+  metrics = evaluate(restored.params, mesh)
+  if args.plot:  # again, now that the program is compiled
+    began = time.perf_counter()
+    evaluate(restored.params, mesh)
+    metrics["seconds"] = time.perf_counter() - began
+  return metrics
 
 
 def _score(
@@ -120,6 +139,10 @@ def _report(
     if args.json != "-":
       print(common.table([_cells(run) for run in runs], list(runs[0])))
     common.write_json(args.json, {"step": step, "runs": runs})
+    if args.plot:
+      form = pathlib.PurePath(args.plot).suffix[1:]
+      content = pictures.encode(pictures.dial(rows), form)
+      write_whole(pathlib.Path(args.plot), content)
     return
   classes = rows[0].pop("classes", None)
   common.report(args.json, {**rows[0], "step": step})

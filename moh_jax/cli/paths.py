@@ -7,7 +7,10 @@ from typing import Any
 from moh_jax.files import check_regular, check_writable
 
 # Arguments of commands that name files or folders to read.
-_INPUTS = ("cases", "images", "labels_file", "reference", "samples", "source")
+_INPUTS = (
+  *("against", "cases", "images", "labels_file"),
+  *("reference", "samples", "source"),
+)
 # Further ones that name a file or folder.
 _OTHERS = ("checkpoint", "config", "data", "out", "tokenizer", "workdir")
 # Those that are written, before which everything else is computed.

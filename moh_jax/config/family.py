@@ -12,16 +12,19 @@ and converters inside the methods that need them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.config.run import Config
 from moh_jax.config.sections import DataConfig
 
 if TYPE_CHECKING:
   import flax.linen as nn
   import jax
+  import numpy as np
 
+  from moh_jax.analysis.probe import Probe
   from moh_jax.convert.converter import Converter
   from moh_jax.training.task import TaskBuilder
 
@@ -45,7 +48,7 @@ class Family:
     data: dataclass of the section `data`.
     sections: further sections that only this family has, name to dataclass.
     commands: commands that work with this family but not with all: "classify",
-      "evaluate-lm", "generate", "heads", "sample".
+      "evaluate-lm", "generate", "sample".
     position_bias: whether attention logits get a learned bias per head, which
       rules out some attention forms.
     reads_text: whether a tokenizer belongs to a checkpoint.
@@ -129,6 +132,14 @@ class Family:
     """First names in the paths of the layers' parameters, by layer group."""
     return tuple(f"blocks{i}" for i in range(len(model.layer_groups())))
 
+  def layer_budgets(self, model: Any) -> dict[str, HeadBudget]:
+    """The head split of every layer, by its stack and place: "blocks0.1"."""
+    return {
+      f"{name}.{place}": group.budget
+      for name, group in zip(self.stack_names(model), model.layer_groups())
+      for place in range(group.depth)
+    }
+
   def make_model(
     self, config: Config
   ) -> tuple[nn.Module, tuple[jax.ShapeDtypeStruct, ...]]:
@@ -174,6 +185,33 @@ class Family:
   def tasks(self) -> TaskBuilder:
     """What builds the training task and the evaluation: often a module."""
     raise NotImplementedError(f"family {self.name!r} has no tasks")
+
+  def probe(self, model: nn.Module, config: Config) -> Probe:
+    """How `heads` runs the network on a held-out batch, and groups examples.
+
+    Args:
+      model: the network.
+      config: the run.
+
+    Raises:
+      NotImplementedError: the family does not say.
+    """
+    raise NotImplementedError(
+      f"model.family={self.name!r} has no probe: head statistics need one"
+    )
+
+  def head_importance(
+    self, model: nn.Module, config: Config, params: Any, batches: Iterable[Any]
+  ) -> np.ndarray | None:
+    """Importance of every head [layers, H]; None where nothing measures it.
+
+    Args:
+      model: the network.
+      config: the run.
+      params: parameters of the network.
+      batches: as `probe` gets them.
+    """
+    return None
 
   def measure_inference(
     self, options: Any, run: Config, models: Mapping[str, Any]

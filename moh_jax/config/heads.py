@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import MOST_HEADS, MOST_WIDTH, one_of
+from moh_jax.config.checks import MOST_HEADS, MOST_WIDTH, in_range, one_of
 
 ROUTER_KINDS = ("two_stage", "query_norm", "none")
 GATE_FORMS = ("released", "paper")
@@ -26,16 +26,25 @@ class RouterConfig:
     straight_through: which routed heads' scores get a gradient from the hard
       gates of "query_norm": the "selected" ones, since the score of another is
       the constant 0 in eq. 5, or "all", which needs every head's output.
+    top_p: to serve a trained model: where above 0, a token selects its best
+      routed heads until their scores add up to so much, in place of `top_k`.
   """
 
   kind: str = "two_stage"
   gate_form: str = "released"
   two_stage: bool = True
   straight_through: str = "selected"
+  top_p: float = 0.0
 
   def __post_init__(self):
     one_of("router", self, kind=ROUTER_KINDS, gate_form=GATE_FORMS)
     one_of("router", self, straight_through=ESTIMATORS)
+    in_range("router", 0, 1, self, "top_p")
+    if self.top_p and self.kind == "none":
+      raise ValueError(
+        f"router.top_p={self.top_p} must be 0 for router.kind='none', which "
+        "has no routed heads"
+      )
 
   @property
   def needs_all_heads(self) -> bool:

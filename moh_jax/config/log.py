@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from moh_jax.config.checks import at_least, shown
+from moh_jax.config.checks import at_least, in_range, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +17,12 @@ class LogConfig:
       traces none.
     wandb: project of Weights & Biases that gets the metrics too (the extra
       `wandb`); "" is none.
+    heads: steps between records of the load of every head: a row of the split
+      "heads" in metrics.jsonl, and a picture of each layer in tensorboard and
+      wandb; 0 records none.
+    collapse_entropy: a router whose load has a smaller entropy has collapsed,
+      which is said in the log; 0 says nothing. The entropy is 0 where all
+      tokens select the same heads, 1 where all heads are selected as often.
   """
 
   every: int = 50
@@ -24,9 +30,13 @@ class LogConfig:
   progress: bool = True
   profile: str = ""
   wandb: str = ""
+  heads: int = 100
+  collapse_entropy: float = 0.1
 
   def __post_init__(self):
     at_least("log", 1, self, "every")
+    at_least("log", 0, self, "heads")
+    in_range("log", 0, 1, self, "collapse_entropy")
     _ = self.profiled_steps
 
   @property

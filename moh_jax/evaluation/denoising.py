@@ -35,23 +35,40 @@ def make_eval_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
 
   @jax.jit
   def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
-    x0, labels, index = batch["image"], batch["label"], batch["index"]
-    # Multiples of the golden ratio, modulo 1, spread evenly however many there
-    # are; 24 bits of them are exact in float32.
-    place = (index.astype(jnp.uint32) * _GOLDEN_RATIO) >> 8
-    t = (place / 2**24 * process.num_steps).astype(jnp.int32)
-    key = jax.random.key(_SEED)
-
-    def draw(i: jax.Array) -> jax.Array:
-      return jax.random.normal(jax.random.fold_in(key, i), x0.shape[1:])
-
-    noise = jax.vmap(draw)(index)
+    x0, labels = batch["image"], batch["label"]
+    t, noise = noise_of_index(batch["index"], x0.shape[1:], process)
     losses, aux = denoising_losses(
       model, diffusion, process, params, x0, labels, t=t, noise=noise
     )
     return batch_sums(batch["mask"], aux, **losses)
 
   return eval_step
+
+
+def noise_of_index(
+  index: jax.Array, shape: tuple[int, ...], process: AnyProcess
+) -> tuple[jax.Array, jax.Array]:
+  """The timestep and the noise of held-out examples.
+
+  Args:
+    index: [B] int32, position of each example in its data.
+    shape: of an example.
+    process: the training process.
+
+  Returns:
+    t [B] int32, spread evenly over the steps, and noise [B, *shape], both
+    functions of an example's index alone.
+  """
+  # Multiples of the golden ratio, modulo 1, spread evenly however many there
+  # are; 24 bits of them are exact in float32.
+  place = (index.astype(jnp.uint32) * _GOLDEN_RATIO) >> 8
+  t = (place / 2**24 * process.num_steps).astype(jnp.int32)
+  key = jax.random.key(_SEED)
+
+  def draw(i: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(key, i), shape)
+
+  return t, jax.vmap(draw)(index)
 
 
 def denoising_losses(

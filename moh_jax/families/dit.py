@@ -1,6 +1,7 @@
 """MoH-DiT: class-conditional diffusion transformers."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from moh_jax.config.spacing import spaced_timesteps
 from moh_jax.families.images import ImageFamily
 
 _EMA_DECAY = 0.9999  # of the released recipe
+_TIME_GROUPS = 10  # ranges of timesteps that head statistics tell apart
 
 
 class DiTFamily(ImageFamily):
@@ -79,6 +81,44 @@ class DiTFamily(ImageFamily):
     from moh_jax.training import denoising
 
     return denoising
+
+  def token_grids(self, model: DiTConfig) -> tuple[tuple[int, int], ...]:
+    """The grid of patches, in every layer."""
+    return (model.grid,) * len(model.layer_groups())
+
+  def probe(self, model: Any, config: Config) -> Any:
+    """Noisy examples by class and by timestep."""
+    import jax.numpy as jnp
+
+    from moh_jax.analysis.probe import Grouping, Probe
+    from moh_jax.diffusion.process import make_process, q_sample
+    from moh_jax.evaluation.denoising import noise_of_index
+
+    process = make_process(config.diffusion.schedule, config.diffusion.steps)
+    steps = process.num_steps
+    parts = min(_TIME_GROUPS, steps)
+    bounds = [part * steps // parts for part in range(parts + 1)]
+    names = [f"{a}-{b - 1}" for a, b in itertools.pairwise(bounds)]
+
+    def apply(params: Any, batch: Any, **options: Any) -> Any:
+      x0, labels = batch["image"], batch["label"]
+      t, noise = noise_of_index(batch["index"], x0.shape[1:], process)
+      x = q_sample(process, x0, t, noise)
+      times = jnp.asarray(process.timesteps)[t]
+      return model.apply({"params": params}, x, times, labels, **options)
+
+    def time_group(batch: Any) -> Any:
+      shape = batch["image"].shape[1:]
+      t, _ = noise_of_index(batch["index"], shape, process)
+      inner = jnp.asarray(bounds[1:-1], jnp.int32)
+      return (t[:, None] >= inner[None]).sum(-1)
+
+    timestep = Grouping(tuple(names), time_group)
+    return Probe(
+      apply,
+      groupings={"timestep": timestep},
+      grids=self.token_grids(config.model),
+    )
 
   def measure_inference(
     self, options: Any, run: Config, models: Mapping[str, Any]

@@ -1,5 +1,6 @@
 """What records of families that read images have in common."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,14 @@ class ImageFamily(Family):
     if is_tables(path):
       return {"source": "parquet", **all_of_it}
     return {"source": "image_folder", "label_column": "", **all_of_it}
+
+  def token_grids(self, model: Any) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of the tokens, by layer group: here of square images.
+
+    Families whose tokens are no square grid have their own.
+    """
+    sides = [math.isqrt(group.tokens) for group in model.layer_groups()]
+    return tuple((side, side) for side in sides)
 
   def inherited(
     self, trained: Config, stated: Mapping[str, Any]
@@ -67,6 +76,15 @@ class ImageClassifierFamily(ImageFamily):
         f"{self.name!r}"
       )
     self.check_channels(config)
+
+  def probe(self, model: Any, config: Config) -> Any:
+    """Images by class."""
+    from moh_jax.analysis.probe import Probe
+
+    def apply(params: Any, batch: Any, **options: Any) -> Any:
+      return model.apply({"params": params}, batch["image"], **options)
+
+    return Probe(apply, grids=self.token_grids(config.model))
 
   def tasks(self) -> Any:
     """Image classification; accuracy on held-out images."""

@@ -1,7 +1,7 @@
 """MoH-LLM: decoder-only language models of the LLaMA kind."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moh_jax.config import Config, LLMConfig, TextDataConfig, TuneConfig
@@ -18,7 +18,7 @@ class LLMFamily(Family):
   model = LLMConfig
   data = TextDataConfig
   sections = {"tune": TuneConfig}
-  commands = frozenset({"evaluate-lm", "generate", "heads"})
+  commands = frozenset({"evaluate-lm", "generate"})
   reads_text = True
   formats = {
     "llama": ("llama", "llm", "moh-llm"),
@@ -90,6 +90,34 @@ class LLMFamily(Family):
     from moh_jax.models.llm_params import compute_dtypes
 
     return compute_dtypes(params, config.model)
+
+  def probe(self, model: Any, config: Config) -> Any:
+    """Packed sequences by task."""
+    from moh_jax.analysis.probe import Probe
+
+    def apply(params: Any, batch: Any, **options: Any) -> Any:
+      return model.apply(
+        {"params": params},
+        batch["inputs"],
+        positions=batch["positions"],
+        segments=batch["segments"],
+        token_mask=batch["segments"] > 0,
+        with_logits=False,
+        **options,
+      )
+
+    def token_mask(batch: Any) -> Any:
+      return batch["segments"] > 0
+
+    return Probe(apply, shown="inputs", label="task", token_mask=token_mask)
+
+  def head_importance(
+    self, model: Any, config: Config, params: Any, batches: Iterable[Any]
+  ) -> Any:
+    """The change of the loss without a head, to first order."""
+    from moh_jax.analysis.importance import head_importance
+
+    return head_importance(model, config.model, params, batches)
 
   def tasks(self) -> Any:
     """Next-token prediction; bits per byte of held-out text."""

@@ -39,6 +39,10 @@ class ViTFamily(ImageClassifierFamily):
     """The stages."""
     return tuple(f"stage{i + 1}" for i in range(len(model.depths)))
 
+  def token_grids(self, model: ViTConfig) -> tuple[tuple[int, int], ...]:
+    """The grids of the stages."""
+    return tuple(shape.grid for shape in model.stage_shapes())
+
   def make_model(self, config: Config) -> tuple:
     """Images [1, X, Y, channels] float32."""
     import jax

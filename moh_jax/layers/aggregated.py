@@ -22,8 +22,10 @@ from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
+from moh_jax.ops.head_similarity import SIMILARITY, pattern_cosines
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
+from moh_jax.ops.visible import Visible
 
 _POSITION_MLP_DIM = 512
 # softplus(temperature) starts at 1 / 0.24 (TransNeXt, section 3.3).
@@ -141,13 +143,20 @@ class FullAttention(CosineAttention):
     gates, aux = self.route(x)
     q, k, v = self.project(3, "qkv")(x)
     _, q = QueryScale(name="query_scale")(q, np.asarray(x.shape[1]))
+    q, k = (part.astype(self.dtype) for part in (q, l2_normalize(k)))
+    bias = PositionBias(self.budget.num_heads, name="cpb")(coordinates)
+    active = active_heads(gates, self.budget, self.router)
+    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
+      active = None  # every head, whatever tokens chose
+      how = {"visible": Visible(), "scale": 1.0, "bias": bias}
+      self.sow(SIMILARITY, "patterns", pattern_cosines(q, k, **how))
     out = attend(
-      q.astype(self.dtype),
-      l2_normalize(k).astype(self.dtype),
+      q,
+      k,
       v,
-      bias=PositionBias(self.budget.num_heads, name="cpb")(coordinates),
+      bias=bias,
       scale=1.0,
-      active=active_heads(gates, self.budget, self.router),
+      active=active,
       implementation=self.implementation,
     )
     return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moh_jax.layers.linear import KernelLayer
 from moh_jax.layers.partitioning import constrain
+from moh_jax.ops.head_similarity import SIMILARITY, feature_cosines
 
 _HEAD_AXES = ("heads", "head_dim")
 
@@ -42,6 +43,9 @@ class HeadProjection(KernelLayer):
 class HeadMix(KernelLayer):
   """Gated sum of the heads' outputs (arXiv:2410.11842, eq. 4).
 
+  Under `mutable=["similarity"]` it records how alike the heads are, "features"
+  (`ops.head_similarity.feature_cosines`).
+
   The kernel is [H, D, C], or output-major [C, H, D].
 
   Attributes:
@@ -64,12 +68,17 @@ class HeadMix(KernelLayer):
       [B, N, C].
     """
     chex.assert_rank(heads, 4)
+    gated = heads
     if gates is not None:
       chex.assert_equal_shape_prefix((heads, gates), 3)
-      heads = heads * gates[..., None].astype(heads.dtype)
+      gated = heads * gates[..., None].astype(heads.dtype)
     # The bias is whole on every device: to gather it would take longer than
     # the memory is worth.
     out = self.project(
-      heads, (self.features,), (_HEAD_AXES, ("embed",)), bias_axes=(None,)
+      gated, (self.features,), (_HEAD_AXES, ("embed",)), bias_axes=(None,)
     )
+    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
+      kernel = nn.meta.unbox(self.get_variable("params", "kernel"))
+      kernel = jnp.moveaxis(kernel, 0, -1) if self.output_major else kernel
+      self.sow(SIMILARITY, "features", feature_cosines(heads, kernel))
     return constrain(out, "batch", "tokens", None)

@@ -24,8 +24,10 @@ from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.head_placement import HeadPlacement, place_heads
+from moh_jax.ops.head_similarity import SIMILARITY, pattern_cosines
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
+from moh_jax.ops.visible import Visible
 
 
 @jax.tree_util.register_dataclass
@@ -147,7 +149,10 @@ class MoHAttention(nn.Module):
     """
     self._check(x, token_mask)
     places = Places() if places is None else places
-    placement = None if cache is not None else self._placement()
+    compares = self.is_mutable_collection(SIMILARITY) and not (
+      self.is_initializing()
+    )
+    placement = None if cache is not None or compares else self._placement()
     q, k, v = self._project(x, placement)
     norms = None
     if self.router.kind == "query_norm":
@@ -171,6 +176,12 @@ class MoHAttention(nn.Module):
       gates = gates[..., placement.order(self.budget.num_heads)]
     top_k = None if choice is None else choice.top_k
     active = active_heads(gates, self.budget, self.router, top_k, placement)
+    if compares:
+      active = None  # every head, whatever tokens chose
+      visible = Visible(token_mask, places.segments, self.causal)
+      scale = self.budget.head_dim**-0.5
+      cosines = pattern_cosines(q, k, visible=visible, scale=scale)
+      self.sow(SIMILARITY, "patterns", cosines)
     how = {"active": active, "implementation": self.implementation}
     if cache is not None and slots.first is not None:
       out = attend_to_cache(q, cache, slots, **how)

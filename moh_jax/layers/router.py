@@ -107,6 +107,7 @@ class HeadRouter(nn.Module):
         budget,
         straight_through=config.straight_through,
         top_k=choice.top_k,
+        top_p=config.top_p,
       )
     else:
       decided = self._two_stage(x, choice.top_k)
@@ -139,6 +140,7 @@ class HeadRouter(nn.Module):
       batch_shape=x.shape[:2],
       form=config.gate_form,
       top_k=top_k,
+      top_p=config.top_p,
     )
 
   def _logits(self, x: jax.Array, sizes: dict[str, int]) -> dict:

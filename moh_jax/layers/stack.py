@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from moh_jax.ops.head_similarity import SIMILARITY
 from moh_jax.ops.remat import ATTENTION
 
 _policies = jax.checkpoint_policies
@@ -78,7 +79,7 @@ def scan_blocks(
     block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={"params": 0, "intermediates": 0},
+    variable_axes={"params": 0, "intermediates": 0, SIMILARITY: 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=in_axes,
     length=depth,

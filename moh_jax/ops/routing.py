@@ -47,12 +47,15 @@ class Routing:
     probs: [B, N, R] float32 softmax over the routed heads, before the top-k.
     selected: [B, N, R] bool, top_k True per token.
     shared_scores: [B, N, S] float32 softmax over the shared heads.
+    groups: [B, N, 2] float32 weights (a1, a2) of the shared and of the routed
+      heads, which add up to 1; 1/2 where the layer learns none.
   """
 
   gates: jax.Array
   probs: jax.Array
   selected: jax.Array
   shared_scores: jax.Array
+  groups: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -94,14 +97,35 @@ def top_k_mask(scores: jax.Array, k: int | jax.Array) -> jax.Array:
       raise ValueError(f"k={k} must be in [0, {num}]")
     if k in (0, num):
       return jnp.full(scores.shape, k == num)
-  # A head's rank: how many heads are better, or equal and before it. Heads are
-  # few, and unlike a sort this is not gathered from the devices of a mesh.
+  return _better(scores).sum(-1) < k
+
+
+def top_p_mask(probs: jax.Array, p: float) -> jax.Array:
+  """Marks each token's best heads until their scores add up to p.
+
+  Args:
+    probs: [..., R] scores that add up to 1.
+    p: in (0, 1].
+
+  Returns:
+    [..., R] bool, True for the best head of each token, and for every head
+    whose better ones have less than p together.
+  """
+  together = jnp.where(_better(probs), probs[..., None, :], 0.0).sum(-1)
+  return together < p
+
+
+def _better(scores: jax.Array) -> jax.Array:
+  """Whether head j is better than head i, or equal and before it: [..., i, j].
+
+  Heads are few, and unlike a sort this is not gathered from the devices of a
+  mesh.
+  """
   ours, theirs = scores[..., :, None], scores[..., None, :]
-  index = jnp.arange(num)
+  index = jnp.arange(scores.shape[-1])
   before = index[None, :] < index[:, None]
   before = jax.lax.broadcast_to_rank(before, ours.ndim)
-  better = (theirs > ours) | ((theirs == ours) & before)
-  return better.sum(-1) < k
+  return (theirs > ours) | ((theirs == ours) & before)
 
 
 def two_stage_gates(
@@ -113,6 +137,7 @@ def two_stage_gates(
   batch_shape: tuple[int, ...],
   form: str = "released",
   top_k: jax.Array | None = None,
+  top_p: float = 0.0,
 ) -> Routing:
   """Gates of the two-stage router (arXiv:2410.11842, eq. 5 and 6).
 
@@ -126,6 +151,8 @@ def two_stage_gates(
     form: "released" or "paper", see the module's docstring.
     top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
       layer whose budget selects no head ignores it.
+    top_p: see `RouterConfig`; the "released" gates then are those of the number
+      of heads that each token selects.
 
   Returns:
     The `Routing` of every token.
@@ -148,6 +175,9 @@ def two_stage_gates(
   else:
     probs = jax.nn.softmax(routed_logits.astype(jnp.float32))
   selected = top_k_mask(probs, kept)
+  if top_p and budget.top_k:
+    selected = top_p_mask(probs, top_p)
+    kept = selected.sum(-1, keepdims=True)
 
   shared_gates = shared_scores
   routed_gates = jnp.where(selected, probs, 0.0)
@@ -157,18 +187,16 @@ def two_stage_gates(
     routed_gates = routed_gates / total * kept
     shared_gates = shared_gates * budget.shared
 
+  groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
   if budget.shared and budget.top_k:
-    if group_logits is None:
-      groups = jnp.full((*batch_shape, 2), 0.5, jnp.float32)
-    else:
+    if group_logits is not None:
       groups = jax.nn.softmax(group_logits.astype(jnp.float32))
-    if released:
-      groups = groups * 2
-    shared_gates = shared_gates * groups[..., :1]
-    routed_gates = routed_gates * groups[..., 1:]
+    factors = groups * 2 if released else groups
+    shared_gates = shared_gates * factors[..., :1]
+    routed_gates = routed_gates * factors[..., 1:]
 
   gates = jnp.concatenate([shared_gates, routed_gates], axis=-1)
-  return Routing(gates, probs, selected, shared_scores)
+  return Routing(gates, probs, selected, shared_scores, groups)
 
 
 def query_norms(queries: jax.Array) -> jax.Array:
@@ -185,6 +213,7 @@ def query_norm_gates(
   *,
   straight_through: str = "selected",
   top_k: jax.Array | None = None,
+  top_p: float = 0.0,
 ) -> Routing:
   """Gates 0 and 1 from the norms of the queries (arXiv:2410.11842, eq. 9, 10).
 
@@ -200,16 +229,18 @@ def query_norm_gates(
     straight_through: "selected" or "all", see `RouterConfig`.
     top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
       layer whose budget selects no head ignores it.
+    top_p: see `RouterConfig`.
 
   Returns:
     The `Routing` of every token.
   """
   shared, norms = norms[..., : budget.shared], norms[..., budget.shared :]
   shared = jnp.ones_like(shared)
+  groups = jnp.full((*norms.shape[:-1], 2), 0.5, jnp.float32)
   if not budget.top_k:
     none = jnp.zeros_like(norms)
     gates = jnp.concatenate([shared, none], axis=-1)
-    return Routing(gates, none, none.astype(bool), shared)
+    return Routing(gates, none, none.astype(bool), shared, groups)
   if budget.routed > 1:
     mean = norms.mean(-1, keepdims=True)
     variance = jnp.square(norms - mean).sum(-1, keepdims=True)
@@ -222,12 +253,14 @@ def query_norm_gates(
     norms = jnp.where(differ, norms * scale, 0.0)
   probs = jax.nn.softmax(norms)
   selected = top_k_mask(norms, budget.top_k if top_k is None else top_k)
+  if top_p:
+    selected = top_p_mask(probs, top_p)
 
   passed = probs - jax.lax.stop_gradient(probs)  # 0 with the scores' gradient
   if straight_through == "selected":
     passed = jnp.where(selected, passed, 0.0)
   gates = jnp.concatenate([shared, selected + passed], axis=-1)
-  return Routing(gates, probs, selected, shared)
+  return Routing(gates, probs, selected, shared, groups)
 
 
 def balance_loss(

@@ -22,6 +22,7 @@ from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
 from moh_jax.training import saving, wandb_log
 from moh_jax.training.feed import Feed
+from moh_jax.training.head_watch import HeadWatch
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.profiling import Profiler
 from moh_jax.training.program import (
@@ -35,6 +36,7 @@ from moh_jax.training.run_clock import RunClock
 from moh_jax.training.same_run import check_same_run
 from moh_jax.training.showing import Showing
 from moh_jax.training.state import TrainState, averaged_from
+from moh_jax.training.step import HEAD_LOADS
 from moh_jax.training.stopping import no_signals, stop_request
 from moh_jax.training.task import Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
@@ -103,6 +105,11 @@ def train(
   clock = RunClock()
   config = resolve(config)
   wandb_log.check(config.log)
+  if config.model.router.top_p:
+    raise ValueError(
+      f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
+      "it serves a trained model"
+    )
   if config.train.compilation_cache:
     compilation_cache.keep_in(config.train.compilation_cache)
   newest = steps.list_steps(workdir)[-1:]
@@ -162,6 +169,7 @@ class _Run:
     self.directory = directory
     self.profiler = Profiler(config.log.profiled_steps, directory)
     self.watch = Watch(config.train.rewind)
+    self.head_watch = HeadWatch(config)
     self.skip_to = 0  # training batches before this one are not used again
     self.read_source: Callable[[Any], Any] | None = None
     is_new = self.start is None
@@ -358,7 +366,9 @@ class _Run:
     writer: MetricsWriter,
   ) -> None:
     """Reads a step's metrics, checks them, and logs them if it is time."""
-    values = {n: float(v) for n, v in jax.device_get(metrics).items()}
+    metrics = jax.device_get(metrics)  # at once, not one after the other
+    loads = metrics.pop(HEAD_LOADS, None)
+    values = {n: float(v) for n, v in metrics.items()}
     self.watch.check(step, position, values)
     self.clock.step_done()
     writer.advance(step)
@@ -373,4 +383,9 @@ class _Run:
       if self.task.stream_metrics:
         examples = position * self.config.data.batch_size
         values |= self.task.stream_metrics(examples)
+      if loads is not None:
+        values |= self.head_watch.metrics(step, loads)
       self.showing.write(writer, step, "train", values)
+    if loads is not None and self.head_watch.due(step):
+      with self.saver.guard(f"the loads of heads of step {step}"):
+        writer.write_loads(step, self.head_watch.by_layer(loads))

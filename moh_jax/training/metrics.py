@@ -18,8 +18,10 @@ from PIL import Image
 from moh_jax.config import LogConfig
 from moh_jax.files import write_whole
 from moh_jax.training import bucket_events
+from moh_jax.training.head_watch import load_picture
 from moh_jax.training.wandb_log import WandbLog
 
+_LOADS = "heads"  # split of the rows that hold loads
 _BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
 
 
@@ -150,6 +152,31 @@ class MetricsWriter:
     write_whole(file, stream.getvalue())
     if self._tensorboard:
       self._tensorboard.add_image(name, picture, step, dataformats="HWC")
+
+  def write_loads(self, step: int, loads: Mapping[str, np.ndarray]) -> None:
+    """Records the load of heads: a row of the split "heads", and pictures.
+
+    Args:
+      step: optimizer steps done.
+      loads: for each layer [R] share of tokens that select each routed head.
+    """
+    if not self._active or self.has(step, _LOADS):
+      return
+    self._written.add((step, _LOADS))
+    rows = {
+      name: [round(float(share), 4) for share in load]
+      for name, load in loads.items()
+    }
+    row = {"step": step, "split": _LOADS, **rows}
+    self._append(f"{json.dumps(row)}\n".encode())
+    if not self._tensorboard and not self._wandb:
+      return
+    pictures = {f"load/{n}": load_picture(load) for n, load in loads.items()}
+    if self._tensorboard:
+      for name, picture in pictures.items():
+        self._tensorboard.add_image(name, picture, step, dataformats="HWC")
+    if self._wandb:
+      self._wandb.write_images(step, pictures)
 
   def image_path(self, step: int, name: str) -> epath.Path:
     """Where `write_image` puts a picture; for the first process."""

@@ -1,7 +1,7 @@
 """The train step: one optimizer step on a global batch, a pure function."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,8 +31,22 @@ class Mean:
   weight: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadLoads:
+  """A metric that is the load of every head, not a number.
+
+  Attributes:
+    stacks: for each stack of equal layers, in order, [layers, H] share of
+      tokens that use each head, the shared heads first.
+  """
+
+  stacks: tuple[jax.Array, ...]
+
+
 # A plain array is a mean over examples of equal weight.
-Metrics = dict[str, jax.Array | Mean]
+Metrics = dict[str, jax.Array | Mean | HeadLoads]
+HEAD_LOADS = "head_loads"  # the name of such a metric
 # (params, batch, rng, [] int32 number of earlier steps) -> ([] loss, metrics).
 LossFn = Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, Metrics]]
 
@@ -57,8 +71,19 @@ def add_balance_loss(
     "task_loss": loss,
     "balance_loss": aux.balance_loss,
     "activated_share": aux.activated_share,
+    **_head_loads(aux),
     **metrics,
   }
+
+
+def _head_loads(aux: ModelAux) -> Metrics:
+  """The load of the heads, where any layer routes."""
+  layers = aux.layers
+  layers = list(layers.values() if isinstance(layers, Mapping) else layers)
+  if not any(layer.routed for layer in layers):
+    return {}
+  stacks = tuple(jnp.atleast_2d(layer.load) for layer in layers)
+  return {HEAD_LOADS: HeadLoads(stacks)}
 
 
 def train_step(
@@ -89,7 +114,8 @@ def train_step(
     ema_every: steps between their updates.
 
   Returns:
-    The state after the step, and metrics as float32 scalars.
+    The state after the step, and metrics as float32 scalars, the loads of heads
+    as arrays.
   """
   rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
@@ -161,16 +187,22 @@ def _mean_gradients(
   return jax.tree.map(lambda x: x / parts, total), metrics
 
 
-def metric_values(metrics: Metrics) -> dict[str, jax.Array]:
-  """Metrics as scalars [], from one value each or one per microbatch."""
-  return {
-    name: (
-      metric.total.sum() / metric.weight.sum()
-      if isinstance(metric, Mean)
-      else metric.mean()
-    )
-    for name, metric in metrics.items()
-  }
+def metric_values(metrics: Metrics) -> dict[str, Any]:
+  """Metrics from one value each or one per microbatch.
+
+  They are scalars [], but for the stacks of `HeadLoads`, [layers, H] each.
+  """
+  return {name: _value(metric) for name, metric in metrics.items()}
+
+
+def _value(metric: jax.Array | Mean | HeadLoads) -> Any:
+  if isinstance(metric, Mean):
+    return metric.total.sum() / metric.weight.sum()
+  if isinstance(metric, HeadLoads):
+    # Whole on every device, since every process reads them.
+    means = (x.reshape(-1, *x.shape[-2:]).mean(0) for x in metric.stacks)
+    return tuple(constrain(mean, None, None) for mean in means)
+  return metric.mean()
 
 
 def jit_train_step(*, state_shardings: Any = None, **options: Any) -> Callable:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from moh_jax.config import LogConfig
@@ -56,6 +57,13 @@ class WandbLog:
     """Records scalars of a step."""
     named = {f"{split}/{name}": value for name, value in values.items()}
     self._run.log({"step": step, **named})
+
+  def write_images(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+    """Records pictures [rows, columns, 3] uint8 of a step."""
+    import wandb
+
+    images = {name: wandb.Image(pixels) for name, pixels in pictures.items()}
+    self._run.log({"step": step, **images})
 
   def close(self) -> None:
     """Sends or writes what is left."""

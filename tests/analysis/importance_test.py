@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.analysis.importance import head_importance, order_by_importance
-from moh_jax.config import RouterConfig
+from moh_jax.analysis.importance import (
+  head_importance,
+  order_by_importance,
+  top_k_by_importance,
+)
+from moh_jax.config import HeadBudget, RouterConfig
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_output import summed_nats
 from moh_jax.runtime.params import unbox
@@ -79,6 +83,16 @@ class ImportanceTest(parameterized.TestCase):
   def test_order_is_that_of_the_values(self):
     order = order_by_importance(np.array([[0.1, 0.7, 0.2], [0.5, 0.5, 0.6]]))
     self.assertEqual(order, ((1, 2, 0), (2, 0, 1)))  # equal ones keep theirs
+
+  def test_top_k_goes_to_the_layers_where_heads_are_worth_most(self):
+    importance = np.array(
+      [[0.9, 0.8, 0.7, 0.6], [0.1, 0.2, 0.9, 0.1], [0.5, 0.5, 0.5, 0.5]]
+    )
+    budgets = [HeadBudget(4, 1, 2, 8)] * 2 + [HeadBudget(4, 4, 0, 8)]
+    order = np.array([[0, 1, 2, 3], [2, 0, 1, 3], [0, 1, 2, 3]])
+    # The second layer's best head is shared, so its others are worth little.
+    found = top_k_by_importance(importance, budgets, order)
+    self.assertEqual(found, (3, 1, 0))
 
   def test_no_text_is_an_error(self):
     with self.assertRaisesRegex(ValueError, "no text"):

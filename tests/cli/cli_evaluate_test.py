@@ -40,6 +40,26 @@ class EvaluateCommandTest(parameterized.TestCase):
     metrics = self._metrics("--top-k", top_k)
     self.assertAlmostEqual(metrics["activated_share"], share, places=5)
 
+  @parameterized.parameters((1e-6, 0.5), (1.0, 1.0))
+  def test_heads_until_their_scores_reach_p(self, p, share):
+    metrics = self._metrics("--head-top-p", p)
+    self.assertAlmostEqual(metrics["activated_share"], share, places=5)
+
+  def test_plot_of_several_top_k(self):
+    file = self.root / "dial.svg"
+    status, _, err = self._call("--top-k", 0, "--top-k", 1, "--plot", file)
+    self.assertEqual(status, 0, err)
+    self.assertIn("<svg", file.read_text())
+
+  @parameterized.parameters(
+    (("--plot", "dial.svg"), "needs several --top-k"),
+    (("--plot", "dial.jpg", "--top-k", 0, "--top-k", 1), "must end in .png"),
+  )
+  def test_plots_that_cannot_be(self, options, message):
+    status, _, err = self._call(*options)
+    self.assertEqual(status, 2)
+    self.assertIn(message, err)
+
   def test_batch_size_changes_no_figure(self):
     ours, theirs = self._metrics(), self._metrics("--batch-size", 24)
     self.assertEqual(ours.keys(), theirs.keys())

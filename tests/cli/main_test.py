@@ -44,6 +44,7 @@ class MainTest(parameterized.TestCase):
         "distributed",
         "fields",
         "interactive",
+        "labelled_data",
         "main",
         "overrides",
         "paths",

@@ -78,6 +78,8 @@ class OwnFamilyTest(absltest.TestCase):
     self.assertIn(f"accuracy: {self.metrics['accuracy']:.4f}", out)
     out = self._call("inspect", "--checkpoint", self.workdir)
     self.assertIn("activated share: 0.75", out)
+    out = self._call("heads", "--checkpoint", self.workdir, "--batches", 1)
+    self.assertIn("blocks0.1", out)
 
   def test_is_served_with_fewer_heads(self):
     restored = moh_jax.restore(str(self.workdir), top_k=(1, 1))

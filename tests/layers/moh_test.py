@@ -293,6 +293,21 @@ class QueryNormAttentionTest(parameterized.TestCase):
     self.assertGreater(float(gap), 0.1)
 
 
+class TopPTest(absltest.TestCase):
+  def test_packed_attention_keeps_every_head_that_a_token_selects(self):
+    # Some tokens select more heads than the budget's top_k, some fewer.
+    budget, router = HeadBudget(8, 2, 2, 4), RouterConfig(top_p=0.7)
+    x = jax.random.normal(jax.random.key(0), (2, 24, 16))
+    found = {}
+    for form in ("dense", "packed"):
+      layer = MoHAttention(budget, router, implementation=form)
+      params = nn.unbox(layer.init(jax.random.key(1), x))["params"]
+      params["router"] = jax.tree.map(lambda p: 40 * p, params["router"])
+      found[form], aux = jax.jit(layer.apply)({"params": params}, x)
+    np.testing.assert_allclose(found["packed"], found["dense"], atol=1e-5)
+    self.assertNotAlmostEqual(float(aux.load.sum()), budget.active, places=2)
+
+
 class PlacesTest(parameterized.TestCase):
   """Rotations, segments and caches of a whole layer."""
 

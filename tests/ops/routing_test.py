@@ -53,6 +53,37 @@ def _route(budget: HeadBudget, logits: dict, form: str) -> routing.Routing:
   )
 
 
+class TopPTest(parameterized.TestCase):
+  @parameterized.parameters(0.2, 0.5, 0.9)
+  def test_selects_until_scores_reach_p(self, p):
+    rng = np.random.default_rng(0)
+    probs = np.float32(rng.dirichlet(np.ones(6), (2, 5)))
+    found = np.asarray(routing.top_p_mask(jnp.asarray(probs), p))
+    for index in np.ndindex(2, 5):
+      order = np.argsort(-probs[index], kind="stable")
+      sums = np.cumsum(probs[index][order])
+      wanted = order[: 1 + int((sums < p).sum())]
+      self.assertCountEqual(np.flatnonzero(found[index]), wanted)
+
+  @parameterized.product(form=GATE_FORMS, most=(False, True))
+  def test_ends_are_one_head_and_all(self, form, most):
+    budget = HeadBudget(6, 2, 4 if most else 1, 4)
+    logits = _logits(budget)
+    found = routing.two_stage_gates(
+      **{"budget": HeadBudget(6, 2, 2, 4), "batch_shape": _BATCH},
+      **{"form": form, "top_p": 1.0 if most else 1e-6, **logits},
+    )
+    expected = _route(budget, logits, form)
+    np.testing.assert_allclose(found.gates, expected.gates, rtol=1e-6)
+
+  def test_norms_of_queries(self):
+    norms = jnp.asarray(np.random.default_rng(0).random((2, 5, 6)), jnp.float32)
+    budget = HeadBudget(6, 2, 2, 4)
+    found = routing.query_norm_gates(norms, budget, top_p=1e-6)
+    expected = routing.query_norm_gates(norms, HeadBudget(6, 2, 1, 4))
+    np.testing.assert_allclose(found.gates, expected.gates)
+
+
 def _softmax(x) -> np.ndarray:
   e = np.exp(np.asarray(x, np.float64) - np.max(x))
   return e / e.sum()

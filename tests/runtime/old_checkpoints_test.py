@@ -69,8 +69,9 @@ class OldCheckpointsTest(parameterized.TestCase):
         {k: v for k, v in row.items() if not tiny.is_time(k)}
         for row in (here, there)
       )
-      self.assertEqual(here.keys(), there.keys())
-      for key in here.keys() - {"split"}:
+      new = {"load_entropy", "collapsed_routers"}  # not yet logged then
+      self.assertEqual(here.keys() - new, there.keys())
+      for key in there.keys() - {"split"}:
         self.assertAlmostEqual(here[key], there[key], delta=1e-5, msg=key)
 
   def test_values_stand_under_the_present_keys(self):

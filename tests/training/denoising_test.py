@@ -231,7 +231,8 @@ class HeldOutTest(absltest.TestCase):
     self.assertEqual(result.evaluation, {})
     text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
-    self.assertEqual([row["split"] for row in rows], ["train"] * 4)
+    splits = [row["split"] for row in rows]
+    self.assertEqual(splits, ["train"] * 4 + ["heads"])
 
 
 class DamagedHeldOutTest(absltest.TestCase):

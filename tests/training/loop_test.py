@@ -60,7 +60,9 @@ class LoopTest(absltest.TestCase):
       rows = [json.loads(line) for line in stream]
     steps = [(row["step"], row["split"]) for row in rows]
     self.assertCountEqual(
-      steps, [(s, "train") for s in (1, 2, 3, 4)] + [(2, "val"), (4, "val")]
+      steps,
+      [(s, "train") for s in (1, 2, 3, 4)]
+      + [(2, "val"), (4, "val"), (4, "heads")],
     )
     self.assertLess(
       {"loss", "balance_loss", "activated_share", "lr"}, set(rows[0])

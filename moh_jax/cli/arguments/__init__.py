@@ -19,7 +19,7 @@ COMMANDS = {
   "export": models.export,
   "fid": images.fid,
   "generate": text.generate,
-  "heads": text.heads,
+  "heads": models.heads,
   "inspect": models.inspect,
   "pack-images": images.pack_images,
   "parity": models.parity,

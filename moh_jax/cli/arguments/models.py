@@ -2,7 +2,7 @@
 
 import argparse
 
-from moh_jax.cli import common, distributed, fields
+from moh_jax.cli import common, distributed, fields, text_files
 from moh_jax.config import EvalConfig, export_forms, public_formats
 from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
 from moh_jax.runtime import topology
@@ -55,6 +55,13 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     "instead of the trained ones; given several times, a row for each",
     action="append",
   )
+  parser.add_argument(
+    "--head-top-p",
+    type=float,
+    metavar="P",
+    help="every token selects its best routed heads until their scores add up "
+    "to P, in place of a fixed number; activated_share is what they use",
+  )
   common.add_mesh(parser)
   parser.add_argument(
     "--data",
@@ -76,6 +83,13 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     help="JSON file of the right classes: a list in the order of the file "
     "names (such as ReaL's), or entries by file name; an entry is a class or "
     "several",
+  )
+  parser.add_argument(
+    "--plot",
+    metavar="FILE",
+    default="",
+    help="draw the scores of several --top-k over the activated share and over "
+    "time (.png or .svg); needs matplotlib (the extra moh_jax[plot])",
   )
   fields.add_fields(parser, EvalConfig, "batch_size", defaults="the run's")
   fields.add_fields(parser, EvalConfig, "examples", defaults="all")
@@ -131,6 +145,43 @@ def _bytes(text: str) -> int:
       f"{text!r} must be a whole number and one of {', '.join(_UNITS)}"
     )
   return int(number) * _UNITS[unit]
+
+
+def heads(parser: argparse.ArgumentParser) -> None:
+  """Show which heads a model uses for what, and what each is worth."""
+  common.add_checkpoint(parser)
+  common.add_mesh(parser)
+  text_files.add_texts(
+    parser,
+    required=False,
+    note="; each file is a task. For models of images one directory: of images "
+    "in a folder per class, of shards or of latents (default: what the run "
+    "held out; of language models the text that it was trained on)",
+  )
+  parser.add_argument(
+    "--out",
+    metavar="DIR",
+    help="folder for the statistics (CSV, npz), the pictures (PNG, SVG) and "
+    "report.html, made if needed; needs matplotlib (the extra moh_jax[plot])",
+  )
+  common.add_count(
+    parser,
+    "--batches",
+    metavar="N",
+    help="batches to measure on, evenly spread; of each file of text its first "
+    "ones (default: all images, 8 batches of text)",
+  )
+  common.add_count(parser, "--batch-size", 8, help="examples per batch")
+  parser.add_argument(
+    "--against",
+    metavar="DIR",
+    help="another checkpoint, such as one without a router: the similarity of "
+    "its heads is shown beside",
+  )
+  common.add_count(
+    parser, "--maps", 8, metavar="N", help="examples with a map of their heads"
+  )
+  common.add_json(parser)
 
 
 def inspect(parser: argparse.ArgumentParser) -> None:

@@ -126,16 +126,6 @@ def generate(parser: argparse.ArgumentParser) -> None:
   common.add_json(parser)
 
 
-def heads(parser: argparse.ArgumentParser) -> None:
-  """Measure what each head of a language model is worth."""
-  common.add_checkpoint(parser)
-  common.add_mesh(parser)
-  text = "batches of the run's training text to measure on"
-  common.add_count(parser, "--batches", 8, metavar="N", help=text)
-  common.add_count(parser, "--batch-size", 8, help="sequences per batch")
-  common.add_json(parser)
-
-
 def tokenize(parser: argparse.ArgumentParser) -> None:
   """Turn text files into token sets to train a language model on."""
   text_files.add_texts(parser)

@@ -1,0 +1,154 @@
+"""What a checkpoint makes of a few examples, for its report."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from moh_jax.analysis import report
+from moh_jax.analysis.head_stats import HeadStats
+from moh_jax.analysis.pictures import head_colors, png_of_pixels
+from moh_jax.analysis.probe import Probe
+from moh_jax.config import get_family
+from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.files import read_bytes
+from moh_jax.inference.restore import Restored
+from moh_jax.inference.sample import Sampler
+from moh_jax.models.generation import image_grid
+from moh_jax.runtime import location, sharding
+
+_SAMPLES = 8
+_COLUMNS = 4
+_MOST_PNG = 1 << 21
+_ZOOM_TO = 256  # pixels that small samples are enlarged to, about
+
+
+def pixels(restored: Restored, inputs: np.ndarray) -> np.ndarray | None:
+  """Images [M, X, Y, channels] uint8 from what the network read.
+
+  None for texts, and for latents, which only their autoencoder can show.
+  """
+  data = restored.config.data
+  if getattr(data, "mean", None) is None:
+    return None
+  values = (inputs * np.float32(data.std) + np.float32(data.mean)) * 255
+  return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+
+
+def token_texts(
+  tokenizer: Tokenizer | None, stats: HeadStats
+) -> list[list[str]]:
+  """The text of every token of the kept examples; its number without tokenizer.
+
+  Padding is left out.
+  """
+  best = stats.maps.best
+  texts = []
+  for place, tokens in enumerate(stats.maps.inputs.tolist()):
+    real = best[0][place] >= 0 if best else [True] * len(tokens)
+    kept = [token for token, is_real in zip(tokens, real) if is_real]
+    texts.append(
+      [tokenizer.decode([t]) if tokenizer else f"{t} " for t in kept]
+    )
+  return texts
+
+
+def samples(
+  restored: Restored,
+  directory: str,
+  probe: Probe,
+  stats: HeadStats,
+  names: Sequence[str],
+  tokenizer: Tokenizer | None,
+  mesh: Mesh,
+) -> str:
+  """HTML of images with their classes, a generated grid, or coloured text.
+
+  Args:
+    restored: the model.
+    directory: of its checkpoint.
+    probe: of the family.
+    stats: with the examples that are shown.
+    names: of the labels.
+    tokenizer: of a language model, or None.
+    mesh: the devices.
+  """
+  family = get_family(restored.config.model.family)
+  if family.reads_text:
+    return _texts(stats, names, tokenizer)
+  if "sample" in family.commands:
+    return _generated(restored, directory, mesh)
+  shown = pixels(restored, stats.maps.inputs)
+  if shown is None or "classify" not in family.commands:
+    return ""
+  return _classified(restored, probe, stats, shown, names, mesh)
+
+
+def _classified(
+  restored: Restored,
+  probe: Probe,
+  stats: HeadStats,
+  shown: np.ndarray,
+  names: Sequence[str],
+  mesh: Mesh,
+) -> str:
+  @jax.jit
+  def probabilities(params: Any, batch: Any) -> jax.Array:
+    return jax.nn.softmax(probe.apply(params, batch)[0])
+
+  images = sharding.pad_to_shards(stats.maps.inputs, mesh)
+  batch = {probe.shown: sharding.put_batch(images, mesh)}
+  found = sharding.gather(probabilities(restored.params, batch), mesh)
+  figures = []
+  for image, row, label in zip(shown, found, stats.maps.label.tolist()):
+    best = int(row.argmax())
+    caption = f"{names[label]}: taken for {names[best]}, {row[best]:.0%}"
+    figures.append(report.captioned(png_of_pixels(image), caption))
+  return "".join(figures)
+
+
+def _generated(restored: Restored, directory: str, mesh: Mesh) -> str:
+  """The run's own newest picture up to the checkpoint, else new samples."""
+  folder = location.workdir(directory) / "samples"
+  own = []
+  if folder.is_dir():
+    own = [
+      file
+      for file in sorted(folder.glob("*.png"))
+      if (stem := pathlib.PurePath(file.name).stem).isdecimal()
+      and int(stem) <= restored.step
+    ]
+  if own:
+    return report.image(read_bytes(own[-1], _MOST_PNG), "samples of the run")
+  if restored.config.diffusion.space != "pixel":
+    return "<p>Latents need their autoencoder to be shown: see `sample`.</p>"
+  made = Sampler(restored, mesh=mesh).batch(0, _SAMPLES)
+  grid = image_grid(made, columns=_COLUMNS)
+  zoom = max(1, _ZOOM_TO // grid.shape[0])
+  grid = grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
+  return report.image(png_of_pixels(grid), "generated samples")
+
+
+def _texts(
+  stats: HeadStats, names: Sequence[str], tokenizer: Tokenizer | None
+) -> str:
+  texts = token_texts(tokenizer, stats)
+  layers = {}
+  for place, layer in enumerate(stats.layers):
+    shared, routed = layer.budget.shared, layer.budget.routed
+    layers[layer.name] = {
+      "heads": [
+        [int(head) - shared for head in row if head >= 0]
+        for row in stats.maps.best[place]
+      ],
+      "colors": head_colors(routed),
+      "names": list(layer.order[shared:]),
+    }
+  tasks = ", ".join(dict.fromkeys(names[i] for i in stats.maps.label.tolist()))
+  if not layers:
+    plain = ["".join(text) for text in texts]
+    return "".join(report.preformatted(text) for text in plain)
+  return f"{report.preformatted(tasks)}{report.colored_texts(texts, layers)}"

@@ -1,0 +1,129 @@
+"""Similarity between heads, where it is known."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import traverse_util
+
+from moh_jax import config as config_lib
+from moh_jax.analysis.similarity import head_similarity, mean_similarity
+from moh_jax.config import MeshConfig, get_family
+from moh_jax.models.registry import make_model
+from moh_jax.ops.head_similarity import feature_cosines, pattern_cosines
+from moh_jax.ops.visible import Visible
+from moh_jax.runtime import sharding
+from tests.training import tiny
+
+_HEADS = {"qkv": -2, "q": -2, "kv": -2, "out": 1}  # axis of the heads
+
+
+def _twins(config):
+  """Parameters in which the first two heads of each layer are the same."""
+
+  def alike(path, x):
+    name, leaf = path[-2:]
+    if name not in _HEADS or (name, leaf) == ("out", "bias"):
+      return x
+    x = np.moveaxis(np.array(x), _HEADS[name], 0)
+    x[1] = x[0]
+    return np.moveaxis(x, 0, _HEADS[name])
+
+  flat = traverse_util.flatten_dict(tiny.random_params(config))
+  return traverse_util.unflatten_dict({p: alike(p, x) for p, x in flat.items()})
+
+
+@functools.cache
+def _measured(family="dit", router=True, devices=1):
+  config = {"dit": tiny.dit_config, "llm": tiny.llm_config}[family]()
+  params = _twins(config)
+  if not router:
+    model = config_lib.without_router(config.model)
+    config = dataclasses.replace(config, model=model)
+  rng = np.random.default_rng(0)
+  batch = {
+    "label": np.zeros(8, np.int32),
+    "index": np.arange(8, dtype=np.int32),
+    "mask": np.float32([1, 1, 1, 1, 1, 1, 0, 0]),
+    "image": rng.normal(size=(8, 8, 8, 1)).astype(np.float32),
+  }
+  if family == "llm":
+    segments = np.ones((8, 16), np.int32)
+    segments[0, 9:] = 0
+    positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
+    tokens = rng.integers(0, 60, (8, 16)).astype(np.int32)
+    del batch["image"]
+    batch |= {"inputs": tokens, "segments": segments, "positions": positions}
+  mesh = sharding.make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
+  with sharding.use_mesh(mesh):
+    return head_similarity(
+      get_family(family).probe(make_model(config)[0], config),
+      *(config, params, [sharding.shard_batch(batch, mesh)], mesh),
+    )
+
+
+class SimilarityTest(parameterized.TestCase):
+  @parameterized.parameters("dit", "llm")
+  def test_identical_heads_give_1_and_others_less(self, family):
+    found = _measured(family)
+    for cosines in (found.patterns, found.features):
+      self.assertLen(cosines, 2)
+      for values in cosines.values():
+        np.testing.assert_allclose(np.diag(values), 1, atol=1e-5)
+        np.testing.assert_allclose(values[0, 1], 1, atol=1e-5)
+        np.testing.assert_allclose(values, values.T, atol=1e-5)
+        if len(values) > 2:  # heads 2 and 3 of the LLM read other keys
+          self.assertLess(values[0, 2], 1 - 1e-4)
+
+  def test_a_router_changes_nothing_in_its_own_layer(self):
+    # Heads that no token selects are compared too.
+    moh, mha = _measured(), _measured(router=False)
+    for name in ("patterns", "features"):
+      ours, theirs = (getattr(x, name)["blocks0.0"] for x in (moh, mha))
+      np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+  def test_eight_devices_measure_the_same(self):
+    one, eight = _measured(), _measured(devices=8)
+    for name in ("patterns", "features"):
+      for layer, values in getattr(one, name).items():
+        np.testing.assert_allclose(
+          values, getattr(eight, name)[layer], atol=1e-5
+        )
+
+  def test_mean_is_over_pairs_of_different_heads(self):
+    cosines = np.array([[1, 0.5, 0], [0.5, 1, 0.1], [0, 0.1, 1]])
+    self.assertAlmostEqual(mean_similarity(cosines), 0.2)
+    self.assertTrue(np.isnan(mean_similarity(np.ones((1, 1)))))
+
+
+class CosinesTest(absltest.TestCase):
+  def test_patterns_are_those_of_softmax(self):
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 5, 2, 3))
+    bias = rng.normal(size=(2, 5, 5))
+    found = pattern_cosines(
+      *map(jnp.asarray, (q, k)),
+      visible=Visible(causal=True),
+      scale=0.5,
+      bias=jnp.asarray(bias),
+    )
+    logits = np.einsum("nhd,mhd->hnm", q[0], k[0]) * 0.5 + bias
+    logits[:, ~np.tri(5, dtype=bool)] = -np.inf
+    weights = np.exp(logits)
+    weights /= np.linalg.norm(weights, axis=-1, keepdims=True)
+    expected = np.einsum("hnm,inm->nhi", weights, weights)
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
+
+  def test_features_are_compared_behind_the_output_projection(self):
+    heads = jnp.asarray([[[[1.0, 0.0], [1.0, 0.0]]]])
+    kernel = jnp.asarray([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]])
+    np.testing.assert_allclose(
+      feature_cosines(heads, kernel)[0, 0], np.eye(2), atol=1e-6
+    )
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,230 @@
+"""`python -m moh_jax heads`: what it prints and writes, and its report."""
+
+import csv
+import dataclasses
+import html.parser
+import json
+import pathlib
+
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import traverse_util
+
+from moh_jax import config as config_lib
+from moh_jax.runtime import checkpoint
+from tests.analysis import browser
+from tests.cli import tiny_checkpoint
+from tests.inference import tiny_text_model
+from tests.training import tiny
+
+_ROWS = [
+  {"step": 1, "split": "train", "loss": 2.5},
+  {"step": 0, "split": "heads", "stage1.0": [0.25, 0.75]},
+  {"step": 0, "split": "train", "loss": 3.0},
+]
+_SORT = """
+  var table = document.querySelector("table.sortable");
+  function column() { return Array.from(table.tBodies[0].rows).map(
+    function (row) { return row.cells[1].textContent; }); }
+  table.tHead.rows[0].cells[1].click();
+  var up = column();
+  table.tHead.rows[0].cells[1].click();
+  return {up: up, down: column()};
+"""
+_COLORS = """
+  var select = document.querySelector("select.layer");
+  function colors() { return Array.from(
+    document.querySelectorAll("p.text span")).map(
+    function (token) { return token.style.background; }); }
+  var first = colors();
+  select.selectedIndex = 1;
+  select.dispatchEvent(new Event("change"));
+  return {first: first, second: colors(),
+          text: document.querySelector("p.text").textContent};
+"""
+
+
+class _Links(html.parser.HTMLParser):
+  """Collects what a page would load."""
+
+  def __init__(self):
+    super().__init__()
+    self.found = []
+
+  def handle_starttag(self, tag, attrs):
+    self.found += [v for name, v in attrs if name in ("src", "href")]
+
+
+class HeadsTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.create_tempdir().full_path)
+
+  def _heads(self, checkpoint_folder, *options):
+    out = self.folder / "out"
+    argv = ("--checkpoint", checkpoint_folder, "--out", out, *options)
+    status, text, error = tiny_checkpoint.call("heads", *argv)
+    self.assertEqual(status, 0, error)
+    return out, text, error
+
+  def _open(self, out, script):
+    """Opens the report in a browser; checks that it is whole by itself."""
+    page = (out / "report.html").read_text()
+    self.assertLess(len(page), 5 << 20)
+    links = _Links()
+    links.feed(page)
+    self.assertEqual(
+      [x for x in links.found if not x.startswith("data:image/png;base64,")], []
+    )
+    if browser.find() is None:
+      self.skipTest("no browser is installed, so the page is only parsed")
+    result = browser.open_page(page, script, str(self.folder))
+    self.assertEqual(result["problems"], [])
+    self.assertEqual(result["requests"], [])
+    self.assertLen(result["pictures"], len(links.found))
+    self.assertGreater(min(result["pictures"]), 0)
+    return result
+
+  def test_classifier(self):
+    run = self.folder / "run"
+    tiny_checkpoint.save(str(run))
+    lines = [json.dumps(row) for row in _ROWS]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, "{damaged"]))
+    numbers = self.folder / "heads.json"
+    out, text, _ = self._heads(run, "--json", numbers, "--against", run)
+    self.assertIn("similarity of heads", text)
+    self.assertIn("stage1.0", text)
+    for name in ("load_by_class", "routing_maps", "load_over_steps", "curves"):
+      for form, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        content = (out / f"{name}.{form}").read_bytes()
+        self.assertTrue(content.startswith(begin), f"{name}.{form}")
+    with (out / "heads.csv").open() as stream:
+      rows = list(csv.DictReader(stream))
+    with np.load(out / "heads.npz") as arrays:
+      tokens = {
+        (layer, name): count
+        for layer, counts in zip(arrays["layers"], arrays["class/tokens"])
+        for name, count in zip(arrays["class/names"], counts)
+      }
+      top_k = arrays["top_k"].tolist()
+    for (layer, name), count in tokens.items():
+      of = [
+        row
+        for row in rows
+        if (row["grouping"], row["layer"], row["group"])
+        == ("class", layer, name)
+      ]
+      self.assertTrue(all(int(row["tokens"]) == count for row in of))
+      loads = [float(r["load"] or "nan") for r in of if r["kind"] == "routed"]
+      if count:
+        self.assertAlmostEqual(sum(loads), top_k[0], places=4)
+    report = json.loads(numbers.read_text())
+    self.assertEqual(report["layers"][0]["layer"], "stage1.0")
+    result = self._open(out, _SORT)
+    values = [int(value) for value in result["up"]]
+    self.assertEqual(values, sorted(values))
+    self.assertEqual(result["down"], [str(v) for v in sorted(values)[::-1]])
+
+  def test_text_files_are_tasks_and_tokens_are_coloured(self):
+    run = self.folder / "run"
+    tiny_text_model.save(run)
+    (self.folder / "python.txt").write_text("def f(x): return x < 3\n" * 4)
+    (self.folder / "prose.txt").write_text("It </script> rained. " * 5)
+    out, text, _ = self._heads(
+      *(run, "--batches", "1", "--batch-size", "8"),
+      *("--data", self.folder / "python.txt", self.folder / "prose.txt"),
+    )
+    self.assertIn("importance", text)
+    with (out / "heads.csv").open() as stream:
+      tasks = {r["group"] for r in csv.DictReader(stream)}
+    self.assertEqual(tasks, {"all", "python.txt", "prose.txt"})
+    result = self._open(out, _COLORS)
+    self.assertEqual(result["text"], "It </script> rai"[:16])
+    self.assertTrue(all(result["first"]))
+    self.assertNotEqual(result["first"], result["second"])
+
+  def test_multi_head_attention_has_no_loads(self):
+    config = tiny.deterministic_config()
+    model = config_lib.without_router(config.model)
+    config = dataclasses.replace(config, model=model)
+    params = tiny.random_params(config)
+    run = self.folder / "run"
+    metadata = checkpoint.Metadata(config, tuple("0123456789"))
+    checkpoint.save_params(str(run), params, metadata)
+    out, text, _ = self._heads(run, "--batches", "1")
+    self.assertIn("it has no router", text)
+    page = (out / "report.html").read_text()
+    self.assertIn("it has no router", page)
+    self.assertIn("taken for", page)  # images with their classes all the same
+    self.assertFalse((out / "load_by_class.png").exists())
+
+  def test_layers_without_routed_heads_say_so(self):
+    config = tiny.deterministic_config()
+    # The first stage has no routed heads; then none of the second are selected.
+    model = dataclasses.replace(
+      config.model, shared_heads=(2, 2), top_k=(0, 1), depths=(1, 1)
+    )
+    config = dataclasses.replace(config, model=model)
+    run = self.folder / "run"
+    metadata = checkpoint.Metadata(config, tuple("0123456789"))
+    checkpoint.save_params(str(run), tiny.random_params(config), metadata)
+    out, text, _ = self._heads(run, "--batches", "1", "--maps", "2")
+    self.assertRegex(text, r"stage1\.0 .* none routed")
+    self.assertTrue((out / "load_by_class.png").exists())
+    status, text, error = tiny_checkpoint.call(
+      "heads", "--checkpoint", run, "--batches", "1", "--top-k", "0"
+    )
+    self.assertEqual(status, 0, error)
+    self.assertRegex(text, r"stage2\.0 .* none routed")
+
+  def test_collapsed_routers_and_classes_without_examples_are_named(self):
+    config = tiny.deterministic_config()
+    flat = traverse_util.flatten_dict(tiny.random_params(config))
+    params = traverse_util.unflatten_dict(
+      {p: np.zeros_like(x) if p[-1] == "routed" else x for p, x in flat.items()}
+    )
+    run = self.folder / "run"
+    metadata = checkpoint.Metadata(config, tuple("0123456789"))
+    checkpoint.save_params(str(run), params, metadata)
+    out, _, error = self._heads(run, "--batches", "1", "--maps", "2")
+    line = "the router of layer stage2.1 has collapsed"
+    self.assertIn(line, error)
+    self.assertIn("groups by class have no example", error)
+    self.assertIn(line, (out / "report.html").read_text())
+
+  def test_samples_of_a_diffusion_model(self):
+    run = self.folder / "run"
+    tiny_checkpoint.save_dit(str(run))
+    out, _, _ = self._heads(run, "--batches", "2")
+    self.assertTrue((out / "load_by_timestep.svg").exists())
+    page = (out / "report.html").read_text()
+    self.assertIn("generated samples", page)
+
+  @parameterized.parameters(
+    (("--data", "a", "b"), "must be one directory"),
+    (("--data", "MISSING"), "MISSING"),
+    (("--batch-size", "0"), "must be at least 1"),
+  )
+  def test_bad_input(self, options, message):
+    run = self.folder / "run"
+    tiny_checkpoint.save(str(run))
+    status, _, error = tiny_checkpoint.call(
+      "heads", "--checkpoint", run, *options
+    )
+    self.assertEqual(status, 2)
+    self.assertRegex(error, message)
+    self.assertLen(error.splitlines(), 1)
+
+  def test_a_file_without_text(self):
+    run = self.folder / "run"
+    tiny_text_model.save(run)
+    (self.folder / "empty.txt").write_text("")
+    status, _, error = tiny_checkpoint.call(
+      *("heads", "--checkpoint", run, "--data", self.folder / "empty.txt")
+    )
+    self.assertEqual(status, 2)
+    self.assertRegex(error, r"empty\.txt: fewer than two tokens")
+
+
+if __name__ == "__main__":
+  absltest.main()
