@@ -11,6 +11,7 @@ from moh_jax.config.dit import DiTConfig as DiTConfig
 from moh_jax.config.family import Family as Family
 from moh_jax.config.heads import HeadBudget as HeadBudget
 from moh_jax.config.heads import RouterConfig as RouterConfig
+from moh_jax.config.image_data import DataConfig as DataConfig
 from moh_jax.config.layers import ImageModel as ImageModel
 from moh_jax.config.layers import LayerGroup as LayerGroup
 from moh_jax.config.layers import LayerStack as LayerStack
@@ -38,7 +39,6 @@ from moh_jax.config.registry import released_models as released_models
 from moh_jax.config.rotary import RotaryConfig as RotaryConfig
 from moh_jax.config.run import Config as Config
 from moh_jax.config.sections import CheckpointConfig as CheckpointConfig
-from moh_jax.config.sections import DataConfig as DataConfig
 from moh_jax.config.sections import EvalConfig as EvalConfig
 from moh_jax.config.sections import MeshConfig as MeshConfig
 from moh_jax.config.sections import OptimConfig as OptimConfig

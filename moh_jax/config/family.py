@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moh_jax.config.heads import HeadBudget
+from moh_jax.config.image_data import DataConfig
 from moh_jax.config.run import Config
-from moh_jax.config.sections import DataConfig
 
 if TYPE_CHECKING:
   import flax.linen as nn

@@ -8,7 +8,7 @@ from typing import Any
 
 from moh_jax.config import Config, DiffusionConfig
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.config.sections import FILE_SOURCES
+from moh_jax.config.image_data import FILE_SOURCES
 from moh_jax.data.images import latents
 from moh_jax.data.images.recipes import is_latent
 from moh_jax.data.images.sources import open_files

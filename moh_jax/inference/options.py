@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from moh_jax.config.checks import at_least, one_of
-from moh_jax.config.sections import BAD_IMAGES
+from moh_jax.config.image_data import BAD_IMAGES
 
 
 @dataclasses.dataclass(frozen=True)
