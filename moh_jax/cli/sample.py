@@ -11,7 +11,7 @@ from moh_jax.config import Config, SampleConfig
 from moh_jax.convert.decoder import load_decoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
 from moh_jax.files import check_writable, replacing
-from moh_jax.inference import sample
+from moh_jax.inference import sample, sample_files
 from moh_jax.models.generation import image_grid
 from moh_jax.runtime import sharding
 
@@ -42,16 +42,15 @@ def run(args: argparse.Namespace) -> int:
       if is_first:
         _write_grid(out, images, args.columns or min(num, 10))
     else:
-      options = {
-        "batch_size": size,
-        "settings": _settings(args, config, restored.step),
-        "progress": True,
-      }
-      if out.suffix == ".npz":
-        sample.sample_npz(sampler, num, out, **options)
-      else:
-        names = restored.class_names
-        sample.sample_folder(sampler, num, out, names=names, **options)
+      write = (
+        sample_files.sample_npz
+        if out.suffix == ".npz"
+        else sample_files.sample_folder
+      )
+      settings = _settings(args, config, restored.step)
+      write(
+        sampler, num, out, batch_size=size, settings=settings, progress=True
+      )
   if is_first:
     print(f"{num} images written to {out}")
   return 0
@@ -68,7 +67,7 @@ def _target(path: str) -> pathlib.Path:
 
 def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
   with replacing(out) as fresh:
-    sample.write_png(fresh, image_grid(images, columns))
+    sample_files.write_png(fresh, image_grid(images, columns))
 
 
 def _check_before_restoring(args: argparse.Namespace) -> str:
@@ -80,7 +79,7 @@ def _check_before_restoring(args: argparse.Namespace) -> str:
   metadata, _ = common.read_metadata(args, "sample")
   sample.check_request(metadata.config, args.labels, args.seed)
   num = args.num or len(args.labels) or metadata.config.model.num_classes
-  sample.check_room(metadata.config, num, pathlib.Path(args.out))
+  sample_files.check_room(metadata.config, num, pathlib.Path(args.out))
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
   return metadata.encoder_sha256
