@@ -25,6 +25,7 @@ COMMANDS = {
   "parity": models.parity,
   "plan": models.plan,
   "sample": images.sample,
+  "show-latents": images.show_latents,
   "tokenize": text.tokenize,
   "train": models.train,
   "train-tokenizer": text.train_tokenizer,
