@@ -112,10 +112,10 @@ class ReleasedTest(parameterized.TestCase):
   def test_tensors_come_back_identical(self, kind, name, table):
     self._check_round_trip(kind, name, table)
 
-  @pytest.mark.slow
   @parameterized.parameters(
     *(case for case in (*_VITS, *_DITS) if case[1] not in _DEFAULT)
   )
+  @pytest.mark.slow
   def test_tensors_of_every_release_come_back_identical(
     self, kind, name, table
   ):
