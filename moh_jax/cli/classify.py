@@ -2,23 +2,18 @@
 
 import argparse
 import dataclasses
-import os
 import sys
 
 from moh_jax.cli import common
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.data.images.files import read_image
-from moh_jax.data.images.folders import find_files
+from moh_jax.data.images.folders import find_images
 
 
 def run(args: argparse.Namespace) -> int:
   """Prints the most probable classes of each image."""
   metadata, _ = common.read_metadata(args, "classify")
-  files = [
-    file
-    for path in args.images
-    for file in (find_files(path) if os.path.isdir(path) else [path])
-  ]
+  files = find_images(args.images)
   for file in files:  # before the parameters, which take a while
     read_image(file, metadata.config.model.channels)
   restored = common.restore(args)

@@ -8,10 +8,13 @@ import numpy as np
 from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
-from moh_jax.convert.decoder import load_decoder
+from moh_jax.convert.decoder import load_decoder, load_encoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
+from moh_jax.data.images.files import read_image
+from moh_jax.data.images.folders import find_images
+from moh_jax.data.images.transforms import center_crop
 from moh_jax.files import check_writable, replacing
-from moh_jax.inference import sample
+from moh_jax.inference import sample, sample_files
 from moh_jax.models.generation import image_grid
 from moh_jax.runtime import sharding
 
@@ -20,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
   """Samples images and writes them."""
   out = _target(args.out)
   is_first = distributed.join(args)
-  encoder = _check_before_restoring(args)
+  files = find_images(args.start)
+  encoder = _check_before_restoring(args, len(files))
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
     given = fields.given_fields(args, SampleConfig, *OVERRIDES)
@@ -32,9 +36,15 @@ def run(args: argparse.Namespace) -> int:
         args.vae, config, mesh, tile=args.vae_tile, encoder=encoder
       )
     sampler = sample.Sampler(
-      restored, labels=args.labels, seed=args.seed, mesh=mesh, decode=decode
+      restored,
+      labels=args.labels,
+      seed=args.seed,
+      mesh=mesh,
+      decode=decode,
+      start=_read_start(files, args.vae, config) if files else None,
+      strength=args.strength,
     )
-    num = args.num or len(sampler.labels)
+    num = args.num or max(len(sampler.labels), len(files))
     size = min(args.batch_size, num)
     if out.suffix == ".png":
       images = sample.sample_images(sampler, num, size, progress=True)
@@ -42,16 +52,15 @@ def run(args: argparse.Namespace) -> int:
       if is_first:
         _write_grid(out, images, args.columns or min(num, 10))
     else:
-      options = {
-        "batch_size": size,
-        "settings": _settings(args, config, restored.step),
-        "progress": True,
-      }
-      if out.suffix == ".npz":
-        sample.sample_npz(sampler, num, out, **options)
-      else:
-        names = restored.class_names
-        sample.sample_folder(sampler, num, out, names=names, **options)
+      write = (
+        sample_files.sample_npz
+        if out.suffix == ".npz"
+        else sample_files.sample_folder
+      )
+      settings = _settings(args, config, restored.step)
+      write(
+        sampler, num, out, batch_size=size, settings=settings, progress=True
+      )
   if is_first:
     print(f"{num} images written to {out}")
   return 0
@@ -68,19 +77,44 @@ def _target(path: str) -> pathlib.Path:
 
 def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
   with replacing(out) as fresh:
-    sample.write_png(fresh, image_grid(images, columns))
+    sample_files.write_png(fresh, image_grid(images, columns))
 
 
-def _check_before_restoring(args: argparse.Namespace) -> str:
+def _read_start(files: list[str], vae: str, config: Config) -> np.ndarray:
+  """Images to begin from, as the model's input [n, X, Y, channels]."""
+  encode, size, channels = None, config.model.input_size, config.model.channels
+  if config.diffusion.space == "latent":
+    encode, size = load_encoder(vae, config)
+    channels = 3
+  rows = []
+  for file in files:
+    image = center_crop(read_image(file, channels), size)
+    image = image[None].astype(np.float32) / 127.5 - 1
+    rows.append(np.asarray(image if encode is None else encode(image)))
+  return np.concatenate(rows)
+
+
+def _check_before_restoring(args: argparse.Namespace, starts: int) -> str:
   """Refuses what the checkpoint's config alone shows to be wrong.
+
+  Args:
+    args: of the command.
+    starts: images to begin from.
 
   Returns:
     Hash of the encoder of the latents of the training, "" if unknown.
   """
   metadata, _ = common.read_metadata(args, "sample")
   sample.check_request(metadata.config, args.labels, args.seed)
-  num = args.num or len(args.labels) or metadata.config.model.num_classes
-  sample.check_size(metadata.config, num, pathlib.Path(args.out))
+  if starts and not 0 < args.strength < 1:
+    raise ValueError(
+      f"--strength {args.strength} must be above 0 and below 1 with --start"
+    )
+  if not starts and args.strength != 1:
+    raise ValueError(f"--strength {args.strength} needs --start")
+  labels = len(args.labels) or metadata.config.model.num_classes
+  num = args.num or max(labels, starts)
+  sample_files.check_size(metadata.config, num, pathlib.Path(args.out))
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
   return metadata.encoder_sha256
@@ -94,6 +128,8 @@ def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
     "ema": not args.no_ema,
     "seed": args.seed,
     "labels": args.labels,
+    "start": args.start,
+    "strength": args.strength,
     "vae": args.vae,
     "vae_tile": args.vae_tile,
     **{name: getattr(config.sample, name) for name in OVERRIDES},

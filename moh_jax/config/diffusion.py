@@ -7,6 +7,7 @@ from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.checks import (
   MOST_COUNT,
   MOST_NUMBER,
+  RESIZES,
   above,
   at_least,
   at_most,
@@ -135,6 +136,12 @@ class SampleConfig:
       "all".
     cfg_interval: (low, high): guidance acts on timesteps t with low <= t < high
       (arXiv:2404.07724).
+    fid_images: images that each evaluation samples for the metric "fid", of all
+      classes in turn; 0 leaves it out.
+    fid_reference: npz file of statistics of real images, as `fid --save-stats`
+      writes it, or of ADM or pytorch-fid.
+    fid_inception: weights of the Inception network, as for `fid --inception`.
+    fid_resize: to 299 pixels, as `fid --resize`: "tf1" or "ptfid".
   """
 
   every: int = 0
@@ -147,10 +154,18 @@ class SampleConfig:
   cfg_scale: float = 1.5
   cfg_channels: str = "three"
   cfg_interval: tuple[int, int] = (0, 100_000)
+  fid_images: int = 0
+  fid_reference: str = ""
+  fid_inception: str = ""
+  fid_resize: str = "tf1"
 
   # A run may be continued with other values of all: they train nothing.
   RUNTIME_FIELDS = tuple(__annotations__)
-  CHOICES: ClassVar = {"method": METHODS, "cfg_channels": GUIDED_CHANNELS}
+  CHOICES: ClassVar = {
+    "method": METHODS,
+    "cfg_channels": GUIDED_CHANNELS,
+    "fid_resize": RESIZES,
+  }
 
   def __post_init__(self):
     at_least("sample", 0, self, "every")
@@ -161,6 +176,16 @@ class SampleConfig:
     in_range("sample", 0, 1, self, "eta")
     at_most("sample", MOST_COUNT, self, "cfg_interval")
     one_of("sample", self, **self.CHOICES)
+    at_least("sample", 0, self, "fid_images")
+    if self.fid_images == 1:
+      raise ValueError(
+        "sample.fid_images=1 must be 0, or at least 2 for a covariance"
+      )
+    for name in ("fid_reference", "fid_inception"):
+      if self.fid_images and not getattr(self, name):
+        raise ValueError(
+          f"sample.{name}='' must name a file where sample.fid_images is not 0"
+        )
     interval = self.cfg_interval
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
       raise ValueError(

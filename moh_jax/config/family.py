@@ -54,8 +54,8 @@ class Family:
     reads_text: whether a tokenizer belongs to a checkpoint.
     formats: formats that `convert` reads, each with the beginnings of the names
       of the released models that have it.
-    exports: forms of the folder that `export` writes, the default first; () is
-      one file of tensors.
+    exports: forms that `export` writes, the default first: "" is one file of
+      tensors, the others are folders.
     inputs: first names in the paths of the parameters before the first layer,
       see `training.layer_decay`.
     class_axes: axis of the classes in parameters that have one, by path. A run
@@ -70,7 +70,7 @@ class Family:
   position_bias: ClassVar[bool] = False
   reads_text: ClassVar[bool] = False
   formats: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-  exports: ClassVar[tuple[str, ...]] = ()
+  exports: ClassVar[tuple[str, ...]] = ("",)
   inputs: ClassVar[frozenset[str]] = frozenset({"embed"})
   class_axes: ClassVar[Mapping[tuple[str, ...], int]] = {}
 

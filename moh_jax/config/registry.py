@@ -122,7 +122,7 @@ def public_formats() -> tuple[str, ...]:
 
 def export_forms() -> tuple[str, ...]:
   """Forms of the folders that `export` writes."""
-  return tuple(form for family in families() for form in family.exports)
+  return tuple(form for family in families() for form in family.exports if form)
 
 
 def family_of_format(kind: str) -> Family:

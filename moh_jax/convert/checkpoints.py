@@ -24,7 +24,7 @@ from moh_jax.config import (
   released_model,
 )
 from moh_jax.convert import hf_folder, model_card, rules, stream, tensor_writer
-from moh_jax.convert.converter import Exported
+from moh_jax.convert.converter import CONFIG_FILE, Exported
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
@@ -88,7 +88,7 @@ def convert(
   reads_text = get_family(config.model.family).reads_text
   if reads_text and (found := hf_folder.open_tokenizer(_folder(source))):
     check_vocabulary(found, config.model.vocab_size, source)
-  table = model_rules(config.model)
+  table = model_rules(config.model, kind)
   params = stream.source_params(
     table, tensors, _abstract(config), source=source
   )
@@ -132,7 +132,7 @@ def load_sharded(
   """
   _, metadata, tensors = _open(kind, source, key, model, config)
   config = metadata.config
-  table = model_rules(config.model)
+  table = model_rules(config.model, kind)
   return config, stream.load_sharded(
     table, tensors, config, mesh, source=source
   )
@@ -158,12 +158,12 @@ def export(
   model card, and code where transformers has none for the model. Other families
   become one safetensors file; the config, in which the preprocessing is, and
   the class names are in the text of its header, where `convert` finds them.
+  `to="diffusers"` makes a folder of a plain DiT.
 
   Args:
     directory: a working directory or an output of `convert`.
-    out: what to write: a folder, new or empty, for a language model, else a
-      file.
-    to: form of the folder, one of the family's `exports`; None is the first.
+    out: what to write: a folder, new or empty, or one file.
+    to: one of the family's `exports`; None is the first.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters.
     dtype: "float32" or "bfloat16".
@@ -193,36 +193,41 @@ def export(
   converter = family.converter()
   form = _form(family, to)
   read_scores = model_card.read_scores(scores, step) if scores else {}
+  if (license or scores) and not family.reads_text:
+    raise ValueError(
+      "--license and --scores are for the model card of a language model; this "
+      f"is a model of {family.name!r}"
+    )
+  table = model_rules(config.model, form)
   if form:  # before anything is read
     tensor_writer.check_vacant(path)
-  elif license or scores:
-    raise ValueError(
-      "--license and --scores are for a model card; a model of "
-      f"{family.name!r} becomes one file of tensors"
-    )
   params = stream.open_params(
     directory, step, _abstract(config), use_ema=use_ema, verify=verify
   )
-  planned = _plan(model_rules(config.model), params)
+  planned = _plan(table, params)
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
   if not form:
     text[_ENTRY] = json.dumps(checkpoint.metadata_to_json(metadata))
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
-    _copy_tokenizer(location.workdir(directory), folder)
+    if family.reads_text:
+      _copy_tokenizer(location.workdir(directory), folder)
     exported = Exported(
       form, config, step, dtype, _count(params), license, read_scores
     )
     for name, content in converter.folder_files(exported, folder).items():
       (folder / name).write_text(content)
-    tensor_writer.write_folder(folder, planned, dtype, text, shard_size)
+    tensor_writer.write_folder(
+      folder, planned, dtype, text, shard_size, converter.stem
+    )
   return _count(params)
 
 
-def model_rules(model: Any) -> list[rules.Rule]:
-  """The conversion table of a model section."""
-  return get_family(model.family).converter().rules(model)
+def model_rules(model: Any, form: str = "") -> list[rules.Rule]:
+  """The conversion table of a model section, for a form or format."""
+  converter = get_family(model.family).converter()
+  return converter.other_rules.get(form, converter.rules)(model)
 
 
 def _open(
@@ -241,7 +246,7 @@ def _open(
   if config is None and model is None:
     ours = _exported(kind, source)
     described = family.converter().described(
-      kind, _folder(source) / hf_folder.CONFIG_FILE
+      kind, _folder(source) / CONFIG_FILE
     )
   if config is not None:
     name, config = "the given config", resolve(config)
@@ -353,11 +358,12 @@ def _copy_tokenizer(source: Any, target: Any) -> str:
 def _form(family: Family, to: str | None) -> str:
   """The form of the folder to write, "" for one file of tensors."""
   if to is not None and to not in family.exports:
-    allowed = family.exports or "left out: it becomes one file of tensors"
+    forms = " or ".join(repr(form) for form in family.exports if form)
     raise ValueError(
-      f"--to {to!r}, for a model of {family.name!r}, must be {allowed}"
+      f"--to {to!r}, for a model of {family.name!r}, must be "
+      f"{forms or 'left out: it becomes one file of tensors'}"
     )
-  return to or (family.exports or ("",))[0]
+  return to or family.exports[0]
 
 
 def _abstract(config: Config) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 from moh_jax.config import Config
 from moh_jax.convert.rules import Rule
 
+CONFIG_FILE = "config.json"  # what describes the model of a folder
+
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
@@ -47,6 +49,9 @@ class Converter:
     folder_files: (`Exported`, folder that holds the tokenizer's files) -> the
       other small files of an exported folder, texts by name; None where one
       file of tensors is exported.
+    other_rules: functions as `rules` by form or format, of those that have
+      other tensors. They raise ValueError for a model that is not theirs.
+    stem: beginning of the names of an exported folder's tensor files.
   """
 
   rules: Callable[[Any], list[Rule]]
@@ -56,3 +61,7 @@ class Converter:
   folder_files: Callable[[Exported, pathlib.Path], Mapping[str, str]] | None = (
     None
   )
+  other_rules: Mapping[str, Callable[[Any], list[Rule]]] = dataclasses.field(
+    default_factory=dict
+  )
+  stem: str = "model"

@@ -1,10 +1,13 @@
-"""Loads the decoder of a public autoencoder as a function."""
+"""Loads the decoder or the encoder of a public autoencoder as a function."""
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
@@ -44,20 +47,13 @@ def load_decoder(
     ValueError: the model has no latents or another number of channels, the tile
       is too small, or tiles are used with several processes.
   """
-  diffusion = config.sections.get("diffusion")
-  if diffusion is None or diffusion.space != "latent":
-    raise ValueError(f"--vae {path!r}: the model does not work on latents")
   if tile and (tile < _SMALLEST_TILE or jax.process_count() > 1):
     raise ValueError(
       f"--vae-tile {tile} must be at least {_SMALLEST_TILE}, in one process"
     )
-  vae_config, params = load_vae(path)
-  if vae_config.latent_channels != config.model.channels:
-    raise ValueError(
-      f"--vae {path!r}: its {vae_config.latent_channels} latent channels must "
-      f"be model.channels={config.model.channels}"
-    )
-  _warn_of_others(path, vae_config, params, diffusion.scaling, encoder)
+  vae_config, params = _load(path, config)
+  scaling = config.diffusion.scaling
+  _warn_of_others(path, vae_config, params, scaling, encoder)
   vae = VAE(vae_config)
   params = jax.device_put(params, sharding.replicated(mesh))
 
@@ -69,6 +65,52 @@ def load_decoder(
   if not tile:
     return whole
   return lambda latents: apply_tiled(whole, latents, tile, tile // 4)
+
+
+def load_encoder(
+  path: str, config: Config
+) -> tuple[Callable[[np.ndarray], jax.Array], tuple[int, int]]:
+  """Reads an autoencoder and checks that it fits a diffusion model.
+
+  Args:
+    path: weights, see `convert.vae.load_vae`.
+    config: config of the diffusion model.
+
+  Returns:
+    A function from images [B, X, Y, 3] with pixels in [-1, 1] to the means of
+    their latents, scaled as the model reads them; and the sizes X and Y.
+
+  Raises:
+    FileNotFoundError: there are no such weights.
+    ValueError: the model has no latents or another number of channels.
+  """
+  vae_config, params = _load(path, config)
+  vae = VAE(vae_config)
+  parts = config.diffusion.scaling.affine(vae_config.latent_channels)
+  offset, factor = (np.float32(part)[None, None, None] for part in parts)
+
+  @jax.jit
+  def encode(params: Any, images: jax.Array) -> jax.Array:
+    mean, _ = vae.apply({"params": params}, images, method="encode")
+    return (mean.astype(jnp.float32) - offset) * factor
+
+  rows, columns = config.model.input_size
+  size = rows * vae_config.downscale, columns * vae_config.downscale
+  return functools.partial(encode, params), size
+
+
+def _load(path: str, config: Config) -> tuple[VAEConfig, Any]:
+  """The autoencoder, if it fits the model."""
+  diffusion = config.sections.get("diffusion")
+  if diffusion is None or diffusion.space != "latent":
+    raise ValueError(f"--vae {path!r}: the model does not work on latents")
+  vae_config, params = load_vae(path)
+  if vae_config.latent_channels != config.model.channels:
+    raise ValueError(
+      f"--vae {path!r}: its {vae_config.latent_channels} latent channels must "
+      f"be model.channels={config.model.channels}"
+    )
+  return vae_config, params
 
 
 def _warn_of_others(

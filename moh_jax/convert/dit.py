@@ -7,6 +7,7 @@ github.com/facebookresearch/DiT.
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 
 from moh_jax.config import Config, DataConfig, DiTConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.convert import rules
+from moh_jax.convert import dit_diffusers, rules
 from moh_jax.convert.converter import Converter
 from moh_jax.convert.layers import (
   mix_rules,
+  patch_rules,
   projection_rules,
   router_rules,
   stack_rules,
@@ -49,17 +51,9 @@ def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
 
 def model_rules(config: DiTConfig) -> list[Rule]:
   """Conversion rules of the whole network."""
-  patch, channels = config.patch_size, config.channels
   table = [
     _position_table(config),
-    *rules.linear(
-      "x_embedder.proj",
-      "patch",
-      kernel_maps=(
-        lambda w: w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0]),
-        lambda w: w.reshape(patch, patch, channels, -1).transpose(3, 2, 0, 1),
-      ),
-    ),
+    *patch_rules("x_embedder.proj", config.patch_size, config.channels),
     *rules.linear("t_embedder.mlp.0", "embed/time_in"),
     *rules.linear("t_embedder.mlp.2", "embed/time_out"),
     rules.one("y_embedder.embedding_table.weight", "embed/label/embedding"),
@@ -89,15 +83,26 @@ def _position_table(config: DiTConfig) -> Rule:
   """Rule that checks the stored position table; our network computes it."""
   ours = sincos_2d(config.grid, config.width)[None]
 
-  def load(arrays: list[np.ndarray]) -> list[np.ndarray]:
+  def check(arrays: list[np.ndarray]) -> None:
     if not np.allclose(arrays[0], ours, rtol=0, atol=_POSITION_ATOL):
       raise ValueError(
         "pos_embed is not the fixed sine-cosine table of a "
         f"{config.grid[0]} x {config.grid[1]} grid"
       )
-    return []
 
-  return Rule(("pos_embed",), (), load, lambda _: [ours])
+  return Rule(("pos_embed",), (), lambda _: [], lambda _: [ours], check=check)
 
 
-CONVERTER = Converter(model_rules, released_run)
+def _described(kind: str, path: pathlib.Path) -> DiTConfig | None:
+  """The model of diffusers' config.json; the release has no such file."""
+  return dit_diffusers.read_config(path) if kind == dit_diffusers.FORM else None
+
+
+CONVERTER = Converter(
+  model_rules,
+  released_run,
+  described=_described,
+  folder_files=dit_diffusers.folder_files,
+  other_rules={dit_diffusers.FORM: dit_diffusers.model_rules},
+  stem=dit_diffusers.STEM,
+)

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers as hf
 
 from moh_jax.convert import hf_config, hf_config_writer, model_card
-from moh_jax.convert.converter import Exported
+from moh_jax.convert.converter import CONFIG_FILE, Exported
 from moh_jax.data.text.tokenizer_files import (
   GENERATION_CONFIG,
   TOKENIZER_CONFIG,
@@ -24,7 +24,6 @@ from moh_jax.data.text.tokenizers import Tokenizer, load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.json"
 _CODE = pathlib.Path(__file__).parent / "transformers_code"
 _CONFIGS = {
   "hf": hf_config_writer.to_hf,

@@ -26,6 +26,36 @@ def projection_rules(
   )
 
 
+def split_projection_rules(
+  theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
+) -> list[Rule]:
+  """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
+  parts = [
+    rules.linear(
+      name,
+      ours,
+      bias=bias,
+      kernel_maps=rules.reshaped_kernel((-1, heads, dim), (-1, heads * dim)),
+      bias_maps=rules.reshaped((heads, dim), (-1,)),
+    )
+    for name in theirs
+  ]
+  axes = (1, 0)  # of the parts in the kernel, and in the bias if there is one
+  return [rules.joined(same, axis) for same, axis in zip(zip(*parts), axes)]
+
+
+def patch_rules(theirs: str, patch: int, channels: int) -> list[Rule]:
+  """Convolution of patches (C, channels, p, p) to `patch` (p * p * c, C)."""
+  return rules.linear(
+    theirs,
+    "patch",
+    kernel_maps=(
+      lambda w: w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0]),
+      lambda w: w.reshape(patch, patch, channels, -1).transpose(3, 2, 0, 1),
+    ),
+  )
+
+
 def mix_rules(
   theirs: str, ours: str, heads: int, dim: int, bias: bool = True
 ) -> list[Rule]:

@@ -15,7 +15,12 @@ from moh_jax.config import Config, LLMConfig, TextDataConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import hf_config, hf_folder, rules
 from moh_jax.convert.converter import Converter
-from moh_jax.convert.layers import mix_rules, router_rules, stack_rules
+from moh_jax.convert.layers import (
+  mix_rules,
+  router_rules,
+  split_projection_rules,
+  stack_rules,
+)
 from moh_jax.convert.rules import Rule
 
 _ROUTER_NAMES = {
@@ -58,7 +63,9 @@ def is_ignored(model: LLMConfig, name: str) -> bool:
 def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
   heads, dim = budget.num_heads, budget.head_dim
   kv_heads = config.num_kv_heads
-  project = functools.partial(_projection, dim=dim, bias=config.qkv_bias)
+  project = functools.partial(
+    split_projection_rules, dim=dim, bias=config.qkv_bias
+  )
   if kv_heads == heads:
     attention = project(("q_proj", "k_proj", "v_proj"), "qkv", heads)
   else:
@@ -81,24 +88,6 @@ def _block_rules(config: LLMConfig, budget: HeadBudget) -> list[Rule]:
       f"mlp.{name}_proj", f"mlp/{name}", bias=config.mlp_bias
     )
   return table
-
-
-def _projection(
-  theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
-) -> list[Rule]:
-  """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
-  parts = [
-    rules.linear(
-      name,
-      ours,
-      bias=bias,
-      kernel_maps=rules.reshaped_kernel((-1, heads, dim), (-1, heads * dim)),
-      bias_maps=rules.reshaped((heads, dim), (-1,)),
-    )
-    for name in theirs
-  ]
-  axes = (1, 0)  # of the parts in the kernel, and in the bias if there is one
-  return [rules.joined(same, axis) for same, axis in zip(zip(*parts), axes)]
 
 
 def _described(kind: str, path: pathlib.Path) -> LLMConfig | None:

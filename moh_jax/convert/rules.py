@@ -34,6 +34,8 @@ class Rule:
     dump: inverse of `load`.
     layer: for parameters of scanned layers, which have a leading layer axis,
       the rule of one layer (its names and paths are unused); else None.
+    check: looks at the values of `theirs` before anything is converted, and
+      raises ValueError; None where any will do.
   """
 
   theirs: tuple[str, ...]
@@ -41,6 +43,7 @@ class Rule:
   load: Callable[[Arrays], Arrays]
   dump: Callable[[Arrays], Arrays]
   layer: "Rule | None" = None
+  check: Callable[[Arrays], None] | None = None
 
   @property
   def layers(self) -> tuple[tuple[str, ...], ...]:
@@ -288,8 +291,7 @@ def check_tensors(
 ) -> None:
   """Checks the names, shapes and dtypes of public tensors without reading them.
 
-  Only rules without parameters of ours are run, since these check the values of
-  a tensor.
+  Tensors are read only for rules with a `check`.
 
   Args:
     rules: conversion table.
@@ -328,8 +330,8 @@ def check_tensors(
       + "; ".join(found)
     )
   for rule in rules:
-    if not rule.ours:
-      rule.load([np.asarray(tensors[name]) for name in rule.theirs])
+    if rule.check:
+      rule.check([np.asarray(tensors[name]) for name in rule.theirs])
 
 
 def _listed(names: list[str]) -> str:

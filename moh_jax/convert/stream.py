@@ -186,14 +186,19 @@ class _Handler(ocp.type_handlers.NumpyHandler):
       store = await ts.open(
         ts.Spec(spec), create=True, open=True, context=info.ts_context
       )
-      written = None
+      waiting, size = [], 0
       for index, block in leaf.blocks():
-        if written is not None:  # the next block was read meanwhile
-          await written.commit
+        # The next block was read meanwhile. Small ones are committed together,
+        # since a commit takes as long for a bias as for a matrix.
+        if waiting and size + block.nbytes > BLOCK_BYTES:
+          await _commit(waiting)
+          waiting, size = [], 0
         written = store[index].write(
           block, can_reference_source_data_indefinitely=True
         )
-      await written.commit
+        waiting.append(written)
+        size += block.nbytes
+      await _commit(waiting)
 
   async def deserialize(
     self,
@@ -210,6 +215,11 @@ class _Handler(ocp.type_handlers.NumpyHandler):
       store = await ts.open(ts.Spec(spec), open=True, context=info.ts_context)
       leaves.append(StoredLeaf(store))
     return leaves
+
+
+async def _commit(writes: Sequence[ts.WriteFutures]) -> None:
+  for write in writes:
+    await write.commit
 
 
 def _tree_handler() -> ocp.PyTreeCheckpointHandler:

@@ -23,7 +23,6 @@ from moh_jax.files import replacing
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 SHARD_SIZE = 5 * 10**9  # bytes of a file at most, as transformers splits
-INDEX_FILE = "model.safetensors.index.json"
 _ALIGNMENT = 8
 _ROWS_BYTES = 2**25  # bytes of a tensor that are converted at one time
 
@@ -74,6 +73,7 @@ def write_folder(
   dtype: str,
   metadata: Mapping[str, str],
   shard_size: int,
+  stem: str = "model",
 ) -> None:
   """Writes the weights of a Hugging Face model: shards and index, or one file.
 
@@ -83,19 +83,20 @@ def write_folder(
     dtype: dtype to store, "float32" or "bfloat16".
     metadata: texts to store in every header.
     shard_size: maximum bytes of a shard, unless one of `planned` has more.
+    stem: beginning of the files' names.
   """
   shards = _shards(planned, dtype, shard_size)
   if len(shards) == 1:
-    write_file(folder / "model.safetensors", planned, dtype, metadata)
+    write_file(folder / f"{stem}.safetensors", planned, dtype, metadata)
     return
   weight_map, total = {}, 0
   for number, shard in enumerate(shards, 1):
-    name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+    name = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
     write_file(folder / name, shard, dtype, metadata)
     weight_map |= {tensor: name for part in shard for tensor in part.names}
     total += sum(_size(part, dtype) for part in shard)
   index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-  write_json(folder / INDEX_FILE, index)
+  write_json(folder / f"{stem}.safetensors.index.json", index)
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

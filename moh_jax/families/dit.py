@@ -28,7 +28,8 @@ class DiTFamily(ImageFamily):
   commands = frozenset({"sample"})
   inputs = frozenset({"patch", "embed"})
   class_axes = {("embed", "label", "embedding"): 0}  # then, the null label
-  formats = {"moh-dit": ("moh-dit",), "dit": ("dit",)}
+  formats = {"moh-dit": ("moh-dit",), "dit": ("dit",), "diffusers": ()}
+  exports = ("", "diffusers")
 
   def check(self, config: Config) -> None:
     """The data is in the space of the diffusion; sampling steps exist."""

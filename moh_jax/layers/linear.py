@@ -80,6 +80,22 @@ def product(
   return out.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
 
 
+def dot_rows(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
+  """`jax.lax.dot_general` for `nn.Dense`, as one product of two matrices.
+
+  See `product`. Where a mesh splits the tokens it is `dot_general` as it is.
+
+  Args:
+    x: [..., C].
+    kernel: [C, F].
+    *args: of `jax.lax.dot_general`.
+    **kwargs: of `jax.lax.dot_general`.
+  """
+  if axes_of("tokens"):
+    return jax.lax.dot_general(x, kernel, *args, **kwargs)
+  return product(x, kernel)
+
+
 def dot_whole(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
   """`jax.lax.dot_general` for kernels that no tensor axis splits.
 

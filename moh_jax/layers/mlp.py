@@ -9,7 +9,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.linear import LINEAR_INIT, Linear, add_bias, xavier_init
+from moh_jax.layers.linear import (
+  LINEAR_INIT,
+  Linear,
+  add_bias,
+  dot_rows,
+  xavier_init,
+)
 from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.ops.activation import gelu
 from moh_jax.ops.window import depthwise_conv
@@ -33,7 +39,7 @@ class MLP(nn.Module):
     """Maps [B, N, C] to [B, N, C]."""
     up = with_axes(xavier_init(0, 1), ("embed", "mlp"))
     down = with_axes(xavier_init(0, 1), ("mlp", "embed"))
-    dense = functools.partial(nn.Dense, dtype=self.dtype)
+    dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general=dot_rows)
     hidden = dense(self.hidden_dim, kernel_init=up, name="up")(x)
     hidden = constrain(nn.gelu(hidden), "batch", "tokens", "mlp")
     out = dense(x.shape[-1], kernel_init=down, name="down")(hidden)

@@ -38,7 +38,7 @@ from moh_jax.training.showing import Showing
 from moh_jax.training.state import TrainState, averaged_from
 from moh_jax.training.step import HEAD_LOADS
 from moh_jax.training.stopping import no_signals, stop_request
-from moh_jax.training.task import Task
+from moh_jax.training.task import Evaluate, Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
 
@@ -73,6 +73,7 @@ def train(
   decode: Decode | None = None,
   verify: bool = True,
   at_peak: AtPeak = lambda _: {},
+  score: Evaluate | None = None,
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
@@ -90,6 +91,8 @@ def train(
     at_peak: (config) -> seconds that a step would take at the peak of one
       device, by the name of the metric that compares the run's with them; see
       `speed.model_flops.at_peak`.
+    score: further metrics of a state for its evaluations, such as
+      `sampled_fid.make_fid` makes.
 
   Returns:
     The final state and evaluation.
@@ -118,6 +121,15 @@ def train(
   check_split(config, mesh)
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   task = get_family(config.model.family).tasks().make_task(config, decode)
+  if score:
+    held_out = task.evaluate
+    task = dataclasses.replace(
+      task,
+      evaluate=lambda params, mesh: {
+        **held_out(params, mesh),
+        **score(params, mesh),
+      },
+    )
   directory = prepare(workdir)
   _LOG.info(
     "devices: %d x %s, processes: %d, mesh: %s",

@@ -83,6 +83,36 @@ class SampleCommandTest(parameterized.TestCase):
     self.assertEqual(status, 2)
     self.assertIn("seed: 1 here, 0 there", err)
 
+  def test_start_images_are_kept_the_more_the_less_the_strength(self):
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    (self.root / "starts").mkdir()
+    for i, start in enumerate((pixels, 255 - pixels)):
+      Image.fromarray(start).save(self.root / "starts" / f"{i}.png")
+    argv = ("--start", self.root / "starts", "--labels", "3", "--steps", "50")
+    little, labels = self._npz(*argv, "--strength", "0.02")
+    np.testing.assert_array_equal(labels, [3, 3])  # one for each image
+    much, _ = self._npz(*argv, "--strength", "0.9", out="y.npz")
+    starts = np.stack([pixels, 255 - pixels])[..., None].astype(int)
+    self.assertLess(np.abs(little - starts).mean(), 20)
+    self.assertGreater(np.abs(much - starts).mean(), 40)
+
+  @parameterized.parameters(
+    (("--strength", "0.5"), "--strength 0.5 needs --start"),
+    (("--start", "HERE"), "--strength 1.0 must be above 0 and below 1"),
+    (("--start", "HERE", "--strength", "nan"), "--strength nan must be above"),
+    (("--start", "gone.png", "--strength", "0.5"), "gone.png"),
+    (("--start", "EMPTY", "--strength", "0.5"), "empty holds no image"),
+  )
+  def test_bad_starts_are_one_line(self, argv, message):
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(self.root / "a.png")
+    (self.root / "empty").mkdir()
+    places = {"HERE": self.root / "a.png", "EMPTY": self.root / "empty"}
+    status, _, err = self._call(*(places.get(x, x) for x in argv))
+    self.assertEqual(status, 2)
+    self.assertIn(message, err)
+    self.assertLen(err.splitlines(), 1)
+    self.assertFalse((self.root / "x.png").exists())
+
   def test_seed_repeats_and_another_differs(self):
     first, _ = self._npz("--num", 8)
     again, _ = self._npz("--num", 8, out="again.npz")

@@ -7,7 +7,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiffusionConfig
-from moh_jax.convert.decoder import load_decoder
+from moh_jax.convert.decoder import load_decoder, load_encoder
+from moh_jax.models.vae import VAE
 from moh_jax.models.weights_hash import encoder_sha256
 from moh_jax.runtime import sharding
 from tests.inference import tiny_vae
@@ -53,6 +54,26 @@ class DecoderTest(parameterized.TestCase):
     with self.assertLogs("moh_jax", "WARNING") as logs:
       self._load(config)
     self.assertIn("scale 0.18215, not 0.5; shift 0.0, not 1.0", logs.output[0])
+
+  def test_encoder_gives_the_scaled_means_of_the_latents(self):
+    encode, size = load_encoder(str(self.folder), self.config)
+    self.assertEqual(size, (16, 16))
+    images = np.random.default_rng(0).uniform(-1, 1, (2, 16, 16, 3))
+    images = images.astype(np.float32)
+    mean, _ = VAE(tiny_vae.CONFIG).apply(
+      {"params": tiny_vae.params()}, images, method="encode"
+    )
+    np.testing.assert_allclose(
+      encode(images), mean * 0.18215, rtol=1e-4, atol=1e-5
+    )
+
+  def test_encoder_of_other_channels_is_refused(self):
+    config = tiny.dit_config(
+      data={"source": "fake"}, model={"channels": 3},
+      diffusion={"space": "latent", "latent_scale": 1.0},
+    )  # fmt: skip
+    with self.assertRaisesRegex(ValueError, "2 latent channels must be"):
+      load_encoder(str(self.folder), config)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class FormsTest(_Case):
 
   @parameterized.parameters(
     ({"to": "hf"}, "--to 'hf', for a model of 'vit', must be left out"),
-    ({"license": "mit"}, "--license and --scores .* 'vit' becomes one file"),
+    ({"license": "mit"}, "--license and --scores .* this is a model of 'vit'"),
   )
   def test_image_models_are_one_file(self, options, regex):
     tiny_checkpoint.save(self.ours)

@@ -235,7 +235,7 @@ class ExportTest(folder_case.FolderCase):
     stored = tiny_llm.write_folder(self.source, tiny_llm.MHA)
     self._convert()
     folder = self._export(shard_size=5000)
-    index = json.loads((folder / tensor_writer.INDEX_FILE).read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     self.assertEqual(files, found)

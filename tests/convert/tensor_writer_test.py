@@ -122,7 +122,9 @@ class FolderTest(parameterized.TestCase):
 
   def test_index_names_the_file_of_every_tensor(self):
     self._write(40, 10, 1, 9)
-    index = json.loads((self.folder / tensor_writer.INDEX_FILE).read_text())
+    index = json.loads(
+      (self.folder / "model.safetensors.index.json").read_text()
+    )
     self.assertEqual(index["metadata"], {"total_size": 80})
     for name, file in index["weight_map"].items():
       self.assertIn(name, safetensors.numpy.load_file(self.folder / file))

@@ -26,6 +26,7 @@ COMMANDS = {
   "plan": models.plan,
   "sample": images.sample,
   "show-batch": images.show_batch,
+  "show-latents": images.show_latents,
   "tokenize": text.tokenize,
   "train": models.train,
   "train-tokenizer": text.train_tokenizer,

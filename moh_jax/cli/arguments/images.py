@@ -6,6 +6,7 @@ from moh_jax.cli import common, fields
 from moh_jax.config import SampleConfig
 from moh_jax.config.checks import DTYPES, RESIZES
 from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION, HOW_TO_GET_VAE
+from moh_jax.data.images.folders import SPLITS
 from moh_jax.inference.options import EncodeOptions
 
 METRICS = ("fid", "sfid", "is", "pr")
@@ -75,6 +76,25 @@ def _part(text: str) -> tuple[int, int]:
       f"{text!r} must be I/N with 0 <= I < N, for instance 0/2"
     )
   return index, count
+
+
+def show_latents(parser: argparse.ArgumentParser) -> None:
+  """Decode a few stored latents into a picture, to check them."""
+  parser.add_argument(
+    "--data",
+    required=True,
+    metavar="DIR",
+    help="what `encode-latents` wrote",
+  )
+  parser.add_argument(
+    "--vae", required=True, metavar="PATH", help="weights of the autoencoder"
+  )
+  parser.add_argument("--out", required=True, metavar="FILE.png")
+  parser.add_argument(
+    "--split", choices=SPLITS, default="train", help="default: train"
+  )
+  text = "latents, at even distances in the set"
+  common.add_count(parser, "--num", 16, help=text)
 
 
 def fid(parser: argparse.ArgumentParser) -> None:
@@ -205,6 +225,21 @@ def sample(parser: argparse.ArgumentParser) -> None:
     default=0,
     metavar="N",
     help="decode in overlapping squares of N latent pixels, to bound memory",
+  )
+  parser.add_argument(
+    "--start",
+    nargs="+",
+    default=(),
+    metavar="IMAGE",
+    help="begin from these images in turn in place of noise: files, or folders "
+    "with all below; they are cropped to the model's size",
+  )
+  parser.add_argument(
+    "--strength",
+    type=float,
+    default=1.0,
+    help="part of the steps that is taken from --start on, above 0, below 1: "
+    "the more, the less is left of the image",
   )
   common.add_count(parser, "--batch-size", 64)
   common.add_count(parser, "--columns", help="of the grid")

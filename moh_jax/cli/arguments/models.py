@@ -103,15 +103,16 @@ def export(parser: argparse.ArgumentParser) -> None:
     "--out",
     required=True,
     metavar="PATH",
-    help="safetensors file to write; for a language model a folder that "
-    "transformers loads, new or empty",
+    help="safetensors file to write; for a language model, and with --to, a "
+    "folder, new or empty",
   )
   parser.add_argument(
     "--to",
     choices=export_forms(),
-    help="form of a language model's folder: hf (default) is what transformers "
-    "loads, with our code where it has none for the model; released is what "
-    "the modeling file of the MoH-LLaMA3 release runs",
+    help="form of the folder. Of a language model: hf (default) is what "
+    "transformers loads, with our code where it has none for the model; "
+    "released is what the modeling file of the MoH-LLaMA3 release runs. Of a "
+    "plain DiT: diffusers is what DiTTransformer2DModel loads",
   )
   parser.add_argument(
     "--dtype", choices=DTYPES, default="float32", help="of the stored weights"
@@ -121,7 +122,7 @@ def export(parser: argparse.ArgumentParser) -> None:
     type=_bytes,
     default=SHARD_SIZE,
     metavar="SIZE",
-    help="largest file of a language model, as 5GB or 500MB (default: 5GB)",
+    help="largest file of a folder, as 5GB or 500MB (default: 5GB)",
   )
   parser.add_argument(
     "--license",

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+from collections.abc import Iterable
 
 from etils import epath
 
@@ -159,6 +160,19 @@ def find_files(folder: str | os.PathLike) -> list[str]:
       f"{folder} holds no image with a suffix in {_SUFFIXES}"
     )
   return sorted(paths)
+
+
+def find_images(paths: Iterable[str]) -> list[str]:
+  """Image files: those given, and all in and below the folders given.
+
+  Raises:
+    FileNotFoundError: a folder holds none.
+  """
+  return [
+    file
+    for path in paths
+    for file in (find_files(path) if os.path.isdir(path) else [path])
+  ]
 
 
 def find_splits(

@@ -1,0 +1,40 @@
+"""`python -m moh_jax show-latents`."""
+
+import argparse
+
+import numpy as np
+
+from moh_jax.cli import common
+from moh_jax.config import Config, DataConfig, DiTConfig, MeshConfig
+from moh_jax.convert.decoder import load_decoder
+from moh_jax.data.images.latents import LatentSource
+from moh_jax.data.infer import resolve
+from moh_jax.files import replacing
+from moh_jax.inference.sample_files import write_png
+from moh_jax.models.generation import image_grid, to_pixels
+from moh_jax.runtime import sharding
+
+
+def run(args: argparse.Namespace) -> int:
+  """Writes a grid of decoded latents and prints their labels row by row."""
+  out = common.out_file(args.out, ".png")
+  source = LatentSource(args.data, args.split)
+  if not len(source):
+    raise ValueError(f"{args.data}/{args.split} holds no latents")
+  # The decoder is checked against the config of a run on these latents.
+  model = DiTConfig(input_size=source.latent_shape[:2], patch_size=1)
+  data = DataConfig(source="latents", path=args.data)
+  config = resolve(Config(model=model, data=data))
+  mesh = sharding.make_mesh(MeshConfig())
+  decode = load_decoder(args.vae, config, mesh, encoder=source.encoder_sha256)
+  num = min(args.num, len(source))
+  examples = [source[i * len(source) // num] for i in range(num)]
+  means = np.stack([x["image"][0, 0] for x in examples]).astype(np.float32)
+  images = np.asarray(to_pixels(decode(means)))
+  columns = max(1, round(num**0.5))
+  with replacing(out) as fresh:
+    write_png(fresh, image_grid(images, columns))
+  names = [source.class_names[int(x["label"])] for x in examples]
+  for row, start in enumerate(range(0, num, columns), 1):
+    print(f"row {row}: {', '.join(names[start : start + columns])}")
+  return 0

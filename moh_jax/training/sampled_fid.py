@@ -1,0 +1,64 @@
+"""FID of images that a run samples: a further metric of its evaluations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from moh_jax.config import Config
+from moh_jax.evaluation.fid import frechet_distance
+from moh_jax.evaluation.statistics import Gaussian, merge, moments
+from moh_jax.models.generation import Decode, make_image_sampler
+from moh_jax.models.registry import make_model
+from moh_jax.runtime import sharding
+from moh_jax.training.stopping import interruptible
+from moh_jax.training.task import Evaluate
+
+
+def make_fid(
+  config: Config,
+  reference: Gaussian,
+  extract: Callable[[jax.Array], jax.Array],
+  decode: Decode | None = None,
+) -> Evaluate:
+  """Makes the metric "fid" of a state.
+
+  Image i has the noise of (train.seed, i) and the label i modulo the number of
+  classes, so the metric depends on the parameters alone.
+
+  Args:
+    config: of a diffusion model; `sample.fid_images` images are sampled,
+      `eval.batch_size` at a time.
+    reference: distribution of the features of real images.
+    extract: maps images [B, X, Y, 3] uint8 on the mesh to features [B, D].
+    decode: latents to images; required by models of latents.
+
+  Raises:
+    ValueError: the decoder is missing, or images have neither 1 nor 3 channels.
+  """
+  model, _ = make_model(config)
+  paint = make_image_sampler(model, config, decode)
+  num, size = config.sample.fid_images, config.eval.batch_size
+  channels, classes = config.model.channels, config.model.num_classes
+  if decode is None and channels not in (1, 3):
+    raise ValueError(
+      f"sample.fid_images={num} must be 0 for model.channels={channels}: the "
+      "metric is of images with 1 or 3"
+    )
+
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+    seen = None
+    for start in interruptible(range(0, num, size)):
+      index = np.arange(start, start + size, dtype=np.int32)
+      batch = [sharding.put_batch(x, mesh) for x in (index, index % classes)]
+      images = paint(params, config.train.seed, *batch)
+      if images.shape[-1] == 1:
+        images = images.repeat(3, -1)
+      features = sharding.gather(extract(images), mesh)[: num - start]
+      found = moments(features)
+      seen = found if seen is None else merge(seen, found)
+    return {"fid": frechet_distance(seen.gaussian(), reference)}
+
+  return evaluate

@@ -1,0 +1,178 @@
+"""Plain DiT in diffusers' layout and back; diffusers itself was recorded."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import tempfile
+
+import chex
+import jax
+import numpy as np
+import safetensors.numpy
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import Config, DataConfig, DiTConfig, SampleConfig
+from moh_jax.config.heads import RouterConfig
+from moh_jax.convert.checkpoints import convert, export
+from moh_jax.data.infer import resolve
+from moh_jax.inference.restore import restore
+from moh_jax.runtime import checkpoint
+from tests.training import tiny
+
+_GOLDEN = pathlib.Path(__file__).parents[1] / "goldens" / "diffusers_dit.npz"
+_MODEL = DiTConfig(
+  channels=4,
+  input_size=(8, 8),
+  num_classes=5,
+  width=16,
+  num_heads=(2, 2),
+  head_dim=8,
+  shared_heads=(2, 2),
+  top_k=(0, 0),
+  router=RouterConfig("none"),
+)
+
+
+def _config(**model) -> Config:
+  return resolve(
+    Config(
+      model=dataclasses.replace(_MODEL, **model),
+      data=DataConfig(source="latents", path="some/latents"),
+      sample=SampleConfig(cfg_scale=1.0),
+    )
+  )
+
+
+def _save(folder: pathlib.Path, config: Config) -> dict:
+  params = tiny.random_params(config)
+  checkpoint.save_params(str(folder), params, checkpoint.Metadata(config))
+  return params
+
+
+def _export_tiny(out: str) -> None:
+  """Writes the folder that tests/tools/record_diffusers.py reads."""
+  with tempfile.TemporaryDirectory() as folder:
+    _save(pathlib.Path(folder), _config())
+    export(folder, out, to="diffusers")
+
+
+class DiffusersTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+    cls.ours, cls.out = f"{folder}/ours", pathlib.Path(folder, "theirs")
+    cls.params = _save(pathlib.Path(cls.ours), _config())
+    cls.count = export(cls.ours, str(cls.out), to="diffusers")
+    with np.load(_GOLDEN) as stored:
+      cls.golden = dict(stored)
+
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def test_tensors_are_those_that_diffusers_asks_for(self):
+    tensors = safetensors.numpy.load_file(
+      self.out / "diffusion_pytorch_model.safetensors"
+    )
+    found = {name: str(tensor.shape) for name, tensor in tensors.items()}
+    expected = dict(zip(self.golden["names"], self.golden["shapes"]))
+    self.assertEqual(found, {str(n): str(s) for n, s in expected.items()})
+    self.assertEqual(
+      {file.name for file in self.out.iterdir()},
+      {"config.json", "README.md", "diffusion_pytorch_model.safetensors"},
+    )
+
+  def test_outputs_are_those_of_diffusers(self):
+    restored = restore(self.ours)
+    x = self.golden["x"].transpose(0, 2, 3, 1)
+    out, _ = jax.jit(restored.model.apply)(
+      {"params": restored.params},
+      *(x, self.golden["t"], self.golden["labels"].astype(np.int32)),
+    )
+    expected = self.golden["out"].transpose(0, 2, 3, 1)
+    atol = 1e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(out, expected, rtol=0, atol=atol)
+
+  def test_frequencies_of_the_class_as_it_is_are_others(self):
+    """The README in the folder may go once diffusers has DiT's."""
+    difference = np.abs(self.golden["as_loaded"] - self.golden["out"]).max()
+    self.assertGreater(difference, 0.01 * np.abs(self.golden["out"]).max())
+    readme = (self.out / "README.md").read_text()
+    self.assertIn("time_proj.downscale_freq_shift = 0", readme)
+
+  def test_comes_back_with_the_same_parameters(self):
+    out = str(self.root / "again")
+    name, count = convert("diffusers", str(self.out), out)
+    self.assertEqual((name, count), ("the model of config.json", self.count))
+    restored = restore(out)
+    chex.assert_trees_all_equal(restored.params, self.params)
+    self.assertEqual(restored.config.model, _MODEL)
+
+  def test_shards_have_diffusers_names(self):
+    out = self.root / "shards"
+    export(self.ours, str(out), to="diffusers", shard_size=20_000)
+    index = out / "diffusion_pytorch_model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values())
+    self.assertGreater(len(files), 1)
+    self.assertLessEqual(files, {file.name for file in out.iterdir()})
+    convert("diffusers", str(out), str(self.root / "ours"))
+    restored = restore(str(self.root / "ours"))
+    chex.assert_trees_all_equal(restored.params, self.params)
+
+  def test_an_embedder_that_differs_is_refused_before_writing(self):
+    file = "diffusion_pytorch_model.safetensors"
+    tensors = safetensors.numpy.load_file(self.out / file)
+    prefix = "transformer_blocks.1.norm1.emb.timestep_embedder"
+    tensors[f"{prefix}.linear_2.bias"] += 1
+    safetensors.numpy.save_file(tensors, self.root / file)
+    (self.root / "config.json").write_text(
+      (self.out / "config.json").read_text()
+    )
+    out = self.root / "again"
+    with self.assertRaisesRegex(ValueError, r"blocks\.1.*linear_2.bias must"):
+      convert("diffusers", str(self.root), str(out))
+    self.assertFalse(out.exists())
+
+  @parameterized.parameters(
+    ({"router": RouterConfig(), "top_k": (1, 1), "shared_heads": (1, 1)},
+     "model.router.kind='two_stage' must be 'none'.* without --to"),
+    ({"num_heads": (2, 4), "shared_heads": (2, 4)}, r"num_heads=\(2, 4\)"),
+    ({"head_dim": 4}, "model.width=16 must be 8"),
+    ({"mlp_ratio": 2.0}, "model.mlp_ratio=2.0 must be 4"),
+    ({"input_size": (8, 4)}, r"model.input_size=\(8, 4\) must be \(8, 8\)"),
+    ({"label_dropout": 0.0}, "model.label_dropout=0 must be above 0"),
+  )  # fmt: skip
+  def test_other_models_are_refused_by_name(self, model, message):
+    _save(self.root / "ours", _config(**model))
+    with self.assertRaisesRegex(ValueError, message):
+      export(str(self.root / "ours"), str(self.root / "out"), to="diffusers")
+    self.assertFalse((self.root / "out").exists())
+
+  @parameterized.parameters(
+    ({"norm_type": "ada_norm"}, "config.json: norm_type='ada_norm' must be"),
+    ({"num_layers": 10**6}, "num_layers"),
+    ({"out_channels": 5}, "out_channels=5 must be in_channels=4"),
+    ({"attention_head_dim": 3}, "config.json: model.width=6"),
+  )
+  def test_other_configs_are_refused_by_name(self, changed, message):
+    entries = json.loads((self.out / "config.json").read_text())
+    (self.root / "config.json").write_text(json.dumps({**entries, **changed}))
+    file = "diffusion_pytorch_model.safetensors"
+    (self.root / file).write_bytes((self.out / file).read_bytes())
+    with self.assertRaisesRegex(ValueError, message):
+      convert("diffusers", str(self.root), str(self.root / "ours"))
+
+  def test_without_a_config_the_file_is_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, "config.json"):
+      file = self.out / "diffusion_pytorch_model.safetensors"
+      (self.root / file.name).write_bytes(file.read_bytes())
+      convert("diffusers", str(self.root), str(self.root / "ours"))
+
+
+if __name__ == "__main__":
+  if len(sys.argv) == 2:
+    _export_tiny(sys.argv[1])
+  else:
+    absltest.main()
