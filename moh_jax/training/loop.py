@@ -122,14 +122,7 @@ def train(
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   task = get_family(config.model.family).tasks().make_task(config, decode)
   if score:
-    held_out = task.evaluate
-    task = dataclasses.replace(
-      task,
-      evaluate=lambda params, mesh: {
-        **held_out(params, mesh),
-        **score(params, mesh),
-      },
-    )
+    task = task.also_scored_by(score)
   directory = prepare(workdir)
   _LOG.info(
     "devices: %d x %s, processes: %d, mesh: %s",

@@ -119,6 +119,14 @@ class Task(Objective):
   identity: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
   encoder_sha256: str = ""
 
+  def also_scored_by(self, score: Evaluate) -> "Task":
+    """The task whose evaluations have the metrics of `score` too."""
+
+    def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+      return self.evaluate(params, mesh) | score(params, mesh)
+
+    return dataclasses.replace(self, evaluate=evaluate)
+
 
 def image_objective(
   config: Config, network: tuple[nn.Module, tuple[Any, ...]], loss_fn: LossFn
