@@ -96,6 +96,7 @@ def _compared(given: Mapping[str, Any]) -> dict[str, Any]:
   values: dict[str, Any] = {
     "options": json.loads(json.dumps(options, default=str))
   }
-  if checkpoint := given.get("checkpoint"):
+  checkpoint = given.get("checkpoint")
+  if checkpoint and given.get("step") is None:
     values["newest checkpoint"] = steps.list_steps(checkpoint)[-1:]
   return values

@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from moh_jax.config import Config, get_family
@@ -64,8 +65,9 @@ class HeadWatch:
     }
     collapsed = {n: e for n, e in entropies.items() if e < self._bound}
     new = {n: e for n, e in collapsed.items() if n not in self._collapsed}
-    for line in collapse_lines(new, self._bound):
-      _LOG.warning("step %d: %s", step, line)
+    if jax.process_index() == 0:  # all processes know the same loads
+      for line in collapse_lines(new, self._bound):
+        _LOG.warning("step %d: %s", step, line)
     self._collapsed = set(collapsed)
     return {
       "load_entropy": min(entropies.values()),

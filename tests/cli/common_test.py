@@ -4,6 +4,7 @@ import io
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -58,6 +59,17 @@ class ProcessesTest(parameterized.TestCase):
     told = [distributed._compared(x) for x in (given, {**given, **changes})]
     self.assertEqual(told[0] == told[1], same)
     self.assertEqual(json.loads(json.dumps(told)), told)
+
+  def test_a_newer_checkpoint_matters_where_no_step_is_given(self):
+    newest = iter([[100], [200]])
+    with mock.patch.object(
+      distributed.steps, "list_steps", lambda _: next(newest)
+    ):
+      given = {"checkpoint": "run", "step": None}
+      told = [distributed._compared(given) for _ in range(2)]
+      self.assertNotEqual(*told)
+      given["step"] = 100
+      self.assertEqual(*[distributed._compared(given) for _ in range(2)])
 
 
 class WriteJsonTest(absltest.TestCase):
