@@ -14,7 +14,7 @@ from moh_jax.data.images.sources import ImageSource, make_source
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.files import replacing
-from moh_jax.inference.sample import write_png
+from moh_jax.inference.sample_files import write_png
 from moh_jax.models.generation import image_grid
 from moh_jax.training import losses
 
