@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.images.latents import LatentSource
+from moh_jax.data.images.sources import open_splits
 from moh_jax.data.images.transforms import center_crop
 from moh_jax.inference import encode
 from moh_jax.models.vae import VAE
@@ -33,7 +34,7 @@ class EncodeTest(parameterized.TestCase):
     tiny_vae.save_images(self.images)
 
   def _source(self):
-    return encode.open_images(self.images, 3)
+    return open_splits(self.images, None)["train"]
 
   def _open(self, name, options=_OPTIONS, seed=0, config=tiny_vae.CONFIG):
     return encode.open_latents(

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import types
 from unittest import mock
 
 import chex
@@ -14,6 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
+from moh_jax.layers.model_aux import ModelAux
 from moh_jax.runtime import sharding
 from moh_jax.training import denoising, loop, optim
 from moh_jax.training.state import make_state
@@ -45,10 +45,7 @@ class _Echo(nn.Module):
     out = jnp.broadcast_to(value, x.shape)
     if self.learn_sigma:
       out = jnp.concatenate([out, jnp.zeros_like(x)], axis=-1)
-    aux = types.SimpleNamespace(
-      balance_loss=jnp.float32(3.0), activated_share=jnp.float32(0.5)
-    )
-    return out, aux
+    return out, ModelAux(jnp.float32(3.0), jnp.float32(0.5), layers=())
 
 
 def _metrics(network, examples=_EXAMPLES, labels=0, seed=0, **sections):

@@ -76,7 +76,8 @@ class StagesTest(parameterized.TestCase):
     cudnn = mock.patch.object(  # it need not be here
       attention, "cudnn_attention", lambda q, *args, **options: q
     )
-    with traced_for(platform), cudnn:
+    found = mock.patch.object(attention, "has_cudnn", lambda: True)
+    with traced_for(platform), cudnn, found:
       options = SequenceOptions(
         lengths=(64,), shares=(50,), modes=(mode,), dtype=dtype
       )
