@@ -2,6 +2,7 @@ import dataclasses
 import math
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import get_family
@@ -99,6 +100,7 @@ class MeasureTest(parameterized.TestCase):
     self.assertEqual([row.share for row in rows[:3]], [0.75, 1.0, 0.75])
     self._check_ratios(rows)
 
+  @pytest.mark.slow
   def test_diffusion_model_is_sampled(self):
     result = self._measure("dit", sampler_steps=2)
     rows = result["rows"]

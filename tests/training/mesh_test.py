@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -179,7 +180,8 @@ class LanguageMeshTest(_Runs, absltest.TestCase):
     self.assertIn("rematerialization", "".join(log))
 
 
-class MeshTest(_Runs, parameterized.TestCase):
+@pytest.mark.slow
+class ImageMeshTest(_Runs, absltest.TestCase):
   make_config = staticmethod(tiny.config)
 
   def test_parameters_and_moments_are_split(self):
@@ -196,6 +198,8 @@ class MeshTest(_Runs, parameterized.TestCase):
     for moment in moments:
       self.assertEqual(tuple(moment.sharding.spec)[:4], spec)
 
+
+class MeshTest(parameterized.TestCase):
   def test_lowered_step_holds_the_activation_constraints(self):
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
     with sharding.use_mesh(mesh):
