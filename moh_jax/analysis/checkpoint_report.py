@@ -34,7 +34,7 @@ class Findings:
   """What was found out about a checkpoint.
 
   Attributes:
-    checkpoint: its directory.
+    checkpoint: its directory and step, as text.
     where: the data that heads were measured on.
     stats: of its heads.
     importance: [layers, H], or None where nothing measures it.
@@ -42,7 +42,7 @@ class Findings:
     samples: HTML of examples.
     tokenizer: of a language model, or None.
     similarity: of the heads of this checkpoint, and of others to compare with,
-      by directory.
+      by directory and step.
   """
 
   checkpoint: str
@@ -71,7 +71,9 @@ def write_report(
       write_whole(folder / f"{name}.{form}", pictures.encode(figure, form))
     pngs[name] = pictures.encode_small(figure)
   images = {name: report.image(png, name) for name, png in pngs.items()}
-  write_whole(folder / "report.html", _page(restored, found, images).encode())
+  # Names of classes and files may hold bytes that are not UTF-8.
+  page = _page(restored, found, images).encode(errors="replace")
+  write_whole(folder / "report.html", page)
 
 
 def _figures(restored: Restored, found: Findings) -> Iterator[tuple[str, Any]]:
@@ -106,7 +108,7 @@ def _page(restored: Restored, found: Findings, images: dict[str, str]) -> str:
   loads = [images[n] for n in images if n.startswith("load_by_")]
   written = json.dumps(config_lib.to_dict(config), indent=1)
   return report.page(
-    f"{found.checkpoint}, step {restored.step}",
+    found.checkpoint,
     [
       ("Warnings", "".join(map(report.warning, warnings))),
       ("Head budget", _budget(restored)),

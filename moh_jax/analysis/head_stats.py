@@ -85,6 +85,8 @@ class RoutingMaps:
       selected.
     selected: for each layer [M, N, R] bool.
     inputs: [M, ...] what the network read: normalized images, or tokens.
+    counted: [M, N] bool, False for padding of a text; [M, 1] True where there
+      is no padding.
   """
 
   index: np.ndarray
@@ -92,6 +94,7 @@ class RoutingMaps:
   best: tuple[np.ndarray, ...]
   selected: tuple[np.ndarray, ...]
   inputs: np.ndarray
+  counted: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,14 +202,16 @@ class _Wanted:
 
   def __init__(self, examples: int, labels: int):
     self._missing = examples
-    self._of_label = dict.fromkeys(range(labels), -(-examples // labels))
+    each = -(-examples // max(labels, 1))
+    self._of_label = dict.fromkeys(range(labels), each)
 
   def rows(self, labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The rows of a batch that are kept."""
     rows = []
     for row in np.flatnonzero(mask > 0).tolist():
       label = int(labels[row])
-      if self._missing and self._of_label[label]:
+      # Labels without a name are in no group, so they have no map either.
+      if self._missing and self._of_label.get(label, 0):
         self._missing -= 1
         self._of_label[label] -= 1
         rows.append(row)
@@ -263,6 +268,7 @@ def _make_step(
       "index": batch["index"],
       "label": batch["label"],
       "inputs": batch[probe.shown],
+      "counted": counted > 0,
       "best": tuple(best for pair in chosen for best in pair[0]),
       "selected": tuple(mask for pair in chosen for mask in pair[1]),
     }

@@ -21,6 +21,7 @@ _PALETTE = (
 )
 _MASKED = "#DDDDDD"
 _SCORES = ("accuracy", "bits_per_byte", "loss")  # that `dial` draws
+_PURPOSE = "a picture"  # what needs matplotlib, where `check` was not asked
 _DPI = (110, 80, 55, 40)  # the first one where nothing limits the size
 _MOST_BYTES = 400_000  # of a picture in a page
 _PANELS = 4  # panels side by side
@@ -28,9 +29,16 @@ _SHOWN_LAYERS = 6  # columns of routing maps
 _SHOWN_TICKS = 40  # more groups have no names at the axis
 
 
-def check() -> None:
-  """Raises ValueError if matplotlib is missing, before anything is measured."""
-  _figure()
+def check(option: str) -> None:
+  """Checks that matplotlib is installed, before anything is measured.
+
+  Args:
+    option: what asks for pictures, such as "--out".
+
+  Raises:
+    ValueError: it is not.
+  """
+  import_extra("matplotlib", option, "plot")
 
 
 def check_plot(path: str) -> None:
@@ -41,11 +49,15 @@ def check_plot(path: str) -> None:
   """
   if pathlib.PurePath(path).suffix[1:] not in FORMATS:
     raise ValueError(f"--plot {path} must end in .png or .svg")
-  check()
+  check("--plot")
 
 
 def encode(figure: Any, form: str, dpi: int = _DPI[0]) -> bytes:
   """A figure as the content of a file, "png" or "svg"."""
+  # Names of classes and texts may hold "$", which would begin a formula.
+  text = import_extra("matplotlib.text", _PURPOSE, "plot").Text
+  for part in figure.findobj(text):
+    part.set_parse_math(False)
   stream = io.BytesIO()
   figure.savefig(stream, format=form, dpi=dpi)
   return stream.getvalue()
@@ -60,20 +72,26 @@ def encode_small(figure: Any) -> bytes:
   return content
 
 
+def shrunk(png: bytes) -> bytes:
+  """A PNG file of at most 400 kB: the same one, or halved until it is so."""
+  while len(png) > _MOST_BYTES:
+    with Image.open(io.BytesIO(png)) as picture:
+      png = _png(picture.convert("RGB").reduce(2))
+  return png
+
+
 def png_of_pixels(pixels: np.ndarray) -> bytes:
   """A PNG file of an image [X, Y, 1 or 3] uint8."""
-  stream = io.BytesIO()
   grey = pixels.shape[-1] == 1
-  Image.fromarray(pixels[..., 0] if grey else pixels).save(stream, "png")
-  return stream.getvalue()
+  return _png(Image.fromarray(pixels[..., 0] if grey else pixels))
 
 
 def head_colors(count: int) -> list[str]:
   """A colour for each of a layer's routed heads, "#RRGGBB"."""
   if count <= len(_PALETTE):
     return list(_PALETTE[:count])
-  colors = import_extra("matplotlib.colors", "--out", "plot")
-  colormaps = import_extra("matplotlib", "--out", "plot").colormaps
+  colors = import_extra("matplotlib.colors", _PURPOSE, "plot")
+  colormaps = import_extra("matplotlib", _PURPOSE, "plot").colormaps
   shades = colormaps["cividis"](np.linspace(0, 1, count))
   return [colors.to_hex(shade) for shade in shades]
 
@@ -115,7 +133,7 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
       range(values.shape[1]), layer.order[shared:], fontsize=6, rotation=90
     )
     first = panel % columns == 0
-    names = groups.names if named and first else []
+    names = [_printable(n) for n in groups.names] if named and first else []
     axis.set_yticks(range(count) if names else [], names, fontsize=6)
     if first:
       axis.set_ylabel(kind, fontsize=8)
@@ -143,7 +161,7 @@ def routing_maps(
     A figure with a row for each example. Patches have the colour of their best
     selected head; of a text each row is a layer and each column a token.
   """
-  maps = stats.maps
+  maps, titles = stats.maps, [_printable(title) for title in titles]
   if stats.layers[0].grid is None:
     return _text_maps(stats.layers, maps, titles)
   shown = _spread(len(stats.layers), _SHOWN_LAYERS)
@@ -270,13 +288,16 @@ def dial(rows: Sequence[Mapping[str, float]]) -> Any:
   Returns:
     A figure with a row of panels over the activated share, and one over time.
   """
-  shown = [name for name in _SCORES if name in rows[0]]
-  figure = _figure(figsize=(3.4 * len(shown), 5), layout="constrained")
-  axes = figure.subplots(2, len(shown), squeeze=False)
   over = {
     "activated_share": "activated share of the heads",
     "seconds": "seconds of an evaluation",
   }
+  shown = [name for name in _SCORES if name in rows[0]]
+  if not shown:  # a family of the user's own may have other scores
+    found = {n for n, value in rows[0].items() if isinstance(value, float)}
+    shown = sorted(found - over.keys())
+  figure = _figure(figsize=(3.4 * len(shown), 5), layout="constrained")
+  axes = figure.subplots(2, len(shown), squeeze=False)
   for line, (place, label) in zip(axes, over.items()):
     points = sorted(rows, key=lambda row: row[place])
     for axis, name in zip(line, shown):
@@ -314,7 +335,7 @@ def _text_maps(
 
 def _colored(best: np.ndarray, layer: Layer) -> np.ndarray:
   """RGB in [0, 1] of the best heads [X, Y]; grey where there is none."""
-  to_rgb = import_extra("matplotlib.colors", "--out", "plot").to_rgb
+  to_rgb = import_extra("matplotlib.colors", _PURPOSE, "plot").to_rgb
   colors = [*head_colors(layer.budget.routed), _MASKED]
   table = np.array([to_rgb(color) for color in colors])
   return table[np.where(best < 0, -1, best - layer.budget.shared)]
@@ -322,7 +343,7 @@ def _colored(best: np.ndarray, layer: Layer) -> np.ndarray:
 
 def _head_legend(figure: Any, layers: Sequence[Layer]) -> None:
   """Names the colours, by place among a layer's routed heads."""
-  patch = import_extra("matplotlib.patches", "--out", "plot").Patch
+  patch = import_extra("matplotlib.patches", _PURPOSE, "plot").Patch
   count = max(layer.budget.routed for layer in layers)
   if count > len(_PALETTE):
     return
@@ -339,5 +360,16 @@ def _spread(count: int, most: int) -> list[int]:
   return sorted({round(place) for place in places.tolist()})
 
 
+def _printable(name: str) -> str:
+  """A name with "?" for bytes that are not UTF-8, which no font can show."""
+  return name.encode(errors="replace").decode()
+
+
+def _png(picture: Image.Image) -> bytes:
+  stream = io.BytesIO()
+  picture.save(stream, "png")
+  return stream.getvalue()
+
+
 def _figure(**options: Any) -> Any:
-  return import_extra("matplotlib.figure", "--out", "plot").Figure(**options)
+  return import_extra("matplotlib.figure", _PURPOSE, "plot").Figure(**options)

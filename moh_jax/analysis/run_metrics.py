@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
-import math
+import sys
 
 from moh_jax.files import read_bytes
+from moh_jax.ops.head_load import LOAD_SPLIT
 from moh_jax.runtime import location
 
 _MOST_BYTES = 1 << 30
 _POINTS = 500  # of a curve; more are thinned out
-LOAD_SPLIT = "heads"  # split of the rows that hold loads
 
 Points = list[tuple[int, float]]
 
@@ -53,8 +53,11 @@ def read_run_metrics(directory: str, last: int) -> RunMetrics:
       continue
     if split == LOAD_SPLIT:
       for name, load in row.items():
-        if _is_load(load):
-          found.loads.setdefault(name, []).append((step, load))
+        if not _is_load(load):
+          continue
+        points = found.loads.setdefault(name, [])
+        if not points or len(load) == len(points[0][1]):
+          points.append((step, load))
       continue
     for name, value in row.items():
       if _is_number(value):
@@ -71,7 +74,8 @@ def _is_load(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-  return isinstance(value, int | float) and math.isfinite(value)
+  """Whether a value is a number that a float can hold, so not NaN."""
+  return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _thinned(points: list) -> list:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from moh_jax.analysis import report
 from moh_jax.analysis.head_stats import HeadStats
-from moh_jax.analysis.pictures import head_colors, png_of_pixels
+from moh_jax.analysis.pictures import head_colors, png_of_pixels, shrunk
 from moh_jax.analysis.probe import Probe
 from moh_jax.config import get_family
 from moh_jax.data.text.tokenizers import Tokenizer
@@ -22,7 +22,7 @@ from moh_jax.runtime import location, sharding
 
 _SAMPLES = 8
 _COLUMNS = 4
-_MOST_PNG = 1 << 21
+_MOST_PNG = 1 << 26
 _ZOOM_TO = 256  # pixels that small samples are enlarged to, about
 
 
@@ -45,15 +45,12 @@ def token_texts(
 
   Padding is left out.
   """
-  best = stats.maps.best
-  texts = []
-  for place, tokens in enumerate(stats.maps.inputs.tolist()):
-    real = best[0][place] >= 0 if best else [True] * len(tokens)
-    kept = [token for token, is_real in zip(tokens, real) if is_real]
-    texts.append(
-      [tokenizer.decode([t]) if tokenizer else f"{t} " for t in kept]
-    )
-  return texts
+  inputs = stats.maps.inputs
+  is_real = np.broadcast_to(stats.maps.counted, inputs.shape)
+  return [
+    [tokenizer.decode([t]) if tokenizer else f"{t} " for t in tokens.tolist()]
+    for tokens in (row[real] for row, real in zip(inputs, is_real))
+  ]
 
 
 def samples(
@@ -122,27 +119,29 @@ def _generated(restored: Restored, directory: str, mesh: Mesh) -> str:
       and int(stem) <= restored.step
     ]
   if own:
-    return report.image(read_bytes(own[-1], _MOST_PNG), "samples of the run")
+    png = shrunk(read_bytes(own[-1], _MOST_PNG))
+    return report.image(png, "samples of the run")
   if restored.config.diffusion.space != "pixel":
     return "<p>Latents need their autoencoder to be shown: see `sample`.</p>"
   made = Sampler(restored, mesh=mesh).batch(0, _SAMPLES)
   grid = image_grid(made, columns=_COLUMNS)
   zoom = max(1, _ZOOM_TO // grid.shape[0])
   grid = grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
-  return report.image(png_of_pixels(grid), "generated samples")
+  return report.image(shrunk(png_of_pixels(grid)), "generated samples")
 
 
 def _texts(
   stats: HeadStats, names: Sequence[str], tokenizer: Tokenizer | None
 ) -> str:
   texts = token_texts(tokenizer, stats)
+  is_real = np.broadcast_to(stats.maps.counted, stats.maps.inputs.shape)
   layers = {}
   for place, layer in enumerate(stats.layers):
     shared, routed = layer.budget.shared, layer.budget.routed
     layers[layer.name] = {
       "heads": [
-        [int(head) - shared for head in row if head >= 0]
-        for row in stats.maps.best[place]
+        np.where(row < 0, -1, row - shared)[real].tolist()
+        for row, real in zip(stats.maps.best[place], is_real)
       ],
       "colors": head_colors(routed),
       "names": list(layer.order[shared:]),

@@ -28,6 +28,11 @@ _LABELS = list[_CLASSES] | dict[str, _CLASSES]
 def run(args: argparse.Namespace) -> int:
   """Prints the metrics of the checkpoint's task on its held-out split."""
   is_first = distributed.join(args)
+  if args.head_top_p and args.top_k:
+    raise ValueError(
+      f"--head-top-p {args.head_top_p} and --top-k exclude each other: one "
+      "number of heads for every token, or as many as their scores ask for"
+    )
   if args.per_class or args.labels_file:
     metadata, _ = common.read_metadata(args)
     option = "--per-class" if args.per_class else "--labels"

@@ -1,6 +1,7 @@
 """`python -m moh_jax heads`."""
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -20,18 +21,42 @@ from moh_jax.analysis.importance import (
   order_by_importance,
   top_k_by_importance,
 )
+from moh_jax.analysis.probe import Probe
 from moh_jax.analysis.run_metrics import read_run_metrics
 from moh_jax.analysis.samples import samples
-from moh_jax.analysis.similarity import HeadSimilarity, head_similarity
+from moh_jax.analysis.similarity import head_similarity
 from moh_jax.cli import common, distributed
 from moh_jax.cli.csv_file import write_csv
-from moh_jax.cli.labelled_data import open_data
+from moh_jax.cli.labelled_data import LabelledData, open_data
 from moh_jax.config import get_family
+from moh_jax.data.identity import differences
+from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.files import write_whole
+from moh_jax.inference.restore import Restored
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 
 _EMPTY = 5  # groups without examples that are named
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+  """A checkpoint, ready to be measured.
+
+  Attributes:
+    name: its directory and step.
+    restored: the model.
+    probe: of its family.
+    tokenizer: of a language model that has one, or None.
+    data: that its heads are measured on.
+  """
+
+  name: str
+  restored: Restored
+  probe: Probe
+  tokenizer: Tokenizer | None
+  data: LabelledData
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,51 +67,49 @@ def run(args: argparse.Namespace) -> int:
   """
   is_first = distributed.join(args)
   if args.out:
-    pictures.check()
+    pictures.check("--out")
     if pathlib.Path(args.out).is_file():
       raise ValueError(f"--out {args.out} is a file, must be a folder")
-  metadata, _ = common.read_metadata(args)
   mesh = sharding.make_mesh(args.mesh)
   sharding.check_batch("--batch-size", args.batch_size, mesh)
-  tokenizer = None
-  if metadata.tokenizer_sha256:
-    tokenizer = load_checkpoint_tokenizer(
-      args.checkpoint, args.step, verify=args.verify
-    )
   with sharding.use_mesh(mesh):
-    restored = common.restore(args, mesh=mesh)
+    ours = _open(args, mesh)
+    opened = [ours]
+    if args.against:
+      opened.append(_open_other(args, ours, mesh))
+    restored, probe, data = ours.restored, ours.probe, ours.data
     config, params = restored.config, restored.params
-    data = open_data(args, restored, tokenizer, mesh)
-    family = get_family(config.model.family)
-    probe = family.probe(restored.model, config)
     stats = head_stats(
       probe, config, params, data.batches(), data.names, mesh, maps=args.maps
     )
-    importance = family.head_importance(
+    importance = get_family(config.model.family).head_importance(
       restored.model, config, params, data.batches()
     )
     shown, similarity = "", {}
     if args.out or args.against:
-      similarity[args.checkpoint] = head_similarity(
-        probe, config, params, data.batches(), mesh
-      )
-    if args.against:
-      similarity[args.against] = _against(args, mesh)
+      similarity = {
+        one.name: head_similarity(
+          *(one.probe, one.restored.config, one.restored.params),
+          *(one.data.batches(), mesh),
+        )
+        for one in opened
+      }
     if args.out:
       shown = samples(
-        *(restored, args.checkpoint, probe, stats, data.names, tokenizer, mesh)
+        *(restored, args.checkpoint, probe, stats, data.names),
+        *(ours.tokenizer, mesh),
       )
   if not is_first:
     return 0
   found = Findings(
     similarity=similarity,
-    checkpoint=args.checkpoint,
+    checkpoint=ours.name,
     where=data.where,
     stats=stats,
     importance=importance,
     metrics=read_run_metrics(args.checkpoint, restored.step),
     samples=shown,
-    tokenizer=tokenizer,
+    tokenizer=ours.tokenizer,
   )
   collapsed = stats.collapsed(config.log.collapse_entropy)
   for line in [*collapsed, *_missing(stats)]:
@@ -107,23 +130,50 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _against(args: argparse.Namespace, mesh: Mesh) -> HeadSimilarity:
-  """The similarity of the heads of --against, on the same data."""
+def _open(args: argparse.Namespace, mesh: Mesh) -> _Opened:
+  """Opens --checkpoint and the data that its heads are measured on."""
+  metadata, step = common.read_metadata(args)
+  family = get_family(metadata.config.model.family)
+  # A family without a probe says so before its parameters are read.
+  family.probe(make_model(metadata.config)[0], metadata.config)
+  tokenizer = None
+  if metadata.tokenizer_sha256:
+    tokenizer = load_checkpoint_tokenizer(
+      args.checkpoint, step, verify=args.verify
+    )
+  restored = common.restore(args, mesh=mesh, step=step)
+  return _Opened(
+    f"{args.checkpoint}, step {step}",
+    restored,
+    family.probe(restored.model, restored.config),
+    tokenizer,
+    open_data(args, restored, tokenizer, mesh),
+  )
+
+
+def _open_other(args: argparse.Namespace, ours: _Opened, mesh: Mesh) -> _Opened:
+  """Opens --against, with the same data.
+
+  Raises:
+    ValueError: it is the same checkpoint, or was trained on other data and
+      there is no --data.
+  """
   other = argparse.Namespace(
     **{**vars(args), "checkpoint": args.against, "step": None, "top_k": None}
   )
-  metadata, _ = common.read_metadata(other)
-  tokenizer = None
-  if metadata.tokenizer_sha256:
-    tokenizer = load_checkpoint_tokenizer(args.against, verify=args.verify)
-  restored = common.restore(other, mesh=mesh)
-  data = open_data(other, restored, tokenizer, mesh)
-  probe = get_family(restored.config.model.family).probe(
-    restored.model, restored.config
-  )
-  return head_similarity(
-    probe, restored.config, restored.params, data.batches(), mesh
-  )
+  theirs = _open(other, mesh)
+  if theirs.name == ours.name:
+    raise ValueError(
+      f"--against {args.against}: must be another checkpoint than {ours.name}"
+    )
+  if args.data:
+    return theirs
+  if lines := differences(theirs.data.identity(), ours.data.identity()):
+    raise ValueError(
+      f"--against {args.against}: its own data are not those of "
+      f"{args.checkpoint}, give --data for both ({'; '.join(lines)})"
+    )
+  return theirs
 
 
 def _missing(stats: HeadStats) -> Sequence[str]:

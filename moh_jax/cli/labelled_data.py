@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import get_family
+from moh_jax.data.identity import Identity
 from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.text import sequences
@@ -31,11 +32,14 @@ class LabelledData:
     names: of the labels.
     batches: makes the global batches, on the devices, from the first on.
     where: what the data are, for people.
+    identity: tells the identity of the run's own data by source; {} of files
+      of text.
   """
 
   names: tuple[str, ...]
   batches: Callable[[], Iterable[Any]]
   where: str
+  identity: Callable[[], Mapping[str, Identity]]
 
 
 def open_data(
@@ -89,7 +93,10 @@ def _images(
   source = make_source(config, "val", restored.class_names)
   ready = held_out_images(config, source)
   return LabelledData(
-    source.class_names, lambda: held_out_batches(config, ready, mesh), where
+    source.class_names,
+    lambda: held_out_batches(config, ready, mesh),
+    where,
+    lambda: {config.data.source: source.identity()},
   )
 
 
@@ -110,7 +117,7 @@ def _texts(
   config = config_lib.apply_overrides(config, "eval", examples=0)
   where = f"{len(texts.names)} text files"
   return LabelledData(
-    texts.names, lambda: held_out_batches(config, texts, mesh), where
+    texts.names, lambda: held_out_batches(config, texts, mesh), where, dict
   )
 
 
@@ -119,9 +126,10 @@ def _training_text(
 ) -> LabelledData:
   size = args.batch_size
   config = config_lib.apply_overrides(config, "data", batch_size=size)
-  text = sequences.train_sequences(
-    config.data, config.model.vocab_size, config.train.seed
-  )
+  vocabulary = config.model.vocab_size
+  # The seed of the run's order does not matter here: with a fixed one, runs of
+  # different seeds are compared on the same sequences.
+  text = sequences.train_sequences(config.data, vocabulary, 0)
 
   def batches() -> Iterable[Any]:
     taken = itertools.islice(
@@ -136,4 +144,9 @@ def _training_text(
       }
       yield sharding.shard_batch({**batch, **labels}, mesh)
 
-  return LabelledData(("training text",), batches, "the run's training text")
+  return LabelledData(
+    ("training text",),
+    batches,
+    "the run's training text",
+    lambda: sequences.identity(config.data, vocabulary),
+  )

@@ -114,9 +114,14 @@ class LLMFamily(Family):
   def head_importance(
     self, model: Any, config: Config, params: Any, batches: Iterable[Any]
   ) -> Any:
-    """The change of the loss without a head, to first order."""
+    """The change of the loss without a head, to first order.
+
+    None where layers differ in their number of heads, which have no gates.
+    """
     from moh_jax.analysis.importance import head_importance
 
+    if len(set(config.model.num_heads)) > 1:
+      return None
     return head_importance(model, config.model, params, batches)
 
   def tasks(self) -> Any:

@@ -180,6 +180,11 @@ def _with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
     raise ValueError(
       f"top_k={values}: the model has no routed heads, model.router.kind='none'"
     )
+  if values and config.model.router.top_p:
+    raise ValueError(
+      f"top_k={values}: router.top_p={config.model.router.top_p} selects heads "
+      "by score, so they exclude each other"
+    )
   if isinstance(values, list | tuple) and len(values) == 1:
     values = tuple(values) * len(config.model.top_k)
   return config_lib.apply_overrides(config, "model", top_k=values)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+LOAD_SPLIT = "heads"  # split of the rows of metrics.jsonl that hold loads
+
 
 def load_entropy(load: np.ndarray) -> np.ndarray:
   """Entropy of a layer's load, scaled to [0, 1].

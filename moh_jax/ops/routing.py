@@ -109,8 +109,11 @@ def top_p_mask(probs: jax.Array, p: float) -> jax.Array:
 
   Returns:
     [..., R] bool, True for the best head of each token, and for every head
-    whose better ones have less than p together.
+    whose better ones have less than p together. All heads for p = 1, also
+    where rounding makes the sum of the better ones 1.
   """
+  if p == 1:
+    return jnp.ones(probs.shape, bool)
   together = jnp.where(_better(probs), probs[..., None, :], 0.0).sum(-1)
   return together < p
 
@@ -152,7 +155,7 @@ def two_stage_gates(
     top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
       layer whose budget selects no head ignores it.
     top_p: see `RouterConfig`; the "released" gates then are those of the number
-      of heads that each token selects.
+      of heads that each token selects. `top_k` replaces it too.
 
   Returns:
     The `Routing` of every token.
@@ -175,7 +178,7 @@ def two_stage_gates(
   else:
     probs = jax.nn.softmax(routed_logits.astype(jnp.float32))
   selected = top_k_mask(probs, kept)
-  if top_p and budget.top_k:
+  if top_p and budget.top_k and top_k is None:
     selected = top_p_mask(probs, top_p)
     kept = selected.sum(-1, keepdims=True)
 
@@ -229,7 +232,7 @@ def query_norm_gates(
     straight_through: "selected" or "all", see `RouterConfig`.
     top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
       layer whose budget selects no head ignores it.
-    top_p: see `RouterConfig`.
+    top_p: see `RouterConfig`; `top_k` replaces it too.
 
   Returns:
     The `Routing` of every token.
@@ -253,7 +256,7 @@ def query_norm_gates(
     norms = jnp.where(differ, norms * scale, 0.0)
   probs = jax.nn.softmax(norms)
   selected = top_k_mask(norms, budget.top_k if top_k is None else top_k)
-  if top_p:
+  if top_p and top_k is None:
     selected = top_p_mask(probs, top_p)
 
   passed = probs - jax.lax.stop_gradient(probs)  # 0 with the scores' gradient

@@ -17,11 +17,11 @@ from PIL import Image
 
 from moh_jax.config import LogConfig
 from moh_jax.files import write_whole
+from moh_jax.ops.head_load import LOAD_SPLIT
 from moh_jax.training import bucket_events
 from moh_jax.training.head_watch import load_picture
 from moh_jax.training.wandb_log import WandbLog
 
-_LOADS = "heads"  # split of the rows that hold loads
 _BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
 
 
@@ -160,14 +160,15 @@ class MetricsWriter:
       step: optimizer steps done.
       loads: for each layer [R] share of tokens that select each routed head.
     """
-    if not self._active or self.has(step, _LOADS):
+    if not self._active or self.has(step, LOAD_SPLIT):
       return
-    self._written.add((step, _LOADS))
+    self._written.add((step, LOAD_SPLIT))
     rows = {
-      name: [round(float(share), 4) for share in load]
+      # Few digits: runs in a bucket write all rows again and again.
+      name: [round(float(share), 3) for share in load]
       for name, load in loads.items()
     }
-    row = {"step": step, "split": _LOADS, **rows}
+    row = {"step": step, "split": LOAD_SPLIT, **rows}
     self._append(f"{json.dumps(row)}\n".encode())
     if not self._tensorboard and not self._wandb:
       return

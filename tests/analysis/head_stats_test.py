@@ -69,7 +69,7 @@ def _batches(family):
 
 
 @functools.cache
-def _measured(family, mesh_name):
+def _measured(family, mesh_name, names=_NAMES):
   config = _config(family)
   model, _ = make_model(config)
   mesh_config, devices = _MESHES[mesh_name]
@@ -80,7 +80,7 @@ def _measured(family, mesh_name):
       config,
       tiny.random_params(config),
       [sharding.shard_batch(batch, mesh) for batch in _batches(family)],
-      _NAMES,
+      names,
       mesh,
       maps=10,
     )
@@ -190,6 +190,7 @@ class HeadStatsTest(parameterized.TestCase):
       for layer, routing in enumerate(layers):
         best = maps.best[layer][place]
         self.assertTrue((best[~real] == -1).all())
+        np.testing.assert_array_equal(maps.counted[place], real)
         np.testing.assert_array_equal(
           maps.selected[layer][place][real], routing.selected[row][real]
         )
@@ -206,6 +207,14 @@ class HeadStatsTest(parameterized.TestCase):
     self.assertEqual(stats.layers, ())
     self.assertEqual(stats.entropy("class").shape, (0, 4))
     self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
+
+  def test_labels_without_a_name_are_in_no_group(self):
+    stats = _measured("vit", "one", _NAMES[:2])
+    self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
+    counts = [stats.groups[kind].tokens.sum(1) for kind in ("class", "all")]
+    self.assertTrue((counts[0] < counts[1]).all())
+    with self.assertRaisesRegex(ValueError, "no example"):
+      _measured("vit", "one", ())
 
   def test_no_example(self):
     config = _config("vit")

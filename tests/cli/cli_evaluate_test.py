@@ -45,6 +45,11 @@ class EvaluateCommandTest(parameterized.TestCase):
     metrics = self._metrics("--head-top-p", p)
     self.assertAlmostEqual(metrics["activated_share"], share, places=5)
 
+  def test_a_number_and_scores_exclude_each_other(self):
+    status, _, err = self._call("--head-top-p", 0.5, "--top-k", 1)
+    self.assertEqual(status, 2)
+    self.assertIn("--head-top-p 0.5 and --top-k exclude each other", err)
+
   def test_plot_of_several_top_k(self):
     file = self.root / "dial.svg"
     status, _, err = self._call("--top-k", 0, "--top-k", 1, "--plot", file)

@@ -5,12 +5,16 @@ import dataclasses
 import html.parser
 import json
 import pathlib
+import shutil
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 from flax import traverse_util
+from PIL import Image
 
 from moh_jax import config as config_lib
+from moh_jax.cli import heads
 from moh_jax.runtime import checkpoint
 from tests.analysis import browser
 from tests.cli import tiny_checkpoint
@@ -87,12 +91,16 @@ class HeadsTest(parameterized.TestCase):
 
   def test_classifier(self):
     run = self.folder / "run"
+    other = self.folder / "other"
     tiny_checkpoint.save(str(run))
+    tiny_checkpoint.save(str(other))
     lines = [json.dumps(row) for row in _ROWS]
     (run / "metrics.jsonl").write_text("\n".join([*lines, "{damaged"]))
     numbers = self.folder / "heads.json"
-    out, text, _ = self._heads(run, "--json", numbers, "--against", run)
+    out, text, _ = self._heads(run, "--json", numbers, "--against", other)
     self.assertIn("similarity of heads", text)
+    self.assertIn(f"features, {run}, step 0", text)
+    self.assertIn(f"features, {other}, step 0", text)
     self.assertIn("stage1.0", text)
     for name in ("load_by_class", "routing_maps", "load_over_steps", "curves"):
       for form, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
@@ -199,6 +207,70 @@ class HeadsTest(parameterized.TestCase):
     self.assertTrue((out / "load_by_timestep.svg").exists())
     page = (out / "report.html").read_text()
     self.assertIn("generated samples", page)
+
+  def test_another_step_of_the_same_run(self):
+    run = self.folder / "run"
+    tiny_checkpoint.save_dit(str(run))
+    steps = pathlib.Path(checkpoint.steps_folder(str(run)))
+    shutil.copytree(steps / "0", steps / "1")
+    argv = ("heads", "--checkpoint", run, "--batches", 1, "--against", run)
+    status, text, error = tiny_checkpoint.call(*argv, "--step", 0)
+    self.assertEqual(status, 0, error)
+    for step in (0, 1):
+      self.assertIn(f"patterns, {run}, step {step}", text)
+    status, _, error = tiny_checkpoint.call(*argv)
+    self.assertEqual(status, 2)
+    self.assertIn("must be another checkpoint", error)
+
+  @parameterized.parameters(
+    (False, "its own data are not those of .*, give --data for both"),
+    (True, "MISSING"),
+  )
+  def test_what_cannot_be_compared_is_refused_before_measuring(
+    self, is_missing, message
+  ):
+    run, other = self.folder / "run", self.folder / "other"
+    tiny_checkpoint.save(str(run))
+    if is_missing:
+      other = self.folder / "MISSING"
+    else:
+      tiny_checkpoint.save_dit(str(other))
+    with mock.patch.object(heads, "head_stats", side_effect=AssertionError):
+      status, _, error = tiny_checkpoint.call(
+        *("heads", "--checkpoint", run, "--against", other)
+      )
+    self.assertEqual(status, 2)
+    self.assertRegex(error, message)
+
+  def test_layers_of_different_numbers_of_heads_have_no_importance(self):
+    run = self.folder / "run"
+    model = dataclasses.replace(
+      tiny_text_model.CONFIG.model, num_heads=(4, 2), top_k=(2, 1)
+    )
+    config = dataclasses.replace(tiny_text_model.CONFIG, model=model)
+    tiny_text_model.save(run, config)
+    (self.folder / "prose.txt").write_text("It rained. " * 5)
+    status, text, error = tiny_checkpoint.call(
+      *("heads", "--checkpoint", run, "--batches", 1),
+      *("--data", self.folder / "prose.txt"),
+    )
+    self.assertEqual(status, 0, error)
+    self.assertNotIn("importance", text)
+
+  def test_class_names_of_any_bytes(self):
+    run = self.folder / "run"
+    names = ("a$b_{$c", "caf\udce9", *"23456789")
+    config = tiny.deterministic_config()
+    metadata = checkpoint.Metadata(config, names)
+    checkpoint.save_params(str(run), tiny.random_params(config), metadata)
+    data = self.folder / "data"
+    for number, name in enumerate(names):
+      folder = data / name
+      folder.mkdir(parents=True)
+      Image.new("L", (8, 8), 20 * number).save(folder / "0.png")
+    out, _, _ = self._heads(run, "--data", data, "--maps", "10")
+    self.assertIn(b"caf\xe9", (out / "heads.csv").read_bytes())
+    self.assertIn("caf?", (out / "report.html").read_text())
 
   @parameterized.parameters(
     (("--data", "a", "b"), "must be one directory"),

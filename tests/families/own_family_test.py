@@ -3,6 +3,7 @@
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,9 @@ from absl.testing import absltest
 
 import moh_jax
 from moh_jax import config as config_lib
+from moh_jax.cli import heads
 from tests.cli import tiny_checkpoint
-from tests.families.patch_family import PatchConfig, PatchNet
+from tests.families.patch_family import PatchConfig, PatchFamily, PatchNet
 
 _CONFIG_FILE = """
 from moh_jax.config import Config, DataConfig, EvalConfig, LogConfig
@@ -117,6 +119,16 @@ class OwnFamilyTest(absltest.TestCase):
     )
     self.assertEqual(status, 2)
     self.assertRegex(err, r"family 'patch'; `sample` needs 'dit'")
+
+  def test_heads_says_what_the_family_lacks_before_it_restores(self):
+    missing = mock.patch.object(PatchFamily, "probe", moh_jax.Family.probe)
+    with missing, mock.patch.object(heads.common, "restore") as restore:
+      status, _, err = tiny_checkpoint.call(
+        *("heads", "--checkpoint", self.workdir)
+      )
+    self.assertEqual(status, 2)
+    self.assertIn("family='patch' has no probe", err)
+    restore.assert_not_called()
 
   def test_export_says_that_there_is_no_public_form(self):
     status, _, err = tiny_checkpoint.call(

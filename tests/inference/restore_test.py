@@ -132,6 +132,10 @@ class RestoreTest(parameterized.TestCase):
       r"model\.router\.gate_form='mine' must be one of",
     ),
     ({"dtype": "int8"}, "model.dtype='int8' must be one of"),
+    (
+      {"top_k": 1, "router": {"top_p": 0.5}},
+      r"top_k=\(1,\): router.top_p=0.5 .* exclude each other",
+    ),
   )
   def test_override_that_does_not_fit_is_named(self, override, message):
     with self.assertRaisesRegex(ValueError, message):

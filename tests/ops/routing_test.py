@@ -65,6 +65,27 @@ class TopPTest(parameterized.TestCase):
       wanted = order[: 1 + int((sums < p).sum())]
       self.assertCountEqual(np.flatnonzero(found[index]), wanted)
 
+  def test_1_selects_all_heads_whatever_rounding_does(self):
+    # The first two add up to 1 in float32, though the third is above 0.
+    probs = jnp.float32([[0.5, 0.5, 1e-9]])
+    self.assertTrue(np.asarray(routing.top_p_mask(probs, 1.0)).all())
+
+  @parameterized.parameters("released", "paper", "query_norm")
+  def test_a_number_at_run_time_is_used_instead(self, form):
+    budget = HeadBudget(6, 2, 2, 4)
+    if form == "query_norm":
+      norms = jnp.arange(60, dtype=jnp.float32).reshape(2, 5, 6)
+      route = functools.partial(routing.query_norm_gates, norms, budget)
+    else:
+      route = functools.partial(
+        routing.two_stage_gates,
+        **{"budget": budget, "batch_shape": _BATCH, "form": form},
+        **_logits(budget),
+      )
+    found = route(top_k=jnp.int32(3), top_p=1e-6)
+    np.testing.assert_array_equal(found.selected.sum(-1), 3)
+    np.testing.assert_array_equal(found.gates, route(top_k=jnp.int32(3)).gates)
+
   @parameterized.product(form=GATE_FORMS, most=(False, True))
   def test_ends_are_one_head_and_all(self, form, most):
     budget = HeadBudget(6, 2, 4 if most else 1, 4)

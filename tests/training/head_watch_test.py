@@ -101,14 +101,14 @@ class WriteLoadsTest(absltest.TestCase):
 
   def test_writes_a_row_and_a_picture_for_each_layer(self):
     workdir = pathlib.Path(self.create_tempdir().full_path)
-    loads = {"stage1.0": np.array([0.25, 0.75])}
+    loads = {"stage1.0": np.array([0.25, 2 / 3])}
     writer = self._writer(workdir)
     writer.write_loads(2, loads)
     writer.write_loads(2, loads)
     writer.close()
     (line,) = (workdir / "metrics.jsonl").read_text().splitlines()
     self.assertEqual(
-      json.loads(line), {"step": 2, "split": "heads", "stage1.0": [0.25, 0.75]}
+      json.loads(line), {"step": 2, "split": "heads", "stage1.0": [0.25, 0.667]}
     )
     (events,) = (workdir / "tensorboard").iterdir()
     self.assertIn(b"load/stage1.0", events.read_bytes())
