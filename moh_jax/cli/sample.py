@@ -122,14 +122,15 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> str:
 
 def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
   """What the images depend on."""
+  # Only with --start: files of versions without it are continued too.
+  start = {"start": args.start, "strength": args.strength} if args.start else {}
   return {
+    **start,
     "checkpoint": str(pathlib.Path(args.checkpoint).absolute()),
     "step": step,
     "ema": not args.no_ema,
     "seed": args.seed,
     "labels": args.labels,
-    "start": args.start,
-    "strength": args.strength,
     "vae": args.vae,
     "vae_tile": args.vae_tile,
     **{name: getattr(config.sample, name) for name in OVERRIDES},

@@ -1,5 +1,7 @@
+import json
 import pathlib
 import tempfile
+import zipfile
 from unittest import mock
 
 import numpy as np
@@ -132,6 +134,20 @@ class SampleCommandTest(parameterized.TestCase):
     status, _, err = self._call("--num", 4, "--seed", 1, out="x.npz")
     self.assertEqual(status, 2)
     self.assertIn("made with other settings", err)
+    after, _ = self._npz("--num", 4)
+    np.testing.assert_array_equal(after, before)
+
+  def test_finished_file_of_a_version_without_start_images_is_known(self):
+    before, _ = self._npz("--num", 4)
+    file = self.root / "x.npz"
+    with zipfile.ZipFile(file, "a") as archive:
+      settings = json.loads(archive.comment)
+      known = ("batch_size", "cfg_channels", "cfg_interval", "cfg_scale",
+               "checkpoint", "dtype", "ema", "eta", "gate_form", "labels",
+               "method", "num", "seed", "step", "steps", "top_k", "vae",
+               "vae_tile")  # fmt: skip
+      earlier = {name: settings[name] for name in known}
+      archive.comment = json.dumps(earlier, sort_keys=True).encode()
     after, _ = self._npz("--num", 4)
     np.testing.assert_array_equal(after, before)
 
