@@ -6,7 +6,7 @@ import numpy as np
 
 from moh_jax.cli import common
 from moh_jax.config import Config, DataConfig, DiTConfig, MeshConfig
-from moh_jax.convert.decoder import load_decoder
+from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.infer import resolve
 from moh_jax.files import replacing
@@ -26,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
   data = DataConfig(source="latents", path=args.data)
   config = resolve(Config(model=model, data=data))
   mesh = sharding.make_mesh(MeshConfig())
-  decode = load_decoder(args.vae, config, mesh, encoder=source.encoder_sha256)
+  encoder = source.encoder_sha256
+  decode = load_autoencoder(args.vae, config, mesh, encoder=encoder).decoder()
   num = min(args.num, len(source))
   examples = [source[i * len(source) // num] for i in range(num)]
   means = np.stack([x["image"][0, 0] for x in examples]).astype(np.float32)

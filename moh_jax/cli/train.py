@@ -8,7 +8,7 @@ import jax
 
 from moh_jax.cli import common, distributed, run_log
 from moh_jax.config import Config
-from moh_jax.convert.decoder import load_decoder
+from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.convert.inception import load_inception
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.infer import resolve
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
   mesh = sharding.make_mesh(config.mesh)
   level = logging.INFO if is_first else logging.WARNING
   if args.vae:
-    decode = load_decoder(args.vae, config, mesh, encoder=_encoder(config))
+    vae = load_autoencoder(args.vae, config, mesh, encoder=_encoder(config))
+    decode = vae.decoder()
   if getattr(config.sections.get("sample"), "fid_images", 0):
     score = _fid(config, mesh, decode)
   try:
