@@ -1,6 +1,7 @@
 """`python -m moh_jax sample`."""
 
 import argparse
+import hashlib
 import pathlib
 
 import numpy as np
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if out.suffix == ".npz"
         else sample_files.sample_folder
       )
-      settings = _settings(args, config, restored.step)
+      settings = _settings(args, config, restored.step, start)
       write(
         sampler, num, out, batch_size=size, settings=settings, progress=True
       )
@@ -134,12 +135,18 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
   return metadata
 
 
-def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
-  """What the images depend on."""
+def _settings(
+  args: argparse.Namespace, config: Config, step: int, start: list[np.ndarray]
+) -> dict:
+  """What the images depend on; `start` are the pixels to begin from."""
+  begin = {}
   # Only with --start: files of versions without it are continued too.
-  start = {"start": args.start, "strength": args.strength} if args.start else {}
+  if start:
+    sha256 = hashlib.sha256(b"".join(pixels.tobytes() for pixels in start))
+    begin["start"] = f"{len(start)} images, sha256 {sha256.hexdigest()[:16]}"
+    begin["strength"] = args.strength
   return {
-    **start,
+    **begin,
     "checkpoint": str(pathlib.Path(args.checkpoint).absolute()),
     "step": step,
     "ema": not args.no_ema,

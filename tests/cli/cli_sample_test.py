@@ -105,6 +105,18 @@ class SampleCommandTest(parameterized.TestCase):
     self.assertLess(np.abs(little - starts).mean(), 20)
     self.assertGreater(np.abs(much - starts).mean(), 40)
 
+  def test_other_start_images_do_not_continue_a_folder(self):
+    start = self.root / "start.png"
+    argv = ("--start", start, "--strength", "0.5", "--labels", "3")
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(start)
+    for _ in range(2):  # the same images go on
+      status, _, err = self._call(*argv, out="folder")
+      self.assertEqual(status, 0, err)
+    Image.fromarray(np.full((8, 8), 255, np.uint8)).save(start)
+    status, _, err = self._call(*argv, out="folder")
+    self.assertEqual(status, 2)
+    self.assertRegex(err, "start: '1 images, sha256 .* here, '1 images, sha256")
+
   def test_start_images_of_latents_go_through_the_autoencoder(self):
     config = tiny.dit_config(
       model={"channels": 2}, data={"source": "fake"},
