@@ -65,6 +65,26 @@ class SampledFidTest(parameterized.TestCase):
   def test_is_the_same_on_eight_devices(self):
     self.assertAlmostEqual(_fid(8), _fid(1), delta=1e-6 * _fid(1))
 
+  @parameterized.parameters((1, 64), (3, 63))
+  def test_images_are_decoded_few_at_a_time(self, devices, most):
+    sizes = []
+
+    def extract(images):
+      sizes.append(len(images))
+      return _extract(images)
+
+    config = tiny.dit_config(
+      sample={"fid_images": 70, "steps": "1", **_FILES},
+      eval={"batch_size": 192}, mesh={"data": devices},
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
+    with sharding.use_mesh(mesh):
+      params = jax.device_put(
+        tiny.random_params(config), sharding.replicated(mesh)
+      )
+      make_fid(config, _REFERENCE, extract)(params, mesh)
+    self.assertEqual(sizes, [most, most])
+
   def test_depends_on_the_parameters(self):
     self.assertNotAlmostEqual(_fid(1, seed=1), _fid(1), delta=1e-3 * _fid(1))
 
