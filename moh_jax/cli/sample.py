@@ -1,6 +1,7 @@
 """`python -m moh_jax sample`."""
 
 import argparse
+import hashlib
 import pathlib
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
-from moh_jax.convert.decoder import load_decoder, load_encoder
+from moh_jax.convert.decoder import Autoencoder, load_autoencoder
 from moh_jax.convert.downloads import HOW_TO_GET_VAE
 from moh_jax.data.images.files import read_image
 from moh_jax.data.images.folders import find_images
@@ -17,6 +18,7 @@ from moh_jax.files import check_writable, replacing
 from moh_jax.inference import sample, sample_files
 from moh_jax.models.generation import image_grid
 from moh_jax.runtime import sharding
+from moh_jax.runtime.checkpoint import Metadata
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,24 +26,26 @@ def run(args: argparse.Namespace) -> int:
   out = _target(args.out)
   is_first = distributed.join(args)
   files = find_images(args.start)
-  encoder = _check_before_restoring(args, len(files))
+  metadata = _check_before_restoring(args, len(files))
   mesh = sharding.make_mesh(args.mesh)
   with sharding.use_mesh(mesh):
+    vae = decode = None
+    if args.vae:
+      vae = load_autoencoder(
+        args.vae, metadata.config, mesh, encoder=metadata.encoder_sha256
+      )
+      decode = vae.decoder(args.vae_tile)
+    start = _read_start(files, metadata.config, vae)
     given = fields.given_fields(args, SampleConfig, *OVERRIDES)
     restored = common.restore(args, mesh=mesh, sample=given)
     config = restored.config
-    decode = None
-    if args.vae:
-      decode = load_decoder(
-        args.vae, config, mesh, tile=args.vae_tile, encoder=encoder
-      )
     sampler = sample.Sampler(
       restored,
       labels=args.labels,
       seed=args.seed,
       mesh=mesh,
       decode=decode,
-      start=_read_start(files, args.vae, config) if files else None,
+      start=_as_input(start, vae) if files else None,
       strength=args.strength,
     )
     num = args.num or max(len(sampler.labels), len(files))
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if out.suffix == ".npz"
         else sample_files.sample_folder
       )
-      settings = _settings(args, config, restored.step)
+      settings = _settings(args, config, restored.step, start)
       write(
         sampler, num, out, batch_size=size, settings=settings, progress=True
       )
@@ -80,21 +84,32 @@ def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
     sample_files.write_png(fresh, image_grid(images, columns))
 
 
-def _read_start(files: list[str], vae: str, config: Config) -> np.ndarray:
-  """Images to begin from, as the model's input [n, X, Y, channels]."""
-  encode, size, channels = None, config.model.input_size, config.model.channels
-  if config.diffusion.space == "latent":
-    encode, size = load_encoder(vae, config)
-    channels = 3
-  rows = []
-  for file in files:
-    image = center_crop(read_image(file, channels), size)
-    image = image[None].astype(np.float32) / 127.5 - 1
-    rows.append(np.asarray(image if encode is None else encode(image)))
-  return np.concatenate(rows)
+def _read_start(
+  files: list[str], config: Config, vae: Autoencoder | None
+) -> list[np.ndarray]:
+  """Pixels [X, Y, channels] uint8 to begin from, cropped to the model's size.
+
+  Args:
+    files: of the images.
+    config: of the model.
+    vae: autoencoder of a model of latents, else None.
+  """
+  size, channels = config.model.input_size, config.model.channels
+  if vae:
+    size = tuple(side * vae.config.downscale for side in size)
+    channels = vae.config.image_channels
+  return [center_crop(read_image(file, channels), size) for file in files]
 
 
-def _check_before_restoring(args: argparse.Namespace, starts: int) -> str:
+def _as_input(images: list[np.ndarray], vae: Autoencoder | None) -> np.ndarray:
+  """Pixels uint8 as the model's input [n, x, y, channels] float32."""
+  rows = (image[None].astype(np.float32) / 127.5 - 1 for image in images)
+  if vae:
+    rows = map(vae.encoder(), rows)
+  return np.concatenate([np.asarray(row) for row in rows])
+
+
+def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
   """Refuses what the checkpoint's config alone shows to be wrong.
 
   Args:
@@ -102,7 +117,7 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> str:
     starts: images to begin from.
 
   Returns:
-    Hash of the encoder of the latents of the training, "" if unknown.
+    What the checkpoint says of itself.
   """
   metadata, _ = common.read_metadata(args, "sample")
   sample.check_request(metadata.config, args.labels, args.seed)
@@ -117,19 +132,26 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> str:
   sample_files.check_size(metadata.config, num, pathlib.Path(args.out))
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
-  return metadata.encoder_sha256
+  return metadata
 
 
-def _settings(args: argparse.Namespace, config: Config, step: int) -> dict:
-  """What the images depend on."""
+def _settings(
+  args: argparse.Namespace, config: Config, step: int, start: list[np.ndarray]
+) -> dict:
+  """What the images depend on; `start` are the pixels to begin from."""
+  begin = {}
+  # Only with --start: files of versions without it are continued too.
+  if start:
+    sha256 = hashlib.sha256(b"".join(pixels.tobytes() for pixels in start))
+    begin["start"] = f"{len(start)} images, sha256 {sha256.hexdigest()[:16]}"
+    begin["strength"] = args.strength
   return {
+    **begin,
     "checkpoint": str(pathlib.Path(args.checkpoint).absolute()),
     "step": step,
     "ema": not args.no_ema,
     "seed": args.seed,
     "labels": args.labels,
-    "start": args.start,
-    "strength": args.strength,
     "vae": args.vae,
     "vae_tile": args.vae_tile,
     **{name: getattr(config.sample, name) for name in OVERRIDES},

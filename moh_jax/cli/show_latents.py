@@ -1,18 +1,26 @@
 """`python -m moh_jax show-latents`."""
 
 import argparse
+import dataclasses
 
 import numpy as np
 
 from moh_jax.cli import common
-from moh_jax.config import Config, DataConfig, DiTConfig, MeshConfig
-from moh_jax.convert.decoder import load_decoder
+from moh_jax.config import (
+  Config,
+  DataConfig,
+  DiffusionConfig,
+  DiTConfig,
+  MeshConfig,
+)
+from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.data.images.latents import LatentSource
-from moh_jax.data.infer import resolve
 from moh_jax.files import replacing
 from moh_jax.inference.sample_files import write_png
 from moh_jax.models.generation import image_grid, to_pixels
 from moh_jax.runtime import sharding
+
+_BATCH = 64  # latents that are decoded at a time
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,16 +29,19 @@ def run(args: argparse.Namespace) -> int:
   source = LatentSource(args.data, args.split)
   if not len(source):
     raise ValueError(f"{args.data}/{args.split} holds no latents")
-  # The decoder is checked against the config of a run on these latents.
-  model = DiTConfig(input_size=source.latent_shape[:2], patch_size=1)
-  data = DataConfig(source="latents", path=args.data)
-  config = resolve(Config(model=model, data=data))
   mesh = sharding.make_mesh(MeshConfig())
-  decode = load_decoder(args.vae, config, mesh, encoder=source.encoder_sha256)
+  encoder = source.encoder_sha256
+  config = _config_of_run(args.data, source)
+  decode = load_autoencoder(args.vae, config, mesh, encoder=encoder).decoder()
   num = min(args.num, len(source))
   examples = [source[i * len(source) // num] for i in range(num)]
   means = np.stack([x["image"][0, 0] for x in examples]).astype(np.float32)
-  images = np.asarray(to_pixels(decode(means)))
+  images = np.concatenate(
+    [
+      np.asarray(to_pixels(decode(means[i : i + _BATCH])))
+      for i in range(0, num, _BATCH)
+    ]
+  )
   columns = max(1, round(num**0.5))
   with replacing(out) as fresh:
     write_png(fresh, image_grid(images, columns))
@@ -38,3 +49,20 @@ def run(args: argparse.Namespace) -> int:
   for row, start in enumerate(range(0, num, columns), 1):
     print(f"row {row}: {', '.join(names[start : start + columns])}")
   return 0
+
+
+def _config_of_run(path: str, source: LatentSource) -> Config:
+  """The config of a run on these latents, which a decoder must fit."""
+  model = DiTConfig(
+    input_size=source.latent_shape[:2],
+    patch_size=1,
+    channels=source.channels,
+    num_classes=len(source.class_names),
+  )
+  scaling = dataclasses.asdict(source.scaling)
+  diffusion = {f"latent_{name}": value for name, value in scaling.items()}
+  return Config(
+    model=model,
+    data=DataConfig(source="latents", path=path),
+    diffusion=DiffusionConfig(**diffusion),
+  )

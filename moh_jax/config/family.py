@@ -23,10 +23,12 @@ if TYPE_CHECKING:
   import flax.linen as nn
   import jax
   import numpy as np
+  from jax.sharding import Mesh
 
   from moh_jax.analysis.probe import Probe
   from moh_jax.convert.converter import Converter
-  from moh_jax.training.task import TaskBuilder
+  from moh_jax.models.generation import Decode
+  from moh_jax.training.task import Evaluate, TaskBuilder
 
 
 class Family:
@@ -185,6 +187,21 @@ class Family:
   def tasks(self) -> TaskBuilder:
     """What builds the training task and the evaluation: often a module."""
     raise NotImplementedError(f"family {self.name!r} has no tasks")
+
+  def further_metrics(
+    self, config: Config, mesh: Mesh, decode: Decode | None
+  ) -> Evaluate | None:
+    """Metrics that a run's evaluations have beside those of its task.
+
+    Args:
+      config: the run.
+      mesh: the devices.
+      decode: latents to images, where the run has it.
+
+    Returns:
+      (params, mesh) -> metrics; None where the config asks for none.
+    """
+    return None
 
   def probe(self, model: nn.Module, config: Config) -> Probe:
     """How `heads` runs the network on a held-out batch, and groups examples.

@@ -83,6 +83,39 @@ class DiTFamily(ImageFamily):
 
     return denoising
 
+  def further_metrics(self, config: Config, mesh: Any, decode: Any) -> Any:
+    """The metric "fid", where `sample.fid_images` asks for it.
+
+    Raises:
+      FileNotFoundError: a file that the section `sample` names is missing.
+      ValueError: the files do not belong together, or latents lack `decode`.
+    """
+    sample = config.sample
+    if not sample.fid_images:
+      return None
+    import jax
+
+    from moh_jax.convert.inception import load_inception
+    from moh_jax.evaluation.image_metrics import make_extractor
+    from moh_jax.evaluation.statistics_files import read_statistics
+    from moh_jax.models import inception
+    from moh_jax.models.weights_hash import params_sha256
+    from moh_jax.runtime import sharding
+    from moh_jax.training.sampled_fid import make_fid
+
+    sizes = inception.POOL_DIM, inception.SPATIAL_DIM
+    reference = read_statistics(sample.fid_reference, *sizes)
+    params = load_inception(sample.fid_inception)
+    ours = {"resize": sample.fid_resize, "inception": params_sha256(params)}
+    reference.check_made_with(ours, sample.fid_reference)
+    params = jax.device_put(params, sharding.replicated(mesh))
+    features = make_extractor(inception.InceptionV3(), sample.fid_resize)
+
+    def extract(images: Any) -> Any:
+      return features(params, images).pool3
+
+    return make_fid(config, reference.pool3, extract, decode)
+
   def token_grids(self, model: DiTConfig) -> tuple[tuple[int, int], ...]:
     """The grid of patches, in every layer."""
     return (model.grid,) * len(model.layer_groups())

@@ -38,7 +38,7 @@ from moh_jax.training.showing import Showing
 from moh_jax.training.state import TrainState, averaged_from
 from moh_jax.training.step import HEAD_LOADS
 from moh_jax.training.stopping import no_signals, stop_request
-from moh_jax.training.task import Evaluate, Task
+from moh_jax.training.task import Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
 
@@ -73,7 +73,6 @@ def train(
   decode: Decode | None = None,
   verify: bool = True,
   at_peak: AtPeak = lambda _: {},
-  score: Evaluate | None = None,
 ) -> Result:
   """Trains, evaluates and checkpoints; run again, it resumes.
 
@@ -85,14 +84,12 @@ def train(
     config: the run.
     workdir: local directory or bucket for checkpoints and metrics.
     devices: the mesh's devices; None takes all devices of all processes.
-    decode: latents to images, for previews of latent diffusion.
+    decode: latents to images, for previews and FID of latent diffusion.
     verify: compare checkpoints with their checksums before resuming from the
       newest one that is whole.
     at_peak: (config) -> seconds that a step would take at the peak of one
       device, by the name of the metric that compares the run's with them; see
       `speed.model_flops.at_peak`.
-    score: further metrics of a state for its evaluations, such as
-      `sampled_fid.make_fid` makes.
 
   Returns:
     The final state and evaluation.
@@ -120,7 +117,9 @@ def train(
   mesh = sharding.make_mesh(config.mesh, devices)
   check_split(config, mesh)
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  task = get_family(config.model.family).tasks().make_task(config, decode)
+  family = get_family(config.model.family)
+  score = family.further_metrics(config, mesh, decode)
+  task = family.tasks().make_task(config, decode)
   if score:
     task = task.also_scored_by(score)
   directory = prepare(workdir)

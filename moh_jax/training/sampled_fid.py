@@ -16,6 +16,10 @@ from moh_jax.runtime import sharding
 from moh_jax.training.stopping import interruptible
 from moh_jax.training.task import Evaluate
 
+# The decoder of latents takes far more memory for an image than the network in
+# an evaluation, whose batches are larger. `sample` takes 64 at a time too.
+_MOST_AT_ONCE = 64
+
 
 def make_fid(
   config: Config,
@@ -30,7 +34,7 @@ def make_fid(
 
   Args:
     config: of a diffusion model; `sample.fid_images` images are sampled,
-      `eval.batch_size` at a time.
+      `eval.batch_size` at a time, but at most 64 (or one for each shard).
     reference: distribution of the features of real images.
     extract: maps images [B, X, Y, 3] uint8 on the mesh to features [B, D].
     decode: latents to images; required by models of latents.
@@ -40,7 +44,8 @@ def make_fid(
   """
   model, _ = make_model(config)
   paint = make_image_sampler(model, config, decode)
-  num, size = config.sample.fid_images, config.eval.batch_size
+  num = config.sample.fid_images
+  most = min(config.eval.batch_size, _MOST_AT_ONCE)
   channels, classes = config.model.channels, config.model.num_classes
   if decode is None and channels not in (1, 3):
     raise ValueError(
@@ -49,7 +54,8 @@ def make_fid(
     )
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-    seen = None
+    seen, shards = None, sharding.batch_shards(mesh)
+    size = max(most // shards, 1) * shards
     for start in interruptible(range(0, num, size)):
       index = np.arange(start, start + size, dtype=np.int32)
       batch = [sharding.put_batch(x, mesh) for x in (index, index % classes)]

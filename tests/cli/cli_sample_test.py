@@ -1,13 +1,22 @@
+import json
 import pathlib
 import tempfile
+import zipfile
 from unittest import mock
 
+import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
+from moh_jax.cli import common
+from moh_jax.convert import decoder
+from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler
+from moh_jax.runtime import checkpoint, sharding
 from tests.cli import tiny_checkpoint
+from tests.inference import tiny_vae
+from tests.training import tiny
 
 
 class SampleCommandTest(parameterized.TestCase):
@@ -96,11 +105,72 @@ class SampleCommandTest(parameterized.TestCase):
     self.assertLess(np.abs(little - starts).mean(), 20)
     self.assertGreater(np.abs(much - starts).mean(), 40)
 
+  def test_other_start_images_do_not_continue_a_folder(self):
+    start = self.root / "start.png"
+    argv = ("--start", start, "--strength", "0.5", "--labels", "3")
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save(start)
+    for _ in range(2):  # the same images go on
+      status, _, err = self._call(*argv, out="folder")
+      self.assertEqual(status, 0, err)
+    Image.fromarray(np.full((8, 8), 255, np.uint8)).save(start)
+    status, _, err = self._call(*argv, out="folder")
+    self.assertEqual(status, 2)
+    self.assertRegex(err, "start: '1 images, sha256 .* here, '1 images, sha256")
+
+  def test_start_images_of_latents_go_through_the_autoencoder(self):
+    config = tiny.dit_config(
+      model={"channels": 2}, data={"source": "fake"},
+      diffusion={"space": "latent", "latent_scale": 0.18215},
+    )  # fmt: skip
+    checkpoint.save_params(
+      self.root / "dit",
+      tiny.random_params(config),
+      checkpoint.Metadata(config, tuple("0123456789")),
+    )
+    tiny_vae.save(self.root / "vae")
+    pixels = np.random.RandomState(0).randint(0, 256, (16, 16, 3), np.uint8)
+    Image.fromarray(pixels).save(self.root / "start.png")
+    with mock.patch.object(
+      decoder, "load_vae", side_effect=decoder.load_vae
+    ) as load:
+      status, _, err = self._call(
+        *("--start", self.root / "start.png", "--strength", "0.5"),
+        *("--vae", self.root / "vae", "--labels", "3"),
+        checkpoint=self.root / "dit",
+      )
+    self.assertEqual(status, 0, err)
+    self.assertEqual(load.call_count, 1)
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    vae = decoder.load_autoencoder(str(self.root / "vae"), config, mesh)
+    sampler = Sampler(
+      restore(self.root / "dit"),
+      labels=[3],
+      decode=vae.decoder(),
+      start=vae.encoder()(pixels[None] / np.float32(127.5) - 1),
+      strength=0.5,
+    )
+    expected = sampler.batch(0, 1)[0].astype(int)
+    with Image.open(self.root / "x.png") as picture:
+      found = np.asarray(picture)
+    self.assertLessEqual(np.abs(found - expected).max(), 1)
+
+  @parameterized.parameters(b"", b"no image")
+  def test_bad_start_is_refused_before_the_parameters_are_read(self, content):
+    (self.root / "a.png").write_bytes(content)
+    with mock.patch.object(common, "restore") as restored:
+      status, _, err = self._call(
+        "--start", self.root / "a.png", "--strength", "0.5"
+      )
+    self.assertEqual(status, 2)
+    self.assertIn("a.png", err)
+    restored.assert_not_called()
+
   @parameterized.parameters(
     (("--strength", "0.5"), "--strength 0.5 needs --start"),
     (("--start", "HERE"), "--strength 1.0 must be above 0 and below 1"),
     (("--start", "HERE", "--strength", "nan"), "--strength nan must be above"),
-    (("--start", "gone.png", "--strength", "0.5"), "gone.png"),
+    (("--start", "", "--strength", "0.5"), "--start '' must name a file"),
+    (("--start", "gone.png"), "gone.png: no such file or folder"),
     (("--start", "EMPTY", "--strength", "0.5"), "empty holds no image"),
   )
   def test_bad_starts_are_one_line(self, argv, message):
@@ -132,6 +202,20 @@ class SampleCommandTest(parameterized.TestCase):
     status, _, err = self._call("--num", 4, "--seed", 1, out="x.npz")
     self.assertEqual(status, 2)
     self.assertIn("made with other settings", err)
+    after, _ = self._npz("--num", 4)
+    np.testing.assert_array_equal(after, before)
+
+  def test_finished_file_of_a_version_without_start_images_is_known(self):
+    before, _ = self._npz("--num", 4)
+    file = self.root / "x.npz"
+    with zipfile.ZipFile(file, "a") as archive:
+      settings = json.loads(archive.comment)
+      known = ("batch_size", "cfg_channels", "cfg_interval", "cfg_scale",
+               "checkpoint", "dtype", "ema", "eta", "gate_form", "labels",
+               "method", "num", "seed", "step", "steps", "top_k", "vae",
+               "vae_tile")  # fmt: skip
+      earlier = {name: settings[name] for name in known}
+      archive.comment = json.dumps(earlier, sort_keys=True).encode()
     after, _ = self._npz("--num", 4)
     np.testing.assert_array_equal(after, before)
 

@@ -1,13 +1,17 @@
 """A picture of stored latents."""
 
 import pathlib
+import shutil
 import tempfile
+from unittest import mock
 
 import jax
 import numpy as np
 from absl.testing import absltest
 from PIL import Image
 
+from moh_jax.cli import show_latents
+from moh_jax.convert.decoder import Autoencoder
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.models.generation import to_pixels
 from moh_jax.models.vae import VAE
@@ -55,6 +59,37 @@ class ShowLatentsCommandTest(absltest.TestCase):
     for tile, (row, column) in zip(expected, np.ndindex(2, 2)):
       found = grid[10 * row :, 10 * column :][:8, :8]
       self.assertLessEqual(np.abs(found.astype(int) - tile).max(), 1)
+
+  def test_split_needs_no_other_one(self):
+    (self.root / "alone").mkdir()
+    shutil.copytree(
+      self.root / "latents" / "train", self.root / "alone" / "val"
+    )
+    status, out, err = self._call(
+      "alone.png", "--num", 1, "--split", "val", data="alone"
+    )
+    self.assertEqual(status, 0, err)
+    self.assertEqual(out, "row 1: ant\n")
+
+  def test_latents_are_decoded_in_batches(self):
+    seen = []
+
+    def decode(autoencoder, tile=0):
+      del autoencoder, tile
+
+      def images(latents):
+        seen.append(len(latents))
+        return np.zeros((len(latents), 8, 8, 3), np.float32)
+
+      return images
+
+    with (
+      mock.patch.object(show_latents, "_BATCH", 4),
+      mock.patch.object(Autoencoder, "decoder", decode),
+    ):
+      status, _, err = self._call("all.png", "--num", 10)
+    self.assertEqual(status, 0, err)
+    self.assertEqual(seen, [4, 4, 2])
 
   def test_another_encoder_is_said(self):
     tiny_vae.save(self.root / "other", seed=1)

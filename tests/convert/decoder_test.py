@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiffusionConfig
-from moh_jax.convert.decoder import load_decoder, load_encoder
+from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.models.vae import VAE
 from moh_jax.models.weights_hash import encoder_sha256
 from moh_jax.runtime import sharding
@@ -29,14 +29,14 @@ class DecoderTest(parameterized.TestCase):
   def _load(self, config=None, encoder=""):
     config = config or self.config
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    return load_decoder(str(self.folder), config, mesh, encoder=encoder)
+    return load_autoencoder(str(self.folder), config, mesh, encoder=encoder)
 
   def test_the_same_encoder_is_silent(self):
     params = tiny_vae.params()
     with self.assertNoLogs("moh_jax", "WARNING"):
-      decode = self._load(encoder=encoder_sha256(tiny_vae.CONFIG, params))
+      vae = self._load(encoder=encoder_sha256(tiny_vae.CONFIG, params))
     latents = np.zeros((1, 4, 4, 2), np.float32)
-    self.assertEqual(decode(latents).shape, (1, 8, 8, 3))
+    self.assertEqual(vae.decoder()(latents).shape, (1, 8, 8, 3))
 
   def test_another_encoder_is_said(self):
     other = encoder_sha256(tiny_vae.CONFIG, tiny_vae.params(1))
@@ -56,24 +56,35 @@ class DecoderTest(parameterized.TestCase):
     self.assertIn("scale 0.18215, not 0.5; shift 0.0, not 1.0", logs.output[0])
 
   def test_encoder_gives_the_scaled_means_of_the_latents(self):
-    encode, size = load_encoder(str(self.folder), self.config)
-    self.assertEqual(size, (16, 16))
     images = np.random.default_rng(0).uniform(-1, 1, (2, 16, 16, 3))
     images = images.astype(np.float32)
     mean, _ = VAE(tiny_vae.CONFIG).apply(
       {"params": tiny_vae.params()}, images, method="encode"
     )
     np.testing.assert_allclose(
-      encode(images), mean * 0.18215, rtol=1e-4, atol=1e-5
+      self._load().encoder()(images), mean * 0.18215, rtol=1e-4, atol=1e-5
     )
 
-  def test_encoder_of_other_channels_is_refused(self):
+  def test_weights_go_to_the_devices_once(self):
+    vae = self._load()
+    target = jax.tree.leaves(vae.params)[0].sharding
+    latents, images = (
+      jax.device_put(np.zeros(shape, np.float32), target)
+      for shape in ((1, 4, 4, 2), (1, 8, 8, 3))
+    )
+    for run, x in ((vae.decoder(), latents), (vae.encoder(), images)):
+      first = run(x)
+      with jax.transfer_guard_host_to_device("disallow"):
+        again = run(x)
+      np.testing.assert_array_equal(first, again)
+
+  def test_autoencoder_of_other_channels_is_refused(self):
     config = tiny.dit_config(
       data={"source": "fake"}, model={"channels": 3},
       diffusion={"space": "latent", "latent_scale": 1.0},
     )  # fmt: skip
     with self.assertRaisesRegex(ValueError, "2 latent channels must be"):
-      load_encoder(str(self.folder), config)
+      self._load(config)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import SampleConfig
 from moh_jax.evaluation.fid import frechet_distance
 from moh_jax.evaluation.statistics import Gaussian, moments
+from moh_jax.families.dit import DiTFamily
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler, sample_images
 from moh_jax.models.registry import make_model
@@ -63,6 +65,26 @@ class SampledFidTest(parameterized.TestCase):
   def test_is_the_same_on_eight_devices(self):
     self.assertAlmostEqual(_fid(8), _fid(1), delta=1e-6 * _fid(1))
 
+  @parameterized.parameters((1, 64), (3, 63))
+  def test_images_are_decoded_few_at_a_time(self, devices, most):
+    sizes = []
+
+    def extract(images):
+      sizes.append(len(images))
+      return _extract(images)
+
+    config = tiny.dit_config(
+      sample={"fid_images": 70, "steps": "1", **_FILES},
+      eval={"batch_size": 192}, mesh={"data": devices},
+    )  # fmt: skip
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:devices])
+    with sharding.use_mesh(mesh):
+      params = jax.device_put(
+        tiny.random_params(config), sharding.replicated(mesh)
+      )
+      make_fid(config, _REFERENCE, extract)(params, mesh)
+    self.assertEqual(sizes, [most, most])
+
   def test_depends_on_the_parameters(self):
     self.assertNotAlmostEqual(_fid(1, seed=1), _fid(1), delta=1e-3 * _fid(1))
 
@@ -76,7 +98,8 @@ class SampledFidTest(parameterized.TestCase):
       )
       score = make_fid(config, _REFERENCE, _extract)
       devices = jax.devices()[:1]
-      loop.train(config, str(root / name), devices=devices, score=score)
+      with mock.patch.object(DiTFamily, "further_metrics", return_value=score):
+        loop.train(config, str(root / name), devices=devices)
       lines = (root / name / "metrics.jsonl").read_text().splitlines()
       rows = [json.loads(line) for line in lines]
       return {r["step"]: r["fid"] for r in rows if "fid" in r}
@@ -85,6 +108,13 @@ class SampledFidTest(parameterized.TestCase):
     self.assertEqual(list(whole), [1, 2, 3])
     run("parts", 2)
     self.assertEqual(run("parts", 3), whole)
+
+  def test_config_alone_asks_for_it(self):
+    workdir = pathlib.Path(self.create_tempdir().full_path, "run")
+    config = _config(mesh={"data": 1})
+    with self.assertRaisesRegex(FileNotFoundError, "stats.npz"):
+      loop.train(config, str(workdir), devices=jax.devices()[:1])
+    self.assertFalse(workdir.exists())
 
   def test_latents_need_their_autoencoder(self):
     config = _config(
