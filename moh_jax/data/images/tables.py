@@ -11,12 +11,13 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from moh_jax.data.extras import import_extra
+from moh_jax.data.images.folders import has_class_images
 from moh_jax.data.text.pieces import open_parquet
 from moh_jax.data.text.places import list_files
 from moh_jax.json_files import parse_json
@@ -70,12 +71,12 @@ class Columns:
 
 
 def is_tables(root: str | os.PathLike) -> bool:
-  """Whether a folder, or one in it, holds Parquet or Arrow files."""
-  patterns = [
-    f"{below}*{suffix}" for suffix in _SUFFIXES for below in ("", "*/")
-  ]
-  folder = pathlib.Path(root)
-  return any(next(folder.glob(pattern), None) for pattern in patterns)
+  """Whether a local folder is read as tables: `find_tables` finds some.
+
+  A table beside class folders that hold images is a note on them.
+  """
+  is_classes = os.path.isdir(root) and has_class_images(root)
+  return not is_classes and any(_walk(root))
 
 
 def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
@@ -98,18 +99,8 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
       others do not.
   """
   found: dict[str, list[str]] = collections.defaultdict(list)
-  for where, below, names in os.walk(root):
-    below[:] = sorted(name for name in below if not name.startswith("."))
-    tables = [
-      os.path.join(where, name)
-      for name in sorted(names)
-      if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
-    ]
-    if "state.json" in names:
-      tables = list_files([where])
-    for table in tables:
-      name = pathlib.Path(table).relative_to(os.path.abspath(root)).as_posix()
-      found[_split(name)].append(name)
+  for name in _walk(root):
+    found[_split(name)].append(name)
   if "val" not in found and "test" in found:
     found["val"] = found["test"]
   if found[""] and len(found) > 1:
@@ -119,6 +110,22 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
     )
   splits = {"train": found["train"] or found[""], "val": found["val"]}
   return {split: files for split, files in splits.items() if files}
+
+
+def _walk(root: str | os.PathLike) -> Iterator[str]:
+  """Paths below `root` of the tables in it that are not hidden."""
+  root = os.path.abspath(root)
+  for where, below, names in os.walk(root):
+    below[:] = sorted(name for name in below if not name.startswith("."))
+    tables = [
+      os.path.join(where, name)
+      for name in sorted(names)
+      if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+    ]
+    if tables and "state.json" in names:
+      tables = list_files([where])
+    for table in tables:
+      yield pathlib.Path(table).relative_to(root).as_posix()
 
 
 def _split(name: str) -> str:

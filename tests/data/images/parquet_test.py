@@ -1,5 +1,6 @@
 """Images in Parquet and Arrow files, written as the library `datasets` does."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -77,6 +78,7 @@ class SplitsTest(_TempDirTest):
     (("0.parquet", "1.arrow"), 2, 0),
     (("constrain/0.parquet", ".cache/test.parquet"), 1, 0),
     (("Train-00000.parquet", "dev-00000.parquet"), 1, 1),
+    (("default/train/0.parquet", "default/test/0.parquet"), 1, 1),
   )
   def test_names_tell_the_split(self, names, train, val):
     for name in names:
@@ -101,6 +103,29 @@ class SplitsTest(_TempDirTest):
     self.assertEqual(
       found, {"train": ["train/data-0.arrow"], "val": ["test/data-0.arrow"]}
     )
+
+  def test_relative_path(self):
+    write(self.root / "data/train-0.parquet", make_table([0, 1]))
+    self.enterContext(contextlib.chdir(self.root.parent))
+    found = ParquetSource(self.root.name, "train", 3)
+    np.testing.assert_array_equal(found[1]["image"], png(1)[1])
+
+  @parameterized.parameters(
+    ("ant/.cache/x.arrow", False),
+    ("metadata.parquet", False),
+    ("train/metadata.parquet", False),
+    ("data/train-0.parquet", True),
+  )
+  def test_tables_beside_images(self, name, expected):
+    below = "train/" if name.startswith("train") else ""
+    for folder in ("ant", "bee"):
+      path = self.root / f"{below}{folder}/0.png"
+      path.parent.mkdir(parents=True)
+      path.write_bytes(png(0)[0])
+    write(self.root / name, make_table([0]))
+    self.assertEqual(tables.is_tables(self.root), expected)
+    (train,) = sources.open_splits(str(self.root), None).values()
+    self.assertEqual(train.class_names, CLASSES if expected else ("ant", "bee"))
 
   def test_missing_split_is_named(self):
     write(self.root / "train-0.parquet", make_table([0]))
