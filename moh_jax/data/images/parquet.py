@@ -121,9 +121,10 @@ class ParquetSource(EncodedSource):
 
   @property
   def fingerprint(self) -> str:
-    """Identifies the list of images."""
-    found = self.identity()
-    return f"{found['examples']} rows, xxh3 {str(found['fingerprint'])[:16]}"
+    """Identifies the list of images, their labels and the classes."""
+    known = f"{self.identity()} {self.class_names}"
+    digest = xxhash.xxh3_64_hexdigest(known.encode(errors="surrogateescape"))
+    return f"{len(self)} rows, xxh3 {digest}"
 
   def read(self, index: int) -> Record:
     """The file of an image, not decoded."""
@@ -191,7 +192,7 @@ class ParquetSource(EncodedSource):
     where = f"{self._root}: column {column!r}"
     if labels.null_count:
       raise ValueError(f"{where} has {labels.null_count} rows without a label")
-    if pyarrow.types.is_string(labels.type):
+    if labels.type in (pyarrow.string(), pyarrow.large_string()):
       values, positions = np.unique(labels.to_pylist(), return_inverse=True)
       return positions.astype(np.int32), tuple(map(str, values))
     if not pyarrow.types.is_integer(labels.type):

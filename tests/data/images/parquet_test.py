@@ -111,7 +111,7 @@ class SplitsTest(_TempDirTest):
     np.testing.assert_array_equal(found[1]["image"], png(1)[1])
 
   @parameterized.parameters(
-    ("ant/.cache/x.arrow", False),
+    (".cache/x.arrow", False),
     ("metadata.parquet", False),
     ("train/metadata.parquet", False),
     ("data/train-0.parquet", True),
@@ -165,8 +165,10 @@ class RowsTest(_TempDirTest):
     self.assertEqual(source.class_names, ("0", "1", "2", "3"))
     self.assertEqual(source[0]["label"], 3)
 
-  def test_labels_of_text_are_sorted(self):
-    table = make_table(["dog", "ant", "dog"], features={})
+  @parameterized.parameters("string", "large_string")
+  def test_labels_of_text_are_sorted(self, kind):
+    labels = pa.array(["dog", "ant", "dog"], getattr(pa, kind)())
+    table = make_table(labels, features={})
     write(self.root / "0.parquet", table)
     source = self._open()
     self.assertEqual(source.class_names, ("ant", "dog"))
@@ -258,6 +260,21 @@ class IdentityTest(_TempDirTest):
     self.assertLen(set(found), 4)
     write(self.root / "0.parquet", make_table([0, 1]))
     self.assertEqual(str(sorted(self._open().identity().items())), found[0])
+
+
+  def test_packing_goes_on_with_the_same_labels_and_classes_alone(self):
+    write(self.root / "0.parquet", make_table([0, 1]))
+    found = {
+      self._open(class_names=names).fingerprint
+      for names in (
+        (),
+        ("bee", "ant", "cat"),
+        ("ant", "bee", "cat", "dog"),
+        ("ant", "bee", "dog", "cat"),
+      )
+    }
+    self.assertLen(found, 4)
+    self.assertIn(self._open(class_names=CLASSES).fingerprint, found)
 
 
 class BadInputTest(_TempDirTest):
