@@ -261,7 +261,6 @@ class IdentityTest(_TempDirTest):
     write(self.root / "0.parquet", make_table([0, 1]))
     self.assertEqual(str(sorted(self._open().identity().items())), found[0])
 
-
   def test_packing_goes_on_with_the_same_labels_and_classes_alone(self):
     write(self.root / "0.parquet", make_table([0, 1]))
     found = {
