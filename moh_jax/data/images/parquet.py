@@ -20,10 +20,12 @@ from moh_jax.data.images import tables
 from moh_jax.data.images.classes import match_classes
 from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.folders import FLAT_CLASS, check_share, is_held_out
+from moh_jax.data.images.shared_reads import SharedReads
 
 _LOG = logging.getLogger(__name__)
 _LARGE_GROUP = 1 << 26  # bytes; 10 MB took 2.7 ms of one core for one image
 _MOST_CLASSES = 1 << 20
+_KEPT_BYTES = 1 << 28  # of row groups that a process keeps
 
 
 class ParquetSource(EncodedSource):
@@ -81,7 +83,7 @@ class ParquetSource(EncodedSource):
       itertools.accumulate(rows for head in heads for rows in head.rows)
     )
     self._starts = [0, *itertools.accumulate(self._file_rows)]
-    self._cache = tables.GroupCache()
+    self._read_groups = SharedReads(_KEPT_BYTES, tables.kept_bytes)
     if not any(self._file_rows):
       raise FileNotFoundError(f"data.path={path!r}: its tables have no rows")
     labels, own = self._read_labels()
@@ -132,8 +134,8 @@ class ParquetSource(EncodedSource):
     place = bisect.bisect_right(self._ends, row)
     number, group = self._groups[place]
     file = str(self._root / self._names[number])
-    table = self._cache.get(
-      (number, group),
+    table = self._read_groups.get(
+      (file, group),
       lambda: tables.read_group(file, group, self._columns.names),
     )
     first = self._ends[place] - table.num_rows

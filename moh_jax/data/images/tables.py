@@ -5,13 +5,11 @@ its label. pyarrow reads the files; `datasets` is not needed.
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import os
 import pathlib
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -33,7 +31,6 @@ _WORDS = {
 _WORD = re.compile(r"(?<![a-z])(" + "|".join(_WORDS) + r")(?![a-z])")
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
 _MOST_SCHEMA = 1 << 26  # bytes that a schema's notes may have
-_KEPT_BYTES = 1 << 28  # of row groups that a process keeps
 _FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
 
 
@@ -225,7 +222,7 @@ def open_table(file: str) -> Table:
     ValueError: it is damaged, or pyarrow is missing.
   """
   import_extra("pyarrow", file, "images")
-  if file.lower().endswith(".arrow"):
+  if _is_arrow(file):
     mapped = _map_arrow(file)
     return Table(file, mapped.schema, (mapped.num_rows,), 0)
   with open_parquet(file) as table:
@@ -242,7 +239,7 @@ def read_group(file: str, group: int, columns: list[str]) -> Any:
   Raises:
     ValueError: the file is damaged.
   """
-  if file.lower().endswith(".arrow"):
+  if _is_arrow(file):
     return _map_arrow(file).select(columns)
   pyarrow = import_extra("pyarrow", file, "images")
   with open_parquet(file) as table:
@@ -252,6 +249,10 @@ def read_group(file: str, group: int, columns: list[str]) -> Any:
       raise ValueError(
         f"{file}: row group {group} is damaged: {error}"
       ) from error
+
+
+def _is_arrow(file: str) -> bool:
+  return file.lower().endswith(".arrow")
 
 
 def _map_arrow(file: str) -> Any:
@@ -269,48 +270,6 @@ def _map_arrow(file: str) -> Any:
     raise ValueError(f"{file}: damaged or no Arrow file: {error}") from error
 
 
-class GroupCache:
-  """The row groups that threads read last; each is read by one of them."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._kept: collections.OrderedDict[Any, concurrent.futures.Future] = (
-      collections.OrderedDict()
-    )
-
-  def __reduce__(self) -> tuple:
-    return GroupCache, ()  # a worker process reads its own
-
-  def get(self, key: tuple, load: Callable[[], Any]) -> Any:
-    """The group of a key; `load` reads it."""
-    with self._lock:
-      entry = self._kept.get(key)
-      if is_new := entry is None:
-        entry = self._kept[key] = concurrent.futures.Future()
-      self._kept.move_to_end(key)
-    if not is_new:
-      return entry.result()
-    try:
-      entry.set_result(load())
-    except BaseException as error:
-      entry.set_exception(error)
-      with self._lock:
-        self._kept.pop(key, None)
-      raise
-    self._forget()
-    return entry.result()
-
-  def _forget(self) -> None:
-    """Drops the groups that were used longest ago; mapped ones cost nothing."""
-    with self._lock:
-      sizes = {
-        key: entry.result().nbytes
-        for key, entry in self._kept.items()
-        if entry.done() and not entry.exception()
-      }
-      total = sum(sizes.values())
-      for key, size in sizes.items():
-        if total <= _KEPT_BYTES or len(self._kept) == 1:
-          return
-        del self._kept[key]
-        total -= size
+def kept_bytes(key: tuple[str, int], group: Any) -> int:
+  """Memory of a row group of (file, number): mapped files need none."""
+  return 0 if _is_arrow(key[0]) else group.nbytes

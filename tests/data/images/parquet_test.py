@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, get_family
-from moh_jax.data.images import sources, tables
+from moh_jax.data.images import parquet, sources, tables
 from moh_jax.data.images.parquet import ParquetSource
 from moh_jax.data.infer import resolve
 from tests.data.images.sources_test import _MODEL
@@ -239,11 +239,23 @@ class RowsTest(_TempDirTest):
 
   def test_kept_groups_are_bounded(self):
     write(self.root / "0.parquet", make_table([0] * 8), 1)
-    self.enterContext(absltest.mock.patch.object(tables, "_KEPT_BYTES", 1))
+    self.enterContext(absltest.mock.patch.object(parquet, "_KEPT_BYTES", 1))
     source = self._open()
     for i in (0, 1, 2, 0, 7):
       np.testing.assert_array_equal(source[i]["image"], png(i)[1])
-    self.assertLen(source._cache._kept, 1)
+    self.assertLen(source._read_groups, 1)
+
+  def test_mapped_files_need_no_memory(self):
+    for number in range(3):
+      write(self.root / f"{number}.arrow", make_table([0], number))
+    self.enterContext(absltest.mock.patch.object(parquet, "_KEPT_BYTES", 1))
+    source, mapped = self._open(), tables._map_arrow
+    with absltest.mock.patch.object(
+      tables, "_map_arrow", side_effect=mapped
+    ) as maps:
+      for i in (0, 1, 2, 0, 1, 2):
+        np.testing.assert_array_equal(source[i]["image"], png(i)[1])
+    self.assertEqual(maps.call_count, 3)
 
 
 class IdentityTest(_TempDirTest):
