@@ -17,7 +17,7 @@ import xxhash
 from moh_jax.data.extras import import_extra
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.images import tables
-from moh_jax.data.images.classes import match_classes
+from moh_jax.data.images.classes import ClassList, match_classes
 from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.folders import FLAT_CLASS, check_share, is_held_out
 from moh_jax.data.images.shared_reads import SharedReads
@@ -38,7 +38,7 @@ class ParquetSource(EncodedSource):
     channels: int,
     *,
     val_share: float = 0.0,
-    class_names: tuple[str, ...] = (),
+    class_names: tuple[str, ...] | ClassList = (),
     label_column: str = "",
   ):
     """Reads the heads of a split's files.
@@ -99,9 +99,9 @@ class ParquetSource(EncodedSource):
     self._labels = labels
     self.class_names = own
     if class_names:
-      known = match_classes(own, class_names, str(self._root))
+      where = str(self._root)
+      self.class_names, known = match_classes(own, class_names, where)
       self._labels = np.array(known, np.int32)[labels]
-      self.class_names = class_names
 
   def __len__(self) -> int:
     return len(self._rows)

@@ -174,7 +174,7 @@ def find_columns(schema: Any, file: str, label: str) -> Columns:
     if len(candidates) > 1:
       raise ValueError(
         f"{file}: labels may be in the columns {candidates}; choose with "
-        "data.label_column"
+        "data.label_column or --label-column"
       )
     label = candidates[0] if candidates else ""
   names = features[label].names if label else None
