@@ -187,8 +187,8 @@ class ParquetSource(EncodedSource):
     if not column:
       return np.zeros(sum(self._file_rows), np.int32), (FLAT_CLASS,)
     parts = [
-      tables.read_group(str(self._root / self._names[number]), group, [column])
-      for number, group in self._groups
+      tables.read_group(str(self._root / name), None, [column])
+      for name in self._names
     ]
     labels = pyarrow.concat_tables(parts).column(column)
     where = f"{self._root}: column {column!r}"

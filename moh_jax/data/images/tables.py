@@ -233,8 +233,8 @@ def open_table(file: str) -> Table:
     return Table(file, table.schema_arrow, rows, largest)
 
 
-def read_group(file: str, group: int, columns: list[str]) -> Any:
-  """Reads some columns of a row group as a table of pyarrow.
+def read_group(file: str, group: int | None, columns: list[str]) -> Any:
+  """Reads some columns of a row group, None of all, as a table of pyarrow.
 
   Raises:
     ValueError: the file is damaged.
@@ -243,12 +243,14 @@ def read_group(file: str, group: int, columns: list[str]) -> Any:
     return _map_arrow(file).select(columns)
   pyarrow = import_extra("pyarrow", file, "images")
   with open_parquet(file) as table:
+    groups = range(table.num_row_groups) if group is None else [group]
     try:
-      return table.read_row_group(group, columns=columns, use_threads=False)
+      return table.read_row_groups(groups, columns=columns, use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
-      raise ValueError(
-        f"{file}: row group {group} is damaged: {error}"
-      ) from error
+      which = (
+        f"column {columns[0]!r}" if group is None else f"row group {group}"
+      )
+      raise ValueError(f"{file}: {which} is damaged: {error}") from error
 
 
 def _is_arrow(file: str) -> bool:

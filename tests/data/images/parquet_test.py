@@ -16,9 +16,9 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, get_family
+from moh_jax.data import infer
 from moh_jax.data.images import parquet, sources, tables
 from moh_jax.data.images.parquet import ParquetSource
-from moh_jax.data.infer import resolve
 from tests.data.images.sources_test import _MODEL
 
 CLASSES = ("ant", "bee", "cat")
@@ -237,6 +237,16 @@ class RowsTest(_TempDirTest):
       thread.join()
     self.assertLen(reads, 1)
 
+  def test_labels_are_read_once_of_a_file(self):
+    for number in range(2):
+      write(self.root / f"{number}.parquet", make_table([0, 1, 2]), 1)
+    with absltest.mock.patch.object(
+      tables, "open_parquet", side_effect=tables.open_parquet
+    ) as opened:
+      source = self._open()
+    self.assertEqual(opened.call_count, 4)  # two heads, two columns of labels
+    self.assertEqual([int(source[i]["label"]) for i in range(6)], [0, 1, 2] * 2)
+
   def test_kept_groups_are_bounded(self):
     write(self.root / "0.parquet", make_table([0] * 8), 1)
     self.enterContext(absltest.mock.patch.object(parquet, "_KEPT_BYTES", 1))
@@ -304,7 +314,7 @@ class BadInputTest(_TempDirTest):
       source[2]
     model = {"model": _MODEL}
     data = DataConfig(source="parquet", path=str(self.root), bad_images="check")
-    config = resolve(Config(**model | {"model": _model(3)}, data=data))
+    config = infer.resolve(Config(**model | {"model": _model(3)}, data=data))
     with self.assertRaisesRegex(ValueError, "2 of 3 images cannot be used"):
       sources.make_source(config, "train")
 
@@ -369,8 +379,14 @@ class MakeSourceTest(_TempDirTest):
       labels = [i % 3 for i in range(count)]
       write(self.root / f"data/{split}-0-of-1.parquet", make_table(labels))
     data = DataConfig(source="parquet", path=str(self.root))
-    config = resolve(Config(model=_model(None), data=data))
+    model = dataclasses.replace(_model(None), channels=None)
+    with absltest.mock.patch.object(
+      infer, "open_files", side_effect=infer.open_files
+    ) as opened:
+      config = infer.resolve(Config(model=model, data=data))
+    self.assertEqual(opened.call_count, 1)
     self.assertEqual(config.model.num_classes, 3)
+    self.assertEqual(config.model.channels, 3)
     self.assertTrue(sources.has_split(config, "val"))
     train = sources.make_source(config, "train")
     val = sources.make_source(config, "val", train.class_names)
