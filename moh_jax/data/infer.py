@@ -18,6 +18,11 @@ from moh_jax.data.shards import read_metadata
 from moh_jax.data.text.sequences import describe_set
 from moh_jax.data.text.tokenizers import load_tokenizer
 
+# What random data refuse beside other data, and its default.
+_OF_FILES = {
+  **{"mix": (), "ratios": ()},
+  **{"class_list": "", "label_column": "", "decode": "exact"},
+}
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _DIGITS = ((0.3,), (0.37,))  # of the training scans' pixels
 _STDLIB_BPE = 2048  # tokens: 10 MiB of text train no more
@@ -94,10 +99,8 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   try:
     return resolve(config), {}
   except FileNotFoundError:
-    changes: dict[str, Any] = {"source": "fake"}
-    if getattr(config.data, "mix", ()):
-      changes |= {"mix": (), "ratios": ()}
-    data = dataclasses.replace(config.data, **changes)
+    changes = {k: v for k, v in _OF_FILES.items() if hasattr(config.data, k)}
+    data = dataclasses.replace(config.data, **changes, source="fake")
     found = resolve(dataclasses.replace(config, data=data))
   assumed = {
     field.name: getattr(found.model, field.name)
