@@ -169,7 +169,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
-  """Adds --data and --split, of images in a folder per class.
+  """Adds --data, --split and --label-column, of images and their classes.
 
   Args:
     parser: of the command.
@@ -187,6 +187,12 @@ def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
     choices=SPLITS,
     help="read this split alone; without train/ and val/, what the images are "
     "(default: train)",
+  )
+  parser.add_argument(
+    "--label-column",
+    metavar="NAME",
+    default="",
+    help="column of the labels of Parquet or Arrow files (default: found)",
   )
 
 

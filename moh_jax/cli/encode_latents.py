@@ -17,7 +17,9 @@ def run(args: argparse.Namespace) -> int:
   options = EncodeOptions(**fields.given_fields(args, EncodeOptions))
   config, params = load_vae(args.vae)
   config = dataclasses.replace(config, dtype=args.dtype)
-  sources = open_splits(args.data, args.split, config.image_channels)
+  sources = open_splits(
+    args.data, args.split, config.image_channels, label_column=args.label_column
+  )
   first, *others = sources.values()
   for other in others:
     check_class_names(first.class_names, other.class_names, args.data)

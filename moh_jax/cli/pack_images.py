@@ -11,7 +11,9 @@ from moh_jax.data.images.sources import open_splits
 def run(args: argparse.Namespace) -> int:
   """Writes the shards; a second run continues the first."""
   names = read_class_list(args.class_list) if args.class_list else ()
-  sources = open_splits(args.data, args.split, class_names=names)
+  sources = open_splits(
+    args.data, args.split, class_names=names, label_column=args.label_column
+  )
   first, *others = sources.values()
   for other in others:
     check_class_names(first.class_names, other.class_names, args.data)

@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
   config = resolve(_checked(args.config))
   source = make_source(config, "train")
   batch = _read(config, source, args.step, args.num)
-  images, targets = _mixed(config, batch)
+  # Images are mixed in pairs, which may be one more than was asked for.
+  images, targets = (part[: args.num] for part in _mixed(config, batch))
   names = [_name(target, source.class_names) for target in targets]
   zoom = -(-_SMALLEST_SIDE // images.shape[2])
   images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)

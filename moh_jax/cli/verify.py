@@ -28,8 +28,15 @@ def run(args: argparse.Namespace) -> int:
   return 1 if any(found.damage for found in reports) else 0
 
 
+def _damage(folder: pathlib.Path) -> list[str]:
+  try:
+    return shards.damage(folder)
+  except (ValueError, OSError) as error:  # the other sets are compared too
+    return [str(error)]
+
+
 def _verify_sets(folders: list[pathlib.Path], json: str | None) -> int:
-  damaged = {str(folder): shards.damage(folder) for folder in folders}
+  damaged = {str(folder): _damage(folder) for folder in folders}
   if json != "-":
     for folder, lines in damaged.items():
       print(*(lines or [f"{folder}: whole"]), sep="\n")

@@ -59,9 +59,11 @@ class DataConfig:
     label_column: column of the labels of "parquet"; "" finds it.
     decode: what is decoded and resized. "exact" decodes all pixels, and Pillow
       resizes them. "reduced" lets random crops that are more than four times as
-      large as the model's input decode JPEG at 1/2, 1/4 or 1/8. "fast" also
-      resizes with cykooz_resizer, whose pixels are those of Pillow within a few
-      of 255 levels; it needs the extra `images`.
+      large as the model's input decode JPEG at 1/2, 1/4 or 1/8; it needs
+      `augment` "crop_flip" and `repeats` 1. "fast" also resizes with
+      cykooz_resizer, whose pixels are those of Pillow within a few of 255
+      levels; it needs the extra `images`, and only resizes where "reduced"
+      would be refused.
     bad_images: what a training image that cannot be read does: "raise" ends the
       run when it is reached, "skip" takes another image in its place and warns,
       "check" reads all images before the first step and names the bad ones.
@@ -122,15 +124,24 @@ class DataConfig:
         f"data.path='' must name the directory of data.source={self.source!r}, "
         "with train/ and val/"
       )
-    for name, sources in (
-      ("class_list", ("image_folder", "parquet")),
-      ("label_column", ("parquet",)),
+    for name, usual, sources in (
+      ("class_list", "", ("image_folder", "parquet")),
+      ("label_column", "", ("parquet",)),
+      ("decode", "exact", FILE_SOURCES),
     ):
-      if (value := getattr(self, name)) and self.source not in sources:
+      value = getattr(self, name)
+      if value != usual and self.source not in sources:
         raise ValueError(
-          f"data.{name}={value!r} must be '' with data.source={self.source!r}; "
-          f"it is for {sources}"
+          f"data.{name}={value!r} must be {usual!r} with data.source="
+          f"{self.source!r}; it is for {sources}"
         )
+    crops_alone = self.augment == "crop_flip" and self.repeats == 1
+    if self.decode == "reduced" and not crops_alone:
+      raise ValueError(
+        "data.decode='reduced' must be 'exact' or 'fast' with data.augment="
+        f"{self.augment!r} and data.repeats={self.repeats}: only random crops "
+        "('crop_flip') that no copies share (repeats=1) decode less"
+      )
     if self.mean is self.std is None:
       return
     if not self.mean or not self.std or len(self.mean) != len(self.std):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import statistics
 from typing import Any
@@ -10,12 +11,18 @@ from moh_jax.config import Config, DiffusionConfig
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.image_data import FILE_SOURCES
 from moh_jax.data.images import latents
+from moh_jax.data.images.encoded import EncodedSource
 from moh_jax.data.images.recipes import is_latent
 from moh_jax.data.images.sources import open_files
 from moh_jax.data.shards import read_metadata
 from moh_jax.data.text.sequences import describe_set
 from moh_jax.data.text.tokenizers import load_tokenizer
 
+# What random data refuse beside other data, and its default.
+_OF_FILES = {
+  **{"mix": (), "ratios": ()},
+  **{"class_list": "", "label_column": "", "decode": "exact"},
+}
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _DIGITS = ((0.3,), (0.37,))  # of the training scans' pixels
 _STDLIB_BPE = 2048  # tokens: 10 MiB of text train no more
@@ -45,15 +52,10 @@ def resolve(config: Config) -> Config:
   """
   warmup = config.optim.warmup(config.train.steps)
   optim = dataclasses.replace(config.optim, warmup_steps=warmup)
-  lookups = {
-    "channels": _channels,
-    "num_classes": _num_classes,
-    "image_size": _image_size,
-    "vocab_size": _vocab_size,
-  }
+  lookups = _Lookups(config)
   found = {
-    name: look(config)
-    for name, look in lookups.items()
+    name: getattr(lookups, name)()
+    for name in ("channels", "num_classes", "image_size", "vocab_size")
     if getattr(config.model, name, 0) is None
   }
   model, data = dataclasses.replace(config.model, **found), config.data
@@ -97,10 +99,8 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   try:
     return resolve(config), {}
   except FileNotFoundError:
-    changes: dict[str, Any] = {"source": "fake"}
-    if getattr(config.data, "mix", ()):
-      changes |= {"mix": (), "ratios": ()}
-    data = dataclasses.replace(config.data, **changes)
+    changes = {k: v for k, v in _OF_FILES.items() if hasattr(config.data, k)}
+    data = dataclasses.replace(config.data, **changes, source="fake")
     found = resolve(dataclasses.replace(config, data=data))
   assumed = {
     field.name: getattr(found.model, field.name)
@@ -114,58 +114,6 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   }
   data = dataclasses.replace(config.data, **unset)
   return dataclasses.replace(found, data=data), assumed
-
-
-def _channels(config: Config) -> int:
-  if config.data.source == "latents":
-    return _metadata(config)["latent_shape"][-1]
-  if config.data.source == "digits":
-    return 1
-  if is_latent(config):
-    return 4
-  return 3 if any(not grey for _, grey in _described(config)) else 1
-
-
-def _image_size(config: Config) -> tuple[int, int]:
-  """A square about as large as the images, in steps of 32 pixels up to 224."""
-  sizes = [size for size, _ in _described(config)]
-  side = statistics.median_low([min(size) for size in sizes])
-  side = min(side // _SIDE_STEP * _SIDE_STEP, _MOST_INFERRED_SIDE)
-  return (max(side, _SIDE_STEP),) * 2
-
-
-def _described(config: Config) -> list[tuple[tuple[int, int], bool]]:
-  """Rows and columns, and whether grey, of some training images.
-
-  Images whose headers cannot be read are for `data.bad_images` to decide on.
-  """
-  data = config.data
-  if data.source == "fake":
-    return [((_FAKE_SIDE, _FAKE_SIDE), False)]
-  if data.source == "digits":
-    return [((8, 8), True)]
-  source = open_files(data, "train", 3)
-  found = []
-  for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
-    with contextlib.suppress(ValueError, FileNotFoundError):
-      found.append(source.describe(i))
-  if not found:
-    raise ValueError(
-      f"data.path={data.path!r}: none of the images that were looked at can be "
-      f"read, such as {source.name(0)}"
-    )
-  return found
-
-
-def _num_classes(config: Config) -> int:
-  data = config.data
-  if data.source == "digits":
-    return 10
-  if data.source == "fake":
-    return _FAKE_CLASSES
-  if data.source in FILE_SOURCES:
-    return len(open_files(data, "train", 3).class_names)
-  return len(_metadata(config)["class_names"])
 
 
 def _metadata(config: Config) -> dict[str, Any]:
@@ -186,13 +134,73 @@ def _normalization(
   return halves, halves
 
 
-def _vocab_size(config: Config) -> int:
-  data = config.data
-  if data.source == "fake":
-    return _FAKE_TOKENS
-  if data.source == "stdlib":
-    is_bytes = data.tokenizer == "bytes"
-    return load_tokenizer("bytes").vocab_size if is_bytes else _STDLIB_BPE
-  root = pathlib.Path(data.path)
-  folders = [root / name / "train" for name in data.mix] or [root / "train"]
-  return max(describe_set(folder)["vocab_size"] for folder in folders)
+class _Lookups:
+  """What data tell of fields of a model that are unset."""
+
+  def __init__(self, config: Config):
+    self._config = config
+
+  @functools.cached_property
+  def _files(self) -> EncodedSource:
+    """The training images, opened once."""
+    return open_files(self._config.data, "train", 3)
+
+  def channels(self) -> int:
+    if self._config.data.source == "latents":
+      return _metadata(self._config)["latent_shape"][-1]
+    if self._config.data.source == "digits":
+      return 1
+    if is_latent(self._config):
+      return 4
+    return 3 if any(not grey for _, grey in self._described) else 1
+
+  def image_size(self) -> tuple[int, int]:
+    """A square about as large as the images, in steps of 32 up to 224."""
+    sizes = [size for size, _ in self._described]
+    side = statistics.median_low([min(size) for size in sizes])
+    side = min(side // _SIDE_STEP * _SIDE_STEP, _MOST_INFERRED_SIDE)
+    return (max(side, _SIDE_STEP),) * 2
+
+  @functools.cached_property
+  def _described(self) -> list[tuple[tuple[int, int], bool]]:
+    """Rows and columns, and whether grey, of some training images.
+
+    Images whose headers cannot be read are for `data.bad_images` to decide on.
+    """
+    data = self._config.data
+    if data.source == "fake":
+      return [((_FAKE_SIDE, _FAKE_SIDE), False)]
+    if data.source == "digits":
+      return [((8, 8), True)]
+    source = self._files
+    found = []
+    for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
+      with contextlib.suppress(ValueError, FileNotFoundError):
+        found.append(source.describe(i))
+    if not found:
+      raise ValueError(
+        f"data.path={data.path!r}: none of the images that were looked at can "
+        f"be read, such as {source.name(0)}"
+      )
+    return found
+
+  def num_classes(self) -> int:
+    data = self._config.data
+    if data.source == "digits":
+      return 10
+    if data.source == "fake":
+      return _FAKE_CLASSES
+    if data.source in FILE_SOURCES:
+      return len(self._files.class_names)
+    return len(_metadata(self._config)["class_names"])
+
+  def vocab_size(self) -> int:
+    data = self._config.data
+    if data.source == "fake":
+      return _FAKE_TOKENS
+    if data.source == "stdlib":
+      is_bytes = data.tokenizer == "bytes"
+      return load_tokenizer("bytes").vocab_size if is_bytes else _STDLIB_BPE
+    root = pathlib.Path(data.path)
+    folders = [root / name / "train" for name in data.mix] or [root / "train"]
+    return max(describe_set(folder)["vocab_size"] for folder in folders)

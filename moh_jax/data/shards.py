@@ -106,7 +106,12 @@ def damage(folder: pathlib.Path) -> list[str]:
   Raises:
     ValueError: metadata.json is damaged.
   """
-  kind = read_json(folder / METADATA, Head, _MAX_METADATA)["format"]
+  path = folder / METADATA
+  kind = read_json(path, Head, _MAX_METADATA)["format"]
+  if kind not in SCHEMAS:
+    raise ValueError(
+      f"{path}: 'format' is {kind!r}, must be one of {tuple(SCHEMAS)}"
+    )
   lines = []
   for entry in read_metadata(folder, kind)["shards"]:
     file = folder / entry["file"]

@@ -1,10 +1,12 @@
 import pathlib
 import tempfile
 
+import pyarrow as pa
 from absl.testing import absltest
 
 from moh_jax.data.images.records import ArrayRecordSource
 from tests.cli import tiny_checkpoint
+from tests.data.images import parquet_test
 from tests.inference import tiny_vae
 
 
@@ -48,6 +50,37 @@ class PackImagesCommandTest(absltest.TestCase):
     self.assertEqual((status, out), (2, ""))
     self.assertLen(err.splitlines(), 1)
     self.assertIn("shard_size: 3 here, 1024 there", err)
+
+  def test_label_column_of_tables(self):
+    images = self.root / "images"
+    features = {"image": {"_type": "Image"}} | {
+      name: {"_type": "ClassLabel", "names": list(parquet_test.CLASSES)}
+      for name in ("fine_label", "coarse_label")
+    }
+    table = parquet_test.make_table([0, 1], 0, features, label="fine_label")
+    table = table.append_column("coarse_label", pa.array([2, 0]))
+    parquet_test.write(images / "train-0.parquet", table)
+    status, _, err = self._call(images)
+    self.assertEqual(status, 2)
+    self.assertIn("choose with data.label_column or --label-column", err)
+    status, _, err = self._call(images, "--label-column", "coarse_label")
+    self.assertEqual(status, 0, err)
+    packed = ArrayRecordSource(str(self.out), "train", 3)
+    self.assertEqual([int(packed[i]["label"]) for i in range(2)], [2, 0])
+
+  def test_label_column_of_folders_is_refused(self):
+    tiny_vae.save_images(self.root / "images")
+    status, _, err = self._call(self.root / "images", "--label-column", "x")
+    self.assertEqual(status, 2)
+    self.assertIn("--label-column='x' must be '': ", err)
+
+  def test_sizes_are_checked_before_anything_is_written(self):
+    tiny_vae.save_images(self.root / "images")
+    for option in ("--shorter-side", "--shard-size"):
+      status, _, err = self._call(self.root / "images", option, "-5")
+      self.assertEqual(status, 2)
+      self.assertIn(f"{option}: -5 must be at least 1", err)
+    self.assertFalse(self.out.exists())
 
   def test_no_images_is_one_line(self):
     (self.root / "empty").mkdir()

@@ -93,7 +93,8 @@ class ShowBatchTest(parameterized.TestCase):
   @parameterized.parameters(
     (("--config.data.batch_size=1",), 1),
     (("--config.data.batch_size=5",), 4),
-    (("--num", "1"), 2),
+    (("--num", "1"), 1),
+    (("--num", "3"), 3),
   )
   def test_number_is_what_the_batch_has(self, argv, expected):
     status, out, err = self._call(*argv)

@@ -42,6 +42,17 @@ class VerifyCommandTest(parameterized.TestCase):
     self.assertEqual(status, 1)
     self.assertEqual(out, f"{file}: its content is not what was written\n")
 
+  def test_a_set_without_a_kind_does_not_hide_the_others(self):
+    for name in ("train", "val"):
+      tiny_text.write(self.workdir / "shards" / name, [[[1, 2, 3]]])
+    file = self.workdir / "shards/train/metadata.json"
+    file.write_text('{"format": "sounds", "version": 1}')
+    status, out, _ = tiny_checkpoint.call("verify", self.workdir / "shards")
+    self.assertEqual(status, 1)
+    first, second = out.splitlines()
+    self.assertStartsWith(first, f"{file}: 'format' is 'sounds', must be one")
+    self.assertEqual(second, f"{self.workdir / 'shards/val'}: whole")
+
   def test_damaged_file_is_named_and_the_status_is_1(self):
     file = self.workdir / "checkpoints/4/params/d"
     file.write_bytes(b"Values")

@@ -146,6 +146,18 @@ class ImagesTest(_TempDirTest):
 
 
 class WithoutDataTest(absltest.TestCase):
+  def test_settings_of_missing_files_stay(self):
+    data = DataConfig(
+      source="parquet",
+      path="nowhere",
+      class_list="classes.txt",
+      label_column="fine",
+      decode="fast",
+    )
+    config, _ = resolve_without_data(Config(_VIT, data=data))
+    for name in ("source", "class_list", "label_column", "decode"):
+      self.assertEqual(getattr(config.data, name), getattr(data, name))
+
   def test_what_the_data_would_tell_has_the_values_of_random_data(self):
     data = DataConfig(source="image_folder", path="/nowhere")
     config, assumed = resolve_without_data(Config(_VIT, data=data))

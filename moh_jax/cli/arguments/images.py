@@ -145,17 +145,13 @@ def pack_images(parser: argparse.ArgumentParser) -> None:
   """Pack images, in folders or tables, into array_record shards."""
   common.add_image_folders(parser, "; or Parquet or Arrow files of images")
   parser.add_argument("--out", required=True, metavar="DIR")
-  parser.add_argument(
-    "--shard-size",
-    type=fields.integer,
-    default=1024,
-    metavar="N",
-    help="images per shard",
+  common.add_count(
+    parser, "--shard-size", 1024, metavar="N", help="images per shard"
   )
-  parser.add_argument(
+  common.add_count(
+    parser,
     "--shorter-side",
-    type=fields.integer,
-    default=0,
+    0,
     metavar="N",
     help="make images whose shorter side has more than N pixels smaller, as "
     "JPEG (default: copy all files unchanged)",

@@ -1,5 +1,6 @@
 """The classes of images: lists of their names, and labels by name."""
 
+import dataclasses
 import logging
 import pathlib
 
@@ -7,17 +8,42 @@ _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 24  # of a list of classes
 
 
-def read_class_list(file: str) -> tuple[str, ...]:
-  """Reads class names, whose positions are the labels.
+@dataclasses.dataclass(frozen=True)
+class ClassList:
+  """A file of class names, whose positions are the labels.
+
+  Attributes:
+    where: names the file in messages.
+    lines: those of it that are not empty.
+  """
+
+  where: str
+  lines: tuple[str, ...]
+
+  def names(self, found: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes: the whole line where it is in `found`, else its first word.
+
+    Raises:
+      ValueError: a class is there twice.
+    """
+    names = tuple(n if n in found else n.split()[0] for n in self.lines)
+    if len(set(names)) < len(names):
+      twice = next(name for name in names if names.count(name) > 1)
+      raise ValueError(f"{self.where}: class {twice!r} is there twice")
+    return names
+
+
+def read_class_list(file: str) -> ClassList:
+  """Reads a list of classes.
 
   Args:
-    file: a class on each line, such as "n01440764" or "n01440764 tench, Tinca
-      tinca": the first word is the name, as of its folder. Empty lines and what
-      follows the first word are left out.
+    file: a class on each line, such as "n01440764", "n01440764 tench, Tinca
+      tinca" or "polar bear"; the data tell whether the first word or all is the
+      name. Empty lines are left out.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: it is no text, names no class, or one twice.
+    ValueError: it is no text or names no class.
   """
   path = pathlib.Path(file)
   where = f"data.class_list={file!r}"
@@ -28,18 +54,15 @@ def read_class_list(file: str) -> tuple[str, ...]:
       text = stream.read(_MOST_BYTES).decode()
   except UnicodeDecodeError as error:
     raise ValueError(f"{where}: not UTF-8: {error}") from error
-  names = tuple(line.split()[0] for line in text.splitlines() if line.strip())
-  if not names:
+  lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+  if not lines:
     raise ValueError(f"{where}: names no class")
-  if len(set(names)) < len(names):
-    twice = next(name for name in names if names.count(name) > 1)
-    raise ValueError(f"{where}: class {twice!r} is there twice")
-  return names
+  return ClassList(where, lines)
 
 
 def match_classes(
-  found: tuple[str, ...], wanted: tuple[str, ...], where: str
-) -> list[int]:
+  found: tuple[str, ...], wanted: tuple[str, ...] | ClassList, where: str
+) -> tuple[tuple[str, ...], list[int]]:
   """Finds the labels of class folders among a model's classes, by name.
 
   Folders that are named by numbers, as those of ImageNet-V2, are labels
@@ -47,15 +70,19 @@ def match_classes(
 
   Args:
     found: names of the folders.
-    wanted: classes of the model.
+    wanted: classes of the model, or a list of them.
     where: name of the data, for the message.
 
   Returns:
-    The label of each folder.
+    The wanted classes, and the label of each folder.
 
   Raises:
-    ValueError: a folder is none of the classes.
+    ValueError: a folder is none of the classes, or a list has one twice.
   """
+  whose, origin = "the model's", ", the names of the training's folders"
+  if isinstance(wanted, ClassList):
+    whose, origin = "the", f" of {wanted.where}"
+    wanted = wanted.names(found)
   labels = {name: label for label, name in enumerate(wanted)}
   unknown = [name for name in found if name not in labels]
   if unknown and all(name.isdecimal() for name in found):
@@ -64,12 +91,12 @@ def match_classes(
   if unknown:
     known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
     raise ValueError(
-      f"{where}: class folder {unknown[0]!r} is none of the model's "
-      f"{len(wanted)} classes ({known}), the names of the training's folders"
+      f"{where}: class folder {unknown[0]!r} is none of {whose} "
+      f"{len(wanted)} classes ({known}){origin}"
     )
   if missing := len(wanted) - len(set(found)):
     _LOG.warning("%s: no folder of %d classes", where, missing)
-  return [labels[name] for name in found]
+  return wanted, [labels[name] for name in found]
 
 
 def check_class_names(

@@ -213,6 +213,17 @@ def find_splits(
   return {split: found[split]}
 
 
+def has_class_images(root: str | os.PathLike) -> bool:
+  """Whether a directory has class folders, and all of them hold images.
+
+  Raises:
+    FileNotFoundError: there is no such directory.
+  """
+  splits = find_splits(root).values()
+  classes = [folder for split in splits for folder in _folders(split)]
+  return bool(classes) and all(map(_image_names, classes))
+
+
 def _is_split(folder: epath.Path) -> bool:
   """Whether a folder holds classes or packed images."""
   return any(

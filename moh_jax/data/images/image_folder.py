@@ -3,7 +3,7 @@
 from etils import epath
 
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.classes import match_classes
+from moh_jax.data.images.classes import ClassList, match_classes
 from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.files import read_bytes
 from moh_jax.data.images.folders import fingerprint, list_images, list_split
@@ -19,7 +19,7 @@ class ImageFolderSource(EncodedSource):
     channels: int,
     *,
     val_share: float = 0.0,
-    class_names: tuple[str, ...] = (),
+    class_names: tuple[str, ...] | ClassList = (),
   ):
     """Lists the files of a split.
 
@@ -49,9 +49,9 @@ class ImageFolderSource(EncodedSource):
       # in alphabetical order, which is another from the 11th class on.
       class_names = tuple(map(str, range(len(own))))
     if class_names:
-      labels = match_classes(own, class_names, str(self._root))
+      where = str(self._root)
+      self.class_names, labels = match_classes(own, class_names, where)
       self._files = [(name, labels[label]) for name, label in self._files]
-      self.class_names = class_names
 
   @property
   def fingerprint(self) -> str:

@@ -17,13 +17,15 @@ import xxhash
 from moh_jax.data.extras import import_extra
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.images import tables
-from moh_jax.data.images.classes import match_classes
+from moh_jax.data.images.classes import ClassList, match_classes
 from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.folders import FLAT_CLASS, check_share, is_held_out
+from moh_jax.data.images.shared_reads import SharedReads
 
 _LOG = logging.getLogger(__name__)
 _LARGE_GROUP = 1 << 26  # bytes; 10 MB took 2.7 ms of one core for one image
 _MOST_CLASSES = 1 << 20
+_KEPT_BYTES = 1 << 28  # of row groups that a process keeps
 
 
 class ParquetSource(EncodedSource):
@@ -36,7 +38,7 @@ class ParquetSource(EncodedSource):
     channels: int,
     *,
     val_share: float = 0.0,
-    class_names: tuple[str, ...] = (),
+    class_names: tuple[str, ...] | ClassList = (),
     label_column: str = "",
   ):
     """Reads the heads of a split's files.
@@ -81,7 +83,7 @@ class ParquetSource(EncodedSource):
       itertools.accumulate(rows for head in heads for rows in head.rows)
     )
     self._starts = [0, *itertools.accumulate(self._file_rows)]
-    self._cache = tables.GroupCache()
+    self._read_groups = SharedReads(_KEPT_BYTES, tables.kept_bytes)
     if not any(self._file_rows):
       raise FileNotFoundError(f"data.path={path!r}: its tables have no rows")
     labels, own = self._read_labels()
@@ -97,9 +99,9 @@ class ParquetSource(EncodedSource):
     self._labels = labels
     self.class_names = own
     if class_names:
-      known = match_classes(own, class_names, str(self._root))
+      where = str(self._root)
+      self.class_names, known = match_classes(own, class_names, where)
       self._labels = np.array(known, np.int32)[labels]
-      self.class_names = class_names
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -121,9 +123,10 @@ class ParquetSource(EncodedSource):
 
   @property
   def fingerprint(self) -> str:
-    """Identifies the list of images."""
-    found = self.identity()
-    return f"{found['examples']} rows, xxh3 {str(found['fingerprint'])[:16]}"
+    """Identifies the list of images, their labels and the classes."""
+    known = f"{self.identity()} {self.class_names}"
+    digest = xxhash.xxh3_64_hexdigest(known.encode(errors="surrogateescape"))
+    return f"{len(self)} rows, xxh3 {digest}"
 
   def read(self, index: int) -> Record:
     """The file of an image, not decoded."""
@@ -131,8 +134,8 @@ class ParquetSource(EncodedSource):
     place = bisect.bisect_right(self._ends, row)
     number, group = self._groups[place]
     file = str(self._root / self._names[number])
-    table = self._cache.get(
-      (number, group),
+    table = self._read_groups.get(
+      (file, group),
       lambda: tables.read_group(file, group, self._columns.names),
     )
     first = self._ends[place] - table.num_rows
@@ -184,14 +187,14 @@ class ParquetSource(EncodedSource):
     if not column:
       return np.zeros(sum(self._file_rows), np.int32), (FLAT_CLASS,)
     parts = [
-      tables.read_group(str(self._root / self._names[number]), group, [column])
-      for number, group in self._groups
+      tables.read_group(str(self._root / name), None, [column])
+      for name in self._names
     ]
     labels = pyarrow.concat_tables(parts).column(column)
     where = f"{self._root}: column {column!r}"
     if labels.null_count:
       raise ValueError(f"{where} has {labels.null_count} rows without a label")
-    if pyarrow.types.is_string(labels.type):
+    if labels.type in (pyarrow.string(), pyarrow.large_string()):
       values, positions = np.unique(labels.to_pylist(), return_inverse=True)
       return positions.astype(np.int32), tuple(map(str, values))
     if not pyarrow.types.is_integer(labels.type):

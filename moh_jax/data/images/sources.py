@@ -17,7 +17,11 @@ from moh_jax.config.image_data import FILE_SOURCES
 from moh_jax.data.extras import import_extra
 from moh_jax.data.identity import Identity
 from moh_jax.data.images import tables
-from moh_jax.data.images.classes import check_class_names, read_class_list
+from moh_jax.data.images.classes import (
+  ClassList,
+  check_class_names,
+  read_class_list,
+)
 from moh_jax.data.images.encoded import EncodedSource
 from moh_jax.data.images.folders import SPLITS, find_splits
 from moh_jax.data.images.image_folder import ImageFolderSource
@@ -136,7 +140,7 @@ def open_files(
   data: DataConfig,
   split: str,
   channels: int,
-  class_names: tuple[str, ...] = (),
+  class_names: tuple[str, ...] | ClassList = (),
 ) -> EncodedSource:
   """Opens a split of images that are files: in folders, shards or tables.
 
@@ -155,7 +159,10 @@ def open_files(
     return ArrayRecordSource(data.path, split, channels)
   if data.class_list and not class_names:
     class_names = read_class_list(data.class_list)
-  shared = {"val_share": data.val_share, "class_names": class_names}
+  shared: dict[str, Any] = {
+    "val_share": data.val_share,
+    "class_names": class_names,
+  }
   if data.source == "image_folder":
     return ImageFolderSource(data.path, split, channels, **shared)
   return ParquetSource(
@@ -167,7 +174,8 @@ def open_splits(
   path: str,
   split: str | None,
   channels: int = 3,
-  class_names: tuple[str, ...] = (),
+  class_names: tuple[str, ...] | ClassList = (),
+  label_column: str = "",
 ) -> dict[str, EncodedSource]:
   """Opens images of any kind on disk, whichever it is.
 
@@ -180,22 +188,32 @@ def open_splits(
     channels: 1 decodes to grey, 3 to RGB.
     class_names: classes whose positions are the labels; () takes those of the
       first split for all.
+    label_column: column of the labels of tables; "" finds it.
 
   Returns:
     Sources by split.
 
   Raises:
     FileNotFoundError: there is no such split.
-    ValueError: the data are damaged, or have classes beside `class_names`.
+    ValueError: the data are damaged, or have classes beside `class_names`; a
+      column of folders or shards.
   """
   opened: dict[str, EncodedSource] = {}
   if tables.is_tables(path):
     for name in [split] if split else tables.find_tables(path):
       opened[name] = source = ParquetSource(
-        path, name, channels, class_names=class_names
+        path,
+        name,
+        channels,
+        class_names=class_names,
+        label_column=label_column,
       )
-      class_names = class_names or source.class_names
+      class_names = source.class_names
     return opened
+  if label_column:
+    raise ValueError(
+      f"--label-column={label_column!r} must be '': {path} has no tables"
+    )
   for name, folder in find_splits(path, split).items():
     if (folder / METADATA).is_file():
       opened[name] = ArrayRecordSource(str(folder), "", channels)
@@ -203,7 +221,7 @@ def open_splits(
     opened[name] = source = ImageFolderSource(
       str(folder), "", channels, class_names=class_names
     )
-    class_names = class_names or source.class_names
+    class_names = source.class_names
   return opened
 
 

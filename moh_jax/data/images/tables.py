@@ -5,18 +5,17 @@ its label. pyarrow reads the files; `datasets` is not needed.
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import os
 import pathlib
 import re
-import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from moh_jax.data.extras import import_extra
+from moh_jax.data.images.folders import has_class_images
 from moh_jax.data.text.pieces import open_parquet
 from moh_jax.data.text.places import list_files
 from moh_jax.json_files import parse_json
@@ -32,7 +31,6 @@ _WORDS = {
 _WORD = re.compile(r"(?<![a-z])(" + "|".join(_WORDS) + r")(?![a-z])")
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
 _MOST_SCHEMA = 1 << 26  # bytes that a schema's notes may have
-_KEPT_BYTES = 1 << 28  # of row groups that a process keeps
 _FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
 
 
@@ -70,12 +68,12 @@ class Columns:
 
 
 def is_tables(root: str | os.PathLike) -> bool:
-  """Whether a folder, or one in it, holds Parquet or Arrow files."""
-  patterns = [
-    f"{below}*{suffix}" for suffix in _SUFFIXES for below in ("", "*/")
-  ]
-  folder = pathlib.Path(root)
-  return any(next(folder.glob(pattern), None) for pattern in patterns)
+  """Whether a local folder is read as tables: `find_tables` finds some.
+
+  A table beside class folders that hold images is a note on them.
+  """
+  is_classes = os.path.isdir(root) and has_class_images(root)
+  return not is_classes and any(_walk(root))
 
 
 def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
@@ -98,18 +96,8 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
       others do not.
   """
   found: dict[str, list[str]] = collections.defaultdict(list)
-  for where, below, names in os.walk(root):
-    below[:] = sorted(name for name in below if not name.startswith("."))
-    tables = [
-      os.path.join(where, name)
-      for name in sorted(names)
-      if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
-    ]
-    if "state.json" in names:
-      tables = list_files([where])
-    for table in tables:
-      name = pathlib.Path(table).relative_to(os.path.abspath(root)).as_posix()
-      found[_split(name)].append(name)
+  for name in _walk(root):
+    found[_split(name)].append(name)
   if "val" not in found and "test" in found:
     found["val"] = found["test"]
   if found[""] and len(found) > 1:
@@ -119,6 +107,22 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
     )
   splits = {"train": found["train"] or found[""], "val": found["val"]}
   return {split: files for split, files in splits.items() if files}
+
+
+def _walk(root: str | os.PathLike) -> Iterator[str]:
+  """Paths below `root` of the tables in it that are not hidden."""
+  root = os.path.abspath(root)
+  for where, below, names in os.walk(root):
+    below[:] = sorted(name for name in below if not name.startswith("."))
+    tables = [
+      os.path.join(where, name)
+      for name in sorted(names)
+      if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+    ]
+    if tables and "state.json" in names:
+      tables = list_files([where])
+    for table in tables:
+      yield pathlib.Path(table).relative_to(root).as_posix()
 
 
 def _split(name: str) -> str:
@@ -170,7 +174,7 @@ def find_columns(schema: Any, file: str, label: str) -> Columns:
     if len(candidates) > 1:
       raise ValueError(
         f"{file}: labels may be in the columns {candidates}; choose with "
-        "data.label_column"
+        "data.label_column or --label-column"
       )
     label = candidates[0] if candidates else ""
   names = features[label].names if label else None
@@ -218,7 +222,7 @@ def open_table(file: str) -> Table:
     ValueError: it is damaged, or pyarrow is missing.
   """
   import_extra("pyarrow", file, "images")
-  if file.lower().endswith(".arrow"):
+  if _is_arrow(file):
     mapped = _map_arrow(file)
     return Table(file, mapped.schema, (mapped.num_rows,), 0)
   with open_parquet(file) as table:
@@ -229,22 +233,28 @@ def open_table(file: str) -> Table:
     return Table(file, table.schema_arrow, rows, largest)
 
 
-def read_group(file: str, group: int, columns: list[str]) -> Any:
-  """Reads some columns of a row group as a table of pyarrow.
+def read_group(file: str, group: int | None, columns: list[str]) -> Any:
+  """Reads some columns of a row group, None of all, as a table of pyarrow.
 
   Raises:
     ValueError: the file is damaged.
   """
-  if file.lower().endswith(".arrow"):
+  if _is_arrow(file):
     return _map_arrow(file).select(columns)
   pyarrow = import_extra("pyarrow", file, "images")
   with open_parquet(file) as table:
+    groups = range(table.num_row_groups) if group is None else [group]
     try:
-      return table.read_row_group(group, columns=columns, use_threads=False)
+      return table.read_row_groups(groups, columns=columns, use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
-      raise ValueError(
-        f"{file}: row group {group} is damaged: {error}"
-      ) from error
+      which = (
+        f"column {columns[0]!r}" if group is None else f"row group {group}"
+      )
+      raise ValueError(f"{file}: {which} is damaged: {error}") from error
+
+
+def _is_arrow(file: str) -> bool:
+  return file.lower().endswith(".arrow")
 
 
 def _map_arrow(file: str) -> Any:
@@ -262,48 +272,6 @@ def _map_arrow(file: str) -> Any:
     raise ValueError(f"{file}: damaged or no Arrow file: {error}") from error
 
 
-class GroupCache:
-  """The row groups that threads read last; each is read by one of them."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self._kept: collections.OrderedDict[Any, concurrent.futures.Future] = (
-      collections.OrderedDict()
-    )
-
-  def __reduce__(self) -> tuple:
-    return GroupCache, ()  # a worker process reads its own
-
-  def get(self, key: tuple, load: Callable[[], Any]) -> Any:
-    """The group of a key; `load` reads it."""
-    with self._lock:
-      entry = self._kept.get(key)
-      if is_new := entry is None:
-        entry = self._kept[key] = concurrent.futures.Future()
-      self._kept.move_to_end(key)
-    if not is_new:
-      return entry.result()
-    try:
-      entry.set_result(load())
-    except BaseException as error:
-      entry.set_exception(error)
-      with self._lock:
-        self._kept.pop(key, None)
-      raise
-    self._forget()
-    return entry.result()
-
-  def _forget(self) -> None:
-    """Drops the groups that were used longest ago; mapped ones cost nothing."""
-    with self._lock:
-      sizes = {
-        key: entry.result().nbytes
-        for key, entry in self._kept.items()
-        if entry.done() and not entry.exception()
-      }
-      total = sum(sizes.values())
-      for key, size in sizes.items():
-        if total <= _KEPT_BYTES or len(self._kept) == 1:
-          return
-        del self._kept[key]
-        total -= size
+def kept_bytes(key: tuple[str, int], group: Any) -> int:
+  """Memory of a row group of (file, number): mapped files need none."""
+  return 0 if _is_arrow(key[0]) else group.nbytes

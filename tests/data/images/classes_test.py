@@ -17,8 +17,16 @@ class ClassListTest(parameterized.TestCase):
 
   def test_first_words_are_the_names(self):
     self.file.write_text("n02 tench, Tinca tinca\r\n\n  n01\nn03\tbee\n")
-    names = classes.read_class_list(str(self.file))
-    self.assertEqual(names, ("n02", "n01", "n03"))
+    listed = classes.read_class_list(str(self.file))
+    self.assertEqual(listed.names(()), ("n02", "n01", "n03"))
+
+  def test_whole_lines_are_names_of_classes_that_were_found(self):
+    self.file.write_text("polar bear\nbrown bear\npolar fox, white\n")
+    listed = classes.read_class_list(str(self.file))
+    found = ("brown bear", "polar", "polar bear")
+    names, labels = classes.match_classes(found, listed, "x")
+    self.assertEqual(names, ("polar bear", "brown bear", "polar"))
+    self.assertEqual(labels, [1, 2, 0])
 
   @parameterized.parameters(
     (b"", "names no class"),
@@ -29,7 +37,7 @@ class ClassListTest(parameterized.TestCase):
   def test_bad_lists_are_named(self, content, message):
     self.file.write_bytes(content)
     with self.assertRaisesRegex(ValueError, f"class_list=.*{message}"):
-      classes.read_class_list(str(self.file))
+      classes.read_class_list(str(self.file)).names(())
 
   def test_missing_list_is_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "nope.txt.*no such file"):
@@ -53,7 +61,9 @@ class ClassListTest(parameterized.TestCase):
     other = sources.open_files(alphabetical, "train", 3)
     self.assertNotEqual(other.identity(), source.identity())
     self.file.write_text("cat\nant\n")
-    with self.assertRaisesRegex(ValueError, "class folder 'bee' is none"):
+    with self.assertRaisesRegex(
+      ValueError, "folder 'bee' is none .*class_list="
+    ):
       sources.open_files(data, "train", 3)
 
 

@@ -1,5 +1,6 @@
 """Images in Parquet and Arrow files, written as the library `datasets` does."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -15,9 +16,9 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, get_family
-from moh_jax.data.images import sources, tables
+from moh_jax.data import infer
+from moh_jax.data.images import parquet, sources, tables
 from moh_jax.data.images.parquet import ParquetSource
-from moh_jax.data.infer import resolve
 from tests.data.images.sources_test import _MODEL
 
 CLASSES = ("ant", "bee", "cat")
@@ -77,6 +78,7 @@ class SplitsTest(_TempDirTest):
     (("0.parquet", "1.arrow"), 2, 0),
     (("constrain/0.parquet", ".cache/test.parquet"), 1, 0),
     (("Train-00000.parquet", "dev-00000.parquet"), 1, 1),
+    (("default/train/0.parquet", "default/test/0.parquet"), 1, 1),
   )
   def test_names_tell_the_split(self, names, train, val):
     for name in names:
@@ -101,6 +103,29 @@ class SplitsTest(_TempDirTest):
     self.assertEqual(
       found, {"train": ["train/data-0.arrow"], "val": ["test/data-0.arrow"]}
     )
+
+  def test_relative_path(self):
+    write(self.root / "data/train-0.parquet", make_table([0, 1]))
+    self.enterContext(contextlib.chdir(self.root.parent))
+    found = ParquetSource(self.root.name, "train", 3)
+    np.testing.assert_array_equal(found[1]["image"], png(1)[1])
+
+  @parameterized.parameters(
+    (".cache/x.arrow", False),
+    ("metadata.parquet", False),
+    ("train/metadata.parquet", False),
+    ("data/train-0.parquet", True),
+  )
+  def test_tables_beside_images(self, name, expected):
+    below = "train/" if name.startswith("train") else ""
+    for folder in ("ant", "bee"):
+      path = self.root / f"{below}{folder}/0.png"
+      path.parent.mkdir(parents=True)
+      path.write_bytes(png(0)[0])
+    write(self.root / name, make_table([0]))
+    self.assertEqual(tables.is_tables(self.root), expected)
+    (train,) = sources.open_splits(str(self.root), None).values()
+    self.assertEqual(train.class_names, CLASSES if expected else ("ant", "bee"))
 
   def test_missing_split_is_named(self):
     write(self.root / "train-0.parquet", make_table([0]))
@@ -140,8 +165,10 @@ class RowsTest(_TempDirTest):
     self.assertEqual(source.class_names, ("0", "1", "2", "3"))
     self.assertEqual(source[0]["label"], 3)
 
-  def test_labels_of_text_are_sorted(self):
-    table = make_table(["dog", "ant", "dog"], features={})
+  @parameterized.parameters("string", "large_string")
+  def test_labels_of_text_are_sorted(self, kind):
+    labels = pa.array(["dog", "ant", "dog"], getattr(pa, kind)())
+    table = make_table(labels, features={})
     write(self.root / "0.parquet", table)
     source = self._open()
     self.assertEqual(source.class_names, ("ant", "dog"))
@@ -210,13 +237,35 @@ class RowsTest(_TempDirTest):
       thread.join()
     self.assertLen(reads, 1)
 
+  def test_labels_are_read_once_of_a_file(self):
+    for number in range(2):
+      write(self.root / f"{number}.parquet", make_table([0, 1, 2]), 1)
+    with absltest.mock.patch.object(
+      tables, "open_parquet", side_effect=tables.open_parquet
+    ) as opened:
+      source = self._open()
+    self.assertEqual(opened.call_count, 4)  # two heads, two columns of labels
+    self.assertEqual([int(source[i]["label"]) for i in range(6)], [0, 1, 2] * 2)
+
   def test_kept_groups_are_bounded(self):
     write(self.root / "0.parquet", make_table([0] * 8), 1)
-    self.enterContext(absltest.mock.patch.object(tables, "_KEPT_BYTES", 1))
+    self.enterContext(absltest.mock.patch.object(parquet, "_KEPT_BYTES", 1))
     source = self._open()
     for i in (0, 1, 2, 0, 7):
       np.testing.assert_array_equal(source[i]["image"], png(i)[1])
-    self.assertLen(source._cache._kept, 1)
+    self.assertLen(source._read_groups, 1)
+
+  def test_mapped_files_need_no_memory(self):
+    for number in range(3):
+      write(self.root / f"{number}.arrow", make_table([0], number))
+    self.enterContext(absltest.mock.patch.object(parquet, "_KEPT_BYTES", 1))
+    source, mapped = self._open(), tables._map_arrow
+    with absltest.mock.patch.object(
+      tables, "_map_arrow", side_effect=mapped
+    ) as maps:
+      for i in (0, 1, 2, 0, 1, 2):
+        np.testing.assert_array_equal(source[i]["image"], png(i)[1])
+    self.assertEqual(maps.call_count, 3)
 
 
 class IdentityTest(_TempDirTest):
@@ -233,6 +282,20 @@ class IdentityTest(_TempDirTest):
     self.assertLen(set(found), 4)
     write(self.root / "0.parquet", make_table([0, 1]))
     self.assertEqual(str(sorted(self._open().identity().items())), found[0])
+
+  def test_packing_goes_on_with_the_same_labels_and_classes_alone(self):
+    write(self.root / "0.parquet", make_table([0, 1]))
+    found = {
+      self._open(class_names=names).fingerprint
+      for names in (
+        (),
+        ("bee", "ant", "cat"),
+        ("ant", "bee", "cat", "dog"),
+        ("ant", "bee", "dog", "cat"),
+      )
+    }
+    self.assertLen(found, 4)
+    self.assertIn(self._open(class_names=CLASSES).fingerprint, found)
 
 
 class BadInputTest(_TempDirTest):
@@ -251,7 +314,7 @@ class BadInputTest(_TempDirTest):
       source[2]
     model = {"model": _MODEL}
     data = DataConfig(source="parquet", path=str(self.root), bad_images="check")
-    config = resolve(Config(**model | {"model": _model(3)}, data=data))
+    config = infer.resolve(Config(**model | {"model": _model(3)}, data=data))
     with self.assertRaisesRegex(ValueError, "2 of 3 images cannot be used"):
       sources.make_source(config, "train")
 
@@ -316,8 +379,14 @@ class MakeSourceTest(_TempDirTest):
       labels = [i % 3 for i in range(count)]
       write(self.root / f"data/{split}-0-of-1.parquet", make_table(labels))
     data = DataConfig(source="parquet", path=str(self.root))
-    config = resolve(Config(model=_model(None), data=data))
+    model = dataclasses.replace(_model(None), channels=None)
+    with absltest.mock.patch.object(
+      infer, "open_files", side_effect=infer.open_files
+    ) as opened:
+      config = infer.resolve(Config(model=model, data=data))
+    self.assertEqual(opened.call_count, 1)
     self.assertEqual(config.model.num_classes, 3)
+    self.assertEqual(config.model.channels, 3)
     self.assertTrue(sources.has_split(config, "val"))
     train = sources.make_source(config, "train")
     val = sources.make_source(config, "val", train.class_names)

@@ -73,6 +73,14 @@ class RepeatedImagesTest(parameterized.TestCase):
         repeated[index]
     self.assertEqual([repeated[2], repeated[6]], [0, 2])
 
+  def test_an_image_that_can_be_read_again_is_no_error(self):
+    source = _Slow(20, together=1, broken=1)
+    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
+    with self.assertRaisesRegex(ValueError, "image 1 is broken"):
+      repeated[3]
+    source._broken = -1
+    self.assertEqual([repeated[i] for i in (3, 4, 5)], [1, 1, 1])
+
   def test_few_images_wait_for_copies_that_nobody_asks_for(self):
     repeated = RepeatedImages(_images(1000), 3)
     for index in range(0, 768, 3):
