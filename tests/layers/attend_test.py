@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
@@ -161,6 +162,12 @@ class MeshTest(parameterized.TestCase):
       self.assertNotIn(word, text)
 
 
+_FORMS = {
+  "kinds": (("two_stage", None), ("query_norm", 4), ("none", 4)),
+  "implementation": ("dense", "packed", "kernel"),
+}
+
+
 class LayerTest(parameterized.TestCase):
   @parameterized.product(
     router=("two_stage", "query_norm", "none"), causal=(False, True)
@@ -191,12 +198,18 @@ class LayerTest(parameterized.TestCase):
       scale = max(1.0, float(jnp.abs(b).max()))
       np.testing.assert_allclose(a, b, atol=1e-5 * scale)
 
-  @parameterized.product(
-    mesh=((2, 2, 2), (1, 2, 4)),
-    kinds=(("two_stage", None), ("query_norm", 4), ("none", 4)),
-    implementation=("dense", "packed", "kernel"),
-  )
-  def test_meshes_give_what_one_device_gives(self, mesh, kinds, implementation):
+  @parameterized.product(**_FORMS)
+  def test_a_mesh_gives_what_one_device_gives(self, kinds, implementation):
+    self._check_mesh((2, 2, 2), kinds, implementation)
+
+  @parameterized.product(**_FORMS)
+  @pytest.mark.slow
+  def test_another_mesh_gives_what_one_device_gives(
+    self, kinds, implementation
+  ):
+    self._check_mesh((1, 2, 4), kinds, implementation)
+
+  def _check_mesh(self, mesh, kinds, implementation):
     router, kv_heads = kinds
     layer = MoHAttention(
       HeadBudget(num_heads=8, shared=4, top_k=2, head_dim=16),

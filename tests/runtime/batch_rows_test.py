@@ -4,6 +4,7 @@ import types
 
 import jax
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
@@ -73,6 +74,7 @@ class BatchRowsTest(parameterized.TestCase):
     self.assertEqual(out.sharding.shard_shape(out.shape), (3, 2))
 
 
+@pytest.mark.slow
 class DeviceOrderTest(absltest.TestCase):
   def test_losses_do_not_depend_on_the_order_of_devices(self):
     config = tiny.dit_config(

@@ -95,6 +95,7 @@ class _Runs:
     )
 
 
+@pytest.mark.slow
 class DiffusionMeshTest(_Runs, absltest.TestCase):
   """Noise, timesteps and dropped labels are those of one device too."""
 
