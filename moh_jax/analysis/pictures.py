@@ -1,7 +1,6 @@
 """Pictures of head statistics: PNG and SVG, with palettes for all eyes."""
 
 import io
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from PIL import Image
 
 from moh_jax.analysis.head_stats import HeadStats, Layer, RoutingMaps
 from moh_jax.data.extras import import_extra
+from moh_jax.data.images.pictures import to_picture
 
 FORMATS = ("png", "svg")
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
@@ -82,8 +82,7 @@ def shrunk(png: bytes) -> bytes:
 
 def png_of_pixels(pixels: np.ndarray) -> bytes:
   """A PNG file of an image [X, Y, 1 or 3] uint8."""
-  grey = pixels.shape[-1] == 1
-  return _png(Image.fromarray(pixels[..., 0] if grey else pixels))
+  return _png(to_picture(pixels))
 
 
 def head_colors(count: int) -> list[str]:
@@ -110,16 +109,10 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
   groups = stats.groups[kind]
   count = len(groups.names)
   shown = [i for i, layer in enumerate(stats.layers) if layer.budget.top_k]
-  columns = min(_PANELS, len(shown))
-  lines = -(-len(shown) // columns)
   named = count <= _SHOWN_TICKS
   height = min(max(1.2 + 0.16 * count, 1.8), 6.0 if named else 3.0)
-  figure = _figure(
-    figsize=(2.4 * columns + 1.6, height * lines + 0.6), layout="constrained"
-  )
-  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-  for axis in axes[len(shown) :]:
-    axis.set_axis_off()
+  figure, axes = _panels(len(shown), (2.4, height), (1.6, 0.6))
+  columns = min(_PANELS, len(shown))
   for panel, (axis, place) in enumerate(zip(axes, shown)):
     layer = stats.layers[place]
     shared = layer.budget.shared
@@ -199,12 +192,7 @@ def load_over_steps(
   Args:
     loads: for each layer pairs of the step and the loads of its routed heads.
   """
-  columns = min(_PANELS, len(loads))
-  lines = -(-len(loads) // columns)
-  figure = _figure(
-    figsize=(2.6 * columns + 0.4, 1.9 * lines + 0.6), layout="constrained"
-  )
-  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  figure, axes = _panels(len(loads), (2.6, 1.9), (0.4, 0.6))
   for axis, (name, points) in zip(axes, loads.items()):
     steps = [step for step, _ in points]
     values = np.array([load for _, load in points])
@@ -213,8 +201,6 @@ def load_over_steps(
     axis.set_title(name, fontsize=8)
     axis.set_ylim(0, 1)
     axis.tick_params(labelsize=6)
-  for axis in axes[len(loads) :]:
-    axis.set_axis_off()
   figure.supxlabel("step", fontsize=8)
   figure.supylabel("share of tokens", fontsize=8)
   figure.suptitle("Load of routed heads over the training", fontsize=10)
@@ -227,14 +213,7 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
   Args:
     features: [H, H] for each layer.
   """
-  columns = min(_PANELS, len(features))
-  lines = -(-len(features) // columns)
-  figure = _figure(
-    figsize=(2 * columns + 0.8, 2.1 * lines + 0.5), layout="constrained"
-  )
-  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-  for axis in axes[len(features) :]:
-    axis.set_axis_off()
+  figure, axes = _panels(len(features), (2, 2.1), (0.8, 0.5))
   for axis, (name, values) in zip(axes, features.items()):
     image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
     axis.set_title(name, fontsize=8)
@@ -255,12 +234,7 @@ def curves(
   Args:
     series: for each metric its splits, each with pairs of step and value.
   """
-  columns = min(3, len(series))
-  lines = math.ceil(len(series) / columns)
-  figure = _figure(
-    figsize=(3.2 * columns, 2.2 * lines + 0.3), layout="constrained"
-  )
-  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  figure, axes = _panels(len(series), (3.2, 2.2), (0, 0.3), across=3)
   splits = list(dict.fromkeys(s for parts in series.values() for s in parts))
   for axis, (name, parts) in zip(axes, series.items()):
     for split, points in parts.items():
@@ -274,8 +248,6 @@ def curves(
     axis.tick_params(labelsize=6)
     axis.ticklabel_format(useOffset=False)
     axis.legend(fontsize=6)
-  for axis in axes[len(series) :]:
-    axis.set_axis_off()
   return figure
 
 
@@ -369,6 +341,30 @@ def _png(picture: Image.Image) -> bytes:
   stream = io.BytesIO()
   picture.save(stream, "png")
   return stream.getvalue()
+
+
+def _panels(
+  count: int,
+  each: tuple[float, float],
+  around: tuple[float, float],
+  across: int = _PANELS,
+) -> tuple[Any, list[Any]]:
+  """A figure of `count` panels, row by row, and their axes.
+
+  Args:
+    count: at least 1.
+    each: width and height of a panel, inches.
+    around: what the figure has beside them.
+    across: panels of a row, at most.
+  """
+  columns = min(across, count)
+  lines = -(-count // columns)
+  size = each[0] * columns + around[0], each[1] * lines + around[1]
+  figure = _figure(figsize=size, layout="constrained")
+  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  for axis in axes[count:]:
+    axis.set_axis_off()
+  return figure, axes[:count]
 
 
 def _figure(**options: Any) -> Any:

@@ -14,9 +14,8 @@ from moh_jax.convert.downloads import HOW_TO_GET_VAE
 from moh_jax.data.images.files import read_image
 from moh_jax.data.images.folders import find_images
 from moh_jax.data.images.transforms import center_crop
-from moh_jax.files import check_writable, replacing
+from moh_jax.files import check_writable
 from moh_jax.inference import sample, sample_files
-from moh_jax.models.generation import image_grid
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
       images = sample.sample_images(sampler, num, size, progress=True)
       images = images.repeat(args.zoom, axis=1).repeat(args.zoom, axis=2)
       if is_first:
-        _write_grid(out, images, args.columns or min(num, 10))
+        sample_files.write_grid(out, images, args.columns or min(num, 10))
     else:
       write = (
         sample_files.sample_npz
@@ -77,11 +76,6 @@ def _target(path: str) -> pathlib.Path:
     return common.out_file(path, ".png", ".npz")
   check_writable(path, "--out")
   return out
-
-
-def _write_grid(out: pathlib.Path, images: np.ndarray, columns: int) -> None:
-  with replacing(out) as fresh:
-    sample_files.write_png(fresh, image_grid(images, columns))
 
 
 def _read_start(

@@ -13,9 +13,7 @@ from moh_jax.data.images.recipes import is_latent
 from moh_jax.data.images.sources import ImageSource, make_source
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
-from moh_jax.files import replacing
-from moh_jax.inference.sample_files import write_png
-from moh_jax.models.generation import image_grid
+from moh_jax.inference.sample_files import write_grid
 from moh_jax.training import losses
 
 _SMALLEST_SIDE = 112  # columns of an image in the sheet, for a readable name
@@ -35,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
   images = images.repeat(zoom, axis=1).repeat(zoom, axis=2)
   tiles = np.stack([_captioned(*pair) for pair in zip(images, names)])
   columns = args.columns or min(len(tiles), 8)
-  with replacing(out) as fresh:
-    write_png(fresh, image_grid(tiles, columns))
+  write_grid(out, tiles, columns)
   print(f"{len(tiles)} images of step {args.step} written to {out}")
   return 0
 

@@ -15,9 +15,8 @@ from moh_jax.config import (
 )
 from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.data.images.latents import LatentSource
-from moh_jax.files import replacing
-from moh_jax.inference.sample_files import write_png
-from moh_jax.models.generation import image_grid, to_pixels
+from moh_jax.inference.sample_files import write_grid
+from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding
 
 _BATCH = 64  # latents that are decoded at a time
@@ -43,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
     ]
   )
   columns = max(1, round(num**0.5))
-  with replacing(out) as fresh:
-    write_png(fresh, image_grid(images, columns))
+  write_grid(out, images, columns)
   names = [source.class_names[int(x["label"])] for x in examples]
   for row, start in enumerate(range(0, num, columns), 1):
     print(f"row {row}: {', '.join(names[start : start + columns])}")

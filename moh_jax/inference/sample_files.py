@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from PIL import Image
 
 from moh_jax import memory
 from moh_jax.config import Config
+from moh_jax.data.images.pictures import to_picture
 from moh_jax.files import disk_errors, inside, replacing
 from moh_jax.inference.sample import Sampler, full_batches
 from moh_jax.json_files import plain, read_json
+from moh_jax.models.generation import image_grid
 from moh_jax.runtime.processes import ask_first_process
 
 _SETTINGS = "settings.json"
@@ -169,8 +170,13 @@ def sample_folder(
 
 def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
   """Writes an image [X, Y, 1 or 3] uint8."""
-  pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
-  Image.fromarray(pixels).save(path, "PNG")
+  to_picture(pixels).save(path, "PNG")
+
+
+def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
+  """Writes images [n, X, Y, 1 or 3] uint8 side by side into a PNG file."""
+  with replacing(path) as fresh:
+    write_png(fresh, image_grid(images, columns))
 
 
 def _sample_missing(

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import tqdm
 from etils import epath
-from PIL import Image
 
 from moh_jax.config import LogConfig
+from moh_jax.data.images.pictures import to_picture
 from moh_jax.files import write_whole
 from moh_jax.ops.head_load import LOAD_SPLIT
 from moh_jax.training import bucket_events
@@ -147,8 +147,7 @@ class MetricsWriter:
     file = self.image_path(step, name)
     file.parent.mkdir(parents=True, exist_ok=True)
     stream = io.BytesIO()
-    grey = picture.shape[-1] == 1
-    Image.fromarray(picture[..., 0] if grey else picture).save(stream, "png")
+    to_picture(picture).save(stream, "png")
     write_whole(file, stream.getvalue())
     if self._tensorboard:
       self._tensorboard.add_image(name, picture, step, dataformats="HWC")

@@ -8,16 +8,13 @@ import pathlib
 import tempfile
 from unittest import mock
 
-import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import memory
 from moh_jax.inference import sample_files
-from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
-from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from tests.inference import tiny_sampler
 from tests.training import tiny
 
 _NUM, _SIZE = 29, 8  # four parts, the last one of five images
@@ -26,30 +23,10 @@ _SETTINGS = {"checkpoint": "here", "seed": 0}
 
 
 @functools.cache
-def _mesh(devices):
-  config = tiny.dit_config(mesh={"data": devices})
-  return sharding.make_mesh(config.mesh, jax.devices()[:devices])
-
-
-@functools.cache
-def _restored(devices=1, **sample):
-  config = tiny.dit_config(sample=sample)
-  model, _ = make_model(config)
-  whole = sharding.replicated(_mesh(devices))
-  params = jax.device_put(tiny.random_params(config), whole)
-  return Restored(config, model, params, 0, ())
-
-
-@functools.cache
-def _sampler(devices=1, labels=(), seed=0):
-  return Sampler(
-    _restored(devices), labels=labels, seed=seed, mesh=_mesh(devices)
-  )
-
-
-@functools.cache
 def _images():
-  return np.concatenate([_sampler().batch(start, _SIZE) for start in _STARTS])
+  return np.concatenate(
+    [tiny_sampler.sampler().batch(start, _SIZE) for start in _STARTS]
+  )
 
 
 class SampleFolderTest(parameterized.TestCase):
@@ -58,8 +35,8 @@ class SampleFolderTest(parameterized.TestCase):
     self.out = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
   def _run(self, names, num=4):
-    restored = dataclasses.replace(_restored(), class_names=names)
-    sampler = Sampler(restored, labels=(9, None), mesh=_mesh(1))
+    restored = dataclasses.replace(tiny_sampler.restored(), class_names=names)
+    sampler = Sampler(restored, labels=(9, None), mesh=tiny_sampler.mesh(1))
     return sample_files.sample_folder(
       sampler, num, self.out, batch_size=2, settings=_SETTINGS
     )
@@ -103,7 +80,7 @@ class SampleNpzTest(parameterized.TestCase):
   def _run(self, kill_before=None, num=_NUM, size=_SIZE, settings=_SETTINGS):
     self.kill_before = kill_before
     return sample_files.sample_npz(
-      _sampler(), num, self.out, batch_size=size, settings=settings
+      tiny_sampler.sampler(), num, self.out, batch_size=size, settings=settings
     )
 
   def _killed(self, **options):

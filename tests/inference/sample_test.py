@@ -3,57 +3,35 @@
 import functools
 from unittest import mock
 
-import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.inference import sample as sample_lib
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import sharding
+from tests.inference import tiny_sampler
 from tests.training import tiny
 
-_NUM, _SIZE = 29, 8  # four parts, the last one of five images
+_SIZE = 8
 _STARTS = (0, 8, 16, 24)
-_SETTINGS = {"checkpoint": "here", "seed": 0}
-
-
-@functools.cache
-def _mesh(devices):
-  config = tiny.dit_config(mesh={"data": devices})
-  return sharding.make_mesh(config.mesh, jax.devices()[:devices])
-
-
-@functools.cache
-def _restored(devices=1, **sample):
-  config = tiny.dit_config(sample=sample)
-  model, _ = make_model(config)
-  whole = sharding.replicated(_mesh(devices))
-  params = jax.device_put(tiny.random_params(config), whole)
-  return Restored(config, model, params, 0, ())
-
-
-@functools.cache
-def _sampler(devices=1, labels=(), seed=0):
-  return sample_lib.Sampler(
-    _restored(devices), labels=labels, seed=seed, mesh=_mesh(devices)
-  )
 
 
 @functools.cache
 def _images():
-  return np.concatenate([_sampler().batch(start, _SIZE) for start in _STARTS])
+  return np.concatenate(
+    [tiny_sampler.sampler().batch(start, _SIZE) for start in _STARTS]
+  )
 
 
 class SamplerTest(parameterized.TestCase):
   @parameterized.parameters(3, 16)
   def test_images_do_not_depend_on_the_batch_size(self, size):
-    images = _sampler().batch(5, size)
+    images = tiny_sampler.sampler().batch(5, size)
     np.testing.assert_array_equal(images, _images()[5 : 5 + size])
 
   @parameterized.parameters(3, 8)
   def test_images_are_the_same_on_eight_devices(self, size):
-    images = _sampler(devices=8).batch(5, size)
+    images = tiny_sampler.sampler(devices=8).batch(5, size)
     np.testing.assert_array_equal(images, _images()[5 : 5 + size])
 
   def test_images_are_pixels_and_differ(self):
@@ -63,34 +41,39 @@ class SamplerTest(parameterized.TestCase):
     self.assertLen({image.tobytes() for image in images}, 32)
 
   def test_labels_are_those_of_all_classes_in_turn(self):
-    labels = _sampler().label(np.arange(23))
+    labels = tiny_sampler.sampler().label(np.arange(23))
     np.testing.assert_array_equal(labels, np.arange(23) % 10)
     self.assertEqual(labels.dtype, np.int32)
 
   def test_wanted_labels_repeat(self):
-    labels = _sampler(labels=(3, 3, 7)).label(np.arange(7))
+    labels = tiny_sampler.sampler(labels=(3, 3, 7)).label(np.arange(7))
     np.testing.assert_array_equal(labels, [3, 3, 7, 3, 3, 7, 3])
 
   def test_label_and_seed_change_an_image_and_nothing_else_does(self):
     # Image 3 has label 3 with these labels as with all in turn.
-    same = _sampler(labels=(5, 6, 7, 3)).batch(0, _SIZE)
+    same = tiny_sampler.sampler(labels=(5, 6, 7, 3)).batch(0, _SIZE)
     np.testing.assert_array_equal(same[3], _images()[3])
     self.assertFalse(np.array_equal(same[0], _images()[0]))
-    other = _sampler(seed=2**31 - 1).batch(0, _SIZE)
+    other = tiny_sampler.sampler(seed=2**31 - 1).batch(0, _SIZE)
     for ours, theirs in zip(other, _images()):
       self.assertFalse(np.array_equal(ours, theirs))
 
   def test_no_label_is_scale_0(self):
-    none = _sampler(labels=(None,)).batch(0, 2)
+    none = tiny_sampler.sampler(labels=(None,)).batch(0, 2)
     self.assertFalse(np.array_equal(none, _images()[:2]))
-    restored = _restored(cfg_scale=0.0)
-    free = sample_lib.Sampler(restored, labels=(4,), mesh=_mesh(1)).batch(0, 2)
+    restored = tiny_sampler.restored(cfg_scale=0.0)
+    free = sample_lib.Sampler(
+      restored, labels=(4,), mesh=tiny_sampler.mesh(1)
+    ).batch(0, 2)
     np.testing.assert_array_equal(free, none)
 
   def test_own_noise_is_what_images_begin_with(self):
     rows = np.random.default_rng(0).normal(size=(2, 8, 8, 1))
     sampler = sample_lib.Sampler(
-      _restored(method="ddim"), labels=(3,), mesh=_mesh(1), noise=rows
+      tiny_sampler.restored(method="ddim"),
+      labels=(3,),
+      mesh=tiny_sampler.mesh(1),
+      noise=rows,
     )
     images = sampler.batch(0, 4)
     np.testing.assert_array_equal(images[:2], images[2:])
@@ -102,9 +85,12 @@ class SamplerTest(parameterized.TestCase):
 
     def distance(strength):
       sampler = sample_lib.Sampler(
-        _restored(steps="50"), mesh=_mesh(1), labels=(3,),
-        start=start, strength=strength,
-      )  # fmt: skip
+        tiny_sampler.restored(steps="50"),
+        mesh=tiny_sampler.mesh(1),
+        labels=(3,),
+        start=start,
+        strength=strength,
+      )
       return np.abs(sampler.batch(0, 1) - pixels).mean()
 
     self.assertLess(distance(0.02), 20)
@@ -118,7 +104,9 @@ class SamplerTest(parameterized.TestCase):
   )
   def test_wrong_beginnings_are_named(self, options, text):
     with self.assertRaisesRegex(ValueError, text):
-      sample_lib.Sampler(_restored(), mesh=_mesh(1), **options)
+      sample_lib.Sampler(
+        tiny_sampler.restored(), mesh=tiny_sampler.mesh(1), **options
+      )
 
   @parameterized.parameters(1, 5, 8, 13)
   def test_few_images_come_in_full_batches(self, num):
@@ -126,7 +114,7 @@ class SamplerTest(parameterized.TestCase):
       sample_lib.Sampler, "batch", autospec=True,
       side_effect=sample_lib.Sampler.batch,
     ) as batch:  # fmt: skip
-      images = sample_lib.sample_images(_sampler(), num, _SIZE)
+      images = sample_lib.sample_images(tiny_sampler.sampler(), num, _SIZE)
     np.testing.assert_array_equal(images, _images()[:num])
     self.assertEqual({call.args[2] for call in batch.call_args_list}, {_SIZE})
 
@@ -138,7 +126,9 @@ class SamplerTest(parameterized.TestCase):
   )
   def test_bad_labels_and_seeds_are_named(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
-      sample_lib.Sampler(_restored(), mesh=_mesh(1), **options)
+      sample_lib.Sampler(
+        tiny_sampler.restored(), mesh=tiny_sampler.mesh(1), **options
+      )
 
   def test_model_that_does_not_draw_is_refused(self):
     config = tiny.config()
@@ -146,7 +136,7 @@ class SamplerTest(parameterized.TestCase):
     with self.assertRaisesRegex(
       ValueError, r"family 'vit'; `sample` needs 'dit'"
     ):
-      sample_lib.Sampler(restored, mesh=_mesh(1))
+      sample_lib.Sampler(restored, mesh=tiny_sampler.mesh(1))
 
   def test_latents_need_their_autoencoder(self):
     config = tiny.dit_config(
@@ -154,7 +144,7 @@ class SamplerTest(parameterized.TestCase):
     )
     restored = Restored(config, make_model(config)[0], {}, 0, ())
     with self.assertRaisesRegex(ValueError, "--vae PATH"):
-      sample_lib.Sampler(restored, mesh=_mesh(1))
+      sample_lib.Sampler(restored, mesh=tiny_sampler.mesh(1))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import tqdm
-from PIL import Image
 
 from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.files import (
@@ -14,6 +13,7 @@ from moh_jax.data.images.files import (
   describe_image,
   upright_size,
 )
+from moh_jax.data.images.pictures import to_picture
 from moh_jax.data.images.records import KIND
 from moh_jax.data.images.resizing import resize
 from moh_jax.data.shard_writer import ShardSetWriter
@@ -119,7 +119,6 @@ def _shrunk(record: Record, shorter: int) -> Record:
   pixels = decode_image(record.content, 1 if grey else 3, record.place)
   scale = shorter / min(size)
   pixels = resize(pixels, tuple(round(side * scale) for side in size))
-  picture = Image.fromarray(pixels.squeeze(-1) if grey else pixels)
   file = io.BytesIO()
-  picture.save(file, "JPEG", quality=_QUALITY)
+  to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
   return record._replace(content=file.getvalue())
