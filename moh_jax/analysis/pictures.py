@@ -20,7 +20,7 @@ _PALETTE = (
   *("#0072B2", "#D55E00", "#CC79A7", "#000000"),
 )
 _MASKED = "#DDDDDD"
-_SCORES = ("accuracy", "bits_per_byte", "loss")  # that `dial` draws
+SCORES = ("bits_per_byte", "accuracy", "loss")  # that `dial` draws
 _PURPOSE = "a picture"  # what needs matplotlib, where `check` was not asked
 _DPI = (110, 80, 55, 40)  # the first one where nothing limits the size
 _MOST_BYTES = 400_000  # of a picture in a page
@@ -160,7 +160,7 @@ def routing_maps(
   shown = _spread(len(stats.layers), _SHOWN_LAYERS)
   extra = pictures is not None
   columns = len(shown) + extra
-  figure = _figure(
+  figure = new_figure(
     figsize=(1.5 * columns + 0.4, 1.5 * len(titles) + 0.9), layout="constrained"
   )
   axes = figure.subplots(len(titles), columns, squeeze=False)
@@ -264,11 +264,11 @@ def dial(rows: Sequence[Mapping[str, float]]) -> Any:
     "activated_share": "activated share of the heads",
     "seconds": "seconds of an evaluation",
   }
-  shown = [name for name in _SCORES if name in rows[0]]
+  shown = [name for name in SCORES if name in rows[0]]
   if not shown:  # a family of the user's own may have other scores
     found = {n for n, value in rows[0].items() if isinstance(value, float)}
     shown = sorted(found - over.keys())
-  figure = _figure(figsize=(3.4 * len(shown), 5), layout="constrained")
+  figure = new_figure(figsize=(3.4 * len(shown), 5), layout="constrained")
   axes = figure.subplots(2, len(shown), squeeze=False)
   for line, (place, label) in zip(axes, over.items()):
     points = sorted(rows, key=lambda row: row[place])
@@ -285,7 +285,7 @@ def dial(rows: Sequence[Mapping[str, float]]) -> Any:
 def _text_maps(
   layers: Sequence[Layer], maps: RoutingMaps, titles: Sequence[str]
 ) -> Any:
-  figure = _figure(
+  figure = new_figure(
     figsize=(10, len(titles) * (0.6 + 0.12 * len(layers)) + 1.0),
     layout="constrained",
   )
@@ -360,12 +360,13 @@ def _panels(
   columns = min(across, count)
   lines = -(-count // columns)
   size = each[0] * columns + around[0], each[1] * lines + around[1]
-  figure = _figure(figsize=size, layout="constrained")
+  figure = new_figure(figsize=size, layout="constrained")
   axes = list(figure.subplots(lines, columns, squeeze=False).flat)
   for axis in axes[count:]:
     axis.set_axis_off()
   return figure, axes[:count]
 
 
-def _figure(**options: Any) -> Any:
+def new_figure(**options: Any) -> Any:
+  """An empty figure of matplotlib, with `options` of its `Figure`."""
   return import_extra("matplotlib.figure", _PURPOSE, "plot").Figure(**options)

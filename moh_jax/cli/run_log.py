@@ -30,7 +30,7 @@ class _File(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def kept(workdir: str, level: int, several: bool) -> Iterator[None]:
+def kept(workdir: str, is_first: bool, several: bool) -> Iterator[None]:
   """Shows our own messages, and keeps those of libraries in WORKDIR/run.log.
 
   Tracebacks, also those of other threads and of an error that ends the block,
@@ -38,7 +38,7 @@ def kept(workdir: str, level: int, several: bool) -> Iterator[None]:
 
   Args:
     workdir: working directory; in a bucket no file is written.
-    level: of our messages on the terminal.
+    is_first: whether this is the first process, which says more.
     several: whether the run has several processes. Then what C++ code writes to
       stderr goes to the file too, such as the stacks of JAX's own watch over
       the processes.
@@ -47,6 +47,7 @@ def kept(workdir: str, level: int, several: bool) -> Iterator[None]:
   with contextlib.ExitStack() as stack:
     if several and isinstance(file, _File):
       stack.enter_context(_stderr_to(file))
+    level = logging.INFO if is_first else logging.WARNING
     stack.enter_context(_handlers(file, level))
     yield
 

@@ -1,7 +1,6 @@
 """`python -m moh_jax train`, and train.py."""
 
 import argparse
-import logging
 import sys
 
 from moh_jax.cli import common, distributed, run_log
@@ -9,6 +8,7 @@ from moh_jax.config import Config
 from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.infer import resolve
+from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.speed.model_flops import at_peak
 from moh_jax.training import loop
@@ -23,14 +23,9 @@ def run(args: argparse.Namespace) -> int:
   """
   is_first = distributed.join(args)
   config = resolve(args.config)
-  decode = None
-  level = logging.INFO if is_first else logging.WARNING
-  if args.vae:
-    mesh = sharding.make_mesh(config.mesh)
-    vae = load_autoencoder(args.vae, config, mesh, encoder=_encoder(config))
-    decode = vae.decoder()
+  decode = read_decoder(args.vae, config)
   try:
-    with run_log.kept(args.workdir, level, args.distributed):
+    with run_log.kept(args.workdir, is_first, args.distributed):
       result = loop.train(
         config,
         args.workdir,
@@ -55,8 +50,17 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _encoder(config: Config) -> str:
-  """Hash of the encoder that made the latents to train on, "" if unknown."""
-  if config.data.source != "latents":
-    return ""
-  return LatentSource(config.data.path, "train").encoder_sha256
+def read_decoder(vae: str, config: Config) -> Decode | None:
+  """Reads what turns a run's latents into images.
+
+  Args:
+    vae: autoencoder weights; "" for none.
+    config: of the run.
+  """
+  if not vae:
+    return None
+  encoder = ""
+  if config.data.source == "latents":
+    encoder = LatentSource(config.data.path, "train").encoder_sha256
+  mesh = sharding.make_mesh(config.mesh)
+  return load_autoencoder(vae, config, mesh, encoder=encoder).decoder()

@@ -12,6 +12,7 @@ from moh_jax.cli.arguments import images, models, speed, text
 COMMANDS = {
   "bench": speed.bench,
   "classify": images.classify,
+  "compare": models.compare,
   "convert": models.convert,
   "encode-latents": images.encode_latents,
   "evaluate": models.evaluate,

@@ -4,6 +4,7 @@ import argparse
 
 from moh_jax.cli import common, distributed, fields, text_files
 from moh_jax.config import EvalConfig, export_forms, public_formats
+from moh_jax.config.variants import FORMS
 from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
 from moh_jax.runtime import topology
 
@@ -235,22 +236,65 @@ def _topology(text: str) -> topology.Topology:
     raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def compare(parser: argparse.ArgumentParser) -> None:
+  """Train variants of a run over several seeds, and compare their scores."""
+  common.add_config(parser, required=True)
+  _add_workdir(parser)
+  parser.add_argument(
+    "--variants",
+    type=lambda text: text.split(","),
+    default=["mha", "config"],
+    metavar="NAME,...",
+    help=f"each is {FORMS}; differences are to the first one "
+    "(default: mha,config)".replace("%", "%%"),
+  )
+  common.add_count(
+    parser,
+    "--seeds",
+    3,
+    help="runs of each variant, from train.seed on (default: 3)",
+  )
+  parser.add_argument(
+    "--sweep",
+    default="",
+    metavar="FIELD=V,V,...",
+    help="train each variant with each value of a config field, such as "
+    "optim.lr=1e-3,2e-3; the best one of each stands for it",
+  )
+  parser.add_argument(
+    "--metrics",
+    type=lambda text: text.split(","),
+    default=[],
+    metavar="NAME,...",
+    help="what to compare, the one that decides first (default: accuracy, "
+    "bits_per_byte and loss, those that the evaluation has)",
+  )
+  parser.add_argument(
+    "--rounds",
+    type=fields.integer,
+    default=5,
+    metavar="N",
+    help="turns in which the times of a step are measured, side by side; 0 "
+    "measures none (default: 5)",
+  )
+  parser.add_argument(
+    "--plot",
+    metavar="FILE",
+    help="draw the first metric over the activated share, as .png or .svg",
+  )
+  _add_vae(parser)
+  # Runs that differ in their seed are one program.
+  parser.set_defaults(compilation_cache=True)
+  common.add_verify(parser)
+  distributed.add_distributed(parser)
+  common.add_json(parser)
+
+
 def train(parser: argparse.ArgumentParser) -> None:
   """Train a model; run again, it resumes."""
   common.add_config(parser, required=True)
-  parser.add_argument(
-    "--workdir",
-    required=True,
-    metavar="DIR",
-    help="directory of checkpoints and metrics, local or a bucket; run again "
-    "with the same arguments, the command resumes from its last checkpoint",
-  )
-  parser.add_argument(
-    "--vae",
-    default="",
-    metavar="PATH",
-    help="autoencoder weights that show samples of latent diffusion",
-  )
+  _add_workdir(parser)
+  _add_vae(parser)
   common.add_verify(parser)
   distributed.add_distributed(parser)
   common.add_json(parser)
@@ -267,3 +311,22 @@ def verify(parser: argparse.ArgumentParser) -> None:
     "--step", type=int, help="which checkpoint (default: all of them)"
   )
   common.add_json(parser)
+
+
+def _add_workdir(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--workdir",
+    required=True,
+    metavar="DIR",
+    help="directory of checkpoints and metrics, local or a bucket; run again "
+    "with the same arguments, the command resumes from its last checkpoint",
+  )
+
+
+def _add_vae(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    "--vae",
+    default="",
+    metavar="PATH",
+    help="autoencoder weights that show samples of latent diffusion",
+  )

@@ -1,0 +1,95 @@
+"""`python -m moh_jax compare`."""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from moh_jax.analysis import comparison, pictures
+from moh_jax.cli import common, distributed, run_log
+from moh_jax.cli.train import read_decoder
+from moh_jax.config import Config
+from moh_jax.config.variants import ComparedRun, compared_runs
+from moh_jax.data.infer import resolve
+from moh_jax.files import write_whole
+from moh_jax.models.registry import make_model
+from moh_jax.runtime.params import abstract_params
+from moh_jax.speed.model_flops import train_flops
+from moh_jax.speed.steps import step_seconds
+from moh_jax.training.comparison import Comparison, Outcome
+
+_Row = tuple[str, str]  # variant and setting
+
+
+def run(args: argparse.Namespace) -> int:
+  """Trains the variants and prints the table that compares them.
+
+  Returns:
+    0, also after a request to stop.
+  """
+  runs = compared_runs(args.config, args.variants, args.sweep, args.seeds)
+  if args.rounds < 0:
+    raise ValueError(f"--rounds {args.rounds} must be at least 0")
+  if args.plot:
+    pictures.check_plot(args.plot)
+  is_first = distributed.join(args)
+  runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
+  decode = read_decoder(args.vae, runs[0].config)
+  with run_log.kept(args.workdir, is_first, args.distributed):
+    compared = Comparison(args.config, args.workdir)
+    finished = compared.run(runs, decode, args.verify)
+  configs = {(one.variant, one.setting): one.config for one in runs}
+  seconds = {}
+  if finished and args.rounds:
+    # Settings such as a learning rate change no step.
+    by_variant = {variant: run for (variant, _), run in configs.items()}
+    seconds = step_seconds(by_variant, args.rounds)
+  if not is_first:
+    return 0
+  if not finished:
+    print("stopped; run the command again to go on", file=sys.stderr)
+    return 0
+  outcomes = compared.outcomes
+  for one in runs:
+    if fault := outcomes[one.name].fault:
+      print(f"warning: {one.name}: {fault}", file=sys.stderr)
+  results = _by_row(runs, outcomes)
+  metrics = comparison.choose_metrics(list(results.values()), args.metrics)
+  costs = {
+    key: _costs(one, seconds.get(key[0])) for key, one in configs.items()
+  }
+  rows = comparison.summarize(results, args.seeds, metrics, costs)
+  if args.json != "-":
+    print(comparison.to_markdown(rows))
+  if args.plot:
+    form = pathlib.PurePath(args.plot).suffix[1:]
+    content = pictures.encode(comparison.plot(rows), form)
+    write_whole(pathlib.Path(args.plot), content)
+  common.write_json(args.json, {"rows": [dataclasses.asdict(r) for r in rows]})
+  return 0
+
+
+def _by_row(
+  runs: Sequence[ComparedRun], outcomes: Mapping[str, Outcome]
+) -> dict[_Row, dict[int, dict[str, float]]]:
+  """Metrics of the runs that got to their end, by row and seed."""
+  results: dict[_Row, dict[int, dict[str, float]]] = {}
+  for one in runs:
+    seeds = results.setdefault((one.variant, one.setting), {})
+    outcome = outcomes[one.name]
+    if not outcome.fault:
+      seeds[one.seed] = outcome.metrics
+  return results
+
+
+def _costs(config: Config, seconds: float | None) -> dict[str, float]:
+  """Parameters, FLOPs and, where measured, seconds of a step."""
+  params = jax.tree.leaves(abstract_params(*make_model(config)))
+  costs = {
+    "parameters": sum(leaf.size for leaf in params),
+    "step_flops": train_flops(config),
+  }
+  return costs if seconds is None else {**costs, "step_seconds": seconds}

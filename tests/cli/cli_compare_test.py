@@ -1,0 +1,132 @@
+import dataclasses
+import json
+import pathlib
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+
+from moh_jax import config as config_lib
+from moh_jax.training import loop
+from tests.cli import tiny_checkpoint
+
+
+class CompareCommandTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self._write_config(tiny_checkpoint.CONFIG)
+
+  def _write_config(self, config):
+    values = config_lib.to_config_dict(config).to_dict()
+    self.config = self.root / "config.py"
+    self.config.write_text(f"def get_config():\n  return {values!r}\n")
+
+  def _compare(self, *argv, seeds=1):
+    return tiny_checkpoint.call(
+      *("compare", "--config", self.config, "--workdir", self.root / "runs"),
+      *("--variants", "mha,config,moh75", "--seeds", seeds, *argv),
+    )
+
+  def _rows(self, *argv, seeds=1):
+    status, out, err = self._compare(
+      "--rounds", 0, "--json", "-", *argv, seeds=seeds
+    )
+    self.assertEqual(status, 0, err)
+    return json.loads(out)["rows"]
+
+  def test_trains_as_train_does(self):
+    argv = "--variants", "config", "--json", self.root / "rows.json"
+    status, out, err = self._compare("--rounds", 1, *argv)
+    self.assertEqual(status, 0, err)
+    (row,) = json.loads((self.root / "rows.json").read_text())["rows"]
+    self.assertGreater(row["costs"]["step_seconds"], 0)
+    self.assertIn("| time of a step |", out)
+
+    status, out, err = tiny_checkpoint.call(
+      *("evaluate", "--checkpoint", self.root / "runs" / "config-seed0"),
+      *("--json", "-"),
+    )
+    self.assertEqual(status, 0, err)
+    metrics = json.loads(out)
+    self.assertEqual(row["activated_share"], metrics["activated_share"])
+    for name, spread in row["metrics"].items():
+      self.assertAlmostEqual(spread["mean"], metrics[name], places=5)
+
+  def test_trains_only_what_has_no_result(self):
+    plot = self.root / "plot.png"
+    with mock.patch.object(loop, "train", side_effect=_fake_train) as train:
+      rows = self._rows("--plot", plot)
+      self.assertEqual(train.call_count, 3)
+      self.assertEqual(rows, self._rows())
+      self.assertEqual(train.call_count, 3)
+      self._rows(seeds=2)
+      self.assertEqual(train.call_count, 6)
+      self._rows("--sweep", "optim.lr=1e-4,1e-2")
+      self.assertEqual(train.call_count, 12)
+    self.assertEqual([r["activated_share"] for r in rows], [1.0, 0.5, 0.75])
+    self.assertEqual(plot.read_bytes()[1:4], b"PNG")
+    mha, moh, _ = (row["costs"] for row in rows)
+    self.assertGreater(mha["step_flops"], moh["step_flops"])
+    seeds = [call.args[0].train.seed for call in train.call_args_list]
+    self.assertEqual(seeds, [0] * 3 + [1] * 3 + [0] * 6)
+
+  def test_a_changed_config_is_refused(self):
+    with mock.patch.object(loop, "train", _fake_train):
+      self._rows()
+      optim = config_lib.OptimConfig(lr=0.25)
+      self._write_config(
+        dataclasses.replace(tiny_checkpoint.CONFIG, optim=optim)
+      )
+      status, out, err = self._compare()
+    self.assertEqual((status, out), (2, ""))
+    self.assertIn("comparison.json compares variants of another config", err)
+    self.assertIn("optim.lr: 0.25 here, 0.001 there", err)
+    self.assertLen(err.splitlines(), 1)
+
+  def test_a_run_that_diverges_does_not_end_the_others(self):
+    def train(config, *args, **options):
+      if config.model.activated_share == 0.75:
+        raise loop.NonFiniteLossError("the loss is NaN at step 3")
+      return _fake_train(config, *args, **options)
+
+    with mock.patch.object(loop, "train", train):
+      status, out, err = self._compare("--rounds", 0, seeds=2)
+    self.assertEqual(status, 0, err)
+    self.assertIn("warning: moh75-seed1: the loss is NaN at step 3", err)
+    self.assertIn("| moh75 | - (0 of 2 runs) | - |", out)
+    self.assertIn("| config | 0.5000 ± 0.0000 |", out)
+
+  def test_a_stopped_run_goes_on(self):
+    stopped = loop.Result(state=None, evaluation={}, finished=False)
+    with mock.patch.object(loop, "train", return_value=stopped) as train:
+      status, out, err = self._compare()
+    self.assertEqual((status, out), (0, ""))
+    self.assertIn("run the command again to go on", err)
+    train.assert_called_once()
+    with mock.patch.object(loop, "train", _fake_train):
+      self.assertLen(self._rows(), 3)
+
+  def test_wrong_options(self):
+    for argv, message in (
+      (["--rounds", "-1"], "--rounds -1 must be at least 0"),
+      (["--variants", "mha,moe"], "variant 'moe' must be config, mha"),
+      (["--sweep", "optim.lr=-1,1"], "optim.lr=-1.0 must be at least 0"),
+      (["--plot", "runs.pdf"], "must end in .png or .svg"),
+    ):
+      with mock.patch.object(loop, "train", side_effect=AssertionError):
+        status, _, err = self._compare(*argv)
+      self.assertEqual(status, 2)
+      self.assertIn(message, err)
+      self.assertLen(err.splitlines(), 1)
+
+
+def _fake_train(config, workdir, **options):
+  del workdir, options
+  share = config.model.activated_share
+  evaluation = {"accuracy": share, "loss": 1.0, "activated_share": share}
+  return loop.Result(state=None, evaluation=evaluation, finished=True)
+
+
+if __name__ == "__main__":
+  absltest.main()
