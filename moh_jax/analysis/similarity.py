@@ -31,8 +31,8 @@ class HeadSimilarity:
   """Mean cosines between heads of a layer, by the layer's name.
 
   Attributes:
-    patterns: [H, H] of the attention weights; layers whose attention is to a
-      window have none.
+    patterns: [H, H] of the attention weights; where attention is to a window
+      and to pooled tokens, of the weights of both.
     features: [H, H] of what the heads add to the tokens.
   """
 
@@ -89,16 +89,14 @@ def head_similarity(
     examples += count
   if not examples:
     raise ValueError("there is no example to compare heads on")
-  names = list(get_family(config.model.family).layer_budgets(config.model))
-  means = {
-    kind: [layer / examples for stack in stacks for layer in stack]
-    for kind, stacks in sums.items()
-  }
-  # Layers that attend to a window come first in models that have them.
+  names = get_family(config.model.family).layer_budgets(config.model)
   return HeadSimilarity(
     **{
-      kind: dict(zip(names[len(names) - len(layers) :], layers))
-      for kind, layers in means.items()
+      kind: {
+        name: layer / examples
+        for name, layer in zip(names, itertools.chain(*stacks))
+      }
+      for kind, stacks in sums.items()
     }
   )
 

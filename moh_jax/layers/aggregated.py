@@ -21,8 +21,12 @@ from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.activation import gelu
-from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
-from moh_jax.ops.head_similarity import SIMILARITY, pattern_cosines
+from moh_jax.ops.aggregated import (
+  aggregated_attention,
+  aggregated_weights,
+  l2_normalize,
+)
+from moh_jax.ops.head_similarity import SIMILARITY, cosines, pattern_cosines
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
 from moh_jax.ops.visible import Visible
@@ -196,20 +200,24 @@ class AggregatedAttention(CosineAttention, kw_only=True):
     counts = window_ops.window_counts(self.grid, self.window)
     num_keys = counts + math.prod(self.pool_grid)
     unit_q, q = QueryScale(name="query_scale")(q, num_keys)
-    out = aggregated_attention(
+    on = {"grid": self.grid, "window": self.window}
+    weights = aggregated_weights(
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),
-      v,
       l2_normalize(pool_k).astype(self.dtype),
-      pool_v,
-      grid=self.grid,
-      window=self.window,
       window_bias=self._per_position(
         "relative_pos_bias_local", nn.initializers.normal(0.0004)
       ),
       pool_bias=PositionBias(self.budget.num_heads, name="cpb")(coordinates),
       position_weights=self._position_weights(unit_q),
+      **on,
     )
+    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
+      near, pooled, total = weights
+      pooled = pooled.swapaxes(1, 2) / total[..., None]
+      every = jnp.concatenate([near, pooled], axis=-1)
+      self.sow(SIMILARITY, "patterns", cosines(every))
+    out = aggregated_attention(weights, v, pool_v, **on)
     return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
 
   def _pool(self, x: jax.Array) -> jax.Array:

@@ -19,31 +19,26 @@ def l2_normalize(x: jax.Array) -> jax.Array:
   return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
-def aggregated_attention(
+def aggregated_weights(
   q: jax.Array,
   k: jax.Array,
-  v: jax.Array,
   pool_k: jax.Array,
-  pool_v: jax.Array,
   *,
   grid: tuple[int, int],
   window: int,
   window_bias: jax.Array,
   pool_bias: jax.Array,
   position_weights: jax.Array,
-) -> jax.Array:
-  """Attends to a sliding window and to pooled tokens with one softmax.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Weights of a sliding window and of pooled tokens with one softmax.
 
-  Keys and values of the window are read as shifted views of one padded copy
-  (see `ops.window`). The only arrays with an entry per query and key are the
-  logits, [B, N, H, L] and [B, H, N, P] float32.
+  Keys of the window are read as shifted views of one padded copy (see
+  `ops.window`).
 
   Args:
     q: [B, N, H, D] scaled queries.
     k: [B, N, H, D] keys of the window.
-    v: [B, N, H, D] values of the window.
     pool_k: [B, P, H, D] keys of the pooled tokens.
-    pool_v: [B, P, H, D] values of the pooled tokens.
     grid: X and Y.
     window: odd width of the window.
     window_bias: [H, L] added to the window logits.
@@ -52,10 +47,11 @@ def aggregated_attention(
       softmax (TransNeXt's positional attention).
 
   Returns:
-    [B, N, H, D] in the dtype of v.
+    The window's weights [B, N, H, L]; the pooled tokens' [B, H, N, P], which
+    are still to be divided by the softmax's sum; this sum, [B, N, H]. All are
+    float32.
   """
-  chex.assert_equal_shape((q, k, v))
-  chex.assert_equal_shape((pool_k, pool_v))
+  chex.assert_equal_shape((q, k))
   batch, tokens, heads, dim = q.shape
   on_grid = (batch, *grid, heads)
 
@@ -78,10 +74,37 @@ def aggregated_attention(
   weights = jnp.exp(logits - highest[..., None])
   pool_weights = jnp.exp(pool_logits - highest.swapaxes(1, 2)[..., None])
   total = weights.sum(-1) + pool_weights.sum(-1).swapaxes(1, 2)  # [B, N, H]
-  weights = weights / total[..., None] + position_weights
+  return weights / total[..., None] + position_weights, pool_weights, total
 
+
+def aggregated_attention(
+  weights: tuple[jax.Array, jax.Array, jax.Array],
+  v: jax.Array,
+  pool_v: jax.Array,
+  *,
+  grid: tuple[int, int],
+  window: int,
+) -> jax.Array:
+  """Attends to a sliding window and to pooled tokens.
+
+  The only arrays with an entry per query and key are the weights.
+
+  Args:
+    weights: of `aggregated_weights`.
+    v: [B, N, H, D] values of the window.
+    pool_v: [B, P, H, D] values of the pooled tokens.
+    grid: X and Y.
+    window: odd width of the window.
+
+  Returns:
+    [B, N, H, D] in the dtype of v.
+  """
+  window_weights, pool_weights, total = weights
+  batch, tokens, heads, dim = v.shape
+  chex.assert_shape(pool_v, (batch, pool_weights.shape[-1], heads, dim))
+  on_grid = (batch, *grid, heads)
   out = window_ops.window_mix(
-    weights.reshape(*on_grid, -1).astype(v.dtype),
+    window_weights.reshape(*on_grid, -1).astype(v.dtype),
     v.reshape(*on_grid, dim),
     window,
   ).reshape(batch, tokens, heads, dim)

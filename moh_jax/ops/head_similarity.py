@@ -45,7 +45,7 @@ def pattern_cosines(
     logits = jnp.where(mask, logits, -jnp.inf)
   highest = logits.max(-1, keepdims=True)
   weights = jnp.exp(logits - jnp.where(jnp.isfinite(highest), highest, 0.0))
-  return _cosines(weights.swapaxes(1, 2))
+  return cosines(weights.swapaxes(1, 2))
 
 
 def feature_cosines(heads: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -63,10 +63,10 @@ def feature_cosines(heads: jax.Array, kernel: jax.Array) -> jax.Array:
   """
   heads, kernel = (x.astype(jnp.float32) for x in (heads, kernel))
   added = jnp.einsum("bnhd,hdc->bnhc", heads, kernel, precision=_EXACT)
-  return _cosines(added)
+  return cosines(added)
 
 
-def _cosines(vectors: jax.Array) -> jax.Array:
+def cosines(vectors: jax.Array) -> jax.Array:
   """Cosines [B, N, H, H] of vectors [B, N, H, X]; those of a zero are 0."""
   norms = jnp.sqrt(jnp.square(vectors).sum(-1, keepdims=True))
   unit = vectors / jnp.where(norms > 0, norms, 1.0)

@@ -18,15 +18,23 @@ from moh_jax.ops.visible import Visible
 from moh_jax.runtime import sharding
 from tests.training import tiny
 
-_HEADS = {"qkv": -2, "q": -2, "kv": -2, "out": 1}  # axis of the heads
+_HEADS = {  # axis of the heads, by a parameter's last names
+  **{f"{name}/kernel": -2 for name in ("qkv", "q", "kv")},
+  **{f"{name}/bias": -2 for name in ("qkv", "q", "kv")},
+  "out/kernel": 1,
+  **{"query_scale/temperature": -1, "query_scale/query_embedding": -2},
+  **{"fc2/kernel": -1, "fc2/bias": -1},  # of the position bias
+  **{"attn/relative_pos_bias_local": -2, "attn/learnable_bias": -2},
+  "attn/learnable_tokens": -3,
+}
 
 
 def _twins(config):
   """Parameters in which the first two heads of each layer are the same."""
 
   def alike(path, x):
-    name, leaf = path[-2:]
-    if name not in _HEADS or (name, leaf) == ("out", "bias"):
+    name = "/".join(path[-2:])
+    if name not in _HEADS or "mlp" in path:
       return x
     x = np.moveaxis(np.array(x), _HEADS[name], 0)
     x[1] = x[0]
@@ -38,7 +46,8 @@ def _twins(config):
 
 @functools.cache
 def _measured(family="dit", router=True, devices=1):
-  config = {"dit": tiny.dit_config, "llm": tiny.llm_config}[family]()
+  makers = {"dit": tiny.dit_config, "llm": tiny.llm_config}
+  config = makers.get(family, tiny.config)()
   params = _twins(config)
   if not router:
     model = config_lib.without_router(config.model)
@@ -66,11 +75,11 @@ def _measured(family="dit", router=True, devices=1):
 
 
 class SimilarityTest(parameterized.TestCase):
-  @parameterized.parameters("dit", "llm")
-  def test_identical_heads_give_1_and_others_less(self, family):
+  @parameterized.parameters(("dit", 2), ("llm", 2), ("vit", 3))
+  def test_identical_heads_give_1_and_others_less(self, family, layers):
     found = _measured(family)
     for cosines in (found.patterns, found.features):
-      self.assertLen(cosines, 2)
+      self.assertLen(cosines, layers)
       for values in cosines.values():
         np.testing.assert_allclose(np.diag(values), 1, atol=1e-5)
         np.testing.assert_allclose(values[0, 1], 1, atol=1e-5)

@@ -8,9 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.aggregated import aggregated_attention, l2_normalize
+from moh_jax.ops.aggregated import (
+  aggregated_attention,
+  aggregated_weights,
+  l2_normalize,
+)
 
 _B, _H, _D, _P = 2, 3, 4, 2
+_VALUES = ("v", "pool_v")
 # (grid, window): the last grid is smaller than its window.
 _CASES = (((3, 4), 3), ((4, 2), 1), ((2, 3), 5))
 
@@ -39,7 +44,10 @@ def _inputs(grid, window, dtype=jnp.float32):
 
 
 def _eager(inputs, grid, window):
-  return aggregated_attention(**inputs, grid=grid, window=window)
+  on = {"grid": grid, "window": window}
+  others = {name: x for name, x in inputs.items() if name not in _VALUES}
+  weights = aggregated_weights(**others, **on)
+  return aggregated_attention(weights, *(inputs[n] for n in _VALUES), **on)
 
 
 _call = jax.jit(_eager, static_argnames=("grid", "window"))
