@@ -23,7 +23,7 @@ from moh_jax.training import loop
 from moh_jax.training.workdir import prepare
 
 _LOG = logging.getLogger(__name__)
-FILE = "comparison.json"
+_FILE = "comparison.json"
 
 
 class Outcome(msgspec.Struct):
@@ -62,7 +62,7 @@ class Comparison:
       OSError: it cannot be written.
     """
     self._directory = prepare(workdir)
-    self._file = self._directory / FILE
+    self._file = self._directory / _FILE
     self._config = config
     self.outcomes: dict[str, Outcome] = {}
     ask_first_process(self._read, 0)
