@@ -57,9 +57,9 @@ class DataConfig:
       labels of "image_folder" and "parquet"; "" is alphabetical order, or that
       of the tables.
     label_column: column of the labels of "parquet"; "" finds it.
-    decode: what is decoded and resized. "exact" decodes all pixels, and Pillow
-      resizes them. "reduced" lets random crops that are more than four times as
-      large as the model's input decode JPEG at 1/2, 1/4 or 1/8; it needs
+    decode: what is decoded and resized. "exact" decodes at full scale, and
+      Pillow resizes. "reduced" lets random crops that are more than four times
+      as large as the model's input decode JPEG at 1/2, 1/4 or 1/8; it needs
       `augment` "crop_flip" and `repeats` 1. "fast" also resizes with
       cykooz_resizer, whose pixels are those of Pillow within a few of 255
       levels; it needs the extra `images`, and only resizes where "reduced"

@@ -8,6 +8,7 @@ the count of batches read, which stays exact if the number of processes changes,
 and each row of a global batch always holds the same example.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -51,12 +52,29 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
   return dataset.repeat().apply(recipe)
 
 
-def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
+def held_out_images(config: Config, source: ImageSource) -> "HeldOut":
   """The held-out images of a run after their transforms; nothing is random.
 
   As in `train_images`, pixels are uint8.
   """
-  return grain.MapDataset.source(source).apply(eval_recipe(config))
+  return HeldOut(*crop_when_read(config, source, eval_recipe(config)))
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+  """Examples of a source after transforms that are not random."""
+
+  source: Source | range
+  recipe: Sequence[grain.transforms.Map]
+
+  def __len__(self) -> int:
+    return len(self.source)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    example = self.source[index]
+    for transform in self.recipe:
+      example = transform.map(example)
+    return example
 
 
 class TrainBatches:

@@ -1,4 +1,4 @@
-"""Images that are decoded as far as their random crop needs."""
+"""Images that are decoded as far as their crop needs."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.image_data import FILE_SOURCES
 from moh_jax.data.images.tolerant import CheckedSource
-from moh_jax.data.images.transforms import RandomCropFlip
+from moh_jax.data.images.transforms import RandomCropFlip, ResizeCenterCrop
 
 Example = dict[str, Any]
 
@@ -17,7 +17,7 @@ Example = dict[str, Any]
 def crop_when_read(
   config: Config, source: Any, recipe: list
 ) -> tuple[Any, list]:
-  """Lets a training stream decode less where `data.decode` says so.
+  """Lets a stream of images decode no more than their crops need.
 
   Args:
     config: config of the run.
@@ -25,24 +25,36 @@ def crop_when_read(
     recipe: transforms of its examples.
 
   Returns:
-    Source and recipe of the same stream. Where the first transform is a random
-    crop of image files, and may decode less, the source has the numbers of the
-    images, and the first transform reads them.
+    Source and recipe of the same stream. Where the first transform is a crop of
+    image files, the source has the numbers of the images, and the first
+    transform reads them.
   """
-  # Copies of an image share one decoding of all of it.
-  decodes_less = config.data.decode != "exact" and config.data.repeats == 1
-  from_files = config.data.source in FILE_SOURCES
-  if not (decodes_less and from_files and recipe):
+  if config.data.source not in FILE_SOURCES or not recipe:
     return source, recipe
   crop, *rest = recipe
-  if not isinstance(crop, RandomCropFlip):
-    return source, recipe
-  return range(len(source)), [_ReadAndCrop(source, crop), *rest]
+  if isinstance(crop, ResizeCenterCrop):
+    return range(len(source)), [_ReadAndCrop(source, crop), *rest]
+  # Copies of an image share one decoding of all of it.
+  if isinstance(crop, RandomCropFlip) and config.data.repeats == 1:
+    return range(len(source)), [_ReadAndCropAtRandom(source, crop), *rest]
+  return source, recipe
 
 
 @dataclasses.dataclass(frozen=True)
-class _ReadAndCrop(grain.transforms.RandomMap):
+class _ReadAndCrop(grain.transforms.Map):
   """Maps the number of an image to its example, cropped."""
+
+  source: CheckedSource
+  crop: ResizeCenterCrop
+
+  def map(self, element: int) -> Example:
+    """Reads and crops image number `element`."""
+    return self.source.fitted(element, self.crop.map)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadAndCropAtRandom(grain.transforms.RandomMap):
+  """Maps the number of an image to its example, cropped at random."""
 
   source: CheckedSource
   crop: RandomCropFlip

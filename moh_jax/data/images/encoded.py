@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ class EncodedSource(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class LaterImage:
-  """A JPEG file that a crop decodes at the scale that it needs.
+  """A JPEG file that a crop decodes as far as it needs.
 
   Attributes:
     record: the file.
@@ -101,18 +102,18 @@ class LaterImage:
   shape: tuple[int, int, int]
 
   def region(
-    self, size: tuple[int, int], box: tuple
+    self, size: tuple[int, int], box: tuple, *, reduced: bool = False
   ) -> tuple[np.ndarray, tuple]:
     """Decodes for a box that is to be resized.
 
     Args:
       size: rows and columns that the box is resized to.
       box: (left, upper, right, lower) in pixels.
+      reduced: decode at a half, a quarter or an eighth of the sides where the
+        box has `_SPARE` times the rows and columns of `size` there.
 
     Returns:
-      The image, at a half, a quarter or an eighth of its sides where the box
-      has `_SPARE` times the rows and columns of `size` there, and the box in
-      it.
+      The image down to the last row that `size` depends on, and the box in it.
 
     Raises:
       ValueError: the file is damaged; the message names it.
@@ -121,12 +122,15 @@ class LaterImage:
     factor = next(
       (
         factor
-        for factor in _FACTORS
+        for factor in (_FACTORS if reduced else ())
         if all(n >= _SPARE * factor * wanted for n, wanted in zip(sides, size))
       ),
       1,
     )
+    # The filter reaches over two pixels of the smaller of the two images.
+    reach = 2 * max(factor, sides[0] / size[0]) + factor
+    rows = math.ceil(box[3] + reach)
     pixels = files.decode_image(
-      self.record.content, self.shape[-1], self.record.place, factor
+      self.record.content, self.shape[-1], self.record.place, factor, rows
     )
     return pixels, tuple(edge / factor for edge in box)

@@ -60,7 +60,11 @@ def read_bytes(file: str | os.PathLike) -> bytes:
 
 
 def decode_image(
-  content: bytes, channels: int, name: str, factor: int = 1
+  content: bytes,
+  channels: int,
+  name: str,
+  factor: int = 1,
+  rows: int | None = None,
 ) -> np.ndarray:
   """Decodes one image from the bytes of its file.
 
@@ -73,6 +77,8 @@ def decode_image(
     name: name of the image, for error messages.
     factor: 2, 4 or 8 decodes a JPEG file to so many times fewer rows and
       columns (rounded up), which takes less time; only for JPEG.
+    rows: how many of the whole image are needed from the top; None is all. The
+      result may have more.
 
   Returns:
     [X, Y, channels] uint8.
@@ -81,7 +87,7 @@ def decode_image(
     ValueError: the bytes are not an image, or truncated.
   """
   if channels in _MODES:
-    pixels = jpeg.decode(content, channels, factor, _MOST_PIXELS)
+    pixels = jpeg.decode(content, channels, factor, _MOST_PIXELS, rows)
     if pixels is not None:
       return pixels
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:

@@ -3,6 +3,9 @@
 Both call libjpeg-turbo in the same way, so their pixels are equal bit for bit,
 at every scale (tests/data/images/jpeg_test.py). What simplejpeg cannot read, or
 only with a warning, is left to Pillow, so errors are Pillow's too.
+
+Most of the time of decoding goes into unpacking the bits of one row after the
+other. No row can be skipped, but decoding can end early.
 """
 
 import functools
@@ -12,7 +15,11 @@ from typing import Any
 import numpy as np
 
 _START = b"\xff\xd8\xff"
+_END = b"\xff\xd9"
 _SCAN = b"\xda"  # marker after which come pixels
+# Markers of the size of an image whose pixels come row by row, not in passes.
+_SIZES = (b"\xc0", b"\xc1")
+_SPARE_ROWS = 2  # below a row, from which its colours are interpolated
 # Where these stand before the pixels, the file may ask to be turned.
 _ORIENTATIONS = (b"Exif\x00", b"tiff:Orientation")
 _SPACES = {1: {"Gray": "GRAY"}, 3: {"Gray": "RGB", "YCbCr": "RGB"}}
@@ -30,15 +37,21 @@ def upright_size(content: bytes) -> tuple[int, int] | None:
 
 
 def decode(
-  content: bytes, channels: int, factor: int, most_pixels: int
+  content: bytes,
+  channels: int,
+  factor: int,
+  most_pixels: int,
+  rows: int | None = None,
 ) -> np.ndarray | None:
-  """Decodes a JPEG file.
+  """Decodes a JPEG file, or its upper rows.
 
   Args:
     content: bytes of the file.
     channels: 1 for grey, 3 for RGB.
     factor: 1, 2, 4 or 8; divides rows and columns (rounded up).
     most_pixels: of the whole image; larger ones are not decoded.
+    rows: how many of the whole image are needed from the top; None is all. The
+      result has more where decoding cannot end early.
 
   Returns:
     [X, Y, channels] uint8, or None where Pillow has to decode: simplejpeg is
@@ -51,22 +64,30 @@ def decode(
   space = _SPACES[channels].get(header[2])
   if space is None:
     return None
+  height, width = header[:2]
+  decoded = min((rows or height) + _SPARE_ROWS * factor, height)
+  shortened = _first_rows(content, decoded) if decoded < height else None
+  if shortened is None:
+    rows = decoded = height
   try:
-    return _library().decode_jpeg(
-      content,
+    pixels = _library().decode_jpeg(
+      shortened or content,
       space,
-      min_height=-(-header[0] // factor),
-      min_width=-(-header[1] // factor),
+      min_height=-(-decoded // factor),
+      min_width=-(-width // factor),
+      # A warning says that the rows left out are still in the file.
+      strict=shortened is None,
     )
   except ValueError:
     return None
+  return pixels[: -(-rows // factor)]
 
 
 def _header(content: bytes) -> tuple[int, int, str] | None:
   """Rows, columns and colours of a file that simplejpeg reads as it stands."""
   if _library() is None or not is_jpeg(content):
     return None
-  notes = content[: _pixels_at(content)]
+  notes = content[: _places(content)[1]]
   if any(mark in notes for mark in _ORIENTATIONS):
     return None
   try:
@@ -75,14 +96,36 @@ def _header(content: bytes) -> tuple[int, int, str] | None:
     return None
 
 
-def _pixels_at(content: bytes) -> int:
-  """Where the pixels begin; the length of the file where it is damaged."""
-  place = 2
+def _first_rows(content: bytes, rows: int) -> bytearray | None:
+  """The same file with a header that states fewer rows: decoders end there.
+
+  None where the pixels do not come row by row, or where the file is truncated,
+  which could go unnoticed.
+  """
+  size, _ = _places(content)
+  if not size or not content.endswith(_END):
+    return None
+  # The rows come after the marker, a length and the number of bits.
+  shortened = bytearray(content)
+  shortened[size + 5 : size + 7] = rows.to_bytes(2, "big")
+  return shortened
+
+
+def _places(content: bytes) -> tuple[int, int]:
+  """Where the size of an image stands, and where its pixels begin.
+
+  The first is 0 where pixels come in passes. The second is the length of the
+  file where it is damaged.
+  """
+  place, size = 2, 0
   while content[place : place + 1] == b"\xff":
-    if content[place + 1 : place + 2] == _SCAN:
-      return place
+    marker = content[place + 1 : place + 2]
+    if marker == _SCAN:
+      return size, place
+    if marker in _SIZES:
+      size = place
     place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
-  return len(content)
+  return 0, len(content)
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from typing import Any
 
 from PIL import Image, ImageEnhance, ImageOps
 
+from moh_jax.data.images.sliding import slide_rows
+
 Picture = Image.Image
 _SOLARIZED = 128  # pixels below this are brightened by solarize_add
 
@@ -40,30 +42,29 @@ class Operation:
     return self.change(picture, self.argument and self.argument(level), fill)
 
 
-def _affine(picture: Picture, matrix: tuple[float, ...], fill: Any) -> Picture:
-  return picture.transform(
-    picture.size,
-    Image.Transform.AFFINE,
-    matrix,
-    resample=Image.Resampling.BICUBIC,
-    fillcolor=fill,
-  )
-
-
 def _shear_x(picture: Picture, slope: float, fill: Any) -> Picture:
-  return _affine(picture, (1, slope, 0, 0, 1, 0), fill)
+  return slide_rows(picture, slope, 0, fill)
 
 
 def _shear_y(picture: Picture, slope: float, fill: Any) -> Picture:
-  return _affine(picture, (1, 0, 0, slope, 1, 0), fill)
+  return _of_columns(_shear_x, picture, slope, fill)
 
 
 def _translate_x(picture: Picture, share: float, fill: Any) -> Picture:
-  return _affine(picture, (1, 0, share * picture.width, 0, 1, 0), fill)
+  return slide_rows(picture, 0, share * picture.width, fill)
 
 
 def _translate_y(picture: Picture, share: float, fill: Any) -> Picture:
-  return _affine(picture, (1, 0, 0, 0, 1, share * picture.height), fill)
+  return _of_columns(_translate_x, picture, share, fill)
+
+
+def _of_columns(
+  change: Callable, picture: Picture, argument: float, fill: Any
+) -> Picture:
+  """Changes the columns of an image as `change` does its rows."""
+  transpose = Image.Transpose.TRANSPOSE
+  changed = change(picture.transpose(transpose), argument, fill)
+  return changed.transpose(transpose)
 
 
 def _rotate(picture: Picture, degrees: float, fill: Any) -> Picture:

@@ -20,6 +20,7 @@ def resize(
   resample: Image.Resampling = Image.Resampling.BICUBIC,
   *,
   fast: bool = False,
+  reduced: bool = False,
 ) -> np.ndarray:
   """Resizes an image with antialiasing.
 
@@ -31,6 +32,7 @@ def resize(
     resample: Pillow's filter.
     fast: resize with cykooz_resizer, bicubic whatever `resample` says. The
       result is Pillow's within a few levels (0.2 on average of photographs).
+    reduced: decode at a smaller scale where `box` is large.
 
   Returns:
     [*size, channels] uint8.
@@ -39,7 +41,7 @@ def resize(
     ValueError: the image is to be decoded, and damaged.
   """
   if isinstance(image, LaterImage):
-    image, box = image.region(size, box)
+    image, box = image.region(size, box, reduced=reduced)
   if image.shape[:2] == tuple(size) and box is None:
     return image
   if fast:

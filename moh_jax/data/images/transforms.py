@@ -12,6 +12,7 @@ from PIL import Image
 
 from moh_jax.config import DataConfig, ImageModel
 from moh_jax.data.images.augment import augmentations
+from moh_jax.data.images.pictures import mirror
 from moh_jax.data.images.resizing import resize
 
 Example = dict[str, Any]
@@ -110,7 +111,7 @@ class RandomFlip(grain.transforms.RandomMap):
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     """Mirrors one example or leaves it."""
     if rng.random() < 0.5:
-      return {**element, "image": element["image"][:, ::-1]}
+      return {**element, "image": mirror(element["image"])}
     return element
 
 
@@ -140,20 +141,22 @@ class RandomCropFlip(grain.transforms.RandomMap):
     area: smallest and largest area of a crop over the image's area.
     aspect: smallest and largest width over height of a crop.
     fast: see `resizing.resize`.
+    reduced: see `resizing.resize`.
   """
 
   size: tuple[int, int]
   area: tuple[float, float] = (0.08, 1.0)
   aspect: tuple[float, float] = (3 / 4, 4 / 3)
   fast: bool = False
+  reduced: bool = False
 
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     """Crops, resizes and flips one example."""
     image = element["image"]
     box = self._box(image.shape[:2], rng)
-    image = resize(image, self.size, box, fast=self.fast)
+    image = resize(image, self.size, box, fast=self.fast, reduced=self.reduced)
     if rng.random() < 0.5:
-      image = image[:, ::-1]
+      image = mirror(image)
     return {**element, "image": image}
 
   def _box(self, shape: tuple[int, int], rng: np.random.Generator) -> tuple:
@@ -193,7 +196,8 @@ def train_transforms(data: DataConfig, model: ImageModel) -> list:
   if data.augment == "center_flip":
     fit = [CenterCrop(size), RandomFlip()]
   elif data.augment == "crop_flip":
-    fit = [RandomCropFlip(size, fast=fast)]
+    reduced = data.decode != "exact"
+    fit = [RandomCropFlip(size, fast=fast, reduced=reduced)]
   elif data.augment == "shift":
     fit.append(RandomShift())
   return [*fit, *augmentations(data)]

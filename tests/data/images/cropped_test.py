@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import Config, DataConfig
 from moh_jax.data import pipeline
-from moh_jax.data.images import sources
+from moh_jax.data.images import recipes, sources
 from tests.data.images.photos import encode, photo
 from tests.data.images.sources_test import _MODEL
 
@@ -79,6 +79,18 @@ class DecodeTest(parameterized.TestCase):
     self.assertLen(batches, 6)
     with self.assertRaisesRegex(ValueError, "flower/0.jpg: damaged or trunc"):
       self._batches(self._config(decode), 6)
+
+  @parameterized.parameters("exact", "reduced", "fast")
+  def test_evaluation_is_that_of_all_pixels(self, decode):
+    config = self._config(decode, eval_resize=40)
+    source = sources.make_source(config, "train")
+    crop, *_ = recipes.eval_recipe(config)
+    ready = pipeline.held_out_images(config, source)
+    self.assertLen(ready, len(source))
+    for index in range(len(source)):
+      expected = crop.map(source[index])
+      np.testing.assert_array_equal(ready[index]["image"], expected["image"])
+      self.assertEqual(ready[index]["label"], expected["label"])
 
   def test_identity_knows_what_changes_pixels(self):
     identities = [

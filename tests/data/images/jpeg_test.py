@@ -43,6 +43,33 @@ class DecodersTest(parameterized.TestCase):
     used = jpeg.decode(content, channels, factor, _MOST)
     self.assertEqual(used is not None, mode == "L" or channels == 3)
 
+  @parameterized.product(
+    options=(
+      {"subsampling": 0},
+      {"subsampling": 1},
+      {"subsampling": 2},
+      {"subsampling": 2, "restart_marker_blocks": 3},
+      {"progressive": True},
+    ),
+    mode=("RGB", "L"),
+    factor=(1, 2, 8),
+  )
+  def test_upper_rows_are_those_of_all_pixels(self, options, mode, factor):
+    content = encode(photo(mode=mode), quality=92, **options)
+    whole = files.decode_image(content, 3, "x", factor)
+    fewer = "progressive" not in options
+    for rows in (1, 15, 16, 17, 63, 64, 100, 160, 166, 167, 500):
+      ours = files.decode_image(content, 3, "x", factor, rows)
+      np.testing.assert_array_equal(ours, whole[: len(ours)])
+      self.assertGreaterEqual(len(ours), min(-(-rows // factor), len(whole)))
+      if rows <= 100:
+        self.assertEqual(len(ours) < len(whole), fewer)
+
+  def test_truncation_below_the_upper_rows_is_found(self):
+    content = encode(photo())
+    with self.assertRaisesRegex(ValueError, "damaged or truncated"):
+      files.decode_image(content[: len(content) * 3 // 4], 3, "x.jpg", 1, 20)
+
   @parameterized.parameters(*range(1, 9))
   def test_turned_images_are_left_to_pillow(self, orientation):
     exif = Image.Exif()
@@ -71,11 +98,13 @@ class DecodersTest(parameterized.TestCase):
       content = bytearray(whole)
       content[rng.integers(len(whole))] = rng.integers(256)
       altered.append(bytes(content))
-    for content, factor in itertools.product([*cut, *altered], (1, 4)):
+    cases = itertools.product([*cut, *altered], (1, 4), (None, 100))
+    for content, factor, rows in cases:
       results = []
       for decode in (files.decode_image, by_pillow):
         try:
-          results.append(decode(content, 3, "x.jpg", factor))
+          pixels = decode(content, 3, "x.jpg", factor, rows)
+          results.append(pixels[: rows and -(-rows // factor)])
         except ValueError as error:
           results.append(str(error))
       self.assertIsInstance(results[0], type(results[1]))

@@ -5,7 +5,7 @@ import pytest
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images import resizing, transforms
+from moh_jax.data.images import files, resizing, transforms
 from moh_jax.data.images.encoded import LaterImage, Record
 from tests.data.images.photos import encode, photo
 
@@ -70,13 +70,37 @@ class FastTest(parameterized.TestCase):
     self.assertLessEqual(difference.max(), 8)
 
 
-class ReducedTest(parameterized.TestCase):
-  def _later(self, size, quality=95):
-    picture = photo(size)
-    content = encode(picture, quality=quality)
-    shape = (*picture.size[::-1], 3)
-    return LaterImage(Record(0, "x.jpg", content), shape)
+def _later(size, **options):
+  picture = photo(size)
+  content = encode(picture, quality=95, **options)
+  shape = (*picture.size[::-1], 3)
+  return LaterImage(Record(0, "x.jpg", content), shape)
 
+
+class UpperRowsTest(parameterized.TestCase):
+  @parameterized.product(
+    box=((0, 0, 300, 70), (40.5, 30.25, 190, 100), (290, 180, 300, 199)),
+    size=((64, 64), (200, 300), (20, 30)),
+    fast=(False, True),
+    subsampling=(0, 2),
+  )
+  def test_crop_is_that_of_all_pixels(self, box, size, fast, subsampling):
+    if fast:
+      pytest.importorskip("cykooz_resizer")
+    later = _later((300, 200), subsampling=subsampling)
+    whole = files.decode_image(later.record.content, 3, "x")
+    np.testing.assert_array_equal(
+      resizing.resize(later, size, box, fast=fast),
+      resizing.resize(whole, size, box, fast=fast),
+    )
+
+  def test_rows_below_the_crop_are_not_decoded(self):
+    pytest.importorskip("simplejpeg")
+    pixels, _ = _later((300, 200)).region((50, 50), (0, 0, 60, 60))
+    self.assertBetween(len(pixels), 62, 80)
+
+
+class ReducedTest(parameterized.TestCase):
   @parameterized.parameters(
     ((0, 0, 800, 600), 32, 8),
     ((0, 0, 800, 600), 50, 4),
@@ -86,10 +110,12 @@ class ReducedTest(parameterized.TestCase):
     ((10, 20, 74, 84), 32, 1),
   )
   def test_scale_follows_from_the_crop(self, box, side, factor):
-    later = self._later((800, 600))
-    pixels, inside = later.region((side, side), box)
-    self.assertEqual(pixels.shape[:2], (600 // factor, 800 // factor))
+    later = _later((800, 600))
+    pixels, inside = later.region((side, side), box, reduced=True)
+    self.assertEqual(pixels.shape[1], 800 // factor)
+    self.assertBetween(pixels.shape[0], box[3] / factor, 600 // factor)
     self.assertEqual(inside, tuple(edge / factor for edge in box))
+    self.assertEqual(later.region((side, side), box)[0].shape[1], 800)
 
   @parameterized.product(
     size=((1001, 777), (640, 960)),
@@ -97,16 +123,14 @@ class ReducedTest(parameterized.TestCase):
     side=(32, 60),
   )
   def test_crop_is_about_that_of_all_pixels(self, size, box, side):
-    later = self._later(size)
+    later = _later(size)
     box = tuple(min(edge, size[i % 2]) for i, edge in enumerate(box))
-    whole, _ = later.region(size[::-1], box)  # as large: decodes all
-    self.assertEqual(whole.shape, later.shape)
-    expected = resizing.resize(whole, (side, side), box)
-    ours = resizing.resize(later, (side, side), box)
+    expected = resizing.resize(later, (side, side), box)
+    ours = resizing.resize(later, (side, side), box, reduced=True)
     self.assertLess(_difference(ours, expected).mean(), 1)
 
   def test_damage_is_named(self):
-    later = self._later((800, 600))
+    later = _later((800, 600))
     cut = later.record._replace(content=later.record.content[:5000])
     with self.assertRaisesRegex(ValueError, "^x.jpg: damaged or truncated"):
       LaterImage(cut, later.shape).region((32, 32), (0, 0, 800, 600))
