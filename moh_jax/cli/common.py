@@ -169,7 +169,7 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 
 def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
-  """Adds --data, --split and --label-column, of images and their classes.
+  """Adds --data, --split, --val-share and --label-column, of labelled images.
 
   Args:
     parser: of the command.
@@ -187,6 +187,14 @@ def add_image_folders(parser: argparse.ArgumentParser, note: str = "") -> None:
     choices=SPLITS,
     help="read this split alone; without train/ and val/, what the images are "
     "(default: train)",
+  )
+  parser.add_argument(
+    "--val-share",
+    type=fields.share,
+    default=0.0,
+    metavar="P",
+    help="share of the images that becomes val/ where there is none, as "
+    "data.val_share of a run (default: 0)",
   )
   parser.add_argument(
     "--label-column",

@@ -18,7 +18,11 @@ def run(args: argparse.Namespace) -> int:
   config, params = load_vae(args.vae)
   config = dataclasses.replace(config, dtype=args.dtype)
   sources = open_splits(
-    args.data, args.split, config.image_channels, label_column=args.label_column
+    args.data,
+    args.split,
+    config.image_channels,
+    label_column=args.label_column,
+    val_share=args.val_share,
   )
   first, *others = sources.values()
   for other in others:

@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
   """Prints the metrics of the samples."""
   mesh = sharding.make_mesh(MeshConfig())
   sharding.check_batch("--batch-size", args.batch_size, mesh)
-  sides = [_open("samples", args.samples)]
+  sides = [_open("samples", args.samples, args.image_size)]
   if args.reference:
-    sides.append(_open("reference", args.reference))
+    sides.append(_open("reference", args.reference, args.image_size))
   names = args.metrics or _possible(sides, args.save_stats)
   if not args.reference and (needing := [m for m in names if m != "is"]):
     raise ValueError(
@@ -97,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
   return 0
 
 
-def _open(name: str, path: str) -> _Side:
+def _open(name: str, path: str, image_size: int | None) -> _Side:
   """Checks one side; reads statistics, not images."""
   statistics, images = None, None
   if statistics_files.has_statistics(path):
     sizes = inception.POOL_DIM, inception.SPATIAL_DIM
     statistics = statistics_files.read_statistics(path, *sizes)
   if statistics is None or "arr_0" in npz_names(path):
-    images = open_images(path)
+    images = open_images(path, image_size)
   return _Side(name, path, images, statistics)
 
 

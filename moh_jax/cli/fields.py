@@ -83,6 +83,19 @@ def integer(text: str) -> int:
   return number
 
 
+def share(text: str) -> float:
+  """Parses a share, at least 0 and below 1."""
+  try:
+    number = float(text)
+  except ValueError:
+    number = -1.0
+  if not 0 <= number < 1:
+    raise argparse.ArgumentTypeError(
+      f"{text[:30]!r} must be at least 0 and below 1"
+    )
+  return number
+
+
 def int_tuple(text: str) -> tuple[int, ...]:
   """Parses "0,0,6,12"."""
   return _parse_tuple(text, int)

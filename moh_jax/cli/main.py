@@ -22,6 +22,10 @@ from moh_jax.runtime import compilation_cache
 
 _USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
+_LESS = (
+  "; a smaller batch needs less (of a run: data.batch_size, or "
+  "optim.accumulation for parts of it, and model.remat)"
+)
 _HELP = {"-h", "--help"}
 
 
@@ -149,5 +153,7 @@ def report_errors(call: Callable[[], int], show_traceback: bool) -> int:
       traceback_lib.print_exc()
     else:
       text = " ".join(str(error).split()) or type(error).__name__
+      if _FULL in text:
+        text += _LESS
       print(f"error: {text}", file=sys.stderr)
     return 2

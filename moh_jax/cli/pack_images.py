@@ -12,7 +12,11 @@ def run(args: argparse.Namespace) -> int:
   """Writes the shards; a second run continues the first."""
   names = read_class_list(args.class_list) if args.class_list else ()
   sources = open_splits(
-    args.data, args.split, class_names=names, label_column=args.label_column
+    args.data,
+    args.split,
+    class_names=names,
+    label_column=args.label_column,
+    val_share=args.val_share,
   )
   first, *others = sources.values()
   for other in others:

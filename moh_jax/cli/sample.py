@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -114,6 +115,7 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
     What the checkpoint says of itself.
   """
   metadata, _ = common.read_metadata(args, "sample")
+  args.labels = _numbers(args.labels, metadata.class_names)
   sample.check_request(metadata.config, args.labels, args.seed)
   if starts and not 0 < args.strength < 1:
     raise ValueError(
@@ -127,6 +129,27 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
   return metadata
+
+
+def _numbers(
+  labels: Sequence[int | str | None], class_names: Sequence[str]
+) -> tuple[int | None, ...]:
+  """Labels whose classes may be named, as numbers.
+
+  Raises:
+    ValueError: a name is none of the model's.
+  """
+  for label in labels:
+    if isinstance(label, str) and label not in class_names:
+      known = ", ".join(class_names[:10]) + ", ..." * (len(class_names) > 10)
+      raise ValueError(
+        f"--labels: {label!r} must be a number, none, or one of the model's "
+        f"{len(class_names)} class names ({known})"
+      )
+  return tuple(
+    class_names.index(label) if isinstance(label, str) else label
+    for label in labels
+  )
 
 
 def _settings(

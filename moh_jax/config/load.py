@@ -6,8 +6,11 @@ import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from moh_jax.config.run import section_types
 
 _BOOLS = {"true": True, "false": False}
 
@@ -101,12 +104,25 @@ def _set(cfg: dict[str, Any], key: str, text: str) -> None:
     raise ValueError(
       f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
     )
+  is_text = _is_text(cfg, key)
   section = cfg
   for part in path:
     section = section.setdefault(part, {})
     if not isinstance(section, dict):
       raise ValueError(f"unknown config key {key}")
-  section[name] = _parse(text, section.get(name))
+  section[name] = text if is_text else _parse(text, section.get(name))
+
+
+def _is_text(cfg: Mapping[str, Any], key: str) -> bool:
+  """Whether a field is declared as text, whether or not the file states it."""
+  section, _, name = key.partition(".")
+  model = cfg.get("model")
+  try:
+    kinds = section_types(model["family"])
+  except (KeyError, TypeError, ValueError):  # reported with the rest
+    return False
+  hints = typing.get_type_hints(kinds[section]) if section in kinds else {}
+  return hints.get(name) is str
 
 
 def _parse(text: str, old: Any) -> Any:

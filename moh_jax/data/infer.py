@@ -173,14 +173,16 @@ class _Lookups:
     if data.source == "digits":
       return [((8, 8), True)]
     source = self._files
-    found = []
+    found, bad = [], ""
     for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
-      with contextlib.suppress(ValueError, FileNotFoundError):
+      try:
         found.append(source.describe(i))
+      except (ValueError, FileNotFoundError) as error:
+        bad = bad or str(error)
     if not found:
       raise ValueError(
         f"data.path={data.path!r}: none of the images that were looked at can "
-        f"be read, such as {source.name(0)}"
+        f"be read; the first: {bad}"
       )
     return found
 

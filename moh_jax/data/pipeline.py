@@ -214,7 +214,8 @@ class _BatchRows(grain.MapDataset):
 def _read_options(
   data: DataConfig | TextDataConfig, local_batch: int
 ) -> grain.ReadOptions:
+  buffer = data.prefetch * local_batch
+  # More threads than examples ahead would wait; grain warns of them.
   return grain.ReadOptions(
-    num_threads=data.num_threads,
-    prefetch_buffer_size=data.prefetch * local_batch,
+    num_threads=min(data.num_threads, buffer), prefetch_buffer_size=buffer
   )

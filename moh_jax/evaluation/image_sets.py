@@ -15,6 +15,7 @@ from PIL import Image
 
 from moh_jax.array_files import npz_damage, npz_names, open_member, read_npz
 from moh_jax.data.images.files import open_picture, read_image
+from moh_jax.data.images.transforms import center_crop
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3)"
 _THREADS = 8
@@ -64,6 +65,7 @@ class FolderImages:
   path: str
   files: tuple[str, ...]
   size: tuple[int, int]
+  is_cropped: bool = False  # to `size`
 
   def __len__(self) -> int:
     return len(self.files)
@@ -77,18 +79,27 @@ class FolderImages:
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
       for start in range(0, len(self), batch_size):
         files = self.files[start : start + batch_size]
-        yield np.stack(list(pool.map(lambda file: read_image(file, 3), files)))
+        yield np.stack(list(pool.map(self._read, files)))
+
+  def _read(self, file: str) -> np.ndarray:
+    """An image [*size, 3] uint8."""
+    image = read_image(file, 3)
+    return center_crop(image, self.size) if self.is_cropped else image
 
 
 ImageSet = NpzImages | FolderImages
 
 
-def open_images(path: str | os.PathLike) -> ImageSet:
+def open_images(
+  path: str | os.PathLike, image_size: int | None = None
+) -> ImageSet:
   """Checks a set of images and makes it readable.
 
   Args:
     path: an npz file with `arr_0`, uint8 [N, X, Y, 3] (other arrays in it are
       not read), or a folder with images of any format Pillow reads.
+    image_size: rows and columns to which images of a folder are cropped, as in
+      training of diffusion models; None: all must have one size.
 
   Raises:
     FileNotFoundError: there is no such file or folder, or no image in it.
@@ -97,7 +108,7 @@ def open_images(path: str | os.PathLike) -> ImageSet:
   """
   path = pathlib.Path(path)
   if path.is_dir():
-    return _open_folder(path)
+    return _open_folder(path, image_size)
   names = npz_names(path)
   if "arr_0" not in names:
     raise ValueError(f"{path}: holds {names}; images must be {_LAYOUT}")
@@ -113,7 +124,7 @@ def open_images(path: str | os.PathLike) -> ImageSet:
   return NpzImages(str(path), shape, fortran_order)
 
 
-def _open_folder(path: pathlib.Path) -> FolderImages:
+def _open_folder(path: pathlib.Path, image_size: int | None) -> FolderImages:
   suffixes = {
     suffix
     for suffix, kind in Image.registered_extensions().items()
@@ -130,13 +141,21 @@ def _open_folder(path: pathlib.Path) -> FolderImages:
   if not files:
     raise FileNotFoundError(f"{path}: no image file in this folder or below")
   sizes = [_image_size(file) for file in files]
+  names = tuple(map(str, files))
   for file, size in zip(files, sizes):
-    if size != sizes[0]:
+    if image_size and min(size) < image_size:
+      raise ValueError(
+        f"{file} has {_written(size)}, fewer than --image-size {image_size}"
+      )
+    if not image_size and size != sizes[0]:
       raise ValueError(
         f"{path}: all images must have one size; {files[0]} has "
-        f"{_written(sizes[0])}, {file} has {_written(size)}"
+        f"{_written(sizes[0])}, {file} has {_written(size)}; --image-size N "
+        "crops them to N x N"
       )
-  return FolderImages(str(path), tuple(map(str, files)), sizes[0])
+  if image_size:
+    return FolderImages(str(path), names, (image_size,) * 2, is_cropped=True)
+  return FolderImages(str(path), names, sizes[0])
 
 
 def _image_size(file: pathlib.Path) -> tuple[int, int]:

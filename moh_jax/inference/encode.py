@@ -186,6 +186,10 @@ def _write_shards(
     try:
       example = checked[index]
     except (ValueError, FileNotFoundError) as error:
+      if options.bad_images == "raise" and isinstance(error, ValueError):
+        raise ValueError(
+          f"{error}; --bad-images skip leaves out what cannot be used"
+        ) from error
       if options.bad_images == "raise":
         raise
       return _Image(source.name(index), problem=str(error))

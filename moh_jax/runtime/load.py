@@ -10,6 +10,7 @@ from moh_jax.config import Config, get_family
 from moh_jax.config.legacy import upgrade
 from moh_jax.config.load import override, run_file
 from moh_jax.config.parse import from_config_dict, merged
+from moh_jax.config.run import check_known
 from moh_jax.runtime.steps import find_step, step_folder
 from moh_jax.runtime.stored_config import read_stored
 
@@ -57,4 +58,11 @@ def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
   except (KeyError, ValueError) as error:
     raise ValueError(f"train.init_from={source!r}: {error}") from error
   family = get_family(trained.model.family)
+  try:
+    check_known(cfg, family.name)
+  except ValueError as error:
+    raise ValueError(
+      f"{spec} does not fit train.init_from={source!r}, a model of family "
+      f"{family.name!r}: {error}"
+    ) from error
   return merged(family.inherited(trained, cfg["model"]), cfg)

@@ -135,11 +135,11 @@ class MetricsWriter:
       self._bar.write(f"step {step} {split}: {summary}", sys.stderr)
 
   def write_image(self, step: int, name: str, picture: np.ndarray) -> None:
-    """Writes a picture to WORKDIR/NAME/STEP.png and tensorboard.
+    """Writes a picture to WORKDIR/NAME/STEP.png, tensorboard and W&B.
 
     Args:
       step: optimizer steps done.
-      name: directory, and name in tensorboard.
+      name: directory, and name in tensorboard and W&B.
       picture: [rows, columns, 1 or 3] uint8.
     """
     if not self._active:
@@ -149,8 +149,7 @@ class MetricsWriter:
     stream = io.BytesIO()
     to_picture(picture).save(stream, "png")
     write_whole(file, stream.getvalue())
-    if self._tensorboard:
-      self._tensorboard.add_image(name, picture, step, dataformats="HWC")
+    self._show(step, {name: picture})
 
   def write_loads(self, step: int, loads: Mapping[str, np.ndarray]) -> None:
     """Records the load of heads: a row of the split "heads", and pictures.
@@ -171,7 +170,12 @@ class MetricsWriter:
     self._append(f"{json.dumps(row)}\n".encode())
     if not self._tensorboard and not self._wandb:
       return
-    pictures = {f"load/{n}": load_picture(load) for n, load in loads.items()}
+    self._show(
+      step, {f"load/{n}": load_picture(load) for n, load in loads.items()}
+    )
+
+  def _show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+    """Sends pictures [rows, columns, 1 or 3] uint8 to tensorboard and W&B."""
     if self._tensorboard:
       for name, picture in pictures.items():
         self._tensorboard.add_image(name, picture, step, dataformats="HWC")

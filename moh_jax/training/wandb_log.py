@@ -59,7 +59,7 @@ class WandbLog:
     self._run.log({"step": step, **named})
 
   def write_images(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-    """Records pictures [rows, columns, 3] uint8 of a step."""
+    """Records pictures [rows, columns, 1 or 3] uint8 of a step."""
     import wandb
 
     images = {name: wandb.Image(pixels) for name, pixels in pictures.items()}

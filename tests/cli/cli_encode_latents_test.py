@@ -103,6 +103,7 @@ class EncodeLatentsCommandTest(absltest.TestCase):
     status, _, err = self._call("--split", "val")
     self.assertEqual(status, 2)
     self.assertStartsWith(err.splitlines()[-1], f"error: {file}: damaged")
+    self.assertIn("; --bad-images skip leaves out what cannot be used", err)
     status, out, _ = self._call("--split", "val", "--bad-images", "skip")
     self.assertEqual(status, 0)
     folder = self.out / "val"

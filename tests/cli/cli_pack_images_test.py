@@ -1,9 +1,11 @@
 import pathlib
 import tempfile
 
+import numpy as np
 import pyarrow as pa
 from absl.testing import absltest
 
+from moh_jax.data.images.image_folder import ImageFolderSource
 from moh_jax.data.images.records import ArrayRecordSource
 from tests.cli import tiny_checkpoint
 from tests.data.images import parquet_test
@@ -42,6 +44,42 @@ class PackImagesCommandTest(absltest.TestCase):
     status, *_ = self._call(self.root / "images", "--split", "val")
     self.assertEqual(status, 0)
     self.assertEqual([p.name for p in self.out.iterdir()], ["val"])
+
+  def test_share_becomes_val(self):
+    tiny_vae.save_images(self.root / "images", per_class=20)
+    share = ("--val-share", 0.25)
+    status, _, err = self._call(self.root / "images", *share)
+    self.assertEqual(status, 0, err)
+    for split in ("train", "val"):
+      # The same images as a run on the folder trains on and holds out.
+      folder = ImageFolderSource(
+        str(self.root / "images"), split, 3, val_share=0.25
+      )
+      packed = ArrayRecordSource(str(self.out), split, 3)
+      self.assertLen(packed, len(folder))
+      for i in range(len(folder)):
+        self.assertEqual(packed[i]["label"], folder[i]["label"])
+        np.testing.assert_array_equal(packed[i]["image"], folder[i]["image"])
+    status, _, err = self._call(self.out / "train", *share)
+    self.assertEqual(status, 2)
+    self.assertIn("--val-share=0.25 must be 0", err)
+
+  def test_share_of_tables_becomes_val(self):
+    images = self.root / "images"
+    features = {
+      "image": {"_type": "Image"},
+      "label": {"_type": "ClassLabel", "names": list(parquet_test.CLASSES)},
+    }
+    table = parquet_test.make_table([0, 1, 2] * 15, 0, features)
+    parquet_test.write(images / "train-0.parquet", table)
+    status, _, err = self._call(images, "--val-share", 0.25)
+    self.assertEqual(status, 0, err)
+    sizes = [
+      len(ArrayRecordSource(str(self.out), split, 3))
+      for split in ("train", "val")
+    ]
+    self.assertEqual(sum(sizes), 45)
+    self.assertGreater(min(sizes), 0)
 
   def test_other_settings_are_one_line(self):
     tiny_vae.save_images(self.root / "images")

@@ -66,6 +66,22 @@ class SampleCommandTest(parameterized.TestCase):
     self.assertEqual(grid.shape, (28, 18))
     np.testing.assert_array_equal(grid[20:, 10:], 255)  # no sixth image
 
+  def test_classes_may_be_named(self):
+    named = self.root / "named"
+    metadata, _ = checkpoint.read_metadata(self.workdir)
+    names = ("cat", "big dog", *"23456789")
+    checkpoint.save_params(
+      named,
+      tiny.random_params(metadata.config),
+      checkpoint.Metadata(metadata.config, names),
+    )
+    status, _, err = self._call(
+      "--labels", "big dog,none,cat,3", out="x.npz", checkpoint=named
+    )
+    self.assertEqual(status, 0, err)
+    with np.load(self.root / "x.npz") as stored:
+      np.testing.assert_array_equal(stored["arr_1"], [1, 10, 0, 3])
+
   def test_npz_has_the_layout_of_the_evaluator(self):
     images, labels = self._npz("--num", 21, "--batch-size", 8)
     self.assertEqual((images.shape, images.dtype), ((21, 8, 8, 1), np.uint8))
@@ -244,7 +260,7 @@ class SampleCommandTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (("--labels", "3,10"), "label 10 must be in [0, 9], or none"),
-    (("--labels", "3,few"), "'few' must be a whole number"),
+    (("--labels", "3,few"), "'few' must be a number, none, or one of the mod"),
     (("--labels=-1",), "label -1 must be in [0, 9]"),
     (("--seed=-1",), "seed=-1 must be in [0, 2147483647]"),
     (("--cfg-scale", "-0.5"), "sample.cfg_scale=-0.5 must be at least 0"),

@@ -82,7 +82,7 @@ class MainTest(parameterized.TestCase):
     ("evaluate", "--checkpoint", "x", "--nope"),
     ("sample", "--checkpoint", "x"),
     ("sample", "--checkpoint", "x", "--out", "y.png", "--method", "rk4"),
-    ("sample", "--checkpoint", "x", "--out", "y.png", "--labels", "cat"),
+    ("sample", "--checkpoint", "x", "--out", "y.png", "--labels", "9" * 12),
     ("sample", "--checkpoint", "x", "--out", "y.png", "--num", "many"),
   )
   def test_wrong_arguments_are_wrong_use(self, *argv):
@@ -235,6 +235,11 @@ class ReportErrorsTest(parameterized.TestCase):
   def test_users_mistakes_become_one_line(self, kind):
     status, err = self._report(kind("field=1\n  must be  2"))
     self.assertEqual((status, err), (2, "error: field=1 must be 2\n"))
+
+  def test_full_memory_says_what_needs_less(self):
+    status, err = self._report(RuntimeError("RESOURCE_EXHAUSTED: 9 bytes."))
+    self.assertEqual(status, 2)
+    self.assertRegex(err, "^error: RESOURCE_EXHAUSTED.*data.batch_size.*\n$")
 
   def test_error_without_text_shows_its_kind(self):
     _, err = self._report(NotImplementedError())

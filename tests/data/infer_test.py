@@ -77,6 +77,15 @@ class ImagesTest(_TempDirTest):
     data = DataConfig(source="image_folder", path=str(self.root))
     self.assertEqual(resolve(Config(_VIT, data=data)).model.channels, channels)
 
+  def test_reason_is_told_where_no_image_can_be_read(self):
+    folder = self.root / "train/ant"
+    folder.mkdir(parents=True)
+    (folder / "0.png").write_text("no image")
+    data = DataConfig(source="image_folder", path=str(self.root))
+    model = dataclasses.replace(_VIT, image_size=None)
+    with self.assertRaisesRegex(ValueError, "first: .*0.png: not an image"):
+      resolve(Config(model, data=data))
+
   def test_size_left_to_random_images(self):
     model = dataclasses.replace(_VIT, image_size=None)
     self.assertEqual(resolve(Config(model)).model.image_size, (224, 224))

@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from absl import logging
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
@@ -97,6 +98,12 @@ class TrainBatchesTest(parameterized.TestCase):
   def test_number_of_threads_changes_nothing(self):
     one = config_lib.apply_overrides(CONFIG, "data", num_threads=1, prefetch=1)
     _assert_equal(self, _batches(), _batches(one))
+
+  def test_more_threads_than_examples_ahead_are_no_warning(self):
+    many = config_lib.apply_overrides(CONFIG, "data", num_threads=64)
+    with mock.patch.object(logging, "warning") as warning:  # of grain
+      _batches(many, count=1)
+    warning.assert_not_called()
 
   def test_another_seed_another_order(self):
     other = config_lib.apply_overrides(CONFIG, "train", seed=1)

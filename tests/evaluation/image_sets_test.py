@@ -122,6 +122,21 @@ class FolderTest(ImageSetTest):
       self.root,
     )
 
+  def test_several_sizes_are_cropped_to_one(self):
+    self._save("0.png", _IMAGES[0])
+    self._save("1.png", _IMAGES[1, :4])
+    images = open_images(self.root, image_size=4)
+    self.assertEqual(images.size, (4, 4))
+    pixels = _read(images)
+    self.assertEqual(pixels.shape, (2, 4, 4, 3))
+    # 4 rows x 5 columns need no other size: the centre begins at column 0.
+    np.testing.assert_array_equal(pixels[1], _IMAGES[1, :4, :4])
+
+  def test_images_below_the_crop_are_refused(self):
+    self._save("0.png", _IMAGES[0])
+    with self.assertRaisesRegex(ValueError, "0.png has 6 rows.*--image-size 6"):
+      open_images(self.root, image_size=6)
+
   def test_a_folder_without_images_is_refused(self):
     self._refused("no image file", self.root, FileNotFoundError)
 

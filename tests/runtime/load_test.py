@@ -191,6 +191,17 @@ def get_config():
     self.assertEqual(config.data.mean, (0.1, 0.2, 0.3))
     self.assertEqual(config.data.std, tiny_checkpoint.CONFIG.data.std)
 
+  def test_text_that_the_file_leaves_out_may_look_like_a_number(self):
+    overrides = ("sample.steps=4", "data.path=2024")
+    config = self._load(self.dit, *overrides)
+    self.assertEqual((config.sample.steps, config.data.path), ("4", "2024"))
+
+  def test_sections_of_another_family_name_the_checkpoint(self):
+    with self.assertRaisesRegex(
+      ValueError, "init_from='.*vit', a model of family 'vit': .*'sample'"
+    ):
+      self._load(self.vit, "sample.steps=4")
+
   def test_coordinates_keep_the_size_of_the_pretraining(self):
     config = self._load(self.vit, "model.image_size=(16,16)")
     self.assertEqual(config.model.image_size, (16, 16))

@@ -13,6 +13,7 @@ from etils import epath
 from PIL import Image
 
 from moh_jax.config import LogConfig
+from moh_jax.training import metrics
 from moh_jax.training.metrics import MetricsWriter
 
 _QUIET = LogConfig(tensorboard=False, progress=False)
@@ -177,6 +178,15 @@ class WriteImageTest(parameterized.TestCase):
   def _picture(self, channels):
     shape = (6, 4, channels)
     return np.random.RandomState(0).randint(0, 256, shape, np.uint8)
+
+  def test_picture_goes_to_wandb(self):
+    config = LogConfig(tensorboard=False, progress=False, wandb="project")
+    with mock.patch.object(metrics, "WandbLog") as log:
+      writer = MetricsWriter(epath.Path(self.dir), config, start=0, steps=20)
+      self.addCleanup(writer.close)
+      writer.write_image(12, "samples", self._picture(1))
+    ((step, pictures), _) = log.return_value.write_images.call_args
+    self.assertEqual((step, list(pictures)), (12, ["samples"]))
 
   @parameterized.parameters((1, "L"), (3, "RGB"))
   def test_png_holds_the_picture(self, channels, mode):

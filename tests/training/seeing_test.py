@@ -91,7 +91,12 @@ class SeeingTest(parameterized.TestCase):
     if importlib.util.find_spec("wandb") is None:
       self.skipTest("wandb is not installed")
     workdir = pathlib.Path(self.create_tempdir().full_path)
-    log = {"tensorboard": False, "progress": False, "wandb": "moh"}
+    log = {
+      "tensorboard": False,
+      "progress": False,
+      "wandb": "moh",
+      "heads": 1,
+    }
     config = tiny.llm_config(log=log)
     with mock.patch.dict(
       os.environ, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -101,6 +106,8 @@ class SeeingTest(parameterized.TestCase):
     content = stored.read_bytes()
     self.assertIn(b"train/loss", content)
     self.assertIn(b"val/", content)
+    pictures = stored.parent.glob("files/media/images/load/*.png")
+    self.assertNotEmpty(list(pictures))
 
 
 if __name__ == "__main__":

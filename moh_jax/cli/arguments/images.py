@@ -123,6 +123,13 @@ def fid(parser: argparse.ArgumentParser) -> None:
     default="tf1",
     help="to 299 pixels: as ADM and DiT's numbers, or as pytorch-fid",
   )
+  common.add_count(
+    parser,
+    "--image-size",
+    metavar="N",
+    help="crop the images of folders to N x N pixels, as in training of "
+    "diffusion models (default: all must have one size)",
+  )
   common.add_count(parser, "--batch-size", 64, help="images per batch")
   parser.add_argument(
     "--save-stats",
@@ -181,11 +188,16 @@ def show_batch(parser: argparse.ArgumentParser) -> None:
   common.add_count(parser, "--columns", help="of the grid")
 
 
-def _labels(text: str) -> tuple[int | None, ...]:
-  """Parses "3,3,none"."""
+def _labels(text: str) -> tuple[int | str | None, ...]:
+  """Parses "3,3,none" and "cat,dog"."""
   parts = [part.strip() for part in text.split(",")]
   return tuple(
-    None if part == "none" else fields.integer(part) for part in parts
+    None
+    if part == "none"
+    else fields.integer(part)
+    if part.lstrip("-").isdecimal()
+    else part
+    for part in parts
   )
 
 
@@ -206,7 +218,8 @@ def sample(parser: argparse.ArgumentParser) -> None:
     type=_labels,
     default=(),
     metavar="L,L,...",
-    help="labels of the images in turn, numbers or none (default: every class)",
+    help="classes of the images in turn: names, numbers (from 0, in "
+    "alphabetical order of the folders) or none (default: every class)",
   )
   text = "images (default: one for each of the labels)"
   common.add_count(parser, "--num", help=text)

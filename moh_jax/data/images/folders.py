@@ -42,7 +42,8 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
   if not any(names):
     raise FileNotFoundError(
       f"{root} holds no image; expected {root}/CLASS/*, or images without "
-      f"classes, with a suffix in {_SUFFIXES}"
+      f"classes, with a suffix in {_SUFFIXES} (shards and tables: set "
+      "data.source)"
     )
   if empty := [name for name, found in zip(classes, names) if not found]:
     raise ValueError(

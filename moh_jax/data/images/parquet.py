@@ -146,7 +146,8 @@ class ParquetSource(EncodedSource):
     if content is None:
       raise ValueError(
         f"{name}: the row has no bytes of an image in column "
-        f"{self._columns.image!r}"
+        f"{self._columns.image!r}, at most the path of a file; `save_to_disk` "
+        "of datasets stores the bytes, its `to_parquet` may not"
       )
     return Record(int(self._labels[row]), name, content)
 

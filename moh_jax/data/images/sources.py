@@ -156,6 +156,11 @@ def open_files(
     ValueError: the data are damaged, or have classes beside `class_names`.
   """
   if data.source == "array_record":
+    if split == "val" and not (epath.Path(data.path) / split).exists():
+      raise FileNotFoundError(
+        f"data.path={data.path!r} has no val/; `pack-images --val-share P` "
+        "makes one, and data.val_share is for folders and tables"
+      )
     return ArrayRecordSource(data.path, split, channels)
   if data.class_list and not class_names:
     class_names = read_class_list(data.class_list)
@@ -176,6 +181,7 @@ def open_splits(
   channels: int = 3,
   class_names: tuple[str, ...] | ClassList = (),
   label_column: str = "",
+  val_share: float = 0.0,
 ) -> dict[str, EncodedSource]:
   """Opens images of any kind on disk, whichever it is.
 
@@ -189,6 +195,8 @@ def open_splits(
     class_names: classes whose positions are the labels; () takes those of the
       first split for all.
     label_column: column of the labels of tables; "" finds it.
+    val_share: share of folders or tables that is held out as "val" where there
+      is no such split, by `is_held_out`.
 
   Returns:
     Sources by split.
@@ -196,15 +204,17 @@ def open_splits(
   Raises:
     FileNotFoundError: there is no such split.
     ValueError: the data are damaged, or have classes beside `class_names`; a
-      column of folders or shards.
+      column of folders or shards; a share of shards.
   """
   opened: dict[str, EncodedSource] = {}
   if tables.is_tables(path):
-    for name in [split] if split else tables.find_tables(path):
+    names = SPLITS if val_share else tables.find_tables(path)
+    for name in [split] if split else names:
       opened[name] = source = ParquetSource(
         path,
         name,
         channels,
+        val_share=val_share,
         class_names=class_names,
         label_column=label_column,
       )
@@ -214,6 +224,15 @@ def open_splits(
     raise ValueError(
       f"--label-column={label_column!r} must be '': {path} has no tables"
     )
+  if val_share and (found := find_splits(path)).keys() == {"train"}:
+    if (found["train"] / METADATA).is_file():
+      raise ValueError(f"--val-share={val_share} must be 0: {path} is packed")
+    for name in [split] if split else SPLITS:
+      opened[name] = source = ImageFolderSource(
+        path, name, channels, val_share=val_share, class_names=class_names
+      )
+      class_names = source.class_names
+    return opened
   for name, folder in find_splits(path, split).items():
     if (folder / METADATA).is_file():
       opened[name] = ArrayRecordSource(str(folder), "", channels)
@@ -232,7 +251,8 @@ def make_source(
 
   `data.bad_images` decides what happens to unreadable images of the training
   split. In the held-out split they always raise: metrics on fewer images could
-  not be compared. With "check" all images of the split are read here.
+  not be compared. With "check" all images of the split are read here, with
+  "skip" those of the held-out split.
 
   Args:
     config: config of the run.
@@ -267,6 +287,11 @@ def make_source(
       f"{where} {found} classes ({names}), must be model.num_classes="
       f"{model.num_classes}"
     )
+  if found < 2 and "classifier" in config.sections:
+    raise ValueError(
+      f"{where} one class, {source.class_names[0]!r}; a classifier needs at "
+      "least 2, each in a folder of its own"
+    )
   if source.channels != model.channels:
     raise ValueError(
       f"{where} images of {source.channels} channels, must be "
@@ -298,6 +323,14 @@ def make_source(
   checked = CheckedSource(
     source, skip=skip, smallest=smallest, decode=data.decode
   )
-  if data.bad_images == "check":
-    checked.read_all(data.num_threads)
+  # Training leaves out what it cannot read, evaluation must not: so it is known
+  # before the first step that it will not end the run.
+  if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
+    checked.read_all(
+      data.num_threads,
+      "remove them, or leave them out with data.bad_images='skip'"
+      if split == "train"
+      else "remove them: data.bad_images='skip' is for training images, as "
+      "accuracies on fewer images could not be compared",
+    )
   return checked

@@ -85,11 +85,12 @@ class CheckedSource:
         self._warn_once(candidate, error)
     raise ValueError(f"none of the {size} images can be read")
 
-  def read_all(self, threads: int) -> None:
+  def read_all(self, threads: int, advice: str) -> None:
     """Reads every example once.
 
     Args:
       threads: number of threads that read.
+      advice: what to do about bad images, for the error.
 
     Raises:
       ValueError: names those that cannot be read.
@@ -108,8 +109,7 @@ class CheckedSource:
       more = f"; and {len(bad) - _MOST_NAMED} more" * (len(bad) > _MOST_NAMED)
       raise ValueError(
         f"{len(bad)} of {len(self)} images cannot be used: "
-        f"{'; '.join(bad[:_MOST_NAMED])}{more}; remove them, or leave them out "
-        "with data.bad_images='skip'"
+        f"{'; '.join(bad[:_MOST_NAMED])}{more}; {advice}"
       )
 
   def _checked(self, example: dict[str, Any], index: int) -> dict[str, Any]:

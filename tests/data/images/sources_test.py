@@ -284,10 +284,20 @@ class MakeSourceTest(_TempDirTest):
     config = _config(
       source="image_folder", path=str(self.root), bad_images="skip"
     )
-    train, val = (sources.make_source(config, s) for s in sources.SPLITS)
+    train = sources.make_source(config, "train")
     np.testing.assert_array_equal(train[0]["image"], _RGB)
-    with self.assertRaisesRegex(ValueError, "ant/0.png: not an image"):
-      val[0]
+    # Before the first step, not at the first evaluation.
+    with self.assertRaisesRegex(
+      ValueError, "ant/0.png: not an image .*; remove them: .*'skip' is for"
+    ):
+      sources.make_source(config, "val")
+
+  def test_one_class_is_no_task_for_a_classifier(self):
+    _write(self.root / "train" / "ant" / "1.png")
+    model = dataclasses.replace(_MODEL, num_classes=1)
+    config = _config(model, source="image_folder", path=str(self.root))
+    with self.assertRaisesRegex(ValueError, "one class, 'ant'; a classifier"):
+      sources.make_source(config, "train")
 
   def test_centre_crop_needs_large_images(self):
     for folder in ("ant", "cat"):
