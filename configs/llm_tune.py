@@ -15,8 +15,6 @@ import pathlib
 
 import ml_collections
 
-from moh_jax import config as config_lib
-
 
 def get_config(arg: str = "dense") -> ml_collections.ConfigDict:
   model = {}
