@@ -13,6 +13,7 @@ with _epy.lazy_api_imports(globals()):
   from moh_jax.config.family import Family
   from moh_jax.config.heads import HeadBudget, RouterConfig
   from moh_jax.config.registry import get_family, register_family
+  from moh_jax.config.routers import register_router
   from moh_jax.families.images import ImageClassifierFamily
   from moh_jax.inference.generate import Generator
   from moh_jax.inference.options import Sampling
@@ -22,11 +23,13 @@ with _epy.lazy_api_imports(globals()):
   from moh_jax.layers.model_aux import collect_aux
   from moh_jax.layers.moh import MoHAttention
   from moh_jax.layers.router import HeadRouter
+  from moh_jax.layers.routers import Router
   from moh_jax.models.dit import DiT
   from moh_jax.models.llm import LLM
   from moh_jax.models.registry import get_model
   from moh_jax.models.vit import ViT
   from moh_jax.ops.attention import attention
+  from moh_jax.ops.routing import Routing
   from moh_jax.runtime.load import load_config
   from moh_jax.training.loop import train
 
@@ -41,7 +44,9 @@ __all__ = [
   "ImageClassifierFamily",
   "MoHAttention",
   "Restored",
+  "Router",
   "RouterConfig",
+  "Routing",
   "Sampler",
   "Sampling",
   "ViT",
@@ -52,6 +57,7 @@ __all__ = [
   "get_model",
   "load_config",
   "register_family",
+  "register_router",
   "restore",
   "train",
 ]

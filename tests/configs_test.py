@@ -39,6 +39,7 @@ _FINETUNE = (
   ("images", "finetune"),
   ("dit_finetune", "latents"),
   ("dit_finetune", "pixels"),
+  ("llm_tune", "dense"),
 )
 _ALL = [(name, arg) for name, args in _ARGUMENTS.items() for arg in args]
 

@@ -15,6 +15,7 @@ _PROMISED = (
   *("MoHAttention", "HeadRouter", "HeadMix", "HeadBudget", "RouterConfig"),
   *("attention", "collect_aux", "ViT", "DiT", "LLM", "get_model", "restore"),
   *("Generator", "load_config", "train", "register_family", "Family"),
+  *("register_router", "Router", "Routing"),
 )
 _HEAVY = ("jax", "flax", "numpy", "orbax", "grain", "optax", "ml_collections")
 

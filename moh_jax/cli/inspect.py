@@ -103,7 +103,8 @@ def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
   model, budget = config.model, group.budget
   tune = config.sections.get("tune")
   changes = tune is not None and bool(tune.top_k_steps)
-  share = 1.0 if changes or model.router.needs_all_heads else budget.share
+  every = changes or model.router.needs_all_heads or model.router.varies
+  share = 1.0 if every else budget.share
   devices = math.prod(mesh)
   if (placement := head_placement(group, *mesh)) is None:
     devices = 1

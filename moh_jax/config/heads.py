@@ -3,8 +3,8 @@
 import dataclasses
 
 from moh_jax.config.checks import MOST_HEADS, MOST_WIDTH, in_range, one_of
+from moh_jax.config.routers import get_router
 
-ROUTER_KINDS = ("two_stage", "query_norm", "none")
 GATE_FORMS = ("released", "paper")
 ESTIMATORS = ("selected", "all")
 
@@ -15,8 +15,9 @@ class RouterConfig:
 
   Attributes:
     kind: "two_stage", a learned router; "query_norm", one without parameters
-      that takes the heads with the largest queries and gates of 0 or 1; or
-      "none", all heads for every token (multi-head attention).
+      that takes the heads with the largest queries and gates of 0 or 1;
+      "none", all heads for every token (multi-head attention); or the name of a
+      registered router.
     gate_form: weights of the heads as in the "released" checkpoints or as in
       the "paper", see `moh_jax.ops.routing`. "query_norm" uses it for the
       balance loss alone.
@@ -37,8 +38,8 @@ class RouterConfig:
   top_p: float = 0.0
 
   def __post_init__(self):
-    one_of("router", self, kind=ROUTER_KINDS, gate_form=GATE_FORMS)
-    one_of("router", self, straight_through=ESTIMATORS)
+    get_router(self.kind)
+    one_of("router", self, gate_form=GATE_FORMS, straight_through=ESTIMATORS)
     in_range("router", 0, 1, self, "top_p")
     if self.top_p and self.kind == "none":
       raise ValueError(
@@ -53,9 +54,19 @@ class RouterConfig:
     Without a router all are in use; gradients to all scores need the outputs of
     heads that weigh nothing.
     """
-    if self.kind == "query_norm":
+    if get_router(self.kind).straight_through:
       return self.straight_through == "all"
     return self.kind == "none"
+
+  @property
+  def reads_norms(self) -> bool:
+    """Whether the router reads the norms of the queries."""
+    return get_router(self.kind).reads_norms
+
+  @property
+  def varies(self) -> bool:
+    """Whether a token may select more routed heads than the budget says."""
+    return self.top_p > 0 or get_router(self.kind).varies
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ from moh_jax.config.checks import (
   at_least,
   at_most,
   in_range,
-  one_of,
 )
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.layers import LayerGroup, RoutedLayers
@@ -61,8 +60,9 @@ class ViTConfig(RoutedLayers):
       (TransNeXt's linear mode); 0 uses sr_ratios.
     pretrain_image_size: side in pixels of the images that the relative
       coordinates refer to; 0 is image_size.
-    router: section of the router; its kind is "two_stage", or "none" for
-      multi-head attention (TransNeXt).
+    router: section of the router; its kind is "two_stage", "none" for
+      multi-head attention (TransNeXt), or a registered one that does not read
+      the norms of queries.
     qkv_bias: whether the query, key and value projections have biases.
     drop_path: stochastic depth: probability of leaving out the last block, in
       [0, 1); earlier ones rise to it linearly from 0.
@@ -116,7 +116,12 @@ class ViTConfig(RoutedLayers):
     if self.window < 1 or self.window % 2 == 0:
       raise ValueError(f"model.window={self.window} must be odd")
     self._check_stages()
-    one_of("model.router", self.router, kind=("two_stage", "none"))
+    if self.router.reads_norms:
+      raise ValueError(
+        f"model.router.kind={self.router.kind!r} must be a router that does "
+        "not read the norms of queries, such as 'two_stage': those of a ViT "
+        "have unit length"
+      )
     self.budgets()
     if size is not None:
       self.stage_shapes()

@@ -6,9 +6,16 @@ from moh_jax.config import LayerStack
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Rule
+from moh_jax.layers.routers import TwoStageRouter
 
 # Router matrices in the releases of ViT and DiT.
 _ROUTER_NAMES = {"routed": "wg", "group": "wg_0", "shared": "wg_1"}
+# Router kinds of public checkpoints, with the matrices that a layer has.
+_MATRICES = {
+  "two_stage": TwoStageRouter.matrices,
+  "query_norm": lambda budget, router: (),
+  "none": lambda budget, router: (),
+}
 
 
 def projection_rules(
@@ -75,18 +82,18 @@ def router_rules(
     budget: the layer's head split.
     router: its router.
     names: public names of the matrices "routed", "group" and "shared".
+
+  Raises:
+    ValueError: no public checkpoint has such a router.
   """
-  if router.kind != "two_stage":
-    return []
-  present = {
-    "routed": budget.top_k > 0,
-    "group": router.two_stage and budget.top_k > 0 and budget.shared > 0,
-    "shared": budget.shared > 1,
-  }
+  if router.kind not in _MATRICES:
+    raise ValueError(
+      f"model.router.kind={router.kind!r} must be one of {tuple(_MATRICES)}: "
+      "public checkpoints have no other router"
+    )
   return [
     rules.one(f"{names[ours]}.weight", f"router/{ours}", rules.TRANSPOSED)
-    for ours, there in present.items()
-    if there
+    for ours in _MATRICES[router.kind](budget, router)
   ]
 
 

@@ -81,6 +81,7 @@ def denoising_losses(
   *,
   t: jax.Array,
   noise: jax.Array,
+  rng: jax.Array | None = None,
 ) -> tuple[dict[str, jax.Array], ModelAux]:
   """Noises clean examples, denoises them and compares.
 
@@ -93,6 +94,7 @@ def denoising_losses(
     labels: [B] int32.
     t: [B] int32 steps.
     noise: [B, X, Y, channels] standard normal.
+    rng: in training, key for routers that need one.
 
   Returns:
     Losses of every example, [B] float32: "loss" (the objective), "mse", and
@@ -100,7 +102,8 @@ def denoising_losses(
   """
   x = q_sample(process, x0, t, noise)
   times = jnp.asarray(process.timesteps)[t]
-  out, aux = model.apply({"params": params}, x, times, labels)
+  rngs = None if rng is None else {"dropout": rng}
+  out, aux = model.apply({"params": params}, x, times, labels, rngs=rngs)
   losses = training_losses(
     process,
     diffusion.prediction,

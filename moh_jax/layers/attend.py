@@ -46,7 +46,7 @@ def active_heads(
   """
   if gates is None or router.needs_all_heads:
     return None
-  if top_k is not None or router.top_p:
+  if top_k is not None or router.varies:
     return ActiveHeads(gates != 0, budget.num_heads)
   if placement is not None:
     expected = max(placement.expected_active(budget))

@@ -155,7 +155,7 @@ class MoHAttention(nn.Module):
     placement = None if cache is not None or compares else self._placement()
     q, k, v = self._project(x, placement)
     norms = None
-    if self.router.kind == "query_norm":
+    if self.router.reads_norms:
       norms = routing.query_norms(q)
       if placement is not None:  # back to the order of the router
         order = placement.order(self.budget.num_heads)

@@ -1,6 +1,6 @@
 """The router of Mixture-of-Head attention: tokens to gates.
 
-Shapes: B batch, N tokens, C width, H heads, R routed heads, S shared heads.
+Shapes: B batch, N tokens, C width, H heads.
 """
 
 import dataclasses
@@ -9,13 +9,12 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.routers import get_router
 from moh_jax.layers.linear import KernelInit, normal_init
-from moh_jax.layers.partitioning import declare
 from moh_jax.ops import routing
-from moh_jax.ops.routing import RouterAux
+from moh_jax.ops.routing import RouterAux, Routing
 
 
 @jax.tree_util.register_dataclass
@@ -41,11 +40,9 @@ class HeadChoice:
 class HeadRouter(nn.Module):
   """Decides which heads a token uses and with what weight.
 
-  The two-stage router has up to three bias-free matrices: `routed` [C, R]
-  (W_r), `shared` [C, S] (W_s, for two or more shared heads) and `group` [C, 2]
-  (W_h, where both groups are in use); "query_norm" has none. Everything is
-  float32 at full matrix precision whatever the compute dtype: a rounding that
-  swaps the last selected head changes the output.
+  It calls the module of its kind (`moh_jax.layers.routers`), whose parameters
+  are its own, and does what all kinds have in common: the balance loss, the
+  statistics and the runtime overrides.
 
   Under `mutable=["intermediates"]` the layer records a `Routing`, "routing".
 
@@ -74,8 +71,8 @@ class HeadRouter(nn.Module):
       x: [B, N, C] the tokens that the attention reads.
       token_mask: [B, N] bool, True for the tokens that the balance loss and
         the statistics count; None counts all.
-      norms: [B, N, H] float32 norms of the queries, which the kind
-        "query_norm" needs (`ops.routing.query_norms`).
+      norms: [B, N, H] float32 norms of the queries (`ops.routing.query_norms`),
+        where `config.reads_norms`.
       choice: runtime overrides of the budget.
 
     Returns:
@@ -83,7 +80,8 @@ class HeadRouter(nn.Module):
       one), and the side values.
 
     Raises:
-      ValueError: the kind is "query_norm" and there are no norms.
+      ValueError: the kind reads norms and there are none, or a registered
+        router returned arrays of other shapes.
     """
     budget, config = self.budget, self.config
     chex.assert_rank(x, 3)
@@ -94,23 +92,18 @@ class HeadRouter(nn.Module):
         gates = jnp.broadcast_to(choice.scale, (*x.shape[:2], budget.num_heads))
       return gates, routing.all_heads_aux(budget.num_heads)
 
-    if config.kind == "query_norm":
-      if norms is None:
-        raise ValueError(
-          "norms=None must be the norms [B, N, H] of the queries where the "
-          "router's kind is 'query_norm'"
-        )
-      if choice.order is not None:
-        norms = jnp.take(norms, choice.order, axis=-1)
-      decided = routing.query_norm_gates(
-        norms,
-        budget,
-        straight_through=config.straight_through,
-        top_k=choice.top_k,
-        top_p=config.top_p,
+    if config.reads_norms and norms is None:
+      raise ValueError(
+        "norms=None must be the norms [B, N, H] of the queries where the "
+        f"router's kind is {config.kind!r}"
       )
-    else:
-      decided = self._two_stage(x, choice.top_k)
+    if norms is not None and choice.order is not None:
+      norms = jnp.take(norms, choice.order, axis=-1)
+    kind = get_router(config.kind)
+    router = kind.make(budget, config, self.kernel_init)
+    nn.share_scope(self, router)  # parameters lie directly under this layer
+    decided = router(x, norms=norms, top_k=choice.top_k)
+    self._check(decided, x)
     self.sow("intermediates", "routing", decided)
     aux = routing.router_aux(
       decided, budget, token_mask=token_mask, form=config.gate_form
@@ -122,41 +115,21 @@ class HeadRouter(nn.Module):
       gates = gates * jax.lax.broadcast_to_rank(choice.scale, gates.ndim)
     return gates, aux
 
-  def _two_stage(
-    self, x: jax.Array, top_k: jax.Array | None
-  ) -> routing.Routing:
-    budget, config = self.budget, self.config
+  @nn.nowrap
+  def _check(self, decided: Routing, x: jax.Array) -> None:
+    """Refuses shapes that later sums would broadcast."""
+    budget = self.budget
     sizes = {
-      "routed": budget.routed if budget.top_k else 0,
-      "shared": budget.shared if budget.shared > 1 else 0,
-      "group": 2 if config.two_stage and budget.shared and budget.top_k else 0,
+      "gates": budget.num_heads,
+      "probs": budget.routed,
+      "selected": budget.routed,
+      "shared_scores": budget.shared,
+      "groups": 2,
     }
-    logits = self._logits(x, {n: s for n, s in sizes.items() if s})
-    return routing.two_stage_gates(
-      budget=budget,
-      routed_logits=logits.get("routed"),
-      shared_logits=logits.get("shared"),
-      group_logits=logits.get("group"),
-      batch_shape=x.shape[:2],
-      form=config.gate_form,
-      top_k=top_k,
-      top_p=config.top_p,
-    )
-
-  def _logits(self, x: jax.Array, sizes: dict[str, int]) -> dict:
-    """Logits [B, N, size] float32 of every matrix, all in one product."""
-    if not sizes:
-      return {}
-    init, width = self.kernel_init(0, 1), x.shape[-1]
-    # Whole on every device: to gather them would take longer than the memory is
-    # worth.
-    kernels = [
-      declare(self, name, init, (width, size), (None, None))
-      for name, size in sizes.items()
-    ]
-    kernel = jnp.concatenate([k.astype(jnp.float32) for k in kernels], axis=-1)
-    logits = jnp.matmul(
-      x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST
-    )
-    bounds = np.cumsum(list(sizes.values()))[:-1]
-    return dict(zip(sizes, jnp.split(logits, bounds, axis=-1)))
+    for name, size in sizes.items():
+      shape, expected = getattr(decided, name).shape, (*x.shape[:2], size)
+      if shape != expected:
+        raise ValueError(
+          f"router.kind={self.config.kind!r} returned {name} of shape {shape}, "
+          f"must be {expected}"
+        )

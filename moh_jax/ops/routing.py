@@ -131,6 +131,43 @@ def _better(scores: jax.Array) -> jax.Array:
   return (theirs > ours) | ((theirs == ours) & before)
 
 
+def select_heads(
+  scores: jax.Array,
+  probs: jax.Array,
+  budget: HeadBudget,
+  *,
+  top_k: jax.Array | None = None,
+  top_p: float = 0.0,
+) -> jax.Array:
+  """Marks the routed heads that each token selects.
+
+  Args:
+    scores: [B, N, R], of which the largest are selected.
+    probs: [B, N, R] scores that add up to 1, which `top_p` adds up.
+    budget: the layer's head split.
+    top_k: [] int32, at least 1, replaces the budget's top_k at run time. A
+      layer whose budget selects no head ignores it.
+    top_p: see `RouterConfig`; `top_k` replaces it too.
+
+  Returns:
+    [B, N, R] bool.
+  """
+  if top_p and budget.top_k and top_k is None:
+    return top_p_mask(probs, top_p)
+  own = top_k is None or not budget.top_k
+  return top_k_mask(scores, budget.top_k if own else top_k)
+
+
+def beside_shared(
+  budget: HeadBudget, gates: jax.Array, probs: jax.Array, selected: jax.Array
+) -> Routing:
+  """Decisions about the routed heads [B, N, R]; shared heads weigh one."""
+  shared = jnp.ones((*gates.shape[:-1], budget.shared), jnp.float32)
+  groups = jnp.full((*gates.shape[:-1], 2), 0.5, jnp.float32)
+  gates = jnp.concatenate([shared, gates], axis=-1)
+  return Routing(gates, probs, selected, shared, groups)
+
+
 def two_stage_gates(
   *,
   budget: HeadBudget,
@@ -164,8 +201,6 @@ def two_stage_gates(
     ValueError: an unknown form.
   """
   released = _is_released(form)
-  kept = budget.top_k if top_k is None or not budget.top_k else top_k
-
   if shared_logits is None:
     shared_scores = jnp.ones((*batch_shape, budget.shared), jnp.float32)
     if budget.shared > 1:
@@ -177,14 +212,14 @@ def two_stage_gates(
     probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
   else:
     probs = jax.nn.softmax(routed_logits.astype(jnp.float32))
-  selected = top_k_mask(probs, kept)
-  if top_p and budget.top_k and top_k is None:
-    selected = top_p_mask(probs, top_p)
-    kept = selected.sum(-1, keepdims=True)
+  selected = select_heads(probs, probs, budget, top_k=top_k, top_p=top_p)
 
   shared_gates = shared_scores
   routed_gates = jnp.where(selected, probs, 0.0)
   if released:
+    kept = budget.top_k if top_k is None or not budget.top_k else top_k
+    if top_p and top_k is None:
+      kept = selected.sum(-1, keepdims=True)
     total = routed_gates.sum(-1, keepdims=True)
     total = jnp.maximum(total, jnp.finfo(jnp.float32).eps)
     routed_gates = routed_gates / total * kept
@@ -237,13 +272,10 @@ def query_norm_gates(
   Returns:
     The `Routing` of every token.
   """
-  shared, norms = norms[..., : budget.shared], norms[..., budget.shared :]
-  shared = jnp.ones_like(shared)
-  groups = jnp.full((*norms.shape[:-1], 2), 0.5, jnp.float32)
+  norms = norms[..., budget.shared :]
   if not budget.top_k:
     none = jnp.zeros_like(norms)
-    gates = jnp.concatenate([shared, none], axis=-1)
-    return Routing(gates, none, none.astype(bool), shared, groups)
+    return beside_shared(budget, none, none, none.astype(bool))
   if budget.routed > 1:
     mean = norms.mean(-1, keepdims=True)
     variance = jnp.square(norms - mean).sum(-1, keepdims=True)
@@ -255,15 +287,12 @@ def query_norm_gates(
     scale = jax.lax.rsqrt(jnp.where(differ, variance, 1.0))
     norms = jnp.where(differ, norms * scale, 0.0)
   probs = jax.nn.softmax(norms)
-  selected = top_k_mask(norms, budget.top_k if top_k is None else top_k)
-  if top_p and top_k is None:
-    selected = top_p_mask(probs, top_p)
+  selected = select_heads(norms, probs, budget, top_k=top_k, top_p=top_p)
 
   passed = probs - jax.lax.stop_gradient(probs)  # 0 with the scores' gradient
   if straight_through == "selected":
     passed = jnp.where(selected, passed, 0.0)
-  gates = jnp.concatenate([shared, selected + passed], axis=-1)
-  return Routing(gates, probs, selected, shared, groups)
+  return beside_shared(budget, selected + passed, probs, selected)
 
 
 def balance_loss(

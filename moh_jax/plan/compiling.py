@@ -8,10 +8,12 @@ import concurrent.futures
 import dataclasses
 import importlib.metadata
 import multiprocessing
+import pickle
 import re
 import time
 
 from moh_jax.config import Config
+from moh_jax.config.routers import RouterKind, add_router, get_router
 from moh_jax.plan.collectives import Collective, read_collectives
 from moh_jax.runtime import targets
 from moh_jax.runtime.topology import USABLE, Topology
@@ -79,7 +81,13 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
     concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
   ):
     try:
-      return pool.submit(_compile, config, topology).result()
+      router = get_router(config.model.router.kind)
+      return pool.submit(_compile, config, router, topology).result()
+    except pickle.PicklingError as error:
+      raise ValueError(
+        f"the family or the router must be in a module that can be imported: "
+        f"{error}"
+      ) from None
     except concurrent.futures.process.BrokenProcessPool:
       raise ValueError(
         f"the compiler for {topology.name} ended its process; it may lack "
@@ -87,14 +95,15 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
       ) from None
 
 
-def _compile(config: Config, wanted: Topology) -> Compiled:
-  """`compile_step` in a process of its own."""
+def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
+  """`compile_step` in a process of its own, which knows no routers but ours."""
   import jax
 
   from moh_jax.config import get_family
   from moh_jax.runtime import sharding
   from moh_jax.training.program import make_program
 
+  add_router(router)
   platform = wanted.chip.platform
   limit = USABLE * wanted.chip.memory
   devices = targets.absent_devices(wanted.name, wanted.slices)

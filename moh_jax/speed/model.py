@@ -56,8 +56,9 @@ def _rows(
   length = getattr(run.data, "sequence_length", None)
   rows = []
   for mode in ("forward", "forward_backward"):
-    routers = []
-    if mode == "forward" and run.model.router.kind == "two_stage":
+    routers, router = [], run.model.router
+    reads_tokens = router.kind != "none" and not router.reads_norms
+    if mode == "forward" and reads_tokens:
       share, program = run.model.activated_share, model_programs.routers(run)
       routers = [Variant("router", share, program)]
     rows += compare.measure_models(

@@ -120,7 +120,15 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       label_rng, batch["label"], no_label, config.model.label_dropout
     )
     losses, aux = denoising_losses(
-      model, diffusion, process, params, x0, labels, t=t, noise=noise
+      model,
+      diffusion,
+      process,
+      params,
+      x0,
+      labels,
+      t=t,
+      noise=noise,
+      rng=jax.random.fold_in(rng, 0),
     )
     means = {name: value.mean() for name, value in losses.items()}
     task_loss = means.pop("loss")

@@ -144,7 +144,6 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
   def loss_fn(
     params: Any, batch: Any, rng: jax.Array, step: jax.Array
   ) -> tuple[jax.Array, Metrics]:
-    del rng
     x, aux = model.apply(
       {"params": params},
       batch["inputs"],
@@ -152,6 +151,7 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
       segments=batch["segments"],
       top_k=scheduled(step),
       with_logits=False,
+      rngs={"dropout": rng},  # for routers that need one
     )
     weights = batch["weights"]
     # Dividing the weights is cheaper than dividing the loss: the gradient of

@@ -23,6 +23,7 @@ def _check_command(text):
   """Parses the command of ours that a text ends with."""
   _, found, arguments = text.partition("python -m moh_jax ")
   assert found, text
+  arguments = arguments.partition(" > ")[0]  # a log
   words = shlex.split(arguments.replace("$JOB_COMPLETION_INDEX", "1"))
   _check(*words)
 
@@ -32,12 +33,15 @@ def _root(monkeypatch):
   monkeypatch.chdir(blocks.ROOT)
 
 
-@pytest.mark.parametrize("script", _fenced("bash"), ids=range(3))
+@pytest.mark.parametrize("script", _fenced("bash"), ids=range(9))
 def test_scripts_of_shells(script):
   subprocess.run(["bash", "-n"], input=script, check=True, text=True)
-  line = script.replace("\\\n", " ").splitlines()[-1]
-  quoted = re.search(r"--command='([^']*)'", line)
-  _check_command(quoted[1] if quoted else line)
+  for line in script.replace("\\\n", " ").splitlines():
+    quoted = re.search(r"--command='([^']*)'", line)
+    command = quoted[1] if quoted else line
+    subprocess.run(["bash", "-n"], input=command, check=True, text=True)
+    if "python -m moh_jax" in command:
+      _check_command(command)
 
 
 @pytest.mark.parametrize("text", _fenced("yaml"), ids=range(2))

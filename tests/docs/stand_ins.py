@@ -9,6 +9,9 @@ import gzip
 import json
 import tarfile
 
+from moh_jax.config import without_router
+from moh_jax.data.text.tokenizers import train_bpe
+from tests.convert import tiny_llm
 from tests.docs.blocks import ROOT
 from tests.inference import tiny_text_model, tiny_vae
 
@@ -39,9 +42,22 @@ def lay_out(folder):
   (folder / "TEXT").mkdir()
   with gzip.open(folder / "TEXT" / "readme.jsonl.gz", "wt") as stream:
     stream.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+  _save_llama(folder / "LLAMA", texts)
+  order = [list(range(4))] * 2
+  (folder / "heads.json").write_text(json.dumps({"head_order": order}))
   prompts = ("def main(", "import ")
   rows = [json.dumps({"prompt": text}) + "\n" for text in prompts]
   (folder / "prompts.jsonl").write_text("".join(rows))
+
+
+def _save_llama(folder, texts):
+  """Writes a LLaMA of random numbers, as transformers stores it."""
+  model = dataclasses.replace(
+    tiny_text_model.CONFIG.model, vocab_size=300, max_length=256
+  )
+  every = {"shared_heads": (4, 4), "top_k": (0, 0)}
+  tiny_llm.write_folder(folder, without_router(model, **every))
+  (folder / "tokenizer.json").write_bytes(train_bpe(texts, 300))
 
 
 def add_runs(folder):

@@ -1,0 +1,60 @@
+"""A trained multi-head language model, such as a LLaMA, tuned into MoH.
+
+  python -m moh_jax heads --checkpoint DENSE --json heads.json
+  python train.py --config=configs/llm_tune.py:heads.json --workdir=DIR \
+    --config.train.init_from=DENSE --config.data.path=TOKENS
+
+The model is that of the checkpoint. Arguments: FILE (of `heads --json`; the
+query-norm router, the most important half of the heads shared, a quarter chosen
+by each token, as in the paper's stage 2), dense (no router: the paper's stage
+1, and the baseline).
+"""
+
+import json
+import pathlib
+
+import ml_collections
+
+
+def get_config(arg: str = "dense") -> ml_collections.ConfigDict:
+  model = {}
+  if arg != "dense":
+    file = pathlib.Path(arg)
+    if not file.is_file():
+      raise ValueError(
+        f"configs/llm_tune.py:{arg} must be 'dense' or a file of `heads --json`"
+      )
+    orders = json.loads(file.read_text())["head_order"]
+    depth, heads = len(orders), len(orders[0])
+    model = {
+      "router": {"kind": "query_norm"},
+      "shared_heads": (heads // 2,) * depth,
+      "top_k": (heads // 4,) * depth,
+      "head_order": tuple(map(tuple, orders)),
+    }
+  return ml_collections.ConfigDict(
+    {
+      "model": model,
+      "data": {
+        "source": "tokens",
+        "path": "TOKENS",
+        "sequence_length": 1024,
+        "batch_size": 32,
+      },
+      # The rates, the warm-up and the weights of the paper's stage 2.
+      "optim": {
+        "lr": 2e-5,
+        "schedule": "cosine",
+        "warmup_steps": 50,
+        "final_lr": 1e-6,
+        "b2": 0.95,  # ours, the paper does not say
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+      },
+      "train": {"steps": 1000, "balance_weight": 0.01, "init_from": ""},
+      "mesh": {"data": 1, "fsdp": -1},
+      "checkpoint": {"every": 200},
+      "eval": {"every": 200, "batch_size": 32},
+      "log": {"every": 10},
+    }
+  ).lock()

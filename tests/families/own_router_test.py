@@ -1,0 +1,127 @@
+"""A router of another package, in every family, through the commands."""
+
+import json
+import pathlib
+import tempfile
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import moh_jax
+from docs.examples import my_router  # registers "sigmoid"
+from moh_jax import config as config_lib
+from moh_jax.config import routers
+from moh_jax.runtime import checkpoint
+from moh_jax.speed import model_programs
+from tests.cli import tiny_checkpoint
+from tests.training import tiny
+
+_CONFIGS = {
+  "vit": tiny.config,
+  "dit": tiny.dit_config,
+  "llm": tiny.llm_config,
+}
+
+
+def _config(family):
+  router = moh_jax.RouterConfig(kind="sigmoid")
+  changes = tiny.ALIKE.get(family, {})
+  return _CONFIGS[family](
+    model={**changes, "router": router}, mesh={"data": -1}
+  )
+
+
+def _call(*argv):
+  status, out, err = tiny_checkpoint.call(*argv)
+  if status:
+    raise AssertionError(f"{argv}: {err}")
+  return out
+
+
+class OwnRouterTest(parameterized.TestCase):
+  @parameterized.parameters(*_CONFIGS)
+  def test_works_with_the_commands(self, family):
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    (folder / "own.py").write_text(
+      "import docs.examples.my_router\n\n\n"
+      f"def get_config():\n  return {config_lib.to_dict(_config(family))!r}\n"
+    )
+    config, workdir = f"--config={folder / 'own.py'}", folder / "run"
+    train = ("train", config, f"--workdir={workdir}")
+    for steps in (2, 4):  # from the start, and on from a checkpoint
+      _call(*train, f"--config.train.steps={steps}")
+    rows = [
+      json.loads(row)
+      for row in (workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+    steps = {row["step"] for row in rows if row["split"] == "train"}
+    self.assertEqual(steps, {1, 2, 3, 4})
+
+    restored = moh_jax.restore(str(workdir), top_k=1)
+    self.assertEqual(restored.config.model.router.kind, "sigmoid")
+    biases = [
+      leaf
+      for path, leaf in jax.tree_util.tree_leaves_with_path(restored.params)
+      if "router" in jax.tree_util.keystr(path)
+      and "bias" in jax.tree_util.keystr(path)
+    ]
+    self.assertNotEmpty(biases)
+    for bias in biases:
+      self.assertGreater(float(jnp.abs(bias).max()), 0)
+
+    checkpointed = ("--checkpoint", workdir)
+    self.assertIn("activated_share", _call("evaluate", *checkpointed))
+    out = _call("heads", *checkpointed, "--batches", 1)
+    self.assertRegex(out, r"(stage1|blocks0)\.1 ")
+    self.assertIn("router: sigmoid", _call("inspect", *checkpointed))
+    out = _call("plan", config, "--topology=v5e-4", "--no-compile")
+    self.assertIn("fits, estimated", out)
+    out = folder / "weights"
+    status, _, err = tiny_checkpoint.call(
+      *("export", *checkpointed, "--out", f"{out}.safetensors")
+    )
+    self.assertEqual(status, 2)
+    self.assertIn("router.kind='sigmoid' must be one of ('two_stage', ", err)
+    self.assertNotIn("Traceback", err)
+    self.assertFalse(list(folder.glob("weights*")))
+
+  def test_its_checkpoint_says_what_to_import(self):
+    folder = self.enter_context(tempfile.TemporaryDirectory())
+    config = _config("vit")
+    checkpoint.save_params(
+      folder, tiny.random_params(config), checkpoint.Metadata(config, ())
+    )
+    known = {k: v for k, v in routers._registry.items() if k != "sigmoid"}
+    with mock.patch.dict(routers._registry, known, clear=True):
+      status, _, err = tiny_checkpoint.call("inspect", "--checkpoint", folder)
+    self.assertEqual(status, 2)
+    self.assertIn("router.kind='sigmoid' must be one of ('two_stage', ", err)
+    self.assertIn("--import MODULE", err)
+
+  def test_is_timed_beside_its_model(self):
+    self.assertIsNotNone(model_programs.routers(_config("llm")))
+
+
+class ExampleTest(absltest.TestCase):
+  """What docs/own_router.md says of its example, and how it tests it."""
+
+  def test_bias_alone_follows_the_load(self):
+    budget = moh_jax.HeadBudget(6, shared=2, top_k=2, head_dim=4)
+    layer = moh_jax.HeadRouter(budget, moh_jax.RouterConfig(kind="sigmoid"))
+    x = jax.random.normal(jax.random.key(0), (2, 9, 8))
+    variables = nn.unbox(layer.init(jax.random.key(1), x))
+    _, aux = layer.apply(variables, x)
+    grads = jax.grad(lambda v: layer.apply(v, x)[1].balance_loss)(variables)
+    np.testing.assert_array_equal(grads["params"]["routed"], 0)
+    load = np.asarray(aux.load[budget.shared :])
+    expected = budget.routed * (load - load.mean())
+    np.testing.assert_allclose(grads["params"]["bias"], expected, atol=1e-6)
+    self.assertIs(routers.get_router("sigmoid").module, my_router.SigmoidRouter)
+
+
+if __name__ == "__main__":
+  absltest.main()
