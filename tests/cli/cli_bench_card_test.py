@@ -5,6 +5,7 @@ import json
 import pathlib
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops.crossovers import Crossover
@@ -35,6 +36,7 @@ class BenchCardTest(parameterized.TestCase):
   def _call(self, *argv):
     return tiny_checkpoint.call("bench", "card", "--out", self.out, *argv)
 
+  @pytest.mark.slow
   def test_measures_prints_and_continues(self):
     parts = "exact", "model", "core_8_causal", "core_8_forward_backward"
     with _all_but(*parts):
