@@ -5,12 +5,14 @@ seconds to import, so help and what can be refused without it come first.
 """
 
 import argparse
+import contextlib
 import importlib
 import inspect
+import logging
 import os
 import sys
 import traceback as traceback_lib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from moh_jax import signals
@@ -116,7 +118,24 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
   if given.get("compilation_cache") and not given.get("distributed"):
     compilation_cache.enable()
   module = importlib.import_module(f"moh_jax.cli.{name.replace('-', '_')}")
-  return module.run(options)
+  with _plain_warnings():
+    return module.run(options)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+  """Shows our warnings without prefix, whatever libraries add to the root.
+
+  Handlers that our logger has, as in programs that call `main`, stay.
+  """
+  ours = logging.getLogger("moh_jax")
+  before = ours.handlers, ours.propagate
+  if not ours.handlers:
+    ours.handlers, ours.propagate = [logging.lastResort], False
+  try:
+    yield
+  finally:
+    ours.handlers, ours.propagate = before
 
 
 def _meant(unknown: Sequence[str]) -> str:

@@ -77,12 +77,11 @@ def _stderr_to(file: "_File") -> Iterator[None]:
 @contextlib.contextmanager
 def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
   ours, root = logging.getLogger(_OURS), logging.getLogger()
-  before = ours.level, ours.propagate
+  before = ours.level, ours.propagate, ours.handlers
   terminal = logging.StreamHandler()
   terminal.setLevel(level)
   terminal.setFormatter(_OneLine())
-  ours.addHandler(terminal)
-  ours.addHandler(file)
+  ours.handlers = [terminal, file]
   ours.setLevel(logging.DEBUG)
   ours.propagate = False
   # Some library may have sent all messages to stderr.
@@ -104,10 +103,8 @@ def _handlers(file: logging.Handler, level: int) -> Iterator[None]:
     root.removeHandler(file)
     for other in others:
       root.addHandler(other)
-    ours.removeHandler(terminal)
-    ours.removeHandler(file)
-    ours.propagate = before[1]
-    ours.setLevel(before[0])
+    level_before, ours.propagate, ours.handlers = before
+    ours.setLevel(level_before)
     with contextlib.suppress(OSError):
       file.close()
 

@@ -1,16 +1,18 @@
 import contextlib
 import inspect
 import io
+import logging
 import pathlib
 import pkgutil
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from moh_jax import cli
-from moh_jax.cli import main
+from moh_jax.cli import main, verify
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -167,7 +169,7 @@ class MainTest(parameterized.TestCase):
 
 _LIGHT = """
 import contextlib, io, sys
-from moh_jax.cli import main
+from moh_jax.cli import main, verify
 for argv in {calls}:
   out = io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -218,6 +220,23 @@ class WithoutJaxTest(absltest.TestCase):
       [*run, "--config.optim.lr"],
     ]
     self._check(calls, "1")
+
+
+class WarningsTest(absltest.TestCase):
+  def test_warnings_are_their_text_alone(self):
+    def run(options):
+      del options
+      logging.getLogger("moh_jax.data").warning("an odd file")
+      return 0
+
+    logging.basicConfig()  # as a library may call it
+    ours = logging.getLogger("moh_jax")
+    before = ours.handlers[:], ours.propagate
+    with mock.patch.object(verify, "run", run):
+      folder = self.enterContext(tempfile.TemporaryDirectory())
+      status, _, err = tiny_checkpoint.call("verify", folder)
+    self.assertEqual((status, err), (0, "an odd file\n"))
+    self.assertEqual((ours.handlers, ours.propagate), before)
 
 
 class ReportErrorsTest(parameterized.TestCase):

@@ -1,6 +1,7 @@
 """Options of the commands for models of every family."""
 
 import argparse
+from typing import Any
 
 from moh_jax.cli import common, distributed, fields, text_files
 from moh_jax.config import EvalConfig, export_forms, public_formats
@@ -239,7 +240,7 @@ def _topology(text: str) -> topology.Topology:
 def compare(parser: argparse.ArgumentParser) -> None:
   """Train variants of a run over several seeds, and compare their scores."""
   common.add_config(parser, required=True)
-  _add_workdir(parser)
+  _add_workdir(parser, default="runs/compare")
   parser.add_argument(
     "--variants",
     type=lambda text: text.split(","),
@@ -293,7 +294,7 @@ def compare(parser: argparse.ArgumentParser) -> None:
 def train(parser: argparse.ArgumentParser) -> None:
   """Train a model; run again, it resumes."""
   common.add_config(parser, required=True)
-  _add_workdir(parser)
+  _add_workdir(parser, required=True)
   _add_vae(parser)
   common.add_verify(parser)
   distributed.add_distributed(parser)
@@ -313,13 +314,15 @@ def verify(parser: argparse.ArgumentParser) -> None:
   common.add_json(parser)
 
 
-def _add_workdir(parser: argparse.ArgumentParser) -> None:
+def _add_workdir(parser: argparse.ArgumentParser, **options: Any) -> None:
   parser.add_argument(
     "--workdir",
-    required=True,
     metavar="DIR",
     help="directory of checkpoints and metrics, local or a bucket; run again "
-    "with the same arguments, the command resumes from its last checkpoint",
+    "with the same arguments, the command resumes from its last checkpoint"
+    + f" (default: {options['default']})"
+    * ("default" in options),
+    **options,
   )
 
 
