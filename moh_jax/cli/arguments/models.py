@@ -1,7 +1,6 @@
 """Options of the commands for models of every family."""
 
 import argparse
-from typing import Any
 
 from moh_jax.cli import common, distributed, fields, text_files
 from moh_jax.config import EvalConfig, export_forms, public_formats
@@ -294,7 +293,7 @@ def compare(parser: argparse.ArgumentParser) -> None:
 def train(parser: argparse.ArgumentParser) -> None:
   """Train a model; run again, it resumes."""
   common.add_config(parser, required=True)
-  _add_workdir(parser, required=True)
+  _add_workdir(parser)
   _add_vae(parser)
   common.add_verify(parser)
   distributed.add_distributed(parser)
@@ -314,15 +313,19 @@ def verify(parser: argparse.ArgumentParser) -> None:
   common.add_json(parser)
 
 
-def _add_workdir(parser: argparse.ArgumentParser, **options: Any) -> None:
+def _add_workdir(
+  parser: argparse.ArgumentParser, default: str | None = None
+) -> None:
+  text = (
+    "directory of checkpoints and metrics, local or a bucket; run again with "
+    "the same arguments, the command resumes from its last checkpoint"
+  )
   parser.add_argument(
     "--workdir",
+    required=default is None,
+    default=default,
     metavar="DIR",
-    help="directory of checkpoints and metrics, local or a bucket; run again "
-    "with the same arguments, the command resumes from its last checkpoint"
-    + f" (default: {options['default']})"
-    * ("default" in options),
-    **options,
+    help=f"{text} (default: {default})" if default else text,
   )
 
 
