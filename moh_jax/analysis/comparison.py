@@ -108,14 +108,14 @@ def summarize(
     key: {n: _spread([one[n] for one in seeds.values()]) for n in metrics}
     for key, seeds in results.items()
   }
+  ranked = sorted(
+    (key for key, seeds in results.items() if seeds),
+    key=lambda key: sign * spreads[key][decides].mean,
+    reverse=True,
+  )
   best: dict[str, tuple[str, str]] = {}
-  for key, found in spreads.items():
-    known = best.get(key[0])
-    if found[decides].values and (
-      known is None
-      or sign * (found[decides].mean - spreads[known][decides].mean) > 0
-    ):
-      best[key[0]] = key
+  for key in ranked:
+    best.setdefault(key[0], key)
   baseline = results.get(best.get(next(iter(results))[0]), {})
   rows = []
   for key, seeds in results.items():

@@ -20,7 +20,7 @@ _PALETTE = (
   *("#0072B2", "#D55E00", "#CC79A7", "#000000"),
 )
 _MASKED = "#DDDDDD"
-SCORES = ("bits_per_byte", "accuracy", "loss")  # that `dial` draws
+SCORES = ("bits_per_byte", "accuracy", "loss")  # the main ones
 _PURPOSE = "a picture"  # what needs matplotlib, where `check` was not asked
 _DPI = (110, 80, 55, 40)  # the first one where nothing limits the size
 _MOST_BYTES = 400_000  # of a picture in a page

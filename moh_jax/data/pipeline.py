@@ -8,7 +8,6 @@ the count of batches read, which stays exact if the number of processes changes,
 and each row of a global batch always holds the same example.
 """
 
-import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
@@ -52,29 +51,13 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
   return dataset.repeat().apply(recipe)
 
 
-def held_out_images(config: Config, source: ImageSource) -> "HeldOut":
+def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
   """The held-out images of a run after their transforms; nothing is random.
 
   As in `train_images`, pixels are uint8.
   """
-  return HeldOut(*crop_when_read(config, source, eval_recipe(config)))
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldOut:
-  """Examples of a source after transforms that are not random."""
-
-  source: Source | range
-  recipe: Sequence[grain.transforms.Map]
-
-  def __len__(self) -> int:
-    return len(self.source)
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    example = self.source[index]
-    for transform in self.recipe:
-      example = transform.map(example)
-    return example
+  examples, recipe = crop_when_read(config, source, eval_recipe(config))
+  return grain.MapDataset.source(examples).apply(recipe)
 
 
 class TrainBatches:

@@ -87,8 +87,8 @@ class Comparison:
     done = ask_first_process(
       lambda: [run.name in self.outcomes for run in runs], len(runs)
     )
-    for number, run in enumerate(runs, start=1):
-      if done[number - 1]:
+    for number, (run, is_done) in enumerate(zip(runs, done), start=1):
+      if is_done:
         continue
       _LOG.info("run %d of %d: %s", number, len(runs), run.name)
       outcome = self._train(run, decode, verify)
