@@ -60,10 +60,11 @@ class DataConfig:
     decode: what is decoded and resized. "exact" decodes at full scale, and
       Pillow resizes. "reduced" lets random crops that are more than four times
       as large as the model's input decode JPEG at 1/2, 1/4 or 1/8; it needs
-      `augment` "crop_flip" and `repeats` 1. "fast" also resizes with
-      cykooz_resizer, whose pixels are those of Pillow within a few of 255
-      levels; it needs the extra `images`, and only resizes where "reduced"
-      would be refused.
+      `augment` "crop_flip" and `repeats` 1. "fast" also repeats
+      colours of JPEG files that have fewer of them than pixels, and resizes
+      with cykooz_resizer: less than 1 of 255 levels on average from "exact". It
+      needs the extra `images`, and only resizes where "reduced" would be
+      refused.
     bad_images: what a training image that cannot be read does: "raise" ends the
       run when it is reached, "skip" takes another image in its place and warns,
       "check" reads all images before the first step and names the bad ones.

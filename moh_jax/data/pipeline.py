@@ -45,7 +45,7 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
     float32.
   """
   examples, recipe = crop_when_read(config, source, train_recipe(config))
-  dataset = grain.MapDataset.source(examples).seed(config.train.seed).shuffle()
+  dataset = examples.seed(config.train.seed).shuffle()
   if config.data.repeats > 1:
     dataset = RepeatedImages(dataset, config.data.repeats)
   return dataset.repeat().apply(recipe)
@@ -57,7 +57,7 @@ def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
   As in `train_images`, pixels are uint8.
   """
   examples, recipe = crop_when_read(config, source, eval_recipe(config))
-  return grain.MapDataset.source(examples).apply(recipe)
+  return examples.apply(recipe)
 
 
 class TrainBatches:

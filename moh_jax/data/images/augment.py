@@ -5,7 +5,9 @@ Each is a pure function of an image and a numpy generator, for uint8 images
 """
 
 import dataclasses
+import functools
 import math
+import statistics
 from typing import Any
 
 import grain
@@ -24,6 +26,7 @@ from moh_jax.data.images.pictures import to_array, to_picture
 _LEVEL_UNIT = 10  # magnitude at which an argument is at the end of its range
 _ERASED_AREA = (0.02, 1 / 3)
 _ERASED_ASPECT = (0.3, 1 / 0.3)
+_DRAWS = 1 << 16  # as many as a uint16 has values
 
 
 class _ImageMap(grain.transforms.RandomMap):
@@ -133,7 +136,7 @@ class RandomErasing(_ImageMap):
   Attributes:
     probability: of an image to be changed.
     mean: of the normalization, one value per channel.
-    std: of the normalization.
+    std: of the normalization, above 0.
   """
 
   probability: float
@@ -148,12 +151,28 @@ class RandomErasing(_ImageMap):
     if box is None:
       return image
     top, left, height, width = box
-    shape = (height, width, image.shape[-1])
-    noise = rng.standard_normal(shape, np.float32)
-    noise = 255 * (np.float32(self.mean) + np.float32(self.std) * noise)
     image = image.copy()
-    image[top : top + height, left : left + width] = noise.round().clip(0, 255)
+    erased = image[top : top + height, left : left + width]
+    for channel, (mean, std) in enumerate(zip(self.mean, self.std)):
+      draws = rng.integers(_DRAWS, size=(height, width), dtype=np.uint16)
+      erased[..., channel] = _normal_pixels(mean, std)[draws]
     return image
+
+
+@functools.cache
+def _normal_pixels(mean: float, std: float) -> np.ndarray:
+  """Pixels [65536] uint8 of which a random one is normally distributed.
+
+  To look pixels up takes a quarter of the time of normal numbers.
+
+  Args:
+    mean: of pixel / 255, before pixels are rounded and cut off.
+    std: of pixel / 255.
+  """
+  pixels = statistics.NormalDist(255 * mean, 255 * std)
+  below = [round(_DRAWS * pixels.cdf(value + 0.5)) for value in range(255)]
+  counts = np.diff([0, *below, _DRAWS])
+  return np.repeat(np.arange(256, dtype=np.uint8), counts)
 
 
 def sample_box(

@@ -16,8 +16,8 @@ Example = dict[str, Any]
 
 def crop_when_read(
   config: Config, source: Any, recipe: list
-) -> tuple[Any, list]:
-  """Lets a stream of images decode no more than their crops need.
+) -> tuple[grain.MapDataset, list]:
+  """The examples of a source; crops of them decode no more than they need.
 
   Args:
     config: config of the run.
@@ -25,19 +25,21 @@ def crop_when_read(
     recipe: transforms of its examples.
 
   Returns:
-    Source and recipe of the same stream. Where the first transform is a crop of
-    image files, the source has the numbers of the images, and the first
+    Elements of the stream, and its recipe. Where the first transform is a crop
+    of image files, the elements are the numbers of the images, and the first
     transform reads them.
   """
+  examples = grain.MapDataset.source(source)
   if config.data.source not in FILE_SOURCES or not recipe:
-    return source, recipe
+    return examples, recipe
+  numbers = grain.MapDataset.range(len(source))
   crop, *rest = recipe
   if isinstance(crop, ResizeCenterCrop):
-    return range(len(source)), [_ReadAndCrop(source, crop), *rest]
+    return numbers, [_ReadAndCrop(source, crop), *rest]
   # Copies of an image share one decoding of all of it.
   if isinstance(crop, RandomCropFlip) and config.data.repeats == 1:
-    return range(len(source)), [_ReadAndCropAtRandom(source, crop), *rest]
-  return source, recipe
+    return numbers, [_ReadAndCropAtRandom(source, crop), *rest]
+  return examples, recipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,8 +79,7 @@ class EncodedSource(abc.ABC):
     if not jpeg.is_jpeg(record.content):
       image = files.decode_image(record.content, self.channels, record.place)
     else:
-      size = files.upright_size(record.content, record.place)
-      image = LaterImage(record, (*size, self.channels))
+      image = LaterImage.of(record, self.channels)
     return {"image": image, "label": np.int32(record.label)}
 
   def describe(self, index: int) -> tuple[tuple[int, int], bool]:
@@ -96,19 +95,38 @@ class LaterImage:
   Attributes:
     record: the file.
     shape: upright rows, columns, channels.
+    header: of the file; None where Pillow decodes it.
   """
 
   record: Record
   shape: tuple[int, int, int]
+  header: jpeg.Header | None
+
+  @classmethod
+  def of(cls, record: Record, channels: int) -> "LaterImage":
+    """Reads the header of a JPEG file.
+
+    Raises:
+      ValueError: it is damaged; the message names it.
+    """
+    header = jpeg.read_header(record.content)
+    size = header or files.upright_size(record.content, record.place)
+    return cls(record, (*size[:2], channels), header)
 
   def region(
-    self, size: tuple[int, int], box: tuple, *, reduced: bool = False
+    self,
+    size: tuple[int, int],
+    box: tuple,
+    *,
+    fast: bool = False,
+    reduced: bool = False,
   ) -> tuple[np.ndarray, tuple]:
     """Decodes for a box that is to be resized.
 
     Args:
       size: rows and columns that the box is resized to.
       box: (left, upper, right, lower) in pixels.
+      fast: see `files.decode_image`.
       reduced: decode at a half, a quarter or an eighth of the sides where the
         box has `_SPARE` times the rows and columns of `size` there.
 
@@ -131,6 +149,12 @@ class LaterImage:
     reach = 2 * max(factor, sides[0] / size[0]) + factor
     rows = math.ceil(box[3] + reach)
     pixels = files.decode_image(
-      self.record.content, self.shape[-1], self.record.place, factor, rows
+      self.record.content,
+      self.shape[-1],
+      self.record.place,
+      factor,
+      rows,
+      fast=fast,
+      header=self.header,
     )
     return pixels, tuple(edge / factor for edge in box)

@@ -65,6 +65,9 @@ def decode_image(
   name: str,
   factor: int = 1,
   rows: int | None = None,
+  *,
+  fast: bool = False,
+  header: jpeg.Header | None = None,
 ) -> np.ndarray:
   """Decodes one image from the bytes of its file.
 
@@ -79,6 +82,10 @@ def decode_image(
       columns (rounded up), which takes less time; only for JPEG.
     rows: how many of the whole image are needed from the top; None is all. The
       result may have more.
+    fast: does not interpolate the colours of a JPEG file that has fewer of them
+      than pixels, which changes these by a level or two on average. Only with
+      simplejpeg.
+    header: of `jpeg.read_header`, where it is known.
 
   Returns:
     [X, Y, channels] uint8.
@@ -87,7 +94,9 @@ def decode_image(
     ValueError: the bytes are not an image, or truncated.
   """
   if channels in _MODES:
-    pixels = jpeg.decode(content, channels, factor, _MOST_PIXELS, rows)
+    pixels = jpeg.decode(
+      content, channels, factor, _MOST_PIXELS, rows, fast=fast, header=header
+    )
     if pixels is not None:
       return pixels
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
@@ -166,8 +175,8 @@ def upright_size(content: bytes, name: str) -> tuple[int, int]:
   Raises:
     ValueError: the bytes are not an image.
   """
-  if (size := jpeg.upright_size(content)) is not None:
-    return size
+  if (header := jpeg.read_header(content)) is not None:
+    return header[:2]
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
     columns, rows = image.size
     turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED

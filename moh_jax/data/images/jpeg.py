@@ -10,15 +10,16 @@ other. No row can be skipped, but decoding can end early.
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 _START = b"\xff\xd8\xff"
 _END = b"\xff\xd9"
-_SCAN = b"\xda"  # marker after which come pixels
+_MARKER = 0xFF
+_SCAN = 0xDA  # after which come pixels
 # Markers of the size of an image whose pixels come row by row, not in passes.
-_SIZES = (b"\xc0", b"\xc1")
+_SIZES = (0xC0, 0xC1)
 _SPARE_ROWS = 2  # below a row, from which its colours are interpolated
 # Where these stand before the pixels, the file may ask to be turned.
 _ORIENTATIONS = (b"Exif\x00", b"tiff:Orientation")
@@ -30,10 +31,34 @@ def is_jpeg(content: bytes) -> bool:
   return content.startswith(_START)
 
 
-def upright_size(content: bytes) -> tuple[int, int] | None:
-  """Rows and columns, or None where Pillow has to tell."""
-  header = _header(content)
-  return None if header is None else header[:2]
+class Header(NamedTuple):
+  """What a file says of itself that simplejpeg reads as it stands.
+
+  Attributes:
+    rows: of the image.
+    columns: of the image.
+    colours: as simplejpeg names their space.
+    size_place: where `rows` stand in the file; 0 if pixels come in passes.
+  """
+
+  rows: int
+  columns: int
+  colours: str
+  size_place: int
+
+
+def read_header(content: bytes) -> Header | None:
+  """The header of a file, or None where Pillow has to read it."""
+  if _library() is None or not is_jpeg(content):
+    return None
+  size, pixels = _places(content)
+  notes = content[:pixels]
+  if any(mark in notes for mark in _ORIENTATIONS):
+    return None
+  try:
+    return Header(*_library().decode_jpeg_header(content)[:3], size)
+  except ValueError:
+    return None
 
 
 def decode(
@@ -42,6 +67,9 @@ def decode(
   factor: int,
   most_pixels: int,
   rows: int | None = None,
+  *,
+  fast: bool = False,
+  header: Header | None = None,
 ) -> np.ndarray | None:
   """Decodes a JPEG file, or its upper rows.
 
@@ -52,21 +80,26 @@ def decode(
     most_pixels: of the whole image; larger ones are not decoded.
     rows: how many of the whole image are needed from the top; None is all. The
       result has more where decoding cannot end early.
+    fast: repeats colours that a file holds for two or four pixels, where Pillow
+      interpolates them.
+    header: of `read_header`, where it is known.
 
   Returns:
     [X, Y, channels] uint8, or None where Pillow has to decode: simplejpeg is
     not installed, the file is damaged, may have to be turned, or has colours
     that are converted.
   """
-  header = _header(content)
-  if header is None or header[0] * header[1] > most_pixels:
+  header = header or read_header(content)
+  if header is None or header.rows * header.columns > most_pixels:
     return None
-  space = _SPACES[channels].get(header[2])
+  space = _SPACES[channels].get(header.colours)
   if space is None:
     return None
-  height, width = header[:2]
+  height, width = header.rows, header.columns
   decoded = min((rows or height) + _SPARE_ROWS * factor, height)
-  shortened = _first_rows(content, decoded) if decoded < height else None
+  shortened = None
+  if decoded < height:
+    shortened = _first_rows(content, header.size_place, decoded)
   if shortened is None:
     rows = decoded = height
   try:
@@ -75,6 +108,7 @@ def decode(
       space,
       min_height=-(-decoded // factor),
       min_width=-(-width // factor),
+      fastupsample=fast,
       # A warning says that the rows left out are still in the file.
       strict=shortened is None,
     )
@@ -83,48 +117,33 @@ def decode(
   return pixels[: -(-rows // factor)]
 
 
-def _header(content: bytes) -> tuple[int, int, str] | None:
-  """Rows, columns and colours of a file that simplejpeg reads as it stands."""
-  if _library() is None or not is_jpeg(content):
-    return None
-  notes = content[: _places(content)[1]]
-  if any(mark in notes for mark in _ORIENTATIONS):
-    return None
-  try:
-    return _library().decode_jpeg_header(content)[:3]
-  except ValueError:
-    return None
-
-
-def _first_rows(content: bytes, rows: int) -> bytearray | None:
+def _first_rows(content: bytes, place: int, rows: int) -> bytearray | None:
   """The same file with a header that states fewer rows: decoders end there.
 
   None where the pixels do not come row by row, or where the file is truncated,
   which could go unnoticed.
   """
-  size, _ = _places(content)
-  if not size or not content.endswith(_END):
+  if not place or not content.endswith(_END):
     return None
-  # The rows come after the marker, a length and the number of bits.
   shortened = bytearray(content)
-  shortened[size + 5 : size + 7] = rows.to_bytes(2, "big")
+  shortened[place : place + 2] = rows.to_bytes(2, "big")
   return shortened
 
 
 def _places(content: bytes) -> tuple[int, int]:
-  """Where the size of an image stands, and where its pixels begin.
+  """Where the number of rows of an image stands, and where its pixels begin.
 
   The first is 0 where pixels come in passes. The second is the length of the
   file where it is damaged.
   """
   place, size = 2, 0
-  while content[place : place + 1] == b"\xff":
-    marker = content[place + 1 : place + 2]
+  while place + 4 <= len(content) and content[place] == _MARKER:
+    marker = content[place + 1]
     if marker == _SCAN:
       return size, place
     if marker in _SIZES:
-      size = place
-    place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+      size = place + 5  # after the marker, a length and the number of bits
+    place += 2 + (content[place + 2] << 8 | content[place + 3])
   return 0, len(content)
 
 

@@ -30,8 +30,9 @@ def resize(
     box: part of the image to read, (left, upper, right, lower) in pixels; None
       reads all of it, and is for arrays.
     resample: Pillow's filter.
-    fast: resize with cykooz_resizer, bicubic whatever `resample` says. The
-      result is Pillow's within a few levels (0.2 on average of photographs).
+    fast: resize with cykooz_resizer, bicubic whatever `resample` says: Pillow's
+      result within a few levels (0.2 on average of photographs). An image that
+      is to be decoded is decoded as `fast` of `files.decode_image` says.
     reduced: decode at a smaller scale where `box` is large.
 
   Returns:
@@ -41,7 +42,7 @@ def resize(
     ValueError: the image is to be decoded, and damaged.
   """
   if isinstance(image, LaterImage):
-    image, box = image.region(size, box, reduced=reduced)
+    image, box = image.region(size, box, fast=fast, reduced=reduced)
   if image.shape[:2] == tuple(size) and box is None:
     return image
   if fast:

@@ -210,7 +210,7 @@ class ColorJitterTest(parameterized.TestCase):
 class RandomErasingTest(parameterized.TestCase):
   def _boxes(self, count, shape=(48, 64)):
     """[count, 2]: rows and columns of the boxes, 0 where none is."""
-    transform = augment.RandomErasing(0.25, (1.0,), (0.0,))  # erases to white
+    transform = augment.RandomErasing(0.25, (1.0,), (1e-9,))  # to white
     rng, found = np.random.default_rng(0), []
     image = np.zeros((*shape, 1), np.uint8)
     for _ in range(count):
@@ -269,7 +269,7 @@ class RandomErasingTest(parameterized.TestCase):
 
   def test_image_without_room_stays_as_it_was(self):
     image = np.zeros((1, 100, 1), np.uint8)
-    transform = augment.RandomErasing(1.0, (1.0,), (0.0,))
+    transform = augment.RandomErasing(1.0, (0.5,), (0.5,))
     self.assertIs(transform.change(image, np.random.default_rng(0)), image)
 
 

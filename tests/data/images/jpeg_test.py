@@ -65,6 +65,23 @@ class DecodersTest(parameterized.TestCase):
       if rows <= 100:
         self.assertEqual(len(ours) < len(whole), fewer)
 
+  @parameterized.product(subsampling=(0, 1, 2), rows=(None, 64))
+  def test_fast_repeats_the_colours_of_subsampled_files(
+    self, subsampling, rows
+  ):
+    content = encode(photo(), quality=92, subsampling=subsampling)
+    exact = files.decode_image(content, 3, "x", 1, rows).astype(int)
+    fast = files.decode_image(content, 3, "x", 1, rows, fast=True)
+    difference = np.abs(fast - exact[: len(fast)])
+    if subsampling:
+      self.assertBetween(difference.mean(), 0.01, 2)
+    else:
+      self.assertEqual(difference.max(), 0)
+    # Brightness, which has all its pixels, stays.
+    weights = (0.299, 0.587, 0.114)
+    brightness = np.abs((fast - exact[: len(fast)]) @ weights)
+    self.assertLess(brightness.mean(), 0.2)
+
   def test_truncation_below_the_upper_rows_is_found(self):
     content = encode(photo())
     with self.assertRaisesRegex(ValueError, "damaged or truncated"):
@@ -118,7 +135,7 @@ class DecodersTest(parameterized.TestCase):
     file = io.BytesIO()
     photo().save(file, "PNG")
     self.assertFalse(jpeg.is_jpeg(file.getvalue()))
-    self.assertIsNone(jpeg.upright_size(file.getvalue()))
+    self.assertIsNone(jpeg.read_header(file.getvalue()))
 
 
 if __name__ == "__main__":

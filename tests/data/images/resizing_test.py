@@ -52,6 +52,21 @@ class EvaluationTest(parameterized.TestCase):
     self.assertLessEqual(difference.mean(), 0.25)
     self.assertLessEqual(difference.max(), 12)
 
+  @parameterized.product(name=_NAMES, quality=(75, 90, 98), subsampling=(1, 2))
+  def test_fast_is_torchvisions_within_a_level(
+    self, name, quality, subsampling
+  ):
+    pytest.importorskip("cykooz_resizer")
+    content = encode(
+      photo((500, 375), name=name), quality=quality, subsampling=subsampling
+    )
+    image = LaterImage.of(Record(0, "x.jpg", content), 3)
+    crop = transforms.ResizeCenterCrop(256, (224, 224), fast=True)
+    ours = crop.map({"image": image})["image"]
+    exact = files.decode_image(content, 3, "x")
+    expected = _torchvision(Image.fromarray(exact), 256, 224)
+    self.assertLess(_difference(ours, expected).mean(), 1)
+
 
 class FastTest(parameterized.TestCase):
   @parameterized.product(
@@ -73,8 +88,7 @@ class FastTest(parameterized.TestCase):
 def _later(size, **options):
   picture = photo(size)
   content = encode(picture, quality=95, **options)
-  shape = (*picture.size[::-1], 3)
-  return LaterImage(Record(0, "x.jpg", content), shape)
+  return LaterImage.of(Record(0, "x.jpg", content), 3)
 
 
 class UpperRowsTest(parameterized.TestCase):
@@ -88,7 +102,7 @@ class UpperRowsTest(parameterized.TestCase):
     if fast:
       pytest.importorskip("cykooz_resizer")
     later = _later((300, 200), subsampling=subsampling)
-    whole = files.decode_image(later.record.content, 3, "x")
+    whole = files.decode_image(later.record.content, 3, "x", fast=fast)
     np.testing.assert_array_equal(
       resizing.resize(later, size, box, fast=fast),
       resizing.resize(whole, size, box, fast=fast),
@@ -133,7 +147,7 @@ class ReducedTest(parameterized.TestCase):
     later = _later((800, 600))
     cut = later.record._replace(content=later.record.content[:5000])
     with self.assertRaisesRegex(ValueError, "^x.jpg: damaged or truncated"):
-      LaterImage(cut, later.shape).region((32, 32), (0, 0, 800, 600))
+      LaterImage.of(cut, 3).region((32, 32), (0, 0, 800, 600))
 
 
 if __name__ == "__main__":
