@@ -78,8 +78,9 @@ class DataConfig:
     num_threads: threads that read and transform images.
     prefetch: batches prepared ahead.
     workers: processes that prepare batches, each with `num_threads`; 0 prepares
-      them in this process, None is one for each 32 CPUs of the host, at most
-      8. A program that starts them needs `if __name__ == "__main__":`.
+      them in this process, None is one for each 16 CPUs, at most 8, as
+      far as shared memory has room. A program that starts them needs
+      `if __name__ == "__main__":`.
     device_prefetch: batches that are on the devices before their step.
     fake_examples: examples in each split of "fake".
   """

@@ -9,7 +9,9 @@ and each row of a global batch always holds the same example.
 """
 
 import functools
+import logging
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +27,14 @@ from moh_jax.data.images.repeated import RepeatedImages
 from moh_jax.data.images.sources import ImageSource
 
 Batch = dict[str, np.ndarray]
-_CPUS_PER_WORKER = 32
+# Operations on images hold Python's lock for a tenth (crop and flip) to a third
+# (RandAugment too) of their time, so a process keeps 3 to 9 CPUs busy at most.
+_CPUS_PER_WORKER, _MOST_WORKERS = 16, 8
+# Batches of a worker in shared memory, where processes exchange them: one that
+# is sent, one that waits, one that is used.
+_SHARED_BATCHES = 3
+_SHARED_MEMORY = "/dev/shm"
+_log = logging.getLogger(__name__)
 
 
 # Random access to examples, which are dicts of arrays.
@@ -115,6 +124,9 @@ class TrainBatches:
     data, local = self._data, self._local_batch
     examples = self.examples.slice(slice(self.position * local, None))
     workers = worker_count(data)
+    if workers:
+      arrays = map(np.asarray, jax.tree.leaves(examples[0]))
+      workers = workers_with_room(data, local * sum(a.nbytes for a in arrays))
     if not workers:
       # Threads read examples, not whole batches: batch after iterating.
       options = _read_options(data, local)
@@ -170,13 +182,45 @@ def eval_batches(
 
 
 def worker_count(data: DataConfig | TextDataConfig) -> int:
-  """Processes that make batches; 0 leaves it to threads of this process."""
+  """Processes to make batches; 0 leaves it to threads of this process."""
   if data.workers is not None:
     return data.workers
   # Reading text is quick. Images of a large host keep one Python too busy.
   if hasattr(data, "sequence_length"):
     return 0
-  return min(8, (os.cpu_count() or 1) // _CPUS_PER_WORKER)
+  has_affinity = hasattr(os, "sched_getaffinity")
+  cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+  return min(_MOST_WORKERS, cpus // _CPUS_PER_WORKER)
+
+
+def workers_with_room(
+  data: DataConfig | TextDataConfig, batch_bytes: int
+) -> int:
+  """As `worker_count`, but no more than shared memory has room for.
+
+  Args:
+    data: section `data` of the config.
+    batch_bytes: of a batch; processes send it through shared memory.
+
+  Raises:
+    ValueError: there is no room for as many as `data.workers` says.
+  """
+  wanted = worker_count(data)
+  if not os.path.isdir(_SHARED_MEMORY):
+    return wanted
+  free = shutil.disk_usage(_SHARED_MEMORY).free
+  room = free // (_SHARED_BATCHES * batch_bytes)
+  if wanted <= room:
+    return wanted
+  reason = (
+    f"{_SHARED_MEMORY} has {free / 1e6:,.0f} MB free, and each takes "
+    f"{_SHARED_BATCHES} batches of {batch_bytes / 1e6:,.1f} MB (Docker gives "
+    "64 MB without --shm-size)"
+  )
+  if data.workers is not None:
+    raise ValueError(f"data.workers={wanted}: must be at most {room}: {reason}")
+  _log.warning("%d processes make batches, not %d: %s", room, wanted, reason)
+  return room
 
 
 class _BatchRows(grain.MapDataset):

@@ -252,10 +252,40 @@ class WorkersTest(parameterized.TestCase):
 
   def test_number_follows_the_host(self):
     text = config_lib.TextDataConfig()
-    for cpus, expected in ((2, 0), (64, 2), (1000, 8)):
-      with mock.patch.object(pipeline.os, "cpu_count", return_value=cpus):
+    for cpus, expected in ((2, 0), (64, 4), (1000, 8)):
+      with mock.patch.object(
+        pipeline.os, "sched_getaffinity", return_value=range(cpus), create=True
+      ):
         self.assertEqual(pipeline.worker_count(CONFIG.data), expected)
         self.assertEqual(pipeline.worker_count(text), 0)
+
+
+class SharedMemoryTest(absltest.TestCase):
+  def _workers(self, workers, free):
+    data = dataclasses.replace(CONFIG.data, workers=workers)
+    with (
+      mock.patch.object(pipeline, "_SHARED_MEMORY", "/"),
+      mock.patch.object(pipeline.shutil, "disk_usage") as usage,
+      mock.patch.object(
+        pipeline.os, "sched_getaffinity", return_value=range(64), create=True
+      ),
+    ):
+      usage.return_value.free = free
+      return pipeline.workers_with_room(data, 10_000_000)
+
+  def test_processes_have_room_for_their_batches(self):
+    self.assertEqual(self._workers(4, 120_000_000), 4)
+    with self.assertRaisesRegex(
+      ValueError, "data.workers=4: must be at most 3: / has 119 MB free"
+    ):
+      self._workers(4, 119_000_000)
+
+  def test_default_takes_what_there_is(self):
+    self.assertEqual(self._workers(None, 10**9), 4)
+    with self.assertLogs(pipeline._log, "WARNING") as logs:
+      self.assertEqual(self._workers(None, 64_000_000), 2)
+      self.assertEqual(self._workers(None, 0), 0)
+    self.assertIn("2 processes make batches, not 4", logs.output[0])
 
 
 class EvalBatchesTest(parameterized.TestCase):
