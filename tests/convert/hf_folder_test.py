@@ -251,7 +251,8 @@ class RecordedTest(parameterized.TestCase):
 
   @parameterized.parameters("released_gates", "paper_gates", "head_order")
   def test_transformers_computed_our_numbers(self, name):
-    recorded, ours = np.load(_RECORDED), transformers_cases.results(name)
+    recorded = np.load(_RECORDED)
+    ours = transformers_cases.results(transformers_cases.model(name))
     for key, tolerance in (("logits", 1e-4), ("balance", 1e-5)):
       np.testing.assert_allclose(
         ours[key], recorded[f"{name}/{key}"], atol=tolerance, rtol=0

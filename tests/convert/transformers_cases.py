@@ -80,9 +80,9 @@ def model(name: str) -> LLMConfig:
   return LLMConfig(**{**_BASE, **CASES[name]})
 
 
-def params(name: str):
-  """The parameters of a case; differences of scores are clear ones."""
-  return jax.tree.map(lambda x: 2 * x, tiny_llm.random_params(model(name)))
+def params(config: LLMConfig):
+  """The parameters of a model; differences of scores are clear ones."""
+  return jax.tree.map(lambda x: 2 * x, tiny_llm.random_params(config))
 
 
 def inputs() -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ def inputs() -> tuple[np.ndarray, np.ndarray]:
   return tokens, mask
 
 
-def results(name: str) -> dict[str, np.ndarray]:
+def results(config: LLMConfig) -> dict[str, np.ndarray]:
   """What our model computes of `inputs`.
 
   Returns:
@@ -102,7 +102,7 @@ def results(name: str) -> dict[str, np.ndarray]:
     gradients as "gradients/PUBLIC NAME"; "greedy" [2, 64], the tokens that
     follow the first 8, written with our cache.
   """
-  network, ours = LLM(model(name)), params(name)
+  network, ours = LLM(config), params(config)
   tokens, mask = inputs()
 
   @jax.jit
@@ -120,8 +120,8 @@ def results(name: str) -> dict[str, np.ndarray]:
 
   with jax.default_matmul_precision("highest"):
     total, (logits, balance), padded, of_padded, gradients = compute(ours)
-    greedy = _greedy(name, ours, tokens[:, :_PROMPT])
-  public = rules.dump_params(model_rules(model(name)), gradients)
+    greedy = _greedy(config, ours, tokens[:, :_PROMPT])
+  public = rules.dump_params(model_rules(config), gradients)
   return {
     "tokens": tokens,
     "mask": mask,
@@ -139,22 +139,21 @@ def write_all(folder: pathlib.Path) -> None:
   """Writes every case into a folder of its name."""
   for name in CASES:
     (folder / name).mkdir(parents=True)
-    write(folder / name, name)
+    write(folder / name, model(name))
 
 
-def write(folder: pathlib.Path, name: str) -> None:
-  """Writes a case."""
-  config = released_run(model(name), {})
+def write(folder: pathlib.Path, config: LLMConfig) -> None:
+  """Writes the case of a model."""
+  run = released_run(config, {})
   train = TrainConfig(balance_weight=BALANCE_WEIGHT)
-  config = dataclasses.replace(config, train=train)
-  metadata = checkpoint.Metadata(config)
-  checkpoint.save_params(folder / "ours", params(name), metadata)
+  run = dataclasses.replace(run, train=train)
+  metadata = checkpoint.Metadata(run)
+  checkpoint.save_params(folder / "ours", params(config), metadata)
   export(str(folder / "ours"), str(folder / "hf"), shard_size=20_000)
-  np.savez(folder / "io.npz", **results(name))
+  np.savez(folder / "io.npz", **results(config))
 
 
-def _greedy(name: str, params, prompt: np.ndarray) -> np.ndarray:
-  config = model(name)
+def _greedy(config: LLMConfig, params, prompt: np.ndarray) -> np.ndarray:
   batch, length = prompt.shape
   state = make_prefill(LLM(config, unrolled=True), "float32")(
     unroll(params, config),

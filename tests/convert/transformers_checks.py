@@ -21,12 +21,10 @@ import torch
 import transformers
 from transformers import (
   AutoConfig,
-  AutoModel,
   AutoModelForCausalLM,
   Trainer,
   TrainingArguments,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PROMPT = 8
 RECORDED = ("released_gates", "paper_gates", "head_order")
@@ -58,9 +56,8 @@ def measure(case: pathlib.Path) -> dict:
     }
   found["bfloat16"] = bfloat16(case / "hf", stored)
   found["again"] = again(case, stored)
+  found["drawn"] = drawn(case / "hf")
   found["trainer"] = trainer(case / "hf", stored)
-  if (case / "hf" / "modeling_moh.py").exists():
-    found["contract"] = contract(case / "hf", stored)
   return found
 
 
@@ -166,6 +163,17 @@ def again(case: pathlib.Path, stored) -> float:
     return _error(model(_tensor(stored["tokens"])).logits, stored["logits"])
 
 
+def drawn(folder: pathlib.Path) -> list[float]:
+  """Deviations of a new model's matrices over the config's range."""
+  config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+  model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+  return [
+    float(x.std()) / config.initializer_range
+    for x in model.parameters()
+    if x.ndim == 2
+  ]
+
+
 def trainer(folder: pathlib.Path, stored) -> list[float]:
   """Losses of steps of transformers' Trainer, which must fall."""
   model = _load(folder)
@@ -190,75 +198,6 @@ def trainer(folder: pathlib.Path, stored) -> list[float]:
     run = Trainer(model=model, args=arguments, train_dataset=rows)
     run.train()
   return [row["loss"] for row in run.state.log_history if "loss" in row]
-
-
-def contract(folder: pathlib.Path, stored) -> dict:
-  """Does what vLLM's Transformers modeling backend is documented to do.
-
-  It makes the class of `auto_map.AutoModel` from a config whose attention is
-  its own function, and calls it with all tokens as one row, keyword arguments
-  for that function, and without a dict. That function sees which layer calls,
-  and returns no batch axis.
-  """
-  tokens = _tensor(stored["tokens"][:1])
-  config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-  whole = AutoModel.from_pretrained(
-    folder, trust_remote_code=True, dtype=torch.float32
-  ).eval()
-  with torch.no_grad():
-    want = whole(tokens).last_hidden_state[0]
-  seen, instances = [], [object() for _ in range(config.num_hidden_layers)]
-
-  def attend(
-    module, query, key, value, mask, scaling, attention_instances, **kwargs
-  ):
-    del mask, kwargs
-    seen.append(attention_instances[module.layer_idx])
-    groups = module.num_key_value_groups
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(
-      query, key, value, is_causal=True, scale=scaling
-    )
-    return out.transpose(1, 2).reshape(query.shape[2], -1), None
-
-  ALL_ATTENTION_FUNCTIONS["vllm"] = attend
-  config._attn_implementation = "vllm"
-  model = AutoModel.from_config(
-    config, trust_remote_code=True, dtype=torch.float32
-  ).eval()
-  model.load_state_dict(whole.state_dict())
-
-  def call(tokens, embeds, positions):
-    out = model(
-      input_ids=tokens,
-      inputs_embeds=embeds,
-      position_ids=positions,
-      use_cache=False,
-      return_dict=False,
-      attention_instances=instances,
-    )
-    return out[0][0]
-
-  positions = torch.arange(tokens.shape[1])[None]
-  with torch.no_grad():
-    by_ids = call(tokens, None, positions)
-    all_seen = seen == instances
-    embeds = model.get_input_embeddings()(tokens)
-    by_embeds = call(None, embeds, positions)
-    torch._dynamo.reset()  # counts the models that were compiled before
-    compiled = torch.compile(call, backend="eager", fullgraph=True)
-    without_breaks = compiled(tokens, None, positions)
-  return {
-    "error": max(
-      _error(x, want.numpy()) for x in (by_ids, by_embeds, without_breaks)
-    ),
-    "layers_called": all_seen,
-    "auto_map": config.auto_map["AutoModel"],
-    "class": type(model.get_decoder()).__name__,
-    "supports_attention_backend": model._supports_attention_backend,
-    "is_causal": getattr(model.layers[0].self_attn, "is_causal", True),
-    "tensor_parallel": config.base_model_tp_plan,
-  }
 
 
 def record(folder: pathlib.Path, path: str) -> None:

@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import can_return_tuple
 
 from .configuration_moh import MoHLlamaConfig
-from .router_moh import MoHRouter, Routing, balance_loss
+from .router_moh import MoHRouter, MoHScores, Routing, balance_loss
 
 _MASK_ARGUMENTS = frozenset(inspect.signature(create_causal_mask).parameters)
 
@@ -174,11 +174,22 @@ class MoHPreTrainedModel(PreTrainedModel):
       self._keep_in_fp32_modules_strict = ["router"]
     super().post_init()
 
+  def _init_weights(self, module: nn.Module):
+    """Draws the weights of a new module."""
+    super()._init_weights(module)
+    if isinstance(module, MoHScores):
+      nn.init.normal_(module.weight, std=self.config.initializer_range)
+
 
 class MoHModel(MoHPreTrainedModel):
   """The network without its output layer."""
 
   def __init__(self, config: MoHLlamaConfig):
+    if config._attn_implementation == "vllm" and config.heads_per_layer:
+      raise ValueError(
+        f"config.heads_per_layer is {config.heads_per_layer}: vLLM serves "
+        "models with as many heads in every layer, transformers this one too"
+      )
     super().__init__(config)
     self.padding_idx = config.pad_token_id
     self.vocab_size = config.vocab_size

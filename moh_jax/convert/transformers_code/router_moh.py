@@ -31,6 +31,22 @@ class Routing:
   selected: torch.Tensor
 
 
+class MoHScores(nn.Module):
+  """Softmax scores by a matrix that stays float32.
+
+  It is no `nn.Linear`: servers replace these by layers of their own, whose
+  products and weights have the model's dtype and their own layout.
+  """
+
+  def __init__(self, width: int, size: int):
+    super().__init__()
+    self.weight = nn.Parameter(torch.empty(size, width, dtype=torch.float32))
+
+  def forward(self, x: torch.Tensor) -> torch.Tensor:
+    """Maps [B, N, C] float32 to [B, N, size] float32."""
+    return nn.functional.linear(x, self.weight.float()).softmax(-1)
+
+
 class MoHRouter(nn.Module):
   """Weighs the heads of a layer for every token.
 
@@ -62,8 +78,7 @@ class MoHRouter(nn.Module):
       else 0,
     }
     for name, size in sizes.items():
-      layer = nn.Linear(config.hidden_size, size, bias=False) if size else None
-      setattr(self, name, layer)
+      setattr(self, name, MoHScores(config.hidden_size, size) if size else None)
 
   def forward(self, x: torch.Tensor, query: torch.Tensor) -> Routing:
     """Routes tokens x [B, N, C] with queries [B, N, H, D] before RoPE."""
@@ -86,10 +101,10 @@ class MoHRouter(nn.Module):
     x = x.float()
     shared = x.new_ones(*x.shape[:-1], self.num_shared)
     if self.num_shared > 1:
-      shared = self._scores(self.shared, x)
+      shared = self.shared(x)
     probs = x.new_zeros(*x.shape[:-1], self.num_routed)
     if self.num_selected:
-      probs = self._scores(self.routed, x)
+      probs = self.routed(x)
     selected = _largest(probs, self.num_selected)
     routed = torch.where(selected, probs, 0.0)
     released = self.options["gate_form"] == "released"
@@ -101,13 +116,10 @@ class MoHRouter(nn.Module):
     if self.num_shared and self.num_selected:
       groups = x.new_full((*x.shape[:-1], 2), 0.5)
       if self.group is not None:
-        groups = self._scores(self.group, x)
+        groups = self.group(x)
       groups = groups * 2 if released else groups
       shared, routed = shared * groups[..., :1], routed * groups[..., 1:]
     return Routing(torch.cat((shared, routed), -1), probs, selected)
-
-  def _scores(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return nn.functional.linear(x, layer.weight.float()).softmax(-1)
 
   def _by_norm(self, query: torch.Tensor) -> Routing:
     squares = query.float().square().sum(-1)
@@ -175,4 +187,4 @@ def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
   return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
 
-__all__ = ["MoHRouter", "Routing", "balance_loss"]
+__all__ = ["MoHRouter", "MoHScores", "Routing", "balance_loss"]

@@ -1,0 +1,82 @@
+"""Exported language models in vLLM: `pytest -m vllm`.
+
+vLLM is that of another Python, which MOH_JAX_VLLM_PYTHON names; it needs no
+JAX, and its build for CPUs is enough.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests.convert import transformers_cases
+
+pytestmark = pytest.mark.vllm
+
+_CHECKS = pathlib.Path(__file__).with_name("vllm_checks.py")
+_UNEQUAL = "heads_by_layer"
+_STOCK = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+
+class VllmTest(parameterized.TestCase):
+  def _serve(self, name, *options):
+    """What vllm_checks.py prints of a case, or the end of its errors."""
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    # vLLM's attention on CPUs has heads of 32 and more.
+    config = dataclasses.replace(
+      transformers_cases.model(name), head_dim=32, width=192
+    )
+    transformers_cases.write(folder, config)
+    done = subprocess.run(
+      [
+        os.environ.get("MOH_JAX_VLLM_PYTHON", sys.executable),
+        _CHECKS,
+        folder,
+        *options,
+      ],
+      env=os.environ | {"HF_MODULES_CACHE": f"{folder}/modules"},
+      capture_output=True,
+      text=True,
+      check=False,
+    )
+    if done.returncode:
+      return done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+  @parameterized.parameters(*sorted({*transformers_cases.CASES} - {_UNEQUAL}))
+  def test_tokens_of_prompts_served_together_are_ours(self, name):
+    found = self._serve(name)
+    self.assertIsInstance(found, dict, found)
+    self.assertEqual(found["equal"], [found["count"]] * 6)
+    expected = _STOCK.get(name, "TransformersForCausalLM")
+    self.assertEqual(found["class"], expected)
+
+  @parameterized.parameters("released_gates", "head_order")
+  def test_compiled_model_writes_our_tokens(self, name):
+    found = self._serve(name, "--compile")
+    self.assertIsInstance(found, dict, found)
+    self.assertEqual(found["equal"], [found["count"]] * 6)
+
+  def test_routers_stay_float32_in_bfloat16_models(self):
+    found = self._serve("released_gates", "bfloat16")
+    self.assertIsInstance(found, dict, found)
+    dtypes = found["dtypes"]
+    routers = {x: dtype for x, dtype in dtypes.items() if "router" in x}
+    self.assertLen(routers, 3)
+    self.assertEqual(set(routers.values()), {"torch.float32"})
+    self.assertEqual(dtypes["model.norm.weight"], "torch.bfloat16")
+
+  def test_layers_of_unequal_numbers_of_heads_are_refused(self):
+    found = self._serve(_UNEQUAL)
+    self.assertIsInstance(found, str)
+    self.assertIn("config.heads_per_layer is [6, 9, 3]: vLLM serves", found)
+
+
+if __name__ == "__main__":
+  absltest.main()
