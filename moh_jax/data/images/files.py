@@ -83,7 +83,7 @@ def decode_image(
     rows: how many of the whole image are needed from the top; None is all. The
       result may have more.
     fast: does not interpolate the colours of a JPEG file that has fewer of them
-      than pixels, which changes these by a level or two on average. Only with
+      than pixels, which changes these by about a level on average. Only with
       simplejpeg.
     header: of `jpeg.read_header`, where it is known.
 
