@@ -1,5 +1,6 @@
 """Folders of image files: their splits, classes and held-out share."""
 
+import functools
 import hashlib
 import logging
 import os
@@ -20,7 +21,7 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
   """Lists the images FOLDER/CLASS/*, classes in alphabetical order.
 
   A flat folder, of images and no other folders, is one class. Hidden files and
-  folders (".name") are left out.
+  folders (".name") are left out, all else that is no image with a warning.
 
   Args:
     folder: local directory or bucket.
@@ -34,11 +35,18 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
   """
   root = epath.Path(folder)
   classes = [path.name for path in _folders(root)]
-  names = [
-    [f"{name}/{file}" for file in _image_names(root / name)] for name in classes
-  ]
-  if not classes:
-    classes, names = [FLAT_CLASS], [_image_names(root)]
+  names, others = [], []
+  for name in classes:
+    images, rest = _file_names(root / name)
+    names.append([f"{name}/{file}" for file in images])
+    others += [f"{name}/{file}" for file in rest]
+  beside, rest = _file_names(root)
+  if classes:
+    others += beside  # a list of classes, say, may stand there too
+  else:
+    classes, names, others = [FLAT_CLASS], [beside], rest
+  if others:
+    _warn_of_others(str(root), len(others), others[0])
   if not any(names):
     raise FileNotFoundError(
       f"{root} holds no image; expected {root}/CLASS/*, or images without "
@@ -154,7 +162,7 @@ def find_files(folder: str | os.PathLike) -> list[str]:
   paths = []
   for where, below, _ in os.walk(folder):
     below[:] = [name for name in below if not name.startswith(".")]
-    names = _image_names(epath.Path(where))
+    names, _ = _file_names(epath.Path(where))
     paths += [os.path.join(where, name) for name in names]
   if not paths:
     raise FileNotFoundError(
@@ -222,7 +230,7 @@ def has_class_images(root: str | os.PathLike) -> bool:
   """
   splits = find_splits(root).values()
   classes = [folder for split in splits for folder in _folders(split)]
-  return bool(classes) and all(map(_image_names, classes))
+  return bool(classes) and all(_file_names(folder)[0] for folder in classes)
 
 
 def _is_split(folder: epath.Path) -> bool:
@@ -244,10 +252,26 @@ def _folders(root: epath.Path) -> list[epath.Path]:
   )
 
 
-def _image_names(folder: epath.Path) -> list[str]:
-  """Names of the image files in a folder that are not hidden, in order."""
-  return sorted(
-    entry.name
-    for entry in folder.iterdir()
-    if not entry.name.startswith(".") and entry.suffix.lower() in _SUFFIXES
+def _file_names(folder: epath.Path) -> tuple[list[str], list[str]]:
+  """Names of images and of other things in a folder, not hidden, in order."""
+  images, others = [], []
+  for entry in folder.iterdir():
+    if entry.name.startswith("."):
+      continue
+    if entry.suffix.lower() in _SUFFIXES:
+      images.append(entry.name)
+    else:
+      others.append(entry.name)
+  return sorted(images), sorted(others)
+
+
+@functools.cache  # a run lists its images more than once
+def _warn_of_others(root: str, count: int, example: str) -> None:
+  _LOG.warning(
+    "%s: left out %d files or folders, %r for one; images stand in class "
+    "folders, with a suffix in %s",
+    root,
+    count,
+    example,
+    _SUFFIXES,
   )

@@ -42,6 +42,25 @@ class ListImagesTest(_TempDirTest):
     self.assertLen(names, 1)
     self.assertEqual(files, [("a.png", 0), ("b.png", 0)])
 
+  def test_other_files_are_left_out_with_one_warning(self):
+    for name in ("a/1.png", "a/2.HEIC", "a/labels.txt", "b/1.jpg", "3.png"):
+      path = self.root / name
+      path.parent.mkdir(exist_ok=True)
+      path.touch()
+    (self.root / "classes.txt").touch()  # no image, and in no class
+    (self.root / "a/below").mkdir()
+    with self.assertLogs(folders._LOG, "WARNING") as logs:
+      for _ in range(2):
+        self.assertLen(folders.list_images(self.root)[1], 2)
+    self.assertLen(logs.output, 1)
+    self.assertIn("left out 4 files or folders, 'a/2.HEIC' for one", logs.output[0])
+
+  def test_images_alone_need_no_warning(self):
+    (self.root / "1.png").touch()
+    (self.root / ".hidden").touch()
+    with self.assertNoLogs(folders._LOG, "WARNING"):
+      folders.list_images(self.root)
+
   def test_empty_class_is_named(self):
     _write(self.root / "ant" / "1.png")
     (self.root / "dog").mkdir()
