@@ -3,16 +3,32 @@
 Shapes: B batch, N tokens, C width, H heads, D head dim.
 """
 
+import math
+
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from moh_jax.layers.linear import KernelLayer
-from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.partitioning import axes_of, constrain
 from moh_jax.ops.head_similarity import SIMILARITY, feature_cosines
+from moh_jax.ops.lanes import fill_lanes, heads_in_lanes, on_tpu, over_lanes
 
 _HEAD_AXES = ("heads", "head_dim")
+
+
+def lane_heads(heads: int, dim: int) -> int:
+  """Heads that a TPU of the mesh keeps side by side (`ops.lanes`), else 1.
+
+  Args:
+    heads: H, of the layer.
+    dim: D.
+  """
+  if not on_tpu():
+    return 1
+  devices = math.prod(axes_of("heads", heads).values())
+  return heads_in_lanes(heads // devices, dim)
 
 
 class HeadProjection(KernelLayer):
@@ -34,10 +50,40 @@ class HeadProjection(KernelLayer):
   def __call__(self, x: jax.Array) -> list[jax.Array]:
     """Maps x [B, N, C] to `parts` arrays [B, N, H, D]."""
     shape = (self.parts, self.num_heads, self.head_dim)
-    out = self.project(x, shape, (("embed",), (None, *_HEAD_AXES)))
-    # The gradient of a split is one concatenation; that of slices is a sum.
-    vectors = [v[:, :, 0] for v in jnp.split(out, self.parts, axis=2)]
+    axes = (("embed",), (None, *_HEAD_AXES))
+    kernel, bias = self.parameters(x.shape[-1:], shape, axes)
+    if on_tpu() and not self.output_major:
+      biases = [None] * self.parts if bias is None else bias
+      vectors = [
+        self._one_part(x, kernel[:, i], biases[i]) for i in range(self.parts)
+      ]
+    else:
+      out = self.multiply(x, kernel, bias, 1)
+      # The gradient of a split is one concatenation; that of slices is a sum.
+      vectors = [v[:, :, 0] for v in jnp.split(out, self.parts, axis=2)]
     return [constrain(v, "batch", "tokens", *_HEAD_AXES) for v in vectors]
+
+  def _one_part(
+    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
+  ) -> jax.Array:
+    """Projects to one kind of vectors, in the order that TPUs keep heads in.
+
+    Several kinds in one product would be taken apart, and their gradients put
+    together, at the cost of reading and writing all of them again.
+
+    Args:
+      x: [B, N, C].
+      kernel: [C, H, D].
+      bias: [H, D] or None.
+
+    Returns:
+      [B, N, H, D].
+    """
+    count = lane_heads(self.num_heads, self.head_dim)
+    if bias is not None:
+      bias = fill_lanes(bias, count)
+    out = self.multiply(x, fill_lanes(kernel, count), bias, 1)
+    return out.reshape(*x.shape[:-1], self.num_heads, self.head_dim)
 
 
 class HeadMix(KernelLayer):
@@ -68,15 +114,20 @@ class HeadMix(KernelLayer):
       [B, N, C].
     """
     chex.assert_rank(heads, 4)
-    gated = heads
-    if gates is not None:
-      chex.assert_equal_shape_prefix((heads, gates), 3)
-      gated = heads * gates[..., None].astype(heads.dtype)
     # The bias is whole on every device: to gather it would take longer than
     # the memory is worth.
-    out = self.project(
-      gated, (self.features,), (_HEAD_AXES, ("embed",)), bias_axes=(None,)
+    num_heads, dim = heads.shape[2:]
+    kernel, bias = self.parameters(
+      (num_heads, dim), (self.features,), (_HEAD_AXES, ("embed",)), (None,)
     )
+    count = 1 if self.output_major else lane_heads(num_heads, dim)
+    if count > 1:
+      kernel = kernel.reshape(-1, count * dim, self.features)
+    gated = fill_lanes(heads, count)
+    if gates is not None:
+      chex.assert_equal_shape_prefix((heads, gates), 3)
+      gated = gated * over_lanes(gates, count, dim).astype(heads.dtype)
+    out = self.multiply(gated, kernel, bias, 2)
     if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
       kernel = nn.meta.unbox(self.get_variable("params", "kernel"))
       kernel = jnp.moveaxis(kernel, 0, -1) if self.output_major else kernel

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import axes_of, constrain, declare
 from moh_jax.ops.head_placement import HeadPlacement
+from moh_jax.ops.lanes import on_tpu
 from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import on_one_device
 
@@ -177,28 +178,68 @@ class KernelLayer(nn.Module, kw_only=True):
       [..., *outputs] in the compute dtype.
     """
     count = len(axes[0])
-    lead, inputs = x.shape[:-count], x.shape[-count:]
-    kernel = self.declare_kernel(inputs, outputs, axes)
-    x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    inputs = x.shape[-count:]
+    kernel, bias = self.parameters(inputs, outputs, axes, bias_axes)
+    return self.multiply(x, kernel, bias, count)
+
+  def parameters(
+    self,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    axes: KernelAxes,
+    bias_axes: tuple[str | None, ...] | None = None,
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Declares the kernel and the bias, as for `project`.
+
+    Returns:
+      Both in the compute dtype, the kernel in the layer's layout; None in place
+      of a bias that the layer lacks.
+    """
+    kernel = self.declare_kernel(inputs, outputs, axes).astype(self.dtype)
     names = (*axes[0], *axes[1])
     if self.output_major:
       names = (*axes[1], *axes[0])
     kernel = self._deal(kernel, names)
+    if not self.use_bias:
+      return kernel, None
+    bias_axes = bias_axes or axes[1]
+    bias = declare(self, "bias", nn.initializers.zeros, outputs, bias_axes)
+    return kernel, self._deal(bias.astype(self.dtype), bias_axes)
+
+  def multiply(
+    self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, count: int
+  ) -> jax.Array:
+    """Multiplies by a kernel in the layer's layout and adds a bias.
+
+    Args:
+      x: [..., *inputs].
+      kernel: as `parameters` returns it, or with dimensions merged.
+      bias: [*outputs] or None.
+      count: number of input dimensions.
+
+    Returns:
+      [..., *outputs] in the compute dtype.
+    """
+    x = x.astype(self.dtype)
+    lead, inputs = x.shape[:-count], x.shape[-count:]
+    outputs = (
+      kernel.shape[:-count] if self.output_major else kernel.shape[count:]
+    )
     size = math.prod(inputs)
+    # Merging output dimensions would undo how a mesh splits them, and merging
+    # heads how a TPU stores them.
+    merges = len(outputs) == 1 or on_one_device()
+    if on_tpu():
+      merges = len(inputs) == len(outputs) == 1
     flat = x.reshape(*lead, size)
     if self.output_major:
       out = product(flat, kernel.reshape(-1, size), output_major=True)
-    elif len(outputs) == 1 or on_one_device():
+    elif merges:
       out = product(flat, kernel.reshape(size, -1))
-    else:  # merging output dimensions would undo how a mesh splits them
+    else:
       out = jnp.tensordot(x, kernel, count)
     out = out.reshape(*lead, *outputs)
-    if self.use_bias:
-      bias_axes = bias_axes or axes[1]
-      bias = declare(self, "bias", nn.initializers.zeros, outputs, bias_axes)
-      bias = self._deal(bias.astype(out.dtype), bias_axes)
-      out = add_bias(out, bias)
-    return out
+    return out if bias is None else add_bias(out, bias)
 
   def _deal(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Brings the heads of a parameter to the devices that compute them."""

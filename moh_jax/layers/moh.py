@@ -17,7 +17,7 @@ import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
-from moh_jax.layers.heads import HeadMix, HeadProjection
+from moh_jax.layers.heads import HeadMix, HeadProjection, lane_heads
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import axes_of
 from moh_jax.layers.router import HeadChoice, HeadRouter
@@ -169,7 +169,10 @@ class MoHAttention(nn.Module):
         for name, part in (("q", q), ("k", k))
       )
     if places.rotation is not None:
-      q, k = (rotate(part, places.rotation) for part in (q, k))
+      q, k = (
+        rotate(part, places.rotation, lane_heads(*part.shape[2:]))
+        for part in (q, k)
+      )
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
     if placement is not None and gates is not None:

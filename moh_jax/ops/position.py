@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.rotary import RotaryConfig
+from moh_jax.ops.lanes import fill_lanes, on_tpu
 
 
 @jax.tree_util.register_dataclass
@@ -228,17 +229,44 @@ def _yarn_share(pairs: int, config: RotaryConfig) -> np.ndarray:
   return 1 - np.clip((np.arange(pairs) - first) / span, 0.0, 1.0)
 
 
-def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x: jax.Array, by: Rotation, count: int = 1) -> jax.Array:
   """Rotates the pairs (i, i + D / 2) of queries or keys.
 
   Args:
     x: [B, N, H, D].
     by: angles of the tokens, from `rotation`.
+    count: heads that a TPU keeps side by side (`ops.lanes`).
 
   Returns:
     [B, N, H, D] in the dtype of x; computed in float32.
   """
+  if on_tpu():
+    return _rotate_in_lanes(x, by, count)
   cos, sin = by.cos[:, :, None], by.sin[:, :, None]
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = [first * cos - second * sin, second * cos + first * sin]
   return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _rotate_in_lanes(x: jax.Array, by: Rotation, count: int) -> jax.Array:
+  """As `rotate`, with the halves of a head exchanged by a matrix product.
+
+  Halves of a head are not whole rows of a TPU's vector lanes: taken apart, each
+  would be stored in another order. A product with a permutation is exact.
+  """
+  dim = x.shape[-1]
+  sets = fill_lanes(x, count)
+  swap = np.kron(np.eye(count), np.roll(np.eye(dim), dim // 2, axis=0))
+  # One matrix per set: the remat policy "dots" would keep the result of a
+  # product without batch dimensions, which costs less to compute again.
+  swap = jnp.broadcast_to(
+    jnp.asarray(swap, x.dtype), (sets.shape[2], *swap.shape)
+  )
+  swapped = jnp.einsum(
+    "bnsw,swv->bnsv", sets, swap, precision=jax.lax.Precision.HIGHEST
+  )
+  cos = jnp.tile(by.cos, 2 * count)[:, :, None]
+  sin = jnp.concatenate([-by.sin, by.sin] * count, axis=-1)[:, :, None]
+  sets, swapped = (part.astype(jnp.float32) for part in (sets, swapped))
+  rotated = sets * cos + swapped * sin
+  return rotated.astype(x.dtype).reshape(x.shape)

@@ -13,10 +13,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
 
+from moh_jax.ops.lanes import LANES, fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.remat import ATTENTION
 from moh_jax.ops.visible import Visible
 
-_LANES = 128
 _BLOCK = 512  # queries, and keys, of a tile at most
 _DTYPES = ("bfloat16", "float32")
 _MAX_HEAD_DIM = 256
@@ -45,7 +45,7 @@ def supports(
     not biased
     and dtype in _DTYPES
     and head_dim <= _MAX_HEAD_DIM
-    and queries % _LANES == keys % _LANES == 0
+    and queries % LANES == keys % LANES == 0
     and (queries <= keys or not causal)
   )
 
@@ -81,7 +81,7 @@ def splash_attention(
     raise ValueError(
       f"splash attention cannot do queries={queries}, keys={keys}, "
       f"head_dim={dim}, dtype={q.dtype.name}, causal={visible.causal}: lengths "
-      f"must be multiples of {_LANES}, head_dim at most {_MAX_HEAD_DIM}, dtype "
+      f"must be multiples of {LANES}, head_dim at most {_MAX_HEAD_DIM}, dtype "
       f"one of {', '.join(_DTYPES)}, and causal queries at most the keys"
     )
   mask = masks.FullMask((queries, keys))
@@ -95,13 +95,41 @@ def splash_attention(
   )
   # The kernel has no scale. In bfloat16 only powers of two multiply exactly.
   q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-  arrays = (x.swapaxes(1, 2) for x in (q, k, v))
-  out = jax.vmap(kernel)(*arrays, _segment_ids(queries, keys, visible))
-  out = out.swapaxes(1, 2).astype(v.dtype)
+  count = heads_in_lanes(heads, dim) if heads == k.shape[2] else 1
+  q, k, v = (fill_lanes(x, count).swapaxes(1, 2) for x in (q, k, v))
+  q = _own_lanes(q, count, dim)
+  out = jax.vmap(kernel)(q, k, v, _segment_ids(queries, keys, visible))
+  out = _from_own_lanes(out, count, dim).swapaxes(1, 2)
+  out = out.reshape(*out.shape[:2], heads, dim).astype(v.dtype)
   if visible.key_mask is None:
     return out
   seen = visible.mask(queries, keys).any(-1)  # [B, 1, N or 1]
   return jnp.where(seen.swapaxes(1, 2)[..., None], out, 0)
+
+
+def _own_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
+  """Leaves each head its own lanes: [B, S, N, W] to [B, H, N, W].
+
+  The others are 0, so the m = count key heads of a set are read as one; with
+  fewer lanes no less would be computed.
+  """
+  if count == 1:
+    return x
+  batch, _, tokens, lanes = x.shape
+  own = in_place(jnp.arange(count).reshape(1, 1, -1, 1), count, dim)
+  x = jnp.where(own, x[:, :, None], jnp.zeros((), x.dtype))
+  return x.reshape(batch, -1, tokens, lanes)
+
+
+def _from_own_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
+  """Takes each head's own lanes: [B, H, N, W] to [B, S, N, W]."""
+  batch, _, tokens, lanes = x.shape
+  x = x.reshape(batch, -1, count, tokens, lanes)
+  out = x[:, :, 0]
+  for i in range(1, count):
+    own = in_place(jnp.full((1, 1, 1), i), count, dim)
+    out = jnp.where(own, x[:, :, i], out)
+  return out
 
 
 def _segment_ids(
@@ -135,5 +163,5 @@ def _block_sizes(queries: int, keys: int) -> splash.BlockSizes:
 
 def _largest_block(size: int) -> int:
   """The largest multiple of 128 up to the limit that divides a length."""
-  blocks = range(_LANES, min(size, _BLOCK) + 1, _LANES)
+  blocks = range(LANES, min(size, _BLOCK) + 1, LANES)
   return max(x for x in blocks if size % x == 0)

@@ -19,8 +19,13 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget
 from moh_jax.files import replacing
-from moh_jax.ops.head_blocks import gather_rows, head_blocks
-from moh_jax.ops.kernels.attention import BACKENDS, forward_queries
+from moh_jax.ops.head_blocks import head_blocks
+from moh_jax.ops.kernels.attention import (
+  BACKENDS,
+  arranged_keys,
+  forward_queries,
+  to_rows,
+)
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
 from moh_jax.ops.visible import Visible
@@ -184,11 +189,13 @@ def _compiler(
     jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
     for key in jax.random.split(jax.random.key(0), 4)
   )
-  queries = forward_queries(backend, q, blocks)
-  q, grad = (gather_rows(x, blocks) for x in (q, grad))
+  k, v = (arranged_keys(backend, x) for x in (k, v))
+  visible, scale = Visible(causal=workload.causal), workload.head_dim**-0.5
+  problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
+  queries = forward_queries(backend, problem, q)
+  q, grad = (to_rows(backend, problem, x) for x in (q, grad))
   sums = jnp.zeros(len(q), jnp.float32)
   arrays = queries, q, k, v, jnp.zeros_like(q), sums, grad, blocks
-  visible, scale = Visible(causal=workload.causal), workload.head_dim**-0.5
 
   def compile_kernel(kernel: str, tile: Tile) -> Program:
     def call(queries, q, k, v, out, sums, grad, blocks):

@@ -99,6 +99,11 @@ _CASES = {
   "one_head": _Case(choice="one head", causal=True, scale=-0.3),
   "no_head": _Case(choice="none", batch=1),
   "one_token": _Case(queries=1, keys=1, batch=1, kv_heads=1),
+  # Several heads share the lanes of a TPU.
+  "two_in_lanes": _Case(head_dim=64, causal=True, key_mask=True),
+  "four_in_lanes": _Case(head_dim=32, segments=True),
+  "grouped_in_lanes": _Case(heads=8, head_dim=32, causal=True),
+  "groups_of_three_in_lanes": _Case(heads=6, kv_heads=2, head_dim=64),
 }
 
 

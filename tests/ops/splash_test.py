@@ -61,6 +61,8 @@ class SplashTest(parameterized.TestCase):
     {"causal": True, "key_mask": True, "segments": True},
     {"causal": True, "key_mask": True, "queries": 128, "kv_heads": 1},
     {"causal": True, "dtype": "bfloat16", "kv_heads": 4, "head_dim": 64},
+    {"causal": True, "key_mask": True, "kv_heads": 4, "head_dim": 32},
+    {"kv_heads": 2, "head_dim": 64},
   )
   def test_equals_the_dense_form(self, **options):
     case = _Case(**options)

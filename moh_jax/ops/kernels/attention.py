@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
-from moh_jax.ops.kernels import hopper, tpu, triton
+from moh_jax.ops.kernels import hopper, tpu, tpu_rows, triton
 from moh_jax.ops.kernels.problem import Kernels, Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes
+from moh_jax.ops.lanes import fill_lanes, heads_in_lanes
 from moh_jax.ops.remat import keep_attention
 from moh_jax.ops.visible import Visible
 
@@ -87,7 +88,8 @@ def kernel_attention(
   sizes = sizes.with_rows(rows)
   sizes.check(backend)
   options = (float(scale), backend, sizes, interpret)
-  out = _attend(q.astype(dtype), k.astype(dtype), v, visible, blocks, options)
+  k, v = (arranged_keys(backend, x) for x in (k.astype(dtype), v))
+  out = _attend(q.astype(dtype), k, v, visible, blocks, options)
   return out.astype(out_dtype)
 
 
@@ -127,11 +129,41 @@ def readable(
   return widened(dtype), *(x.astype(widened(x.dtype)) for x in (k, v))
 
 
-def forward_queries(
-  backend: str, q: jax.Array, blocks: HeadBlocks
-) -> jax.Array:
+def arranged_keys(backend: str, x: jax.Array) -> jax.Array:
+  """Keys or values as a back end's kernels read them.
+
+  Args:
+    backend: of Pallas.
+    x: [B, M, K, D].
+
+  Returns:
+    On a TPU [B, M, K / m, W], with m heads side by side in the vector lanes: a
+    set of them is read as one key/value head. Else x.
+  """
+  if backend != "mosaic_tpu":
+    return x
+  return fill_lanes(x, heads_in_lanes(*x.shape[2:]))
+
+
+def forward_queries(backend: str, problem: Problem, q: jax.Array) -> jax.Array:
   """Queries [B, N, H, D] as a back end's forward kernel takes them."""
-  return q if backend in _PICKS_ROWS else gather_rows(q, blocks)
+  return q if backend in _PICKS_ROWS else to_rows(backend, problem, q)
+
+
+def to_rows(backend: str, problem: Problem, x: jax.Array) -> jax.Array:
+  """Reorders pairs [B, N, H, D] to a back end's rows, [T * R, D or W]."""
+  if backend == "mosaic_tpu":
+    return tpu_rows.gather(problem, x)
+  return gather_rows(x, problem.blocks)
+
+
+def _to_pairs(
+  backend: str, problem: Problem, rows: jax.Array, dim: int
+) -> jax.Array:
+  """Reorders a back end's rows to pairs [B, N, H, D]."""
+  if backend == "mosaic_tpu":
+    return tpu_rows.scatter(problem, rows, dim)
+  return scatter_rows(rows, problem.blocks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -142,21 +174,23 @@ def _attend(q, k, v, visible, blocks, options):
 def _forward(q, k, v, visible, blocks, options):
   scale, backend, sizes, interpret = options
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  q = forward_queries(backend, q, blocks)
+  dim = q.shape[-1]
+  q = forward_queries(backend, problem, q)
   kernels = BACKENDS[backend]
   out, log_sums = keep_attention(
     kernels.forward(problem, q, (k, v), sizes.forward)
   )
   saved = q, k, v, visible, blocks, out, log_sums
-  return scatter_rows(out, blocks), saved
+  return _to_pairs(backend, problem, out, dim), saved
 
 
 def _backward(options, saved, grad):
   scale, backend, sizes, interpret = options
   q, k, v, visible, blocks, out, log_sums = saved
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  rows = gather_rows(q, blocks) if backend in _PICKS_ROWS else q
-  grad = gather_rows(grad, blocks)
+  dim = grad.shape[-1]
+  rows = to_rows(backend, problem, q) if backend in _PICKS_ROWS else q
+  grad = to_rows(backend, problem, grad)
   kernels = BACKENDS[backend]
   dq, inner = kernels.query_gradient(
     problem, (rows, out, log_sums, grad), (k, v), sizes.dq
@@ -164,7 +198,8 @@ def _backward(options, saved, grad):
   dk, dv = kernels.key_gradients(
     problem, (rows, log_sums, inner, grad), (k, v), sizes.dkv
   )
-  return scatter_rows(dq, blocks), dk, dv, None, None
+  dq = _to_pairs(backend, problem, dq, dim)
+  return dq, dk, dv, None, None
 
 
 _attend.defvjp(_forward, _backward)

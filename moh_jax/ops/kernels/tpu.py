@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from moh_jax.ops.kernels.problem import LOG2_E, Arrays, Problem, like
 from moh_jax.ops.kernels.products import across, times
 from moh_jax.ops.kernels.sizes import Tile
-from moh_jax.ops.kernels.tpu_plan import LANES, Plan
+from moh_jax.ops.kernels.tpu_plan import Plan
 from moh_jax.ops.kernels.tpu_step import (
   Step,
   as_columns,
@@ -32,6 +32,7 @@ from moh_jax.ops.kernels.tpu_step import (
   tile_of,
 )
 from moh_jax.ops.kernels.tpu_visits import Tables
+from moh_jax.ops.lanes import LANES
 
 
 def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:

@@ -24,8 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 from moh_jax.ops.kernels.decode_problem import DecodeProblem
 from moh_jax.ops.kernels.products import across, times
 from moh_jax.ops.kernels.sizes import decode_tile
-from moh_jax.ops.kernels.tpu_plan import LANES
 from moh_jax.ops.kernels.tpu_step import repeat_lanes
+from moh_jax.ops.lanes import LANES
 
 _ROWS = 16  # rows of a register of bfloat16
 

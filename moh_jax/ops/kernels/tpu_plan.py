@@ -22,9 +22,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from moh_jax.ops.kernels.problem import Argument, Problem
 from moh_jax.ops.kernels.tpu_visits import Cut, Tables, tables, visit_of_step
+from moh_jax.ops.lanes import LANES
 from moh_jax.ops.target import target
 
-LANES = 128
 _MIB = 1 << 20
 # By device kind: VMEM of a core and the cores of a device, as
 # `pltpu.get_tpu_info` says. Others, and the interpreter, get the least.

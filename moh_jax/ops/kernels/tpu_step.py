@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels.tpu_plan import LANES, Plan
+from moh_jax.ops.kernels.tpu_plan import Plan
 from moh_jax.ops.kernels.tpu_visits import Tables, visit_of_step
+from moh_jax.ops.lanes import LANES
 
 
 @dataclasses.dataclass(frozen=True)
