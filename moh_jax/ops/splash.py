@@ -123,13 +123,12 @@ def _own_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
 
 def _from_own_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
   """Takes each head's own lanes: [B, H, N, W] to [B, S, N, W]."""
+  if count == 1:
+    return x
   batch, _, tokens, lanes = x.shape
   x = x.reshape(batch, -1, count, tokens, lanes)
-  out = x[:, :, 0]
-  for i in range(1, count):
-    own = in_place(jnp.full((1, 1, 1), i), count, dim)
-    out = jnp.where(own, x[:, :, i], out)
-  return out
+  own = in_place(jnp.arange(count).reshape(1, 1, -1, 1), count, dim)
+  return jnp.where(own, x, jnp.zeros((), x.dtype)).sum(2)
 
 
 def _segment_ids(
