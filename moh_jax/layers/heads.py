@@ -34,6 +34,8 @@ def lane_heads(heads: int, dim: int) -> int:
 class HeadProjection(KernelLayer):
   """Projects tokens to per-head vectors, several kinds in one product.
 
+  On a TPU each kind is a product of its own (`ops.lanes` says why).
+
   The kernel is [C, parts, H, D], or output-major [parts, H, D, C].
 
   Attributes:
@@ -66,10 +68,7 @@ class HeadProjection(KernelLayer):
   def _one_part(
     self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
   ) -> jax.Array:
-    """Projects to one kind of vectors, in the order that TPUs keep heads in.
-
-    Several kinds in one product would be taken apart, and their gradients put
-    together, at the cost of reading and writing all of them again.
+    """Projects to one kind of vectors, with heads side by side in the lanes.
 
     Args:
       x: [B, N, C].

@@ -6,6 +6,10 @@ transposes the arrays before and after every kernel. Where D divides 128,
 neighbouring heads share the lanes of a row here: [B, N, S, W] with m = 128 / D
 heads in a set, S = H / m sets and W = m * D = 128 lanes.
 
+Whatever takes such an array apart along its lanes, or puts one together, writes
+all of it again. So queries, keys and values are separate products on a TPU, and
+the halves of heads (RoPE) are never arrays of their own.
+
 Shapes: B batch, N tokens, H heads, D head dim, m heads of a set, S sets,
 W lanes.
 """
@@ -58,9 +62,15 @@ def in_place(places: jax.Array, count: int, dim: int) -> jax.Array:
 
 
 def over_lanes(x: jax.Array, count: int, dim: int) -> jax.Array:
-  """Repeats one number per head, [..., H], over its lanes, [..., S, W].
+  """Repeats one number per head over its lanes.
 
-  With m = count = 1 it is [..., H, 1], which broadcasts to the same.
+  Args:
+    x: [..., H].
+    count: m.
+    dim: D.
+
+  Returns:
+    [..., S, W]; [..., H, 1], which broadcasts to that, if m = 1.
   """
   x = x.reshape(*x.shape[:-1], -1, count, 1)
   out = x[..., 0, :]

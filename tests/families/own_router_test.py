@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 import moh_jax
@@ -43,8 +44,15 @@ def _call(*argv):
 
 
 class OwnRouterTest(parameterized.TestCase):
-  @parameterized.parameters(*_CONFIGS)
-  def test_works_with_the_commands(self, family):
+  def test_works_with_the_commands(self):
+    self._check_commands("llm")
+
+  @parameterized.parameters("vit", "dit")
+  @pytest.mark.slow
+  def test_works_with_the_commands_in_other_families(self, family):
+    self._check_commands(family)
+
+  def _check_commands(self, family):
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     (folder / "own.py").write_text(
       "import docs.examples.my_router\n\n\n"

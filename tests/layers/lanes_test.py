@@ -63,7 +63,6 @@ class LayerTest(parameterized.TestCase):
     {"head_dim": 64, "num_kv_heads": 2, "use_bias": False},
     {"head_dim": 32, "num_kv_heads": 1},  # queries fill them, keys do not
     {"head_dim": 24},
-    {"head_dim": 128, "dtype": jnp.bfloat16},
     {"head_dim": 64, "dtype": jnp.bfloat16},
     {"head_dim": 64, "router": RouterConfig("none")},
     {"head_dim": 64, "output_major": True},

@@ -47,6 +47,9 @@ class KeyRanges(NamedTuple):
 class Problem:
   """One call of the attention: shapes, masks, the table of active heads.
 
+  On a TPU several narrow heads may be one here, see `tpu_rows`: K and D are
+  then those of `attention.arranged_keys`.
+
   Attributes:
     k_shape: (B, M, K, D), the shape of keys and values.
     dtype: in which queries and keys are multiplied.
@@ -259,7 +262,7 @@ class Kernels(Protocol):
 
     Args:
       problem: the call.
-      q: the queries, as `forward_queries` returns them.
+      q: the queries, as `attention.forward_queries` returns them.
       keys: keys and values.
       tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
 
