@@ -228,9 +228,10 @@ class KernelLayer(nn.Module, kw_only=True):
     size = math.prod(inputs)
     # Merging output dimensions would undo how a mesh splits them, and merging
     # heads how a TPU stores them.
-    merges = len(outputs) == 1 or on_one_device()
     if on_tpu():
       merges = len(inputs) == len(outputs) == 1
+    else:
+      merges = len(outputs) == 1 or on_one_device()
     flat = x.reshape(*lead, size)
     if self.output_major:
       out = product(flat, kernel.reshape(-1, size), output_major=True)

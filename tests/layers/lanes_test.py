@@ -1,9 +1,9 @@
 """Layers with their heads in the order of a TPU, against the plain order."""
 
-import dataclasses
 from unittest import mock
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -88,7 +88,7 @@ class LayerTest(parameterized.TestCase):
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
     with sharding.use_mesh(mesh), _as_on_a_tpu():
       self.assertEqual(lane_heads(heads, 64), heads // 4)
-      got = _grads(dataclasses.replace(layer), *inputs)
+      got = _grads(layer, *inputs)
     self._check(got, want, 1e-5)
 
 
@@ -114,7 +114,7 @@ class RotateTest(parameterized.TestCase):
       )
     products = [
       eqn
-      for eqn in jax.tree.leaves(list(_equations(traced.jaxpr)))
+      for eqn in _equations(traced.jaxpr)
       if eqn.primitive.name == "dot_general"
     ]
     self.assertLen(products, 1)
@@ -127,10 +127,8 @@ def _equations(jaxpr):
   """Equations of a program, also those of the functions that it calls."""
   for eqn in jaxpr.eqns:
     yield eqn
-    for value in eqn.params.values():
-      inner = getattr(value, "jaxpr", None)
-      if inner is not None:
-        yield from _equations(getattr(inner, "jaxpr", inner))
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+      yield from _equations(inner)
 
 
 if __name__ == "__main__":
