@@ -4,15 +4,19 @@ Eight fake CPU devices: most tests use one of them, those of meshes use all.
 LLVM does not optimize: programs here are small and compiling them is most of
 the suite's time (parity_test.py also runs every recorded case as users do).
 Programs that several tests share are compiled once per session, through a
-compilation cache of its own. Processes that tests start inherit both.
+compilation cache of its own. Processes that tests start inherit both. What JAX
+keeps in memory is dropped after each file: in the whole suite it would grow to
+7 GB in each process, and the garbage collector would go through it all.
 """
 
+import gc
 import importlib.metadata
 import os
 import pathlib
 import shutil
 import tempfile
 
+import pytest
 from absl import flags
 from hypothesis import settings
 
@@ -49,6 +53,19 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 def pytest_configure():
   # absltest's temporary directories read flags, which pytest does not parse.
   flags.FLAGS.mark_as_parsed()
+
+
+def pytest_collection_finish():
+  # Modules stay: the garbage collector need not look at them again.
+  gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def drop_compiled_programs():
+  yield
+  import jax  # not before the settings above
+
+  jax.clear_caches()
 
 
 def pytest_xdist_auto_num_workers(config):
