@@ -11,9 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.layers.linear import KernelLayer
-from moh_jax.layers.partitioning import axes_of, constrain
+from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.ops.head_similarity import SIMILARITY, feature_cosines
-from moh_jax.ops.lanes import fill_lanes, heads_in_lanes, on_tpu, over_lanes
+from moh_jax.ops.lanes import (
+  LANES,
+  fill_lanes,
+  heads_in_lanes,
+  on_tpu,
+  over_lanes,
+  padded_dim,
+  store_by_head,
+)
 
 _HEAD_AXES = ("heads", "head_dim")
 
@@ -31,6 +39,21 @@ def lane_heads(heads: int, dim: int) -> int:
   return heads_in_lanes(heads // devices, dim)
 
 
+def width_in_lanes(heads: int, dim: int) -> int:
+  """Width of a head on a TPU of the mesh, with padding if that fills its lanes.
+
+  Args:
+    heads: of the layer, the fewest among those of queries, keys and values.
+    dim: D.
+
+  Returns:
+    D or `ops.lanes.padded_dim`; off TPUs always D.
+  """
+  width = padded_dim(dim)
+  fills = width % LANES == 0 or lane_heads(heads, width) > 1
+  return width if on_tpu() and fills else dim
+
+
 class HeadProjection(KernelLayer):
   """Projects tokens to per-head vectors, several kinds in one product.
 
@@ -41,16 +64,19 @@ class HeadProjection(KernelLayer):
   Attributes:
     parts: kinds of vectors (3 for queries, keys and values).
     num_heads: heads of each kind.
-    head_dim: width of a head.
+    head_dim: D, width of a head.
+    width: of the vectors, from `width_in_lanes`, with zeros after a head's own
+      numbers; None is D.
   """
 
   parts: int
   num_heads: int
   head_dim: int
+  width: int | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> list[jax.Array]:
-    """Maps x [B, N, C] to `parts` arrays [B, N, H, D]."""
+    """Maps x [B, N, C] to `parts` arrays [B, N, H, width]."""
     shape = (self.parts, self.num_heads, self.head_dim)
     axes = (("embed",), (None, *_HEAD_AXES))
     kernel, bias = self.parameters(x.shape[-1:], shape, axes)
@@ -76,13 +102,18 @@ class HeadProjection(KernelLayer):
       bias: [H, D] or None.
 
     Returns:
-      [B, N, H, D].
+      [B, N, H, width].
     """
-    count = lane_heads(self.num_heads, self.head_dim)
-    if bias is not None:
-      bias = fill_lanes(bias, count)
-    out = self.multiply(x, fill_lanes(kernel, count), bias, 1)
-    return out.reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+    width = self.width or self.head_dim
+    count = lane_heads(self.num_heads, width)
+    kernel, bias = (
+      x if x is None else fill_lanes(_pad(x, width, -1), count)
+      for x in (kernel, bias)
+    )
+    out = self.multiply(x, kernel, bias, 1)
+    if width != self.head_dim:
+      out = _store_by_head(out)
+    return out.reshape(*x.shape[:-1], self.num_heads, width)
 
 
 class HeadMix(KernelLayer):
@@ -95,9 +126,12 @@ class HeadMix(KernelLayer):
 
   Attributes:
     features: C, width of the result.
+    head_dim: D, where the heads come wider, with zeros after their own numbers;
+      None is their width.
   """
 
   features: int
+  head_dim: int | None = None
 
   @nn.compact
   def __call__(
@@ -106,7 +140,7 @@ class HeadMix(KernelLayer):
     """Mixes heads.
 
     Args:
-      heads: [B, N, H, D].
+      heads: [B, N, H, D or wider].
       gates: [B, N, H], or None to weigh every head by one.
 
     Returns:
@@ -116,13 +150,17 @@ class HeadMix(KernelLayer):
     # The bias is whole on every device: to gather it would take longer than
     # the memory is worth.
     num_heads, dim = heads.shape[2:]
+    inputs = num_heads, self.head_dim or dim
     kernel, bias = self.parameters(
-      (num_heads, dim), (self.features,), (_HEAD_AXES, ("embed",)), (None,)
+      inputs, (self.features,), (_HEAD_AXES, ("embed",)), (None,)
     )
+    kernel = _pad(kernel, dim, -1 if self.output_major else 1)
     count = 1 if self.output_major else lane_heads(num_heads, dim)
     if count > 1:
       kernel = kernel.reshape(-1, count * dim, self.features)
     gated = fill_lanes(heads, count)
+    if dim != inputs[1]:
+      gated = _store_by_head(gated)
     if gates is not None:
       chex.assert_equal_shape_prefix((heads, gates), 3)
       gated = gated * over_lanes(gates, count, dim).astype(heads.dtype)
@@ -132,3 +170,23 @@ class HeadMix(KernelLayer):
       kernel = jnp.moveaxis(kernel, 0, -1) if self.output_major else kernel
       self.sow(SIMILARITY, "features", feature_cosines(heads, kernel))
     return constrain(out, "batch", "tokens", None)
+
+
+def _store_by_head(x: jax.Array) -> jax.Array:
+  """Calls `ops.lanes.store_by_head` for each device's part of [B, N, S, W].
+
+  XLA's partitioner would gather the array to set its order.
+  """
+  names = "batch", "tokens", "heads", None
+  return map_shards(store_by_head, (x,), (names,), names)
+
+
+def _pad(x: jax.Array, size: int, axis: int) -> jax.Array:
+  """Appends zeros to a parameter along an axis, up to a size."""
+  if size == x.shape[axis]:
+    return x
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, size - x.shape[axis])
+  # Without the barrier XLA for TPUs takes two slices in the gradient, that of
+  # the axis and a device's own part, for one reduce-scatter, and fails.
+  return jax.lax.optimization_barrier(jnp.pad(x, widths))

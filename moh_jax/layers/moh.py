@@ -17,7 +17,12 @@ import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
-from moh_jax.layers.heads import HeadMix, HeadProjection, lane_heads
+from moh_jax.layers.heads import (
+  HeadMix,
+  HeadProjection,
+  lane_heads,
+  width_in_lanes,
+)
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import axes_of
 from moh_jax.layers.router import HeadChoice, HeadRouter
@@ -153,7 +158,10 @@ class MoHAttention(nn.Module):
       self.is_initializing()
     )
     placement = None if cache is not None or compares else self._placement()
-    q, k, v = self._project(x, placement)
+    width = self.budget.head_dim
+    if cache is None and not compares:
+      width = self._width_in_lanes()
+    q, k, v = self._project(x, placement, width)
     norms = None
     if self.router.reads_norms:
       norms = routing.query_norms(q)
@@ -196,10 +204,12 @@ class MoHAttention(nn.Module):
         key_mask=token_mask,
         segments=places.segments,
         causal=self.causal,
+        scale=self.budget.head_dim**-0.5,
         **how,
       )
     bias = self.use_bias if self.out_bias is None else self.out_bias
-    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, placement))
+    kinds = self._kinds(bias, placement)
+    mix = HeadMix(x.shape[-1], self.budget.head_dim, name="out", **kinds)
     return mix(out, gates), aux, cache
 
   @nn.nowrap
@@ -207,6 +217,9 @@ class MoHAttention(nn.Module):
     """Refuses what would fail later, or be taken for something else."""
     if not isinstance(self.budget, HeadBudget):
       raise ValueError(f"budget={self.budget!r} must be a HeadBudget")
+    heads, kv_heads = self.budget.num_heads, self.num_kv_heads
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+      raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={heads}")
     if x.ndim != 3:
       raise ValueError(f"x has shape {x.shape}, must be [B, N, C]")
     if token_mask is None:
@@ -235,12 +248,20 @@ class MoHAttention(nn.Module):
     sequence = math.prod(both.values()) // devices
     return place_heads(heads, kv_heads, devices, sequence, *tensor)
 
-  def _project(
-    self, x: jax.Array, placement: HeadPlacement | None
-  ) -> list[jax.Array]:
-    """Queries [B, N, H, D], and keys and values [B, N, K, D]."""
+  @nn.nowrap
+  def _width_in_lanes(self) -> int:
+    """Width of heads in the layer; a norm over D must not count zeros."""
     heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = self._kinds(self.use_bias, placement)
+    if self.output_major or self.qk_norm is not None:
+      return dim
+    return width_in_lanes(self.num_kv_heads or heads, dim)
+
+  def _project(
+    self, x: jax.Array, placement: HeadPlacement | None, width: int
+  ) -> list[jax.Array]:
+    """Queries [B, N, H, width], and keys and values [B, N, K, width]."""
+    heads, dim = self.budget.num_heads, self.budget.head_dim
+    kinds = {"width": width, **self._kinds(self.use_bias, placement)}
     if self.num_kv_heads in (None, heads):
       return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
     query = HeadProjection(1, heads, dim, name="q", **kinds)

@@ -233,12 +233,12 @@ def rotate(x: jax.Array, by: Rotation, count: int = 1) -> jax.Array:
   """Rotates the pairs (i, i + D / 2) of queries or keys.
 
   Args:
-    x: [B, N, H, D].
+    x: [B, N, H, D]; on a TPU possibly wider, with zeros after the first D.
     by: angles of the tokens, from `rotation`.
     count: heads that a TPU keeps side by side (`ops.lanes`).
 
   Returns:
-    [B, N, H, D] in the dtype of x; computed in float32.
+    The shape and dtype of x; computed in float32.
   """
   if on_tpu():
     return _rotate_in_lanes(x, by, count)
@@ -254,9 +254,11 @@ def _rotate_in_lanes(x: jax.Array, by: Rotation, count: int) -> jax.Array:
   Halves of a head are not whole rows of a TPU's vector lanes: taken apart, each
   would be stored in another order. A product with a permutation is exact.
   """
-  dim = x.shape[-1]
   sets = fill_lanes(x, count)
-  swap = np.kron(np.eye(count), np.roll(np.eye(dim), dim // 2, axis=0))
+  dim = 2 * by.cos.shape[-1]
+  padding = x.shape[-1] - dim
+  swap = np.pad(np.roll(np.eye(dim), dim // 2, axis=0), (0, padding))
+  swap = np.kron(np.eye(count), swap)
   # One matrix per set: the remat policy "dots" would keep the result of a
   # product without batch dimensions, which costs less to compute again.
   swap = jnp.broadcast_to(
@@ -265,8 +267,9 @@ def _rotate_in_lanes(x: jax.Array, by: Rotation, count: int) -> jax.Array:
   swapped = jnp.einsum(
     "bnsw,swv->bnsv", sets, swap, precision=jax.lax.Precision.HIGHEST
   )
-  cos = jnp.tile(by.cos, 2 * count)[:, :, None]
-  sin = jnp.concatenate([-by.sin, by.sin] * count, axis=-1)[:, :, None]
+  rest = jnp.zeros((*by.cos.shape[:-1], padding), by.cos.dtype)
+  cos = jnp.concatenate([by.cos, by.cos, rest] * count, axis=-1)[:, :, None]
+  sin = jnp.concatenate([-by.sin, by.sin, rest] * count, axis=-1)[:, :, None]
   sets, swapped = (part.astype(jnp.float32) for part in (sets, swapped))
   rotated = sets * cos + swapped * sin
   return rotated.astype(x.dtype).reshape(x.shape)

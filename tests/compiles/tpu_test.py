@@ -133,7 +133,9 @@ class KernelsTest(parameterized.TestCase):
     for _, shape in _arrays(text):
       self.assertLess(math.prod(shape), logits)
 
-  @parameterized.product(name=_TPUS, sizes=((12, 128), (24, 64), (16, 32)))
+  @parameterized.product(
+    name=_TPUS, sizes=((12, 128), (24, 64), (16, 32), (12, 96))
+  )
   def test_no_copy_of_queries_or_outputs_around_the_kernels(self, name, sizes):
     program = _layer(name, *sizes, active=True)
     text = program.as_text()

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.rotary import RotaryConfig
-from moh_jax.layers.heads import lane_heads
+from moh_jax.layers.heads import lane_heads, width_in_lanes
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops import lanes
 from moh_jax.ops.position import rotate, rotation
@@ -62,7 +62,12 @@ class LayerTest(parameterized.TestCase):
     {"head_dim": 64},  # two heads fill the lanes
     {"head_dim": 64, "num_kv_heads": 2, "use_bias": False},
     {"head_dim": 32, "num_kv_heads": 1},  # queries fill them, keys do not
-    {"head_dim": 24},
+    {"head_dim": 24},  # padded to 32
+    {"head_dim": 48, "num_kv_heads": 2},  # to 64
+    {"head_dim": 96},  # to 128
+    {"head_dim": 96, "use_bias": False, "qk_norm": 1e-6},
+    {"head_dim": 96, "router": RouterConfig("query_norm")},
+    {"head_dim": 72},  # would be padded too far
     {"head_dim": 64, "dtype": jnp.bfloat16},
     {"head_dim": 64, "router": RouterConfig("none")},
     {"head_dim": 64, "output_major": True},
@@ -78,10 +83,17 @@ class LayerTest(parameterized.TestCase):
     exact = layer.dtype == jnp.float32
     self._check(got, want, 1e-5 if exact else 3e-2)
 
-  @parameterized.parameters(4, 8)  # one head a device, then two
-  def test_equals_it_where_a_mesh_splits_the_heads(self, heads):
+  def test_padding_fills_lanes_and_adds_at_most_a_third(self):
+    self.assertEqual(width_in_lanes(16, 96), 96)
+    with _as_on_a_tpu():
+      widths = [width_in_lanes(16, x) for x in (24, 48, 64, 72, 96, 128, 192)]
+      self.assertEqual(widths, [32, 64, 64, 72, 128, 128, 256])
+      self.assertEqual(width_in_lanes(3, 48), 48)  # an odd head stays alone
+
+  @parameterized.product(heads=(4, 8), head_dim=(64, 96))  # one a device, two
+  def test_equals_it_where_a_mesh_splits_the_heads(self, heads, head_dim):
     layer = MoHAttention(
-      HeadBudget(heads, shared=heads // 2, top_k=1, head_dim=64), causal=True
+      HeadBudget(heads, heads // 2, top_k=1, head_dim=head_dim), causal=True
     )
     inputs = _inputs(layer)
     want = _grads(layer, *inputs)

@@ -204,6 +204,12 @@ class MoHAttentionTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "budget=8 must be a HeadBudget"):
       MoHAttention(8).init(jax.random.key(0), small.tokens())
 
+  @parameterized.parameters(0, 4)
+  def test_key_value_heads_that_do_not_divide_are_named(self, heads):
+    layer = MoHAttention(small.BUDGET, num_kv_heads=heads)
+    with self.assertRaisesRegex(ValueError, f"num_kv_heads={heads} must"):
+      layer.init(jax.random.key(0), small.tokens())
+
   def test_unknown_implementation_raises(self):
     module = MoHAttention(small.BUDGET, implementation="flush")
     with self.assertRaisesRegex(ValueError, "implementation='flush'"):
