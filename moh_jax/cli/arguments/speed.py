@@ -122,6 +122,11 @@ def tune_kernels(parser: argparse.ArgumentParser) -> None:
     "it",
   )
   parser.add_argument(
-    "--head-dim", type=fields.integer, nargs="+", default=[64, 128]
+    "--head-dim",
+    type=fields.integer,
+    nargs="+",
+    default=[64, 128],
+    help="head dims of the kernels' calls; on a TPU, layers with heads of 96 "
+    "call them with 128",
   )
   fields.add_fields(parser, options.Workload, *SHAPES)
