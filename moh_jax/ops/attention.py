@@ -16,7 +16,7 @@ from moh_jax.ops.attention_forms import (
 )
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
-from moh_jax.ops.dense import dense_attention
+from moh_jax.ops.dense import attend_one_by_one, dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.splash import splash_attention
@@ -43,7 +43,8 @@ def attention(
     q: [B, N, H, D] queries.
     k: [B, M, K, D] keys; query head h reads key/value head h // (H / K).
     v: [B, M, K, D] values.
-    bias: added to the scaled logits, broadcastable to [B, H, N, M].
+    bias: added to the scaled logits, broadcastable to [B, H, N, M]. A key whose
+      bias is -inf is not seen.
     key_mask: [B, M] bool, False for keys that no query may see (padding).
     segments: [B, N] int32 where N = M: a query sees only keys of its own
       segment (a document of several packed into one sequence).
@@ -52,7 +53,8 @@ def attention(
     scale: factor of the logits; None is D ** -0.5.
     active: the heads that each token uses; None is every head. The output of an
       inactive head is unspecified, either 0 or its attention: multiply it by a
-      gate of 0.
+      gate of 0. Forms that skip heads return NaN for a sequence in which a
+      token has more than `active.max_per_token`.
     implementation: "dense" computes every head and "packed" the active ones,
       both in plain XLA; "kernel" computes the active ones in one Pallas kernel;
       "cudnn" uses cuDNN; "auto" takes the fastest by measurement for the shapes
@@ -92,15 +94,18 @@ def attention(
     has_cudnn=has_cudnn(),
   )
   form = choose_form(implementation, case)
-  active = active if form.packs else None
+  active, factor = active.bounded() if form.packs else (None, 1.0)
   scale = dim**-0.5 if scale is None else scale
+  if segments is not None:
+    segments = segments.astype(jnp.int32)
   visible = Visible(key_mask, segments, causal)
   if bias is not None:
     bias = jax.lax.broadcast_to_rank(bias, 4)
   if form.name == "dense":
-    return dense_attention(q, k, v, bias, visible, scale)
+    attend = attend_one_by_one if form.one_by_one else dense_attention
+    return attend(q, k, v, bias, visible, scale)
   if form.name == "cudnn":
-    return cudnn_attention(q, k, v, bias, visible, active, scale)
+    return factor * cudnn_attention(q, k, v, bias, visible, active, scale)
   if form.name == "splash":
     return splash_attention(q, k, v, visible, scale)
   if bias is not None:
@@ -112,7 +117,8 @@ def attention(
   if form.name == "kernel":
     same = q.dtype == k.dtype == v.dtype
     options = kernel_options(case.target, case.dtype if same else "", dim)
-    return kernel_attention(q, k, v, visible, blocks, scale, **options)
+    out = kernel_attention(q, k, v, visible, blocks, scale, **options)
+    return factor * out
   dtype = v.dtype
   if case.target.platform == "cpu":
     # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
@@ -120,4 +126,4 @@ def attention(
   out = blocked_attention(
     q, k, v, bias, visible, blocks, scale, form.blocks_per_step
   )
-  return out.astype(dtype)
+  return factor * out.astype(dtype)

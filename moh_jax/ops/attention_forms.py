@@ -2,7 +2,7 @@
 
 Six forms give the same values up to rounding:
 
-- "dense": all logits at once (`ops/dense.py`).
+- "dense": all logits at once, or those of a sequence (`ops/dense.py`).
 - "blocked": every head, some rows at a time (`ops/blocked.py`).
 - "packed": like "blocked", but only the active heads.
 - "kernel": like "packed", in one Pallas kernel (`ops/kernels/`); on a CPU in
@@ -23,7 +23,7 @@ from typing import Any
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops import splash
 from moh_jax.ops.crossovers import largest_share
-from moh_jax.ops.kernels import hopper
+from moh_jax.ops.kernels import hopper, triton_backend
 from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, block_sizes
 from moh_jax.ops.target import Target
 
@@ -31,8 +31,16 @@ from moh_jax.ops.target import Target
 # On a CPU it is what the caches hold: several times slower beyond.
 MAX_LOGITS_BYTES = {"cpu": 12 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
 
-# The back end of Pallas; a CPU interprets GPU kernels, slowly.
-_BACKENDS = {"cpu": "triton", "gpu": "triton", "tpu": "mosaic_tpu"}
+# CUDA whose ptxas, as JAX says, miscompiles causal attention of Pallas'
+# Mosaic GPU: 12.8.0 to 12.9.0. 12.9.1 has the same number.
+_MISCOMPILING_CUDA = range(12080, 12091)
+
+# On a CPU, sequences shorter than this take blocks of 32 rows, or all logits of
+# one at once.
+_SHORT = 384
+# From so many tokens on, a CPU gains from leaving out hidden keys of causal
+# attention, also where all logits would fit.
+_LONG_CAUSAL = 256
 
 # Largest head dim that cuDNN's fused attention has gradients for everywhere.
 _CUDNN_HEAD_DIM = 128
@@ -91,12 +99,15 @@ class Form:
     packs: whether only the active heads are computed.
     rows: rows of a block; 0 for forms without blocks.
     blocks_per_step: blocks of a head computed in one step of the loop, at most.
+    one_by_one: whether "dense" computes one sequence of the batch after
+      another.
   """
 
   name: str
   packs: bool = False
   rows: int = 0
   blocks_per_step: int = 1
+  one_by_one: bool = False
 
 
 def choose_form(implementation: str, case: AttentionCase) -> Form:
@@ -153,7 +164,7 @@ def choose_cached_form(
     ValueError: the implementation is unknown.
   """
   _check_known(implementation)
-  pays = device.platform in ("gpu", "tpu") and head_dim <= MAX_HEAD_DIM
+  pays = head_dim <= MAX_HEAD_DIM and has_kernels(device)
   wanted = implementation == "kernel" or (implementation == "auto" and pays)
   return "kernel" if wanted and new == 1 else "dense"
 
@@ -175,15 +186,45 @@ def kernel_options(
   Raises:
     ValueError: no kernels exist for the device.
   """
-  if device.platform not in _BACKENDS:
-    raise ValueError(
-      f"implementation='kernel' needs one of {', '.join(_BACKENDS)}, this is a "
-      f"{device.platform}"
-    )
-  backend = _BACKENDS[device.platform]
-  if device.is_hopper and dtype and hopper.supports(dtype, head_dim):
-    backend = "mosaic_gpu"
+  backend, problem = _backend(device, dtype, head_dim)
+  if problem:
+    raise ValueError(f"implementation='kernel' needs {problem}")
   return {"backend": backend, "interpret": device.platform == "cpu"}
+
+
+def has_kernels(device: Target, dtype: str = "", head_dim: int = 0) -> bool:
+  """Whether kernels are compiled for a device; a CPU interprets them, slowly.
+
+  Args:
+    device: the device.
+    dtype: as in `kernel_options`.
+    head_dim: D.
+  """
+  return device.platform != "cpu" and not _backend(device, dtype, head_dim)[1]
+
+
+def _backend(device: Target, dtype: str, head_dim: int) -> tuple[str, str]:
+  """The back end of Pallas, and what it would need that is not there."""
+  if device.platform == "cpu":
+    return "mosaic_tpu" if triton_backend.MISSING else "triton", ""
+  if device.platform == "tpu":
+    return "mosaic_tpu", ""
+  if problem := _gpu_problem(device):
+    return "", problem
+  hopper_kernel = (
+    device.is_hopper and dtype and hopper.supports(dtype, head_dim)
+  )
+  if hopper_kernel and device.cuda not in _MISCOMPILING_CUDA:
+    return "mosaic_gpu", ""
+  return "triton", triton_backend.problem()
+
+
+def _gpu_problem(device: Target) -> str:
+  """What programs for NVIDIA GPUs need that a device has not; else empty."""
+  if not device.compute:
+    return f"an NVIDIA GPU, this is a {device.platform} ({device.kind})"
+  old = f"compute capability 8.0 or later, which {device.kind} has not"
+  return old if device.compute < 8 else ""
 
 
 def _check_known(implementation: str) -> None:
@@ -196,9 +237,11 @@ def _check_known(implementation: str) -> None:
 def _best_form(case: AttentionCase) -> Form:
   if not case.one_device:
     return _plain_form(case)
-  packed = _best_packed_form(case)
-  if case.share < 1 and _packing_pays(case, packed):
-    return packed
+  dense, packed = _best_dense_form(case), _best_packed_form(case)
+  return packed if _packing_pays(case, packed, dense) else dense
+
+
+def _best_dense_form(case: AttentionCase) -> Form:
   # cuDNN would read masks as one array [B, N, M].
   if not case.masked and not _cudnn_problem(case):
     return Form("cudnn")
@@ -210,7 +253,18 @@ def _best_form(case: AttentionCase) -> Form:
     return Form("splash")
   if _has_kernel(case):
     return _kernel_form(case, packs=False)
+  if case.target.platform == "cpu":
+    return _best_cpu_form(case)
   return _plain_form(case)
+
+
+def _best_cpu_form(case: AttentionCase) -> Form:
+  """Every head; unlike "dense", also blocks where all logits would fit."""
+  if case.causal and (case.queries >= _LONG_CAUSAL or not _is_small(case)):
+    return dataclasses.replace(_packed_form(case), name="blocked", packs=False)
+  # Blocks are computed in float32, which all logits need not be.
+  long = case.queries >= _SHORT and case.dtype == "float32"
+  return _blocked_form(case) if long else _plain_form(case)
 
 
 def _best_packed_form(case: AttentionCase) -> Form:
@@ -221,10 +275,13 @@ def _best_packed_form(case: AttentionCase) -> Form:
   return _packed_form(case)
 
 
-def _packing_pays(case: AttentionCase, form: Form) -> bool:
+def _packing_pays(case: AttentionCase, form: Form, dense: Form) -> bool:
   platform = case.target.platform
-  if platform == "cpu" and not case.causal and _is_small(case):
-    return False  # all logits at once are fastest
+  if case.share == 1:
+    return False
+  if platform == "cpu" and not case.causal:
+    if _best_cpu_form(case).name == "dense":
+      return False  # all logits of a sequence at once are fastest
   backend = {"packed": "xla", "cudnn": "cudnn"}.get(form.name)
   limit = largest_share(
     case.target,
@@ -233,14 +290,15 @@ def _packing_pays(case: AttentionCase, form: Form) -> bool:
     case.head_dim,
     case.queries,
     causal=case.causal,
+    same_kernel=form.name == dense.name,
   )
   return case.share <= limit
 
 
 def _has_kernel(case: AttentionCase) -> bool:
-  """Whether a kernel computes the call, and fast: a CPU would interpret it."""
+  """Whether a kernel computes the call, and fast."""
   fits = not case.biased and case.head_dim <= MAX_HEAD_DIM
-  return case.target.platform in ("gpu", "tpu") and fits
+  return fits and has_kernels(case.target, case.dtype, case.head_dim)
 
 
 def _is_small(case: AttentionCase) -> bool:
@@ -265,8 +323,8 @@ def _kernel_form(case: AttentionCase, *, packs: bool) -> Form:
 
 def _cudnn_problem(case: AttentionCase) -> str:
   """What cuDNN would need that a call has not; empty if nothing."""
-  if case.target.platform != "gpu":
-    return f"an NVIDIA GPU, this is a {case.target.platform}"
+  if problem := _gpu_problem(case.target):
+    return problem
   if not case.has_cudnn:
     return "JAX's plug-in for CUDA, which is not installed"
   if case.dtype not in ("bfloat16", "float16"):
@@ -286,6 +344,14 @@ def _plain_form(case: AttentionCase) -> Form:
   """Every head in plain XLA: all logits at once if they are few."""
   if _is_small(case):
     return Form("dense")
+  one = dataclasses.replace(case, batch=1)
+  on_cpu = case.target.platform == "cpu" and case.one_device
+  if on_cpu and case.queries < _SHORT and _is_small(one):
+    return Form("dense", one_by_one=True)
+  return _blocked_form(case)
+
+
+def _blocked_form(case: AttentionCase) -> Form:
   # A causal block computes logits of all keys up to its last row: the larger
   # the block, the more of them are masked.
   long = case.queries >= 2048 and not case.causal
@@ -293,7 +359,8 @@ def _plain_form(case: AttentionCase) -> Form:
 
 
 def _packed_form(case: AttentionCase) -> Form:
+  short = case.queries < _SHORT
   if not case.causal:
-    return Form("packed", True, 64 if case.queries >= 384 else 32, 8)
+    return Form("packed", True, 32 if short else 64, 8)
   rows = 128 if case.queries >= 2048 else 64
-  return Form("packed", True, rows if case.queries >= 384 else 32, 4)
+  return Form("packed", True, 32 if short else rows, 4)

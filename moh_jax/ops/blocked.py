@@ -76,7 +76,7 @@ def _forward(q, k, v, bias, visible, blocks, scale, blocks_per_step):
     def work(rows: "_Rows", length: int, sums: tuple) -> tuple:
       logits = problem.logits(rows, rows.of(queries), ours[:length])
       weights, total, highest = unnormalized_softmax(
-        logits, masked=not visible.everything
+        logits, masked=not visible.everything or bias is not None
       )
       out = einsum_float32(
         "rm,md->rd", weights.astype(v.dtype), theirs[:length]

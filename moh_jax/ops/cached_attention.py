@@ -34,7 +34,8 @@ def cached_attention(
     cache: keys and values, those of the new tokens among them.
     slots: which slots each new token sees; `first` is not None.
     active: the heads that tokens use; None is every head. The outputs of other
-      heads are finite and otherwise undefined; a gate of 0 makes them 0.
+      heads are finite and otherwise undefined; a gate of 0 makes them 0. A text
+      whose token has more than `active.max_per_token` gets NaN from "kernel".
     implementation: one of `attention_forms.IMPLEMENTATIONS`. "kernel" reads
       only the heads that tokens use and the slots that they see, for one new
       token per text and without gradients; "auto" is the same on GPUs and TPUs.
@@ -52,9 +53,12 @@ def cached_attention(
   form = choose_cached_form(implementation, target(), new=new, head_dim=dim)
   if form == "dense":
     return _dense(q, cache, slots)
-  end = jnp.broadcast_to(slots.start + 1, slots.first.shape)
+  first = slots.first.astype(jnp.int32)
+  end = jnp.broadcast_to(slots.start + 1, first.shape).astype(jnp.int32)
   options = kernel_options(target())
-  return kernel_decode(q, cache, slots.first, end, active, dim**-0.5, **options)
+  active, factor = (None, 1.0) if active is None else active.bounded()
+  out = kernel_decode(q, cache, first, end, active, dim**-0.5, **options)
+  return factor * out
 
 
 def _dense(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:

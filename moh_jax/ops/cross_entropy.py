@@ -156,7 +156,7 @@ def _exponentials(
   exps = jnp.exp(logits - highest[..., None])
   if target().platform == "cpu":
     # For a sum, XLA would recompute all exponentials, on a single core.
-    return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones(exps.shape[-1]))
+    return exps, jnp.einsum("bnv,v->bn", exps, jnp.ones_like(exps[0, 0]))
   return exps, exps.sum(-1)
 
 

@@ -6,8 +6,9 @@ longer the sequence, the larger the share may be.
 """
 
 import dataclasses
-import itertools
 import math
+
+import numpy as np
 
 from moh_jax.ops.target import Target
 
@@ -19,7 +20,7 @@ class Crossover:
   """Where packing begins to pay on a kind of device.
 
   Attributes:
-    device: part of the device's kind, or its platform: "H100", "gpu".
+    device: whole words of the device's kind, or its platform: "H100", "cpu".
     backend: what packs: "xla", "cudnn", or a back end of Pallas.
     dtypes: names of the queries' dtypes.
     head_dim: D, the largest that this holds for.
@@ -87,39 +88,39 @@ CROSSOVERS = (
     (0.0, 0.26, 0.41, 0.5, 0.55, 0.57, 0.58)),
   Crossover("H100", "triton", HALF, 256, True,
     (0.0, 0.08, 0.25, 0.41, 0.5, 0.55, 0.57)),
-  Crossover("gpu", "cudnn", HALF, 256, False,
+  Crossover("A100", "cudnn", HALF, 256, False,
     (0.33, 0.59, 0.77, 0.88, 0.93, 0.96, 0.98)),
-  Crossover("gpu", "triton", HALF, 256, False,
+  Crossover("A100", "triton", HALF, 256, False,
     (0.12, 0.3, 0.41, 0.47, 0.5, 0.52, 0.53)),
-  Crossover("gpu", "triton", HALF, 256, True,
+  Crossover("A100", "triton", HALF, 256, True,
     (0.0, 0.12, 0.28, 0.41, 0.47, 0.5, 0.52)),
-  Crossover("gpu", "triton", ("float32",), 256, False,
+  Crossover("A100", "triton", ("float32",), 256, False,
     (0.42, 0.66, 0.81, 0.9, 0.95, 0.97, 0.98)),
-  Crossover("gpu", "triton", ("float32",), 256, True,
+  Crossover("A100", "triton", ("float32",), 256, True,
     (0.24, 0.46, 0.71, 0.84, 0.91, 0.95, 0.97)),
-  Crossover("v5 lite", "mosaic_tpu", HALF, 256, False,
+  Crossover("v5e", "mosaic_tpu", HALF, 256, False,
     (0.31, 0.57, 0.76, 0.87, 0.93, 0.96, 0.98)),
-  Crossover("v5 lite", "mosaic_tpu", HALF, 256, True,
+  Crossover("v5e", "mosaic_tpu", HALF, 256, True,
     (0.16, 0.33, 0.61, 0.78, 0.88, 0.94, 0.97)),
-  Crossover("v5 lite", "mosaic_tpu", ("float32",), 256, False,
+  Crossover("v5e", "mosaic_tpu", ("float32",), 256, False,
     (0.32, 0.58, 0.76, 0.87, 0.93, 0.96, 0.98)),
-  Crossover("v5 lite", "mosaic_tpu", ("float32",), 256, True,
+  Crossover("v5e", "mosaic_tpu", ("float32",), 256, True,
     (0.17, 0.35, 0.62, 0.79, 0.88, 0.94, 0.97)),
-  Crossover("v6 lite", "mosaic_tpu", HALF, 256, False,
+  Crossover("v6e", "mosaic_tpu", HALF, 256, False,
     (0.0, 0.32, 0.57, 0.75, 0.86, 0.93, 0.96)),
-  Crossover("v6 lite", "mosaic_tpu", HALF, 256, True,
+  Crossover("v6e", "mosaic_tpu", HALF, 256, True,
     (0.0, 0.1, 0.35, 0.59, 0.76, 0.87, 0.93)),
-  Crossover("v6 lite", "mosaic_tpu", ("float32",), 256, False,
+  Crossover("v6e", "mosaic_tpu", ("float32",), 256, False,
     (0.08, 0.35, 0.59, 0.76, 0.87, 0.93, 0.96)),
-  Crossover("v6 lite", "mosaic_tpu", ("float32",), 256, True,
+  Crossover("v6e", "mosaic_tpu", ("float32",), 256, True,
     (0.0, 0.13, 0.37, 0.61, 0.77, 0.88, 0.93)),
-  Crossover("tpu", "mosaic_tpu", HALF, 256, False,
+  Crossover("v5p", "mosaic_tpu", HALF, 256, False,
     (0.37, 0.63, 0.8, 0.89, 0.94, 0.97, 0.98)),
-  Crossover("tpu", "mosaic_tpu", HALF, 256, True,
+  Crossover("v5p", "mosaic_tpu", HALF, 256, True,
     (0.2, 0.41, 0.67, 0.82, 0.9, 0.95, 0.97)),
-  Crossover("tpu", "mosaic_tpu", ("float32",), 256, False,
+  Crossover("v5p", "mosaic_tpu", ("float32",), 256, False,
     (0.4, 0.65, 0.8, 0.89, 0.94, 0.97, 0.98)),
-  Crossover("tpu", "mosaic_tpu", ("float32",), 256, True,
+  Crossover("v5p", "mosaic_tpu", ("float32",), 256, True,
     (0.22, 0.44, 0.69, 0.83, 0.91, 0.95, 0.97)),
 )
 # fmt: on
@@ -133,6 +134,7 @@ def largest_share(
   queries: int,
   *,
   causal: bool,
+  same_kernel: bool = False,
 ) -> float:
   """The largest share of active heads at which packing pays.
 
@@ -143,27 +145,30 @@ def largest_share(
     head_dim: D.
     queries: N.
     causal: whether attention is causal.
+    same_kernel: whether what packs would also compute every head. Then fewer
+      heads are less work on any device, and one without entries of its own gets
+      the smallest share of all that have some.
 
   Returns:
     The share, by linear interpolation in log N; 0 below the first length and
     where no entry holds.
   """
-  for entry in CROSSOVERS:
-    if (
-      (entry.device == target.platform or entry.device in target.kind)
-      and entry.backend == backend
-      and dtype in entry.dtypes
-      and head_dim <= entry.head_dim
-      and entry.causal in (None, causal)
-    ):
+  entries = [
+    entry
+    for entry in CROSSOVERS
+    if entry.backend == backend
+    and dtype in entry.dtypes
+    and head_dim <= entry.head_dim
+    and entry.causal in (None, causal)
+  ]
+  for entry in entries:
+    if entry.device == target.platform or target.is_a(entry.device):
       return _interpolate(queries, entry.shares)
-  return 0.0
+  if not same_kernel:
+    return 0.0
+  return min((_interpolate(queries, x.shares) for x in entries), default=0.0)
 
 
 def _interpolate(queries: int, shares: tuple[float, ...]) -> float:
-  points = list(zip(LENGTHS, shares))
-  for (low, first), (high, second) in itertools.pairwise(points):
-    if low <= queries < high:
-      part = math.log(queries / low) / math.log(high / low)
-      return first + part * (second - first)
-  return shares[-1] if queries >= LENGTHS[-1] else 0.0
+  logs = [math.log(x) for x in LENGTHS]
+  return float(np.interp(math.log(queries), logs, shares, left=0.0))

@@ -61,12 +61,16 @@ def cudnn_attention(
   if causal:  # cuDNN applies this mask itself and skips hidden tiles
     visible = Visible(visible.key_mask, visible.segments)
   mask = visible.mask(q.shape[1], k.shape[1])
+  if bias is not None:  # cuDNN makes NaN of rows that are all -inf
+    seen = bias != -jnp.inf
+    bias = jnp.where(seen, bias, 0)
+    mask = seen if mask is None else mask & seen
   out = attend(q, k, v, bias=bias, mask=mask, is_causal=causal)
   if mask is None:
     return out
   if causal:
     mask = mask & jnp.tri(q.shape[1], dtype=bool)[None, None]
-  seen = mask.any(-1).swapaxes(1, 2)[..., None]  # [B or 1, N or 1, 1, 1]
+  seen = mask.any(-1).swapaxes(1, 2)[..., None]  # 1 where sizes may be 1
   return jnp.where(seen, out, 0)
 
 

@@ -7,6 +7,8 @@ Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -54,10 +56,37 @@ def dense_attention(
   if mask is not None:
     logits = jnp.where(mask, logits, -jnp.inf)
   # Dividing after the product with the values saves one pass over the logits.
-  weights, total, _ = unnormalized_softmax(logits, masked=mask is not None)
+  masked = mask is not None or bias is not None
+  weights, total, _ = unnormalized_softmax(logits, masked=masked)
   out = _mix_values(weights.reshape(*q.shape[:-1], keys), v)
   out = out.reshape(batch, heads, queries, dim) / total
   return out.astype(v.dtype).swapaxes(1, 2)
+
+
+def attend_one_by_one(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  visible: Visible,
+  scale: float,
+) -> jax.Array:
+  """`dense_attention` of one sequence of the batch after another.
+
+  The logits of a sequence stay in a CPU's caches where those of the batch would
+  not. Gradients compute them again, so that they are never all in memory.
+  """
+  shared = bias is None or bias.shape[0] == 1
+
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def attend(arrays: tuple) -> jax.Array:
+    q, k, v, own, key_mask, segments = jax.tree.map(lambda x: x[None], arrays)
+    seen = Visible(key_mask, segments, visible.causal)
+    return dense_attention(q, k, v, bias if shared else own, seen, scale)[0]
+
+  own = None if shared else bias
+  arrays = (q, k, v, own, visible.key_mask, visible.segments)
+  return jax.lax.map(attend, arrays)
 
 
 # Both products have float32 results, so their gradients arrive in float32. They

@@ -4,7 +4,9 @@ A layer that activates k of its heads per token has exactly B * N * k active
 (token, head) pairs. They become rows of a matrix, sorted by head, then by
 token; each head is filled up with empty rows to whole blocks. The number of
 blocks has a static bound, so no pair is dropped and shapes never depend on the
-router. How many blocks are used is an array value at which loops stop.
+router. How many blocks are used is an array value at which loops stop. The
+bound holds because `ActiveHeads.bounded` cuts tokens that have more heads than
+they may, and makes their output NaN.
 
 For instance, with blocks of 2 rows, tokens 0, 1 and 3 on head 0 and token 2 on
 head 1 are the blocks [0, 1], [3, empty] and [2, empty].
@@ -17,6 +19,7 @@ import dataclasses
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -45,6 +48,22 @@ class ActiveHeads:
     heads = self.mask.shape[-1]
     expected = self.max_per_token if self.expected is None else self.expected
     return min(1.0, expected / heads)
+
+  def bounded(self) -> tuple["ActiveHeads", jax.Array | float]:
+    """Cuts tokens to `max_per_token` heads, the most that tables have room for.
+
+    Returns:
+      The heads, the first ones of the layer for a token that has too many; and
+      a factor for the output, [B, 1, 1, 1] or 1: NaN for sequences with such a
+      token, so that neither their output nor gradients pass for right, else 1.
+    """
+    most, heads = self.max_per_token, self.mask.shape[-1]
+    if most >= heads:
+      return self, 1.0
+    over = self.mask.sum(-1, keepdims=True) > most
+    mask = jnp.where(over, jnp.arange(heads)[None, None] < most, self.mask)
+    factor = jnp.where(over.any(1, keepdims=True)[..., None], jnp.nan, 1.0)
+    return dataclasses.replace(self, mask=mask), factor
 
 
 @jax.tree_util.register_dataclass
@@ -128,8 +147,11 @@ def head_blocks(active: ActiveHeads, rows: int) -> HeadBlocks:
   # search for the head of each block.
   pair = pairs.pair.reshape(blocks, rows)
   empty = pair < 0
-  token = jnp.where(empty, tokens, lax.rem(lax.div(pair, heads), tokens))
-  head = lax.div(pair, tokens * heads) * heads + lax.rem(pair, heads)
+  # Of the pairs' dtype: with `jax_enable_x64` an int is int64.
+  each, span = np.int32(heads), np.int32(tokens * heads)
+  token = lax.rem(lax.div(pair, each), np.int32(tokens))
+  token = jnp.where(empty, tokens, token)
+  head = lax.div(pair, span) * each + lax.rem(pair, each)
   head = jnp.where(empty, batch * heads - 1, head).min(-1)
   return HeadBlocks(
     **vars(pairs), token=token, head=head, first=first, rank=rank

@@ -4,6 +4,7 @@ The first heads of a layer are shared: every token uses them. Devices that hold
 consecutive heads would work unequally: those with shared heads always, the
 others only for tokens that chose theirs. So heads are dealt to the devices like
 cards, key/value head by key/value head with the query heads that read it.
+Where `model.head_order` shares others, all are dealt in the same way.
 
 For instance, of 8 heads the first 4 are shared. On two devices one computes the
 heads 0, 2, 4, 6, the other 1, 3, 5, 7; each has two shared ones.
@@ -20,6 +21,7 @@ Parameters stay in the layer's own order, on the devices and in checkpoints.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -62,45 +64,61 @@ class HeadPlacement:
     dealt = np.arange(self.kv_heads).reshape(-1, self._total).T.reshape(-1, 1)
     return tuple((dealt * group + np.arange(group)).reshape(-1).tolist())
 
-  def expected_active(self, budget: HeadBudget) -> tuple[float, ...]:
+  def expected_active(
+    self, budget: HeadBudget, order: Sequence[int] = ()
+  ) -> tuple[float, ...]:
     """Active heads of a token on each device, if routed heads are used evenly.
 
     Args:
       budget: the layer's head split.
+      order: the heads in the order in which the first are shared; () is their
+        own.
     """
     chance = budget.top_k / budget.routed if budget.routed else 0.0
-    shared = self._shared(budget)
+    shared = self._shared(budget, order)
     routed = self.heads // self._total - shared
     return tuple((shared + chance * routed).tolist())
+
+  def mean_active(self, budget: HeadBudget) -> float:
+    """Mean over the devices of the active heads of a token.
+
+    Args:
+      budget: the layer's head split.
+    """
+    return budget.active / self._total
 
   def most_active(self, budget: HeadBudget) -> int:
     """Active heads that one token can have on one device.
 
     Args:
-      budget: the layer's head split.
+      budget: the layer's head split, whose first heads are shared.
     """
     shared = self._shared(budget)
     routed = self.heads // self._total - shared
     return int((shared + np.minimum(routed, budget.top_k)).max())
 
-  def imbalance(self, budget: HeadBudget) -> float:
+  def imbalance(self, budget: HeadBudget, order: Sequence[int] = ()) -> float:
     """Largest number of `expected_active` over their mean; 1 is balanced.
 
     Args:
       budget: the layer's head split.
+      order: as in `expected_active`.
     """
-    active = self.expected_active(budget)
-    return max(active) * len(active) / sum(active)
+    active = self.expected_active(budget, order)
+    return max(active) / self.mean_active(budget)
 
   @property
   def _total(self) -> int:
     """Devices that heads are dealt to."""
     return self.devices * self.sequence
 
-  def _shared(self, budget: HeadBudget) -> np.ndarray:
+  def _shared(
+    self, budget: HeadBudget, order: Sequence[int] = ()
+  ) -> np.ndarray:
     """Number of shared heads on each device."""
     heads = np.asarray(self.order(self.heads)).reshape(self._total, -1)
-    return (heads < budget.shared).sum(1)
+    first = (order or range(self.heads))[: budget.shared]
+    return np.isin(heads, first).sum(1)
 
   def deal(self, x: jax.Array, dim: int) -> jax.Array:
     """Moves heads to the devices that compute them.

@@ -131,7 +131,8 @@ def sinusoidal(t: jax.Array, width: int) -> jax.Array:
   """
   half = width // 2
   exponents = -np.log(10000.0) * np.arange(half, dtype=np.float32) / half
-  angles = t.astype(jnp.float32)[:, None] * np.exp(exponents)[None]
+  frequencies = np.exp(exponents).astype(np.float32)
+  angles = t.astype(jnp.float32)[:, None] * frequencies[None]
   return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
@@ -156,16 +157,19 @@ def rotation(
   config: RotaryConfig,
   dim: int,
   token_mask: jax.Array | None = None,
+  segments: jax.Array | None = None,
 ) -> Rotation:
   """Computes the angles of tokens from their positions.
 
   Args:
     positions: [B, N] int32.
     config: the rotary embedding. The base of "dynamic" depends on the largest
-      position in the row. Keys in a cache keep the base of their own step.
+      position of the document. Keys in a cache keep the base of their own step.
     dim: D, width of a head, even.
     token_mask: [B, N] bool, False for padding, whose positions are ignored by
       "dynamic".
+    segments: [B, N] int32, the document of each token, in runs of equal
+      numbers; None is one document a row.
 
   Returns:
     Cosines and sines of the angles.
@@ -174,7 +178,14 @@ def rotation(
   angle_at = positions[..., None].astype(jnp.float32)
   if config.scaling == "dynamic":
     real = positions if token_mask is None else positions * token_mask
-    longest = real.max(-1)[:, None, None] + 1
+    longest = real.max(-1, keepdims=True)
+    if segments is not None:
+      runs = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+      document = jnp.cumsum(runs, axis=1)  # from 0, whatever the numbers are
+      longest = jax.vmap(
+        lambda p, d: jax.ops.segment_max(p, d, num_segments=d.size)[d]
+      )(real, document)
+    longest = longest[..., None] + 1
     longest = jnp.maximum(longest, config.original_length)
     stretch = config.factor * longest / config.original_length
     stretch = stretch - (config.factor - 1)

@@ -209,10 +209,12 @@ def two_stage_gates(
     shared_scores = jax.nn.softmax(shared_logits.astype(jnp.float32))
 
   if routed_logits is None:
-    probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
+    scores = probs = jnp.zeros((*batch_shape, budget.routed), jnp.float32)
   else:
-    probs = jax.nn.softmax(routed_logits.astype(jnp.float32))
-  selected = select_heads(probs, probs, budget, top_k=top_k, top_p=top_p)
+    scores = routed_logits.astype(jnp.float32)
+    probs = jax.nn.softmax(scores)
+  # By logits, since distant ones have a probability of 0 and would be ties.
+  selected = select_heads(scores, probs, budget, top_k=top_k, top_p=top_p)
 
   shared_gates = shared_scores
   routed_gates = jnp.where(selected, probs, 0.0)
@@ -368,7 +370,8 @@ def router_aux(
   else:
     loss = jnp.zeros((), jnp.float32)
   routed_load = token_mean(routing.selected, token_mask)
-  load = jnp.concatenate([jnp.ones(budget.shared), routed_load])
+  shared_load = jnp.ones(budget.shared, jnp.float32)
+  load = jnp.concatenate([shared_load, routed_load])
   scores = jnp.concatenate([routing.shared_scores, routing.probs], axis=-1)
   mean_score = jax.lax.stop_gradient(token_mean(scores, token_mask))
   return RouterAux(loss, load, mean_score, routed=budget.top_k > 0)
@@ -377,8 +380,8 @@ def router_aux(
 def all_heads_aux(num_heads: int) -> RouterAux:
   """Side values of a layer without a router (multi-head attention)."""
   return RouterAux(
-    balance_loss=jnp.zeros(()),
-    load=jnp.ones(num_heads),
-    mean_score=jnp.full(num_heads, 1 / num_heads),
+    balance_loss=jnp.zeros((), jnp.float32),
+    load=jnp.ones(num_heads, jnp.float32),
+    mean_score=jnp.full(num_heads, 1 / num_heads, jnp.float32),
     routed=False,
   )

@@ -40,9 +40,12 @@ def supports(
     dtype: name of the inputs' dtype, bfloat16 or float32.
     causal: whether later keys are hidden.
     biased: whether a bias is added to the logits; never possible.
+
+  Returns:
+    False with `jax_enable_x64`: the kernel's gradients mix int32 and int64.
   """
   return (
-    not biased
+    not (biased or jax.config.jax_enable_x64)
     and dtype in _DTYPES
     and head_dim <= _MAX_HEAD_DIM
     and queries % LANES == keys % LANES == 0

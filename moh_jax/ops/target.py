@@ -1,10 +1,28 @@
 """The device and the mesh that a function is traced for."""
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
+import re
 
 import jax
+
+# JAX knows the compute capability of devices that are here. Of others a mesh
+# tells the kind alone; 7.5 stands for all before 8.0.
+_GPUS = {
+  r"\b(GH200|H100|H200|H20|H800)\b": "9.0",
+  r"\b([KMP]\d+\w*|G?V100S?|T4G?|T[4-6]\d\d|T[12][02]00|MX\d+|GTX|Quadro"
+  r"|RTX 20\d\d|Tesla|TITAN)\b": "7.5",
+}
+_NOT_NVIDIA = re.compile(r"\b(AMD|Instinct|Radeon|MI\d+\w*|gfx\w+|Intel)\b")
+_TPUS = {
+  "TPU v5": "TPU v5p",
+  "TPU v5 lite": "TPU v5e",
+  "TPU v6 lite": "TPU v6e",
+}
+_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,19 +33,44 @@ class Target:
     platform: "cpu", "gpu" or "tpu".
     kind: as `jax.Device.device_kind`, for instance "NVIDIA H100 80GB HBM3".
     cores: of a GPU its multiprocessors; None if unknown.
+    capability: of a GPU, as `jax.Device.compute_capability`: "9.0", or
+      "gfx942" of AMD's; empty if unknown.
+    cuda: CUDA's version that compiles its programs, 12080 for 12.8; None if
+      unknown.
   """
 
   platform: str
   kind: str
   cores: int | None = None
+  capability: str = ""
+  cuda: int | None = None
+
+  @property
+  def name(self) -> str:
+    """The kind, by one name where JAX has two: "TPU v5e"."""
+    return _TPUS.get(self.kind, self.kind)
+
+  def is_a(self, name: str) -> bool:
+    """Whether whole words of the kind are a name, such as "H100" or "v5e"."""
+    word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+    return name == self.kind or bool(word.search(self.name))
+
+  @property
+  def compute(self) -> float:
+    """Compute capability of an NVIDIA GPU; 0 for others, which read no PTX.
+
+    Without one, names tell; unknown ones are taken for newer than all others.
+    """
+    other = _NOT_NVIDIA.search(f"{self.kind} {self.capability}")
+    if self.platform != "gpu" or other:
+      return 0.0
+    named = (x for words, x in _GPUS.items() if re.search(words, self.kind))
+    return float(self.capability or next(named, "inf"))
 
   @property
   def is_hopper(self) -> bool:
     """Whether it is a GPU of compute capability 9.0."""
-    return self.platform == "gpu" and any(x in self.kind for x in _HOPPER)
-
-
-_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+    return self.compute == 9
 
 
 def target() -> Target:
@@ -37,20 +80,32 @@ def target() -> Target:
   their mesh (`jax.set_mesh`), which names them; without a mesh it will run on
   the default device.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  device = mesh.abstract_device
-  if device is not None:
-    return Target(device.platform, device.device_kind, device.num_cores)
-  device = _default_device()
-  cores = getattr(device, "core_count", None)
-  return Target(device.platform, device.device_kind, cores)
+  named = jax.sharding.get_abstract_mesh().abstract_device
+  if named is None:
+    device = _default_device()
+    cores = getattr(device, "core_count", None)
+  else:
+    alike = (x for x in jax.devices() if x.device_kind == named.device_kind)
+    device, cores = next(alike, named), named.num_cores
+  capability = str(getattr(device, "compute_capability", ""))
+  cuda = cuda_version() if device.platform == "gpu" else None
+  return Target(device.platform, device.device_kind, cores, capability, cuda)
 
 
 @functools.cache
 def has_cudnn() -> bool:
   """Whether JAX's plug-in for CUDA, which loads cuDNN, is installed."""
-  plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-  return any(importlib.util.find_spec(name) for name in plugins)
+  return any(importlib.util.find_spec(name) for name in _CUDA_PLUGINS)
+
+
+@functools.cache
+def cuda_version() -> int | None:
+  """The version of CUDA in JAX's plug-in, 12080 for 12.8; None without one."""
+  for name in _CUDA_PLUGINS:
+    with contextlib.suppress(ImportError, RuntimeError):
+      versions = importlib.import_module(f"{name}._versions")
+      return versions.cuda_runtime_get_version()
+  return None
 
 
 def _default_device() -> jax.Device:

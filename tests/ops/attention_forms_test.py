@@ -1,11 +1,18 @@
 """Which form a call gets."""
 
 import dataclasses
+import subprocess
+import sys
+import types
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.ops import target as target_lib
+from moh_jax.ops.attention import attention
 from moh_jax.ops.attention_forms import (
   AttentionCase,
   Form,
@@ -13,8 +20,10 @@ from moh_jax.ops.attention_forms import (
   choose_form,
   kernel_options,
 )
-from moh_jax.ops.kernels import sizes
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.kernels import sizes, triton_backend
 from moh_jax.ops.target import Target
+from tests.ops import devices
 
 _CASE = AttentionCase(
   target=Target("cpu", "cpu"),
@@ -34,22 +43,68 @@ def _name(implementation: str = "auto", **changes) -> str:
   return choose_form(implementation, case).name
 
 
-class ChooseTest(parameterized.TestCase):
+class _TestCase(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(devices.with_triton())
+
+
+class ChooseTest(_TestCase):
   @parameterized.parameters(
     ({}, "packed"),
     ({"share": 0.75}, "packed"),
     ({"share": 0.9}, "blocked"),  # nothing is gained
     ({"share": 1.0}, "blocked"),
     ({"queries": 128, "keys": 128}, "dense"),
-    ({"queries": 128, "keys": 128, "batch": 64}, "blocked"),
     ({"queries": 256, "keys": 256}, "dense"),
-    ({"queries": 256, "keys": 256, "batch": 8}, "packed"),
+    ({"queries": 512, "keys": 512, "num_heads": 8}, "packed"),
     ({"queries": 256, "keys": 256, "share": 0.75, "causal": True}, "packed"),
     ({"queries": 1}, "dense"),
     ({"one_device": False}, "blocked"),
   )
   def test_auto_on_a_cpu(self, changes, expected):
     self.assertEqual(_name(**changes), expected)
+
+  @parameterized.parameters(
+    # Short sequences: the logits of one, not of the batch, are in the caches.
+    ({"queries": 256, "keys": 256, "batch": 8}, Form("dense", one_by_one=True)),
+    (
+      {"queries": 128, "keys": 128, "batch": 64},
+      Form("dense", one_by_one=True),
+    ),
+    # All heads of causal attention have the blocks of packed ones.
+    ({"causal": True, "share": 1.0}, Form("blocked", False, 64, 4)),
+    (
+      {"causal": True, "share": 1.0, "queries": 512},
+      Form("blocked", False, 64, 4),
+    ),
+    (
+      {"causal": True, "share": 1.0, "queries": 256, "keys": 256},
+      Form("blocked", False, 32, 4),
+    ),
+    ({"causal": True, "queries": 128, "keys": 128}, Form("dense")),
+    (
+      {"causal": True, "queries": 128, "keys": 128, "batch": 64},
+      Form("blocked", False, 32, 4),
+    ),
+    # Blocks are faster than all logits, though these would fit.
+    (
+      {"share": 1.0, "queries": 512, "keys": 512, "num_heads": 8},
+      Form("blocked", False, 512),
+    ),
+    (
+      {"queries": 512, "keys": 512, "num_heads": 8, "dtype": "bfloat16"},
+      Form("dense"),
+    ),
+    # XLA's partitioner would split a loop over sequences badly.
+    (
+      {"queries": 256, "keys": 256, "batch": 8, "one_device": False},
+      Form("blocked", False, 256),
+    ),
+  )
+  def test_blocks_of_auto_on_a_cpu(self, changes, expected):
+    case = dataclasses.replace(_CASE, **changes)
+    self.assertEqual(choose_form("auto", case), expected)
 
   @parameterized.parameters(
     ({}, "cudnn", True),
@@ -143,7 +198,164 @@ class ChooseTest(parameterized.TestCase):
     self.assertEqual(choose_form("dense", case), Form("blocked", False, rows))
 
 
-class KernelTest(parameterized.TestCase):
+# What half of 8,192 causal tokens' heads, 4,096 bidirectional ones' and float32
+# get: the form, and "+" where it packs.
+_KINDS = {
+  ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 80GB HBM3",
+   "NVIDIA H100 PCIe", "NVIDIA H200"): ("kernel+", "cudnn+", "kernel+"),
+  # Without figures of their own: only what is the same kernel on both sides.
+  ("NVIDIA B200", "NVIDIA GB200", "NVIDIA B300", "NVIDIA RTX PRO 6000", "gpu",
+   "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA A10", "NVIDIA A1000",
+   "NVIDIA L4", "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA X1",
+   "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX A6000"):
+    ("cudnn", "cudnn+", "kernel+"),
+  # Neither cuDNN's attention nor Triton.
+  ("Tesla T4", "NVIDIA T4", "Tesla V100-SXM2-16GB", "NVIDIA TITAN V", "T4G",
+   "NVIDIA GeForce RTX 2080 Ti", "NVIDIA GeForce GTX 1650", "Quadro RTX 6000",
+   "Tesla P100-PCIE-16GB", "Tesla K80", "NVIDIA T1000"): ("blocked",) * 3,
+  # They read no PTX.
+  ("AMD Instinct MI300X", "AMD Instinct MI250X", "MI355X", "gfx942",
+   "AMD Radeon RX 7900 XTX", "Intel(R) Data Center GPU Max 1550"):
+    ("blocked",) * 3,
+  ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"):
+    ("kernel+",) * 3,
+  ("TPU v4", "TPU7x", "TPU v9"): ("splash",) * 3,
+}  # fmt: skip
+_DEVICES = [(kind, forms) for kinds, forms in _KINDS.items() for kind in kinds]
+
+
+def _device(kind: str, **options) -> Target:
+  return Target("tpu" if "TPU" in kind else "gpu", kind, **options)
+
+
+class DevicesTest(_TestCase):
+  @parameterized.parameters(*_DEVICES)
+  def test_auto(self, kind, expected):
+    device, forms = _device(kind), []
+    for tokens, dtype in ((8192, "bfloat16"), (4096, "bfloat16"), (4096, "")):
+      case = dataclasses.replace(
+        _CASE, target=device, queries=tokens, keys=tokens,
+        causal=tokens == 8192, dtype=dtype or "float32",
+      )  # fmt: skip
+      form = choose_form("auto", case)
+      forms.append(form.name + "+" * form.packs)
+    self.assertEqual(tuple(forms), expected)
+    plain = "blocked" in expected
+    cached = choose_cached_form("auto", device, new=1, head_dim=64)
+    self.assertEqual(cached, "dense" if plain else "kernel")
+    if plain:
+      for name in ("kernel", "cudnn"):
+        with self.assertRaisesRegex(ValueError, f"'{name}' needs"):
+          _name(name, target=device, dtype="bfloat16")
+
+  def test_other_accelerators_get_plain_xla(self):
+    case = {"target": Target("neuron", "trn2"), "dtype": "bfloat16"}
+    self.assertEqual(_name("auto", **case), "blocked")
+
+  @parameterized.parameters("AMD Instinct MI300X", "Tesla T4")
+  def test_their_programs_hold_plain_xla(self, kind):
+    q = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((1, 4096, 2), bool)
+
+    def attend(q, mask):
+      return attention(q, q, q, causal=True, active=ActiveHeads(mask, 1))
+
+    with devices.traced_for("gpu", kind):
+      text = str(jax.make_jaxpr(attend)(q, mask))
+    self.assertNotRegex(text, "pallas|cudnn")
+
+  @parameterized.parameters(
+    ("7.5", False, False), ("8.0", True, False), ("9.0", True, True),
+    ("10.0", True, False), ("12.1", True, False), ("gfx942", False, False),
+  )  # fmt: skip
+  def test_a_device_that_is_here_tells_its_capability(
+    self, capability, ampere, hopper
+  ):
+    device = types.SimpleNamespace(
+      platform="gpu", device_kind="New", core_count=7,
+      compute_capability=capability,
+    )  # fmt: skip
+    with (
+      mock.patch.object(target_lib, "_default_device", lambda: device),
+      mock.patch.object(target_lib, "cuda_version", lambda: 12090),
+    ):
+      found = target_lib.target()
+    self.assertEqual(found, Target("gpu", "New", 7, capability, 12090))
+    self.assertEqual((found.compute >= 8, found.is_hopper), (ampere, hopper))
+
+  def test_a_mesh_of_devices_that_are_here_too(self):
+    device = types.SimpleNamespace(
+      platform="gpu", device_kind="New", compute_capability="7.5"
+    )
+    with (
+      mock.patch.object(jax, "devices", lambda: [device]),
+      devices.traced_for("gpu", "New", 7),
+    ):
+      self.assertEqual(target_lib.target().compute, 7.5)
+
+  @parameterized.parameters(
+    (None, "mosaic_gpu"), (12060, "mosaic_gpu"), (12080, "triton"),
+    (12090, "triton"), (13000, "mosaic_gpu"),
+  )  # fmt: skip
+  def test_cuda_that_miscompiles_hopper_kernels(self, cuda, backend):
+    device = _device("NVIDIA H100 80GB HBM3", cuda=cuda)
+    options = kernel_options(device, "bfloat16", 64)
+    self.assertEqual(options["backend"], backend)
+
+
+class TritonTest(parameterized.TestCase):
+  @parameterized.parameters(
+    # Every head where that is faster than packing in plain XLA.
+    ("NVIDIA A100-SXM4-80GB", {"causal": True}, "cudnn"),
+    ("NVIDIA A100-SXM4-80GB", {}, "cudnn"),
+    ("NVIDIA A100-SXM4-80GB", {"causal": True, "masked": True}, "blocked"),
+    ("NVIDIA A100-SXM4-80GB", {"dtype": "float32"}, "blocked"),
+    ("NVIDIA H100 80GB HBM3", {"causal": True}, "kernel"),  # Mosaic GPU
+    ("NVIDIA H100 80GB HBM3", {"causal": True, "head_dim": 72}, "cudnn"),
+  )
+  def test_auto_takes_the_next_best_form(self, kind, changes, expected):
+    long = {"queries": 8192, "keys": 8192, "dtype": "bfloat16"}
+    case = {"target": _device(kind)} | long | changes
+    with mock.patch.object(triton_backend, "problem", lambda: "Triton"):
+      self.assertEqual(_name(**case), expected)
+      if expected != "kernel":
+        with self.assertRaisesRegex(ValueError, "'kernel' needs Triton"):
+          _name("kernel", **case)
+      cached = choose_cached_form(
+        "auto", case["target"], new=1, head_dim=64
+      )  # fmt: skip
+      self.assertEqual(cached, "dense")
+
+  def test_a_refusal_is_told_in_one_line(self):
+    refuses = mock.Mock(side_effect=NotImplementedError("gone\nfor good"))
+    found = mock.patch.object(triton_backend, "MISSING", "")
+    with found, mock.patch.object(triton_backend, "launch", refuses):
+      problem = triton_backend.problem.__wrapped__()
+    self.assertRegex(problem, r"jax [\d.]+ refuses \(.*Error: gone\)$")
+
+  def test_all_else_works_where_jax_has_removed_it(self):
+    code = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax, numpy as np
+from moh_jax.ops.attention import attention
+q = jax.random.normal(jax.random.key(0), (1, 24, 2, 16))
+forms = [attention(q, q, q, implementation=x) for x in ("kernel", "dense")]
+np.testing.assert_allclose(*forms, atol=1e-5)
+from moh_jax.ops.kernels.attention import readable
+try:
+  readable("triton", q, q, q)
+except ValueError as error:
+  print(error)
+"""
+    result = subprocess.run(
+      [sys.executable, "-c", code], capture_output=True, text=True
+    )
+    self.assertEqual(result.returncode, 0, result.stderr)
+    self.assertIn("'triton' needs Pallas' Triton, which jax", result.stdout)
+
+
+class KernelTest(_TestCase):
   @parameterized.parameters(
     # Half of the heads are active: 256 tokens a head, and 2,048.
     ("cpu", 512, 64),
@@ -190,7 +402,7 @@ def _cached_name(name, platform="gpu", new=1, head_dim=64):
   return choose_cached_form(name, device, new=new, head_dim=head_dim)
 
 
-class CachedTest(parameterized.TestCase):
+class CachedTest(_TestCase):
   @parameterized.product(name=IMPLEMENTATIONS, platform=("cpu", "gpu", "tpu"))
   def test_only_the_kernel_skips_heads_and_slots(self, name, platform):
     kernel = name == "kernel" or (name == "auto" and platform != "cpu")

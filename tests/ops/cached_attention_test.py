@@ -101,6 +101,16 @@ class KernelTest(parameterized.TestCase):
     expected = jnp.where(mask[..., None], expected, 0)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
+  def test_more_heads_than_the_bound_give_nan_in_their_text(self):
+    cache, *_ = filled()
+    q, slots = vectors(1, 4), _slots(1, 5)
+    mask = np.arange(4) <= 3 * (np.arange(B) == 0)[:, None, None]
+    active = ActiveHeads(jnp.asarray(mask), 1)
+    out = _attend(q, cache, slots, active=active, implementation="kernel")
+    self.assertTrue(np.isnan(out[0]).any())
+    expected = jnp.where(mask[..., None], _attend(q, cache, slots), 0)
+    np.testing.assert_allclose(out[1:], expected[1:], atol=2e-6)
+
   def test_texts_have_lengths_of_their_own(self):
     cache, *_ = filled("int8")
     q, slots = vectors(1, 4), _slots(1, (3, 7), (1, 0))

@@ -110,6 +110,13 @@ class SummedCrossEntropyTest(parameterized.TestCase):
     np.testing.assert_array_equal(dx[weights == 0], 0.0)
     self.assertGreater(float(jnp.abs(dx[weights > 0]).min()), 0.0)
 
+  def test_jax_enable_x64_keeps_float32(self):
+    with jax.enable_x64(True):
+      grads = jax.eval_shape(
+        lambda *args: jax.value_and_grad(_summed)(*args, 3), *_inputs()
+      )
+    chex.assert_type(jax.tree.leaves(grads), jnp.float32)
+
   def test_no_weight_at_all_gives_zero(self):
     x, kernel, targets, weights = _inputs()
     zeros = jnp.zeros_like(weights)

@@ -2,17 +2,37 @@
 
 import contextlib
 import importlib.util
+import io
 import os
+import unittest
 from collections.abc import Iterator
 from unittest import mock
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+from moh_jax.ops.kernels import tpu_plan, triton_backend
 
 HERE = jax.devices()[0].platform
 # The back end of Pallas that runs kernels here; none on a CPU.
 BACKEND = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(HERE)
+# As found; tests that choose forms replace them.
+_MISSING, _PROBLEM = triton_backend.MISSING, triton_backend.problem
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+def need(backend: str, *, lowers: bool = False) -> None:
+  """Skips a test of a back end of Pallas that JAX lacks or refuses."""
+  problem = _PROBLEM() if lowers else _MISSING
+  if backend == "triton" and problem:
+    raise unittest.SkipTest(f"needs {problem}")
+
+
+def with_triton() -> contextlib.AbstractContextManager:
+  """Context in which forms are chosen as if JAX had Triton in any case."""
+  found = {"MISSING": "", "problem": lambda: ""}
+  return mock.patch.multiple(triton_backend, **found)
 
 
 def traced_for(
@@ -31,6 +51,30 @@ def as_if_on_a_gpu() -> contextlib.AbstractContextManager:
   if HERE == "gpu":
     return contextlib.nullcontext()
   return traced_for("gpu", "NVIDIA H100")
+
+
+@contextlib.contextmanager
+def simulated_tpu(cores: int) -> Iterator[None]:
+  """Context in which interpreted TPU kernels run in Pallas's simulator.
+
+  Memory that nothing was written to holds NaN, and a race of the cores is an
+  error.
+  """
+  params = pltpu.InterpretParams(
+    num_cores_or_threads=cores, detect_races=True, uninitialized_memory="nan"
+  )
+  told = io.StringIO()
+  try:
+    with (
+      pltpu.force_tpu_interpret_mode(params),
+      mock.patch.object(tpu_plan, "_LEAST", (16 << 20, cores)),
+      contextlib.redirect_stdout(told),  # JAX 0.10 raises nothing
+    ):
+      yield
+  finally:
+    pltpu.reset_tpu_interpret_mode_state()
+  if told.getvalue():
+    raise AssertionError(told.getvalue())
 
 
 @contextlib.contextmanager

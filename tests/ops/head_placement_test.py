@@ -88,6 +88,14 @@ class PlacementTest(parameterized.TestCase):
         seen += 1
     self.assertGreater(seen, 40)
 
+  def test_an_order_may_share_all_heads_of_a_device(self):
+    placement = HeadPlacement(8, 8, 2)
+    budget = HeadBudget(8, shared=4, top_k=1, head_dim=4)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)  # the first device holds 0, 2, 4, 6
+    self.assertEqual(placement.expected_active(budget, order), (4.0, 1.0))
+    self.assertEqual(placement.imbalance(budget, order), 1.6)
+    self.assertEqual(placement.imbalance(budget, range(8)), 1.0)
+
   def test_no_token_has_more_active_heads_on_a_device(self):
     budget, rng = HeadBudget(12, 5, 3, 8), np.random.default_rng(0)
     for devices in (2, 3, 4):

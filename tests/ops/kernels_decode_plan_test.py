@@ -17,6 +17,7 @@ from moh_jax.ops.kernels import decode, tpu_decode, triton_decode
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.ops.kernels.decode_problem import DecodeProblem, head_list
 from moh_jax.ops.kernels.sizes import Tile
+from tests.ops import devices
 from tests.ops.decode_cases import BACKENDS, CASES, Case
 
 
@@ -32,6 +33,7 @@ class ListTest(parameterized.TestCase):
 
   @parameterized.parameters(*BACKENDS)
   def test_work_beside_the_kernel_is_linear_in_the_heads(self, backend):
+    devices.need(backend)
     largest = {}
     for size in (16, 32):
       case = Case(heads=size, kv_heads=size, slots=1, head_dim=1)
@@ -67,9 +69,9 @@ def _problem(case: Case) -> DecodeProblem:
     found.append(problem)
     return jnp.zeros(q.shape, jnp.float32)
 
-  with mock.patch.dict(decode._KERNELS, {"triton": spy}):
+  with mock.patch.dict(decode._KERNELS, {"mosaic_tpu": spy}):
     kernel_decode(
-      *case.arrays(), *case.bounds(), case.active(), 1.0, backend="triton"
+      *case.arrays(), *case.bounds(), case.active(), 1.0, backend="mosaic_tpu"
     )
   return found[0]
 

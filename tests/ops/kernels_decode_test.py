@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops.kernels import tpu_decode, triton_decode
@@ -35,6 +36,7 @@ def _reference(case: Case, q, cache) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kernel(case, backend, q, cache):
+  devices.need(backend)
   with (
     mock.patch.object(triton_decode, "decode_tile", lambda *_: Tile(16, 16)),
     mock.patch.object(tpu_decode, "decode_tile", lambda *_: Tile(16, 16)),
@@ -97,9 +99,26 @@ class InterpretedTest(parameterized.TestCase):
     np.testing.assert_allclose(out, _reference(case, q, cache), atol=2e-6)
 
 
+class SimulatedTest(parameterized.TestCase):
+  """Two cores, whose memory holds NaN where nothing was written."""
+
+  @parameterized.parameters(
+    "padding", "many_splits", "hidden_text", "first_text_chose_nothing",
+    "grouped", "no_head", "one_slot",
+  )  # fmt: skip
+  @pytest.mark.slow
+  def test_equals_numpy_without_races(self, name):
+    case = CASES[name]
+    arrays = case.arrays()
+    with devices.simulated_tpu(2):
+      call = functools.partial(_kernel.__wrapped__, case, "mosaic_tpu")
+      out = jax.block_until_ready(jax.jit(call)(*arrays))
+    np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
+
+
 class ErrorsTest(absltest.TestCase):
   def _call(self, case=CASES["padding"], dtype=jnp.float32, **options):
-    options = {"backend": "triton", **options}
+    options = {"backend": "mosaic_tpu", **options}
     q, cache = case.arrays(dtype)
     kernel_decode(
       q, cache, *case.bounds(), None, 1.0, interpret=True, **options
@@ -137,6 +156,7 @@ class LoweringTest(parameterized.TestCase):
 
   @parameterized.product(dtypes=_DTYPES, shape=_SHAPES, backend=BACKENDS)
   def test_lowers_and_copies_no_cache(self, dtypes, shape, backend):
+    devices.need(backend, lowers=True)
     target, kernel = _TARGETS[backend]
     slots, head_dim = shape
     case = Case(heads=16, kv_heads=8, slots=slots, head_dim=head_dim)

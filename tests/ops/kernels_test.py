@@ -141,6 +141,8 @@ def _tiles(rows: int = 16, keys: int = 16, part: int = 16) -> BlockSizes:
 
 @functools.partial(jax.jit, static_argnames=("case", "backend", "tiles"))
 def _kernels(case, arrays, blocks, *, backend, tiles):
+  devices.need(backend)
+
   def attend(q, k, v):
     return kernel_attention(
       q, k, v, case.visible(), blocks, case.factor(),
@@ -241,9 +243,30 @@ class InterpretedTest(parameterized.TestCase):
     chex.assert_tree_all_finite((out, dq))
     self.assertGreater(float(jnp.abs(out).max()), 0)
 
+  @parameterized.parameters(
+    (jnp.float32, "triton"),
+    (jnp.bfloat16, "triton"),
+    (jnp.float16, "triton"),
+    (jnp.float32, "mosaic_tpu"),
+  )
+  def test_rows_without_a_pair_have_no_query(self, dtype, backend):
+    case = _Case(choice="one head")  # not the first one
+    q, k, v, grad = case.arrays(dtype)
+    foreign = q.at[0, 0, 0].set(100)  # logits of -1,000
+    results, expected = (
+      _kernels(
+        case, [x, k - 3, v, grad], case.blocks(), backend=backend,
+        tiles=_tiles(),
+      )
+      for x in (foreign, q)
+    )  # fmt: skip
+    chex.assert_tree_all_finite(results)
+    chex.assert_trees_all_equal(results, expected)
+
 
 class ErrorsTest(absltest.TestCase):
   def _call(self, dtype=jnp.float32, rows=16, **options):
+    devices.need(options["backend"])
     case = _CASES["one_token"]
     q, k, v, _ = case.arrays(dtype)
     kernel_attention(
@@ -279,6 +302,7 @@ class ErrorsTest(absltest.TestCase):
 
 def _traced(backend, dtype, sharding=None, **options):
   """Attention with gradients for a device, default tiles, heads chosen."""
+  devices.need(backend, lowers=True)
   case = _Case(queries=200, keys=200, heads=8, kv_heads=4, **options)
   shapes = jax.eval_shape(lambda: case.arrays(dtype))
   shapes = jax.tree.map(

@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops.dense import dense_attention
@@ -169,6 +170,26 @@ class VisitsTest(parameterized.TestCase):
       sizes = [len(core) for core in cores]
       self.assertLess(abs(sizes[0] - sizes[1]), 8)
 
+  @parameterized.product(
+    options=(
+      {"share": 0.0},
+      {"share": 0.01, "heads": 2},  # a pair or two
+      {"heads": 2, "kv_heads": 1, "batch": 1, "causal": True},
+      _MASKS["all_masks"],
+    ),
+    keys_first=(False, True),
+  )
+  def test_every_core_has_a_visit_to_what_no_other_one_writes(
+    self, options, keys_first
+  ):
+    case, cut = _Case(**options), Cut(16, 5, 2, 2, heads=1, cores=2)
+    lists, _ = _tables(case, cut, keys_first)
+    names = ("unit", "chunk") if keys_first else ("window",)
+    written = [{tuple(x[n] for n in names) for x in c} for c in _visits(lists)]
+    self.assertLen(written, 2)
+    self.assertTrue(all(written))
+    self.assertLen(set().union(*written), sum(map(len, written)))
+
   def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
     case = _Case(queries=16, keys=64, kv_heads=4)
     mask = np.zeros((2, 16, 4), bool)
@@ -227,13 +248,43 @@ class PlanTest(parameterized.TestCase):
     self.assertGreaterEqual(cut.heads, 2)
     self.assertGreaterEqual(cut.window * plan.problem.rows, 512)
 
+  @parameterized.product(
+    kind=("TPU v4", "TPU v5"), causal=(False, True), keys_first=(False, True)
+  )
+  def test_two_cores_share_the_work_of_one_key_value_head(
+    self, kind, causal, keys_first
+  ):
+    # LLaMA-8B on tensor=8.
+    case = _Case(4096, 4096, 4, 1, 128, causal=causal, batch=1)
+    with devices.traced_for("tpu", kind):
+      tile = block_sizes("mosaic_tpu", 128, "bfloat16").dkv
+      blocks = head_blocks(ActiveHeads(jnp.asarray(case.active()), 4), 256)
+      problem = dataclasses.replace(case.problem(), blocks=blocks)
+      plan = tpu_plan.Plan(problem, tile.keys, keys_first=keys_first)
+      cut = plan.cut
+      lists, _ = jax.jit(
+        lambda: tpu_visits.tables(problem, cut, keys_first=keys_first)
+      )()
+    done = []
+    for core in _visits(lists):
+      tiles = 0
+      for visit in core:
+        begin = visit["chunk"] * cut.chunk
+        for i in range(visit["low"], visit["high"]):
+          start, _, end = (
+            x[visit["window"] * cut.window + i] for x in lists[-3:]
+          )
+          tiles += max(0, min(end, begin + cut.chunk) - max(start, begin))
+      done.append(int(tiles))
+    self.assertLen(done, 2)
+    self.assertGreater(min(done), 0.3 * sum(done))
+
   def test_keys_that_do_not_fit_come_in_chunks(self):
     _, cut = self._plan("TPU7x", 16384, 256, "float32", keys_first=True)
     self.assertGreater(cut.chunks, 1)
 
 
-@functools.partial(jax.jit, static_argnames=("case", "name"))
-def _kernels(case, arrays, *, name):
+def _attend(case, arrays):
   tile = Tile(_ROWS, 16)
   *inputs, grad = arrays
 
@@ -243,10 +294,15 @@ def _kernels(case, arrays, *, name):
       sizes=BlockSizes(tile, tile, tile), interpret=True,
     )  # fmt: skip
 
+  out, pull = jax.vjp(attend, *inputs)
+  return out, *pull(grad)
+
+
+@functools.partial(jax.jit, static_argnames=("case", "name"))
+def _kernels(case, arrays, *, name):
   cut = property(lambda self: _CUTS[name])
   with mock.patch.object(tpu_plan.Plan, "cut", cut):
-    out, pull = jax.vjp(attend, *inputs)
-    return out, *pull(grad)
+    return _attend(case, arrays)
 
 
 @functools.partial(jax.jit, static_argnames="case")
@@ -270,11 +326,35 @@ class InterpretedTest(parameterized.TestCase):
   )
   def test_any_cut_gives_the_dense_form(self, name, options):
     case = _Case(**options)
-    results = _kernels(case, case.arrays(), name=name)
-    for i, (got, want) in enumerate(zip(results, _dense(case, case.arrays()))):
-      most = max(1, np.abs(want).max())
-      tolerance = (1e-5 if i else 2e-6) * most
-      np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+    _check(case, _kernels(case, case.arrays(), name=name))
+
+
+def _check(case, results):
+  for i, (got, want) in enumerate(zip(results, _dense(case, case.arrays()))):
+    most = max(1, np.abs(want).max())
+    tolerance = (1e-5 if i else 2e-6) * most
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+
+
+class SimulatedTest(parameterized.TestCase):
+  """Two cores, whose memory holds NaN where nothing was written."""
+
+  @parameterized.parameters(
+    (2, {"causal": True, "heads": 2, "kv_heads": 1, "batch": 1}),
+    (2, {"heads": 3, "share": 0.02, "kv_heads": 3, "batch": 1}),
+    (2, {"share": 0.0, "causal": True}),  # no head at all
+    (2, {"queries": 16, "keys": 16, "heads": 2, "kv_heads": 1, "batch": 1}),
+    (2, {"queries": 51, "keys": 51, "kv_heads": 4, **_MASKS["all_masks"]}),
+    (2, {"causal": True, "queries": 20, "keys": 37, "head_dim": 64}),
+    (1, {"queries": 51, "keys": 51, **_MASKS["all_masks"]}),
+  )
+  @pytest.mark.slow
+  def test_equals_the_dense_form_without_races(self, cores, options):
+    case = _Case(**{"queries": 40, "keys": 40, **options})
+    with devices.simulated_tpu(cores):
+      attend = jax.jit(functools.partial(_attend, case))
+      results = jax.block_until_ready(attend(case.arrays()))
+    _check(case, results)
 
 
 if __name__ == "__main__":

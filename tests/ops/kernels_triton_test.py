@@ -14,6 +14,7 @@ from tests.ops import devices
 
 class DeprecationTest(absltest.TestCase):
   def test_lowers_where_warnings_are_errors(self):
+    devices.need("triton", lowers=True)
     q = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.bfloat16)
     mask = jax.ShapeDtypeStruct((1, 64, 2), jnp.bool_)
 

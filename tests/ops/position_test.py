@@ -305,6 +305,19 @@ class RotationTest(parameterized.TestCase):
         jax.tree.map(lambda x: x[:, :count], alone),  # noqa: B023
       )
 
+  @parameterized.parameters(*ROPE_SCALINGS)
+  def test_packed_documents_are_turned_as_alone(self, scaling):
+    config, lengths = _ROPE[scaling], (3, 15, 20, 13)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    for numbers in ((1, 2, 3, 0), (9, 40, 9, 2)):  # of the documents
+      segments = np.repeat(numbers, lengths)
+      rows = jnp.stack([positions, positions * 0]), jnp.stack([segments] * 2)
+      packed = jax.jit(lambda p, s: rotation(p, config, _DIM, None, s))(*rows)
+      alone = [rotation(jnp.arange(n)[None], config, _DIM) for n in lengths]
+      expected = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[0], *alone)
+      first = jax.tree.map(lambda x: x[0], packed)
+      chex.assert_trees_all_close(first, expected, atol=1e-6)
+
   @parameterized.parameters(2, 16)
   def test_smallest_and_larger_heads_turn(self, dim):
     got = rotation(jnp.array([[3]]), RotaryConfig(scaling="dynamic"), dim)

@@ -53,6 +53,29 @@ def _route(budget: HeadBudget, logits: dict, form: str) -> routing.Routing:
   )
 
 
+class UnderflowTest(parameterized.TestCase):
+  """Logits so far apart that most probabilities are 0 in float32."""
+
+  @parameterized.parameters(*GATE_FORMS)
+  def test_heads_are_chosen_by_logits(self, form):
+    budget = HeadBudget(6, 1, 2, head_dim=4)
+    logits = jnp.float32([1000.0, 0.0, -500.0, 300.0, 300.0])
+    decided = routing.two_stage_gates(
+      budget=budget,
+      routed_logits=jnp.broadcast_to(logits, (*_BATCH, 5)),
+      shared_logits=None,
+      group_logits=None,
+      batch_shape=_BATCH,
+      form=form,
+    )
+    want = [True, False, False, True, False]  # of equal logits the first
+    np.testing.assert_array_equal(
+      decided.selected, np.broadcast_to(want, (*_BATCH, 5))
+    )
+    aux = routing.router_aux(decided, budget, form=form)
+    np.testing.assert_array_equal(aux.load, [True, *want])
+
+
 class TopPTest(parameterized.TestCase):
   @parameterized.parameters(0.2, 0.5, 0.9)
   def test_selects_until_scores_reach_p(self, p):

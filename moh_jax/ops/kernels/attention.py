@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
-from moh_jax.ops.kernels import hopper, tpu, tpu_rows, triton
+from moh_jax.ops.kernels import hopper, tpu, tpu_rows, triton, triton_backend
 from moh_jax.ops.kernels.problem import Kernels, Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes
 from moh_jax.ops.lanes import fill_lanes, heads_in_lanes
@@ -113,6 +113,8 @@ def readable(
   """
   if backend not in BACKENDS:
     raise ValueError(f"backend={backend!r} must be one of {set(BACKENDS)}")
+  if backend == "triton" and triton_backend.MISSING:
+    raise ValueError(f"backend='triton' needs {triton_backend.MISSING}")
   for name, x in {"q": q, "k": k, "v": v}.items():
     if x.dtype not in _DTYPES:
       known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
@@ -171,6 +173,8 @@ def _attend(q, k, v, visible, blocks, options):
   return _forward(q, k, v, visible, blocks, options)[0]
 
 
+# Indices in kernels are int32, also with `jax_enable_x64`.
+@jax.enable_x64(False)
 def _forward(q, k, v, visible, blocks, options):
   scale, backend, sizes, interpret = options
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
@@ -184,6 +188,7 @@ def _forward(q, k, v, visible, blocks, options):
   return _to_pairs(backend, problem, out, dim), saved
 
 
+@jax.enable_x64(False)
 def _backward(options, saved, grad):
   scale, backend, sizes, interpret = options
   q, k, v, visible, blocks, out, log_sums = saved

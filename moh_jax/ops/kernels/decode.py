@@ -24,6 +24,7 @@ from moh_jax.ops.kernels.decode_problem import DecodeProblem, head_list
 _KERNELS = {"triton": triton_decode.attend, "mosaic_tpu": tpu_decode.attend}
 
 
+@jax.enable_x64(False)  # indices in kernels are int32
 def kernel_decode(
   q: jax.Array,
   cache: LayerCache,

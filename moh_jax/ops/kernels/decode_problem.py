@@ -20,10 +20,12 @@ class HeadList:
   Attributes:
     head: [B, L] int32 heads that are read, ascending, then arbitrary ones.
     count: [B] int32 entries of each list that are read.
+    entry: [B, K] int32 the entry of each head; arbitrary for others.
   """
 
   head: jax.Array
   count: jax.Array
+  entry: jax.Array
 
 
 def head_list(is_read: jax.Array, most: int) -> HeadList:
@@ -39,7 +41,8 @@ def head_list(is_read: jax.Array, most: int) -> HeadList:
   text = jnp.arange(batch, dtype=jnp.int32)[:, None]
   head = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), is_read.shape)
   empty = jnp.zeros((batch, most), jnp.int32)
-  return HeadList(empty.at[text, place].set(head, mode="drop"), ended[:, -1])
+  listed = empty.at[text, place].set(head, mode="drop")
+  return HeadList(listed, ended[:, -1], jnp.clip(ended - 1, 0, most - 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,11 +40,12 @@ def attend(problem: DecodeProblem, q: jax.Array) -> jax.Array:
   Returns:
     [B, K, G, D] float32, undefined for heads that are in no list.
   """
-  batch, kv_heads, group, dim = q.shape
+  batch, _, group, dim = q.shape
   rows = pl.cdiv(group, _ROWS) * _ROWS
   q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
   out = Plan(problem, rows).call(q.reshape(-1, rows, dim))
-  return out[:-1, :group].reshape(batch, kv_heads, group, dim)
+  out = out[:, :group].reshape(batch, problem.entries, group, dim)
+  return jax.vmap(lambda x, entry: x[entry])(out, problem.heads.entry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Plan:
       q: [B * K, R, D].
 
     Returns:
-      [B * K + 1, R, D] float32, undefined for heads that are in no list and in
-      the last row.
+      [B * L, R, D] float32 of the lists' entries, undefined for those that are
+      not read.
     """
     problem = self.problem
     count, rows, dim = q.shape
@@ -158,20 +159,21 @@ class Plan:
       head, _, tile = by_slots(b, x, j, *tables)
       return (head, 0, tile) if self.head_dim_first else (head, tile, 0)
 
+    # Every entry has rows of its own, also those that are not read: two cores
+    # may share the grid, in any order of the entries.
     def target(b, x, j, *tables):
-      # Entries that are not read write to a row of their own: two cores may
-      # share the grid.
-      return jnp.where(x < tables[0][b], own(b, x, j, *tables)[0], count), 0, 0
+      return b * problem.entries + x, 0, 0
 
     in_specs = (
       pl.BlockSpec((1, rows, dim), own),
       (pl.BlockSpec(block, tile_of_cache),) * 2,
       jax.tree.map(lambda _: pl.BlockSpec((1, 1, self.keys), by_slots), scales),
     )
+    shape = problem.batch * problem.entries, rows, dim
     sums = [pltpu.VMEM((rows, n), jnp.float32) for n in (dim, LANES, LANES)]
     return pl.pallas_call(
       functools.partial(_kernel, plan=self),
-      out_shape=jax.ShapeDtypeStruct((count + 1, rows, dim), jnp.float32),
+      out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=5,
         grid=self.grid,

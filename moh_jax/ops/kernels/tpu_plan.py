@@ -26,15 +26,12 @@ from moh_jax.ops.lanes import LANES
 from moh_jax.ops.target import target
 
 _MIB = 1 << 20
-# By device kind: VMEM of a core and the cores of a device, as
+# By `Target.name`: VMEM of a core and the cores of a device, as
 # `pltpu.get_tpu_info` says. Others, and the interpreter, get the least.
 _CHIPS = {
   "TPU v4": (16 * _MIB, 2),
-  "TPU v5 lite": (128 * _MIB, 1),
   "TPU v5e": (128 * _MIB, 1),
-  "TPU v5": (64 * _MIB, 2),
   "TPU v5p": (64 * _MIB, 2),
-  "TPU v6 lite": (128 * _MIB, 1),
   "TPU v6e": (128 * _MIB, 1),
   "TPU7x": (64 * _MIB, 1),
 }
@@ -66,16 +63,23 @@ class Plan:
 
     For instance, 1,100 keys in tiles of at most 1,024 are two tiles of 640.
     """
-    if self.problem.keys == self.max_keys:
+    tiles = max(pl.cdiv(self.problem.keys, self.max_keys), self._parts)
+    if tiles == 1 and self.problem.keys == self.max_keys:
       return self.max_keys  # a single tile may have any size
     unit = min(LANES, self.max_keys)
-    units = pl.cdiv(self.problem.keys, unit)
-    return pl.cdiv(units, pl.cdiv(self.problem.keys, self.max_keys)) * unit
+    return pl.cdiv(pl.cdiv(self.problem.keys, unit), tiles) * unit
+
+  @property
+  def _parts(self) -> int:
+    """Into how many parts the keys of a head are cut for all cores to add."""
+    cores = _CHIPS.get(target().name, _LEAST)[1]
+    heads = self.problem.batch * self.problem.kv_heads
+    return pl.cdiv(cores, heads) if self.keys_first else 1
 
   @functools.cached_property
   def cut(self) -> Cut:
     """The sizes of what a step loads, such that it fits the VMEM."""
-    memory, cores = _CHIPS.get(target().kind, _LEAST)
+    memory, cores = _CHIPS.get(target().name, _LEAST)
     problem = self.problem
     rows, tiles = problem.rows, pl.cdiv(problem.keys, self.keys)
     flops = _STEP_FLOPS * (2 if problem.visible.causal else 1)
@@ -85,19 +89,24 @@ class Plan:
       pl.cdiv(int(flops / (4 * problem.keys * problem.head_dim)), rows),
     )
     window = max(most, pl.cdiv(_STEP_ROWS, rows), 1)
-    window = min(window, problem.num_blocks)
+    window = min(window, pl.cdiv(problem.num_blocks, cores))
     # A single block of rows gains nothing from keys that stay.
     once = problem.queries * problem.group <= rows
     chunk = memory // 2 // (self.keys * self._bytes_per_key)
+    if self._parts > 1:  # more of them, since causal ones differ in work
+      chunk = min(chunk, tiles // (2 * self._parts))
     chunk = 1 if once else max(min(tiles, chunk), 1)
     chunk = pl.cdiv(tiles, pl.cdiv(tiles, chunk))
-    heads = 1
+    heads, all_heads = 1, problem.batch * problem.kv_heads
     if chunk == tiles and not once:
-      blocks = pl.cdiv(problem.num_blocks, problem.batch * problem.kv_heads)
+      blocks = pl.cdiv(problem.num_blocks, all_heads)
       fit = memory // 2 // (tiles * self.keys * self._bytes_per_key)
-      heads = max(min(window // blocks, fit), 1)
+      heads = max(min(window // blocks, fit, all_heads // cores), 1)
       heads = max(x for x in range(1, heads + 1) if problem.kv_heads % x == 0)
-    return Cut(self.keys, tiles, chunk, window, heads, cores)
+    places = pl.cdiv(problem.num_blocks, window)
+    if self.keys_first:
+      places = all_heads // heads * pl.cdiv(tiles, chunk)
+    return Cut(self.keys, tiles, chunk, window, heads, min(cores, places))
 
   @property
   def _bytes_per_row(self) -> int:
@@ -116,7 +125,7 @@ class Plan:
 
   def _vmem_limit(self) -> int:
     """VMEM that the compiler may use; XLA keeps other arrays in the rest."""
-    memory, _ = _CHIPS.get(target().kind, _LEAST)
+    memory, _ = _CHIPS.get(target().name, _LEAST)
     rows, cut = self.problem.rows, self.cut
     keys = cut.heads * cut.chunk * self.keys
     loaded = keys * self._bytes_per_key

@@ -30,7 +30,8 @@ class Cut:
     chunk: tiles of a chunk, the keys that are in memory at once.
     window: blocks of rows of a window.
     heads: key/value heads of a unit, a divisor of K.
-    cores: cores that share a call; each gets a range of the visits.
+    cores: cores that share a call, 1 or 2; each gets a range of the visits. Two
+      have at least two windows of rows, and two chunks of all units.
   """
 
   keys: int
@@ -51,7 +52,7 @@ class Tables(NamedTuple):
 
   Attributes:
     first: [cores + 1] the first visit of each core, and the number of visits.
-    window: [X] window of the visit.
+    window: [X] window of the visit; X has room for a second core's idle one.
     unit: [X] unit of key/value heads.
     chunk: [X] chunk of keys.
     low: [X] first block of rows within the window.
@@ -109,10 +110,22 @@ def tables(
     visits = [x[index] for x in visits]
     chunk = chunk.astype(jnp.int32)
   window, unit, low, high = visits
-  # Cores share neither rows nor keys to which they add.
-  place = unit * cut.chunks + chunk if keys_first else window
   count = jnp.maximum(count, 1)
-  starts = _starts_of_cores(place, count, cut.cores)
+  starts = jnp.stack([jnp.zeros_like(count), count])
+  if cut.cores > 1:
+    # Cores share neither rows nor keys to which they add.
+    place, places = window, pl.cdiv(problem.num_blocks, cut.window)
+    if keys_first:
+      place, places = unit * cut.chunks + chunk, visited.size
+    place, starts = _halves(place, count, places)
+    window, unit, chunk, low, high = (
+      jnp.pad(x, (0, 1)) for x in (window, unit, chunk, low, high)
+    )
+    high = high.at[count].set(low[count])  # of the idle visit
+    if keys_first:
+      unit, chunk = jnp.divmod(place, cut.chunks)
+    else:
+      window = place
   head = problem.blocks.head // problem.group
   lists = Tables(starts, window, unit, chunk, low, high, head, *bounds)
   return lists, visited
@@ -220,27 +233,33 @@ def _chunks_seen(visits: list, bounds: tuple, cut: Cut) -> jax.Array:
   return (start < (chunk + 1) * cut.chunk) & (end > chunk * cut.chunk)
 
 
-def _starts_of_cores(
-  place: jax.Array, count: jax.Array, cores: int
-) -> jax.Array:
-  """Splits the visits into nearly equal ranges, one for each core.
+def _halves(
+  place: jax.Array, count: jax.Array, places: int
+) -> tuple[jax.Array, jax.Array]:
+  """Splits the visits into two nearly equal ranges, neither of them empty.
+
+  A core without a visit would write what is in its memory over what the other
+  one wrote. So where all visits add to one place, an idle visit of another one
+  comes last.
 
   Args:
     place: [X] what each visit adds to; visits of one place stay together.
     count: number of visits.
-    cores: number of ranges.
+    places: number of places, at least 2.
 
   Returns:
-    [cores + 1] int32.
+    The places of all visits, [X + 1]; and where the ranges begin and end, [3];
+    int32.
   """
-  index = jnp.arange(len(place), dtype=jnp.int32)
-  new = (place != jnp.roll(place, 1)) & (index < count)
-  starts = [jnp.zeros((), jnp.int32)]
-  for core in range(1, cores):
-    fair = pl.cdiv(count * core, cores)
-    later = jnp.where(new & (index >= fair), index, count)
-    starts.append(later.min())
-  return jnp.stack([*starts, count]).astype(jnp.int32)
+  index = jnp.arange(len(place) + 1, dtype=jnp.int32)
+  added_to = jnp.zeros(places, bool).at[place].max(index[:-1] < count)
+  free = jnp.argmin(added_to).astype(jnp.int32)
+  place = jnp.pad(place, (0, 1)).at[count].set(free)
+  end = count + (added_to.sum() == 1).astype(jnp.int32)
+  new = (place != jnp.roll(place, 1)) & (index > 0) & (index < end)
+  far = jnp.where(new, jnp.abs(2 * index - count), 2 * len(index))
+  half = jnp.argmin(far).astype(jnp.int32)
+  return place, jnp.stack([jnp.zeros_like(count), half, end])
 
 
 def visit_of_step(core: Any, step: Any, lists: Tables) -> jax.Array:

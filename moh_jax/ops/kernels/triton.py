@@ -67,8 +67,8 @@ def _forward_kernel(
   def _() -> None:
     place = plan.place(jax.lax.div(heads[t], plan.problem.group))
     row_masks = jax.tree.map(lambda x: x[...], masks[0])
-    # Empty rows read any query: nobody reads their results.
-    q = plan.load_at(q_ref, jnp.maximum(pair_ref[...], 0))
+    # Empty rows are 0, as in the gradients: these use the sums of this pass.
+    q = plan.load_at(q_ref, pair_ref[...])
 
     def step(j: jax.Array, carry: tuple, *, masked: bool) -> tuple:
       acc, highest, total = carry

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from moh_jax.ops.kernels import triton_backend
 from moh_jax.ops.kernels.decode_problem import DecodeProblem
 from moh_jax.ops.kernels.products import times
 from moh_jax.ops.kernels.sizes import Tile, decode_tile
+from moh_jax.ops.kernels.triton_backend import plgpu
 from moh_jax.ops.kernels.triton_program import (
   SMALLEST,
   Slices,
@@ -164,15 +165,13 @@ class Plan:
       jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
       jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    return pl.pallas_call(
+    return triton_backend.launch(
       functools.partial(_kernel, plan=self),
+      self.tile,
       out_shape=outputs,
       grid=self.grid,
       in_specs=in_specs,
       out_specs=(whole(*shape[:3], rows, width), whole(*shape[:3], rows)),
-      compiler_params=plgpu.CompilerParams(
-        num_warps=self.tile.warps, num_stages=self.tile.stages
-      ),
       interpret=problem.interpret,
       name="moh_decode",
     )(*inputs)

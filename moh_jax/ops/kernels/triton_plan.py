@@ -5,14 +5,13 @@ Shapes as in `gpu`.
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from moh_jax.ops.kernels import triton_backend
 from moh_jax.ops.kernels.problem import Argument, like
 from moh_jax.ops.kernels.triton_program import Program
 from moh_jax.ops.kernels.triton_tables import keys_of_rows, rows_of_keys
@@ -108,23 +107,16 @@ class Plan(Program):
     self, kernel: Callable, grid: tuple[int, ...], inputs: Any, outputs: Any
   ) -> Any:
     """Launches a kernel on tuples (of tuples) of `Argument`."""
-    # JAX 0.11 warns whenever it lowers a Triton kernel, after this returns. It
-    # would stop programs that treat warnings as errors.
-    warnings.filterwarnings(
-      "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-    )
     in_specs, out_specs = (
       jax.tree.map(lambda x: x.spec, tree) for tree in (inputs, outputs)
     )
-    launch = pl.pallas_call(
+    launch = triton_backend.launch(
       functools.partial(kernel, plan=self),
+      self.tile,
       out_shape=jax.tree.map(lambda x: x.array, outputs),
       grid=grid,
       in_specs=in_specs,
       out_specs=out_specs,
-      compiler_params=plgpu.CompilerParams(
-        num_warps=self.tile.warps, num_stages=self.tile.stages
-      ),
       interpret=self.problem.interpret,
       name="moh" + kernel.__name__,
     )

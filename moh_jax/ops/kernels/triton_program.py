@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.products import across
 from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.kernels.triton_backend import plgpu
 from moh_jax.ops.kernels.triton_tables import Bounds
 
 # An array [X, D] in registers: one array [X, W] per column slice.
@@ -128,11 +128,12 @@ class Program:
     )
 
   def load_at(self, ref: Any, rows: jax.Array) -> Slices:
-    """Loads the rows of [X, D] that an array of indices [r] names."""
+    """Loads the rows of [X, D] that an array of indices [r] names; 0 for -1."""
+    named = (rows >= 0)[:, None]
     return tuple(
       _load(
-        ref.at[rows[:, None], first + jnp.arange(width)[None]],
-        self._inside(first, width),
+        ref.at[jnp.maximum(rows, 0)[:, None], first + jnp.arange(width)[None]],
+        _both(named, self._inside(first, width)),
       )
       for first, width in self.columns
     )
