@@ -79,8 +79,9 @@ class PositionBias(nn.Module):
   @nn.compact
   def __call__(self, coordinates: RelativeCoordinates) -> jax.Array:
     """Returns [H, N, M] float32 for N queries and M keys."""
-    kernel = self.param("fc1_kernel", LINEAR_INIT, (2, _POSITION_MLP_DIM))
-    bias = self.param("fc1_bias", nn.initializers.zeros, (_POSITION_MLP_DIM,))
+    dim, zeros = _POSITION_MLP_DIM, nn.initializers.zeros
+    kernel = self.param("fc1_kernel", LINEAR_INIT, (2, dim), jnp.float32)
+    bias = self.param("fc1_bias", zeros, (dim,), jnp.float32)
     # Two multiply-adds rather than a matrix product with an inner dimension of
     # 2: the remat policy "dots" would keep its [T, 512] result for every block.
     x = jnp.asarray(coordinates.table)

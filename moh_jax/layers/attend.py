@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
+from moh_jax.layers.router import HeadChoice
 from moh_jax.ops.attention import attention
 from moh_jax.ops.attention_forms import choose_cached_form
 from moh_jax.ops.cache import LayerCache, Slots
@@ -27,7 +28,7 @@ def active_heads(
   gates: jax.Array | None,
   budget: HeadBudget,
   router: RouterConfig,
-  top_k: jax.Array | None = None,
+  choice: HeadChoice | None = None,
   placement: HeadPlacement | None = None,
 ) -> ActiveHeads | None:
   """Finds the heads that attention must compute for each token.
@@ -36,8 +37,8 @@ def active_heads(
     gates: [B, N, H] gates of the router, or None where every head weighs one.
     budget: the layer's head split.
     router: the kind of the router.
-    top_k: [] int32 routed heads per token in place of the budget's; its value
-      is not known when the program is compiled.
+    choice: runtime overrides of the budget, whose values are not known when the
+      program is compiled.
     placement: how a tensor axis holds the heads; the gates are in its order.
 
   Returns:
@@ -46,12 +47,15 @@ def active_heads(
   """
   if gates is None or router.needs_all_heads:
     return None
-  if top_k is not None or router.varies:
+  choice = HeadChoice() if choice is None else choice
+  if choice.top_k is not None or router.varies:
     return ActiveHeads(gates != 0, budget.num_heads)
-  if placement is not None:
-    expected = max(placement.expected_active(budget))
-    return ActiveHeads(gates != 0, placement.most_active(budget), expected)
-  return ActiveHeads(gates != 0, budget.active)
+  if placement is None:
+    return ActiveHeads(gates != 0, budget.active)
+  if choice.order is not None:  # any heads may be shared, also all of a device
+    return ActiveHeads(gates != 0, budget.active, placement.mean_active(budget))
+  expected = max(placement.expected_active(budget))
+  return ActiveHeads(gates != 0, placement.most_active(budget), expected)
 
 
 def attend(

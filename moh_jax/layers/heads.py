@@ -49,9 +49,11 @@ def width_in_lanes(heads: int, dim: int) -> int:
   Returns:
     D or `ops.lanes.padded_dim`; off TPUs always D.
   """
+  if not on_tpu():
+    return dim
   width = padded_dim(dim)
   fills = width % LANES == 0 or lane_heads(heads, width) > 1
-  return width if on_tpu() and fills else dim
+  return width if fills else dim
 
 
 class HeadProjection(KernelLayer):
@@ -106,10 +108,9 @@ class HeadProjection(KernelLayer):
     """
     width = self.width or self.head_dim
     count = lane_heads(self.num_heads, width)
-    kernel, bias = (
-      x if x is None else fill_lanes(_pad(x, width, -1), count)
-      for x in (kernel, bias)
-    )
+    kernel = fill_lanes(_pad(kernel, width, -1), count)
+    if bias is not None:
+      bias = fill_lanes(_pad(bias, width, -1), count)
     out = self.multiply(x, kernel, bias, 1)
     if width != self.head_dim:
       out = _store_by_head(out)

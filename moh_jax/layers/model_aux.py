@@ -52,7 +52,9 @@ def collect_aux(
       "results of layers"
     )
   losses = [jnp.atleast_1d(aux.balance_loss) for aux in values if aux.routed]
-  loss = jnp.concatenate(losses).mean() if losses else jnp.zeros(())
+  loss = (
+    jnp.concatenate(losses).mean() if losses else jnp.zeros((), jnp.float32)
+  )
   used = sum(aux.load.sum() for aux in values)
   present = sum(aux.load.size for aux in values)
   return ModelAux(loss, used / present, layers)

@@ -157,10 +157,9 @@ class MoHAttention(nn.Module):
     compares = self.is_mutable_collection(SIMILARITY) and not (
       self.is_initializing()
     )
-    placement = None if cache is not None or compares else self._placement()
-    width = self.budget.head_dim
-    if cache is None and not compares:
-      width = self._width_in_lanes()
+    plain = cache is None and not compares
+    placement = self._placement() if plain else None
+    width = self._width_in_lanes() if plain else self.budget.head_dim
     q, k, v = self._project(x, placement, width)
     norms = None
     if self.router.reads_norms:
@@ -185,8 +184,7 @@ class MoHAttention(nn.Module):
       cache = write_cache(cache, k, v, slots.start)
     if placement is not None and gates is not None:
       gates = gates[..., placement.order(self.budget.num_heads)]
-    top_k = None if choice is None else choice.top_k
-    active = active_heads(gates, self.budget, self.router, top_k, placement)
+    active = active_heads(gates, self.budget, self.router, choice, placement)
     if compares:
       active = None  # every head, whatever tokens chose
       visible = Visible(token_mask, places.segments, self.causal)
@@ -250,7 +248,7 @@ class MoHAttention(nn.Module):
 
   @nn.nowrap
   def _width_in_lanes(self) -> int:
-    """Width of heads in the layer; a norm over D must not count zeros."""
+    """Width of heads in the layer; an RMSNorm over D must not count zeros."""
     heads, dim = self.budget.num_heads, self.budget.head_dim
     if self.output_major or self.qk_norm is not None:
       return dim

@@ -3,7 +3,10 @@
 Shapes: B batch, N tokens, C width, H heads.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -27,7 +30,7 @@ class HeadChoice:
     order: [H] int32, the heads in the order in which the first are shared, for
       instance (4, 0, 5, 2, 1, 3) shares heads 4 and 0 where the budget shares
       two. None is 0, 1, 2, ... The recorded `Routing` lists heads in this
-      order; gates are in the heads' own.
+      order; gates and side values are in the heads' own.
     scale: [H] or [B, 1, H] float32 that multiplies the gates, to measure what a
       head contributes.
   """
@@ -110,7 +113,10 @@ class HeadRouter(nn.Module):
     )
     gates = decided.gates
     if choice.order is not None:
-      gates = jnp.take(gates, jnp.argsort(choice.order), axis=-1)
+      own = jnp.argsort(choice.order)
+      values = gates, aux.load, aux.mean_score
+      gates, load, score = (jnp.take(x, own, axis=-1) for x in values)
+      aux = dataclasses.replace(aux, load=load, mean_score=score)
     if choice.scale is not None:
       gates = gates * jax.lax.broadcast_to_rank(choice.scale, gates.ndim)
     return gates, aux
@@ -133,3 +139,26 @@ class HeadRouter(nn.Module):
           f"router.kind={self.config.kind!r} returned {name} of shape {shape}, "
           f"must be {expected}"
         )
+
+
+@contextlib.contextmanager
+def count_examples(mask: jax.Array) -> Iterator[None]:
+  """Makes models that are applied inside count some of their examples alone.
+
+  It is for side values (`RouterAux`) of batches with padding; outputs do not
+  change.
+
+  Args:
+    mask: [B], 0 for examples that do not count.
+  """
+
+  def route(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+    is_router = isinstance(context.module, HeadRouter) and args
+    if is_router and len(args[0]) == len(mask):
+      x, given = (*args, kwargs.pop("token_mask", None))[:2]
+      counted = jnp.broadcast_to(mask[:, None] > 0, x.shape[:2])
+      args = x, counted if given is None else counted & given
+    return call(*args, **kwargs)
+
+  with nn.intercept_methods(route):
+    yield

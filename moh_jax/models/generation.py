@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import Config
-from moh_jax.config.diffusion import FLOW
+from moh_jax.config.diffusion import FLOW, MOST_TIMESTEPS
 from moh_jax.diffusion.flow import even_times
 from moh_jax.diffusion.guidance import guide
 from moh_jax.diffusion.process import (
@@ -55,6 +55,8 @@ def make_sampler(
   if strength < 1:
     process = process.first(max(1, round(strength * process.num_steps)))
   low, high = options.cfg_interval
+  if high >= MOST_TIMESTEPS:  # flow matching begins at that one
+    high = MOST_TIMESTEPS + 1
   last = int(process.timesteps[-1])
   everywhere = low <= process.timesteps[0] and last < high
 

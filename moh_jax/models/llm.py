@@ -188,7 +188,8 @@ class LLM(nn.Module):
       if slots is not None:
         positions = positions + jnp.reshape(slots.start, (-1, 1))
     places = Places(
-      rotation(positions, cfg.rope, cfg.head_dim, token_mask), segments
+      rotation(positions, cfg.rope, cfg.head_dim, token_mask, segments),
+      segments,
     )
     order = None
     if cfg.head_order:

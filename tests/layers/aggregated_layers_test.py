@@ -72,6 +72,14 @@ class AttentionLayersTest(parameterized.TestCase):
     chex.assert_type(jax.tree.leaves((variables, out, aux)), jnp.float32)
     np.testing.assert_allclose(aux.load.mean(), 0.75)
 
+  def test_jax_enable_x64_keeps_float32(self, kind):
+    with jax.enable_x64(True):
+      module, inputs = _module(kind)
+      made = functools.partial(module.init_with_output, jax.random.key(0))
+      chex.assert_type(
+        jax.tree.leaves(jax.eval_shape(made, *inputs)), "float32"
+      )
+
   def test_bfloat16_keeps_parameters_and_router_float32(self, kind):
     variables, (out, aux), grads = _applied(kind, jnp.bfloat16)
     chex.assert_type(out, jnp.bfloat16)

@@ -14,8 +14,10 @@ from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
 from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.layers.router import HeadChoice
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.head_placement import place_heads
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import unbox
 
@@ -33,8 +35,8 @@ class ActiveHeadsTest(parameterized.TestCase):
     self.assertEqual(active.max_per_token, 2)
 
   def test_a_number_that_may_change_has_the_heads_as_its_bound(self):
-    top_k = jnp.int32(1)
-    active = active_heads(self.gates, _BUDGET, RouterConfig(), top_k)
+    choice = HeadChoice(top_k=jnp.int32(1))
+    active = active_heads(self.gates, _BUDGET, RouterConfig(), choice)
     self.assertEqual(active.max_per_token, 4)
 
   def test_every_head_counts_without_a_router(self):
@@ -160,6 +162,71 @@ class MeshTest(parameterized.TestCase):
     words = "all-gather", "all-reduce", "all-to-all", "collective-permute"
     for word in words:
       self.assertNotIn(word, text)
+
+
+class HeadOrderTest(parameterized.TestCase):
+  """Orders of heads in which the shared ones lie unevenly on a mesh."""
+
+  @parameterized.parameters(11, 67, 115)  # crowded devices of each axis
+  def test_an_order_on_a_mesh_equals_one_device(self, seed):
+    self._check(seed, orders=1)
+
+  @pytest.mark.slow
+  def test_200_orders_on_meshes_equal_one_device(self):
+    for seed in range(50):
+      self._check(seed, orders=4)
+      jax.clear_caches()
+
+  def _check(self, seed, orders):
+    rng = np.random.default_rng(seed)
+    while True:  # a head split and a mesh that can hold its heads
+      kv_heads, group = rng.choice([2, 4, 8, 8]), rng.integers(1, 4)
+      heads = int(kv_heads * group)
+      tensor, sequence = rng.choice([1, 2, 4, 8], 2).tolist()
+      placement = place_heads(heads, int(kv_heads), tensor, sequence)
+      if heads > 1 and 1 < tensor * sequence <= 8 and placement:
+        break
+    shared = int(rng.integers(0, heads))
+    top_k = int(rng.integers(0, min(3, heads - shared)))
+    layer = MoHAttention(
+      HeadBudget(heads, shared, max(top_k, 1 - shared), head_dim=4),
+      RouterConfig(str(rng.choice(["two_stage", "query_norm"]))),
+      num_kv_heads=int(kv_heads),
+      causal=bool(rng.integers(2)),
+      implementation="packed",
+    )
+    x = jnp.asarray(rng.normal(size=(2, 256, 8)), jnp.float32)
+    params = unbox(layer.init(jax.random.key(seed), x))
+    params = jax.tree.map(lambda leaf: 20 * leaf, params)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(layer, params, x, order):
+      def loss(params, x):
+        out, aux = layer.apply(params, x, choice=HeadChoice(order=order))
+        return jnp.square(out).mean() + aux.balance_loss, out
+
+      grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, x)
+      return out, grads
+
+    dense = dataclasses.replace(layer, implementation="dense")
+    config = MeshConfig(data=1, tensor=tensor, sequence=sequence)
+    mesh = sharding.make_mesh(config, jax.devices()[: tensor * sequence])
+    for i in range(orders):
+      # Any order, or shared heads as close together as they can lie.
+      order = np.roll(placement.order(heads), rng.integers(heads))
+      order = order if (seed + i) % 2 else rng.permutation(heads)
+      want = run(dense, params, x, order)
+      with sharding.use_mesh(mesh):
+        got = run(layer, params, x, order)
+      if layer.router.kind == "query_norm":
+        # Gradients of nearly equal norms are divided by their deviation: the
+        # order of the channels in a product alone moves them by 1e-4.
+        got, want = got[0], want[0]
+      for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        size = max(1.0, float(jnp.abs(b).max()))
+        np.testing.assert_allclose(
+          a, b, atol=2e-6 * size, err_msg=f"{seed} {order} {layer}"
+        )
 
 
 _FORMS = {

@@ -215,7 +215,11 @@ class HeadChoiceTest(parameterized.TestCase):
   @parameterized.parameters("two_stage", "query_norm")
   def test_gates_follow_the_order_and_the_routing_stays_in_it(self, kind):
     choice = HeadChoice(order=jnp.array(small.ORDER))
-    gates, _, decided = self._route(kind, choice=choice)
+    gates, aux, decided = self._route(kind, choice=choice)
+    np.testing.assert_allclose(aux.load, (gates > 0).mean((0, 1)), rtol=1e-6)
+    scores = (decided.shared_scores, decided.probs)
+    for head, mean in zip(small.ORDER, np.concatenate(scores, -1).mean((0, 1))):
+      self.assertAlmostEqual(aux.mean_score[head], mean, places=6)
     for place, head in enumerate(small.ORDER):
       np.testing.assert_array_equal(gates[..., head], decided.gates[..., place])
     # The first of the order are shared.

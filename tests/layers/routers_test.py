@@ -64,6 +64,7 @@ class Norms(Router):
 
 
 register_router("threshold", Threshold, varies=True)
+register_router("undeclared", Threshold)
 register_router("noisy", functools.partial(Noisy, noise=5.0))
 register_router("short", Short)
 register_router("norms", Norms, reads_norms=True)
@@ -84,6 +85,15 @@ class RegisteredTest(parameterized.TestCase):
     )
     self.assertGreater(float(aux.load[2:].sum()), 2)  # top_k is 1
     np.testing.assert_allclose(packed, dense, atol=1e-5)
+
+  def test_more_heads_than_the_budget_says_are_nan_if_undeclared(self):
+    x = jax.random.normal(jax.random.key(0), (1, 1024, small.C))
+    layer = MoHAttention(
+      HeadBudget(6, 2, 1, 3), RouterConfig("undeclared"),
+      implementation="packed",
+    )  # fmt: skip
+    out, _ = layer.apply(small.params(layer, x), x)
+    self.assertTrue(np.isnan(out).any())
 
   def test_noise_is_of_training_alone(self):
     layer, x = HeadRouter(small.BUDGET, RouterConfig("noisy")), small.tokens()

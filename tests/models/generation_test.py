@@ -162,6 +162,30 @@ class GuidanceTest(parameterized.TestCase):
     program = str(jax.make_jaxpr(draw)(*arguments))
     self.assertEqual(program.count("cond["), count)
 
+  @parameterized.parameters(((0, 100_000),), ((7, 100_000),), ((0, 10**6),))
+  def test_interval_without_an_end_guides_the_first_step_of_a_flow(
+    self, interval
+  ):
+    flow = {"schedule": "flow", "prediction": "velocity", "steps": 100_000}
+    config = dataclasses.replace(
+      _CONFIG,
+      model=dataclasses.replace(_CONFIG.model, learn_sigma=False),
+      diffusion=config_lib.DiffusionConfig(space="pixel", **flow),
+      sample=config_lib.SampleConfig(method="euler", steps="1"),
+    )
+    model, inputs = make_model(config)
+    params = jax.tree.map(
+      lambda x: np.full(x.shape, 0.1, np.float32),
+      unbox(abstract_params(model, inputs)),
+    )
+    params["embed"]["label"]["embedding"] *= np.float32([[1], [2], [3], [4]])
+    drawn = []
+    for scale in (1.0, 3.0):
+      changed = _sampling(config, cfg_scale=scale, cfg_interval=interval)
+      draw = jax.jit(generation.make_sampler(model, changed))
+      drawn.append(draw(params, 7, _INDEX, _LABELS))
+    self.assertGreater(np.abs(drawn[0] - drawn[1]).max(), 1e-3)
+
 
 class PaintTest(absltest.TestCase):
   def _paint(self, config, decode=None):

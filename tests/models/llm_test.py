@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from flax import traverse_util
 
-from moh_jax.config import LLMConfig
+from moh_jax.config import LLMConfig, RotaryConfig
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_output import output_kernel, output_logits
 from moh_jax.models.restack import restack
@@ -70,6 +70,20 @@ class VisibilityTest(parameterized.TestCase):
     second, _ = small.forward(config, tokens=jnp.roll(tokens, -3, axis=1))
     np.testing.assert_allclose(packed[:, :3], first[:, :3], atol=1e-5)
     np.testing.assert_allclose(packed[:, 3:], second[:, :5], atol=1e-5)
+
+  def test_packed_documents_keep_a_dynamic_base_of_their_own(self):
+    rope = RotaryConfig(scaling="dynamic", factor=4.0, original_length=2)
+    config = small.changed(rope=rope)
+    tokens = small.random_tokens()
+    packed, _ = small.forward(
+      config,
+      tokens=tokens,
+      segments=jnp.array([[1, 1, 1, 2, 2, 2, 2, 2]] * 2),
+      positions=jnp.array([[0, 1, 2, 0, 1, 2, 3, 4]] * 2),
+    )
+    for part in (slice(0, 3), slice(3, 8)):
+      alone, _ = small.forward(config, tokens=tokens[:, part])
+      np.testing.assert_allclose(packed[:, part], alone, atol=1e-5)
 
   def test_scores_follow_the_differences_of_positions(self):
     positions = jnp.broadcast_to(jnp.arange(small.N), (small.B, small.N))

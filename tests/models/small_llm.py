@@ -64,7 +64,7 @@ def record(config: LLMConfig, variables=None, tokens=None, **inputs):
   tokens = random_tokens() if tokens is None else tokens
   variables = random_variables(config) if variables is None else variables
   whole = {
-    "positions": jnp.broadcast_to(jnp.arange(N), tokens.shape),
+    "positions": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
     "segments": jnp.ones_like(tokens),
     "token_mask": jnp.ones(tokens.shape, bool),
   }
