@@ -12,9 +12,10 @@ from PIL import Image
 
 from moh_jax.config import Config, check_command
 from moh_jax.data.images.files import read_image, to_pixels
+from moh_jax.data.images.pictures import to_picture
 from moh_jax.data.images.transforms import eval_transforms
 
-# A path, a picture, or [X, Y, channels] uint8.
+# A path, a picture, or [X, Y] or [X, Y, channels] uint8.
 ImageLike = str | os.PathLike | Image.Image | np.ndarray
 
 
@@ -81,8 +82,9 @@ class Classifier:
     """Classifies images; all are read and checked before the model runs.
 
     Args:
-      images: paths, Pillow images or uint8 arrays [X, Y, channels], mixed at
-        will and of any size; or one uint8 array [B, X, Y, channels].
+      images: paths, Pillow images or uint8 arrays [X, Y] or [X, Y, 1] (grey)
+        or [X, Y, 3] (RGB), mixed at will and of any size, which are converted
+        to the model's channels; or one uint8 array [B, X, Y, channels].
       top: classes per image, most probable first.
       batch_size: images at a time. Fewer are filled up to a power of two, so
         that few numbers of images need a compilation of their own.
@@ -93,7 +95,7 @@ class Classifier:
     Raises:
       FileNotFoundError: a file does not exist.
       ValueError: a file is no image or a damaged one, an array is not uint8 or
-        has other channels than the model, or an argument is out of range.
+        no such picture, or an argument is out of range.
     """
     for name, value in (("top", top), ("batch_size", batch_size)):
       if value < 1:
@@ -125,10 +127,15 @@ class Classifier:
           f"image {index} has dtype {pixels.dtype}, must be uint8 in [0, 255]: "
           "normalization is done here"
         )
-      if pixels.ndim != 3 or pixels.shape[-1] != channels:
+      if pixels.ndim == 2:
+        pixels = pixels[..., None]
+      if pixels.ndim != 3 or pixels.shape[-1] not in (1, 3, channels):
         raise ValueError(
-          f"image {index} has shape {pixels.shape}, must be [X, Y, {channels}]"
+          f"image {index} has shape {pixels.shape}, must be [X, Y, {channels}] "
+          "or a picture, [X, Y] or [X, Y, 1] in grey, [X, Y, 3] in RGB"
         )
+      if pixels.shape[-1] != channels:
+        pixels = to_pixels(to_picture(pixels), channels)
     example = {"image": pixels}
     for transform in self._transforms:
       example = transform.map(example)

@@ -1,6 +1,7 @@
 """The text of a completion as its tokens come."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from moh_jax.data.text.stream_decoder import StreamDecoder
 from moh_jax.data.text.tokenizers import Tokenizer
@@ -13,7 +14,8 @@ class Completion:
   """What was written after a prompt.
 
   Attributes:
-    text: without the token that ended it and without the stop text.
+    text: what follows the prompt's text, with the space between them; without
+      the token that ended it and without the stop text.
     tokens: ids, the token that ended it and those of the stop text included.
     log_probs: natural logarithms of their probabilities under the model.
     finish_reason: "length" (max_new_tokens), "end" (one of the tokenizer's
@@ -29,8 +31,10 @@ class Completion:
 class CompletionWriter:
   """Text of one completion as its tokens come."""
 
-  def __init__(self, tokenizer: Tokenizer, sampling: Sampling):
-    self._decoder = StreamDecoder(tokenizer)
+  def __init__(
+    self, tokenizer: Tokenizer, sampling: Sampling, prompt: Sequence[int] = ()
+  ):
+    self._decoder = StreamDecoder(tokenizer, prompt)
     self._stop_ids, self._stop = tokenizer.stop_ids, sampling.stop
     self._limit = sampling.max_new_tokens
     self._tokens: list[int] = []

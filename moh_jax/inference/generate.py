@@ -20,7 +20,7 @@ from moh_jax.inference.decoding import (
   span_numbers,
 )
 from moh_jax.inference.options import Sampling
-from moh_jax.inference.restore import Restored, restore
+from moh_jax.inference.restore import Restored, fingerprint, restore
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_params import compute_dtypes, unroll
@@ -144,6 +144,10 @@ class Generator:
       parse_special=parse_special,
     )
 
+  def fingerprint(self) -> str:
+    """Identifies the model by its content; reads all parameters."""
+    return fingerprint(self.config, self._params, self._mesh)
+
   def chat(
     self,
     messages: Sequence[Message],
@@ -206,9 +210,11 @@ class Generator:
     done: dict[int, Completion] = {}
     for start in range(0, len(order), self.batch_size):
       rows = order[start : start + self.batch_size]
-      writers = [CompletionWriter(self.tokenizer, sampling) for _ in rows]
       numbers = [first + row for row in rows]
       batch = [ids[row] for row in rows]
+      writers = [
+        CompletionWriter(self.tokenizer, sampling, prompt) for prompt in batch
+      ]
       for _ in self._write(numbers, batch, writers, sampling):
         pass
       done |= {row: w.completion() for row, w in zip(rows, writers)}
@@ -227,7 +233,7 @@ class Generator:
       Pieces of the text; together they are what `generate` gives.
     """
     ids = self._encode(0, prompt, sampling)
-    writer = CompletionWriter(self.tokenizer, sampling)
+    writer = CompletionWriter(self.tokenizer, sampling, ids)
     for _ in self._write([0], [ids], [writer], sampling, span=1):
       if piece := writer.new_text():
         yield piece

@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar
 
 from moh_jax.config.checks import at_least, one_of
-from moh_jax.config.image_data import BAD_IMAGES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ class EncodeOptions:
   bad_images: str = "raise"
   threads: int = 8
 
-  CHOICES: ClassVar = {"bad_images": BAD_IMAGES}
+  CHOICES: ClassVar = {"bad_images": ("raise", "skip")}
 
   def __post_init__(self):
     at_least("encode", 1, self, "image_size", "batch_size", "shard_size")

@@ -15,7 +15,7 @@ from moh_jax.data.text.prompts import Prompts
 from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.generate import Generator, Prompt
 from moh_jax.inference.options import Sampling
-from moh_jax.json_files import plain, read_json
+from moh_jax.json_files import plain, read_json, strict_json
 from moh_jax.runtime.processes import ask_first_process
 
 # Batches whose prompts are sorted by length and written together.
@@ -111,7 +111,7 @@ def _complete(
 
 def _append(out: pathlib.Path, rows: list[dict[str, Any]]) -> None:
   with disk_errors(str(out), "the lines before are"), out.open("ab") as file:
-    file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+    file.writelines(strict_json(row).encode() + b"\n" for row in rows)
     file.flush()
     os.fsync(file.fileno())
 

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+import xxhash
 from flax import traverse_util
 from jax.sharding import Mesh
 
@@ -15,10 +16,9 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.fits import check_tree
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
-from moh_jax.runtime.sharding import check_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,10 @@ class Restored:
     family = self.config.model.family
     return f"Restored({family!r}, step={self.step}, parameters={count:,})"
 
+  def __getstate__(self) -> dict[str, Any]:
+    # A compiled function cannot be pickled; a copy compiles its own.
+    return {k: v for k, v in vars(self).items() if k != "_classifier"}
+
   def at_top_k(self, top_k: Sequence[int]) -> "Restored":
     """The same parameters with other numbers of routed heads.
 
@@ -57,7 +61,7 @@ class Restored:
     Raises:
       ValueError: the model has no such heads.
     """
-    wanted = _with_top_k(self.config, top_k)
+    wanted = with_top_k(self.config, top_k)
     model, inputs = make_model(wanted)
     family = get_family(wanted.model.family)
     params = family.fit_params(self.params, self.config, wanted)
@@ -129,7 +133,7 @@ def restore(
   if others:
     config = config_lib.apply_overrides(config, "model", **others)
   if "top_k" in overrides:
-    config = _with_top_k(config, overrides["top_k"])
+    config = with_top_k(config, overrides["top_k"])
   if sample:
     if "sample" not in config.sections:
       raise ValueError(
@@ -138,7 +142,7 @@ def restore(
       )
     config = config_lib.apply_overrides(config, "sample", **sample)
   if mesh is not None:
-    check_heads(config.model, mesh)
+    sharding.check_heads(config.model, mesh)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(metadata.config)
@@ -173,8 +177,32 @@ def restore(
   )
 
 
-def _with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
-  """A config with other numbers of routed heads, one for all layers or each."""
+def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
+  """Identifies a model by what it computes with, wherever it was stored.
+
+  Args:
+    config: its section.
+    params: its parameters, as they are used.
+    mesh: that they lie on.
+  """
+  state = xxhash.xxh3_128(repr(config).encode())
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    array = sharding.gather(leaf, mesh)
+    state.update(f"{path} {array.dtype} {array.shape}".encode())
+    state.update(array.tobytes())
+  return state.hexdigest()
+
+
+def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
+  """A config with other numbers of routed heads.
+
+  Args:
+    config: of a model to serve.
+    top_k: one for each layer (ViT: stage), or one for all.
+
+  Raises:
+    ValueError: the model has no such heads.
+  """
   values = (top_k,) if isinstance(top_k, int) else top_k
   if values and config.model.router.kind == "none":
     raise ValueError(

@@ -16,13 +16,21 @@ from jax.experimental import multihost_utils
 from moh_jax import memory
 from moh_jax.config import Config
 from moh_jax.data.images.pictures import to_picture
-from moh_jax.files import disk_errors, inside, replacing
+from moh_jax.files import (
+  disk_errors,
+  inside,
+  remove_files,
+  replacing,
+  write_whole,
+)
 from moh_jax.inference.sample import Sampler, full_batches
 from moh_jax.json_files import plain, read_json
 from moh_jax.models.generation import image_grid
 from moh_jax.runtime.processes import ask_first_process
 
 _SETTINGS = "settings.json"
+# Pattern of the names of parts of which a kill stopped the writing.
+_GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
 
 
 def check_size(config: Config, num: int, out: pathlib.Path) -> None:
@@ -88,26 +96,32 @@ def sample_npz(
   settings = {**settings, "num": num, "batch_size": batch_size}
   whole = f"what is in {parts} is"
   starts = range(0, num, batch_size)
+  files = [parts / f"{start:09d}.npy" for start in starts]
 
   def find_missing() -> list[bool]:
     if _is_finished(out, settings):
       return [False] * len(starts)
-    _open_parts(parts, settings)
-    return [not _part(parts, start).exists() for start in starts]
+    if not _has_settings(parts, settings):
+      # Of versions that removed the settings first.
+      for stale in filter(pathlib.Path.exists, files):
+        stale.unlink()
+      parts.mkdir(parents=True, exist_ok=True)
+      write_whole(parts / _SETTINGS, _comment(settings))
+    return [not file.exists() for file in files]
 
   def write(start: int, images: np.ndarray) -> None:
-    file = _part(parts, start)
+    file = files[start // batch_size]
     with disk_errors(str(file), whole), replacing(file) as fresh:
       with fresh.open("wb") as stream:
         np.save(stream, images)
 
   fresh = _sample_missing(sampler, num, starts, find_missing, write, progress)
-  if jax.process_index() == 0 and parts.exists():
-    labels = sampler.label(np.arange(num, dtype=np.int32))
-    with disk_errors(str(out), whole):
-      files = [_part(parts, start) for start in starts]
-      _join(out, files, num, labels, settings)
-    shutil.rmtree(parts)
+  if jax.process_index() == 0:
+    if not _is_finished(out, settings):
+      labels = sampler.label(np.arange(num, dtype=np.int32))
+      with disk_errors(str(out), whole):
+        _join(out, files, num, labels, settings)
+    _remove_parts(parts, files, settings)
   multihost_utils.sync_global_devices("samples written")
   return fresh
 
@@ -144,13 +158,23 @@ def sample_folder(
   out = pathlib.Path(out)
   labels = sampler.label(np.arange(num, dtype=np.int32))
   files = [
-    inside(out, sampler.name(label), "class name") / f"{i:06d}.png"
+    # A name of several words, "cup/mug" say, is one folder.
+    inside(out, sampler.name(label).replace("/", "%2F"), "class name")
+    / f"{i:06d}.png"
     for i, label in enumerate(labels)
   ]
   starts = range(0, num, batch_size)
 
   def find_missing() -> list[bool]:
-    _open_parts(out, {**settings, "num": num})
+    wanted = {**settings, "num": num}
+    if not _has_settings(out, wanted):
+      if found := next((file for file in files if file.exists()), None):
+        raise ValueError(
+          f"{found} is there, and no {out / _SETTINGS} says what it was made "
+          "with; choose another folder"
+        )
+      out.mkdir(parents=True, exist_ok=True)
+      write_whole(out / _SETTINGS, _comment(wanted))
     return [
       not all(f.exists() for f in files[start : start + batch_size])
       for start in starts
@@ -227,18 +251,13 @@ def _comment(settings: dict[str, Any]) -> bytes:
   return json.dumps(settings, sort_keys=True).encode()
 
 
-def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
-  """Creates the directory, or checks that it belongs to the same images."""
-  file = parts / _SETTINGS
-  if parts.is_symlink():
-    raise ValueError(f"{parts} is a symbolic link; remove it")
+def _has_settings(folder: pathlib.Path, settings: dict[str, Any]) -> bool:
+  """Whether a folder has settings, which must be those of the same images."""
+  file = folder / _SETTINGS
+  if folder.is_symlink():
+    raise ValueError(f"{folder} is a symbolic link; remove it")
   if not file.exists():
-    parts.mkdir(parents=True, exist_ok=True)
-    for stale in parts.glob("*.npy"):  # of a call killed while it cleaned up
-      stale.unlink()
-    with replacing(file) as fresh:
-      fresh.write_text(json.dumps(settings))
-    return
+    return False
   stored, wanted = read_json(file), plain(settings)
   differing = [
     f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
@@ -247,13 +266,26 @@ def _open_parts(parts: pathlib.Path, settings: dict[str, Any]) -> None:
   ]
   if differing:
     raise ValueError(
-      f"{parts} holds unfinished samples of other settings; "
+      f"{folder} holds unfinished samples of other settings; "
       f"{'; '.join(differing)}. Use the same settings, or remove it"
     )
+  return True
 
 
-def _part(parts: pathlib.Path, start: int) -> pathlib.Path:
-  return parts / f"{start:09d}.npy"
+def _remove_parts(
+  parts: pathlib.Path, files: list[pathlib.Path], settings: dict[str, Any]
+) -> None:
+  """Removes what `sample_npz` wrote, the settings last; other files stay.
+
+  After a kill the next call goes on with it.
+  """
+  try:
+    _has_settings(parts, settings)
+  except ValueError:  # they are of another file, or elsewhere
+    return
+  for file in files:
+    file.unlink(missing_ok=True)
+  remove_files(parts, _GROWING, _SETTINGS)
 
 
 def _join(

@@ -268,7 +268,12 @@ def _make_step(model: nn.Module, config: LLMConfig):
       Nats [B, T] float32 of the targets and whether they are the most likely
       tokens [B, T] bool; the same of the choices, [B, K].
     """
-    x, _ = model.apply({"params": params}, tokens, with_logits=False)
+    # Padding has the last token's position: "dynamic" scales the rotation of
+    # all by the largest.
+    places = jnp.minimum(jnp.arange(tokens.shape[1])[None], lasts[:, None])
+    x, _ = model.apply(
+      {"params": params}, tokens, positions=places, with_logits=False
+    )
     last = jnp.take_along_axis(x, lasts[:, None, None], axis=1)[:, 0]  # [B, C]
     if targets.shape[1] < tokens.shape[1]:
       places = firsts[:, None] + jnp.arange(targets.shape[1])[None]

@@ -1,5 +1,6 @@
 import dataclasses
 import pathlib
+import pickle
 import tempfile
 
 import jax
@@ -24,14 +25,19 @@ _CONFIG = resolve(
 _RGB = np.random.RandomState(0).randint(0, 256, (8, 8, 3), np.uint8)
 
 
-def _restored(names=("ant", "bee", "cat", "dog", "eel", "fox")):
-  model, inputs = make_model(_CONFIG)
+def _restored(names=("ant", "bee", "cat", "dog", "eel", "fox"), channels=3):
+  config = resolve(
+    config_lib.Config(
+      model=dataclasses.replace(small_vit.ONE_STAGE, channels=channels)
+    )
+  )
+  model, inputs = make_model(config)
   rng = np.random.RandomState(0)
   params = jax.tree.map(
     lambda leaf: jnp.float32(rng.normal(0, 0.5, leaf.shape)),
     unbox(abstract_params(model, inputs)),
   )
-  return Restored(_CONFIG, model, params, 0, names)
+  return Restored(config, model, params, 0, names)
 
 
 class ClassifyTest(parameterized.TestCase):
@@ -158,10 +164,23 @@ class ClassifyTest(parameterized.TestCase):
     first, second = _restored().predict([grey, grey.convert("RGB")])
     self.assertEqual(first, second)
 
+  @parameterized.product(channels=(1, 3), shape=((8, 8), (8, 8, 1), (8, 8, 3)))
+  def test_arrays_are_taken_as_pictures(self, channels, shape):
+    pixels = np.resize(_RGB, shape)
+    picture = Image.fromarray(pixels[..., 0] if shape[-1] == 1 else pixels)
+    first, second = _restored(channels=channels).predict([pixels, picture])
+    self.assertEqual(first, second)
+
+  def test_can_be_pickled_after_its_use(self):
+    restored = _restored()
+    (expected,) = restored.predict([_RGB])
+    copied = pickle.loads(pickle.dumps(restored))
+    self.assertEqual(copied.predict([_RGB]), [expected])
+
   @parameterized.parameters(
     (np.float32, (8, 8, 3), "has dtype float32, must be uint8"),
-    (np.uint8, (8, 8, 1), r"has shape \(8, 8, 1\), must be \[X, Y, 3\]"),
-    (np.uint8, (8, 8), r"has shape \(8, 8\), must be \[X, Y, 3\]"),
+    (np.uint8, (8, 8, 2), r"has shape \(8, 8, 2\), must be \[X, Y, 3\]"),
+    (np.uint8, (8,), r"has shape \(8,\), must be \[X, Y, 3\]"),
   )
   def test_array_of_other_values_is_refused(self, dtype, shape, message):
     with self.assertRaisesRegex(ValueError, f"image 1 {message}"):

@@ -194,6 +194,7 @@ class EncodeTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"shard_size": 0}, "shard_size=0"),
     ({"bad_images": "hide"}, "bad_images='hide'"),
+    ({"bad_images": "check"}, "bad_images='check'"),
     ({"latent_scale": 0.0}, "latent_scale=0.0"),
   )
   def test_options_check_themselves(self, options, message):

@@ -21,6 +21,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.ops import cached_attention
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.runtime import sharding
+from tests.data.text import tiny_words
 from tests.inference import tiny_writer
 from tests.training import tiny
 
@@ -127,6 +128,11 @@ class TokensTest(parameterized.TestCase):
     for row in (0, 2, 3):
       expected = _written(sampling=_DRAWN)[row]
       self.assertEqual(written[row].tokens, expected.tokens)
+
+  def test_a_model_is_the_same_on_any_mesh(self):
+    ours = _generator(on_mesh=True).fingerprint()
+    self.assertEqual(ours, _generator().fingerprint())
+    self.assertNotEqual(ours, _generator("query_norm").fingerprint())
 
   def test_eight_devices_write_the_same(self):
     ours = _generator(on_mesh=True).generate(_PROMPTS, _DRAWN)
@@ -293,6 +299,23 @@ class TextTest(parameterized.TestCase):
     self.assertEqual(completion.finish_reason, "stop")
     self.assertLen(completion.tokens, tokens)
     self.assertLen(completion.log_probs, tokens)
+
+  @parameterized.parameters(
+    ("aA", (), " bB cC dD"),
+    ("aA bB", (), " cC dD eE"),
+    ("", (), "aA bB cC"),  # nothing is before the first space
+    ((1,), (" cC",), " bB"),
+    ("aA", ("A bB", " dD"), " bB cC"),
+  )
+  def test_the_space_after_the_prompt_is_written(self, prompt, stop, text):
+    generator = Generator(
+      tiny_writer.restored(tiny_writer.ALPHABET, tiny_writer.alphabet_params()),
+      tiny_words.tokenizer(spaced=True),
+    )
+    sampling = Sampling(max_new_tokens=3, stop=stop)
+    (completion,) = generator.generate([prompt], sampling)
+    self.assertEqual(completion.text, text)
+    self.assertEqual("".join(generator.stream(prompt, sampling)), text)
 
   def test_stop_text_in_the_prompt_does_not_count(self):
     completion = self._write("aAbB", stop=("Bc",), max_new_tokens=2)

@@ -50,6 +50,14 @@ class SampleFolderTest(parameterized.TestCase):
     first = {f"{folder}/000000.png", f"{folder}/000002.png"}
     self.assertEqual(found, first | {"none/000001.png", "none/000003.png"})
 
+  def test_files_of_others_stay_and_are_not_taken_for_samples(self):
+    np.save(self.out / "mine.npy", np.zeros(3))
+    self._run(())
+    self.assertTrue((self.out / "mine.npy").exists())
+    (self.out / "settings.json").unlink()
+    with self.assertRaisesRegex(ValueError, "9/000000.png is there, and no"):
+      self._run(())
+
   def test_a_missing_file_is_sampled_again_with_its_batch(self):
     self._run(())
     file = self.out / "none" / "000003.png"
@@ -139,15 +147,52 @@ class SampleNpzTest(parameterized.TestCase):
     self.assertEqual(self.sampled, list(_STARTS))
     self._assert_whole()
 
-  def test_killed_before_the_parts_are_removed_keeps_the_file(self):
-    with mock.patch.object(
-      sample_files.shutil, "rmtree", side_effect=KeyboardInterrupt
-    ):
-      with self.assertRaises(KeyboardInterrupt):
-        self._run()
+  @parameterized.parameters(range(6))
+  def test_killed_while_the_parts_are_removed_keeps_the_file(self, removed):
+    # Four parts, the settings and the folder.
+    left, removals = [removed], []
+    for name in ("unlink", "rmdir"):
+      call = getattr(os, name)
+
+      def remove(path, *args, call=call, **options):
+        if "images.npz.parts" in str(path) and str(path)[-4:] != ".tmp":
+          removals.append(path)
+          if len(removals) > left[0]:
+            raise KeyboardInterrupt
+        call(path, *args, **options)
+
+      self.enterContext(mock.patch.object(os, name, remove))
+    with self.assertRaises(KeyboardInterrupt):
+      self._run()
     self.assertTrue(self.out.exists())
+    left[0] = 100
     self.assertEqual(self._run(), 0)
     self._assert_whole()
+
+  def test_parts_that_an_older_version_left_do_not_matter(self):
+    self._killed(kill_before=16)
+    part = self.parts / "000000008.npy"
+    content = part.read_bytes()
+    self._run()
+    self.parts.mkdir()
+    part.write_bytes(content)
+    self.assertEqual(self._run(), 0)
+    self._assert_whole()
+
+  def test_other_files_among_the_parts_stay(self):
+    self.parts.mkdir()
+    np.save(self.parts / "mine.npy", np.zeros(3))
+    self._run()
+    self.assertEqual(self._run(), 0)
+    self.assertEqual([f.name for f in self.parts.iterdir()], ["mine.npy"])
+
+  def test_numbered_files_that_are_no_parts_stay(self):
+    self.parts.mkdir()
+    other = self.parts / "123456789.npy"  # a part of no call of this size
+    np.save(other, np.zeros(3))
+    self._run()
+    self.assertEqual(self._run(), 0)
+    self.assertEqual(list(self.parts.iterdir()), [other])
 
   @parameterized.parameters(
     ("x.png", memory, "total", "of memory"),

@@ -109,6 +109,21 @@ class ScorerTest(parameterized.TestCase):
     backwards = self.scorer.log_likelihoods(pairs[::-1])[::-1]
     self._assert_close(self.scorer.log_likelihoods(pairs), backwards)
 
+  @parameterized.parameters(1, 4)
+  def test_padding_changes_no_score_of_dynamic_scaling(self, batch_size):
+    rope = config_lib.RotaryConfig(
+      scaling="dynamic", factor=4.0, original_length=4
+    )
+    model = dataclasses.replace(_MODEL, rope=rope)
+    config = dataclasses.replace(_CONFIG, model=model)
+    pairs = _pairs([(5, 3), (5, 3), (9, 8), (3, 40)], seed=1)
+    scores = _scorer(config, batch_size=batch_size).log_likelihoods(pairs)
+    for (context, continuation), score in zip(pairs, scores):
+      tokens = np.array([*context, *continuation])
+      rows = np.asarray(_log_softmax(config)(tokens[:-1]))
+      picked = rows[np.arange(len(context) - 1, len(rows)), continuation]
+      self.assertAlmostEqual(score.log_likelihood / picked.sum(), 1, places=5)
+
   def test_greedy_is_whether_every_token_is_the_most_likely(self):
     context = _pairs([(6, 1)])[0][0]
     written = []

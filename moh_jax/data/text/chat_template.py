@@ -68,13 +68,9 @@ class ChatTemplate:
         example their order, or fails.
     """
     check_messages(messages)
-    stored = [
-      {name: value for name, value in message.items() if value is not None}
-      for message in plain(messages)
-    ]
     try:
       return self._template.render(
-        messages=stored,
+        messages=plain(messages),
         tools=None,
         documents=None,
         add_generation_prompt=add_generation_prompt,
@@ -247,21 +243,9 @@ def _environment() -> Any:
   return made
 
 
-def _to_json(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
   """JSON of a value; the filter of Jinja would escape HTML in it."""
-  return json.dumps(
-    value,
-    ensure_ascii=ensure_ascii,
-    indent=indent,
-    separators=separators,
-    sort_keys=sort_keys,
-  )
+  return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _line(error: Exception) -> str:

@@ -60,8 +60,8 @@ def _read_text(
       open_unpacked(piece.file, packing) as stream,
     ):
       content = stream.read(MOST_BYTES + 1)
-    _check_size(content, piece.file, MOST_BYTES)
-    text = _decode(_without_bom(content), piece.file)
+    _check_size(len(content), piece.file, MOST_BYTES)
+    text = _decode(content.removeprefix(codecs.BOM_UTF8), piece.file)
   except BadTextError as problem:
     on_bad(piece.name, problem)
   else:
@@ -81,8 +81,12 @@ def _read_lines(
       name, where = f"{piece.name}:{number}", f"{piece.file}, line {number}"
       try:
         with damage(where):
-          line = stream.readline(MOST_LINE_BYTES + 1)
-        _check_size(line, where, MOST_LINE_BYTES)
+          line = part = stream.readline(MOST_LINE_BYTES + 1)
+          size = len(line)
+          # What is left of a line that is too long is read, and not kept.
+          while len(part) > MOST_LINE_BYTES and not part.endswith(b"\n"):
+            part = stream.readline(MOST_LINE_BYTES + 1)
+            size += len(part)
       except BadTextError as problem:
         on_bad(name, problem)
         return
@@ -91,11 +95,12 @@ def _read_lines(
           raise ValueError(f"{where}: the file became shorter")
         return
       if left is not None:
-        left -= len(line)
+        left -= size
       if number == 1:
-        line = _without_bom(line)
-      if line and not line.isspace():
+        line = line.removeprefix(codecs.BOM_UTF8)  # some programs add it
+      if size > MOST_LINE_BYTES or (line and not line.isspace()):
         try:
+          _check_size(size, where, MOST_LINE_BYTES)
           text = _parse(line, field, where)
         except BadTextError as problem:
           on_bad(name, problem)
@@ -116,8 +121,8 @@ def _parse(line: bytes, field: str, where: str) -> str:
   return checked_text(value[field], field, where)
 
 
-def _check_size(content: bytes, where: str, most: int) -> None:
-  if len(content) > most:
+def _check_size(size: int, where: str, most: int) -> None:
+  if size > most:
     raise BadTextError(
       where, "too long", f": a document of more than {most:,} bytes; cut it"
     )
@@ -128,8 +133,3 @@ def _decode(content: bytes, where: str) -> str:
     return content.decode()
   except UnicodeDecodeError as error:
     raise BadTextError(where, "not UTF-8", f": {error}") from error
-
-
-def _without_bom(content: bytes) -> bytes:
-  """The start of a file without the byte order mark that some programs add."""
-  return content.removeprefix(codecs.BOM_UTF8)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data.text.token_sets import TokenSet, has_ends
 
 Sequence = dict[str, np.ndarray]
 
@@ -44,6 +44,7 @@ class PackedSource:
     """
     self.token_set = token_set
     self._length, self._separate = length, separate
+    self._has_ends = separate and has_ends(token_set.folder, token_set.metadata)
     targets = max(token_set.num_tokens - 1, 0)
     self._examples = targets // length
     if keep_rest:
@@ -64,6 +65,23 @@ class PackedSource:
       first = np.searchsorted(ends, start, "right")
       starts = ends[first : np.searchsorted(ends, stop, "left")] - start
     return pack(tokens, starts, self._length)
+
+  def text_bytes(self, indices: np.ndarray) -> float:
+    """UTF-8 bytes of the text that sequences [S] int predict; reads no tokens.
+
+    The bytes of the set are divided evenly among its tokens of text. Begin and
+    end of text have none, but one of them is predicted in place of the other.
+    """
+    metadata, total = self.token_set.metadata, self.token_set.num_tokens
+    starts = indices * self._length
+    stops = np.minimum(starts + self._length + 1, total)
+    targets, tokens = stops - starts - 1, total - 1
+    if self._separate:
+      ends = self.token_set.ends
+      targets -= np.searchsorted(ends, stops, "left")
+      targets += np.searchsorted(ends, starts, "right")
+      tokens = total - metadata["documents"] * self._has_ends
+    return metadata["text_bytes"] * (targets.sum() / max(tokens, 1))
 
 
 class FakeSequences:
@@ -101,6 +119,10 @@ class FakeSequences:
     starts = np.flatnonzero(rng.random(count) < 3 / count)
     starts = starts[starts > 0] if self._separate else starts[:0]
     return pack(tokens, starts, self._length)
+
+  def text_bytes(self, indices: np.ndarray) -> float:
+    """One byte a token of some sequences."""
+    return float(len(indices) * self._length)
 
 
 def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:

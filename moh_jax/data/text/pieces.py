@@ -150,7 +150,8 @@ def _cut_lines(
   with open(file, "rb") as stream:
     while start < size:
       stream.seek(min(start + piece_bytes, size) - 1)
-      stream.readline()
+      while stream.readline(_CHUNK)[-1:] not in (b"", b"\n"):
+        pass  # a line may be longer than memory
       stop = stream.tell()
       pieces.append(Piece(file, name, start, stop, line, stop - start))
       stream.seek(start)

@@ -50,6 +50,9 @@ class SentencePieceTokenizer:
     pieces = self._processor.vocab_size()
     added = added_tokens(self.files)
     self._added = {t.id: t for t in added if t.id >= pieces}
+    self._shown = {
+      t.id: t.content for t in self._added.values() if not t.special
+    }
     self.vocab_size = max([pieces - 1, *self._added]) + 1
     own = [
       AddedToken(i, self._processor.id_to_piece(i), special=True)
@@ -113,16 +116,14 @@ class SentencePieceTokenizer:
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
-    pieces = self._processor.vocab_size()
+    pieces, shown = self._processor.vocab_size(), self._shown
     text, known = "", []
     for token in (*map(int, ids), None):
       if token is not None and 0 <= token < pieces:
         known.append(token)
-      elif token is None or token in self._added:
-        text += self._text(known, begins=not text)
+      elif token is None or token in shown:
+        text += self._text(known, begins=not text) + shown.get(token, "")
         known = []
-        if token is not None and not self._added[token].special:
-          text += self._added[token].content
     return text
 
   def _text(self, ids: list[int], *, begins: bool) -> str:

@@ -119,7 +119,7 @@ class HeldOut:
   The last sequence of each source is padded.
 
   Attributes:
-    text_bytes: UTF-8 bytes of all documents; for "fake", one per target.
+    text_bytes: UTF-8 bytes of all documents; for "fake", one per token.
     notes: notes of the set; with several sets, the sums of the integers that
       all of them note.
   """
@@ -155,6 +155,14 @@ class HeldOut:
     source = bisect.bisect_right(self._ends, index)
     first = self._ends[source] - len(self._sources[source])
     return self._sources[source][index - first]
+
+  def bytes_of(self, indices: np.ndarray) -> float:
+    """UTF-8 bytes of the text that sequences [S] int predict."""
+    total = 0.0
+    for source, end in zip(self._sources, self._ends):
+      own = indices - (end - len(source))
+      total += source.text_bytes(own[(own >= 0) & (own < len(source))])
+    return total
 
 
 def open_sets(

@@ -4,7 +4,7 @@ Arrow files are streams, as the library `datasets` writes them, or the format
 with a footer (Feather).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from moh_jax.data.extras import import_extra
@@ -14,6 +14,9 @@ from moh_jax.data.text.places import is_address, open_file
 
 _ROWS = 256  # rows of a Parquet table that are read into memory at one time
 _FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
+# Whether texts lie within their batch is checked as of bytes, since reading
+# them elsewhere would end the process; that they are UTF-8, one by one.
+_BYTES = {"string": "binary", "large_string": "large_binary"}
 
 
 def read_rows(
@@ -21,7 +24,9 @@ def read_rows(
 ) -> Iterator[tuple[str, str]]:
   """Reads the texts of a table's piece; arguments as for `read_documents`.
 
-  A row group or batch that is damaged counts as one bad row.
+  A row group or batch that is damaged counts as one bad row. How many rows a
+  damaged batch of an Arrow file had is not known: those after it are numbered
+  without it.
   """
   kind, _ = file_format(piece.file)
   columns = _parquet_columns if kind == "parquet" else _arrow_columns
@@ -74,9 +79,7 @@ def _parquet_columns(
       batches = table.iter_batches(
         _ROWS, row_groups=[group], columns=[field], use_threads=False
       )
-      while (batch := _next(batches, piece, number, on_bad)) is not None:
-        yield number, batch.column(0)
-        number += batch.num_rows
+      yield from _columns(batches, piece, field, number, on_bad)
 
 
 def _arrow_columns(
@@ -96,26 +99,54 @@ def _arrow_columns(
       on_bad(piece.name, problem)
       return
     _check_column(piece.file, reader.schema, field)
-    batches = reader
+    batches, place = reader, file.tell
     if has_footer:
       batches = map(reader.get_batch, range(reader.num_record_batches))
-    number = piece.first
-    while (batch := _next(batches, piece, number, on_bad)) is not None:
-      yield number, batch.column(field)
-      number += batch.num_rows
+      place = None
+    yield from _columns(batches, piece, field, piece.first, on_bad, place)
 
 
-def _next(
-  batches: Iterator[Any], piece: Piece, number: int, on_bad: OnBad
-) -> Any:
-  """The next rows, or None at the end and where the table is damaged."""
+def _columns(
+  batches: Iterator[Any],
+  piece: Piece,
+  field: str,
+  number: int,
+  on_bad: OnBad,
+  place: Callable[[], int] | None = None,
+) -> Iterator[tuple[int, Any]]:
+  """Columns of batches, each with the number of its first row.
+
+  Args:
+    batches: of rows.
+    piece: that they belong to.
+    field: name of the column.
+    number: of the first row.
+    on_bad: called for batches that are damaged.
+    place: of a stream, how far it was read; where damage does not let it get
+      further, it ends.
+  """
   pyarrow = import_extra("pyarrow", piece.file)
-  try:
-    with damage(f"{piece.file}, row {number} or after", pyarrow.ArrowException):
-      return next(batches, None)
-  except BadTextError as problem:
-    on_bad(f"{piece.name}:{number}", problem)
-    return None
+  damaged = False
+  while True:
+    before = place() if place else None
+    where = f"{piece.file}, row {number} or after"
+    try:
+      with damage(where, pyarrow.ArrowException):
+        batch = next(batches, None)
+        if batch is None:
+          return
+        column = batch.column(field)
+        kind = str(column.type)
+        column.view(_BYTES.get(kind, column.type)).validate(full=True)
+    except BadTextError as problem:
+      if damaged and place and place() == before:
+        return  # nothing is left after what was reported
+      damaged = True
+      on_bad(f"{piece.name}:{number}", problem)
+    else:
+      damaged = False
+      yield number, column
+      number += batch.num_rows
 
 
 def _check_column(file: str, schema: Any, field: str) -> None:

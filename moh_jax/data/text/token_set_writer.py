@@ -14,6 +14,7 @@ from moh_jax.data.text.token_sets import (
   DOCUMENTS,
   KIND,
   LENGTHS_DTYPE,
+  has_ends,
   token_dtype,
 )
 from moh_jax.data.text.tokenizer_files import write_tokenizer_files
@@ -119,6 +120,7 @@ class TokenSetWriter(ShardSetWriter):
       },
       notes={},
     )
+    has_ends(self._folder, self._settings)  # warns
 
   @contextlib.contextmanager
   def open(self, shard: int) -> Iterator[TokenShard]:

@@ -17,6 +17,7 @@ bytes of the documents; these three also in the entry of each shard) and
 
 import bisect
 import itertools
+import logging
 import os
 import pathlib
 from typing import Any
@@ -36,11 +37,30 @@ KIND = "tokens"
 BLOCK = 8192
 DOCUMENTS = "documents.npy"
 LENGTHS_DTYPE = np.dtype("<u4")
+_LOG = logging.getLogger(__name__)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
   """Dtype that stores the tokens of a vocabulary: uint16 or uint32."""
   return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def has_ends(folder: pathlib.Path, described: dict[str, Any]) -> bool:
+  """Whether begin or end of text stands between documents; warns if not.
+
+  Args:
+    folder: folder of a set.
+    described: its metadata, or the settings that it is to have.
+  """
+  found = {described.get("bos_id"), described.get("eos_id")} != {None}
+  if not found:
+    _LOG.warning(
+      "%s: the tokenizer has neither begin nor end of text: documents that are "
+      "kept apart (data.separate_documents) begin with a token that is never "
+      "predicted, whose bytes bits_per_byte takes to be the mean of all",
+      folder,
+    )
+  return found
 
 
 def set_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:

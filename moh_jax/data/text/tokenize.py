@@ -40,7 +40,7 @@ _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 1 << 20
 
 
-# Returns whether a document is kept, by its name; None keeps all.
+# Returns whether a document is kept, by its text; None keeps all.
 _Keep = Callable[[str], bool] | None
 
 
@@ -64,9 +64,12 @@ class _Job:
         for split in self.todo[group]
       }
 
-      def skip(name: str, reason: str, detail: str = "") -> None:
+      def skip(
+        name: str, reason: str, detail: str = "", text: str = ""
+      ) -> None:
         for split, target in targets.items():
-          if _wanted(self.keeps[split], name):
+          # Without text, the name says which part tells of it.
+          if _wanted(self.keeps[split], text or name):
             target.skip(name, reason, detail)
 
       on_bad = skip_or_stop(self.on_error, skip)
@@ -74,10 +77,10 @@ class _Job:
         ids = self.tokenizer.encode_batch(texts)
         for name, text, tokens in zip(names, texts, ids):
           if not tokens:
-            skip(name, "empty")
+            skip(name, "empty", text=text)
             continue
           for split, target in targets.items():
-            if _wanted(self.keeps[split], name):
+            if _wanted(self.keeps[split], text):
               target.add(tokens, len(text.encode()))
     return self.size(group)
 
@@ -89,7 +92,7 @@ class _Job:
     keeps = [self.keeps[split] for split in self.todo[group]]
     for piece in self.groups[group]:
       for name, text in read_documents(piece, self.field, on_bad):
-        if any(_wanted(keep, name) for keep in keeps):
+        if not text or any(_wanted(keep, text) for keep in keeps):
           yield name, text
 
 
@@ -117,7 +120,7 @@ def tokenize(
     inputs: files or patterns, see `pieces.list_pieces`.
     tokenizer: tokenizer that makes the tokens.
     out: folder of the splits, local or mounted.
-    parts: for each split, a function from a document's name to whether it is
+    parts: for each split, a function from a document's text to whether it is
       kept; None keeps all, for example {"train": None}. The functions are
       pickled, and their repr is a setting of the set.
     field: field of JSON objects, or column of tables, that holds the text.
@@ -144,7 +147,7 @@ def tokenize(
   out = pathlib.Path(out)
   for split in parts:
     inside(out, split, "split")
-  parts = fill_parts(parts, _names(groups, field, on_error))
+  parts = fill_parts(parts, _texts(groups, field, on_error))
   writers: dict[str, TokenSetWriter] = {}
   try:
     for split, keep in parts.items():
@@ -155,7 +158,8 @@ def tokenize(
         settings={
           "inputs": fingerprint(groups),
           "field": field,
-          "keep": "all" if keep is None else repr(keep),
+          # Older versions asked `keep` for the name.
+          "keep": "all" if keep is None else f"{keep!r} of texts",
         },
         notes=notes or {},
       )
@@ -182,22 +186,22 @@ def tokenize(
   return {split: writer.finish() for split, writer in writers.items()}
 
 
-def _wanted(keep: _Keep, name: str) -> bool:
-  return keep is None or keep(name)
+def _wanted(keep: _Keep, text: str) -> bool:
+  return keep is None or keep(text)
 
 
-def _names(
+def _texts(
   groups: Iterable[Iterable[Piece]], field: str, on_error: OnError
 ) -> Iterator[str]:
-  """Names of the documents that have text."""
+  """The documents that have text."""
   skipped: collections.Counter[str] = collections.Counter()
   on_bad = count_or_stop(on_error, skipped)
   is_empty = True
   for piece in itertools.chain.from_iterable(groups):
-    for name, text in read_documents(piece, field, on_bad):
+    for _, text in read_documents(piece, field, on_bad):
       if text:
         is_empty = False
-        yield name
+        yield text
   if is_empty and skipped:
     told = describe_skipped([{"skipped": skipped}])
     raise ValueError(f"the input has no document; {told}")

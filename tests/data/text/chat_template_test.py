@@ -96,10 +96,23 @@ class RenderTest(parameterized.TestCase):
     self.assertEqual(_render(source), "A:")
     self.assertEqual(_render(source, add_generation_prompt=False), "")
 
-  def test_absent_and_null_fields_are_the_same(self):
-    source = "{{ messages[0].name is defined }}"
-    messages = [{"role": "user", "content": "a", "name": None}]
-    self.assertEqual(_render(source, messages), "False")
+  def test_null_is_not_absent(self):
+    call = {"type": "function", "function": {"name": "f", "arguments": None}}
+    messages = [
+      {"role": "user", "content": "a", "name": None},
+      {"role": "assistant", "content": None, "tool_calls": [call]},
+      {"role": "assistant"},
+    ]
+    source = (
+      "{% for m in messages %}{{ m.name is defined }}|"
+      "{% if m.content is none %}{{ m.tool_calls | tojson }}"
+      "{% elif m.content is defined %}{{ m.content }}{% endif %};"
+      "{% endfor %}"
+    )
+    self.assertEqual(
+      _render(source, messages),
+      f"True|a;False|{json.dumps([call])};False|;",
+    )
 
   def test_time_is_known(self):
     self.assertRegex(_render("{{ strftime_now('%Y') }}"), r"^\d{4}$")

@@ -7,6 +7,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from moh_jax.data.text import files
 from moh_jax.data.text.files import read_documents
 from moh_jax.data.text.pieces import list_pieces
 
@@ -23,7 +24,7 @@ class _FilesTest(parameterized.TestCase):
     super().setUp()
     self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-  def _read(self, name, content=None, field="text", piece_bytes=100):
+  def _read(self, name, content=None, field="text", piece_bytes=100, **options):
     if content is not None:
       (self.root / name).write_bytes(content)
     groups = list_pieces([str(self.root / name)], piece_bytes)
@@ -31,8 +32,17 @@ class _FilesTest(parameterized.TestCase):
       document
       for group in groups
       for piece in group
-      for document in read_documents(piece, field)
+      for document in read_documents(piece, field, **options)
     ]
+
+  def _skip(self, *args, **options):
+    """Documents, and what was left out."""
+    bad = []
+
+    def on_bad(name, problem):
+      bad.append((name, problem.reason))
+
+    return self._read(*args, **options, on_bad=on_bad), bad
 
 
 class ReadTest(_FilesTest):
@@ -76,6 +86,27 @@ class DamageTest(_FilesTest):
     for piece_bytes in (1, 10**6):
       with self.assertRaisesRegex(ValueError, message):
         self._read("a.jsonl", content, piece_bytes=piece_bytes)
+
+  @parameterized.product(
+    bad=[b"x" * 301, b" " * 301, b" " * 299 + b'{"text": "x"}', b"x" * 9999],
+    place=[0, 1, 3],
+    piece_bytes=[1, 10**6],
+    packed=[False, True],
+  )
+  def test_a_line_that_is_too_long_is_left_out_alone(
+    self, bad, place, piece_bytes, packed
+  ):
+    lines = [json.dumps({"text": f"a{i}"}).encode() for i in range(3)]
+    lines.insert(place, bad)
+    name, content = "a.jsonl", b"\n".join(lines)
+    if packed:
+      name, content = "a.jsonl.gz", gzip.compress(content)
+    with mock.patch.object(files, "MOST_LINE_BYTES", 299):
+      found, left_out = self._skip(name, content, piece_bytes=piece_bytes)
+    numbers = [i + 1 for i in range(4) if i != place]
+    expected = [(f"{name}:{n}", f"a{i}") for i, n in enumerate(numbers)]
+    self.assertEqual(found, expected)
+    self.assertEqual(left_out, [(f"{name}:{place + 1}", "too long")])
 
   def test_text_that_is_not_utf8_is_named(self):
     with self.assertRaisesRegex(ValueError, "a.txt: not UTF-8"):
@@ -192,6 +223,33 @@ class WithPyarrowTest(_FilesTest):
     content[half - 2000 : half + 2000] = bytes(4000)
     with self.assertRaisesRegex(ValueError, r"a.parquet, row \d+ or after"):
       self._read("a.parquet", bytes(content))
+
+  @parameterized.product(form=["file", "stream"], compression=[None, "zstd"])
+  def test_a_damaged_batch_of_arrow_is_left_out_alone(self, form, compression):
+    import pyarrow
+    from pyarrow import ipc
+
+    texts = [f"{i * i} {i}" * 20 for i in range(50)]
+    batches = [
+      pyarrow.record_batch({"text": texts[i : i + 10]})
+      for i in range(0, 50, 10)
+    ]
+    opened = ipc.new_file if form == "file" else ipc.new_stream
+    options = ipc.IpcWriteOptions(compression=compression)
+    sink, starts = pyarrow.BufferOutputStream(), []
+    with opened(sink, batches[0].schema, options=options) as writer:
+      for batch in batches:
+        starts.append(sink.tell())
+        writer.write_batch(batch)
+    content = bytearray(sink.getvalue().to_pybytes())
+    # The offsets of texts lie before these, where they are not compressed.
+    at = starts[3] - 60 if compression else content.index(texts[20].encode())
+    content[at - 40 : at - 10] = b"\7" * 30
+    found, left_out = self._skip("a.arrow", bytes(content))
+    self.assertEqual([t for _, t in found], texts[:20] + texts[30:])
+    self.assertEqual(left_out, [("a.arrow:21", "damaged or truncated")])
+    with self.assertRaisesRegex(ValueError, "a.arrow, row 21 or after: dam"):
+      self._read("a.arrow")
 
 
 if __name__ == "__main__":

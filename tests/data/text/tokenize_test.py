@@ -233,6 +233,56 @@ class SplitsTest(_FilesTest):
     self._run("other", keep=keep, **options)
     self.assertEqual(self._texts("other", "val"), self._texts("out", "val"))
 
+  def _parts(self, name, *inputs):
+    """The part of each document."""
+    tokenize.tokenize(
+      [str(path) for path in inputs],
+      tokenizers.BytesTokenizer(),
+      self.root / name,
+      held_out.held_out_parts(0.3),
+      progress=False,
+    )
+    return {
+      text: split
+      for split in ("train", "val")
+      for text in self._texts(name, split)
+    }
+
+  def test_part_of_a_document_does_not_depend_on_names_or_other_files(self):
+    for folder, start in (("x/y", 0), ("x/z", 40), ("w", 80)):
+      (self.root / folder).mkdir(parents=True)
+      for i in range(start, start + 40, 4):
+        texts = [f"text {j}" for j in range(i, i + 4)]
+        (self.root / folder / f"{i}.txt").write_text(texts.pop())
+        lines = "".join(json.dumps({"text": t}) + "\n" for t in texts)
+        (self.root / folder / f"{i}.jsonl").write_text(lines)
+    expected = self._parts("one", self.root / "x/y/*")
+    self.assertLen(expected, 40)
+    self.assertLen(set(expected.values()), 2)
+    os.symlink(self.root / "x", self.root / "link")
+    for number, inputs in enumerate(
+      (
+        [self.root / "x/y/*", self.root / "x/z/*"],
+        [self.root / "x/**/*"],
+        [self.root / "w/80.txt", self.root / "x/y/*"],
+        [os.path.relpath(self.root / "x/y/*")],
+        [self.root / "link/y/*"],
+      )
+    ):
+      found = self._parts(f"{number}", *inputs)
+      self.assertEqual(found, found | expected)
+    (self.root / "x/y").rename(self.root / "v")
+    self.assertEqual(self._parts("renamed", self.root / "v/*"), expected)
+
+  def test_sets_divided_by_name_are_not_continued(self):
+    self._split(0.2)
+    metadata = self.root / "out/val/metadata.json"
+    older = metadata.read_text().replace(" of texts", "")
+    metadata.write_text(older)
+    self.assertGreater(len(self._texts("out", "val")), 20)
+    with self.assertRaisesRegex(ValueError, "keep: 'Held.* of texts' here"):
+      self._split(0.2)
+
   def test_input_is_read_once(self):
     with mock.patch.object(
       tokenize, "read_documents", side_effect=tokenize.read_documents
@@ -285,6 +335,11 @@ class SplitsTest(_FilesTest):
     self.assertEqual(
       repr(parts["val"]), "HeldOutPart(share=0.3, held_out=True)"
     )
+
+  def test_documents_of_one_text_cannot_be_divided(self):
+    (self.root / "in.jsonl").write_text('{"text": "a"}\n' * 3)
+    with self.assertRaisesRegex(ValueError, "3 documents, all of one text"):
+      self._split(0.2)
 
   @parameterized.parameters("in.jsonl", "one.txt")
   def test_one_document_cannot_be_divided(self, name):

@@ -2,6 +2,7 @@ import io
 import json
 import pathlib
 import pickle
+import random
 import sys
 import tempfile
 from unittest import mock
@@ -40,7 +41,32 @@ def _words(*specials, **options):
   return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
 
 
-def _sentencepiece(**options):
+def _metaspace(scheme):
+  """A tokenizer.json whose words begin with their space."""
+  trained = hf.Tokenizer(hf.models.BPE())
+  trained.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+  trained.decoder = hf.decoders.Metaspace(prepend_scheme=scheme)
+  trained.train_from_iterator(_CORPUS, hf.trainers.BpeTrainer(vocab_size=60))
+  trained.add_tokens(["<shown>", "[a] "])
+  trained.add_special_tokens(["<s>", "</s>"])
+  return tokenizers.JsonTokenizer(trained.to_str().encode())
+
+
+def _added():
+  """Files that add tokens to `_sentencepiece`."""
+  added = {
+    str(i): {"content": content, "special": special}
+    for i, content, special in (
+      (400, "<shown>", False),
+      (401, "<hidden>", True),
+      (402, "[a] ", False),
+    )
+  }
+  config = {"added_tokens_decoder": added, "legacy": False}
+  return {"tokenizer_config.json": json.dumps(config).encode()}
+
+
+def _sentencepiece(files=None, **options):
   import sentencepiece
 
   model = io.BytesIO()
@@ -55,7 +81,7 @@ def _sentencepiece(**options):
     **options,
   )
   content = model.getvalue()
-  return tokenizers.tokenizer_from_bytes("sentencepiece", content)
+  return tokenizers.tokenizer_from_bytes("sentencepiece", content, files or {})
 
 
 class RoundTripTest(parameterized.TestCase):
@@ -89,7 +115,34 @@ class RoundTripTest(parameterized.TestCase):
       self.assertEqual([stream.feed(i) for i in ids], ["", "a", "", "b", ""])
 
 
-class StreamTest(absltest.TestCase):
+class StreamTest(parameterized.TestCase):
+  @parameterized.parameters("always", "first", "never", "sentencepiece", "bpe")
+  def test_stream_equals_decode_whatever_comes_before(self, kind):
+    if kind == "sentencepiece":
+      tokenizer = _sentencepiece(_added())
+    else:
+      tokenizer = _bpe() if kind == "bpe" else _metaspace(kind)
+    names = {i: tokenizer.id_to_token(i) for i in range(tokenizer.vocab_size)}
+    # Not bytes, which need not be characters.
+    ids = [i for i, name in names.items() if name and "<0x" not in name]
+    spaces = [i for i in ids if not names[i].strip(" \u2581\u0120")]
+    beside = spaces + [i for i in ids if names[i][0] in "<["]
+    rng = random.Random(0)
+    for _ in range(500):
+      written = rng.choices(beside, k=6) + rng.choices(ids, k=2)
+      rng.shuffle(written)
+      for start in (0, rng.randint(0, 8)):
+        before = tokenizer.decode(written[:start])
+        stream = StreamDecoder(tokenizer, written[:start])
+        parts = [stream.feed(token) for token in written[start:]]
+        text = before + "".join(parts) + stream.flush()
+        self.assertEqual(text, tokenizer.decode(written), written)
+
+  def test_a_character_that_begins_before_is_not_lost(self):
+    first, second = "é".encode()
+    stream = StreamDecoder(tokenizers.BytesTokenizer(), [97, first])
+    self.assertEqual(stream.feed(second), "é")
+
   def test_half_a_character_waits_and_is_marked_at_the_end(self):
     stream = StreamDecoder(tokenizers.BytesTokenizer())
     parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
