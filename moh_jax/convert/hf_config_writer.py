@@ -91,6 +91,7 @@ def to_released(model: LLMConfig, **options: Any) -> dict[str, Any]:
   natural = (tuple(range(heads)),) * model.depth
   differences = {
     "router.kind": (model.router.kind, want.router.kind),
+    "router.top_p": (model.router.top_p, 0.0),
     "num_heads": (model.num_heads, (heads,) * model.depth),
     "shared_heads": (model.shared_heads, want.shared_heads),
     "top_k": (model.top_k, want.top_k),

@@ -63,7 +63,7 @@ def resolve(config: Config) -> Config:
     mean, std = _normalization(config, model.channels)
     data = dataclasses.replace(data, mean=mean, std=std)
   if getattr(data, "eval_resize", 0) is None:
-    data = dataclasses.replace(data, eval_resize=max(model.input_shape[:2]))
+    data = dataclasses.replace(data, eval_resize=min(model.input_shape[:2]))
   resolved = dataclasses.replace(config, model=model, data=data, optim=optim)
   if "diffusion" not in config.sections:
     return resolved

@@ -162,7 +162,8 @@ def eval_batches(
     float32, 1 for examples and 0 for padding.
   """
   size = config.eval.batch_size
-  examples = min(config.eval.examples or len(source), len(source))
+  chosen = eval_indices(config, len(source))
+  examples = len(chosen)
   padded = -(-examples // size) * size
 
   @functools.cache
@@ -172,13 +173,19 @@ def eval_batches(
   def load(position: int) -> dict[str, Any]:
     if position >= examples:
       return {**padding(), "index": np.int32(0), "mask": np.float32(0)}
-    index = position * len(source) // examples
+    index = int(chosen[position])
     return {**source[index], "index": np.int32(index), "mask": np.float32(1)}
 
   positions = grain.MapDataset.range(padded)
   dataset = _BatchRows(positions, rows, size).map(load)
   options = _read_options(config.data, len(rows))
   return iter(dataset.to_iter_dataset(options).batch(len(rows)))
+
+
+def eval_indices(config: Config, size: int) -> np.ndarray:
+  """The examples of a held-out split of `size` that `eval_batches` reads."""
+  examples = min(config.eval.examples or size, size)
+  return np.arange(examples) * size // max(examples, 1)
 
 
 def worker_count(data: DataConfig | TextDataConfig) -> int:

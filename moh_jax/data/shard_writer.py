@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import pathlib
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from array_record.python import array_record_module
 
 from moh_jax.data import shards
 from moh_jax.data.set_schema import Entry
-from moh_jax.files import checksum, disk_errors, replacing
+from moh_jax.files import checksum, disk_errors, remove_files, replacing
 from moh_jax.json_files import plain, read_json
 
 # Records can be read one by one; payloads do not compress any further.
@@ -29,6 +28,8 @@ _OPTIONS = "group_size:1,uncompressed"
 _UNFINISHED = "unfinished"
 _SETTINGS = "settings.json"
 _SKIPPED = "skipped"
+# Names in "unfinished"; without the settings the shards would be nobody's.
+_OURS = ("*.array_record.*", _SETTINGS)
 _disk_errors = functools.partial(
   disk_errors, "a shard", "the finished ones are"
 )
@@ -235,7 +236,7 @@ class ShardSetWriter:
       "shards": entries,
     }
     _write_json(self._folder / shards.METADATA, metadata)
-    shutil.rmtree(self._unfinished, ignore_errors=True)
+    remove_files(self._unfinished, *_OURS)
     return metadata
 
   def discard(self) -> None:
@@ -244,8 +245,8 @@ class ShardSetWriter:
       return
     for shard in range(self.num_shards):
       (self._folder / self._name(shard)).unlink(missing_ok=True)
-    shutil.rmtree(self._folder / _SKIPPED, ignore_errors=True)
-    shutil.rmtree(self._unfinished, ignore_errors=True)
+    remove_files(self._folder / _SKIPPED, _list_name("*-of-*"))
+    remove_files(self._unfinished, *_OURS)
     with contextlib.suppress(OSError):  # the folder has other files
       self._folder.rmdir()
 

@@ -4,10 +4,9 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import optax
 
 from moh_jax.evaluation.means import EvalStep, batch_sums
+from moh_jax.evaluation.predictions import predict_step
 
 
 def make_eval_step(model: nn.Module) -> EvalStep:
@@ -19,19 +18,18 @@ def make_eval_step(model: nn.Module) -> EvalStep:
   Returns:
     (params, batch) -> {name: [] float32 sum over the batch's examples}.
   """
+  predict = predict_step(model)
 
   @jax.jit
   def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
-    logits, aux = model.apply({"params": params}, batch["image"])
-    labels = batch["label"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1)
-    # Classes that beat the right one: higher, or equal with a lower index, as
-    # argmax decides; NaN beats everything, so a broken model scores nothing.
-    earlier = jnp.arange(logits.shape[-1])[None] < labels[:, None]
-    beaten_by = ~(logits <= label_logits) | ((logits == label_logits) & earlier)
-    rank = beaten_by.sum(-1)
-    right = {"accuracy": rank == 0, "top5_accuracy": rank < 5}
-    return batch_sums(batch["mask"], aux, loss=losses, **right)
+    found = predict(params, batch)
+    right = found["top"] == batch["label"][:, None]
+    return batch_sums(
+      batch["mask"],
+      loss=found["loss"],
+      accuracy=right[:, 0],
+      top5_accuracy=right.any(-1),
+      activated_share=found["activated_share"],
+    )
 
   return eval_step

@@ -12,6 +12,7 @@ from moh_jax.diffusion.objective import training_losses
 from moh_jax.diffusion.process import AnyProcess, make_process, q_sample
 from moh_jax.evaluation.means import EvalStep, batch_sums
 from moh_jax.layers.model_aux import ModelAux
+from moh_jax.layers.router import count_examples
 
 _SEED = 0
 _GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32
@@ -37,10 +38,12 @@ def make_eval_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
   def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
     x0, labels = batch["image"], batch["label"]
     t, noise = noise_of_index(batch["index"], x0.shape[1:], process)
-    losses, aux = denoising_losses(
-      model, diffusion, process, params, x0, labels, t=t, noise=noise
-    )
-    return batch_sums(batch["mask"], aux, **losses)
+    with count_examples(batch["mask"]):
+      losses, aux = denoising_losses(
+        model, diffusion, process, params, x0, labels, t=t, noise=noise
+      )
+    losses["activated_share"] = aux.activated_share
+    return batch_sums(batch["mask"], **losses)
 
   return eval_step
 

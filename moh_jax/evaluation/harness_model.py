@@ -33,7 +33,8 @@ class HarnessModel(LM):
   Text becomes tokens as in the harness's own adapter of Hugging Face models:
   a context's trailing spaces belong to its continuation; both are encoded
   together and the continuation is what the context alone does not account for;
-  an empty context is the begin of text; contexts are cut from the left.
+  an empty context is the begin of text; contexts are cut from the left. Where
+  the context accounts for all tokens, the continuation is the last of them.
 
   Attributes:
     max_length: tokens that the model reads at most.
@@ -87,10 +88,17 @@ class HarnessModel(LM):
       text for pair in texts for text in (pair[0], "".join(pair))
     )
     pairs = []
-    for context, continuation in texts:
+    for request, (context, continuation) in zip(requests, texts):
       whole, before = encoded[context + continuation], encoded[context]
-      start = self._before + before if context else [self._prefix]
-      pairs.append((start, whole[len(before) :]))
+      if continuation and not whole:
+        raise ValueError(
+          f"task {request.task_name!r}, document {request.doc_id}: no token "
+          f"stands for the answer {continuation!r}"
+        )
+      if continuation and len(whole) <= len(before):
+        before = whole[:-1]  # the answer is a part of the last token
+      start = self._before + before if context else []
+      pairs.append((start or [self._prefix], whole[len(before) :]))
     scores = self._scorer.log_likelihoods(pairs, progress=self._progress)
     return [(score.log_likelihood, score.greedy) for score in scores]
 

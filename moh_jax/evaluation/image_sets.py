@@ -11,14 +11,16 @@ import pathlib
 from collections.abc import Iterator
 
 import numpy as np
-from PIL import Image
 
 from moh_jax.array_files import npz_damage, npz_names, open_member, read_npz
-from moh_jax.data.images.files import open_picture, read_image
+from moh_jax.data.images.files import open_picture, picture_size, read_image
+from moh_jax.data.images.folders import find_files
 from moh_jax.data.images.transforms import center_crop
+from moh_jax.files import check_regular
 
-_LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3)"
+_LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3 or 1)"
 _THREADS = 8
+_SEED = 0  # of the order of a folder's images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +42,15 @@ class NpzImages:
   def batches(self, batch_size: int) -> Iterator[np.ndarray]:
     """Images in order, [b, X, Y, 3] uint8; the last batch may be smaller.
 
+    Grey images have three equal channels.
+
     Raises:
       ValueError: the file is damaged.
     """
     if self.fortran_order:  # its first image ends with the file
       images = read_npz(self.path, ["arr_0"])["arr_0"]
       for start in range(0, len(self), batch_size):
-        yield np.ascontiguousarray(images[start : start + batch_size])
+        yield _rgb(np.ascontiguousarray(images[start : start + batch_size]))
       return
     image_bytes = int(np.prod(self.shape[1:]))
     with open_member(self.path, "arr_0") as (stream, _):
@@ -55,12 +59,20 @@ class NpzImages:
         with npz_damage(self.path):
           data = np.frombuffer(stream.read(count * image_bytes), np.uint8)
           images = data.reshape(count, *self.shape[1:])
-        yield images
+        yield _rgb(images)
+
+
+def _rgb(images: np.ndarray) -> np.ndarray:
+  return np.broadcast_to(images, (*images.shape[:3], 3))
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderImages:
-  """Image files of a folder and those below; made by `open_images`."""
+  """Image files of a folder and those below; made by `open_images`.
+
+  They come in random order, the same in each call: the Inception Score compares
+  the images of a block, which would be of few classes in order of the paths.
+  """
 
   path: str
   files: tuple[str, ...]
@@ -71,7 +83,7 @@ class FolderImages:
     return len(self.files)
 
   def batches(self, batch_size: int) -> Iterator[np.ndarray]:
-    """Images in order of their paths, [b, X, Y, 3] uint8.
+    """Images [b, X, Y, 3] uint8; the last batch may be smaller.
 
     Raises:
       ValueError: a file is damaged.
@@ -84,7 +96,9 @@ class FolderImages:
   def _read(self, file: str) -> np.ndarray:
     """An image [*size, 3] uint8."""
     image = read_image(file, 3)
-    return center_crop(image, self.size) if self.is_cropped else image
+    if not self.is_cropped and image.shape[:2] != self.size:
+      raise ValueError(f"{file} has {_written(image.shape)}, others have not")
+    return center_crop(image, self.size)
 
 
 ImageSet = NpzImages | FolderImages
@@ -96,8 +110,9 @@ def open_images(
   """Checks a set of images and makes it readable.
 
   Args:
-    path: an npz file with `arr_0`, uint8 [N, X, Y, 3] (other arrays in it are
-      not read), or a folder with images of any format Pillow reads.
+    path: an npz file with `arr_0`, uint8 [N, X, Y, 3] or of grey images [N, X,
+      Y, 1] (other arrays in it are not read), or a folder with images of any
+      format Pillow reads.
     image_size: rows and columns to which images of a folder are cropped, as in
       training of diffusion models; None: all must have one size.
 
@@ -114,7 +129,7 @@ def open_images(
     raise ValueError(f"{path}: holds {names}; images must be {_LAYOUT}")
   with open_member(path, "arr_0") as (_, (shape, fortran_order, dtype)):
     pass
-  if dtype != np.uint8 or len(shape) != 4 or shape[-1] != 3:
+  if dtype != np.uint8 or len(shape) != 4 or shape[-1] not in (1, 3):
     raise ValueError(
       f"{path}: arr_0 has dtype {dtype} and shape {shape}; images must be "
       f"{_LAYOUT}, with values 0-255"
@@ -125,23 +140,10 @@ def open_images(
 
 
 def _open_folder(path: pathlib.Path, image_size: int | None) -> FolderImages:
-  suffixes = {
-    suffix
-    for suffix, kind in Image.registered_extensions().items()
-    if kind in Image.OPEN
-  }
-  files = sorted(
-    file
-    for file in path.rglob("*")
-    if file.suffix.lower() in suffixes
-    and file.is_file()
-    # Files of the desktop, not of the user.
-    and not any(part.startswith(".") for part in file.relative_to(path).parts)
-  )
-  if not files:
-    raise FileNotFoundError(f"{path}: no image file in this folder or below")
+  files = find_files(path)
   sizes = [_image_size(file) for file in files]
-  names = tuple(map(str, files))
+  order = np.random.RandomState(_SEED).permutation(len(files))
+  names = tuple(files[i] for i in order)
   for file, size in zip(files, sizes):
     if image_size and min(size) < image_size:
       raise ValueError(
@@ -158,16 +160,16 @@ def _open_folder(path: pathlib.Path, image_size: int | None) -> FolderImages:
   return FolderImages(str(path), names, sizes[0])
 
 
-def _image_size(file: pathlib.Path) -> tuple[int, int]:
+def _image_size(file: str) -> tuple[int, int]:
   """(X, Y) from the header alone, for a folder may hold 50,000 images."""
+  check_regular(file)
   try:
     with open_picture(file) as image:
-      width, height = image.size
+      return picture_size(image)
   except Exception as error:  # a damaged image raises nearly anything
     raise ValueError(
       f"{file}: not an image Pillow can read: {error}"
     ) from error
-  return height, width
 
 
 def _written(size: tuple[int, int]) -> str:

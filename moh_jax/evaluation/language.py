@@ -36,7 +36,7 @@ def make_eval_step(model: nn.Module, config: LLMConfig) -> EvalStep:
     nats, correct = token_nats(x, params, config, batch["targets"])
     weights = batch["weights"]
     return {
-      **batch_sums(batch["mask"], aux),
+      **batch_sums(batch["mask"], activated_share=aux.activated_share),
       "nats": (nats * weights).sum(),
       "tokens": weights.sum(),
       "correct": (correct * weights).sum(),

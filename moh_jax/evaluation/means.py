@@ -5,30 +5,23 @@ from typing import Any
 
 import jax
 
-from moh_jax.layers.model_aux import ModelAux
-
 # (params, batch) -> {name: [] float32 sum over the batch's examples}, with the
 # number of "examples"; padded examples (mask 0) count nothing.
 EvalStep = Callable[[Any, Any], dict[str, jax.Array]]
 
 
-def batch_sums(
-  mask: jax.Array, aux: ModelAux, **values: jax.Array
-) -> dict[str, jax.Array]:
+def batch_sums(mask: jax.Array, **values: jax.Array) -> dict[str, jax.Array]:
   """Sums over one batch, as an `EvalStep` gives them.
 
   Args:
     mask: [B] float32, 0 for padded examples.
-    aux: of the forward pass.
-    **values: [B] metric of each example, by name.
+    **values: by name, [B] metric of each example, or [] their mean.
 
   Returns:
-    "examples", the sums of `values` and "activated_share".
+    "examples" and the sums of `values`.
   """
   sums = {name: (value * mask).sum() for name, value in values.items()}
-  examples = mask.sum()
-  share = aux.activated_share * examples
-  return {"examples": examples, **sums, "activated_share": share}
+  return {"examples": mask.sum(), **sums}
 
 
 def mean_metrics(

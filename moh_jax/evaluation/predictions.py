@@ -4,7 +4,9 @@ Sums of booleans over devices would do for accuracy; what each image was taken
 for is also wanted by class, and against labels of several right classes.
 """
 
+import collections
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from moh_jax.layers.router import count_examples
 from moh_jax.runtime import sharding
 
 _TOP = 5
@@ -49,21 +52,19 @@ def predict_step(model: nn.Module) -> Callable[[Any, Any], dict[str, Any]]:
 
   @jax.jit
   def step(params: Any, batch: Any) -> dict[str, jax.Array]:
-    logits, aux = model.apply({"params": params}, batch["image"])
+    with count_examples(batch["mask"]):
+      logits, aux = model.apply({"params": params}, batch["image"])
     loss = optax.softmax_cross_entropy_with_integer_labels(
       logits, batch["label"]
     )
     top = jax.lax.top_k(logits, min(_TOP, logits.shape[-1]))[1]
     top = jnp.pad(top, ((0, 0), (0, _TOP - top.shape[-1])), constant_values=-1)
     broken = jnp.isnan(logits).any(-1, keepdims=True)
-    share = jnp.broadcast_to(aux.activated_share, loss.shape)
     return {
-      "index": batch["index"],
-      "label": batch["label"],
-      "mask": batch["mask"],
+      **{name: rows for name, rows in batch.items() if name != "image"},
       "top": jnp.where(broken, -1, top),
       "loss": loss,
-      "share": share,
+      "activated_share": jnp.broadcast_to(aux.activated_share, loss.shape),
     }
 
   return step
@@ -94,7 +95,7 @@ def predict_all(
   }
   real = whole.pop("mask") > 0
   whole = {name: values[real] for name, values in whole.items()}
-  share = float(whole.pop("share").mean(dtype=np.float64))
+  share = float(whole.pop("activated_share").mean(dtype=np.float64))
   return Predictions(**whole, activated_share=share)
 
 
@@ -173,38 +174,53 @@ def read_right(
 
   Args:
     stored: a list with an entry for each image in the order of the file names,
-      as ReaL's, or entries by file name, with or without its folder. An entry
-      is a class or a list of classes; a class its number or its name.
+      as ReaL's, with their numbers by value (2.jpg before 10.jpg), or entries
+      by file name, with or without its folder. An entry is a class or a list of
+      classes; a class its number or its name.
     names: "CLASS/NAME" of the images.
-    class_names: of the model, () if unknown.
+    class_names: of the model.
 
   Returns:
     For each image its right classes.
 
   Raises:
-    ValueError: an image has no entry, or an entry names no class.
+    ValueError: an image has no entry, an entry names no class, or the file
+      names do not tell the images apart.
   """
   files = [name.rpartition("/")[2] for name in names]
+  twice = {f for f, n in collections.Counter(files).items() if n > 1}
   if not isinstance(stored, Mapping):
     if len(stored) != len(files):
       raise ValueError(
         f"{len(stored)} entries, must be one for each of the {len(files)} "
         "images"
       )
-    stored = dict(zip(sorted(files), stored))
+    if twice:
+      raise ValueError(
+        f"several images are called {min(twice)!r}, so a list has no order; "
+        'name them in an object: {"CLASS/NAME": LABEL}'
+      )
+    stored = dict(zip(sorted(files, key=_by_number), stored))
   labels = {name: label for label, name in enumerate(class_names)}
-  named, right = bool(class_names), []
+  right = []
   for name, file in zip(names, files):
-    entry = stored.get(name, stored.get(file))
+    entry = stored.get(name, None if file in twice else stored.get(file))
     if entry is None:
-      raise ValueError(f"no entry for the image {name!r}")
+      others = ", and others have that file name" * (file in twice)
+      raise ValueError(f"no entry for the image {name!r}{others}")
     classes = entry if isinstance(entry, list) else [entry]
     classes = [labels.get(c, c) for c in classes]
     known = range(len(class_names))
-    if unknown := [c for c in classes if named and c not in known]:
+    if unknown := [c for c in classes if c not in known]:
       raise ValueError(
         f"{name!r} has the label {unknown[0]!r}, which is none of the model's "
         f"{len(class_names)} classes"
       )
     right.append(frozenset(classes))
   return right
+
+
+def _by_number(name: str) -> tuple:
+  """Sorts names by text, but the numbers in them by value."""
+  parts = re.split("([0-9]+)", name)
+  return [int(p) if i % 2 else p for i, p in enumerate(parts)], name

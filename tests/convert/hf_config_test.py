@@ -460,6 +460,10 @@ class ReleasedTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"router": RouterConfig()}, "router.kind='two_stage' must be"),
+    (
+      {"router": RouterConfig("query_norm", top_p=0.5)},
+      "router.top_p=0.5 must be 0.0",
+    ),
     ({"shared_heads": (3, 3, 2)}, r"shared_heads=.* must be \(3, 3, 3\)"),
     ({"top_k": (2, 1, 1)}, r"top_k=.* must be \(1, 1, 1\)"),
     ({"head_order": ((1, 0, 2, 3, 4, 5),) * 3}, "head_order=.*must be"),

@@ -46,6 +46,7 @@ _PLAIN |= {"top_k": (0,) * 3}
 CASES = {
   "released_gates": {},
   "paper_gates": {"router": RouterConfig(gate_form="paper")},
+  "top_p": {"router": RouterConfig(top_p=0.6)},
   "one_stage": {"router": RouterConfig(two_stage=False)},
   "no_shared": {"shared_heads": (0,) * 3},
   "one_shared": {"shared_heads": (1,) * 3, "tie_embeddings": True},

@@ -11,7 +11,7 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.data.images import pack
+from moh_jax.data.images import pack, transforms
 from moh_jax.data.images.image_folder import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data.text import tiny_sets, tiny_text
@@ -95,6 +95,18 @@ class ImagesTest(_TempDirTest):
     grey = dataclasses.replace(_VIT, channels=1)
     config = resolve(Config(grey, data=data))
     self.assertEqual((config.data.mean, config.data.std), ((0.5,), (0.5,)))
+
+  @parameterized.parameters((64, 128), (128, 64), (64, 64))
+  def test_evaluation_takes_the_largest_crop(self, *size):
+    model = dataclasses.replace(_VIT, image_size=size)
+    data = DataConfig(source="fake", eval_resize=None)
+    config = resolve(Config(model, data=data))
+    crop = transforms.eval_transforms(config.data, config.model)[0]
+    image = np.arange(4 * size[0] * size[1]).reshape(2 * size[0], -1, 1) % 251
+    image = np.uint8(image.repeat(3, -1))
+    np.testing.assert_array_equal(
+      crop.map({"image": image})["image"], transforms.resize(image, size)
+    )
 
   def test_classes_of_packed_images(self):
     packed = self.root / "packed"

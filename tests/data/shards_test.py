@@ -250,6 +250,18 @@ class WriteTest(_SetTest):
     self.assertEqual(list(self._files()), [*names, shards.METADATA])
     self.assertLen(list(self.folder.iterdir()), 4)
 
+  @parameterized.parameters("finish", "discard")
+  def test_files_of_others_are_not_removed(self, end):
+    others = [
+      self.folder / name / "a.txt" for name in ("unfinished", "skipped")
+    ]
+    for file in others:
+      file.parent.mkdir(parents=True)
+      file.write_text("mine")
+    getattr(self._fill(self._writer()), end)()
+    self.assertEqual([file.read_text() for file in others], ["mine"] * 2)
+    self.assertEqual(list(others[0].parent.iterdir()), others[:1])
+
   def test_interrupted_set_continues_to_the_same_bytes(self):
     self._whole()
     whole = self._files()

@@ -64,6 +64,15 @@ class AccuracyTest(parameterized.TestCase):
     metrics = _evaluate(_batches(logits))
     self.assertEqual(metrics["accuracy"], 1.0 - shift)
 
+  @parameterized.product(classes=(2, 4, 5, 8), place=(0, 1, slice(None)))
+  def test_model_that_gives_nan_scores_nothing(self, classes, place):
+    labels = np.arange(8, dtype=np.int32) % classes
+    logits = np.zeros((8, classes), np.float32)
+    logits[:, place] = np.nan
+    batch = {"image": logits, "label": labels, "mask": np.ones(8, np.float32)}
+    metrics = _evaluate([batch])
+    self.assertEqual((metrics["accuracy"], metrics["top5_accuracy"]), (0, 0))
+
   @parameterized.parameters(0.0, np.nan)
   def test_logits_without_a_winner_are_not_right(self, value):
     labels = np.arange(_CLASSES, dtype=np.int32)

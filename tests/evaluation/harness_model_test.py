@@ -1,6 +1,7 @@
 import dataclasses
 import types
 
+import tokenizers as hf
 from absl.testing import absltest, parameterized
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -115,7 +116,38 @@ class HarnessModelTest(parameterized.TestCase):
     requests = _requests("loglikelihood", *arguments)
     theirs = Theirs().loglikelihood(requests, disable_tqdm=True)
     ours = self._pairs(*arguments, tokenizer=tokenizer, add_bos=add_bos)
+    # Where theirs has no token to score, one is kept.
+    kept = [i for i, (_, scored) in enumerate(theirs) if not scored]
+    for i in kept:
+      whole = [tokenizer.bos_id] * add_bos
+      whole += tokenizer.encode("".join(arguments[i]))
+      self.assertEqual(ours[i], (whole[:-1], whole[-1:]))
+      theirs[i] = ours[i]
+    self.assertLen(kept, 1)
     self.assertEqual(ours, theirs)
+
+  def test_answers_that_merge_with_their_context_keep_a_token(self):
+    tokenizer = _bpe()
+    the = tokenizer.encode("the")
+    self.assertLen(the, 1)
+    for add_bos in (True, False):
+      options = {"tokenizer": tokenizer, "add_bos": add_bos}
+      # All of the text is one token: what stands before is the begin.
+      pairs = self._pairs(("th", "e"), ("t", "he"), **options)
+      self.assertEqual(pairs, [([tokenizer.bos_id], the)] * 2)
+      pairs = self._pairs(("the th", "e"), ("the the", ""), **options)
+      before = [tokenizer.bos_id] * add_bos
+      self.assertEqual(pairs[0], (before + the, tokenizer.encode(" the")))
+      self.assertEqual(pairs[1][1], [])  # nothing was asked
+
+  def test_an_answer_without_tokens_is_named(self):
+    made = hf.Tokenizer(hf.models.BPE({"a": 0}, []))  # knows nothing else
+    made.add_special_tokens(["<s>"])
+    content = made.to_str().encode()
+    with self.assertRaisesRegex(
+      ValueError, "task 'a_task', document 0: no token stands for .* '---'"
+    ):
+      self._pairs(("", "---"), tokenizer=tokenizers.JsonTokenizer(content))
 
   @parameterized.parameters(1, 7, 8, 9, 16, 17, 40)
   def test_windows_of_the_scorer_are_the_harness_s(self, length):

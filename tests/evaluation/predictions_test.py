@@ -112,6 +112,33 @@ class ReadRightTest(parameterized.TestCase):
     self.assertEqual(right, [{0, 1}, {0}])
 
   @parameterized.parameters(
+    # As of 12 digits, whose names are their numbers; of the rows of tables; of
+    # ImageNet, whose class folders are in another order.
+    ([str(i) for i in range(12)],),
+    ([f"data/val-0.parquet:{i + 1}" for i in range(12)],),
+    ([f"{'ba'[i // 6]}/val_{i}.JPEG" for i in range(12)],),
+  )
+  def test_lists_are_in_order_of_the_numbers_in_names(self, names):
+    classes = tuple(f"class {i}" for i in range(12))
+    expected = [{i} for i in range(12)]
+    right = predictions.read_right(list(range(12)), names, classes)
+    self.assertEqual(right, expected)
+    right = predictions.read_right(list(range(12)), names[::-1], classes)
+    self.assertEqual(right, expected[::-1])
+
+  @parameterized.parameters(
+    ([0, 1], r"several images are called '1.jpg'.*\"CLASS/NAME\""),
+    ({"1.jpg": 0}, "no entry for the image 'a/1.jpg', and others have"),
+  )
+  def test_equal_file_names_are_refused(self, stored, message):
+    names = ("a/1.jpg", "b/1.jpg")
+    with self.assertRaisesRegex(ValueError, message):
+      predictions.read_right(stored, names, self.classes)
+    stored = {"a/1.jpg": 1, "b/1.jpg": 0}
+    right = predictions.read_right(stored, names, self.classes)
+    self.assertEqual(right, [{1}, {0}])
+
+  @parameterized.parameters(
     ([[0]], "1 entries, must be one for each of the 2"),
     ({"1.jpg": 0}, "no entry for the image 'b/2.jpg'"),
     ([0, "c"], "'b/2.jpg' has the label 'c'"),

@@ -11,7 +11,9 @@ class MoHLlamaConfig(LlamaConfig):
     router: {"kind": "two_stage", "query_norm" or "none",
       "gate_form": "released" or "paper",
       "two_stage": whether the weights of the two groups of heads are learned,
-      "straight_through": "selected" or "all"}.
+      "straight_through": "selected" or "all",
+      "top_p": where above 0, tokens select heads until their scores add up to
+      it, in place of `selected_heads`}.
     shared_heads: for each layer the number of heads that are always on.
     selected_heads: for each layer the number of the other heads that each
       token selects; positive numbers may be lowered after training.
@@ -53,6 +55,7 @@ class MoHLlamaConfig(LlamaConfig):
       "gate_form": "released",
       "two_stage": True,
       "straight_through": "selected",
+      "top_p": 0.0,
       **(router or {}),
     }
     self.shared_heads = shared_heads

@@ -32,7 +32,7 @@ class Routing:
 
 
 class MoHScores(nn.Module):
-  """Softmax scores by a matrix that stays float32.
+  """Logits of a softmax by a matrix that stays float32.
 
   It is no `nn.Linear`: servers replace these by layers of their own, whose
   products and weights have the model's dtype and their own layout.
@@ -44,7 +44,7 @@ class MoHScores(nn.Module):
 
   def forward(self, x: torch.Tensor) -> torch.Tensor:
     """Maps [B, N, C] float32 to [B, N, size] float32."""
-    return nn.functional.linear(x, self.weight.float()).softmax(-1)
+    return nn.functional.linear(x, self.weight.float())
 
 
 class MoHRouter(nn.Module):
@@ -101,25 +101,40 @@ class MoHRouter(nn.Module):
     x = x.float()
     shared = x.new_ones(*x.shape[:-1], self.num_shared)
     if self.num_shared > 1:
-      shared = self.shared(x)
-    probs = x.new_zeros(*x.shape[:-1], self.num_routed)
+      shared = self.shared(x).softmax(-1)
+    scores = probs = x.new_zeros(*x.shape[:-1], self.num_routed)
     if self.num_selected:
-      probs = self.routed(x)
-    selected = _largest(probs, self.num_selected)
+      scores = self.routed(x)
+      probs = scores.softmax(-1)
+    selected = self._selected(scores, probs)
     routed = torch.where(selected, probs, 0.0)
     released = self.options["gate_form"] == "released"
     if released:  # an active head of a uniform router weighs 1
       shared = shared * self.num_shared
       total = routed.sum(-1, keepdim=True)
       total = total.clamp(min=torch.finfo(torch.float32).eps)
-      routed = routed / total * self.num_selected
+      routed = routed / total * selected.sum(-1, keepdim=True)
     if self.num_shared and self.num_selected:
       groups = x.new_full((*x.shape[:-1], 2), 0.5)
       if self.group is not None:
-        groups = self.group(x)
+        groups = self.group(x).softmax(-1)
       groups = groups * 2 if released else groups
       shared, routed = shared * groups[..., :1], routed * groups[..., 1:]
     return Routing(torch.cat((shared, routed), -1), probs, selected)
+
+  def _selected(
+    self, scores: torch.Tensor, probs: torch.Tensor
+  ) -> torch.Tensor:
+    """Marks each token's best heads; of equal ones the first, unlike topk."""
+    top_p = self.options["top_p"] if self.num_selected else 0.0
+    best, order = (probs if top_p else scores).sort(
+      dim=-1, descending=True, stable=True
+    )
+    kept = torch.arange(self.num_routed, device=order.device)
+    kept = (kept < self.num_selected).expand_as(order)
+    if top_p:  # the better ones have less than top_p together
+      kept = (best.cumsum(-1) - best < top_p) | (top_p == 1)
+    return torch.zeros_like(kept).scatter(-1, order, kept)
 
   def _by_norm(self, query: torch.Tensor) -> Routing:
     squares = query.float().square().sum(-1)
@@ -140,7 +155,7 @@ class MoHRouter(nn.Module):
       scale = torch.where(differ, variance, 1.0).rsqrt()
       norms = torch.where(differ, norms * scale, 0.0)
     probs = norms.softmax(-1)
-    selected = _largest(norms, self.num_selected)
+    selected = self._selected(norms, probs)
     passed = probs - probs.detach()  # 0 with the gradient of the scores
     if self.options["straight_through"] == "selected":
       passed = torch.where(selected, passed, 0.0)
@@ -179,12 +194,6 @@ def balance_loss(
   if not losses:
     return torch.zeros(())
   return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
-
-
-def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
-  """Marks each token's k best heads; of equal ones the first, unlike topk."""
-  best = scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
-  return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
 
 __all__ = ["MoHRouter", "MoHScores", "Routing", "balance_loss"]

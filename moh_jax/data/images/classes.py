@@ -66,7 +66,8 @@ def match_classes(
   """Finds the labels of class folders among a model's classes, by name.
 
   Folders that are named by numbers, as those of ImageNet-V2, are labels
-  themselves unless the classes have such names too.
+  themselves, or where the classes have such names too, the class of that value:
+  leading zeros do not matter.
 
   Args:
     found: names of the folders.
@@ -77,7 +78,8 @@ def match_classes(
     The wanted classes, and the label of each folder.
 
   Raises:
-    ValueError: a folder is none of the classes, or a list has one twice.
+    ValueError: a folder is none of the classes, two are the same one, or a list
+      has one twice.
   """
   whose, origin = "the model's", ", the names of the training's folders"
   if isinstance(wanted, ClassList):
@@ -85,9 +87,13 @@ def match_classes(
     wanted = wanted.names(found)
   labels = {name: label for label, name in enumerate(wanted)}
   unknown = [name for name in found if name not in labels]
-  if unknown and all(name.isdecimal() for name in found):
-    labels = {str(label): label for label in range(len(wanted))}
+  if unknown and all(map(str.isdecimal, found)):
+    values = {int(n): i for i, n in enumerate(wanted) if n.isdecimal()}
+    values = values or {label: label for label in range(len(wanted))}
+    labels = {n: values[int(n)] for n in found if int(n) in values}
     unknown = [name for name in found if name not in labels]
+    if len(set(labels.values())) < len(labels):
+      raise ValueError(f"{where}: class folders {found} have a number twice")
   if unknown:
     known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
     raise ValueError(

@@ -110,7 +110,7 @@ class LaterImage:
       ValueError: it is damaged; the message names it.
     """
     header = jpeg.read_header(record.content)
-    size = header or files.upright_size(record.content, record.place)
+    size = header or files.describe_image(record.content, record.place)[0]
     return cls(record, (*size[:2], channels), header)
 
   def region(

@@ -21,6 +21,8 @@ _MOST_BYTES = 1 << 28  # of an image file
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap rows and columns
 _MODES = {1: "L", 3: "RGB"}
 _GREY_MODES = ("1", "L", "LA", "La", "I", "F")
+# What Pillow multiplies the samples of grey PNG files of 2 and 4 bits by.
+_SCALES = {"L;2": 85, "L;4": 17}
 
 
 def read_image(file: str | os.PathLike, channels: int) -> np.ndarray:
@@ -139,7 +141,8 @@ def open_picture(file: str | os.PathLike | IO[bytes]) -> Iterator[Image.Image]:
 
 def _check_plausible(image: Image.Image, size: int) -> None:
   """Refuses a PNG file too short for the pixels that its header states."""
-  bits = {"1": 1, "L": 8, "P": 1, "I;16": 16, "RGB": 24}.get(image.mode, 8)
+  bits = {"1": 1, "P": 1, "L;2": 2, "L;4": 4, "I;16": 16, "RGB": 24}
+  bits = bits.get(_stored_mode(image), bits.get(image.mode, 8))
   least = math.prod(image.size) * bits // 8 // DEFLATE_RATIO
   if image.format == "PNG" and size < least:
     raise ValueError(
@@ -156,31 +159,28 @@ def describe_image(content: bytes, name: str) -> tuple[tuple[int, int], bool]:
     name: name of the image, for error messages.
 
   Returns:
-    Rows and columns as stored, and whether the image is grey.
+    Rows and columns as a viewer shows them, and whether the image is grey.
 
   Raises:
     ValueError: the bytes are not an image.
   """
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
-    return image.size[::-1], image.mode.partition(";")[0] in _GREY_MODES
+    grey = image.mode.partition(";")[0] in _GREY_MODES
+    return picture_size(image), grey
 
 
-def upright_size(content: bytes, name: str) -> tuple[int, int]:
-  """Rows and columns of an image as a viewer shows it, from its header.
+def picture_size(image: Image.Image) -> tuple[int, int]:
+  """Rows and columns of an opened image as a viewer shows it.
 
-  Args:
-    content: bytes of a file in any format that Pillow knows.
-    name: name of the image, for error messages.
-
-  Raises:
-    ValueError: the bytes are not an image.
+  Only of a PNG file that notes its orientation behind the pixels, which would
+  have to be decoded for it, are they those of the header.
   """
-  if (header := jpeg.read_header(content)) is not None:
-    return header[:2]
-  with _named_errors(name), open_picture(io.BytesIO(content)) as image:
-    columns, rows = image.size
-    turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
-    return (columns, rows) if turned else (rows, columns)
+  columns, rows = image.size
+  unread = image.format == "PNG" and "exif" not in image.info
+  if unread or image.format == "TIFF":  # whose size Pillow has turned
+    return rows, columns
+  turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
+  return (columns, rows) if turned else (rows, columns)
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
@@ -209,9 +209,25 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
       "its pixels are floating-point numbers of unknown range, must be 8 or 16 "
       "bits"
     )
+  _scale_transparency(image)
   image = _on_white(_to_8_bits(ImageOps.exif_transpose(image)))
   pixels = np.asarray(image.convert(_MODES[channels]))
   return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _stored_mode(image: Image.Image) -> str:
+  """How the file holds the pixels, "L;2" say; "" once they are read."""
+  tiles = getattr(image, "tile", ())
+  return str(tiles[0][3]) if tiles else ""
+
+
+def _scale_transparency(image: Image.Image) -> None:
+  """Brings the transparent level to the range that Pillow brings pixels to."""
+  level, mode = image.info.get("transparency"), _stored_mode(image)
+  if mode in _SCALES and isinstance(level, int):
+    image.info["transparency"] = level * _SCALES[mode]
+  elif mode == "RGB;16B" and isinstance(level, tuple):
+    image.info["transparency"] = tuple(value >> 8 for value in level)
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
@@ -219,6 +235,9 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
   if not image.mode.startswith("I"):
     return image
   pixels = np.clip(np.asarray(image), 0, 65535)
+  level = image.info.get("transparency")
+  if isinstance(level, int):  # what has it shows the white below
+    pixels = np.where(pixels == level, 65535, pixels)
   return Image.fromarray(np.round(pixels / 257).astype(np.uint8))
 
 

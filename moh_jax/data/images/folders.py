@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from etils import epath
 
 SPLITS = ("train", "val")
+# Words in the names of files or folders, and the split that they mean.
+SPLIT_WORDS = {
+  **dict.fromkeys(("train", "training"), "train"),
+  **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
+  **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+# Formats that Pillow knows, but decodes with other programs or not at all.
+_NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 FLAT_CLASS = "images"  # the one class of a folder without class folders
 _LOG = logging.getLogger(__name__)
 
@@ -31,10 +39,15 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
 
   Raises:
     FileNotFoundError: there is no such folder, or no image in it.
-    ValueError: a class folder holds no image.
+    ValueError: a class folder holds no image, or the folders are splits.
   """
   root = epath.Path(folder)
   classes = [path.name for path in _folders(root)]
+  if len(classes) > 1 and {n.lower() for n in classes} <= SPLIT_WORDS.keys():
+    raise ValueError(
+      f"{root}: {', '.join(classes)} are splits, no classes; they must be "
+      "called train and val"
+    )
   names, others = [], []
   for name in classes:
     images, rest = _file_names(root / name)
@@ -46,7 +59,7 @@ def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
   else:
     classes, names, others = [FLAT_CLASS], [beside], rest
   if others:
-    _warn_of_others(str(root), len(others), others[0])
+    _warn_of_others(str(root), len(others), others[0], _SUFFIXES)
   if not any(names):
     raise FileNotFoundError(
       f"{root} holds no image; expected {root}/CLASS/*, or images without "
@@ -97,13 +110,14 @@ def list_split(
   folder = found[name]
   class_names, files = list_images(folder)
   if divided:
+    every = {label for _, label in files}
     files = [
       (file, label)
       for file, label in files
       if is_held_out(file, val_share) == (split == "val")
     ]
     present = {label for _, label in files}
-    check_share(folder, class_names, present, split, val_share)
+    check_share(folder, class_names, every, present, split, val_share)
   return folder, class_names, files
 
 
@@ -116,6 +130,7 @@ def is_held_out(name: str, share: float) -> bool:
 def check_share(
   folder: os.PathLike,
   class_names: tuple[str, ...],
+  every: set[int],
   present: set[int],
   split: str,
   share: float,
@@ -125,6 +140,7 @@ def check_share(
   Args:
     folder: for messages.
     class_names: of all classes.
+    every: labels that both splits together have.
     present: labels that the split has.
     split: "train" or "val".
     share: `data.val_share`.
@@ -132,7 +148,7 @@ def check_share(
   Raises:
     ValueError: training lacks a class, or nothing is held out.
   """
-  missing = [n for label, n in enumerate(class_names) if label not in present]
+  missing = [class_names[label] for label in sorted(every - present)]
   what = f"{folder}: data.val_share={share} holds out"
   if split == "train" and missing:
     raise ValueError(
@@ -153,22 +169,40 @@ def fingerprint(files: Files) -> str:
   return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
 
 
-def find_files(folder: str | os.PathLike) -> list[str]:
+def find_files(folder: str | os.PathLike, *, warn: bool = False) -> list[str]:
   """Paths of the images in a folder and all below it, in order.
+
+  Args:
+    folder: local; images are of any format that Pillow decodes, by suffix.
+    warn: whether to warn of other files that are not hidden.
 
   Raises:
     FileNotFoundError: there is none.
   """
-  paths = []
-  for where, below, _ in os.walk(folder):
+  suffixes, paths, others = _decoded_suffixes(), [], []
+  for where, below, names in os.walk(folder):
     below[:] = [name for name in below if not name.startswith(".")]
-    names, _ = _file_names(epath.Path(where))
-    paths += [os.path.join(where, name) for name in names]
+    for name in names:
+      if not name.startswith("."):
+        known = os.path.splitext(name)[1].lower() in suffixes
+        (paths if known else others).append(os.path.join(where, name))
   if not paths:
     raise FileNotFoundError(
-      f"{folder} holds no image with a suffix in {_SUFFIXES}"
+      f"{folder} holds no image file with a suffix in {suffixes}"
     )
+  if warn and others:
+    _warn_of_others(str(folder), len(others), min(others), suffixes)
   return sorted(paths)
+
+
+@functools.cache
+def _decoded_suffixes() -> tuple[str, ...]:
+  """Suffixes of the formats that Pillow decodes."""
+  from PIL import Image  # takes a while, and help needs none
+
+  known = Image.registered_extensions().items()
+  kinds = Image.OPEN.keys() - _NOT_DECODED
+  return tuple(sorted(suffix for suffix, kind in known if kind in kinds))
 
 
 def find_images(paths: Iterable[str]) -> list[str]:
@@ -177,11 +211,10 @@ def find_images(paths: Iterable[str]) -> list[str]:
   Raises:
     FileNotFoundError: a folder holds none.
   """
-  return [
-    file
-    for path in paths
-    for file in (find_files(path) if os.path.isdir(path) else [path])
-  ]
+  found = []
+  for path in paths:
+    found += find_files(path, warn=True) if os.path.isdir(path) else [path]
+  return found
 
 
 def find_splits(
@@ -205,7 +238,7 @@ def find_splits(
   folders = {path.name: path for path in _folders(root)}
   # A class may be called "train" too: beside other classes, it is a split only
   # if it does not hold image files alone.
-  only = set(folders) <= set(SPLITS)
+  only = {name.lower() for name in folders} <= SPLIT_WORDS.keys()
   found = {
     name: folders[name]
     for name in SPLITS
@@ -254,24 +287,28 @@ def _folders(root: epath.Path) -> list[epath.Path]:
 
 def _file_names(folder: epath.Path) -> tuple[list[str], list[str]]:
   """Names of images and of other things in a folder, not hidden, in order."""
+  if "://" in os.fspath(folder):  # asking for each file would take minutes
+    found = [(entry.name, False) for entry in folder.iterdir()]
+  else:
+    with os.scandir(folder) as entries:
+      found = [(entry.name, entry.is_dir()) for entry in entries]
   images, others = [], []
-  for entry in folder.iterdir():
-    if entry.name.startswith("."):
-      continue
-    if entry.suffix.lower() in _SUFFIXES:
-      images.append(entry.name)
-    else:
-      others.append(entry.name)
-  return sorted(images), sorted(others)
+  for name, is_folder in sorted(found):
+    if not name.startswith("."):
+      known = os.path.splitext(name)[1].lower() in _SUFFIXES
+      (images if known and not is_folder else others).append(name)
+  return images, others
 
 
 @functools.cache  # a run lists its images more than once
-def _warn_of_others(root: str, count: int, example: str) -> None:
+def _warn_of_others(
+  root: str, count: int, example: str, suffixes: tuple[str, ...]
+) -> None:
   _LOG.warning(
-    "%s: left out %d files or folders, %r for one; images stand in class "
-    "folders, with a suffix in %s",
+    "%s: left out %d files or folders, %r for one; images have a suffix in %s, "
+    "and stand in class folders if there are any",
     root,
     count,
     example,
-    _SUFFIXES,
+    suffixes,
   )

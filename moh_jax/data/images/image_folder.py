@@ -1,8 +1,10 @@
 """Images in folders, one for each class."""
 
+import os
+
 from etils import epath
 
-from moh_jax.data.identity import Identity
+from moh_jax.data.identity import Identity, of_files
 from moh_jax.data.images.classes import ClassList, match_classes
 from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.files import read_bytes
@@ -62,8 +64,11 @@ class ImageFolderSource(EncodedSource):
     return len(self._files)
 
   def identity(self) -> Identity:
-    """Identifies the list of images; their content is not read."""
+    """Identifies the images; those in a bucket by their names alone."""
     found: Identity = {"examples": len(self), "fingerprint": self.fingerprint}
+    root = os.fspath(self._root)
+    if "://" not in root:
+      found["content"] = of_files([f"{root}/{name}" for name, _ in self._files])
     return found | {"val_share": self._held_out} if self._held_out else found
 
   def read(self, index: int) -> Record:

@@ -11,7 +11,6 @@ from moh_jax.data.images.encoded import EncodedSource, Record
 from moh_jax.data.images.files import (
   decode_image,
   describe_image,
-  upright_size,
 )
 from moh_jax.data.images.pictures import to_picture
 from moh_jax.data.images.records import KIND
@@ -112,10 +111,9 @@ def _shrunk(record: Record, shorter: int) -> Record:
   Raises:
     ValueError: it is to be made smaller, and damaged.
   """
-  size = upright_size(record.content, record.place)
+  size, grey = describe_image(record.content, record.place)
   if min(size) <= shorter:
     return record
-  _, grey = describe_image(record.content, record.place)
   pixels = decode_image(record.content, 1 if grey else 3, record.place)
   scale = shorter / min(size)
   pixels = resize(pixels, tuple(round(side * scale) for side in size))

@@ -94,8 +94,9 @@ class ParquetSource(EncodedSource):
       )
       self._rows = np.flatnonzero(held_out == (split == "val"))
       self._held_out = f"{val_share:g}"
-      present = set(labels[self._rows].tolist())
-      check_share(self._root, own, present, split, val_share)
+      # A schema may name classes that have no rows.
+      every, present = set(labels.tolist()), set(labels[self._rows].tolist())
+      check_share(self._root, own, every, present, split, val_share)
     self._labels = labels
     self.class_names = own
     if class_names:

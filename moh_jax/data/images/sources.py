@@ -326,11 +326,18 @@ def make_source(
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
-    checked.read_all(
+    bad = checked.read_all(
       data.num_threads,
       "remove them, or leave them out with data.bad_images='skip'"
       if split == "train"
       else "remove them: data.bad_images='skip' is for training images, as "
       "accuracies on fewer images could not be compared",
     )
+    if bad and split == "train" and has_split(config, "val"):
+      try:  # one error for both parts
+        make_source(config, "val", source.class_names)
+      except (ValueError, FileNotFoundError) as error:
+        bad += f"; {error}"
+    if bad:
+      raise ValueError(f"{where} {bad}")
   return checked

@@ -15,20 +15,13 @@ from typing import Any
 import msgspec
 
 from moh_jax.data.extras import import_extra
-from moh_jax.data.images.folders import has_class_images
+from moh_jax.data.images.folders import SPLIT_WORDS, has_class_images
 from moh_jax.data.text.pieces import open_parquet
 from moh_jax.data.text.places import list_files
 from moh_jax.json_files import parse_json
 
 _SUFFIXES = (".parquet", ".arrow")
-# Words in the names of files or folders, and the split that they mean. A test
-# split is held out where there is no other.
-_WORDS = {
-  **dict.fromkeys(("train", "training"), "train"),
-  **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
-  **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
-_WORD = re.compile(r"(?<![a-z])(" + "|".join(_WORDS) + r")(?![a-z])")
+_WORD = re.compile(r"(?<![a-z])(" + "|".join(SPLIT_WORDS) + r")(?![a-z])")
 _LABELS = ("label", "labels", "class", "target")  # usual names of the column
 _MOST_SCHEMA = 1 << 26  # bytes that a schema's notes may have
 _FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
@@ -98,6 +91,7 @@ def find_tables(root: str | os.PathLike) -> dict[str, list[str]]:
   found: dict[str, list[str]] = collections.defaultdict(list)
   for name in _walk(root):
     found[_split(name)].append(name)
+  # A test split is held out where there is no other.
   if "val" not in found and "test" in found:
     found["val"] = found["test"]
   if found[""] and len(found) > 1:
@@ -128,7 +122,7 @@ def _walk(root: str | os.PathLike) -> Iterator[str]:
 def _split(name: str) -> str:
   for part in reversed(name.lower().split("/")):
     if words := _WORD.findall(part):
-      return _WORDS[words[0]]
+      return SPLIT_WORDS[words[0]]
   return ""
 
 

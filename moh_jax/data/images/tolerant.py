@@ -41,6 +41,7 @@ class CheckedSource:
     self._bad: dict[int, object] = {}
     self.class_names = source.class_names
     self.channels = source.channels
+    self.encoder_sha256 = getattr(source, "encoder_sha256", "")
     if hasattr(source, "read"):  # those of files, to be timed
       self.read = source.read
 
@@ -85,15 +86,15 @@ class CheckedSource:
         self._warn_once(candidate, error)
     raise ValueError(f"none of the {size} images can be read")
 
-  def read_all(self, threads: int, advice: str) -> None:
+  def read_all(self, threads: int, advice: str) -> str:
     """Reads every example once.
 
     Args:
       threads: number of threads that read.
-      advice: what to do about bad images, for the error.
+      advice: what to do about bad images.
 
-    Raises:
-      ValueError: names those that cannot be read.
+    Returns:
+      A message that names those that cannot be read, "" where all can.
     """
 
     def error(index: int) -> str:
@@ -105,12 +106,13 @@ class CheckedSource:
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
       bad = [text for text in pool.map(error, range(len(self))) if text]
-    if bad:
-      more = f"; and {len(bad) - _MOST_NAMED} more" * (len(bad) > _MOST_NAMED)
-      raise ValueError(
-        f"{len(bad)} of {len(self)} images cannot be used: "
-        f"{'; '.join(bad[:_MOST_NAMED])}{more}; {advice}"
-      )
+    if not bad:
+      return ""
+    more = f"; and {len(bad) - _MOST_NAMED} more" * (len(bad) > _MOST_NAMED)
+    return (
+      f"{len(bad)} of {len(self)} images cannot be used: "
+      f"{'; '.join(bad[:_MOST_NAMED])}{more}; {advice}"
+    )
 
   def _checked(self, example: dict[str, Any], index: int) -> dict[str, Any]:
     """An example that is large enough."""

@@ -37,7 +37,7 @@ class ResizeCenterCrop(grain.transforms.Map):
 
   The pixels are those of torchvision's `Resize` and `CenterCrop` on pictures of
   Pillow, within 0.25 of 255 levels on average: only those of the crop are
-  computed. Where the crop is larger than the resized image, that is enlarged.
+  computed. An image that the crop would not fit into is enlarged until it does.
   """
 
   shorter: int
@@ -47,10 +47,13 @@ class ResizeCenterCrop(grain.transforms.Map):
   def map(self, element: Example) -> Example:
     """Resizes and crops one example."""
     image = element["image"]
-    least = min(image.shape[:2])
+    sides = image.shape[:2]
+    least = min(sides)
+    covering = (w * least / side for side, w in zip(sides, self.size))
+    shorter = max(self.shorter, *covering)
     edges = []
-    for side, wanted in zip(image.shape[:2], self.size):
-      scaled = max(int(self.shorter * side / least), wanted)
+    for side, wanted in zip(sides, self.size):
+      scaled = max(int(shorter * side / least), wanted)
       start = round((scaled - wanted) / 2)  # of halves, the even one
       step = side / scaled  # pixels of the image to one of the scaled one
       edges.append((start * step, min((start + wanted) * step, side)))

@@ -29,6 +29,20 @@ class ClassListTest(parameterized.TestCase):
     self.assertEqual(labels, [1, 2, 0])
 
   @parameterized.parameters(
+    (("00", "01", "11"), tuple("abcdefghijkl"), [0, 1, 11]),
+    (("00", "01", "10"), ("0", "1", "10", "2"), [0, 1, 2]),
+    (("1", "02", "11"), tuple(map(str, range(12))), [1, 2, 11]),
+    (("01", "7"), ("1", "dog", "7"), [0, 2]),
+  )
+  def test_zeros_before_numbers_do_not_matter(self, found, wanted, labels):
+    ours = classes.match_classes(found, wanted, "x")
+    self.assertEqual(ours, (wanted, labels))
+
+  def test_a_number_that_is_there_twice_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "'01', '1'.* have a number twice"):
+      classes.match_classes(("01", "1"), ("ant", "bee"), "x")
+
+  @parameterized.parameters(
     (b"", "names no class"),
     (b"\n \n", "names no class"),
     (b"ant\nbee\nant x\n", "class 'ant' is there twice"),

@@ -18,8 +18,8 @@ def _write(path, pixels=_RGB, **options):
   return path
 
 
-def _deep_png(*colour):
-  """A PNG file of one pixel with 16 bits per colour, the lower byte zero."""
+def _png(bits, values, transparent=None, side=1):
+  """A PNG file of equal pixels, grey or RGB, of any depth; Pillow has few."""
 
   def chunk(kind, data):
     body = kind + data
@@ -27,12 +27,19 @@ def _deep_png(*colour):
       struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
     )
 
-  header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
-  row = b"\0" + b"".join(bytes([part, 0]) for part in colour)
+  colour = 0 if len(values) == 1 else 2
+  header = struct.pack(">IIBBBBB", side, side, bits, colour, 0, 0, 0)
+  text = "".join(format(value, f"0{bits}b") for value in values) * side
+  size = -(-len(text) // 8)
+  row = b"\0" + int(text.ljust(8 * size, "0"), 2).to_bytes(size, "big")
+  level = b""
+  if transparent is not None:
+    level = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent))
   return (
     b"\x89PNG\r\n\x1a\n"
     + chunk(b"IHDR", header)
-    + chunk(b"IDAT", zlib.compress(row))
+    + level
+    + chunk(b"IDAT", zlib.compress(row * side, 9))
     + chunk(b"IEND", b"")
   )
 
@@ -147,10 +154,39 @@ class ReadImageTest(_TempDirTest):
     np.testing.assert_array_equal(image, np.full((5, 6, 3), (255, 0, 0)))
 
   def test_two_bytes_a_colour_are_read(self):
-    path = self.root / "x.png"  # Pillow writes no such file
-    path.write_bytes(_deep_png(0x80, 0x40, 0xFF))
-    image = images.read_image(path, 3)
+    content = _png(16, (0x8000, 0x4000, 0xFF00))
+    image = images.decode_image(content, 3, "x.png")
     np.testing.assert_array_equal(image, [[[0x80, 0x40, 0xFF]]])
+
+  @parameterized.product(
+    depth=(
+      (1, (1,), 255),
+      (2, (1,), 85),
+      (4, (9,), 153),
+      (8, (9,), 9),
+      (16, (0x1234,), 18),
+      (8, (9, 9, 9), 9),
+      (16, (0x1234,) * 3, 18),
+    ),
+    transparent=(None, True, False),
+    channels=(1, 3),
+  )
+  def test_what_is_transparent_is_white_at_any_depth(
+    self, depth, transparent, channels
+  ):
+    bits, values, shown = depth
+    other = tuple(value ^ 1 << bits - 1 for value in values)
+    level = {None: None, True: values, False: other}[transparent]
+    content = _png(bits, values, level)
+    image = images.decode_image(content, channels, "x.png")
+    expected = 255 if transparent else shown
+    np.testing.assert_array_equal(image, np.full((1, 1, channels), expected))
+
+  @parameterized.parameters(2, 4)
+  def test_grey_of_few_bits_is_whole(self, bits):
+    content = _png(bits, (0,), side=1500)  # short for 8 bits a pixel
+    image = images.decode_image(content, 1, "x.png")
+    np.testing.assert_array_equal(image, np.zeros((1500, 1500, 1)))
 
   def test_fractions_are_refused(self):
     path = self.root / "x.tiff"

@@ -108,6 +108,24 @@ class ListSplitTest(_TempDirTest):
     self.assertEqual(self._names("train", 0.0), {"1.png", "2.png"})
     self.assertEqual(self._names("val", 0.0), {"3.png"})
 
+  @parameterized.parameters("test", "Test", "validation", "dev")
+  def test_other_splits_are_no_classes(self, other):
+    for name in ("train/1.png", "val/2.png", f"{other}/3.png"):
+      _write(self.root / name)
+    self.assertEqual(self._names("train", 0.0), {"1.png"})
+    self.assertEqual(self._names("val", 0.0), {"2.png"})
+
+  @parameterized.parameters(
+    (("Train/1.png", "Val/2.png"), "Train, Val"),
+    (("training/ant/1.png", "validation/ant/2.png"), "training, validation"),
+    (("test/1.png", "dev/2.png"), "dev, test"),
+  )
+  def test_splits_of_other_names_are_no_classes(self, names, found):
+    for name in names:
+      _write(self.root / name)
+    with self.assertRaisesRegex(ValueError, f"{found} are splits, no classes"):
+      self._names("train", 0.0)
+
   def test_without_share_nothing_is_held_out(self):
     self._write_many(3)
     self.assertLen(self._names("train", 0.0), 6)
@@ -133,6 +151,24 @@ class FindFilesTest(_TempDirTest):
     self.assertEqual(
       found, [str(self.root / name) for name in ("a.png", "b/c/2.png")]
     )
+
+  def test_finds_all_formats_and_warns_of_others(self):
+    for suffix in ("ppm", "tga", "jp2", "ico", "pcx", "PGM"):
+      _write(self.root / f"1.{suffix}")
+    for name in ("1.heic", "2.h5", ".hidden"):
+      (self.root / name).write_text("no image that Pillow decodes")
+    with self.assertLogs(folders._LOG, "WARNING") as logs:
+      found = folders.find_images([str(self.root)])
+    self.assertLen(found, 6)
+    self.assertIn("left out 2 files or folders", logs.output[0])
+
+  def test_folders_may_be_called_as_images(self):
+    _write(self.root / "deep.jpg" / "1.png")
+    _write(self.root / "deep.jpg" / "2.png" / "3.png")
+    found = {name.rpartition("/")[2] for name in folders.find_files(self.root)}
+    self.assertEqual(found, {"1.png", "3.png"})
+    names, files = folders.list_images(self.root)
+    self.assertEqual((names, files), (("deep.jpg",), [("deep.jpg/1.png", 0)]))
 
   def test_folder_without_images_is_named(self):
     with self.assertRaisesRegex(FileNotFoundError, f"{self.root} holds no"):

@@ -298,6 +298,17 @@ class IdentityTest(_TempDirTest):
     self.assertIn(self._open(class_names=CLASSES).fingerprint, found)
 
 
+class HeldOutShareTest(_TempDirTest):
+  def test_classes_without_rows_do_not_matter(self):
+    write(self.root / "0.parquet", make_table([0, 2] * 20))
+    for split in ("train", "val"):
+      source = self._open(split, val_share=0.3)
+      self.assertEqual(source.class_names, CLASSES)
+    write(self.root / "0.parquet", make_table([0, 2] * 2))
+    with self.assertRaisesRegex(ValueError, "every image of class 'ant'"):
+      self._open("train", val_share=1.0)
+
+
 class BadInputTest(_TempDirTest):
   def test_row_without_an_image_is_named(self):
     table = make_table([0, 1, 2])

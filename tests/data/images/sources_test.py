@@ -9,6 +9,7 @@ from PIL import Image
 from sklearn import datasets
 
 from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.data import identity
 from moh_jax.data.images import sources
 
 _MODEL = ViTConfig(
@@ -263,6 +264,38 @@ class MakeSourceTest(_TempDirTest):
       (self.root / "train" / name).unlink()
     self.assertLen(sources.make_source(config, "train"), 2)
 
+  @parameterized.parameters("train/ant/0.png", "train/cat/2.png")
+  def test_check_names_bad_images_of_both_parts_at_once(self, bad):
+    for split in sources.SPLITS:
+      for folder in ("ant", "cat"):
+        _write(self.root / split / folder / "1.png")
+    for name in (bad, "val/cat/5.png"):
+      (self.root / name).write_text("no image")
+    config = _config(
+      source="image_folder", path=str(self.root), bad_images="check"
+    )
+    with self.assertRaisesRegex(ValueError, f"{bad}: not .*val/cat/5.png: not"):
+      sources.make_source(config, "train")
+
+  def test_other_images_of_the_same_names_are_other_data(self):
+    for folder in ("ant", "cat"):
+      _write(self.root / "train" / folder / "1.bmp")
+    config = _config(source="image_folder", path=str(self.root))
+
+    def stream():
+      return {"train": sources.make_source(config, "train").identity()}
+
+    before = stream()
+    self.assertEqual(stream(), before)
+    file = self.root / "train/cat/1.bmp"
+    _write(file, 255 - _RGB)  # of the same size
+    self.assertRegex(
+      " ".join(identity.differences(stream(), before)), "content .* here"
+    )
+    # Checkpoints of older versions do not know of it.
+    del before["train"]["content"]
+    self.assertEqual(identity.differences(stream(), before), [])
+
   @parameterized.parameters(0.25, 0.5)
   def test_identity_holds_the_held_out_share(self, share):
     for folder in ("ant", "cat"):
@@ -271,10 +304,10 @@ class MakeSourceTest(_TempDirTest):
     config = _config(
       source="image_folder", path=str(self.root), val_share=share
     )
-    identity = sources.make_source(config, "train").identity()
-    self.assertEqual(identity["val_share"], str(share))
+    train = sources.make_source(config, "train").identity()
+    self.assertEqual(train["val_share"], str(share))
     val = sources.make_source(config, "val", ("ant", "cat")).identity()
-    self.assertEqual(identity["examples"] + val["examples"], 40)
+    self.assertEqual(train["examples"] + val["examples"], 40)
 
   def test_skipping_is_for_training_alone(self):
     for split in sources.SPLITS:
