@@ -62,7 +62,7 @@ def get_config(arg: str = "small") -> ml_collections.ConfigDict:
 
 
 def _small() -> config_lib.ViTConfig:
-  """Three stages, 1.3 million parameters."""
+  """Three stages, 1.5 million parameters."""
   return config_lib.ViTConfig(
     image_size=None,
     embed_dims=(48, 96, 192),

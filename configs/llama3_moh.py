@@ -89,7 +89,10 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
     tune=tune,
     mesh=config_lib.MeshConfig(data=1, fsdp=-1),
     checkpoint=config_lib.CheckpointConfig(every=500, keep_last=2),
-    eval=config_lib.EvalConfig(every=1000, batch_size=256),
+    # One sequence a device at least.
+    eval=config_lib.EvalConfig(
+      every=1000, batch_size=512 if name == "llama3-70b" else 256
+    ),
     log=config_lib.LogConfig(every=10),
   )
   cfg = config_lib.to_config_dict(config)

@@ -154,6 +154,22 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
     temporary.unlink(missing_ok=True)
 
 
+def remove_files(folder: pathlib.Path, *patterns: str) -> None:
+  """Removes files by name in order, then the folder if it has no others.
+
+  Args:
+    folder: that a command wrote; it need not exist.
+    patterns: of the names of what it wrote. What a kill left of `replacing`
+      such a file goes too.
+  """
+  for pattern in patterns:
+    for name in (f".{pattern}.*.tmp", pattern):
+      for file in folder.glob(name):
+        file.unlink(missing_ok=True)
+  with contextlib.suppress(OSError):
+    folder.rmdir()
+
+
 def write_whole(path: Any, content: bytes) -> None:
   """Writes a file that takes an old one's place when it is whole.
 

@@ -1,9 +1,10 @@
-"""The reader of JSON that other programs, or a damaged disk, may have written.
+"""Reads JSON that other programs, or a damaged disk, may have written.
 
 Content is bounded in bytes and depth before anything uses it, and checked
 against a schema: a type that msgspec understands, most often a `Struct`. What
 comes back are plain values, so that fields which the schema does not name stay.
-A schema with `forbid_unknown_fields=True` refuses them.
+A schema with `forbid_unknown_fields=True` refuses them. What is written for
+other programs is strict JSON, see `strict_json`.
 """
 
 import json
@@ -114,6 +115,12 @@ def _finite(text: str) -> float:
 def plain(value: Any) -> Any:
   """Values as JSON gives them back: tuples become lists."""
   return json.loads(json.dumps(value))
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+  """Text of a value that every reader takes: NaN and infinity become null."""
+  finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+  return json.dumps(finite, indent=indent, allow_nan=False)
 
 
 def _check_depth(value: Any, where: str) -> None:

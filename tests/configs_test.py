@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import pathlib
 import sys
 import tempfile
@@ -7,13 +8,16 @@ from unittest import mock
 
 import ml_collections
 import numpy as np
+import pytest
 from absl import flags
 from absl.testing import absltest, parameterized
 from ml_collections import config_flags
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.runtime import checkpoint
+from moh_jax.config.variants import make_variant
+from moh_jax.plan.plan import make_plan
+from moh_jax.runtime import checkpoint, topology
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 _ARGUMENTS = {
@@ -41,6 +45,22 @@ _FINETUNE = (
   ("llm_tune", "dense"),
 )
 _ALL = [(name, arg) for name, args in _ARGUMENTS.items() for arg in args]
+# With the config of the checkpoint that they start from, or the layers and
+# heads of the file that they read.
+_ALL_RUNS = (
+  *_ALL,
+  ("vit", "finetune_384", ("vit", "s80")),
+  ("images", "finetune", ("vit_digits", "moh")),
+  ("dit_finetune", "latents", ("dit", "s2_90")),
+  ("dit_finetune", "pixels", ("dit_digits", "moh")),
+  ("llm_tune", "dense", ("llm_stdlib", "moh")),
+  ("llm_tune", "", ("llm_stdlib", "mha"), (4, 8)),
+  ("llm_stdlib_tune", "importance:", None, (4, 8)),
+  ("llama3_moh", "stage2:", None, (32, 32)),
+  ("llama3_moh", "stage2_schedule:", None, (32, 32)),
+  ("llama3_moh", "70b_stage2:", None, (80, 64)),
+)
+_SMALL = ("llm_stdlib", "llm_stdlib_tune", "vit_digits", "dit_digits")
 
 
 def _spec(name, arg):
@@ -182,6 +202,52 @@ class ConfigsTest(parameterized.TestCase):
   def test_loading_leaves_no_module_behind(self):
     common.load_config(_spec("vit_digits", "moh"))
     self.assertNotIn("vit_digits", sys.modules)
+
+
+class PlanTest(parameterized.TestCase):
+  """Every file with every argument is planned and has its variants."""
+
+  def _load(self, name, arg, source=None, orders=None):
+    overrides = []
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    if source:
+      trained = common.load_config(_spec(*source))
+      params = {"w": np.zeros(1, np.float32)}
+      checkpoint.save_params(folder, params, checkpoint.Metadata(trained, ()))
+      overrides = [f"train.init_from={folder}"]
+    if orders:
+      file = pathlib.Path(folder, "heads.json")
+      depth, heads = orders
+      order = list(range(heads))[::-1]
+      file.write_text(json.dumps({"head_order": [order] * depth}))
+      arg += str(file)
+    return common.load_config(_spec(name, arg), overrides)
+
+  @parameterized.parameters(*_ALL_RUNS)
+  def test_has_variants(self, *run):
+    config = self._load(*run)
+    mha = make_variant(config, "mha")
+    self.assertEqual(mha.model.router.kind, "none")
+    self.assertEqual(make_variant(config, "config"), config)
+    if config.model.router.kind != "none":
+      half = make_variant(config, "moh50")
+      self.assertEqual(half.train, config.train)
+
+  @parameterized.parameters(*(run for run in _ALL_RUNS if run[0] in _SMALL))
+  def test_small_ones_are_planned(self, *run):
+    self._check_plan(*run)
+
+  @parameterized.parameters(*(run for run in _ALL_RUNS if run[0] not in _SMALL))
+  @pytest.mark.slow  # minutes
+  def test_large_ones_are_planned(self, *run):
+    self._check_plan(*run)
+
+  def _check_plan(self, *run):
+    devices = "h200:64" if run[0] in ("llm", "llama3_moh") else "h200:4"
+    plan = make_plan(self._load(*run), topology.parse(devices), compiles=False)
+    routes = plan.config.model.router.kind != "none"
+    self.assertGreater(plan.flops, 0)
+    self.assertEqual(plan.flops < plan.baseline_flops, routes)
 
 
 class ImageNetRecipeTest(parameterized.TestCase):

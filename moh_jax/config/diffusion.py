@@ -24,6 +24,7 @@ DIFFUSION_METHODS = ("ddpm", "ddim", "dpm")
 FLOW_METHODS = ("euler", "heun")
 METHODS = DIFFUSION_METHODS + FLOW_METHODS
 MOST_FLOW_STEPS = 100_000
+MOST_TIMESTEPS = 100_000  # of the training process
 GUIDED_CHANNELS = ("three", "all")
 
 
@@ -75,7 +76,7 @@ class DiffusionConfig:
     one_of("diffusion", self, prediction=PREDICTIONS, loss_weight=LOSS_WEIGHTS)
     self._check_flow()
     # The linear betas scale with 1000 / steps and must stay below 1.
-    in_range("diffusion", 21, 100_000, self, "steps")
+    in_range("diffusion", 21, MOST_TIMESTEPS, self, "steps")
     at_least("diffusion", 0, self, "vb_weight")
     above("diffusion", 0, self, "latent_scale", "latent_std", "snr_gamma")
     offsets = ("latent_shift", "latent_mean")
@@ -135,7 +136,7 @@ class SampleConfig:
     cfg_channels: channels that are guided: the first "three", as released, or
       "all".
     cfg_interval: (low, high): guidance acts on timesteps t with low <= t < high
-      (arXiv:2404.07724).
+      (arXiv:2404.07724); a high of 100,000 or more has no upper end.
     fid_images: images that each evaluation samples for the metric "fid", of all
       classes in turn; 0 leaves it out.
     fid_reference: npz file of statistics of real images, as `fid --save-stats`
@@ -153,7 +154,7 @@ class SampleConfig:
   eta: float = 0.0
   cfg_scale: float = 1.5
   cfg_channels: str = "three"
-  cfg_interval: tuple[int, int] = (0, 100_000)
+  cfg_interval: tuple[int, int] = (0, MOST_TIMESTEPS)
   fid_images: int = 0
   fid_reference: str = ""
   fid_inception: str = ""

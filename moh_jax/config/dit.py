@@ -71,7 +71,7 @@ class DiTConfig(LayerStack):
         f"model.width={self.width} must be a multiple of 4: sines and cosines "
         "of rows and columns"
       )
-    if int(self.width * self.mlp_ratio) < 1:
+    if self.width * self.mlp_ratio < 1:
       raise ValueError(
         f"model.mlp_ratio={self.mlp_ratio} leaves no MLP column at width "
         f"{self.width}"

@@ -128,6 +128,18 @@ class Family:
     """
     return {"model": dataclasses.asdict(trained.model)}
 
+  def with_model(self, config: Config, model: Any) -> Config:
+    """The same run of a model with other budgets of heads, or no router.
+
+    Args:
+      config: the run.
+      model: its model section, changed.
+
+    Raises:
+      ValueError: another section of the run does not fit that model.
+    """
+    return dataclasses.replace(config, model=model)
+
   # Network.
 
   def stack_names(self, model: Any) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ class LayerGroup:
       "window" and pooled tokens.
     kv_heads: key/value heads; 0 is one per query head.
     pairs: entries of the table of relative positions, 0 where there is none.
+    orders: for each layer its heads in the order in which the first are shared;
+      () is their own order.
   """
 
   budget: HeadBudget
@@ -39,6 +41,7 @@ class LayerGroup:
   sees: str = "all"
   kv_heads: int = 0
   pairs: int = 0
+  orders: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +171,7 @@ def without_router(model: _Model, **changes: Any) -> _Model:
     model: the section.
     **changes: further fields to change.
   """
-  off = dataclasses.replace(model.router, kind="none")
+  off = dataclasses.replace(model.router, kind="none", top_p=0.0)
   return dataclasses.replace(model, router=off, **changes)
 
 
@@ -191,11 +194,13 @@ class LayerStack(RoutedLayers):
 
   Their fields `num_heads`, `shared_heads` and `top_k` are tuples of one value
   per layer; `head_dim` and `width` hold for all. `num_tokens` is the N of every
-  layer, `sees` as in `LayerGroup`, and `num_kv_heads` its `kv_heads`.
+  layer, `sees` as in `LayerGroup`, `num_kv_heads` its `kv_heads`, and
+  `head_order` holds its `orders`.
   """
 
   sees = "all"
   num_kv_heads = 0
+  head_order = ()
 
   @property
   def depth(self) -> int:
@@ -246,5 +251,8 @@ class LayerStack(RoutedLayers):
     shape = self.width, self.num_tokens, self.sees, self.num_kv_heads
     for _, equal in itertools.groupby(layers, key=lambda layer: layer[0]):
       budgets = [budget for _, budget in equal]
-      groups.append(LayerGroup(budgets[0], len(budgets), *shape))
+      first = sum(group.depth for group in groups)
+      orders = self.head_order[first : first + len(budgets)]
+      group = LayerGroup(budgets[0], len(budgets), *shape, orders=orders)
+      groups.append(group)
     return tuple(groups)

@@ -1,18 +1,18 @@
 """Config files: Python with `get_config`, and overrides of single keys."""
 
-import ast
+import copy
 import inspect
+import os
 import pathlib
 import runpy
 import sys
 import traceback
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
-from moh_jax.config.run import section_types
-
-_BOOLS = {"true": True, "false": False}
+from moh_jax.config.parse import GivenText
+from moh_jax.config.registry import family_names
+from moh_jax.config.routers import router_names
 
 
 def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
       "optim.lr=3e-4", "model.top_k=(1,2)" or "data.path=some/where".
 
   Returns:
-    The same dicts.
+    The same dicts. New values are `GivenText`, which `from_config_dict` reads.
 
   Raises:
     ValueError: an override does not fit; the message names the key.
@@ -58,6 +58,7 @@ def run_file(spec: str) -> dict[str, Any]:
   if path.suffix != ".py":
     raise ValueError(f"{path}: a config file is Python and ends in .py")
   folder = str(path.parent.resolve())
+  before, registered = set(sys.modules), (family_names(), router_names())
   sys.path.insert(0, folder)  # a module of the user's own may lie beside it
   try:
     get_config = runpy.run_path(str(path)).get("get_config")
@@ -66,19 +67,40 @@ def run_file(spec: str) -> dict[str, Any]:
     if argument and not inspect.signature(get_config).parameters:
       raise ValueError(f"{path}: takes no argument, {argument!r} was given")
     cfg = get_config(argument) if argument else get_config()
+    cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
   except (Exception, SystemExit) as error:  # the user's code may raise anything
     if str(error).startswith(f"{path}: "):
       raise
     raise ValueError(f"{path}{_line(error, path)}: {_said(error)}") from error
   finally:
-    sys.path.remove(folder)
-  if hasattr(cfg, "to_dict"):
-    cfg = cfg.to_dict()
+    if folder in sys.path:  # the file may have taken it out
+      sys.path.remove(folder)
+    # Another config may have other modules of these names, or change what they
+    # hold. Those that register a family or a router stay: it is in use.
+    if registered == (family_names(), router_names()):
+      _forget(set(sys.modules) - before, before, folder)
   if not isinstance(cfg, dict):
     raise ValueError(
       f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
     )
   return cfg
+
+
+def _forget(names: Set[str], known: Set[str], folder: str) -> None:
+  """Drops modules that were found in a folder, but for parts of known ones."""
+  for name in [
+    name
+    for name in names
+    if (top := name.partition(".")[0]) not in known
+    and _place(sys.modules[name]).startswith(os.path.join(folder, top))
+  ]:
+    del sys.modules[name]
+
+
+def _place(module: Any) -> str:
+  """Its file, or its folder where that has no __init__.py."""
+  file = getattr(module, "__file__", None)
+  return file or next(iter(getattr(module, "__path__", ())), "")
 
 
 def _line(error: BaseException, path: pathlib.Path) -> str:
@@ -104,36 +126,9 @@ def _set(cfg: dict[str, Any], key: str, text: str) -> None:
     raise ValueError(
       f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
     )
-  is_text = _is_text(cfg, key)
   section = cfg
   for part in path:
     section = section.setdefault(part, {})
     if not isinstance(section, dict):
       raise ValueError(f"unknown config key {key}")
-  section[name] = text if is_text else _parse(text, section.get(name))
-
-
-def _is_text(cfg: Mapping[str, Any], key: str) -> bool:
-  """Whether a field is declared as text, whether or not the file states it."""
-  section, _, name = key.partition(".")
-  model = cfg.get("model")
-  try:
-    kinds = section_types(model["family"])
-  except (KeyError, TypeError, ValueError):  # reported with the rest
-    return False
-  hints = typing.get_type_hints(kinds[section]) if section in kinds else {}
-  return hints.get(name) is str
-
-
-def _parse(text: str, old: Any) -> Any:
-  """Reads a value as what it replaces: text as it is, "1,2" as a tuple."""
-  if isinstance(old, str):
-    return text
-  try:
-    value = _BOOLS.get(text.lower(), None)
-    value = ast.literal_eval(text) if value is None else value
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    value = tuple(text.split(",")) if isinstance(old, tuple | list) else text
-  if isinstance(old, tuple | list) and not isinstance(value, tuple | list):
-    value = (value,)
-  return value
+  section[name] = GivenText(text)

@@ -1,8 +1,10 @@
 """ConfigDict, JSON and dataclasses: the same run in three forms."""
 
+import ast
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
   import ml_collections
 
 _MOST_ITEMS = 1 << 16  # of a tuple
+_BOOLS = {"true": True, "false": False}
+# "(1,2)" and "[[0,1],[1,0]]", whose first bracket closes at the end.
+_LISTED = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\[(?:[^][]|\[[^][]*\])*\]")
+_NO_LITERAL = (ValueError, SyntaxError, MemoryError, RecursionError)
+
+
+class GivenText(str):
+  """The text of an override, which the type of its field says how to read."""
 
 
 def to_config_dict(config: Config) -> "ml_collections.ConfigDict":
@@ -111,25 +121,8 @@ def unknown_key(path: str, known: Iterable[str] = ()) -> str:
 
 
 def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
-  """Builds a section from plain values.
-
-  Args:
-    name: path of the section, for errors.
-    cls: its dataclass.
-    values: its fields; lists and dicts stand for tuples and nested sections.
-
-  Raises:
-    ValueError: an unknown key, a wrong type or a value out of range.
-  """
-  hints = typing.get_type_hints(cls)
-  fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-  for key in values:
-    if key not in fields:
-      raise ValueError(unknown_key(f"{name}.{key}", fields))
-  converted = {
-    key: _convert(f"{name}.{key}", value, fields[key])
-    for key, value in values.items()
-  }
+  """Builds a section; arguments and errors as for `read_fields`."""
+  converted = read_fields(name, cls, values)
   try:
     return cls(**converted)
   except ValueError as error:
@@ -138,10 +131,41 @@ def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
     raise ValueError(f"{parent}.{error}" if parent else str(error)) from error
 
 
+def read_fields(
+  name: str, cls: type, values: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Reads fields of a section by the types that its dataclass declares.
+
+  Args:
+    name: path of the section, for errors.
+    cls: its dataclass.
+    values: some of its fields; lists and dicts stand for tuples and nested
+      sections, `GivenText` for a value of any type.
+
+  Raises:
+    ValueError: an unknown key, a wrong type or a value out of range.
+  """
+  if not isinstance(values, Mapping):
+    raise ValueError(f"config section {name}={values!r} must have fields")
+  hints = typing.get_type_hints(cls)
+  fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+  for key in values:
+    if key not in fields:
+      raise ValueError(unknown_key(f"{name}.{key}", fields))
+  return {
+    key: _convert(f"{name}.{key}", value, fields[key])
+    for key, value in values.items()
+  }
+
+
 def _convert(path: str, value: Any, hint: Any) -> Any:
   """Checks a leaf's type; lists (from JSON) become tuples, ints floats."""
+  is_given = isinstance(value, GivenText)
   if isinstance(hint, types.UnionType):
-    return None if value is None else _convert(path, value, without_none(hint))
+    is_none = value is None or (is_given and value.lower() == "none")
+    return None if is_none else _convert(path, value, without_none(hint))
+  if is_given:
+    value = _read(value, hint)
   if dataclasses.is_dataclass(hint):
     if isinstance(value, hint):
       return value
@@ -173,6 +197,36 @@ def _convert(path: str, value: Any, hint: Any) -> Any:
   if wrong_bool or not isinstance(value, hint):
     raise ValueError(f"{path}={shown(value)} must be of type {hint.__name__}")
   return value
+
+
+def _read(text: str, hint: Any) -> Any:
+  """An override's text as a value; whether the type allows it is checked."""
+  if hint is str:
+    return str(text)
+  if isinstance(hint, types.GenericAlias):
+    text = text.strip()
+    listed = text[1:-1] if _LISTED.fullmatch(text) else text
+    return [GivenText(item) for item in split_items(listed)]
+  try:
+    value = _BOOLS.get(text.lower())
+    return ast.literal_eval(text) if value is None else value
+  except _NO_LITERAL:
+    return str(text)
+
+
+def split_items(text: str) -> list[str]:
+  """The items of "1,2", "(1, 2),(3,)" or "*bias,'a,b'", each as text."""
+  listed = re.sub(r"[\r\n]", " ", f"[{text}]")
+  try:
+    items, content = ast.parse(listed, mode="eval").body.elts, listed.encode()
+  except (*_NO_LITERAL, AttributeError):  # such as "/a,/b" or "(*/a,*/b),*/c"
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+  return [
+    item.value
+    if isinstance(item, ast.Constant) and isinstance(item.value, str)
+    else content[item.col_offset : item.end_col_offset].decode()
+    for item in items
+  ]
 
 
 def without_none(hint: Any) -> Any:

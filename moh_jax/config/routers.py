@@ -92,13 +92,18 @@ def get_router(name: str) -> RouterKind:
   Raises:
     ValueError: there is no such kind; the known ones are listed.
   """
-  names = tuple(_registry)
+  names = router_names()
   if name not in names:  # names, since a dict cannot look up a list
     raise ValueError(
       f"router.kind={shown(name)} must be one of {names}; a router of another "
       "package must be imported first (--import MODULE)"
     )
   return _registry[name]
+
+
+def router_names() -> tuple[str, ...]:
+  """Names of the built-in routers and of those registered so far."""
+  return tuple(_registry)
 
 
 def _called(module: Any) -> str:

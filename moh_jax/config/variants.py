@@ -1,14 +1,17 @@
 """Variants of a run to compare: other shares of active heads, and ablations."""
 
 import dataclasses
+import hashlib
 import math
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from moh_jax.config.layers import without_router
 from moh_jax.config.load import override
-from moh_jax.config.parse import from_config_dict, to_dict
+from moh_jax.config.parse import from_config_dict, split_items, to_dict
+from moh_jax.config.registry import get_family
 from moh_jax.config.run import Config
 
 FORMS = (
@@ -44,8 +47,9 @@ def make_variant(config: Config, name: str) -> Config:
   if not found:
     raise ValueError(f"variant {name!r} must be {FORMS}")
   model = config.model
+  family = get_family(model.family)
   if name == "mha":
-    return dataclasses.replace(config, model=without_router(model))
+    return family.with_model(config, without_router(model))
   if name != "config" and model.router.kind == "none":
     raise ValueError(
       f"variant {name!r} needs a config that routes heads, and "
@@ -64,20 +68,21 @@ def make_variant(config: Config, name: str) -> Config:
     raise ValueError(f"variant {name!r}: {active} % must be from 1 to 100")
   if shared and int(shared) > 99:
     raise ValueError(f"variant {name!r}: {shared} % must be from 0 to 99")
-  if active or shared:
-    try:
+  try:
+    if active or shared:
       model = _with_budgets(model, _part(active), _part(shared))
-    except ValueError as error:
-      raise ValueError(f"variant {name!r}: {error}") from error
-  return dataclasses.replace(config, model=model)
+    return family.with_model(config, model)
+  except ValueError as error:
+    raise ValueError(f"variant {name!r}: {error}") from error
 
 
-def _part(percent: str | None) -> float | None:
-  return None if percent is None else int(percent) / 100
+def _part(percent: str | None) -> Fraction | None:
+  # Not a float: 58 % of 25 heads would be a little less than 14.5.
+  return None if percent is None else Fraction(int(percent), 100)
 
 
 def _with_budgets(
-  model: Any, active: float | None, shared: float | None
+  model: Any, active: Fraction | None, shared: Fraction | None
 ) -> Any:
   """A model whose routed layers have other budgets.
 
@@ -100,16 +105,16 @@ def _with_budgets(
       continue
     old_active = old_shared + top_k
     count = old_active if active is None else max(1, _nearest(active * heads))
-    share = old_shared / old_active if shared is None else shared
+    share = Fraction(old_shared, old_active) if shared is None else shared
     fixed = min(count - 1, _nearest(share * count))
     splits.append((fixed, count - fixed))
   shared_heads, top_k = zip(*splits)
   return dataclasses.replace(model, shared_heads=shared_heads, top_k=top_k)
 
 
-def _nearest(x: float) -> int:
+def _nearest(x: Fraction) -> int:
   """The nearest whole number; of two, the larger one."""
-  return math.floor(x + 0.5)
+  return math.floor(x + Fraction(1, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +142,8 @@ class ComparedRun:
   @property
   def name(self) -> str:
     """A name that no other run of the comparison has, and a folder can have."""
-    return "-".join((*self.row.split(), f"seed{self.seed}"))
+    parts = self.variant, _file_part(self.setting), f"seed{self.seed}"
+    return "-".join(filter(None, parts))
 
 
 def compared_runs(
@@ -145,34 +151,74 @@ def compared_runs(
 ) -> list[ComparedRun]:
   """The runs of a comparison, every variant with every setting and seed.
 
+  Settings that are the same for a variant are one, which has no name where the
+  sweep changes nothing of the variant: multi-head attention has no top_k.
+
   Args:
     config: the run that they are variants of.
     variants: names for `make_variant`, each once.
-    sweep: "SECTION.FIELD=VALUE,VALUE,..." to run each variant with each value;
-      "" for none.
+    sweep: "SECTION.FIELD=VALUE,VALUE,..." to run the variants of the config
+      with each value, such as "model.top_k=(0,1),(0,2)"; "" for none.
     seeds: number of seeds, from the config's `train.seed` on.
 
   Returns:
     The runs, all of one seed before those of the next.
 
   Raises:
-    ValueError: a variant or a value does not fit, or is named twice.
+    ValueError: a variant or a value does not fit or is named twice, or the
+      values make no difference.
   """
   key, equals, values = sweep.partition("=")
-  if sweep and not (equals and values):
+  if sweep and not (key and equals and values):
     raise ValueError(f"--sweep {sweep!r} must be SECTION.FIELD=VALUE,VALUE,...")
-  settings = (
-    [f"{key}={value}" for value in values.split(",")] if sweep else [""]
-  )
+  if key == "train.seed":
+    raise ValueError(f"--sweep {sweep!r}: the seeds are those of --seeds")
+  settings = [f"{key}={value}" for value in split_items(values)] or [""]
   for option, given in (("variants", variants), ("sweep", settings)):
     if twice := [name for name in given if given.count(name) > 1]:
       raise ValueError(f"--{option}: {twice[0]!r} is named twice")
-  runs = []
-  for seed in range(config.train.seed, config.train.seed + seeds):
-    for variant in variants:
-      for setting in settings:
-        made = make_variant(config, variant)
-        changes = [setting] * bool(setting) + [f"train.seed={seed}"]
-        made = from_config_dict(override(to_dict(made), changes))
-        runs.append(ComparedRun(variant, setting, seed, made))
-  return runs
+  swept = {
+    setting: from_config_dict(override(to_dict(config), [setting] * bool(key)))
+    for setting in settings
+  }
+  rows = []
+  for variant in variants:
+    found = {}
+    for setting, made in swept.items():
+      run = make_variant(made, variant)
+      found.setdefault(_decisive(run), (variant, setting, run))
+    if len(found) == 1 < len(swept):
+      plain = make_variant(config, variant)
+      if _decisive(plain) in found:
+        found = {"": (variant, "", plain)}
+    rows += found.values()
+  # Spellings of one value are one setting; other values are to differ.
+  if len(rows) == len(variants) and len(set(map(repr, swept.values()))) > 1:
+    raise ValueError(f"--sweep {sweep!r} changes nothing that is compared")
+  return [
+    ComparedRun(
+      *(variant, setting, seed),
+      dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed)),
+    )
+    for seed in range(config.train.seed, config.train.seed + seeds)
+    for variant, setting, run in rows
+  ]
+
+
+def _decisive(config: Config) -> str:
+  """What a run's results depend on beside the seed, as text."""
+  sections = to_dict(config)
+  del sections["log"]
+  sections["train"] |= {"seed": 0, "compilation_cache": ""}
+  if config.model.router.kind == "none":
+    for name in ("router", "shared_heads", "top_k"):
+      sections["model"].pop(name, None)
+    del sections["train"]["balance_weight"]
+  return repr(sections)
+
+
+def _file_part(text: str) -> str:
+  """Text for the name of a file; a hash stands for what a name cannot hold."""
+  safe = re.sub(r"[^A-Za-z0-9_.=+,-]", "_", text)[:80]
+  digest = hashlib.sha256(ascii(text).encode()).hexdigest()[:8]
+  return safe if safe == text else f"{safe}-{digest}"

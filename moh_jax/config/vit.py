@@ -60,6 +60,8 @@ class ViTConfig(RoutedLayers):
       (TransNeXt's linear mode); 0 uses sr_ratios.
     pretrain_image_size: side in pixels of the images that the relative
       coordinates refer to; 0 is image_size.
+    pretrain_columns: columns of those images where they are no squares; 0 is
+      pretrain_image_size.
     router: section of the router; its kind is "two_stage", "none" for
       multi-head attention (TransNeXt), or a registered one that does not read
       the norms of queries.
@@ -89,6 +91,7 @@ class ViTConfig(RoutedLayers):
   window: int = 3
   fixed_pool_size: int = 0
   pretrain_image_size: int = 0
+  pretrain_columns: int = 0
   qkv_bias: bool = True
   drop_path: float = 0.0
 
@@ -106,7 +109,8 @@ class ViTConfig(RoutedLayers):
     at_least("model", 1, self, "patch_stride", most=MOST_SIDE)
     at_most("model", MOST_SIDE, self, "window", "image_size", "sr_ratios")
     at_least("model", 0, self, "fixed_pool_size", most=MOST_SIDE)
-    at_least("model", 0, self, "pretrain_image_size", most=MOST_SIDE)
+    pretrained = "pretrain_image_size", "pretrain_columns"
+    at_least("model", 0, self, *pretrained, most=MOST_SIDE)
     in_range("model", 0, 0.999, self, "drop_path")
     size = self.image_size
     if size is not None and (len(size) != 2 or min(size) < 1):
@@ -139,7 +143,7 @@ class ViTConfig(RoutedLayers):
     at_most("model", MOST_WIDTH, self, "embed_dims")
     at_most("model", MOST_HEADS, self, *names[1:])
     at_most("model", MOST_LAYERS, self, "depths")
-    at_most("model", 1024, self, "mlp_ratios")
+    at_least("model", 0, self, "mlp_ratios", most=1024)
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
       if dim % heads:
         raise ValueError(
@@ -163,6 +167,12 @@ class ViTConfig(RoutedLayers):
     """F of every stage."""
     pairs = zip(self.embed_dims, self.mlp_ratios)
     return tuple(2 * int(dim * ratio) // 3 for dim, ratio in pairs)
+
+  @property
+  def pretrain_size(self) -> tuple[int, int]:
+    """Rows and columns of the images that the coordinates refer to."""
+    (rows, columns), side = self.image_size, self.pretrain_image_size
+    return side or rows, self.pretrain_columns or side or columns
 
   def budgets(self) -> tuple[HeadBudget, ...]:
     """The head split of every stage.
@@ -196,9 +206,7 @@ class ViTConfig(RoutedLayers):
     """
     shapes = []
     grid = tuple(self.image_size)
-    pretrain = grid
-    if self.pretrain_image_size:
-      pretrain = (self.pretrain_image_size, self.pretrain_image_size)
+    pretrain = self.pretrain_size
     for stage, ratio in enumerate(self.sr_ratios):
       stride = 2 if stage else self.patch_stride
       # A padded convolution with stride s keeps ceil(size / s) positions.

@@ -41,9 +41,13 @@ class DiTFamily(ImageFamily):
   def inherited(
     self, trained: Config, stated: Mapping[str, Any]
   ) -> dict[str, dict[str, Any]]:
-    """As for all images, and the process that the weights belong to."""
+    """As for all images, the process of the weights, and how they sample.
+
+    Labels and the reference of FID belong to the data of that run.
+    """
     found = super().inherited(trained, stated)
     sections = {n: dataclasses.asdict(s) for n, s in trained.sections.items()}
+    sections["sample"] |= {"labels": (), "fid_images": 0, "fid_reference": ""}
     return {**found, **sections}
 
   def released(self) -> Mapping[str, DiTConfig]:

@@ -1,27 +1,32 @@
 """What records of families that read images have in common."""
 
 import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config import ClassifierConfig, Config
 from moh_jax.config.family import Family
+from moh_jax.data.images.folders import SPLITS
 from moh_jax.data.images.tables import is_tables
-
-# Sources whose examples are files of one kind; other sources read folders.
-_STORED = ("latents", "array_record")
 
 
 class ImageFamily(Family):
   """A family whose examples are images, or their latents."""
 
   def data_at(self, config: Config, path: str) -> dict[str, Any]:
-    """Shards are read as such, other folders as tables or folders of images.
+    """Latents are read as such, images as what `path` holds.
 
-    Without val/ all images are held out.
+    These are shards, tables or folders. Without val/ all images of the latter
+    two are held out.
     """
-    if config.data.source in _STORED:
+    if config.data.source == "latents":
       return {"path": path}
+    from moh_jax.data.shards import METADATA  # its library takes a while
+
+    if any((pathlib.Path(path) / n / METADATA).is_file() for n in SPLITS):
+      of_tables = {"label_column": "", "class_list": ""}
+      return {"source": "array_record", "path": path, **of_tables}
     all_of_it = {"path": path, "val_share": 1.0}
     if is_tables(path):
       return {"source": "parquet", **all_of_it}

@@ -37,6 +37,25 @@ class LLMFamily(Family):
       )
     _check_schedule(config)
 
+  def with_model(self, config: Config, model: LLMConfig) -> Config:
+    """A schedule of top_k keeps its steps and ends as that model is."""
+    tune, values = config.tune, config.tune.top_k_values
+    if model.router.kind == "none":
+      tune = TuneConfig()
+    elif values:
+      # They lie between the last one and all routed heads as before.
+      last, new_last = values[-1], max(model.top_k)
+      most, new_most = (
+        min(b.routed for b in one.budgets() if b.top_k)
+        for one in (config.model, model)
+      )
+      scale = (new_most - new_last) / max(1, most - last)
+      moved = (new_last + round((value - last) * scale) for value in values)
+      tune = dataclasses.replace(
+        tune, top_k_values=tuple(max(1, value) for value in moved)
+      )
+    return dataclasses.replace(config, model=model, tune=tune)
+
   def released(self) -> Mapping[str, LLMConfig]:
     """MoH-LLM, MoH-LLaMA3 and LLaMA by released name."""
     from moh_jax.config.sizes_llm import LLM_MODELS

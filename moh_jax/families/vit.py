@@ -31,8 +31,7 @@ class ViTFamily(ImageClassifierFamily):
     found = super().inherited(trained, stated)
     size = trained.model.image_size
     if "image_size" in stated and stated["image_size"] != size:
-      pretrain = trained.model.pretrain_image_size or size[0]
-      found["model"]["pretrain_image_size"] = pretrain
+      found["model"] |= _pretrained(trained.model)
     return found
 
   def stack_names(self, model: ViTConfig) -> tuple[str, ...]:
@@ -60,17 +59,21 @@ class ViTFamily(ImageClassifierFamily):
 
   def resized(self, config: Config, size: int) -> Config:
     """Position tables and the crop of evaluation follow the size."""
-    model = config.model
-    pretrain = model.pretrain_image_size or model.image_size[0]
+    model, fields = config.model, _pretrained(config.model)
     # Keep the ratio of crop to resize that the model was evaluated with.
-    resize = config.data.eval_resize * size // model.image_size[0]
+    resize = config.data.eval_resize * size // min(model.image_size)
     return dataclasses.replace(
       config,
-      model=dataclasses.replace(
-        model, image_size=(size, size), pretrain_image_size=pretrain
-      ),
+      model=dataclasses.replace(model, image_size=(size, size), **fields),
       data=dataclasses.replace(config.data, eval_resize=resize),
     )
+
+
+def _pretrained(model: ViTConfig) -> dict[str, int]:
+  """Fields of another image size that keep the coordinates of this one."""
+  rows, columns = model.pretrain_size
+  pretrain_columns = 0 if columns == rows else columns
+  return {"pretrain_image_size": rows, "pretrain_columns": pretrain_columns}
 
 
 register_family(ViTFamily())

@@ -78,9 +78,11 @@ class _Sizes:
     self._shapes = {shape for shape, _ in self._parameters}
 
   def __call__(self, aval: Any) -> float:
-    """Bytes of an abstract array."""
+    """Bytes of an abstract array; none in the host's memory."""
     if (
-      not hasattr(aval, "shape") or (aval.shape, aval.dtype) in self._parameters
+      not hasattr(aval, "shape")
+      or (aval.shape, aval.dtype) in self._parameters
+      or aval.memory_space is jax.memory.Space.Host
     ):
       return 0.0
     whole = math.prod(aval.shape) * jnp.dtype(_plain(aval.dtype)).itemsize

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from moh_jax.config import Config, MeshConfig, get_family
 from moh_jax.config.layers import without_router
+from moh_jax.ops.target import Target
 from moh_jax.plan import memory, step_time
 from moh_jax.plan.activations import activation_bytes
 from moh_jax.plan.memory import Memory
@@ -16,6 +17,7 @@ from moh_jax.plan.step_time import StepTime
 from moh_jax.runtime import sharding, targets
 from moh_jax.runtime.topology import Topology
 from moh_jax.speed.model_flops import step_flops
+from moh_jax.speed.model_forms import LayerForm, step_forms
 from moh_jax.training.program import Program, check_split, make_program
 
 
@@ -27,12 +29,16 @@ class Estimate:
     config: of the run.
     mesh: sizes of the mesh's axes.
     memory: of a device.
+    forms: of attention, for each group of equal layers.
+    flops: that a step computes, see `StepFlops.computed`.
     time: of a step.
   """
 
   config: Config
   mesh: dict[str, int]
   memory: Memory
+  forms: tuple[LayerForm, ...]
+  flops: dict[str, float]
   time: StepTime
 
 
@@ -48,14 +54,11 @@ class Estimator:
     """
     self.topology, self._config = topology, config
     self._check(config)
-    self.objective = (
-      get_family(config.model.family).tasks().make_objective(config)
-    )
+    family = get_family(config.model.family)
+    self.objective = family.tasks().make_objective(config)
     self.flops = step_flops(config)
-    baseline = without_router(config.model)
-    self.baseline_flops = step_flops(
-      dataclasses.replace(config, model=baseline)
-    ).active
+    baseline = family.with_model(config, without_router(config.model))
+    self.baseline_flops = step_flops(baseline).active
     # Tracing a model takes seconds.
     self.activations = functools.cache(self._activation_bytes)
     self._programs = functools.cache(self._program)
@@ -85,10 +88,12 @@ class Estimator:
       )
     found = memory.measure(self.program(config), accumulation, activations)
     collectives = step_time.expected_collectives(config, sizes, self.parameters)
-    time = step_time.predict(
-      config, self.topology, self.flops, found, collectives
-    )
-    return Estimate(config, sizes, found, time)
+    chip = self.topology.chip
+    device = Target(chip.platform, chip.kind, chip.cores)
+    forms = step_forms(config, sizes, device)
+    flops = self.flops.computed(forms)
+    time = step_time.predict(config, self.topology, flops, found, collectives)
+    return Estimate(config, sizes, found, forms, flops, time)
 
   def program(self, config: Config) -> Program:
     """The run's program on abstract devices, for its shapes and shardings."""

@@ -1,12 +1,12 @@
 """Bytes of a run on each device, by what they are for."""
 
 import dataclasses
-import math
 import re
 from typing import Any
 
 import jax
 
+from moh_jax.runtime.fits import bytes_on_device
 from moh_jax.training.program import Program
 
 
@@ -23,6 +23,8 @@ class Memory:
     batch: of a step.
     gradients: of a step, and those of a microbatch that are added to them.
     activations: what a microbatch keeps for its gradients, estimated.
+    host: moments in the memory of the device's host (`optim.state_memory`),
+      which the sums below leave out.
   """
 
   parameters: float
@@ -31,6 +33,7 @@ class Memory:
   batch: float
   gradients: float
   activations: float
+  host: float = 0.0
 
   @property
   def arguments(self) -> float:
@@ -61,14 +64,7 @@ def measure(program: Program, accumulation: int, activations: float) -> Memory:
     batch=bytes_on_device(program.batch),
     gradients=parameters * (2 if accumulation > 1 else 1),
     activations=activations,
-  )
-
-
-def bytes_on_device(tree: Any) -> int:
-  """Bytes of one device's parts of abstract arrays with shardings."""
-  return sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(tree)
+    host=bytes_on_device(state.opt_state, in_host=True),
   )
 
 

@@ -93,7 +93,9 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
   if not run.fits(topology):
     # Without a compiler a second proposal would be no better.
     tries = _TRIES if run.compiled else 1
-    for estimate in search.proposals(config, estimator)[:tries]:
+    for found in search.proposals(config, estimator)[:tries]:
+      # As a plan of the proposal would: the search guesses the activations.
+      estimate = estimator.estimate(found.config)
       tried = _fitting(estimator, estimate, run.compiled is not None)
       if tried.fits(topology):
         proposal = tried

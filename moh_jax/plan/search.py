@@ -31,11 +31,7 @@ def proposals(config: Config, estimator: Estimator) -> list[Estimate]:
     if split > _MOST_SPLIT or config.data.batch_size % (devices // split):
       continue
     for sequence in _divisors(split):
-      try:
-        found = _fitting(config, estimator, split // sequence, sequence)
-      except ValueError:  # heads or tokens that the devices cannot split
-        continue
-      if found:
+      if found := _fitting(config, estimator, split // sequence, sequence):
         return sorted(found, key=_rank)
   return []
 
@@ -64,7 +60,10 @@ def _fitting(
       activations = one + (examples - 1) * (two - one)
       optim = dataclasses.replace(config.optim, accumulation=accumulation)
       changed = dataclasses.replace(config, mesh=mesh, optim=optim)
-      estimate = estimator.estimate(changed, activations)
+      try:
+        estimate = estimator.estimate(changed, activations)
+      except ValueError:  # what the devices cannot split
+        continue
       if estimate.memory.total + (MARGIN - 1) * activations <= limit:
         found.append(estimate)
   return found

@@ -10,7 +10,6 @@ from moh_jax.layers.stack import RUN_TWICE
 from moh_jax.plan.collectives import Collective, devices_along
 from moh_jax.plan.memory import Memory
 from moh_jax.runtime.topology import Topology
-from moh_jax.speed.model_flops import StepFlops
 from moh_jax.speed.peaks import published_peak
 
 # What programs reach of published figures. These three are assumptions.
@@ -47,7 +46,7 @@ class StepTime:
 def predict(
   config: Config,
   topology: Topology,
-  flops: StepFlops,
+  flops: Mapping[str, float],
   memory: Memory,
   collectives: Sequence[Collective],
 ) -> StepTime:
@@ -56,14 +55,14 @@ def predict(
   Args:
     config: of the run.
     topology: the devices.
-    flops: of a step.
+    flops: that a step computes, see `StepFlops.computed`.
     memory: of a device.
     collectives: of a step.
   """
   peak = published_peak(topology.chip.kind)
   if peak is None:
     raise ValueError(f"no published peak of {topology.chip.kind!r} is known")
-  state = memory.parameters + memory.optimizer + memory.ema
+  state = memory.parameters + memory.optimizer + memory.host + memory.ema
   return StepTime(
     products=_run_flops(flops, config.model.remat)
     / (topology.devices * peak * PEAK_SHARE),
@@ -74,13 +73,10 @@ def predict(
   )
 
 
-def _run_flops(flops: StepFlops, remat: str) -> float:
+def _run_flops(flops: Mapping[str, float], remat: str) -> float:
   """FLOPs that a step runs, with what the backward pass computes again."""
-  forward = {
-    "products": (flops.active - flops.attention) / 3,
-    "attention": flops.attention / 3,
-  }
-  return flops.active + sum(forward[part] for part in RUN_TWICE.get(remat, ()))
+  again = (flops[part] / 3 for part in RUN_TWICE.get(remat, ()))
+  return sum(flops.values()) + sum(again)
 
 
 def communication(

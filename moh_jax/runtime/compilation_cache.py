@@ -50,11 +50,17 @@ def keep_in(path: str) -> None:
   """Makes JAX keep compiled programs in a folder or bucket of the user's.
 
   Its size has no limit, so that processes which share it need no lock; the
-  first of them writes.
+  first of them writes. It takes the place of one that JAX has in use.
   """
   import jax
+  from jax.experimental.compilation_cache import compilation_cache
 
+  if jax.config.jax_compilation_cache_dir == path:
+    return
+  if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+    jax.config.update("jax_compilation_cache_max_size", -1)
   jax.config.update("jax_compilation_cache_dir", path)
+  compilation_cache.reset_cache()  # JAX asks for the folder once
 
 
 def folder() -> pathlib.Path:

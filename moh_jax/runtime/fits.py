@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from moh_jax import memory
 from moh_jax.config import Config
@@ -30,30 +30,39 @@ def check_tree(tree: Any, what: str) -> None:
   Raises:
     ValueError: the parts of one device need more memory than it has.
   """
-  leaves = [
-    leaf
-    for leaf in jax.tree.leaves(tree)
-    if leaf.sharding.memory_kind != HOST_MEMORY
-  ]
-  needed = sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf in leaves
-  )
-  if leaves:
+  if leaves := jax.tree.leaves(tree):
     devices = leaves[0].sharding.device_set
-    memory.check(needed, what, _device_bytes(next(iter(devices)), devices))
+    each = _device_bytes(next(iter(devices)), devices)
+    memory.check(bytes_on_device(tree), what, each)
 
 
-def check_host_memory(what: str, mesh: Mesh) -> None:
+def bytes_on_device(tree: Any, in_host: bool = False) -> int:
+  """Bytes of one device's parts of abstract arrays with shardings.
+
+  Args:
+    tree: ShapeDtypeStructs with shardings.
+    in_host: count what lies in the memory of the host, and nothing else; by
+      default that is left out.
+  """
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+    if (leaf.sharding.memory_kind == HOST_MEMORY) == in_host
+  )
+
+
+def check_host_memory(what: str, mesh: Mesh | AbstractMesh) -> None:
   """Checks that programs on the devices may use memory of their host.
 
   Args:
     what: asks for it, for the message.
-    mesh: the devices.
+    mesh: the devices; those of an abstract mesh tell nothing of their memory.
 
   Raises:
     ValueError: they may not.
   """
+  if isinstance(mesh, AbstractMesh):
+    return
   device = mesh.devices.flat[0]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if kinds and HOST_MEMORY not in kinds:  # absent GPUs tell none

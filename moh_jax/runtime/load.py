@@ -6,10 +6,10 @@ Importable without JAX.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config, TrainConfig, get_family
 from moh_jax.config.legacy import upgrade
 from moh_jax.config.load import override, run_file
-from moh_jax.config.parse import from_config_dict, merged
+from moh_jax.config.parse import from_config_dict, merged, read_fields
 from moh_jax.config.run import check_known
 from moh_jax.runtime.steps import find_step, step_folder
 from moh_jax.runtime.stored_config import read_stored
@@ -39,14 +39,14 @@ def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
   cfg = override(run_file(spec), overrides)
   model = cfg.get("model")
   if isinstance(model, Mapping) and "family" not in model:
-    # Once more: an override is read as the value that it replaces.
-    cfg = override(_with_model(spec, cfg), overrides)
+    cfg = _with_model(spec, cfg)
   return from_config_dict(cfg)
 
 
 def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
   """A config with what it leaves to the checkpoint `train.init_from`."""
-  source = cfg.get("train", {}).get("init_from", "")
+  train = read_fields("train", TrainConfig, cfg.get("train", {}))
+  source = train.get("init_from", "")
   if not source:
     raise ValueError(
       f"{spec} takes its model from a checkpoint, and train.init_from is ''; "
@@ -65,4 +65,5 @@ def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
       f"{spec} does not fit train.init_from={source!r}, a model of family "
       f"{family.name!r}: {error}"
     ) from error
-  return merged(family.inherited(trained, cfg["model"]), cfg)
+  stated = read_fields("model", family.model, cfg["model"])
+  return merged(family.inherited(trained, stated), cfg)

@@ -198,12 +198,14 @@ def check_heads(
       )
     if computes_all_heads(model, group):
       continue
-    ratio = placement.imbalance(group.budget)
+    orders = group.orders or ((),)
+    ratio = max(placement.imbalance(group.budget, order) for order in orders)
     if ratio > max_imbalance:
+      ordered = " in model.head_order" if group.orders else ""
       raise ValueError(
         f"{place} {group.budget.shared} shared heads of "
-        f"{group.budget.num_heads}: the busiest device would have {ratio:.3f} "
-        "times the mean of active heads, allowed is "
+        f"{group.budget.num_heads}{ordered}: the busiest device would have "
+        f"{ratio:.3f} times the mean of active heads, allowed is "
         f"mesh.max_imbalance={max_imbalance}"
       )
 

@@ -4,9 +4,11 @@ Importable without JAX.
 """
 
 import dataclasses
+import errno
+import itertools
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from etils import epath
 
@@ -138,7 +140,9 @@ def check_whole(
 
 
 def newest_whole_step(
-  directory: str | epath.Path, items: Collection[str] | None = None
+  directory: str | epath.Path,
+  items: Collection[str] | None = None,
+  prefer: Callable[[Sequence[int]], int] = max,
 ) -> int:
   """Finds the newest checkpoint that is whole; warns of newer ones.
 
@@ -147,14 +151,16 @@ def newest_whole_step(
   Args:
     directory: working directory.
     items: items that will be read; None is all.
+    prefer: chooses another one of the steps, until the chosen one is whole.
 
   Raises:
     FileNotFoundError: there is no checkpoint.
     DamagedCheckpointError: none is whole.
   """
   find_step(directory, None)
-  damaged = []
-  for step in reversed(list_steps(directory)):
+  left, damaged = list_steps(directory), []
+  while left:
+    step = prefer(left)
     found = report(directory, step, items)
     if not found.damage:
       for other in damaged:
@@ -163,6 +169,7 @@ def newest_whole_step(
         _LOG.warning("using the checkpoint of step %d instead", step)
       return step
     damaged.append(found)
+    left.remove(step)
   raise DamagedCheckpointError(
     f"{directory} has no whole checkpoint; {'; '.join(map(str, damaged))}"
   )
@@ -172,17 +179,31 @@ def set_aside_after(directory: str | epath.Path, step: int) -> None:
   """Moves checkpoints after a step to DIR/damaged/: no run continues them.
 
   A run that continues at `step` will write checkpoints of their names again.
+  Where DIR/checkpoints is on another disk than DIR, they stay on theirs, in
+  DIR/checkpoints/damaged/, and DIR/damaged/ has links to them.
   """
+  here = workdir(directory) / _SET_ASIDE
+  there = steps_folder(directory) / _SET_ASIDE
   for later in list_steps(directory):
     if later > step:
-      folder = workdir(directory) / _SET_ASIDE
-      folder.mkdir(parents=True, exist_ok=True)
-      names = {path.name for path in folder.iterdir()}
-      number = 1
-      while f"{later}.{number}" in names:
-        number += 1
-      target = folder / f"{later}.{number}"
-      step_folder(directory, later).rename(target)
+      here.mkdir(parents=True, exist_ok=True)
+      source = step_folder(directory, later)
+      names = (f"{later}.{number}" for number in itertools.count(1))
+      name = next(
+        n for n in names if not any((to / n).exists() for to in (here, there))
+      )
+      target, kept = here / name, there / name
+      try:
+        source.rename(target)
+      except OSError as error:
+        if error.errno != errno.EXDEV:
+          raise
+        # The link comes first: after a kill between the two it leads nowhere,
+        # and the next call makes it again.
+        there.mkdir(exist_ok=True)
+        target.unlink(missing_ok=True)
+        os.symlink(os.path.realpath(kept), target)
+        source.rename(kept)
       _LOG.warning("the checkpoint of step %d is set aside: %s", later, target)
 
 

@@ -6,6 +6,8 @@ results so far; each run has a working directory of its own beside it.
 
 import json
 import logging
+import math
+import re
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -30,12 +32,13 @@ class Outcome(msgspec.Struct):
   """How a run of a comparison ended.
 
   Attributes:
-    metrics: of its evaluation after the last step; empty if it has none.
+    metrics: of its evaluation after the last step; empty if it has none. None
+      stands for one that is infinite or not a number.
     fault: what ended the run early, such as a loss that is not finite; "" if
       nothing did.
   """
 
-  metrics: dict[str, float] = {}
+  metrics: dict[str, float | None] = {}
   fault: str = ""
 
 
@@ -112,13 +115,16 @@ class Comparison:
       return None
     found = result.evaluation
     numbers = {n: float(x) for n, x in found.items() if x is not None}
-    return Outcome(metrics=numbers)
+    finite = {n: x if math.isfinite(x) else None for n, x in numbers.items()}
+    return Outcome(metrics=finite)
 
   def _read(self) -> list[int]:
     if not self._file.exists():
       self._write()
       return []
     content = self._file.read_bytes()
+    # Earlier versions wrote numbers that JSON cannot hold, at ends of lines.
+    content = re.sub(rb": (NaN|-?Infinity)(?=,?\n)", b": null", content)
     stored = parse_json(content, _Stored, str(self._file))
     before = from_config_dict(upgrade(stored["config"]))
     if lines := list(self._differences(before)):

@@ -25,7 +25,16 @@ class HeadWatch:
       config: of the run.
     """
     model = config.model
-    self._budgets = get_family(model.family).layer_budgets(model)
+    budgets = get_family(model.family).layer_budgets(model)
+    groups = model.layer_groups()
+    orders = (order for g in groups for order in g.orders or ((),) * g.depth)
+    # Numbers of the routed heads, [] where no token chooses.
+    self._routed = {
+      name: sorted((order or range(budget.num_heads))[budget.shared :])
+      if budget.top_k
+      else []
+      for (name, budget), order in zip(budgets.items(), orders, strict=True)
+    }
     self._every, self._steps = config.log.heads, config.train.steps
     self._bound = config.log.collapse_entropy
     self._collapsed: set[str] = set()
@@ -38,14 +47,17 @@ class HeadWatch:
   def by_layer(self, stacks: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Loads [R] of the routed heads of every layer that routes, by its name.
 
+    Heads are in the order of their numbers, also where `model.head_order`
+    shares others than the first.
+
     Args:
       stacks: for each stack of layers [layers, H], see `step.HeadLoads`.
     """
     layers = itertools.chain.from_iterable(stacks)
     return {
-      name: np.asarray(load)[budget.shared :]
-      for (name, budget), load in zip(self._budgets.items(), layers)
-      if budget.top_k
+      name: np.asarray(load)[heads]
+      for (name, heads), load in zip(self._routed.items(), layers)
+      if heads
     }
 
   def metrics(

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, TuneConfig
+from moh_jax.data.pipeline import eval_indices
 from moh_jax.data.text import sequences
 from moh_jax.data.text.packing import pack
 from moh_jax.evaluation.language import make_eval_step
@@ -108,9 +109,9 @@ def make_evaluate(
     batches = held_out_batches(config, held_out, mesh)
     sums = sum_metrics(eval_step, params, batches)
     nats, tokens = sums["nats"], sums["tokens"]
-    # Evaluating a part of the sequences, which have one length, counts the same
-    # part of the text.
-    text_bytes = held_out.text_bytes * sums["examples"] / len(held_out)
+    if not tokens:
+      raise ValueError("the held-out text has no token that is predicted")
+    text_bytes = held_out.bytes_of(eval_indices(config, len(held_out)))
     metrics = {
       "bits_per_byte": bits_per_byte(nats, text_bytes),
       "loss": nats / tokens,

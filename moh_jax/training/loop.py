@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -18,7 +19,6 @@ from moh_jax.runtime import compilation_cache, sharding, steps
 from moh_jax.runtime.agreement import agree
 from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
 from moh_jax.runtime.peers import Peers
-from moh_jax.runtime.processes import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
 from moh_jax.training import saving, wandb_log
 from moh_jax.training.feed import Feed
@@ -37,7 +37,7 @@ from moh_jax.training.same_run import check_same_run
 from moh_jax.training.showing import Showing
 from moh_jax.training.state import TrainState, averaged_from
 from moh_jax.training.step import HEAD_LOADS
-from moh_jax.training.stopping import no_signals, stop_request
+from moh_jax.training.stopping import stop_request
 from moh_jax.training.task import Task
 from moh_jax.training.warm_start import tokenizer_files, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
@@ -105,18 +105,12 @@ def train(
   clock = RunClock()
   config = resolve(config)
   wandb_log.check(config.log)
-  if config.model.router.top_p:
-    raise ValueError(
-      f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
-      "it serves a trained model"
-    )
   if config.train.compilation_cache:
     compilation_cache.keep_in(config.train.compilation_cache)
   newest = steps.list_steps(workdir)[-1:]
   agree({"config": to_dict(config), "newest checkpoint in the workdir": newest})
   mesh = sharding.make_mesh(config.mesh, devices)
   check_split(config, mesh)
-  sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   family = get_family(config.model.family)
   score = family.further_metrics(config, mesh, decode)
   task = family.tasks().make_task(config, decode)
@@ -167,7 +161,7 @@ class _Run:
     if self.start is not None:
       saving.set_aside_after(directory, self.start)
     self.saver = saving.Saver(
-      directory, config.checkpoint, metadata, task.identity
+      directory, config.checkpoint, metadata, task.identity, verify
     )
     self.showing = Showing(config, task, mesh, self.saver, clock)
     self.directory = directory
@@ -175,6 +169,7 @@ class _Run:
     self.watch = Watch(config.train.rewind)
     self.head_watch = HeadWatch(config)
     self.skip_to = 0  # training batches before this one are not used again
+    self.stop = stop_request()
     self.read_source: Callable[[Any], Any] | None = None
     is_new = self.start is None
     if config.train.init_from and is_new:
@@ -191,8 +186,9 @@ class _Run:
       with contextlib.ExitStack() as stack:
         stack.enter_context(self.saver)
         stack.callback(self.batches.close)
-        peers = Peers(os.fspath(self.directory), self.saver.last_whole)
-        stack.enter_context(peers)
+        last = functools.partial(self.saver.last_whole, verify=False)  # quick
+        peers = stack.enter_context(Peers(os.fspath(self.directory), last))
+        stack.enter_context(self.stop)
         stack.callback(self.profiler.stop)
         self.clock.begin(self.directory, self.start or 0)
         self.peaks = at_peak(self.config)
@@ -203,8 +199,9 @@ class _Run:
             bad = error
             bad.__traceback__ = None  # it keeps the state of the run alive
           self._rewind(bad)
-    except OSError as error:
-      raise OSError(f"{error}; {self.saver.last_whole()}") from error
+    except (OSError, ValueError) as error:
+      kind = OSError if isinstance(error, OSError) else ValueError
+      raise kind(f"{error}; {self.saver.last_whole()}") from error
     except jax.errors.JaxRuntimeError as error:
       if jax.process_count() == 1:
         raise
@@ -240,11 +237,9 @@ class _Run:
     self.saver.wait()
     if not self.watch.may_rewind():
       raise NonFiniteLossError(f"{bad}; {self.saver.last_whole()}") from bad
-    (target,) = ask_first_process(
-      lambda: [self.watch.target(bad.step, steps.list_steps(self.directory))], 1
-    )
-    self.saver.rewind(target)
-    self.start = find_resumable(self.directory, self.verify)
+    prefer = functools.partial(self.watch.target, bad.step)
+    self.start = find_resumable(self.directory, self.verify, prefer)
+    self.saver.rewind(-1 if self.start is None else self.start)
     self.watch.rewinds += 1
     self.skip_to = bad.position
     _LOG.warning(
@@ -292,63 +287,62 @@ class _Run:
     self.clock.at(start)
     # Metrics are read one step late, those of a step with its batch's position.
     pending: tuple[int, int, Any] | None = None
-    with contextlib.ExitStack() as stack:
-      stop = no_signals()  # until the first step is compiled nothing is lost
-      evaluation = self.showing.show_missing(start, state, writer, stop)
-      for step in range(start + 1, steps + 1):
-        peers.at(step)
-        with self.clock.phase("wait_for_data"):
-          batch = next(self.batches)
-        with self.profiler.step(step, pending):
-          if step == start + 1:
-            state, metrics = self._first_step(state, batch)
-            stop = stack.enter_context(stop_request(stop))
-          else:
-            state, metrics = self.train_step(state, batch)
-        if pending:
-          self._report(*pending, writer)
-        pending = (step, self.batches.position, metrics)
-        self.saver.poll()
-        if lock:
-          lock.check()
+    evaluation = self.showing.show_missing(start, state, writer, self.stop)
+    for step in range(start + 1, steps + 1):
+      peers.at(step)
+      with self.clock.phase("wait_for_data"):
+        batch = next(self.batches)
+      with self.profiler.step(step, pending):
+        if step == start + 1:
+          state, metrics = self._first_step(state, batch)
+          self.stop.begin()
+        else:
+          state, metrics = self.train_step(state, batch)
+      if pending:
+        self._report(*pending, writer)
+      pending = (step, self.batches.position, metrics)
+      self.saver.poll()
+      if lock:
+        lock.check()
 
-        stopping = stop.reached()
-        last = step == steps
-        shows = any(self.showing.due(step)) and not stopping
-        saved = last or stopping or step % self.config.checkpoint.every == 0
-        if saved or shows:  # never save or score a state that is not finite
-          self._report(*pending, writer)
-          pending = None
-        if saved:
-          self._save(state, writer)
-        if shows:
-          shown = self.showing.show(step, state, writer, stop)
-          evaluation = shown or evaluation
-        if stopping or stop:
-          if not saved:  # the stop came while the state was shown
-            self._save(state, writer)
-          self._wait_saved()
-          _LOG.warning("stopped at step %d, saved; run again to resume", step)
-          return Result(state, evaluation, finished=False)
-      if not evaluation:  # a finished run that was started again
-        evaluation = self.showing.evaluate(state)
-        self.showing.write(writer, steps, "val", evaluation)
-      self._wait_saved()
+      stopping = self.stop.reached()
+      last = step == steps
+      shows = any(self.showing.due(step)) and not stopping
+      saved = last or stopping or step % self.config.checkpoint.every == 0
+      if saved or shows:  # never save or score a state that is not finite
+        self._report(*pending, writer)
+        pending = None
+      if saved:
+        self._save(step, state, writer)
+      if shows:
+        shown = self.showing.show(step, state, writer, self.stop)
+        evaluation = shown or evaluation
+      if stopping or self.stop:
+        if not saved:  # the stop came while the state was shown
+          self._save(step, state, writer)
+        self._wait_saved(step)
+        _LOG.warning("stopped at step %d, saved; run again to resume", step)
+        return Result(state, evaluation, finished=False)
+    if not evaluation:  # a finished run that was started again
+      evaluation = self.showing.evaluate(state)
+      self.showing.write(writer, steps, "val", evaluation)
+    self._wait_saved(steps)
     return Result(state, evaluation, finished=True)
 
-  def _save(self, state: TrainState, writer: MetricsWriter) -> None:
+  def _save(self, step: int, state: TrainState, writer: MetricsWriter) -> None:
     with self.clock.phase("save"):
+      self.saver.wait()  # the clock keeps what it counted at whole checkpoints
       with self.saver.guard("metrics.jsonl"):
         writer.flush()
       with self.saver.guard("goodput.json"):
-        self.clock.save()
+        self.clock.save(step)
       self.saver.save(state, self.batches.position, self.watch.to_json())
 
-  def _wait_saved(self) -> None:
+  def _wait_saved(self, step: int) -> None:
     with self.clock.phase("save"):
       self.saver.wait()
       with self.saver.guard("goodput.json"):
-        self.clock.save()
+        self.clock.save(step)
 
   def _first_step(self, state: TrainState, batch: Any) -> tuple:
     """Takes a step whose program has to be compiled before, and says so."""

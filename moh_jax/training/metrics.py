@@ -4,9 +4,10 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -17,6 +18,7 @@ from etils import epath
 from moh_jax.config import LogConfig
 from moh_jax.data.images.pictures import to_picture
 from moh_jax.files import write_whole
+from moh_jax.json_files import strict_json
 from moh_jax.ops.head_load import LOAD_SPLIT
 from moh_jax.training import bucket_events
 from moh_jax.training.head_watch import load_picture
@@ -83,7 +85,7 @@ class MetricsWriter:
 
       bucket_events.register(workdir)
       self._tensorboard = tensorboardX.SummaryWriter(
-        str(workdir / "tensorboard"), purge_step=start + 1 if start else None
+        str(workdir / "tensorboard"), purge_step=start + 1
       )
     if config.wandb:
       self._wandb = WandbLog(config.wandb, workdir, run or {})
@@ -118,7 +120,7 @@ class MetricsWriter:
       return  # the second: a finished run that was started again
     self._written.add((step, split))
     row = {"step": step, "split": split, **values}
-    self._append(f"{json.dumps(row)}\n".encode())
+    self._append(f"{strict_json(row)}\n".encode())
     if self._tensorboard:
       for name, value in values.items():
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
@@ -167,7 +169,7 @@ class MetricsWriter:
       for name, load in loads.items()
     }
     row = {"step": step, "split": LOAD_SPLIT, **rows}
-    self._append(f"{json.dumps(row)}\n".encode())
+    self._append(f"{strict_json(row)}\n".encode())
     if not self._tensorboard and not self._wandb:
       return
     self._show(
@@ -185,6 +187,19 @@ class MetricsWriter:
   def image_path(self, step: int, name: str) -> epath.Path:
     """Where `write_image` puts a picture; for the first process."""
     return self._path.parent / name / f"{step:08d}.png"
+
+  def drop_images(self, name: str, drops: Callable[[int], bool]) -> None:
+    """Removes pictures that will be written again.
+
+    Args:
+      name: as for `write_image`.
+      drops: (step) -> whether to remove its picture.
+    """
+    if not self._active:
+      return
+    for path in self.image_path(0, name).parent.glob("*.png"):
+      if re.fullmatch(r"\d{8}", path.stem) and drops(int(path.stem)):
+        path.unlink()
 
   def has(self, step: int, split: str) -> bool:
     """Whether the row of a step is written; for the first process."""

@@ -34,7 +34,7 @@ class Profiler:
       yield
       return
     first, end = self._steps
-    if self._tracing and step >= end:
+    if self._tracing and not first <= step < end:  # or the run went back
       self.stop(before)
     if first <= step < end and not self._tracing:
       jax.block_until_ready(before)

@@ -55,7 +55,7 @@ def make_program(
     ValueError: the mesh does not split the parameters, or its devices cannot
       use the memory of their host as the config asks.
   """
-  if config.model.remat == "offload" and isinstance(mesh, Mesh):
+  if config.model.remat == "offload":
     check_host_memory("model.remat='offload'", mesh)
   boxed = abstract_params(objective.model, objective.inputs)
   if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
@@ -93,18 +93,27 @@ def make_program(
 
 
 def check_split(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  """Refuses a run that a mesh cannot split.
+  """Refuses a run that cannot be trained on a mesh.
+
+  All that follows from the config and the mesh alone, for training and `plan`.
 
   Args:
     config: of the run.
     mesh: the devices.
 
   Raises:
-    ValueError: the mesh does not fit the batch, the heads or the tokens, or
-      leaves a device of several slices a single image where images are mixed.
+    ValueError: the mesh does not fit the batches, the heads or the tokens, or
+      leaves a device of several slices a single image where images are mixed;
+      or the config is one for serving.
   """
+  if config.model.router.top_p:
+    raise ValueError(
+      f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
+      "it serves a trained model"
+    )
   batch, parts = config.data.batch_size, config.optim.accumulation
   sharding.check_batch("data.batch_size", batch, mesh, parts)
+  sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
   sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
   length = getattr(config.data, "sequence_length", None)
   sharding.check_tokens(config.model, mesh, length)

@@ -1,7 +1,7 @@
 """NaN and loss spikes: which steps are bad, and where a run goes back to."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_jax.config import RewindConfig
@@ -71,7 +71,7 @@ class Watch:
     """Whether the run may go back once more."""
     return bool(self._config.steps) and self.rewinds < self._config.limit
 
-  def target(self, step: int, saved: list[int]) -> int:
+  def target(self, step: int, saved: Sequence[int]) -> int:
     """The checkpoint to go back to from a bad step.
 
     Args:

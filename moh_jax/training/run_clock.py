@@ -13,6 +13,7 @@ from etils import epath
 
 from moh_jax.files import write_whole
 from moh_jax.json_files import parse_json
+from moh_jax.runtime.steps import list_steps
 
 NAME = "goodput.json"
 # What the main thread is at. "step" is the rest: it waits for the devices.
@@ -28,7 +29,7 @@ class RunClock:
   Goodput is the share of "step". "restart" is the time from the start of the
   process's work to its first step. What a killed run did after its last
   checkpoint is not counted, as it is done again, nor is the time between two
-  starts.
+  starts: the file has the counts at each checkpoint.
   """
 
   def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -37,6 +38,7 @@ class RunClock:
     self._seconds = dict.fromkeys(PHASES, 0.0)  # of this start
     self._before = dict.fromkeys(PHASES, 0.0)  # of the starts before
     self._runs, self._file = 1, None
+    self._at: dict[str, Any] = {}  # counts by the step of their checkpoint
     self._rated = (0, 0.0)  # step of the last rate, seconds of training then
     self._stepped = 0.0
     self._steps: list[float] = []  # seconds of the steps since the last row
@@ -53,15 +55,17 @@ class RunClock:
       return
     try:
       stored = parse_json(self._file.read_bytes(), where=str(self._file))
-      seconds = {p: float(stored["seconds"].get(p, 0)) for p in PHASES}
-      self._runs, self._before = int(stored["runs"]) + 1, seconds
+      self._at = dict(stored.get("at", {}))
+      counts = self._at.get(str(step), stored)
+      seconds = {p: float(counts["seconds"].get(p, 0)) for p in PHASES}
+      self._runs, self._before = int(counts["runs"]) + 1, seconds
     except (ValueError, TypeError, KeyError, AttributeError) as error:
       _LOG.warning("%s: counts begin anew: %s", self._file, error)
 
   def at(self, step: int) -> None:
     """Begins with steps, after `step` of them."""
     self.enter("step")
-    self._stepped = self._training()
+    self._stepped, self._steps = self._training(), []
     self._rated = (step, self._stepped)
 
   @contextlib.contextmanager
@@ -107,16 +111,24 @@ class RunClock:
     self.enter(self._phase)
     return {p: self._before[p] + self._seconds[p] for p in PHASES}
 
-  def save(self) -> None:
-    """Writes the counts, which a start from this checkpoint goes on from."""
+  def save(self, step: int = 0) -> None:
+    """Writes the counts, which a start from a checkpoint goes on from.
+
+    Args:
+      step: of the checkpoint; 0 is none.
+    """
     if jax.process_index() or self._file is None:
       return
     seconds = {p: round(s, 3) for p, s in self.seconds().items()}
-    record: dict[str, Any] = {
-      "runs": self._runs,
+    counts = {"runs": self._runs, "seconds": seconds}
+    kept = map(str, list_steps(self._file.parent))
+    self._at = {s: self._at[s] for s in kept if s in self._at}
+    self._at[str(step)] = counts
+    record = {
+      **counts,
       "restarts": self._runs - 1,
-      "seconds": seconds,
       "goodput": _share_of_steps(seconds),
+      "at": self._at,
     }
     write_whole(self._file, (json.dumps(record, indent=2) + "\n").encode())
 

@@ -1,6 +1,7 @@
 """Checks that a run can continue the checkpoint in its working directory."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.steps import step_folder
 from moh_jax.runtime.stored_config import read_stored
 
+_LOG = logging.getLogger(__name__)
 # Fields that determine the training stream, the random choices and what the
 # optimizer keeps.
 _SAME_FIELDS = (
@@ -40,7 +42,7 @@ def check_same_run(
   stream: Mapping[str, Identity],
   verify: bool = True,
 ) -> None:
-  """Checks that a run would continue a checkpoint exactly.
+  """Checks that a run would continue a checkpoint, and says what changes.
 
   Args:
     workdir: working directory.
@@ -87,6 +89,14 @@ def check_same_run(
       f"{'; '.join(fields)}. Choose another workdir, or the same config and "
       "data"
     )
+  before = stored.by_name()
+  changed = [
+    line
+    for name, section in config.by_name().items()
+    for line in config_lib.differing_fields(section, before[name], name)
+  ]
+  if changed:
+    _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))
 
 
 def _differing(ours: Any, theirs: Any, section: str) -> list[str]:

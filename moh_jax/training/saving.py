@@ -40,6 +40,7 @@ class Saver:
     config: CheckpointConfig,
     metadata: Metadata,
     stream: Mapping[str, Identity],
+    verify: bool = True,
   ):
     """Opens WORKDIR/checkpoints; creates it if needed.
 
@@ -49,6 +50,7 @@ class Saver:
         the caller decides when to save.
       metadata: metadata of each checkpoint.
       stream: identity of the data by source, which each checkpoint holds.
+      verify: compare a checkpoint with its checksums before it is called whole.
     """
     policies = ocp.checkpoint_managers
     keep = [policies.LatestN(config.keep_last)]
@@ -59,6 +61,7 @@ class Saver:
     self._stops = config.on_error == "stop"
     self._metadata, self._stream = metadata, dict(stream)
     self._saving: int | None = None  # step that is being written
+    self._verify, self._whole = verify, set[int]()  # steps found whole
     self._manager = ocp.CheckpointManager(
       self._folder,
       item_names=checkpoint.ITEMS,
@@ -162,14 +165,21 @@ class Saver:
         raise OSError(line) from error
       _LOG.warning("%s; %s", line, self.last_whole())
 
-  def last_whole(self) -> str:
-    """Says which checkpoint the run can go on from."""
-    written = steps.list_steps(self._directory)
-    if not written:
-      return f"{self._directory} holds no checkpoint"
-    return (
-      f"the last whole checkpoint in {self._directory} is step {written[-1]}"
-    )
+  def last_whole(self, verify: bool = True) -> str:
+    """Says which checkpoint the run can go on from.
+
+    Args:
+      verify: read the checkpoint, once; without, it is taken to be as it was
+        written.
+    """
+    verify = verify and self._verify and jax.process_index() == 0
+    for step in reversed(steps.list_steps(self._directory)):
+      if step not in self._whole and verify:
+        if steps.report(self._directory, step).damage:
+          continue
+        self._whole.add(step)
+      return f"the last whole checkpoint in {self._directory} is step {step}"
+    return f"{self._directory} holds no checkpoint that is whole"
 
   def close(self) -> None:
     """Waits for what is being written, and closes the folder.

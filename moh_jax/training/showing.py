@@ -14,6 +14,8 @@ from moh_jax.training.state import TrainState
 from moh_jax.training.stopping import StopRequest
 from moh_jax.training.task import Task
 
+_SAMPLES = "samples"  # folder of the pictures
+
 
 class Showing:
   """Shows and scores the states of a run."""
@@ -61,7 +63,7 @@ class Showing:
         picture = stop.run(lambda: self._task.preview(params, self._mesh))
       if picture is not None:
         with self._saver.guard(f"the picture of step {step}"):
-          writer.write_image(step, "samples", picture)
+          writer.write_image(step, _SAMPLES, picture)
     evaluation = None
     if evaluate:
       evaluation = stop.run(lambda: self.evaluate(state))
@@ -72,12 +74,18 @@ class Showing:
   def show_missing(
     self, step: int, state: TrainState, writer: MetricsWriter, stop: StopRequest
   ) -> dict[str, float]:
-    """Shows and scores a restored state if the run ended before it did."""
+    """Shows and scores a restored state if the run ended before it did.
+
+    Pictures of later steps that are due, which a run that went back left, are
+    removed.
+    """
+    with self._saver.guard(f"pictures after step {step}"):
+      writer.drop_images(_SAMPLES, lambda s: s > step and self.due(s)[0])
     if not step or not any(self.due(step)):
       return {}
 
     def missing() -> list[int]:
-      has_picture = writer.image_path(step, "samples").exists()
+      has_picture = writer.image_path(step, _SAMPLES).exists()
       return [not has_picture, not writer.has(step, "val")]
 
     picture, row = ask_first_process(missing, 2)

@@ -38,7 +38,7 @@ class HeadLoads:
 
   Attributes:
     stacks: for each stack of equal layers, in order, [layers, H] share of
-      tokens that use each head, the shared heads first.
+      tokens that use each head.
   """
 
   stacks: tuple[jax.Array, ...]

@@ -25,12 +25,43 @@ class StopNowError(Exception):
   """A stop was asked for during work that need not be finished."""
 
 
-class StopRequest:
-  """Whether a stop was asked for; for runs of one process."""
+class StopRequest(contextlib.ExitStack):
+  """Whether a stop was asked for; for runs of one process.
+
+  A block of a whole run, also of one that goes back, so that no step loses it.
+  """
 
   def __init__(self):
+    super().__init__()
     self._requested = threading.Event()
     self._interruptible = False
+    self._previous: dict[int, Any] = {}  # handlers of signals
+    self._begun = False
+
+  def begin(self) -> None:
+    """Turns the first SIGTERM or SIGINT into a request; a second interrupts.
+
+    Before, a signal ends the command: a run has nothing to save yet.
+    """
+    if self._begun or threading.current_thread() is not threading.main_thread():
+      return
+    self._begun = True
+    self.enter_context(signals.deferred())
+    self.callback(self._restore)
+    for number in (signal.SIGTERM, signal.SIGINT):
+      self._previous[number] = signal.signal(number, self._handle)
+    if signals.stop_was_asked():
+      self.ask()
+
+  def _handle(self, number: int, _: Any) -> None:
+    name = signal.Signals(number).name
+    _LOG.warning("%s: saving after this step, then stopping", name)
+    self._restore()
+    self.ask()
+
+  def _restore(self) -> None:
+    while self._previous:
+      signal.signal(*self._previous.popitem())
 
   def __bool__(self) -> bool:
     return self._requested.is_set()
@@ -69,6 +100,9 @@ class _SharedRequest(StopRequest):
   next call of `reached` that is still ahead of all of them.
   """
 
+  def begin(self) -> None:
+    """See the base class; JAX handles the signals from the start."""
+
   def reached(self) -> bool:
     """See the base class."""
     if not self and multihost.reached_preemption(next(_ticks)):
@@ -97,46 +131,6 @@ def interruptible(parts: Iterable[T]) -> Iterator[T]:
     yield part
 
 
-def no_signals() -> StopRequest:
-  """The request of a run that has nothing to save yet.
-
-  Several processes agree from the start, as JAX handles their signals.
-  """
+def stop_request() -> StopRequest:
+  """The request of a run of one process or several, which has not begun."""
   return StopRequest() if jax.process_count() == 1 else _SharedRequest()
-
-
-@contextlib.contextmanager
-def stop_request(before: StopRequest) -> Iterator[StopRequest]:
-  """Turns the first SIGTERM or SIGINT into a request; a second interrupts.
-
-  With several processes there is nothing to do: JAX handles SIGTERM.
-
-  Args:
-    before: of `no_signals`.
-  """
-  if jax.process_count() > 1:
-    yield before
-    return
-  request, previous = StopRequest(), {}
-  stack = contextlib.ExitStack()
-
-  def restore() -> None:
-    while previous:
-      signal.signal(*previous.popitem())
-
-  def handle(number: int, _: Any) -> None:
-    name = signal.Signals(number).name
-    _LOG.warning("%s: saving after this step, then stopping", name)
-    restore()
-    request.ask()
-
-  in_main_thread = threading.current_thread() is threading.main_thread()
-  if in_main_thread:
-    stack.enter_context(signals.deferred())
-    for number in (signal.SIGTERM, signal.SIGINT):
-      previous[number] = signal.signal(number, handle)
-    if signals.stop_was_asked():
-      request.ask()
-  with stack:
-    stack.callback(restore)
-    yield request

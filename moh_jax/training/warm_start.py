@@ -1,6 +1,5 @@
 """Starts a run from the parameters of another run."""
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -24,7 +23,15 @@ _LOG = logging.getLogger(__name__)
 
 # Keys, or beginnings of keys, that change what the model computes with the same
 # parameters.
-_NUMERIC_FIELDS = ("model.norm_eps", "model.rope.", "model.router.gate_form")
+_NUMERIC_FIELDS = (
+  "model.norm_eps",
+  "model.rope.",
+  "model.sr_ratios:",
+  "model.window:",
+)
+# Those of models that choose heads; of "two_stage", or own kinds made from it.
+_ROUTING_FIELDS = ("model.router.gate_form", "model.head_order")
+_TWO_STAGE_FIELDS = ("model.router.two_stage",)
 
 
 def warm_start(
@@ -117,10 +124,13 @@ def tokenizer_files(ours: Metadata, tokenizer: Tokenizer) -> dict[str, bytes]:
 
 def _check_numbers(source: str, ours: Config, theirs: Config) -> None:
   here, there = ours.model, theirs.model
-  if "none" in (here.router.kind, there.router.kind):
-    there = dataclasses.replace(there, router=here.router)  # no gates yet
+  kinds, fields = {here.router.kind, there.router.kind}, _NUMERIC_FIELDS
+  if "none" not in kinds:
+    fields += _ROUTING_FIELDS
+  if len(kinds) == 1 and not kinds & {"none", "query_norm"}:
+    fields += _TWO_STAGE_FIELDS
   differing = config_lib.differing_fields(here, there, "model")
-  wrong = [line for line in differing if line.startswith(_NUMERIC_FIELDS)]
+  wrong = [line for line in differing if line.startswith(fields)]
   for name, section in ours.sections.items():
     other = theirs.sections[name]
     fields = getattr(section, "NUMERIC_FIELDS", ())

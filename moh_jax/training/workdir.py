@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Callable, Sequence
 
 from etils import epath
 
@@ -27,8 +28,17 @@ def prepare(workdir: str) -> epath.Path:
   return directory
 
 
-def find_resumable(directory: epath.Path, verify: bool) -> int | None:
+def find_resumable(
+  directory: epath.Path,
+  verify: bool,
+  prefer: Callable[[Sequence[int]], int] = max,
+) -> int | None:
   """The step to resume from, None for a new run; all processes agree.
+
+  Args:
+    directory: working directory.
+    verify: take no damaged step.
+    prefer: chooses one of the steps; see `steps.newest_whole_step`.
 
   Raises:
     ValueError: no checkpoint is whole.
@@ -38,7 +48,9 @@ def find_resumable(directory: epath.Path, verify: bool) -> int | None:
     known = steps.list_steps(directory)
     if not known:  # a new run, or one that was killed before its first save
       return [-1]
-    return [steps.newest_whole_step(directory) if verify else known[-1]]
+    if verify:
+      return [steps.newest_whole_step(directory, prefer=prefer)]
+    return [prefer(known)]
 
   (step,) = ask_first_process(find, 1)
   return None if step < 0 else step

@@ -2,7 +2,14 @@ import dataclasses
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import DiTConfig, LayerGroup, without_router
+from moh_jax.config import (
+  Config,
+  DiTConfig,
+  LayerGroup,
+  SampleConfig,
+  get_family,
+  without_router,
+)
 from moh_jax.config.heads import HeadBudget, RouterConfig
 
 _TINY = DiTConfig(
@@ -139,6 +146,24 @@ class LayerGroupsTest(absltest.TestCase):
     self.assertEqual(
       [group.depth for group in DiTConfig().layer_groups()], [8, 4]
     )
+
+
+class InheritedTest(absltest.TestCase):
+  def test_what_belongs_to_the_old_data_stays_there(self):
+    sample = SampleConfig(
+      steps="5",
+      cfg_scale=3.0,
+      labels=(4, 2),
+      fid_images=50,
+      fid_reference="pets.npz",
+      fid_inception="inception.pth",
+    )
+    trained = Config(model=_TINY, sample=sample)
+    found = get_family("dit").inherited(trained, {})["sample"]
+    expected = SampleConfig(
+      steps="5", cfg_scale=3.0, fid_inception="inception.pth"
+    )
+    self.assertEqual(found, dataclasses.asdict(expected))
 
 
 class WithoutRouterTest(absltest.TestCase):

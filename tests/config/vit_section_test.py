@@ -2,7 +2,14 @@ import dataclasses
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import RouterConfig, StageShape, ViTConfig, families
+from moh_jax.config import (
+  Config,
+  RouterConfig,
+  StageShape,
+  ViTConfig,
+  families,
+  get_family,
+)
 
 _TINY = ViTConfig(
   image_size=(16, 8),
@@ -27,6 +34,7 @@ _OUT_OF_RANGE = (
   ("patch_stride", 0, "at least 1"),
   ("fixed_pool_size", -1, "at least 0"),
   ("pretrain_image_size", -1, "at least 0"),
+  ("pretrain_columns", -1, "at least 0"),
   ("drop_path", 1.0, "[0, 0.999]"),
   ("drop_path", -0.1, "[0, 0.999]"),
   ("image_size", (8,), "(rows, columns)"),
@@ -139,6 +147,28 @@ class ViTConfigTest(parameterized.TestCase):
     config = dataclasses.replace(_TINY, pretrain_image_size=32)
     grids = [shape.pretrain_grid for shape in config.stage_shapes()]
     self.assertEqual(grids, [(16, 16), (8, 8)])
+
+  @parameterized.parameters(
+    ((32, 16), {}, (48, 48)), ((16, 32), {}, (32, 16)),
+    ((24, 24), {"pretrain_image_size": 32}, (16, 16)),
+    ((16, 32), {"pretrain_image_size": 32, "pretrain_columns": 16}, (16, 16)),
+  )  # fmt: skip
+  def test_other_sizes_keep_the_coordinates_of_both_sides(
+    self, size, pretrain, other
+  ):
+    config = dataclasses.replace(_TINY, image_size=size, **pretrain)
+    expected = [shape.pretrain_grid for shape in config.stage_shapes()]
+    trained, family = Config(model=config), get_family("vit")
+    found = family.inherited(trained, {"image_size": other})["model"]
+    finer = dataclasses.replace(
+      config,
+      image_size=other,
+      **{k: v for k, v in found.items() if k.startswith("pretrain")},
+    )
+    converted = family.resized(trained, other[0]).model
+    for model in (finer, converted):
+      grids = [shape.pretrain_grid for shape in model.stage_shapes()]
+      self.assertEqual(grids, expected)
 
   def test_fixed_pool_size_replaces_the_ratio(self):
     config = dataclasses.replace(_TINY, fixed_pool_size=3)

@@ -5,6 +5,7 @@ import functools
 
 from absl.testing import absltest, parameterized
 
+from moh_jax.config import without_router
 from moh_jax.layers.stack import REMAT_NAMES
 from moh_jax.plan.collectives import Collective
 from moh_jax.plan.estimate import Estimator
@@ -40,6 +41,23 @@ class RematTest(parameterized.TestCase):
     (one,) = expected_collectives(run, sizes, 1000)
     passes = 3 if remat in ("full", "attention") else 2
     self.assertEqual(one.count, 2 * passes * 2)
+
+
+class FormTest(parameterized.TestCase):
+  @parameterized.parameters(16, 2048)
+  def test_heads_that_are_computed_take_time(self, length):
+    # 16 tokens are too few to leave heads out on any device.
+    run = tiny.llm_config(mesh=_MESH, model={"max_length": length})
+    data = dataclasses.replace(run.data, sequence_length=length)
+    run = dataclasses.replace(run, data=data)
+    baseline = dataclasses.replace(run, model=without_router(run.model))
+    moh, mha = (
+      Estimator(one, topology.parse("v5p-8")).estimate(one)
+      for one in (run, baseline)
+    )
+    comparison = self.assertGreater if length == 16 else self.assertLess
+    comparison(moh.time.products, mha.time.products)
+    self.assertEqual(moh.forms[0].heads, 1 if length == 16 else 0.75)
 
 
 class SequenceTest(absltest.TestCase):

@@ -24,12 +24,38 @@ print(jax.jit(lambda x: jax.numpy.sin(x) @ jax.numpy.exp(x))(x), sum(hits))
 """
 
 
+# After the user's cache one of a run: sys.argv has the folders of two runs.
+_KEEP = """
+import sys
+import jax
+from moh_jax.runtime import compilation_cache
+compilation_cache.enable()
+for factor, folder in enumerate([None, *sys.argv[1:]], start=2):
+  if folder:
+    compilation_cache.keep_in(folder)
+  jax.jit(lambda x: factor * jax.numpy.sin(x))(jax.numpy.ones(99))
+print(jax.config.jax_compilation_cache_max_size)
+"""
+
+
 class CompilationCacheTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
+  def test_the_folder_of_a_run_takes_the_place_of_the_users(self):
+    folders = self.root / "first", self.root / "second"
+    out = self._run(_KEEP, self.root / "users", *folders)
+    self.assertEqual(out.stdout, "-1\n")  # without a limit, as documented
+    for folder in (self.root / "users", *folders):
+      self.assertNotEmpty(list(folder.rglob("*-cache")), folder)
+
   def _call(self, folder, **environment):
+    done = self._run(_CALL, folder, **environment)
+    value, hits = done.stdout.split()
+    return value, int(hits), done.stderr
+
+  def _run(self, program, folder, *argv, **environment):
     environment = {
       **os.environ,
       compilation_cache.VARIABLE: str(folder),
@@ -37,15 +63,13 @@ class CompilationCacheTest(absltest.TestCase):
       **environment,
     }
     del environment["JAX_COMPILATION_CACHE_DIR"]
-    done = subprocess.run(
-      [sys.executable, "-c", _CALL],
+    return subprocess.run(
+      [sys.executable, "-c", program, *map(str, argv)],
       env=environment,
       capture_output=True,
       text=True,
       check=True,
     )
-    value, hits = done.stdout.split()
-    return value, int(hits), done.stderr
 
   def test_a_second_process_compiles_nothing(self):
     first = self._call(self.root)

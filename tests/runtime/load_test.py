@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -11,6 +12,41 @@ from moh_jax.runtime.load import load_config
 from tests.cli import tiny_checkpoint
 
 _DIGITS = str(pathlib.Path(__file__).parents[2] / "configs" / "vit_digits.py")
+
+
+# Overrides of fields that a file states, leaves out, or sets to None.
+_BY_TYPE = (
+  ("train.init_from", "2024", "2024"),
+  ("train.init_from", "none", "none"),
+  ("data.path", "1e-3", "1e-3"),
+  ("data.path", "(1,2)", "(1,2)"),
+  ("model.router.kind", "none", "none"),
+  ("optim.no_decay", "*bias", ("*bias",)),
+  ("optim.no_decay", "*bias,*norm*", ("*bias", "*norm*")),
+  ("optim.no_decay", "2024", ("2024",)),
+  ("optim.no_decay", "7,08,x/y", ("7", "08", "x/y")),
+  ("optim.no_decay", "('a,b',\"c\")", ("a,b", "c")),
+  ("optim.no_decay", "None", ("None",)),
+  ("optim.no_decay", "", ()),
+  ("optim.no_decay", "()", ()),
+  ("optim.no_decay", " (*/bias, *norm*) ", ("*/bias", "*norm*")),
+  ("optim.no_decay", "[Bb]*[sz]", ("[Bb]*[sz]",)),
+  ("model.image_size", "64,32", (64, 32)),
+  ("model.image_size", "None", None),
+  ("model.image_size", "none", None),
+  ("model.num_classes", "7", 7),
+  ("model.num_classes", "none", None),
+  ("optim.warmup_steps", "none", None),
+  ("optim.lr", "1", 1.0),
+  ("train.balance_weight", "1", 1.0),
+  ("train.rewind.steps", "4", 4),
+  ("eval.use_ema", "FALSE", False),
+  ("log.progress", "true", True),
+)
+
+
+def _steps(steps):
+  return {"model": {"family": "dit"}, "train": {"steps": steps}}
 
 
 class LoadConfigTest(parameterized.TestCase):
@@ -38,6 +74,19 @@ class LoadConfigTest(parameterized.TestCase):
     config = load_config(_DIGITS, [override])
     self.assertEqual(getattr(getattr(config, section), field), value)
 
+  @parameterized.product(case=_BY_TYPE, states=(False, True))
+  def test_override_is_read_by_the_type_of_its_field(self, case, states):
+    key, text, value = case
+    path = _DIGITS
+    if not states:
+      path = self._file(
+        "def get_config():\n  return {'model': {'family': 'vit'}}\n"
+      )
+    found = load_config(path, [f"{key}={text}"])
+    for part in key.split("."):
+      found = getattr(found, part)
+    self.assertEqual((type(found), found), (type(value), value))
+
   def test_overrides_apply_in_order(self):
     config = load_config(_DIGITS, ["train.steps=60", "train.steps=70"])
     self.assertEqual(config.train.steps, 70)
@@ -49,6 +98,7 @@ class LoadConfigTest(parameterized.TestCase):
     ("nope=1", "config key 'nope' must be SECTION.FIELD"),
     ("optim.lr.x=1", "unknown config key optim.lr.x"),
     ("optim.lr", "'optim.lr' must be FIELD=VALUE"),
+    ("model.mlp_ratios=2,-1e999", "model.mlp_ratios=(2.0, -inf) must be"),
     ("optim.lr=fast", "optim.lr='fast' must be of type float"),
     ("train.steps=0", "train.steps=0 must be at least 1"),
     ("train.steps=1.5", "train.steps=1.5 must be of type int"),
@@ -98,6 +148,7 @@ class LoadConfigTest(parameterized.TestCase):
     ("import sys\n\nsys.exit(4)\n", "line 3: SystemExit: 4"),
     ("def get_config():\n  raise ValueError('mine')\n", "line 2: mine"),
     ("get_config = 3\n", "has no function get_config"),
+    ("import sys\nsys.path.pop(0)\n", "has no function get_config"),
   )
   def test_error_names_file_and_line(self, content, text):
     with self.assertRaisesRegex(ValueError, f"bad.py.*{text}") as caught:
@@ -122,6 +173,55 @@ class LoadConfigTest(parameterized.TestCase):
     before = list(sys.path)
     self.assertEqual(load_config(path).train.steps, 7)
     self.assertEqual(sys.path, before)
+
+  def _folder(self, **files):
+    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    for name, content in files.items():
+      path = folder / name.replace("__", "/")
+      path.parent.mkdir(parents=True, exist_ok=True)
+      if path.parent.name == "package":
+        path.with_name("__init__.py").touch()
+      path.with_suffix(".py").write_text(content)
+    return folder
+
+  @parameterized.parameters(
+    "parts", "package__parts", "folder__parts", "a__b__parts"
+  )
+  def test_two_configs_have_modules_of_the_same_name(self, module):
+    name = module.replace("__", ".")
+    for steps in (5, 6, 7):
+      folder = self._folder(
+        run=f"from {name} import make\n\nget_config = make\n",
+        **{module: f"def make():\n  return {_steps(steps)}\n"},
+      )
+      config = load_config(str(folder / "run.py"))
+      self.assertEqual(config.train.steps, steps)
+
+  def test_configs_see_no_change_that_another_made(self):
+    """Neither its overrides nor what it sets in a module of both."""
+    folder = self._folder(
+      parts=f"CONFIG = {_steps(5)}\n",
+      plain="import parts\n\ndef get_config():\n  return parts.CONFIG\n",
+      longer="from parts import CONFIG\n\ndef get_config():\n"
+      "  CONFIG['train']['steps'] = 6\n  return CONFIG\n",
+    )
+    plain, longer = str(folder / "plain.py"), str(folder / "longer.py")
+    self.assertEqual(load_config(plain, ["train.steps=7"]).train.steps, 7)
+    self.assertEqual(load_config(longer).train.steps, 6)
+    self.assertEqual(load_config(plain).train.steps, 5)
+
+  def test_modules_that_register_a_router_stay(self):
+    folder = self._folder(
+      run="import routing_of_mine\n\n"
+      f"def get_config():\n  return {_steps(5)}\n",
+      routing_of_mine="import moh_jax\n\n"
+      "class Mine:\n  pass\n\nmoh_jax.register_router('of_mine', Mine)\n",
+    )
+    run, override = str(folder / "run.py"), "model.router.kind=of_mine"
+    self.assertEqual(load_config(run, [override]).model.router.kind, "of_mine")
+    module = sys.modules["routing_of_mine"]
+    load_config(run)
+    self.assertIs(sys.modules["routing_of_mine"], module)
 
   def test_number_in_place_of_a_tuple_is_named(self):
     path = self._file(
@@ -195,6 +295,31 @@ def get_config():
     overrides = ("sample.steps=4", "data.path=2024")
     config = self._load(self.dit, *overrides)
     self.assertEqual((config.sample.steps, config.data.path), ("4", "2024"))
+
+  def test_checkpoint_may_be_named_like_a_number(self):
+    (self.root / "2024").symlink_to(self.vit)
+    with contextlib.chdir(self.root):
+      config = self._load("2024")
+    self.assertEqual(config.train.init_from, "2024")
+
+  def test_start_that_is_no_text_is_named(self):
+    file = self.root / "number.py"
+    file.write_text(
+      "def get_config():\n"
+      "  return {'model': {}, 'train': {'init_from': 2024}}\n"
+    )
+    with self.assertRaisesRegex(ValueError, "init_from=2024 must be of type"):
+      load_config(str(file))
+
+  def test_section_without_fields_is_named(self):
+    file = self.root / "number.py"
+    file.write_text("def get_config(): return {'model': {}, 'train': 5}\n")
+    with self.assertRaisesRegex(ValueError, "section train=5 must have fields"):
+      load_config(str(file))
+
+  def test_size_of_the_checkpoint_may_be_stated(self):
+    same = self._load(self.vit, model="{'image_size': [8, 8]}")
+    self.assertEqual(same.model, self._load(self.vit).model)
 
   def test_sections_of_another_family_name_the_checkpoint(self):
     with self.assertRaisesRegex(

@@ -14,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl.testing import absltest, parameterized
 
+from moh_jax.data import pipeline
 from moh_jax.runtime import manifest, run_lock, steps
 from moh_jax.training import language_modeling, loop, showing
 from tests.training import tiny
@@ -142,6 +143,20 @@ class FaultsTest(parameterized.TestCase):
       with self.assertRaisesRegex(OSError, r"it needs 0.\d MB, .* has 0.0 MB"):
         _train(workdir)
     save.assert_not_called()
+
+  def test_bad_data_end_a_run_that_names_its_last_checkpoint(self):
+    workdir = self.create_tempdir().full_path
+    read = pipeline.TrainBatches.__next__
+
+    def fail(batches):
+      if batches.position == 3:
+        raise ValueError("a/b.png is damaged")
+      return read(batches)
+
+    pattern = r"^a/b.png is damaged; the last whole checkpoint .* is step 2$"
+    with mock.patch.object(pipeline.TrainBatches, "__next__", fail):
+      with self.assertRaisesRegex(ValueError, pattern):
+        _train(workdir)
 
   def test_stop_ends_an_evaluation_which_the_resumed_run_does(self):
     workdir = self.create_tempdir().full_path

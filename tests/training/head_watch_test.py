@@ -51,6 +51,16 @@ class HeadWatchTest(absltest.TestCase):
     for load in by_layer.values():
       self.assertAlmostEqual(float(load.sum()), 1.0, places=5)
 
+  def test_heads_are_listed_by_number_whatever_heads_are_shared(self):
+    model = dataclasses.replace(
+      tiny.LLM, shared_heads=(2, 2), top_k=(1, 1), num_kv_heads=4,
+      head_order=((3, 1, 2, 0), (0, 1, 2, 3)),
+    )  # fmt: skip
+    loads = np.float32([[0.7, 1.0, 0.3, 1.0], [1.0, 1.0, 0.6, 0.4]])
+    by_layer = HeadWatch(tiny.llm_config(model=vars(model))).by_layer([loads])
+    np.testing.assert_array_equal(by_layer["blocks0.0"], loads[0, [0, 2]])
+    np.testing.assert_array_equal(by_layer["blocks0.1"], loads[1, 2:])
+
   def test_a_collapsed_router_is_called_out_once(self):
     watch = HeadWatch(_CONFIG)
     loads = _loads(_collapsed(tiny.random_params(_CONFIG)))

@@ -232,7 +232,7 @@ class TokenRunTest(parameterized.TestCase):
       make_task(config)
 
 
-class EvaluateTest(absltest.TestCase):
+class EvaluateTest(parameterized.TestCase):
   """Figures of a model whose prediction is uniform."""
 
   @classmethod
@@ -245,8 +245,9 @@ class EvaluateTest(absltest.TestCase):
     cls.figures = cls._figures()
 
   @classmethod
-  def _figures(cls, examples=0):
-    config = apply_overrides(cls.config, "eval", examples=examples)
+  def _figures(cls, examples=0, config=None):
+    config = config or cls.config
+    config = apply_overrides(config, "eval", examples=examples)
     evaluate = language_modeling.make_evaluate(
       make_model(config)[0], config, Metadata(config)
     )
@@ -278,6 +279,41 @@ class EvaluateTest(absltest.TestCase):
     self.assertAlmostEqual(part["loss"] / math.log(60), 1, places=5)
     ratio = part["bits_per_byte"] / self.figures["bits_per_byte"]
     self.assertBetween(ratio, 0.9, 1.1)
+
+  @parameterized.parameters(1, 2, 3, 5, 6, 0)
+  def test_parts_of_a_source_need_the_same_bits_per_byte(self, examples):
+    # The last sequence, of which most is padding, is no whole one's text.
+    data = {"mix": ("code",), "ratios": (100.0,), "sequence_length": 25}
+    config = dataclasses.replace(
+      self.config, data=dataclasses.replace(self.config.data, **data)
+    )
+    self.assertLen(sequences.HeldOut(config.data, 60), 6)
+    whole, part = self._figures(0, config), self._figures(examples, config)
+    ratio = part["bits_per_byte"] / whole["bits_per_byte"]
+    self.assertAlmostEqual(ratio, 1, places=5)
+
+  def test_first_tokens_that_are_not_predicted_have_no_bytes(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    with self.assertLogs(level="WARNING") as logs:
+      _write_sets(root, tiny_text.tokenizer(29, None, None))
+    self.assertIn("web/train: the tokenizer has neither begin", logs.output[0])
+    for separate, length in ((True, 16), (True, 30), (False, 16)):
+      data = {"sequence_length": length, "separate_documents": separate}
+      config = _word_config(root, data=data)
+      with self.assertLogs(level="WARNING" if separate else "INFO") as logs:
+        figures = self._figures(0, config)
+      self.assertEqual("never predicted" in "".join(logs.output), separate)
+      # Each token of text has two bytes.
+      bits = figures["bits_per_byte"] / (math.log2(60) / 2)
+      self.assertAlmostEqual(bits, 1, places=5 if separate else 1)
+
+  def test_text_of_which_nothing_is_predicted_is_refused(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    used = tiny_text.tokenizer(29, None, None)
+    for name in ("web", "code"):
+      tiny_text.write(root / name / "val", [[[3], [4]], [[5]]], used)
+    with self.assertRaisesRegex(ValueError, "no token that is predicted"):
+      self._figures(0, _word_config(root))
 
   def test_compressors_are_compared_with(self):
     # 100 and 80 bytes for each of the two held-out sets.

@@ -1,6 +1,7 @@
 """Training over a 2 x 2 x 2 mesh of fake devices equals one device."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -244,6 +245,19 @@ class MeshTest(parameterized.TestCase):
       return
     with self.assertRaisesRegex(ValueError, message):
       sharding.check_heads(model, mesh, most)
+
+  def test_shared_heads_are_those_of_the_worst_order(self):
+    mesh = sharding.make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
+    split = {"num_kv_heads": 4, "shared_heads": (2, 2), "top_k": (1, 1)}
+    own, crowded = (0, 1, 2, 3), (0, 2, 1, 3)
+    orders = {(own, own): 1.0, (own, crowded): 4 / 3}
+    for order, ratio in orders.items():
+      model = dataclasses.replace(tiny.LLM, head_order=order, **split)
+      sharding.check_heads(model, mesh, ratio)
+    with self.assertRaisesRegex(
+      ValueError, r"2 shared heads of 4 in model.head_order: .* 1\.333 times"
+    ):
+      sharding.check_heads(model, mesh, 1.3)
 
 
 if __name__ == "__main__":

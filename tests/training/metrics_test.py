@@ -8,6 +8,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import tensorboardX
 from absl.testing import absltest, parameterized
 from etils import epath
 from PIL import Image
@@ -147,6 +148,13 @@ class MetricsWriterTest(parameterized.TestCase):
     writer.close()
     events = list((pathlib.Path(self.dir) / "tensorboard").glob("*tfevents*"))
     self.assertLen(events, int(tensorboard))
+
+  def test_tensorboard_forgets_the_steps_that_come_again(self):
+    config = LogConfig(tensorboard=True, progress=False)
+    for start in (0, 3, 0):  # the last one went back to the beginning
+      with mock.patch.object(tensorboardX, "SummaryWriter") as summary:
+        self._writer(start, config).close()
+      self.assertEqual(summary.call_args[1]["purge_step"], start + 1)
 
   @parameterized.parameters(float("nan"), float("inf"), -float("inf"))
   def test_metrics_without_a_value_are_left_out(self, nothing):

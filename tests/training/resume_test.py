@@ -126,6 +126,21 @@ class ResumeTest(parameterized.TestCase):
     again = _train(workdir, "llm")
     self.assertEqual(int(again.state.step), _STEPS)
 
+  def test_run_is_made_longer_from_a_checkpoint_before_its_fall(self):
+    """In a copy without the later steps, as docs/resume.md says."""
+
+    def run(workdir, steps):
+      optim = {"schedule": "wsd", "warmup_steps": 1, "decay_steps": 2}
+      config = tiny.llm_config(train={"steps": steps}, optim=optim)
+      return loop.train(config, workdir, devices=jax.devices()[:1])
+
+    copied, other = (self.create_tempdir().full_path for _ in range(2))
+    run(copied, 4)
+    shutil.rmtree(os.path.join(copied, "checkpoints", "4"))
+    longer, whole = run(copied, 6), run(other, 6)
+    # The program of another schedule rounds the learning rate otherwise.
+    chex.assert_trees_all_close(longer.state, whole.state, atol=1e-6)
+
 
 if __name__ == "__main__":
   absltest.main()

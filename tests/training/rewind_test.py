@@ -1,9 +1,12 @@
 """Runs that go back over batches whose loss is NaN or a spike."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
+import pathlib
+import signal
 from unittest import mock
 
 import chex
@@ -11,20 +14,22 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax import signals
 from moh_jax.config import RewindConfig
 from moh_jax.data.pipeline import TrainBatches
 from moh_jax.inference.restore import restore
-from moh_jax.runtime.steps import list_steps
-from moh_jax.training import loop
+from moh_jax.runtime.steps import list_steps, report
+from moh_jax.training import language_modeling, loop
 from moh_jax.training.rewind import BadStepError, Watch
 from tests.training import tiny
 
 _STEPS = 8
 
 
-def _config(steps=_STEPS, **rewind):
+def _config(steps=_STEPS, keep_last=2, back=1, **rewind):
   return tiny.llm_config(
-    train={"steps": steps, "rewind": RewindConfig(**{"steps": 1, **rewind})},
+    train={"steps": steps, "rewind": RewindConfig(steps=back, **rewind)},
+    checkpoint={"every": 2, "keep_last": keep_last},
     optim={"lr": 1e-3, "schedule": "constant", "warmup_steps": 0},
   )
 
@@ -46,6 +51,24 @@ def _batches(*bad: int, skip: tuple[int, int] | None = None):
     yield
 
 
+@contextlib.contextmanager
+def _before_rewinds(do):
+  """Does something when a run asks whether it may go back."""
+  may_rewind = Watch.may_rewind
+
+  def asked(self):
+    do()
+    return may_rewind(self)
+
+  with mock.patch.object(Watch, "may_rewind", asked):
+    yield
+
+
+def _damage(workdir, step):
+  file = pathlib.Path(workdir, f"checkpoints/{step}/data/metadata")
+  file.write_bytes(file.read_bytes().replace(b"position", b"positioN", 1))
+
+
 def _train(workdir, config=None):
   return loop.train(config or _config(), workdir, devices=jax.devices()[:1])
 
@@ -56,7 +79,7 @@ def _rows(workdir):
   return [row for row in rows if row["split"] == "train"]
 
 
-class RewindTest(absltest.TestCase):
+class RewindTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
@@ -99,6 +122,103 @@ class RewindTest(absltest.TestCase):
       _train(workdir, _config(steps=2))
     self.assertEqual(list_steps(workdir), [2])
     self.assertEqual(_rows(workdir)[-1]["rewinds"], 1)
+
+  @parameterized.parameters((1, 4), (3, 2))
+  def test_goes_past_a_damaged_step_which_is_set_aside(self, back, target):
+    """The step that is damaged is the one to go back to, or the oldest."""
+    workdir = self.create_tempdir().full_path
+    damaged = target + 2
+    with (
+      _batches(6),
+      _before_rewinds(lambda: _damage(workdir, damaged)),
+      self.assertLogs("moh_jax", "WARNING") as logs,
+    ):
+      result = _train(workdir, _config(keep_last=3, back=back))
+    self.assertIn(f"going back to step {target}, ", "\n".join(logs.output))
+    self.assertEqual(int(result.state.step), _STEPS)
+    aside = os.listdir(os.path.join(workdir, "damaged"))
+    self.assertCountEqual(aside, [f"{s}.1" for s in range(target + 2, 7, 2)])
+    for step in list_steps(workdir):
+      self.assertEqual(report(workdir, step).damage, [])
+
+  def test_the_limit_names_no_damaged_step_as_whole(self):
+    workdir = self.create_tempdir().full_path
+    pattern = r"loss=nan at step 5; the last whole checkpoint .* is step 2$"
+    with (
+      _batches(4),
+      _before_rewinds(lambda: _damage(workdir, 4)),
+      self.assertRaisesRegex(loop.NonFiniteLossError, pattern),
+    ):
+      _train(workdir, _config(back=0))
+
+  def test_pictures_are_those_of_the_steps_that_count(self):
+    """Also of a run that is stopped before it shows a step again."""
+    make, check = language_modeling.make_task, Watch.check
+
+    def with_preview(config, decode=None):
+      return dataclasses.replace(
+        make(config, decode),
+        preview=lambda params, _: np.asarray(params["head"]["kernel"]).view(
+          np.uint8
+        )[..., None],
+        preview_every=6,
+      )
+
+    def run(stop_at=0):
+      seen = []
+
+      def check_and_stop(self, step, position, values):
+        seen.append(step)
+        if seen.count(6) == stop_at and step == 6:
+          os.kill(os.getpid(), signal.SIGTERM)
+        return check(self, step, position, values)
+
+      with _batches(6), mock.patch.object(Watch, "check", check_and_stop):
+        return _train(workdir, _config(back=3))
+
+    workdir = self.create_tempdir().full_path
+    file = pathlib.Path(workdir, "samples", "00000006.png")
+    other = file.with_name("00000007.png")  # not of the run
+    other.parent.mkdir()
+    other.touch()
+    with mock.patch.object(language_modeling, "make_task", with_preview):
+      self.assertFalse(run(stop_at=2).finished)
+      run()
+      resumed = file.read_bytes()
+      self.assertTrue(other.exists())
+      workdir = self.create_tempdir().full_path
+      file = pathlib.Path(workdir, "samples", "00000006.png")
+      run()
+    self.assertEqual(resumed, file.read_bytes())
+
+  @parameterized.parameters("check", "may_rewind")
+  def test_sigterm_in_the_step_that_rewinds_saves_and_stops(self, when):
+    workdir = self.create_tempdir().full_path
+    check, stops = Watch.check, []
+
+    def stop():
+      if not stops:
+        stops.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    def check_and_stop(self, step, position, values):
+      if when == "check" and step == 5:
+        stop()
+      return check(self, step, position, values)
+
+    with (
+      _batches(4),
+      signals.handled(),  # as a command has them
+      mock.patch.object(Watch, "check", check_and_stop),
+      _before_rewinds(stop),
+    ):
+      stopped = _train(workdir)
+    self.assertFalse(stopped.finished)
+    self.assertEqual(int(stopped.state.step), 5)
+    with _batches(4):
+      resumed = _train(workdir)
+    chex.assert_trees_all_equal(
+      jax.device_get(resumed.state), jax.device_get(self.result.state)
+    )
 
   def test_the_limit_ends_the_run_and_keeps_a_good_checkpoint(self):
     workdir = self.create_tempdir().full_path

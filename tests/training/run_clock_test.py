@@ -50,14 +50,25 @@ class RunClockTest(absltest.TestCase):
     for runs, step in ((1, 0), (2, 4), (3, 8)):
       clock, time = self._start(step)
       time.seconds += 6
-      clock.save()
+      clock.save(step + 4)
       record = json.loads(self.file.read_text())
       self.assertEqual((record["runs"], record["restarts"]), (runs, runs - 1))
       self.assertEqual(record["seconds"]["step"], 6.0 * runs)
       self.assertEqual(record["goodput"], 0.75)
     clock, _ = self._start(0)  # a new run in the old folder
-    clock.save()
+    clock.save(0)
     self.assertEqual(json.loads(self.file.read_text())["runs"], 1)
+
+  def test_what_a_killed_run_did_after_its_checkpoint_is_not_counted(self):
+    (self.dir / "checkpoints" / "4").mkdir(parents=True)
+    clock, time = self._start()
+    for step in (4, 6):  # killed before the checkpoint of step 6 was whole
+      time.seconds += 5
+      clock.save(step)
+    again, _ = self._start(4)
+    self.assertEqual(again.seconds()["step"], 5.0)
+    again.save(6)
+    self.assertEqual(json.loads(self.file.read_text())["seconds"]["step"], 5.0)
 
   def test_damaged_file_begins_anew(self):
     for content in ("{", "[]", '{"runs": "x", "seconds": {}}', '{"runs": 1}'):
@@ -89,6 +100,12 @@ class RunClockTest(absltest.TestCase):
     clock.step_done()
     self.assertEqual(clock.metrics()["step_seconds_p50"], 7.0)
     self.assertNotIn("step_seconds_p50", clock.metrics())
+    time.seconds += 90  # a step that the run goes back over
+    clock.step_done()
+    clock.at(2)
+    time.seconds += 3
+    clock.step_done()
+    self.assertEqual(clock.metrics()["step_seconds_p99"], 3.0)
 
 
 if __name__ == "__main__":

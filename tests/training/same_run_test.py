@@ -1,3 +1,4 @@
+import pathlib
 import tempfile
 
 from absl.testing import absltest, parameterized
@@ -19,9 +20,32 @@ class SameRunTest(parameterized.TestCase):
     other = config_lib.apply_overrides(
       tiny_checkpoint.CONFIG, "data", **changes
     )
-    metadata = Metadata(other, tiny_checkpoint.CLASS_NAMES)
     with self.assertRaisesRegex(ValueError, message):
-      check_same_run(folder, 0, metadata, {})
+      self._check(folder, other)
+
+  def test_what_changes_is_said_in_a_line(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tiny_checkpoint.save(folder)
+    data = pathlib.Path(folder, "checkpoints/0/data")
+    data.mkdir()
+    (data / "metadata").write_text('{"position": 0}')
+    config = tiny_checkpoint.CONFIG
+    with self.assertNoLogs("moh_jax", "INFO"):
+      self._check(folder, config)
+    changes = {"optim": {"lr": 0.5}, "train": {"steps": 7}}
+    for section, fields in changes.items():
+      config = config_lib.apply_overrides(config, section, **fields)
+    with self.assertLogs("moh_jax", "INFO") as logs:
+      self._check(folder, config)
+    pattern = (
+      r"from step 0 on, changed: optim.lr: 0.5 here, 0.001 there; train.steps: "
+      r"7 here, \d+ there$"
+    )
+    self.assertRegex(logs.output[-1], pattern)
+
+  def _check(self, folder, config):
+    metadata = Metadata(config, tiny_checkpoint.CLASS_NAMES)
+    check_same_run(folder, 0, metadata, {})
 
 
 if __name__ == "__main__":

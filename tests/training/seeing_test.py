@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import jax
@@ -13,8 +14,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import LogConfig
+from moh_jax.runtime import manifest
 from moh_jax.speed import model_flops
-from moh_jax.training import loop, wandb_log
+from moh_jax.training import loop, profiling, wandb_log
 from tests.training import tiny
 
 _RUN = """
@@ -56,6 +58,30 @@ class SeeingTest(parameterized.TestCase):
     self.assertLen(traces, 1)
     content = traces[0].read_bytes()
     self.assertIn(b"step_num", content)
+
+  def test_a_trace_ends_where_the_run_goes_back(self):
+    with (
+      mock.patch.object(jax.profiler, "start_trace") as start,
+      mock.patch.object(jax.profiler, "stop_trace") as stop,
+    ):
+      profiler = profiling.Profiler((4, 7), pathlib.Path("run"))
+      for step in (3, 4, 5, 2):
+        with profiler.step(step, None):
+          pass
+    self.assertEqual((start.call_count, stop.call_count), (1, 1))
+
+  def test_seconds_are_known_at_checkpoints_that_take_long(self):
+    workdir = pathlib.Path(self.create_tempdir().full_path)
+    write = manifest.write
+
+    def slow(folder):
+      time.sleep(1)
+      write(folder)
+
+    with mock.patch.object(manifest, "write", slow):
+      loop.train(tiny.llm_config(), str(workdir), devices=jax.devices()[:1])
+    record = json.loads((workdir / "goodput.json").read_text())
+    self.assertEqual(list(record["at"]), ["2", "4"])
 
   @parameterized.parameters("5", "5:5", "7:5", "0:3", "a:b", "-1:3", "1:2:3")
   def test_wrong_profiles_are_refused(self, text):

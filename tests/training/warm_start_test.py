@@ -1,7 +1,9 @@
 """Starting a run from another run's parameters."""
 
+import ast
 import dataclasses
 import pathlib
+import re
 import tempfile
 from unittest import mock
 
@@ -152,10 +154,38 @@ class WarmStartTest(parameterized.TestCase):
       {"router": RouterConfig(gate_form="paper")},
       r"router\.gate_form: 'paper' here, 'released' there",
     ),
+    (
+      {"router": RouterConfig(two_stage=False)},
+      r"router\.two_stage: False here, True there",
+    ),
+    (
+      {"head_order": ((1, 2, 3, 0),) * 2},
+      r"head_order: \(\(1, .* here, \(\) t",
+    ),
   )
   def test_other_numbers_without_parameters_are_refused(self, model, message):
     with self.assertRaisesRegex(ValueError, rf"model\.{message}"):
       self._start(tiny.llm_config(model=model))
+
+  @parameterized.parameters(
+    ("window", "5", "3"), ("sr_ratios", "(4, 1)", "(2, 1)")
+  )
+  def test_other_neighbours_are_refused(self, field, here, there):
+    source = str(self.root / field)
+    self._save(source, tiny.config())
+    message = re.escape(f"model.{field}: {here} here, {there} there")
+    with self.assertRaisesRegex(ValueError, message):
+      model = {field: ast.literal_eval(here)}
+      self._start(tiny.config(model=model), source=source)
+
+  @parameterized.parameters("query_norm", "two_stage")
+  def test_shared_heads_of_a_baseline_are_chosen_freely(self, kind):
+    model = {"head_order": ((1, 2, 3, 0),) * 2}
+    router = RouterConfig(kind, two_stage=False)
+    self._start(
+      tiny.llm_config(model={**model, "router": router}), source=self.baseline
+    )
+    self._start(_plain(**model))
 
   def test_another_tokenizer_is_refused_unless_the_vocabulary_grows(self):
     directory = str(self.root / "words")
