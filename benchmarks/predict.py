@@ -7,7 +7,7 @@ attention of all heads, and the entries of `moh_jax.ops.crossovers` that follow
 from it. A measurement can refute both: `python -m moh_jax bench card`.
 
 A prediction adds up three parts. The core: FLOPs of the tiles that are visited,
-counted for heads that are used evenly, over the kernel's published rate. The
+counted for heads that are used evenly, over the kernel's rate, see below. The
 glue: bytes of the table, of the gathered queries and of the scattered outputs,
 over the memory's published speed. The launches: 3 microseconds each.
 
@@ -122,16 +122,16 @@ def _all_rates() -> Iterator[Rates]:
         )
   ampere = tuple(part * published_peak("A100") for part in (0.73, 0.63))
   slower = ampere[0] / 1.4, ampere[1] / 2
-  yield Rates("gpu", "cudnn", HALF, 64, 256, 2.04 * tera, ampere, ampere)
-  yield Rates("gpu", "triton", HALF, 64, 256, 2.04 * tera, slower, ampere)
+  yield Rates("A100", "cudnn", HALF, 64, 256, 2.04 * tera, ampere, ampere)
+  yield Rates("A100", "triton", HALF, 64, 256, 2.04 * tera, slower, ampere)
   single = (156 / 2 * tera,) * 2  # TensorFloat-32
   yield Rates(
-    "gpu", "triton", ("float32",), 64, 256, 2.04 * tera, single, single
+    "A100", "triton", ("float32",), 64, 256, 2.04 * tera, single, single
   )
   for device, kind, memory in (
-    ("v5 lite", "TPU v5 lite", 0.82),
-    ("v6 lite", "TPU v6 lite", 1.64),
-    ("tpu", "TPU v5p", 2.77),  # for all others
+    ("v5e", "TPU v5 lite", 0.82),
+    ("v6e", "TPU v6 lite", 1.64),
+    ("v5p", "TPU v5p", 2.77),
   ):
     for dtypes, part in ((HALF, 0.5), (("float32",), 0.25)):
       rate = (part * published_peak(kind),) * 2

@@ -109,18 +109,14 @@ def random_active(budget: HeadBudget, batch: int, tokens: int) -> ActiveHeads:
   return ActiveHeads(mask, budget.active)
 
 
-def measure(
-  options: SequenceOptions, peak: float | None, memory: float | None = None
-) -> list[Row]:
+def measure(options: SequenceOptions) -> list[Row]:
   """Compares forms of attention with multi-head attention.
 
   Args:
     options: options of `bench attention`.
-    peak: the device's matrix peak, FLOP/s.
-    memory: the speed of its memory, bytes/s.
   """
   variants = functools.partial(_variants, options)
-  return compare.measure_heads(options, "attention", variants, peak, memory)
+  return compare.measure_heads(options, "attention", variants)
 
 
 def _random_arrays(options: SequenceOptions, length: int) -> list[jax.Array]:
@@ -148,10 +144,6 @@ def _variants(
     computed = pairs if packs else every_pair
     return attention_bytes(computed, keys, dim, itemsize, mode)
 
-  def form(share: float, name: str, every_head: bool) -> Form:
-    share = 1.0 if every_head else share
-    return chosen_form(options, mode, length, share, name)
-
   contests = []
   for budget in (None, *options.budgets()):
     share = 1.0 if budget is None else budget.share
@@ -166,7 +158,7 @@ def _variants(
     contests.append(
       Contest(
         budget,
-        form=functools.partial(form, share),
+        form=functools.partial(chosen_form, options, mode, length, share),
         evaluation=functools.partial(_evaluation, mode=mode),
         args=arrays,
         flops=attention_flops(pairs, length, dim, mode),
@@ -182,13 +174,13 @@ def _active(budget: HeadBudget | None, shape: tuple) -> ActiveHeads | None:
   return None if budget is None else random_active(budget, *shape[:2])
 
 
-def _evaluation(name: str, every_head: bool, *, mode: str) -> Callable:
+def _evaluation(name: str, *, mode: str) -> Callable:
   """Makes the function (q, k, v, cotangent, active) -> (outputs, gradients)."""
 
   def run(q, k, v, cotangent, active):
     attend = functools.partial(
       attention,
-      active=None if every_head else active,
+      active=active,
       causal="causal" in mode,
       implementation=name,
     )

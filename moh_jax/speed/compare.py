@@ -23,8 +23,9 @@ class Variant:
     share: active heads over all heads, in (0, 1].
     program: the compiled program to time; None if it could not be compiled.
     mha: whether it is multi-head attention, without a router.
-    baseline: whether it stands for the forms that compute every head.
-    packs: whether it computes the active heads only; None where it is unknown.
+    form: name of the form of attention that runs.
+    computed: heads that attention computes over all heads; None where it is
+      unknown.
     flops: FLOPs of one evaluation; None where they are not counted.
     moved: least bytes that one evaluation reads and writes, counted from the
       shapes; None where they are not counted.
@@ -37,8 +38,8 @@ class Variant:
   share: float
   program: Program | None
   mha: bool = False
-  baseline: bool = False
-  packs: bool | None = None
+  form: str | None = None
+  computed: float | None = None
   flops: float | None = None
   moved: float | None = None
   max_error: float | None = None
@@ -52,45 +53,43 @@ class Contest:
   Attributes:
     budget: the head split; None is multi-head attention, where every head is
       computed.
-    routed_baselines: whether a form that computes every head costs more with
-      this budget than without a router, so that it is measured here too.
-    form: maps (name, whether every head is asked for) to the form that the
-      library chooses.
-    evaluation: maps the same to a function of `args` that returns (outputs,
+    form: maps a name to the form that the library chooses.
+    evaluation: maps it to a function of `args` that returns (outputs,
       gradients).
     args: arrays that every form evaluates.
     flops: FLOPs of one evaluation, of the active heads.
     moved: maps whether a form packs to the least bytes that it moves.
-    expected: maps the (outputs, gradients) of the first form, which computes
-      every head, to those that all should return.
+    expected: maps the (outputs, gradients) of the first form to those that all
+      should return.
     comparable: selects what is compared from (outputs, gradients).
   """
 
   budget: HeadBudget | None
-  form: Callable[[str, bool], Form]
-  evaluation: Callable[[str, bool], Callable]
+  form: Callable[[str], Form]
+  evaluation: Callable[[str], Callable]
   args: Sequence[Any]
   flops: float
   moved: Callable[[bool], float]
-  routed_baselines: bool = False
   expected: Callable[[Any], Any] = lambda first: first
   comparable: Callable[[Any], Any] = lambda found: found
 
-  def entries(self, options: HeadOptions) -> list[tuple[str, bool, Form]]:
-    """The forms to compile: name, whether every head is asked for, form.
+  @property
+  def share(self) -> float:
+    """Active heads over all heads."""
+    return 1.0 if self.budget is None else self.budget.share
 
-    Of the baselines that the library computes in the same form, the first.
+  def entries(self, options: HeadOptions) -> list[tuple[str, Form]]:
+    """The forms to compile, with their names.
+
+    Of the names for which the library computes every head in the same form, the
+    first.
     """
+    if self.budget is not None:
+      return [(name, self.form(name)) for name in options.compared]
     baselines: dict[Form, str] = {}
-    if self.budget is None or self.routed_baselines:
-      for name in options.baselines:
-        baselines.setdefault(self.form(name, True), name)
-    entries = [(name, True, form) for form, name in baselines.items()]
-    for name in options.compared if self.budget is not None else ():
-      form = self.form(name, False)
-      if baselines.get(form) != name:
-        entries.append((name, False, form))
-    return entries
+    for name in options.baselines:
+      baselines.setdefault(self.form(name), name)
+    return [(name, form) for form, name in baselines.items()]
 
 
 def compile_forms(
@@ -111,15 +110,15 @@ def compile_forms(
   ]
   lowered = [
     programs.try_lowering(
-      contest.evaluation(name, every_head),
+      contest.evaluation(name),
       *contest.args,
       loops=programs.default_loops(contest.flops),
     )
-    for contest, name, every_head, _ in entries
+    for contest, name, _ in entries
   ]
   compiled = programs.finish_all(lowered)
   variants, current, expected = [], None, None
-  for (contest, name, every_head, form), program in zip(entries, compiled):
+  for (contest, name, form), program in zip(entries, compiled):
     errors = (None, None)
     try:
       if isinstance(program, Exception):
@@ -138,11 +137,11 @@ def compile_forms(
     variants.append(
       Variant(
         name,
-        1.0 if contest.budget is None else contest.budget.share,
+        contest.share,
         program,
         mha=contest.budget is None,
-        baseline=every_head,
-        packs=form.packs,
+        form=form.name,
+        computed=contest.share if form.packs else 1.0,
         flops=contest.flops,
         moved=contest.moved(form.packs),
         max_error=errors[0],
@@ -156,8 +155,6 @@ def measure_heads(
   options: HeadOptions,
   op: str,
   variants: Callable[[str, int], list[Variant]],
-  peak: float | None,
-  memory: float | None = None,
 ) -> list[Row]:
   """Measures the variants of every length and mode.
 
@@ -165,8 +162,6 @@ def measure_heads(
     options: options of the command.
     op: what is computed, see `Row`.
     variants: makes the variants of a mode and a length.
-    peak: the device's matrix peak, FLOP/s; None where it is not measured.
-    memory: the speed of its memory, bytes/s; None where it is not measured.
   """
   rows = []
   for length, mode in itertools.product(options.lengths, options.modes):
@@ -177,8 +172,6 @@ def measure_heads(
       length=length,
       units=options.batch * (1 if op == "decode" else length),
       rounds=options.rounds,
-      peak=peak,
-      memory=memory,
     )
   return rows
 
@@ -186,6 +179,7 @@ def measure_heads(
 def measure_models(
   models: Mapping[str, Any],
   compiled: Mapping[str, Program],
+  forms: Mapping[str, tuple[str, float]],
   *others: Variant,
   **options: Any,
 ) -> list[Row]:
@@ -194,6 +188,8 @@ def measure_models(
   Args:
     models: model sections by name of the form; "mha" is the baseline.
     compiled: the program of each.
+    forms: the names of its forms of attention, and the share of all heads that
+      they compute.
     *others: further programs to time with them.
     **options: of `measure`.
   """
@@ -202,8 +198,8 @@ def measure_models(
       name,
       models[name].activated_share,
       program,
-      mha=name == "mha",
-      baseline=name == "dense",
+      name == "mha",
+      *forms[name],
     )
     for name, program in compiled.items()
   ]
@@ -218,8 +214,6 @@ def measure(
   length: int | None,
   units: int,
   rounds: int,
-  peak: float | None = None,
-  memory: float | None = None,
   min_seconds: float = 0.005,
 ) -> list[Row]:
   """Times programs in turns and reports each as a row.
@@ -233,8 +227,6 @@ def measure(
     length: tokens of a sequence or slots of a cache; None for images.
     units: tokens or images of one evaluation.
     rounds: measured turns.
-    peak: the device's matrix peak in FLOP/s; None where it is not measured.
-    memory: the speed of its memory in bytes/s; None where it is not measured.
     min_seconds: seconds that a turn lasts at least; shorter programs are
       repeated in it.
 
@@ -242,25 +234,22 @@ def measure(
     A row for each variant, in their order.
   """
   times = _times(variants, rounds, min_seconds)
-  mha = {i: times[i].median for i in times if variants[i].mha}
-  fastest = min(mha, key=mha.get, default=None)
+  mha = [i for i in times if variants[i].mha]
+  fastest = min(mha, key=lambda i: times[i].median, default=None)
   rows = []
   for index, variant in enumerate(variants):
     moved, moved_by = _moved(variant)
     timed = {}
     if index in times:
-      seconds = times[index].median
+      time = times[index]
       timed = {
-        "ms": seconds * 1e3,
-        "spread": times[index].spread,
-        "ratio_to_dense": _ratio(
-          seconds, _every_head(variants, times, variant)
-        ),
-        "ratio_to_mha": _ratio(seconds, list(mha.values())),
-        "units_per_second": units / seconds,
-        "peak_share": _share(variant.flops, seconds, peak),
-        "memory_share": _share(moved, seconds, memory),
+        "ms": time.median * 1e3,
+        "spread": time.spread,
+        "units_per_second": units / time.median,
       }
+      if fastest is not None:
+        ratio = time.over(times[fastest])
+        timed |= {"ratio_to_mha": ratio.median, "ratio_spread": ratio.spread}
     program = variant.program or Program(None)
     rows.append(
       Row(
@@ -270,7 +259,9 @@ def measure(
         length=length,
         share=variant.share,
         implementation="mha" if index == fastest else variant.implementation,
-        every_head=None if variant.packs is None else not variant.packs,
+        every_head=None if variant.computed is None else variant.computed == 1,
+        form=variant.form,
+        computed_share=variant.computed,
         measured=not programs.is_absent(),
         flops=variant.flops,
         peak_bytes=program.bytes,
@@ -298,25 +289,10 @@ def _times(
   times = {}
   for key, time in timing.interleaved(runs, rounds, min_seconds).items():
     loops = variants[int(key)].program.loops
-    times[int(key)] = timing.Timing(time.median / loops, time.spread)
+    times[int(key)] = timing.Timing(
+      time.median / loops, time.spread, tuple(t / loops for t in time.turns)
+    )
   return times
-
-
-def _every_head(
-  variants: Sequence[Variant], times: Mapping[int, timing.Timing], of: Variant
-) -> list[float]:
-  """Seconds of the forms that compute every head as a variant would.
-
-  Those are with the same router, or without one where routing costs nothing.
-  """
-  baselines = [i for i in times if variants[i].baseline]
-  same = [
-    i
-    for i in baselines
-    if (variants[i].mha, variants[i].share) == (of.mha, of.share)
-  ]
-  chosen = same or [i for i in baselines if variants[i].mha]
-  return [times[i].median for i in chosen]
 
 
 def _moved(variant: Variant) -> tuple[int | None, str]:
@@ -327,14 +303,3 @@ def _moved(variant: Variant) -> tuple[int | None, str]:
   return (
     (None, "") if variant.moved is None else (round(variant.moved), "count")
   )
-
-
-def _ratio(seconds: float, others: Sequence[float]) -> float | None:
-  return seconds / min(others) if others else None
-
-
-def _share(
-  amount: float | None, seconds: float, peak: float | None
-) -> float | None:
-  """Share of a peak per second; None where a value is unknown."""
-  return amount / seconds / peak if amount is not None and peak else None

@@ -39,18 +39,14 @@ def decode_bytes(options: DecodeOptions, slots: int, read: float) -> float:
   return 2 * options.batch * options.num_kv_heads * head * read
 
 
-def measure(
-  options: DecodeOptions, peak: float | None, memory: float | None = None
-) -> list[Row]:
+def measure(options: DecodeOptions) -> list[Row]:
   """Compares gated attention to a cache with multi-head attention to it.
 
   Args:
     options: options of `bench decode`.
-    peak: the device's matrix peak, FLOP/s.
-    memory: the speed of its memory, bytes/s.
   """
   variants = functools.partial(_variants, options)
-  return compare.measure_heads(options, "decode", variants, peak, memory)
+  return compare.measure_heads(options, "decode", variants)
 
 
 def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
@@ -70,8 +66,8 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
     contests.append(
       Contest(
         budget,
-        form=lambda name, every_head, budget=budget: Form(
-          name, packs=name == "kernel" and not every_head
+        form=lambda name, budget=budget: Form(
+          name, packs=name == "kernel" and budget is not None
         ),
         evaluation=_evaluation,
         args=(q, cache, slots, active),
@@ -109,12 +105,11 @@ def _arrays(options: DecodeOptions, length: int) -> tuple:
   return q, cache, Slots(jnp.int32(length - 1), jnp.zeros(batch, jnp.int32))
 
 
-def _evaluation(name: str, every_head: bool) -> Callable:
+def _evaluation(name: str) -> Callable:
   """Makes the function (q, cache, slots, active) -> (outputs, ())."""
 
   def run(q, cache, slots, active):
-    read = None if every_head else active
-    out = cached_attention(q, cache, slots, active=read, implementation=name)
+    out = cached_attention(q, cache, slots, active=active, implementation=name)
     return _gated(out, active), ()
 
   return run

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.router import HeadChoice
 from moh_jax.speed import compare
 from moh_jax.speed.attention import (
   attention_bytes,
@@ -98,15 +97,11 @@ def layer_bytes(
   )
 
 
-def measure(
-  options: LayerOptions, peak: float | None, memory: float | None = None
-) -> list[Row]:
+def measure(options: LayerOptions) -> list[Row]:
   """Compares a routed layer with the same layer without a router.
 
   Args:
     options: options of `bench layer`.
-    peak: the device's matrix peak, FLOP/s.
-    memory: the speed of its memory, bytes/s.
   """
   splits = (None, *options.budgets())
   params = {
@@ -114,7 +109,7 @@ def measure(
     for split in splits
   }
   variants = functools.partial(_variants, options, params)
-  return compare.measure_heads(options, "layer", variants, peak, memory)
+  return compare.measure_heads(options, "layer", variants)
 
 
 def _variants(
@@ -142,19 +137,21 @@ def _variants(
       routed=split is not None,
       mode=mode,
     )
+    evaluation = functools.partial(_evaluation, options, split, mode)
+    args = (params[split], *tokens)
     contests.append(
       Contest(
         split,
-        form=lambda name, every_head, share=share: chosen_form(
-          options, mode, length, 1.0 if every_head else share, name
-        ),
-        evaluation=functools.partial(_evaluation, options, split, mode),
-        args=(params[split], *tokens),
+        form=functools.partial(chosen_form, options, mode, length, share),
+        evaluation=evaluation,
+        args=args,
         flops=flops,
         moved=lambda packs, share=share: layer_bytes(
           options, share, share if packs else 1.0, length, mode
         ),
-        routed_baselines=True,
+        expected=lambda _, evaluation=evaluation, args=args: jax.jit(
+          evaluation("dense")
+        )(*args),
       )
     )
   return compare.compile_forms(options, contests)
@@ -188,17 +185,12 @@ def _evaluation(
   split: HeadBudget | None,
   mode: str,
   name: str,
-  every_head: bool = False,
 ) -> Callable:
   """Makes the function (params, x, cotangent) -> (outputs, gradients)."""
   module = _module(options, split, mode, name)
 
   def layer(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    choice = None
-    if split is not None and every_head:
-      # A number of heads that is known at run time alone may be all of them.
-      choice = HeadChoice(top_k=jnp.int32(split.top_k))
-    out, aux = module.apply({"params": params}, x, choice=choice)
+    out, aux = module.apply({"params": params}, x)
     return out, aux.balance_loss
 
   def run(params, x, cotangent):

@@ -15,7 +15,7 @@ import jax
 
 from moh_jax.config import Config, get_family
 from moh_jax.runtime import sharding
-from moh_jax.speed import compare, model_programs, timing
+from moh_jax.speed import compare, model_forms, model_programs, timing
 from moh_jax.speed.compare import Variant
 from moh_jax.speed.options import ModelOptions
 from moh_jax.speed.report import Row
@@ -53,6 +53,12 @@ def _rows(
     name: model_programs.programs(dataclasses.replace(run, model=model))
     for name, model in models.items()
   }
+  forms = {}
+  for name, model in models.items():
+    variant = dataclasses.replace(run, model=model)
+    forms[name] = model_forms.summary(
+      variant, model_forms.step_forms(variant, {})
+    )
   length = getattr(run.data, "sequence_length", None)
   rows = []
   for mode in ("forward", "forward_backward"):
@@ -64,6 +70,7 @@ def _rows(
     rows += compare.measure_models(
       models,
       {name: made[mode] for name, made in programs.items()},
+      forms,
       *routers,
       mode=mode,
       length=length,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from moh_jax.config import Config, get_family
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.speed.attention import attention_flops
+from moh_jax.speed.model_forms import LayerForm
 from moh_jax.speed.peaks import published_peak
 
 _LOOPS = ("while", "pallas_call")
@@ -27,12 +29,26 @@ class StepFlops:
       heads. The attention of windows is counted for all heads.
     every_head: as if all heads were active, as in multi-head attention; the
       routers' own products are in it.
-    attention: the part of `active` that is attention to all tokens.
+    attention: the parts of `every_head` that are attention to all tokens, one
+      for each group of equal layers.
   """
 
   active: float
   every_head: float
-  attention: float
+  attention: tuple[float, ...]
+
+  def computed(self, forms: Sequence[LayerForm]) -> dict[str, float]:
+    """What layers compute that have these forms of attention.
+
+    Returns:
+      {"products": all products but those of attention, for all heads whatever
+      tokens chose, "attention": attention to all tokens}.
+    """
+    parts = zip(self.attention, forms)
+    return {
+      "products": self.every_head - sum(self.attention),
+      "attention": sum(flops * x.heads * x.keys for flops, x in parts),
+    }
 
 
 def at_peak(run: Config) -> dict[str, float]:
@@ -86,7 +102,7 @@ def step_flops(run: Config) -> StepFlops:
       jax.ShapeDtypeStruct((), jnp.int32),
     )
   every_head = active = _products(program.jaxpr)
-  attention = 0.0
+  attention = []
   for group in run.model.layer_groups():
     budget = group.budget
     length = getattr(run.data, "sequence_length", group.tokens)
@@ -94,12 +110,14 @@ def step_flops(run: Config) -> StepFlops:
     idle = tokens * (budget.num_heads - budget.active)
     # Queries and outputs of heads whose result no token uses.
     active -= depth * idle * 4 * group.width * budget.head_dim
+    one = 0.0
     if group.sees != "window":
       mode = "causal" if group.sees == "before" else "forward"
       one = depth * attention_flops(tokens, length, budget.head_dim, mode)
-      attention += budget.active * one
-      every_head += budget.num_heads * one
-  return StepFlops(3 * (active + attention), 3 * every_head, 3 * attention)
+    active += budget.active * one
+    attention.append(3 * budget.num_heads * one)
+  whole = 3 * every_head + sum(attention)
+  return StepFlops(3 * active, whole, tuple(attention))
 
 
 def _products(jaxpr: Any) -> float:

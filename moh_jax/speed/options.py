@@ -221,12 +221,13 @@ class DecodeOptions(HeadOptions):
     super().check_possible(implementation)
     if implementation != "kernel":
       return
+    from moh_jax.ops.attention_forms import kernel_options
     from moh_jax.ops.kernels.sizes import decode_tile
+    from moh_jax.ops.target import target
 
+    backend = kernel_options(target())["backend"]
     try:
-      decode_tile(
-        "triton", self.head_dim, self.dtype
-      )  # or a TPU's: the same dims
+      decode_tile(backend, self.head_dim, self.dtype)
     except ValueError as error:
       raise ValueError(
         f"--head-dim {self.head_dim} is not for --implementations kernel: "

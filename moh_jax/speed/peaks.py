@@ -1,12 +1,15 @@
 """Published matrix peaks, by which a model's FLOPs are judged (MFU)."""
 
-# Part of `jax.Device.device_kind` -> FLOP/s of dense bfloat16 products with
-# float32 sums. GPUs: NVIDIA's data sheets, whose figures with sparsity are
-# halved. TPUs: the pages of the versions at cloud.google.com/tpu/docs.
+import re
+
+# FLOP/s of dense bfloat16 products with float32 sums. GPUs: NVIDIA's data
+# sheets, whose figures with sparsity are halved. TPUs: the pages of the
+# versions at cloud.google.com/tpu/docs.
 _BFLOAT16 = {
   "H100 PCIe": 756e12,
   "H100 NVL": 835e12,
   "H100": 989e12,
+  "H200 NVL": 835e12,
   "H200": 989e12,
   "B200": 2250e12,
   "A100": 312e12,
@@ -16,9 +19,14 @@ _BFLOAT16 = {
   "TPU v5e": 197e12,
   "TPU v5p": 459e12,
   "TPU v5": 459e12,
-  "TPU v6": 918e12,
+  "TPU v6 lite": 918e12,
+  "TPU v6e": 918e12,
   "TPU7x": 2307e12 / 2,  # JAX counts a chip as two devices
 }
+# What a device's kind says beside that name: the maker, and of GPUs the form
+# and the memory. Other words name another device, or a part of one (MIG).
+_MAKER = re.compile(r"(NVIDIA )?(GeForce )?")
+_FORM = re.compile(r"([ -](SXM\d?|PCIe|\d+GB|HBM\d\w?))*", re.IGNORECASE)
 
 
 def published_peak(kind: str) -> float | None:
@@ -30,4 +38,8 @@ def published_peak(kind: str) -> float | None:
   Returns:
     The peak, or None for devices that are not in the table.
   """
-  return next((peak for part, peak in _BFLOAT16.items() if part in kind), None)
+  kind = kind[_MAKER.match(kind).end() :]
+  for name, peak in _BFLOAT16.items():
+    if kind.startswith(name) and _FORM.fullmatch(kind, len(name)):
+      return peak
+  return None

@@ -1,6 +1,7 @@
 """Report of a benchmark: its rows, their table and their plot."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -22,16 +23,21 @@ class Row:
       fastest form.
     ms: median milliseconds of one evaluation; None if it did not run.
     spread: (75th - 25th percentile) / median of the time.
-    ratio_to_dense: time over the time of the fastest form that computes every
-      head, at the same share.
-    ratio_to_mha: time over the time of multi-head attention.
+    ratio_to_mha: median ratio to the time of multi-head attention in the same
+      turn.
+    ratio_spread: (75th - 25th percentile) / median of that ratio.
+    form: name of the form of attention that ran, such as "packed", or of each
+      of a model's forms.
+    computed_share: heads that attention computes over all heads; 1 where none
+      is left out.
     units_per_second: tokens per second, or images of a vision model.
     every_head: whether the form computes every head, or the active ones only.
     measured: False for a device that is not here, of which the compiler alone
       tells something.
     flops: FLOPs of one evaluation that the active heads need, counted from the
       shapes, whatever else the form computes.
-    peak_share: FLOPs per second over the device's measured matrix peak.
+    peak_share: FLOPs per second over the device's matrix peak, see
+      `with_peaks`.
     peak_bytes: memory that XLA allocates for the program: arguments, outputs
       and temporaries.
     temporary_bytes: the temporaries of `peak_bytes`.
@@ -54,8 +60,10 @@ class Row:
   implementation: str
   ms: float | None = None
   spread: float | None = None
-  ratio_to_dense: float | None = None
   ratio_to_mha: float | None = None
+  ratio_spread: float | None = None
+  form: str | None = None
+  computed_share: float | None = None
   units_per_second: float | None = None
   flops: float | None = None
   peak_share: float | None = None
@@ -69,6 +77,22 @@ class Row:
   moved_by: str = ""
   memory_share: float | None = None
   kernels: dict[str, int] | None = None
+
+  @property
+  def to_mha(self) -> str | None:
+    """The ratio with half its spread: "0.58 ± 0.02", to the spread's digit."""
+    if self.ratio_to_mha is None:
+      return None
+    half = self.ratio_to_mha * (self.ratio_spread or 0) / 2
+    if not half:
+      return f"{self.ratio_to_mha:.2f}"
+    digits = min(4, max(0, -math.floor(math.log10(half))))
+    return f"{self.ratio_to_mha:.{digits}f} ± {half:.{digits}f}"
+
+  @property
+  def rate(self) -> float | None:
+    """FLOPs per second; None where they are not counted or not timed."""
+    return self.flops / self.ms * 1e3 if self.flops and self.ms else None
 
   @property
   def model_units(self) -> float | None:
@@ -107,11 +131,11 @@ _COLUMNS = (
   ("length", "length", str),
   ("share", "share", "{:.1%}".format),
   ("implementation", "implementation", str),
-  ("heads", "every_head", lambda value: "all" if value else "active"),
+  ("form", "form", str),
+  ("computed", "computed_share", "{:.1%}".format),
   ("ms", "ms", "{:.3f}".format),
   ("spread", "spread", "{:.0%}".format),
-  ("to dense", "ratio_to_dense", "{:.3f}".format),
-  ("to MHA", "ratio_to_mha", "{:.3f}".format),
+  ("to MHA", "to_mha", str),
   ("units/s", "model_units", "{:,.2f}".format),
   ("GFLOP", "flops", lambda value: f"{value / 1e9:.3f}"),
   ("of peak", "peak_share", "{:.1%}".format),
@@ -145,6 +169,30 @@ def _cell(value: Any, write: Any) -> str:
   return "" if value is None else write(value)
 
 
+def with_peaks(
+  rows: Sequence[Row], peak: float | None, memory: float | None = None
+) -> list[Row]:
+  """Judges rows by the device's peaks.
+
+  Args:
+    rows: timed rows.
+    peak: the device's measured matrix peak, FLOP/s; where a row is faster, the
+      peak was measured in a slow phase, and the fastest row stands for it.
+    memory: the measured speed of its memory, bytes/s.
+  """
+  fastest = max((row.rate or 0 for row in rows), default=0)
+  return [
+    dataclasses.replace(
+      row,
+      peak_share=row.rate / max(peak, fastest) if peak and row.rate else None,
+      memory_share=row.moved_bytes / row.ms * 1e3 / memory
+      if memory and row.moved_bytes and row.ms
+      else None,
+    )
+    for row in rows
+  ]
+
+
 def check_plot(path: str) -> None:
   """Checks that `plot` can write a file, before anything is measured.
 
@@ -164,7 +212,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
   """Plots times over the time of multi-head attention, a panel for each mode.
 
   Each form has a line over the lengths, its colour chosen by implementation and
-  its line style by share; error bars show the spread.
+  its line style by share; error bars show the spread of the ratio.
 
   Args:
     rows: measurements of one op; those without a time are left out.
@@ -185,7 +233,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
       axis.errorbar(
         [lengths.index(row.length) if lengths else 0 for row in line],
         [row.ratio_to_mha for row in line],
-        [row.ratio_to_mha * row.spread / 2 for row in line],
+        [row.ratio_to_mha * (row.ratio_spread or 0) / 2 for row in line],
         color=f"C{names.index(name)}",
         linestyle=_LINES[shares.index(share) % len(_LINES)],
         marker="o",

@@ -6,10 +6,11 @@ from typing import Any
 from moh_jax.config import Config, get_family
 from moh_jax.runtime import sharding
 from moh_jax.speed import timing
+from moh_jax.speed.timing import Timing
 from moh_jax.training.program import make_program
 
 
-def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, float]:
+def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
   """Times a training step of each run on its first batch.
 
   Args:
@@ -17,11 +18,17 @@ def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, float]:
     rounds: measured turns.
 
   Returns:
-    Median seconds by name.
+    Times by name, of which the ratio to the first is that in the same turns:
+    the first one's median times the median ratio to it, and the ratio's spread.
   """
   calls = {name: _step(run) for name, run in runs.items()}
   times = timing.interleaved(calls, rounds)
-  return {name: time.median for name, time in times.items()}
+  first = next(iter(times.values()))
+  ratios = {name: time.over(first) for name, time in times.items()}
+  return {
+    name: Timing(first.median * ratio.median, ratio.spread)
+    for name, ratio in ratios.items()
+  }
 
 
 def _step(run: Config) -> Callable[[], Any]:

@@ -3,13 +3,17 @@
 import dataclasses
 import math
 import os
+import pathlib
 import platform
 import resource
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 
 import jax
+
+from moh_jax._version import __version__
 
 _MAX_REPEATS = 1000
 
@@ -21,10 +25,19 @@ class Timing:
   Attributes:
     median: median seconds of a call.
     spread: (75th - 25th percentile) / median.
+    turns: seconds of a call in each turn.
   """
 
   median: float
   spread: float
+  turns: tuple[float, ...] = dataclasses.field(default=(), compare=False)
+
+  def over(self, other: "Timing") -> "Timing":
+    """The ratio to the time of another function in the same turns.
+
+    A slow phase of the machine takes both, so it spreads less than either time.
+    """
+    return _summarize([a / b for a, b in zip(self.turns, other.turns)])
 
 
 def interleaved(
@@ -80,15 +93,15 @@ def seconds(call: Callable[[], object], repeats: int = 1) -> float:
 
 
 def _summarize(values: list[float]) -> Timing:
-  median = statistics.median(values)
+  median, turns = statistics.median(values), tuple(values)
   if len(values) < 2:
-    return Timing(median, 0.0)
+    return Timing(median, 0.0, turns)
   low, _, high = statistics.quantiles(values, n=4)
-  return Timing(median, (high - low) / median)
+  return Timing(median, (high - low) / median, turns)
 
 
 def machine() -> dict[str, object]:
-  """Device, processor and versions that a measurement depends on."""
+  """Device, processor, versions and commit that a measurement depends on."""
   device = jax.devices()[0]
   return {
     "device": device.device_kind,
@@ -97,7 +110,27 @@ def machine() -> dict[str, object]:
     "cores": os.cpu_count(),
     "python": platform.python_version(),
     "jax": jax.__version__,
+    "moh_jax": __version__,
+    "commit": _commit(),
   }
+
+
+def _commit() -> str | None:
+  """The last commit that changed the package, "+" if files differ from it.
+
+  None for a package that is not in a git repository of its own.
+  """
+  done = subprocess.run(
+    'c=$(git log -1 --format=%h -- .) && [ "$c" ] && echo $c && '
+    "git status --porcelain -- .",
+    cwd=pathlib.Path(__file__).parents[1],
+    shell=True,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  commit, *changed = done.stdout.splitlines() or [None]
+  return commit and commit + "+" * bool(changed)
 
 
 def peak_resident_bytes() -> int:

@@ -11,6 +11,8 @@ from moh_jax.config import Config, LLMConfig
 from moh_jax.inference import decoding, generate
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
+from moh_jax.ops.attention_forms import choose_cached_form
+from moh_jax.ops.target import target
 from moh_jax.speed import compare
 from moh_jax.speed.model_programs import random_params
 from moh_jax.speed.programs import Program
@@ -43,6 +45,7 @@ def measure(
     }
     for mode in ("prefill", "decode"):
       evaluations, tokens = (1, length) if mode == "prefill" else (_SPAN, 1)
+      forms = {name: _form(model, tokens) for name, model in models.items()}
       programs = {
         name: Program(getattr(writer, mode), evaluations)
         for name, writer in writers.items()
@@ -50,6 +53,7 @@ def measure(
       rows += compare.measure_models(
         models,
         programs,
+        forms,
         mode=f"{mode}_{batch}",
         length=length,
         units=batch * tokens,
@@ -76,18 +80,30 @@ class _Writer:
       np.arange(rows, dtype=np.int32),
       np.zeros(rows, bool),
     )
-    self._state = self.prefill()
+    self._state = jax.block_until_ready(self.prefill())
+    self._start = int(self._state.slot)
 
   def prefill(self) -> Any:
     """Reads the prompts into a new cache, and returns the decoding state."""
     return self._read(self._params, *self._prompts, self._slots)
 
   def decode(self) -> jax.Array:
-    """Generates `_SPAN` tokens; with a full cache it first starts again."""
-    if int(self._state.slot) + _SPAN > self._slots:
-      self._state = jax.block_until_ready(self.prefill())
+    """Generates `_SPAN` tokens after the prompts.
+
+    Every call writes them over those of the one before, so that none of them
+    reads the prompts again.
+    """
+    state = dataclasses.replace(self._state, slot=np.int32(self._start))
     numbers = decoding.span_numbers(Sampling(), 0, _SPAN)
     self._state, tokens, _ = self._write(
-      self._params, self._state, numbers, True, False
+      self._params, state, numbers, True, False
     )
     return tokens
+
+
+def _form(model: LLMConfig, new: int) -> tuple[str, float]:
+  """The form in which new tokens attend, and the heads that it computes."""
+  form = choose_cached_form(
+    model.attention_impl, target(), new=new, head_dim=model.head_dim
+  )
+  return form, model.activated_share if form == "kernel" else 1.0

@@ -54,7 +54,7 @@ class AbsentDeviceTest(absltest.TestCase):
         mock.patch.object(programs, "is_absent", lambda: True),
         mock.patch.object(bench, "is_absent", lambda: True),
       ):
-        rows = bench.measure(options, None)
+        rows = bench.measure(options)
     self.assertEqual(
       [(row.implementation, row.every_head) for row in rows],
       [("dense", True), ("packed", False)],
@@ -81,7 +81,7 @@ class RandomActiveTest(absltest.TestCase):
 
 class MeasureTest(parameterized.TestCase):
   def _rows(self, **given):
-    return bench.measure(_TINY(**given), 1e9)
+    return bench.measure(_TINY(**given))
 
   def test_every_mode_length_share_and_form_has_a_row(self):
     modes = ("forward", "causal_forward_backward")
@@ -92,6 +92,7 @@ class MeasureTest(parameterized.TestCase):
       kv_heads=2,
     )
     forms = [(1.0, "mha"), (0.5, "packed")]
+    self.assertEqual({r.computed_share for r in rows}, {1.0, 0.5})
     self.assertEqual(
       [(r.length, r.mode, r.share, r.implementation) for r in rows],
       [(n, mode, *form) for n in (8, 16) for mode in modes for form in forms],
@@ -103,7 +104,7 @@ class MeasureTest(parameterized.TestCase):
     whole = 2 * 16 * 4 * 16 * 2 * 2 * 8
     self.assertEqual([row.flops for row in rows], [whole, whole / 2])
     for row in rows:
-      self.assertAlmostEqual(row.peak_share, row.flops / row.ms * 1e3 / 1e9)
+      self.assertAlmostEqual(row.rate, row.flops / row.ms * 1e3)
 
   def test_bfloat16_has_its_own_limits(self):
     rows = self._rows(

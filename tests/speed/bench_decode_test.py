@@ -38,7 +38,6 @@ class MeasureTest(parameterized.TestCase):
         kv_heads=2,
         implementations=("dense",),
       ),
-      1e9,
     )
     forms = [(1.0, "mha"), (0.5, "dense"), (0.75, "dense")]
     self.assertEqual(
@@ -54,7 +53,7 @@ class MeasureTest(parameterized.TestCase):
   @parameterized.parameters(*CACHE_DTYPES)
   def test_every_cache_is_exact(self, dtype):
     options = _TINY(cache_dtype=dtype, implementations=("dense",))
-    rows = bench.measure(options, 1e9)
+    rows = bench.measure(options)
     self.assertEqual([row.fault for row in rows], [None, None])
 
   @parameterized.parameters("float32", "bfloat16")
@@ -64,7 +63,7 @@ class MeasureTest(parameterized.TestCase):
       options = _TINY(
         implementations=("kernel",), kv_heads=2, batch=2, cache_dtype=dtype
       )
-    rows = bench.measure(options, 1e9)
+    rows = bench.measure(options)
     self.assertEqual(
       [(row.implementation, row.every_head, row.fault) for row in rows],
       [("mha", True, None), ("kernel", False, None)],
@@ -86,7 +85,7 @@ class MeasureTest(parameterized.TestCase):
       return out if active is None else out * 1.01
 
     with mock.patch.object(bench, "cached_attention", wrong):
-      rows = bench.measure(_TINY(implementations=("dense",)), 1e9)
+      rows = bench.measure(_TINY(implementations=("dense",)))
     self.assertEqual([row.fault is None for row in rows], [True, False])
 
 

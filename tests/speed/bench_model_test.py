@@ -98,7 +98,20 @@ class MeasureTest(parameterized.TestCase):
     )
     self.assertEqual({row.length for row in rows}, {16})
     self.assertEqual([row.share for row in rows[:3]], [0.75, 1.0, 0.75])
+    # 16 tokens are too few to leave heads out.
+    named = {(r.form, r.computed_share) for r in rows if r.form}
+    self.assertEqual(named, {("dense", 1.0)})
     self._check_ratios(rows)
+
+  def test_no_timed_call_of_decoding_reads_the_prompt(self):
+    run = get_family("llm").bench_run(_MODELS["llm"], 1)
+    writer = writing._Writer(run, 1, 16)
+    with mock.patch.object(writer, "prefill") as prefill:
+      for _ in range(4):
+        tokens = writer.decode()
+    prefill.assert_not_called()
+    self.assertEqual(tokens.shape, (1, writing._SPAN))
+    self.assertEqual(int(writer._state.slot), 16 + writing._SPAN)
 
   @pytest.mark.slow
   def test_diffusion_model_is_sampled(self):

@@ -1,5 +1,8 @@
 import functools
 import itertools
+import pathlib
+import subprocess
+import tempfile
 from unittest import mock
 
 from absl.testing import absltest
@@ -37,6 +40,12 @@ class InterleavedTest(absltest.TestCase):
     times, _ = self._times({"a": [9, 2]}, 1)
     self.assertEqual(times, {"a": Timing(2.0, 0.0)})
 
+  def test_ratios_are_between_calls_of_one_turn(self):
+    # The machine is three times as slow in the second turn.
+    times, _ = self._times({"a": [9, 1, 3, 1], "b": [9, 2, 6, 2]}, 3)
+    self.assertEqual(times["a"].over(times["b"]), Timing(0.5, 0.0))
+    self.assertGreater(times["a"].spread, 1)
+
   def test_short_calls_are_repeated_in_a_turn_after_one_to_warm_up(self):
     seconds = {"a": itertools.repeat(0.3), "b": itertools.repeat(2.0)}
     times, order = self._times(seconds, 2, min_seconds=1.0)
@@ -52,8 +61,21 @@ class MachineTest(absltest.TestCase):
   def test_names_what_a_result_depends_on(self):
     self.assertEqual(
       list(timing.machine()),
-      ["device", "platform", "cpu", "cores", "python", "jax"],
+      [
+        *("device", "platform", "cpu", "cores", "python", "jax"),
+        *("moh_jax", "commit"),
+      ],
     )
+
+  def test_a_package_that_is_not_in_git_has_no_commit(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    file = root / "site-packages" / "moh_jax" / "speed" / "timing.py"
+    file.parent.mkdir(parents=True)
+    commit = "-c user.name=a -c user.email=a commit -q --allow-empty -m a"
+    for args in ("init -q", commit):  # a repository of somebody else
+      subprocess.run(["git", "-C", root, *args.split()], check=True)
+    with mock.patch.object(timing, "__file__", str(file)):
+      self.assertIsNone(timing.machine()["commit"])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def _measure(variants, seconds, **options):
 
   def interleaved(calls, rounds, min_seconds):
     del rounds, min_seconds
-    return {n: Timing(s, 0.1) for n, s in zip(calls, seconds)}
+    return {n: Timing(s, 0.1, (s, s)) for n, s in zip(calls, seconds)}
 
   with mock.patch.object(compare.timing, "interleaved", interleaved):
     return compare.measure(
@@ -29,25 +29,25 @@ def _measure(variants, seconds, **options):
       length=16,
       units=32,
       rounds=3,
-      peak=1e6,
-      memory=1e3,
       **options,
     )
 
 
-def _variant(
-  implementation, share=0.5, mha=False, baseline=False, loops=1, **options
-):
+def _variant(implementation, share=0.5, mha=False, loops=1, **options):
   program = Program(lambda: None, loops, bytes=7, temporary_bytes=3)
-  return Variant(
-    implementation, share, program, mha, baseline or mha, **options
-  )
+  return Variant(implementation, share, program, mha, **options)
 
 
 class MeasureTest(absltest.TestCase):
   def test_row_has_every_measurement(self):
     variant = _variant(
-      "packed", loops=4, flops=100.0, max_error=1e-7, packs=True, moved=80
+      "packed",
+      loops=4,
+      flops=100.0,
+      max_error=1e-7,
+      form="blocked",
+      computed=0.5,
+      moved=80,
     )
     rows = _measure([_variant("dense", 1.0, True), variant], [0.5, 0.8])
     expected = Row(
@@ -59,47 +59,36 @@ class MeasureTest(absltest.TestCase):
       implementation="packed",
       ms=200.0,  # of each of the call's four evaluations
       spread=0.1,
-      ratio_to_dense=0.4,
       ratio_to_mha=0.4,
+      ratio_spread=0.0,
+      form="blocked",
+      computed_share=0.5,
       units_per_second=160.0,
       flops=100.0,
-      peak_share=0.0005,
       peak_bytes=7,
       max_error=1e-7,
       every_head=False,
       temporary_bytes=3,
       moved_bytes=80,
       moved_by="count",
-      memory_share=0.4,
       kernels={},
     )
     self.assertEqual(rows[1], expected)
 
-  def test_ratios_are_to_the_fastest_form_that_computes_every_head(self):
+  def test_ratios_are_to_the_fastest_multi_head_attention(self):
     variants = [
       _variant("dense", 1.0, mha=True),
       _variant("cudnn", 1.0, mha=True),
-      _variant("dense", baseline=True),
-      _variant("cudnn", baseline=True),
-      _variant("cudnn"),  # packs
+      _variant("dense"),
       _variant("packed", 0.75),
-      _variant("dense", 0.75, baseline=True),
-      _variant("cudnn", 0.9),  # has no baseline of its own
     ]
-    rows = _measure(variants, [4, 2, 8, 5, 1, 5, 10, 3])
-    found = [
-      (r.implementation, r.share, r.ratio_to_dense, r.ratio_to_mha)
-      for r in rows
-    ]
+    rows = _measure(variants, [4, 2, 8, 1])
+    found = [(r.implementation, r.share, r.ratio_to_mha) for r in rows]
     expected = [
-      ("dense", 1.0, 2.0, 2.0),
-      ("mha", 1.0, 1.0, 1.0),
-      ("dense", 0.5, 8 / 5, 4.0),
-      ("cudnn", 0.5, 1.0, 2.5),
-      ("cudnn", 0.5, 1 / 5, 0.5),
-      ("packed", 0.75, 0.5, 2.5),
-      ("dense", 0.75, 1.0, 5.0),
-      ("cudnn", 0.9, 1.5, 1.5),
+      ("dense", 1.0, 2.0),
+      ("mha", 1.0, 1.0),
+      ("dense", 0.5, 4.0),
+      ("packed", 0.75, 0.5),
     ]
     self.assertEqual(found, expected)
     self.assertEqual(rows[1].ms, 2e3)
@@ -116,11 +105,11 @@ class MeasureTest(absltest.TestCase):
 
   def test_what_is_not_counted_is_none(self):
     program = Program(lambda: None)
-    (row,) = _measure([Variant("auto", 1.0, program, mha=True)], [1])
+    (row,) = _measure([Variant("auto", 1.0, program)], [1])
     self.assertIsNone(row.flops)
     self.assertIsNone(row.peak_share)
     self.assertIsNone(row.max_error)
-    self.assertIsNone(row.ratio_to_dense)
+    self.assertIsNone(row.ratio_to_mha)
 
   def test_what_did_not_run_has_no_time(self):
     failed = Variant("kernel", 0.5, None, fault="does not run")
@@ -131,26 +120,23 @@ class MeasureTest(absltest.TestCase):
     self.assertEqual([row.fault for row in rows], ["does not run", None, None])
     self.assertEqual(rows[1].peak_bytes, 5)
     for row in rows[:2]:
-      self.assertIsNone(row.ratio_to_dense)
-      self.assertIsNone(row.peak_share)
+      self.assertIsNone(row.ratio_to_mha)
+      self.assertIsNone(row.rate)
 
 
 class FormsTest(absltest.TestCase):
   def _contest(self, budget, **options):
-    forms = {  # as on a GPU: "auto" is cuDNN's
-      ("dense", True): Form("dense"),
-      ("auto", True): Form("cudnn"),
-      ("cudnn", True): Form("cudnn"),
-      ("kernel", True): Form("kernel", rows=64),
-      ("dense", False): Form("dense"),
-      ("auto", False): Form("kernel", True, 64),
-      ("kernel", False): Form("kernel", True, 64),
-      ("cudnn", False): Form("cudnn", True),
+    packs = budget is not None
+    forms = {  # as on a GPU: "auto" is cuDNN's for all heads
+      "dense": Form("dense"),
+      "auto": Form("kernel", True, 64) if packs else Form("cudnn"),
+      "kernel": Form("kernel", packs, 64),
+      "cudnn": Form("cudnn", packs),
     }
     return Contest(
       budget,
-      form=lambda name, every_head: forms[name, every_head],
-      evaluation=lambda name, every_head: lambda x: (x, ()),
+      form=forms.get,
+      evaluation=lambda name: lambda x: (x, ()),
       args=(jnp.ones(3),),
       flops=1.0,
       moved=lambda packs: 2.0 if packs else 4.0,
@@ -167,26 +153,24 @@ class FormsTest(absltest.TestCase):
     )
 
   def _entries(self, contest):
-    return [entry[:2] for entry in contest.entries(self.options)]
+    return [name for name, _ in contest.entries(self.options)]
 
   def test_every_head_is_computed_once_by_each_form(self):
-    baselines = [("dense", True), ("auto", True), ("kernel", True)]
+    baselines = ["dense", "auto", "kernel"]
     self.assertEqual(self._entries(self._contest(None)), baselines)
-    packed = [(name, False) for name in self.options.compared]
-    self.assertEqual(self._entries(self._contest(self.budget)), packed)
-    routed = self._contest(self.budget, routed_baselines=True)
-    self.assertEqual(self._entries(routed), baselines + packed)
+    compared = list(self.options.compared)
+    self.assertEqual(self._entries(self._contest(self.budget)), compared)
 
   def test_cudnn_packs_as_a_form_and_not_as_a_baseline(self):
     contests = [self._contest(None), self._contest(self.budget)]
     variants = compare.compile_forms(self.options, contests)
-    self.assertEqual({v.packs for v in variants if v.baseline}, {False})
+    self.assertEqual({v.computed for v in variants if v.mha}, {1.0})
     cudnn = variants[-1]
-    self.assertEqual((cudnn.implementation, cudnn.packs), ("cudnn", True))
+    self.assertEqual((cudnn.form, cudnn.computed), ("cudnn", 0.5))
     self.assertEqual((cudnn.share, cudnn.moved), (0.5, 2.0))
 
   def test_a_form_that_fails_is_a_fault_of_its_own(self):
-    def evaluation(name, every_head):
+    def evaluation(name):
       def run(x):
         if name == "kernel":
           raise RuntimeError("too large")

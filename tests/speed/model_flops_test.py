@@ -7,7 +7,8 @@ from absl.testing import absltest, parameterized
 from moh_jax import config as config_lib
 from moh_jax.config import get_family
 from moh_jax.data.infer import resolve
-from moh_jax.speed.model_flops import train_flops
+from moh_jax.speed.model_flops import step_flops, train_flops
+from moh_jax.speed.model_forms import LayerForm
 from tests.training import tiny
 
 
@@ -43,6 +44,26 @@ class TrainFlopsTest(parameterized.TestCase):
     layer += 4 * active * seen * head
     forward = 2 * layer + 2 * model.width * model.vocab_size
     self.assertEqual(_flops(model, batch, length), 3 * tokens * forward)
+
+  @parameterized.parameters(("packed", 0.75), ("blocked", 1), ("dense", 1))
+  def test_computed_are_all_projections_and_the_attention_of_the_form(
+    self, name, heads
+  ):
+    model, batch, length = tiny.LLM, 2, 16
+    run = get_family("llm").with_length(
+      resolve(get_family("llm").bench_run(model, batch)), length
+    )
+    flops = step_flops(run)
+    keys = 2 * length / (length + 1) if name == "dense" else 1.0
+    found = flops.computed([LayerForm(name, heads, keys)])
+    # Two layers of 4 heads, 3 of them active.
+    tokens = 2 * batch * length
+    idle = tokens * 4 * model.width * model.head_dim
+    each = tokens * 4 * model.head_dim
+    computed = heads * 4 * (length if name == "dense" else (length + 1) / 2)
+    self.assertEqual(found["attention"], 3 * each * computed)
+    needed = 3 * each * 3 * (length + 1) / 2
+    self.assertEqual(found["products"], flops.active - needed + 3 * idle)
 
   def test_follow_the_batch_and_the_active_heads(self):
     one = _flops(tiny.DIT)

@@ -20,8 +20,10 @@ _ROW = Row(
   implementation="packed",
   ms=1.23456,
   spread=0.054,
-  ratio_to_dense=0.5,
   ratio_to_mha=0.6789,
+  ratio_spread=0.04,
+  form="packed",
+  computed_share=0.625,
   units_per_second=1e5,
   flops=2.5e9,
   peak_share=0.41,
@@ -37,37 +39,59 @@ _ROW = Row(
 _MHA = dataclasses.replace(_ROW, implementation="mha", share=1.0)
 
 
-class TableTest(absltest.TestCase):
+class TableTest(parameterized.TestCase):
   def test_table_shows_every_figure(self):
     text = common.table(*report.table_cells([_MHA, _ROW]))
     head, _, last = (line.split() for line in text.splitlines())
     self.assertEqual(
       " ".join(head),
-      "mode length share implementation heads ms spread to dense to MHA GFLOP "
+      "mode length share implementation form computed ms spread to MHA GFLOP "
       "of peak MB temp MB moved MB of memory kernels max error",
     )
     self.assertEqual(
       " ".join(last),
-      "forward 256 62.5% packed active 1.235 5% 0.500 0.679 2.500 41.0% 12.3 "
-      "2.3 ~5.6 55.0% 2 triton 1.5e-07",
+      "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 2.500 41.0% "
+      "12.3 2.3 ~5.6 55.0% 2 triton 1.5e-07",
     )
 
   def test_columns_of_no_row_are_left_out(self):
     row = Row(
       *("cpu", "model", "forward", None, 0.625, "packed"),
-      *(1.2, 0.05, 0.5, 0.7, 1e5),
+      *(1.2, 0.05, 0.7, 0.0),
+      units_per_second=1e5,
       peak_bytes=12,
     )
-    other = dataclasses.replace(row, ratio_to_dense=None)
+    other = dataclasses.replace(row, ratio_to_mha=None)
     cells, header = report.table_cells([row, other])
     self.assertEqual(
       header,
       [
-        *("mode", "share", "implementation", "ms", "spread", "to dense"),
+        *("mode", "share", "implementation", "ms", "spread"),
         *("to MHA", "units/s", "MB"),
       ],
     )
-    self.assertEqual([row[5] for row in cells], ["0.500", ""])
+    self.assertEqual([row[5] for row in cells], ["0.70", ""])
+
+  @parameterized.parameters(
+    (0.6789, 0.04, "0.68 ± 0.01"),
+    (0.6789, 0.002, "0.6789 ± 0.0007"),
+    (0.6789, 0.6, "0.7 ± 0.2"),
+    (12.0, 0.4, "12 ± 2"),
+    (0.6789, None, "0.68"),
+  )
+  def test_a_ratio_has_the_decimals_that_its_spread_allows(
+    self, ratio, spread, expected
+  ):
+    row = dataclasses.replace(_ROW, ratio_to_mha=ratio, ratio_spread=spread)
+    self.assertEqual(row.to_mha, expected)
+
+  def test_no_row_is_above_the_peak(self):
+    fast = dataclasses.replace(_ROW, ms=0.5)
+    shares = [r.peak_share for r in report.with_peaks([_ROW, fast], 4e12, 1e10)]
+    self.assertEqual(shares, [fast.ms / _ROW.ms, 1.0])
+    (row,) = report.with_peaks([_ROW], 1e13, 1e10)
+    self.assertAlmostEqual(row.peak_share, 2.5e9 / 1.23456e-3 / 1e13)
+    self.assertAlmostEqual(row.memory_share, 5.6e6 / 1.23456e-3 / 1e10)
 
   def test_row_has_a_name(self):
     self.assertEqual(

@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.ops.kernels import triton
 from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
 from moh_jax.speed import programs, tiles, timing
+from tests.ops import devices
 
 _WORKLOAD = tiles.Workload(1, 16, 2, 1, 16, "float32", rounds=1)
 
@@ -16,6 +17,7 @@ _WORKLOAD = tiles.Workload(1, 16, 2, 1, 16, "float32", rounds=1)
 class TuningTest(parameterized.TestCase):
   @parameterized.parameters(("triton", 2), ("mosaic_tpu", 1))
   def test_runs_every_tile_in_every_kernel(self, backend, count):
+    devices.need(backend)
     known = [Tile(16, 16), Tile(16, 8)][:count]
     lines = []
     tiles.tune(_WORKLOAD, backend, known, interpret=True, report=lines.append)
@@ -65,6 +67,7 @@ class TuningTest(parameterized.TestCase):
     )
 
   def test_tiles_that_do_not_run_are_reported_and_passed_over(self):
+    devices.need("triton")
     wrong, right = Tile(16, 8), Tile(16, 16)
     forward, lines = triton.forward, []
 

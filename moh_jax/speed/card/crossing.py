@@ -50,7 +50,7 @@ def crossovers(
         for row in part.rows
         if row.implementation == form
         and row.every_head is False
-        and row.ratio_to_dense is not None
+        and row.ratio_to_mha is not None
         and row.fault is None
         and ("causal" in row.mode) == causal
       ]
@@ -107,7 +107,7 @@ def _by_length(rows: Sequence[Row]) -> dict[int, float]:
     sorted(rows, key=lambda row: (row.length, row.mode)),
     key=lambda row: (row.length, row.mode),
   ):
-    share = crossing([(row.share, row.ratio_to_dense) for row in group])
+    share = crossing([(row.share, row.ratio_to_mha) for row in group])
     shares[length] = min(share, shares.get(length, 1.0))
   return shares
 

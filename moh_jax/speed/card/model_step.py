@@ -86,7 +86,7 @@ def _measure(case: ModelCase, batch: int, peak: float) -> dict[str, Any]:
     "unit": task.unit,
     "units_per_second": task.units_per_step / seconds,
     "flops": flops,
-    "peak_share": flops / seconds / peak,
+    "peak_share": min(1.0, flops / seconds / peak),
     "mfu": flops / seconds / published if published else None,
     "temporary_bytes": memory.temp_size_in_bytes,
     "compile_seconds": compile_seconds,

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moh_jax.ops.attention_forms import kernel_options
+from moh_jax.ops.attention_forms import has_kernels, kernel_options
 from moh_jax.ops.kernels.sizes import Key, block_sizes
 from moh_jax.ops.target import target
 from moh_jax.speed import attention, decode, layer, programs, tiles
@@ -18,7 +18,7 @@ from moh_jax.speed.options import (
   SequenceOptions,
   Workload,
 )
-from moh_jax.speed.report import Row
+from moh_jax.speed.report import Row, with_peaks
 
 PEAKS = "peaks"
 TILES_FILE = "tiles.json"
@@ -47,7 +47,7 @@ def stages(scale: Scale, store: Store) -> Iterator[Stage]:
   yield Stage(PEAKS, functools.partial(_peaks, scale))
   for dtype in scale.dtypes:
     for dim in _exact_dims(scale, dtype):
-      forms = _exact_forms(first=dim == scale.exact_head_dims[0])
+      forms = _exact_forms(dtype, dim, first=dim == scale.exact_head_dims[0])
       yield Stage(
         f"exact_{dtype}_{dim}",
         functools.partial(exact.measure, scale.exact_tokens, dtype, dim, forms),
@@ -57,7 +57,7 @@ def stages(scale: Scale, store: Store) -> Iterator[Stage]:
   models = [_model(store, scale, case) for case in scale.models]
   yield from models[:3]
   yield from _decodes(scale, store, scale.slots[:1])
-  if target().platform != "cpu":
+  if has_kernels(target()):
     for dim in scale.head_dims:
       measure = functools.partial(_tiles, scale, store, dim)
       yield Stage(f"tiles_{dim}", measure)
@@ -82,7 +82,7 @@ def _exact_dims(scale: Scale, dtype: str) -> tuple[int, ...]:
   return dims if dtype == scale.dtypes[0] else dims[:1]
 
 
-def _exact_forms(*, first: bool) -> tuple[str, ...]:
+def _exact_forms(dtype: str, dim: int, *, first: bool) -> tuple[str, ...]:
   """Forms whose exactness is checked with a head dim.
 
   Those of plain XLA are the same at all, so the first one does for them.
@@ -90,7 +90,8 @@ def _exact_forms(*, first: bool) -> tuple[str, ...]:
   plain = ("dense", "packed") if first else ()
   if target().platform == "cpu":
     return plain  # a kernel would be interpreted, in minutes
-  return (*plain, "kernel", "cudnn")
+  kernel = ("kernel",) if has_kernels(target(), dtype, dim) else ()
+  return (*plain, *kernel, "cudnn")
 
 
 def _cores(
@@ -186,9 +187,8 @@ def _result(options: Any, store: Store, measure: Callable) -> dict[str, Any]:
   """Rows of a benchmark of heads, with its settings."""
   peaks = store.read(PEAKS) or {}
   with programs.exact_products(options.dtype):
-    rows: list[Row] = measure(
-      options, peaks.get("matrix_peak"), peaks.get("memory_peak")
-    )
+    rows: list[Row] = measure(options)
+  rows = with_peaks(rows, peaks.get("matrix_peak"), peaks.get("memory_peak"))
   return {
     "settings": dataclasses.asdict(options),
     "tuned": (store.folder / TILES_FILE).exists(),

@@ -1,12 +1,11 @@
 """The results of `bench card`: a folder with one JSON file per stage."""
 
-import json
 import os
 import pathlib
 from typing import Any
 
 from moh_jax.files import replacing
-from moh_jax.json_files import plain, read_json
+from moh_jax.json_files import plain, read_json, strict_json
 from moh_jax.speed.report import Row
 
 _SUFFIX = ".json"
@@ -55,7 +54,7 @@ class Store:
     """Stores the result of a stage, in place of an older one."""
     entry = {"stage": stage, "settings": self._settings, "result": result}
     with replacing(self.folder / f"{stage}{_SUFFIX}") as temporary:
-      temporary.write_text(json.dumps(entry, indent=1) + "\n")
+      temporary.write_text(strict_json(entry, indent=1) + "\n")
 
 
 def rows_of(result: dict[str, Any]) -> list[Row]:

@@ -10,7 +10,7 @@ from moh_jax.speed.report import Row
 
 
 def _row(length, share, ratio, form="cudnn", mode="forward", **changes):
-  fields = {"every_head": False, "ratio_to_dense": ratio, **changes}
+  fields = {"every_head": False, "ratio_to_mha": ratio, **changes}
   return Row("NVIDIA X", "attention", mode, length, share, form, **fields)
 
 

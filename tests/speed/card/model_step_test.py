@@ -65,12 +65,14 @@ class StepTest(absltest.TestCase):
       mock.patch.object(model_step, "_SECONDS", 0.0),
       mock.patch.object(model_step, "published_peak", lambda kind: 4e9),
     ):
-      result = model_step.measure(_CASE, 1e9)
+      result = model_step.measure(_CASE, 1e15)
+      slow = model_step.measure(_CASE, 1.0)
     self.assertEqual((result["batch"], result["unit"]), (2, "tokens"))
     seconds = result["step_ms"] / 1e3
     self.assertAlmostEqual(result["units_per_second"] * seconds, 2 * 16)
     rate = result["flops"] / seconds
-    self.assertAlmostEqual(result["peak_share"], rate / 1e9)
+    self.assertAlmostEqual(result["peak_share"], rate / 1e15)
+    self.assertEqual(slow["peak_share"], 1.0)  # of a peak that was measured low
     self.assertAlmostEqual(result["mfu"], rate / 4e9)
     self.assertIsNone(result["fault"])
 

@@ -11,12 +11,13 @@ from moh_jax.speed.card import stages
 from moh_jax.speed.card.scale import scale_for
 from moh_jax.speed.card.store import Store
 from moh_jax.speed.options import SequenceOptions
-from tests.ops.devices import traced_for
+from tests.ops.devices import need, traced_for, with_triton
 
 
 class StagesTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
+    self.enter_context(with_triton())
     folder = self.create_tempdir().full_path
     self.store = Store(folder, {"machine": {"device": "X"}})
 
@@ -73,6 +74,8 @@ class StagesTest(parameterized.TestCase):
     ("cpu", "bfloat16", "causal", ("packed",)),
   )
   def test_forms_that_pack_are_compared(self, platform, dtype, mode, forms):
+    if platform == "gpu":
+      need("triton")  # it is traced
     cudnn = mock.patch.object(  # it need not be here
       attention, "cudnn_attention", lambda q, *args, **options: q
     )

@@ -1,0 +1,248 @@
+"""Writes the measured tables of README.md and docs/ from benchmarks/results.
+
+  python -m benchmarks.tables          # after new results
+  python -m benchmarks.tables --check  # exit status 1 if a page is behind
+
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moh_jax.speed.report import Row
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
+_MARKED = re.compile(
+  r"(<!-- figures: (\w+) -->\n\n)(.*?)(\n\n<!-- end of figures -->)", re.DOTALL
+)
+_PASSES = {
+  "forward": "forward",
+  "forward_backward": "forward + backward",
+  "causal": "causal forward",
+}
+
+
+def main() -> int:
+  """Writes the pages, or says which would change."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--check", action="store_true")
+  args = parser.parse_args()
+  behind = 0
+  for page in _PAGES:
+    text = (_ROOT / page).read_text()
+    if text == (new := rendered(text)):
+      continue
+    behind += 1
+    print(f"{page} {'is behind' if args.check else 'written'}")
+    if not args.check:
+      (_ROOT / page).write_text(new)
+  return 1 if args.check and behind else 0
+
+
+def rendered(text: str) -> str:
+  """A page with its tables made again."""
+  return _MARKED.sub(lambda m: m[1] + _TABLES[m[2]](m[3]) + m[4], text)
+
+
+def _load(name: str) -> dict[str, Any]:
+  path = _ROOT / "benchmarks" / "results" / f"{name}_cpu.json"
+  return json.loads(path.read_text())
+
+
+def _rows(*names: str) -> list[Row]:
+  return [Row(**row) for name in names for row in _load(name)["rows"]]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  lines = [header, ["---"] * len(header), *rows]
+  return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _where(*names: str) -> str:
+  """The machine and the commits of results."""
+  machines = [_load(name)["machine"] for name in names]
+  first = machines[0]
+  commits = dict.fromkeys(f"`{machine['commit']}`" for machine in machines)
+  return (
+    f"{first['cores']} cores of {first['cpu']}, jax {first['jax']}, "
+    f"commit {', '.join(commits)}"
+  )
+
+
+def _form(row: Row) -> str:
+  """The form that ran, and the heads that it computed."""
+  return f"{row.form}, {row.computed_share:.0%}"
+
+
+def _heads(*names: str) -> Callable[[str], str]:
+  """Tables of attention and of layers: a line for a length and a pass."""
+
+  def make(_: str) -> str:
+    rows = _rows(*names)
+    shares = sorted({row.share for row in rows if row.implementation != "mha"})
+    header = ["tokens", "pass", "MHA's form"]
+    for share in shares:
+      header += [f"{share:.0%} active: form, computed", "time over MHA's"]
+    lines = []
+    for length in sorted({row.length for row in rows}):
+      for mode, text in _PASSES.items():
+        here = [r for r in rows if (r.length, r.mode) == (length, mode)]
+        if not here:
+          continue
+        (mha,) = (row for row in here if row.implementation == "mha")
+        line = [f"{length:,}", text, mha.form]
+        for share in shares:
+          (auto,) = (
+            row
+            for row in here
+            if (row.share, row.implementation) == (share, "auto")
+          )
+          line += [_form(auto), auto.to_mha]
+        lines.append(line)
+    return f"{_where(*names)}:\n\n{_table(header, lines)}"
+
+  return make
+
+
+def _model(name: str, unit: str, memory: bool = False) -> Callable[[str], str]:
+  """The table of a whole model: a line for each of its programs."""
+
+  def make(_: str) -> str:
+    result = _load(name)
+    rows = [Row(**row) for row in result["rows"]]
+
+    def cell(row: Row) -> str:
+      used = f", {row.peak_bytes / 1e6:,.0f} MB" if memory else ""
+      rate = row.units_per_second
+      return f"{rate:,.{2 if rate < 10 else 1 if rate < 100 else 0}f}{used}"
+
+    lines = []
+    for mode in dict.fromkeys(row.mode for row in rows):
+      moh, mha = (
+        next(r for r in rows if (r.mode, r.implementation) == (mode, form))
+        for form in ("auto", "mha")
+      )
+      kind, _, batch = mode.partition("_")
+      text = f"{kind}, batch {batch}" if batch.isdigit() else _PASSES[mode]
+      lines.append((text, _form(moh), cell(moh), cell(mha), moh.to_mha))
+    header = ("", "form, heads computed", f"MoH, {unit}/s", f"MHA, {unit}/s")
+    table = _table((*header, "time over MHA's"), lines)
+    notes = []
+    routers = [row for row in rows if row.implementation == "router"]
+    notes += [
+      f"All routers alone take {row.to_mha} of MHA's forward pass."
+      for row in routers
+    ]
+    if sampler := result.get("sampler"):
+      ratio = sampler["ratio_to_forwards"]
+      notes.append(
+        f"The sampler takes {ratio:.2f} of the time of as many forward passes, "
+        "called one by one."
+      )
+    seconds = result["train_step"]["compile_seconds"]
+    notes.append(f"The train step compiles in {seconds:.0f} s.")
+    return f"{_where(name)}:\n\n{table}\n\n{' '.join(notes)}"
+
+  return make
+
+
+def _routing(_: str) -> str:
+  result = _load("trained_routing")
+  has = result["settings"]
+  by_name = {row["routing"]: _ratio(row) for row in result["rows"]}
+  header = ("routing", "time over that of every head")
+  names = ("uniformly random", "trained")
+  lines = [(name, by_name[name]) for name in names]
+  return (
+    f"{has['layers']} layers of {has['heads']} heads of {has['head_dim']}, "
+    f"{has['share']:.0%} active, {has['tokens']} tokens, causal forward, "
+    f"{_where('trained_routing')}:\n\n{_table(header, lines)}"
+  )
+
+
+def _ratio(row: dict[str, Any]) -> str:
+  fields = {"ratio_to_mha": row["ratio"], "ratio_spread": row["spread"]}
+  return Row("", "", "", None, 1, "", **fields).to_mha
+
+
+def _costs(name: str) -> Callable[[str], str]:
+  """Replaces the last columns of a table of `compare`, line by line."""
+
+  def make(before: str) -> str:
+    result = _load(f"step_costs_{name}")
+    first, costs = result["rows"][0], {}
+    for row in result["rows"]:
+      needed, computed, ratio = (
+        row[key] / first[key]
+        for key in ("flops_needed", "flops_computed", "seconds")
+      )
+      time = _ratio({"ratio": ratio, "spread": row["ratio_spread"]})
+      costs[f"`{row['variant']}`"] = [f"{needed:.2f}", f"{computed:.2f}", time]
+    lines = []
+    for line in before.splitlines():
+      cells = line.strip("| ").split(" | ")
+      if cells[0] in costs:
+        line = f"| {' | '.join([*cells[:-3], *costs[cells[0]]])} |"
+      lines.append(line)
+    return "\n".join(lines)
+
+  return make
+
+
+def _readme(_: str) -> str:
+  core = [
+    r for r in _rows("attention") if (r.length, r.mode) == (2048, "forward")
+  ]
+  layer = [r for r in _rows("layer") if (r.length, r.mode) == (1024, "forward")]
+  lines = [
+    (
+      f"{text}, {row.length:,} tokens",
+      f"{row.share:.0%}",
+      f"{row.computed_share:.0%}",
+      row.to_mha,
+    )
+    for text, rows in (("attention alone", core), ("a whole layer", layer))
+    for row in rows
+    if row.implementation == "auto"
+  ]
+  models = [
+    row
+    for row in _rows("llm", "llm_bf16", "vit", "dit")
+    if row.implementation == "auto"
+  ]
+  low, *_, high = sorted(row.ratio_to_mha for row in models)
+  shares = [row.computed_share for row in models]
+  lines.append(
+    (
+      "whole models, 49 to 256 tokens",
+      "75 to 90 %",
+      f"{min(shares):.0%} to {max(shares):.0%}",
+      f"{low:.2f} to {high:.2f}",
+    )
+  )
+  header = ("speed", "active heads", "heads computed", "time over MHA's")
+  return _table(header, lines)
+
+
+_TABLES = {
+  "core": _heads("attention", "attention_4096"),
+  "layer": _heads("layer"),
+  "routing": _routing,
+  "llm": _model("llm", "tokens"),
+  "llm_bf16": _model("llm_bf16", "tokens"),
+  "vit": _model("vit", "images", memory=True),
+  "dit": _model("dit", "images", memory=True),
+  "costs_llm": _costs("llm"),
+  "costs_vit": _costs("vit"),
+  "costs_dit": _costs("dit"),
+  "readme": _readme,
+}
+
+if __name__ == "__main__":
+  sys.exit(main())
