@@ -7,7 +7,7 @@ is `python -m moh_jax train`.
 
 import sys
 
-from moh_jax.cli.main import leave, main
+from moh_jax.cli.main import run_process
 
 if __name__ == "__main__":
-  leave(main(["train", *sys.argv[1:]]))
+  run_process(["train", *sys.argv[1:]])

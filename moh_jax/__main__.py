@@ -1,6 +1,6 @@
 """`python -m moh_jax COMMAND`."""
 
-from moh_jax.cli.main import leave, main
+from moh_jax.cli.main import run_process
 
 if __name__ == "__main__":
-  leave(main())
+  run_process()

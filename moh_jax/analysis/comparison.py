@@ -1,6 +1,7 @@
 """Results of runs that differ in variant and seed: spreads, a table, a plot."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +9,14 @@ from typing import Any
 from moh_jax.analysis import pictures
 
 _HIGHER = {"accuracy", "top5_accuracy", "precision", "recall"}  # is better
-# Metrics by run, for each seed that has them.
-Results = Mapping[int, Mapping[str, float]]
+# Costs that the table shows over those of the first row, with their titles.
+_COSTS = {
+  "step_flops": "FLOPs needed",
+  "computed_flops": "FLOPs computed",
+  "step_seconds": "time of a step",
+}
+# Metrics by run, for each seed that got to its end; None is not finite.
+Results = Mapping[int, Mapping[str, float | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +34,13 @@ class Spread:
   deviation: float
 
   def __str__(self) -> str:
-    return f"{self.mean:.4f} ± {self.deviation:.4f}"
+    return self.text(".4f")
+
+  def text(self, form: str) -> str:
+    """Mean and deviation; one value has none to show."""
+    text = f"{self.mean:{form}}"
+    more = len(self.values) > 1
+    return f"{text} ± {self.deviation:.4f}" if more else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +51,18 @@ class Row:
     variant: its name.
     setting: override of the config; "" for none.
     runs: number of runs.
-    failed: those that ended early.
-    best: whether no other setting of the variant is better in the first metric.
-    metrics: by name.
-    difference: first metric less that of the baseline with the same seed.
-    better: seeds in which it beats the baseline.
+    failed: those that diverged: ended early, or have a metric that is not
+      finite.
+    best: whether no other setting of the variant diverged less often or, of
+      those that diverged as often, is better in the first metric.
+    metrics: by name, of the other runs.
+    difference: first metric less that of the baseline with the same seed, for
+      each seed that both have.
+    better: seeds of these in which it beats the baseline.
     activated_share: heads used over heads present, as the evaluation counts.
-    costs: "parameters", "step_flops" and, where measured, "step_seconds".
+    costs: "parameters", "step_flops" (that the active heads need),
+      "computed_flops" and, where measured, "step_seconds" and "step_spread",
+      (75th - 25th percentile) / median of the ratio to the first row's.
   """
 
   variant: str
@@ -93,7 +111,8 @@ def summarize(
   """Compares variants with the first one.
 
   Args:
-    results: by variant and setting; seeds whose run ended early are absent.
+    results: by variant and setting; seeds whose run ended early are absent,
+      and those with metrics that are not finite count with them.
     runs: number of seeds.
     metrics: names, the one that decides first.
     costs: of each variant and setting, see `Row`.
@@ -104,13 +123,22 @@ def summarize(
   """
   decides = metrics[0]
   sign = 1 if decides in _HIGHER else -1
+
+  def is_finite(one: Mapping[str, float | None]) -> bool:
+    values = [one[name] for name in metrics]
+    return None not in values and all(map(math.isfinite, values))
+
+  results = {
+    key: {seed: one for seed, one in seeds.items() if is_finite(one)}
+    for key, seeds in results.items()
+  }
   spreads = {
     key: {n: _spread([one[n] for one in seeds.values()]) for n in metrics}
     for key, seeds in results.items()
   }
   ranked = sorted(
     (key for key, seeds in results.items() if seeds),
-    key=lambda key: sign * spreads[key][decides].mean,
+    key=lambda key: (len(results[key]), sign * spreads[key][decides].mean),
     reverse=True,
   )
   best: dict[str, tuple[str, str]] = {}
@@ -148,38 +176,45 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-  """The rows as a Markdown table; ratios are to the first row."""
+  """The rows as a Markdown table; ratios are to the first row.
+
+  Where runs diverged, a column has their number.
+  """
   swept = any(row.setting for row in rows)
-  timed = all("step_seconds" in row.costs for row in rows)
+  costs = [n for n in _COSTS if all(n in row.costs for row in rows)]
   names = list(rows[0].metrics)
   header = ["variant", *["setting"] * swept, *names]
   header += [f"{names[0]}, difference", "better in", "heads", "parameters"]
-  header += ["FLOPs of a step", *["time of a step"] * timed]
+  header += [_COSTS[name] for name in costs]
+  diverged = any(row.failed for row in rows)
+  header += ["diverged"] * diverged
   lines = [header, ["---"] * len(header)]
   for row in rows:
     finished = row.runs - row.failed
     cells = [row.variant]
     if swept:
       setting = row.setting.partition("=")[2]
-      cells.append(f"**{setting}**" if row.best else setting)
+      cells.append(f"**{setting}**" if row.best and setting else setting)
     shown = [str(spread) for spread in row.metrics.values()]
-    compared = [_signed(row.difference), f"{row.better} of {row.runs}"]
+    pairs = len(row.difference.values)
+    compared = [row.difference.text("+.4f"), f"{row.better} of {pairs}"]
+    if not pairs:
+      compared = ["-", "-"]
     share = f"{row.activated_share:.1%}"
     if row.variant == rows[0].variant and row.best:
       compared = ["", ""]
     if not finished:
-      shown, compared, share = ["-"] * len(names), ["-", "-"], "-"
+      shown, share = ["-"] * len(names), "-"
     if row.failed:
       shown[0] += f" ({finished} of {row.runs} runs)"
     cells += [*shown, *compared, share, f"{row.costs['parameters']:,.0f}"]
-    for name in ("step_flops", *["step_seconds"] * timed):
+    for name in costs:
       cells.append(f"{row.costs[name] / rows[0].costs[name]:.2f}")
+    if (spread := row.costs.get("step_spread")) and row is not rows[0]:
+      cells[-1] += f" ± {float(cells[-1]) * spread / 2:.2f}"
+    cells += [f"{row.failed} of {row.runs}"] * diverged
     lines.append(cells)
   return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def _signed(difference: Spread) -> str:
-  return f"{difference.mean:+.4f} ± {difference.deviation:.4f}"
 
 
 def plot(rows: Sequence[Row]) -> Any:
@@ -195,6 +230,8 @@ def plot(rows: Sequence[Row]) -> Any:
   for row, color in zip(shown, pictures.head_colors(len(shown))):
     spread, share = row.metrics[name], row.activated_share
     label = f"{row.variant} {row.setting}".rstrip()
+    if row.failed:
+      label += f" ({row.failed} of {row.runs} diverged)"
     axis.plot(
       [share] * len(spread.values), spread.values, "o", color=color, alpha=0.4
     )
@@ -205,5 +242,6 @@ def plot(rows: Sequence[Row]) -> Any:
   axis.set_xlabel("activated share of the heads")
   axis.set_ylabel(name)
   axis.grid(alpha=0.3)
-  axis.legend(fontsize=8)
+  if shown:
+    axis.legend(fontsize=8)
   return figure

@@ -78,12 +78,13 @@ def head_similarity(
   jitted = jax.jit(step, out_shardings=sharding.replicated(mesh))
   sums, examples = None, 0
   for batch in itertools.islice(batches, _BATCHES):
-    short = {
-      name: x[:, :_TOKENS] if x.ndim == 2 else x for name, x in batch.items()
-    }
+    if get_family(config.model.family).reads_text:
+      batch = {
+        n: x[:, :_TOKENS] if x.ndim == 2 else x for n, x in batch.items()
+      }
     part, count = jax.tree.map(
       lambda x: np.asarray(x.addressable_data(0), np.float64),
-      jitted(params, short),
+      jitted(params, batch),
     )
     sums = part if sums is None else jax.tree.map(np.add, sums, part)
     examples += count

@@ -49,12 +49,18 @@ def _run_heads(args: argparse.Namespace) -> dict[str, Any]:
     options = kind(**fields.given_fields(args, kind))
     peaks = {}
     with exact_products(options.dtype):
-      if not args.target:
+      if args.target:
+        rows = module.measure(options)
+      else:
+        # Before and after: a phase may be slow.
+        first = matrix_peak(options.dtype)
+        rows = module.measure(options)
+        rates = [row.rate for row in rows if row.rate]
         peaks = {
-          "matrix_peak": matrix_peak(options.dtype),
+          "matrix_peak": max(first, matrix_peak(options.dtype), *rates),
           "memory_peak": memory_peak(),
         }
-      rows = module.measure(options, *(peaks.values() or (None, None)))
+        rows = report.with_peaks(rows, *peaks.values())
   return {
     "machine": timing.machine(),
     **peaks,

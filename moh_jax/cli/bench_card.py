@@ -10,7 +10,7 @@ import jax
 
 from moh_jax.cli import common
 from moh_jax.files import replacing
-from moh_jax.ops.attention_forms import kernel_options
+from moh_jax.ops.attention_forms import has_kernels, kernel_options
 from moh_jax.ops.target import target
 from moh_jax.speed import report
 from moh_jax.speed.card import session
@@ -42,7 +42,11 @@ def run(args: argparse.Namespace) -> int:
     store, scale, args.minutes, lambda line: print(line, flush=True)
   )
   _print_tables(outcome.results)
-  entries = lines(crossovers(_cores(outcome.results), _backends()))
+  entries = lines(
+    entry
+    for part in _cores(outcome.results)
+    for entry in crossovers([part], _backends(part))
+  )
   if entries:
     print(
       "\nfor CROSSOVERS of moh_jax/ops/crossovers.py, before the others of the "
@@ -62,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
   return 1 if outcome.faults else 0
 
 
-def _backends() -> dict[str, str]:
+def _backends(part: Measured) -> dict[str, str]:
   """What packs, as `Crossover` calls it, by form."""
-  device = target()
+  device, of_part = target(), (part.dtype, part.head_dim)
   names = {"packed": "xla", "cudnn": "cudnn"}
-  if device.platform != "cpu":
-    names["kernel"] = kernel_options(device)["backend"]
+  if has_kernels(device, *of_part):
+    names["kernel"] = kernel_options(device, *of_part)["backend"]
   return names
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +14,7 @@ from moh_jax.config import MeshConfig
 from moh_jax.config.checks import DTYPES, MOST_COUNT
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.data.images.folders import SPLITS
+from moh_jax.json_files import strict_json
 from moh_jax.runtime import location, run_lock, steps
 from moh_jax.runtime.load import load_config
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_HELP = "workdir of `train` or output of `convert`"
 _TOP_K_HELP = (
-  "routed heads per token in each stage (DiT: layer), instead of the trained "
-  "ones"
+  "routed heads per token, one number for each layer (ViT: stage) or one for "
+  "all, instead of the trained ones"
 )
 
 
@@ -72,7 +71,10 @@ def add_count(
     default: its value where it is not given.
     **options: of `add_argument`.
   """
-  parser.add_argument(flag, type=_count, default=default, **options)
+  text = options.pop("help", "")
+  if default and "default" not in text:
+    text = f"{text} (default: {default})".strip()
+  parser.add_argument(flag, type=_count, default=default, help=text, **options)
 
 
 def _count(text: str) -> int:
@@ -121,22 +123,21 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(
-  parser: argparse.ArgumentParser, top_k: str = _TOP_K_HELP, **options: Any
+  parser: argparse.ArgumentParser, several_top_k: str = ""
 ) -> None:
   """Adds the options of a model to restore and serve; see `restore`.
 
   Args:
     parser: of the command.
-    top_k: help of --top-k, where a command reads it in its own way.
-    **options: of the argument --top-k.
+    several_top_k: what several --top-k do, where the command takes them.
   """
   add_weights(parser)
   parser.add_argument(
     "--top-k",
     type=fields.int_tuple,
     metavar="K,K,...",
-    help=top_k,
-    **options,
+    action="append" if several_top_k else "store",
+    help=_TOP_K_HELP + several_top_k,
   )
   parser.add_argument(
     "--gate-form",
@@ -240,7 +241,7 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def mesh_config(text: str) -> MeshConfig:
   """Parses "fsdp=4,tensor=2"."""
-  known = [field.name for field in dataclasses.fields(MeshConfig)]
+  known = (*MeshConfig.AXES, "dcn_data")
   sizes = {}
   for part in text.split(","):
     name, _, size = part.partition("=")
@@ -329,12 +330,13 @@ def write_json(target: str, value: Any) -> None:
 
   Args:
     target: a file, "-" for one line on stdout, or "" for nowhere.
-    value: anything JSON can hold.
+    value: anything JSON can hold; numbers that it cannot, such as NaN, become
+      null.
   """
   if target == "-":
-    print(json.dumps(value), file=sys.stdout, flush=True)
+    print(strict_json(value), file=sys.stdout, flush=True)
   elif target:
-    pathlib.Path(target).write_text(json.dumps(value, indent=2) + "\n")
+    pathlib.Path(target).write_text(strict_json(value, indent=2) + "\n")
 
 
 def report(target: str, metrics: Mapping[str, Any]) -> None:

@@ -17,8 +17,11 @@ from moh_jax.data.infer import resolve
 from moh_jax.files import write_whole
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params
-from moh_jax.speed.model_flops import train_flops
+from moh_jax.runtime.sharding import axis_sizes
+from moh_jax.speed.model_flops import step_flops
+from moh_jax.speed.model_forms import step_forms
 from moh_jax.speed.steps import step_seconds
+from moh_jax.speed.timing import Timing
 from moh_jax.training.comparison import Comparison, Outcome
 
 _Row = tuple[str, str]  # variant and setting
@@ -44,9 +47,8 @@ def run(args: argparse.Namespace) -> int:
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
   if finished and args.rounds:
-    # Settings such as a learning rate change no step.
-    by_variant = {variant: run for (variant, _), run in configs.items()}
-    seconds = step_seconds(by_variant, args.rounds)
+    programs = {_step(one): one for one in configs.values()}
+    seconds = step_seconds(programs, args.rounds)
   if not is_first:
     return 0
   if not finished:
@@ -57,9 +59,15 @@ def run(args: argparse.Namespace) -> int:
     if fault := outcomes[one.name].fault:
       print(f"warning: {one.name}: {fault}", file=sys.stderr)
   results = _by_row(runs, outcomes)
-  metrics = comparison.choose_metrics(list(results.values()), args.metrics)
+  metrics = args.metrics or ["loss"]
+  if any(results.values()):
+    metrics = comparison.choose_metrics(list(results.values()), args.metrics)
+  for one in runs:
+    for name in metrics:
+      if outcomes[one.name].metrics.get(name, 0) is None:
+        print(f"warning: {one.name}: {name} is not finite", file=sys.stderr)
   costs = {
-    key: _costs(one, seconds.get(key[0])) for key, one in configs.items()
+    key: _costs(one, seconds.get(_step(one))) for key, one in configs.items()
   }
   rows = comparison.summarize(results, args.seeds, metrics, costs)
   if args.json != "-":
@@ -85,11 +93,24 @@ def _by_row(
   return results
 
 
-def _costs(config: Config, seconds: float | None) -> dict[str, float]:
+def _step(config: Config) -> str:
+  """What the time of a step depends on, as text; no learning rate does."""
+  rates = {"lr": 0.0, "warmup_lr": 0.0, "final_lr": 0.0, "warmup_steps": 0}
+  optim = dataclasses.replace(config.optim, **rates)
+  sections = config.model, config.data, optim, config.mesh, config.sections
+  return repr((sections, config.train.balance_weight))
+
+
+def _costs(config: Config, time: Timing | None) -> dict[str, float]:
   """Parameters, FLOPs and, where measured, seconds of a step."""
   params = jax.tree.leaves(abstract_params(*make_model(config)))
+  sizes = axis_sizes(config.mesh, jax.device_count())
+  flops = step_flops(config)
   costs = {
     "parameters": sum(leaf.size for leaf in params),
-    "step_flops": train_flops(config),
+    "step_flops": flops.active,
+    "computed_flops": sum(flops.computed(step_forms(config, sizes)).values()),
   }
-  return costs if seconds is None else {**costs, "step_seconds": seconds}
+  if time is not None:
+    costs |= {"step_seconds": time.median, "step_spread": time.spread}
+  return costs

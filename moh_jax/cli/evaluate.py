@@ -114,10 +114,12 @@ def _score(
     restored.model, config, restored
   )
   name_of: Callable[[int], str] = getattr(source, "name", str)
+  numbers = map(str, range(config.model.num_classes))
+  class_names = restored.class_names or tuple(numbers)
   if labels is not None:  # before the predictions, which take longer
     names = [name_of(i) for i in range(len(source))]
     try:
-      right = predictions.read_right(labels, names, restored.class_names)
+      right = predictions.read_right(labels, names, class_names)
     except ValueError as error:
       raise ValueError(f"--labels {args.labels_file}: {error}") from error
   found = predict(restored.params, mesh)
@@ -126,9 +128,7 @@ def _score(
   else:
     metrics = predictions.scores(found, [right[i] for i in found.index])
   if args.per_class:
-    classes = config.model.num_classes
-    names = restored.class_names or tuple(map(str, range(classes)))
-    metrics["classes"] = predictions.by_class(found, names)
+    metrics["classes"] = predictions.by_class(found, class_names)
   return metrics
 
 

@@ -1,15 +1,14 @@
 """`python -m moh_jax evaluate-lm`."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
-from moh_jax import config as config_lib
 from moh_jax.cli import common, distributed, text_files
+from moh_jax.config import get_family
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
@@ -17,7 +16,7 @@ from moh_jax.evaluation.documents import score_documents
 from moh_jax.evaluation.harness_tasks import choose_tasks
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
-from moh_jax.inference.restore import Restored
+from moh_jax.inference.restore import Restored, with_top_k
 from moh_jax.inference.score import Scorer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import sharding
@@ -44,12 +43,9 @@ def run(args: argparse.Namespace) -> int:
   mesh = sharding.make_mesh(args.mesh)
   sharding.check_batch("batch-size", args.batch_size, mesh)
   with sharding.use_mesh(mesh):
-    # All that are asked for need the same parameters, or fewer.
-    first = (max(args.top_k),) if args.top_k else None
-    restored = common.restore(args, mesh=mesh, top_k=first)
+    restored = common.restore(args, mesh=mesh, top_k=None)
     runs = []
-    for top_k in args.top_k or (None,):
-      one = restored if top_k is None else restored.at_top_k((top_k,))
+    for one in [restored.at_top_k(k) for k in args.top_k or ()] or [restored]:
       model = one.config.model
       scorer = Scorer(
         one.model, one.params, model, batch_size=args.batch_size, mesh=mesh
@@ -86,20 +82,9 @@ def run(args: argparse.Namespace) -> int:
 def _check_model(args: argparse.Namespace) -> None:
   """Refuses what does not fit the model, before anything large is read."""
   metadata, _ = common.read_metadata(args, "evaluate-lm")
-  model = metadata.config.model
-  if args.top_k and model.router.kind == "none":
-    raise ValueError(
-      f"top-k={args.top_k}: the model has no routed heads, "
-      "model.router.kind='none'"
-    )
+  config = get_family("llm").serving_config(metadata.config)
   for top_k in args.top_k or ():
-    _with_top_k(metadata.config, top_k)
-
-
-def _with_top_k(config: config_lib.Config, top_k: int) -> config_lib.Config:
-  config = dataclasses.replace(config, tune=config_lib.TuneConfig())
-  values = (top_k,) * config.model.depth
-  return config_lib.apply_overrides(config, "model", top_k=values)
+    with_top_k(config, top_k)
 
 
 def _run_tasks(
@@ -120,7 +105,12 @@ def _run_tasks(
 
   def generate(prompts: Sequence[list[int]], **options: Any) -> list[str]:
     made = generator.generate(prompts, Sampling(**options))
-    return [completion.text for completion in made]
+    # As the harness's own adapters do it, without the text before:
+    # SentencePiece leaves out a space at the begin.
+    stop = {"end": -1}  # without the token that ended it
+    return [
+      tokenizer.decode(c.tokens[: stop.get(c.finish_reason)]) for c in made
+    ]
 
   model = HarnessModel(
     tokenizer,

@@ -6,6 +6,7 @@ Importable without JAX.
 import argparse
 import dataclasses
 import functools
+import re
 import typing
 from typing import Any
 
@@ -39,6 +40,7 @@ def add_fields(
     if names and name not in names:
       continue
     text = meanings[name].removesuffix(".").replace("%", "%%")
+    text = re.sub(r"[;,] None is ([^;]+)", r" (default: \1)", text)
     kind = without_none(hints[name])
     options: dict[str, Any] = {"type": integer if kind is int else kind}
     choices = getattr(cls, "CHOICES", {}).get(name)

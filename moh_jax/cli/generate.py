@@ -2,8 +2,8 @@
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
   step = restored.step
   del restored  # the generator has its own copy of the parameters
   if lines:
-    options = {"settings": _settings(args, generator, step), "progress": True}
+    options = {"settings": _settings(args, generator), "progress": True}
     before = complete_file(
       generator, lines, args.out, sampling, prompt_of=prompt_of, **options
     )
@@ -115,15 +115,15 @@ def _check(args: argparse.Namespace) -> None:
     )
 
 
-def _settings(
-  args: argparse.Namespace, generator: Generator, step: int
-) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, generator: Generator) -> dict[str, Any]:
   """What the texts depend on, beside prompts and sampling."""
+  tokenizer = generator.tokenizer
+  # With the files beside it, which say chat templates and ends of texts.
+  files = repr((tokenizer.sha256, sorted(tokenizer.files.items())))
   return {
-    "checkpoint": str(pathlib.Path(args.checkpoint).absolute()),
-    "step": step,
+    "checkpoint": generator.fingerprint(),
     "ema": not args.no_ema,
-    "top_k": args.top_k,
+    "routed_heads": args.top_k,  # "top_k" is that of the sampling
     "gate_form": args.gate_form,
     "dtype": generator.config.dtype,
     "cache_dtype": args.cache_dtype,
@@ -132,5 +132,5 @@ def _settings(
     "chat_template": args.chat_template,
     "no_bos": args.no_bos,
     "parse_special": args.parse_special,
-    "tokenizer": generator.tokenizer.sha256,
+    "tokenizer": hashlib.sha256(files.encode()).hexdigest(),
   }

@@ -12,14 +12,14 @@ from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config import Config, LayerGroup, get_family
+from moh_jax.config import Config, LayerGroup
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
-from moh_jax.ops.attention_forms import AttentionCase, choose_form
 from moh_jax.ops.target import target
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.runtime.sharding import computes_all_heads, head_placement
 from moh_jax.runtime.whole_params import unsplit_params
+from moh_jax.speed.model_forms import attention_form
 
 _NAMES = 10  # of the classes that are listed
 
@@ -68,14 +68,15 @@ def _layers(config: Config) -> list[dict]:
       "active": budget.active,
       "attention": _attention(config, group, mesh),
     }
-    if max(mesh) > 1:
-      row |= _on_devices(config, group, mesh)
-    rows += [{"layer": len(rows) + i, **row} for i in range(group.depth)]
+    for order in group.orders or ((),) * group.depth:
+      rows.append({"layer": len(rows), **row})
+      if max(mesh) > 1:
+        rows[-1] |= _on_devices(config, group, mesh, order)
   return rows
 
 
 def _on_devices(
-  config: Config, group: LayerGroup, mesh: Sequence[int]
+  config: Config, group: LayerGroup, mesh: Sequence[int], order: Sequence[int]
 ) -> dict[str, float | None]:
   """Expected active heads of a token on the busiest device, and over the mean.
 
@@ -86,10 +87,10 @@ def _on_devices(
     return {"per_device": None, "imbalance": None}
   if computes_all_heads(config.model, group):
     return {"per_device": budget.num_heads / math.prod(mesh), "imbalance": 1.0}
-  most = max(placement.expected_active(budget))
+  most = max(placement.expected_active(budget, order))
   return {
     "per_device": round(most, 2),
-    "imbalance": round(placement.imbalance(budget), 3),
+    "imbalance": round(placement.imbalance(budget, order), 3),
   }
 
 
@@ -98,35 +99,11 @@ def _attention(config: Config, group: LayerGroup, mesh: Sequence[int]) -> str:
 
   On a device like those of this machine, with its part of the heads.
   """
-  if group.sees == "window":
-    return "window"
-  model, budget = config.model, group.budget
-  tune = config.sections.get("tune")
-  changes = tune is not None and bool(tune.top_k_steps)
-  every = changes or model.router.needs_all_heads or model.router.varies
-  share = 1.0 if every else budget.share
-  devices = math.prod(mesh)
-  if (placement := head_placement(group, *mesh)) is None:
-    devices = 1
-  elif share < 1:
-    share = max(placement.expected_active(budget)) * devices / budget.num_heads
-  case = AttentionCase(
-    target=target(),
-    batch=1,
-    queries=group.tokens,
-    keys=group.tokens,
-    num_heads=budget.num_heads // devices,
-    head_dim=budget.head_dim,
-    share=share,
-    causal=group.sees == "before",
-    masked=group.sees == "before",  # texts are packed, in training
-    biased=get_family(model.family).position_bias,
-    dtype=model.dtype,
-  )
   try:
-    return choose_form(model.attention_impl, case).name
+    return attention_form(config, group, mesh).name
   except ValueError:  # what was trained elsewhere can be looked at anywhere
-    return f"{model.attention_impl} (impossible on this {case.target.platform})"
+    form, platform = config.model.attention_impl, target().platform
+    return f"{form} (impossible on this {platform})"
 
 
 def _unsplit(boxed: Any, config: Config) -> list[dict]:
@@ -163,7 +140,8 @@ def _print(report: dict, config: Config) -> None:
   if report["step"] is not None:
     print(f"step: {report['step']}")
   router = config.model.router
-  print(f"router: {router.kind} ({router.gate_form})")
+  form = f" ({router.gate_form})" * (router.kind != "none")
+  print(f"router: {router.kind}{form}")
   print(f"activated share: {report['activated_share']:.4f}")
   print(f"parameters: {report['parameters']:,}")
   if names := report["class_names"]:

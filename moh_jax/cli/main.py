@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import traceback as traceback_lib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -40,6 +41,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs `python -m moh_jax COMMAND ...` and returns its exit status."""
+  # Names that the terminal cannot show must not end a command.
+  with contextlib.suppress(AttributeError):  # stdout may be a notebook's
+    sys.stdout.reconfigure(errors="backslashreplace")
   imports = _Parser(add_help=False, allow_abbrev=False)
   imports.add_argument(
     "--import",
@@ -70,12 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
 
 
-def leave(status: int) -> NoReturn:
-  """Ends the process with an exit status.
+def run_process(argv: Sequence[str] | None = None) -> NoReturn:
+  """Runs a command as the whole of this process and ends it.
 
-  After an error it ends at once: threads of libraries may wait for ever for
-  what has failed, and the processes of a run for one another.
+  What libraries warn their callers of, such as a deprecation, is nothing that
+  a user of a command could change; `python -W default` shows it. After an error
+  the process ends at once: threads of libraries may wait for ever for what has
+  failed, and the processes of a run for one another.
   """
+  if not sys.warnoptions:
+    warnings.simplefilter("ignore")
+  status = main(argv)
   if status:
     sys.stdout.flush()
     sys.stderr.flush()

@@ -12,6 +12,7 @@ from moh_jax.plan import plan as plan_lib
 from moh_jax.plan import step_time
 from moh_jax.plan.plan import Fitting, Plan
 from moh_jax.runtime.topology import USABLE
+from moh_jax.speed import model_forms
 
 _MEMORY = {
   "parameters": "parameters",
@@ -53,17 +54,27 @@ def _print(plan: Plan) -> None:
     f"topology: {slices}{topology.name}, {topology.devices} x {chip.kind} on "
     f"{topology.hosts} host(s), {_gb(chip.memory)} each"
   )
-  print(f"mesh: {_mesh(plan, plan.run)}\n")
+  print(f"mesh: {_mesh(plan, plan.run)}")
+  forms = dict.fromkeys(form.name for form in plan.run.estimate.forms)
+  print(f"attention: {', '.join(forms)}\n")
   print(_layout_table(plan) + "\n")
   memory = plan.run.estimate.memory
   rows = [(text, _gb(getattr(memory, key))) for key, text in _MEMORY.items()]
   rows.append(("together", _gb(memory.total)))
+  if memory.host:
+    rows.append(("in the host, its copies not timed", _gb(memory.host)))
   print(common.table(rows, ("memory of a device", "")) + "\n")
   print(_verdict(plan, plan.run))
   _print_collectives(plan.run)
   print(
     f"FLOPs of a step: {plan.flops:.4g} for the active heads, "
     f"{plan.baseline_flops:.4g} with every head (multi-head attention)"
+  )
+  estimate = plan.run.estimate
+  names, share = model_forms.summary(plan.config, estimate.forms)
+  print(
+    f"  {sum(estimate.flops.values()):.4g} computed: projections of all heads, "
+    f"attention of {share:.1%} ({names})"
   )
   time = plan_lib.step_time_of(plan, plan.run)
   print(_time(plan, plan.run))
@@ -205,6 +216,8 @@ def _report(plan: Plan) -> dict[str, Any]:
       "fits": one.fits(plan.topology),
       "compiled": dataclasses.asdict(one.compiled) if one.compiled else None,
       "not_compiled": one.reason or None,
+      "attention": [dataclasses.asdict(x) for x in one.estimate.forms],
+      "computed_flops": sum(one.estimate.flops.values()),
       "step_seconds": time.seconds,
       "step_time": dataclasses.asdict(time),
       f"{plan.unit}_per_second": plan.units_per_step / time.seconds,

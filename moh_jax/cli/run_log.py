@@ -62,7 +62,8 @@ def _stderr_to(file: "_File") -> Iterator[None]:
   except OSError:
     yield
     return
-  before, os_stderr = sys.stderr, os.fdopen(terminal, "w", buffering=1)
+  os_stderr = os.fdopen(terminal, "w", buffering=1, errors="backslashreplace")
+  before = sys.stderr
   os.dup2(log, 2)
   os.close(log)
   sys.stderr = os_stderr

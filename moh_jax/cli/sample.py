@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import pathlib
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ from moh_jax.data.images.folders import find_images
 from moh_jax.data.images.transforms import center_crop
 from moh_jax.files import check_writable
 from moh_jax.inference import sample, sample_files
+from moh_jax.inference.restore import fingerprint
+from moh_jax.models.weights_hash import weights_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 
@@ -61,7 +64,12 @@ def run(args: argparse.Namespace) -> int:
         if out.suffix == ".npz"
         else sample_files.sample_folder
       )
-      settings = _settings(args, config, restored.step, start)
+      model = fingerprint(config.model, restored.params, mesh)
+      settings = _settings(args, config, start) | {
+        "checkpoint": model,
+        "step": restored.step,
+        "vae": vae and weights_sha256(vae.config, vae.params),
+      }
       write(
         sampler, num, out, batch_size=size, settings=settings, progress=True
       )
@@ -115,7 +123,7 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
     What the checkpoint says of itself.
   """
   metadata, _ = common.read_metadata(args, "sample")
-  args.labels = _numbers(args.labels, metadata.class_names)
+  args.labels = _labels(args.labels, metadata.class_names)
   sample.check_request(metadata.config, args.labels, args.seed)
   if starts and not 0 < args.strength < 1:
     raise ValueError(
@@ -131,31 +139,47 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
   return metadata
 
 
-def _numbers(
-  labels: Sequence[int | str | None], class_names: Sequence[str]
-) -> tuple[int | None, ...]:
-  """Labels whose classes may be named, as numbers.
+def _labels(text: str, class_names: Sequence[str]) -> tuple[int | None, ...]:
+  """Labels of "3,none,cat", where names of classes may have commas too.
 
   Raises:
     ValueError: a name is none of the model's.
   """
-  for label in labels:
-    if isinstance(label, str) and label not in class_names:
+  named = {_split(name): label for label, name in enumerate(class_names)}
+  named["none",] = None
+  longest = max(map(len, named))
+  labels, parts = [], _split(text) if text else ()
+  while parts:
+    sizes = range(min(longest, len(parts)), 0, -1)
+    size = next((n for n in sizes if parts[:n] in named), 1)
+    name, parts = parts[:size], parts[size:]
+    if size == 1 and re.fullmatch("-?[0-9]{1,18}", name[0]):
+      labels.append(int(name[0]))
+    elif name in named:
+      labels.append(named[name])
+    else:
       known = ", ".join(class_names[:10]) + ", ..." * (len(class_names) > 10)
       raise ValueError(
-        f"--labels: {label!r} must be a number, none, or one of the model's "
+        f"--labels: {name[0]!r} must be a number, none, or one of the model's "
         f"{len(class_names)} class names ({known})"
       )
-  return tuple(
-    class_names.index(label) if isinstance(label, str) else label
-    for label in labels
-  )
+  return tuple(labels)
+
+
+def _split(text: str) -> tuple[str, ...]:
+  return tuple(part.strip() for part in text.split(","))
 
 
 def _settings(
-  args: argparse.Namespace, config: Config, step: int, start: list[np.ndarray]
+  args: argparse.Namespace, config: Config, start: list[np.ndarray]
 ) -> dict:
-  """What the images depend on; `start` are the pixels to begin from."""
+  """What the images depend on, beside the networks.
+
+  Args:
+    args: of the command.
+    config: of the model.
+    start: the pixels to begin from.
+  """
   begin = {}
   # Only with --start: files of versions without it are continued too.
   if start:
@@ -164,12 +188,9 @@ def _settings(
     begin["strength"] = args.strength
   return {
     **begin,
-    "checkpoint": str(pathlib.Path(args.checkpoint).absolute()),
-    "step": step,
     "ema": not args.no_ema,
     "seed": args.seed,
     "labels": args.labels,
-    "vae": args.vae,
     "vae_tile": args.vae_tile,
     **{name: getattr(config.sample, name) for name in OVERRIDES},
     "top_k": args.top_k,

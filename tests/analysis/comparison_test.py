@@ -5,7 +5,13 @@ from absl.testing import absltest
 
 from moh_jax.analysis import comparison
 
-_COSTS = {"parameters": 1000, "step_flops": 2e9, "step_seconds": 0.5}
+_COSTS = {
+  "parameters": 1000,
+  "step_flops": 2e9,
+  "computed_flops": 2e9,
+  "step_seconds": 0.5,
+  "step_spread": 0.0,
+}
 
 
 def _seeds(*losses, share=1.0):
@@ -54,6 +60,18 @@ class ComparisonTest(absltest.TestCase):
     self.assertIn("| **1** |", lines[4])
     self.assertIn("| -0.1000 ± 0.0000 | 2 of 2 | 50.0% |", lines[4])
 
+  def test_needed_flops_stand_beside_those_that_are_computed(self):
+    results = {("mha", ""): _seeds(0.5), ("moh50", ""): _seeds(0.5)}
+    costs = {key: _COSTS for key in results}
+    costs["moh50", ""] = _COSTS | {"step_flops": 1e9, "step_spread": 0.04}
+    text = comparison.to_markdown(
+      comparison.summarize(results, 1, ["loss"], costs)
+    )
+    header, _, _, last = text.splitlines()
+    titles = "FLOPs needed | FLOPs computed | time of a step |"
+    self.assertEndsWith(header, titles)
+    self.assertEndsWith(last, "| 0.50 | 1.00 | 1.00 ± 0.02 |")
+
   def test_runs_that_ended_early_are_counted(self):
     results = {
       ("mha", ""): _seeds(0.5, 0.7),
@@ -68,6 +86,57 @@ class ComparisonTest(absltest.TestCase):
     lines = comparison.to_markdown(rows).splitlines()
     self.assertIn("(1 of 2 runs)", lines[3])
     self.assertNotIn("nan", lines[4])
+
+  def test_a_stable_setting_is_preferred_to_one_that_diverged(self):
+    def seeds(**losses):  # by seed; None is infinite
+      return {
+        int(seed[1:]): {"loss": loss, "activated_share": 1.0}
+        for seed, loss in losses.items()
+      }
+
+    results = {
+      ("mha", "lr=1"): seeds(s0=0.5, s1=0.6, s2=0.7),
+      ("mha", "lr=9"): seeds(s0=0.1),
+      ("moh50", "lr=1"): seeds(s0=0.4, s1=0.9, s2=None),
+      ("moh50", "lr=9"): seeds(s2=0.1),
+      ("moh25", "lr=1"): seeds(s0=None),
+    }
+    costs = {key: _COSTS for key in results}
+    rows = comparison.summarize(results, 3, ["loss"], costs)
+    self.assertEqual(
+      [row.best for row in rows], [True, False, True, False, False]
+    )
+    self.assertEqual([row.failed for row in rows], [0, 2, 1, 2, 3])
+    self.assertEqual(rows[2].metrics["loss"].values, (0.4, 0.9))
+    text = comparison.to_markdown(rows)
+    lines = text.splitlines()[2:]
+    self.assertNotIn("nan", text)
+    self.assertNotIn("inf", text)
+    # Of the seeds that both have: a missing one is neither won nor lost.
+    self.assertIn("| 1 of 1 |", lines[1])
+    self.assertIn("| 1 of 2 |", lines[2])
+    self.assertIn("| 1 of 1 |", lines[3])
+    for line, count in zip(lines, (0, 2, 1, 2, 3)):
+      self.assertEndsWith(line, f"| {count} of 3 |")
+    (axis,) = comparison.plot(rows).axes
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    self.assertEqual(labels, ["mha lr=1", "moh50 lr=1 (1 of 3 diverged)"])
+
+  def test_without_a_common_seed_there_is_no_difference(self):
+    results = {("mha", ""): _seeds(0.5), ("config", ""): {1: _seeds(0.4)[0]}}
+    costs = {key: _COSTS for key in results}
+    rows = comparison.summarize(results, 2, ["loss"], costs)
+    line = comparison.to_markdown(rows).splitlines()[-1]
+    self.assertIn("| 0.4000 (1 of 2 runs) | - | - |", line)
+
+  def test_one_seed_has_no_spread(self):
+    results = {("mha", ""): _seeds(0.5), ("moh50", ""): _seeds(0.4)}
+    costs = {key: _COSTS for key in results}
+    text = comparison.to_markdown(
+      comparison.summarize(results, 1, ["loss"], costs)
+    )
+    self.assertIn("| moh50 | 0.4000 | -0.1000 | 1 of 1 |", text)
+    self.assertNotIn("±", text)
 
   def test_metrics(self):
     found = [_seeds(0.5), _seeds(0.6)]

@@ -45,7 +45,7 @@ def _twins(config):
 
 
 @functools.cache
-def _measured(family="dit", router=True, devices=1):
+def _measured(family="dit", router=True, devices=1, wide=False):
   makers = {"dit": tiny.dit_config, "llm": tiny.llm_config}
   config = makers.get(family, tiny.config)()
   params = _twins(config)
@@ -66,12 +66,20 @@ def _measured(family="dit", router=True, devices=1):
     tokens = rng.integers(0, 60, (8, 16)).astype(np.int32)
     del batch["image"]
     batch |= {"inputs": tokens, "segments": segments, "positions": positions}
+  probe = get_family(family).probe(make_model(config)[0], config)
+  if wide:  # as an own family that reads features [B, X]
+    image = batch.pop("image").reshape(8, -1)
+    batch["features"] = np.pad(image, ((0, 0), (300, 0)))
+
+    def read(params, batch, apply=probe.apply, **options):
+      image = batch["features"][:, 300:].reshape(8, 8, 8, 1)
+      return apply(params, {**batch, "image": image}, **options)
+
+    probe = dataclasses.replace(probe, apply=read)
   mesh = sharding.make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
   with sharding.use_mesh(mesh):
-    return head_similarity(
-      get_family(family).probe(make_model(config)[0], config),
-      *(config, params, [sharding.shard_batch(batch, mesh)], mesh),
-    )
+    batch = sharding.shard_batch(batch, mesh)
+    return head_similarity(probe, config, params, [batch], mesh)
 
 
 class SimilarityTest(parameterized.TestCase):
@@ -93,6 +101,9 @@ class SimilarityTest(parameterized.TestCase):
     for name in ("patterns", "features"):
       ours, theirs = (getattr(x, name)["blocks0.0"] for x in (moh, mha))
       np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+  def test_inputs_that_are_no_text_are_read_whole(self):
+    np.testing.assert_equal(vars(_measured(wide=True)), vars(_measured()))
 
   def test_eight_devices_measure_the_same(self):
     one, eight = _measured(), _measured(devices=8)

@@ -73,7 +73,7 @@ class AddFieldsTest(parameterized.TestCase):
   def test_help_is_that_of_the_docstring(self):
     text = " ".join(self._parser().format_help().split())
     self.assertIn("--size SIZE rows, 100% of them (default: 3)", text)
-    self.assertIn("--share SHARE of the whole; None is all --", text)
+    self.assertIn("--share SHARE of the whole (default: all) --", text)
     self.assertIn("of what is run; of a, b, c (default: a,b)", text)
     self.assertIn("--kind {x,y} how (default: x)", text)
 

@@ -8,10 +8,13 @@ from unittest import mock
 import pytest
 from absl.testing import absltest, parameterized
 
+from moh_jax.cli import bench_card
 from moh_jax.ops.crossovers import Crossover
 from moh_jax.speed import programs
 from moh_jax.speed.card import session, stages
+from moh_jax.speed.card.crossing import Measured
 from tests.cli import tiny_checkpoint
+from tests.ops.devices import traced_for, with_triton
 
 
 def _all_but(*kinds):
@@ -71,6 +74,14 @@ class BenchCardTest(parameterized.TestCase):
 
   def _files(self):
     return sorted(self.out.glob("*.json"))
+
+  def test_entries_are_for_the_kernel_that_ran(self):
+    with with_triton(), traced_for("gpu", "NVIDIA H100"):
+      names = [
+        bench_card._backends(Measured(dim, "bfloat16", []))["kernel"]
+        for dim in (64, 72)
+      ]
+    self.assertEqual(names, ["mosaic_gpu", "triton"])
 
   def test_a_failing_stage_is_one_line_and_the_status(self):
     only = lambda scale, store: itertools.islice(  # noqa: E731

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import pathlib
 import tempfile
 from unittest import mock
@@ -7,6 +8,8 @@ from unittest import mock
 from absl.testing import absltest
 
 from moh_jax import config as config_lib
+from moh_jax.cli import compare
+from moh_jax.speed.timing import Timing
 from moh_jax.training import loop
 from tests.cli import tiny_checkpoint
 
@@ -96,6 +99,71 @@ class CompareCommandTest(absltest.TestCase):
     self.assertIn("warning: moh75-seed1: the loss is NaN at step 3", err)
     self.assertIn("| moh75 | - (0 of 2 runs) | - |", out)
     self.assertIn("| config | 0.5000 ± 0.0000 |", out)
+
+  def test_numbers_that_json_lacks_are_read_again(self):
+    def train(config, *args, **options):
+      result = _fake_train(config, *args, **options)
+      seed, share = config.train.seed, config.model.activated_share
+      if seed == 2:
+        raise loop.NonFiniteLossError("at step 3: NaN, norm: Infinity")
+      result.evaluation["perplexity"] = math.inf if seed else 9.0 - share
+      return result
+
+    argv = "--rounds", 0, "--metrics", "perplexity", "--variants", "mha,config"
+    with mock.patch.object(loop, "train", train):
+      first = self._compare(*argv, seeds=3)
+    with mock.patch.object(loop, "train", side_effect=AssertionError):
+      again = self._compare(*argv, seeds=3)
+    self.assertEqual(again[:2], first[:2])
+    self.assertIn("mha-seed2: at step 3: NaN, norm: Infinity\n", again[2])
+    status, out, err = first
+    self.assertEqual(status, 0, err)
+    self.assertIn("warning: mha-seed1: perplexity is not finite", err)
+    self.assertIn("| mha | 8.0000 (1 of 3 runs) |", out)
+    self.assertIn("| 2 of 3 |", out)
+    self.assertNotRegex(self._stored().read_text(), "Infinity,?\n")
+    # As earlier versions wrote it.
+    text = self._stored().read_text().replace(": null", ": Infinity")
+    self._stored().write_text(text)
+    with mock.patch.object(loop, "train", side_effect=AssertionError):
+      self.assertEqual(self._compare(*argv, seeds=3)[:2], first[:2])
+
+  def _stored(self):
+    return self.root / "runs" / "comparison.json"
+
+  def test_each_program_is_timed(self):
+    def seconds(programs, rounds):
+      del rounds
+      timed.append(len(programs))
+      return {
+        name: Timing(one.data.batch_size * one.model.activated_share, 0.0)
+        for name, one in programs.items()
+      }
+
+    for sweep, programs, ratios in (
+      ("data.batch_size=8,256", 4, ["1.00", "32.00", "0.50", "16.00"]),
+      ("optim.lr=1e-4,1e-2", 2, ["1.00", "1.00", "0.50", "0.50"]),
+    ):
+      timed = []
+      with (
+        mock.patch.object(loop, "train", _fake_train),
+        mock.patch.object(compare, "step_seconds", seconds),
+      ):
+        status, out, err = self._compare(
+          *("--sweep", sweep, "--variants", "mha,config")
+        )
+      self.assertEqual(status, 0, err)
+      self.assertEqual(timed, [programs])
+      found = [line.split("|")[-2].strip() for line in out.splitlines()[2:]]
+      self.assertEqual(found, ratios)
+
+  def test_all_runs_may_diverge(self):
+    fault = loop.NonFiniteLossError("the loss is NaN at step 3")
+    with mock.patch.object(loop, "train", side_effect=fault):
+      status, out, err = self._compare("--rounds", 0)
+    self.assertEqual(status, 0, err)
+    self.assertIn("| config | - (0 of 1 runs) | - | - | - |", out)
+    self.assertIn("| 1 of 1 |", out)
 
   def test_a_stopped_run_goes_on(self):
     stopped = loop.Result(state=None, evaluation={}, finished=False)

@@ -8,6 +8,7 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.data.images import sources
+from moh_jax.training import denoising
 from tests.cli import tiny_checkpoint
 from tests.data.text import tiny_sets
 from tests.inference import tiny_vae
@@ -53,11 +54,15 @@ class EncodeLatentsCommandTest(absltest.TestCase):
     )
     self.assertEqual(err, "")  # a bar is for terminals
     config = tiny_sets.dit_config(path=self.out)
-    batch = next(
-      tiny_sets.train_stream(config, sources.make_source(config, "train"))
-    )
+    source = sources.make_source(config, "train")
+    batch = next(tiny_sets.train_stream(config, source))
     self.assertEqual(batch["image"].shape, (4, 4, 4, 2))
     self.assertTrue(np.isfinite(batch["image"]).all())
+    # A checkpoint knows the encoder, so that another one is warned of.
+    made = json.loads((self.out / "train" / "metadata.json").read_text())
+    task = denoising.make_task(config)
+    self.assertEqual(task.encoder_sha256, made["encoder_sha256"])
+    self.assertLen(task.encoder_sha256, 64)
     source = sources.make_source(config, "val")
     self.assertLen(list(tiny_sets.eval_stream(config, source)), 3)
 

@@ -53,7 +53,7 @@ class EvaluateTextTest(_CommandTest):
   def test_several_shares_equal_runs_of_their_own(self):
     file = self.root / "out.json"
     options = ("--data", self.texts, "--top-k")
-    status, out, err = self._call(*options, "1,3", "--json", file)
+    status, out, err = self._call(*options, 1, "--top-k", 3, "--json", file)
     self.assertEqual(status, 0, err)
     report = json.loads(file.read_text())
     self.assertEqual((report["step"], report["dtype"]), (0, "float32"))
@@ -72,7 +72,7 @@ class EvaluateTextTest(_CommandTest):
     bits = [f"{text['bits_per_byte']:.4f}" for text in texts]
     self.assertIn(["bits_per_byte", *bits], lines)
 
-    # The second is made of the first one's parameters.
+    # Each is made of the same parameters.
     alone = self._report(*options, 3)["runs"]
     self.assertLen(alone, 1)
     np.testing.assert_allclose(
@@ -80,6 +80,10 @@ class EvaluateTextTest(_CommandTest):
       [texts[1][name] for name in _METRICS],
       rtol=1e-6,
     )
+
+  def test_numbers_with_commas_are_of_the_layers_as_in_evaluate(self):
+    (run,) = self._report("--data", self.texts, "--top-k", "2,1")["runs"]
+    self.assertEqual((run["top_k"], run["activated_share"]), ([2, 1], 0.625))
 
   @parameterized.parameters(
     ((), "give --tasks, --data or both"),

@@ -7,7 +7,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
+from moh_jax import config as config_lib
+from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
+from tests.training import tiny
 
 
 class EvaluateCommandTest(parameterized.TestCase):
@@ -44,6 +47,16 @@ class EvaluateCommandTest(parameterized.TestCase):
   def test_heads_until_their_scores_reach_p(self, p, share):
     metrics = self._metrics("--head-top-p", p)
     self.assertAlmostEqual(metrics["activated_share"], share, places=5)
+
+  @parameterized.parameters((), ("--per-class", "classes.csv"))
+  def test_share_of_the_heads_counts_no_padding(self, *argv):
+    argv = [part.replace("classes", f"{self.root}/c") for part in argv]
+    shares = [
+      self._metrics("--head-top-p", "0.6", "--batch-size", size, *argv)
+      for size in (8, 40)  # 20 examples
+    ]
+    first, second = (row["activated_share"] for row in shares)
+    self.assertAlmostEqual(first, second, places=6)
 
   def test_a_number_and_scores_exclude_each_other(self):
     status, _, err = self._call("--head-top-p", 0.5, "--top-k", 1)
@@ -94,6 +107,32 @@ class EvaluateCommandTest(parameterized.TestCase):
       Image.fromarray(pixels).save(root / "val" / name / "1.png")
     self.assertEqual(self._metrics("--data", root)["examples"], 6)
 
+  def test_models_of_shards_and_of_folders_read_both(self):
+    shards = self.root / "shards"
+    folder = self._folder()
+    status, _, err = tiny_checkpoint.call(
+      *("pack-images", "--data", folder, "--out", shards, "--split", "val")
+    )
+    self.assertEqual(status, 0, err)
+    classes = tiny_checkpoint.CLASS_NAMES[:4]
+    config = config_lib.apply_overrides(
+      tiny_checkpoint.CONFIG, "model", num_classes=4
+    )
+    for source in ("array_record", "image_folder"):
+      of_source = config_lib.apply_overrides(
+        config, "data", source=source, path=str(shards)
+      )
+      workdir = self.root / source
+      params = tiny.random_params(of_source)
+      metadata = checkpoint.Metadata(of_source, classes)
+      checkpoint.save_params(workdir, params, metadata)
+      for data in (shards, folder):
+        status, out, err = tiny_checkpoint.call(
+          *("evaluate", "--checkpoint", workdir, "--data", data, "--json", "-")
+        )
+        self.assertEqual(status, 0, err)
+        self.assertEqual(json.loads(out)["examples"], 12)
+
   def _folder(self):
     root = self.root / "plain"
     if not root.exists():
@@ -138,6 +177,28 @@ class EvaluateCommandTest(parameterized.TestCase):
     file.write_text(json.dumps([[]] * 11 + [[0]]))
     metrics = self._metrics("--data", self._folder(), "--labels", file)
     self.assertEqual(metrics["examples"], 1)
+
+  @parameterized.parameters((), tiny_checkpoint.CLASS_NAMES)
+  def test_labels_are_the_models_classes(self, *names):
+    workdir = self.root / f"of_{len(names)}"
+    metadata = checkpoint.Metadata(tiny_checkpoint.CONFIG, names)
+    params = tiny.random_params(tiny_checkpoint.CONFIG)
+    checkpoint.save_params(workdir, params, metadata)
+    file = self.root / "numbers.json"
+
+    def call(labels):
+      file.write_text(json.dumps(labels))
+      argv = ("--checkpoint", workdir, "--labels", file, "--json", "-")
+      return tiny_checkpoint.call("evaluate", *argv)
+
+    every = tiny_checkpoint.CLASS_NAMES if names else tuple("012345")
+    for labels in (list(range(6)), list(every)):
+      status, out, err = call([labels] * 20)
+      self.assertEqual(status, 0, err)
+      self.assertEqual(json.loads(out)["accuracy"], 1.0)
+    status, out, err = call(["tiger"] * 20)
+    self.assertEqual((status, out), (2, ""))
+    self.assertIn("'0' has the label 'tiger', which is none of the", err)
 
   def test_several_top_k_are_a_table(self):
     argv = ("--top-k", "0", "--top-k", "3")
@@ -200,6 +261,15 @@ class EvaluateDiffusionTest(parameterized.TestCase):
     self.assertEqual(status, 0, err)
     share = json.loads(out)["activated_share"]
     self.assertAlmostEqual(share, (1 + 4) / (2 + 4), places=5)
+
+  def test_share_of_the_heads_counts_no_padding(self):
+    shares = []
+    for size in (8, 120):  # 119 examples
+      argv = ("--examples", 119, "--batch-size", size, "--head-top-p", 0.6)
+      status, out, err = self._call(*argv, "--json", "-")
+      self.assertEqual(status, 0, err)
+      shares.append(json.loads(out)["activated_share"])
+    self.assertAlmostEqual(*shares, places=6)
 
   def test_classes_are_for_classifiers(self):
     status, out, err = self._call("--per-class", "x.csv")

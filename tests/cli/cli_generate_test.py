@@ -1,5 +1,6 @@
 import json
 import pathlib
+import shutil
 import tempfile
 from unittest import mock
 
@@ -8,7 +9,7 @@ from absl.testing import absltest, parameterized
 from moh_jax import Generator, Sampling
 from tests import two_processes
 from tests.cli import tiny_checkpoint
-from tests.inference import tiny_writer
+from tests.inference import tiny_text_model, tiny_writer
 
 
 class GenerateCommandTest(parameterized.TestCase):
@@ -93,6 +94,46 @@ class GenerateCommandTest(parameterized.TestCase):
     _, out, _ = self._call(*argv)
     self.assertEqual(out, f"{told}; 2 were there\n")
     self._assert_refused("seed: 1 here, 0 there", *argv, "--seed=1")
+
+  def test_a_file_of_prompts_is_of_one_number_of_heads(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    tiny_text_model.save(root)
+    (root / "in.jsonl").write_text('{"prompt": "aA"}\n')
+    argv = ("--prompt-file", root / "in.jsonl", "--out", root / "out.jsonl")
+    argv += ("--max-new-tokens", 1, "--top-k")
+    self.assertEqual(self._call(*argv, 1, checkpoint=root)[0], 0)
+    status, _, err = self._call(*argv, 3, checkpoint=root)
+    self.assertEqual(status, 2)
+    self.assertIn("[3] here, [1] there", err)
+
+  def test_a_file_goes_on_with_the_same_model_wherever_it_is(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    (root / "in.jsonl").write_text('{"prompt": "aA"}\n{"prompt": "xX"}\n')
+    out = root / "out.jsonl"
+    argv = ("--prompt-file", root / "in.jsonl", "--out", out)
+    argv += ("--max-new-tokens", 3)
+    model = root / "model"
+    tiny_writer.save_alphabet(model)
+    self.assertEqual(self._call(*argv, checkpoint=model)[0], 0)
+    whole = out.read_bytes()
+    shutil.copytree(model, root / "copy")
+    tiny_writer.save_alphabet(root / "again")  # other files, the same content
+    for place in ("copy", "again"):
+      out.write_bytes(whole[: whole.index(b"\n") + 1])
+      status, told, err = self._call(*argv, checkpoint=root / place)
+      self.assertEqual((status, err), (0, ""))
+      self.assertIn("1 were there", told)
+      self.assertEqual(out.read_bytes(), whole)
+    # Other weights, and another end of texts, in the same folder.
+    (model / "generation_config.json").write_text('{"eos_token_id": [3]}')
+    self._assert_refused("tokenizer: '", *argv, checkpoint=model)
+    shutil.rmtree(model)
+    params = tiny_writer.alphabet_params()
+    params["head"]["kernel"][5, 7] = 0.1
+    with mock.patch.object(tiny_writer, "alphabet_params", lambda: params):
+      tiny_writer.save_alphabet(model)
+    self._assert_refused("checkpoint: '", *argv, checkpoint=model)
+    self.assertEqual(out.read_bytes(), whole)
 
   def test_two_processes_share_a_file_of_prompts(self):
     root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))

@@ -10,8 +10,11 @@ from absl.testing import absltest, parameterized
 from moh_jax.cli import common, inspect
 from moh_jax.config import RouterConfig
 from moh_jax.models.registry import make_model
+from moh_jax.ops.kernels import triton_backend
 from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.speed import model_forms
 from tests.cli import tiny_checkpoint
+from tests.ops import devices
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 
@@ -35,6 +38,16 @@ class InspectCommandTest(parameterized.TestCase):
     self.assertEqual(report["class_names"], list(tiny_checkpoint.CLASS_NAMES))
     self.assertEqual(report["activated_share"], 0.5)
     self.assertEqual(report["config"]["model"]["top_k"], [1])
+
+  @parameterized.parameters(
+    ("two_stage", "two_stage (released)"), ("none", "none")
+  )
+  def test_gates_have_a_form_where_a_router_weighs(self, kind, shown):
+    _, out, err = tiny_checkpoint.call(
+      *("inspect", "--config", _CONFIGS / "dit_digits.py"),
+      f"--config.model.router.kind={kind}",
+    )
+    self.assertIn(f"router: {shown}\n", out, err)
 
   def test_layers_hold_the_head_budget(self):
     (layer,) = _report("--checkpoint", self._checkpoint())["layers"]
@@ -97,6 +110,14 @@ class InspectCommandTest(parameterized.TestCase):
     rows = inspect._layers(dataclasses.replace(config, model=model))
     self.assertEqual({row["attention"] for row in rows}, {form})
 
+  @parameterized.parameters(("", "kernel"), ("Triton", "dense"))
+  def test_says_what_is_taken_where_jax_lacks_triton(self, lacks, form):
+    config = common.load_config(f"{_CONFIGS / 'llm_stdlib.py'}:moh")
+    found = mock.patch.object(triton_backend, "problem", lambda: lacks)
+    with found, devices.traced_for("gpu", "NVIDIA A100-SXM4-80GB"):
+      rows = inspect._layers(config)
+    self.assertEqual({row["attention"] for row in rows}, {form})
+
   def test_form_of_another_device_is_named(self):
     config = common.load_config(f"{_CONFIGS / 'llm_stdlib.py'}:moh")
     model = dataclasses.replace(config.model, attention_impl="cudnn")
@@ -117,7 +138,7 @@ class InspectCommandTest(parameterized.TestCase):
   )
   def test_choice_knows_of_a_position_bias(self, name, biased):
     with mock.patch.object(
-      inspect, "choose_form", wraps=inspect.choose_form
+      model_forms, "choose_form", wraps=model_forms.choose_form
     ) as choose:
       _report("--config", f"{_CONFIGS / name}:moh")
     cases = [call.args[1] for call in choose.call_args_list]

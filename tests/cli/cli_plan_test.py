@@ -3,9 +3,11 @@
 import json
 import pathlib
 import textwrap
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from moh_jax.ops.kernels import triton_backend
 from tests.cli import tiny_checkpoint
 
 _CONFIG = """
@@ -67,6 +69,41 @@ class PlanCommandTest(parameterized.TestCase):
     self.assertIn("not compiled", out)
     self.assertIn("the share is assumed", out)
 
+  @parameterized.parameters(
+    ("optim.state_memory=host", "optimizer"),
+    ("model.remat=offload", "activations"),
+  )
+  def test_what_lies_in_the_hosts_memory_is_not_the_devices(self, key, part):
+    plans = []
+    for change in ("model.remat=dots", key):
+      status, out, err = self._plan(
+        *(self._config(), "--topology=v5e-8", "--json=-"),
+        *("--config.model.remat=dots", f"--config.{change}"),
+      )
+      self.assertEqual(status, 0, err)
+      plans.append(json.loads(out))
+    here, host = (plan["memory"] for plan in plans)
+    self.assertLess(host[part], here[part])
+    self.assertAlmostEqual(
+      host["total"], here["total"] - here[part] + host[part]
+    )
+    if part == "optimizer":
+      self.assertEqual(host["host"], here[part] - host[part])
+      self.assertEqual(plans[0]["step_seconds"], plans[1]["step_seconds"])
+
+  @parameterized.parameters(
+    ("a100:8", "", "kernel"), ("a100:8", "Triton", "dense"),
+    ("v5e-16", "Triton", "kernel"),
+  )  # fmt: skip
+  def test_says_which_form_the_devices_get(self, topology, lacks, form):
+    argv = f"--topology={topology}", "--config.model.dtype=float32"
+    with mock.patch.object(triton_backend, "problem", lambda: lacks):
+      _, out, _ = self._plan(self._config(), *argv)
+      _, report, _ = self._plan(self._config(), *argv, "--json=-")
+    self.assertRegex(out, rf"(?m)^attention: {form}$")
+    forms = json.loads(report)["attention"]
+    self.assertEqual({layer["name"] for layer in forms}, {form})
+
   def test_gpus_need_no_cudnn_here(self):
     config = pathlib.Path(self.create_tempdir().full_path) / "dit.py"
     config.write_text(
@@ -86,8 +123,27 @@ class PlanCommandTest(parameterized.TestCase):
     self.assertEqual(status, 1, err)
     plan = json.loads(out)
     self.assertFalse(plan["fits"])
-    self.assertTrue(plan["proposal"]["fits"])
-    self.assertGreater(plan["proposal"]["mesh"]["fsdp"], 1)
+    proposal = plan["proposal"]
+    self.assertTrue(proposal["fits"])
+    self.assertGreater(proposal["mesh"]["fsdp"], 1)
+    mesh = [f"--config.mesh.{k}={n}" for k, n in proposal["mesh"].items()]
+    accumulation = f"--config.optim.accumulation={proposal['accumulation']}"
+    argv = *mesh, accumulation, "--json=-"
+    _, out, _ = self._plan(config, "--topology=v5e-8", *argv)
+    self.assertEqual(json.loads(out)["memory"], proposal["memory"])
+
+  @parameterized.parameters(
+    # Eight shards of four examples are refused, and fsdp=8 splits no width.
+    (16384, 8, (2, 4), "--config.mesh.tensor=2", "--config.eval.batch_size=4"),
+    (8196, 8, (1, 8), "--config.mesh.max_whole=4000000"),
+  )
+  def test_proposes_what_a_run_accepts(self, width, depth, split, *options):
+    status, out, err = self._plan(
+      *(self._config(width, depth), "--topology=v5e-8", "--json=-", *options)
+    )
+    self.assertEqual(status, 1, err)
+    mesh = json.loads(out)["proposal"]["mesh"]
+    self.assertEqual((mesh["tensor"], mesh["data"] * mesh["fsdp"]), split)
 
   @parameterized.parameters(
     (("--topology=v9-8",), "topology='v9-8' must be one of a100"),
@@ -95,6 +151,14 @@ class PlanCommandTest(parameterized.TestCase):
     (
       ("--topology=h100:8", "--config.optim.accumulation=3"),
       "data.batch_size=64 must be a multiple of",
+    ),
+    (
+      ("--topology=h100:8", "--config.eval.batch_size=100"),
+      "eval.batch_size=100 must be a multiple of 8: ",
+    ),
+    (
+      ("--topology=h100:8", "--config.model.router.top_p=0.5"),
+      "model.router.top_p=0.5 must be 0 in training",
     ),
     (
       ("--topology=h100:8", "--config.mesh.tensor=8"),

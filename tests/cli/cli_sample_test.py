@@ -69,18 +69,28 @@ class SampleCommandTest(parameterized.TestCase):
   def test_classes_may_be_named(self):
     named = self.root / "named"
     metadata, _ = checkpoint.read_metadata(self.workdir)
-    names = ("cat", "big dog", *"23456789")
+    names = ("cat", "big dog", "tench, Tinca tinca", "cup/mug", *"456789")
     checkpoint.save_params(
       named,
       tiny.random_params(metadata.config),
       checkpoint.Metadata(metadata.config, names),
     )
     status, _, err = self._call(
-      "--labels", "big dog,none,cat,3", out="x.npz", checkpoint=named
+      *("--labels", "big dog,tench,Tinca tinca, none,cat,3,cup/mug"),
+      out="x.npz",
+      checkpoint=named,
     )
     self.assertEqual(status, 0, err)
     with np.load(self.root / "x.npz") as stored:
-      np.testing.assert_array_equal(stored["arr_1"], [1, 10, 0, 3])
+      np.testing.assert_array_equal(stored["arr_1"], [1, 2, 10, 0, 3, 3])
+    argv = ("--labels", "cup/mug,tench, Tinca tinca", "--num", 2)
+    status, _, err = self._call(*argv, out="folder", checkpoint=named)
+    self.assertEqual(status, 0, err)
+    files = {str(f.relative_to(self.root)) for f in self.root.rglob("*.png")}
+    self.assertEqual(
+      files,
+      {"folder/cup%2Fmug/000000.png", "folder/tench, Tinca tinca/000001.png"},
+    )
 
   def test_npz_has_the_layout_of_the_evaluator(self):
     images, labels = self._npz("--num", 21, "--batch-size", 8)
@@ -221,6 +231,24 @@ class SampleCommandTest(parameterized.TestCase):
     after, _ = self._npz("--num", 4)
     np.testing.assert_array_equal(after, before)
 
+  def test_finished_file_is_of_the_same_model_wherever_it_is(self):
+    metadata, _ = checkpoint.read_metadata(self.workdir)
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+      params = tiny.random_params(metadata.config, seed=seed)
+      checkpoint.save_params(self.root / name, params, metadata)
+    argv = ("--num", 4, "--labels", "3")
+    for name, expected in (("one", 0), ("same", 0), ("other", 2)):
+      where = self.root / "here"
+      (self.root / name).rename(where)  # each at the same place
+      status, _, err = self._call(*argv, out="x.npz", checkpoint=where)
+      self.assertEqual(status, expected, err)
+      where.rename(self.root / name)
+    self.assertIn("made with other settings", err)
+    status, _, err = self._call(
+      *argv, out="x.npz", checkpoint=self.root / "same"
+    )
+    self.assertEqual(status, 0, err)
+
   def test_finished_file_of_a_version_without_start_images_is_known(self):
     before, _ = self._npz("--num", 4)
     file = self.root / "x.npz"
@@ -260,6 +288,8 @@ class SampleCommandTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (("--labels", "3,10"), "label 10 must be in [0, 9], or none"),
+    (("--labels", "9" * 12), "label 999999999999 must be in [0, 9], or none"),
+    (("--labels=--5",), "'--5' must be a number, none, or one of the mod"),
     (("--labels", "3,few"), "'few' must be a number, none, or one of the mod"),
     (("--labels=-1",), "label -1 must be in [0, 9]"),
     (("--seed=-1",), "seed=-1 must be in [0, 2147483647]"),

@@ -25,6 +25,7 @@ class TuneKernelsTest(parameterized.TestCase):
     """With a device and times that are made up; also what was measured."""
     with (
       devices.traced_for("gpu", "GPU X"),
+      devices.with_triton(),
       mock.patch.object(tune_kernels, "tune", **tuned) as tune,
     ):
       out = self._out if out is None else out

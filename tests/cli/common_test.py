@@ -2,13 +2,16 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import pathlib
 import tempfile
 from unittest import mock
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import common, distributed, fields
+from moh_jax.cli.arguments import COMMANDS
 from moh_jax.cli.overrides import split_overrides
 from moh_jax.config import MeshConfig
 
@@ -24,6 +27,32 @@ class IntTupleTest(parameterized.TestCase):
   def test_refuses(self, text):
     with self.assertRaisesRegex(argparse.ArgumentTypeError, "integers"):
       fields.int_tuple(text)
+
+
+class MeshTest(parameterized.TestCase):
+  def test_axes_that_are_not_named_have_one_device(self):
+    mesh = common.mesh_config("fsdp=-1,dcn_data=2")
+    self.assertEqual(mesh, MeshConfig(data=1, fsdp=-1, dcn_data=2))
+
+  @parameterized.parameters("max_imbalance=2", "max_whole=0", "fsdp=x")
+  def test_what_is_no_axis_is_refused(self, text):
+    with self.assertRaisesRegex(argparse.ArgumentTypeError, "with axes data"):
+      common.mesh_config(text)
+
+
+class HelpTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("classify", "images at a time (default: 32)"),
+    ("encode-latents", "training (default: the autoencoder's); the stored"),
+    ("evaluate-lm", "texts at a time (default: 8)"),
+    ("generate", "texts at a time (default: 8)"),
+    ("pack-images", "images per shard (default: 1024)"),
+    ("show-batch", "images of it (default: 32)"),
+  )
+  def test_says_the_default(self, command, text):
+    parser = argparse.ArgumentParser()
+    COMMANDS[command](parser)
+    self.assertIn(text, " ".join(parser.format_help().split()))
 
 
 class SplitOverridesTest(parameterized.TestCase):
@@ -72,7 +101,7 @@ class ProcessesTest(parameterized.TestCase):
       self.assertEqual(*[distributed._compared(given) for _ in range(2)])
 
 
-class WriteJsonTest(absltest.TestCase):
+class WriteJsonTest(parameterized.TestCase):
   def test_minus_prints_one_line(self):
     with contextlib.redirect_stdout(io.StringIO()) as out:
       common.write_json("-", {"a": [1, 2], "b": {"c": 0.5}})
@@ -83,6 +112,20 @@ class WriteJsonTest(absltest.TestCase):
     path = pathlib.Path(where) / "metrics.json"
     common.write_json(str(path), [{"a": 1}])
     self.assertEqual(json.loads(path.read_text()), [{"a": 1}])
+
+  @parameterized.parameters("-", "metrics.json")
+  def test_json_has_null_where_a_number_is_not_finite(self, target):
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    path = target if target == "-" else os.path.join(where, target)
+    nan, inf = float("nan"), np.float64("inf")
+    value = {"loss": nan, "rows": [{"a": (inf, -inf, 1.5)}], "name": "NaN"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+      common.write_json(path, value)
+    text = out.getvalue() if target == "-" else pathlib.Path(path).read_text()
+    self.assertEqual(
+      json.loads(text, parse_constant=self.fail),
+      {"loss": None, "rows": [{"a": [None, None, 1.5]}], "name": "NaN"},
+    )
 
   def test_nowhere_prints_nothing(self):
     with contextlib.redirect_stdout(io.StringIO()) as out:

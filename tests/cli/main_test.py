@@ -2,6 +2,7 @@ import contextlib
 import inspect
 import io
 import logging
+import os
 import pathlib
 import pkgutil
 import subprocess
@@ -10,10 +11,13 @@ import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+from PIL import Image
 
 from moh_jax import cli
 from moh_jax.cli import main, verify
+from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
+from tests.training import tiny
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -84,7 +88,6 @@ class MainTest(parameterized.TestCase):
     ("evaluate", "--checkpoint", "x", "--nope"),
     ("sample", "--checkpoint", "x"),
     ("sample", "--checkpoint", "x", "--out", "y.png", "--method", "rk4"),
-    ("sample", "--checkpoint", "x", "--out", "y.png", "--labels", "9" * 12),
     ("sample", "--checkpoint", "x", "--out", "y.png", "--num", "many"),
   )
   def test_wrong_arguments_are_wrong_use(self, *argv):
@@ -222,6 +225,27 @@ class WithoutJaxTest(absltest.TestCase):
     self._check(calls, "1")
 
 
+class TerminalTest(absltest.TestCase):
+  def test_names_that_it_cannot_show_end_no_command(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    config = tiny_checkpoint.CONFIG
+    names = ("\u0436\u0443\u043a", "\udcff", "\U0001f41d", *"abc")
+    metadata = checkpoint.Metadata(config, names)
+    checkpoint.save_params(root / "run", tiny.random_params(config), metadata)
+    Image.new("RGB", (8, 8)).save(root / "\u0436.png")
+    argv = ("--checkpoint", str(root / "run"), "--json", str(root / "x.json"))
+    for command in (["inspect"], ["classify", str(root / "\u0436.png")]):
+      csv = ["--csv", str(root / "x.csv")] * (len(command) > 1)
+      for encoding in ("ascii", "latin-1", "utf-8"):
+        out = io.TextIOWrapper(io.BytesIO(), encoding)
+        with contextlib.redirect_stdout(out):
+          self.assertEqual(main.main([*command, *argv, *csv]), 0)
+          out.flush()
+        self.assertIn(b"udcff", out.buffer.getvalue())
+        self.assertIn("\\udcff", (root / "x.json").read_text())
+    self.assertIn(names[0].encode(), (root / "x.csv").read_bytes())
+
+
 class WarningsTest(absltest.TestCase):
   def test_warnings_are_their_text_alone(self):
     def run(options):
@@ -270,6 +294,25 @@ class ReportErrorsTest(parameterized.TestCase):
 
 
 class ModuleTest(absltest.TestCase):
+  def test_warnings_of_libraries_do_not_reach_the_terminal(self):
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    pathlib.Path(folder, "odd.py").write_text(
+      "import warnings\n"
+      "for kind in (DeprecationWarning, FutureWarning, UserWarning):\n"
+      "  warnings.warn('old', kind, stacklevel=1)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": folder}
+    environment.pop("PYTHONWARNINGS", None)
+    for flags, shown in ([], 0), (["-W", "default"], 3):
+      done = subprocess.run(
+        [sys.executable, *flags, "-m", "moh_jax", "--import", "odd", "verify"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+      )
+      self.assertEqual(done.stderr.count("old"), 2 * shown, done.stderr)
+
   def test_error_of_a_process_is_one_line_and_its_status(self):
     where = self.enterContext(tempfile.TemporaryDirectory())
     workdir, text = pathlib.Path(where) / "run", pathlib.Path(where) / "a.png"

@@ -99,7 +99,7 @@ def show_latents(parser: argparse.ArgumentParser) -> None:
 
 def fid(parser: argparse.ArgumentParser) -> None:
   """Score images: FID, sFID, Inception Score, precision, recall."""
-  kinds = "npz file with arr_0 (uint8 [images, X, Y, 3]) or folder of images"
+  kinds = "npz file with arr_0 (uint8 [N, X, Y, 3 or 1]) or folder of images"
   parser.add_argument(
     "--samples", required=True, metavar="PATH", help=f"to be scored: {kinds}"
   )
@@ -188,19 +188,6 @@ def show_batch(parser: argparse.ArgumentParser) -> None:
   common.add_count(parser, "--columns", help="of the grid")
 
 
-def _labels(text: str) -> tuple[int | str | None, ...]:
-  """Parses "3,3,none" and "cat,dog"."""
-  parts = [part.strip() for part in text.split(",")]
-  return tuple(
-    None
-    if part == "none"
-    else fields.integer(part)
-    if part.lstrip("-").isdecimal()
-    else part
-    for part in parts
-  )
-
-
 def sample(parser: argparse.ArgumentParser) -> None:
   """Sample images from a diffusion checkpoint."""
   common.add_checkpoint(parser)
@@ -215,8 +202,7 @@ def sample(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     "--labels",
-    type=_labels,
-    default=(),
+    default="",
     metavar="L,L,...",
     help="classes of the images in turn: names, numbers (from 0, in "
     "alphabetical order of the folders) or none (default: every class)",
@@ -250,7 +236,7 @@ def sample(parser: argparse.ArgumentParser) -> None:
     help="part of the steps that is taken from --start on, above 0, below 1: "
     "the more, the less is left of the image",
   )
-  common.add_count(parser, "--batch-size", 64)
+  common.add_count(parser, "--batch-size", 64, help="images at a time")
   common.add_count(parser, "--columns", help="of the grid")
   text = "enlarge the grid's pixels so often"
   common.add_count(parser, "--zoom", 1, help=text)

@@ -50,12 +50,7 @@ def convert(parser: argparse.ArgumentParser) -> None:
 
 def evaluate(parser: argparse.ArgumentParser) -> None:
   """Score a checkpoint on its held-out data."""
-  common.add_checkpoint(
-    parser,
-    "routed heads per token in each stage (DiT: layer), or one number for all, "
-    "instead of the trained ones; given several times, a row for each",
-    action="append",
-  )
+  common.add_checkpoint(parser, "; given several times, a row for each")
   parser.add_argument(
     "--head-top-p",
     type=float,
@@ -259,7 +254,8 @@ def compare(parser: argparse.ArgumentParser) -> None:
     default="",
     metavar="FIELD=V,V,...",
     help="train each variant with each value of a config field, such as "
-    "optim.lr=1e-3,2e-3; the best one of each stands for it",
+    "optim.lr=1e-3,2e-3 or model.top_k=(1,2),(1,3); the best one of each, and "
+    "of these one of which no run diverged, stands for it",
   )
   parser.add_argument(
     "--metrics",

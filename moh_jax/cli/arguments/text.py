@@ -12,11 +12,7 @@ from moh_jax.inference.options import Sampling
 
 def evaluate_lm(parser: argparse.ArgumentParser) -> None:
   """Score a language model on the harness's tasks or on text."""
-  common.add_checkpoint(
-    parser,
-    top_k="routed heads per token in every layer, instead of the trained ones: "
-    "one run for each number, side by side",
-  )
+  common.add_checkpoint(parser, "; given several times, a column for each")
   parser.add_argument(
     "--tasks",
     metavar="T,T,...",
@@ -36,7 +32,7 @@ def evaluate_lm(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--include-path", default="", metavar="DIR", help="folder of more tasks"
   )
-  common.add_count(parser, "--batch-size", 8)
+  common.add_count(parser, "--batch-size", 8, help="texts at a time")
   parser.add_argument(
     "--no-bos",
     action="store_true",
@@ -119,7 +115,12 @@ def generate(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "--stop", action="append", default=[], metavar="TEXT", help="ends a text"
   )
-  parser.add_argument("--batch-size", type=fields.integer, default=8)
+  parser.add_argument(
+    "--batch-size",
+    type=fields.integer,
+    default=8,
+    help="texts at a time (default: 8)",
+  )
   parser.add_argument(
     "--cache-dtype", choices=CACHE_DTYPES, help="of keys and values"
   )
@@ -143,7 +144,7 @@ def tokenize(parser: argparse.ArgumentParser) -> None:
     type=float,
     default=0.005,
     metavar="SHARE",
-    help="share of the documents in val/, chosen by a hash of file and line; "
+    help="share of the documents in val/, chosen by a hash of their text; "
     "the others are train/, and each gets one at least (default: 0.005)",
   )
   parts.add_argument(
