@@ -35,7 +35,7 @@ from moh_jax.data.text.tokenizer_files import (
 from moh_jax.data.text.tokenizers import check_vocabulary
 from moh_jax.json_files import parse_json
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, location
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.params import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def convert(
   checkpoint.check_vacant(out)
   tokenizer = ""
   if reads_text:
-    tokenizer = _copy_tokenizer(_folder(source), location.resolve(out))
+    tokenizer = _copy_tokenizer(_folder(source), steps.absolute(out))
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=tokenizer
   )
@@ -212,7 +212,7 @@ def export(
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
     if family.reads_text:
-      _copy_tokenizer(location.workdir(directory), folder)
+      _copy_tokenizer(steps.workdir(directory), folder)
     exported = Exported(
       form, config, step, dtype, _count(params), license, read_scores
     )

@@ -16,6 +16,7 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, get_family
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
+from moh_jax.ops.head_placement import check_heads
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.fits import check_tree
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
@@ -142,7 +143,7 @@ def restore(
       )
     config = config_lib.apply_overrides(config, "sample", **sample)
   if mesh is not None:
-    sharding.check_heads(config.model, mesh)
+    check_heads(config.model, mesh)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(metadata.config)

@@ -15,8 +15,11 @@ import time
 from moh_jax.config import Config
 from moh_jax.config.routers import RouterKind, add_router, get_router
 from moh_jax.plan.collectives import Collective, read_collectives
-from moh_jax.runtime import targets
-from moh_jax.runtime.topology import USABLE, Topology
+from moh_jax.runtime.devices import (
+  USABLE,
+  Topology,
+  absent_devices,
+)
 
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
 _FULL = "RESOURCE_EXHAUSTED"
@@ -77,7 +80,7 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
   }
   spawn = multiprocessing.get_context("spawn")
   with (
-    targets.environment(environment),
+    environment(environment),
     concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
   ):
     try:
@@ -106,7 +109,7 @@ def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
   add_router(router)
   platform = wanted.chip.platform
   limit = USABLE * wanted.chip.memory
-  devices = targets.absent_devices(wanted.name, wanted.slices)
+  devices = absent_devices(wanted.name, wanted.slices)
   package = _COMPILERS[platform]
   compiler = f"{package} {importlib.metadata.version(package)}"
   try:

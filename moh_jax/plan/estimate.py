@@ -14,8 +14,11 @@ from moh_jax.plan import memory, step_time
 from moh_jax.plan.activations import activation_bytes
 from moh_jax.plan.memory import Memory
 from moh_jax.plan.step_time import StepTime
-from moh_jax.runtime import sharding, targets
-from moh_jax.runtime.topology import Topology
+from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import (
+  Topology,
+  abstract_device,
+)
 from moh_jax.speed.model_flops import step_flops
 from moh_jax.speed.model_forms import LayerForm, step_forms
 from moh_jax.training.program import Program, check_split, make_program
@@ -106,7 +109,7 @@ class Estimator:
       examples: in it.
       *split: sizes of the axes `tensor` and `sequence`.
     """
-    device = targets.abstract_device(self.topology)
+    device = abstract_device(self.topology)
     return activation_bytes(self.objective, device, examples, *split)
 
   def _program(self, config: MeshConfig) -> Program:
@@ -124,5 +127,5 @@ class Estimator:
       tuple(sizes.values()),
       tuple(sizes),
       axis_types=(AxisType.Auto,) * len(sizes),
-      abstract_device=targets.abstract_device(self.topology),
+      abstract_device=abstract_device(self.topology),
     )

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from moh_jax.config import Config, LayerGroup, get_family
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
+from moh_jax.ops.head_placement import head_placement
 from moh_jax.ops.target import Target, has_cudnn, target
-from moh_jax.runtime.sharding import BATCH_AXES, head_placement
+from moh_jax.runtime.sharding import BATCH_AXES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from moh_jax.config import Config, MeshConfig, get_family
 from moh_jax.config.layers import without_router
 from moh_jax.models.registry import released_model
 from moh_jax.runtime import sharding
-from moh_jax.runtime.targets import absent_devices
+from moh_jax.runtime.devices import absent_devices
 from moh_jax.training.program import make_program
 
 

@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 from absl.testing import absltest
-from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +18,7 @@ from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.text import token_sets
 from moh_jax.ops.kernels import sizes
 from moh_jax.parity import compare, files
-from moh_jax.runtime import checkpoint, stored_config
+from moh_jax.runtime import checkpoint, steps
 from tests.data.text import tiny_text
 from tests.fuzz import hostile
 
@@ -178,10 +177,10 @@ class MetadataTest(hostile.ReaderTest):
       "class_names": ["ant"],
       "tokenizer_sha256": "0" * 64,
     }
-    file = self._write(data, "step/config/metadata", stored)
+    file = self._write(data, "checkpoints/2/config/metadata", stored)
 
     def read():
-      found = stored_config.read_stored(epath.Path(file.parents[1]))
+      found = steps.read_json_item(file.parents[3], 2)
       checkpoint.metadata_from_json(found)
 
     self.check(read)
@@ -229,7 +228,9 @@ class MetadataTest(hostile.ReaderTest):
 
   def setUp(self):
     super().setUp()
-    (self.folder / "step" / "config").mkdir(parents=True, exist_ok=True)
+    (self.folder / "checkpoints" / "2" / "config").mkdir(
+      parents=True, exist_ok=True
+    )
 
 
 if __name__ == "__main__":

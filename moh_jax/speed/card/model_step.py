@@ -9,8 +9,8 @@ import jax
 from moh_jax.config import Config, get_family
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import USABLE
 from moh_jax.runtime.fits import stated_bytes
-from moh_jax.runtime.topology import USABLE
 from moh_jax.speed.card.scale import ModelCase
 from moh_jax.speed.model_flops import train_flops
 from moh_jax.speed.peaks import published_peak
