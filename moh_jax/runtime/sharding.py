@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers, get_family
+from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers
 from moh_jax.layers.partitioning import resolve_spec
 from moh_jax.ops.head_placement import HeadPlacement, place_heads
 
@@ -233,8 +233,11 @@ def check_tokens(model: RoutedLayers, mesh: Mesh, length: int | None) -> None:
 
 def computes_all_heads(model: RoutedLayers, group: LayerGroup) -> bool:
   """Whether a layer computes every head for all tokens, in training too."""
-  biased = get_family(model.family).position_bias
-  return biased or group.sees == "window" or model.router.needs_all_heads
+  return (
+    model.POSITION_BIAS
+    or group.sees == "window"
+    or model.router.needs_all_heads
+  )
 
 
 def head_placement(
