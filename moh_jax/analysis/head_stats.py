@@ -19,7 +19,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.analysis.probe import Batch, Grouping, Probe
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.head_load import collapse_lines, load_entropy
 from moh_jax.ops.routing import Routing
@@ -131,7 +131,7 @@ def routed_layers(config: Config, probe: Probe) -> tuple[Layer, ...]:
   model = config.model
   if model.router.kind == "none":
     return ()
-  budgets = get_family(model.family).layer_budgets(model)
+  budgets = model.layer_budgets()
   orders = getattr(model, "head_order", ())
   orders = orders or [range(budget.num_heads) for budget in budgets.values()]
   depths = [group.depth for group in model.layer_groups()]

@@ -74,7 +74,7 @@ def samples(
     mesh: the devices.
   """
   family = get_family(restored.config.model.family)
-  if family.reads_text:
+  if restored.config.model.READS_TEXT:
     return _texts(stats, names, tokenizer)
   if "sample" in family.commands:
     return _generated(restored, directory, mesh)

@@ -278,7 +278,7 @@ def read_metadata(
     args.checkpoint, args.step, verify=args.verify
   )
   if command is not None:
-    check_command(metadata.config, command, args.checkpoint)
+    check_command(metadata.config.model, command, args.checkpoint)
   return metadata, step
 
 

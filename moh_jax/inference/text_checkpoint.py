@@ -27,7 +27,7 @@ def load_checkpoint_tokenizer(
       one that it was trained with.
   """
   metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
-  check_command(metadata.config, "generate", directory)
+  check_command(metadata.config.model, "generate", directory)
   expected = metadata.tokenizer_sha256
   if expected == BytesTokenizer.sha256:
     return BytesTokenizer()

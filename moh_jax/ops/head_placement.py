@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from moh_jax.config import LayerGroup, RoutedLayers, get_family
+from moh_jax.config import LayerGroup, RoutedLayers
 from moh_jax.config.heads import HeadBudget
 
 
@@ -285,8 +285,11 @@ def check_tokens(
 
 def computes_all_heads(model: RoutedLayers, group: LayerGroup) -> bool:
   """Whether a layer computes every head for all tokens, in training too."""
-  biased = get_family(model.family).position_bias
-  return biased or group.sees == "window" or model.router.needs_all_heads
+  return (
+    model.POSITION_BIAS
+    or group.sees == "window"
+    or model.router.needs_all_heads
+  )
 
 
 def head_placement(

@@ -13,7 +13,7 @@ import re
 import time
 
 from moh_jax.config import Config
-from moh_jax.config.routers import RouterKind, add_router, get_router
+from moh_jax.config.registry import RouterKind, add_router, get_router
 from moh_jax.plan.collectives import Collective, read_collectives
 from moh_jax.runtime.devices import (
   USABLE,
@@ -102,9 +102,9 @@ def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
   """`compile_step` in a process of its own, which knows no routers but ours."""
   import jax
 
-  from moh_jax.config import get_family
   from moh_jax.runtime import sharding
   from moh_jax.training.program import make_program
+  from moh_jax.training.task import task_builder
 
   add_router(router)
   platform = wanted.chip.platform
@@ -114,7 +114,7 @@ def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
   compiler = f"{package} {importlib.metadata.version(package)}"
   try:
     mesh = sharding.make_mesh(config.mesh, devices)
-    objective = get_family(config.model.family).tasks().make_objective(config)
+    objective = task_builder(config).make_objective(config)
     program = make_program(config, objective, mesh)
     start = time.perf_counter()
     with sharding.use_mesh(mesh):

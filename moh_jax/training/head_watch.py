@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.ops.head_load import collapse_lines, load_entropy
 
 _LOG = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class HeadWatch:
       config: of the run.
     """
     model = config.model
-    budgets = get_family(model.family).layer_budgets(model)
+    budgets = model.layer_budgets()
     groups = model.layer_groups()
     orders = (order for g in groups for order in g.orders or ((),) * g.depth)
     # Numbers of the routed heads, [] where no token chooses.

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 from etils import epath
 
-from moh_jax.config import Config, get_family, to_dict
+from moh_jax.config import Config, to_dict
 from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import compilation_cache, sharding, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.peers import Peers, agree
 from moh_jax.runtime.run_lock import RunLock
-from moh_jax.training import saving, wandb_log
+from moh_jax.training import sampled_fid, saving, wandb_log
 from moh_jax.training.feed import Feed
 from moh_jax.training.head_watch import HeadWatch
 from moh_jax.training.metrics import MetricsWriter
@@ -37,7 +37,7 @@ from moh_jax.training.showing import Showing
 from moh_jax.training.state import TrainState, averaged_from
 from moh_jax.training.step import HEAD_LOADS
 from moh_jax.training.stopping import stop_request
-from moh_jax.training.task import Task
+from moh_jax.training.task import Task, task_builder
 from moh_jax.training.warm_start import keep_tokenizer, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
 
@@ -110,9 +110,8 @@ def train(
   agree({"config": to_dict(config), "newest checkpoint in the workdir": newest})
   mesh = sharding.make_mesh(config.mesh, devices)
   check_split(config, mesh)
-  family = get_family(config.model.family)
-  score = family.further_metrics(config, mesh, decode)
-  task = family.tasks().make_task(config, decode)
+  score = sampled_fid.make_score(config, mesh, decode)
+  task = task_builder(config).make_task(config, decode)
   if score:
     task = task.also_scored_by(score)
   directory = prepare(workdir)

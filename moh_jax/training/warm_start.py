@@ -11,13 +11,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.data.text.tokenizer_files import (
   read_files_beside,
   write_tokenizer_files,
 )
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.models.registry import make_model
+from moh_jax.models.restack import fit_params
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
@@ -73,7 +74,7 @@ def warm_start(
   _check_tokenizer(source, ours, metadata)
   stored = abstract_on(*make_model(trained), mesh)
   fit = functools.partial(
-    get_family(family).fit_params, trained=trained, wanted=wanted
+    fit_params, trained=trained.model, wanted=wanted.model
   )
   fitted = jax.eval_shape(fit, stored)
   classes = match_classes(ours, metadata, abstract, fitted)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moh_jax import config as config_lib
 from moh_jax.cli import chat
+from moh_jax.config.run import section_types
 from moh_jax.convert import hf_config, model_card, vae
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.records import ArrayRecordSource
@@ -171,7 +172,7 @@ class MetadataTest(hostile.ReaderTest):
   @given(st.data())
   def test_config_of_a_checkpoint(self, data):
     family = data.draw(st.sampled_from(("vit", "dit", "llm")))
-    config = config_lib.Config(config_lib.get_family(family).model())
+    config = config_lib.Config(section_types(family)["model"]())
     stored = {
       "config": config_lib.to_dict(config),
       "class_names": ["ant"],
