@@ -3,61 +3,152 @@
 The names in `__all__` are the public interface; every other module and name is
 internal and may change in any release. They are imported when they are first
 used, so `import moh_jax` alone loads neither JAX nor Flax.
+
+The families and routers of the package are registered here, above all that
+their records name.
 """
 
-from etils import epy as _epy
+import dataclasses as _dataclasses
+import importlib as _importlib
+import typing as _typing
 
-from moh_jax._version import __version__
+from moh_jax._version import __version__ as __version__
+from moh_jax.config.registry import Family as Family
+from moh_jax.config.registry import get_family as get_family
+from moh_jax.config.registry import register_family as register_family
+from moh_jax.config.registry import register_router as register_router
 
-with _epy.lazy_api_imports(globals()):
-  from moh_jax.config.family import Family
-  from moh_jax.config.heads import HeadBudget, RouterConfig
-  from moh_jax.config.registry import get_family, register_family
-  from moh_jax.config.routers import register_router
-  from moh_jax.families.images import ImageClassifierFamily
-  from moh_jax.inference.generate import Generator
-  from moh_jax.inference.options import Sampling
-  from moh_jax.inference.restore import Restored, restore
-  from moh_jax.inference.sample import Sampler
-  from moh_jax.layers.heads import HeadMix
-  from moh_jax.layers.model_aux import collect_aux
-  from moh_jax.layers.moh import MoHAttention
-  from moh_jax.layers.router import HeadRouter
-  from moh_jax.layers.routers import Router
-  from moh_jax.models.dit import DiT
-  from moh_jax.models.llm import LLM
-  from moh_jax.models.registry import get_model
-  from moh_jax.models.vit import ViT
-  from moh_jax.ops.attention import attention
-  from moh_jax.ops.routing import Routing
-  from moh_jax.runtime.load import load_config
-  from moh_jax.training.loop import train
+if _typing.TYPE_CHECKING:
+  from moh_jax.config.heads import HeadBudget as HeadBudget
+  from moh_jax.config.heads import RouterConfig as RouterConfig
+  from moh_jax.inference.generate import Generator as Generator
+  from moh_jax.inference.options import Sampling as Sampling
+  from moh_jax.inference.restore import Restored as Restored
+  from moh_jax.inference.restore import restore as restore
+  from moh_jax.inference.sample import Sampler as Sampler
+  from moh_jax.layers.heads import HeadMix as HeadMix
+  from moh_jax.layers.model_aux import collect_aux as collect_aux
+  from moh_jax.layers.moh import MoHAttention as MoHAttention
+  from moh_jax.layers.router import HeadRouter as HeadRouter
+  from moh_jax.layers.routers import Router as Router
+  from moh_jax.models.dit import DiT as DiT
+  from moh_jax.models.llm import LLM as LLM
+  from moh_jax.models.registry import get_model as get_model
+  from moh_jax.models.vit import ViT as ViT
+  from moh_jax.ops.attention import attention as attention
+  from moh_jax.ops.routing import Routing as Routing
+  from moh_jax.runtime.load import load_config as load_config
+  from moh_jax.training.loop import train as train
 
-__all__ = [
-  "LLM",
-  "DiT",
+# Public names that are imported when they are first used, by module.
+_LAZY = {
+  "config.heads": ("HeadBudget", "RouterConfig"),
+  "inference.generate": ("Generator",),
+  "inference.options": ("Sampling",),
+  "inference.restore": ("Restored", "restore"),
+  "inference.sample": ("Sampler",),
+  "layers.heads": ("HeadMix",),
+  "layers.model_aux": ("collect_aux",),
+  "layers.moh": ("MoHAttention",),
+  "layers.router": ("HeadRouter",),
+  "layers.routers": ("Router",),
+  "models.dit": ("DiT",),
+  "models.llm": ("LLM",),
+  "models.registry": ("get_model",),
+  "models.vit": ("ViT",),
+  "ops.attention": ("attention",),
+  "ops.routing": ("Routing",),
+  "runtime.load": ("load_config",),
+  "training.loop": ("train",),
+}
+
+__all__ = [  # noqa: PLE0604 (all are text)
   "Family",
-  "Generator",
-  "HeadBudget",
-  "HeadMix",
-  "HeadRouter",
   "ImageClassifierFamily",
-  "MoHAttention",
-  "Restored",
-  "Router",
-  "RouterConfig",
-  "Routing",
-  "Sampler",
-  "Sampling",
-  "ViT",
   "__version__",
-  "attention",
-  "collect_aux",
   "get_family",
-  "get_model",
-  "load_config",
   "register_family",
   "register_router",
-  "restore",
-  "train",
+  *(name for names in _LAZY.values() for name in names),
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+  """Imports a public name."""
+  for module, names in _LAZY.items():
+    if name in names:
+      found = getattr(_importlib.import_module(f"moh_jax.{module}"), name)
+      globals()[name] = found
+      return found
+  raise AttributeError(f"module 'moh_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  """The names of the module, those that are not imported yet among them."""
+  return sorted({*globals(), *__all__})
+
+
+@_dataclasses.dataclass(frozen=True)
+class ImageClassifierFamily(Family):
+  """A family of image classifiers: the model section and the network suffice.
+
+  The section is a subclass of `moh_jax.config.ImageClassifier`. The network
+  maps images [B, X, Y, channels] to (logits [B, num_classes], ModelAux) and
+  takes the keyword `train`.
+  """
+
+  task: _typing.Any = "moh_jax.training.classification"
+  probe: _typing.Any = "moh_jax.analysis.probe:image_probe"
+  commands: frozenset[str] = frozenset({"classify"})
+
+
+register_family(
+  ImageClassifierFamily(
+    "vit",
+    model="moh_jax.config.vit:ViTConfig",
+    network="moh_jax.models.vit:ViT",
+    converter="moh_jax.convert.vit:CONVERTER",
+    released="moh_jax.config.sizes_vit:VIT_MODELS",
+    formats={"moh-vit": ("moh-vit",), "transnext": ("transnext",)},
+  )
+)
+register_family(
+  Family(
+    "dit",
+    model="moh_jax.config.dit:DiTConfig",
+    network="moh_jax.models.dit:DiT",
+    task="moh_jax.training.denoising",
+    converter="moh_jax.convert.dit:CONVERTER",
+    probe="moh_jax.analysis.probe:diffusion_probe",
+    released="moh_jax.config.sizes_dit:DIT_MODELS",
+    commands=frozenset({"sample"}),
+    formats={"moh-dit": ("moh-dit",), "dit": ("dit",), "diffusers": ()},
+    exports=("", "diffusers"),
+  )
+)
+register_family(
+  Family(
+    "llm",
+    model="moh_jax.config.llm:LLMConfig",
+    network="moh_jax.models.llm:LLM",
+    task="moh_jax.training.language_modeling",
+    converter="moh_jax.convert.llama:CONVERTER",
+    probe="moh_jax.analysis.probe:text_probe",
+    released="moh_jax.config.sizes_llm:LLM_MODELS",
+    commands=frozenset({"evaluate-lm", "generate"}),
+    formats={
+      "llama": ("llama", "llm", "moh-llm"),
+      "moh-llama3": ("moh-llama3",),
+      "moh-hf": ("moh-",),
+    },
+    exports=("hf", "released"),
+  )
+)
+register_router("two_stage", "moh_jax.layers.routers:TwoStageRouter")
+register_router(
+  "query_norm",
+  "moh_jax.layers.routers:QueryNormRouter",
+  reads_norms=True,
+  straight_through=True,
+)
+register_router("none", None)

@@ -17,7 +17,8 @@ from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config.variants import make_variant
 from moh_jax.plan.plan import make_plan
-from moh_jax.runtime import checkpoint, topology
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.devices import parse_topology
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 _ARGUMENTS = {
@@ -244,7 +245,7 @@ class PlanTest(parameterized.TestCase):
 
   def _check_plan(self, *run):
     devices = "h200:64" if run[0] in ("llm", "llama3_moh") else "h200:4"
-    plan = make_plan(self._load(*run), topology.parse(devices), compiles=False)
+    plan = make_plan(self._load(*run), parse_topology(devices), compiles=False)
     routes = plan.config.model.router.kind != "none"
     self.assertGreater(plan.flops, 0)
     self.assertEqual(plan.flops < plan.baseline_flops, routes)

@@ -29,13 +29,20 @@ class PublicApiTest(absltest.TestCase):
   def test_all_is_all(self):
     tree = ast.parse((_ROOT / "moh_jax" / "__init__.py").read_text())
     imported = {
-      alias.asname or alias.name
+      (node.module, alias.name)
       for node in ast.walk(tree)
       if isinstance(node, ast.ImportFrom)
       for alias in node.names
     }
-    public = {name for name in imported if not name.startswith("_")}
-    self.assertEqual(public | {"__version__"}, set(moh_jax.__all__))
+    lazy = {
+      (f"moh_jax.{module}", name)
+      for module, names in moh_jax._LAZY.items()
+      for name in names
+    }
+    self.assertContainsSubset(lazy, imported)
+    public = {name for _, name in imported} | {"ImageClassifierFamily"}
+    self.assertEqual(public, set(moh_jax.__all__))
+    self.assertContainsSubset(moh_jax.__all__, dir(moh_jax))
 
   def test_import_loads_nothing_heavy(self):
     code = (

@@ -156,13 +156,12 @@ def _similarity(found: Findings, images: Mapping[str, str]) -> str:
 
 def _budget(restored: Restored) -> str:
   model = restored.config.model
-  family = config_lib.get_family(model.family)
   rows = [
     (
       *(name, budget.num_heads, budget.shared, budget.routed, budget.top_k),
       f"{budget.share:.1%}",
     )
-    for name, budget in family.layer_budgets(model).items()
+    for name, budget in model.layer_budgets().items()
   ]
   header = ("layer", "heads", "shared", "routed", "top_k", "active")
   share = f"<p>Activated share of all heads: {model.activated_share:.1%}</p>"

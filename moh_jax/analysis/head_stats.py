@@ -19,7 +19,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.analysis.probe import Batch, Grouping, Probe
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.head_load import collapse_lines, load_entropy
 from moh_jax.ops.routing import Routing
@@ -131,7 +131,7 @@ def routed_layers(config: Config, probe: Probe) -> tuple[Layer, ...]:
   model = config.model
   if model.router.kind == "none":
     return ()
-  budgets = get_family(model.family).layer_budgets(model)
+  budgets = model.layer_budgets()
   groups = model.layer_groups()
   orders = (order for group in groups for order in group.order_of_each)
   grids = [g for g, x in zip(probe.grids, groups) for _ in range(x.depth)]

@@ -6,7 +6,7 @@ import sys
 
 from moh_jax.files import read_bytes
 from moh_jax.ops.head_load import LOAD_SPLIT
-from moh_jax.runtime import location
+from moh_jax.runtime import steps
 
 _MOST_BYTES = 1 << 30
 _POINTS = 500  # of a curve; more are thinned out
@@ -40,7 +40,7 @@ def read_run_metrics(directory: str, last: int) -> RunMetrics:
     ValueError: the file is too large.
   """
   found = RunMetrics({}, {})
-  path = location.workdir(directory) / "metrics.jsonl"
+  path = steps.workdir(directory) / "metrics.jsonl"
   if not path.exists():
     return found
   for line in read_bytes(path, _MOST_BYTES).splitlines():

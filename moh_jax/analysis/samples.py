@@ -18,7 +18,7 @@ from moh_jax.files import read_bytes
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler
 from moh_jax.models.generation import image_grid
-from moh_jax.runtime import location, sharding
+from moh_jax.runtime import sharding, steps
 
 _SAMPLES = 8
 _COLUMNS = 4
@@ -74,7 +74,7 @@ def samples(
     mesh: the devices.
   """
   family = get_family(restored.config.model.family)
-  if family.reads_text:
+  if restored.config.model.READS_TEXT:
     return _texts(stats, names, tokenizer)
   if "sample" in family.commands:
     return _generated(restored, directory, mesh)
@@ -109,7 +109,7 @@ def _classified(
 
 def _generated(restored: Restored, directory: str, mesh: Mesh) -> str:
   """The run's own newest picture up to the checkpoint, else new samples."""
-  folder = location.workdir(directory) / "samples"
+  folder = steps.workdir(directory) / "samples"
   own = []
   if folder.is_dir():
     own = [

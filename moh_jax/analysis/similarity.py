@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from moh_jax.analysis.head_stats import recorded_layers
 from moh_jax.analysis.probe import Batch, Probe
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.ops.head_similarity import SIMILARITY
 from moh_jax.runtime import sharding
 
@@ -78,7 +78,7 @@ def head_similarity(
   jitted = jax.jit(step, out_shardings=sharding.replicated(mesh))
   sums, examples = None, 0
   for batch in itertools.islice(batches, _BATCHES):
-    if get_family(config.model.family).reads_text:
+    if config.model.READS_TEXT:
       batch = {
         n: x[:, :_TOKENS] if x.ndim == 2 else x for n, x in batch.items()
       }
@@ -90,7 +90,7 @@ def head_similarity(
     examples += count
   if not examples:
     raise ValueError("there is no example to compare heads on")
-  names = get_family(config.model.family).layer_budgets(config.model)
+  names = config.model.layer_budgets()
   return HeadSimilarity(
     **{
       kind: {

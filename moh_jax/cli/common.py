@@ -15,7 +15,7 @@ from moh_jax.config.checks import DTYPES, MOST_COUNT
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.data.images.folders import SPLITS
 from moh_jax.json_files import strict_json
-from moh_jax.runtime import location, run_lock, steps
+from moh_jax.runtime import run_lock, steps
 from moh_jax.runtime.load import load_config
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def read_inputs(args: argparse.Namespace, overrides: Sequence[str]) -> None:
   elif overrides:
     raise ValueError(f"{PREFIX}{overrides[0]} needs --config FILE[:ARG]")
   if given.get("checkpoint") and "://" not in args.checkpoint:
-    location.check_exists(args.checkpoint)
+    steps.check_exists(args.checkpoint)
   # With several processes the first one, which may be quicker, has the lock.
   if given.get("workdir") and not given.get("distributed"):
     run_lock.check_free(args.workdir)
@@ -278,7 +278,7 @@ def read_metadata(
     args.checkpoint, args.step, verify=args.verify
   )
   if command is not None:
-    check_command(metadata.config, command, args.checkpoint)
+    check_command(metadata.config.model, command, args.checkpoint)
   return metadata, step
 
 

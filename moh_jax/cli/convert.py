@@ -2,7 +2,7 @@
 
 import argparse
 
-from moh_jax.config import family_of_format
+from moh_jax.config import family_of_format, imported
 from moh_jax.convert.checkpoints import convert
 from moh_jax.data.infer import resolve
 from moh_jax.data.text.chat_template import template_names
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     image_size=args.image_size,
   )
   print(f"{name}: {count:,} parameters written to {args.out}")
-  if family_of_format(args.format).reads_text:
+  if imported(family_of_format(args.format).model).READS_TEXT:
     try:
       print(_describe(load_checkpoint_tokenizer(args.out)))
     except (FileNotFoundError, TokenizerFileError):

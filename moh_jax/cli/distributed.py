@@ -78,7 +78,7 @@ def join(args: argparse.Namespace) -> bool:
   """
   import jax
 
-  from moh_jax.runtime.agreement import agree
+  from moh_jax.runtime.peers import agree
 
   if args.distributed:
     cluster.join(args.place, args.join_seconds)

@@ -12,13 +12,15 @@ from moh_jax import config as config_lib
 from moh_jax.analysis import pictures
 from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.csv_file import write_csv
-from moh_jax.config import EvalConfig, check_command, get_family
+from moh_jax.config import EvalConfig, check_command
+from moh_jax.data.infer import data_at
 from moh_jax.evaluation import predictions
 from moh_jax.files import write_whole
 from moh_jax.inference.restore import Restored
 from moh_jax.json_files import read_json
 from moh_jax.runtime import sharding
 from moh_jax.training import classification
+from moh_jax.training.task import task_builder
 
 _WORST = 5  # classes that are printed
 _CLASSES = int | str | list[int | str]
@@ -36,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
   if args.per_class or args.labels_file:
     metadata, _ = common.read_metadata(args)
     option = "--per-class" if args.per_class else "--labels"
-    check_command(metadata.config, "classify", f"{option}: {args.checkpoint}")
+    where = f"{option}: {args.checkpoint}"
+    check_command(metadata.config.model, "classify", where)
     if args.per_class and len(args.top_k or ()) > 1:
       raise ValueError(
         f"--per-class {args.per_class} takes one --top-k, not {args.top_k}"
@@ -73,7 +76,7 @@ def _held_out(
   """The run with the held-out data that was asked for."""
   config = restored.config
   if args.data:
-    data = get_family(config.model.family).data_at(config, args.data)
+    data = data_at(config, args.data)
     config = config_lib.apply_overrides(config, "data", **data)
   given = fields.given_fields(args, EvalConfig, "batch_size", "examples")
   return config_lib.apply_overrides(config, "eval", **{"examples": 0, **given})
@@ -92,7 +95,7 @@ def _evaluate(
   labels: None,
 ) -> dict[str, Any]:
   """The metrics of any family; with --plot also the time of an evaluation."""
-  tasks = get_family(config.model.family).tasks()
+  tasks = task_builder(config)
   evaluate = tasks.make_evaluate(restored.model, config, restored)
   metrics = evaluate(restored.params, mesh)
   if args.plot:  # again, now that the program is compiled

@@ -8,7 +8,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax.cli import common, distributed, text_files
-from moh_jax.config import get_family
 from moh_jax.data.text.pieces import list_pieces
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_model(args: argparse.Namespace) -> None:
   """Refuses what does not fit the model, before anything large is read."""
   metadata, _ = common.read_metadata(args, "evaluate-lm")
-  config = get_family("llm").serving_config(metadata.config)
+  config = metadata.config.served()
   for top_k in args.top_k or ():
     with_top_k(config, top_k)
 

@@ -21,14 +21,13 @@ from moh_jax.analysis.importance import (
   order_by_importance,
   top_k_by_importance,
 )
-from moh_jax.analysis.probe import Probe
+from moh_jax.analysis.probe import Probe, make_probe
 from moh_jax.analysis.run_metrics import read_run_metrics
 from moh_jax.analysis.samples import samples
 from moh_jax.analysis.similarity import head_similarity
 from moh_jax.cli import common, distributed
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.cli.labelled_data import LabelledData, open_data
-from moh_jax.config import get_family
 from moh_jax.data.identity import differences
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.files import write_whole
@@ -82,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
     stats = head_stats(
       probe, config, params, data.batches(), data.names, mesh, maps=args.maps
     )
-    importance = get_family(config.model.family).head_importance(
-      restored.model, config, params, data.batches()
-    )
+    importance = None
+    if probe.importance:
+      importance = probe.importance(params, data.batches())
     shown, similarity = "", {}
     if args.out or args.against:
       similarity = {
@@ -133,9 +132,8 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace, mesh: Mesh) -> _Opened:
   """Opens --checkpoint and the data that its heads are measured on."""
   metadata, step = common.read_metadata(args)
-  family = get_family(metadata.config.model.family)
   # A family without a probe says so before its parameters are read.
-  family.probe(make_model(metadata.config)[0], metadata.config)
+  make_probe(make_model(metadata.config)[0], metadata.config)
   tokenizer = None
   if metadata.tokenizer_sha256:
     tokenizer = load_checkpoint_tokenizer(
@@ -145,7 +143,7 @@ def _open(args: argparse.Namespace, mesh: Mesh) -> _Opened:
   return _Opened(
     f"{args.checkpoint}, step {step}",
     restored,
-    family.probe(restored.model, restored.config),
+    make_probe(restored.model, restored.config),
     tokenizer,
     open_data(args, restored, tokenizer, mesh),
   )

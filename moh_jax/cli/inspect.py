@@ -15,10 +15,9 @@ from moh_jax.cli import common
 from moh_jax.config import Config, LayerGroup
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
+from moh_jax.ops.head_placement import computes_all_heads, head_placement
 from moh_jax.ops.target import target
-from moh_jax.runtime.params import abstract_params, unbox
-from moh_jax.runtime.sharding import computes_all_heads, head_placement
-from moh_jax.runtime.whole_params import unsplit_params
+from moh_jax.runtime.params import abstract_params, unbox, unsplit_params
 from moh_jax.speed.model_forms import attention_form
 
 _NAMES = 10  # of the classes that are listed

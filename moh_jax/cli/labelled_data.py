@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import get_family
 from moh_jax.data.identity import Identity
 from moh_jax.data.images.sources import make_source
+from moh_jax.data.infer import data_at
 from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.text import sequences
 from moh_jax.data.text.labelled import LabelledTexts
@@ -67,7 +67,7 @@ def open_data(
   config = config_lib.apply_overrides(
     config, "eval", batch_size=size, examples=(args.batches or 0) * size
   )
-  if not get_family(config.model.family).reads_text:
+  if not config.model.READS_TEXT:
     return _images(args, config, restored, mesh)
   if args.data:
     return _texts(args, config, tokenizer, mesh)
@@ -88,7 +88,7 @@ def _images(
         f"images, not {len(args.data)}"
       )
     (where,) = args.data
-    data = get_family(config.model.family).data_at(config, where)
+    data = data_at(config, where)
     config = config_lib.apply_overrides(config, "data", **data)
   source = make_source(config, "val", restored.class_names)
   ready = held_out_images(config, source)

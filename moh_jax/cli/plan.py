@@ -11,7 +11,7 @@ from moh_jax.cli import common
 from moh_jax.plan import plan as plan_lib
 from moh_jax.plan import step_time
 from moh_jax.plan.plan import Fitting, Plan
-from moh_jax.runtime.topology import USABLE
+from moh_jax.runtime.devices import USABLE
 from moh_jax.speed import model_forms
 
 _MEMORY = {

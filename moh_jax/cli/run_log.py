@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from moh_jax.runtime.location import resolve
 from moh_jax.runtime.peers import LOG
+from moh_jax.runtime.steps import absolute
 
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 _OURS = "moh_jax"
@@ -118,7 +118,7 @@ class _OneLine(logging.Formatter):
 
 
 def _open(workdir: str) -> logging.Handler:
-  folder = resolve(workdir)
+  folder = absolute(workdir)
   if "://" in os.fspath(folder):
     return logging.NullHandler()
   file = _File(pathlib.Path(folder) / LOG, delay=True)

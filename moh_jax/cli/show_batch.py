@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from moh_jax.cli import common
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.data.images.pictures import to_array, to_picture
 from moh_jax.data.images.recipes import is_latent
 from moh_jax.data.images.sources import ImageSource, make_source
@@ -40,11 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(config: Config) -> Config:
   """The config, if its training reads pixels."""
-  family = get_family(config.model.family)
-  if family.reads_text or is_latent(config):
+  if config.model.READS_TEXT or is_latent(config):
     raise ValueError(
-      f"data.source={config.data.source!r} of model.family={family.name!r}: "
-      "show-batch shows pixels, not text or latents"
+      f"data.source={config.data.source!r} of model.family="
+      f"{config.model.family!r}: show-batch shows pixels, not text or latents"
     )
   return config
 

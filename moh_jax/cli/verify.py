@@ -1,12 +1,12 @@
 """`python -m moh_jax verify`."""
 
 import argparse
-import dataclasses
 import pathlib
+from typing import Any
 
 from moh_jax.cli import common
 from moh_jax.data import shards
-from moh_jax.runtime import location, steps
+from moh_jax.runtime import steps
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,15 +17,22 @@ def run(args: argparse.Namespace) -> int:
   if sets:
     return _verify_sets(sets, args.json)
   if "://" not in args.folder:
-    location.check_exists(args.folder)
+    steps.check_exists(args.folder)
   newest = steps.find_step(args.folder, args.step)
   wanted = [newest] if args.step is not None else steps.list_steps(args.folder)
-  reports = [steps.report(args.folder, step) for step in wanted]
+  damage = {step: steps.find_damage(args.folder, step) for step in wanted}
   if args.json != "-":
-    for found in reports:
-      print(found)
-  common.write_json(args.json, [dataclasses.asdict(r) for r in reports])
-  return 1 if any(found.damage for found in reports) else 0
+    for step, found in damage.items():
+      print(steps.describe(step, found))
+  common.write_json(args.json, [_listed(*one) for one in damage.items()])
+  return 1 if any(damage.values()) else 0
+
+
+def _listed(step: int, damage: dict[str, str] | None) -> dict[str, Any]:
+  if damage is None:
+    return {"step": step, "damage": None}
+  named = [{"file": name, "what": what} for name, what in damage.items()]
+  return {"step": step, "damage": named}
 
 
 def _damage(folder: pathlib.Path) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from moh_jax.config.checks import MOST_HEADS, MOST_WIDTH, in_range, one_of
-from moh_jax.config.routers import get_router
+from moh_jax.config.registry import get_router
 
 GATE_FORMS = ("released", "paper")
 ESTIMATORS = ("selected", "all")

@@ -1,8 +1,10 @@
-"""What model sections have in common: the layers that they describe."""
+"""What model sections have in common: layers, their heads, and their runs."""
 
 import dataclasses
 import itertools
-from typing import Any, Protocol, TypeVar
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 from moh_jax.config.checks import (
   DTYPES,
@@ -14,7 +16,10 @@ from moh_jax.config.checks import (
   one_of,
   shown,
 )
+from moh_jax.config.classifier import ClassifierConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.image_data import DataConfig
+from moh_jax.config.run import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +74,36 @@ class RoutedLayers:
       until then.
   """
 
+  # Class attributes:
+  #   DATA: dataclass of the section `data`.
+  #   SECTIONS: further sections that only this family has, name to dataclass.
+  #   RUNTIME_FIELDS: fields that change neither the parameters nor what they
+  #     mean, so that a checkpoint may be continued or served with other values.
+  #   POSITION_BIAS: whether attention logits get a learned bias per head, which
+  #     rules out some attention forms.
+  #   READS_TEXT: whether a tokenizer belongs to a checkpoint.
+  #   SERVED_IN_DTYPE: whether matrices can be stored in the compute dtype
+  #     without changing any output.
+  #   INPUTS: first names in the paths of the parameters before the first layer,
+  #     see `training.layer_decay`.
+  #   CLASS_AXES: axis of the classes in parameters that have one, by path. A
+  #     run that starts from a model of other classes initialises these anew.
+  DATA: ClassVar[type] = DataConfig
+  SECTIONS: ClassVar[Mapping[str, type]] = {}
+  RUNTIME_FIELDS: ClassVar[tuple[str, ...]] = (
+    *("attention_impl", "dtype", "remat"),
+  )
+  POSITION_BIAS: ClassVar[bool] = False
+  READS_TEXT: ClassVar[bool] = False
+  SERVED_IN_DTYPE: ClassVar[bool] = False
+  INPUTS: ClassVar[frozenset[str]] = frozenset({"embed"})
+  CLASS_AXES: ClassVar[Mapping[tuple[str, ...], int]] = {}
+
   family: str
-  router: RouterConfig = RouterConfig()
+  router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
   attention_impl: str = "auto"
   dtype: str = "float32"
   remat: str = "none"
-
-  # Fields that change neither the parameters nor what they mean, so that a
-  # checkpoint may be continued or served with other values.
-  RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
 
   def check_common(self, family: str, **sections: type) -> None:
     """Checks the fields that all model sections have.
@@ -126,9 +152,65 @@ class RoutedLayers:
           f"model.{like}={shown(expected)} has ({len(expected)})"
         )
 
+  @property
+  def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shapes and dtypes of the network's inputs, with a batch of one."""
+    raise NotImplementedError
+
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The layers by groups of equal ones, in order."""
     raise NotImplementedError
+
+  def stack_names(self) -> tuple[str, ...]:
+    """First names in the paths of the layers' parameters, by layer group."""
+    return tuple(f"blocks{i}" for i in range(len(self.layer_groups())))
+
+  def layer_budgets(self) -> dict[str, HeadBudget]:
+    """The head split of every layer, by its stack and place: "blocks0.1"."""
+    return {
+      f"{name}.{place}": group.budget
+      for name, group in zip(self.stack_names(), self.layer_groups())
+      for place in range(group.depth)
+    }
+
+  def check_run(self, run: Config) -> None:
+    """Raises ValueError where the sections of a run do not fit together."""
+
+  def in_run(self, run: Config) -> Config:
+    """A run of this model with other budgets of heads, or no router.
+
+    Args:
+      run: with this model as it was before.
+
+    Raises:
+      ValueError: another section of the run does not fit this model.
+    """
+    return dataclasses.replace(run, model=self)
+
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """What a run takes from this model, which it starts from, unless stated.
+
+    Args:
+      trained: run that trained this model.
+      stated: fields of the section `model` that the new run states.
+
+    Returns:
+      Fields by section.
+    """
+    return {"model": dataclasses.asdict(self)}
+
+  def resized(self, run: Config, size: int) -> Config:
+    """A run of the same classifier for square images of another size.
+
+    Raises:
+      ValueError: the family has no such form.
+    """
+    raise ValueError(
+      f"--image-size {size}: only image classifiers change their size, not "
+      f"model.family={self.family!r}"
+    )
 
   def check_complete(self) -> None:
     """Refuses a section with fields that are left to the data.
@@ -181,18 +263,55 @@ def without_router(model: _Model, **changes: Any) -> _Model:
   return dataclasses.replace(model, router=off, **changes)
 
 
-class ImageModel(Protocol):
-  """What the data pipeline needs to know of a model that reads images.
+class ImageModel(RoutedLayers):
+  """What model sections of networks that read images, or latents, share.
 
-  Attributes:
-    channels: of the input.
-    num_classes: labels.
-    input_shape: rows, columns and channels of an example.
+  They have the fields `channels` and `num_classes` and the property
+  `input_shape`: rows, columns and channels of an example.
   """
 
-  channels: int
-  num_classes: int
-  input_shape: tuple[int, int, int]
+  @property
+  def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Images [1, X, Y, channels] float32."""
+    return (((1, *self.input_shape), "float32"),)
+
+  def token_grids(self) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of the tokens, by layer group: here of square images."""
+    sides = [math.isqrt(group.tokens) for group in self.layer_groups()]
+    return tuple((side, side) for side in sides)
+
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """The network and its normalization; the classes are those of the data."""
+    data = trained.data
+    return {
+      "model": {**dataclasses.asdict(self), "num_classes": None},
+      "data": {"mean": data.mean, "std": data.std},
+    }
+
+  def check_channels(self, run: Config) -> None:
+    """Raises ValueError unless every channel of the model is normalized."""
+    mean, channels = run.data.mean, self.channels
+    if mean is not None and channels is not None and len(mean) != channels:
+      raise ValueError(
+        f"data.mean={mean} must have model.channels={channels} values"
+      )
+
+
+class ImageClassifier(ImageModel):
+  """What model sections of image classifiers share."""
+
+  SECTIONS = {"classifier": ClassifierConfig}
+
+  def check_run(self, run: Config) -> None:
+    """Classifiers read images, normalized per channel."""
+    if run.data.source == "latents":
+      raise ValueError(
+        "data.source='latents' is for diffusion models, model.family="
+        f"{self.family!r}"
+      )
+    self.check_channels(run)
 
 
 class LayerStack(RoutedLayers):

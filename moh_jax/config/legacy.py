@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config.registry import get_family
+from moh_jax.config.run import section_types
 
 MOVED = {
   "model.router": "model.router.kind",
@@ -53,6 +53,6 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
     place[name] = value
   # Other families' runs held the classifier's fields too, and did not use them.
   family = sections.get("model", {}).get("family")
-  if family is not None and "classifier" not in get_family(family).sections:
+  if family is not None and "classifier" not in section_types(family):
     sections.pop("classifier", None)
   return sections

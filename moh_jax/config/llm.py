@@ -12,6 +12,8 @@ from moh_jax.config.checks import (
 )
 from moh_jax.config.layers import LayerStack
 from moh_jax.config.rotary import RotaryConfig
+from moh_jax.config.run import Config
+from moh_jax.config.text import TextDataConfig, TuneConfig
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 
@@ -71,7 +73,11 @@ class LLMConfig(LayerStack):
   qk_norm: bool = False
   loss_chunk: int = 512
 
+  DATA = TextDataConfig
+  SECTIONS = {"tune": TuneConfig}
   RUNTIME_FIELDS = (*LayerStack.RUNTIME_FIELDS, "loss_chunk")
+  READS_TEXT = True
+  SERVED_IN_DTYPE = True
   sees = "before"
 
   def __post_init__(self):
@@ -117,3 +123,58 @@ class LLMConfig(LayerStack):
   def num_tokens(self) -> int:
     """N of the longest sequence."""
     return self.max_length
+
+  @property
+  def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Tokens [1, 1] int32."""
+    return (((1, 1), "int32"),)
+
+  def check_run(self, run: Config) -> None:
+    """Sequences fit the positions; a schedule of top_k ends as the model is."""
+    if run.data.sequence_length > self.max_length:
+      raise ValueError(
+        f"data.sequence_length={run.data.sequence_length} must be at most "
+        f"model.max_length={self.max_length}, the range of its positions"
+      )
+    self._check_schedule(run)
+
+  def _check_schedule(self, run: Config) -> None:
+    tune = run.tune
+    if not tune.top_k_values:
+      return
+    routing = [k for k in self.top_k if k] if self.router.kind != "none" else []
+    if not routing or set(routing) != {tune.top_k_values[-1]}:
+      raise ValueError(
+        f"tune.top_k_values={tune.top_k_values} must end with the model.top_k "
+        f"of the layers that route, {tuple(sorted(set(routing)))}"
+      )
+    if tune.top_k_steps[-1] >= run.train.steps:
+      raise ValueError(
+        f"tune.top_k_steps={tune.top_k_steps} must end before train.steps="
+        f"{run.train.steps}"
+      )
+    least = min(b.routed for b in self.budgets() if b.top_k)
+    if max(tune.top_k_values) > least:
+      raise ValueError(
+        f"tune.top_k_values={tune.top_k_values} must be at most the {least} "
+        "routed heads of a layer"
+      )
+
+  def in_run(self, run: Config) -> Config:
+    """A schedule of top_k keeps its steps and ends as this model is."""
+    tune, values = run.tune, run.tune.top_k_values
+    if self.router.kind == "none":
+      tune = TuneConfig()
+    elif values:
+      # They lie between the last one and all routed heads as before.
+      last, new_last = values[-1], max(self.top_k)
+      most, new_most = (
+        min(b.routed for b in one.budgets() if b.top_k)
+        for one in (run.model, self)
+      )
+      scale = (new_most - new_last) / max(1, most - last)
+      moved = (new_last + round((value - last) * scale) for value in values)
+      tune = dataclasses.replace(
+        tune, top_k_values=tuple(max(1, value) for value in moved)
+      )
+    return dataclasses.replace(run, model=self, tune=tune)

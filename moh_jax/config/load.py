@@ -11,8 +11,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from moh_jax.config.parse import GivenText
-from moh_jax.config.registry import family_names
-from moh_jax.config.routers import router_names
+from moh_jax.config.registry import family_names, router_names
 
 
 def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

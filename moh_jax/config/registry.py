@@ -1,46 +1,167 @@
-"""The registry of all families of models, and what is looked up in it."""
+"""Registries: families, routers and other kinds that packages can add, by name.
 
-from __future__ import annotations
+A record names code as "MODULE:NAME" or "MODULE", which is imported when it is
+first used, so that configs load without JAX and no module here imports others.
+The package registers its own families and routers in `moh_jax/__init__.py`, by
+the calls that other packages make.
+"""
 
-import importlib
+import dataclasses
 import importlib.metadata
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-  from moh_jax.config.family import Family
-  from moh_jax.config.run import Config
+from moh_jax.config.checks import shown
 
-# Entry point group in which installed packages name modules that call
-# `register_family` when they are imported.
-ENTRY_POINTS = "moh_jax.families"
-_BUILT_IN = ("vit", "dit", "llm")
 
-_registry: dict[str, Family] = {}
+class _Named(Protocol):
+  """What a registry asks of a record."""
+
+  @property
+  def name(self) -> str:
+    """Under which it is found."""
+
+  @property
+  def code(self) -> Any:
+    """The class, or "MODULE:NAME", that tells it from others of its name."""
+
+
+Record = TypeVar("Record", bound=_Named)
+
+
+class Registry(Generic[Record]):
+  """Records by name.
+
+  Attributes:
+    key: config key that holds the name, for messages.
+    what: what a record describes, for messages.
+    entry_points: group of entry points in which installed packages name modules
+      that add records; "" is none.
+  """
+
+  def __init__(self, key: str, what: str, entry_points: str = ""):
+    self.key, self.what, self.entry_points = key, what, entry_points
+    self._records: dict[str, Record] = {}
+
+  def add(self, record: Record) -> Record:
+    """Adds a record, or replaces that of a class of the same name.
+
+    Raises:
+      ValueError: the name is that of another one.
+    """
+    known = self._records.get(record.name, record)
+    if _called(known.code) != _called(record.code):
+      raise ValueError(
+        f"{self.what} name={record.name!r} is taken by another {self.what}"
+      )
+    self._records[record.name] = record
+    return record
+
+  def get(self, name: str) -> Record:
+    """The record of a name.
+
+    Raises:
+      ValueError: there is none; the known names are listed.
+    """
+    if isinstance(name, str) and name not in self._records:
+      for point in importlib.metadata.entry_points(group=self.entry_points):
+        point.load()
+    if not isinstance(name, str) or name not in self._records:
+      raise ValueError(
+        f"{self.key}={shown(name)} must be one of {self.names()}; a "
+        f"{self.what} of another package must be imported first (--import "
+        "MODULE)"
+      )
+    return self._records[name]
+
+  def names(self) -> tuple[str, ...]:
+    """All names, in the order in which they were added."""
+    return tuple(self._records)
+
+  def records(self) -> tuple[Record, ...]:
+    """All records, in the order in which they were added."""
+    return tuple(self._records.values())
+
+
+def _called(code: Any) -> str:
+  """Name of a class, also of one defined again; partials share theirs."""
+  if isinstance(code, str):
+    return code
+  return getattr(code, "__qualname__", type(code).__qualname__)
+
+
+def imported(part: Any) -> Any:
+  """What a record names as "MODULE:NAME" or "MODULE"; other values as they are.
+
+  Only a module that may import the named one calls this.
+  """
+  return pkgutil.resolve_name(part) if isinstance(part, str) else part
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A family of models: its config section, its network and what trains it.
+
+  Every field but the name, the commands and the forms may be "MODULE:NAME".
+
+  Attributes:
+    name: value of `model.family`.
+    model: dataclass of the section `model`, a subclass of
+      `config.RoutedLayers`. It says which other sections a run has.
+    network: (model section) -> the Linen module, which maps the section's
+      `example_inputs` to (output, ModelAux).
+    task: what builds the training task and the evaluation, often a module; see
+      `training.task.TaskBuilder`.
+    converter: `convert.converter.Converter` of the public checkpoints; None
+      where there are none.
+    probe: (network, config) -> `analysis.probe.Probe`, how `heads` runs the
+      network; None where it cannot.
+    released: released models, name to model section.
+    commands: commands that work with this family but not with all: "classify",
+      "evaluate-lm", "generate", "sample".
+    formats: formats that `convert` reads, each with the beginnings of the names
+      of the released models that have it.
+    exports: forms that `export` writes, the default first: "" is one file of
+      tensors, the others are folders.
+  """
+
+  name: str
+  model: type | str
+  network: Callable[[Any], Any] | str
+  task: Any
+  converter: Any = None
+  probe: Callable[..., Any] | str | None = None
+  released: Mapping[str, Any] | str = dataclasses.field(default_factory=dict)
+  commands: frozenset[str] = frozenset()
+  formats: Mapping[str, tuple[str, ...]] = dataclasses.field(
+    default_factory=dict
+  )
+  exports: tuple[str, ...] = ("",)
+
+  @property
+  def code(self) -> type | str:
+    """What tells the family from others of its name."""
+    return self.model
+
+
+_FAMILIES: Registry[Family] = Registry(
+  "model.family", "family", "moh_jax.families"
+)
+family_names = _FAMILIES.names
+families = _FAMILIES.records
 
 
 def register_family(family: Family) -> Family:
   """Makes a family known to configs, checkpoints and commands.
 
   Args:
-    family: the record. Registering an equal class again replaces it.
-
-  Returns:
-    The same record.
+    family: the record. Another one of the same model section replaces it.
 
   Raises:
-    ValueError: another family has its name, or a required attribute is missing.
+    ValueError: the name is that of another family.
   """
-  for attribute in ("name", "model"):
-    if not hasattr(family, attribute):
-      raise ValueError(f"{type(family).__name__}.{attribute} must be set")
-  known = _registry.get(family.name)
-  built_in = type(family).__module__.startswith("moh_jax.families.")
-  taken = family.name in _BUILT_IN and not built_in
-  if taken or (known and type(known).__qualname__ != type(family).__qualname__):
-    raise ValueError(f"family name={family.name!r} is taken by another family")
-  _registry[family.name] = family
-  return family
+  return _FAMILIES.add(family)
 
 
 def get_family(name: str) -> Family:
@@ -49,42 +170,21 @@ def get_family(name: str) -> Family:
   Raises:
     ValueError: there is no such family; the known ones are listed.
   """
-  if isinstance(name, str) and name not in _registry:
-    if name in _BUILT_IN:
-      importlib.import_module(f"moh_jax.families.{name}")
-    else:
-      for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        point.load()
-  if not isinstance(name, str) or name not in _registry:
-    raise ValueError(
-      f"model.family={name!r} must be one of {family_names()}; a family of "
-      "another package must be imported first (--import MODULE)"
-    )
-  return _registry[name]
+  return _FAMILIES.get(name)
 
 
-def family_names() -> tuple[str, ...]:
-  """Names of the built-in families and of those registered so far."""
-  return (*_BUILT_IN, *(name for name in _registry if name not in _BUILT_IN))
-
-
-def families() -> tuple[Family, ...]:
-  """All records, the built-in ones first."""
-  return tuple(get_family(name) for name in family_names())
-
-
-def check_command(config: Config, command: str, where: str) -> Family:
+def check_command(model: Any, command: str, where: str) -> Family:
   """The record of a checkpoint's family, if a command works with it.
 
   Args:
-    config: of the checkpoint.
+    model: section of the checkpoint's model.
     command: its name, such as "sample".
     where: the checkpoint, for the message.
 
   Raises:
     ValueError: the family does not have the command; those that do are listed.
   """
-  family = get_family(config.model.family)
+  family = get_family(model.family)
   if command not in family.commands:
     able = [other.name for other in families() if command in other.commands]
     raise ValueError(
@@ -106,12 +206,12 @@ def released_model(name: str) -> Any:
   return models[name]
 
 
-def released_models() -> Mapping[str, Any]:
+def released_models() -> dict[str, Any]:
   """All released models: name to model section."""
   return {
     name: model
     for family in families()
-    for name, model in family.released().items()
+    for name, model in imported(family.released).items()
   }
 
 
@@ -135,3 +235,62 @@ def family_of_format(kind: str) -> Family:
     if kind in family.formats:
       return family
   raise ValueError(f"--from {kind!r} must be one of {public_formats()}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterKind:
+  """What configs and layers must know of a kind of router.
+
+  Attributes:
+    name: value of `model.router.kind`.
+    module: subclass of `moh_jax.Router`, or a function of the same arguments
+      (budget, config and initializer) that makes one; may be "MODULE:NAME".
+      None leaves every head on.
+    reads_norms: whether it reads the norms of the queries. Families whose
+      queries have unit length refuse it.
+    varies: whether a token may select more routed heads than its budget says.
+      Attention then allows for all of them.
+    straight_through: whether `RouterConfig.straight_through` says which heads'
+      scores get a gradient from its gates.
+  """
+
+  name: str
+  module: Callable[..., Any] | str | None
+  reads_norms: bool = False
+  varies: bool = False
+  straight_through: bool = False
+
+  @property
+  def code(self) -> Any:
+    """What tells the router from others of its name."""
+    return self.module
+
+
+_ROUTERS: Registry[RouterKind] = Registry("router.kind", "router")
+add_router = _ROUTERS.add
+get_router = _ROUTERS.get
+router_names = _ROUTERS.names
+
+
+def register_router(
+  name: str, module: Callable[..., Any] | str | None, **properties: bool
+) -> RouterKind:
+  """Makes a router known to configs, checkpoints and commands.
+
+  Args:
+    name: value of `model.router.kind`.
+    module: subclass of `moh_jax.Router`, or a function of the same arguments
+      that makes one, such as a `functools.partial` with further fields.
+    **properties: `reads_norms`, `varies` and `straight_through`, False unless
+      given. `reads_norms`: the router needs the norms of the queries. `varies`:
+      a token may select more heads than the budget's `top_k`; to leave it out
+      for such a router gives wrong outputs. `straight_through`: the gates obey
+      `RouterConfig.straight_through`.
+
+  Returns:
+    Its record. Registering a class of the same name again replaces it.
+
+  Raises:
+    ValueError: the name is that of another router.
+  """
+  return add_router(RouterKind(name, module, **properties))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moh_jax.config.log import LogConfig
-from moh_jax.config.registry import get_family
+from moh_jax.config.registry import get_family, imported
 from moh_jax.config.sections import (
   CheckpointConfig,
   EvalConfig,
@@ -17,13 +17,8 @@ from moh_jax.config.sections import (
 
 def section_types(family: str) -> dict[str, type]:
   """The dataclass of every section of a family's configs, by name."""
-  record = get_family(family)
-  return {
-    "model": record.model,
-    "data": record.data,
-    **_SHARED,
-    **record.sections,
-  }
+  model = imported(get_family(family).model)
+  return {"model": model, "data": model.DATA, **_SHARED, **model.SECTIONS}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -90,7 +85,7 @@ class Config:
       name: given[name] if name in given else cls()
       for name, cls in types.items()
     }
-    own = {name: every.pop(name) for name in get_family(model.family).sections}
+    own = {name: every.pop(name) for name in model.SECTIONS}
     for name, value in {**every, "sections": own}.items():
       object.__setattr__(self, name, value)
     self._check()
@@ -106,7 +101,7 @@ class Config:
     return sections[name]
 
   def _check(self) -> None:
-    get_family(self.model.family).check(self)
+    self.model.check_run(self)
     batch, parts = self.data.batch_size, self.optim.accumulation
     if batch % parts:
       raise ValueError(
@@ -125,6 +120,15 @@ class Config:
         f"optim.decay_steps={decay} must be at most train.steps="
         f"{self.train.steps} less the {warmup} steps of the warm-up"
       )
+
+  def served(self) -> "Config":
+    """The run to serve its model with: what only trains has its defaults."""
+    defaults = {
+      name: type(section)()
+      for name, section in self.sections.items()
+      if getattr(section, "ONLY_TRAINS", False)
+    }
+    return dataclasses.replace(self, **defaults)
 
   def by_name(self) -> dict[str, Any]:
     """Every section of the run, by its name."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import ClassVar
 
 from moh_jax.config.checks import (
   MOST_AHEAD,
@@ -104,6 +105,8 @@ class TuneConfig:
     top_k_values: routed heads per token from each of these steps on, in every
       layer that routes; the last is model.top_k.
   """
+
+  ONLY_TRAINS: ClassVar[bool] = True
 
   top_k_steps: tuple[int, ...] = ()
   top_k_values: tuple[int, ...] = ()

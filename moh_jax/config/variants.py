@@ -11,7 +11,6 @@ from typing import Any
 from moh_jax.config.layers import without_router
 from moh_jax.config.load import override
 from moh_jax.config.parse import from_config_dict, split_items, to_dict
-from moh_jax.config.registry import get_family
 from moh_jax.config.run import Config
 
 FORMS = (
@@ -47,9 +46,8 @@ def make_variant(config: Config, name: str) -> Config:
   if not found:
     raise ValueError(f"variant {name!r} must be {FORMS}")
   model = config.model
-  family = get_family(model.family)
   if name == "mha":
-    return family.with_model(config, without_router(model))
+    return without_router(model).in_run(config)
   if name != "config" and model.router.kind == "none":
     raise ValueError(
       f"variant {name!r} needs a config that routes heads, and "
@@ -71,7 +69,7 @@ def make_variant(config: Config, name: str) -> Config:
   try:
     if active or shared:
       model = _with_budgets(model, _part(active), _part(shared))
-    return family.with_model(config, model)
+    return model.in_run(config)
   except ValueError as error:
     raise ValueError(f"variant {name!r}: {error}") from error
 

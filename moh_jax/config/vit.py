@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from moh_jax.config.checks import (
   MOST_HEADS,
@@ -14,7 +16,8 @@ from moh_jax.config.checks import (
   in_range,
 )
 from moh_jax.config.heads import HeadBudget
-from moh_jax.config.layers import LayerGroup, RoutedLayers
+from moh_jax.config.layers import ImageClassifier, LayerGroup
+from moh_jax.config.run import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class StageShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class ViTConfig(RoutedLayers):
+class ViTConfig(ImageClassifier):
   """TransNeXt classifier with or without MoH; tuples hold one value per stage.
 
   Attributes:
@@ -95,7 +98,9 @@ class ViTConfig(RoutedLayers):
   qkv_bias: bool = True
   drop_path: float = 0.0
 
-  RUNTIME_FIELDS = (*RoutedLayers.RUNTIME_FIELDS, "drop_path")
+  RUNTIME_FIELDS = (*ImageClassifier.RUNTIME_FIELDS, "drop_path")
+  POSITION_BIAS = True
+  CLASS_AXES = {("head", "kernel"): 1, ("head", "bias"): 0}
 
   def __post_init__(self):
     self.check_common("vit")
@@ -197,6 +202,42 @@ class ViTConfig(RoutedLayers):
       pairs = tokens * math.prod(shape.pool_grid or shape.grid)
       groups.append(LayerGroup(budget, depth, width, tokens, sees, pairs=pairs))
     return tuple(groups)
+
+  def stack_names(self) -> tuple[str, ...]:
+    """The stages."""
+    return tuple(f"stage{i + 1}" for i in range(len(self.depths)))
+
+  def token_grids(self) -> tuple[tuple[int, int], ...]:
+    """The grids of the stages."""
+    return tuple(shape.grid for shape in self.stage_shapes())
+
+  def inherited(
+    self, trained: Config, stated: Mapping[str, Any]
+  ) -> dict[str, dict[str, Any]]:
+    """As for all images; coordinates keep the size of the pre-training."""
+    found = super().inherited(trained, stated)
+    size = self.image_size
+    if "image_size" in stated and stated["image_size"] != size:
+      found["model"] |= self._pretrained()
+    return found
+
+  def resized(self, run: Config, size: int) -> Config:
+    """Position tables and the crop of evaluation follow the size."""
+    # Keep the ratio of crop to resize that the model was evaluated with.
+    resize = run.data.eval_resize * size // min(self.image_size)
+    return dataclasses.replace(
+      run,
+      model=dataclasses.replace(
+        self, image_size=(size, size), **self._pretrained()
+      ),
+      data=dataclasses.replace(run.data, eval_resize=resize),
+    )
+
+  def _pretrained(self) -> dict[str, int]:
+    """Fields of another image size that keep the coordinates of this one."""
+    rows, columns = self.pretrain_size
+    pretrain_columns = 0 if columns == rows else columns
+    return {"pretrain_image_size": rows, "pretrain_columns": pretrain_columns}
 
   def stage_shapes(self) -> tuple[StageShape, ...]:
     """Token grids of every stage.

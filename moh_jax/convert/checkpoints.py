@@ -21,10 +21,11 @@ from moh_jax.config import (
   Family,
   family_of_format,
   get_family,
+  imported,
   released_model,
 )
 from moh_jax.convert import hf_folder, model_card, rules, stream, tensor_writer
-from moh_jax.convert.converter import CONFIG_FILE, Exported
+from moh_jax.convert.converter import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
@@ -35,7 +36,7 @@ from moh_jax.data.text.tokenizer_files import (
 from moh_jax.data.text.tokenizers import check_vocabulary
 from moh_jax.json_files import parse_json
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, location
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.params import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ def convert(
   name, metadata, tensors = _open(kind, source, key, model, config)
   config = metadata.config
   if image_size:
-    config = get_family(config.model.family).resized(config, image_size)
-  reads_text = get_family(config.model.family).reads_text
+    config = config.model.resized(config, image_size)
+  reads_text = config.model.READS_TEXT
   if reads_text and (found := hf_folder.open_tokenizer(_folder(source))):
     check_vocabulary(found, config.model.vocab_size, source)
   table = model_rules(config.model, kind)
@@ -95,7 +96,7 @@ def convert(
   checkpoint.check_vacant(out)
   tokenizer = ""
   if reads_text:
-    tokenizer = _copy_tokenizer(_folder(source), location.resolve(out))
+    tokenizer = _copy_tokenizer(_folder(source), steps.absolute(out))
   metadata = dataclasses.replace(
     metadata, config=config, tokenizer_sha256=tokenizer
   )
@@ -190,10 +191,10 @@ def export(
   metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   config, path = metadata.config, pathlib.Path(out)
   family = get_family(config.model.family)
-  converter = family.converter()
+  converter = converter_of(config.model)
   form = _form(family, to)
   read_scores = model_card.read_scores(scores, step) if scores else {}
-  if (license or scores) and not family.reads_text:
+  if (license or scores) and not config.model.READS_TEXT:
     raise ValueError(
       "--license and --scores are for the model card of a language model; this "
       f"is a model of {family.name!r}"
@@ -211,8 +212,8 @@ def export(
     tensor_writer.write_file(path, planned, dtype, text)
     return _count(params)
   with tensor_writer.new_folder(path) as folder:
-    if family.reads_text:
-      _copy_tokenizer(location.workdir(directory), folder)
+    if config.model.READS_TEXT:
+      _copy_tokenizer(steps.workdir(directory), folder)
     exported = Exported(
       form, config, step, dtype, _count(params), license, read_scores
     )
@@ -226,7 +227,7 @@ def export(
 
 def model_rules(model: Any, form: str = "") -> list[rules.Rule]:
   """The conversion table of a model section, for a form or format."""
-  converter = get_family(model.family).converter()
+  converter = converter_of(model)
   return converter.other_rules.get(form, converter.rules)(model)
 
 
@@ -245,7 +246,7 @@ def _open(
   described = ours = None
   if config is None and model is None:
     ours = _exported(kind, source)
-    described = family.converter().described(
+    described = imported(family.converter).described(
       kind, _folder(source) / CONFIG_FILE
     )
   if config is not None:
@@ -294,7 +295,7 @@ def _folder(source: str) -> pathlib.Path:
 def _find_model(kind: str, tensors: Tensors, source: str) -> str:
   """Finds the released model with exactly these tensor shapes."""
   family = family_of_format(kind)
-  models = family.released()
+  models = imported(family.released)
   names = [name for name in models if name.startswith(family.formats[kind])]
   for name in names:
     config = _released_run(models[name], tensors)
@@ -313,12 +314,12 @@ def _find_model(kind: str, tensors: Tensors, source: str) -> str:
 
 def _released_run(model: Any, tensors: Tensors) -> Config:
   """The run that a released model stands for."""
-  converter = get_family(model.family).converter()
+  converter = converter_of(model)
   return resolve(converter.released_run(model, tensors))
 
 
 def _without_ignored(model: Any, tensors: Tensors) -> dict[str, Any]:
-  is_ignored = get_family(model.family).converter().is_ignored
+  is_ignored = converter_of(model).is_ignored
   return {name: t for name, t in tensors.items() if not is_ignored(model, name)}
 
 

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moh_jax.config import Config
+from moh_jax.config import Config, get_family, imported
 from moh_jax.convert.rules import Rule
 
 CONFIG_FILE = "config.json"  # what describes the model of a folder
@@ -65,3 +65,18 @@ class Converter:
     default_factory=dict
   )
   stem: str = "model"
+
+
+def converter_of(model: Any) -> Converter:
+  """The converter of a model section's family.
+
+  Raises:
+    NotImplementedError: the family has no public form.
+  """
+  converter = imported(get_family(model.family).converter)
+  if converter is None:
+    raise NotImplementedError(
+      f"model.family={model.family!r} has no public tensor names to convert "
+      "from or export to"
+    )
+  return converter

@@ -42,8 +42,8 @@ from moh_jax.config import Config
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Rule
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime import checkpoint
+from moh_jax.runtime.params import abstract_params, param_shardings, unbox
 
 BLOCK_BYTES = 2**25
 _Index = tuple[slice, ...]
@@ -347,7 +347,7 @@ def load_sharded(
   return jax.tree.map(
     lambda leaf, to: jax.make_array_from_callback(leaf.shape, to, leaf.read),
     leaves,
-    sharding.param_shardings(boxed, mesh),
+    param_shardings(boxed, mesh),
   )
 
 

@@ -12,9 +12,11 @@ from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.image_data import FILE_SOURCES
 from moh_jax.data.images import latents
 from moh_jax.data.images.encoded import EncodedSource
+from moh_jax.data.images.folders import SPLITS
 from moh_jax.data.images.recipes import is_latent
 from moh_jax.data.images.sources import open_files
-from moh_jax.data.shards import read_metadata
+from moh_jax.data.images.tables import is_tables
+from moh_jax.data.shards import METADATA, read_metadata
 from moh_jax.data.text.sequences import describe_set
 from moh_jax.data.text.tokenizers import load_tokenizer
 
@@ -206,3 +208,27 @@ class _Lookups:
     root = pathlib.Path(data.path)
     folders = [root / name / "train" for name in data.mix] or [root / "train"]
     return max(describe_set(folder)["vocab_size"] for folder in folders)
+
+
+def data_at(config: Config, path: str) -> dict[str, Any]:
+  """Fields of the section `data` that read another directory.
+
+  Text is one token set in place of a mix. Latents are read as such, images as
+  what `path` holds: shards, tables or folders. Without val/ all images of the
+  latter two are held out.
+
+  Args:
+    config: of the run.
+    path: directory with data of the same kind as the run's.
+  """
+  if config.model.READS_TEXT:
+    return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
+  if config.data.source == "latents":
+    return {"path": path}
+  if any((pathlib.Path(path) / n / METADATA).is_file() for n in SPLITS):
+    of_tables = {"label_column": "", "class_list": ""}
+    return {"source": "array_record", "path": path, **of_tables}
+  all_of_it = {"path": path, "val_share": 1.0}
+  if is_tables(path):
+    return {"source": "parquet", **all_of_it}
+  return {"source": "image_folder", "label_column": "", **all_of_it}

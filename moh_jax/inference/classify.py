@@ -59,7 +59,7 @@ class Classifier:
     Raises:
       ValueError: the model classifies no images.
     """
-    check_command(config, "classify", "the checkpoint")
+    check_command(config.model, "classify", "the checkpoint")
     self._params, self._config, self._names = params, config, class_names
     # A few images need no faster resizing, nor the library of "fast".
     data = dataclasses.replace(config.data, decode="exact")

@@ -76,7 +76,7 @@ class Generator:
         does not have, or an argument is none of the allowed.
     """
     config = restored.config.model
-    check_command(restored.config, "generate", "the checkpoint")
+    check_command(restored.config.model, "generate", "the checkpoint")
     if cache_dtype is None:
       cache_dtype = default_cache_dtype(config)
     if cache_dtype not in CACHE_DTYPES:

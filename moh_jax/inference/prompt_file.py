@@ -16,7 +16,7 @@ from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.generate import Generator, Prompt
 from moh_jax.inference.options import Sampling
 from moh_jax.json_files import plain, read_json, strict_json
-from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.peers import ask_first_process
 
 # Batches whose prompts are sorted by length and written together.
 _CHUNK_BATCHES = 8

@@ -13,9 +13,11 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
+from moh_jax.models.restack import fit_params, serving_dtypes
+from moh_jax.ops.head_placement import check_heads
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.fits import check_tree
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
@@ -63,8 +65,7 @@ class Restored:
     """
     wanted = with_top_k(self.config, top_k)
     model, inputs = make_model(wanted)
-    family = get_family(wanted.model.family)
-    params = family.fit_params(self.params, self.config, wanted)
+    params = fit_params(self.params, self.config.model, wanted.model)
     _check_parameters(
       unbox(abstract_params(model, inputs)), params, {"top_k": top_k}
     )
@@ -127,8 +128,7 @@ def restore(
   """
   metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  family = get_family(metadata.config.model.family)
-  config = family.serving_config(metadata.config)
+  config = metadata.config.served()
   others = {k: v for k, v in overrides.items() if k != "top_k"}
   if others:
     config = config_lib.apply_overrides(config, "model", **others)
@@ -142,7 +142,7 @@ def restore(
       )
     config = config_lib.apply_overrides(config, "sample", **sample)
   if mesh is not None:
-    sharding.check_heads(config.model, mesh)
+    check_heads(config.model, mesh)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
   trained, inputs = make_model(metadata.config)
@@ -150,11 +150,11 @@ def restore(
   abstract = jax.tree.map(
     lambda x, dtype: x.update(dtype=dtype),
     abstract,
-    family.serving_dtypes(abstract, config),
+    serving_dtypes(abstract, config.model),
   )
   model, _ = make_model(config)
   fit = functools.partial(
-    family.fit_params, trained=metadata.config, wanted=config
+    fit_params, trained=metadata.config.model, wanted=config.model
   )
   _check_parameters(
     unbox(abstract_params(model, inputs)),

@@ -111,7 +111,7 @@ def check_request(config: Config, labels: Labels, seed: int) -> None:
   Raises:
     ValueError: not a diffusion model, or a label or the seed out of range.
   """
-  check_command(config, "sample", "the checkpoint")
+  check_command(config.model, "sample", "the checkpoint")
   classes = config.model.num_classes
   for label in labels:
     if label is None:

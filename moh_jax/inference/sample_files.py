@@ -26,7 +26,7 @@ from moh_jax.files import (
 from moh_jax.inference.sample import Sampler, full_batches
 from moh_jax.json_files import plain, read_json
 from moh_jax.models.generation import image_grid
-from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.peers import ask_first_process
 
 _SETTINGS = "settings.json"
 # Pattern of the names of parts of which a kill stopped the writing.

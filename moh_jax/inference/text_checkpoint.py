@@ -8,7 +8,7 @@ from moh_jax.data.text.tokenizers import (
   Tokenizer,
   read_tokenizer,
 )
-from moh_jax.runtime import checkpoint, location
+from moh_jax.runtime import checkpoint, steps
 
 
 def load_checkpoint_tokenizer(
@@ -27,11 +27,11 @@ def load_checkpoint_tokenizer(
       one that it was trained with.
   """
   metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
-  check_command(metadata.config, "generate", directory)
+  check_command(metadata.config.model, "generate", directory)
   expected = metadata.tokenizer_sha256
   if expected == BytesTokenizer.sha256:
     return BytesTokenizer()
-  folder = location.workdir(directory)
+  folder = steps.workdir(directory)
   refused = []
   for kind in (JsonTokenizer, SentencePieceTokenizer):
     file = folder / kind.file_name

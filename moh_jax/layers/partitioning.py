@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from moh_jax.runtime.sharding import resolve_spec
+
 
 class LogicalAxes(nn.LogicallyPartitioned):
   """A parameter boxed with the logical names of its dimensions.
@@ -58,52 +60,6 @@ def declare(
     axes: one logical name, or None, per dimension.
   """
   return module.param(name, with_axes(init, axes), tuple(shape), jnp.float32)
-
-
-def resolve_spec(
-  names: Sequence[str | None],
-  shape: Sequence[int],
-  axis_sizes: dict[str, int],
-  rules: Sequence[tuple[str, str | tuple[str, ...] | None]],
-) -> PartitionSpec:
-  """Maps the logical names of an array's dimensions to mesh axes.
-
-  Axes that do not divide a dimension's size (three heads on two devices) do not
-  split it; of several axes the first ones that do are used. A mesh axis splits
-  one dimension at most, that of the name whose rule comes first.
-
-  Args:
-    names: one logical name, or None, per dimension.
-    shape: the array's shape.
-    axis_sizes: size of every mesh axis.
-    rules: logical name -> mesh axis or axes.
-
-  Returns:
-    The partition spec, one entry per dimension.
-
-  Raises:
-    ValueError: a name that no rule mentions.
-  """
-  table = dict(rules)
-  for name in names:
-    if name is not None and name not in table:
-      raise ValueError(
-        f"logical axis {name!r} has no sharding rule; known: {sorted(table)}"
-      )
-  used: set[str] = set()
-  entries: list[tuple[str, ...] | None] = [None] * len(names)
-  for rule, mapped in table.items():
-    axes = (mapped,) if isinstance(mapped, str) else mapped or ()
-    for dim, (name, size) in enumerate(zip(names, shape, strict=True)):
-      if name != rule:
-        continue
-      free = tuple(a for a in axes if axis_sizes[a] > 1 and a not in used)
-      while free and size % math.prod(axis_sizes[a] for a in free):
-        free = free[:-1]
-      if free:
-        used.update(free)
-        entries[dim] = free
-  return PartitionSpec(*entries)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

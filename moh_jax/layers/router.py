@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.routers import get_router
+from moh_jax.config.registry import get_router, imported
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.ops import routing
 from moh_jax.ops.routing import RouterAux, Routing
@@ -102,8 +102,8 @@ class HeadRouter(nn.Module):
       )
     if norms is not None and choice.order is not None:
       norms = jnp.take(norms, choice.order, axis=-1)
-    kind = get_router(config.kind)
-    router = kind.make(budget, config, self.kernel_init)
+    module = imported(get_router(config.kind).module)
+    router = module(budget, config, self.kernel_init)
     nn.share_scope(self, router)  # parameters lie directly under this layer
     decided = router(x, norms=norms, top_k=choice.top_k)
     self._check(decided, x)

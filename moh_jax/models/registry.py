@@ -5,8 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from moh_jax.config import Config
-from moh_jax.config.registry import get_family, released_model
+from moh_jax.config import Config, get_family, imported, released_model
 
 
 def make_model(
@@ -24,8 +23,11 @@ def make_model(
     ValueError: a field of the model is left to the data, see
       `data.infer.resolve`.
   """
-  config.model.check_complete()
-  return get_family(config.model.family).make_model(config)
+  model = config.model
+  model.check_complete()
+  network = imported(get_family(model.family).network)(model)
+  inputs = (jax.ShapeDtypeStruct(*each) for each in model.example_inputs)
+  return network, tuple(inputs)
 
 
 def get_model(name: str) -> tuple[nn.Module, Any]:
@@ -41,6 +43,4 @@ def get_model(name: str) -> tuple[nn.Module, Any]:
     ValueError: an unknown name; the known ones are listed.
   """
   section = released_model(name)
-  family = get_family(section.family)
-  network, _ = family.make_model(family.bench_run(section, 1))
-  return network, section
+  return imported(get_family(section.family).network)(section), section

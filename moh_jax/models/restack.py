@@ -1,12 +1,47 @@
-"""Stacks of layers under another head budget."""
+"""Parameters of a trained model in the layout that another config wants."""
 
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from moh_jax.config import LayerStack
+from moh_jax.config import LayerStack, RoutedLayers
+from moh_jax.models.llm_params import compute_dtypes, grow_vocabulary
+
+
+def fit_params(params: Any, trained: RoutedLayers, wanted: RoutedLayers) -> Any:
+  """Parameters of a trained model in the layout of another config of it.
+
+  Layers are stacked as the wanted head budgets group them, and a larger
+  vocabulary gets further rows.
+
+  Args:
+    params: the parameter tree of `trained`.
+    trained: model section that the parameters were trained with.
+    wanted: section of the model that will use them.
+  """
+  if getattr(wanted, "vocab_size", 0) > getattr(trained, "vocab_size", 0):
+    params = grow_vocabulary(params, wanted.vocab_size)
+  if isinstance(wanted, LayerStack):
+    params = restack(params, trained, wanted)
+  return params
+
+
+def serving_dtypes(params: Any, model: RoutedLayers) -> Any:
+  """Dtypes that parameters can be stored in without changing any output.
+
+  Args:
+    params: arrays or ShapeDtypeStructs.
+    model: section of the network.
+
+  Returns:
+    A tree of dtypes.
+  """
+  if model.SERVED_IN_DTYPE:
+    return compute_dtypes(params, model)
+  return jax.tree.map(lambda x: x.dtype, params)
 
 
 def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:

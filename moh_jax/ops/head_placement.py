@@ -26,7 +26,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
+from moh_jax.config import LayerGroup, RoutedLayers
 from moh_jax.config.heads import HeadBudget
 
 
@@ -208,3 +210,91 @@ def _routes(
     for receiver, row in enumerate(wanted)
   ]
   return np.asarray(sends).reshape(devices, -1), np.asarray(takes)
+
+
+def check_heads(
+  model: RoutedLayers,
+  mesh: Mesh | AbstractMesh,
+  max_imbalance: float = math.inf,
+) -> None:
+  """Checks that the heads of every layer can be split over the mesh.
+
+  Args:
+    model: the config's section of the model.
+    mesh: the devices.
+    max_imbalance: see `MeshConfig`.
+
+  Raises:
+    ValueError: mesh.tensor does not divide a layer's key/value heads, or with
+      mesh.sequence cannot give every device as many heads, or leaves more
+      active ones on a device than on others.
+  """
+  tensor, sequence = mesh.shape["tensor"], mesh.shape["sequence"]
+  for index, group in enumerate(model.layer_groups(), 1):
+    place = f"mesh.tensor={tensor}"
+    if sequence > 1:
+      place += f" with mesh.sequence={sequence}"
+    place += f": the {index}. group of equal layers has"
+    placement = head_placement(group, tensor, sequence)
+    kv_heads = group.kv_heads or group.budget.num_heads
+    if placement is None and kv_heads % tensor:
+      raise ValueError(
+        f"{place} {kv_heads} key/value heads, must be a multiple of it"
+      )
+    if placement is None:
+      raise ValueError(
+        f"{place} {group.budget.num_heads} heads on {kv_heads} key/value "
+        f"heads, which {tensor * sequence} devices cannot share evenly"
+      )
+    if computes_all_heads(model, group):
+      continue
+    orders = set(group.order_of_each)
+    ratio = max(placement.imbalance(group.budget, order) for order in orders)
+    if ratio > max_imbalance:
+      ordered = " in model.head_order" if group.orders else ""
+      raise ValueError(
+        f"{place} {group.budget.shared} shared heads of "
+        f"{group.budget.num_heads}{ordered}: the busiest device would have "
+        f"{ratio:.3f} times the mean of active heads, allowed is "
+        f"mesh.max_imbalance={max_imbalance}"
+      )
+
+
+def check_tokens(
+  model: RoutedLayers, mesh: Mesh | AbstractMesh, length: int | None
+) -> None:
+  """Checks that the tokens of one example can be split over the mesh.
+
+  Args:
+    model: the config's section of the model.
+    mesh: the devices.
+    length: tokens of a training sequence; None is what the model says.
+
+  Raises:
+    ValueError: mesh.sequence does not divide the tokens of a layer.
+  """
+  devices = mesh.shape["sequence"]
+  for index, group in enumerate(model.layer_groups(), 1):
+    tokens = length or group.tokens
+    if tokens % devices:
+      raise ValueError(
+        f"mesh.sequence={devices}: the {index}. group of equal layers has "
+        f"{tokens} tokens, must be a multiple of it"
+      )
+
+
+def computes_all_heads(model: RoutedLayers, group: LayerGroup) -> bool:
+  """Whether a layer computes every head for all tokens, in training too."""
+  return (
+    model.POSITION_BIAS
+    or group.sees == "window"
+    or model.router.needs_all_heads
+  )
+
+
+def head_placement(
+  group: LayerGroup, tensor: int, sequence: int = 1
+) -> HeadPlacement | None:
+  """How a mesh holds a layer's heads; None if it cannot split them."""
+  heads = group.budget.num_heads
+  return place_heads(heads, group.kv_heads or heads, tensor, sequence)

@@ -7,10 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.layers.partitioning import resolve_spec
 from moh_jax.plan.liveness import peak_bytes
 from moh_jax.runtime.params import abstract_params, unbox
-from moh_jax.runtime.sharding import AXES, RULES
+from moh_jax.runtime.sharding import AXES, RULES, resolve_spec
 from moh_jax.training.task import Objective
 
 

@@ -13,10 +13,13 @@ import re
 import time
 
 from moh_jax.config import Config
-from moh_jax.config.routers import RouterKind, add_router, get_router
+from moh_jax.config.registry import RouterKind, add_router, get_router
 from moh_jax.plan.collectives import Collective, read_collectives
-from moh_jax.runtime import targets
-from moh_jax.runtime.topology import USABLE, Topology
+from moh_jax.runtime.devices import (
+  USABLE,
+  Topology,
+  absent_devices,
+)
 
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
 _FULL = "RESOURCE_EXHAUSTED"
@@ -77,7 +80,7 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
   }
   spawn = multiprocessing.get_context("spawn")
   with (
-    targets.environment(environment),
+    environment(environment),
     concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool,
   ):
     try:
@@ -99,19 +102,19 @@ def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
   """`compile_step` in a process of its own, which knows no routers but ours."""
   import jax
 
-  from moh_jax.config import get_family
   from moh_jax.runtime import sharding
   from moh_jax.training.program import make_program
+  from moh_jax.training.task import task_builder
 
   add_router(router)
   platform = wanted.chip.platform
   limit = USABLE * wanted.chip.memory
-  devices = targets.absent_devices(wanted.name, wanted.slices)
+  devices = absent_devices(wanted.name, wanted.slices)
   package = _COMPILERS[platform]
   compiler = f"{package} {importlib.metadata.version(package)}"
   try:
     mesh = sharding.make_mesh(config.mesh, devices)
-    objective = get_family(config.model.family).tasks().make_objective(config)
+    objective = task_builder(config).make_objective(config)
     program = make_program(config, objective, mesh)
     start = time.perf_counter()
     with sharding.use_mesh(mesh):

@@ -7,18 +7,22 @@ import math
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from moh_jax.config import Config, MeshConfig, get_family
+from moh_jax.config import Config, MeshConfig
 from moh_jax.config.layers import without_router
 from moh_jax.ops.target import Target
 from moh_jax.plan import memory, step_time
 from moh_jax.plan.activations import activation_bytes
 from moh_jax.plan.memory import Memory
 from moh_jax.plan.step_time import StepTime
-from moh_jax.runtime import sharding, targets
-from moh_jax.runtime.topology import Topology
+from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import (
+  Topology,
+  abstract_device,
+)
 from moh_jax.speed.model_flops import step_flops
 from moh_jax.speed.model_forms import LayerForm, step_forms
 from moh_jax.training.program import Program, check_split, make_program
+from moh_jax.training.task import task_builder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +58,9 @@ class Estimator:
     """
     self.topology, self._config = topology, config
     self._check(config)
-    family = get_family(config.model.family)
-    self.objective = family.tasks().make_objective(config)
+    self.objective = task_builder(config).make_objective(config)
     self.flops = step_flops(config)
-    baseline = family.with_model(config, without_router(config.model))
+    baseline = without_router(config.model).in_run(config)
     self.baseline_flops = step_flops(baseline).active
     # Tracing a model takes seconds.
     self.activations = functools.cache(self._activation_bytes)
@@ -106,7 +109,7 @@ class Estimator:
       examples: in it.
       *split: sizes of the axes `tensor` and `sequence`.
     """
-    device = targets.abstract_device(self.topology)
+    device = abstract_device(self.topology)
     return activation_bytes(self.objective, device, examples, *split)
 
   def _program(self, config: MeshConfig) -> Program:
@@ -124,5 +127,5 @@ class Estimator:
       tuple(sizes.values()),
       tuple(sizes),
       axis_types=(AxisType.Auto,) * len(sizes),
-      abstract_device=targets.abstract_device(self.topology),
+      abstract_device=abstract_device(self.topology),
     )

@@ -9,8 +9,7 @@ from moh_jax.plan.compiling import Compiled, compile_step
 from moh_jax.plan.estimate import Estimate, Estimator
 from moh_jax.plan.memory import Layout
 from moh_jax.plan.step_time import StepTime
-from moh_jax.runtime.targets import missing_packages
-from moh_jax.runtime.topology import USABLE, Topology
+from moh_jax.runtime.devices import USABLE, Topology, missing_packages
 
 _TRIES = 3  # proposals that are compiled, at most
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from moh_jax.config import Config
 from moh_jax.plan.estimate import Estimate, Estimator
-from moh_jax.runtime.topology import USABLE
+from moh_jax.runtime.devices import USABLE
 
 # A proposal must fit even if its activations take this many times the bytes
 # that are estimated.

@@ -3,7 +3,7 @@
 A step folder has the items `params`, `train` (step, optimizer state, rng),
 `ema` (averaged parameters, if the run keeps them), `data` (position of the
 training stream) and `config` (config, class names, SHA-256 of the tokenizer).
-Beside them lies the manifest of their checksums, see `manifest.py`. The folder
+Beside them lies the manifest of their checksums, see `steps.py`. The folder
 appears when it is complete. Each item can be read without the others, onto any
 mesh and any number of processes.
 """
@@ -11,30 +11,27 @@ mesh and any number of processes.
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, legacy
-from moh_jax.data.text.tokenizer_files import write_tokenizer_files
-from moh_jax.data.text.tokenizers import Tokenizer
-from moh_jax.runtime import commit, manifest
-from moh_jax.runtime.location import resolve, steps_folder
-from moh_jax.runtime.processes import ask_first_process
-from moh_jax.runtime.read_params import read_params, save_args
-from moh_jax.runtime.steps import (
-  check_whole,
-  find_step,
-  list_steps,
-  step_folder,
-)
-from moh_jax.runtime.stored_config import check_stored, read_stored
+from moh_jax.json_files import check_json
+from moh_jax.runtime import steps
+from moh_jax.runtime.peers import ask_first_process
 
 ITEMS = ("params", "train", "ema", "data", "config")
+TEMPORARY = ocp.path.atomicity_types.TMP_DIR_SUFFIX
+# Arrays are stored in chunks of at most so many bytes, which bounds what a
+# reader holds of an array beside its own part.
+CHUNK_BYTES = 1 << 22
+_GROUP_BYTES = 1 << 25  # of arrays that are read at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +52,6 @@ class Metadata:
   encoder_sha256: str = ""
 
 
-def save_tokenizer(
-  directory: str | epath.Path,
-  tokenizer: Tokenizer,
-  files: Mapping[str, bytes] | None = None,
-) -> None:
-  """Writes a tokenizer's files into the working directory of a run.
-
-  Args:
-    directory: working directory.
-    tokenizer: tokenizer to write; the kind "bytes" has no file.
-    files: to write beside it; None takes those of the tokenizer.
-  """
-  if not tokenizer.file_name or jax.process_index():
-    return
-  own = {tokenizer.file_name: tokenizer.content}
-  beside = tokenizer.files if files is None else files
-  write_tokenizer_files(resolve(directory), {**own, **beside})
-
-
 def read_metadata(
   directory: str | epath.Path, step: int | None = None, *, verify: bool = True
 ) -> tuple[Metadata, int]:
@@ -92,10 +70,10 @@ def read_metadata(
     ValueError: it is damaged, or this version does not know a field of its
       config.
   """
-  step = find_step(directory, step)
+  step = steps.find_step(directory, step)
   if verify:
-    check_whole(directory, step, {"config"})
-  stored = read_stored(step_folder(directory, step))
+    steps.check_whole(directory, step, {"config"})
+  stored = steps.read_json_item(directory, step)
   try:
     return metadata_from_json(stored), step
   except (KeyError, ValueError) as error:
@@ -124,7 +102,7 @@ def restore_params(
   """
   item = params_item(directory, step, use_ema=use_ema, verify=verify)
   with _unreadable(directory, step, item.name):
-    return read_params(item, abstract)
+    return _read_params(item, abstract)
 
 
 def params_item(
@@ -142,57 +120,88 @@ def params_item(
   Raises:
     ValueError: they are damaged.
   """
-  folder = step_folder(directory, step)
+  folder = steps.step_folder(directory, step)
   files = None
   with contextlib.suppress(ValueError, OSError):  # `check_whole` names these
-    files = manifest.read(folder)
+    files = steps.read_manifest(folder)
   has_ema = (folder / "ema").exists() or any(
     path.startswith("ema/") for path in files or ()
   )
   item = "ema" if use_ema and has_ema else "params"
   if verify:
-    verify_items(directory, step, {item})
+    ask_first_process(lambda: steps.check_whole(directory, step, {item}))
   return folder / item
 
 
-def verify_items(
-  directory: str | epath.Path, step: int, items: set[str] | None
-) -> None:
-  """Runs `check_whole` in the first process; all processes stop on damage."""
-
-  def check() -> list[int]:
-    check_whole(directory, step, items)
-    return []
-
-  ask_first_process(check, 0)
-
-
 def read_items(
-  directory: str | epath.Path,
-  step: int,
-  items: Mapping[str, ocp.args.CheckpointArgs],
+  directory: str | epath.Path, step: int, items: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Reads items of a checkpoint.
+  """Reads items of arrays, to continue training with them.
 
   Args:
     directory: working directory.
     step: step of the checkpoint.
-    items: how Orbax is to read each item.
+    items: for each item its tree of ShapeDtypeStructs with shardings.
 
   Raises:
     ValueError: an item cannot be read. Checksums find damage before; this is
       for checkpoints without them.
   """
-  restored = {}
-  options = ocp.CheckpointManagerOptions(create=False)
-  with ocp.CheckpointManager(
-    steps_folder(directory), item_names=ITEMS, options=options
-  ) as manager:
-    for name, args in items.items():
-      with _unreadable(directory, step, name):
-        one = ocp.args.Composite(**{name: args})
-        restored[name] = manager.restore(step, args=one)[name]
-  return restored
+  folder, found = steps.step_folder(directory, step), {}
+  with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+    for item, abstract in items.items():
+      with _unreadable(directory, step, item):
+        how = ocp.args.StandardRestore(abstract)
+        found[item] = handler.restore(folder / item, args=how)
+  return found
+
+
+def _read_params(folder: epath.Path, abstract: Any) -> Any:
+  """Reads a tree of arrays, some at a time and the largest first.
+
+  Orbax reads all arrays of a tree at once, and holds each as it is stored until
+  it has the wanted dtype: restoring float32 as bfloat16 takes twice the result.
+  Here the arrays that take most memory on their way are read while little of
+  the result is there.
+
+  Args:
+    folder: item of a checkpoint.
+    abstract: tree of ShapeDtypeStructs with shardings. Arrays are converted to
+      its dtypes while they are read; each process reads its own parts of them.
+
+  Raises:
+    Exception: Orbax raises many kinds where the stored tree is another or
+      cannot be read.
+  """
+  leaves = traverse_util.flatten_dict(abstract)
+  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    stored = set(traverse_util.flatten_dict(handler.metadata(folder).tree))
+    if other := ["/".join(map(str, path)) for path in stored ^ leaves.keys()]:
+      listed = ", ".join(sorted(other))
+      raise ValueError(f"it holds other arrays; differing: {listed}")
+    for group in _groups(leaves):
+      item = traverse_util.unflatten_dict(group)
+      restore = ocp.args.PyTreeRestore(
+        item=item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+      )
+      read = jax.block_until_ready(handler.restore(folder, args=restore))
+      leaves |= traverse_util.flatten_dict(read)
+  return traverse_util.unflatten_dict(leaves)
+
+
+def _groups(leaves: dict[tuple, Any]) -> Iterator[dict[tuple, Any]]:
+  """Arrays to read at once, the largest first."""
+  size = {p: math.prod(x.shape) * x.dtype.itemsize for p, x in leaves.items()}
+  group = {}
+  for path in sorted(leaves, key=lambda p: -size[p]):
+    if group and sum(map(size.get, (*group, path))) > _GROUP_BYTES:
+      yield group
+      group = {}
+    group[path] = leaves[path]
+  if group:
+    yield group
 
 
 @contextlib.contextmanager
@@ -216,9 +225,9 @@ def check_vacant(directory: str | epath.Path) -> None:
   Raises:
     ValueError: it does.
   """
-  if steps := list_steps(directory):
+  if found := steps.list_steps(directory):
     raise ValueError(
-      f"{directory} already holds checkpoints {steps}; choose an empty "
+      f"{directory} already holds checkpoints {found}; choose an empty "
       "directory"
     )
 
@@ -242,18 +251,15 @@ def save_params(
     ValueError: the directory already holds checkpoints.
   """
   check_vacant(directory)
-  save: ocp.args.CheckpointArgs = ocp.args.StandardSave(
-    params, save_args(params)
-  )
-  handlers = {}
+  save, handlers = save_arrays(params), {}
   if handler is not None:
     save = ocp.args.PyTreeSave(params)
     handlers = {"params": handler, "config": ocp.JsonCheckpointHandler()}
-  folder = steps_folder(directory)
+  folder = steps.steps_folder(directory)
   options = ocp.CheckpointManagerOptions(
     cleanup_tmp_directories=True,
     enable_async_checkpointing=False,
-    temporary_path_class=commit.temporary_path_class(folder),
+    temporary_path_class=temporary_path_class(folder),
   )
   with ocp.CheckpointManager(
     folder,
@@ -265,9 +271,16 @@ def save_params(
     manager.save(0, args=items, force=True)
 
 
+def save_arrays(tree: Any) -> ocp.args.StandardSave:
+  """How Orbax saves a tree so that it can be read in chunks."""
+  args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+  return ocp.args.StandardSave(tree, args)
+
+
 def config_item(metadata: Metadata) -> ocp.args.JsonSave:
   """The item `config`, which also says that the step has a manifest."""
-  return ocp.args.JsonSave(metadata_to_json(metadata) | {manifest.FLAG: 1})
+  flag = {steps.MANIFEST_FLAG: 1}
+  return ocp.args.JsonSave(metadata_to_json(metadata) | flag)
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
@@ -283,12 +296,61 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
-  config = config_lib.from_config_dict(
-    legacy.upgrade(check_stored(stored)["config"])
-  )
+  check_json(stored, steps.StoredConfig)
+  config = config_lib.from_config_dict(legacy.upgrade(stored["config"]))
   return Metadata(
     config,
     tuple(stored["class_names"]),
     stored.get("tokenizer_sha256", ""),
     stored.get("encoder_sha256", ""),
   )
+
+
+def temporary_path_class(
+  folder: epath.Path,
+) -> type[ocp.path.atomicity_types.TemporaryPath]:
+  """The class of a manager's temporary paths, for the folder of its steps."""
+  default = ocp.path.atomicity_defaults.get_default_temporary_path_class(folder)
+  renames = issubclass(default, ocp.path.atomicity.AtomicRenameTemporaryPath)
+  return _Renamed if renames else _Marked
+
+
+class _Renamed(ocp.path.atomicity.AtomicRenameTemporaryPath):
+  """A step folder that is renamed twice, and gets its manifest in between.
+
+  Orbax changes its own metadata just before it renames a folder, so that only
+  then all files have their last content.
+  """
+
+  step: epath.Path | None = None  # None: the folder of an item
+
+  @classmethod
+  def from_final(cls, final_path: epath.Path, **options: Any) -> "_Renamed":
+    if not final_path.name.isdecimal():
+      return super().from_final(final_path, **options)
+    staged = final_path.with_name(f"{final_path.name}{TEMPORARY}")
+    path = super().from_final(staged, **options)
+    path.step = final_path
+    return path
+
+  def get_final(self) -> epath.Path:
+    return self.step or super().get_final()
+
+  async def finalize(self) -> None:
+    await super().finalize()
+    if self.step:
+      staged = super().get_final()
+      steps.write_manifest(staged)
+      staged.rename(self.step)
+
+
+class _Marked(ocp.path.atomicity.CommitFileTemporaryPath):
+  """A step folder in a bucket, which cannot rename: a file marks it as whole.
+
+  A step that is killed between that file and its manifest counts as damaged.
+  """
+
+  async def finalize(self) -> None:
+    await super().finalize()
+    if self.get_final().name.isdecimal():
+      steps.write_manifest(self.get_final())

@@ -6,13 +6,12 @@ Importable without JAX.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.config import Config, TrainConfig, get_family
+from moh_jax.config import Config, TrainConfig
 from moh_jax.config.legacy import upgrade
 from moh_jax.config.load import override, run_file
 from moh_jax.config.parse import from_config_dict, merged, read_fields
 from moh_jax.config.run import check_known
-from moh_jax.runtime.steps import find_step, step_folder
-from moh_jax.runtime.stored_config import read_stored
+from moh_jax.runtime.steps import find_step, read_json_item
 
 
 def load_config(spec: str, overrides: Sequence[str] = ()) -> Config:
@@ -52,18 +51,18 @@ def _with_model(spec: str, cfg: dict[str, Any]) -> dict[str, Any]:
       f"{spec} takes its model from a checkpoint, and train.init_from is ''; "
       "add --config.train.init_from=DIR"
     )
-  folder = step_folder(source, find_step(source, None))
+  step = find_step(source, None)
   try:
-    trained = from_config_dict(upgrade(read_stored(folder)["config"]))
+    trained = from_config_dict(upgrade(read_json_item(source, step)["config"]))
   except (KeyError, ValueError) as error:
     raise ValueError(f"train.init_from={source!r}: {error}") from error
-  family = get_family(trained.model.family)
+  model = trained.model
   try:
-    check_known(cfg, family.name)
+    check_known(cfg, model.family)
   except ValueError as error:
     raise ValueError(
       f"{spec} does not fit train.init_from={source!r}, a model of family "
-      f"{family.name!r}: {error}"
+      f"{model.family!r}: {error}"
     ) from error
-  stated = read_fields("model", family.model, cfg["model"])
-  return merged(family.inherited(trained, stated), cfg)
+  stated = read_fields("model", type(model), cfg["model"])
+  return merged(model.inherited(trained, stated), cfg)

@@ -1,43 +1,164 @@
-"""Notices that another process of the run has died, stands still, or is late.
+"""The other processes of a run: asked, compared with, and watched.
 
-Each process writes a growing number and its step into the key-value store of
-JAX's coordinator, which is in process 0. One that sees the number of another
-unchanged for `SILENT_SECONDS` says so and ends, as it would wait for the other
-for ever. The store does not answer while process 0 stands still, so one thread
-speaks with it and another one looks at the clock.
+All of it goes through the key-value store of JAX's coordinator, which is in
+process 0, but for `ask_first_process`, which is a collective operation. The
+store also works where programs would differ so much that a collective hangs.
 """
 
 import contextlib
 import itertools
+import json
 import logging
 import os
+import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
-from moh_jax.runtime.location import steps_folder, workdir
+from moh_jax._version import __version__
+from moh_jax.runtime.steps import in_bucket, steps_folder, workdir
 from moh_jax.runtime.witness import Witness
 
 LOG = "run.log"  # in the working directory: what libraries say
+# How long the slowest process may take to come to `agree` after the first.
+_AGREE_SECONDS = 120
+_SHOWN = 5  # differences that the message names
 _BEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0
 # A process that beats, but whose step stays behind the others' for so long.
 LATE_SECONDS = 30.0
 STATUS = 1  # exit status of a process whose peer is gone
 _FINISHED = "finished"
-_runs = itertools.count()  # keys of a finished run are not used again
+# Numbers in keys of the store: those of a finished call or run stay there.
+_calls, _runs = itertools.count(), itertools.count()
 _LOG = logging.getLogger(__name__)
 
 
-class Peers:
-  """Watches the other processes of a run from threads; see the module."""
+def ask_first_process(
+  question: Callable[[], Sequence[int] | None], length: int = 0
+) -> list[int]:
+  """What the first process finds on its disk; its error stops all of them.
 
-  def __init__(self, directory: str, last_whole: Callable[[], str]):
+  Args:
+    question: called by the first process alone.
+    length: number of its answers, each an int32.
+
+  Raises:
+    ValueError: the first process met an error; there, it is that one.
+    OSError: on the first process, what `question` raised.
+  """
+  error, answer = None, [0] * length
+  if jax.process_index() == 0:
+    try:
+      answer = question() or ()
+    except (ValueError, OSError) as caught:
+      error = caught
+  told = np.array([error is not None, *answer], np.int32)
+  told = multihost_utils.broadcast_one_to_all(told)
+  if error is not None:
+    raise error
+  if told[0]:
+    raise ValueError("the first process stopped with an error, see there")
+  return [int(number) for number in told[1:]]
+
+
+def agree(values: Mapping[str, Any]) -> None:
+  """Checks that all processes have the same values and versions.
+
+  All of them must call it. With one process nothing is done.
+
+  Args:
+    values: nested mappings of JSON values, such as a config.
+
+  Raises:
+    ValueError: they differ; the message names what does, and is the same in all
+      processes.
+    OSError: a process has not come here in time.
+  """
+  count, index = jax.process_count(), jax.process_index()
+  if count == 1:
+    return
+  client = multihost.get_jax_distributed_client()
+  prefix = f"moh_jax/agree/{next(_calls)}"
+  client.key_value_set(
+    f"{prefix}/{index}", json.dumps(_flat({**_versions(), **values}))
+  )
+
+  def read(name: int | str, whose: int) -> str:
+    try:
+      key, limit = f"{prefix}/{name}", 1000 * _AGREE_SECONDS
+      return client.blocking_key_value_get(key, limit)
+    except jax.errors.JaxRuntimeError as error:
+      raise OSError(
+        f"process {whose} of {count} did not say within {_AGREE_SECONDS} s "
+        f"what it runs: {' '.join(str(error).split())[:100]}"
+      ) from error
+
+  if index == 0:
+    told = [json.loads(read(i, i)) for i in range(count)]
+    client.key_value_set(f"{prefix}/verdict", _differences(told))
+  if verdict := read("verdict", 0):
+    raise ValueError(verdict)
+
+
+def _versions() -> dict[str, str]:
+  return {
+    "version of moh_jax": __version__,
+    "version of jax": jax.__version__,
+    "version of Python": platform.python_version(),
+  }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """{"a": {"b": 1}} as {"a.b": 1}."""
+  flat = {}
+  for name, value in values.items():
+    if isinstance(value, Mapping):
+      flat |= _flat(value, f"{prefix}{name}.")
+    else:
+      flat[f"{prefix}{name}"] = value
+  return flat
+
+
+def _differences(told: list[dict[str, Any]]) -> str:
+  """How processes differ from the first one; empty if they do not."""
+  first, found = told[0], []
+  for index, values in enumerate(told):
+    found += [
+      f"{name}: {first.get(name)!r} in process 0, {values.get(name)!r} in "
+      f"process {index}"
+      for name in sorted(first.keys() | values.keys())
+      if first.get(name) != values.get(name)
+    ]
+  if not found:
+    return ""
+  more = len(found) - _SHOWN
+  rest = f"; and {more} more" if more > 0 else ""
+  return (
+    f"the {len(told)} processes of the run differ: "
+    f"{'; '.join(found[:_SHOWN])}{rest}"
+  )
+
+
+class Peers:
+  """Notices that another process of the run has died, stands still, or is late.
+
+  Each process writes a growing number and its step into the store. One that
+  sees the number of another unchanged for `SILENT_SECONDS` says so and ends, as
+  it would wait for the other for ever. The store does not answer while process
+  0 stands still, so one thread speaks with it and another looks at the clock.
+  """
+
+  def __init__(
+    self, directory: str | os.PathLike, last_whole: Callable[[], str]
+  ):
     """Begins to watch, where the run has several processes.
 
     Args:
@@ -54,7 +175,7 @@ class Peers:
     self._keys = f"moh_jax/beats/{next(_runs)}/"
     root = workdir(directory)
     log = root / LOG
-    if "://" not in os.fspath(root):
+    if not in_bucket(root):
       self._witness = Witness(os.fspath(steps_folder(directory)), str(log))
     now = time.monotonic()
     self._answered = now

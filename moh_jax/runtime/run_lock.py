@@ -1,4 +1,4 @@
-"""A working directory belongs to one run; importable without JAX.
+"""The lock that gives a working directory to one run; importable without JAX.
 
 The file DIR/run.lock names the host and the process of the run. On one machine
 the kernel holds the lock (`flock`), so that it ends with the process whatever
@@ -21,7 +21,7 @@ import uuid
 from typing import Any
 
 from moh_jax.json_files import parse_json
-from moh_jax.runtime.location import resolve, workdir
+from moh_jax.runtime.steps import in_bucket, workdir
 
 NAME = "run.lock"
 RENEW_SECONDS = 1.0
@@ -36,24 +36,31 @@ class RunningError(OSError):
 
 
 class RunLock:
-  """The lock of a working directory, held until `release`."""
+  """The lock of a working directory, held from `take` to `release`.
 
-  def __init__(self, directory: str):
-    """Takes the lock, within a few seconds.
+  Where it was not taken, as in a bucket or by the other processes of a run, it
+  does nothing.
+  """
+
+  def __init__(self, directory: str | os.PathLike):
+    """Takes nothing yet.
 
     Args:
-      directory: working directory, which exists.
+      directory: working directory.
+    """
+    self._directory, self._file = directory, None
+    self._stop, self._lost = threading.Event(), False
+
+  def take(self) -> None:
+    """Takes the lock of the directory, which exists, within a few seconds.
 
     Raises:
       RunningError: another run has it.
       OSError: the lock's file cannot be written.
     """
-    self._stop = threading.Event()
-    self._lost = False
-    self._file: int | None = None
-    if "://" in os.fspath(resolve(directory)):
+    if in_bucket(self._directory):
       return
-    self._path = _path(directory)
+    self._path = _path(self._directory)
     self._file = _open(self._path)
     try:
       _check_free(self._file, self._path)
@@ -61,8 +68,19 @@ class RunLock:
       self._write(_ourselves(self._token))
     except BaseException:
       os.close(self._file)
+      self._file = None
       raise
     threading.Thread(target=self._renew, daemon=True).start()
+
+  def release(self) -> None:
+    """Lets the next run have the directory."""
+    self._stop.set()
+    if self._file is not None:
+      with contextlib.suppress(OSError):
+        if not self._lost:
+          os.ftruncate(self._file, 0)
+      os.close(self._file)
+      self._file = None
 
   def check(self) -> None:
     """Checks that the directory still belongs to this run.
@@ -75,16 +93,6 @@ class RunLock:
         f"{self._path}: another run has taken over the working directory while "
         "this one stood still; nothing more is written"
       )
-
-  def release(self) -> None:
-    """Lets the next run have the directory."""
-    self._stop.set()
-    if self._file is not None:
-      with contextlib.suppress(OSError):
-        if not self._lost:
-          os.ftruncate(self._file, 0)
-      os.close(self._file)
-      self._file = None
 
   def _write(self, owner: dict[str, Any]) -> None:
     os.ftruncate(self._file, 0)
@@ -101,13 +109,13 @@ class RunLock:
         os.utime(self._path)
 
 
-def check_free(directory: str) -> None:
+def check_free(directory: str | os.PathLike) -> None:
   """Checks that no run has a working directory, without taking it.
 
   Raises:
     RunningError: a run has it.
   """
-  if "://" in os.fspath(resolve(directory)) or not _path(directory).exists():
+  if in_bucket(directory) or not _path(directory).exists():
     return
   try:
     file = _open(_path(directory))
@@ -119,7 +127,7 @@ def check_free(directory: str) -> None:
     os.close(file)
 
 
-def _path(directory: str) -> pathlib.Path:
+def _path(directory: str | os.PathLike) -> pathlib.Path:
   return pathlib.Path(os.fspath(workdir(directory))) / NAME
 
 

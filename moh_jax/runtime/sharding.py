@@ -1,9 +1,9 @@
-"""Device mesh, and the table that maps logical axes to mesh axes."""
+"""The device mesh, the table of logical axes, and batches on the mesh."""
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -12,9 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers, get_family
-from moh_jax.layers.partitioning import resolve_spec
-from moh_jax.ops.head_placement import HeadPlacement, place_heads
+from moh_jax.config import MeshConfig
 
 AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")
@@ -36,6 +34,57 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
   ("layers", None),
   ("devices", AXES),  # a dimension of any size
 )
+
+
+def resolve_spec(
+  names: Sequence[str | None],
+  shape: Sequence[int],
+  axis_sizes: dict[str, int],
+  rules: Sequence[tuple[str, str | tuple[str, ...] | None]],
+) -> PartitionSpec:
+  """Maps the logical names of an array's dimensions to mesh axes.
+
+  Axes that do not divide a dimension's size (three heads on two devices) do not
+  split it; of several axes the first ones that do are used. A mesh axis splits
+  one dimension at most, that of the name whose rule comes first.
+
+  Args:
+    names: one logical name, or None, per dimension.
+    shape: the array's shape.
+    axis_sizes: size of every mesh axis.
+    rules: logical name -> mesh axis or axes.
+
+  Returns:
+    The partition spec, one entry per dimension.
+
+  Raises:
+    ValueError: a name that no rule mentions.
+  """
+  table = dict(rules)
+  for name in names:
+    if name is not None and name not in table:
+      raise ValueError(
+        f"logical axis {name!r} has no sharding rule; known: {sorted(table)}"
+      )
+  used: set[str] = set()
+  entries: list[tuple[str, ...] | None] = [None] * len(names)
+  for rule, mapped in table.items():
+    axes = axes_of_entry(mapped)
+    for dim, (name, size) in enumerate(zip(names, shape, strict=True)):
+      if name != rule:
+        continue
+      free = tuple(a for a in axes if axis_sizes[a] > 1 and a not in used)
+      while free and size % math.prod(axis_sizes[a] for a in free):
+        free = free[:-1]
+      if free:
+        used.update(free)
+        entries[dim] = free
+  return PartitionSpec(*entries)
+
+
+def axes_of_entry(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  """The mesh axes that an entry of a rule or of a PartitionSpec names."""
+  return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
@@ -164,115 +213,9 @@ def check_batch(name: str, size: int, mesh: Mesh, parts: int = 1) -> None:
     )
 
 
-def check_heads(
-  model: RoutedLayers, mesh: Mesh, max_imbalance: float = math.inf
-) -> None:
-  """Checks that the heads of every layer can be split over the mesh.
-
-  Args:
-    model: the config's section of the model.
-    mesh: the devices.
-    max_imbalance: see `MeshConfig`.
-
-  Raises:
-    ValueError: mesh.tensor does not divide a layer's key/value heads, or with
-      mesh.sequence cannot give every device as many heads, or leaves more
-      active ones on a device than on others.
-  """
-  tensor, sequence = mesh.shape["tensor"], mesh.shape["sequence"]
-  for index, group in enumerate(model.layer_groups(), 1):
-    place = f"mesh.tensor={tensor}"
-    if sequence > 1:
-      place += f" with mesh.sequence={sequence}"
-    place += f": the {index}. group of equal layers has"
-    placement = head_placement(group, tensor, sequence)
-    kv_heads = group.kv_heads or group.budget.num_heads
-    if placement is None and kv_heads % tensor:
-      raise ValueError(
-        f"{place} {kv_heads} key/value heads, must be a multiple of it"
-      )
-    if placement is None:
-      raise ValueError(
-        f"{place} {group.budget.num_heads} heads on {kv_heads} key/value "
-        f"heads, which {tensor * sequence} devices cannot share evenly"
-      )
-    if computes_all_heads(model, group):
-      continue
-    orders = set(group.order_of_each)
-    ratio = max(placement.imbalance(group.budget, order) for order in orders)
-    if ratio > max_imbalance:
-      ordered = " in model.head_order" if group.orders else ""
-      raise ValueError(
-        f"{place} {group.budget.shared} shared heads of "
-        f"{group.budget.num_heads}{ordered}: the busiest device would have "
-        f"{ratio:.3f} times the mean of active heads, allowed is "
-        f"mesh.max_imbalance={max_imbalance}"
-      )
-
-
-def check_tokens(model: RoutedLayers, mesh: Mesh, length: int | None) -> None:
-  """Checks that the tokens of one example can be split over the mesh.
-
-  Args:
-    model: the config's section of the model.
-    mesh: the devices.
-    length: tokens of a training sequence; None is what the model says.
-
-  Raises:
-    ValueError: mesh.sequence does not divide the tokens of a layer.
-  """
-  devices = mesh.shape["sequence"]
-  for index, group in enumerate(model.layer_groups(), 1):
-    tokens = length or group.tokens
-    if tokens % devices:
-      raise ValueError(
-        f"mesh.sequence={devices}: the {index}. group of equal layers has "
-        f"{tokens} tokens, must be a multiple of it"
-      )
-
-
-def computes_all_heads(model: RoutedLayers, group: LayerGroup) -> bool:
-  """Whether a layer computes every head for all tokens, in training too."""
-  biased = get_family(model.family).position_bias
-  return biased or group.sees == "window" or model.router.needs_all_heads
-
-
-def head_placement(
-  group: LayerGroup, tensor: int, sequence: int = 1
-) -> HeadPlacement | None:
-  """How a mesh holds a layer's heads; None if it cannot split them."""
-  heads = group.budget.num_heads
-  return place_heads(heads, group.kv_heads or heads, tensor, sequence)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
   """Sharding with the whole array on every device."""
   return NamedSharding(mesh, PartitionSpec())
-
-
-def param_shardings(boxed: Any, mesh: Mesh) -> Any:
-  """Shardings of parameters, from their logical axes.
-
-  Args:
-    boxed: abstract parameters in Linen's boxes of logical axes, see
-      `params.abstract_params`.
-    mesh: the devices.
-
-  Returns:
-    Tree of NamedSharding with the structure of the unboxed parameters.
-    Parameters without logical axes are replicated.
-  """
-  sizes = dict(mesh.shape)
-
-  def one(leaf: Any) -> NamedSharding:
-    if not isinstance(leaf, nn.LogicallyPartitioned):
-      return replicated(mesh)
-    spec = resolve_spec(leaf.names, leaf.value.shape, sizes, RULES)
-    return NamedSharding(mesh, spec)
-
-  return jax.tree.map(
-    one, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
-  )
 
 
 def batch_rows(mesh: Mesh, size: int, process: int | None = None) -> np.ndarray:

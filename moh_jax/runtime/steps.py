@@ -1,21 +1,39 @@
-"""The checkpoints of a directory, and which of them are whole.
+"""The checkpoints of a directory: where they lie, and which are whole.
+
+A run keeps the checkpoint of a step in the folder DIR/checkpoints/STEP. The
+file `manifest.txt` of such a folder is written last, before the folder gets its
+name. Its first line holds the checksum of the others, each of which states the
+checksum, the length and the path of a file of the step. The checksum is XXH3 of
+128 bits, so that reading a file takes longer than summing it up.
 
 Importable without JAX.
 """
 
-import dataclasses
+import concurrent.futures
 import errno
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
+import msgspec
+import xxhash
 from etils import epath
 
-from moh_jax.runtime import manifest
-from moh_jax.runtime.location import no_checkpoint, steps_folder, workdir
+from moh_jax.files import checksum, read_bytes, write_whole
+from moh_jax.json_files import MAX_BYTES, Sha256, Text, parse_json
 
+FOLDER = "checkpoints"
+MANIFEST = "manifest.txt"
+# What the item `config` states where a manifest belongs to a step, so that its
+# loss is found. Steps of older versions do not state it.
+MANIFEST_FLAG = "manifest"
 _LOG = logging.getLogger(__name__)
+_HEADER = "moh_jax manifest 1, XXH3-128 of the following lines: "
+_MOST_BYTES = 64 << 20  # of a manifest
+_THREADS = 4
 _MOST_NAMED = 3  # damaged files in a message
 _COMMITTED = "commit_success.txt"  # Orbax's mark of a whole folder in a bucket
 _SET_ASIDE = "damaged"
@@ -25,28 +43,73 @@ class DamagedCheckpointError(ValueError):
   """Files of a checkpoint are not as they were written."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-  """What the checksums of a checkpoint say.
+class StoredConfig(msgspec.Struct):
+  """The item `config`: see `runtime.checkpoint.Metadata`."""
 
-  Attributes:
-    step: step of the checkpoint.
-    damage: damaged files; None if the checkpoint has no checksums.
+  config: dict[str, dict]
+  class_names: Annotated[list[Text], msgspec.Meta(max_length=2**24)]
+  tokenizer_sha256: Sha256 = ""
+  encoder_sha256: Sha256 = ""
+
+
+class StoredWatch(msgspec.Struct):
+  """What decides over rewinds: see `training.rewind.Watch.to_json`."""
+
+  rewinds: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
+  mean_loss: float | None = None
+
+
+class StoredData(msgspec.Struct):
+  """The item `data`: where the training stream stands, and which it is."""
+
+  position: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+  # Older versions stored neither.
+  stream: dict[str, Any] | None = None
+  watch: StoredWatch | None = None
+
+
+def absolute(directory: str | epath.Path) -> epath.Path:
+  """An absolute local path, or a bucket's address as it is."""
+  path = epath.Path(directory)
+  return path if in_bucket(path) else path.expanduser().absolute()
+
+
+def in_bucket(path: str | os.PathLike) -> bool:
+  """Whether a path is an address, such as gs://BUCKET/DIR."""
+  return "://" in os.fspath(path)
+
+
+def workdir(directory: str | epath.Path) -> epath.Path:
+  """DIR, which holds the tokenizer, also where DIR is DIR/checkpoints."""
+  path = absolute(directory)
+  return path.parent if path.name == FOLDER else path
+
+
+def steps_folder(directory: str | epath.Path) -> epath.Path:
+  """DIR/checkpoints, also where DIR is already that folder."""
+  return workdir(directory) / FOLDER
+
+
+def step_folder(directory: str | epath.Path, step: int) -> epath.Path:
+  """The folder of one checkpoint."""
+  return steps_folder(directory) / str(step)
+
+
+def check_exists(directory: str | epath.Path) -> None:
+  """Refuses a directory without a folder of checkpoints.
+
+  Raises:
+    FileNotFoundError: there is none.
   """
+  if not steps_folder(directory).is_dir():
+    raise _no_checkpoint(directory)
 
-  step: int
-  damage: Sequence[manifest.Damage] | None
 
-  def __str__(self) -> str:
-    if self.damage is None:
-      return f"step {self.step}: without checksums, an older version wrote it"
-    if not self.damage:
-      return f"step {self.step}: whole"
-    named = "; ".join(map(str, self.damage[:_MOST_NAMED]))
-    more = len(self.damage) - _MOST_NAMED
-    return f"step {self.step}: damaged, {named}" + (
-      f"; and {more} more files" if more > 0 else ""
-    )
+def _no_checkpoint(directory: str | epath.Path) -> FileNotFoundError:
+  return FileNotFoundError(
+    f"{directory} holds no checkpoint; expected "
+    f"{steps_folder(directory)}/STEP, as train.py and `convert` write it"
+  )
 
 
 def list_steps(directory: str | epath.Path) -> list[int]:
@@ -54,7 +117,7 @@ def list_steps(directory: str | epath.Path) -> list[int]:
   folder = steps_folder(directory)
   if not folder.is_dir():
     return []
-  marked = "://" in os.fspath(folder)
+  marked = in_bucket(folder)
   return sorted(
     int(path.name)
     for path in folder.iterdir()
@@ -75,7 +138,7 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   """
   steps = list_steps(directory)
   if not steps:
-    raise no_checkpoint(directory)
+    raise _no_checkpoint(directory)
   if step is None:
     return max(steps)
   if step not in steps:
@@ -85,23 +148,70 @@ def find_step(directory: str | epath.Path, step: int | None) -> int:
   return step
 
 
-def step_folder(directory: str | epath.Path, step: int) -> epath.Path:
-  """The folder of one checkpoint."""
-  return steps_folder(directory) / str(step)
+def read_json_item(
+  directory: str | epath.Path, step: int, item: str = "config"
+) -> dict[str, Any]:
+  """Reads the JSON of a checkpoint's item "config" or "data".
+
+  Raises:
+    FileNotFoundError: there is none.
+    ValueError: it is damaged; the message names the file.
+  """
+  file = step_folder(directory, step) / item / "metadata"
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such file; the checkpoint is damaged")
+  kind = {"config": StoredConfig, "data": StoredData}[item]
+  return parse_json(read_bytes(file, MAX_BYTES), kind, os.fspath(file))
 
 
-def report(
+def find_damage(
   directory: str | epath.Path, step: int, items: Collection[str] | None = None
-) -> StepReport:
+) -> dict[str, str] | None:
   """Compares the files of a checkpoint with its checksums.
 
   Args:
     directory: working directory.
     step: step of the checkpoint.
-    items: items to read; None reads all.
+    items: items to read; None reads all. Files of the step itself are always
+      read.
+
+  Returns:
+    For each damaged file, by its path within the step, how it differs; None
+    for a checkpoint without checksums, which an older version wrote.
   """
   folder = step_folder(directory, step)
-  return StepReport(step, manifest.find_damage(folder, items))
+  try:
+    entries = read_manifest(folder)
+  except (ValueError, OSError) as error:
+    return {MANIFEST: str(error)}
+  if entries is None:
+    return None
+  wanted = {
+    name: entry
+    for name, entry in entries.items()
+    if items is None or "/" not in name or name.partition("/")[0] in items
+  }
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    found = pool.map(
+      lambda name: _difference(folder / name, *wanted[name]), wanted
+    )
+    return {name: what for name, what in zip(wanted, found) if what}
+
+
+def describe(step: int, damage: Mapping[str, str] | None) -> str:
+  """One line that says what `find_damage` returned for a step."""
+  if damage is None:
+    return f"step {step}: without checksums, an older version wrote it"
+  if not damage:
+    return f"step {step}: whole"
+  named = []
+  for name, what in itertools.islice(damage.items(), _MOST_NAMED):
+    item, inside, file = name.partition("/")
+    where = f"item {item}, file {file}" if inside else f"file {name}"
+    named.append(f"{where}: {what}")
+  more = len(damage) - _MOST_NAMED
+  rest = f"; and {more} more files" if more > 0 else ""
+  return f"step {step}: damaged, {'; '.join(named)}{rest}"
 
 
 def check_whole(
@@ -118,25 +228,24 @@ def check_whole(
     DamagedCheckpointError: it is not; the message names the item and the file,
       and the newest checkpoint before it that is whole.
   """
-  found = report(directory, step, items)
-  if found.damage is None and items != {"config"}:
+  damage = find_damage(directory, step, items)
+  if damage is None and items != {"config"}:
     _LOG.warning(
       "%s, checkpoint %d has no checksums, so that damage would not be "
       "noticed: an older version wrote it",
       directory,
       step,
     )
-  if not found.damage:
+  if not damage:
     return
-  before = [s for s in list_steps(directory) if s < step]
-  whole = next(
-    (s for s in reversed(before) if not report(directory, s, items).damage),
-    None,
-  )
   hint = "no checkpoint before it is whole"
-  if whole is not None:
-    hint = f"the newest whole one before it is step {whole}"
-  raise DamagedCheckpointError(f"{directory}, checkpoint of {found}; {hint}")
+  for before in reversed(list_steps(directory)):
+    if before < step and not find_damage(directory, before, items):
+      hint = f"the newest whole one before it is step {before}"
+      break
+  raise DamagedCheckpointError(
+    f"{directory}, checkpoint of {describe(step, damage)}; {hint}"
+  )
 
 
 def newest_whole_step(
@@ -161,17 +270,17 @@ def newest_whole_step(
   left, damaged = list_steps(directory), []
   while left:
     step = prefer(left)
-    found = report(directory, step, items)
-    if not found.damage:
+    damage = find_damage(directory, step, items)
+    if not damage:
       for other in damaged:
         _LOG.warning("%s, checkpoint of %s", directory, other)
       if damaged:
         _LOG.warning("using the checkpoint of step %d instead", step)
       return step
-    damaged.append(found)
+    damaged.append(describe(step, damage))
     left.remove(step)
   raise DamagedCheckpointError(
-    f"{directory} has no whole checkpoint; {'; '.join(map(str, damaged))}"
+    f"{directory} has no whole checkpoint; {'; '.join(damaged)}"
   )
 
 
@@ -211,9 +320,105 @@ def stored_bytes(directory: str | epath.Path) -> int | None:
   """Bytes of the newest checkpoint, None where no manifest says them."""
   steps = list_steps(directory)
   try:
-    entries = (
-      manifest.read(step_folder(directory, steps[-1])) if steps else None
-    )
-  except (ValueError, OSError):
+    entries = read_manifest(step_folder(directory, max(steps)))
+  except (ValueError, OSError):  # also where there are no steps
     return None
-  return sum(entry.length for entry in entries.values()) if entries else None
+  return sum(length for _, length in entries.values()) if entries else None
+
+
+def write_manifest(folder: epath.Path) -> None:
+  """Writes the manifest of all files below a step folder."""
+  names = sorted(_files(folder))
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    sums = pool.map(lambda name: checksum(folder / name), names)
+    lines = "".join(
+      f"{digest} {length} {name}\n"
+      for name, (digest, length) in zip(names, sums)
+    )
+  write_whole(folder / MANIFEST, f"{_header(lines)}{lines}".encode())
+
+
+def read_manifest(folder: epath.Path) -> dict[str, tuple[str, int]] | None:
+  """Reads the manifest of a step folder.
+
+  Returns:
+    Checksum and length of each file, by its path, or None for a checkpoint of
+    a version that wrote no manifest.
+
+  Raises:
+    ValueError: the manifest is damaged, or missing where there was one.
+    OSError: it cannot be read.
+  """
+  path = folder / MANIFEST
+  if not path.exists():
+    if _expects_manifest(folder):
+      raise ValueError("missing")
+    return None
+  length = _length(path)
+  if length > _MOST_BYTES:
+    raise ValueError(f"{length} bytes, at most {_MOST_BYTES} are allowed")
+  try:
+    header, newline, lines = path.read_bytes().decode().partition("\n")
+  except UnicodeDecodeError:
+    raise ValueError("damaged") from None
+  if header + newline != _header(lines):
+    raise ValueError("damaged, or of a newer version")
+  entries = {}
+  for line in lines.splitlines():
+    digest, size, name = line.split(" ", 2)
+    if ".." in name.split("/") or name.startswith("/"):
+      raise ValueError(f"names a file outside of the checkpoint: {name!r}")
+    entries[name] = digest, int(size)
+  return entries
+
+
+def _difference(path: epath.Path, digest: str, length: int) -> str:
+  """How a file differs from what was written; "" if it does not."""
+  try:
+    found = _length(path)
+    if found != length:
+      return f"{found} bytes, {length} were written"
+    if checksum(path) != (digest, length):
+      return "its content is not what was written"
+  except FileNotFoundError:
+    return "missing"
+  except (OSError, ValueError) as error:
+    return f"cannot be read: {error}"
+  return ""
+
+
+def _header(lines: str) -> str:
+  return f"{_HEADER}{xxhash.xxh3_128_hexdigest(lines.encode())}\n"
+
+
+def _length(path: epath.Path) -> int:
+  """Bytes of a file.
+
+  Raises:
+    ValueError: it is no regular file: opening a pipe would wait for ever.
+  """
+  if in_bucket(path):
+    return path.stat().length
+  status = os.stat(path)
+  if not stat.S_ISREG(status.st_mode):
+    raise ValueError("not a regular file")
+  return status.st_size
+
+
+def _files(folder: epath.Path, below: str = "") -> Iterator[str]:
+  """Paths of the files below a folder, but for its manifest."""
+  for path in (folder / below).iterdir():
+    name = f"{below}{path.name}"
+    if path.is_dir():
+      yield from _files(folder, f"{name}/")
+    elif name != MANIFEST:
+      yield name
+
+
+def _expects_manifest(folder: epath.Path) -> bool:
+  """Whether the item `config` says that the step was written with one."""
+  try:
+    content = (folder / "config" / "metadata").read_bytes()
+    return bool(parse_json(content).get(MANIFEST_FLAG))
+  except (OSError, ValueError):
+    return False

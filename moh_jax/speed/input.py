@@ -8,13 +8,14 @@ from typing import Any
 import grain
 import jax
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.data.images.recipes import train_recipe
 from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import TrainBatches
 from moh_jax.runtime import sharding
 from moh_jax.training.feed import Feed
 from moh_jax.training.program import make_program
+from moh_jax.training.task import task_builder
 
 # What one thread does for an example, one stage after the other.
 _OF_ONE_THREAD = ("read", "decode", "transform", "batch")
@@ -41,7 +42,7 @@ def measure(config: Config, batches: int, steps: int) -> dict[str, Any]:
     how much of the run's time it waits for input.
   """
   mesh = sharding.make_mesh(config.mesh)
-  task = get_family(config.model.family).tasks().make_task(config)
+  task = task_builder(config).make_task(config)
   size = config.data.batch_size
   rates = _one_thread(config, task, size * min(batches, 4))
   with sharding.use_mesh(mesh):

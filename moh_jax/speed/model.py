@@ -13,13 +13,21 @@ from typing import Any
 
 import jax
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.runtime import sharding
-from moh_jax.speed import compare, model_forms, model_programs, timing
+from moh_jax.speed import (
+  compare,
+  model_forms,
+  model_programs,
+  sampling,
+  timing,
+  writing,
+)
 from moh_jax.speed.compare import Variant
 from moh_jax.speed.options import ModelOptions
 from moh_jax.speed.report import Row
 from moh_jax.training.program import check_memory, make_program
+from moh_jax.training.task import task_builder
 
 
 def measure(options: ModelOptions) -> dict[str, Any]:
@@ -38,10 +46,10 @@ def measure(options: ModelOptions) -> dict[str, Any]:
   for run in () if options.compile_only else runs:
     models = options.variants(run)
     result["rows"] += _rows(options, run, models)
-    family = get_family(run.model.family)
-    rows, further = family.measure_inference(options, run, models)
-    result["rows"] += rows
-    result |= further
+    if run.model.READS_TEXT:
+      result["rows"] += writing.measure(run, models, options.rounds)
+    elif "sample" in run.sections:
+      result["sampler"] = sampling.measure(options, run)
   result["peak_resident_bytes"] = timing.peak_resident_bytes()
   return result
 
@@ -83,7 +91,7 @@ def _rows(
 def _train_step(run: Config) -> dict[str, float]:
   """Seconds to compile the whole train step, and the bytes of its state."""
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
-  objective = get_family(run.model.family).tasks().make_objective(run)
+  objective = task_builder(run).make_objective(run)
   program = make_program(run, objective, mesh)
   check_memory(run, program, mesh)
   state = program.state

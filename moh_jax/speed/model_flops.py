@@ -9,11 +9,12 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.speed.attention import attention_flops
 from moh_jax.speed.model_forms import LayerForm
 from moh_jax.speed.peaks import published_peak
+from moh_jax.training.task import task_builder
 
 _LOOPS = ("while", "pallas_call")
 
@@ -81,7 +82,7 @@ def train_flops(run: Config) -> float:
 
 def step_flops(run: Config) -> StepFlops:
   """FLOPs of one training step, by its program and its layers' attention."""
-  objective = get_family(run.model.family).tasks().make_objective(run)
+  objective = task_builder(run).make_objective(run)
   params = unbox(abstract_params(objective.model, objective.inputs))
   examples = run.data.batch_size
   batch = jax.tree.map(

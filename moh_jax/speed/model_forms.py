@@ -4,10 +4,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from moh_jax.config import Config, LayerGroup, get_family
+from moh_jax.config import Config, LayerGroup
 from moh_jax.ops.attention_forms import AttentionCase, choose_form
+from moh_jax.ops.head_placement import head_placement
 from moh_jax.ops.target import Target, has_cudnn, target
-from moh_jax.runtime.sharding import BATCH_AXES, head_placement
+from moh_jax.runtime.sharding import BATCH_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def attention_form(
     share=share,
     causal=causal,
     masked=causal,  # texts are packed, in training
-    biased=get_family(model.family).position_bias,
+    biased=model.POSITION_BIAS,
     dtype=model.dtype,
     has_cudnn=device is not None or has_cudnn(),
   )

@@ -5,12 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.layers.router import HeadRouter
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import init_params, unbox
 from moh_jax.speed.programs import Program, compile_program, jit_once
+from moh_jax.training.task import task_builder
 
 
 def random_params(run: Config) -> Any:
@@ -34,7 +35,7 @@ def programs(run: Config) -> dict[str, Program]:
   Returns:
     Programs "forward" and "forward_backward".
   """
-  task = get_family(run.model.family).tasks().make_task(run)
+  task = task_builder(run).make_task(run)
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   batch = jax.tree.map(jnp.asarray, next(task.batches(mesh)))
   arrays = (random_params(run), batch, jax.random.key(0), jnp.int32(0))

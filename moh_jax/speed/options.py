@@ -18,6 +18,8 @@ from moh_jax.config.heads import HeadBudget
 # Forms that can compute every head as well: the baselines of the others.
 _EVERY_HEAD = ("dense", "auto", "cudnn", "kernel")
 MODES = ("forward", "forward_backward", "causal", "causal_forward_backward")
+_BENCH_LENGTH = 512  # tokens, where `bench --lengths` is not given
+_EMA_DECAY = 0.9999  # of the released recipe of diffusion models
 _ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
 
 
@@ -280,14 +282,13 @@ class ModelOptions:
     section = config_lib.released_model(self.model)
     if self.config:
       section = self.config.model
-    family = config_lib.get_family(section.family)
-    run = resolve(family.bench_run(section, self.batch))
+    run = resolve(bench_run(section, self.batch))
     changes = {"dtype": self.dtype, "remat": self.remat}
     given = {name: value for name, value in changes.items() if value}
     run = config_lib.apply_overrides(run, "model", **given)
     if self.lengths is None:
       return [run]
-    return [family.with_length(run, n) for n in sorted(self.lengths)]
+    return [with_length(run, n) for n in sorted(self.lengths)]
 
   def variants(self, run: Config) -> dict[str, Any]:
     """Model sections to compare by name of the form; "mha" is the baseline."""
@@ -372,3 +373,36 @@ def _values(options: Any, name: str) -> tuple:
 
 def _flag(option: str) -> str:
   return "--" + option.replace("_", "-")
+
+
+def bench_run(model: Any, batch: int) -> Config:
+  """A run of a model section on random data, `batch` examples per step.
+
+  Language models read 512 tokens, or their longest sequence if that is shorter;
+  diffusion models keep averaged parameters.
+  """
+  data, others = {"batch_size": batch}, {}
+  if model.READS_TEXT:
+    data["sequence_length"] = min(_BENCH_LENGTH, model.max_length)
+  if "diffusion" in model.SECTIONS:
+    others["optim"] = config_lib.OptimConfig(ema_decay=_EMA_DECAY)
+  return Config(model=model, data=model.DATA(**data), **others)
+
+
+def with_length(config: Config, length: int) -> Config:
+  """The same run on sequences of `length` tokens.
+
+  Raises:
+    ValueError: the model has one input size only, or no such length.
+  """
+  if not config.model.READS_TEXT:
+    raise ValueError(
+      f"--lengths {length} is for language models: a model of family "
+      f"{config.model.family!r} reads inputs of one size"
+    )
+  if not 1 <= length <= config.model.max_length:
+    raise ValueError(
+      f"--lengths {length} must be in [1, {config.model.max_length}], the "
+      "model's max_length"
+    )
+  return config_lib.apply_overrides(config, "data", sequence_length=length)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.ops.target import target
-from moh_jax.runtime.targets import absent_devices
+from moh_jax.runtime.devices import absent_devices
 from moh_jax.speed import timing
 
 # On accelerators the call of a small function takes longer than its evaluation,
@@ -164,7 +164,7 @@ def compiling_for(name: str) -> Iterator[None]:
   """Context in which programs are compiled for a device that is not here.
 
   Args:
-    name: as for `runtime.targets.absent_devices`; "" is the device that is.
+    name: as for `runtime.devices.absent_devices`; "" is the device that is.
 
   Raises:
     ValueError: the target is unknown, or a package is missing.

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.runtime import sharding
 from moh_jax.speed import timing
 from moh_jax.speed.timing import Timing
 from moh_jax.training.program import make_program
+from moh_jax.training.task import task_builder
 
 
 def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
@@ -34,7 +35,7 @@ def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
 def _step(run: Config) -> Callable[[], Any]:
   """A call that takes a step; the program is the one that the run compiled."""
   mesh = sharding.make_mesh(run.mesh)
-  task = get_family(run.model.family).tasks().make_task(run)
+  task = task_builder(run).make_task(run)
   with sharding.use_mesh(mesh):
     batches = task.batches(mesh)
     batch = sharding.shard_batch(next(batches), mesh)

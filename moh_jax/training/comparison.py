@@ -20,7 +20,7 @@ from moh_jax.config.variants import ComparedRun
 from moh_jax.files import write_whole
 from moh_jax.json_files import parse_json
 from moh_jax.models.generation import Decode
-from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training import loop
 from moh_jax.training.workdir import prepare
 
@@ -68,7 +68,7 @@ class Comparison:
     self._file = self._directory / _FILE
     self._config = config
     self.outcomes: dict[str, Outcome] = {}
-    ask_first_process(self._read, 0)
+    ask_first_process(self._read)
 
   def run(
     self,
@@ -98,7 +98,7 @@ class Comparison:
       if outcome is None:
         return False
       self.outcomes[run.name] = outcome
-      ask_first_process(self._write, 0)
+      ask_first_process(self._write)
       jax.clear_caches()  # of programs that no other run uses
     return True
 
@@ -118,10 +118,10 @@ class Comparison:
     finite = {n: x if math.isfinite(x) else None for n, x in numbers.items()}
     return Outcome(metrics=finite)
 
-  def _read(self) -> list[int]:
+  def _read(self) -> None:
     if not self._file.exists():
       self._write()
-      return []
+      return
     content = self._file.read_bytes()
     # Earlier versions wrote numbers that JSON cannot hold, at ends of lines.
     content = re.sub(rb": (NaN|-?Infinity)(?=,?\n)", b": null", content)
@@ -134,7 +134,6 @@ class Comparison:
       )
     for name, outcome in stored["outcomes"].items():
       self.outcomes[name] = Outcome(**outcome)
-    return []
 
   def _differences(self, stored: Config) -> Iterator[str]:
     ours, theirs = self._config.by_name(), stored.by_name()
@@ -144,8 +143,7 @@ class Comparison:
       else:
         yield from differing_fields(ours[name], theirs[name], name)
 
-  def _write(self) -> list[int]:
+  def _write(self) -> None:
     outcomes = msgspec.to_builtins(self.outcomes)
     content = {"config": to_dict(self._config), "outcomes": outcomes}
     write_whole(self._file, f"{json.dumps(content, indent=2)}\n".encode())
-    return []

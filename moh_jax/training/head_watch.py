@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.ops.head_load import collapse_lines, load_entropy
 
 _LOG = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class HeadWatch:
       config: of the run.
     """
     model = config.model
-    budgets = get_family(model.family).layer_budgets(model)
+    budgets = model.layer_budgets()
     orders = (x for g in model.layer_groups() for x in g.order_of_each)
     # Numbers of the routed heads, [] where no token chooses.
     self._routed = {

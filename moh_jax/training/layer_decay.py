@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moh_jax.config import RoutedLayers, get_family
+from moh_jax.config import RoutedLayers
 
 
 def scale(
@@ -52,16 +52,15 @@ def factors(params: Any, decay: float, model: RoutedLayers) -> Any:
     Tree of float32 arrays, which broadcast to the parameters: those of stacked
     layers have one factor for each.
   """
-  family = get_family(model.family)
   firsts, layers = {}, 0
-  for name, group in zip(family.stack_names(model), model.layer_groups()):
+  for name, group in zip(model.stack_names(), model.layer_groups()):
     firsts[name] = (layers, group.depth)
     layers += group.depth
 
   def one(path: tuple, leaf: Any) -> jax.Array:
     names = [key.key for key in path]
     first, depth = firsts.get(names[0], (layers, 0))
-    if names[0] in family.inputs:
+    if names[0] in model.INPUTS:
       depths = 0
     elif any(name.startswith("blocks") for name in names[:2]):
       # Stacked layers: their index is the first axis.

@@ -12,15 +12,14 @@ from typing import Any
 import jax
 from etils import epath
 
-from moh_jax.config import Config, get_family, to_dict
+from moh_jax.config import Config, to_dict
 from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import compilation_cache, sharding, steps
-from moh_jax.runtime.agreement import agree
-from moh_jax.runtime.checkpoint import Metadata, save_tokenizer
-from moh_jax.runtime.peers import Peers
+from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.peers import Peers, agree
 from moh_jax.runtime.run_lock import RunLock
-from moh_jax.training import saving, wandb_log
+from moh_jax.training import sampled_fid, saving, wandb_log
 from moh_jax.training.feed import Feed
 from moh_jax.training.head_watch import HeadWatch
 from moh_jax.training.metrics import MetricsWriter
@@ -38,8 +37,8 @@ from moh_jax.training.showing import Showing
 from moh_jax.training.state import TrainState, averaged_from
 from moh_jax.training.step import HEAD_LOADS
 from moh_jax.training.stopping import stop_request
-from moh_jax.training.task import Task
-from moh_jax.training.warm_start import tokenizer_files, warm_start
+from moh_jax.training.task import Task, task_builder
+from moh_jax.training.warm_start import keep_tokenizer, warm_start
 from moh_jax.training.workdir import find_resumable, prepare, take_lock
 
 _LOG = logging.getLogger(__name__)
@@ -111,9 +110,8 @@ def train(
   agree({"config": to_dict(config), "newest checkpoint in the workdir": newest})
   mesh = sharding.make_mesh(config.mesh, devices)
   check_split(config, mesh)
-  family = get_family(config.model.family)
-  score = family.further_metrics(config, mesh, decode)
-  task = family.tasks().make_task(config, decode)
+  score = sampled_fid.make_score(config, mesh, decode)
+  task = task_builder(config).make_task(config, decode)
   if score:
     task = task.also_scored_by(score)
   directory = prepare(workdir)
@@ -125,8 +123,8 @@ def train(
     ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
   )
   with contextlib.ExitStack() as stack:
-    if lock := take_lock(directory):
-      stack.callback(lock.release)
+    lock = take_lock(directory)
+    stack.callback(lock.release)
     stack.enter_context(sharding.use_mesh(mesh))
     run = _Run(config, directory, mesh, task, verify, clock)
     return run.run(lock, at_peak)
@@ -176,11 +174,9 @@ class _Run:
       params = self.abstract_state.params
       self.read_source = warm_start(metadata, params, mesh)
     if task.tokenizer:
-      # A run that goes on keeps the files that it began with.
-      beside = tokenizer_files(metadata, task.tokenizer) if is_new else {}
-      save_tokenizer(directory, task.tokenizer, beside)
+      keep_tokenizer(directory, metadata, task.tokenizer, is_new)
 
-  def run(self, lock: RunLock | None, at_peak: AtPeak) -> Result:
+  def run(self, lock: RunLock, at_peak: AtPeak) -> Result:
     """Restores or initializes, then takes the remaining steps."""
     try:
       with contextlib.ExitStack() as stack:
@@ -211,7 +207,7 @@ class _Run:
         "start all processes again to resume"
       ) from error
 
-  def _run_from_start(self, peers: Peers, lock: RunLock | None) -> Result:
+  def _run_from_start(self, peers: Peers, lock: RunLock) -> Result:
     self.clock.enter("restart")
     state, start = self._start()
     writer = MetricsWriter(
@@ -281,7 +277,7 @@ class _Run:
     start: int,
     writer: MetricsWriter,
     peers: Peers,
-    lock: RunLock | None,
+    lock: RunLock,
   ) -> Result:
     steps = self.config.train.steps
     self.clock.at(start)
@@ -302,8 +298,7 @@ class _Run:
         self._report(*pending, writer)
       pending = (step, self.batches.position, metrics)
       self.saver.poll()
-      if lock:
-        lock.check()
+      lock.check()
 
       stopping = self.stop.reached()
       last = step == steps

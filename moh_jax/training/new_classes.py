@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from moh_jax.config import get_family
 from moh_jax.runtime.checkpoint import Metadata
 
 
@@ -68,7 +67,7 @@ def match_classes(
   needed, given = flatten_dict(abstract), flatten_dict(stored)
   axes = {
     path: axis
-    for path, axis in get_family(model.family).class_axes.items()
+    for path, axis in model.CLASS_AXES.items()
     if path in needed and path in given
   }
   alike = all(needed[path].shape == given[path].shape for path in axes)

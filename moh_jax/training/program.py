@@ -9,10 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
+from moh_jax.ops.head_placement import check_heads, check_tokens
 from moh_jax.runtime import sharding
 from moh_jax.runtime.fits import check_config, check_host_memory, check_tree
-from moh_jax.runtime.params import abstract_params
-from moh_jax.runtime.whole_params import check_whole
+from moh_jax.runtime.params import abstract_params, check_whole
 from moh_jax.training import layer_decay, optim
 from moh_jax.training.state import TrainState, make_state
 from moh_jax.training.step import jit_train_step
@@ -114,9 +114,9 @@ def check_split(config: Config, mesh: Mesh | AbstractMesh) -> None:
   batch, parts = config.data.batch_size, config.optim.accumulation
   sharding.check_batch("data.batch_size", batch, mesh, parts)
   sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  sharding.check_heads(config.model, mesh, config.mesh.max_imbalance)
+  check_heads(config.model, mesh, config.mesh.max_imbalance)
   length = getattr(config.data, "sequence_length", None)
-  sharding.check_tokens(config.model, mesh, length)
+  check_tokens(config.model, mesh, length)
   each = batch // (sharding.batch_shards(mesh) * parts)
   classifier = config.sections.get("classifier")
   if classifier and classifier.mixes and config.mesh.dcn_data > 1 and each < 2:

@@ -10,8 +10,7 @@ from etils import epath
 from moh_jax import config as config_lib
 from moh_jax.data.identity import Identity, differences
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
-from moh_jax.runtime.steps import step_folder
-from moh_jax.runtime.stored_config import read_stored
+from moh_jax.runtime.steps import read_json_item
 
 _LOG = logging.getLogger(__name__)
 # Fields that determine the training stream, the random choices and what the
@@ -78,9 +77,7 @@ def check_same_run(
     if as_stored(here) != as_stored(there):
       fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
   if not fields:  # the same config, so that the data should be the same too
-    stored_stream = read_stored(step_folder(workdir, step), "data").get(
-      "stream"
-    )
+    stored_stream = read_json_item(workdir, step, "data").get("stream")
     if stored_stream is not None:
       fields = differences(stream, stored_stream)
   if fields:

@@ -8,10 +8,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
+from moh_jax.convert.inception import load_inception
 from moh_jax.evaluation.fid import frechet_distance
+from moh_jax.evaluation.image_metrics import make_extractor
 from moh_jax.evaluation.statistics import Gaussian, merge, moments
+from moh_jax.evaluation.statistics_files import read_statistics
+from moh_jax.models import inception
 from moh_jax.models.generation import Decode, make_image_sampler
 from moh_jax.models.registry import make_model
+from moh_jax.models.weights_hash import params_sha256
 from moh_jax.runtime import sharding
 from moh_jax.training.stopping import interruptible
 from moh_jax.training.task import Evaluate
@@ -19,6 +24,40 @@ from moh_jax.training.task import Evaluate
 # The decoder of latents takes far more memory for an image than the network in
 # an evaluation, whose batches are larger. `sample` takes 64 at a time too.
 _MOST_AT_ONCE = 64
+
+
+def make_score(
+  config: Config, mesh: Mesh, decode: Decode | None
+) -> Evaluate | None:
+  """The metric "fid" of a run's evaluations.
+
+  Args:
+    config: the run.
+    mesh: the devices.
+    decode: latents to images, where the run has it.
+
+  Returns:
+    (params, mesh) -> metrics; None unless `sample.fid_images` asks for it.
+
+  Raises:
+    FileNotFoundError: a file that the section `sample` names is missing.
+    ValueError: the files do not belong together, or latents lack `decode`.
+  """
+  sample = config.sections.get("sample")
+  if sample is None or not sample.fid_images:
+    return None
+  sizes = inception.POOL_DIM, inception.SPATIAL_DIM
+  reference = read_statistics(sample.fid_reference, *sizes)
+  params = load_inception(sample.fid_inception)
+  ours = {"resize": sample.fid_resize, "inception": params_sha256(params)}
+  reference.check_made_with(ours, sample.fid_reference)
+  params = jax.device_put(params, sharding.replicated(mesh))
+  features = make_extractor(inception.InceptionV3(), sample.fid_resize)
+
+  def extract(images: jax.Array) -> jax.Array:
+    return features(params, images).pool3
+
+  return make_fid(config, reference.pool3, extract, decode)
 
 
 def make_fid(

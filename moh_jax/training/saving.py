@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,11 +14,9 @@ from etils import epath
 
 from moh_jax.config import CheckpointConfig
 from moh_jax.data.identity import Identity
-from moh_jax.runtime import checkpoint, commit, location, steps
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.processes import ask_first_process
-from moh_jax.runtime.read_params import save_args
-from moh_jax.runtime.stored_config import read_stored
+from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class Saver:
     if config.keep_every:
       keep.append(policies.EveryNSteps(config.keep_every))
     self._directory = workdir
-    self._folder = location.steps_folder(workdir)
+    self._folder = steps.steps_folder(workdir)
     self._stops = config.on_error == "stop"
     self._metadata, self._stream = metadata, dict(stream)
     self._saving: int | None = None  # step that is being written
@@ -74,7 +72,7 @@ class Saver:
           create_directories_asynchronously=False
         ),
         cleanup_tmp_directories=True,  # removes what killed saves left
-        temporary_path_class=commit.temporary_path_class(self._folder),
+        temporary_path_class=checkpoint.temporary_path_class(self._folder),
       ),
     )
 
@@ -104,9 +102,9 @@ class Saver:
     """
     self.wait()
     step = int(state.step)
-    items = _items(
-      state, lambda tree: ocp.args.StandardSave(tree, save_args(tree))
-    )
+    items = {
+      name: checkpoint.save_arrays(tree) for name, tree in _items(state).items()
+    }
     data = {"position": position, "stream": self._stream, "watch": watch}
     items["data"] = ocp.args.JsonSave(data)
     items["config"] = checkpoint.config_item(self._metadata)
@@ -175,7 +173,7 @@ class Saver:
     verify = verify and self._verify and jax.process_index() == 0
     for step in reversed(steps.list_steps(self._directory)):
       if step not in self._whole and verify:
-        if steps.report(self._directory, step).damage:
+        if steps.find_damage(self._directory, step):
           continue
         self._whole.add(step)
       return f"the last whole checkpoint in {self._directory} is step {step}"
@@ -192,7 +190,7 @@ class Saver:
       _LOG.debug("closing: %s", error, exc_info=True)
 
   def _check_space(self, state: TrainState) -> None:
-    if "://" in os.fspath(self._folder) or jax.process_index():
+    if steps.in_bucket(self._folder) or jax.process_index():
       return
     needed = steps.stored_bytes(self._directory)
     if needed is None:
@@ -207,7 +205,7 @@ class Saver:
   def _clean_up(self, step: int) -> None:
     """Removes what a failed save left, which takes space from the next."""
     if jax.process_index() == 0:
-      for path in self._folder.glob(f"{step}{commit.TEMPORARY}*"):
+      for path in self._folder.glob(f"{step}{checkpoint.TEMPORARY}*"):
         with contextlib.suppress(OSError):
           path.rmtree()
     with contextlib.suppress(OSError):
@@ -216,12 +214,7 @@ class Saver:
 
 def set_aside_after(directory: str | epath.Path, step: int) -> None:
   """Runs `steps.set_aside_after` before any process lists the checkpoints."""
-
-  def move() -> list[int]:
-    steps.set_aside_after(directory, step)
-    return []
-
-  ask_first_process(move, 0)
+  ask_first_process(lambda: steps.set_aside_after(directory, step))
 
 
 def restore(
@@ -242,19 +235,18 @@ def restore(
   Raises:
     ValueError: an item cannot be read.
   """
-  items = _items(abstract, ocp.args.StandardRestore)
-  restored = checkpoint.read_items(directory, step, items)
+  restored = checkpoint.read_items(directory, step, _items(abstract))
   state = TrainState(
     params=restored["params"], ema=restored.get("ema"), **restored["train"]
   )
-  return state, read_stored(steps.step_folder(directory, step), "data")
+  return state, steps.read_json_item(directory, step, "data")
 
 
-def _items(state: TrainState, of: Callable[[Any], Any]) -> dict[str, Any]:
-  """Orbax's arguments, made by `of`, for the items that hold arrays."""
+def _items(state: TrainState) -> dict[str, Any]:
+  """The items of a checkpoint that hold arrays."""
   run = {name: getattr(state, name) for name in _RUN_FIELDS}
-  items = {"params": of(state.params), "train": of(run)}
-  return items if state.ema is None else items | {"ema": of(state.ema)}
+  items = {"params": state.params, "train": run}
+  return items if state.ema is None else items | {"ema": state.ema}
 
 
 def _reason(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.metrics import MetricsWriter
 from moh_jax.training.run_clock import RunClock
 from moh_jax.training.saving import Saver

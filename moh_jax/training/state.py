@@ -14,6 +14,7 @@ from moh_jax.runtime.fits import HOST_MEMORY, check_host_memory
 from moh_jax.runtime.params import (
   abstract_params,
   init_params,
+  param_shardings,
   unbox,
   with_shardings,
 )
@@ -82,7 +83,7 @@ def make_state(
     )
 
   boxed = abstract_params(model, inputs)
-  params = sharding.param_shardings(boxed, mesh)
+  params = param_shardings(boxed, mesh)
   whole = sharding.replicated(mesh)
   opt_state = _optimizer_shardings(
     jax.eval_shape(optimizer.init, unbox(boxed)),

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from moh_jax.config import Config
+from moh_jax.config import Config, get_family, imported
 from moh_jax.data.identity import Identity
 from moh_jax.data.images.pixels import normalizer
 from moh_jax.data.images.sources import make_source
@@ -64,6 +64,11 @@ class TaskBuilder(Protocol):
       config: of the run, whose data may be other than that of the training.
       trained: class names and tokenizer of the training, empty if unknown.
     """
+
+
+def task_builder(config: Config) -> TaskBuilder:
+  """What builds the task of a run's family."""
+  return imported(get_family(config.model.family).task)
 
 
 @dataclasses.dataclass(frozen=True)

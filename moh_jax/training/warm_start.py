@@ -6,15 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, get_family
-from moh_jax.data.text.tokenizer_files import read_files_beside
+from moh_jax.config import Config
+from moh_jax.data.text.tokenizer_files import (
+  read_files_beside,
+  write_tokenizer_files,
+)
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint, location
+from moh_jax.models.restack import fit_params
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
 from moh_jax.training.new_classes import ClassRows, match_classes
@@ -69,7 +74,7 @@ def warm_start(
   _check_tokenizer(source, ours, metadata)
   stored = abstract_on(*make_model(trained), mesh)
   fit = functools.partial(
-    get_family(family).fit_params, trained=trained, wanted=wanted
+    fit_params, trained=trained.model, wanted=wanted.model
   )
   fitted = jax.eval_shape(fit, stored)
   classes = match_classes(ours, metadata, abstract, fitted)
@@ -100,26 +105,39 @@ def warm_start(
   return read
 
 
-def tokenizer_files(ours: Metadata, tokenizer: Tokenizer) -> dict[str, bytes]:
-  """The files that a new run keeps beside its tokenizer.
+def keep_tokenizer(
+  directory: str | epath.Path,
+  ours: Metadata,
+  tokenizer: Tokenizer,
+  is_new: bool = True,
+) -> None:
+  """Writes a tokenizer and the files beside it into a working directory.
 
-  Those of the text that it is trained on, and where `train.init_from` has the
-  same tokenizer, those that the text lacks: chat templates and stops are
-  known to the model that the run starts from.
+  A new run keeps the files of the text that it is trained on, and where
+  `train.init_from` has the same tokenizer, those that the text lacks: chat
+  templates and stops are known to the model that the run starts from. A run
+  that goes on keeps the files that it began with.
 
   Args:
+    directory: working directory.
     ours: metadata of the run.
-    tokenizer: of the run's text.
+    tokenizer: of the run's text; the kind "bytes" has no file.
+    is_new: whether the run begins.
 
   Raises:
     ValueError: a file beside the tokenizer of `train.init_from` is damaged.
   """
-  source, files = ours.config.train.init_from, dict(tokenizer.files)
-  if source:
+  source, files = ours.config.train.init_from, {}
+  if source and is_new:
     trained, _ = checkpoint.read_metadata(source)
     if trained.tokenizer_sha256 == tokenizer.sha256:
-      files = {**read_files_beside(location.workdir(source)), **files}
-  return files
+      files = read_files_beside(steps.workdir(source))
+  if not tokenizer.file_name or jax.process_index():
+    return
+  if is_new:
+    files |= tokenizer.files
+  files[tokenizer.file_name] = tokenizer.content
+  write_tokenizer_files(steps.absolute(directory), files)
 
 
 def _check_numbers(source: str, ours: Config, theirs: Config) -> None:

@@ -1,13 +1,12 @@
 """The working directory of a run: written to, owned, and resumed from."""
 
-import os
 import uuid
 from collections.abc import Callable, Sequence
 
 from etils import epath
 
-from moh_jax.runtime import location, steps
-from moh_jax.runtime.processes import ask_first_process
+from moh_jax.runtime import steps
+from moh_jax.runtime.peers import ask_first_process
 from moh_jax.runtime.run_lock import RunLock
 
 
@@ -17,7 +16,7 @@ def prepare(workdir: str) -> epath.Path:
   Raises:
     OSError: it cannot; the message names the directory and the reason.
   """
-  directory = location.resolve(workdir)
+  directory = steps.absolute(workdir)
   probe = directory / f".write_probe.{uuid.uuid4().hex}"
   try:
     directory.mkdir(parents=True, exist_ok=True)
@@ -56,13 +55,8 @@ def find_resumable(
   return None if step < 0 else step
 
 
-def take_lock(directory: epath.Path) -> RunLock | None:
-  """Takes the lock of the working directory, in the first process."""
-  taken = []
-
-  def take() -> list[int]:
-    taken.append(RunLock(os.fspath(directory)))
-    return []
-
-  ask_first_process(take, 0)
-  return taken[0] if taken else None
+def take_lock(directory: epath.Path) -> RunLock:
+  """The lock of the working directory, which the first process takes."""
+  lock = RunLock(directory)
+  ask_first_process(lock.take)
+  return lock

@@ -9,7 +9,8 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.analysis.head_stats import head_stats, routed_layers
-from moh_jax.config import MeshConfig, get_family
+from moh_jax.analysis.probe import make_probe
+from moh_jax.config import MeshConfig
 from moh_jax.models.registry import make_model
 from moh_jax.ops.head_load import load_entropy
 from moh_jax.runtime import sharding
@@ -76,7 +77,7 @@ def _measured(family, mesh_name, names=_NAMES):
   mesh = sharding.make_mesh(mesh_config, jax.devices()[:devices])
   with sharding.use_mesh(mesh):
     return head_stats(
-      get_family(config.model.family).probe(model, config),
+      make_probe(model, config),
       config,
       tiny.random_params(config),
       [sharding.shard_batch(batch, mesh) for batch in _batches(family)],
@@ -90,7 +91,7 @@ def _measured(family, mesh_name, names=_NAMES):
 def _recorded(family):
   """Every layer's routing and every example, one after the other."""
   config = _config(family)
-  probe = get_family(family).probe(make_model(config)[0], config)
+  probe = make_probe(make_model(config)[0], config)
   apply = jax.jit(functools.partial(probe.apply, mutable=["intermediates"]))
   rows = []
   for batch in _batches(family):
@@ -101,7 +102,7 @@ def _recorded(family):
       counted = batch["mask"][:, None] * probe.token_mask(batch)
     layers = []
     for name, group in zip(
-      get_family(family).stack_names(config.model), config.model.layer_groups()
+      config.model.stack_names(), config.model.layer_groups()
     ):
       inner = found[name].get("blocks", found[name])
       (routing,) = inner["attn"]["router"]["routing"]
@@ -216,7 +217,7 @@ class HeadStatsTest(parameterized.TestCase):
 
     model = Turned(**vars(config.model))
     config = dataclasses.replace(config, model=model)
-    probe = get_family("dit").probe(None, config)
+    probe = make_probe(make_model(config)[0], config)
     for layer in routed_layers(config, probe):
       heads = layer.budget.num_heads
       self.assertEqual(layer.order, tuple(range(heads))[::-1])
@@ -237,7 +238,7 @@ class HeadStatsTest(parameterized.TestCase):
 
   def test_no_example(self):
     config = _config("vit")
-    probe = get_family("vit").probe(make_model(config)[0], config)
+    probe = make_probe(make_model(config)[0], config)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     with self.assertRaisesRegex(ValueError, "no example"):
       head_stats(probe, config, {}, [], _NAMES, mesh)

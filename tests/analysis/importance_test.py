@@ -13,7 +13,8 @@ from moh_jax.analysis.importance import (
   order_by_importance,
   top_k_by_importance,
 )
-from moh_jax.config import HeadBudget, RouterConfig, get_family
+from moh_jax.analysis.probe import text_probe
+from moh_jax.config import HeadBudget, RouterConfig
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_output import summed_nats
 from moh_jax.runtime.params import unbox
@@ -103,8 +104,8 @@ class ImportanceTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"model.num_heads=\(4, 2\)"):
       head_importance(LLM(config), config, {}, [_batch()])
     run = dataclasses.replace(tiny.llm_config(), model=config)
-    found = get_family("llm").head_importance(LLM(config), run, {}, [_batch()])
-    self.assertIsNone(found)  # `heads` goes on without it
+    probe = text_probe(LLM(config), run)
+    self.assertIsNone(probe.importance)  # `heads` goes on without it
 
 
 if __name__ == "__main__":

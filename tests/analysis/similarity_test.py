@@ -10,8 +10,9 @@ from absl.testing import absltest, parameterized
 from flax import traverse_util
 
 from moh_jax import config as config_lib
+from moh_jax.analysis.probe import make_probe
 from moh_jax.analysis.similarity import head_similarity, mean_similarity
-from moh_jax.config import MeshConfig, get_family
+from moh_jax.config import MeshConfig
 from moh_jax.models.registry import make_model
 from moh_jax.ops.head_similarity import feature_cosines, pattern_cosines
 from moh_jax.ops.visible import Visible
@@ -66,7 +67,7 @@ def _measured(family="dit", router=True, devices=1, wide=False):
     tokens = rng.integers(0, 60, (8, 16)).astype(np.int32)
     del batch["image"]
     batch |= {"inputs": tokens, "segments": segments, "positions": positions}
-  probe = get_family(family).probe(make_model(config)[0], config)
+  probe = make_probe(make_model(config)[0], config)
   if wide:  # as an own family that reads features [B, X]
     image = batch.pop("image").reshape(8, -1)
     batch["features"] = np.pad(image, ((0, 0), (300, 0)))

@@ -4,7 +4,7 @@ import pathlib
 from absl.testing import absltest, parameterized
 from etils import epath
 
-from moh_jax.runtime import manifest
+from moh_jax.runtime import steps
 from tests.cli import tiny_checkpoint
 from tests.data.text import tiny_text
 
@@ -17,7 +17,7 @@ class VerifyCommandTest(parameterized.TestCase):
       folder = self.workdir / "checkpoints" / str(step)
       (folder / "params").mkdir(parents=True)
       (folder / "params" / "d").write_bytes(b"values")
-      manifest.write(epath.Path(folder))
+      steps.write_manifest(epath.Path(folder))
 
   def _verify(self, *options):
     status, out, err = tiny_checkpoint.call("verify", self.workdir, *options)
@@ -72,7 +72,7 @@ class VerifyCommandTest(parameterized.TestCase):
 
   def test_older_checkpoints_have_no_checksums(self):
     for step in (2, 4):
-      (self.workdir / f"checkpoints/{step}" / manifest.NAME).unlink()
+      (self.workdir / f"checkpoints/{step}" / steps.MANIFEST).unlink()
     status, out, _ = self._verify()
     self.assertEqual(status, 0)
     self.assertIn("step 2: without checksums", out[0])

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.runtime import sharding
-from moh_jax.runtime.targets import absent_devices, missing_packages
+from moh_jax.runtime.devices import absent_devices, missing_packages
 from tests.runtime.batch_rows_test import assemble
 
 pytestmark = pytest.mark.compiles

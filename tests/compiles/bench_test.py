@@ -5,7 +5,7 @@ import json
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.runtime.targets import missing_packages
+from moh_jax.runtime.devices import missing_packages
 from tests.cli import tiny_checkpoint
 
 pytestmark = pytest.mark.compiles

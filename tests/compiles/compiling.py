@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from moh_jax.runtime.targets import absent_devices, missing_packages
+from moh_jax.runtime.devices import absent_devices, missing_packages
 
 # Instructions for which no device runs a program.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}

@@ -19,7 +19,7 @@ from moh_jax.inference.decoding import Decoding, make_decode, span_numbers
 from moh_jax.inference.generate import serving_params
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
-from moh_jax.runtime.targets import absent_devices, missing_packages
+from moh_jax.runtime.devices import absent_devices, missing_packages
 
 pytestmark = pytest.mark.compiles
 

@@ -18,7 +18,7 @@ from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.sizes import block_sizes
 from moh_jax.ops.visible import Visible
-from moh_jax.runtime.targets import absent_devices, missing_packages
+from moh_jax.runtime.devices import absent_devices, missing_packages
 
 pytestmark = pytest.mark.compiles
 _KERNELS = ("forward", "query_gradient", "key_gradients")

@@ -9,9 +9,8 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.plan.plan import make_plan
-from moh_jax.runtime import topology
+from moh_jax.runtime.devices import missing_packages, parse_topology
 from moh_jax.runtime.load import load_config
-from moh_jax.runtime.targets import missing_packages
 
 pytestmark = pytest.mark.compiles
 
@@ -36,7 +35,7 @@ class PlanTest(parameterized.TestCase):
     if missing := missing_packages(name):
       self.skipTest(f"needs {', '.join(missing)}")
     run = load_config(config, overrides)
-    plan = make_plan(run, topology.parse(name), compiles=True)
+    plan = make_plan(run, parse_topology(name), compiles=True)
     compiled = plan.run.compiled
     self.assertIsNotNone(compiled, plan.run.reason)
     self.assertTrue(compiled.fits, compiled)

@@ -6,12 +6,13 @@ import math
 import re
 from typing import Any
 
-from moh_jax.config import Config, MeshConfig, get_family
+from moh_jax.config import Config, MeshConfig, released_model
 from moh_jax.config.layers import without_router
-from moh_jax.models.registry import released_model
 from moh_jax.runtime import sharding
-from moh_jax.runtime.targets import absent_devices
+from moh_jax.runtime.devices import absent_devices
+from moh_jax.speed.options import bench_run, with_length
 from moh_jax.training.program import make_program
+from moh_jax.training.task import task_builder
 
 
 def training_run(
@@ -38,9 +39,8 @@ def training_run(
   model = dataclasses.replace(model, **changes)
   if not router:
     model = without_router(model)
-  family = get_family(model.family)
-  run = family.bench_run(model, batch)
-  return run if model.family == "dit" else family.with_length(run, tokens)
+  run = bench_run(model, batch)
+  return run if model.family == "dit" else with_length(run, tokens)
 
 
 def compile_step(run: Config, target: str, **axes: int) -> Any:
@@ -59,7 +59,7 @@ def lower_step(run: Config, target: str, **axes: int) -> Any:
   sizes = {"data": 1, **axes}
   devices = absent_devices(target)[: math.prod(sizes.values())]
   mesh = sharding.make_mesh(MeshConfig(**sizes), devices)
-  objective = get_family(run.model.family).tasks().make_objective(run)
+  objective = task_builder(run).make_objective(run)
   program = make_program(run, objective, mesh)
   with sharding.use_mesh(mesh):
     return program.step.lower(program.state, program.batch)

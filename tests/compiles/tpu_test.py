@@ -17,8 +17,8 @@ from moh_jax.ops.kernels.sizes import block_sizes
 from moh_jax.ops.position import rotation
 from moh_jax.ops.splash import splash_attention
 from moh_jax.ops.visible import Visible
+from moh_jax.runtime.devices import absent_devices, missing_packages
 from moh_jax.runtime.params import unbox
-from moh_jax.runtime.targets import absent_devices, missing_packages
 
 pytestmark = [
   pytest.mark.compiles,

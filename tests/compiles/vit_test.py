@@ -8,7 +8,8 @@ import dataclasses
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family, released_model
+from moh_jax.config import released_model
+from moh_jax.speed.options import bench_run
 from tests.compiles import programs
 
 pytestmark = pytest.mark.compiles
@@ -26,7 +27,7 @@ class TrainingStepTest(parameterized.TestCase):
       depths=(1, 1, 1, 1),
       dtype="bfloat16",
     )
-    run = get_family("vit").bench_run(model, 8)
+    run = bench_run(model, 8)
     text = programs.lower_step(run, "h100:1").as_text()
     self.assertEqual(text.count("__cudnn$"), calls)
 

@@ -7,7 +7,6 @@ from moh_jax.config import (
   DiTConfig,
   LayerGroup,
   SampleConfig,
-  get_family,
   without_router,
 )
 from moh_jax.config.heads import HeadBudget, RouterConfig
@@ -159,7 +158,7 @@ class InheritedTest(absltest.TestCase):
       fid_inception="inception.pth",
     )
     trained = Config(model=_TINY, sample=sample)
-    found = get_family("dit").inherited(trained, {})["sample"]
+    found = _TINY.inherited(trained, {})["sample"]
     expected = SampleConfig(
       steps="5", cfg_scale=3.0, fid_inception="inception.pth"
     )

@@ -64,7 +64,7 @@ class UpgradeTest(parameterized.TestCase):
   @parameterized.parameters(*legacy.MOVED.items())
   def test_present_keys_exist(self, _, present):
     family = "llm" if present.startswith("model") else "vit"
-    cls = config_lib.get_family(family).model
+    cls = config_lib.imported(config_lib.get_family(family).model)
     cfg = config_lib.to_config_dict(config_lib.Config(cls())).to_dict()
     for part in present.split("."):
       cfg = cfg[part]

@@ -8,7 +8,7 @@ from moh_jax.config import (
   StageShape,
   ViTConfig,
   families,
-  get_family,
+  imported,
 )
 
 _TINY = ViTConfig(
@@ -158,14 +158,14 @@ class ViTConfigTest(parameterized.TestCase):
   ):
     config = dataclasses.replace(_TINY, image_size=size, **pretrain)
     expected = [shape.pretrain_grid for shape in config.stage_shapes()]
-    trained, family = Config(model=config), get_family("vit")
-    found = family.inherited(trained, {"image_size": other})["model"]
+    trained = Config(model=config)
+    found = config.inherited(trained, {"image_size": other})["model"]
     finer = dataclasses.replace(
       config,
       image_size=other,
       **{k: v for k, v in found.items() if k.startswith("pretrain")},
     )
-    converted = family.resized(trained, other[0]).model
+    converted = config.resized(trained, other[0]).model
     for model in (finer, converted):
       grids = [shape.pretrain_grid for shape in model.stage_shapes()]
       self.assertEqual(grids, expected)
@@ -194,7 +194,7 @@ class ViTConfigTest(parameterized.TestCase):
 
   def test_family_is_registered(self):
     for family in families():
-      self.assertEqual(family.model().family, family.name)
+      self.assertEqual(imported(family.model)().family, family.name)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import (
   RotaryConfig,
   RouterConfig,
-  get_family,
   released_model,
   without_router,
 )
+from moh_jax.config.sizes_llm import LLM_MODELS
 from moh_jax.convert import hf_config, hf_config_writer
 from tests.convert import tiny_llm
 
@@ -310,7 +310,7 @@ class FileTest(parameterized.TestCase):
 
 
 def _all_models():
-  models = dict(get_family("llm").released())
+  models = dict(LLM_MODELS)
   tiny = tiny_llm.MHA
   changes = {
     "tiny_moh": {"model": tiny_llm.MOH},

@@ -14,9 +14,9 @@ from moh_jax.config import (
   MeshConfig,
   TextDataConfig,
   TuneConfig,
-  get_family,
   released_model,
 )
+from moh_jax.config.sizes_llm import LLM_MODELS
 from moh_jax.convert import checkpoints, hf_config_writer, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
@@ -90,8 +90,7 @@ class ConvertTest(folder_case.FolderCase):
       "moh-llm-mini": tiny_llm.MOH,
     }
     unread = mock.Mock(side_effect=AssertionError("a tensor was read"))
-    llm = get_family("llm")
-    with mock.patch.object(llm, "released", lambda: models):
+    with mock.patch.dict(LLM_MODELS, models, clear=True):
       for kind, name in (
         ("llama", "llama3-mini"),
         ("moh-llama3", "moh-llama3-mini"),

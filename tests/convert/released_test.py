@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import Config, get_family, released_model
+from moh_jax.config import Config, released_model
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import convert, export, model_rules
+from moh_jax.convert.converter import converter_of
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
@@ -56,7 +57,7 @@ def _small(name: str) -> Config:
   else:
     fields |= {"width": 12, "head_dim": 2, "input_size": (4, 4)}
   model = dataclasses.replace(model, **fields)
-  return resolve(get_family(model.family).converter().released_run(model, {}))
+  return resolve(converter_of(model).released_run(model, {}))
 
 
 def _params(config: Config, seed: int):

@@ -68,6 +68,7 @@ def _damaged():
 def _locked():
   pathlib.Path("w").mkdir(exist_ok=True)
   lock = run_lock.RunLock("w")
+  lock.take()
   try:
     return _train()
   finally:

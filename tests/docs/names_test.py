@@ -12,7 +12,7 @@ import pytest
 from moh_jax.cli import main
 from moh_jax.cli.arguments import COMMANDS
 from moh_jax.config import reference
-from moh_jax.config.routers import get_router
+from moh_jax.config.registry import get_router
 from tests.docs import blocks
 
 KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", reference.markdown()))

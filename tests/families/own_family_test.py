@@ -7,13 +7,14 @@ from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 import moh_jax
 from moh_jax import config as config_lib
 from moh_jax.cli import heads
+from moh_jax.config import registry
 from tests.cli import tiny_checkpoint
-from tests.families.patch_family import PatchConfig, PatchFamily, PatchNet
+from tests.families.patch_family import PatchConfig, PatchNet
 
 _CONFIG_FILE = """
 from moh_jax.config import Config, DataConfig, EvalConfig, LogConfig
@@ -121,7 +122,8 @@ class OwnFamilyTest(absltest.TestCase):
     self.assertRegex(err, r"family 'patch'; `sample` needs 'dit'")
 
   def test_heads_says_what_the_family_lacks_before_it_restores(self):
-    missing = mock.patch.object(PatchFamily, "probe", moh_jax.Family.probe)
+    plain = moh_jax.Family("patch", PatchConfig, PatchNet, task=None)
+    missing = mock.patch.dict(registry._FAMILIES._records, patch=plain)
     with missing, mock.patch.object(heads.common, "restore") as restore:
       status, _, err = tiny_checkpoint.call(
         *("heads", "--checkpoint", self.workdir)
@@ -138,27 +140,16 @@ class OwnFamilyTest(absltest.TestCase):
     self.assertIn("family='patch' has no public tensor names", err)
 
 
-class RegisterTest(absltest.TestCase):
-  def test_a_name_is_taken_once(self):
-    class Other(moh_jax.Family):
-      name, model = "patch", PatchConfig
+class RegisterTest(parameterized.TestCase):
+  @parameterized.parameters(("patch", "vit:Other"), ("vit", PatchConfig))
+  def test_a_name_is_taken_once(self, name, model):
+    other = moh_jax.Family(name, model, PatchNet, task=None)
+    with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):
+      moh_jax.register_family(other)
 
-    with self.assertRaisesRegex(ValueError, "name='patch' is taken"):
-      moh_jax.register_family(Other())
-
-  def test_built_in_names_are_taken(self):
-    class Other(moh_jax.Family):
-      name, model = "vit", PatchConfig
-
-    with self.assertRaisesRegex(ValueError, "name='vit' is taken"):
-      moh_jax.register_family(Other())
-
-  def test_name_and_model_are_required(self):
-    class Nameless(moh_jax.Family):
-      model = PatchConfig
-
-    with self.assertRaisesRegex(ValueError, "Nameless.name must be set"):
-      moh_jax.register_family(Nameless())
+  def test_a_module_may_be_imported_again(self):
+    record = moh_jax.get_family("patch")
+    self.assertIs(moh_jax.register_family(record), record)
 
   def test_unknown_names_list_the_known(self):
     with self.assertRaisesRegex(ValueError, "'vit', 'dit', 'llm', 'patch'"):

@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 import moh_jax
 from docs.examples import my_router  # registers "sigmoid"
 from moh_jax import config as config_lib
-from moh_jax.config import routers
+from moh_jax.config import registry
 from moh_jax.runtime import checkpoint
 from moh_jax.speed import model_programs
 from tests.cli import tiny_checkpoint
@@ -116,8 +116,9 @@ class OwnRouterTest(parameterized.TestCase):
     checkpoint.save_params(
       folder, tiny.random_params(config), checkpoint.Metadata(config, ())
     )
-    known = {k: v for k, v in routers._registry.items() if k != "sigmoid"}
-    with mock.patch.dict(routers._registry, known, clear=True):
+    kinds = registry._ROUTERS._records
+    known = {k: v for k, v in kinds.items() if k != "sigmoid"}
+    with mock.patch.dict(kinds, known, clear=True):
       status, _, err = tiny_checkpoint.call("inspect", "--checkpoint", folder)
     self.assertEqual(status, 2)
     self.assertIn("router.kind='sigmoid' must be one of ('two_stage', ", err)
@@ -141,7 +142,9 @@ class ExampleTest(absltest.TestCase):
     load = np.asarray(aux.load[budget.shared :])
     expected = budget.routed * (load - load.mean())
     np.testing.assert_allclose(grads["params"]["bias"], expected, atol=1e-6)
-    self.assertIs(routers.get_router("sigmoid").module, my_router.SigmoidRouter)
+    self.assertIs(
+      registry.get_router("sigmoid").module, my_router.SigmoidRouter
+    )
 
 
 if __name__ == "__main__":

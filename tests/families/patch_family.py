@@ -6,14 +6,13 @@ Images are cut into patches; every layer attends with routed heads.
 import dataclasses
 
 import flax.linen as nn
-import jax
 
 import moh_jax
-from moh_jax.config import LayerStack
+from moh_jax.config import ImageClassifier, LayerStack
 
 
 @dataclasses.dataclass(frozen=True)
-class PatchConfig(LayerStack):
+class PatchConfig(LayerStack, ImageClassifier):
   """The section `model`; the tuples have one value per layer.
 
   Attributes:
@@ -95,15 +94,6 @@ class PatchNet(nn.Module):
     return logits, moh_jax.collect_aux(aux)
 
 
-class PatchFamily(moh_jax.ImageClassifierFamily):
-  """The record: all else comes from families of image classifiers."""
-
-  name = "patch"
-  model = PatchConfig
-
-  def make_model(self, config):
-    shape = (1, *config.model.input_shape)
-    return PatchNet(config.model), (jax.ShapeDtypeStruct(shape, "float32"),)
-
-
-moh_jax.register_family(PatchFamily())
+moh_jax.register_family(
+  moh_jax.ImageClassifierFamily("patch", model=PatchConfig, network=PatchNet)
+)

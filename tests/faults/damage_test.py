@@ -71,8 +71,7 @@ class DamageTest(parameterized.TestCase):
       asked = {"bit": 1, "truncated": 1, "empty": 1, "deleted": 1}
       for what, damaged in _damages(content, name):
         path.unlink() if damaged is None else path.write_bytes(damaged)
-        found = steps.report(workdir, 4).damage
-        self.assertEqual([one.file for one in found], [name], what)
+        self.assertEqual([*steps.find_damage(workdir, 4)], [name], what)
         self.assertEqual(steps.newest_whole_step(workdir), 2)
         cases += 1
         kind = what.partition(" ")[0]

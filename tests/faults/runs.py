@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from moh_jax.runtime import steps, stored_config
+from moh_jax.runtime import steps
 from tests.training import tiny
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -154,7 +154,7 @@ def state(workdir: str | pathlib.Path, step: int | None = None) -> dict:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     for path, leaf in leaves:
       found[f"{name}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
-  stored = stored_config.read_stored(folder, "data")
+  stored = steps.read_json_item(workdir, step, "data")
   return {**found, "position": np.asarray(stored["position"])}
 
 

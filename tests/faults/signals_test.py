@@ -31,7 +31,7 @@ class SignalsTest(parameterized.TestCase):
   def _check(self, run: Run) -> None:
     self.assertNotIn("Traceback", run.said())
     for step in steps.list_steps(str(run.workdir))[-1:]:
-      self.assertEqual(steps.report(str(run.workdir), step).damage, [])
+      self.assertEqual(steps.find_damage(str(run.workdir), step), {})
 
   @parameterized.product(
     number=_NUMBERS, after=("data: fake, train", "model: ", "compiling")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moh_jax import config as config_lib
 from moh_jax.config import parse
+from moh_jax.config.run import section_types
 from moh_jax.runtime.load import load_config
 from tests.fuzz import hostile
 
@@ -20,7 +21,7 @@ _EXTREMES = (float("inf"), float("nan"), 1e30, 10**30, -1e30)
 
 
 def _sections(family):
-  config = config_lib.Config(config_lib.get_family(family).model())
+  config = config_lib.Config(section_types(family)["model"]())
   return config_lib.to_dict(config)
 
 
@@ -70,7 +71,7 @@ class ConfigTest(hostile.ReaderTest, parameterized.TestCase):
     )
     names = [
       f"{section}.{field.name}"
-      for section, kind in config_lib.run.section_types(family).items()
+      for section, kind in section_types(family).items()
       for field in dataclasses.fields(kind)
     ]
     override = st.tuples(st.sampled_from(names), st.sampled_from(_TEXTS))

@@ -6,12 +6,12 @@ import shutil
 
 import numpy as np
 from absl.testing import absltest
-from etils import epath
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moh_jax import config as config_lib
 from moh_jax.cli import chat
+from moh_jax.config.run import section_types
 from moh_jax.convert import hf_config, model_card, vae
 from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.images.records import ArrayRecordSource
@@ -19,7 +19,7 @@ from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.text import token_sets
 from moh_jax.ops.kernels import sizes
 from moh_jax.parity import compare, files
-from moh_jax.runtime import checkpoint, stored_config
+from moh_jax.runtime import checkpoint, steps
 from tests.data.text import tiny_text
 from tests.fuzz import hostile
 
@@ -172,16 +172,16 @@ class MetadataTest(hostile.ReaderTest):
   @given(st.data())
   def test_config_of_a_checkpoint(self, data):
     family = data.draw(st.sampled_from(("vit", "dit", "llm")))
-    config = config_lib.Config(config_lib.get_family(family).model())
+    config = config_lib.Config(section_types(family)["model"]())
     stored = {
       "config": config_lib.to_dict(config),
       "class_names": ["ant"],
       "tokenizer_sha256": "0" * 64,
     }
-    file = self._write(data, "step/config/metadata", stored)
+    file = self._write(data, "checkpoints/2/config/metadata", stored)
 
     def read():
-      found = stored_config.read_stored(epath.Path(file.parents[1]))
+      found = steps.read_json_item(file.parents[3], 2)
       checkpoint.metadata_from_json(found)
 
     self.check(read)
@@ -229,7 +229,9 @@ class MetadataTest(hostile.ReaderTest):
 
   def setUp(self):
     super().setUp()
-    (self.folder / "step" / "config").mkdir(parents=True, exist_ok=True)
+    (self.folder / "checkpoints" / "2" / "config").mkdir(
+      parents=True, exist_ok=True
+    )
 
 
 if __name__ == "__main__":

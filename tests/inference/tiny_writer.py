@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from moh_jax.config import RouterConfig
+from moh_jax.data.text.tokenizer_files import write_tokenizer_files
 from moh_jax.data.text.tokenizers import BytesTokenizer
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
@@ -59,4 +60,4 @@ def save_alphabet(directory, **metadata):
   metadata = {"tokenizer_sha256": WORDS.sha256} | metadata
   stored = dataclasses.replace(checkpoint.Metadata(ALPHABET), **metadata)
   checkpoint.save_params(directory, alphabet_params(), stored)
-  checkpoint.save_tokenizer(directory, WORDS)
+  write_tokenizer_files(directory, {WORDS.file_name: WORDS.content})

@@ -8,7 +8,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec
 
-from moh_jax.layers.partitioning import constrain, resolve_spec
+from moh_jax.layers.partitioning import constrain
+from moh_jax.runtime.sharding import resolve_spec
 
 _SIZES = {"data": 2, "fsdp": 2, "tensor": 4, "sequence": 1}
 _RULES = (

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import routers
+from moh_jax.config import registry
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.routers import register_router
+from moh_jax.config.registry import register_router
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.layers.routers import Router
@@ -146,12 +146,12 @@ class TableTest(absltest.TestCase):
       with self.assertRaisesRegex(ValueError, f"name='{name}' is taken"):
         register_router(name, Threshold)
     again = register_router("threshold", Threshold, varies=True)
-    self.assertIs(routers.get_router("threshold"), again)
+    self.assertIs(registry.get_router("threshold"), again)
 
   def test_a_record_may_be_added_twice(self):
     for name in ("two_stage", "threshold"):
-      kind = routers.get_router(name)
-      self.assertIs(routers.add_router(kind), kind)
+      kind = registry.get_router(name)
+      self.assertIs(registry.add_router(kind), kind)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_output import output_kernel
 from moh_jax.models.llm_params import grow_vocabulary, unroll
-from moh_jax.models.restack import restack
+from moh_jax.models.restack import fit_params, restack
 from tests.models import small_llm as small
 from tests.training import tiny
-
-_FAMILY = get_family("llm")
 
 
 def _rounded_elsewhere(variables, seed):
@@ -129,7 +126,7 @@ class LayoutTest(parameterized.TestCase):
     trained = tiny.llm_config()
     wanted = tiny.llm_config(model={"vocab_size": 64, "top_k": (1, 3)})
     params = small.random_variables(small.CONFIG)["params"]
-    fitted = _FAMILY.fit_params(params, trained, wanted)
+    fitted = fit_params(params, trained.model, wanted.model)
     chex.assert_trees_all_equal_shapes(
       fitted, small.random_variables(wanted.model)["params"]
     )
@@ -143,7 +140,7 @@ class LayoutTest(parameterized.TestCase):
       tiny.llm_config(),
       small.random_variables(small.CONFIG)["params"],
     )
-    self.assertIs(_FAMILY.fit_params(params, config, config), params)
+    self.assertIs(fit_params(params, config.model, config.model), params)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import (
   Config,
-  get_family,
   released_model,
   released_models,
   without_router,
@@ -21,6 +20,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.speed.options import bench_run
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _PUBLIC = {
@@ -81,7 +81,7 @@ def _tables() -> dict:
 
 def _run(model) -> Config:
   """The smallest run of a model section."""
-  return get_family(model.family).bench_run(model, 1)
+  return bench_run(model, 1)
 
 
 def _tensors(name: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -4,9 +4,8 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import MeshConfig, get_family
+from moh_jax.config import MeshConfig, released_models
 from moh_jax.config.heads import HeadBudget
-from moh_jax.models.registry import released_model
 from moh_jax.ops.head_placement import (
   HeadPlacement,
   kv_repeats,
@@ -20,10 +19,9 @@ _DEVICES = (2, 4, 8)
 def _budgets():
   """Head splits of all released models, with their key/value heads."""
   result = set()
-  for family in ("vit", "dit", "llm"):
-    for name in get_family(family).released():
-      for group in released_model(name).layer_groups():
-        result.add((group.budget, group.kv_heads or group.budget.num_heads))
+  for model in released_models().values():
+    for group in model.layer_groups():
+      result.add((group.budget, group.kv_heads or group.budget.num_heads))
   return result
 
 

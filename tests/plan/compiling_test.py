@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.plan import plan
 from moh_jax.plan.compiling import Compiled, refused_sizes
-from moh_jax.runtime import topology
+from moh_jax.runtime.devices import parse_topology
 from tests.training import tiny
 
 _GIB = 2**30
@@ -41,7 +41,7 @@ class CompilersTest(parameterized.TestCase):
       mock.patch.object(plan, "compile_step", **compiler)
     )
     run = tiny.llm_config(mesh={"data": -1})
-    return plan.make_plan(run, topology.parse("v5e-4"), True), compiled
+    return plan.make_plan(run, parse_topology("v5e-4"), True), compiled
 
   def test_a_compiler_that_fails_leaves_the_estimate(self):
     found, _ = self._plan(side_effect=ValueError("libtpu 0.0: broken"))
@@ -64,7 +64,7 @@ class MissingCompilerTest(absltest.TestCase):
     )
     run = tiny.llm_config(mesh={"data": -1})
     with missing:
-      found = plan.make_plan(run, topology.parse("v5e-4"), True)
+      found = plan.make_plan(run, parse_topology("v5e-4"), True)
     self.assertIsNone(found.run.compiled)
     self.assertIn("libtpu", found.run.reason)
 

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family
 from moh_jax.plan import memory
 from moh_jax.plan.activations import activation_bytes
 from moh_jax.runtime import sharding
 from moh_jax.training.program import make_program
+from moh_jax.training.task import task_builder
 from tests.training import tiny
 
 # Of the estimated peak over XLA's, either way.
@@ -42,7 +42,7 @@ class EstimateTest(parameterized.TestCase):
   )
   def test_memory_is_that_of_the_compiled_step(self, family, parts, mesh):
     run = _run(family, parts, mesh)
-    objective = get_family(family).tasks().make_objective(run)
+    objective = task_builder(run).make_objective(run)
     mesh = sharding.make_mesh(run.mesh)
     program = make_program(run, objective, mesh)
     with sharding.use_mesh(mesh):

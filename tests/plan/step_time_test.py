@@ -15,7 +15,7 @@ from moh_jax.plan.step_time import (
   expected_collectives,
   seconds,
 )
-from moh_jax.runtime import topology
+from moh_jax.runtime.devices import parse_topology
 from tests.training import tiny
 
 _MESH = {"data": -1, "max_imbalance": 2.0}
@@ -24,7 +24,7 @@ _MESH = {"data": -1, "max_imbalance": 2.0}
 @functools.cache
 def _time(remat):
   run = tiny.llm_config(model={"remat": remat}, mesh=_MESH)
-  return Estimator(run, topology.parse("v5e-4")).estimate(run).time
+  return Estimator(run, parse_topology("v5e-4")).estimate(run).time
 
 
 class RematTest(parameterized.TestCase):
@@ -56,7 +56,7 @@ class FormTest(parameterized.TestCase):
     run = dataclasses.replace(run, data=data)
     baseline = dataclasses.replace(run, model=without_router(run.model))
     moh, mha = (
-      Estimator(one, topology.parse("v5p-8")).estimate(one)
+      Estimator(one, parse_topology("v5p-8")).estimate(one)
       for one in (run, baseline)
     )
     comparison = self.assertGreater if length == 16 else self.assertLess
@@ -79,8 +79,8 @@ class SequenceTest(absltest.TestCase):
 
 class SlicesTest(parameterized.TestCase):
   def test_what_crosses_slices_is_slower(self):
-    one = topology.parse("v5e:2x4")
-    two = dataclasses.replace(topology.parse("v5e:2x2"), slices=2)
+    one = parse_topology("v5e:2x4")
+    two = dataclasses.replace(parse_topology("v5e:2x2"), slices=2)
     self.assertEqual((two.devices, two.hosts), (8, 2))
     along = {
       axis: Collective("all-reduce", "f32", (axis,), devices, 1, 1e6)
@@ -95,13 +95,13 @@ class SlicesTest(parameterized.TestCase):
     ("h100:16", 1, ", 50 GB/s to other hosts"),
   )  # fmt: skip
   def test_the_network_that_is_crossed_is_told(self, name, slices, network):
-    devices = dataclasses.replace(topology.parse(name), slices=slices)
+    devices = dataclasses.replace(parse_topology(name), slices=slices)
     told = assumptions(tiny.llm_config(mesh=_MESH), devices, False)
     self.assertRegex(told[2], rf"GB/s per device{network} \(the share")
 
   def test_a_plan_has_as_many_slices_as_the_config(self):
     run = tiny.llm_config(mesh={**_MESH, "dcn_data": 2, "fsdp": 2})
-    plan = make_plan(run, topology.parse("v5e:2x2"), False)
+    plan = make_plan(run, parse_topology("v5e:2x2"), False)
     self.assertEqual(plan.topology.devices, 8)
     self.assertEqual(plan.run.estimate.mesh["data"], 4)
     self.assertTrue(plan.fits)

@@ -4,7 +4,7 @@ import sys
 
 from absl.testing import absltest
 
-from moh_jax.runtime import agreement, cluster
+from moh_jax.runtime import cluster, peers
 from tests import two_processes
 
 _CHILD = """
@@ -21,12 +21,10 @@ def compare() -> None:
   import jax
 
   index = jax.process_index()
-  agreement.agree({"config": {"seed": 3, "tags": ["a"]}})
-  agreement.agree({"config": {"seed": 4}})
+  peers.agree({"config": {"seed": 3, "tags": ["a"]}})
+  peers.agree({"config": {"seed": 4}})
   try:
-    agreement.agree(
-      {"config": {"seed": index, "same": 1}, "steps": [2][index:]}
-    )
+    peers.agree({"config": {"seed": index, "same": 1}, "steps": [2][index:]})
   except ValueError as error:
     print(error)
   sys.stdout.flush()
@@ -34,7 +32,7 @@ def compare() -> None:
 
 class AgreementTest(absltest.TestCase):
   def test_one_process_agrees_with_itself(self):
-    agreement.agree({"config": {"seed": 1}})
+    peers.agree({"config": {"seed": 1}})
 
   def test_what_differs_is_named_in_all_processes(self):
     said = two_processes.call("-c", _CHILD)
@@ -49,7 +47,7 @@ class AgreementTest(absltest.TestCase):
 
   def test_many_differences_are_counted(self):
     told = [{f"f{i}": 0 for i in range(9)}, {f"f{i}": 1 for i in range(9)}]
-    self.assertRegex(agreement._differences(told), "f4: .*; and 4 more$")
+    self.assertRegex(peers._differences(told), "f4: .*; and 4 more$")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 from etils import epath
 
-from moh_jax.runtime import manifest, steps
+from moh_jax.runtime import steps
 
 _FILES = {
   "config/metadata": b'{"manifest": 1}',
@@ -29,7 +29,7 @@ def _write(folder: pathlib.Path) -> None:
     file = folder / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
-  manifest.write(epath.Path(folder))
+  steps.write_manifest(epath.Path(folder))
 
 
 class ManifestTest(parameterized.TestCase):
@@ -40,16 +40,16 @@ class ManifestTest(parameterized.TestCase):
     _write(self.folder)
 
   def _found(self, items=None):
-    return steps.report(self.workdir, 2, items).damage
+    return steps.find_damage(self.workdir, 2, items)
 
   def _named(self, items=None):
-    return [damage.file for damage in self._found(items)]
+    return list(self._found(items))
 
   def test_whole_checkpoint_has_no_damage(self):
-    self.assertEqual(self._found(), [])
+    self.assertEqual(self._found(), {})
     steps.check_whole(self.workdir, 2)
 
-  @parameterized.parameters(*_FILES, manifest.NAME)
+  @parameterized.parameters(*_FILES, steps.MANIFEST)
   def test_every_flipped_bit_names_its_file(self, name):
     file = self.folder / name
     content = file.read_bytes()
@@ -61,7 +61,7 @@ class ManifestTest(parameterized.TestCase):
       self.assertEqual(self._named(), [name], bit)
 
   @parameterized.product(
-    name=(*_FILES, manifest.NAME), left=("none", "empty", "half", "more")
+    name=(*_FILES, steps.MANIFEST), left=("none", "empty", "half", "more")
   )
   def test_every_other_length_names_its_file(self, name, left):
     file = self.folder / name
@@ -75,7 +75,7 @@ class ManifestTest(parameterized.TestCase):
 
   def test_only_what_is_read_is_compared(self):
     (self.folder / "train/d/0").write_bytes(b"State")
-    self.assertEqual(self._found({"config", "params"}), [])
+    self.assertEqual(self._found({"config", "params"}), {})
     self.assertEqual(self._named({"train"}), ["train/d/0"])
 
   def test_missing_item_is_damage(self):
@@ -86,21 +86,21 @@ class ManifestTest(parameterized.TestCase):
   def test_pipe_in_place_of_a_file_is_damage(self):
     (self.folder / "params/d/0").unlink()
     os.mkfifo(self.folder / "params/d/0")
-    (damage,) = self._found()
     self.assertEqual(
-      str(damage), "item params, file d/0: cannot be read: not a regular file"
+      steps.describe(2, self._found()),
+      "step 2: damaged, item params, file d/0: cannot be read: not a regular "
+      "file",
     )
 
   def test_names_outside_of_the_checkpoint_are_not_followed(self):
-    path = self.folder / manifest.NAME
+    path = self.folder / steps.MANIFEST
     line = path.read_text().splitlines()[1].rpartition(" ")[0]
     lines = f"{line} ../../secret\n"
-    path.write_text(manifest._header(lines) + lines)
-    (damage,) = self._found()
-    self.assertIn("outside of the checkpoint", damage.what)
+    path.write_text(steps._header(lines) + lines)
+    self.assertIn("outside of the checkpoint", self._found()[steps.MANIFEST])
 
   def test_older_checkpoint_is_used_and_it_is_said(self):
-    (self.folder / manifest.NAME).unlink()
+    (self.folder / steps.MANIFEST).unlink()
     (self.folder / "config/metadata").write_bytes(b"{}")
     self.assertIsNone(self._found())
     with self.assertLogs("moh_jax", "WARNING") as logs:

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moh_jax.config import MeshConfig
-from moh_jax.runtime import checkpoint, read_params, sharding
+from moh_jax.runtime import checkpoint, sharding
 from tests.training import tiny
 
 
@@ -34,7 +34,7 @@ class ReadParamsTest(parameterized.TestCase):
     cls.folder = cls.create_tempdir(cls()).full_path
     metadata = checkpoint.Metadata(tiny.llm_config())
     # The kernels have several chunks.
-    with mock.patch.object(read_params, "CHUNK_BYTES", 512):
+    with mock.patch.object(checkpoint, "CHUNK_BYTES", 512):
       checkpoint.save_params(cls.folder, cls.params, metadata)
     cls.mesh = sharding.make_mesh(MeshConfig(fsdp=4, data=2))
 
@@ -55,7 +55,7 @@ class ReadParamsTest(parameterized.TestCase):
   )
   def test_arrays_have_the_wanted_dtype_and_sharding(self, dtype, spec, group):
     abstract = self._abstract(dtype, spec)
-    with mock.patch.object(read_params, "_GROUP_BYTES", group):
+    with mock.patch.object(checkpoint, "_GROUP_BYTES", group):
       read = self._read(abstract)
     chex.assert_trees_all_equal_shapes_and_dtypes(read, abstract)
     chex.assert_trees_all_equal(
@@ -71,8 +71,8 @@ class ReadParamsTest(parameterized.TestCase):
       (name,): jax.ShapeDtypeStruct((size,), jnp.bfloat16)
       for name, size in (("small", 10), ("large", 900), ("tiny", 1))
     }
-    with mock.patch.object(read_params, "_GROUP_BYTES", 1000):
-      groups = [list(group) for group in read_params._groups(leaves)]
+    with mock.patch.object(checkpoint, "_GROUP_BYTES", 1000):
+      groups = [list(group) for group in checkpoint._groups(leaves)]
     self.assertEqual(groups, [[("large",)], [("small",), ("tiny",)]])
 
   @parameterized.parameters(

@@ -18,6 +18,7 @@ _HOLD = """
 import sys
 from moh_jax.runtime.run_lock import RunLock
 lock = RunLock(sys.argv[1])
+lock.take()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -31,6 +32,7 @@ class RunLockTest(parameterized.TestCase):
 
   def _take(self):
     lock = RunLock(self.workdir)
+    lock.take()
     self.addCleanup(lock.release)
     return lock
 
@@ -78,8 +80,7 @@ class RunLockTest(parameterized.TestCase):
 
   def test_released_lock_is_free(self):
     for _ in range(3):
-      lock = RunLock(self.workdir)
-      lock.release()
+      self._take().release()
     run_lock.check_free(self.workdir)
 
   def test_lock_that_another_host_renews_is_respected(self):

@@ -6,7 +6,7 @@ import re
 from absl.testing import absltest, parameterized
 
 import moh_jax
-from moh_jax.runtime import topology
+from moh_jax.runtime.devices import CHIPS, parse_topology
 from moh_jax.speed.peaks import published_peak
 
 _GPUS = pathlib.Path(moh_jax.__file__).parent / "runtime" / "gpu_targets"
@@ -30,7 +30,7 @@ class ParseTest(parameterized.TestCase):
     ("b200:8", "b200:8", 8, 1),
   )
   def test_both_notations(self, name, canonical, devices, hosts):
-    found = topology.parse(name)
+    found = parse_topology(name)
     self.assertEqual(
       (found.name, found.devices, found.hosts), (canonical, devices, hosts)
     )
@@ -50,14 +50,14 @@ class ParseTest(parameterized.TestCase):
   )
   def test_bad_names_are_told_what_is_allowed(self, name, message):
     with self.assertRaisesRegex(ValueError, message) as caught:
-      topology.parse(name)
+      parse_topology(name)
     self.assertNotIn("\n", str(caught.exception))
 
 
 class ChipsTest(absltest.TestCase):
   def test_gpus_are_those_that_xla_is_told_of(self):
     files = {path.stem: path.read_text() for path in _GPUS.glob("*.txtpb")}
-    gpus = {n: c for n, c in topology.CHIPS.items() if c.platform == "gpu"}
+    gpus = {n: c for n, c in CHIPS.items() if c.platform == "gpu"}
     self.assertEqual(set(files), set(gpus))
     for name, chip in gpus.items():
       text = files[name]
@@ -71,7 +71,7 @@ class ChipsTest(absltest.TestCase):
       self.assertAlmostEqual(said["memory_bandwidth"] / chip.memory_speed, 1, 2)
 
   def test_every_kind_has_a_published_peak(self):
-    for chip in topology.CHIPS.values():
+    for chip in CHIPS.values():
       self.assertIsNotNone(published_peak(chip.kind), chip.kind)
 
 

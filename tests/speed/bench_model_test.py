@@ -5,10 +5,10 @@ from unittest import mock
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family
 from moh_jax.speed import model as bench
 from moh_jax.speed import writing
 from moh_jax.speed.model import ModelOptions
+from moh_jax.speed.options import bench_run
 from tests.training import tiny
 
 _ONE_LAYER = {"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)}
@@ -65,7 +65,7 @@ class ModelOptionsTest(parameterized.TestCase):
 class MeasureTest(parameterized.TestCase):
   def _measure(self, family, **given):
     section = _MODELS[family]
-    config = get_family(family).bench_run(section, 1)
+    config = bench_run(section, 1)
     with mock.patch.object(writing, "_BATCHES", (1,)):
       options = ModelOptions(config=config, batch=2, rounds=1, **given)
       return bench.measure(options)
@@ -104,7 +104,7 @@ class MeasureTest(parameterized.TestCase):
     self._check_ratios(rows)
 
   def test_no_timed_call_of_decoding_reads_the_prompt(self):
-    run = get_family("llm").bench_run(_MODELS["llm"], 1)
+    run = bench_run(_MODELS["llm"], 1)
     writer = writing._Writer(run, 1, 16)
     with mock.patch.object(writer, "prefill") as prefill:
       for _ in range(4):

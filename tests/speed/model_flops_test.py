@@ -5,18 +5,17 @@ import dataclasses
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import get_family
 from moh_jax.data.infer import resolve
 from moh_jax.speed.model_flops import step_flops, train_flops
 from moh_jax.speed.model_forms import LayerForm
+from moh_jax.speed.options import bench_run, with_length
 from tests.training import tiny
 
 
 def _flops(model, batch=1, length=None):
-  family = get_family(model.family)
-  run = resolve(family.bench_run(model, batch))
+  run = resolve(bench_run(model, batch))
   if length:
-    run = family.with_length(run, length)
+    run = with_length(run, length)
   return train_flops(run)
 
 
@@ -50,9 +49,7 @@ class TrainFlopsTest(parameterized.TestCase):
     self, name, heads
   ):
     model, batch, length = tiny.LLM, 2, 16
-    run = get_family("llm").with_length(
-      resolve(get_family("llm").bench_run(model, batch)), length
-    )
+    run = with_length(resolve(bench_run(model, batch)), length)
     flops = step_flops(run)
     keys = 2 * length / (length + 1) if name == "dense" else 1.0
     found = flops.computed([LayerForm(name, heads, keys)])

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import pipeline
-from moh_jax.runtime import manifest, run_lock, steps
+from moh_jax.runtime import run_lock, steps
 from moh_jax.training import language_modeling, loop, showing
 from tests.training import tiny
 
@@ -63,7 +63,7 @@ class FaultsTest(parameterized.TestCase):
   def test_run_without_a_whole_checkpoint_does_not_begin_anew(self):
     workdir = self._copy()
     for step in (2, 4):
-      pathlib.Path(workdir, f"checkpoints/{step}", manifest.NAME).unlink()
+      pathlib.Path(workdir, f"checkpoints/{step}", steps.MANIFEST).unlink()
     with self.assertRaisesRegex(
       steps.DamagedCheckpointError, "step 4: .*missing; step 2: .*missing"
     ):
@@ -82,6 +82,7 @@ class FaultsTest(parameterized.TestCase):
   def test_second_run_is_refused(self):
     workdir = self._copy()
     lock = run_lock.RunLock(workdir)
+    lock.take()
     self.addCleanup(lock.release)
     # A lock belongs to an open file, so one process may try a second time.
     with self.assertRaisesRegex(run_lock.RunningError, "belongs to a run"):
@@ -91,14 +92,14 @@ class FaultsTest(parameterized.TestCase):
   def test_failed_save_stops_the_run_at_the_next_step(self, in_background):
     workdir = self.create_tempdir().full_path
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "d/0")
-    write = manifest.write
+    write = steps.write_manifest
 
     def fail(folder):
       if folder.name.startswith("4"):
         raise full
       write(folder)
 
-    with mock.patch.object(manifest, "write", fail):
+    with mock.patch.object(steps, "write_manifest", fail):
       with self.assertRaisesRegex(
         OSError,
         "^the checkpoint of step 4 cannot be written: No space left on device: "
@@ -117,7 +118,7 @@ class FaultsTest(parameterized.TestCase):
   def test_run_may_go_on_after_a_failed_save(self):
     workdir = self.create_tempdir().full_path
     options = {"every": 2, "on_error": "continue"}
-    write = manifest.write
+    write = steps.write_manifest
 
     def fail(folder):
       if folder.name.startswith("2"):
@@ -125,7 +126,7 @@ class FaultsTest(parameterized.TestCase):
       write(folder)
 
     with (
-      mock.patch.object(manifest, "write", fail),
+      mock.patch.object(steps, "write_manifest", fail),
       self.assertLogs("moh_jax", "WARNING") as logs,
     ):
       result = _train(workdir, checkpoint=options)

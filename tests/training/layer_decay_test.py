@@ -9,7 +9,6 @@ import optax
 from absl.testing import absltest, parameterized
 from flax.traverse_util import flatten_dict
 
-from moh_jax.config import get_family
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.training import layer_decay
@@ -53,10 +52,7 @@ class FactorsTest(parameterized.TestCase):
       factors["embed"]["label"]["embedding"], 0.5 ** (depth + 1)
     )
     self.assertEqual(factors["final"]["kernel"], 1)
-    stacks = [
-      factors[name]["mlp"]["up"]
-      for name in get_family("dit").stack_names(config.model)
-    ]
+    stacks = [factors[name]["mlp"]["up"] for name in config.model.stack_names()]
     rates = np.concatenate([np.ravel(stack["kernel"]) for stack in stacks])
     np.testing.assert_allclose(rates, 0.5 ** np.arange(depth, 0, -1))
 

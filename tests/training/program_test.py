@@ -5,9 +5,10 @@ import dataclasses
 import jax
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import ClassifierConfig, get_family
+from moh_jax.config import ClassifierConfig
 from moh_jax.runtime import sharding
 from moh_jax.training.program import check_split, make_program
+from moh_jax.training.task import task_builder
 from tests.runtime.slices_test import two_slices
 from tests.training import tiny
 
@@ -34,7 +35,7 @@ class ProgramTest(parameterized.TestCase):
   def test_abstract_devices_split_as_devices_do(self, family):
     run = _RUNS[family](mesh=tiny.MESH)
     mesh = sharding.make_mesh(run.mesh)
-    objective = get_family(family).tasks().make_objective(run)
+    objective = task_builder(run).make_objective(run)
     real = make_program(run, objective, mesh)
     planned = make_program(run, objective, mesh.abstract_mesh)
 

@@ -18,7 +18,7 @@ from moh_jax import signals
 from moh_jax.config import RewindConfig
 from moh_jax.data.pipeline import TrainBatches
 from moh_jax.inference.restore import restore
-from moh_jax.runtime.steps import list_steps, report
+from moh_jax.runtime.steps import find_damage, list_steps
 from moh_jax.training import language_modeling, loop
 from moh_jax.training.rewind import BadStepError, Watch
 from tests.training import tiny
@@ -139,7 +139,7 @@ class RewindTest(parameterized.TestCase):
     aside = os.listdir(os.path.join(workdir, "damaged"))
     self.assertCountEqual(aside, [f"{s}.1" for s in range(target + 2, 7, 2)])
     for step in list_steps(workdir):
-      self.assertEqual(report(workdir, step).damage, [])
+      self.assertEqual(find_damage(workdir, step), {})
 
   def test_the_limit_names_no_damaged_step_as_whole(self):
     workdir = self.create_tempdir().full_path

@@ -14,12 +14,11 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import SampleConfig
 from moh_jax.evaluation.fid import frechet_distance
 from moh_jax.evaluation.statistics import Gaussian, moments
-from moh_jax.families.dit import DiTFamily
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler, sample_images
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
-from moh_jax.training import loop
+from moh_jax.training import loop, sampled_fid
 from moh_jax.training.sampled_fid import make_fid
 from tests.training import tiny
 
@@ -98,7 +97,7 @@ class SampledFidTest(parameterized.TestCase):
       )
       score = make_fid(config, _REFERENCE, _extract)
       devices = jax.devices()[:1]
-      with mock.patch.object(DiTFamily, "further_metrics", return_value=score):
+      with mock.patch.object(sampled_fid, "make_score", return_value=score):
         loop.train(config, str(root / name), devices=devices)
       lines = (root / name / "metrics.jsonl").read_text().splitlines()
       rows = [json.loads(line) for line in lines]

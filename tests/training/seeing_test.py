@@ -14,7 +14,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import LogConfig
-from moh_jax.runtime import manifest
+from moh_jax.runtime import steps
 from moh_jax.speed import model_flops
 from moh_jax.training import loop, profiling, wandb_log
 from tests.training import tiny
@@ -72,13 +72,13 @@ class SeeingTest(parameterized.TestCase):
 
   def test_seconds_are_known_at_checkpoints_that_take_long(self):
     workdir = pathlib.Path(self.create_tempdir().full_path)
-    write = manifest.write
+    write = steps.write_manifest
 
     def slow(folder):
       time.sleep(1)
       write(folder)
 
-    with mock.patch.object(manifest, "write", slow):
+    with mock.patch.object(steps, "write_manifest", slow):
       loop.train(tiny.llm_config(), str(workdir), devices=jax.devices()[:1])
     record = json.loads((workdir / "goodput.json").read_text())
     self.assertEqual(list(record["at"]), ["2", "4"])

@@ -10,6 +10,7 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.training.task import task_builder
 
 # All eight fake devices. Few heads are never balanced.
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "max_imbalance": 2.0}
@@ -161,8 +162,7 @@ def random_params(config: Config, seed: int = 0) -> Any:
 
 def make_task(config: Config, decode: Any = None) -> Any:
   """The training task of the config's family."""
-  family = config_lib.get_family(config.model.family)
-  return family.tasks().make_task(config, decode)
+  return task_builder(config).make_task(config, decode)
 
 
 def _changed(base: Config, sections: dict[str, dict[str, Any]]) -> Config:

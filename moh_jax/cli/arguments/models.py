@@ -6,7 +6,7 @@ from moh_jax.cli import common, distributed, fields, text_files
 from moh_jax.config import EvalConfig, export_forms, public_formats
 from moh_jax.config.variants import FORMS
 from moh_jax.convert.tensor_writer import DTYPES, SHARD_SIZE
-from moh_jax.runtime import topology
+from moh_jax.runtime.devices import Topology, parse_topology
 
 _UNITS = {"GB": 10**9, "MB": 10**6}
 
@@ -224,9 +224,9 @@ def plan(parser: argparse.ArgumentParser) -> None:
   common.add_json(parser)
 
 
-def _topology(text: str) -> topology.Topology:
+def _topology(text: str) -> Topology:
   try:
-    return topology.parse(text)
+    return parse_topology(text)
   except ValueError as error:
     raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import USABLE
 from moh_jax.runtime.fits import stated_bytes
-from moh_jax.runtime.topology import USABLE
 from moh_jax.speed.card.scale import ModelCase
 from moh_jax.speed.model_flops import train_flops
+from moh_jax.speed.options import bench_run, with_length
 from moh_jax.speed.peaks import published_peak
 from moh_jax.training.program import check_memory, make_program
+from moh_jax.training.task import task_builder
 
 _CARD_BYTES = 80e9  # that `ModelCase.batch` is for
 _SECONDS = 2.0  # that the timed steps take together, about
@@ -66,7 +68,7 @@ def _measure(case: ModelCase, batch: int, peak: float) -> dict[str, Any]:
   run = _run(case, batch)
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   with sharding.use_mesh(mesh):
-    task = get_family(run.model.family).tasks().make_task(run)
+    task = task_builder(run).make_task(run)
     program = make_program(run, task, mesh)
     check_memory(run, program, mesh)
     examples = sharding.shard_batch(next(task.batches(mesh)), mesh)
@@ -97,9 +99,8 @@ def _measure(case: ModelCase, batch: int, peak: float) -> dict[str, Any]:
 
 def _run(case: ModelCase, batch: int) -> Config:
   """A run on random data."""
-  family = get_family(case.model.family)
-  run = resolve(family.bench_run(case.model, batch))
-  return family.with_length(run, case.length) if case.length else run
+  run = resolve(bench_run(case.model, batch))
+  return with_length(run, case.length) if case.length else run
 
 
 def _check_memory(memory: Any, batch: int) -> None:

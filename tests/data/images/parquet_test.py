@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.config import Config, DataConfig, get_family
+from moh_jax.config import Config, DataConfig
 from moh_jax.data import infer
 from moh_jax.data.images import parquet, sources, tables
 from moh_jax.data.images.parquet import ParquetSource
@@ -376,12 +376,12 @@ def _model(classes):
 
 class MakeSourceTest(_TempDirTest):
   def test_evaluation_finds_what_a_folder_holds(self):
-    family, config = get_family("vit"), Config(model=_MODEL)
+    config = Config(model=_MODEL)
     for name, source in (("0.parquet", "parquet"), ("0.png", "image_folder")):
       folder = self.root / source
       folder.mkdir()
       (folder / name).touch()
-      found = family.data_at(config, str(folder))
+      found = infer.data_at(config, str(folder))
       self.assertEqual(found["source"], source)
       self.assertEqual(found["val_share"], 1.0)
 

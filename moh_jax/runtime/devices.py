@@ -1,11 +1,27 @@
-"""Kinds of GPUs and TPUs, and what the name of a set of them says.
+"""Kinds of GPUs and TPUs, sets of them by name, and devices to compile for.
+
+A program for GPUs or TPUs can be compiled on any machine that has the compiler:
+for GPUs the packages `jax-cuda13-plugin`, `jax-cuda13-pjrt`,
+`nvidia-cudnn-cu13` and `nvidia-cublas`, for TPUs `libtpu`. The result tells the
+kernels, the memory and the communication, but cannot run.
 
 Importable without JAX: a name is checked before anything long begins.
 """
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
+import importlib.util
 import math
+import os
+import pathlib
 import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  import jax
 
 # Share of a device's memory that programs can have: allocators leave gaps.
 USABLE = 0.95
@@ -102,6 +118,15 @@ _NAME = re.compile(
   re.ASCII,
 )
 _MOST = 2**16  # chips
+# What XLA must know of a GPU: a text proto each, the published figures of it.
+_GPU_DIR = pathlib.Path(__file__).parent / "gpu_targets"
+# libtpu would ask a metadata server for a TPU's network.
+_TPU_ENVIRONMENT = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +156,7 @@ class Topology:
     return self.slices * -(-self.devices // self.slices // self.chip.per_host)
 
 
-def parse(name: str, field: str = "topology") -> Topology:
+def parse_topology(name: str, field: str = "topology") -> Topology:
   """Reads the name of a topology.
 
   Args:
@@ -194,3 +219,107 @@ def _known() -> str:
     "with a slice's shape, as v5e:4x4 or v5p:2x4x4, or with the number that "
     "Google Cloud names it by, as v5litepod-16 or v5p-64"
   )
+
+
+def missing_packages(name: str) -> tuple[str, ...]:
+  """Packages that `absent_devices` needs for a target and that are not here.
+
+  Args:
+    name: see `absent_devices`.
+  """
+  modules = {"libtpu": "libtpu"}
+  if parse_topology(name).chip.platform == "gpu":
+    modules = {
+      "jax-cuda13-plugin": "jax_cuda13_plugin",
+      "jax-cuda13-pjrt": "jax_plugins.xla_cuda13",
+    }
+  return tuple(
+    package for package, module in modules.items() if not _is_here(module)
+  )
+
+
+def _is_here(module: str) -> bool:
+  try:
+    return importlib.util.find_spec(module) is not None
+  except ModuleNotFoundError:  # nor the package that it would be in
+    return False
+
+
+def absent_devices(name: str, slices: int = 1) -> list[jax.Device]:
+  """Devices to compile for, which need not exist.
+
+  Args:
+    name: see `parse_topology`.
+    slices: number of equal slices.
+
+  Returns:
+    The devices, for a mesh. Under `jax.set_mesh` of it a jitted function is
+    lowered from `ShapeDtypeStruct`s with shardings of the mesh, and compiled.
+
+  Raises:
+    ValueError: the target is unknown, or a package is missing.
+  """
+  import jax
+
+  wanted = dataclasses.replace(parse_topology(name, "target"), slices=slices)
+  if missing := missing_packages(name):
+    raise ValueError(
+      f"target={name!r} needs the package {', '.join(missing)} in the version "
+      "of jax"
+    )
+  try:
+    return _gpus(wanted) if wanted.chip.platform == "gpu" else _tpus(wanted)
+  except (ValueError, jax.errors.JaxRuntimeError) as error:
+    reason = str(error).splitlines()[0]
+    raise ValueError(f"target={name!r} cannot be had: {reason}") from None
+
+
+def abstract_device(wanted: Topology) -> jax.sharding.AbstractDevice:
+  """What a program that is traced for a topology knows of its devices."""
+  import jax
+
+  chip = wanted.chip
+  return jax.sharding.AbstractDevice(
+    device_kind=chip.kind, num_cores=chip.cores, platform=chip.platform
+  )
+
+
+def _gpus(wanted: Topology) -> list[jax.Device]:
+  from jax.experimental import topologies
+
+  kind = wanted.name.split(":")[0]
+  hosts = wanted.hosts // wanted.slices
+  shape = (wanted.slices, hosts, wanted.devices // wanted.hosts)
+  text = (_GPU_DIR / f"{kind}.txtpb").read_text()
+  return list(
+    topologies.get_topology_desc(
+      platform="cuda",
+      topology_name="",
+      topology="x".join(map(str, shape)),
+      target_config=text,
+    ).devices
+  )
+
+
+def _tpus(wanted: Topology) -> list[jax.Device]:
+  from jax.experimental import topologies
+
+  # libtpu aborts on flags of XLA that are for CPUs.
+  with environment({"XLA_FLAGS": "", **_TPU_ENVIRONMENT}):
+    return list(
+      topologies.get_topology_desc(
+        platform="tpu", topology_name=wanted.name, num_slices=wanted.slices
+      ).devices
+    )
+
+
+@contextlib.contextmanager
+def environment(changes: dict[str, str]) -> Iterator[None]:
+  """Context with other environment variables."""
+  before = dict(os.environ)
+  os.environ.update(changes)
+  try:
+    yield
+  finally:
+    os.environ.clear()
+    os.environ.update(before)

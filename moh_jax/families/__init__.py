@@ -1,1 +1,0 @@
-"""The built-in families: one record each, see `config.family.Family`."""
