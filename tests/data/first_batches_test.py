@@ -17,14 +17,11 @@ from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, TextDataConfig, ViTConfig
-from moh_jax.data import identity, pipeline
-from moh_jax.data.images import pack
-from moh_jax.data.images.image_folder import ImageFolderSource
-from moh_jax.data.images.sources import make_source
-from moh_jax.data.text import sequences, stdlib
-from moh_jax.data.text.held_out import held_out_parts
-from moh_jax.data.text.tokenize import tokenize
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
+from moh_jax.data.image_folders import ImageFolderSource
+from moh_jax.data.sources import make_source
+from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenizers import BytesTokenizer
 from tests.data.images import photos
 from tests.data.text import tiny_sets, tiny_text
 
@@ -156,7 +153,7 @@ def _of_images(root):
   packed = root / "packed"
   for split in ("train", "val"):
     source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
-    pack.pack_images(
+    image_shards.pack_images(
       source, packed / split, packed_from="", shard_size=5, progress=False
     )
   of_shards = {"source": "array_record", "path": str(packed)}

@@ -10,8 +10,8 @@ from absl.testing import absltest, parameterized
 from scipy import stats
 
 from moh_jax.config.policy import RandAugmentPolicy
-from moh_jax.data.images import augment
-from moh_jax.data.images.operations import INCREASING, PLAIN, Operation
+from moh_jax.data import augment
+from moh_jax.data.augment import INCREASING, PLAIN, Operation
 from tests.data.images import operations_test
 
 _PAPER = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)

@@ -9,8 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import Config, DataConfig
-from moh_jax.data import pipeline
-from moh_jax.data.images import files, recipes, sources
+from moh_jax.data import pipeline, sources
 from tests.data.images.photos import encode, photo
 from tests.data.images.sources_test import _MODEL
 
@@ -84,12 +83,12 @@ class DecodeTest(parameterized.TestCase):
   def test_evaluation_is_that_of_all_pixels(self, decode):
     config = self._config(decode, eval_resize=40)
     source = sources.make_source(config, "train")
-    crop, *_ = recipes.eval_recipe(config)
+    crop, *_ = pipeline.eval_recipe(config)
     ready = pipeline.held_out_images(config, source)
     self.assertLen(ready, len(source))
     for index in range(len(source)):
       content = source.read(index).content
-      image = files.decode_image(content, 3, "x", fast=decode == "fast")
+      image = decode.decode_image(content, 3, "x", fast=decode == "fast")
       expected = crop.map({"image": image})
       np.testing.assert_array_equal(ready[index]["image"], expected["image"])
       self.assertEqual(ready[index]["label"], source[index]["label"])

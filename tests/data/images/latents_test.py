@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import apply_overrides
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.data.images import latents, sources
+from moh_jax.data import latents, sources
 from tests.data.text import tiny_sets
 
 _SCALING = LatentScaling(0.5)

@@ -6,8 +6,8 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import chat_template
-from moh_jax.data.text.chat_template import load_chat_template
+from moh_jax.data import chat
+from moh_jax.data.chat import load_chat_template
 from tests.data.text import tiny_words
 
 _USER = [{"role": "user", "content": "aA"}]
@@ -60,7 +60,7 @@ class FindTest(parameterized.TestCase):
     tokenizer = _tokenizer(
       chat_template_jinja="x", additional_chat_templates__rag_jinja="y"
     )
-    names = chat_template.template_names(tokenizer)
+    names = chat.template_names(tokenizer)
     self.assertEqual(names, ("default", "rag"))
     self.assertEqual(load_chat_template(tokenizer, "rag").render(_USER), "y")
     with self.assertRaisesRegex(ValueError, r"'tool' must be one of .*'rag'"):
@@ -77,7 +77,7 @@ class FindTest(parameterized.TestCase):
       load_chat_template(tokenizer)
 
   def test_missing_library_says_how_to_install_it(self):
-    chat_template._environment.cache_clear()
+    chat._environment.cache_clear()
     with (
       mock.patch.dict(sys.modules, {"jinja2.sandbox": None}),
       self.assertRaisesRegex(ValueError, r"'jinja2': pip install 'moh_jax"),

@@ -10,8 +10,8 @@ import pathlib
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.chat_template import load_chat_template
-from moh_jax.data.text.tokenizers import load_tokenizer, prompt_ids
+from moh_jax.data.chat import load_chat_template
+from moh_jax.data.tokenizers import load_tokenizer, prompt_ids
 from tests.tools.random_texts import random_texts
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded"

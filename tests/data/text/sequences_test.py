@@ -10,7 +10,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.text import TextDataConfig
-from moh_jax.data.text import sequences, tokenizers
+from moh_jax.data import sequences, tokenizers
 from tests.data.text import tiny_text
 
 _VOCAB = 300

@@ -7,11 +7,8 @@ import tempfile
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import tokenizers
-from moh_jax.data.text.tokenizer_files import (
-  copy_tokenizer_files,
-  read_files_beside,
-)
+from moh_jax.data import tokenizers
+from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
 
 
 def _content(template=None):

@@ -11,9 +11,9 @@ from unittest import mock
 from absl.testing import absltest
 
 from moh_jax.config.text import TextDataConfig
-from moh_jax.data.text import sequences
-from moh_jax.data.text import stdlib as stdlib_text
-from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data import sequences
+from moh_jax.data import stdlib as stdlib_text
+from moh_jax.data.token_sets import TokenSet
 from tests.data.text import tiny_text
 
 _FILES = {

@@ -16,16 +16,15 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data import shard_writer
-from moh_jax.data.text import held_out, tokenize, tokenizers
-from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data import shard_writer, tokenize, tokenizers
+from moh_jax.data.token_sets import TokenSet
 from tests.data.text import tiny_text
 
 # Every batch takes a while, so that a kill meets unfinished work.
 _SLOW_RUN = """
 import sys, time
-from moh_jax.data.text.tokenize import tokenize
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data.tokenize import tokenize
+from moh_jax.data.tokenizers import BytesTokenizer
 
 class Slow(BytesTokenizer):
   def encode_batch(self, texts):
@@ -180,7 +179,7 @@ class TokenizeTest(_FilesTest):
     self._run("out")
     with self.assertRaisesRegex(ValueError, "field: 'body' here, 'text' there"):
       self._run("out", field="body")
-    keep = held_out.HeldOutPart(0.1, held_out=True)
+    keep = tokenize.HeldOutPart(0.1, held_out=True)
     with self.assertRaisesRegex(ValueError, "keep: 'HeldOutPart.* 'all' there"):
       self._run("out", keep=keep)
     with (self.root / "in.jsonl").open("a") as file:
@@ -212,7 +211,7 @@ class SplitsTest(_FilesTest):
       [str(self.root / options.pop("files", "in.jsonl"))],
       tokenizer or tokenizers.BytesTokenizer(),
       self.root / name,
-      held_out.held_out_parts(share),
+      tokenize.held_out_parts(share),
       piece_bytes=2000,
       progress=False,
       **options,
@@ -229,7 +228,7 @@ class SplitsTest(_FilesTest):
   def test_part_of_a_document_does_not_depend_on_the_cut(self):
     self._split(0.2)
     options = {"piece_bytes": 10**6, "split": "val"}
-    keep = held_out.HeldOutPart(0.2, held_out=True)
+    keep = tokenize.HeldOutPart(0.2, held_out=True)
     self._run("other", keep=keep, **options)
     self.assertEqual(self._texts("other", "val"), self._texts("out", "val"))
 
@@ -239,7 +238,7 @@ class SplitsTest(_FilesTest):
       [str(path) for path in inputs],
       tokenizers.BytesTokenizer(),
       self.root / name,
-      held_out.held_out_parts(0.3),
+      tokenize.held_out_parts(0.3),
       progress=False,
     )
     return {
@@ -295,7 +294,7 @@ class SplitsTest(_FilesTest):
   def test_parts_are_those_of_two_readings(self):
     self._split(0.2, workers=2)
     for split in ("train", "val"):
-      keep = held_out.HeldOutPart(0.2, split == "val")
+      keep = tokenize.HeldOutPart(0.2, split == "val")
       self._run("alone", split=split, keep=keep)
     self.assertEqual(self._files("out"), self._files("alone"))
 
@@ -328,9 +327,9 @@ class SplitsTest(_FilesTest):
     self.assertEqual(self._split(share, files=files), metadata)
 
   def test_the_share_stays_where_both_parts_have_a_document(self):
-    parts = held_out.held_out_parts(0.3)
+    parts = tokenize.held_out_parts(0.3)
     names = iter([f"a.jsonl:{i}" for i in range(1000)])
-    self.assertEqual(held_out.fill_parts(parts, names), parts)
+    self.assertEqual(tokenize.fill_parts(parts, names), parts)
     self.assertGreater(len(list(names)), 900)  # which were not needed
     self.assertEqual(
       repr(parts["val"]), "HeldOutPart(share=0.3, held_out=True)"
@@ -379,8 +378,8 @@ class SplitsTest(_FilesTest):
         self._split(share)
 
   def test_share_is_met_on_average(self):
-    part = held_out.HeldOutPart(0.05, held_out=True)
-    rest = held_out.HeldOutPart(0.05, held_out=False)
+    part = tokenize.HeldOutPart(0.05, held_out=True)
+    rest = tokenize.HeldOutPart(0.05, held_out=False)
     names = [f"a.jsonl:{i}" for i in range(20_000)]
     chosen = list(map(part, names))
     self.assertBetween(sum(chosen), 900, 1100)
@@ -419,7 +418,7 @@ class SkipTest(_FilesTest):
 
   def _tokenize(self, out, on_error="skip", name="in.jsonl", **options):
     options = {
-      "parts": held_out.held_out_parts(0.2),
+      "parts": tokenize.held_out_parts(0.2),
       "tokenizer": tokenizers.BytesTokenizer(),
       "piece_bytes": 20_000,
     } | options

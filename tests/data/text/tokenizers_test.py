@@ -10,8 +10,8 @@ from unittest import mock
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import tokenizers
-from moh_jax.data.text.stream_decoder import StreamDecoder
+from moh_jax.data import tokenizers
+from moh_jax.data.tokenizers import StreamDecoder
 
 _TEXTS = (
   "Hello, world!",

@@ -1,13 +1,15 @@
-"""Input files of text: local ones, and those of any file system of fsspec.
+"""Input files, local or at an address: finding, opening, unpacking, tables.
 
 An address has a protocol, such as "hf://datasets/NAME/data.parquet" (the
-Hugging Face Hub), "s3://..." or "memory://...". A folder that `save_to_disk` of
-the library `datasets` wrote stands for the Arrow files in it.
+Hugging Face Hub), "s3://..." or "memory://...", and goes through fsspec. A
+folder that `save_to_disk` of the library `datasets` wrote stands for the Arrow
+files in it.
 """
 
 import contextlib
 import errno
 import glob
+import gzip
 import io
 import os
 import pathlib
@@ -20,6 +22,9 @@ from moh_jax.data.extras import import_extra
 from moh_jax.json_files import MAX_BYTES, FileName, parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+_FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
+# Of unpacked text, read at one time. pyarrow loses so much before damage.
+_UNPACKED_BYTES = 1 << 12
 
 
 class _Splits(msgspec.Struct):
@@ -88,6 +93,79 @@ def open_file(file: str) -> IO[bytes]:
   with _remote_errors(file):
     system, path = _system(file)
     return io.BufferedReader(_RemoteFile(system.open(path, "rb"), file))
+
+
+def open_unpacked(file: str, packing: str) -> IO[bytes]:
+  """Opens a file that may be packed, for reading its content.
+
+  What could be unpacked before a file's damage, or before the place where it
+  was cut off, is read before the error; of Zstandard up to 4 KiB less.
+
+  Args:
+    file: path or address.
+    packing: ".gz", ".zst" or "".
+
+  Raises:
+    OSError: the file cannot be opened.
+    ValueError: a library is missing.
+  """
+  if packing == ".zst":
+    pyarrow = import_extra("pyarrow", file)
+    unpacked = pyarrow.CompressedInputStream(open_file(file), "zstd")
+    return io.BufferedReader(unpacked, _UNPACKED_BYTES)
+  stream = open_file(file)
+  return _Gzip(fileobj=stream) if packing else stream
+
+
+class _Gzip(gzip.GzipFile):
+  """A gzip file that closes the file below it."""
+
+  def close(self) -> None:
+    packed = self.fileobj
+    super().close()
+    if packed is not None:
+      packed.close()
+
+
+@contextlib.contextmanager
+def open_parquet(file: str) -> Iterator[Any]:
+  """Opens a Parquet file as `pyarrow.parquet.ParquetFile`.
+
+  Raises:
+    ValueError: the file is damaged, or the library is missing.
+  """
+  pyarrow = import_extra("pyarrow", file)
+  parquet = import_extra("pyarrow.parquet", file)
+  with contextlib.ExitStack() as stack:
+    source = stack.enter_context(open_file(file)) if is_address(file) else file
+    try:
+      table = stack.enter_context(parquet.ParquetFile(source))
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
+      raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
+    yield table
+
+
+def open_arrow(file: str) -> tuple[IO[bytes], Any]:
+  """Opens an Arrow file; a local one is mapped into memory.
+
+  Arrow files are streams, as the library `datasets` writes them, or the format
+  with a footer (Feather).
+
+  Returns:
+    The file, and pyarrow's reader of it, which only of a file with a footer has
+    `get_batch`.
+
+  Raises:
+    pyarrow.ArrowException: the file is damaged.
+    OSError: it cannot be read, or is damaged.
+    ValueError: the library is missing.
+  """
+  pyarrow = import_extra("pyarrow", file)
+  ipc = import_extra("pyarrow.ipc", file)
+  stream = open_file(file) if is_address(file) else pyarrow.memory_map(file)
+  has_footer = stream.read(len(_FEATHER)) == _FEATHER
+  stream.seek(0)
+  return stream, (ipc.open_file if has_footer else ipc.open_stream)(stream)
 
 
 class _RemoteFile(io.RawIOBase):

@@ -15,7 +15,7 @@ metadata.json has the fields "class_names", "latent_shape", "latent_scale" (and
 import dataclasses
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import grain
@@ -24,13 +24,14 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.data.identity import Identity
-from moh_jax.data.shards import Shards
+from moh_jax.data.shards import Shards, read_metadata
+from moh_jax.data.sources import Example, ImageSource
 
 KIND = "latents"
 DTYPE = np.dtype("<f2")
 
 
-class LatentSource:
+class LatentSource(ImageSource):
   """Source of the latents in PATH/SPLIT/*.array_record.
 
   `source[i]` is {"image": [2, 2, X, Y, channels] float16, "label": int32}. The
@@ -58,6 +59,43 @@ class LatentSource:
     # "" in sets of older versions.
     self.encoder_sha256 = self.metadata.get("encoder_sha256", "")
 
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "LatentSource":
+    """Opens a split.
+
+    Raises:
+      ValueError: the configured model does not take these latents.
+    """
+    del class_names
+    source, model = cls(config.data.path, split), config.model
+    if source.latent_shape != model.input_shape:
+      raise ValueError(
+        f"data.path={config.data.path!r} holds latents of shape "
+        f"{source.latent_shape} (images of {source.metadata['image_size']} "
+        f"pixels), the model takes {model.input_shape}: model.input_size and "
+        "model.channels"
+      )
+    if differing := config.diffusion.scaling.differences(source.scaling):
+      raise ValueError(
+        f"data.path={config.data.path!r}: the model has diffusion.latent_"
+        f"{'; diffusion.latent_'.join(differing)} as the latents"
+      )
+    return source
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """Classes and channels; also "scaling" and "encoder_sha256"."""
+    del names
+    metadata = read_metadata(pathlib.Path(config.data.path) / "train", KIND)
+    return {
+      "channels": metadata["latent_shape"][-1],
+      "num_classes": len(metadata["class_names"]),
+      "scaling": stored_scaling(metadata),
+      "encoder_sha256": metadata.get("encoder_sha256", ""),
+    }
+
   def identity(self) -> Identity:
     """Identifies the examples and their order."""
     return self._shards.identity()
@@ -65,7 +103,7 @@ class LatentSource:
   def __len__(self) -> int:
     return len(self._shards)
 
-  def __getitem__(self, index: int) -> dict[str, Any]:
+  def __getitem__(self, index: int) -> Example:
     header, payload = self._shards[index]
     shape = (2, 2, *self.latent_shape)
     if len(payload) != DTYPE.itemsize * math.prod(shape):
@@ -79,26 +117,6 @@ class LatentSource:
   def name(self, index: int) -> str:
     """Names an example for messages, by its shard and position."""
     return self._shards.locate(index)
-
-  def check_fits(self, config: Config) -> None:
-    """Checks that the configured model takes these latents.
-
-    Raises:
-      ValueError: shape or scale differ.
-    """
-    if self.latent_shape != config.model.input_shape:
-      raise ValueError(
-        f"data.path={config.data.path!r} holds latents of shape "
-        f"{self.latent_shape} (images of {self.metadata['image_size']} "
-        f"pixels), the model takes {config.model.input_shape}: "
-        "model.input_size and model.channels"
-      )
-    differing = config.diffusion.scaling.differences(self.scaling)
-    if differing:
-      raise ValueError(
-        f"data.path={config.data.path!r}: the model has diffusion.latent_"
-        f"{'; diffusion.latent_'.join(differing)} as the latents"
-      )
 
 
 def stored_scaling(metadata: Mapping[str, Any]) -> LatentScaling:

@@ -1,21 +1,23 @@
 """Image transforms: picklable classes that map {"image", "label"} examples.
 
-Images are [X, Y, channels] uint8 until `Normalize` makes them float32.
+Images are [X, Y, channels] uint8 until `Normalize` makes them float32, or
+`normalizer` on the device, so that bytes cross to it.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import grain
+import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
 from moh_jax.config import DataConfig, ImageModel
-from moh_jax.data.images.augment import augmentations
-from moh_jax.data.images.pictures import mirror
-from moh_jax.data.images.resizing import resize
-
-Example = dict[str, Any]
+from moh_jax.data.augment import augmentations
+from moh_jax.data.decode import mirror, resize
+from moh_jax.data.sources import Example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Resize(grain.transforms.Map):
   """Resizes to `size` (rows, columns), whatever the aspect ratio."""
 
   size: tuple[int, int]
-  fast: bool = False  # see `resizing.resize`
+  fast: bool = False  # see `decode.resize`
 
   def map(self, element: Example) -> Example:
     """Resizes one example."""
@@ -42,7 +44,7 @@ class ResizeCenterCrop(grain.transforms.Map):
 
   shorter: int
   size: tuple[int, int]
-  fast: bool = False  # see `resizing.resize`
+  fast: bool = False  # see `decode.resize`
 
   def map(self, element: Example) -> Example:
     """Resizes and crops one example."""
@@ -143,21 +145,19 @@ class RandomCropFlip(grain.transforms.RandomMap):
     size: rows and columns of the result.
     area: smallest and largest area of a crop over the image's area.
     aspect: smallest and largest width over height of a crop.
-    fast: see `resizing.resize`.
-    reduced: see `resizing.resize`.
+    fast: see `decode.resize`; also decodes large crops at a smaller scale.
   """
 
   size: tuple[int, int]
   area: tuple[float, float] = (0.08, 1.0)
   aspect: tuple[float, float] = (3 / 4, 4 / 3)
   fast: bool = False
-  reduced: bool = False
 
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     """Crops, resizes and flips one example."""
     image = element["image"]
     box = self._box(image.shape[:2], rng)
-    image = resize(image, self.size, box, fast=self.fast, reduced=self.reduced)
+    image = resize(image, self.size, box, fast=self.fast, reduced=self.fast)
     if rng.random() < 0.5:
       image = mirror(image)
     return {**element, "image": image}
@@ -192,6 +192,36 @@ class Normalize(grain.transforms.Map):
     return {**element, "image": image}
 
 
+def normalizer(data: Any) -> Callable[[Any], Any]:
+  """Makes the function that normalizes the pixels of a batch.
+
+  The result is that of `Normalize` up to float32 rounding: XLA
+  multiplies by a reciprocal where numpy divides. Over all 256 values it differs
+  by 1.2e-6 at most for the means and deviations of ImageNet, of [-1, 1] and of
+  the digits.
+
+  Args:
+    data: section `data` of the config.
+
+  Returns:
+    Maps batches {"image": [B, X, Y, channels] uint8, ...} to the same with
+    float32 images, (pixel / 255 - mean) / std per channel. Other batches (text,
+    latents, images that are float32 already) stay as they are.
+  """
+  if getattr(data, "mean", None) is None:
+    return lambda batch: batch
+  mean, std = (np.float32([[[x]]]) for x in (data.mean, data.std))
+
+  def normalize(batch: dict[str, Any]) -> dict[str, Any]:
+    image = batch["image"]
+    if image.dtype != jnp.uint8:
+      return batch
+    image = image.astype(jnp.float32) / 255
+    return {**batch, "image": (image - mean) / std}
+
+  return jax.jit(normalize)
+
+
 def train_transforms(data: DataConfig, model: ImageModel) -> list:
   """The transforms of training images, in order; pixels stay uint8."""
   size, fast = model.input_shape[:2], data.decode == "fast"
@@ -199,8 +229,7 @@ def train_transforms(data: DataConfig, model: ImageModel) -> list:
   if data.augment == "center_flip":
     fit = [CenterCrop(size), RandomFlip()]
   elif data.augment == "crop_flip":
-    reduced = data.decode != "exact"
-    fit = [RandomCropFlip(size, fast=fast, reduced=reduced)]
+    fit = [RandomCropFlip(size, fast=fast)]
   elif data.augment == "shift":
     fit.append(RandomShift())
   return [*fit, *augmentations(data)]

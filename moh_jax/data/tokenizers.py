@@ -10,26 +10,36 @@ import functools
 import hashlib
 import os
 import pathlib
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import tokenizers as hf
-from etils import epath
 
-from moh_jax.data.text.sentencepiece_tokenizer import SentencePieceTokenizer
-from moh_jax.data.text.special_tokens import BEGIN, END, Ids, special_ids
-from moh_jax.data.text.tokenizer_files import (
+from moh_jax.data.extras import import_extra
+from moh_jax.data.tokenizer_files import (
+  ADDED_TOKENS,
+  BEGIN,
+  END,
   GENERATION_CONFIG,
+  MOST_BYTES,
+  TOKENIZER_CONFIG,
   TOKENIZER_FILES,
-  TokenizerFileError,
+  Ids,
   read_files_beside,
-  read_tokenizer_file,
+  read_json,
+  special_ids,
 )
+from moh_jax.files import read_bytes
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
 _MOST_ENTRIES = 1 << 22  # of a trained vocabulary
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
+
+
+class TokenizerFileError(ValueError):
+  """A tokenizer's own file cannot be used, or its library is missing."""
 
 
 class Tokenizer(Protocol):
@@ -39,7 +49,7 @@ class Tokenizer(Protocol):
     kind: one of `KINDS`.
     file_name: name of the tokenizer's file, "" for kinds without one.
     content: bytes of that file.
-    files: contents of the files beside it by name, see `tokenizer_files.py`.
+    files: contents of the files beside it by name.
     sha256: SHA-256 of the content, which identifies the tokenizer.
     vocab_size: number of ids.
     bos_id: id of the begin of text, or None.
@@ -88,7 +98,7 @@ class JsonTokenizer:
 
     Args:
       content: of the file.
-      files: beside it, see `tokenizer_files.py`.
+      files: beside it.
 
     Raises:
       TokenizerFileError: the content is not a tokenizer.json.
@@ -100,10 +110,9 @@ class JsonTokenizer:
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
-    own = self._own_ids()
-    found = special_ids(files, vocabulary.get, own, own[0] is not None)
-    self.bos_id, self.eos_id = found.bos_id, found.eos_id
-    self.add_bos, self.stop_ids = found.add_bos, found.stop_ids
+    self.bos_id, self.eos_id, self.add_bos, self.stop_ids = special_ids(
+      files, vocabulary.get, self._own_ids()
+    )
 
   def _parse(self, *, special_as_text: bool) -> hf.Tokenizer:
     try:
@@ -149,6 +158,105 @@ class JsonTokenizer:
 
   def __reduce__(self):
     return JsonTokenizer, (self.content, self.files)
+
+
+class SentencePieceTokenizer:
+  """Tokenizer of a tokenizer.model file, by the library `sentencepiece`.
+
+  It encodes as SentencePiece does, with a space before the text and after a
+  special token ("legacy" in transformers), and has the model's own tokens.
+  """
+
+  kind = "sentencepiece"
+  file_name = "tokenizer.model"
+
+  def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
+    """Parses the content of a tokenizer.model.
+
+    Args:
+      content: of the file.
+      files: beside it.
+
+    Raises:
+      TokenizerFileError: the content is not a SentencePiece model, the files
+        add tokens to it or want other spaces, or the library is missing.
+      ValueError: one of the files is damaged or names an unknown token.
+    """
+    try:
+      library = import_extra("sentencepiece", "a SentencePiece model")
+      self._processor = library.SentencePieceProcessor(model_proto=content)
+    except (RuntimeError, ValueError) as error:
+      what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
+      raise TokenizerFileError(f"{what}{error}") from error
+    self.content, self.files = content, dict(files)
+    self.sha256 = hashlib.sha256(content).hexdigest()
+    model = self._processor
+    self.vocab_size = model.vocab_size()
+    self._special = {
+      model.id_to_piece(i): i
+      for i in range(self.vocab_size)
+      if model.is_control(i) or model.is_unknown(i)
+    }
+    self._check_files()
+    begin, end = (
+      i if i >= 0 else None for i in (model.bos_id(), model.eos_id())
+    )
+    self.bos_id, self.eos_id, self.add_bos, self.stop_ids = special_ids(
+      files, self._token_to_id, (begin, end)
+    )
+
+  def _check_files(self) -> None:
+    """Refuses what the files beside ask for and a model alone does not do."""
+    config = read_json(self.files, TOKENIZER_CONFIG)
+    added = dict(read_json(self.files, ADDED_TOKENS))
+    stripped = False
+    for index, token in (config.get("added_tokens_decoder") or {}).items():
+      added[token["content"]] = int(index) if index.isdecimal() else -1
+      stripped |= token.get("lstrip", False) or token.get("rstrip", False)
+    if stripped or not added.items() <= self._special.items():
+      what = f"{TOKENIZER_CONFIG} or {ADDED_TOKENS} adds tokens to it"
+    elif config.get("legacy") is False:
+      what = f"{TOKENIZER_CONFIG}: 'legacy' is false"
+    else:
+      return
+    raise TokenizerFileError(
+      f"{what}, which needs a {TOKENIZER_FILES[0]} beside it: "
+      "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained("
+      "FOLDER) writes one"
+    )
+
+  def _token_to_id(self, token: str) -> int | None:
+    found = self._processor.piece_to_id(token)
+    return found if self._processor.id_to_piece(found) == token else None
+
+  def id_to_token(self, token: int) -> str | None:
+    """Returns the name of an id."""
+    known = 0 <= token < self.vocab_size
+    return self._processor.id_to_piece(token) if known else None
+
+  def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+    """Returns the ids of a text."""
+    if not parse_special:
+      return self._processor.encode(text)
+    names = sorted(self._special, key=len, reverse=True)
+    ids: list[int] = []
+    for part in re.split(f"({'|'.join(map(re.escape, names))})", text):
+      special = self._special.get(part)
+      ids += self._processor.encode(part) if special is None else [special]
+    return ids
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    """Returns the ids of each text, computed on several cores."""
+    return self._processor.encode(list(texts))
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Returns the text of ids."""
+    return self._processor.decode(
+      [int(i) for i in ids if 0 <= i < self.vocab_size]
+    )
+
+  def __reduce__(self):
+    return SentencePieceTokenizer, (self.content, self.files)
 
 
 class BytesTokenizer:
@@ -237,7 +345,7 @@ def tokenizer_from_bytes(
   Args:
     kind: one of `KINDS`.
     content: bytes of the tokenizer's file; b"" for the kind "bytes".
-    files: beside it, see `tokenizer_files.py`.
+    files: beside it.
 
   Raises:
     ValueError: the kind is unknown, the content is not of that kind, one of the
@@ -303,7 +411,7 @@ def read_tokenizer(
     raise FileNotFoundError(f"{file}: no such tokenizer file")
   try:
     files = read_files_beside(file.parent)
-    content = read_tokenizer_file(epath.Path(file))
+    content = read_bytes(file, MOST_BYTES)
     tokenizer = tokenizer_from_bytes(kind, content, files)
   except ValueError as error:
     raise type(error)(f"{file}: {error}") from error
@@ -348,3 +456,52 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
   )
   tokenizer.train_from_iterator(texts, trainer)
   return tokenizer.to_str().encode()
+
+
+class StreamDecoder:
+  """Decodes ids one by one, and returns whole characters only.
+
+  All that `feed` and `flush` return, joined, is what `decode` of all ids has
+  more than `decode` of those before them.
+  """
+
+  # A character has at most 4 tokens, but several tokens in a row may each end
+  # inside one. Text that is incomplete for longer than this is not UTF-8.
+  _MAX_HELD = 16
+
+  def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+    """Begins a text, or goes on with one.
+
+    Args:
+      tokenizer: of the ids.
+      before: ids before the first one.
+    """
+    self._tokenizer = tokenizer
+    # Ids whose text was returned, then those that are held back.
+    self._ids = list(before)
+    self._returned = len(self._ids)  # how many of `_ids` are of the first kind
+
+  def feed(self, token: int) -> str:
+    """Takes the next id and returns the text that it completes, often ""."""
+    self._ids.append(int(token))
+    text = self._tokenizer.decode(self._ids)
+    held = len(self._ids) - self._returned
+    if text.endswith("\ufffd") and held < self._MAX_HELD:
+      return ""
+    return self._take(text)
+
+  def flush(self) -> str:
+    """Returns the text held back, with U+FFFD for incomplete characters."""
+    return self._take(self._tokenizer.decode(self._ids))
+
+  def _take(self, text: str) -> str:
+    known = self._tokenizer.decode(self._ids[: self._returned])
+    while not text.startswith(known):  # it ended in the middle of a character
+      known = known[:-1]
+    new = text[len(known) :]
+    # Decoding may drop a space at the beginning of a text, so new ids are
+    # decoded after earlier ones that begin it, with more than spaces.
+    if new.strip(" "):
+      self._ids = self._ids[self._returned :]
+    self._returned = len(self._ids)
+    return new

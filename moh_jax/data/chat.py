@@ -2,57 +2,43 @@
 
 A template is a Jinja text of the checkpoint's author, so it runs in a sandbox
 that lets it change nothing and read nothing but the messages and the names of
-the special tokens. Settings, filters and tags are those of transformers.
+the special tokens: that of transformers, with its filters and tags.
 """
 
-import datetime
-import functools
-import json
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moh_jax.data.extras import import_extra
-from moh_jax.data.text.special_tokens import named_tokens
-from moh_jax.data.text.tokenizer_files import (
+from moh_jax.data.tokenizer_files import (
   TEMPLATE,
   TEMPLATE_FOLDER,
   TEMPLATE_JSON,
   TOKENIZER_CONFIG,
+  named_tokens,
   read_json,
 )
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.json_files import plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
-
 _KEY = "chat_template"
 _DEFAULT = "default"
 
 
+@dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-  """A compiled template."""
+  """A template.
 
-  def __init__(self, source: str, file: str, variables: Mapping[str, str]):
-    """Compiles a template.
+  Attributes:
+    source: the Jinja text.
+    file: that holds it, for messages.
+    variables: names of special tokens, such as "bos_token".
+  """
 
-    Args:
-      source: the Jinja text.
-      file: that holds it, for messages.
-      variables: names of special tokens, such as "bos_token".
-
-    Raises:
-      ValueError: it has a syntax error, or the library is missing.
-    """
-    environment = _environment()
-    jinja = import_extra("jinja2", "a chat template")
-    self._file, self._variables = file, dict(variables)
-    self._refusal = jinja.TemplateError  # what `raise_exception` raises
-    try:
-      self._template = environment.from_string(source)
-    except jinja.TemplateSyntaxError as error:
-      raise ValueError(
-        f"{file}: line {error.lineno}: {_line(error)}"
-      ) from error
+  source: str
+  file: str
+  variables: Mapping[str, str]
 
   def render(
     self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -65,35 +51,42 @@ class ChatTemplate:
 
     Raises:
       ValueError: the messages are none, or the template refuses them, for
-        example their order, or fails.
+        example their order, or fails; a library is missing.
     """
     check_messages(messages)
+    jinja = import_extra("jinja2", "a chat template")
+    theirs = "transformers.utils.chat_template_utils"
+    render = import_extra(theirs, "a chat template").render_jinja_template
     try:
-      return self._template.render(
-        messages=plain(messages),
-        tools=None,
-        documents=None,
+      (text,), _ = render(
+        [plain(messages)],
+        chat_template=self.source,
         add_generation_prompt=add_generation_prompt,
-        **self._variables,
+        **self.variables,
       )
+    except jinja.TemplateSyntaxError as error:
+      raise ValueError(
+        f"{self.file}: line {error.lineno}: {_line(error)}"
+      ) from error
     except Exception as error:  # whatever a wrong template does
       what = f"fails: {type(error).__name__}"
-      if type(error) is self._refusal:
+      if type(error) is jinja.TemplateError:  # of `raise_exception`
         what = "refuses the messages"
-      raise ValueError(f"{self._file} {what}: {_line(error)}") from error
+      raise ValueError(f"{self.file} {what}: {_line(error)}") from error
+    return text
 
 
 def load_chat_template(
   tokenizer: Tokenizer, name: str | None = None
 ) -> ChatTemplate:
-  """Finds and compiles a template of a tokenizer.
+  """Finds a template of a tokenizer.
 
   Args:
     tokenizer: with the files beside it.
     name: of the template where there are several; None is "default".
 
   Raises:
-    ValueError: there is none, or none of that name, or it has a syntax error.
+    ValueError: there is none, or none of that name.
   """
   found = _sources(tokenizer.files)
   if not found:
@@ -207,45 +200,6 @@ def _text(path: str, content: bytes) -> str:
     return content.decode()
   except UnicodeDecodeError as error:
     raise ValueError(f"{path}: not UTF-8: {error}") from error
-
-
-@functools.cache
-def _environment() -> Any:
-  """The sandbox that templates run in."""
-  sandbox = import_extra("jinja2.sandbox", "a chat template")
-  nodes = import_extra("jinja2.nodes", "a chat template")
-  ext = import_extra("jinja2.ext", "a chat template")
-  exceptions = import_extra("jinja2.exceptions", "a chat template")
-
-  class Generation(ext.Extension):
-    """The tag `generation`, which marks what an assistant wrote."""
-
-    tags: frozenset[str] = frozenset({"generation"})
-
-    def parse(self, parser: Any) -> Any:
-      line = next(parser.stream).lineno
-      body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-      return nodes.Scope(body).set_lineno(line)
-
-  def refuse(message: str) -> None:
-    raise exceptions.TemplateError(message)
-
-  made = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True,
-    lstrip_blocks=True,
-    extensions=[Generation, ext.loopcontrols],
-  )
-  made.filters["tojson"] = _to_json
-  made.globals["raise_exception"] = refuse
-  made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(
-    form
-  )
-  return made
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-  """JSON of a value; the filter of Jinja would escape HTML in it."""
-  return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _line(error: Exception) -> str:

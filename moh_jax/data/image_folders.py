@@ -1,14 +1,22 @@
 """Folders of image files: their splits, classes and held-out share."""
 
+import dataclasses
 import functools
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from etils import epath
 
-SPLITS = ("train", "val")
+from moh_jax.config import Config
+from moh_jax.config.sources import SPLITS, MissingSplitError
+from moh_jax.data.decode import read_bytes
+from moh_jax.data.identity import Identity, of_files
+from moh_jax.data.sources import EncodedSource, Record
+
 # Words in the names of files or folders, and the split that they mean.
 SPLIT_WORDS = {
   **dict.fromkeys(("train", "training"), "train"),
@@ -19,10 +27,195 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 # Formats that Pillow knows, but decodes with other programs or not at all.
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 FLAT_CLASS = "images"  # the one class of a folder without class folders
+_MOST_LIST_BYTES = 1 << 24  # of a list of classes
 _LOG = logging.getLogger(__name__)
 
 # "CLASS/NAME" (or "NAME" in a flat folder) and label of each image.
 Files = list[tuple[str, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassList:
+  """A file of class names, whose positions are the labels.
+
+  Attributes:
+    where: names the file in messages.
+    lines: those of it that are not empty.
+  """
+
+  where: str
+  lines: tuple[str, ...]
+
+  def names(self, found: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes: the whole line where it is in `found`, else its first word.
+
+    Raises:
+      ValueError: a class is there twice.
+    """
+    names = tuple(n if n in found else n.split()[0] for n in self.lines)
+    if len(set(names)) < len(names):
+      twice = next(name for name in names if names.count(name) > 1)
+      raise ValueError(f"{self.where}: class {twice!r} is there twice")
+    return names
+
+
+def listed_classes(file: str) -> ClassList | tuple[()]:
+  """Reads a list of classes; () where `file` is "".
+
+  Args:
+    file: a class on each line, such as "n01440764", "n01440764 tench, Tinca
+      tinca" or "polar bear"; the data tell whether the first word or all is the
+      name. Empty lines are left out.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no text or names no class.
+  """
+  if not file:
+    return ()
+  path = pathlib.Path(file)
+  where = f"data.class_list={file!r}"
+  if not path.is_file():
+    raise FileNotFoundError(f"{where}: no such file")
+  try:
+    with path.open("rb") as stream:
+      text = stream.read(_MOST_LIST_BYTES).decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{where}: not UTF-8: {error}") from error
+  lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+  if not lines:
+    raise ValueError(f"{where}: names no class")
+  return ClassList(where, lines)
+
+
+def match_classes(
+  found: tuple[str, ...], wanted: tuple[str, ...] | ClassList, where: str
+) -> tuple[tuple[str, ...], list[int]]:
+  """Finds the labels of class folders among a model's classes, by name.
+
+  Folders that are named by numbers, as those of ImageNet-V2, are labels
+  themselves, or where the classes have such names too, the class of that value:
+  leading zeros do not matter.
+
+  Args:
+    found: names of the folders.
+    wanted: classes of the model, or a list of them.
+    where: name of the data, for the message.
+
+  Returns:
+    The wanted classes, and the label of each folder.
+
+  Raises:
+    ValueError: a folder is none of the classes, two are the same one, or a list
+      has one twice.
+  """
+  whose, origin = "the model's", ", the names of the training's folders"
+  if isinstance(wanted, ClassList):
+    whose, origin = "the", f" of {wanted.where}"
+    wanted = wanted.names(found)
+  labels = {name: label for label, name in enumerate(wanted)}
+  unknown = [name for name in found if name not in labels]
+  if unknown and all(map(str.isdecimal, found)):
+    values = {int(n): i for i, n in enumerate(wanted) if n.isdecimal()}
+    values = values or {label: label for label in range(len(wanted))}
+    labels = {n: values[int(n)] for n in found if int(n) in values}
+    unknown = [name for name in found if name not in labels]
+    if len(set(labels.values())) < len(labels):
+      raise ValueError(f"{where}: class folders {found} have a number twice")
+  if unknown:
+    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
+    raise ValueError(
+      f"{where}: class folder {unknown[0]!r} is none of {whose} "
+      f"{len(wanted)} classes ({known}){origin}"
+    )
+  if missing := len(wanted) - len(set(found)):
+    _LOG.warning("%s: no folder of %d classes", where, missing)
+  return wanted, [labels[name] for name in found]
+
+
+class ImageFolderSource(EncodedSource):
+  """Source of the image files of a split, see `list_split`."""
+
+  def __init__(
+    self,
+    path: str,
+    split: str,
+    channels: int,
+    *,
+    val_share: float = 0.0,
+    class_names: tuple[str, ...] | ClassList = (),
+  ):
+    """Lists the files of a split.
+
+    Args:
+      path: directory of the splits, local or a bucket.
+      split: "train" or "val"; "" reads `path` itself.
+      channels: 1 converts to grey, 3 to RGB.
+      val_share: share that is held out where there is no val/.
+      class_names: classes whose positions are the labels; () numbers the
+        class folders in alphabetical order.
+
+    Raises:
+      FileNotFoundError: there is no such directory, or no image in it.
+      ValueError: a class folder holds no image or is none of `class_names`.
+    """
+    self._held_out = ""
+    if split:
+      self._root, own, self._files = list_split(path, split, val_share)
+      if val_share and self._root.name != split:
+        self._held_out = f"{val_share:g}"
+    else:
+      self._root = epath.Path(path)
+      own, self._files = list_images(self._root)
+    self.class_names, self.channels = own, channels
+    if split == "val" and not class_names and all(map(str.isdecimal, own)):
+      # Without names of the model, numbers are labels; in training folders are
+      # in alphabetical order, which is another from the 11th class on.
+      class_names = tuple(map(str, range(len(own))))
+    if class_names:
+      where = str(self._root)
+      self.class_names, labels = match_classes(own, class_names, where)
+      self._files = [(name, labels[label]) for name, label in self._files]
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "ImageFolderSource":
+    """Opens a split, whose order of classes `data.class_list` may say."""
+    data = config.data
+    return cls(
+      data.path,
+      split,
+      config.model.channels or 3,
+      val_share=data.val_share,
+      class_names=class_names or listed_classes(data.class_list),
+    )
+
+  @property
+  def fingerprint(self) -> str:
+    """Identifies the list of images: its length and a hash of names."""
+    return fingerprint(self._files)
+
+  def __len__(self) -> int:
+    return len(self._files)
+
+  def identity(self) -> Identity:
+    """Identifies the images; those in a bucket by their names alone."""
+    found: Identity = {"examples": len(self), "fingerprint": self.fingerprint}
+    root = os.fspath(self._root)
+    if "://" not in root:
+      found["content"] = of_files([f"{root}/{name}" for name, _ in self._files])
+    return found | {"val_share": self._held_out} if self._held_out else found
+
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded."""
+    name, label = self._files[index]
+    path = self._root / name
+    return Record(label, str(path), read_bytes(path))
+
+  def name(self, index: int) -> str:
+    """The image's "CLASS/NAME"."""
+    return self._files[index][0]
 
 
 def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
@@ -85,14 +278,14 @@ def list_split(
       `list_images`.
     split: "train" or "val".
     val_share: share of the images that is held out as "val" where there is no
-      val/. A hash of an image's name decides, so that further images move none
-      from one split to the other.
+      val/, see `hold_out`.
 
   Returns:
     The folder, the class names, and the files of the split.
 
   Raises:
-    FileNotFoundError: there is no such split, or no image.
+    MissingSplitError: there is no such split.
+    FileNotFoundError: there is no image.
     ValueError: a class folder holds no image, or a split would be left without.
   """
   root = epath.Path(path)
@@ -103,62 +296,61 @@ def list_split(
   name = "train" if divided else split
   if name not in found:
     hint = ", or data.val_share above 0" if "train" in found else ""
-    raise FileNotFoundError(
+    raise MissingSplitError(
       f"data.path={str(path)!r} has no directory {split!r}; expected "
       f"{path}/{split}/CLASS/*.jpg{hint}"
     )
-  folder = found[name]
-  class_names, files = list_images(folder)
+  class_names, files = list_images(found[name])
   if divided:
-    every = {label for _, label in files}
-    files = [
-      (file, label)
-      for file, label in files
-      if is_held_out(file, val_share) == (split == "val")
-    ]
-    present = {label for _, label in files}
-    check_share(folder, class_names, every, present, split, val_share)
-  return folder, class_names, files
+    names, labels = zip(*files)
+    chosen = hold_out(names, labels, split, val_share, class_names, found[name])
+    files = [files[i] for i in chosen]
+  return found[name], class_names, files
 
 
-def is_held_out(name: str, share: float) -> bool:
-  """Whether an image belongs to the held-out share, by a hash of its name."""
-  digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-  return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def check_share(
-  folder: os.PathLike,
-  class_names: tuple[str, ...],
-  every: set[int],
-  present: set[int],
+def hold_out(
+  names: Sequence[str],
+  labels: Sequence[int],
   split: str,
   share: float,
-) -> None:
-  """Refuses a held-out share that leaves nothing to train on or to evaluate.
+  class_names: Sequence[str],
+  where: Any,
+) -> list[int]:
+  """Positions of the images of a split where a share of them is held out.
+
+  A hash of an image's name decides, so that further images move none from one
+  split to the other.
 
   Args:
-    folder: for messages.
-    class_names: of all classes.
-    every: labels that both splits together have.
-    present: labels that the split has.
+    names: of the images.
+    labels: of the images.
     split: "train" or "val".
     share: `data.val_share`.
+    class_names: of all classes.
+    where: of the images, for messages.
 
   Raises:
     ValueError: training lacks a class, or nothing is held out.
   """
-  missing = [class_names[label] for label in sorted(every - present)]
-  what = f"{folder}: data.val_share={share} holds out"
-  if split == "train" and missing:
+  chosen = []
+  for i, name in enumerate(names):
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    held_out = int.from_bytes(digest[:8], "big") < share * 2**64
+    if held_out == (split == "val"):
+      chosen.append(i)
+  # A schema of a table may name classes that have no rows.
+  absent = set(labels) - {labels[i] for i in chosen}
+  what = f"{where}: data.val_share={share} holds out"
+  if split == "train" and absent:
     raise ValueError(
-      f"{what} every image of class {missing[0]!r}; add images, or make train/ "
-      "and val/"
+      f"{what} every image of class {class_names[min(absent)]!r}; add images, "
+      "or make train/ and val/"
     )
-  if not present:
+  if not chosen:
     raise ValueError(f"{what} no image; add images, or raise it")
-  if missing:
-    _LOG.warning("%s no image of %d classes", what, len(missing))
+  if absent:
+    _LOG.warning("%s no image of %d classes", what, len(absent))
+  return chosen
 
 
 def fingerprint(files: Files) -> str:

@@ -18,10 +18,16 @@ import shutil
 import sysconfig
 import time
 import uuid
+from collections.abc import Collection
+from typing import Any
 
-from moh_jax.data.text.token_sets import TokenSet
-from moh_jax.data.text.tokenize import tokenize
-from moh_jax.data.text.tokenizers import (
+from moh_jax.config import Config
+from moh_jax.config.text import TextDataConfig
+from moh_jax.data.sequences import TokenText
+from moh_jax.data.token_sets import TokenSet
+from moh_jax.data.tokenize import tokenize
+from moh_jax.data.tokenizers import (
+  BytesTokenizer,
   load_tokenizer,
   tokenizer_from_bytes,
   train_bpe,
@@ -39,7 +45,29 @@ _EXCLUDED = (
 _PIECE_BYTES = 4 << 20
 _XZ_PRESET = 9
 _ABANDONED_SECONDS = 3600  # age of a killed run's folder; a run takes a minute
+_BPE_TOKENS = 2048  # 10 MiB of text train no more
 _LOG = logging.getLogger(__name__)
+
+
+class StdlibText(TokenText):
+  """The standard library, tokenized on first use."""
+
+  @classmethod
+  def open(
+    cls, data: TextDataConfig, vocab_size: int, split: str
+  ) -> "StdlibText":
+    """Opens a split of what `prepare` makes."""
+    folder = prepare(data.path, data.tokenizer, vocab_size)
+    return cls({data.source: folder}, data, vocab_size, split)
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The vocabulary of the tokenizer that `prepare` makes."""
+    del names
+    is_bytes = config.data.tokenizer == BytesTokenizer.kind
+    return {
+      "vocab_size": BytesTokenizer.vocab_size if is_bytes else _BPE_TOKENS
+    }
 
 
 def prepare(
