@@ -6,6 +6,7 @@ the special tokens: that of transformers, with its filters and tags.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,8 @@ class ChatTemplate:
     """
     check_messages(messages)
     jinja = import_extra("jinja2", "a chat template")
+    # Without torch, which templates do not need, it would tell of that.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     theirs = "transformers.utils.chat_template_utils"
     render = import_extra(theirs, "a chat template").render_jinja_template
     try:

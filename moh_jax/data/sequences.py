@@ -61,6 +61,38 @@ class SequenceSource(Protocol):
     """UTF-8 bytes of the text that sequences [S] int predict."""
 
 
+class Mixture(grain.transforms.DatasetSelectionMap):
+  """Maps sequence i of a mixture to (source, number of the source's sequence).
+
+  Of the first n sequences each source gives its share, off by at most the
+  number of sources. Nothing is random. For example, ratios 75 and 25 take three
+  of every four sequences from source 0.
+  """
+
+  def __init__(self, ratios: tuple[float, ...]):
+    weights = [round(ratio * _PER_PERCENT) for ratio in ratios]
+    self._sums = list(itertools.accumulate(weights))
+
+  def __len__(self) -> int:
+    return sys.maxsize
+
+  def __getitem__(self, index: int) -> tuple[int, int]:
+    before, after = self.counts(index), self.counts(index + 1)
+    source = next(i for i, (a, b) in enumerate(zip(before, after)) if a != b)
+    return source, before[source]
+
+  def counts(self, sequences: int) -> list[int]:
+    """How many of the first `sequences` sequences each source gives."""
+    # One source is split off after the other. So no count ever falls while
+    # `sequences` grows, which floors of the sums of ratios do not guarantee.
+    result = []
+    for part, whole in zip([0, *self._sums[:-1]][::-1], self._sums[::-1]):
+      rest = sequences * part // whole
+      result.append(sequences - rest)
+      sequences = rest
+    return result[::-1]
+
+
 class Text(abc.ABC):
   """One split of the text of a run.
 
@@ -69,6 +101,7 @@ class Text(abc.ABC):
 
   Attributes:
     sources: by name; several in the order of `data.mix`.
+    ratios: percent of the sequences that each of several sources gives.
     tokenizer: of the text, or None.
     total_bytes: UTF-8 bytes of all documents.
     notes: of the set; with several sets, the sums of the integers that all of
@@ -76,6 +109,7 @@ class Text(abc.ABC):
   """
 
   sources: Mapping[str, SequenceSource]
+  ratios: tuple[float, ...] = ()
   tokenizer: Tokenizer | None = None
   total_bytes: int
   notes: Mapping[str, Any] = {}
@@ -104,6 +138,19 @@ class Text(abc.ABC):
   def identity(self) -> dict[str, Identity]:
     """What identifies the text, by the name of the source."""
 
+  def stream(self, seed: int) -> grain.MapDataset:
+    """The endless stream of packed sequences in the order of a seed."""
+    datasets = []
+    for index, source in enumerate(self.sources.values()):
+      # With one seed, sources of the same length would have the same order.
+      own = np.random.SeedSequence((seed, index)).generate_state(1)[0]
+      dataset = grain.MapDataset.source(source).seed(int(own))
+      datasets.append(dataset.shuffle().repeat())
+    if len(datasets) == 1:
+      return datasets[0]
+    mixture = Mixture(self.ratios)
+    return grain.MapDataset.select_from_datasets(datasets, mixture)
+
 
 class TokenText(Text):
   """Sets of tokens, as `tokenize` writes them."""
@@ -131,7 +178,8 @@ class TokenText(Text):
     """
     places = [folder / split for folder in folders.values()]
     found = [read_metadata(place, KIND) for place in places]
-    _check_alike(folders.values())
+    others = [folder / other for other in SPLITS for folder in folders.values()]
+    _check_alike([*places, *others])
     for place, metadata in zip(places, found):
       if metadata["vocab_size"] > vocab_size:
         raise ValueError(
@@ -152,6 +200,7 @@ class TokenText(Text):
           f"{self.sets[name].folder}: {self.sets[name].num_tokens} tokens are "
           f"fewer than data.sequence_length={length} and one"
         )
+    self.ratios = data.ratios
     self.total_bytes = sum(metadata["text_bytes"] for metadata in found)
     self.notes = _merge([metadata["notes"] for metadata in found])
 
@@ -361,38 +410,6 @@ def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
   }
 
 
-class Mixture(grain.transforms.DatasetSelectionMap):
-  """Maps sequence i of a mixture to (source, number of the source's sequence).
-
-  Of the first n sequences each source gives its share, off by at most the
-  number of sources. Nothing is random. For example, ratios 75 and 25 take three
-  of every four sequences from source 0.
-  """
-
-  def __init__(self, ratios: tuple[float, ...]):
-    weights = [round(ratio * _PER_PERCENT) for ratio in ratios]
-    self._sums = list(itertools.accumulate(weights))
-
-  def __len__(self) -> int:
-    return sys.maxsize
-
-  def __getitem__(self, index: int) -> tuple[int, int]:
-    before, after = self.counts(index), self.counts(index + 1)
-    source = next(i for i, (a, b) in enumerate(zip(before, after)) if a != b)
-    return source, before[source]
-
-  def counts(self, sequences: int) -> list[int]:
-    """How many of the first `sequences` sequences each source gives."""
-    # One source is split off after the other. So no count ever falls while
-    # `sequences` grows, which floors of the sums of ratios do not guarantee.
-    result = []
-    for part, whole in zip([0, *self._sums[:-1]][::-1], self._sums[::-1]):
-      rest = sequences * part // whole
-      result.append(sequences - rest)
-      sequences = rest
-    return result[::-1]
-
-
 def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
   """Share of each source in the first `sequences` training sequences.
 
@@ -407,31 +424,8 @@ def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
 def train_sequences(
   data: TextDataConfig, vocab_size: int, seed: int
 ) -> grain.MapDataset:
-  """Builds the endless training stream.
-
-  Args:
-    data: section `data` of the config.
-    vocab_size: number of token ids of the model.
-    seed: seed of the order.
-
-  Returns:
-    A dataset of packed sequences.
-
-  Raises:
-    FileNotFoundError: a set, or a file of it, is missing.
-    ValueError: a set is damaged, or does not fit; see `TokenText`.
-  """
-  datasets = []
-  sources = open_text(data, vocab_size, "train").sources.values()
-  for index, source in enumerate(sources):
-    # With one seed, sources of the same length would have the same order.
-    own = np.random.SeedSequence((seed, index)).generate_state(1)[0]
-    dataset = grain.MapDataset.source(source).seed(int(own))
-    datasets.append(dataset.shuffle().repeat())
-  if len(datasets) == 1:
-    return datasets[0]
-  mixture = Mixture(data.ratios)
-  return grain.MapDataset.select_from_datasets(datasets, mixture)
+  """The endless training stream of the configured text; see `Text.stream`."""
+  return open_text(data, vocab_size, "train").stream(seed)
 
 
 class HeldOut:
@@ -482,9 +476,12 @@ class HeldOut:
     return total
 
 
-def _check_alike(folders: Iterable[pathlib.Path]) -> None:
-  """Checks that all sets in folders have the same tokenizer, by its SHA-256."""
-  places = [folder / split for folder in folders for split in SPLITS]
+def _check_alike(places: Iterable[pathlib.Path]) -> None:
+  """Checks that all sets have the same tokenizer, by its SHA-256.
+
+  Args:
+    places: folders of sets, some of which may be missing.
+  """
   found = [
     (place, read_metadata(place, KIND)["tokenizer"])
     for place in places

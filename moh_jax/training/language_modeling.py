@@ -42,8 +42,8 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   del decode  # previews are for models that make images
   data, vocab_size = config.data, config.model.vocab_size
-  train = sequences.train_sequences(data, vocab_size, config.train.seed)
   text = sequences.open_text(data, vocab_size, "train")
+  train = text.stream(config.train.seed)
   objective = make_objective(config)
 
   def stream_metrics(examples: int) -> dict[str, float]:

@@ -196,7 +196,7 @@ def _text(data, vocab_size=300):
     "train from batch 700": _digest(_batches(train, data, 700)),
     "val": _digest([val[i] for i in range(min(len(val), 8))]),
     "val bytes": [val.text_bytes, val.bytes_of(np.arange(len(val)))],
-    "identity": sequences.identity(data, vocab_size),
+    "identity": sequences.open_text(data, vocab_size, "train").identity(),
   }
   for facts in found["identity"].values():
     if "shards" in facts:

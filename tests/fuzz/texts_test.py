@@ -7,7 +7,6 @@ import json
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
-import zstandard
 from absl.testing import absltest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +29,7 @@ _FILES = {
   "x.txt": b"plain text\n",
   "x.jsonl.gz": gzip.compress(_LINES),
   "x.txt.gz": gzip.compress(b"plain text" * 50),
-  "x.jsonl.zst": zstandard.compress(_LINES),
+  "x.jsonl.zst": pyarrow.compress(_LINES, "zstd", asbytes=True),
   "x.parquet": _table(pyarrow.parquet.write_table),
   "x.arrow": _table(pyarrow.feather.write_feather),
 }

@@ -14,11 +14,9 @@ from tests.data.images.photos import encode, photo
 
 pytest.importorskip("simplejpeg")
 
-_MOST = 10**8
-
 
 def by_pillow(*args):
-  with mock.patch.object(decode, "_library", lambda: None):
+  with mock.patch.object(decode, "_simplejpeg", lambda: None):
     return decode.decode_image(*args)
 
 
@@ -40,7 +38,7 @@ class DecodersTest(parameterized.TestCase):
     self.assertEqual(
       ours.shape, (-(-167 // factor), -(-251 // factor), channels)
     )
-    used = decode.decode(content, channels, factor, _MOST)
+    used = decode.decode_jpeg(content, channels, factor)
     self.assertEqual(used is not None, mode == "L" or channels == 3)
 
   @parameterized.product(
@@ -92,7 +90,7 @@ class DecodersTest(parameterized.TestCase):
     exif = Image.Exif()
     exif[274] = orientation
     content = encode(photo(), exif=exif)
-    self.assertIsNone(decode.decode(content, 3, 1, _MOST))
+    self.assertIsNone(decode.decode_jpeg(content, 3))
     pixels = decode.decode_image(content, 3, "x")
     self.assertEqual(decode.describe_image(content, "x")[0], pixels.shape[:2])
     for factor in (2, 8):
@@ -103,7 +101,7 @@ class DecodersTest(parameterized.TestCase):
 
   def test_inks_are_left_to_pillow(self):
     content = encode(photo(mode="CMYK"))
-    self.assertIsNone(decode.decode(content, 3, 1, _MOST))
+    self.assertIsNone(decode.decode_jpeg(content, 3))
     self.assertEqual(decode.decode_image(content, 3, "x").shape, (167, 251, 3))
 
   def test_damage_gives_the_same_error_or_the_same_pixels(self):
@@ -129,7 +127,8 @@ class DecodersTest(parameterized.TestCase):
 
   def test_too_many_pixels_are_refused(self):
     content = encode(photo())
-    self.assertIsNone(decode.decode(content, 3, 1, 1000))
+    with mock.patch.object(decode, "_MOST_PIXELS", 1000):
+      self.assertIsNone(decode.decode_jpeg(content, 3))
 
   def test_other_formats_are_no_jpeg(self):
     file = io.BytesIO()

@@ -189,7 +189,7 @@ class RowsTest(_TempDirTest):
     data = DataConfig(
       source="parquet", path=str(self.root), class_list=str(listed)
     )
-    source = sources.open_files(data, "train", 3)
+    source = ParquetSource.open(Config(model=_MODEL, data=data), "train")
     self.assertEqual(source.class_names, ("cat", "bee", "ant"))
     self.assertEqual([int(source[i]["label"]) for i in range(2)], [2, 0])
 
@@ -220,14 +220,14 @@ class RowsTest(_TempDirTest):
   def test_group_is_read_once_by_many_threads(self):
     write(self.root / "0.parquet", make_table([0] * 8), 8)
     source, reads = self._open(), []
-    original = image_tables.read_group
+    original = image_tables._read_group
 
     def counted(*args):
       reads.append(args)
       return original(*args)
 
     self.enterContext(
-      absltest.mock.patch.object(image_tables, "read_group", counted)
+      absltest.mock.patch.object(image_tables, "_read_group", counted)
     )
     threads = [
       threading.Thread(target=source.read, args=(i,)) for i in range(8)
@@ -397,13 +397,12 @@ class MakeSourceTest(_TempDirTest):
     data = DataConfig(source="parquet", path=str(self.root))
     model = dataclasses.replace(_model(None), channels=None)
     with absltest.mock.patch.object(
-      infer, "open_files", side_effect=infer.open_files
+      image_tables, "find_tables", side_effect=image_tables.find_tables
     ) as opened:
       config = infer.resolve(Config(model=model, data=data))
     self.assertEqual(opened.call_count, 1)
     self.assertEqual(config.model.num_classes, 3)
     self.assertEqual(config.model.channels, 3)
-    self.assertTrue(sources.has_split(config, "val"))
     train = sources.make_source(config, "train")
     val = sources.make_source(config, "val", train.class_names)
     self.assertEqual((len(train), len(val)), (6, 3))

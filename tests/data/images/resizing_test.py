@@ -7,7 +7,6 @@ from PIL import Image
 
 from moh_jax.data import decode, transforms
 from moh_jax.data.decode import LaterImage
-from moh_jax.data.sources import Record
 from tests.data.images.photos import encode, photo
 
 _NAMES = ("china", "flower")
@@ -61,7 +60,7 @@ class EvaluationTest(parameterized.TestCase):
     content = encode(
       photo((500, 375), name=name), quality=quality, subsampling=subsampling
     )
-    image = LaterImage.of(Record(0, "x.jpg", content), 3)
+    image = LaterImage.of(content, 3, "x.jpg")
     crop = transforms.ResizeCenterCrop(256, (224, 224), fast=True)
     ours = crop.map({"image": image})["image"]
     exact = decode.decode_image(content, 3, "x")
@@ -89,7 +88,7 @@ class FastTest(parameterized.TestCase):
 def _later(size, **options):
   picture = photo(size)
   content = encode(picture, quality=95, **options)
-  return LaterImage.of(Record(0, "x.jpg", content), 3)
+  return LaterImage.of(content, 3, "x.jpg")
 
 
 class UpperRowsTest(parameterized.TestCase):
@@ -103,7 +102,7 @@ class UpperRowsTest(parameterized.TestCase):
     if fast:
       pytest.importorskip("cykooz_resizer")
     later = _later((300, 200), subsampling=subsampling)
-    whole = decode.decode_image(later.record.content, 3, "x", fast=fast)
+    whole = decode.decode_image(later.content, 3, "x", fast=fast)
     np.testing.assert_array_equal(
       decode.resize(later, size, box, fast=fast),
       decode.resize(whole, size, box, fast=fast),
@@ -146,9 +145,9 @@ class ReducedTest(parameterized.TestCase):
 
   def test_damage_is_named(self):
     later = _later((800, 600))
-    cut = later.record._replace(content=later.record.content[:5000])
+    cut = later.content[:5000]
     with self.assertRaisesRegex(ValueError, "^x.jpg: damaged or truncated"):
-      LaterImage.of(cut, 3).region((32, 32), (0, 0, 800, 600))
+      LaterImage.of(cut, 3, "x.jpg").region((32, 32), (0, 0, 800, 600))
 
 
 if __name__ == "__main__":

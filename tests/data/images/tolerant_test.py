@@ -45,9 +45,7 @@ class CheckedSourceTest(absltest.TestCase):
 
   def test_each_bad_image_is_counted_once(self):
     source = sources.CheckedSource(_Source({1, 2}), skip=True)
-    with self.assertLogs(
-      "moh_jax.data.images.tolerant", logging.WARNING
-    ) as logs:
+    with self.assertLogs("moh_jax.data.sources", logging.WARNING) as logs:
       _labels(source)
       _labels(source)
     self.assertEqual(

@@ -4,11 +4,14 @@ import json
 import sys
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import chat
 from moh_jax.data.chat import load_chat_template
 from tests.data.text import tiny_words
+
+pytest.importorskip("transformers")
 
 _USER = [{"role": "user", "content": "aA"}]
 
@@ -76,11 +79,12 @@ class FindTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "tokenizer_config.json: chat_temp"):
       load_chat_template(tokenizer)
 
-  def test_missing_library_says_how_to_install_it(self):
-    chat._environment.cache_clear()
+  @parameterized.parameters("jinja2", "transformers")
+  def test_missing_library_says_how_to_install_it(self, name):
+    missing = {n: None for n in sys.modules if n.partition(".")[0] == name}
     with (
-      mock.patch.dict(sys.modules, {"jinja2.sandbox": None}),
-      self.assertRaisesRegex(ValueError, r"'jinja2': pip install 'moh_jax"),
+      mock.patch.dict(sys.modules, {**missing, name: None}),
+      self.assertRaisesRegex(ValueError, rf"'{name}': pip install 'moh_jax"),
     ):
       _render("x")
 

@@ -135,7 +135,7 @@ class DamageTest(_FilesTest):
 
   def test_missing_library_says_how_to_install_it(self):
     for name, library in (
-      ("a.txt.zst", "zstandard"),
+      ("a.txt.zst", "pyarrow"),
       ("a.parquet", "pyarrow"),
       ("a.arrow", "pyarrow"),
     ):

@@ -160,7 +160,7 @@ class StdlibTest(absltest.TestCase):
     self.assertIn("xz_bytes", held_out.notes)
     size = sum(len(_FILES[name].encode()) for name in _HELD_OUT)
     self.assertEqual(held_out.text_bytes, size)
-    tokenizer = sequences.open_tokenizer(data, 300)
+    tokenizer = sequences.open_text(data, 300, "train").tokenizer
     self.assertLessEqual(tokenizer.vocab_size, 300)
 
   def test_this_python_has_megabytes_of_text(self):

@@ -1,4 +1,5 @@
 import collections
+import functools
 import gzip
 import json
 import os
@@ -479,37 +480,34 @@ class SkipTest(_FilesTest):
 
   @parameterized.parameters(".gz", ".zst")
   def test_what_came_before_a_cut_is_kept(self, packing):
-    import zstandard
+    import pyarrow
 
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}[packing]
+    pack = gzip.compress
+    if packing == ".zst":
+      pack = functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
     more = [f'{{"text": "{random.random()} {i}"}}' for i in range(20_000)]
     more[1234] = "{"
     cut = pack("\n".join(more).encode())
     cut = cut[: len(cut) // 2]  # a second member, not whole
-    (self.root / f"in.jsonl{packing}").write_bytes(pack(self.crawl) + cut)
-    if packing == ".gz":
-      text = zlib.decompressobj(31).decompress(cut)
-    else:
-      text = zstandard.ZstdDecompressor().decompressobj().decompress(cut)
-    self.assertGreater(text.count(b"\n"), 5000)
-    text = self.crawl + text
-    lines = text.split(b"\n")[:-1]  # the last one is not whole
-    bad = {b"{", *(line for line, _ in _BROKEN)}
-    clean = [b"" if line in bad else line for line in lines]
+    name = f"in.jsonl{packing}"
+    (self.root / name).write_bytes(pack(self.crawl) + cut)
     options = {"parts": {"train": None}, "piece_bytes": 10**9}
-    self._write(clean)
-    self._tokenize("clean", "stop", **options)
-    (metadata,) = self._tokenize(
-      "crawl", name=f"in.jsonl{packing}", **options
-    ).values()
-    self.assertEqual(self._data("crawl"), self._data("clean"))
+    (metadata,) = self._tokenize("crawl", name=name, **options).values()
+    last = self._skipped("crawl", "train").splitlines()[-1]
+    self.assertRegex(last, rf"^{name}:\d+: damaged or truncated: ")
     self.assertEqual(
       metadata["shards"][0]["skipped"]["damaged or truncated"], 1
     )
-    self.assertIn(
-      f"in.jsonl{packing}:{len(lines) + 1}: damaged or truncated: ",
-      self._skipped("crawl", "train").splitlines()[-1],
-    )
+    whole = int(last.split(":")[1]) - 1
+    self.assertGreater(whole, 8000)
+    if packing == ".gz":
+      text = self.crawl + zlib.decompressobj(31).decompress(cut)
+      self.assertEqual(whole, text.count(b"\n"))
+    lines = self.crawl.splitlines() + [line.encode() for line in more]
+    bad = {b"{", *(line for line, _ in _BROKEN)}
+    self._write([b"" if line in bad else line for line in lines[:whole]])
+    self._tokenize("clean", "stop", **options)
+    self.assertEqual(self._data("crawl"), self._data("clean"))
 
   def test_a_run_that_stopped_goes_on_with_the_same_log(self):
     (self.root / "in.jsonl").write_bytes(self.crawl)
