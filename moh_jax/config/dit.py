@@ -20,6 +20,7 @@ from moh_jax.config.diffusion import (
 )
 from moh_jax.config.layers import ImageModel, LayerStack
 from moh_jax.config.run import Config
+from moh_jax.config.sources import get_source
 from moh_jax.config.spacing import spaced_timesteps
 
 
@@ -165,14 +166,14 @@ _NEUTRAL = {
 
 def _check_space(run: Config) -> None:
   data = run.data
-  space, source = run.diffusion.space, data.source
-  if (space == "latent") != (source == "latents") and source != "fake":
+  space, holds = run.diffusion.space, get_source(data).holds
+  if ("latents" if space == "latent" else "images") not in holds:
     raise ValueError(
-      f"diffusion.space={space!r} and data.source={source!r} do not go "
+      f"diffusion.space={space!r} and data.source={data.source!r} do not go "
       "together: 'latent' needs 'latents', as `encode-latents` writes them, "
       "and 'pixel' an image source"
     )
-  if source == "latents":
+  if "images" not in holds:
     for name, neutral in _NEUTRAL.items():
       if (value := getattr(data, name)) != neutral:
         raise ValueError(

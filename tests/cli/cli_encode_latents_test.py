@@ -7,7 +7,7 @@ import tempfile
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.data.images import sources
+from moh_jax.data import sources
 from moh_jax.training import denoising
 from tests.cli import tiny_checkpoint
 from tests.data.text import tiny_sets

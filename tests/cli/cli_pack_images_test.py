@@ -5,8 +5,8 @@ import numpy as np
 import pyarrow as pa
 from absl.testing import absltest
 
-from moh_jax.data.images.image_folder import ImageFolderSource
-from moh_jax.data.images.records import ArrayRecordSource
+from moh_jax.data.image_folders import ImageFolderSource
+from moh_jax.data.image_shards import ArrayRecordSource
 from tests.cli import tiny_checkpoint
 from tests.data.images import parquet_test
 from tests.inference import tiny_vae

@@ -7,7 +7,7 @@ import shutil
 from absl.testing import absltest
 
 from moh_jax.data import identity
-from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data.token_sets import TokenSet
 from tests.data.text import tiny_text
 
 

@@ -11,8 +11,8 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.data.images import pack, transforms
-from moh_jax.data.images.image_folder import ImageFolderSource
+from moh_jax.data import image_shards, transforms
+from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data.text import tiny_sets, tiny_text
 
@@ -31,7 +31,7 @@ class _TempDirTest(parameterized.TestCase):
 class ImagesTest(_TempDirTest):
   def _pack(self, folder, out):
     source = ImageFolderSource(str(folder), "", 3)
-    pack.pack_images(source, out, packed_from=folder, progress=False)
+    image_shards.pack_images(source, out, packed_from=folder, progress=False)
 
   def _write_images(self):
     for name in ("ant", "bee", "cat"):

@@ -12,8 +12,7 @@ from absl import logging
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.data import pipeline
-from moh_jax.data.images import sources
+from moh_jax.data import image_folders, pipeline
 from tests.data.text import tiny_sets
 
 CONFIG = config_lib.Config(
@@ -188,7 +187,7 @@ class TrainBatchesTest(parameterized.TestCase):
     file = root / "train" / "ant" / "1.png"
     file.parent.mkdir(parents=True)
     file.write_text("no image")
-    source = sources.ImageFolderSource(str(root), "train", 1)
+    source = image_folders.ImageFolderSource(str(root), "train", 1)
     stream = tiny_sets.train_stream(CONFIG, source)
     with self.assertRaises(ValueError) as caught:
       next(stream)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import sequences
+from moh_jax.data import sequences
 from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import mean_metrics, sum_metrics
 from moh_jax.models.registry import make_model

@@ -6,7 +6,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.prompts import Prompts
+from moh_jax.data.text_files import Prompts
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
 from moh_jax.inference.prompt_file import complete_file

@@ -7,7 +7,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.tokenizers import BytesTokenizer, JsonTokenizer
+from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import checkpoint
 from tests.data.text import tiny_words

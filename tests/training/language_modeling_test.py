@@ -14,7 +14,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RotaryConfig, TuneConfig, apply_overrides
-from moh_jax.data.text import sequences
+from moh_jax.data import sequences
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata

@@ -10,9 +10,9 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.convert.checkpoints import export
-from moh_jax.data.text.token_sets import TokenSet
-from moh_jax.data.text.tokenizer_files import copy_tokenizer_files
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.data.token_sets import TokenSet
+from moh_jax.data.tokenizer_files import copy_tokenizer_files
+from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.training.loop import train
 from tests.cli import tiny_checkpoint

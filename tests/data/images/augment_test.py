@@ -1,6 +1,7 @@
 """Random changes against their definitions and against timm's own results."""
 
 import collections
+import dataclasses
 import math
 import pickle
 from unittest import mock
@@ -10,8 +11,8 @@ from absl.testing import absltest, parameterized
 from scipy import stats
 
 from moh_jax.config.policy import RandAugmentPolicy
-from moh_jax.data.images import augment
-from moh_jax.data.images.operations import INCREASING, PLAIN, Operation
+from moh_jax.data import augment
+from moh_jax.data.augment import INCREASING, PLAIN
 from tests.data.images import operations_test
 
 _PAPER = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)
@@ -75,22 +76,25 @@ class CommonTest(parameterized.TestCase):
 class RandAugmentTest(parameterized.TestCase):
   def _applied(self, policy, images=3000):
     """Names and levels of what each image got."""
-    applied, names = [], {}
-    for name, operation in (INCREASING | PLAIN).items():
-      names[id(operation)] = name
+    applied = []
 
-    def apply(operation, picture, level, fill):
-      self.assertEqual(fill, (124, 116, 104))
-      applied[-1].append((names[id(operation)], level))
-      return picture
+    def recorded(name, operation):
+      def apply(picture, level, fill):
+        self.assertEqual(fill, (124, 116, 104))
+        applied[-1].append((name, level))
+        return picture
 
+      return dataclasses.replace(operation, apply=apply)
+
+    for known in (PLAIN, INCREASING):
+      made = {name: recorded(name, known[name]) for name in known}
+      self.enterContext(mock.patch.dict(known, made))
     transform = augment.RandAugment(policy, (124, 116, 104))
     rng = np.random.default_rng(0)
     image = np.zeros((4, 4, 3), np.uint8)
-    with mock.patch.object(Operation, "apply", apply):
-      for _ in range(images):
-        applied.append([])
-        transform.change(image, rng)
+    for _ in range(images):
+      applied.append([])
+      transform.change(image, rng)
     return applied
 
   @parameterized.parameters(

@@ -5,8 +5,13 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.config import DataConfig
-from moh_jax.data.images import classes, sources
+from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.data import image_folders
+from moh_jax.data.image_folders import ImageFolderSource
+
+
+def _config(data):
+  return Config(model=ViTConfig(), data=data)
 
 
 class ClassListTest(parameterized.TestCase):
@@ -17,14 +22,14 @@ class ClassListTest(parameterized.TestCase):
 
   def test_first_words_are_the_names(self):
     self.file.write_text("n02 tench, Tinca tinca\r\n\n  n01\nn03\tbee\n")
-    listed = classes.read_class_list(str(self.file))
+    listed = image_folders.listed_classes(str(self.file))
     self.assertEqual(listed.names(()), ("n02", "n01", "n03"))
 
   def test_whole_lines_are_names_of_classes_that_were_found(self):
     self.file.write_text("polar bear\nbrown bear\npolar fox, white\n")
-    listed = classes.read_class_list(str(self.file))
+    listed = image_folders.listed_classes(str(self.file))
     found = ("brown bear", "polar", "polar bear")
-    names, labels = classes.match_classes(found, listed, "x")
+    names, labels = image_folders.match_classes(found, listed, "x")
     self.assertEqual(names, ("polar bear", "brown bear", "polar"))
     self.assertEqual(labels, [1, 2, 0])
 
@@ -35,12 +40,12 @@ class ClassListTest(parameterized.TestCase):
     (("01", "7"), ("1", "dog", "7"), [0, 2]),
   )
   def test_zeros_before_numbers_do_not_matter(self, found, wanted, labels):
-    ours = classes.match_classes(found, wanted, "x")
+    ours = image_folders.match_classes(found, wanted, "x")
     self.assertEqual(ours, (wanted, labels))
 
   def test_a_number_that_is_there_twice_is_refused(self):
     with self.assertRaisesRegex(ValueError, "'01', '1'.* have a number twice"):
-      classes.match_classes(("01", "1"), ("ant", "bee"), "x")
+      image_folders.match_classes(("01", "1"), ("ant", "bee"), "x")
 
   @parameterized.parameters(
     (b"", "names no class"),
@@ -51,11 +56,11 @@ class ClassListTest(parameterized.TestCase):
   def test_bad_lists_are_named(self, content, message):
     self.file.write_bytes(content)
     with self.assertRaisesRegex(ValueError, f"class_list=.*{message}"):
-      classes.read_class_list(str(self.file)).names(())
+      image_folders.listed_classes(str(self.file)).names(())
 
   def test_missing_list_is_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "nope.txt.*no such file"):
-      classes.read_class_list(str(self.root / "nope.txt"))
+      image_folders.listed_classes(str(self.root / "nope.txt"))
 
   def test_labels_of_folders_are_the_lists(self):
     for split in ("train", "val"):
@@ -68,17 +73,17 @@ class ClassListTest(parameterized.TestCase):
       source="image_folder", path=str(self.root), class_list=str(self.file)
     )
     for split in ("train", "val"):
-      source = sources.open_files(data, split, 3)
+      source = ImageFolderSource.open(_config(data), split)
       self.assertEqual(source.class_names, ("cat", "ant", "bee"))
       self.assertEqual([int(source[i]["label"]) for i in range(3)], [1, 2, 0])
     alphabetical = DataConfig(source="image_folder", path=str(self.root))
-    other = sources.open_files(alphabetical, "train", 3)
+    other = ImageFolderSource.open(_config(alphabetical), "train")
     self.assertNotEqual(other.identity(), source.identity())
     self.file.write_text("cat\nant\n")
     with self.assertRaisesRegex(
       ValueError, "folder 'bee' is none .*class_list="
     ):
-      sources.open_files(data, "train", 3)
+      ImageFolderSource.open(_config(data), "train")
 
 
 if __name__ == "__main__":

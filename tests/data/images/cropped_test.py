@@ -9,8 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import Config, DataConfig
-from moh_jax.data import pipeline
-from moh_jax.data.images import files, recipes, sources
+from moh_jax.data import decode, pipeline, sources
 from tests.data.images.photos import encode, photo
 from tests.data.images.sources_test import _MODEL
 
@@ -27,15 +26,15 @@ class DecodeTest(parameterized.TestCase):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode(photo(size, name=name)))
 
-  def _config(self, decode, **data):
-    if decode == "fast":
+  def _config(self, mode, **data):
+    if mode == "fast":
       pytest.importorskip("cykooz_resizer")
     model = dataclasses.replace(_MODEL, image_size=(32, 24))
     values = {"augment": "crop_flip", "mean": (0.5,) * 3, "std": (0.5,) * 3}
     section = DataConfig(
       source="image_folder",
       path=str(self.root),
-      decode=decode,
+      decode=mode,
       batch_size=4,
       num_threads=2,
       **values | data,
@@ -51,10 +50,9 @@ class DecodeTest(parameterized.TestCase):
     stream.close()
     return batches
 
-  @parameterized.parameters("reduced", "fast")
-  def test_crops_are_about_those_of_all_pixels(self, decode):
+  def test_crops_are_about_those_of_all_pixels(self):
     exact = self._batches(self._config("exact"), 12)
-    ours = self._batches(self._config(decode), 12)
+    ours = self._batches(self._config("fast"), 12)
     differences = []
     for batch, expected in zip(ours, exact):
       np.testing.assert_array_equal(batch["label"], expected["label"])
@@ -64,44 +62,41 @@ class DecodeTest(parameterized.TestCase):
       )
     self.assertBetween(np.mean(differences), 0.01, 1)
 
-  @parameterized.parameters("reduced", "fast")
-  def test_stream_goes_on_from_any_place(self, decode):
-    config = self._config(decode)
+  def test_stream_goes_on_from_any_place(self):
+    config = self._config("fast")
     whole, rest = self._batches(config, 6), self._batches(config, 2, start=4)
     for batch, expected in zip(rest, whole[4:]):
       np.testing.assert_array_equal(batch["image"], expected["image"])
 
-  @parameterized.parameters("reduced", "fast")
-  def test_damaged_images_are_replaced_or_named(self, decode):
+  def test_damaged_images_are_replaced_or_named(self):
     path = self.root / "train/flower/0.jpg"
     path.write_bytes(path.read_bytes()[:3000])
-    batches = self._batches(self._config(decode, bad_images="skip"), 6)
+    batches = self._batches(self._config("fast", bad_images="skip"), 6)
     self.assertLen(batches, 6)
     with self.assertRaisesRegex(ValueError, "flower/0.jpg: damaged or trunc"):
-      self._batches(self._config(decode), 6)
+      self._batches(self._config("fast"), 6)
 
-  @parameterized.parameters("exact", "reduced", "fast")
-  def test_evaluation_is_that_of_all_pixels(self, decode):
-    config = self._config(decode, eval_resize=40)
+  @parameterized.parameters("exact", "fast")
+  def test_evaluation_is_that_of_all_pixels(self, mode):
+    config = self._config(mode, eval_resize=40)
     source = sources.make_source(config, "train")
-    crop, *_ = recipes.eval_recipe(config)
+    crop, *_ = pipeline.eval_recipe(config)
     ready = pipeline.held_out_images(config, source)
     self.assertLen(ready, len(source))
     for index in range(len(source)):
       content = source.read(index).content
-      image = files.decode_image(content, 3, "x", fast=decode == "fast")
+      image = decode.decode_image(content, 3, "x", fast=mode == "fast")
       expected = crop.map({"image": image})
       np.testing.assert_array_equal(ready[index]["image"], expected["image"])
       self.assertEqual(ready[index]["label"], source[index]["label"])
 
   def test_identity_knows_what_changes_pixels(self):
     identities = [
-      sources.make_source(self._config(decode), "train").identity()
-      for decode in ("exact", "reduced", "fast")
+      sources.make_source(self._config(mode), "train").identity()
+      for mode in ("exact", "fast")
     ]
     self.assertNotIn("decode", identities[0])
-    self.assertEqual(identities[1], identities[0] | {"decode": "reduced"})
-    self.assertEqual(identities[2], identities[0] | {"decode": "fast"})
+    self.assertEqual(identities[1], identities[0] | {"decode": "fast"})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images import files as images
+from moh_jax.data import decode as images
 
 _RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
 

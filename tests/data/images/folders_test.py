@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images import folders
+from moh_jax.data import image_folders
 
 
 def _write(path):
@@ -26,19 +26,19 @@ class ListImagesTest(_TempDirTest):
   def test_hidden_files_and_folders_are_left_out(self):
     for name in ("ant/1.png", "ant/._1.png", ".cache/2.png", "cat/3.png"):
       _write(self.root / name)
-    names, files = folders.list_images(self.root)
+    names, files = image_folders.list_images(self.root)
     self.assertEqual(names, ("ant", "cat"))
     self.assertEqual(files, [("ant/1.png", 0), ("cat/3.png", 1)])
 
   @parameterized.parameters("1.JPG", "1.JPEG", "1.Png", "1.WEBP", "1.TIF")
   def test_suffixes_may_be_upper_case(self, name):
     _write(self.root / "ant" / name)
-    self.assertLen(folders.list_images(self.root)[1], 1)
+    self.assertLen(image_folders.list_images(self.root)[1], 1)
 
   def test_flat_folder_is_one_class(self):
     for name in ("b.png", "a.png"):
       _write(self.root / name)
-    names, files = folders.list_images(self.root)
+    names, files = image_folders.list_images(self.root)
     self.assertLen(names, 1)
     self.assertEqual(files, [("a.png", 0), ("b.png", 0)])
 
@@ -49,29 +49,29 @@ class ListImagesTest(_TempDirTest):
       path.touch()
     (self.root / "classes.txt").touch()  # no image, and in no class
     (self.root / "a/below").mkdir()
-    with self.assertLogs(folders._LOG, "WARNING") as logs:
+    with self.assertLogs(image_folders._LOG, "WARNING") as logs:
       for _ in range(2):
-        self.assertLen(folders.list_images(self.root)[1], 2)
+        self.assertLen(image_folders.list_images(self.root)[1], 2)
     self.assertLen(logs.output, 1)
     self.assertIn("out 4 files or folders, 'a/2.HEIC' for", logs.output[0])
 
   def test_images_alone_need_no_warning(self):
     (self.root / "1.png").touch()
     (self.root / ".hidden").touch()
-    with self.assertNoLogs(folders._LOG, "WARNING"):
-      folders.list_images(self.root)
+    with self.assertNoLogs(image_folders._LOG, "WARNING"):
+      image_folders.list_images(self.root)
 
   def test_empty_class_is_named(self):
     _write(self.root / "ant" / "1.png")
     (self.root / "dog").mkdir()
     (self.root / "dog" / "notes.txt").write_text("no image")
     with self.assertRaisesRegex(ValueError, "class folder 'dog' holds no"):
-      folders.list_images(self.root)
+      image_folders.list_images(self.root)
 
 
 class ListSplitTest(_TempDirTest):
   def _names(self, split, share=0.25):
-    _, _, files = folders.list_split(self.root, split, share)
+    _, _, files = image_folders.list_split(self.root, split, share)
     return {name for name, _ in files}
 
   def _write_many(self, count, prefix=""):
@@ -147,7 +147,7 @@ class FindFilesTest(_TempDirTest):
   def test_finds_images_below(self):
     for name in ("b/c/2.png", "a.png", ".hidden/3.png", "b/._1.png"):
       _write(self.root / name)
-    found = folders.find_files(self.root)
+    found = image_folders.find_files(self.root)
     self.assertEqual(
       found, [str(self.root / name) for name in ("a.png", "b/c/2.png")]
     )
@@ -157,52 +157,56 @@ class FindFilesTest(_TempDirTest):
       _write(self.root / f"1.{suffix}")
     for name in ("1.heic", "2.h5", ".hidden"):
       (self.root / name).write_text("no image that Pillow decodes")
-    with self.assertLogs(folders._LOG, "WARNING") as logs:
-      found = folders.find_images([str(self.root)])
+    with self.assertLogs(image_folders._LOG, "WARNING") as logs:
+      found = image_folders.find_images([str(self.root)])
     self.assertLen(found, 6)
     self.assertIn("left out 2 files or folders", logs.output[0])
 
   def test_folders_may_be_called_as_images(self):
     _write(self.root / "deep.jpg" / "1.png")
     _write(self.root / "deep.jpg" / "2.png" / "3.png")
-    found = {name.rpartition("/")[2] for name in folders.find_files(self.root)}
+    found = {
+      name.rpartition("/")[2] for name in image_folders.find_files(self.root)
+    }
     self.assertEqual(found, {"1.png", "3.png"})
-    names, files = folders.list_images(self.root)
+    names, files = image_folders.list_images(self.root)
     self.assertEqual((names, files), (("deep.jpg",), [("deep.jpg/1.png", 0)]))
 
   def test_folder_without_images_is_named(self):
     with self.assertRaisesRegex(FileNotFoundError, f"{self.root} holds no"):
-      folders.find_files(self.root)
+      image_folders.find_files(self.root)
 
 
 class FindSplitsTest(_TempDirTest):
   def test_folder_of_classes_is_one_split(self):
     _write(self.root / "ant" / "1.png")
-    self.assertEqual(folders.find_splits(self.root), {"train": self.root})
-    self.assertEqual(folders.find_splits(self.root, "val"), {"val": self.root})
+    self.assertEqual(image_folders.find_splits(self.root), {"train": self.root})
+    self.assertEqual(
+      image_folders.find_splits(self.root, "val"), {"val": self.root}
+    )
 
   def test_splits_are_found_and_chosen(self):
     for split in ("train", "val"):
       _write(self.root / split / "ant" / "1.png")
     found = {split: self.root / split for split in ("train", "val")}
-    self.assertEqual(folders.find_splits(self.root), found)
+    self.assertEqual(image_folders.find_splits(self.root), found)
     self.assertEqual(
-      folders.find_splits(self.root, "val"), {"val": self.root / "val"}
+      image_folders.find_splits(self.root, "val"), {"val": self.root / "val"}
     )
 
   def test_class_may_be_called_train(self):
     for name in ("bus", "train"):
       _write(self.root / name / "1.png")
-    self.assertEqual(folders.find_splits(self.root), {"train": self.root})
+    self.assertEqual(image_folders.find_splits(self.root), {"train": self.root})
 
   def test_missing_split_is_named(self):
     _write(self.root / "train" / "ant" / "1.png")
     with self.assertRaisesRegex(FileNotFoundError, r"no split 'val', only"):
-      folders.find_splits(self.root, "val")
+      image_folders.find_splits(self.root, "val")
 
   def test_missing_directory_is_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "nope: no such directory"):
-      folders.find_splits(self.root / "nope")
+      image_folders.find_splits(self.root / "nope")
 
 
 class FingerprintTest(absltest.TestCase):
@@ -214,8 +218,12 @@ class FingerprintTest(absltest.TestCase):
       [("ant/1", 0), ("cat/1", 2)],
       [("ant/1", 0)],
     )
-    self.assertLen({folders.fingerprint(files) for files in lists}, len(lists))
-    self.assertStartsWith(folders.fingerprint(lists[0]), "2 files, sha256 ")
+    self.assertLen(
+      {image_folders.fingerprint(files) for files in lists}, len(lists)
+    )
+    self.assertStartsWith(
+      image_folders.fingerprint(lists[0]), "2 files, sha256 "
+    )
 
 
 if __name__ == "__main__":

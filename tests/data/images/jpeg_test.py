@@ -9,17 +9,15 @@ import pytest
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images import files, jpeg
+from moh_jax.data import decode
 from tests.data.images.photos import encode, photo
 
 pytest.importorskip("simplejpeg")
 
-_MOST = 10**8
-
 
 def by_pillow(*args):
-  with mock.patch.object(jpeg, "_library", lambda: None):
-    return files.decode_image(*args)
+  with mock.patch.object(decode, "_simplejpeg", lambda: None):
+    return decode.decode_image(*args)
 
 
 class DecodersTest(parameterized.TestCase):
@@ -33,14 +31,14 @@ class DecodersTest(parameterized.TestCase):
     self, mode, channels, factor, options
   ):
     content = encode(photo(mode=mode), quality=92, **options)
-    ours = files.decode_image(content, channels, "x", factor)
+    ours = decode.decode_image(content, channels, "x", factor)
     np.testing.assert_array_equal(
       ours, by_pillow(content, channels, "x", factor)
     )
     self.assertEqual(
       ours.shape, (-(-167 // factor), -(-251 // factor), channels)
     )
-    used = jpeg.decode(content, channels, factor, _MOST)
+    used = decode.decode_jpeg(content, channels, factor)
     self.assertEqual(used is not None, mode == "L" or channels == 3)
 
   @parameterized.product(
@@ -56,10 +54,10 @@ class DecodersTest(parameterized.TestCase):
   )
   def test_upper_rows_are_those_of_all_pixels(self, options, mode, factor):
     content = encode(photo(mode=mode), quality=92, **options)
-    whole = files.decode_image(content, 3, "x", factor)
+    whole = decode.decode_image(content, 3, "x", factor)
     fewer = "progressive" not in options
     for rows in (1, 15, 16, 17, 63, 64, 100, 160, 166, 167, 500):
-      ours = files.decode_image(content, 3, "x", factor, rows)
+      ours = decode.decode_image(content, 3, "x", factor, rows)
       np.testing.assert_array_equal(ours, whole[: len(ours)])
       self.assertGreaterEqual(len(ours), min(-(-rows // factor), len(whole)))
       if rows <= 100:
@@ -70,8 +68,8 @@ class DecodersTest(parameterized.TestCase):
     self, subsampling, rows
   ):
     content = encode(photo(), quality=92, subsampling=subsampling)
-    exact = files.decode_image(content, 3, "x", 1, rows).astype(int)
-    fast = files.decode_image(content, 3, "x", 1, rows, fast=True)
+    exact = decode.decode_image(content, 3, "x", 1, rows).astype(int)
+    fast = decode.decode_image(content, 3, "x", 1, rows, fast=True)
     difference = np.abs(fast - exact[: len(fast)])
     if subsampling:
       self.assertBetween(difference.mean(), 0.01, 2)
@@ -85,26 +83,26 @@ class DecodersTest(parameterized.TestCase):
   def test_truncation_below_the_upper_rows_is_found(self):
     content = encode(photo())
     with self.assertRaisesRegex(ValueError, "damaged or truncated"):
-      files.decode_image(content[: len(content) * 3 // 4], 3, "x.jpg", 1, 20)
+      decode.decode_image(content[: len(content) * 3 // 4], 3, "x.jpg", 1, 20)
 
   @parameterized.parameters(*range(1, 9))
   def test_turned_images_are_left_to_pillow(self, orientation):
     exif = Image.Exif()
     exif[274] = orientation
     content = encode(photo(), exif=exif)
-    self.assertIsNone(jpeg.decode(content, 3, 1, _MOST))
-    pixels = files.decode_image(content, 3, "x")
-    self.assertEqual(files.describe_image(content, "x")[0], pixels.shape[:2])
+    self.assertIsNone(decode.decode_jpeg(content, 3))
+    pixels = decode.decode_image(content, 3, "x")
+    self.assertEqual(decode.describe_image(content, "x")[0], pixels.shape[:2])
     for factor in (2, 8):
-      smaller = files.decode_image(content, 3, "x", factor).shape[:2]
+      smaller = decode.decode_image(content, 3, "x", factor).shape[:2]
       self.assertEqual(
         smaller, tuple(-(-side // factor) for side in pixels.shape[:2])
       )
 
   def test_inks_are_left_to_pillow(self):
     content = encode(photo(mode="CMYK"))
-    self.assertIsNone(jpeg.decode(content, 3, 1, _MOST))
-    self.assertEqual(files.decode_image(content, 3, "x").shape, (167, 251, 3))
+    self.assertIsNone(decode.decode_jpeg(content, 3))
+    self.assertEqual(decode.decode_image(content, 3, "x").shape, (167, 251, 3))
 
   def test_damage_gives_the_same_error_or_the_same_pixels(self):
     whole = encode(photo())
@@ -118,9 +116,9 @@ class DecodersTest(parameterized.TestCase):
     cases = itertools.product([*cut, *altered], (1, 4), (None, 100))
     for content, factor, rows in cases:
       results = []
-      for decode in (files.decode_image, by_pillow):
+      for read in (decode.decode_image, by_pillow):
         try:
-          pixels = decode(content, 3, "x.jpg", factor, rows)
+          pixels = read(content, 3, "x.jpg", factor, rows)
           results.append(pixels[: rows and -(-rows // factor)])
         except ValueError as error:
           results.append(str(error))
@@ -129,13 +127,14 @@ class DecodersTest(parameterized.TestCase):
 
   def test_too_many_pixels_are_refused(self):
     content = encode(photo())
-    self.assertIsNone(jpeg.decode(content, 3, 1, 1000))
+    with mock.patch.object(decode, "_MOST_PIXELS", 1000):
+      self.assertIsNone(decode.decode_jpeg(content, 3))
 
   def test_other_formats_are_no_jpeg(self):
     file = io.BytesIO()
     photo().save(file, "PNG")
-    self.assertFalse(jpeg.is_jpeg(file.getvalue()))
-    self.assertIsNone(jpeg.read_header(file.getvalue()))
+    self.assertFalse(decode.is_jpeg(file.getvalue()))
+    self.assertIsNone(decode.read_jpeg_header(file.getvalue()))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import apply_overrides
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.data.images import latents, sources
+from moh_jax.data import latents, sources
 from tests.data.text import tiny_sets
 
 _SCALING = LatentScaling(0.5)
@@ -79,7 +79,10 @@ class RefusalTest(_LatentsTest):
 
   def test_missing_split(self):
     config = apply_overrides(self.config, "data", path=str(self.root / "train"))
-    self._refused("train/train/metadata.json: no such file", config)
+    self._refused(
+      "train/train: no such directory; `python -m moh_jax enc",
+      config,
+    )
 
   def test_missing_shard(self):
     (self.root / "train" / "00001-of-00003.array_record").unlink()

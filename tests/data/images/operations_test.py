@@ -6,8 +6,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images.operations import INCREASING, PLAIN
-from moh_jax.data.images.pictures import to_array, to_picture
+from moh_jax.data.augment import INCREASING, PLAIN
+from moh_jax.data.decode import to_array, to_picture
 
 FILE = pathlib.Path(__file__).parents[2] / "goldens" / "timm_1.0.31.npz"
 _FILLS = {"rgb": (124, 116, 104), "grey": 77}

@@ -16,9 +16,8 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig
-from moh_jax.data import infer
-from moh_jax.data.images import parquet, sources, tables
-from moh_jax.data.images.parquet import ParquetSource
+from moh_jax.data import image_shards, image_tables, infer, sources
+from moh_jax.data.image_tables import ParquetSource
 from tests.data.images.sources_test import _MODEL
 
 CLASSES = ("ant", "bee", "cat")
@@ -85,13 +84,13 @@ class SplitsTest(_TempDirTest):
       write(self.root / name, make_table([0]))
     if train is None:
       with self.assertRaisesRegex(ValueError, "'0.parquet' names no split"):
-        tables.find_tables(self.root)
+        image_tables.find_tables(self.root)
       return
-    found = tables.find_tables(self.root)
+    found = image_tables.find_tables(self.root)
     counts = {split: len(files) for split, files in found.items()}
     expected = {"train": train, "val": val}
     self.assertEqual(counts, {k: n for k, n in expected.items() if n})
-    self.assertTrue(tables.is_tables(self.root))
+    self.assertTrue(image_tables.is_tables(self.root))
 
   def test_saved_data_set_has_the_files_that_it_lists(self):
     for split in ("train", "test"):
@@ -99,7 +98,7 @@ class SplitsTest(_TempDirTest):
       write(self.root / split / "cache-1.arrow", make_table([0]))
       state = {"_data_files": [{"filename": "data-0.arrow"}]}
       (self.root / split / "state.json").write_text(json.dumps(state))
-    found = tables.find_tables(self.root)
+    found = image_tables.find_tables(self.root)
     self.assertEqual(
       found, {"train": ["train/data-0.arrow"], "val": ["test/data-0.arrow"]}
     )
@@ -123,8 +122,8 @@ class SplitsTest(_TempDirTest):
       path.parent.mkdir(parents=True)
       path.write_bytes(png(0)[0])
     write(self.root / name, make_table([0]))
-    self.assertEqual(tables.is_tables(self.root), expected)
-    (train,) = sources.open_splits(str(self.root), None).values()
+    self.assertEqual(image_tables.is_tables(self.root), expected)
+    (train,) = image_shards.open_splits(str(self.root), None).values()
     self.assertEqual(train.class_names, CLASSES if expected else ("ant", "bee"))
 
   def test_missing_split_is_named(self):
@@ -190,7 +189,7 @@ class RowsTest(_TempDirTest):
     data = DataConfig(
       source="parquet", path=str(self.root), class_list=str(listed)
     )
-    source = sources.open_files(data, "train", 3)
+    source = ParquetSource.open(Config(model=_MODEL, data=data), "train")
     self.assertEqual(source.class_names, ("cat", "bee", "ant"))
     self.assertEqual([int(source[i]["label"]) for i in range(2)], [2, 0])
 
@@ -221,13 +220,15 @@ class RowsTest(_TempDirTest):
   def test_group_is_read_once_by_many_threads(self):
     write(self.root / "0.parquet", make_table([0] * 8), 8)
     source, reads = self._open(), []
-    original = tables.read_group
+    original = image_tables._read_group
 
     def counted(*args):
       reads.append(args)
       return original(*args)
 
-    self.enterContext(absltest.mock.patch.object(tables, "read_group", counted))
+    self.enterContext(
+      absltest.mock.patch.object(image_tables, "_read_group", counted)
+    )
     threads = [
       threading.Thread(target=source.read, args=(i,)) for i in range(8)
     ]
@@ -241,7 +242,7 @@ class RowsTest(_TempDirTest):
     for number in range(2):
       write(self.root / f"{number}.parquet", make_table([0, 1, 2]), 1)
     with absltest.mock.patch.object(
-      tables, "open_parquet", side_effect=tables.open_parquet
+      image_tables, "open_parquet", side_effect=image_tables.open_parquet
     ) as opened:
       source = self._open()
     self.assertEqual(opened.call_count, 4)  # two heads, two columns of labels
@@ -249,7 +250,9 @@ class RowsTest(_TempDirTest):
 
   def test_kept_groups_are_bounded(self):
     write(self.root / "0.parquet", make_table([0] * 8), 1)
-    self.enterContext(absltest.mock.patch.object(parquet, "_KEPT_BYTES", 1))
+    self.enterContext(
+      absltest.mock.patch.object(image_tables, "_KEPT_BYTES", 1)
+    )
     source = self._open()
     for i in (0, 1, 2, 0, 7):
       np.testing.assert_array_equal(source[i]["image"], png(i)[1])
@@ -258,10 +261,12 @@ class RowsTest(_TempDirTest):
   def test_mapped_files_need_no_memory(self):
     for number in range(3):
       write(self.root / f"{number}.arrow", make_table([0], number))
-    self.enterContext(absltest.mock.patch.object(parquet, "_KEPT_BYTES", 1))
-    source, mapped = self._open(), tables._map_arrow
+    self.enterContext(
+      absltest.mock.patch.object(image_tables, "_KEPT_BYTES", 1)
+    )
+    source, mapped = self._open(), image_tables._map_arrow
     with absltest.mock.patch.object(
-      tables, "_map_arrow", side_effect=mapped
+      image_tables, "_map_arrow", side_effect=mapped
     ) as maps:
       for i in (0, 1, 2, 0, 1, 2):
         np.testing.assert_array_equal(source[i]["image"], png(i)[1])
@@ -392,13 +397,12 @@ class MakeSourceTest(_TempDirTest):
     data = DataConfig(source="parquet", path=str(self.root))
     model = dataclasses.replace(_model(None), channels=None)
     with absltest.mock.patch.object(
-      infer, "open_files", side_effect=infer.open_files
+      image_tables, "find_tables", side_effect=image_tables.find_tables
     ) as opened:
       config = infer.resolve(Config(model=model, data=data))
     self.assertEqual(opened.call_count, 1)
     self.assertEqual(config.model.num_classes, 3)
     self.assertEqual(config.model.channels, 3)
-    self.assertTrue(sources.has_split(config, "val"))
     train = sources.make_source(config, "train")
     val = sources.make_source(config, "val", train.class_names)
     self.assertEqual((len(train), len(val)), (6, 3))

@@ -6,8 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import DataConfig, TextDataConfig
-from moh_jax.data.images.pixels import normalizer
-from moh_jax.data.images.transforms import Normalize
+from moh_jax.data.transforms import Normalize, normalizer
 
 
 class PixelsTest(parameterized.TestCase):

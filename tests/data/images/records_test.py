@@ -9,8 +9,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images import pack, records, sources
-from moh_jax.data.images.transforms import center_crop
+from moh_jax.data import image_folders, image_shards, sources
+from moh_jax.data.decode import describe_image
+from moh_jax.data.transforms import center_crop
 from tests.data.text import tiny_sets
 
 
@@ -33,8 +34,8 @@ class _PackedTest(parameterized.TestCase):
       self._pack_folder(self.images / split, split)
 
   def _pack_folder(self, folder, split, **options):
-    source = sources.ImageFolderSource(str(folder), "", 3)
-    return pack.pack_images(
+    source = image_folders.ImageFolderSource(str(folder), "", 3)
+    return image_shards.pack_images(
       source,
       self.out / split,
       packed_from=folder,
@@ -48,8 +49,8 @@ class PackTest(_PackedTest):
   def test_packed_images_are_the_folders(self):
     self._pack()
     for split in sources.SPLITS:
-      folder = sources.ImageFolderSource(str(self.images), split, 3)
-      packed = records.ArrayRecordSource(str(self.out), split, 3)
+      folder = image_folders.ImageFolderSource(str(self.images), split, 3)
+      packed = image_shards.ArrayRecordSource(str(self.out), split, 3)
       self.assertLen(packed, len(folder))
       self.assertEqual(packed.class_names, folder.class_names)
       self.assertEqual(packed.fingerprint, folder.fingerprint)
@@ -81,14 +82,14 @@ class PackTest(_PackedTest):
     self._pack_folder(folder, "whole", shorter_side=shorter)
     expected = files()
     self.out = self.root / "killed"
-    read = sources.ImageFolderSource.read
+    read = image_folders.ImageFolderSource.read
 
     def killed(source, index):
       if index == 5:  # in the second shard
         raise KeyboardInterrupt
       return read(source, index)
 
-    with mock.patch.object(sources.ImageFolderSource, "read", killed):
+    with mock.patch.object(image_folders.ImageFolderSource, "read", killed):
       with self.assertRaises(KeyboardInterrupt):
         self._pack_folder(folder, "whole", shorter_side=shorter)
     self.assertFalse((self.out / "whole/metadata.json").exists())
@@ -100,8 +101,8 @@ class PackTest(_PackedTest):
     Image.new("L", (40, 30)).save(self.images / "val/ant/0.png")
     Image.new("RGBA", (20, 44)).save(self.images / "val/ant/1.png")
     self._pack_folder(self.images / "val", "val", shorter_side=10)
-    packed = records.ArrayRecordSource(str(self.out), "val", 3)
-    described = [packed.describe(i) for i in range(3)]
+    packed = image_shards.ArrayRecordSource(str(self.out), "val", 3)
+    described = [describe_image(packed.read(i).content, "") for i in range(3)]
     self.assertEqual(
       described, [((10, 13), True), ((22, 10), False), ((10, 16), False)]
     )
@@ -138,7 +139,7 @@ class PackTest(_PackedTest):
 class SourceTest(_PackedTest):
   def test_pickles(self):
     self._pack(["val"])
-    source = records.ArrayRecordSource(str(self.out), "val", 3)
+    source = image_shards.ArrayRecordSource(str(self.out), "val", 3)
     expected = source[4]["image"]
     copy = pickle.loads(pickle.dumps(source))
     np.testing.assert_array_equal(copy[4]["image"], expected)
@@ -146,7 +147,7 @@ class SourceTest(_PackedTest):
   def test_unreadable_image_is_named(self):
     (self.images / "val" / "ant" / "1.png").write_text("no image")
     self._pack(["val"])
-    source = records.ArrayRecordSource(str(self.out), "val", 3)
+    source = image_shards.ArrayRecordSource(str(self.out), "val", 3)
     with self.assertRaisesRegex(ValueError, "ant/1.png in .*val: not an image"):
       source[1]
 
@@ -194,7 +195,7 @@ class SourceTest(_PackedTest):
     config = tiny_sets.dit_config("pixel", "array_record", self.out, (8, 8), 3)
     source = sources.make_source(config, "val")
     batches = list(tiny_sets.eval_stream(config, source))
-    packed = records.ArrayRecordSource(str(self.out), "val", 3)
+    packed = image_shards.ArrayRecordSource(str(self.out), "val", 3)
     expected = center_crop(packed[1]["image"], (8, 8))
     np.testing.assert_array_equal(batches[0]["image"][1], expected)
     self.assertEqual(sum(batch["mask"].sum() for batch in batches), 6)

@@ -7,7 +7,7 @@ import grain
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.images.repeated import RepeatedImages
+from moh_jax.data.pipeline import RepeatedImages
 from tests.data.images import operations_test
 
 

@@ -5,8 +5,8 @@ import pytest
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images import files, resizing, transforms
-from moh_jax.data.images.encoded import LaterImage, Record
+from moh_jax.data import decode, transforms
+from moh_jax.data.decode import LaterImage
 from tests.data.images.photos import encode, photo
 
 _NAMES = ("china", "flower")
@@ -60,10 +60,10 @@ class EvaluationTest(parameterized.TestCase):
     content = encode(
       photo((500, 375), name=name), quality=quality, subsampling=subsampling
     )
-    image = LaterImage.of(Record(0, "x.jpg", content), 3)
+    image = LaterImage.of(content, 3, "x.jpg")
     crop = transforms.ResizeCenterCrop(256, (224, 224), fast=True)
     ours = crop.map({"image": image})["image"]
-    exact = files.decode_image(content, 3, "x")
+    exact = decode.decode_image(content, 3, "x")
     expected = _torchvision(Image.fromarray(exact), 256, 224)
     self.assertLess(_difference(ours, expected).mean(), 1)
 
@@ -78,8 +78,8 @@ class FastTest(parameterized.TestCase):
     pytest.importorskip("cykooz_resizer")
     picture = photo((300, 200), "L" if channels == 1 else "RGB")
     image = np.asarray(picture).reshape(200, 300, channels)
-    ours = resizing.resize(image, size, box, fast=True)
-    difference = _difference(ours, resizing.resize(image, size, box))
+    ours = decode.resize(image, size, box, fast=True)
+    difference = _difference(ours, decode.resize(image, size, box))
     self.assertEqual(ours.shape, (*size, channels))
     self.assertLess(difference.mean(), 0.5)
     self.assertLessEqual(difference.max(), 8)
@@ -88,7 +88,7 @@ class FastTest(parameterized.TestCase):
 def _later(size, **options):
   picture = photo(size)
   content = encode(picture, quality=95, **options)
-  return LaterImage.of(Record(0, "x.jpg", content), 3)
+  return LaterImage.of(content, 3, "x.jpg")
 
 
 class UpperRowsTest(parameterized.TestCase):
@@ -102,10 +102,10 @@ class UpperRowsTest(parameterized.TestCase):
     if fast:
       pytest.importorskip("cykooz_resizer")
     later = _later((300, 200), subsampling=subsampling)
-    whole = files.decode_image(later.record.content, 3, "x", fast=fast)
+    whole = decode.decode_image(later.content, 3, "x", fast=fast)
     np.testing.assert_array_equal(
-      resizing.resize(later, size, box, fast=fast),
-      resizing.resize(whole, size, box, fast=fast),
+      decode.resize(later, size, box, fast=fast),
+      decode.resize(whole, size, box, fast=fast),
     )
 
   def test_rows_below_the_crop_are_not_decoded(self):
@@ -139,15 +139,15 @@ class ReducedTest(parameterized.TestCase):
   def test_crop_is_about_that_of_all_pixels(self, size, box, side):
     later = _later(size)
     box = tuple(min(edge, size[i % 2]) for i, edge in enumerate(box))
-    expected = resizing.resize(later, (side, side), box)
-    ours = resizing.resize(later, (side, side), box, reduced=True)
+    expected = decode.resize(later, (side, side), box)
+    ours = decode.resize(later, (side, side), box, reduced=True)
     self.assertLess(_difference(ours, expected).mean(), 1)
 
   def test_damage_is_named(self):
     later = _later((800, 600))
-    cut = later.record._replace(content=later.record.content[:5000])
+    cut = later.content[:5000]
     with self.assertRaisesRegex(ValueError, "^x.jpg: damaged or truncated"):
-      LaterImage.of(cut, 3).region((32, 32), (0, 0, 800, 600))
+      LaterImage.of(cut, 3, "x.jpg").region((32, 32), (0, 0, 800, 600))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.data.images.sliding import slide_rows
+from moh_jax.data.augment import slide_rows
 from tests.data.images.photos import photo
 
 _FILLS = {"RGB": (124, 116, 104), "L": 77}

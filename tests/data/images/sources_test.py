@@ -9,8 +9,7 @@ from PIL import Image
 from sklearn import datasets
 
 from moh_jax.config import Config, DataConfig, ViTConfig
-from moh_jax.data import identity
-from moh_jax.data.images import sources
+from moh_jax.data import identity, image_folders, sources
 
 _MODEL = ViTConfig(
   image_size=(8, 12),
@@ -84,14 +83,14 @@ class ImageFolderSourceTest(_TempDirTest):
   def test_classes_are_sorted_folders(self):
     for name in ("zebra", "ant", "cat"):
       _write(self.root / "train" / name / "1.png")
-    source = sources.ImageFolderSource(str(self.root), "train", 3)
+    source = image_folders.ImageFolderSource(str(self.root), "train", 3)
     self.assertEqual(source.class_names, ("ant", "cat", "zebra"))
     self.assertEqual([int(source[i]["label"]) for i in range(3)], [0, 1, 2])
 
   def test_reads_each_classes_own_pixels(self):
     _write(self.root / "val" / "ant" / "1.png", _RGB)
     _write(self.root / "val" / "cat" / "1.png", 255 - _RGB)
-    source = sources.ImageFolderSource(str(self.root), "val", 3)
+    source = image_folders.ImageFolderSource(str(self.root), "val", 3)
     np.testing.assert_array_equal(source[0]["image"], _RGB)
     np.testing.assert_array_equal(source[1]["image"], 255 - _RGB)
     self.assertEqual(source[1]["label"].dtype, np.int32)
@@ -101,14 +100,14 @@ class ImageFolderSourceTest(_TempDirTest):
     _write(self.root / "train" / "ant" / "2.jpeg")
     (self.root / "train" / "ant" / "notes.txt").write_text("no image")
     (self.root / "train" / "list.csv").write_text("no class")
-    source = sources.ImageFolderSource(str(self.root), "train", 3)
+    source = image_folders.ImageFolderSource(str(self.root), "train", 3)
     self.assertLen(source, 2)
     self.assertEqual(source.class_names, ("ant",))
 
   def test_missing_directory_is_named(self):
     path = str(self.root / "images")
     with self.assertRaisesRegex(FileNotFoundError, "no such directory") as e:
-      sources.ImageFolderSource(path, "train", 3)
+      image_folders.ImageFolderSource(path, "train", 3)
     self.assertIn(path, str(e.exception))
 
   @parameterized.parameters((), ("ant", "cat"))
@@ -117,20 +116,20 @@ class ImageFolderSourceTest(_TempDirTest):
     for folder in folders:
       (self.root / "train" / folder).mkdir()
     with self.assertRaisesRegex(FileNotFoundError, "holds no image") as e:
-      sources.ImageFolderSource(str(self.root), "train", 3)
+      image_folders.ImageFolderSource(str(self.root), "train", 3)
     self.assertIn(str(self.root / "train"), str(e.exception))
 
   def test_damaged_image_is_named_when_read(self):
     path = _write(self.root / "train" / "ant" / "1.png")
     path.write_bytes(path.read_bytes()[:60])
-    source = sources.ImageFolderSource(str(self.root), "train", 3)
+    source = image_folders.ImageFolderSource(str(self.root), "train", 3)
     with self.assertRaisesRegex(ValueError, "damaged or truncated") as e:
       source[0]
     self.assertIn(str(path), str(e.exception))
 
   def test_pickles(self):
     _write(self.root / "train" / "ant" / "1.png")
-    source = sources.ImageFolderSource(str(self.root), "train", 3)
+    source = image_folders.ImageFolderSource(str(self.root), "train", 3)
     copy = pickle.loads(pickle.dumps(source))
     np.testing.assert_array_equal(copy[0]["image"], _RGB)
 
@@ -139,7 +138,7 @@ class ClassNamesTest(_TempDirTest):
   def _labels(self, *folders, names, split="val"):
     for folder in folders:
       _write(self.root / split / folder / "1.png")
-    source = sources.ImageFolderSource(
+    source = image_folders.ImageFolderSource(
       str(self.root), split, 3, class_names=names
     )
     self.assertEqual(source.class_names[: len(names)], names)

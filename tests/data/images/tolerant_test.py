@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.data.images import tolerant
+from moh_jax.data import sources
 
 
 class _Source:
@@ -32,22 +32,20 @@ def _labels(source):
 
 class CheckedSourceTest(absltest.TestCase):
   def test_bad_image_raises_its_own_error(self):
-    source = tolerant.CheckedSource(_Source({2}), skip=False)
+    source = sources.CheckedSource(_Source({2}), skip=False)
     self.assertEqual(source[1]["label"], 1)
     with self.assertRaisesRegex(ValueError, "ant/2.png: damaged"):
       source[2]
 
   def test_next_good_image_takes_its_place(self):
-    source = tolerant.CheckedSource(_Source({1, 2, 5}), skip=True)
+    source = sources.CheckedSource(_Source({1, 2, 5}), skip=True)
     self.assertLen(source, 6)
     for _ in range(2):
       self.assertEqual(_labels(source), [0, 3, 3, 3, 4, 0])
 
   def test_each_bad_image_is_counted_once(self):
-    source = tolerant.CheckedSource(_Source({1, 2}), skip=True)
-    with self.assertLogs(
-      "moh_jax.data.images.tolerant", logging.WARNING
-    ) as logs:
+    source = sources.CheckedSource(_Source({1, 2}), skip=True)
+    with self.assertLogs("moh_jax.data.sources", logging.WARNING) as logs:
       _labels(source)
       _labels(source)
     self.assertEqual(
@@ -59,17 +57,15 @@ class CheckedSourceTest(absltest.TestCase):
     )
 
   def test_nothing_but_bad_images_ends(self):
-    source = tolerant.CheckedSource(_Source(set(range(6))), skip=True)
+    source = sources.CheckedSource(_Source(set(range(6))), skip=True)
     with self.assertRaisesRegex(ValueError, "none of the 6 images can be read"):
       source[0]
 
   def test_small_images_are_bad(self):
-    fits = tolerant.CheckedSource(_Source(()), skip=False, smallest=(4, 5))
+    fits = sources.CheckedSource(_Source(()), skip=False, smallest=(4, 5))
     self.assertEqual(fits[1]["label"], 1)
     for smallest in ((5, 5), (4, 6)):
-      source = tolerant.CheckedSource(
-        _Source(()), skip=False, smallest=smallest
-      )
+      source = sources.CheckedSource(_Source(()), skip=False, smallest=smallest)
       with self.assertRaisesRegex(
         ValueError,
         rf"ant/1.png: 4 x 5 .* {smallest[0]} x {smallest[1]} needed",
@@ -77,7 +73,7 @@ class CheckedSourceTest(absltest.TestCase):
         source[1]
 
   def test_pickles(self):
-    source = tolerant.CheckedSource(_Source({1}), skip=True)
+    source = sources.CheckedSource(_Source({1}), skip=True)
     labels = _labels(source)
     self.assertEqual(_labels(pickle.loads(pickle.dumps(source))), labels)
 

@@ -6,7 +6,7 @@ from PIL import Image
 
 from moh_jax.config import DataConfig, ViTConfig
 from moh_jax.config.policy import RandAugmentPolicy
-from moh_jax.data.images import augment, transforms
+from moh_jax.data import augment, transforms
 
 _MODEL = ViTConfig(
   image_size=(8, 8),

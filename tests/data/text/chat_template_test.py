@@ -4,11 +4,14 @@ import json
 import sys
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import chat_template
-from moh_jax.data.text.chat_template import load_chat_template
+from moh_jax.data import chat
+from moh_jax.data.chat import load_chat_template
 from tests.data.text import tiny_words
+
+pytest.importorskip("transformers")
 
 _USER = [{"role": "user", "content": "aA"}]
 
@@ -60,7 +63,7 @@ class FindTest(parameterized.TestCase):
     tokenizer = _tokenizer(
       chat_template_jinja="x", additional_chat_templates__rag_jinja="y"
     )
-    names = chat_template.template_names(tokenizer)
+    names = chat.template_names(tokenizer)
     self.assertEqual(names, ("default", "rag"))
     self.assertEqual(load_chat_template(tokenizer, "rag").render(_USER), "y")
     with self.assertRaisesRegex(ValueError, r"'tool' must be one of .*'rag'"):
@@ -76,11 +79,12 @@ class FindTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "tokenizer_config.json: chat_temp"):
       load_chat_template(tokenizer)
 
-  def test_missing_library_says_how_to_install_it(self):
-    chat_template._environment.cache_clear()
+  @parameterized.parameters("jinja2", "transformers")
+  def test_missing_library_says_how_to_install_it(self, name):
+    missing = {n: None for n in sys.modules if n.partition(".")[0] == name}
     with (
-      mock.patch.dict(sys.modules, {"jinja2.sandbox": None}),
-      self.assertRaisesRegex(ValueError, r"'jinja2': pip install 'moh_jax"),
+      mock.patch.dict(sys.modules, {**missing, name: None}),
+      self.assertRaisesRegex(ValueError, rf"'{name}': pip install 'moh_jax"),
     ):
       _render("x")
 

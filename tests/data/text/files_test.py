@@ -7,9 +7,8 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import files
-from moh_jax.data.text.files import read_documents
-from moh_jax.data.text.pieces import list_pieces
+from moh_jax.data import text_files
+from moh_jax.data.text_files import list_pieces, read_documents
 
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
 
@@ -101,7 +100,7 @@ class DamageTest(_FilesTest):
     name, content = "a.jsonl", b"\n".join(lines)
     if packed:
       name, content = "a.jsonl.gz", gzip.compress(content)
-    with mock.patch.object(files, "MOST_LINE_BYTES", 299):
+    with mock.patch.object(text_files, "MOST_LINE_BYTES", 299):
       found, left_out = self._skip(name, content, piece_bytes=piece_bytes)
     numbers = [i + 1 for i in range(4) if i != place]
     expected = [(f"{name}:{n}", f"a{i}") for i, n in enumerate(numbers)]
@@ -136,7 +135,7 @@ class DamageTest(_FilesTest):
 
   def test_missing_library_says_how_to_install_it(self):
     for name, library in (
-      ("a.txt.zst", "zstandard"),
+      ("a.txt.zst", "pyarrow"),
       ("a.parquet", "pyarrow"),
       ("a.arrow", "pyarrow"),
     ):

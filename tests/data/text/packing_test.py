@@ -4,8 +4,8 @@ import tempfile
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.packing import FakeSequences, PackedSource
-from moh_jax.data.text.token_sets import BLOCK, TokenSet
+from moh_jax.data.sequences import FakeSequences, PackedSource
+from moh_jax.data.token_sets import BLOCK, TokenSet
 from tests.data.text import tiny_text
 
 _DTYPES = {

@@ -7,7 +7,7 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import pieces as text_pieces
+from moh_jax.data import text_files as text_pieces
 
 
 class PiecesTest(parameterized.TestCase):

@@ -12,9 +12,8 @@ import pyarrow
 from absl.testing import absltest, parameterized
 from pyarrow import parquet
 
-from moh_jax.data.text import tokenize, tokenizers
-from moh_jax.data.text.files import read_documents
-from moh_jax.data.text.pieces import list_pieces
+from moh_jax.data import tokenize, tokenizers
+from moh_jax.data.text_files import list_pieces, read_documents
 from tests.data.text import tiny_text
 
 _TEXTS = [f"text {i} é" for i in range(2500)]  # three batches of a stream

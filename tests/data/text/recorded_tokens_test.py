@@ -8,15 +8,20 @@ import hashlib
 import json
 import pathlib
 
+import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.chat_template import load_chat_template
-from moh_jax.data.text.tokenizers import load_tokenizer, prompt_ids
+from moh_jax.data.chat import load_chat_template
+from moh_jax.data.tokenizers import (
+  TokenizerFileError,
+  load_tokenizer,
+  prompt_ids,
+)
 from tests.tools.random_texts import random_texts
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded"
 _VERSIONS = ("4.57.6", "5.23.0")
-_NAMES = ("gpt2", "llama2", "llama2_json", "llama2_added", "llama3", "qwen2")
+_NAMES = ("gpt2", "llama2_json", "llama3", "qwen2")
 _texts = functools.cache(random_texts)
 
 
@@ -63,7 +68,7 @@ class TokensTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ("gpt2", 340, 340, False),
-    ("llama2", 1, 2, True),
+    ("llama2_legacy", 1, 2, True),
     ("llama2_json", 1, 2, True),
     ("llama3", 340, 342, True),
     ("qwen2", None, 342, False),
@@ -74,14 +79,12 @@ class TokensTest(parameterized.TestCase):
     self.assertEqual(found, (bos_id, eos_id, add_bos))
     self.assertEqual(tokenizer.stop_ids, (eos_id,))
 
-  def test_added_tokens_of_a_model_decode(self):
-    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2_added")
-    text = "the head <tool_call> of a layer<|im_end|>"
-    ids = tokenizer.encode(text, parse_special=True)
-    self.assertEqual([i for i in ids if i > 459], [462, 461])
-    self.assertEqual(tokenizer.decode(ids), text.removesuffix("<|im_end|>"))
-    self.assertEqual(tokenizer.id_to_token(461), "<|im_end|>")
-    self.assertNotIn(461, tokenizer.encode(text))
+  @parameterized.parameters(
+    ("llama2", "'legacy' is false"), ("llama2_added", "adds tokens to it")
+  )
+  def test_models_that_need_a_tokenizer_json_are_refused(self, name, message):
+    with self.assertRaisesRegex(TokenizerFileError, message):
+      load_tokenizer(_RECORDED / "tokenizers" / name)
 
 
 class ChatTest(parameterized.TestCase):
@@ -89,9 +92,10 @@ class ChatTest(parameterized.TestCase):
     name=("llama2", "llama3", "chatml", "mistral", "gemma"), version=_VERSIONS
   )
   def test_conversations_have_the_same_text_and_tokens(self, name, version):
+    pytest.importorskip("transformers")
     folder = _RECORDED / "chat"
     conversations = json.loads((folder / "messages.json").read_text())
-    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2")
+    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2_json")
     source = (folder / f"{name}.jinja").read_bytes()
     tokenizer.files = tokenizer.files | {"chat_template.jinja": source}
     template = load_chat_template(tokenizer)

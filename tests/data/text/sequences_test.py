@@ -10,7 +10,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.text import TextDataConfig
-from moh_jax.data.text import sequences, tokenizers
+from moh_jax.data import sequences, tokenizers
 from tests.data.text import tiny_text
 
 _VOCAB = 300
@@ -70,6 +70,9 @@ class _SetsTest(parameterized.TestCase):
     defaults["sequence_length"] = 16
     return TextDataConfig(**{**defaults, **fields})
 
+  def _open(self, data, vocab_size=_VOCAB, split="train"):
+    return sequences.open_text(data, vocab_size, split)
+
   def _mixed(self, **fields):
     self._write("a", 1)
     self._write("b", 2, 10)
@@ -82,7 +85,7 @@ class TrainTest(_SetsTest):
     data = self._mixed()
     stream = sequences.train_sequences(data, _VOCAB, seed=0)
     rows = {}
-    for name, token_set in sequences.open_sets(data, _VOCAB, "train").items():
+    for name, token_set in self._open(data).sets.items():
       tokens = token_set.tokens(0, token_set.num_tokens // 16 * 16)
       rows |= {row.tobytes(): name for row in tokens.reshape(-1, 16)}
     for n in (4, 50, 333):
@@ -122,7 +125,7 @@ class TrainTest(_SetsTest):
   def test_an_epoch_has_every_sequence_once_in_another_order(self):
     self._write("")
     stream = sequences.train_sequences(self._data(), _VOCAB, seed=0)
-    source = sequences.open_sets(self._data(), _VOCAB, "train")["tokens"]
+    source = self._open(self._data()).sets["tokens"]
     size = (source.num_tokens - 1) // 16
     epochs = [
       [stream[i]["inputs"].tobytes() for i in range(size * e, size * (e + 1))]
@@ -139,7 +142,6 @@ class TrainTest(_SetsTest):
     element = sequences.train_sequences(data, _VOCAB, seed=0)[5]
     names = ("inputs", "targets", "segments", "positions", "weights")
     self.assertCountEqual(element, names)
-    self.assertEqual(sequences.source_names(data), ("tokens",))
     self.assertEqual(sequences.mixture_shares(data, 7), {"tokens": 1.0})
     self.assertEqual(sequences.mixture_shares(data, 0), {"tokens": 0.0})
 
@@ -154,36 +156,33 @@ class TrainTest(_SetsTest):
     stream = sequences.train_sequences(data, 50, seed=0)
     first = [stream[i]["inputs"].tobytes() for i in range(10)]
     self.assertLen(set(first), 10)
-    self.assertEqual(sequences.open_tokenizer(data, 50), None)
+    self.assertIsNone(self._open(data, 50).tokenizer)
     self.assertLess(max(stream[i]["targets"].max() for i in range(10)), 50)
 
 
 class OpenTest(_SetsTest):
-  def test_tokenizer_needs_no_shard(self):
-    used = tokenizers.JsonTokenizer(tokenizers.train_bpe(iter(["text"]), 260))
-    self._write("", used=used)
-    for path in self.root.rglob("*.array_record"):
-      path.unlink()
-    for split in sequences.SPLITS:
-      found = sequences.open_tokenizer(self._data(), _VOCAB, split)
-      self.assertEqual(found.sha256, used.sha256)
-    with self.assertRaisesRegex(FileNotFoundError, "lacks 2 of its 2 shards"):
-      sequences.open_sets(self._data(), _VOCAB, "train")
-
   def test_a_run_opens_every_set_once(self):
     data = self._mixed()
     with mock.patch.object(
       sequences, "TokenSet", side_effect=sequences.TokenSet
     ) as opened:
-      sequences.train_sequences(data, _VOCAB, 0)
+      text = self._open(data)
+      text.stream(0)
+      self.assertEqual(text.tokenizer.sha256, tiny_text.tokenizer().sha256)
+      self.assertEqual(list(text.identity()), ["a", "b"])
       sequences.HeldOut(data, _VOCAB)
-      for split in sequences.SPLITS:
-        sequences.open_tokenizer(data, _VOCAB, split)
     folders = [call.args[0] for call in opened.call_args_list]
     self.assertCountEqual(
       folders,
       [self.root / name / s for name in "ab" for s in sequences.SPLITS],
     )
+
+  def test_missing_shards_are_named(self):
+    self._write("")
+    for path in self.root.rglob("*.array_record"):
+      path.unlink()
+    with self.assertRaisesRegex(FileNotFoundError, "lacks 2 of its 2 shards"):
+      self._open(self._data())
 
 
 class RefusedTest(_SetsTest):
@@ -237,7 +236,7 @@ class RefusedTest(_SetsTest):
 
   def test_unknown_split_is_refused(self):
     with self.assertRaisesRegex(ValueError, "split='test' must be one of"):
-      sequences.open_sets(self._data(), _VOCAB, "test")
+      self._open(self._data(), split="test")
 
 
 class HeldOutTest(_SetsTest):

@@ -7,11 +7,8 @@ import tempfile
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import tokenizers
-from moh_jax.data.text.tokenizer_files import (
-  copy_tokenizer_files,
-  read_files_beside,
-)
+from moh_jax.data import tokenizers
+from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
 
 
 def _content(template=None):
@@ -77,19 +74,20 @@ class SpecialIdsTest(parameterized.TestCase):
     self.assertEqual(found.stop_ids, expected)
 
   @parameterized.parameters(
-    (
-      "tokenizer_config",
-      [],
-      "tokenizer_config.json: must be 'object', not array",
-    ),
-    ("tokenizer_config", {"bos_token": 3}, "bos_token=3 must be a text"),
-    ("tokenizer_config", {"bos_token": {}}, "bos_token={} must be a text"),
-    ("tokenizer_config", {"add_bos_token": 1}, "add_bos_token=1 must be true"),
+    ("tokenizer_config", [], "config.json: must be 'object', not array"),
+    ("tokenizer_config", {"bos_token": 3}, "bos_token=3 must be 'str . obj"),
+    ("tokenizer_config", {"bos_token": {}}, "bos_token: has no entry 'conten"),
+    ("tokenizer_config", {"bos_token": ""}, "bos_token='' must be .* length"),
+    ("tokenizer_config", {"add_bos_token": 1}, "add_bos_token=1 must be 'bool"),
     ("tokenizer_config", {"eos_token": "<x>"}, "eos_token='<x>' is no token"),
-    ("special_tokens_map", {"eos_token": []}, "eos_token=.. must be a text"),
-    ("generation_config", {"eos_token_id": "2"}, "='2' must be an id"),
-    ("generation_config", {"eos_token_id": [2, -1]}, "-1. must be an id"),
-    ("generation_config", {"eos_token_id": True}, "=True must be an id"),
+    ("special_tokens_map", {"eos_token": []}, "eos_token=.. must be 'str . o"),
+    ("generation_config", {"eos_token_id": "2"}, "='2' must be 'int . array"),
+    (
+      "generation_config",
+      {"eos_token_id": [2, -1]},
+      "1.=-1 must be .* >= 0",
+    ),
+    ("generation_config", {"eos_token_id": True}, "=True must be 'int . array"),
   )
   def test_damage_is_named(self, name, value, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -11,9 +11,9 @@ from unittest import mock
 from absl.testing import absltest
 
 from moh_jax.config.text import TextDataConfig
-from moh_jax.data.text import sequences
-from moh_jax.data.text import stdlib as stdlib_text
-from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data import sequences
+from moh_jax.data import stdlib as stdlib_text
+from moh_jax.data.token_sets import TokenSet
 from tests.data.text import tiny_text
 
 _FILES = {
@@ -160,7 +160,7 @@ class StdlibTest(absltest.TestCase):
     self.assertIn("xz_bytes", held_out.notes)
     size = sum(len(_FILES[name].encode()) for name in _HELD_OUT)
     self.assertEqual(held_out.text_bytes, size)
-    tokenizer = sequences.open_tokenizer(data, 300)
+    tokenizer = sequences.open_text(data, 300, "train").tokenizer
     self.assertLessEqual(tokenizer.vocab_size, 300)
 
   def test_this_python_has_megabytes_of_text(self):

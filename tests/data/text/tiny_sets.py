@@ -10,8 +10,7 @@ from moh_jax.config import (
   EvalConfig,
   SampleConfig,
 )
-from moh_jax.data import pipeline
-from moh_jax.data.images import latents
+from moh_jax.data import latents, pipeline
 from moh_jax.data.shard_writer import ShardSetWriter
 
 SHAPE = (4, 4, 2)

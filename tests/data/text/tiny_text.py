@@ -4,9 +4,8 @@ import itertools
 
 import numpy as np
 
-from moh_jax.data.text.token_set_writer import TokenSetWriter
-from moh_jax.data.text.token_sets import TokenSet, set_tokenizer
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data.token_sets import TokenSet, TokenSetWriter, set_tokenizer
+from moh_jax.data.tokenizers import BytesTokenizer
 
 
 def tokenizer(vocab_size=257, bos_id=256, eos_id=256):

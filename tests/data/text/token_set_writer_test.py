@@ -7,8 +7,7 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.data import shards
-from moh_jax.data.text.token_set_writer import TokenSetWriter
-from moh_jax.data.text.token_sets import BLOCK, DOCUMENTS, TokenSet
+from moh_jax.data.token_sets import BLOCK, DOCUMENTS, TokenSet, TokenSetWriter
 from tests.data.text import tiny_text
 
 

@@ -7,9 +7,8 @@ import tempfile
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data import shards
-from moh_jax.data.text import token_sets, tokenizers
-from moh_jax.data.text.token_sets import BLOCK, TokenSet
+from moh_jax.data import shards, token_sets, tokenizers
+from moh_jax.data.token_sets import BLOCK, TokenSet
 from tests.data.text import tiny_text
 
 

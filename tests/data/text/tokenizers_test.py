@@ -10,8 +10,8 @@ from unittest import mock
 import tokenizers as hf
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import tokenizers
-from moh_jax.data.text.stream_decoder import StreamDecoder
+from moh_jax.data import tokenizers
+from moh_jax.data.tokenizers import StreamDecoder
 
 _TEXTS = (
   "Hello, world!",
@@ -50,20 +50,6 @@ def _metaspace(scheme):
   trained.add_tokens(["<shown>", "[a] "])
   trained.add_special_tokens(["<s>", "</s>"])
   return tokenizers.JsonTokenizer(trained.to_str().encode())
-
-
-def _added():
-  """Files that add tokens to `_sentencepiece`."""
-  added = {
-    str(i): {"content": content, "special": special}
-    for i, content, special in (
-      (400, "<shown>", False),
-      (401, "<hidden>", True),
-      (402, "[a] ", False),
-    )
-  }
-  config = {"added_tokens_decoder": added, "legacy": False}
-  return {"tokenizer_config.json": json.dumps(config).encode()}
 
 
 def _sentencepiece(files=None, **options):
@@ -119,7 +105,7 @@ class StreamTest(parameterized.TestCase):
   @parameterized.parameters("always", "first", "never", "sentencepiece", "bpe")
   def test_stream_equals_decode_whatever_comes_before(self, kind):
     if kind == "sentencepiece":
-      tokenizer = _sentencepiece(_added())
+      tokenizer = _sentencepiece()
     else:
       tokenizer = _bpe() if kind == "bpe" else _metaspace(kind)
     names = {i: tokenizer.id_to_token(i) for i in range(tokenizer.vocab_size)}
@@ -206,7 +192,7 @@ class JsonTest(parameterized.TestCase):
     self.assertEqual(tokenizer.encode_batch(["a", "a b"]), [[0], [0, 1]])
 
 
-class WithSentencePieceTest(absltest.TestCase):
+class WithSentencePieceTest(parameterized.TestCase):
   def test_text_comes_back(self):
     tokenizer = _sentencepiece()
     self.assertEqual((tokenizer.bos_id, tokenizer.eos_id), (1, 2))
@@ -226,6 +212,30 @@ class WithSentencePieceTest(absltest.TestCase):
     parts = [stream.feed(token) for token in ids]
     self.assertEqual("".join(parts), text)
     self.assertNotIn("\ufffd", "".join(parts))
+
+  @parameterized.parameters(
+    ({"legacy": False}, "'legacy' is false, which needs a tokenizer.json"),
+    ({"added_tokens_decoder": {"400": {"content": "<x>"}}}, "adds tokens"),
+    (
+      {"added_tokens_decoder": {"1": {"content": "<s>", "rstrip": True}}},
+      "adds tokens to it, .*AutoTokenizer.*save_pretrained",
+    ),
+  )
+  def test_what_a_model_alone_does_not_do_is_refused(self, config, message):
+    files = {"tokenizer_config.json": json.dumps(config).encode()}
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+      _sentencepiece(files)
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, "adds tokens"):
+      _sentencepiece({"added_tokens.json": b'{"<x>": 400}'})
+
+  def test_own_tokens_may_be_listed(self):
+    listed = {str(i): {"content": c} for i, c in ((1, "<s>"), (2, "</s>"))}
+    config = {"added_tokens_decoder": listed, "legacy": True}
+    files = {"tokenizer_config.json": json.dumps(config).encode()}
+    tokenizer = _sentencepiece(files)
+    ids = tokenizer.encode("<s>the head</s>", parse_special=True)
+    self.assertEqual([ids[0], ids[-1]], [1, 2])
+    self.assertEqual(ids[1:-1], tokenizer.encode("the head"))
 
   def test_one_of_begin_and_end_is_both(self):
     tokenizer = _sentencepiece(bos_id=-1, eos_id=1)
