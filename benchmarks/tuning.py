@@ -19,8 +19,8 @@ from moh_jax.config import Config
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
 from moh_jax.speed import timing
-from moh_jax.training import loop
 from moh_jax.training.language_modeling import make_evaluate
+from moh_jax.training.train import train
 
 _CONFIG = "configs/llm_stdlib_tune.py"
 
@@ -44,7 +44,7 @@ def main() -> None:
     config = common.load_config(
       f"{_CONFIG}:{kind}", [f"train.init_from={args.checkpoint}"]
     )
-    result = loop.train(config, str(workdir / name))
+    result = train(config, str(workdir / name))
     rows.append(
       {
         "kind": name,

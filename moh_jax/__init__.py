@@ -38,7 +38,7 @@ if _typing.TYPE_CHECKING:
   from moh_jax.ops.attention import attention as attention
   from moh_jax.ops.routing import Routing as Routing
   from moh_jax.runtime.load import load_config as load_config
-  from moh_jax.training.loop import train as train
+  from moh_jax.training.train import train as train
 
 # Public names that are imported when they are first used, by module.
 _LAZY = {
@@ -59,7 +59,7 @@ _LAZY = {
   "ops.attention": ("attention",),
   "ops.routing": ("Routing",),
   "runtime.load": ("load_config",),
-  "training.loop": ("train",),
+  "training.train": ("train",),
 }
 
 __all__ = [  # noqa: PLE0604 (all are text)

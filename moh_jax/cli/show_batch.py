@@ -13,7 +13,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sources import ImageSource, is_latent, make_source
 from moh_jax.inference.sample_files import write_grid
-from moh_jax.training import losses
+from moh_jax.training import classification
 
 _SMALLEST_SIDE = 112  # columns of an image in the sheet, for a readable name
 _LINE = 14  # rows of a name
@@ -67,9 +67,10 @@ def _mixed(config: Config, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
   with a sample of their own.
   """
   images = batch["image"].astype(np.float32)
-  targets = losses.class_targets(batch["label"], config.model.num_classes)
+  classes = config.model.num_classes
+  targets = classification.class_targets(batch["label"], classes)
   if "classifier" in config.sections:
-    images, targets = losses.mix_images(
+    images, targets = classification.mix_images(
       jax.random.key(config.train.seed), images, targets, config.classifier
     )
   return np.asarray(images).round().astype(np.uint8), np.asarray(targets)

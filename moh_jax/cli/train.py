@@ -10,7 +10,8 @@ from moh_jax.data.infer import resolve, tell
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.speed.model_flops import at_peak
-from moh_jax.training import loop
+from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.train import train
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
   decode = read_decoder(args.vae, config)
   try:
     with run_log.kept(args.workdir, is_first, args.distributed):
-      result = loop.train(
+      result = train(
         config,
         args.workdir,
         decode=decode,
         verify=args.verify,
         at_peak=at_peak,
       )
-  except loop.NonFiniteLossError as error:
+  except NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
   metrics = {**result.evaluation, "step": int(result.state.step)}

@@ -86,7 +86,7 @@ class RoutedLayers:
   #   SERVED_IN_DTYPE: whether matrices can be stored in the compute dtype
   #     without changing any output.
   #   INPUTS: first names in the paths of the parameters before the first layer,
-  #     see `training.layer_decay`.
+  #     see `training.optim.layer_factors`.
   #   CLASS_AXES: axis of the classes in parameters that have one, by path. A
   #     run that starts from a model of other classes initialises these anew.
   DATA: ClassVar[type] = DataConfig

@@ -21,7 +21,8 @@ from moh_jax.runtime.devices import (
 )
 from moh_jax.speed.model_flops import step_flops
 from moh_jax.speed.model_forms import LayerForm, step_forms
-from moh_jax.training.program import Program, check_split, make_program
+from moh_jax.training.entrance import check_mesh, check_params
+from moh_jax.training.program import Program, make_program
 from moh_jax.training.task import task_builder
 
 
@@ -113,12 +114,15 @@ class Estimator:
     return activation_bytes(self.objective, device, examples, *split)
 
   def _program(self, config: MeshConfig) -> Program:
-    return make_program(self._config, self.objective, self._mesh(config))
+    mesh = self._mesh(config)
+    program = make_program(self._config, self.objective, mesh)
+    check_params(self._config, mesh, program)
+    return program
 
   def _check(self, config: Config) -> AbstractMesh:
     """The mesh of a run; refuses what it cannot split."""
     mesh = self._mesh(config.mesh)
-    check_split(config, mesh)
+    check_mesh(config, mesh)
     return mesh
 
   def _mesh(self, config: MeshConfig) -> AbstractMesh:

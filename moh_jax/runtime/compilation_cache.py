@@ -47,7 +47,7 @@ def enable() -> None:
 
 
 def keep_in(path: str) -> None:
-  """Makes JAX keep compiled programs in a folder or bucket of the user's.
+  """Makes JAX keep compiled programs in a folder or bucket, unless it is "".
 
   Its size has no limit, so that processes which share it need no lock; the
   first of them writes. It takes the place of one that JAX has in use.
@@ -55,7 +55,7 @@ def keep_in(path: str) -> None:
   import jax
   from jax.experimental.compilation_cache import compilation_cache
 
-  if jax.config.jax_compilation_cache_dir == path:
+  if path in ("", jax.config.jax_compilation_cache_dir):
     return
   if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
     jax.config.update("jax_compilation_cache_max_size", -1)

@@ -26,7 +26,8 @@ from moh_jax.speed import (
 from moh_jax.speed.compare import Variant
 from moh_jax.speed.options import ModelOptions
 from moh_jax.speed.report import Row
-from moh_jax.training.program import check_memory, make_program
+from moh_jax.training.entrance import check_memory
+from moh_jax.training.program import make_program
 from moh_jax.training.task import task_builder
 
 
@@ -93,7 +94,7 @@ def _train_step(run: Config) -> dict[str, float]:
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   objective = task_builder(run).make_objective(run)
   program = make_program(run, objective, mesh)
-  check_memory(run, program, mesh)
+  check_memory(run, mesh, program)
   state = program.state
   start = time.perf_counter()
   compiled = program.step.lower(state, program.batch).compile()

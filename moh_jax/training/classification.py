@@ -1,23 +1,23 @@
-"""Image classification: the task of MoH-ViT."""
+"""Image classification: the task of MoH-ViT, its targets and losses."""
 
 import math
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
-from moh_jax.config import Config
-from moh_jax.data.pipeline import held_out_images, train_images
+from moh_jax.config import ClassifierConfig, Config
+from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import ImageSource, make_source
 from moh_jax.evaluation import accuracy, predictions
 from moh_jax.evaluation.predictions import Predict
 from moh_jax.layers.partitioning import axes_of
 from moh_jax.models.generation import Decode
-from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training import losses
 from moh_jax.training.step import LossFn, Metrics, add_balance_loss
 from moh_jax.training.task import (
   Evaluate,
@@ -26,7 +26,7 @@ from moh_jax.training.task import (
   evaluate_held_out,
   held_out_batches,
   image_objective,
-  stream,
+  image_task,
 )
 
 
@@ -38,23 +38,13 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     ValueError: the data does not fit the model.
   """
   del decode  # previews are for models that make images
-  train = make_source(config, "train")
   objective = make_objective(config)
-  metadata = Metadata(config, train.class_names)
-  return Task(
-    **vars(objective),
-    batches=lambda mesh: stream(config, train_images(config, train), mesh),
-    evaluate=make_evaluate(objective.model, config, metadata),
-    class_names=train.class_names,
-    shown=("accuracy",),
-    identity={"train": train.identity()},
-  )
+  return image_task(config, objective, make_evaluate, shown=("accuracy",))
 
 
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
-  network = make_model(config)
-  return image_objective(config, network, make_loss(network[0], config))
+  return image_objective(config, make_loss)
 
 
 def make_evaluate(
@@ -67,9 +57,8 @@ def make_evaluate(
     config: the run.
     trained: its class names must be those of the held-out split.
   """
-  return evaluate_held_out(
-    config, trained.class_names, accuracy.make_eval_step(model)
-  )
+  step = accuracy.make_eval_step(model)
+  return evaluate_held_out(config, trained.class_names, step)
 
 
 def make_predict(
@@ -114,12 +103,12 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     del step
     mix_rng, dropout_rng = jax.random.split(rng)
     labels = batch["label"]
-    targets = losses.class_targets(
+    targets = class_targets(
       labels, config.model.num_classes, classifier.label_smoothing
     )
     # Between slices only gradients should pass, so images stay on their device.
     apart = config.mesh.dcn_data > 1
-    images, targets = losses.mix_images(
+    images, targets = mix_images(
       mix_rng,
       batch["image"],
       targets,
@@ -129,10 +118,111 @@ def make_loss(model: nn.Module, config: Config) -> LossFn:
     logits, aux = model.apply(
       {"params": params}, images, train=True, rngs={"dropout": dropout_rng}
     )
-    task_loss = losses.soft_cross_entropy(logits, targets).mean()
+    task_loss = soft_cross_entropy(logits, targets).mean()
     correct = (logits.argmax(-1) == labels).astype(jnp.float32)
     return add_balance_loss(
       task_loss, aux, train.balance_weight, accuracy=correct.mean()
     )
 
   return loss_fn
+
+
+def class_targets(
+  labels: jax.Array, num_classes: int, smoothing: float = 0.0
+) -> jax.Array:
+  """Target distributions with label smoothing (arXiv:1512.00567).
+
+  Args:
+    labels: [B] int class indices.
+    num_classes: number of classes, K.
+    smoothing: probability that is spread evenly over all classes.
+
+  Returns:
+    [B, K] float32, rows sum to 1.
+  """
+  return optax.smooth_labels(jax.nn.one_hot(labels, num_classes), smoothing)
+
+
+def soft_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Cross-entropy against target distributions.
+
+  Args:
+    logits: [B, K].
+    targets: [B, K], rows sum to 1.
+
+  Returns:
+    [B] float32.
+  """
+  chex.assert_equal_shape((logits, targets))
+  return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
+
+
+def mix_images(
+  rng: jax.Array,
+  images: jax.Array,
+  targets: jax.Array,
+  config: ClassifierConfig,
+  parts: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+  """Mixup (arXiv:1710.09412) or CutMix (arXiv:1905.04899) of a whole batch.
+
+  As in the DeiT recipe, the method, the weight and the box are sampled once for
+  the batch, and example i is mixed with example B - 1 - i; of several parts of
+  the batch each is mixed so by itself.
+
+  Args:
+    rng: key of this step.
+    images: [B, X, Y, channels].
+    targets: [B, K].
+    config: section with `mixup`, `cutmix` and `cutmix_prob`; with both alphas 0
+      nothing is mixed.
+    parts: parts of the batch, for instance those of the devices where no image
+      should move to another one.
+
+  Returns:
+    Mixed images and targets.
+
+  Raises:
+    ValueError: parts of a single image, which has none to be mixed with.
+  """
+  if not config.mixes:
+    return images, targets
+  if parts > 1 and len(images) // parts < 2:
+    raise ValueError(
+      f"classifier.mixup={config.mixup} and classifier.cutmix={config.cutmix} "
+      f"need two images on each device, a batch has {len(images)} on {parts}"
+    )
+  choose, draw, place = jax.random.split(rng, 3)
+  cut_prob = config.cutmix_prob if config.mixup else 1.0
+  if not config.cutmix:
+    cut_prob = 0.0
+  cut = jax.random.uniform(choose) < cut_prob
+  # An alpha of 0 is never chosen, but Beta needs positive values to compile.
+  alpha = jnp.where(cut, config.cutmix or 1.0, config.mixup or 1.0)
+  share = jax.random.beta(draw, alpha, alpha)  # weight of the example itself
+
+  inside = _cut_box(place, images.shape[1:3], share)  # [X, Y]
+  cut_share = 1.0 - inside.mean()  # clipping at the border changes the area
+  weight = jnp.where(cut, 1.0 - inside, share)[..., None]  # [X, Y, 1]
+  weight = jax.lax.broadcast_to_rank(weight.astype(images.dtype), images.ndim)
+  images = images * weight + _reversed(images, parts) * (1 - weight)
+  share = jnp.where(cut, cut_share, share)
+  return images, targets * share + _reversed(targets, parts) * (1 - share)
+
+
+def _reversed(x: jax.Array, parts: int) -> jax.Array:
+  """The rows of each of several equal parts of x [B, ...] in reverse order."""
+  return x.reshape(parts, -1, *x.shape[1:])[:, ::-1].reshape(x.shape)
+
+
+def _cut_box(
+  rng: jax.Array, shape: tuple[int, int], share: jax.Array
+) -> jax.Array:
+  """Samples a box of relative area 1 - share: [X, Y] float32, 1 inside."""
+  centre = jax.random.uniform(rng, (2,)) * jnp.asarray(shape)
+  half = jnp.sqrt(1.0 - share) * jnp.asarray(shape) / 2
+  low, high = jnp.floor(centre - half), jnp.floor(centre + half)
+  rows, columns = (jnp.arange(size) for size in shape)
+  in_rows = (rows >= low[0]) & (rows < high[0])
+  in_columns = (columns >= low[1]) & (columns < high[1])
+  return (in_rows[:, None] & in_columns[None, :]).astype(jnp.float32)

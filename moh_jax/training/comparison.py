@@ -21,8 +21,9 @@ from moh_jax.files import write_whole
 from moh_jax.json_files import parse_json
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.peers import ask_first_process
-from moh_jax.training import loop
-from moh_jax.training.workdir import prepare
+from moh_jax.training.entrance import check_writable
+from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.train import train
 
 _LOG = logging.getLogger(__name__)
 _FILE = "comparison.json"
@@ -64,7 +65,7 @@ class Comparison:
         the fields that differ.
       OSError: it cannot be written.
     """
-    self._directory = prepare(workdir)
+    self._directory = check_writable(workdir)
     self._file = self._directory / _FILE
     self._config = config
     self.outcomes: dict[str, Outcome] = {}
@@ -80,8 +81,8 @@ class Comparison:
 
     Args:
       runs: in the order in which they are trained.
-      decode: see `loop.train`.
-      verify: see `loop.train`.
+      decode: see `train`.
+      verify: see `train`.
 
     Returns:
       Whether all are done; False after a request to stop. Then each has an
@@ -107,8 +108,8 @@ class Comparison:
   ) -> Outcome | None:
     workdir = self._directory / run.name
     try:
-      result = loop.train(run.config, workdir, decode=decode, verify=verify)
-    except loop.NonFiniteLossError as error:
+      result = train(run.config, workdir, decode=decode, verify=verify)
+    except NonFiniteLossError as error:
       _LOG.warning("%s: %s", run.name, error)
       return Outcome(fault=str(error))
     if not result.finished:

@@ -1,6 +1,9 @@
-"""Class-conditional diffusion: the task of MoH-DiT."""
+"""Class-conditional diffusion: the task of MoH-DiT, previews and FID."""
 
+import dataclasses
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -11,16 +14,22 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.config.sources import MissingSplitError
-from moh_jax.data.pipeline import train_images
-from moh_jax.data.sources import make_source
+from moh_jax.convert.inception import load_inception
 from moh_jax.diffusion.guidance import drop_labels
 from moh_jax.diffusion.process import make_process
 from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
+from moh_jax.evaluation.fid import frechet_distance
+from moh_jax.evaluation.image_metrics import make_extractor
+from moh_jax.evaluation.statistics import Gaussian, merge, moments
+from moh_jax.evaluation.statistics_files import read_statistics
+from moh_jax.models import inception
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.models.registry import make_model
+from moh_jax.models.weights_hash import params_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
+from moh_jax.training.stopping import interruptible
 from moh_jax.training.task import (
   Evaluate,
   Objective,
@@ -28,9 +37,12 @@ from moh_jax.training.task import (
   Task,
   evaluate_held_out,
   image_objective,
-  stream,
+  image_task,
 )
 
+# The decoder of latents takes far more memory for an image than the network in
+# an evaluation, whose batches are larger. `sample` takes 64 at a time too.
+_MOST_AT_ONCE = 64
 _LOG = logging.getLogger(__name__)
 _QUARTILES = 4
 
@@ -40,38 +52,36 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
 
   Args:
     config: config of the run.
-    decode: maps latents to images, for previews of latent diffusion.
+    decode: maps latents to images, for previews and FID of latent diffusion.
 
   Raises:
-    FileNotFoundError: data is missing.
+    FileNotFoundError: data is missing, or a file that `sample` names.
     ValueError: the data does not fit the model, or previews of latents lack
-      their autoencoder.
+      their autoencoder, or the files of FID do not belong together.
   """
-  train = make_source(config, "train")
   objective = make_objective(config)
-  model = objective.model
-  try:
-    evaluate = make_evaluate(model, config, Metadata(config, train.class_names))
-  except MissingSplitError:
-    _LOG.warning("%s has no val/: nothing is evaluated", config.data.path)
-    evaluate = _no_metrics
-  return Task(
-    **vars(objective),
-    batches=lambda mesh: stream(config, train_images(config, train), mesh),
-    evaluate=evaluate,
-    class_names=train.class_names,
-    preview=_make_preview(model, config, decode),
+  task = image_task(
+    config,
+    objective,
+    _evaluate_if_held_out,
+    preview=_make_preview(objective.model, config, decode),
     preview_every=config.sample.every,
     shown=("mse",),
-    identity={"train": train.identity()},
-    encoder_sha256=getattr(train, "encoder_sha256", ""),
+  )
+  if not config.sample.fid_images:
+    return task
+  fid = make_fid(config, *_inception(config), decode)
+  return dataclasses.replace(
+    task,
+    evaluate=lambda params, mesh: (
+      task.evaluate(params, mesh) | fid(params, mesh)
+    ),
   )
 
 
 def make_objective(config: Config) -> Objective:
   """Builds the network and its loss; no data are read."""
-  network = make_model(config)
-  return image_objective(config, network, make_loss(network[0], config))
+  return image_objective(config, make_loss)
 
 
 def make_evaluate(
@@ -91,9 +101,14 @@ def make_evaluate(
   return evaluate_held_out(config, trained.class_names, eval_step)
 
 
-def _no_metrics(params: Any, mesh: Mesh) -> dict[str, float]:
-  del params, mesh
-  return {}
+def _evaluate_if_held_out(
+  model: nn.Module, config: Config, trained: Metadata
+) -> Evaluate:
+  try:
+    return make_evaluate(model, config, trained)
+  except MissingSplitError:
+    _LOG.warning("%s has no val/: nothing is evaluated", config.data.path)
+    return lambda params, mesh: {}
 
 
 def make_loss(model: nn.Module, config: Config) -> LossFn:
@@ -176,3 +191,79 @@ def _make_preview(
     return grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
 
   return preview
+
+
+def _inception(
+  config: Config,
+) -> tuple[Gaussian, Callable[[jax.Array, Mesh], jax.Array]]:
+  """The features of real images, and what extracts those of samples.
+
+  Raises:
+    FileNotFoundError: a file that the section `sample` names is missing.
+    ValueError: the files do not belong together.
+  """
+  sample = config.sample
+  sizes = inception.POOL_DIM, inception.SPATIAL_DIM
+  reference = read_statistics(sample.fid_reference, *sizes)
+  params = load_inception(sample.fid_inception)
+  ours = {"resize": sample.fid_resize, "inception": params_sha256(params)}
+  reference.check_made_with(ours, sample.fid_reference)
+  features = make_extractor(inception.InceptionV3(), sample.fid_resize)
+
+  @functools.cache
+  def on(mesh: Mesh) -> Any:
+    return jax.device_put(params, sharding.replicated(mesh))
+
+  def extract(images: jax.Array, mesh: Mesh) -> jax.Array:
+    return features(on(mesh), images).pool3
+
+  return reference.pool3, extract
+
+
+def make_fid(
+  config: Config,
+  reference: Gaussian,
+  extract: Callable[[jax.Array, Mesh], jax.Array],
+  decode: Decode | None = None,
+) -> Evaluate:
+  """Makes the metric "fid" of a state.
+
+  Image i has the noise of (train.seed, i) and the label i modulo the number of
+  classes, so the metric depends on the parameters alone.
+
+  Args:
+    config: of a diffusion model; `sample.fid_images` images are sampled,
+      `eval.batch_size` at a time, but at most 64 (or one for each shard).
+    reference: distribution of the features of real images.
+    extract: maps images [B, X, Y, 3] uint8 on a mesh to features [B, D].
+    decode: latents to images; required by models of latents.
+
+  Raises:
+    ValueError: the decoder is missing, or images have neither 1 nor 3 channels.
+  """
+  model, _ = make_model(config)
+  paint = make_image_sampler(model, config, decode)
+  num = config.sample.fid_images
+  most = min(config.eval.batch_size, _MOST_AT_ONCE)
+  channels, classes = config.model.channels, config.model.num_classes
+  if decode is None and channels not in (1, 3):
+    raise ValueError(
+      f"sample.fid_images={num} must be 0 for model.channels={channels}: the "
+      "metric is of images with 1 or 3"
+    )
+
+  def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
+    seen, shards = None, sharding.batch_shards(mesh)
+    size = max(most // shards, 1) * shards
+    for start in interruptible(range(0, num, size)):
+      index = np.arange(start, start + size, dtype=np.int32)
+      batch = [sharding.put_batch(x, mesh) for x in (index, index % classes)]
+      images = paint(params, config.train.seed, *batch)
+      if images.shape[-1] == 1:
+        images = images.repeat(3, -1)
+      features = sharding.gather(extract(images, mesh), mesh)[: num - start]
+      found = moments(features)
+      seen = found if seen is None else merge(seen, found)
+    return {"fid": frechet_distance(seen.gaussian(), reference)}
+
+  return evaluate

@@ -40,6 +40,12 @@ class Feed:
   def __iter__(self) -> "Feed":
     return self
 
+  def __enter__(self) -> "Feed":
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self.close()
+
   def __next__(self) -> Any:
     if self._thread is None:
       self._start()

@@ -1,7 +1,10 @@
-"""Where a run's metrics go: a progress bar, metrics.jsonl, tensorboard."""
+"""Where a run's metrics go: metrics.jsonl, a progress bar, tensorboard, W&B."""
 
+import hashlib
 import io
+import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -15,16 +18,17 @@ import numpy as np
 import tqdm
 from etils import epath
 
-from moh_jax.config import LogConfig
+from moh_jax.config import Config, LogConfig
 from moh_jax.data.decode import to_picture
 from moh_jax.files import write_whole
 from moh_jax.json_files import strict_json
-from moh_jax.ops.head_load import LOAD_SPLIT
-from moh_jax.training import bucket_events
-from moh_jax.training.head_watch import load_picture
-from moh_jax.training.wandb_log import WandbLog
+from moh_jax.ops.head_load import LOAD_SPLIT, collapse_lines, load_entropy
+from moh_jax.runtime.steps import in_bucket
 
+_LOG = logging.getLogger(__name__)
 _BUCKET_SECONDS = 30.0  # at least between two writes of a file in a bucket
+_BAR, _GAP, _HEIGHT = 12, 4, 100  # pixels of a picture of loads
+_COLOR, _EVEN = (0, 114, 178), (213, 94, 0)  # told apart by all eyes
 
 
 class MetricsWriter:
@@ -45,9 +49,6 @@ class MetricsWriter:
   ):
     """Opens the files for continuing at `start`.
 
-    Rows of later steps, left by a run that was killed after its last
-    checkpoint, are dropped: those steps will be taken again.
-
     Args:
       workdir: the run's directory.
       config: what to write.
@@ -56,53 +57,22 @@ class MetricsWriter:
       shown: metrics that the progress shows, in this order; () shows all.
       run: config of the run, for loggers that show it.
     """
-    self._shown = shown
+    self._workdir = workdir
+    self._viewers: list[_Tensorboard | _Wandb] = []
     self._active = jax.process_index() == 0
-    self._bar = None
-    self._tensorboard = self._wandb = None
     if not self._active:
       return
-    self._path = workdir / "metrics.jsonl"
-    kept = b""
-    if self._path.exists():
-      content = self._path.read_bytes()
-      length, self._written = _rows_until(content, start)
-      kept = content[:length]
-    else:
-      self._written = set()
-    # Buckets cannot append: there the whole file is written again, but not for
-    # every row. Rows since the last checkpoint will come again after a kill.
-    self._rows = kept if "://" in str(self._path) else None
-    self._unwritten, self._written_at = False, time.monotonic()
-    if self._rows is None:
-      with self._path.open("ab") as stream:
-        stream.truncate(len(kept))
-    if kept and not kept.endswith(b"\n"):
-      self._append(b"\n")
-    self._first_advance: tuple[int, float] | None = None  # step, when
+    self._rows = _Rows(workdir / "metrics.jsonl", start)
     if config.tensorboard:
-      import tensorboardX  # an import of a second, not needed by every user
-
-      bucket_events.register(workdir)
-      self._tensorboard = tensorboardX.SummaryWriter(
-        str(workdir / "tensorboard"), purge_step=start + 1
-      )
+      self._viewers.append(_Tensorboard(workdir, start))
     if config.wandb:
-      self._wandb = WandbLog(config.wandb, workdir, run or {})
-    self._bar = tqdm.tqdm(
-      total=steps,
-      initial=start,
-      unit="step",
-      dynamic_ncols=True,
-      disable=not (config.progress and _has_width(sys.stderr)),
-    )
-    self._print_rows = config.progress and self._bar.disable
+      self._viewers.append(_Wandb(config.wandb, workdir, run or {}))
+    self._progress = _Progress(config.progress, start, steps, shown)
 
   def advance(self, step: int) -> None:
     """Moves the progress bar to `step`."""
     if self._active:
-      self._first_advance = self._first_advance or (step, time.monotonic())
-      self._bar.update(step - self._bar.n)
+      self._progress.advance(step)
 
   def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     """Records scalars of one step.
@@ -112,29 +82,12 @@ class MetricsWriter:
       split: "train" or "val".
       values: name -> number.
     """
-    if not self._active:
-      return
     # A mean of nothing (no example in some group) has no value to record.
     values = {n: v for n, v in values.items() if math.isfinite(v)}
-    if not values or (step, split) in self._written:
-      return  # the second: a finished run that was started again
-    self._written.add((step, split))
-    row = {"step": step, "split": split, **values}
-    self._append(f"{strict_json(row)}\n".encode())
-    if self._tensorboard:
-      for name, value in values.items():
-        self._tensorboard.add_scalar(f"{split}/{name}", value, step)
-    if self._wandb:
-      self._wandb.write(step, split, values)
-    summary = self._summary(values)
-    if split == "train":
-      self._bar.set_postfix_str(summary, refresh=False)
-    if self._print_rows:
-      eta = self._eta(step) if split == "train" else ""
-      line = f"step {step}/{self._bar.total} {split}: {summary}{eta}"
-      print(line, file=sys.stderr, flush=True)
-    elif split != "train" and not self._bar.disable:
-      self._bar.write(f"step {step} {split}: {summary}", sys.stderr)
+    if not self._active or not values or self.has(step, split):
+      return  # the last: a finished run that was started again
+    for sink in (self._rows, *self._viewers, self._progress):
+      sink.write(step, split, values)
 
   def write_image(self, step: int, name: str, picture: np.ndarray) -> None:
     """Writes a picture to WORKDIR/NAME/STEP.png, tensorboard and W&B.
@@ -151,7 +104,8 @@ class MetricsWriter:
     stream = io.BytesIO()
     to_picture(picture).save(stream, "png")
     write_whole(file, stream.getvalue())
-    self._show(step, {name: picture})
+    for viewer in self._viewers:
+      viewer.show(step, {name: picture})
 
   def write_loads(self, step: int, loads: Mapping[str, np.ndarray]) -> None:
     """Records the load of heads: a row of the split "heads", and pictures.
@@ -162,31 +116,19 @@ class MetricsWriter:
     """
     if not self._active or self.has(step, LOAD_SPLIT):
       return
-    self._written.add((step, LOAD_SPLIT))
     rows = {
       # Few digits: runs in a bucket write all rows again and again.
       name: [round(float(share), 3) for share in load]
       for name, load in loads.items()
     }
-    row = {"step": step, "split": LOAD_SPLIT, **rows}
-    self._append(f"{strict_json(row)}\n".encode())
-    if not self._tensorboard and not self._wandb:
-      return
-    self._show(
-      step, {f"load/{n}": load_picture(load) for n, load in loads.items()}
-    )
-
-  def _show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-    """Sends pictures [rows, columns, 1 or 3] uint8 to tensorboard and W&B."""
-    if self._tensorboard:
-      for name, picture in pictures.items():
-        self._tensorboard.add_image(name, picture, step, dataformats="HWC")
-    if self._wandb:
-      self._wandb.write_images(step, pictures)
+    self._rows.write(step, LOAD_SPLIT, rows)
+    for viewer in self._viewers:
+      pictures = {f"load/{n}": load_picture(x) for n, x in loads.items()}
+      viewer.show(step, pictures)
 
   def image_path(self, step: int, name: str) -> epath.Path:
-    """Where `write_image` puts a picture; for the first process."""
-    return self._path.parent / name / f"{step:08d}.png"
+    """Where `write_image` puts a picture."""
+    return self._workdir / name / f"{step:08d}.png"
 
   def drop_images(self, name: str, drops: Callable[[int], bool]) -> None:
     """Removes pictures that will be written again.
@@ -197,33 +139,106 @@ class MetricsWriter:
     """
     if not self._active:
       return
-    for path in self.image_path(0, name).parent.glob("*.png"):
+    for path in (self._workdir / name).glob("*.png"):
       if re.fullmatch(r"\d{8}", path.stem) and drops(int(path.stem)):
         path.unlink()
 
   def has(self, step: int, split: str) -> bool:
     """Whether the row of a step is written; for the first process."""
-    return (step, split) in self._written
+    return (step, split) in self._rows.written
+
+  def flush(self) -> None:
+    """Writes the rows that a bucket lacks; before a checkpoint is saved."""
+    if self._active:
+      self._rows.flush()
+
+  def close(self) -> None:
+    """Flushes and closes the files."""
+    if self._active:
+      self._rows.flush()
+      for sink in (self._progress, *self._viewers):
+        sink.close()
+
+
+class _Rows:
+  """The file metrics.jsonl.
+
+  Buckets cannot append: there the whole file is written again, but not for
+  every row. Rows since the last checkpoint will come again after a kill.
+
+  Attributes:
+    written: pairs (step, split) of its rows.
+  """
+
+  def __init__(self, path: epath.Path, start: int):
+    """Opens the file for continuing at `start`.
+
+    Rows of later steps, left by a run that was killed after its last
+    checkpoint, are dropped: those steps will be taken again.
+    """
+    self._path = path
+    content = path.read_bytes() if path.exists() else b""
+    length, self.written = _rows_until(content, start)
+    kept = content[:length]
+    self._whole = kept if in_bucket(path) else None
+    self._unwritten, self._written_at = False, time.monotonic()
+    if self._whole is None:
+      with path.open("ab") as stream:
+        stream.truncate(length)
+    if kept and not kept.endswith(b"\n"):
+      self._append(b"\n")
+
+  def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+    self.written.add((step, split))
+    row = {"step": step, "split": split, **values}
+    self._append(f"{strict_json(row)}\n".encode())
 
   def _append(self, line: bytes) -> None:
-    if self._rows is None:
+    if self._whole is None:
       with self._path.open("ab") as stream:
         stream.write(line)
     else:
-      self._rows += line
+      self._whole += line
       self._unwritten = True
       if time.monotonic() - self._written_at > _BUCKET_SECONDS:
         self.flush()
 
   def flush(self) -> None:
-    """Writes the rows that a bucket lacks; before a checkpoint is saved."""
-    if self._active and self._unwritten:
-      write_whole(self._path, self._rows)
+    if self._unwritten:
+      write_whole(self._path, self._whole)
       self._unwritten, self._written_at = False, time.monotonic()
 
-  def _summary(self, values: Mapping[str, float]) -> str:
+
+class _Progress:
+  """A progress bar on stderr, or lines where no bar can be seen."""
+
+  def __init__(self, on: bool, start: int, steps: int, shown: Sequence[str]):
+    self._shown = shown
+    self._first_advance: tuple[int, float] | None = None  # step, when
+    self._bar = tqdm.tqdm(
+      total=steps,
+      initial=start,
+      unit="step",
+      dynamic_ncols=True,
+      disable=not (on and _has_width(sys.stderr)),
+    )
+    self._print_rows = on and self._bar.disable
+
+  def advance(self, step: int) -> None:
+    self._first_advance = self._first_advance or (step, time.monotonic())
+    self._bar.update(step - self._bar.n)
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
     names = [n for n in self._shown or values if n in values]
-    return ", ".join(_text(name, values[name]) for name in names)
+    summary = ", ".join(_text(name, values[name]) for name in names)
+    if split == "train":
+      self._bar.set_postfix_str(summary, refresh=False)
+    if self._print_rows:
+      eta = self._eta(step) if split == "train" else ""
+      line = f"step {step}/{self._bar.total} {split}: {summary}{eta}"
+      print(line, file=sys.stderr, flush=True)
+    elif split != "train" and not self._bar.disable:
+      self._bar.write(f"step {step} {split}: {summary}", sys.stderr)
 
   def _eta(self, step: int) -> str:
     """Remaining time, ", ETA MM:SS"; the compilation before step 1 is past."""
@@ -235,14 +250,191 @@ class MetricsWriter:
     return f", ETA {left}"
 
   def close(self) -> None:
-    """Flushes and closes the files."""
-    if self._active:
-      self.flush()
-      self._bar.close()
-      if self._tensorboard:
-        self._tensorboard.close()
-      if self._wandb:
-        self._wandb.close()
+    self._bar.close()
+
+
+class _Tensorboard:
+  """Event files in WORKDIR/tensorboard."""
+
+  def __init__(self, workdir: epath.Path, start: int):
+    import tensorboardX  # an import of a second, not needed by every user
+    from tensorboardX import record_writer
+
+    scheme, separator, _ = str(workdir).partition("://")
+    if separator:
+      record_writer.register_writer_factory(scheme, _EventFiles())
+    self._writer = tensorboardX.SummaryWriter(
+      str(workdir / "tensorboard"), purge_step=start + 1
+    )
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+      self._writer.add_scalar(f"{split}/{name}", value, step)
+
+  def show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+    for name, picture in pictures.items():
+      self._writer.add_image(name, picture, step, dataformats="HWC")
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+class _EventFiles:
+  """What tensorboardX calls for paths in buckets.
+
+  Its own writer for gs:// wants a package that the extra `gcs` does not
+  install; this one goes through the library that epath uses.
+  """
+
+  def open(self, path: str) -> "_EventFile":
+    return _EventFile(path)
+
+  def directory_check(self, path: str) -> None:
+    """Buckets have no directories."""
+
+
+class _EventFile:
+  """An event file that is kept in memory and written whole at each flush.
+
+  Objects of a bucket cannot be appended to. tensorboardX flushes every two
+  minutes, and at the end.
+  """
+
+  def __init__(self, path: str):
+    self._path, self._content, self._written = epath.Path(path), bytearray(), 0
+
+  def write(self, content: bytes) -> None:
+    self._content += content
+
+  def flush(self) -> None:
+    if len(self._content) > self._written:
+      self._path.write_bytes(bytes(self._content))
+      self._written = len(self._content)
+
+  def close(self) -> None:
+    self.flush()
+
+
+class _Wandb:
+  """The run of a workdir in a W&B project; a resumed run goes on with it.
+
+  WANDB_MODE=offline keeps it in WORKDIR/wandb (`wandb sync` sends it).
+  """
+
+  def __init__(self, project: str, workdir: epath.Path, run: Mapping[str, Any]):
+    import wandb
+
+    name = os.fspath(workdir)
+    self._image = wandb.Image
+    self._run = wandb.init(
+      project=project,
+      id=hashlib.sha256(name.encode()).hexdigest()[:16],
+      name=workdir.name,
+      dir=None if in_bucket(name) else name,
+      config=dict(run),
+      resume="allow",
+    )
+    self._run.define_metric("*", step_metric="step")
+
+  def write(self, step: int, split: str, values: Mapping[str, float]) -> None:
+    named = {f"{split}/{name}": value for name, value in values.items()}
+    self._run.log({"step": step, **named})
+
+  def show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+    images = {name: self._image(pixels) for name, pixels in pictures.items()}
+    self._run.log({"step": step, **images})
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+class HeadWatch:
+  """Watches whether the tokens of a run use all routed heads."""
+
+  def __init__(self, config: Config):
+    """Reads the head budgets of the layers.
+
+    Args:
+      config: of the run.
+    """
+    model = config.model
+    budgets = model.layer_budgets()
+    orders = (x for g in model.layer_groups() for x in g.order_of_each)
+    # Numbers of the routed heads, [] where no token chooses.
+    self._routed = {
+      name: sorted(order[budget.shared :]) if budget.top_k else []
+      for (name, budget), order in zip(budgets.items(), orders, strict=True)
+    }
+    self._every, self._steps = config.log.heads, config.train.steps
+    self._bound = config.log.collapse_entropy
+    self._collapsed: set[str] = set()
+
+  def due(self, step: int) -> bool:
+    """Whether the load of every head is recorded after a step."""
+    every = self._every
+    return bool(every) and (step % every == 0 or step == self._steps)
+
+  def by_layer(self, stacks: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Loads [R] of the routed heads of every layer that routes, by its name.
+
+    Heads are in the order of their numbers, also where `model.head_order`
+    shares others than the first.
+
+    Args:
+      stacks: for each stack of layers [layers, H], see `step.HeadLoads`.
+    """
+    layers = itertools.chain.from_iterable(stacks)
+    return {
+      name: np.asarray(load)[heads]
+      for (name, heads), load in zip(self._routed.items(), layers)
+      if heads
+    }
+
+  def metrics(
+    self, step: int, stacks: Sequence[np.ndarray]
+  ) -> dict[str, float]:
+    """The smallest entropy of a layer's load, and how many have collapsed.
+
+    A router that has just collapsed gets a line in the log.
+
+    Args:
+      step: optimizer steps done.
+      stacks: as for `by_layer`.
+    """
+    entropies = {
+      name: float(load_entropy(load))
+      for name, load in self.by_layer(stacks).items()
+    }
+    collapsed = {n: e for n, e in entropies.items() if e < self._bound}
+    new = {n: e for n, e in collapsed.items() if n not in self._collapsed}
+    if jax.process_index() == 0:  # all processes know the same loads
+      for line in collapse_lines(new, self._bound):
+        _LOG.warning("step %d: %s", step, line)
+    self._collapsed = set(collapsed)
+    return {
+      "load_entropy": min(entropies.values()),
+      "collapsed_routers": float(len(collapsed)),
+    }
+
+
+def load_picture(load: np.ndarray) -> np.ndarray:
+  """A bar for the load of each routed head, with a line at the even load.
+
+  Args:
+    load: [R] share of tokens in [0, 1].
+
+  Returns:
+    [rows, columns, 3] uint8.
+  """
+  width = len(load) * (_BAR + _GAP) + _GAP
+  picture = np.full((_HEIGHT, width, 3), 255, np.uint8)
+  for head, share in enumerate(load):
+    start = _GAP + head * (_BAR + _GAP)
+    height = round(float(share) * _HEIGHT)
+    picture[_HEIGHT - height :, start : start + _BAR] = _COLOR
+  even = round(float(np.mean(load)) * (_HEIGHT - 1))
+  picture[_HEIGHT - 1 - even] = _EVEN
+  return picture
 
 
 def _has_width(stream: TextIO) -> bool:

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule."""
+"""Optimizer, its learning-rate schedule, and rates that fall by layer."""
 
 import fnmatch
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from moh_jax.config import OptimConfig
+from moh_jax.config import OptimConfig, RoutedLayers
 
 _UPDATE_RMS = 0.2  # of Muon's updates: AdamW's (arXiv:2502.16982, section 2.2)
 # Adafactor keeps row and column means of dimensions of this size or more; with
@@ -167,3 +167,66 @@ def _direction(config: OptimConfig, boxed: Any) -> optax.GradientTransformation:
       parts.append(optax.ema(b1, debias=False, accumulator_dtype=dtype))
     return optax.chain(*parts)
   return optax.scale_by_adam(b1, b2, config.eps, mu_dtype=dtype)
+
+
+def decay_by_layer(
+  optimizer: optax.GradientTransformation, decay: float, model: RoutedLayers
+) -> optax.GradientTransformation:
+  """Gives layers learning rates that fall from the output to the input.
+
+  As in arXiv:2106.08254: fine-tuning changes the last layers most, and the
+  first ones serve any task. The state is the optimizer's own, so a run may be
+  continued with another decay.
+
+  Args:
+    optimizer: gradient transformation whose updates include the learning rate.
+    decay: factor from a layer to the one before it, in (0, 1].
+    model: section of the network.
+  """
+  if decay == 1:
+    return optimizer
+
+  def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    updates, state = optimizer.update(grads, state, params)
+    factors = layer_factors(updates, decay, model)
+    return jax.tree.map(jnp.multiply, updates, factors), state
+
+  return optax.GradientTransformation(optimizer.init, update)
+
+
+def layer_factors(params: Any, decay: float, model: RoutedLayers) -> Any:
+  """Factors of the learning rate: decay to the power of the layers above.
+
+  The output has the factor 1, the last layer `decay`, and what comes before
+  the first layer the least.
+
+  Args:
+    params: parameter tree, or one of its structure and shapes.
+    decay: in (0, 1].
+    model: section of the network.
+
+  Returns:
+    Tree of float32 arrays, which broadcast to the parameters: those of stacked
+    layers have one factor for each.
+  """
+  firsts, layers = {}, 0
+  for name, group in zip(model.stack_names(), model.layer_groups()):
+    firsts[name] = (layers, group.depth)
+    layers += group.depth
+
+  def one(path: tuple, leaf: Any) -> jax.Array:
+    names = [key.key for key in path]
+    first, depth = firsts.get(names[0], (layers, 0))
+    if names[0] in model.INPUTS:
+      depths = 0
+    elif any(name.startswith("blocks") for name in names[:2]):
+      # Stacked layers: their index is the first axis.
+      depths = first + 1 + jnp.arange(depth)
+      depths = depths.reshape(depth, *(1,) * (leaf.ndim - 1))
+    elif names[0] in firsts:  # beside a stage's layers
+      depths = first if "embed" in names[1] else first + depth
+    else:
+      depths = layers + 1
+    return jnp.float32(decay) ** (layers + 1 - jnp.asarray(depths))
+
+  return jax.tree_util.tree_map_with_path(one, params)

@@ -1,24 +1,27 @@
 """The programs of a run: initialization and the train step."""
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
-from moh_jax.ops.head_placement import check_heads, check_tokens
-from moh_jax.runtime import sharding
-from moh_jax.runtime.fits import check_config, check_host_memory, check_tree
-from moh_jax.runtime.params import abstract_params, check_whole
-from moh_jax.training import layer_decay, optim
-from moh_jax.training.state import TrainState, make_state
-from moh_jax.training.step import jit_train_step
+from moh_jax.runtime.fits import HOST_MEMORY
+from moh_jax.runtime.params import (
+  abstract_params,
+  init_params,
+  param_shardings,
+  unbox,
+  with_shardings,
+)
+from moh_jax.runtime.sharding import BATCH_AXES, replicated
+from moh_jax.training import optim
+from moh_jax.training.step import TrainState, jit_train_step
 from moh_jax.training.task import Objective
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +29,18 @@ class Program:
   """The jitted functions of a run, and what they take.
 
   Attributes:
-    init: () -> initial state.
-    state: abstract, with shardings.
+    init: () -> initial state, of which each device initialises its part.
+    state: abstract, with shardings, to restore a checkpoint into.
     batch: abstract global batch, with shardings.
     step: (state, batch) -> (state, metrics).
+    boxed: abstract parameters in their boxes of logical axes.
   """
 
   init: Callable[[], TrainState]
   state: TrainState
   batch: Any
   step: Callable
+  boxed: Any
 
 
 def make_program(
@@ -50,30 +55,20 @@ def make_program(
     objective: its network and loss; a `Task` is one.
     mesh: the devices; they may be absent, or abstract. What is abstract cannot
       be compiled for, but its shardings are known.
-
-  Raises:
-    ValueError: the mesh does not split the parameters, or its devices cannot
-      use the memory of their host as the config asks.
   """
-  if config.model.remat == "offload":
-    check_host_memory("model.remat='offload'", mesh)
+  section, steps = config.optim, config.train.steps
   boxed = abstract_params(objective.model, objective.inputs)
-  if line := check_whole(boxed, mesh.shape, config.mesh.max_whole):
-    _LOG.info("mesh: %s", line)
-  optimizer = optim.make_optimizer(config.optim, config.train.steps, boxed)
-  optimizer = layer_decay.scale(
-    optimizer, config.optim.layer_decay, config.model
+  optimizer = optim.decay_by_layer(
+    optim.make_optimizer(section, steps, boxed),
+    section.layer_decay,
+    config.model,
   )
-  init, state = make_state(
-    objective.model,
-    objective.inputs,
-    optimizer,
-    mesh,
-    seed=config.train.seed,
-    ema_dtype=config.optim.ema_dtype if config.optim.ema_decay else None,
-    optimizer_memory=config.optim.state_memory,
+  init = _initialization(config, objective, optimizer)
+  state = with_shardings(
+    jax.eval_shape(init), _state_shardings(config, boxed, optimizer, mesh)
   )
-  split = NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES))
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(
       (config.data.batch_size, *x.shape), x.dtype, sharding=split
@@ -81,66 +76,27 @@ def make_program(
     objective.example,
   )
   step = jit_train_step(
-    state_shardings=jax.tree.map(lambda x: x.sharding, state),
+    state_shardings=shardings,
     loss_fn=objective.loss_fn,
     optimizer=optimizer,
-    schedule=optim.make_schedule(config.optim, config.train.steps),
-    accumulation=config.optim.accumulation,
-    ema_decay=config.optim.ema_decay,
-    ema_every=config.optim.ema_every,
+    schedule=optim.make_schedule(section, steps),
+    accumulation=section.accumulation,
+    ema_decay=section.ema_decay,
+    ema_every=section.ema_every,
   )
-  return Program(init, state, batch, step)
+  # It runs once, and on CPUs optimizing it takes longer than running it.
+  device = mesh.abstract_mesh.abstract_device
+  on_cpu = device is not None and device.platform == "cpu"
+  options = {"xla_backend_optimization_level": 0} if on_cpu else None
+  jitted = jax.jit(init, out_shardings=shardings, compiler_options=options)
+  return Program(jitted, state, batch, step, boxed)
 
 
-def check_split(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  """Refuses a run that cannot be trained on a mesh.
-
-  All that follows from the config and the mesh alone, for training and `plan`.
-
-  Args:
-    config: of the run.
-    mesh: the devices.
-
-  Raises:
-    ValueError: the mesh does not fit the batches, the heads or the tokens, or
-      leaves a device of several slices a single image where images are mixed;
-      or the config is one for serving.
-  """
-  if config.model.router.top_p:
-    raise ValueError(
-      f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
-      "it serves a trained model"
-    )
-  batch, parts = config.data.batch_size, config.optim.accumulation
-  sharding.check_batch("data.batch_size", batch, mesh, parts)
-  sharding.check_batch("eval.batch_size", config.eval.batch_size, mesh)
-  check_heads(config.model, mesh, config.mesh.max_imbalance)
-  length = getattr(config.data, "sequence_length", None)
-  check_tokens(config.model, mesh, length)
-  each = batch // (sharding.batch_shards(mesh) * parts)
-  classifier = config.sections.get("classifier")
-  if classifier and classifier.mixes and config.mesh.dcn_data > 1 and each < 2:
-    raise ValueError(
-      f"data.batch_size={batch} must leave two images or more on each device, "
-      f"where it is {each}: with mesh.dcn_data={config.mesh.dcn_data}, "
-      f"classifier.mixup={classifier.mixup} and classifier.cutmix="
-      f"{classifier.cutmix} mix the images of a device"
-    )
-
-
-def check_memory(config: Config, program: Program, mesh: Mesh) -> None:
-  """Refuses a run that the memory of its devices cannot hold.
-
-  Args:
-    config: of the run.
-    program: of the run.
-    mesh: its devices, which are here.
-
-  Raises:
-    ValueError: names what is too large.
-  """
-  check_config(config, mesh)
-  check_tree(program.state, "the state of the run (parameters and optimizer)")
+def averaged_from(params: Any, config: Config) -> Any:
+  """Averaged parameters before the first step: a copy, or None."""
+  if not config.optim.ema_decay:
+    return None
+  return jax.tree.map(lambda x: jnp.array(x, config.optim.ema_dtype), params)
 
 
 def describe(config: Config, params: Any) -> str:
@@ -153,3 +109,82 @@ def describe(config: Config, params: Any) -> str:
     f"{config.model.activated_share:.1%} of the heads active, "
     f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters"
   )
+
+
+def _initialization(
+  config: Config, objective: Objective, optimizer: optax.GradientTransformation
+) -> Callable[[], TrainState]:
+  """Makes the function that initialises a state from the run's seed."""
+
+  def init() -> TrainState:
+    rng = jax.random.key(config.train.seed)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in objective.inputs]
+    key = jax.random.fold_in(rng, 0)
+    params = unbox(init_params(objective.model, key, zeros))
+    return TrainState(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      opt_state=optimizer.init(params),
+      ema=averaged_from(params, config),
+      rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
+    )
+
+  return init
+
+
+def _state_shardings(
+  config: Config,
+  boxed: Any,
+  optimizer: optax.GradientTransformation,
+  mesh: Mesh | AbstractMesh,
+) -> TrainState:
+  """Shardings of a state, from the logical axes of the parameters."""
+  whole, plain = replicated(mesh), unbox(boxed)
+  params = param_shardings(boxed, mesh)
+  opt_state = _optimizer_shardings(
+    jax.eval_shape(optimizer.init, plain), with_shardings(plain, params), whole
+  )
+  if config.optim.state_memory == "host":
+    opt_state = jax.tree.map(
+      lambda s: s.with_memory_kind(HOST_MEMORY), opt_state
+    )
+  ema = params if config.optim.ema_decay else None
+  return TrainState(whole, params, opt_state, ema, whole)
+
+
+def _optimizer_shardings(
+  opt_state: Any, params: Any, whole: NamedSharding
+) -> Any:
+  """Shardings of an optimizer's state, from those of the parameters.
+
+  An array at the path of a parameter ("mu/blocks0/mlp/up/kernel") is sharded as
+  the parameter if it has its shape, and without the missing dimension if it
+  lacks one, as means over rows or columns do. Others are replicated.
+
+  Args:
+    opt_state: abstract state.
+    params: abstract parameters with shardings.
+    whole: sharding of arrays that every device holds.
+  """
+  paths = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+
+  def one(path: tuple, leaf: Any) -> NamedSharding:
+    ends = (path[start:] for start in range(len(path)))
+    param = next((paths[end] for end in ends if end in paths), None)
+    return whole if param is None else _like(leaf.shape, param) or whole
+
+  return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
+def _like(shape: tuple[int, ...], param: Any) -> NamedSharding | None:
+  """The sharding of an array that follows a parameter, None if none fits."""
+  if shape == param.shape:
+    return param.sharding
+  mesh, spec = param.sharding.mesh, tuple(param.sharding.spec)
+  spec += (None,) * (len(param.shape) - len(spec))
+  # Of dimensions of one size, the last is the one that Adafactor averages over.
+  for axis in reversed(range(len(param.shape))):
+    if shape == param.shape[:axis] + param.shape[axis + 1 :]:
+      rest = spec[:axis] + spec[axis + 1 :]
+      return NamedSharding(mesh, PartitionSpec(*rest))
+  return None

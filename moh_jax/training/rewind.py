@@ -9,6 +9,10 @@ from moh_jax.config import RewindConfig
 _MEAN_STEPS = 50  # of the loss that a spike is compared with
 
 
+class NonFiniteLossError(RuntimeError):
+  """The loss or the gradient norm is NaN, infinite or a spike."""
+
+
 class BadStepError(Exception):
   """A step whose result is not to be kept.
 
@@ -30,16 +34,13 @@ class Watch:
   interrupted. With several processes all see the same metrics.
 
   Attributes:
+    config: section `train.rewind` of the config.
     rewinds: how often the run went back.
   """
 
   def __init__(self, config: RewindConfig):
-    """Knows nothing yet.
-
-    Args:
-      config: section `train.rewind` of the config.
-    """
-    self._config = config
+    """Knows nothing yet."""
+    self.config = config
     self._mean: float | None = None
     self.rewinds = 0
 
@@ -59,7 +60,7 @@ class Watch:
     for name in ("loss", "grad_norm"):
       if not math.isfinite(values[name]):
         raise BadStepError(step, position, f"{name}={values[name]}")
-    loss, spike = values["loss"], self._config.spike
+    loss, spike = values["loss"], self.config.spike
     if self._mean is None:
       self._mean = loss
     if spike and loss > spike * self._mean:
@@ -69,7 +70,7 @@ class Watch:
 
   def may_rewind(self) -> bool:
     """Whether the run may go back once more."""
-    return bool(self._config.steps) and self.rewinds < self._config.limit
+    return bool(self.config.steps) and self.rewinds < self.config.limit
 
   def target(self, step: int, saved: Sequence[int]) -> int:
     """The checkpoint to go back to from a bad step.
@@ -81,22 +82,20 @@ class Watch:
     Returns:
       The newest that is far enough back, else the oldest; -1 without any.
     """
-    far = [s for s in saved if s <= step - self._config.steps]
+    far = [s for s in saved if s <= step - self.config.steps]
     return far[-1] if far else min(saved, default=-1)
 
   def to_json(self) -> dict[str, Any]:
     """What a checkpoint is to hold."""
     return {"rewinds": self.rewinds, "mean_loss": self._mean}
 
-  def restore(self, stored: Mapping[str, Any] | None, rewinds: int) -> None:
-    """Continues from a checkpoint.
+  def restore(self, stored: Mapping[str, Any] | None) -> None:
+    """Continues from a checkpoint, which may know of fewer rewinds.
 
     Args:
       stored: what `to_json` returned; None at the beginning of the run, and in
         checkpoints of older versions.
-      rewinds: how often this process went back; a checkpoint from before knows
-        of fewer.
     """
     stored = stored or {}
     self._mean = stored.get("mean_loss")
-    self.rewinds = max(stored.get("rewinds", 0), rewinds)
+    self.rewinds = max(stored.get("rewinds", 0), self.rewinds)

@@ -1,23 +1,25 @@
 """Saves and restores the train state of a run, and says what is safe."""
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from moh_jax.config import CheckpointConfig
+from moh_jax.config import Config
 from moh_jax.data.identity import Identity
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.peers import ask_first_process
-from moh_jax.training.state import TrainState
+from moh_jax.training.rewind import BadStepError, NonFiniteLossError, Watch
+from moh_jax.training.step import TrainState
 
 _LOG = logging.getLogger(__name__)
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore's
@@ -35,28 +37,32 @@ class Saver:
   def __init__(
     self,
     workdir: str | epath.Path,
-    config: CheckpointConfig,
+    config: Config,
     metadata: Metadata,
     stream: Mapping[str, Identity],
     verify: bool = True,
+    start: int | None = None,
   ):
     """Opens WORKDIR/checkpoints; creates it if needed.
 
     Args:
       workdir: local directory or bucket.
-      config: section `checkpoint` of the config, of which `every` is ignored:
-        the caller decides when to save.
+      config: of the run.
       metadata: metadata of each checkpoint.
       stream: identity of the data by source, which each checkpoint holds.
       verify: compare a checkpoint with its checksums before it is called whole.
+      start: step that the run continues; later ones are set aside.
     """
-    policies = ocp.checkpoint_managers
-    keep = [policies.LatestN(config.keep_last)]
-    if config.keep_every:
-      keep.append(policies.EveryNSteps(config.keep_every))
-    self._directory = workdir
+    if start is not None:  # before any process lists them
+      ask_first_process(lambda: steps.set_aside_after(workdir, start))
+    policies, section = ocp.checkpoint_managers, config.checkpoint
+    keep = [policies.LatestN(section.keep_last)]
+    if section.keep_every:
+      keep.append(policies.EveryNSteps(section.keep_every))
+    self._directory, self._every = workdir, section.every
+    self._last = config.train.steps
     self._folder = steps.steps_folder(workdir)
-    self._stops = config.on_error == "stop"
+    self._stops = section.on_error == "stop"
     self._metadata, self._stream = metadata, dict(stream)
     self._saving: int | None = None  # step that is being written
     self._verify, self._whole = verify, set[int]()  # steps found whole
@@ -65,7 +71,7 @@ class Saver:
       item_names=checkpoint.ITEMS,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policies.AnyPreservationPolicy(keep),
-        enable_async_checkpointing=config.async_save,
+        enable_async_checkpointing=section.async_save,
         # Where a folder cannot be made in the background, Orbax's threads wait
         # for it for ever.
         async_options=ocp.options.AsyncOptions(
@@ -89,22 +95,23 @@ class Saver:
     state: TrainState,
     position: int,
     watch: Mapping[str, Any] | None = None,
+    before: Callable[[int], None] = lambda step: None,
   ) -> None:
     """Begins to write a checkpoint.
 
     Args:
       state: train state; its step names the checkpoint.
       position: number of training batches read.
-      watch: of `rewind.Watch.to_json`.
+      watch: of `Watch.to_json`.
+      before: called with the step once the checkpoint before is whole.
 
     Raises:
       OSError: it cannot be written, or the one before could not.
     """
     self.wait()
     step = int(state.step)
-    items = {
-      name: checkpoint.save_arrays(tree) for name, tree in _items(state).items()
-    }
+    before(step)
+    items = {n: checkpoint.save_arrays(t) for n, t in _items(state).items()}
     data = {"position": position, "stream": self._stream, "watch": watch}
     items["data"] = ocp.args.JsonSave(data)
     items["config"] = checkpoint.config_item(self._metadata)
@@ -114,11 +121,41 @@ class Saver:
       arguments = ocp.args.Composite(**items)
       self._manager.save(step, args=arguments, force=True)
 
-  def rewind(self, step: int) -> None:
-    """Sets the checkpoints after a step aside, so that they are made anew."""
+  def due(self, step: int) -> bool:
+    """Whether a checkpoint is due after a step."""
+    return step % self._every == 0 or step == self._last
+
+  def go_back(self, bad: BadStepError, watch: Watch) -> int | None:
+    """Chooses the checkpoint to go back to, and sets those after it aside.
+
+    Args:
+      bad: the step whose result is not to be kept.
+      watch: of the run; counts one rewind more.
+
+    Returns:
+      The checkpoint's step, None for the beginning of the run.
+
+    Raises:
+      NonFiniteLossError: the run may not go back (again).
+    """
     self.wait()
-    set_aside_after(self._directory, step)
+    if not watch.may_rewind():
+      raise NonFiniteLossError(f"{bad}; {self.last_whole()}") from bad
+    prefer = functools.partial(watch.target, bad.step)
+    start = resumable_step(self._directory, self._verify, prefer)
+    after = -1 if start is None else start
+    ask_first_process(lambda: steps.set_aside_after(self._directory, after))
     self._manager.reload()
+    watch.rewinds += 1
+    _LOG.warning(
+      "%s: going back to step %d, and on without the batches until there "
+      "(rewind %d of %d)",
+      bad,
+      start or 0,
+      watch.rewinds,
+      watch.config.limit,
+    )
+    return start
 
   def poll(self) -> None:
     """Raises the error of a save that has failed in the background."""
@@ -163,13 +200,12 @@ class Saver:
         raise OSError(line) from error
       _LOG.warning("%s; %s", line, self.last_whole())
 
-  def last_whole(self, verify: bool = True) -> str:
-    """Says which checkpoint the run can go on from.
+  def last_step(self) -> str:
+    """As `last_whole`, but takes checkpoints to be as they were written."""
+    return self.last_whole(verify=False)
 
-    Args:
-      verify: read the checkpoint, once; without, it is taken to be as it was
-        written.
-    """
+  def last_whole(self, verify: bool = True) -> str:
+    """Says which checkpoint the run can go on from, and may read it, once."""
     verify = verify and self._verify and jax.process_index() == 0
     for step in reversed(steps.list_steps(self._directory)):
       if step not in self._whole and verify:
@@ -188,6 +224,29 @@ class Saver:
       self._manager.close()
     except Exception as error:
       _LOG.debug("closing: %s", error, exc_info=True)
+
+  @contextlib.contextmanager
+  def errors(self) -> Iterator[None]:
+    """Makes one line of what ends a run; it says where the run can go on.
+
+    Raises:
+      OSError: something cannot be read or written, or the other processes of
+        the run are gone.
+      ValueError: something does not fit.
+    """
+    try:
+      yield
+    except (OSError, ValueError) as error:
+      kind = OSError if isinstance(error, OSError) else ValueError
+      raise kind(f"{error}; {self.last_whole()}") from error
+    except jax.errors.JaxRuntimeError as error:
+      if jax.process_count() == 1:
+        raise
+      raise OSError(
+        "this process lost the others of the run: "
+        f"{' '.join(str(error).split())[:200]}; {self.last_whole()}; "
+        "start all processes again to resume"
+      ) from error
 
   def _check_space(self, state: TrainState) -> None:
     if steps.in_bucket(self._folder) or jax.process_index():
@@ -212,9 +271,32 @@ class Saver:
       self._manager.reload()
 
 
-def set_aside_after(directory: str | epath.Path, step: int) -> None:
-  """Runs `steps.set_aside_after` before any process lists the checkpoints."""
-  ask_first_process(lambda: steps.set_aside_after(directory, step))
+def resumable_step(
+  directory: str | epath.Path,
+  verify: bool,
+  prefer: Callable[[Sequence[int]], int] = max,
+) -> int | None:
+  """The step to resume from, None for a new run; all processes agree.
+
+  Args:
+    directory: working directory.
+    verify: take no damaged step.
+    prefer: chooses one of the steps; see `steps.newest_whole_step`.
+
+  Raises:
+    ValueError: no checkpoint is whole.
+  """
+
+  def find() -> list[int]:
+    known = steps.list_steps(directory)
+    if not known:  # a new run, or one that was killed before its first save
+      return [-1]
+    if verify:
+      return [steps.newest_whole_step(directory, prefer=prefer)]
+    return [prefer(known)]
+
+  (step,) = ask_first_process(find, 1)
+  return None if step < 0 else step
 
 
 def restore(

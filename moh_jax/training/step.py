@@ -1,4 +1,4 @@
-"""The train step: one optimizer step on a global batch, a pure function."""
+"""The train state, and the step: one optimizer step on a global batch."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,7 +10,26 @@ import optax
 
 from moh_jax.layers.model_aux import ModelAux
 from moh_jax.layers.partitioning import constrain
-from moh_jax.training.state import TrainState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """Everything that a step reads and writes, and an exact continuation needs.
+
+  Attributes:
+    step: [] int32, number of optimizer steps done.
+    params: parameter tree, float32.
+    opt_state: state of the optax optimizer.
+    ema: averaged parameters in `optim.ema_dtype`, or None.
+    rng: [2] uint32, data of the run's random key; a step folds its number in.
+  """
+
+  step: jax.Array
+  params: Any
+  opt_state: optax.OptState
+  ema: Any
+  rng: jax.Array
 
 
 @jax.tree_util.register_dataclass

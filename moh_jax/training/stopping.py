@@ -26,14 +26,17 @@ class StopNowError(Exception):
 
 
 class StopRequest(contextlib.ExitStack):
-  """Whether a stop was asked for; for runs of one process.
+  """Whether a stop was asked for, in any process of the run.
 
   A block of a whole run, also of one that goes back, so that no step loses it.
+  With several processes JAX's own handler of SIGTERM tells the others, and they
+  agree on the next call of `reached` that is still ahead of all of them.
   """
 
   def __init__(self):
     super().__init__()
     self._requested = threading.Event()
+    self._shared = jax.process_count() > 1
     self._interruptible = False
     self._previous: dict[int, Any] = {}  # handlers of signals
     self._begun = False
@@ -41,9 +44,12 @@ class StopRequest(contextlib.ExitStack):
   def begin(self) -> None:
     """Turns the first SIGTERM or SIGINT into a request; a second interrupts.
 
-    Before, a signal ends the command: a run has nothing to save yet.
+    Before, a signal ends the command: a run has nothing to save yet. With
+    several processes JAX handles the signals from the start.
     """
-    if self._begun or threading.current_thread() is not threading.main_thread():
+    if self._begun or self._shared:
+      return
+    if threading.current_thread() is not threading.main_thread():
       return
     self._begun = True
     self.enter_context(signals.deferred())
@@ -74,6 +80,9 @@ class StopRequest(contextlib.ExitStack):
 
   def reached(self) -> bool:
     """Whether to stop here; all processes of a run ask equally often."""
+    if self._shared and not self:
+      if multihost.reached_preemption(next(_ticks)):
+        self._requested.set()
     return bool(self)
 
   def run(self, work: Callable[[], T]) -> T | None:
@@ -91,23 +100,6 @@ class StopRequest(contextlib.ExitStack):
       return None
     finally:
       _current.reset(token)
-
-
-class _SharedRequest(StopRequest):
-  """Whether a stop was asked for in any process of a run.
-
-  JAX's own handler of SIGTERM tells the other processes, and they agree on the
-  next call of `reached` that is still ahead of all of them.
-  """
-
-  def begin(self) -> None:
-    """See the base class; JAX handles the signals from the start."""
-
-  def reached(self) -> bool:
-    """See the base class."""
-    if not self and multihost.reached_preemption(next(_ticks)):
-      self._requested.set()
-    return bool(self)
 
 
 _current: contextvars.ContextVar[StopRequest | None] = contextvars.ContextVar(
@@ -129,8 +121,3 @@ def interruptible(parts: Iterable[T]) -> Iterator[T]:
     if request is not None and request.reached():
       raise StopNowError
     yield part
-
-
-def stop_request() -> StopRequest:
-  """The request of a run of one process or several, which has not begun."""
-  return StopRequest() if jax.process_count() == 1 else _SharedRequest()

@@ -17,12 +17,14 @@ from moh_jax.data.pipeline import (
   TrainBatches,
   eval_batches,
   held_out_images,
+  train_images,
 )
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.transforms import normalizer
 from moh_jax.evaluation.means import EvalStep, mean_metrics
 from moh_jax.models.generation import Decode
+from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Metrics
@@ -124,26 +126,22 @@ class Task(Objective):
   identity: Mapping[str, Identity] = dataclasses.field(default_factory=dict)
   encoder_sha256: str = ""
 
-  def also_scored_by(self, score: Evaluate) -> "Task":
-    """The task whose evaluations have the metrics of `score` too."""
-
-    def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
-      return self.evaluate(params, mesh) | score(params, mesh)
-
-    return dataclasses.replace(self, evaluate=evaluate)
+  def metadata(self, config: Config) -> Metadata:
+    """What the checkpoints of a run hold beside its arrays."""
+    sha256 = self.tokenizer.sha256 if self.tokenizer else ""
+    return Metadata(config, self.class_names, sha256, self.encoder_sha256)
 
 
 def image_objective(
-  config: Config, network: tuple[nn.Module, tuple[Any, ...]], loss_fn: LossFn
+  config: Config, make_loss: Callable[[nn.Module, Config], LossFn]
 ) -> Objective:
   """The objective of a network that reads labelled images or latents.
 
   Args:
     config: of the run.
-    network: the model and its abstract inputs, see `make_model`.
-    loss_fn: its loss on float32 pixels.
+    make_loss: (network, config) -> its loss on float32 pixels.
   """
-  model, inputs = network
+  model, inputs = make_model(config)
   # Pixels cross to the devices as bytes, see `_normalizing`.
   dtype = "float32" if config.data.mean is None else "uint8"
   return Objective(
@@ -153,9 +151,40 @@ def image_objective(
       "image": jax.ShapeDtypeStruct(config.model.input_shape, dtype),
       "label": jax.ShapeDtypeStruct((), "int32"),
     },
-    loss_fn=_normalizing(config, loss_fn),
+    loss_fn=_normalizing(config, make_loss(model, config)),
     unit="images",
     units_per_step=config.data.batch_size,
+  )
+
+
+def image_task(
+  config: Config,
+  objective: Objective,
+  make_evaluate: Callable[[nn.Module, Config, Metadata], Evaluate],
+  **fields: Any,
+) -> Task:
+  """Opens the images or latents of an objective; their evaluation with it.
+
+  Args:
+    config: of the run.
+    objective: see `image_objective`.
+    make_evaluate: see `TaskBuilder`.
+    **fields: further ones of `Task`.
+
+  Raises:
+    FileNotFoundError: data is missing.
+    ValueError: the data does not fit the model.
+  """
+  train = make_source(config, "train")
+  trained = Metadata(config, train.class_names)
+  return Task(
+    **vars(objective),
+    batches=lambda mesh: stream(config, train_images(config, train), mesh),
+    evaluate=make_evaluate(objective.model, config, trained),
+    class_names=train.class_names,
+    identity={"train": train.identity()},
+    encoder_sha256=getattr(train, "encoder_sha256", ""),
+    **fields,
   )
 
 

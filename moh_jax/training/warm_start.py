@@ -1,11 +1,13 @@
-"""Starts a run from the parameters of another run."""
+"""Starts a run from the parameters of another run, also of other classes."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
@@ -22,7 +24,8 @@ from moh_jax.models.restack import fit_params
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
-from moh_jax.training.new_classes import ClassRows, match_classes
+from moh_jax.training.program import Program, averaged_from
+from moh_jax.training.step import TrainState
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,6 +40,64 @@ _NUMERIC_FIELDS = (
 # Those of models that choose heads; of "two_stage", or own kinds made from it.
 _ROUTING_FIELDS = ("model.router.gate_form", "model.head_order")
 _TWO_STAGE_FIELDS = ("model.router.two_stage",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassRows:
+  """The rows of a parameter that belong to classes which both models have.
+
+  Attributes:
+    axis: axis of the classes.
+    ours: [K] rows in the run's parameter.
+    theirs: [K] rows in the stored parameter, of the same classes.
+    rows: rows of the run's parameter.
+    stored: rows of the stored parameter.
+  """
+
+  axis: int
+  ours: tuple[int, ...]
+  theirs: tuple[int, ...]
+  rows: int
+  stored: int
+
+  def take(self, given: jax.Array, own: jax.Array) -> jax.Array:
+    """The run's initial parameter `own` with the rows that `given` has."""
+    if not self.ours:
+      return own
+    ours = (slice(None),) * self.axis + (np.array(self.ours),)
+    theirs = (slice(None),) * self.axis + (np.array(self.theirs),)
+    return own.at[ours].set(given[theirs].astype(own.dtype))
+
+  def __str__(self) -> str:
+    taken = len(self.ours)
+    return (
+      f"took {taken} rows, initialised {self.rows - taken}, left out "
+      f"{self.stored - taken}"
+    )
+
+
+def prepare(
+  ours: Metadata, program: Program, mesh: Mesh, start: int | None
+) -> Callable[[], TrainState]:
+  """Says how the first state is made; see `warm_start` for what it refuses.
+
+  Args:
+    ours: metadata of the run.
+    program: of the run.
+    mesh: the devices.
+    start: step that the run continues; None for a new one.
+  """
+  if start is not None or not ours.config.train.init_from:
+    return program.init
+  read = warm_start(ours, program.state.params, mesh)
+
+  def init() -> TrainState:
+    state = program.init()
+    params = read(state.params)
+    ema = averaged_from(params, ours.config)
+    return dataclasses.replace(state, params=params, ema=ema)
+
+  return init
 
 
 def warm_start(
@@ -108,7 +169,7 @@ def warm_start(
 def keep_tokenizer(
   directory: str | epath.Path,
   ours: Metadata,
-  tokenizer: Tokenizer,
+  tokenizer: Tokenizer | None,
   is_new: bool = True,
 ) -> None:
   """Writes a tokenizer and the files beside it into a working directory.
@@ -121,12 +182,14 @@ def keep_tokenizer(
   Args:
     directory: working directory.
     ours: metadata of the run.
-    tokenizer: of the run's text; the kind "bytes" has no file.
+    tokenizer: of the run's text, if it has any; the kind "bytes" has no file.
     is_new: whether the run begins.
 
   Raises:
     ValueError: a file beside the tokenizer of `train.init_from` is damaged.
   """
+  if tokenizer is None:
+    return
   source, files = ours.config.train.init_from, {}
   if source and is_new:
     trained, _ = checkpoint.read_metadata(source)
@@ -223,3 +286,55 @@ def _check_shapes(
       f"train.init_from={source!r} does not fit the model: "
       f"{'; '.join(wrong[:3])}{more}"
     )
+
+
+def match_classes(
+  ours: Metadata, theirs: Metadata, abstract: Any, stored: Any
+) -> dict[tuple[str, ...], ClassRows]:
+  """Finds what a run can take of the parameters that belong to classes.
+
+  Classes are matched by name, or by position where a model has no names and
+  equally many classes. Rows behind those of the classes, such as the one of "no
+  label", are taken where both have them.
+
+  Args:
+    ours: metadata of the run.
+    theirs: metadata of the model that it starts from.
+    abstract: parameters of the run, or their shapes.
+    stored: parameters of the other model in the layout of the run's.
+
+  Returns:
+    For each parameter that belongs to classes, by its path. It is empty where
+    both have the same classes.
+  """
+  model, other = ours.config.model, theirs.config.model
+  needed, given = flatten_dict(abstract), flatten_dict(stored)
+  axes = {
+    path: axis
+    for path, axis in model.CLASS_AXES.items()
+    if path in needed and path in given
+  }
+  alike = all(needed[path].shape == given[path].shape for path in axes)
+  named = bool(ours.class_names and theirs.class_names)
+  if alike and (not named or ours.class_names == theirs.class_names):
+    return {}
+  pairs: list[tuple[int, int]] = []
+  if named:
+    labels = {name: label for label, name in enumerate(theirs.class_names)}
+    pairs = [
+      (label, labels[name])
+      for label, name in enumerate(ours.class_names)
+      if name in labels
+    ]
+  elif model.num_classes == other.num_classes:
+    pairs = [(label, label) for label in range(model.num_classes)]
+  found = {}
+  for path, axis in axes.items():
+    rows, there = (tree[path].shape[axis] for tree in (needed, given))
+    beyond = min(rows - model.num_classes, there - other.num_classes)
+    more = [
+      (model.num_classes + i, other.num_classes + i) for i in range(beyond)
+    ]
+    own_rows, their_rows = zip(*pairs, *more) if pairs or more else ((), ())
+    found[path] = ClassRows(axis, own_rows, their_rows, rows, there)
+  return found

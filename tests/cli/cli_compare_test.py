@@ -10,7 +10,9 @@ from absl.testing import absltest
 from moh_jax import config as config_lib
 from moh_jax.cli import compare
 from moh_jax.speed.timing import Timing
-from moh_jax.training import loop
+from moh_jax.training import comparison
+from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.train import Result
 from tests.cli import tiny_checkpoint
 
 
@@ -60,7 +62,9 @@ class CompareCommandTest(absltest.TestCase):
 
   def test_trains_only_what_has_no_result(self):
     plot = self.root / "plot.png"
-    with mock.patch.object(loop, "train", side_effect=_fake_train) as train:
+    with mock.patch.object(
+      comparison, "train", side_effect=_fake_train
+    ) as train:
       rows = self._rows("--plot", plot)
       self.assertEqual(train.call_count, 3)
       self.assertEqual(rows, self._rows())
@@ -77,7 +81,7 @@ class CompareCommandTest(absltest.TestCase):
     self.assertEqual(seeds, [0] * 3 + [1] * 3 + [0] * 6)
 
   def test_a_changed_config_is_refused(self):
-    with mock.patch.object(loop, "train", _fake_train):
+    with mock.patch.object(comparison, "train", _fake_train):
       self._rows()
       optim = config_lib.OptimConfig(lr=0.25)
       self._write_config(
@@ -92,10 +96,10 @@ class CompareCommandTest(absltest.TestCase):
   def test_a_run_that_diverges_does_not_end_the_others(self):
     def train(config, *args, **options):
       if config.model.activated_share == 0.75:
-        raise loop.NonFiniteLossError("the loss is NaN at step 3")
+        raise NonFiniteLossError("the loss is NaN at step 3")
       return _fake_train(config, *args, **options)
 
-    with mock.patch.object(loop, "train", train):
+    with mock.patch.object(comparison, "train", train):
       status, out, err = self._compare("--rounds", 0, seeds=2)
     self.assertEqual(status, 0, err)
     self.assertIn("warning: moh75-seed1: the loss is NaN at step 3", err)
@@ -107,14 +111,14 @@ class CompareCommandTest(absltest.TestCase):
       result = _fake_train(config, *args, **options)
       seed, share = config.train.seed, config.model.activated_share
       if seed == 2:
-        raise loop.NonFiniteLossError("at step 3: NaN, norm: Infinity")
+        raise NonFiniteLossError("at step 3: NaN, norm: Infinity")
       result.evaluation["perplexity"] = math.inf if seed else 9.0 - share
       return result
 
     argv = "--rounds", 0, "--metrics", "perplexity", "--variants", "mha,config"
-    with mock.patch.object(loop, "train", train):
+    with mock.patch.object(comparison, "train", train):
       first = self._compare(*argv, seeds=3)
-    with mock.patch.object(loop, "train", side_effect=AssertionError):
+    with mock.patch.object(comparison, "train", side_effect=AssertionError):
       again = self._compare(*argv, seeds=3)
     self.assertEqual(again[:2], first[:2])
     self.assertIn("mha-seed2: at step 3: NaN, norm: Infinity\n", again[2])
@@ -127,7 +131,7 @@ class CompareCommandTest(absltest.TestCase):
     # As earlier versions wrote it.
     text = self._stored().read_text().replace(": null", ": Infinity")
     self._stored().write_text(text)
-    with mock.patch.object(loop, "train", side_effect=AssertionError):
+    with mock.patch.object(comparison, "train", side_effect=AssertionError):
       self.assertEqual(self._compare(*argv, seeds=3)[:2], first[:2])
 
   def _stored(self):
@@ -148,7 +152,7 @@ class CompareCommandTest(absltest.TestCase):
     ):
       timed = []
       with (
-        mock.patch.object(loop, "train", _fake_train),
+        mock.patch.object(comparison, "train", _fake_train),
         mock.patch.object(compare, "step_seconds", seconds),
       ):
         status, out, err = self._compare(
@@ -160,21 +164,21 @@ class CompareCommandTest(absltest.TestCase):
       self.assertEqual(found, ratios)
 
   def test_all_runs_may_diverge(self):
-    fault = loop.NonFiniteLossError("the loss is NaN at step 3")
-    with mock.patch.object(loop, "train", side_effect=fault):
+    fault = NonFiniteLossError("the loss is NaN at step 3")
+    with mock.patch.object(comparison, "train", side_effect=fault):
       status, out, err = self._compare("--rounds", 0)
     self.assertEqual(status, 0, err)
     self.assertIn("| config | - (0 of 1 runs) | - | - | - |", out)
     self.assertIn("| 1 of 1 |", out)
 
   def test_a_stopped_run_goes_on(self):
-    stopped = loop.Result(state=None, evaluation={}, finished=False)
-    with mock.patch.object(loop, "train", return_value=stopped) as train:
+    stopped = Result(state=None, evaluation={}, finished=False)
+    with mock.patch.object(comparison, "train", return_value=stopped) as train:
       status, out, err = self._compare()
     self.assertEqual((status, out), (0, ""))
     self.assertIn("run the command again to go on", err)
     train.assert_called_once()
-    with mock.patch.object(loop, "train", _fake_train):
+    with mock.patch.object(comparison, "train", _fake_train):
       self.assertLen(self._rows(), 3)
 
   def test_wrong_options(self):
@@ -184,7 +188,7 @@ class CompareCommandTest(absltest.TestCase):
       (["--sweep", "optim.lr=-1,1"], "optim.lr=-1.0 must be at least 0"),
       (["--plot", "runs.pdf"], "must end in .png or .svg"),
     ):
-      with mock.patch.object(loop, "train", side_effect=AssertionError):
+      with mock.patch.object(comparison, "train", side_effect=AssertionError):
         status, _, err = self._compare(*argv)
       self.assertEqual(status, 2)
       self.assertIn(message, err)
@@ -195,7 +199,7 @@ def _fake_train(config, workdir, **options):
   del workdir, options
   share = config.model.activated_share
   evaluation = {"accuracy": share, "loss": 1.0, "activated_share": share}
-  return loop.Result(state=None, evaluation=evaluation, finished=True)
+  return Result(state=None, evaluation=evaluation, finished=True)
 
 
 if __name__ == "__main__":

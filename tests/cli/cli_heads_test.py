@@ -211,7 +211,7 @@ class HeadsTest(parameterized.TestCase):
   def test_another_step_of_the_same_run(self):
     run = self.folder / "run"
     tiny_checkpoint.save_dit(str(run))
-    steps = pathlib.Path(checkpoint.steps_folder(str(run)))
+    steps = run / "checkpoints"
     shutil.copytree(steps / "0", steps / "1")
     argv = ("heads", "--checkpoint", run, "--batches", 1, "--against", run)
     status, text, error = tiny_checkpoint.call(*argv, "--step", 0)

@@ -13,7 +13,7 @@ from moh_jax.cli import show_batch
 from moh_jax.data import pipeline
 from moh_jax.data.sources import make_source
 from moh_jax.runtime.load import load_config
-from moh_jax.training import losses
+from moh_jax.training import classification
 from tests.cli import tiny_checkpoint
 
 _RUN = "tests/faults/tiny_run.py"
@@ -85,7 +85,7 @@ class ShowBatchTest(parameterized.TestCase):
         parts = dict(part.rsplit(" ", 1) for part in name.split(" + "))
         self.assertEqual(set(parts), {str(label), str(other)})
         self.assertEqual(parts[str(label)], f"{target[label]:.0%}")
-    with mock.patch.object(losses, "mix_images", lambda _, *a: a[:2]):
+    with mock.patch.object(classification, "mix_images", lambda _, *a: a[:2]):
       plain, _ = show_batch._mixed(config, batch)
     np.testing.assert_array_equal(plain, batch["image"])
     self.assertFalse(np.array_equal(images, plain))

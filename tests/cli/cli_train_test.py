@@ -12,7 +12,7 @@ from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.training import loop
+from moh_jax.training.rewind import NonFiniteLossError
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -83,8 +83,8 @@ class TrainCommandTest(parameterized.TestCase):
     self.assertIn("Traceback (most recent call last)", err)
 
   def test_loss_that_is_not_finite_is_a_failed_check(self):
-    error = loop.NonFiniteLossError("loss=nan at step 1")
-    with mock.patch.object(loop, "train", side_effect=error):
+    error = NonFiniteLossError("loss=nan at step 1")
+    with mock.patch("moh_jax.cli.train.train", side_effect=error):
       status, out, err = _train(self.workdir)
     self.assertEqual((status, out), (1, ""))
     self.assertEqual(err, "error: loss=nan at step 1\n")

@@ -19,7 +19,7 @@ from moh_jax.convert import stream
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import checkpoint
+from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.params import abstract_on
 from moh_jax.runtime.sharding import make_mesh
 from tests.convert import tiny_llm
@@ -122,9 +122,9 @@ class WriteTest(parameterized.TestCase):
     with self.assertRaisesRegex(KeyError, "2.mlp.down_proj"):
       _save(out, params)
     with self.assertRaises(FileNotFoundError):
-      checkpoint.find_step(out, None)
+      steps.find_step(out, None)
     _save(out)  # what is left of the first is no obstacle
-    self.assertEqual(checkpoint.find_step(out, None), 0)
+    self.assertEqual(steps.find_step(out, None), 0)
     found = sorted(
       p.name for p in (pathlib.Path(out) / "checkpoints").iterdir()
     )
@@ -152,9 +152,9 @@ class WriteTest(parameterized.TestCase):
     self.assertEqual(done.returncode, -9)
     self.assertNotEmpty(list((pathlib.Path(out) / "checkpoints").iterdir()))
     with self.assertRaises(FileNotFoundError):
-      checkpoint.find_step(out, None)
+      steps.find_step(out, None)
     _save(out)
-    self.assertEqual(checkpoint.find_step(out, None), 0)
+    self.assertEqual(steps.find_step(out, None), 0)
 
 
 class MemoryTest(absltest.TestCase):

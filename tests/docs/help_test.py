@@ -13,7 +13,7 @@ from moh_jax.cli import main
 from moh_jax.models.registry import make_model  # noqa: F401, before the errors
 from moh_jax.runtime import checkpoint, run_lock
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.same_run import check_same_run
+from moh_jax.training.entrance import check_same_run
 from tests.cli import tiny_checkpoint
 from tests.docs import blocks
 from tests.training import tiny

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import steps
 from moh_jax.runtime.steps import DamagedCheckpointError
-from moh_jax.training import loop
+from moh_jax.training.train import train
 from tests.training import tiny
 
 pytestmark = pytest.mark.faults
@@ -54,7 +54,7 @@ class DamageTest(parameterized.TestCase):
     workdir = os.path.join(self.root, family)
     config = _MAKE[family]()
     if not os.path.exists(workdir):
-      loop.train(config, workdir, devices=jax.devices()[:1])
+      train(config, workdir, devices=jax.devices()[:1])
     return workdir, config
 
   @parameterized.parameters(*_MAKE)
@@ -105,7 +105,7 @@ class DamageTest(parameterized.TestCase):
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     with self.assertLogs("moh_jax", "WARNING") as logs:
-      result = loop.train(_MAKE[family](), copy, devices=jax.devices()[:1])
+      result = train(_MAKE[family](), copy, devices=jax.devices()[:1])
     said = "\n".join(logs.output)
     self.assertIn("checkpoint of step 4: damaged, item train, file", said)
     self.assertIn("using the checkpoint of step 2 instead", said)

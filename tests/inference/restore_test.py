@@ -18,7 +18,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.training import saving
-from moh_jax.training.state import TrainState
+from moh_jax.training.step import TrainState
 from tests.inference import tiny_text_model
 from tests.models import small_vit
 from tests.training import tiny
@@ -48,7 +48,7 @@ def _save(directory, config=_CONFIG):
 def _save_steps(directory, steps):
   """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
   metadata = checkpoint.Metadata(_CONFIG, _NAMES)
-  saver = saving.Saver(directory, _CONFIG.checkpoint, metadata, {})
+  saver = saving.Saver(directory, _CONFIG, metadata, {})
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),

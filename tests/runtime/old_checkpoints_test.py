@@ -20,7 +20,6 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import RotaryConfig, RouterConfig
 from moh_jax.inference.restore import restore
 from moh_jax.runtime.checkpoint import read_metadata
-from moh_jax.training import loop
 from tests.training import tiny
 
 _GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "old_checkpoints"
@@ -67,7 +66,7 @@ class OldCheckpointsTest(parameterized.TestCase):
     self.assertEqual(step, 2)
     train = dataclasses.replace(metadata.config.train, steps=4)
     config = dataclasses.replace(metadata.config, train=train)
-    loop.train(config, str(folder), devices=jax.devices()[:1])
+    train(config, str(folder), devices=jax.devices()[:1])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     ours = [row for row in map(json.loads, lines) if row["split"] == "train"]
     theirs = json.loads((folder / "rows.json").read_text())["rows"]

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import ClassifierConfig, MeshConfig
 from moh_jax.runtime import sharding
-from moh_jax.training import losses
+from moh_jax.training.classification import mix_images
 
 
 def two_slices(first=(0, 3, 4, 5)):
@@ -62,17 +62,17 @@ class MixupTest(absltest.TestCase):
     images = jnp.arange(8.0)[:, None, None, None] * jnp.ones((8, 2, 2, 1))
     targets = jax.nn.one_hot(jnp.arange(8), 8)
     key = jax.random.key(3)
-    mixed, labels = losses.mix_images(key, images, targets, config, 4)
+    mixed, labels = mix_images(key, images, targets, config, 4)
     for part in range(4):
       rows = slice(2 * part, 2 * part + 2)
-      alone = losses.mix_images(key, images[rows], targets[rows], config)
+      alone = mix_images(key, images[rows], targets[rows], config)
       np.testing.assert_array_equal(mixed[rows], alone[0])
       np.testing.assert_array_equal(labels[rows], alone[1])
     self.assertGreater(float(jnp.abs(mixed - images).max()), 0)
 
   def test_a_part_of_one_image_is_refused(self):
     with self.assertRaisesRegex(ValueError, "a batch has 4 on 4"):
-      losses.mix_images(
+      mix_images(
         jax.random.key(0),
         jnp.ones((4, 2, 2, 1)),
         jnp.ones((4, 3)),

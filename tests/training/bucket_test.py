@@ -12,7 +12,7 @@ from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2
 
 from moh_jax.config import LogConfig
-from moh_jax.training import bucket_events, metrics
+from moh_jax.training import metrics
 
 
 class _Bucket(type(epath.Path("/"))):
@@ -56,7 +56,7 @@ class BucketTest(absltest.TestCase):
     )
     self.enterContext(
       mock.patch.object(
-        bucket_events.epath,
+        metrics.epath,
         "Path",
         lambda path: pathlib.Path(str(path).replace("fake://", "/")),
       )
@@ -104,10 +104,10 @@ class BucketTest(absltest.TestCase):
     self.assertEqual(_events(file.read_bytes()), {("train/loss", 2): 0.5})
 
   def test_google_addresses_are_ours_too(self):
-    bucket_events.register("gs://bucket/run")
+    metrics.register("gs://bucket/run")
     factory = record_writer.REGISTERED_FACTORIES["gs"]
     file = factory.open("gs://bucket/x")
-    self.assertIsInstance(file, bucket_events._EventFile)
+    self.assertIsInstance(file, metrics._EventFile)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from PIL import Image
 from moh_jax.config.sources import MissingSplitError
 from moh_jax.layers.model_aux import ModelAux
 from moh_jax.runtime import sharding
-from moh_jax.training import denoising, loop, optim
-from moh_jax.training.state import make_state
-from moh_jax.training.step import jit_train_step, metric_values
+from moh_jax.training import denoising, optim
+from moh_jax.training.step import jit_train_step, make_state, metric_values
+from moh_jax.training.train import train
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -217,7 +217,7 @@ class HeldOutTest(absltest.TestCase):
   def test_run_without_a_split_finishes_with_no_figures(self):
     workdir = self.create_tempdir().full_path
     config = tiny.dit_config(eval={"every": 2})
-    result = loop.train(config, workdir, devices=jax.devices()[:1])
+    result = train(config, workdir, devices=jax.devices()[:1])
     self.assertTrue(result.finished)
     self.assertEqual(result.evaluation, {})
     text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
@@ -286,7 +286,7 @@ class PreviewTest(parameterized.TestCase):
   def test_run_writes_one_at_every_interval_and_at_the_end(self):
     workdir = pathlib.Path(self.create_tempdir().full_path)
     config = tiny.dit_config(sample=_PREVIEW, train={"steps": 3})
-    loop.train(config, str(workdir), devices=jax.devices()[:1])
+    train(config, str(workdir), devices=jax.devices()[:1])
     files = sorted(path.name for path in (workdir / "samples").iterdir())
     self.assertEqual(files, ["00000002.png", "00000003.png"])
     with Image.open(workdir / "samples" / files[0]) as picture:

@@ -16,7 +16,8 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.data import pipeline
 from moh_jax.runtime import run_lock, steps
-from moh_jax.training import language_modeling, loop, showing
+from moh_jax.training import language_modeling
+from moh_jax.training.train import Log, train
 from tests.training import tiny
 
 
@@ -25,7 +26,7 @@ def _config(**sections):
 
 
 def _train(workdir, **sections):
-  return loop.train(_config(**sections), workdir, devices=jax.devices()[:1])
+  return train(_config(**sections), workdir, devices=jax.devices()[:1])
 
 
 class FaultsTest(parameterized.TestCase):
@@ -161,13 +162,13 @@ class FaultsTest(parameterized.TestCase):
 
   def test_stop_ends_an_evaluation_which_the_resumed_run_does(self):
     workdir = self.create_tempdir().full_path
-    evaluate = showing.Showing.evaluate
+    evaluate = Log._scores
 
     def stop(run, state):
       os.kill(os.getpid(), signal.SIGTERM)
       return evaluate(run, state)
 
-    with mock.patch.object(showing.Showing, "evaluate", stop):
+    with mock.patch.object(Log, "_scores", stop):
       stopped = _train(workdir)
     self.assertFalse(stopped.finished)
     self.assertEqual(steps.list_steps(workdir), [2])

@@ -12,8 +12,7 @@ from etils import epath
 from flax import traverse_util
 
 from moh_jax.config import LogConfig
-from moh_jax.training.head_watch import HeadWatch, load_picture
-from moh_jax.training.metrics import MetricsWriter
+from moh_jax.training.metrics import HeadWatch, MetricsWriter, load_picture
 from moh_jax.training.step import HEAD_LOADS, HeadLoads, metric_values
 from tests.training import tiny
 

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest
 
 from moh_jax.runtime import fits
-from moh_jax.training import loop
+from moh_jax.training.train import train
 from tests.training import tiny
 
 
@@ -27,9 +27,9 @@ class HostMemoryTest(absltest.TestCase):
       )
 
     folders = [self.create_tempdir().full_path for _ in range(2)]
-    device = loop.train(config("device", "dots", 3), folders[0]).state
+    device = train(config("device", "dots", 3), folders[0]).state
     for steps in (2, 3):
-      host = loop.train(config("host", "offload", steps), folders[1]).state
+      host = train(config("host", "offload", steps), folders[1]).state
     moments = host.opt_state[1][0].mu["head"]["kernel"]
     self.assertEqual(moments.sharding.memory_kind, fits.HOST_MEMORY)
     chex.assert_trees_all_close(

@@ -18,9 +18,10 @@ from moh_jax.data import sequences
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training import language_modeling, loop
+from moh_jax.training import language_modeling
 from moh_jax.training.language_modeling import make_loss, top_k_schedule
 from moh_jax.training.step import HEAD_LOADS, metric_values
+from moh_jax.training.train import train
 from tests.data.text import tiny_text, tiny_words
 from tests.training import tiny
 from tests.training.tiny import make_task
@@ -156,7 +157,7 @@ class TokenRunTest(parameterized.TestCase):
     cls.sets, cls.workdir = root / "sets", root / "run"
     _write_sets(cls.sets)
     config = _word_config(cls.sets)
-    cls.result = loop.train(config, str(cls.workdir), devices=jax.devices()[:1])
+    cls.result = train(config, str(cls.workdir), devices=jax.devices()[:1])
     text = (cls.workdir / "metrics.jsonl").read_text()
     cls.rows = [json.loads(line) for line in text.splitlines()]
 
@@ -222,7 +223,7 @@ class TokenRunTest(parameterized.TestCase):
       self._resume(config)
 
   def _resume(self, config):
-    loop.train(config, str(self.workdir), devices=jax.devices()[:1])
+    train(config, str(self.workdir), devices=jax.devices()[:1])
 
   def test_model_must_have_the_tokenizers_ids(self):
     config = _word_config(self.sets, model={"vocab_size": 28})

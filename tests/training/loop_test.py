@@ -14,8 +14,9 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.config import Config, RouterConfig
-from moh_jax.runtime import checkpoint
-from moh_jax.training import loop
+from moh_jax.runtime import steps
+from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.train import Result, train
 from tests.training import tiny
 
 # The average stays behind the parameters.
@@ -26,8 +27,8 @@ def _config(**sections) -> Config:
   return tiny.llm_config(**{"optim": _OPTIM, **sections})
 
 
-def _train(config: Config, workdir: str) -> loop.Result:
-  return loop.train(config, workdir, devices=jax.devices()[:1])
+def _train(config: Config, workdir: str) -> Result:
+  return train(config, workdir, devices=jax.devices()[:1])
 
 
 class LoopTest(absltest.TestCase):
@@ -101,9 +102,9 @@ class LoopTest(absltest.TestCase):
     )
     workdir = self._dir()
     pattern = r"=(nan|inf) at step 2; the last whole checkpoint .* is step 1$"
-    with self.assertRaisesRegex(loop.NonFiniteLossError, pattern):
+    with self.assertRaisesRegex(NonFiniteLossError, pattern):
       _train(config, workdir)
-    self.assertEqual(checkpoint.find_step(workdir, None), 1)
+    self.assertEqual(steps.find_step(workdir, None), 1)
 
   def test_other_models_checkpoint_is_refused_by_field(self):
     other = _config(model={"top_k": (1, 2)})
@@ -127,12 +128,12 @@ class LoopTest(absltest.TestCase):
   def test_batch_must_divide_over_mesh_and_microbatches(self):
     config = tiny.config(mesh={"data": 8}, optim={"accumulation": 4})
     with self.assertRaisesRegex(ValueError, "data.batch_size=16 .* 32"):
-      loop.train(config, self._dir())
+      train(config, self._dir())
 
   def test_mesh_must_fit_the_devices(self):
     config = tiny.config(mesh={"data": 3})
     with self.assertRaisesRegex(ValueError, "needs 3 devices, there are 8"):
-      loop.train(config, self._dir())
+      train(config, self._dir())
 
   def test_unwritable_workdir_is_named(self):
     file = self.create_tempfile().full_path

@@ -8,7 +8,11 @@ import optax
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import ClassifierConfig
-from moh_jax.training import losses
+from moh_jax.training.classification import (
+  class_targets,
+  mix_images,
+  soft_cross_entropy,
+)
 
 # Example i is an image of constant value i and of class i, so that a mixed
 # image shows how much of which example it holds.
@@ -23,7 +27,7 @@ def _mix(config, draws=32, batch=_BATCH):
   """Mixed images [draws, B, X, Y, 1] and targets [draws, B, B]."""
   keys = jax.random.split(jax.random.key(0), draws)
   images, targets = jnp.array(_IMAGES[:batch]), jnp.eye(batch)
-  mix = jax.vmap(lambda key: losses.mix_images(key, images, targets, config))
+  mix = jax.vmap(lambda key: mix_images(key, images, targets, config))
   return jax.tree.map(np.asarray, jax.jit(mix)(keys))
 
 
@@ -43,17 +47,17 @@ def _is_constant(images):
 class TargetsTest(parameterized.TestCase):
   @parameterized.parameters(0.0, 0.1, 1.0)
   def test_rows_sum_to_one(self, smoothing):
-    targets = losses.class_targets(jnp.array([0, 4, 2]), 5, smoothing)
+    targets = class_targets(jnp.array([0, 4, 2]), 5, smoothing)
     chex.assert_shape(targets, (3, 5))
     chex.assert_trees_all_close(targets.sum(-1), jnp.ones(3), atol=1e-6)
 
   def test_smoothing_is_spread_over_all_classes(self):
-    targets = losses.class_targets(jnp.array([2]), 4, 0.2)
+    targets = class_targets(jnp.array([2]), 4, 0.2)
     expected = jnp.array([[0.05, 0.05, 0.85, 0.05]])
     chex.assert_trees_all_close(targets, expected, atol=1e-6)
 
   def test_no_smoothing_is_one_hot(self):
-    targets = losses.class_targets(jnp.array([1, 0]), 3)
+    targets = class_targets(jnp.array([1, 0]), 3)
     chex.assert_trees_all_equal(targets, jnp.array([[0, 1, 0], [1, 0, 0.0]]))
 
 
@@ -61,7 +65,7 @@ class CrossEntropyTest(parameterized.TestCase):
   def test_one_hot_targets_give_the_integer_loss(self):
     logits = jax.random.normal(jax.random.key(0), (6, 5)) * 3
     labels = jnp.array([0, 1, 2, 3, 4, 0])
-    ours = losses.soft_cross_entropy(logits, losses.class_targets(labels, 5))
+    ours = soft_cross_entropy(logits, class_targets(labels, 5))
     theirs = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     chex.assert_trees_all_close(ours, theirs, rtol=1e-6)
 
@@ -69,21 +73,21 @@ class CrossEntropyTest(parameterized.TestCase):
     logits = np.array([[1.0, 2.0, -1.0]], np.float32)
     targets = np.array([[0.2, 0.5, 0.3]], np.float32)
     logp = logits - np.log(np.exp(logits).sum())
-    ours = losses.soft_cross_entropy(jnp.array(logits), jnp.array(targets))
+    ours = soft_cross_entropy(jnp.array(logits), jnp.array(targets))
     np.testing.assert_allclose(ours, -(targets * logp).sum(-1), rtol=1e-6)
 
   def test_is_float32_for_low_precision_logits(self):
     logits = jnp.array([[300.0, 301.0]], jnp.bfloat16)
-    ours = losses.soft_cross_entropy(logits, jnp.array([[1.0, 0.0]]))
+    ours = soft_cross_entropy(logits, jnp.array([[1.0, 0.0]]))
     self.assertEqual(ours.dtype, jnp.float32)
-    expected = losses.soft_cross_entropy(
+    expected = soft_cross_entropy(
       logits.astype(jnp.float32), jnp.array([[1.0, 0.0]])
     )
     chex.assert_trees_all_equal(ours, expected)
 
   def test_shapes_must_agree(self):
     with self.assertRaises(AssertionError):
-      losses.soft_cross_entropy(jnp.zeros((2, 3)), jnp.zeros((1, 3)))
+      soft_cross_entropy(jnp.zeros((2, 3)), jnp.zeros((1, 3)))
 
 
 class MixImagesTest(parameterized.TestCase):
@@ -106,7 +110,7 @@ class MixImagesTest(parameterized.TestCase):
 
   def test_alphas_of_zero_change_nothing(self):
     targets = jnp.eye(_BATCH)
-    images, mixed = losses.mix_images(
+    images, mixed = mix_images(
       jax.random.key(0), jnp.array(_IMAGES), targets, ClassifierConfig()
     )
     chex.assert_trees_all_equal((images, mixed), (_IMAGES, targets))
@@ -158,7 +162,7 @@ class MixImagesTest(parameterized.TestCase):
   def test_keeps_the_images_dtype(self):
     config = ClassifierConfig(mixup=0.8, cutmix=1.0)
     images, _ = jax.eval_shape(
-      functools.partial(losses.mix_images, config=config),
+      functools.partial(mix_images, config=config),
       jax.random.key(0),
       jnp.array(_IMAGES, jnp.bfloat16),
       jnp.eye(_BATCH),

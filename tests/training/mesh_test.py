@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
-from etils import epath
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config, MeshConfig
@@ -24,8 +23,9 @@ from moh_jax.layers.partitioning import constrain
 from moh_jax.models.registry import released_model
 from moh_jax.ops import head_placement
 from moh_jax.runtime import sharding
-from moh_jax.training import loop
-from moh_jax.training.run_clock import RunClock
+from moh_jax.training.feed import Feed
+from moh_jax.training.program import make_program
+from moh_jax.training.train import train
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -70,9 +70,9 @@ class _Runs:
       cls.create_tempdir(cls()).full_path for _ in range(2)
     )
     one = jax.devices()[:1]
-    cls.one = loop.train(cls.make_config(), cls.one_dir, devices=one)
+    cls.one = train(cls.make_config(), cls.one_dir, devices=one)
     with cls.watch() as cls.log:
-      cls.on_mesh = loop.train(cls.make_config(mesh=_MESH), cls.mesh_dir)
+      cls.on_mesh = train(cls.make_config(mesh=_MESH), cls.mesh_dir)
 
   def test_losses_equal_the_single_device_ones(self):
     np.testing.assert_allclose(
@@ -112,32 +112,23 @@ class DiffusionMeshTest(_Runs, absltest.TestCase):
     config = _dit_config(mesh=_MESH)
     task = make_task(config)
     mesh = sharding.make_mesh(config.mesh)
+    program = make_program(config, task, mesh)
     with sharding.use_mesh(mesh):
-      run = loop._Run(
-        config,
-        epath.Path(self.create_tempdir().full_path),
-        mesh,
-        task,
-        verify=True,
-        clock=RunClock(),
-      )
-      state = run.init_state()
-      for _ in range(2):
-        state, _ = run.train_step(state, next(run.batches))
-      run.batches.close()
-      with run.saver:  # closes it
-        pass
-    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(run.abstract_state))
+      state = program.init()
+      with Feed(task.batches(mesh), mesh, ahead=1) as batches:
+        for _ in range(2):
+          state, _ = program.step(state, next(batches))
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(program.state))
     for leaf, abstract in leaves:
       self.assertTrue(
         leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
       )
-    self.assertEqual(run.train_step._cache_size(), 1)
+    self.assertEqual(program.step._cache_size(), 1)
 
   def test_one_device_checkpoint_continues_on_the_mesh(self):
     config = _dit_config(mesh=_MESH, train={"steps": 5})
     workdir = os.path.join(self.create_tempdir().full_path, "copy")
-    resumed = loop.train(config, shutil.copytree(self.one_dir, workdir))
+    resumed = train(config, shutil.copytree(self.one_dir, workdir))
     self.assertEqual(int(resumed.state.step), 5)
     self.assertLen(resumed.state.step.sharding.device_set, 8)
 

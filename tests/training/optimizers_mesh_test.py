@@ -14,7 +14,7 @@ from moh_jax.config.sections import OPTIMIZERS
 from moh_jax.runtime import sharding
 from moh_jax.training import saving
 from moh_jax.training.program import make_program
-from moh_jax.training.state import TrainState
+from moh_jax.training.step import TrainState
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -144,7 +144,7 @@ class StateShardingTest(parameterized.TestCase):
         program.init(), sharding.shard_batch(next(batches), mesh)
       )
       metadata = saving.Metadata(config)
-      with saving.Saver(folder, config.checkpoint, metadata, {}) as saver:
+      with saving.Saver(folder, config, metadata, {}) as saver:
         saver.save(state, batches.position)
         saver.wait()
       restored, _ = saving.restore(folder, 1, program.state)

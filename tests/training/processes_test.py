@@ -13,7 +13,7 @@ from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler, sample_images
 from moh_jax.inference.sample_files import sample_npz
 from moh_jax.runtime import checkpoint, sharding
-from moh_jax.training import loop
+from moh_jax.training.train import train
 from tests import two_processes
 from tests.training import tiny
 
@@ -48,7 +48,7 @@ def train_and_draw(root: str) -> None:
   assert (jax.process_count(), jax.device_count()) == (2, 4)
   for family, make_config in _CONFIGS.items():
     config = make_config(mesh=_MESHES[family])
-    loop.train(config, os.path.join(root, family))
+    train(config, os.path.join(root, family))
   mesh = sharding.make_mesh(_dit_config(mesh={"data": -1}).mesh)
   restored = restore(os.path.join(root, "dit"), mesh=mesh)
   sample_npz(
@@ -88,11 +88,11 @@ class ProcessesTest(parameterized.TestCase):
     make_config, workdir = _CONFIGS[family], os.path.join(self.root, family)
     alone = self.create_tempdir().full_path
     one = jax.devices()[:1]
-    loop.train(make_config(), alone, devices=one)
+    train(make_config(), alone, devices=one)
     np.testing.assert_allclose(_losses(workdir), _losses(alone), rtol=2e-5)
 
     longer = make_config(train={"steps": 5})
-    resumed = loop.train(longer, workdir, devices=one)
+    resumed = train(longer, workdir, devices=one)
     self.assertEqual(int(resumed.state.step), 5)
 
   def test_two_processes_draw_what_one_draws(self):

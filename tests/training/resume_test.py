@@ -14,8 +14,9 @@ import chex
 import jax
 from absl.testing import absltest, parameterized
 
-from moh_jax.runtime import checkpoint
-from moh_jax.training import feed, loop
+from moh_jax.runtime import steps
+from moh_jax.training import feed
+from moh_jax.training.train import Result, train
 from tests.training import tiny
 
 _STEPS = 6
@@ -40,8 +41,8 @@ def _config(family):
   )
 
 
-def _train(workdir: str, family: str) -> loop.Result:
-  return loop.train(_config(family), workdir, devices=jax.devices()[:1])
+def _train(workdir: str, family: str) -> Result:
+  return train(_config(family), workdir, devices=jax.devices()[:1])
 
 
 class ResumeTest(parameterized.TestCase):
@@ -69,7 +70,7 @@ class ResumeTest(parameterized.TestCase):
     with mock.patch.object(feed.Feed, "__next__", stop_at_four):
       stopped = _train(workdir, family)
     self.assertFalse(stopped.finished)
-    self.assertEqual(checkpoint.find_step(workdir, None), 4)
+    self.assertEqual(steps.find_step(workdir, None), 4)
 
     resumed = _train(workdir, family)
     self.assertTrue(resumed.finished)
@@ -83,7 +84,10 @@ class ResumeTest(parameterized.TestCase):
     script = textwrap.dedent(f"""
       import os, pathlib, signal, time
       import jax
-      from moh_jax.training import feed, loop
+      from moh_jax.runtime import steps
+from moh_jax.training import feed
+      from moh_jax.runtime import steps
+from moh_jax.training.train import Result, train
       from tests.training import resume_test
 
       take = feed.Feed.__next__
@@ -101,7 +105,7 @@ class ResumeTest(parameterized.TestCase):
     """)
     done = subprocess.run([sys.executable, "-c", script], check=False)
     self.assertEqual(done.returncode, -signal.SIGKILL)
-    self.assertEqual(checkpoint.find_step(workdir, None), 3)
+    self.assertEqual(steps.find_step(workdir, None), 3)
 
     resumed = _train(workdir, family)
     chex.assert_trees_all_equal(resumed.state, self.whole[family].state)
@@ -122,7 +126,7 @@ class ResumeTest(parameterized.TestCase):
     workdir = self._finished()
     folder = os.path.join(workdir, "checkpoints")
     os.makedirs(os.path.join(folder, "9.orbax-checkpoint-tmp", "params"))
-    self.assertEqual(checkpoint.find_step(workdir, None), _STEPS)
+    self.assertEqual(steps.find_step(workdir, None), _STEPS)
     again = _train(workdir, "llm")
     self.assertEqual(int(again.state.step), _STEPS)
 
@@ -132,7 +136,7 @@ class ResumeTest(parameterized.TestCase):
     def run(workdir, steps):
       optim = {"schedule": "wsd", "warmup_steps": 1, "decay_steps": 2}
       config = tiny.llm_config(train={"steps": steps}, optim=optim)
-      return loop.train(config, workdir, devices=jax.devices()[:1])
+      return train(config, workdir, devices=jax.devices()[:1])
 
     copied, other = (self.create_tempdir().full_path for _ in range(2))
     run(copied, 4)

@@ -19,8 +19,9 @@ from moh_jax.config import RewindConfig
 from moh_jax.data.pipeline import TrainBatches
 from moh_jax.inference.restore import restore
 from moh_jax.runtime.steps import find_damage, list_steps
-from moh_jax.training import language_modeling, loop
-from moh_jax.training.rewind import BadStepError, Watch
+from moh_jax.training import language_modeling
+from moh_jax.training.rewind import BadStepError, NonFiniteLossError, Watch
+from moh_jax.training.train import train
 from tests.training import tiny
 
 _STEPS = 8
@@ -70,7 +71,7 @@ def _damage(workdir, step):
 
 
 def _train(workdir, config=None):
-  return loop.train(config or _config(), workdir, devices=jax.devices()[:1])
+  return train(config or _config(), workdir, devices=jax.devices()[:1])
 
 
 def _rows(workdir):
@@ -147,7 +148,7 @@ class RewindTest(parameterized.TestCase):
     with (
       _batches(4),
       _before_rewinds(lambda: _damage(workdir, 4)),
-      self.assertRaisesRegex(loop.NonFiniteLossError, pattern),
+      self.assertRaisesRegex(NonFiniteLossError, pattern),
     ):
       _train(workdir, _config(back=0))
 
@@ -225,7 +226,7 @@ class RewindTest(parameterized.TestCase):
     pattern = r"loss=nan at step 5; the last whole checkpoint .* is step 4$"
     with (
       _batches(4, 5),
-      self.assertRaisesRegex(loop.NonFiniteLossError, pattern),
+      self.assertRaisesRegex(NonFiniteLossError, pattern),
     ):
       _train(workdir, _config(limit=1))
     params = jax.tree.leaves(restore(workdir).params)

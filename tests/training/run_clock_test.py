@@ -6,7 +6,7 @@ import pathlib
 from absl.testing import absltest
 from etils import epath
 
-from moh_jax.training import run_clock
+from moh_jax.training.clock import NAME, PHASES, RunClock
 
 
 class _Time:
@@ -23,11 +23,11 @@ class RunClockTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.dir = epath.Path(self.create_tempdir().full_path)
-    self.file = pathlib.Path(self.dir) / run_clock.NAME
+    self.file = pathlib.Path(self.dir) / NAME
 
   def _start(self, step=0, restart=2.0):
     time = _Time()
-    clock = run_clock.RunClock(time)
+    clock = RunClock(time)
     time.seconds += restart
     clock.begin(self.dir, step)
     clock.at(step)
@@ -41,7 +41,7 @@ class RunClockTest(absltest.TestCase):
       with clock.phase("save"):
         time.seconds += 1
     time.seconds += 1
-    expected = dict.fromkeys(run_clock.PHASES, 0.0)
+    expected = dict.fromkeys(PHASES, 0.0)
     expected |= {"restart": 2.0, "step": 6.0, "evaluate": 3.0, "save": 1.0}
     self.assertEqual(clock.seconds(), expected)
     self.assertAlmostEqual(clock.metrics()["goodput"], 6 / 12)

@@ -5,7 +5,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.training.same_run import check_same_run
+from moh_jax.training.entrance import check_same_run
 from tests.cli import tiny_checkpoint
 
 

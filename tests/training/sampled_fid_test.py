@@ -18,8 +18,9 @@ from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler, sample_images
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
-from moh_jax.training import loop, sampled_fid
-from moh_jax.training.sampled_fid import make_fid
+from moh_jax.training import denoising
+from moh_jax.training.denoising import make_fid
+from moh_jax.training.train import train
 from tests.training import tiny
 
 _NUM, _DIM = 13, 6  # images, the last batch is not full
@@ -27,8 +28,13 @@ _FILES = {"fid_reference": "stats.npz", "fid_inception": "weights.pth"}
 _REFERENCE = Gaussian(np.full(_DIM, 90.0), 50 * np.eye(_DIM))
 
 
+def _extract(images, mesh=None):
+  del mesh
+  return _features(images)
+
+
 @jax.jit
-def _extract(images):
+def _features(images):
   """Features of [B, 8, 8, 3] images: means of two rows of each channel."""
   assert images.dtype == jnp.uint8
   rows = images.astype(jnp.float32).mean(2)
@@ -68,7 +74,7 @@ class SampledFidTest(parameterized.TestCase):
   def test_images_are_decoded_few_at_a_time(self, devices, most):
     sizes = []
 
-    def extract(images):
+    def extract(images, mesh):
       sizes.append(len(images))
       return _extract(images)
 
@@ -95,10 +101,10 @@ class SampledFidTest(parameterized.TestCase):
       config = dataclasses.replace(
         config, eval=dataclasses.replace(config.eval, every=1)
       )
-      score = make_fid(config, _REFERENCE, _extract)
+      found = _REFERENCE, _extract
       devices = jax.devices()[:1]
-      with mock.patch.object(sampled_fid, "make_score", return_value=score):
-        loop.train(config, str(root / name), devices=devices)
+      with mock.patch.object(denoising, "_inception", return_value=found):
+        train(config, str(root / name), devices=devices)
       lines = (root / name / "metrics.jsonl").read_text().splitlines()
       rows = [json.loads(line) for line in lines]
       return {r["step"]: r["fid"] for r in rows if "fid" in r}
@@ -112,7 +118,7 @@ class SampledFidTest(parameterized.TestCase):
     workdir = pathlib.Path(self.create_tempdir().full_path, "run")
     config = _config(mesh={"data": 1})
     with self.assertRaisesRegex(FileNotFoundError, "stats.npz"):
-      loop.train(config, str(workdir), devices=jax.devices()[:1])
+      train(config, str(workdir), devices=jax.devices()[:1])
     self.assertFalse(workdir.exists())
 
   def test_latents_need_their_autoencoder(self):

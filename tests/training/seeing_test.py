@@ -16,16 +16,17 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import LogConfig
 from moh_jax.runtime import steps
 from moh_jax.speed import model_flops
-from moh_jax.training import loop, profiling, wandb_log
+from moh_jax.training import clock, entrance
+from moh_jax.training.train import train
 from tests.training import tiny
 
 _RUN = """
 import sys, jax
-from moh_jax.training import loop
+from moh_jax.training.train import train
 from tests.training import tiny
 config = tiny.llm_config(train={"compilation_cache": sys.argv[2]})
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-loop.train(config, sys.argv[1], devices=jax.devices()[:1])
+train(config, sys.argv[1], devices=jax.devices()[:1])
 """
 
 
@@ -39,7 +40,7 @@ class SeeingTest(parameterized.TestCase):
     log = {"every": 2, "tensorboard": False, "progress": False}
     config = tiny.llm_config(log={**log, "profile": "2:4"})
     with mock.patch.object(model_flops, "published_peak", return_value=1e12):
-      loop.train(
+      train(
         config,
         str(workdir),
         devices=jax.devices()[:1],
@@ -64,7 +65,7 @@ class SeeingTest(parameterized.TestCase):
       mock.patch.object(jax.profiler, "start_trace") as start,
       mock.patch.object(jax.profiler, "stop_trace") as stop,
     ):
-      profiler = profiling.Profiler((4, 7), pathlib.Path("run"))
+      profiler = clock.Profiler((4, 7), pathlib.Path("run"))
       for step in (3, 4, 5, 2):
         with profiler.step(step, None):
           pass
@@ -79,7 +80,7 @@ class SeeingTest(parameterized.TestCase):
       write(folder)
 
     with mock.patch.object(steps, "write_manifest", slow):
-      loop.train(tiny.llm_config(), str(workdir), devices=jax.devices()[:1])
+      train(tiny.llm_config(), str(workdir), devices=jax.devices()[:1])
     record = json.loads((workdir / "goodput.json").read_text())
     self.assertEqual(list(record["at"]), ["2", "4"])
 
@@ -108,10 +109,10 @@ class SeeingTest(parameterized.TestCase):
 
   def test_missing_wandb_is_refused_before_the_run(self):
     with mock.patch.object(
-      wandb_log.importlib.util, "find_spec", return_value=None
+      entrance.importlib.util, "find_spec", return_value=None
     ):
       with self.assertRaisesRegex(ValueError, "log.wandb='p' needs .* wandb"):
-        loop.train(tiny.llm_config(log={"wandb": "p"}), "/nonexistent/run")
+        train(tiny.llm_config(log={"wandb": "p"}), "/nonexistent/run")
 
   def test_wandb_gets_the_metrics_offline(self):
     if importlib.util.find_spec("wandb") is None:
@@ -127,7 +128,7 @@ class SeeingTest(parameterized.TestCase):
     with mock.patch.dict(
       os.environ, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     ):
-      loop.train(config, str(workdir), devices=jax.devices()[:1])
+      train(config, str(workdir), devices=jax.devices()[:1])
     (stored,) = (workdir / "wandb").glob("offline-run-*/*.wandb")
     content = stored.read_bytes()
     self.assertIn(b"train/loss", content)

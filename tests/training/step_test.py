@@ -14,8 +14,7 @@ from absl.testing import absltest
 from moh_jax.runtime import sharding
 from moh_jax.training import optim
 from moh_jax.training.program import make_program
-from moh_jax.training.state import make_state
-from moh_jax.training.step import Mean, jit_train_step, train_step
+from moh_jax.training.step import Mean, jit_train_step, make_state, train_step
 from tests.training import tiny
 from tests.training.tiny import make_task
 

@@ -15,8 +15,8 @@ from moh_jax.data.tokenize import held_out_parts, tokenize
 from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
-from moh_jax.training import loop
 from moh_jax.training.language_modeling import make_evaluate
+from moh_jax.training.train import train
 from tests.training import tiny
 
 _STEPS = 150
@@ -57,7 +57,7 @@ class TuningTest(absltest.TestCase):
       train=dataclasses.replace(base.train, steps=_STEPS),
       checkpoint=dataclasses.replace(base.checkpoint, every=1000),
     )
-    cls.before = loop.train(
+    cls.before = train(
       cls.base, str(cls.root / "mha"), devices=jax.devices()[:1]
     ).evaluation["loss"]
 
@@ -82,9 +82,7 @@ class TuningTest(absltest.TestCase):
       )
       evaluate = make_evaluate(restored.model, restored.config, restored)
       turned_on = evaluate(restored.params, mesh)["loss"]
-    result = loop.train(
-      config, str(self.root / name), devices=jax.devices()[:1]
-    )
+    result = train(config, str(self.root / name), devices=jax.devices()[:1])
     return turned_on, result.evaluation["loss"]
 
   def test_loss_jumps_when_the_router_turns_on_and_recovers(self):

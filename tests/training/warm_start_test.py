@@ -22,9 +22,9 @@ from moh_jax.models.restack import restack
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.params import abstract_on
-from moh_jax.training import loop
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
+from moh_jax.training.train import Log, train
 from moh_jax.training.warm_start import warm_start
 from tests.training import tiny
 
@@ -259,14 +259,14 @@ class RunTest(absltest.TestCase):
       train={"init_from": str(cls.source), "steps": 2}
     )
     started = []
-    init = loop._Run._loop
+    begin = Log.begin
 
-    def keep(run, state, *args):
+    def keep(log, step, state, stop):
       started.append(jax.device_get((state.step, state.params, state.ema)))
-      return init(run, state, *args)
+      return begin(log, step, state, stop)
 
-    with mock.patch.object(loop._Run, "_loop", keep):
-      loop.train(cls.config, cls.workdir, devices=jax.devices()[:1])
+    with mock.patch.object(Log, "begin", keep):
+      train(cls.config, cls.workdir, devices=jax.devices()[:1])
     ((cls.step, cls.params, cls.ema),) = started
 
   def test_begins_at_step_zero_from_the_stored_parameters(self):
@@ -275,16 +275,16 @@ class RunTest(absltest.TestCase):
     chex.assert_trees_all_equal(self.ema, self.stored)
 
   def test_resumed_run_goes_on_and_does_not_start_anew(self):
-    train = {"init_from": "/nowhere", "steps": 3}
-    config = tiny.llm_config(train=train)
-    resumed = loop.train(config, self.workdir, devices=jax.devices()[:1])
+    sections = {"train": {"init_from": "/nowhere", "steps": 3}}
+    config = tiny.llm_config(**sections)
+    resumed = train(config, self.workdir, devices=jax.devices()[:1])
     self.assertEqual(int(resumed.state.step), 3)
 
   def test_missing_source_is_named_before_any_step(self):
     config = tiny.llm_config(train={"init_from": "/nowhere"})
     workdir = self.create_tempdir().full_path
     with self.assertRaisesRegex(FileNotFoundError, "/nowhere"):
-      loop.train(config, workdir, devices=jax.devices()[:1])
+      train(config, workdir, devices=jax.devices()[:1])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from moh_jax.speed.card.scale import ModelCase
 from moh_jax.speed.model_flops import train_flops
 from moh_jax.speed.options import bench_run, with_length
 from moh_jax.speed.peaks import published_peak
-from moh_jax.training.program import check_memory, make_program
+from moh_jax.training.entrance import check_memory
+from moh_jax.training.program import make_program
 from moh_jax.training.task import task_builder
 
 _CARD_BYTES = 80e9  # that `ModelCase.batch` is for
@@ -70,7 +71,7 @@ def _measure(case: ModelCase, batch: int, peak: float) -> dict[str, Any]:
   with sharding.use_mesh(mesh):
     task = task_builder(run).make_task(run)
     program = make_program(run, task, mesh)
-    check_memory(run, program, mesh)
+    check_memory(run, mesh, program)
     examples = sharding.shard_batch(next(task.batches(mesh)), mesh)
     start = time.perf_counter()
     compiled = program.step.lower(program.state, examples).compile()

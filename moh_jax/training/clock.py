@@ -1,8 +1,9 @@
-"""Where the wall time of a run goes: speed, step times and goodput."""
+"""Where the wall time of a run goes: speed, step times, goodput, a trace."""
 
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from moh_jax.json_files import parse_json
 from moh_jax.runtime.steps import list_steps
 
 NAME = "goodput.json"
+TRACE = "profile"  # folder of the trace, for XProf or Perfetto
 # What the main thread is at. "step" is the rest: it waits for the devices.
 PHASES = ("restart", "compile", "step", "wait_for_data", "save", "evaluate")
 _TRAINING = ("step", "wait_for_data", "save")
@@ -84,6 +86,21 @@ class RunClock:
     self._phase, self._since = name, now
     return before
 
+  @contextlib.contextmanager
+  def compiling(self, compiles: bool) -> Iterator[None]:
+    """A block that dispatches a step; the first one compiles its program."""
+    if not compiles:
+      yield
+      return
+    _LOG.info(
+      "compiling the training step; a large model takes minutes, and a message "
+      "of XLA about a slow compile or constant folding is no error"
+    )
+    began = self._now()
+    with self.phase("compile"):
+      yield  # returns before the step is done
+    _LOG.info("compiled in %.1f s", self._now() - began)
+
   def step_done(self) -> None:
     """Counts a step whose results are there."""
     training = self._training()
@@ -139,3 +156,48 @@ class RunClock:
 
 def _share_of_steps(seconds: dict[str, float]) -> float:
   return seconds["step"] / max(sum(seconds.values()), 1e-9)
+
+
+class Profiler:
+  """Traces steps A to B - 1 into WORKDIR/profile, in every process."""
+
+  def __init__(self, steps: tuple[int, int] | None, workdir: epath.Path):
+    """Traces nothing where `steps` is None."""
+    self._steps, self._folder = steps, os.fspath(workdir / TRACE)
+    self._tracing = False
+
+  def __enter__(self) -> "Profiler":
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self.stop()
+
+  @contextlib.contextmanager
+  def step(self, step: int, before: Any) -> Iterator[None]:
+    """A block that dispatches a step.
+
+    Args:
+      step: its number.
+      before: arrays of the step before, which the trace is to hold or to leave
+        out whole.
+    """
+    if self._steps is None:
+      yield
+      return
+    first, end = self._steps
+    if self._tracing and not first <= step < end:  # or the run went back
+      self.stop(before)
+    if first <= step < end and not self._tracing:
+      jax.block_until_ready(before)
+      jax.profiler.start_trace(self._folder)
+      self._tracing = True
+    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+      yield
+
+  def stop(self, arrays: Any = None) -> None:
+    """Writes the trace, once `arrays` are there; does nothing without one."""
+    if self._tracing:
+      jax.block_until_ready(arrays)
+      self._tracing = False
+      jax.profiler.stop_trace()
+      _LOG.info("profile: %s", self._folder)

@@ -1,0 +1,278 @@
+"""What may refuse a run: all checks, before any long work begins.
+
+Each says by its arguments what it needs: the config, devices, the programs for
+them, the working directory, the data. `train` makes them in this order, and
+`plan` those that need no devices. What follows the entrance trusts its callers.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
+from jax.sharding import AbstractMesh, Mesh
+
+from moh_jax import config as config_lib
+from moh_jax.config import Config
+from moh_jax.data.identity import Identity, differences
+from moh_jax.ops.head_placement import check_heads, check_tokens
+from moh_jax.runtime import fits, steps
+from moh_jax.runtime.checkpoint import Metadata, read_metadata
+from moh_jax.runtime.params import check_whole
+from moh_jax.runtime.peers import agree, ask_first_process
+from moh_jax.runtime.run_lock import RunLock
+from moh_jax.runtime.sharding import batch_shards, check_batch
+from moh_jax.training.program import Program
+
+_LOG = logging.getLogger(__name__)
+# Fields that determine the training stream, the random choices and what the
+# optimizer keeps.
+_SAME_FIELDS = (
+  ("optim", "name"),
+  ("train", "seed"),
+  ("data", "source"),
+  ("data", "batch_size"),
+  ("data", "repeats"),
+  ("data", "mix"),
+  ("data", "ratios"),
+  ("data", "sequence_length"),
+  ("data", "separate_documents"),
+)
+# Fields of which only zero or not matters: it decides the state's structure.
+_STRUCTURE_FIELDS = (
+  ("optim", "ema_decay"),
+  ("optim", "clip_norm"),
+  ("optim", "b1"),
+)
+
+
+def check_packages(config: Config) -> None:
+  """Checks that optional packages are there which the config asks for.
+
+  Raises:
+    ValueError: one is not.
+  """
+  if config.log.wandb and importlib.util.find_spec("wandb") is None:
+    raise ValueError(
+      f"log.wandb={config.log.wandb!r} needs the package wandb: "
+      "pip install 'moh_jax[wandb]'"
+    )
+
+
+def check_processes(config: Config, workdir: str) -> None:
+  """Checks that all processes of the run are about to do the same.
+
+  Raises:
+    ValueError: their configs, versions or checkpoints differ.
+    OSError: a process does not come.
+  """
+  newest = steps.list_steps(workdir)[-1:]
+  run = {"config": config_lib.to_dict(config)}
+  agree({**run, "newest checkpoint in the workdir": newest})
+
+
+def check_mesh(config: Config, mesh: Mesh | AbstractMesh) -> None:
+  """Checks all that follows from the config and its devices alone.
+
+  Args:
+    config: of the run.
+    mesh: the devices, which may be absent or abstract.
+
+  Raises:
+    ValueError: the mesh does not fit the batches, the heads or the tokens, or
+      leaves a device of several slices a single image where images are mixed;
+      the devices cannot use the memory of their host; or the config is one for
+      serving.
+  """
+  _check_router(config)
+  _check_batches(config, mesh)
+  _check_mixed_images(config, mesh)
+  _check_heads_and_tokens(config, mesh)
+  _check_host_memory(config, mesh)
+
+
+def _check_router(config: Config) -> None:
+  if config.model.router.top_p:
+    raise ValueError(
+      f"model.router.top_p={config.model.router.top_p} must be 0 in training: "
+      "it serves a trained model"
+    )
+
+
+def _check_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
+  batch, parts = config.data.batch_size, config.optim.accumulation
+  check_batch("data.batch_size", batch, mesh, parts)
+  check_batch("eval.batch_size", config.eval.batch_size, mesh)
+
+
+def _check_mixed_images(config: Config, mesh: Mesh | AbstractMesh) -> None:
+  batch, parts = config.data.batch_size, config.optim.accumulation
+  each = batch // (batch_shards(mesh) * parts)
+  classifier = config.sections.get("classifier")
+  if classifier and classifier.mixes and config.mesh.dcn_data > 1 and each < 2:
+    raise ValueError(
+      f"data.batch_size={batch} must leave two images or more on each device, "
+      f"where it is {each}: with mesh.dcn_data={config.mesh.dcn_data}, "
+      f"classifier.mixup={classifier.mixup} and classifier.cutmix="
+      f"{classifier.cutmix} mix the images of a device"
+    )
+
+
+def _check_heads_and_tokens(config: Config, mesh: Mesh | AbstractMesh) -> None:
+  check_heads(config.model, mesh, config.mesh.max_imbalance)
+  length = getattr(config.data, "sequence_length", None)
+  check_tokens(config.model, mesh, length)
+
+
+def _check_host_memory(config: Config, mesh: Mesh | AbstractMesh) -> None:
+  if config.model.remat == "offload":
+    fits.check_host_memory("model.remat='offload'", mesh)
+  if config.optim.state_memory == "host":
+    fits.check_host_memory("optim.state_memory='host'", mesh)
+
+
+def check_program(config: Config, mesh: Mesh, program: Program) -> None:
+  """Checks that the devices can hold a run; see the two functions below."""
+  check_params(config, mesh, program)
+  check_memory(config, mesh, program)
+
+
+def check_params(
+  config: Config, mesh: Mesh | AbstractMesh, program: Program
+) -> None:
+  """Checks that a mesh splits the parameters of a program.
+
+  Raises:
+    ValueError: an axis splits none, or more than `mesh.max_whole` stays whole.
+  """
+  if line := check_whole(program.boxed, mesh.shape, config.mesh.max_whole):
+    _LOG.info("mesh: %s", line)
+
+
+def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
+  """Checks that memory can hold a run, by lower bounds.
+
+  Args:
+    config: of the run.
+    mesh: its devices, which are here.
+    program: of the run.
+
+  Raises:
+    ValueError: names what is too large.
+  """
+  fits.check_config(config, mesh)
+  what = "the state of the run (parameters and optimizer)"
+  fits.check_tree(program.state, what)
+
+
+def check_writable(workdir: str) -> epath.Path:
+  """Creates the working directory and proves that it can be written.
+
+  Returns:
+    Its absolute path.
+
+  Raises:
+    OSError: it cannot; the message names the directory and the reason.
+  """
+  directory = steps.absolute(workdir)
+  probe = directory / f".write_probe.{uuid.uuid4().hex}"
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    probe.write_text("")
+    probe.unlink()
+  except OSError as error:
+    raise OSError(f"workdir {directory} cannot be written: {error}") from error
+  return directory
+
+
+@contextlib.contextmanager
+def hold_lock(directory: epath.Path) -> Iterator[RunLock]:
+  """Context that holds the lock of the working directory, in the first process.
+
+  Raises:
+    RunningError: another run has it.
+    OSError: it cannot be written.
+  """
+  lock = RunLock(directory)
+  ask_first_process(lock.take)
+  try:
+    yield lock
+  finally:
+    lock.release()
+
+
+def check_same_run(
+  workdir: str | epath.Path,
+  step: int | None,
+  ours: Metadata,
+  stream: Mapping[str, Identity],
+  verify: bool = True,
+) -> None:
+  """Checks that a run would continue a checkpoint, and says what changes.
+
+  Args:
+    workdir: working directory.
+    step: step of the checkpoint that is to be continued; None for a new run.
+    ours: metadata of the run that continues it.
+    stream: identity of its data, by source.
+    verify: compare the metadata with their checksums first.
+
+  Raises:
+    ValueError: parameters, order of the data or random choices would differ
+      (the message names the fields), or the checkpoint is beyond the run's end.
+  """
+  if step is None:
+    return
+  metadata, _ = read_metadata(workdir, step, verify=verify)
+  config, stored = ours.config, metadata.config
+  if step > config.train.steps:
+    raise ValueError(
+      f"workdir {workdir} is at step {step}, beyond train.steps="
+      f"{config.train.steps}"
+    )
+  fields = _differing(config.model, stored.model, "model")
+  for name in sorted(config.sections.keys() & stored.sections.keys()):
+    fields += _differing(config.sections[name], stored.sections[name], name)
+  if ours.tokenizer_sha256 != metadata.tokenizer_sha256:
+    fields.append(
+      f"sha256 of the tokenizer: {ours.tokenizer_sha256[:16]!r} here, "
+      f"{metadata.tokenizer_sha256[:16]!r} there"
+    )
+  for section, name in (*_STRUCTURE_FIELDS, *_SAME_FIELDS):
+    here, there = (  # a field that the family's section lacks is None twice
+      getattr(getattr(run, section), name, None) for run in (config, stored)
+    )
+    as_stored = bool if (section, name) in _STRUCTURE_FIELDS else lambda x: x
+    if as_stored(here) != as_stored(there):
+      fields.append(f"{section}.{name}: {here!r} here, {there!r} there")
+  if not fields:  # the same config, so that the data should be the same too
+    stored_stream = steps.read_json_item(workdir, step, "data").get("stream")
+    if stored_stream is not None:
+      fields = differences(stream, stored_stream)
+  if fields:
+    raise ValueError(
+      f"workdir {workdir} holds another run's checkpoint; "
+      f"{'; '.join(fields)}. Choose another workdir, or the same config and "
+      "data"
+    )
+  before = stored.by_name()
+  changed = [
+    line
+    for name, section in config.by_name().items()
+    for line in config_lib.differing_fields(section, before[name], name)
+  ]
+  if changed:
+    _LOG.info("from step %d on, changed: %s", step, "; ".join(changed))
+
+
+def _differing(ours: Any, theirs: Any, section: str) -> list[str]:
+  """Describes fields that differ and that a continued run must not change."""
+  if type(theirs) is type(ours):
+    runtime = getattr(ours, "RUNTIME_FIELDS", ())
+    same = {name: getattr(ours, name) for name in runtime}
+    theirs = dataclasses.replace(theirs, **same)
+  return config_lib.differing_fields(ours, theirs, section)

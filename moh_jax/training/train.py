@@ -1,0 +1,354 @@
+"""The run: from a config and a directory to a trained checkpoint."""
+
+import contextlib
+import dataclasses
+import logging
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from etils import epath
+from jax.sharding import Mesh
+
+from moh_jax.config import Config, to_dict
+from moh_jax.data.infer import resolve
+from moh_jax.models.generation import Decode
+from moh_jax.runtime import compilation_cache, sharding
+from moh_jax.runtime.peers import Peers, ask_first_process
+from moh_jax.training import entrance, saving, warm_start
+from moh_jax.training.clock import Profiler, RunClock
+from moh_jax.training.feed import Feed
+from moh_jax.training.metrics import HeadWatch, MetricsWriter
+from moh_jax.training.program import Program, describe, make_program
+from moh_jax.training.rewind import BadStepError, Watch
+from moh_jax.training.saving import Saver
+from moh_jax.training.step import HEAD_LOADS, TrainState
+from moh_jax.training.stopping import StopRequest
+from moh_jax.training.task import Task, task_builder
+from moh_jax.training.warm_start import keep_tokenizer
+
+_LOG = logging.getLogger(__name__)
+_SAMPLES = "samples"  # folder of the pictures
+AtPeak = Callable[[Config], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """How a run ended.
+
+  Attributes:
+    state: after the last step taken.
+    evaluation: metrics of the last evaluation, empty if there was none.
+    finished: whether all steps are done; False after a request to stop.
+  """
+
+  state: TrainState
+  evaluation: dict[str, float]
+  finished: bool
+
+
+def train(
+  config: Config,
+  workdir: str,
+  *,
+  devices: list[jax.Device] | None = None,
+  decode: Decode | None = None,
+  verify: bool = True,
+  at_peak: AtPeak = lambda _: {},
+) -> Result:
+  """Trains, evaluates and checkpoints; run again, it resumes.
+
+  From the first step on SIGTERM, and with one process SIGINT, save a checkpoint
+  and return after the current step. An evaluation that is under way is given
+  up; the resumed run does it.
+
+  Args:
+    config: the run.
+    workdir: local directory or bucket for checkpoints and metrics.
+    devices: the mesh's devices; None takes all devices of all processes.
+    decode: latents to images, for previews and FID of latent diffusion.
+    verify: compare checkpoints with their checksums before resuming from the
+      newest one that is whole.
+    at_peak: (config) -> seconds that a step would take at the peak of one
+      device, by the name of the metric that compares the run's with them; see
+      `speed.model_flops.at_peak`.
+
+  Returns:
+    The final state and evaluation.
+
+  Raises:
+    ValueError: something does not fit, or the processes of the run differ;
+      before any long work starts.
+    OSError: the working directory cannot be written, or belongs to another
+      run that is going on.
+    NonFiniteLossError: the loss or the gradient norm is NaN or infinite, or
+      the loss is a spike, and the run may not go back (again).
+  """
+  # Prepare.
+  clock, config = RunClock(), resolve(config)
+  entrance.check_packages(config)
+  compilation_cache.keep_in(config.train.compilation_cache)
+  entrance.check_processes(config, workdir)
+  # Devices.
+  mesh = sharding.make_mesh(config.mesh, devices)
+  entrance.check_mesh(config, mesh)
+  # Program.
+  builder = task_builder(config)
+  program = make_program(config, builder.make_objective(config), mesh)
+  entrance.check_program(config, mesh, program)
+  # Data.
+  task = builder.make_task(config, decode)
+  metadata = task.metadata(config)
+  directory = entrance.check_writable(workdir)
+  with contextlib.ExitStack() as stack:
+    enter = stack.enter_context
+    lock = enter(entrance.hold_lock(directory))
+    enter(sharding.use_mesh(mesh))
+    start = saving.resumable_step(directory, verify)
+    entrance.check_same_run(directory, start, metadata, task.identity, verify)
+    first_state = warm_start.prepare(metadata, program, mesh, start)
+    keep_tokenizer(directory, metadata, task.tokenizer, is_new=start is None)
+    _say(config, mesh, program)
+    # Loop.
+    saver = Saver(directory, config, metadata, task.identity, verify, start)
+    enter(saver.errors())
+    enter(saver)
+    batches = enter(Feed(task.batches(mesh), mesh, config.data.device_prefetch))
+    peers = enter(Peers(directory, saver.last_step))
+    stop = enter(StopRequest())
+    profiler = enter(Profiler(config.log.profiled_steps, directory))
+    clock.begin(directory, start or 0)
+    log = enter(Log(directory, config, task, mesh, saver, clock, at_peak))
+    watch, skipped = Watch(config.train.rewind), 0  # batches left out
+    while True:
+      clock.enter("restart")
+      if start is None:
+        state, stored = first_state(), {}
+      else:
+        state, stored = saving.restore(directory, start, program.state)
+      watch.restore(stored.get("watch"))
+      batches.seek(max(stored.get("position", 0), skipped))
+      first = step = start or 0
+      pending, evaluation = None, log.begin(step, state, stop)
+      try:
+        while step < config.train.steps:
+          step += 1
+          peers.at(step)
+          with clock.phase("wait_for_data"):
+            batch = next(batches)
+          with profiler.step(step, pending), clock.compiling(step == first + 1):
+            state, metrics = program.step(state, batch)
+          stop.begin()  # from now on there is something to save
+          if pending:  # one step late, while the devices take this one
+            log.report(*pending, watch)
+          pending = step, batches.position, metrics
+          saver.poll()
+          lock.check()
+          stopping = stop.reached()
+          saves = stopping or saver.due(step)
+          shows = any(log.due(step)) and not stopping
+          if saves or shows:  # never save or show a state that is not finite
+            log.report(*pending, watch)
+            pending = None
+          if saves:
+            with clock.phase("save"):
+              saver.save(state, batches.position, watch.to_json(), log.flush)
+          if shows:
+            evaluation = log.show(step, state, stop) or evaluation
+          if stopping or stop:
+            if not saves:  # the stop came while the state was shown
+              with clock.phase("save"):
+                saver.save(state, batches.position, watch.to_json(), log.flush)
+            return _finished(Result(state, evaluation, False), step, saver, log)
+        # A finished run that was started again has nothing evaluated.
+        evaluation = evaluation or log.evaluate(step, state)
+        return _finished(Result(state, evaluation, True), step, saver, log)
+      except BadStepError as error:
+        bad = error.with_traceback(None)  # its frames keep the state alive
+      state = pending = batch = metrics = None
+      start, skipped = saver.go_back(bad, watch), bad.position
+
+
+def _say(config: Config, mesh: Mesh, program: Program) -> None:
+  """Logs what is trained, and on what."""
+  _LOG.info(
+    "devices: %d x %s, processes: %d, mesh: %s",
+    mesh.size,
+    mesh.devices.flat[0].device_kind,
+    jax.process_count(),
+    ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+  )
+  _LOG.info("model: %s", describe(config, program.state.params))
+
+
+def _finished(result: Result, step: int, saver: Saver, log: "Log") -> Result:
+  """Waits for the last checkpoint; says where a run was stopped."""
+  with log.clock.phase("save"):
+    saver.wait()
+    log.flush(step)
+  if not result.finished:
+    _LOG.warning("stopped at step %d, saved; run again to resume", step)
+  return result
+
+
+class Log(contextlib.AbstractContextManager):
+  """What a run tells of itself: metrics, pictures and evaluations."""
+
+  def __init__(
+    self,
+    directory: epath.Path,
+    config: Config,
+    task: Task,
+    mesh: Mesh,
+    saver: saving.Saver,
+    clock: RunClock,
+    at_peak: AtPeak,
+  ):
+    """Writes nothing before `begin`.
+
+    Args:
+      directory: working directory.
+      config: the run.
+      task: makes pictures and evaluates.
+      mesh: the devices.
+      saver: guards what is written.
+      clock: counts the time.
+      at_peak: see `train`.
+    """
+    self._directory, self._config, self._task = directory, config, task
+    self._mesh, self._guard, self.clock = mesh, saver.guard, clock
+    self._peaks, self._heads = at_peak(config), HeadWatch(config)
+    self._writer: MetricsWriter | None = None
+
+  def __exit__(self, *_: Any) -> None:
+    if self._writer:
+      self._writer.close()
+
+  def begin(
+    self, step: int, state: TrainState, stop: StopRequest
+  ) -> dict[str, float]:
+    """Opens the files to continue after a step; again where a run went back.
+
+    A restored state is shown and scored if the run ended before it was. The
+    pictures of later steps that are due, which a run that went back left, are
+    removed.
+
+    Returns:
+      The evaluation, if there was any.
+    """
+    self.__exit__()
+    self._writer = writer = MetricsWriter(
+      self._directory,
+      self._config.log,
+      start=step,
+      steps=self._config.train.steps,
+      shown=(
+        *("loss", *self._task.shown, "balance_loss", "activated_share"),
+        f"{self._task.unit}_per_second",
+      ),
+      run=to_dict(self._config),
+    )
+    self.clock.at(step)
+    with self._guard(f"pictures after step {step}"):
+      writer.drop_images(_SAMPLES, lambda s: s > step and self.due(s)[0])
+    if not step or not any(self.due(step)):
+      return {}
+
+    def missing() -> list[int]:
+      has_picture = writer.image_path(step, _SAMPLES).exists()
+      return [not has_picture, not writer.has(step, "val")]
+
+    picture, row = ask_first_process(missing, 2)
+    return self.show(step, state, stop, (bool(picture), bool(row)))
+
+  def flush(self, step: int) -> None:
+    """Writes the metrics and times until a step that has a checkpoint."""
+    with self._guard("metrics.jsonl"):
+      self._writer.flush()
+    with self._guard("goodput.json"):
+      self.clock.save(step)
+
+  def report(
+    self, step: int, position: int, metrics: Any, watch: Watch
+  ) -> None:
+    """Reads a step's metrics, checks them, and logs them if it is time.
+
+    Args:
+      step: its number.
+      position: training batches read until then.
+      metrics: arrays of the step.
+      watch: checks them.
+
+    Raises:
+      BadStepError: they are not finite, or the loss is a spike.
+    """
+    config, task, writer = self._config, self._task, self._writer
+    metrics = jax.device_get(metrics)  # at once, not one after the other
+    loads = metrics.pop(HEAD_LOADS, None)
+    values = {n: float(v) for n, v in metrics.items()}
+    watch.check(step, position, values)
+    self.clock.step_done()
+    writer.advance(step)
+    if step % config.log.every == 0 or step == config.train.steps:
+      seconds = self.clock.seconds_per_step(step)
+      rate = task.units_per_step / seconds
+      values |= {f"{task.unit}_per_second": rate, **self.clock.metrics()}
+      scale = seconds * self._mesh.size
+      values |= {name: least / scale for name, least in self._peaks.items()}
+      if config.train.rewind.steps:
+        values["rewinds"] = watch.rewinds
+      if task.stream_metrics:
+        values |= task.stream_metrics(position * config.data.batch_size)
+      if loads is not None:
+        values |= self._heads.metrics(step, loads)
+      self._write(step, "train", values)
+    if loads is not None and self._heads.due(step):
+      with self._guard(f"the loads of heads of step {step}"):
+        writer.write_loads(step, self._heads.by_layer(loads))
+
+  def due(self, step: int) -> tuple[bool, bool]:
+    """Whether a picture and an evaluation are due after a step."""
+    task, every = self._task, self._config.eval.every
+    last = step == self._config.train.steps
+    show = task.preview and (last or step % task.preview_every == 0)
+    return bool(show), bool(last or (every and step % every == 0))
+
+  def show(
+    self,
+    step: int,
+    state: TrainState,
+    stop: StopRequest,
+    missing: tuple[bool, bool] = (True, True),
+  ) -> dict[str, float]:
+    """Shows and scores a state where that is due; returns its evaluation."""
+    show, evaluate = map(operator.and_, self.due(step), missing)
+    if show:
+      with self.clock.phase("evaluate"):
+        params = self._params(state)
+        picture = stop.run(lambda: self._task.preview(params, self._mesh))
+      if picture is not None:
+        with self._guard(f"the picture of step {step}"):
+          self._writer.write_image(step, _SAMPLES, picture)
+    found = stop.run(lambda: self._scores(state)) if evaluate else None
+    if found is not None:
+      self._write(step, "val", found)
+    return found or {}
+
+  def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
+    """Scores a state whether that is due or not; returns its evaluation."""
+    found = self._scores(state)
+    self._write(step, "val", found)
+    return found
+
+  def _scores(self, state: TrainState) -> dict[str, float]:
+    with self.clock.phase("evaluate"):
+      return self._task.evaluate(self._params(state), self._mesh)
+
+  def _write(self, step: int, split: str, values: dict[str, float]) -> None:
+    with self._guard(f"metrics.jsonl, step {step},"):
+      self._writer.write(step, split, values)
+
+  def _params(self, state: TrainState) -> Any:
+    use_ema = self._config.eval.use_ema and state.ema is not None
+    return state.ema if use_ema else state.params
