@@ -23,7 +23,7 @@ from typing import Any
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops import splash
 from moh_jax.ops.crossovers import HALF, largest_share
-from moh_jax.ops.kernels import hopper, triton_backend
+from moh_jax.ops.kernels import hopper, triton
 from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, block_sizes
 from moh_jax.ops.target import Target
 
@@ -207,7 +207,7 @@ def has_kernels(device: Target, dtype: str = "", head_dim: int = 0) -> bool:
 def _backend(device: Target, dtype: str, head_dim: int) -> tuple[str, str]:
   """The back end of Pallas, and what it would need that is not there."""
   if device.platform == "cpu":
-    return "mosaic_tpu" if triton_backend.MISSING else "triton", ""
+    return "mosaic_tpu" if triton.MISSING else "triton", ""
   if device.platform == "tpu":
     return "mosaic_tpu", ""
   if problem := _gpu_problem(device):
@@ -217,7 +217,7 @@ def _backend(device: Target, dtype: str, head_dim: int) -> tuple[str, str]:
   )
   if hopper_kernel and device.cuda not in _MISCOMPILING_CUDA:
     return "mosaic_gpu", ""
-  return "triton", triton_backend.problem()
+  return "triton", triton.refused()
 
 
 def _gpu_problem(device: Target) -> str:

@@ -22,7 +22,7 @@ from moh_jax.ops.attention_forms import (
   kernel_options,
 )
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels import sizes, triton_backend
+from moh_jax.ops.kernels import sizes, triton
 from moh_jax.ops.target import Target
 from tests.ops import devices
 
@@ -334,7 +334,7 @@ class TritonTest(parameterized.TestCase):
   def test_auto_takes_the_next_best_form(self, kind, changes, expected):
     long = {"queries": 8192, "keys": 8192, "dtype": "bfloat16"}
     case = {"target": _device(kind)} | long | changes
-    with mock.patch.object(triton_backend, "problem", lambda: "Triton"):
+    with mock.patch.object(triton, "refused", lambda: "Triton"):
       self.assertEqual(_name(**case), expected)
       if expected != "kernel":
         with self.assertRaisesRegex(ValueError, "'kernel' needs Triton"):
@@ -346,9 +346,9 @@ class TritonTest(parameterized.TestCase):
 
   def test_a_refusal_is_told_in_one_line(self):
     refuses = mock.Mock(side_effect=NotImplementedError("gone\nfor good"))
-    found = mock.patch.object(triton_backend, "MISSING", "")
-    with found, mock.patch.object(triton_backend, "launch", refuses):
-      problem = triton_backend.problem.__wrapped__()
+    found = mock.patch.object(triton, "MISSING", "")
+    with found, mock.patch.object(triton, "launch", refuses):
+      problem = triton.refused.__wrapped__()
     self.assertRegex(problem, r"jax [\d.]+ refuses \(.*Error: gone\)$")
 
   def test_all_else_works_where_jax_has_removed_it(self):

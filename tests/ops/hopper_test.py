@@ -12,11 +12,10 @@ from absl.testing import absltest, parameterized
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
-from moh_jax.ops.kernels import hopper, hopper_launch
+from moh_jax.ops.kernels import hopper, hopper_program
 from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.hopper_keys import KeyLaunch
+from moh_jax.ops.kernels.hopper import KeyLaunch, RowLaunch
 from moh_jax.ops.kernels.hopper_program import Ring
-from moh_jax.ops.kernels.hopper_rows import RowLaunch
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.visible import Visible
@@ -130,7 +129,7 @@ class InterpretedTest(parameterized.TestCase):
     # detects no races of GPUs, which is no error of its own.
     case = dataclasses.replace(_CASES[name], tokens=128)
     params = dataclasses.replace(
-      hopper_launch._interpreter(),
+      hopper_program._interpreter(),
       detect_races=True,
       uninitialized_memory="nan",
       out_of_bounds_reads="raise",
@@ -143,7 +142,7 @@ class InterpretedTest(parameterized.TestCase):
       release(ring, step)
 
     with (
-      mock.patch.object(hopper_launch, "_interpreter", lambda: params),
+      mock.patch.object(hopper_program, "_interpreter", lambda: params),
       mock.patch.object(Ring, "release", committed),
     ):
       _check_equal(self, case)

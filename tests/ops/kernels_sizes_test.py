@@ -8,7 +8,7 @@ from unittest import mock
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import sizes, triton_program
+from moh_jax.ops.kernels import sizes, triton
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
 from tests.ops import devices
 
@@ -44,8 +44,8 @@ class SizesTest(parameterized.TestCase):
     (192, ((0, 128), (128, 64))),
   )  # fmt: skip
   def test_head_dims_become_powers_of_two(self, dim, slices):
-    self.assertEqual(triton_program.column_slices(dim, 2), slices)
-    self.assertLen(triton_program.column_slices(dim, 1), 1)
+    self.assertEqual(triton.column_slices(dim, 2), slices)
+    self.assertLen(triton.column_slices(dim, 1), 1)
 
 
 class TileFileTest(parameterized.TestCase):

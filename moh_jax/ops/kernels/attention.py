@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
-from moh_jax.ops.kernels import hopper, tpu, tpu_rows, triton, triton_backend
+from moh_jax.ops.kernels import hopper, tpu, triton
 from moh_jax.ops.kernels.problem import Kernels, Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes
 from moh_jax.ops.lanes import fill_lanes, heads_in_lanes
@@ -113,8 +113,8 @@ def readable(
   """
   if backend not in BACKENDS:
     raise ValueError(f"backend={backend!r} must be one of {set(BACKENDS)}")
-  if backend == "triton" and triton_backend.MISSING:
-    raise ValueError(f"backend='triton' needs {triton_backend.MISSING}")
+  if backend == "triton" and triton.MISSING:
+    raise ValueError(f"backend='triton' needs {triton.MISSING}")
   for name, x in {"q": q, "k": k, "v": v}.items():
     if x.dtype not in _DTYPES:
       known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
@@ -155,7 +155,7 @@ def forward_queries(backend: str, problem: Problem, q: jax.Array) -> jax.Array:
 def to_rows(backend: str, problem: Problem, x: jax.Array) -> jax.Array:
   """Reorders pairs [B, N, H, D] to a back end's rows, [T * R, D or W]."""
   if backend == "mosaic_tpu":
-    return tpu_rows.gather(problem, x)
+    return tpu.to_rows(problem, x)
   return gather_rows(x, problem.blocks)
 
 
@@ -164,7 +164,7 @@ def _to_pairs(
 ) -> jax.Array:
   """Reorders a back end's rows to pairs [B, N, H, D]."""
   if backend == "mosaic_tpu":
-    return tpu_rows.scatter(problem, rows, dim)
+    return tpu.to_pairs(problem, rows, dim)
   return scatter_rows(rows, problem.blocks)
 
 

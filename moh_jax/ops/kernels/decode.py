@@ -19,7 +19,7 @@ from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.attention import readable
-from moh_jax.ops.kernels.decode_problem import DecodeProblem, head_list
+from moh_jax.ops.kernels.problem import DecodeProblem, head_list
 
 _KERNELS = {"triton": triton_decode.attend, "mosaic_tpu": tpu_decode.attend}
 

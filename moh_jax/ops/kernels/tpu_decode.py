@@ -21,10 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from moh_jax.ops.kernels.decode_problem import DecodeProblem
-from moh_jax.ops.kernels.products import across, times
+from moh_jax.ops.kernels.problem import DecodeProblem, across, times
 from moh_jax.ops.kernels.sizes import decode_tile
-from moh_jax.ops.kernels.tpu_step import repeat_lanes
+from moh_jax.ops.kernels.tpu import repeat_lanes
 from moh_jax.ops.lanes import LANES
 
 _ROWS = 16  # rows of a register of bfloat16

@@ -19,15 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels import triton_backend
-from moh_jax.ops.kernels.decode_problem import DecodeProblem
-from moh_jax.ops.kernels.products import times
+from moh_jax.ops.kernels.problem import DecodeProblem, times
 from moh_jax.ops.kernels.sizes import Tile, decode_tile
-from moh_jax.ops.kernels.triton_backend import plgpu
-from moh_jax.ops.kernels.triton_program import (
+from moh_jax.ops.kernels.triton import (
   SMALLEST,
   Slices,
   column_slices,
+  launch,
+  plgpu,
   product,
 )
 
@@ -165,7 +164,7 @@ class Plan:
       jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
       jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    return triton_backend.launch(
+    return launch(
       functools.partial(_kernel, plan=self),
       self.tile,
       out_shape=outputs,
