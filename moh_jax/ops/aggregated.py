@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops import window as window_ops
-from moh_jax.ops.products import einsum_float32
+from moh_jax.ops.basics import einsum_float32
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:

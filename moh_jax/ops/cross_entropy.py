@@ -15,8 +15,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from moh_jax.ops.basics import einsum_float32
 from moh_jax.ops.columns import ALL, Columns
-from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import target
 
 

@@ -13,16 +13,11 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops import target as target_lib
-from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import (
-  AttentionCase,
-  Form,
-  choose_cached_form,
-  choose_form,
-  kernel_options,
-)
+from moh_jax.ops.attention import attention, choose_cached_form, choose_form
+from moh_jax.ops.attention_forms import AttentionCase, Form
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels import sizes, triton
+from moh_jax.ops.kernels import backends, triton
+from moh_jax.ops.kernels.backends import kernel_options
 from moh_jax.ops.target import Target
 from tests.ops import devices
 
@@ -391,11 +386,11 @@ class KernelTest(_TestCase):
       dtype="bfloat16",
       queries=queries,
     )
-    with mock.patch.object(sizes, "measured", dict):
+    with mock.patch.object(backends, "measured", dict):
       self.assertEqual(choose_form("kernel", case), Form("kernel", True, rows))
 
   def test_bias_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "'kernel' adds no bias"):
+    with self.assertRaisesRegex(ValueError, "'kernel' needs .* without a bias"):
       _name("kernel", platform="gpu", biased=True)
 
 

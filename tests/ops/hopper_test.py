@@ -18,6 +18,7 @@ from moh_jax.ops.kernels.hopper import KeyLaunch, RowLaunch
 from moh_jax.ops.kernels.hopper_program import Ring
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.target import Target
 from moh_jax.ops.visible import Visible
 from tests.ops import devices
 
@@ -193,9 +194,12 @@ class TablesTest(parameterized.TestCase):
 
 class SupportsTest(parameterized.TestCase):
   def test_dtypes_and_head_dims(self):
-    self.assertTrue(hopper.supports(jnp.bfloat16, 96))
-    self.assertFalse(hopper.supports(jnp.float32, 64))
-    self.assertFalse(hopper.supports(jnp.float16, 72))
+    unable = functools.partial(
+      hopper.Hopper().unable, Target("gpu", "NVIDIA H200")
+    )
+    self.assertEqual(unable("bfloat16", 96), "")
+    self.assertIn("float32", unable("float32", 64))
+    self.assertIn("72", unable("float16", 72))
 
   @parameterized.parameters(
     (_Case(dtype="float32"), "not float32, float32"),

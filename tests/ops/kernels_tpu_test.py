@@ -15,8 +15,9 @@ from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels import tpu_plan
 from moh_jax.ops.kernels.attention import kernel_attention
+from moh_jax.ops.kernels.backends import block_sizes
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.kernels.tpu_plan import Cut
 from moh_jax.ops.visible import Visible
 from tests.ops import devices

@@ -16,7 +16,7 @@ tile, L keys of a tile, P tiles of rows in all blocks, J tiles of keys.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from moh_jax.ops.basics import HALF
 from moh_jax.ops.kernels.hopper_program import (
   PART,
   Launch,
@@ -41,79 +42,96 @@ from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Arrays,
   Bounds,
+  Kernels,
   Problem,
   keys_of_rows,
   rows_of_keys,
 )
-from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.target import Target
 
-_DTYPES = (jnp.bfloat16, jnp.float16)
 _HEAD_DIMS = 64, 96, 128, 256
+# CUDA whose ptxas, as JAX says, miscompiles causal attention of Pallas'
+# Mosaic GPU: 12.8.0 to 12.9.0. 12.9.1 has the same number.
+_MISCOMPILING_CUDA = range(12080, 12091)
 
 
-def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
-  """See `Kernels.forward`."""
-  return RowLaunch(problem, tile, tile.rows // PART).run_kernel(
-    _forward_kernel, (q,), (), keys, problem.outputs(q, keys[1])
-  )
+class Hopper(Kernels):
+  """The kernels for NVIDIA Hopper."""
 
+  tiles: ClassVar = {
+    2: {
+      64: BlockSizes(
+        Tile(128, 128, 4, 3), Tile(128, 128, 4, 2), Tile(128, 128, 4, 2)
+      ),
+      128: BlockSizes(
+        Tile(128, 128, 4, 2), Tile(128, 64, 4, 2), Tile(64, 128, 4, 2)
+      ),
+      256: BlockSizes(
+        Tile(128, 64, 4, 2), Tile(128, 64, 4, 1), Tile(64, 64, 4, 2)
+      ),
+    }
+  }
 
-def query_gradient(
-  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-) -> Arrays:
-  """See `Kernels.query_gradient`."""
-  q, out, log_sums, grad = rows
-  return RowLaunch(problem, tile, tile.rows // PART).run_kernel(
-    _query_gradient_kernel, (q, grad), (out, log_sums), keys,
-    problem.query_gradients(q),
-  )  # fmt: skip
+  def unable(self, device: Target, dtype: str, head_dim: int) -> str:
+    """See `Kernels.unable`."""
+    if not device.is_hopper:
+      return f"an NVIDIA Hopper GPU, this is a {device.kind}"
+    if device.cuda in _MISCOMPILING_CUDA:
+      return f"a CUDA that compiles its kernels well, not {device.cuda}"
+    return _lacks(dtype, dtype, head_dim)
 
+  def check(self, sizes: BlockSizes) -> None:
+    """See `Kernels.check`."""
+    if sizes.rows not in (PART, 2 * PART):
+      raise ValueError(
+        f"rows={sizes.rows} of a block must be {PART} or {2 * PART} on Hopper"
+      )
+    sizes.check_covers()
 
-def key_gradients(
-  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-) -> Arrays:
-  """See `Kernels.key_gradients`."""
-  return KeyLaunch(problem, tile, 2).run_kernel(
-    _key_gradients_kernel, rows, keys
-  )
+  def check_dtypes(
+    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
+  ) -> None:
+    """See `Kernels.check_dtypes`."""
+    if reason := _lacks(dtype.name, value_dtype.name, head_dim):
+      raise ValueError(f"backend='mosaic_gpu' needs {reason}")
 
+  def forward(
+    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.forward`."""
+    return RowLaunch(problem, tile, tile.rows // PART).run_kernel(
+      _forward_kernel, (q,), (), keys, problem.outputs(q, keys[1])
+    )
 
-def supports(dtype: jax.typing.DTypeLike, head_dim: int) -> bool:
-  """Whether the kernels take queries, keys and values like these.
+  def query_gradient(
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.query_gradient`."""
+    q, out, log_sums, grad = rows
+    return RowLaunch(problem, tile, tile.rows // PART).run_kernel(
+      _query_gradient_kernel, (q, grad), (out, log_sums), keys,
+      problem.query_gradients(q),
+    )  # fmt: skip
 
-  Args:
-    dtype: of queries, keys and values, which have to be the same.
-    head_dim: D.
-  """
-  return jnp.dtype(dtype) in _DTYPES and head_dim in _HEAD_DIMS
-
-
-def check(dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int) -> None:
-  """Checks that the kernels take a call.
-
-  Args:
-    dtype: of the products of queries and keys.
-    value_dtype: of the values.
-    head_dim: D.
-
-  Raises:
-    ValueError: they do not.
-  """
-  if dtype != value_dtype or not supports(dtype, head_dim):
-    raise ValueError(
-      f"backend='mosaic_gpu' needs queries, keys and values of one dtype, "
-      f"{' or '.join(jnp.dtype(x).name for x in _DTYPES)}, and a head_dim in "
-      f"{_HEAD_DIMS}, not {dtype.name}, {value_dtype.name} (values) and "
-      f"{head_dim}"
+  def key_gradients(
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.key_gradients`."""
+    return KeyLaunch(problem, tile, 2).run_kernel(
+      _key_gradients_kernel, rows, keys
     )
 
 
-def check_rows(rows: int) -> None:
-  """See `Kernels.check_rows`."""
-  if rows not in (PART, 2 * PART):
-    raise ValueError(
-      f"rows={rows} of a block must be {PART} or {2 * PART} on Hopper"
-    )
+def _lacks(dtype: str, value_dtype: str, head_dim: int) -> str:
+  """What queries, keys and values have to be and are not; else empty."""
+  if dtype == value_dtype and dtype in HALF and head_dim in _HEAD_DIMS:
+    return ""
+  return (
+    f"queries, keys and values of one dtype, {' or '.join(HALF)}, and a "
+    f"head_dim in {_HEAD_DIMS}, not {dtype}, {value_dtype} (values) and "
+    f"{head_dim}"
+  )
 
 
 class RowWork(NamedTuple):

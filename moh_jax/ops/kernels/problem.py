@@ -8,7 +8,7 @@ keys; where one token is decoded, L entries of a list of heads.
 
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from moh_jax.ops.cache import LayerCache
-from moh_jax.ops.head_blocks import HeadBlocks
-from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.target import Target
 from moh_jax.ops.visible import Visible
 
 LOG2_E = math.log2(math.e)
@@ -50,8 +51,8 @@ class KeyRanges(NamedTuple):
 class Problem:
   """One call of the attention: shapes, masks, the table of active heads.
 
-  On a TPU several narrow heads may be one here, see `tpu.to_rows`: K and D are
-  then those of `attention.arranged_keys`.
+  On a TPU several narrow heads may be one here, see `Tpu.to_rows`: K and D are
+  then those of `Kernels.arranged`.
 
   Attributes:
     k_shape: (B, M, K, D), the shape of keys and values.
@@ -419,7 +420,7 @@ class DecodeProblem:
 
 
 class Kernels(Protocol):
-  """The functions that each back end's module, `triton` and `tpu`, defines.
+  """The kernels of one back end of Pallas.
 
   Rows are [T * R, D], one number per row is [T * R]; keys and values are
   [B, M, K, D]. In results, rows of unused blocks are undefined.
@@ -427,10 +428,65 @@ class Kernels(Protocol):
   Keys have the dtype of the queries; gradients of the output have that of the
   values and are 0 in empty rows. The forward pass also takes keys and values
   of a narrower dtype and widens each tile after loading it.
+
+  Attributes:
+    tiles: default `BlockSizes`, see `sizes.fitting`.
+    few_rows: heads with fewer tokens than this get blocks of half the rows,
+    least_rows: or of so many rows.
+    picks_rows: whether the forward kernel picks its rows out of [B, N, H, D]
+      itself: there is no pass over the queries before it.
   """
 
-  def check_rows(self, rows: int) -> None:
-    """Raises ValueError if blocks cannot have this many rows."""
+  tiles: ClassVar[dict[int, dict[int, BlockSizes]]]
+  few_rows: ClassVar[int] = 512
+  least_rows: ClassVar[int] = 64
+  picks_rows: ClassVar[bool] = False
+
+  def unable(self, device: Target, dtype: str, head_dim: int) -> str:
+    """What the kernels need to run on a device that is not there; else empty.
+
+    Args:
+      device: the device; a CPU interprets kernels.
+      dtype: name of the dtype of queries, keys and values; empty if unknown.
+      head_dim: D.
+    """
+
+  def check(self, sizes: BlockSizes) -> None:
+    """Raises ValueError if blocks or tiles cannot have these sizes."""
+
+  def check_dtypes(
+    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
+  ) -> None:
+    """Raises ValueError if the kernels do not take a call.
+
+    Args:
+      dtype: of the products of queries and keys.
+      value_dtype: of the values.
+      head_dim: D.
+    """
+
+  def readable(self, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which an array of a given one is read."""
+    return dtype
+
+  def arranged(self, x: jax.Array) -> jax.Array:
+    """Keys or values [B, M, K, D] as the kernels read them."""
+    return x
+
+  def to_rows(self, problem: Problem, x: jax.Array) -> jax.Array:
+    """Reorders pairs [B, N, H, D] to rows; 0 in empty rows."""
+    return gather_rows(x, problem.blocks)
+
+  def to_pairs(self, problem: Problem, rows: jax.Array, dim: int) -> jax.Array:
+    """Reorders rows to pairs [B, N, H, D]; 0 if inactive.
+
+    Args:
+      problem: the call.
+      rows: results of a kernel.
+      dim: D.
+    """
+    del dim
+    return scatter_rows(rows, problem.blocks)
 
   def forward(
     self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
@@ -439,7 +495,7 @@ class Kernels(Protocol):
 
     Args:
       problem: the call.
-      q: the queries, as `attention.forward_queries` returns them.
+      q: rows of the queries, or all of them if `picks_rows`.
       keys: keys and values.
       tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
 

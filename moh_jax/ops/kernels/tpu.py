@@ -15,7 +15,7 @@ block, L keys of a tile.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,141 +26,150 @@ from jax.experimental import pallas as pl
 from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Arrays,
+  Kernels,
   Problem,
   across,
   like,
   times,
 )
-from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.kernels.tpu_plan import Plan, Tables, visit_of_step
-from moh_jax.ops.lanes import LANES, fill_lanes, in_place
+from moh_jax.ops.lanes import LANES, fill_lanes, heads_in_lanes, in_place
+from moh_jax.ops.target import Target
 
 
-def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
-  """See `Kernels.forward`."""
-  plan = Plan(problem, tile.keys, keys_first=False)
-  outputs = problem.outputs(q, keys[1])
-  return _call_by_rows(_forward_kernel, plan, q, keys, outputs)
+class Tpu(Kernels):
+  """The kernels for TPUs."""
 
+  tiles: ClassVar = {
+    2: {256: BlockSizes(Tile(256, 1024), Tile(256, 1024), Tile(256, 512))},
+    4: {256: BlockSizes(*(Tile(256, 512),) * 3)},
+  }
+  few_rows = 768
+  least_rows = 128
 
-def query_gradient(
-  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-) -> Arrays:
-  """See `Kernels.query_gradient`."""
-  plan = Plan(problem, tile.keys, keys_first=False)
-  outputs = problem.query_gradients(rows[0])
-  return _call_by_rows(_query_gradient_kernel, plan, rows, keys, outputs)
+  def unable(self, device: Target, dtype: str, head_dim: int) -> str:
+    """See `Kernels.unable`."""
+    del dtype, head_dim
+    able = device.platform in ("cpu", "tpu")
+    return "" if able else f"a TPU, this is a {device.platform} ({device.kind})"
 
+  def check(self, sizes: BlockSizes) -> None:
+    """See `Kernels.check`."""
+    if sizes.rows % 8:
+      raise ValueError(f"rows={sizes.rows} of a block must be a multiple of 8")
 
-def _call_by_rows(
-  kernel: Callable, plan: Plan, rows: Any, keys: Arrays, outputs: tuple
-) -> Arrays:
-  """Launches a kernel that adds to rows.
+  def readable(self, dtype: jnp.dtype) -> jnp.dtype:
+    """See `Kernels.readable`; TPUs have no float16."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
-  Args:
-    kernel: as for `Plan.call`.
-    plan: of the launch.
-    rows: arrays [T * R, D] or [T * R].
-    keys: keys and values.
-    outputs: shapes of rows [T * R, D], then of one number per row.
-  """
-  # Sums of a block outlive its step only where its keys come in chunks.
-  blocks = plan.cut.window if plan.cut.chunks > 1 else 1
-  size = blocks, plan.problem.rows
-  scratch = [(*size, plan.problem.head_dim), (*size, LANES), (*size, LANES)]
-  results, _ = plan.call(kernel, rows, keys, outputs, scratch)
-  return tuple(x.reshape(y.shape) for x, y in zip(results, outputs))
+  def arranged(self, x: jax.Array) -> jax.Array:
+    """Arranges keys or values [B, M, K, D] as [B, M, K / m, W].
 
+    m heads are side by side in the vector lanes: a set of them is read as one
+    key/value head.
+    """
+    return fill_lanes(x, heads_in_lanes(*x.shape[2:]))
 
-def key_gradients(
-  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-) -> Arrays:
-  """See `Kernels.key_gradients`."""
-  plan = Plan(problem, tile.keys, keys_first=True)
-  cut = plan.cut
-  scratch = [(cut.heads, cut.chunk * cut.keys, problem.head_dim)] * 2
-  outputs = tuple(map(like, keys))
-  results, visited = plan.call(
-    _key_gradients_kernel, rows, keys, outputs, scratch
-  )
-  # No step writes the gradients of keys that no row visited.
-  visited = jnp.repeat(visited, cut.chunk * cut.keys, axis=1)
-  visited = jnp.repeat(visited[:, : problem.keys], cut.heads, axis=0)
-  visited = visited.reshape(problem.batch, -1, problem.keys, 1).swapaxes(1, 2)
+  def to_rows(self, problem: Problem, x: jax.Array) -> jax.Array:
+    """Reorders pairs [B, N, H, D] to rows [T * R, W]; 0 in empty rows.
 
-  def to_key_shape(x: jax.Array) -> jax.Array:
-    """Shapes [B * K, J * L, D] as [B, M, K, D]."""
-    x = x[:, : problem.keys].reshape(problem.batch, -1, *problem.k_shape[1::2])
-    return jnp.where(visited, x.swapaxes(1, 2), 0)
+    Arrays of pairs are read and written as [B, S, N, W] with S = H / m sets of
+    m heads: in this order XLA for TPUs computes them, and wants them for the
+    products after. A row holds its own head's numbers in the lanes where the
+    head's key/value head has its keys, and 0 in the others, which therefore add
+    nothing to the logits. Of a result only the lanes of the row's own head are
+    meant.
 
-  return tuple(map(to_key_shape, results))
+    Args:
+      problem: the call, with keys [B, M, K / m, W].
+      x: of the pairs.
+    """
+    tokens, dim = x.shape[1], x.shape[3]
+    count = problem.head_dim // dim
+    blocks = problem.blocks
+    head, token = blocks.head[:, None], blocks.token
+    index = head // count * tokens + jnp.minimum(token, tokens - 1)
+    sets = fill_lanes(x, count).swapaxes(1, 2).reshape(-1, problem.head_dim)
+    rows = jnp.take(sets, index, axis=0, mode="clip")  # [T, R, W]
+    inside = (token < tokens)[..., None]
+    if count > 1:
+      held = head % count
+      wanted = head // (problem.group // count) % count
+      rows = _moved(rows, (wanted - held)[..., None], problem, dim)
+      inside = inside & in_place(wanted, count, dim)
+    rows = jnp.where(inside, rows, jnp.zeros((), x.dtype))
+    return rows.reshape(-1, problem.head_dim)
 
+  def to_pairs(self, problem: Problem, rows: jax.Array, dim: int) -> jax.Array:
+    """Reorders rows [T * R, W] to pairs [B, N, H, D]; 0 if inactive.
 
-def check_rows(rows: int) -> None:
-  """See `Kernels.check_rows`."""
-  if rows % 8:
-    raise ValueError(f"rows={rows} of a block must be a multiple of 8")
+    Args:
+      problem: the call, with keys [B, M, K / m, W].
+      rows: results of a kernel.
+      dim: D.
+    """
+    batch, tokens, heads = problem.blocks.row.shape
+    count = problem.head_dim // dim
+    sets = heads // count
 
+    def by_place(x: jax.Array) -> jax.Array:
+      """Shapes [B, N, H] as [m, B, S, N]."""
+      x = x.reshape(batch, tokens, sets, count)
+      return x.transpose(3, 0, 2, 1)
 
-def to_rows(problem: Problem, x: jax.Array) -> jax.Array:
-  """Reorders pairs [B, N, H, D] to rows [T * R, W]; 0 in empty rows.
+    row = by_place(problem.blocks.row)
+    active = by_place(problem.blocks.active)[..., None]
+    out = jnp.zeros((batch, sets, tokens, problem.head_dim), rows.dtype)
+    for i in range(count):
+      taken = jnp.take(rows, row[i], axis=0, mode="clip")
+      head = np.arange(sets) * count + i
+      held = head // (problem.group // count) % count
+      taken = _moved(taken, (i - held)[None, :, None, None], problem, dim)
+      own = in_place(jnp.full((1, 1, 1), i), count, dim)
+      out = jnp.where(active[i] & own, taken, out)
+    return out.swapaxes(1, 2).reshape(batch, tokens, heads, dim)
 
-  Arrays of pairs are read and written as [B, S, N, W] with S = H / m sets of m
-  heads: in this order XLA for TPUs computes them, and wants them for the
-  products after. A row holds its own head's numbers in the lanes where the
-  head's key/value head has its keys, and 0 in the others, which therefore add
-  nothing to the logits. Of a result only the lanes of the row's own head are
-  meant.
+  def forward(
+    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.forward`."""
+    plan = Plan(problem, tile.keys, keys_first=False)
+    outputs = problem.outputs(q, keys[1])
+    return _call_by_rows(_forward_kernel, plan, q, keys, outputs)
 
-  Args:
-    problem: the call, with keys [B, M, K / m, W].
-    x: of the pairs.
-  """
-  tokens, dim = x.shape[1], x.shape[3]
-  count = problem.head_dim // dim
-  blocks = problem.blocks
-  head, token = blocks.head[:, None], blocks.token
-  index = head // count * tokens + jnp.minimum(token, tokens - 1)
-  sets = fill_lanes(x, count).swapaxes(1, 2).reshape(-1, problem.head_dim)
-  rows = jnp.take(sets, index, axis=0, mode="clip")  # [T, R, W]
-  inside = (token < tokens)[..., None]
-  if count > 1:
-    held = head % count
-    wanted = head // (problem.group // count) % count
-    rows = _moved(rows, (wanted - held)[..., None], problem, dim)
-    inside = inside & in_place(wanted, count, dim)
-  rows = jnp.where(inside, rows, jnp.zeros((), x.dtype))
-  return rows.reshape(-1, problem.head_dim)
+  def query_gradient(
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.query_gradient`."""
+    plan = Plan(problem, tile.keys, keys_first=False)
+    outputs = problem.query_gradients(rows[0])
+    return _call_by_rows(_query_gradient_kernel, plan, rows, keys, outputs)
 
+  def key_gradients(
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.key_gradients`."""
+    plan = Plan(problem, tile.keys, keys_first=True)
+    cut = plan.cut
+    scratch = [(cut.heads, cut.chunk * cut.keys, problem.head_dim)] * 2
+    outputs = tuple(map(like, keys))
+    results, visited = plan.call(
+      _key_gradients_kernel, rows, keys, outputs, scratch
+    )
+    # No step writes the gradients of keys that no row visited.
+    visited = jnp.repeat(visited, cut.chunk * cut.keys, axis=1)
+    visited = jnp.repeat(visited[:, : problem.keys], cut.heads, axis=0)
+    visited = visited.reshape(problem.batch, -1, problem.keys, 1).swapaxes(1, 2)
 
-def to_pairs(problem: Problem, rows: jax.Array, dim: int) -> jax.Array:
-  """Reorders rows [T * R, W] to pairs [B, N, H, D]; 0 if inactive.
+    def to_key_shape(x: jax.Array) -> jax.Array:
+      """Shapes [B * K, J * L, D] as [B, M, K, D]."""
+      x = x[:, : problem.keys].reshape(
+        problem.batch, -1, *problem.k_shape[1::2]
+      )
+      return jnp.where(visited, x.swapaxes(1, 2), 0)
 
-  Args:
-    problem: the call, with keys [B, M, K / m, W].
-    rows: results of a kernel.
-    dim: D.
-  """
-  batch, tokens, heads = problem.blocks.row.shape
-  count = problem.head_dim // dim
-  sets = heads // count
-
-  def by_place(x: jax.Array) -> jax.Array:
-    """Shapes [B, N, H] as [m, B, S, N]."""
-    x = x.reshape(batch, tokens, sets, count)
-    return x.transpose(3, 0, 2, 1)
-
-  row = by_place(problem.blocks.row)
-  active = by_place(problem.blocks.active)[..., None]
-  out = jnp.zeros((batch, sets, tokens, problem.head_dim), rows.dtype)
-  for i in range(count):
-    taken = jnp.take(rows, row[i], axis=0, mode="clip")
-    head = np.arange(sets) * count + i
-    held = head // (problem.group // count) % count
-    taken = _moved(taken, (i - held)[None, :, None, None], problem, dim)
-    own = in_place(jnp.full((1, 1, 1), i), count, dim)
-    out = jnp.where(active[i] & own, taken, out)
-  return out.swapaxes(1, 2).reshape(batch, tokens, heads, dim)
+    return tuple(map(to_key_shape, results))
 
 
 def _moved(
@@ -336,6 +345,26 @@ def repeat_lanes(columns: jax.Array, width: int) -> jax.Array:
   if copies > 1:
     columns = jnp.concatenate([columns] * copies, axis=1)
   return columns[:, :width]
+
+
+def _call_by_rows(
+  kernel: Callable, plan: Plan, rows: Any, keys: Arrays, outputs: tuple
+) -> Arrays:
+  """Launches a kernel that adds to rows.
+
+  Args:
+    kernel: as for `Plan.call`.
+    plan: of the launch.
+    rows: arrays [T * R, D] or [T * R].
+    keys: keys and values.
+    outputs: shapes of rows [T * R, D], then of one number per row.
+  """
+  # Sums of a block outlive its step only where its keys come in chunks.
+  blocks = plan.cut.window if plan.cut.chunks > 1 else 1
+  size = blocks, plan.problem.rows
+  scratch = [(*size, plan.problem.head_dim), (*size, LANES), (*size, LANES)]
+  results, _ = plan.call(kernel, rows, keys, outputs, scratch)
+  return tuple(x.reshape(y.shape) for x, y in zip(results, outputs))
 
 
 def _forward_kernel(

@@ -28,7 +28,7 @@ import functools
 import struct
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from moh_jax.ops.kernels.problem import (
   Argument,
   Arrays,
   Bounds,
+  Kernels,
   Problem,
   across,
   keys_of_rows,
@@ -47,7 +48,8 @@ from moh_jax.ops.kernels.problem import (
   rows_of_keys,
   times,
 )
-from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.target import Target
 
 try:
   from jax.experimental.pallas import triton as plgpu
@@ -62,34 +64,82 @@ Slices = tuple[jax.Array, ...]
 SMALLEST = 16  # smallest side of a matrix product in Triton
 
 
-def forward(problem: Problem, q: jax.Array, keys: Arrays, tile: Tile) -> Arrays:
-  """See `Kernels.forward`."""
-  plan, outputs = Program(problem, tile), problem.outputs(q, keys[1])
-  queries = problem.blocks.pair, plan.all_rows(q.reshape(-1, q.shape[-1]))
-  return plan.call_by_rows(_forward_kernel, queries, keys, outputs)
+class Triton(Kernels):
+  """The kernels for GPUs of compute capability 8.0 and later."""
 
+  tiles: ClassVar = {
+    2: {
+      32: BlockSizes(
+        Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)
+      ),
+      64: BlockSizes(
+        Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)
+      ),
+      128: BlockSizes(
+        Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)
+      ),
+      256: BlockSizes(
+        Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), Tile(32, 32, 8, 2)
+      ),
+    },
+    4: {
+      64: BlockSizes(
+        Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)
+      ),
+      128: BlockSizes(
+        Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)
+      ),
+      256: BlockSizes(
+        Tile(32, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 16, 4, 2)
+      ),
+    },
+  }
+  picks_rows = True
 
-def query_gradient(
-  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-) -> Arrays:
-  """See `Kernels.query_gradient`."""
-  plan, outputs = Program(problem, tile), problem.query_gradients(rows[0])
-  return plan.call_by_rows(_query_gradient_kernel, rows, keys, outputs)
+  def unable(self, device: Target, dtype: str, head_dim: int) -> str:
+    """See `Kernels.unable`."""
+    del dtype, head_dim
+    if device.platform == "cpu":
+      return MISSING
+    return device.gpu_problem or refused()
 
+  def check(self, sizes: BlockSizes) -> None:
+    """See `Kernels.check`."""
+    if (rows := sizes.rows) < SMALLEST or rows & (rows - 1):
+      raise ValueError(
+        f"rows={rows} of a block must be a power of two of at least {SMALLEST}"
+      )
+    sizes.check_covers()
 
-def key_gradients(
-  problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
-) -> Arrays:
-  """See `Kernels.key_gradients`."""
-  return Program(problem, tile).call_by_keys(_key_gradients_kernel, rows, keys)
+  def check_dtypes(
+    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
+  ) -> None:
+    """See `Kernels.check_dtypes`."""
+    if MISSING:
+      raise ValueError(f"backend='triton' needs {MISSING}")
 
+  def forward(
+    self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.forward`."""
+    program, outputs = Program(problem, tile), problem.outputs(q, keys[1])
+    rows = program.all_rows(q.reshape(-1, q.shape[-1]))
+    queries = problem.blocks.pair, rows
+    return program.call_by_rows(_forward_kernel, queries, keys, outputs)
 
-def check_rows(rows: int) -> None:
-  """See `Kernels.check_rows`."""
-  if rows < SMALLEST or rows & (rows - 1):
-    raise ValueError(
-      f"rows={rows} of a block must be a power of two of at least {SMALLEST}"
-    )
+  def query_gradient(
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.query_gradient`."""
+    program, outputs = Program(problem, tile), problem.query_gradients(rows[0])
+    return program.call_by_rows(_query_gradient_kernel, rows, keys, outputs)
+
+  def key_gradients(
+    self, problem: Problem, rows: Arrays, keys: Arrays, tile: Tile
+  ) -> Arrays:
+    """See `Kernels.key_gradients`."""
+    program = Program(problem, tile)
+    return program.call_by_keys(_key_gradients_kernel, rows, keys)
 
 
 def column_slices(dim: int, limit: int) -> tuple[tuple[int, int], ...]:

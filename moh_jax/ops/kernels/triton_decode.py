@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from moh_jax.ops.kernels.problem import DecodeProblem, times
-from moh_jax.ops.kernels.sizes import Tile, decode_tile
+from moh_jax.ops.kernels.sizes import Tile, fitting
 from moh_jax.ops.kernels.triton import (
   SMALLEST,
   Slices,
@@ -30,6 +30,11 @@ from moh_jax.ops.kernels.triton import (
   product,
 )
 
+# A token's rows are few, so only the slots of a tile matter.
+TILES = {
+  2: {64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 2)},
+  4: {64: Tile(16, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+}
 # Programs that fill a GPU: two to four for each of 132 processors.
 _MAX_PROGRAMS = 512
 _MIN_SLOTS = 256  # of a split: joining two costs as much as reading a few slots
@@ -102,7 +107,7 @@ class Plan:
   @functools.cached_property
   def tile(self) -> Tile:
     """Sizes of a program's tile: R rows and T slots."""
-    tile = decode_tile("triton", self.problem.head_dim, self.problem.dtype)
+    tile = fitting(TILES, self.problem.head_dim, self.problem.dtype)
     most = _MAX_ROWS if self.problem.head_dim <= _WIDE else _MAX_WIDE_ROWS
     rows = pl.next_power_of_2(max(SMALLEST, min(self.group, most)))
     slots = max(SMALLEST, pl.next_power_of_2(self.problem.slots))
