@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops import blocked, cudnn, dense, splash
-from moh_jax.ops.attention_forms import AttentionCase, Backend, Form
+from moh_jax.ops.attention_forms import AttentionCase, Backend, Call, Form
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.crossovers import largest_share
 from moh_jax.ops.head_blocks import ActiveHeads
@@ -111,8 +111,8 @@ def attention(
   visible = Visible(key_mask, segments, causal)
   if bias is not None:
     bias = jax.lax.broadcast_to_rank(bias, 4)
-  attend = BACKENDS[form.name].attend
-  out = attend(q, k, v, bias, visible, active, scale, form)
+  call = Call(q, k, v, bias, visible, active, scale)
+  out = BACKENDS[form.name].attend(call, form)
   return factor * out if form.packs else out
 
 

@@ -94,6 +94,29 @@ class Form:
   backend: str = dataclasses.field(default="xla", compare=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """What a form computes with.
+
+  Attributes:
+    q: [B, N, H, D] queries.
+    k: [B, M, K, D] keys; query head h reads key/value head h // (H / K).
+    v: [B, M, K, D] values.
+    bias: broadcastable to [B, H, N, M], or None.
+    visible: which keys a query sees.
+    active: the active heads; None is every head.
+    scale: factor of the logits.
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  bias: jax.Array | None
+  visible: Visible
+  active: ActiveHeads | None
+  scale: float
+
+
 class Backend(Protocol):
   """The functions that the module of a form defines."""
 
@@ -116,27 +139,11 @@ class Backend(Protocol):
       packs: whether to compute the active heads alone, where it can.
     """
 
-  def attend(
-    self,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    bias: jax.Array | None,
-    visible: Visible,
-    active: ActiveHeads | None,
-    scale: float,
-    form: Form,
-  ) -> jax.Array:
+  def attend(self, call: Call, form: Form) -> jax.Array:
     """Computes a call.
 
     Args:
-      q: [B, N, H, D].
-      k: [B, M, K, D]; query head h reads key/value head h // (H / K).
-      v: [B, M, K, D].
-      bias: broadcastable to [B, H, N, M], or None.
-      visible: which keys a query sees.
-      active: the active heads; None is every head.
-      scale: factor of the logits.
+      call: the arrays.
       form: from the module's `form`.
 
     Returns:

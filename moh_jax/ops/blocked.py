@@ -22,14 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moh_jax.ops.attention_forms import SHORT, AttentionCase, Form
+from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import (
   einsum_float32,
   keep_attention,
   unnormalized_softmax,
 )
 from moh_jax.ops.head_blocks import (
-  ActiveHeads,
   HeadBlocks,
   blocks_of,
   gather_rows,
@@ -75,27 +74,20 @@ def large_blocks(case: AttentionCase) -> Form:
   return Form("blocked", rows=min(case.queries, 1024 if long else 512))
 
 
-def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  active: ActiveHeads | None,
-  scale: float,
-  form: Form,
-) -> jax.Array:
+def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  dtype, sizes = v.dtype, (q.shape[1], k.shape[1])
+  arrays, bias = (call.q, call.k, call.v), call.bias
   if bias is not None:
+    sizes = call.q.shape[1], call.k.shape[1]
     bias = jnp.broadcast_to(bias, (*bias.shape[:2], *sizes))
-  blocks = blocks_of(active, q.shape[:3], form.rows)
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows)
   if target().platform == "cpu":
     # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-  count = form.blocks_per_step
-  out = blocked_attention(q, k, v, bias, visible, blocks, scale, count)
-  return out.astype(dtype)
+    arrays = (x.astype(jnp.float32) for x in arrays)
+  out = blocked_attention(
+    *arrays, bias, call.visible, blocks, call.scale, form.blocks_per_step
+  )
+  return out.astype(call.v.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))

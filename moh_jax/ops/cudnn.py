@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import AttentionCase, Form
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import HALF
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
@@ -66,19 +66,12 @@ def _hides(case: AttentionCase) -> bool:
   return case.causal or case.masked or case.biased
 
 
-def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  active: ActiveHeads | None,
-  scale: float,
-  form: Form,
-) -> jax.Array:
+def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
   del form
-  return cudnn_attention(q, k, v, bias, visible, active, scale)
+  return cudnn_attention(
+    *(call.q, call.k, call.v, call.bias, call.visible, call.active), call.scale
+  )
 
 
 def cudnn_attention(

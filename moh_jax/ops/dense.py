@@ -13,10 +13,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import SHORT, AttentionCase, Form
+from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
 from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.target import on_one_device
 from moh_jax.ops.visible import Visible
 
@@ -57,20 +56,10 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
   return Form("dense", one_by_one=_one_by_one(case))
 
 
-def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  active: ActiveHeads | None,
-  scale: float,
-  form: Form,
-) -> jax.Array:
+def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  del active
   computed = attend_one_by_one if form.one_by_one else dense_attention
-  return computed(q, k, v, bias, visible, scale)
+  return computed(call.q, call.k, call.v, call.bias, call.visible, call.scale)
 
 
 def dense_attention(

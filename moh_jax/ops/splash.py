@@ -13,9 +13,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
 
-from moh_jax.ops.attention_forms import AttentionCase, Form
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import ATTENTION
-from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.lanes import LANES, fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.visible import Visible
 
@@ -53,19 +52,10 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
   return Form("splash")
 
 
-def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  active: ActiveHeads | None,
-  scale: float,
-  form: Form,
-) -> jax.Array:
+def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  del bias, active, form
-  return splash_attention(q, k, v, visible, scale)
+  del form
+  return splash_attention(call.q, call.k, call.v, call.visible, call.scale)
 
 
 def splash_attention(

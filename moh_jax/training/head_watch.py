@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from moh_jax.config import Config, get_family
-from moh_jax.ops.head_load import collapse_lines, load_entropy
+from moh_jax.ops.routing import collapse_lines, load_entropy
 
 _LOG = logging.getLogger(__name__)
 _BAR, _GAP, _HEIGHT = 12, 4, 100  # pixels of a picture

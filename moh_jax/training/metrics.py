@@ -19,7 +19,7 @@ from moh_jax.config import LogConfig
 from moh_jax.data.images.pictures import to_picture
 from moh_jax.files import write_whole
 from moh_jax.json_files import strict_json
-from moh_jax.ops.head_load import LOAD_SPLIT
+from moh_jax.ops.routing import LOAD_SPLIT
 from moh_jax.training import bucket_events
 from moh_jax.training.head_watch import load_picture
 from moh_jax.training.wandb_log import WandbLog

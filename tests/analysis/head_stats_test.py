@@ -11,7 +11,7 @@ from moh_jax import config as config_lib
 from moh_jax.analysis.head_stats import head_stats
 from moh_jax.config import MeshConfig, get_family
 from moh_jax.models.registry import make_model
-from moh_jax.ops.head_load import load_entropy
+from moh_jax.ops.routing import load_entropy
 from moh_jax.runtime import sharding
 from tests.training import tiny
 

@@ -15,9 +15,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import AttentionCase, Form
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import HALF, keep_attention
-from moh_jax.ops.head_blocks import ActiveHeads, HeadBlocks, blocks_of
+from moh_jax.ops.head_blocks import HeadBlocks, blocks_of
 from moh_jax.ops.kernels.backends import (
   BACKENDS,
   block_sizes,
@@ -57,22 +57,13 @@ def form(case: AttentionCase, *, packs: bool) -> Form:
   return Form("kernel", packs, sizes.rows, backend=backend)
 
 
-def attend(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  visible: Visible,
-  active: ActiveHeads | None,
-  scale: float,
-  form: Form,
-) -> jax.Array:
+def attend(call: Call, form: Form) -> jax.Array:
   """See `Backend.attend`."""
-  del bias
-  blocks = blocks_of(active, q.shape[:3], form.rows)
+  q, k, v = call.q, call.k, call.v
+  blocks = blocks_of(call.active, q.shape[:3], form.rows)
   same = q.dtype == k.dtype == v.dtype
   options = kernel_options(target(), q.dtype.name if same else "", q.shape[-1])
-  return kernel_attention(q, k, v, visible, blocks, scale, **options)
+  return kernel_attention(q, k, v, call.visible, blocks, call.scale, **options)
 
 
 def kernel_attention(
