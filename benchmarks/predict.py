@@ -25,7 +25,8 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 
-from moh_jax.ops.crossovers import HALF, LENGTHS, Crossover
+from moh_jax.ops.basics import HALF
+from moh_jax.ops.crossovers import LENGTHS, Crossover
 from moh_jax.speed.peaks import published_peak
 
 _TOKENS, _WIDTH = 16384, 2048  # of a call: N * batch, heads * head dim

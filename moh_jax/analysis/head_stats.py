@@ -21,8 +21,7 @@ from jax.sharding import Mesh
 from moh_jax.analysis.probe import Batch, Grouping, Probe
 from moh_jax.config import Config
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.head_load import collapse_lines, load_entropy
-from moh_jax.ops.routing import Routing
+from moh_jax.ops.routing import Routing, collapse_lines, load_entropy
 from moh_jax.runtime import sharding
 
 # What is averaged over the tokens of a group, for every head.
@@ -113,7 +112,7 @@ class HeadStats:
   maps: RoutingMaps
 
   def entropy(self, kind: str = "all") -> np.ndarray:
-    """Entropy of the load [L, G] in [0, 1], see `ops.head_load`."""
+    """Entropy of the load [L, G] in [0, 1], see `load_entropy`."""
     groups = self.groups[kind]
     out = np.empty(groups.tokens.shape)
     for row, layer, load in zip(out, self.layers, groups.load):

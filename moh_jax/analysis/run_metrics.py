@@ -5,7 +5,7 @@ import json
 import sys
 
 from moh_jax.files import read_bytes
-from moh_jax.ops.head_load import LOAD_SPLIT
+from moh_jax.ops.routing import LOAD_SPLIT
 from moh_jax.runtime import steps
 
 _MOST_BYTES = 1 << 30

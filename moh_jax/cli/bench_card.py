@@ -10,7 +10,7 @@ import jax
 
 from moh_jax.cli import common
 from moh_jax.files import replacing
-from moh_jax.ops.attention_forms import has_kernels, kernel_options
+from moh_jax.ops.kernels.backends import has_kernels, kernel_options
 from moh_jax.ops.target import target
 from moh_jax.speed import report
 from moh_jax.speed.card import session

@@ -4,8 +4,8 @@ import argparse
 
 from moh_jax.cli import common, fields
 from moh_jax.cli.arguments.speed import SHAPES
-from moh_jax.ops.attention_forms import kernel_options
-from moh_jax.ops.kernels.sizes import Key, read
+from moh_jax.ops.kernels.backends import kernel_options, read
+from moh_jax.ops.kernels.sizes import Key
 from moh_jax.ops.target import target
 from moh_jax.speed.options import Workload
 from moh_jax.speed.tiles import tune, write

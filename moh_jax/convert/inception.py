@@ -18,8 +18,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
 from moh_jax.convert.rules import Rule
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.models.inception import InceptionV3
-from moh_jax.ops.inception_input import INPUT_SIZE
+from moh_jax.models.inception import INPUT_SIZE, InceptionV3
 
 _UNIT = {
   "kernel": "conv.weight",

@@ -11,8 +11,7 @@ from moh_jax.evaluation import statistics
 from moh_jax.evaluation.fid import INCEPTION_BLOCK, block_score
 from moh_jax.evaluation.image_sets import ImageSet
 from moh_jax.evaluation.statistics import Gaussian, Moments
-from moh_jax.models.inception import Features, InceptionV3
-from moh_jax.ops.inception_input import prepare
+from moh_jax.models.inception import Features, InceptionV3, prepare
 
 _CHUNK = 1024  # samples per update of the moments, which touch 64 MB each
 

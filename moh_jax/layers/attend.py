@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
 from moh_jax.layers.router import HeadChoice
-from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import choose_cached_form
+from moh_jax.ops.attention import (
+  attention,
+  cached_attention,
+  choose_cached_form,
+)
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_placement import HeadPlacement, kv_repeats
 from moh_jax.ops.target import target
@@ -139,7 +141,7 @@ def attend_to_cache(
   active: ActiveHeads | None,
   implementation: str,
 ) -> jax.Array:
-  """Runs `ops.cached_attention.cached_attention`, on a mesh as `attend` does.
+  """Runs `ops.attention.cached_attention`, on a mesh as `attend` does.
 
   Args:
     q: [B, n, H, D] queries of new tokens.

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import axes_of, constrain, declare
+from moh_jax.ops.basics import einsum_float32
 from moh_jax.ops.head_placement import HeadPlacement
 from moh_jax.ops.lanes import on_tpu
-from moh_jax.ops.products import einsum_float32
 from moh_jax.ops.target import on_one_device
 
 # With fewer the CPU reads float32 weights up to twice as fast as the left

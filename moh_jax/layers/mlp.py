@@ -17,7 +17,7 @@ from moh_jax.layers.linear import (
   xavier_init,
 )
 from moh_jax.layers.partitioning import constrain, declare, with_axes
-from moh_jax.ops.activation import gelu
+from moh_jax.ops.basics import gelu
 from moh_jax.ops.window import depthwise_conv
 
 _KERNEL = 3

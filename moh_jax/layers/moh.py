@@ -78,7 +78,8 @@ class MoHAttention(nn.Module):
       the norms of all heads would be nearly equal.
     kernel_init: initializer of the projections and the router.
     output_major: how the projections' kernels are stored, see `KernelLayer`.
-    implementation: see `ops.attention.attention` and `ops.cached_attention`.
+    implementation: see `attention` and `cached_attention` of
+      `ops.attention`.
     dtype: compute dtype; parameters and the router are float32.
   """
 

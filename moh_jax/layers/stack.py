@@ -6,8 +6,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from moh_jax.ops.basics import ATTENTION
 from moh_jax.ops.head_similarity import SIMILARITY
-from moh_jax.ops.remat import ATTENTION
 
 _policies = jax.checkpoint_policies
 _TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}

@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
-from moh_jax.ops.columns import Columns, take
-from moh_jax.ops.cross_entropy import summed_cross_entropy, token_cross_entropy
+from moh_jax.ops.cross_entropy import (
+  Columns,
+  summed_cross_entropy,
+  take,
+  token_cross_entropy,
+)
 
 
 def columns_of(vocab: int, batch: int) -> Columns:

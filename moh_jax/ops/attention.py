@@ -9,19 +9,28 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import (
-  AttentionCase,
-  choose_form,
-  kernel_options,
-)
-from moh_jax.ops.blocked import blocked_attention
-from moh_jax.ops.cudnn import cudnn_attention
-from moh_jax.ops.dense import attend_one_by_one, dense_attention
-from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.splash import splash_attention
-from moh_jax.ops.target import has_cudnn, on_one_device, target
+from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.ops import blocked, cudnn, dense, splash
+from moh_jax.ops.attention_forms import AttentionCase, Backend, Call, Form
+from moh_jax.ops.cache import LayerCache, Slots
+from moh_jax.ops.crossovers import largest_share
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.kernels import attention as kernel
+from moh_jax.ops.kernels import decode
+from moh_jax.ops.kernels.backends import has_kernels
+from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM
+from moh_jax.ops.target import Target, has_cudnn, on_one_device, target
 from moh_jax.ops.visible import Visible
+
+# All forms, equal up to rounding. "auto" takes the first one that suits a call.
+BACKENDS: dict[str, Backend] = {
+  "cudnn": cudnn,  # NVIDIA GPUs; active heads where it is bidirectional
+  "splash": splash,  # every head, in JAX's kernel for TPUs
+  "kernel": kernel,  # every head or the active ones, in one Pallas kernel
+  "dense": dense,  # every head, all logits at once
+  "blocked": blocked,  # every head, some rows at a time
+  "packed": blocked,  # the active heads, some rows at a time
+}
 
 
 def attention(
@@ -58,7 +67,7 @@ def attention(
     implementation: "dense" computes every head and "packed" the active ones,
       both in plain XLA; "kernel" computes the active ones in one Pallas kernel;
       "cudnn" uses cuDNN; "auto" takes the fastest by measurement for the shapes
-      and the device (see `attention_forms`).
+      and the device (see `BACKENDS`).
 
   Returns:
     [B, N, H, D] in the dtype of v. A query that sees no key gets 0.
@@ -102,29 +111,129 @@ def attention(
   visible = Visible(key_mask, segments, causal)
   if bias is not None:
     bias = jax.lax.broadcast_to_rank(bias, 4)
-  if form.name == "dense":
-    attend = attend_one_by_one if form.one_by_one else dense_attention
-    return attend(q, k, v, bias, visible, scale)
-  if form.name == "cudnn":
-    return factor * cudnn_attention(q, k, v, bias, visible, active, scale)
-  if form.name == "splash":
-    return splash_attention(q, k, v, visible, scale)
-  if bias is not None:
-    bias = jnp.broadcast_to(bias, (*bias.shape[:2], queries, keys))
-  if active is None:
-    blocks = all_blocks(batch, queries, heads, form.rows)
-  else:
-    blocks = head_blocks(active, form.rows)
-  if form.name == "kernel":
-    same = q.dtype == k.dtype == v.dtype
-    options = kernel_options(case.target, case.dtype if same else "", dim)
-    out = kernel_attention(q, k, v, visible, blocks, scale, **options)
-    return factor * out
-  dtype = v.dtype
-  if case.target.platform == "cpu":
-    # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-  out = blocked_attention(
-    q, k, v, bias, visible, blocks, scale, form.blocks_per_step
+  call = Call(q, k, v, bias, visible, active, scale)
+  out = BACKENDS[form.name].attend(call, form)
+  return factor * out if form.packs else out
+
+
+def choose_form(implementation: str, case: AttentionCase) -> Form:
+  """Chooses the form of a call.
+
+  Args:
+    implementation: one of `IMPLEMENTATIONS`.
+    case: properties of the call.
+
+  Returns:
+    The form, with the sizes of its blocks.
+
+  Raises:
+    ValueError: the implementation is unknown or does not support the call.
+  """
+  _check_known(implementation)
+  if implementation in ("cudnn", "kernel"):
+    if reason := BACKENDS[implementation].unable(case):
+      raise ValueError(f"implementation={implementation!r} needs {reason}")
+    return BACKENDS[implementation].form(case, packs=case.share < 1)
+  if implementation == "packed" and case.share < 1:
+    return blocked.form(case, packs=True)
+  if implementation != "auto" or not case.one_device:
+    if dense.unable(case):
+      return blocked.large_blocks(case)
+    return dense.form(case, packs=False)
+  every = _fastest(case, packs=False)
+  if case.share == 1 or (every.name == "dense" and not case.causal):
+    return every  # all logits of a sequence at once are fastest
+  packed = _fastest(case, packs=True)
+  largest = largest_share(
+    case.target,
+    packed.backend,
+    case.dtype,
+    case.head_dim,
+    case.queries,
+    causal=case.causal,
+    same_kernel=packed.name == every.name,
   )
-  return factor * out.astype(dtype)
+  return packed if case.share <= largest else every
+
+
+def _fastest(case: AttentionCase, *, packs: bool) -> Form:
+  """The form of the first back end that suits a call."""
+  for backend in BACKENDS.values():
+    if backend.suits(case, packs=packs):
+      return backend.form(case, packs=packs)
+  raise AssertionError("the last back end suits all calls")
+
+
+def cached_attention(
+  q: jax.Array,
+  cache: LayerCache,
+  slots: Slots,
+  *,
+  active: ActiveHeads | None = None,
+  implementation: str = "auto",
+) -> jax.Array:
+  """Softmax attention of new tokens to the slots of a key/value cache.
+
+  Logits are scaled by D ** -0.5.
+
+  Args:
+    q: [B, n, H, D] queries of the new tokens, after RoPE.
+    cache: keys and values [B, K, M, D], those of the new tokens among them.
+    slots: which slots each new token sees; `first` is not None.
+    active: the heads that tokens use; None is every head. The outputs of other
+      heads are finite and otherwise undefined; a gate of 0 makes them 0. A text
+      whose token has more than `active.max_per_token` gets NaN from "kernel".
+    implementation: one of `IMPLEMENTATIONS`. "kernel" reads only the heads that
+      tokens use and the slots that they see, for one new token per text and
+      without gradients; "auto" is the same on GPUs and TPUs. All others read
+      the whole cache.
+
+  Returns:
+    [B, n, H, D] in the dtype of q; 0 where no slot is visible.
+
+  Raises:
+    ValueError: the implementation is unknown or cannot do this.
+  """
+  batch, new, heads, dim = q.shape
+  if active is not None:
+    chex.assert_shape(active.mask, (batch, new, heads))
+  form = choose_cached_form(implementation, target(), new=new, head_dim=dim)
+  if form == "dense":
+    return dense.attend_to_cache(q, cache, slots)
+  return decode.attend_to_cache(q, cache, slots, active)
+
+
+def choose_cached_form(
+  implementation: str, device: Target, *, new: int, head_dim: int
+) -> str:
+  """Chooses the form in which new tokens attend to a cache.
+
+  "auto" is "kernel" on GPUs and TPUs, also where every head is active: a cache
+  has slots for tokens to come, which the dense form would read. On other
+  devices it is "dense": a CPU gains nothing from reading less, since XLA copies
+  the slice of a cache that a loop reads and runs the loop on one core.
+
+  Args:
+    implementation: one of `IMPLEMENTATIONS`.
+    device: the device that it runs on.
+    new: new tokens per text; the kernel takes one.
+    head_dim: D; "auto" is "dense" for heads that are too wide for the kernel.
+
+  Returns:
+    "kernel", which reads the active heads and the visible slots, or "dense",
+    which reads all.
+
+  Raises:
+    ValueError: the implementation is unknown.
+  """
+  _check_known(implementation)
+  pays = head_dim <= MAX_HEAD_DIM and has_kernels(device)
+  wanted = implementation == "kernel" or (implementation == "auto" and pays)
+  return "kernel" if wanted and new == 1 else "dense"
+
+
+def _check_known(implementation: str) -> None:
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(
+      f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
+    )

@@ -22,16 +22,72 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
-from moh_jax.ops.products import einsum_float32
-from moh_jax.ops.remat import keep_attention
-from moh_jax.ops.softmax import unnormalized_softmax
+from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
+from moh_jax.ops.basics import (
+  einsum_float32,
+  keep_attention,
+  unnormalized_softmax,
+)
+from moh_jax.ops.head_blocks import (
+  HeadBlocks,
+  blocks_of,
+  gather_rows,
+  scatter_rows,
+)
+from moh_jax.ops.target import target
 from moh_jax.ops.visible import Visible
 
 # A causal step reads the keys up to its last token. Array sizes are static, so
 # this number is rounded up to one of a few lengths, each compiled on its own.
 _LENGTHS = 8
 _MIN_LENGTH = 64
+
+
+def unable(case: AttentionCase) -> str:
+  """See `Backend.unable`."""
+  del case
+  return ""
+
+
+def suits(case: AttentionCase, *, packs: bool) -> bool:
+  """See `Backend.suits`."""
+  del case, packs
+  return True
+
+
+def form(case: AttentionCase, *, packs: bool) -> Form:
+  """See `Backend.form`."""
+  if not packs and not (case.on_cpu and case.causal):
+    return large_blocks(case)
+  rows, count = (128 if case.queries >= 2048 else 64), 4
+  if not case.causal:
+    rows, count = 64, 8
+  rows = 32 if case.queries < SHORT else rows
+  return Form("packed" if packs else "blocked", packs, rows, count)
+
+
+def large_blocks(case: AttentionCase) -> Form:
+  """Every head, in blocks of many rows, each computed on its own."""
+  # A causal block computes logits of all keys up to its last row: the larger
+  # the block, the more of them are masked.
+  long = case.queries >= 2048 and not case.causal
+  return Form("blocked", rows=min(case.queries, 1024 if long else 512))
+
+
+def attend(call: Call, form: Form) -> jax.Array:
+  """See `Backend.attend`."""
+  arrays, bias = (call.q, call.k, call.v), call.bias
+  if bias is not None:
+    sizes = call.q.shape[1], call.k.shape[1]
+    bias = jnp.broadcast_to(bias, (*bias.shape[:2], *sizes))
+  blocks = blocks_of(call.active, call.q.shape[:3], form.rows)
+  if target().platform == "cpu":
+    # XLA for CPUs copies whole 16-bit arrays in every iteration of a loop.
+    arrays = (x.astype(jnp.float32) for x in arrays)
+  out = blocked_attention(
+    *arrays, bias, call.visible, blocks, call.scale, form.blocks_per_step
+  )
+  return out.astype(call.v.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from moh_jax.ops.basics import HALF
 from moh_jax.ops.target import Target
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -37,8 +38,6 @@ class Crossover:
   shares: tuple[float, ...]
   measured: bool = False
 
-
-HALF = ("bfloat16", "float16")
 
 # The first entry that holds for a call counts.
 # fmt: off

@@ -16,6 +16,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
+from moh_jax.ops.basics import HALF
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
   gather_rows,
@@ -23,6 +25,53 @@ from moh_jax.ops.head_blocks import (
   sequence_rows,
 )
 from moh_jax.ops.visible import Visible
+
+# Largest head dim that cuDNN's fused attention has gradients for everywhere.
+_HEAD_DIM = 128
+
+
+def unable(case: AttentionCase) -> str:
+  """See `Backend.unable`."""
+  if problem := case.target.gpu_problem:
+    return problem
+  if not case.has_cudnn:
+    return "JAX's plug-in for CUDA, which is not installed"
+  if case.dtype not in HALF:
+    return f"model.dtype bfloat16 or float16, not {case.dtype}"
+  if case.head_dim % 8:
+    return f"a head_dim that is a multiple of 8, not {case.head_dim}"
+  if case.head_dim > _HEAD_DIM:
+    return f"a head_dim of at most {_HEAD_DIM}, not {case.head_dim}"
+  if case.biased and (case.queries % 2 or case.keys % 2):
+    # Its gradients exist for even numbers alone.
+    sizes = f"{case.queries} and {case.keys}"
+    return f"even numbers of queries and keys beside a bias, not {sizes}"
+  return ""
+
+
+def suits(case: AttentionCase, *, packs: bool) -> bool:
+  """See `Backend.suits`: it would read masks as one array [B, N, M]."""
+  if case.masked or (packs and _hides(case)):
+    return False
+  return not unable(case)
+
+
+def form(case: AttentionCase, *, packs: bool) -> Form:
+  """See `Backend.form`."""
+  return Form("cudnn", packs and not _hides(case), backend="cudnn")
+
+
+def _hides(case: AttentionCase) -> bool:
+  """Whether the rows of a head cannot be a sequence of their own."""
+  return case.causal or case.masked or case.biased
+
+
+def attend(call: Call, form: Form) -> jax.Array:
+  """See `Backend.attend`."""
+  del form
+  return cudnn_attention(
+    *(call.q, call.k, call.v, call.bias, call.visible, call.active), call.scale
+  )
 
 
 def cudnn_attention(

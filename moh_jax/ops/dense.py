@@ -3,19 +3,63 @@
 The form for short sequences, and for accelerators where no kernel is used: XLA
 fuses the steps.
 
-Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
-dim.
+Shapes: B batch, N queries, M keys (slots of a cache), n new tokens, H query
+heads, K key/value heads, D head dim.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.products import einsum_float32
-from moh_jax.ops.softmax import unnormalized_softmax
+from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
+from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
+from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.target import on_one_device
 from moh_jax.ops.visible import Visible
+
+# From so many tokens on, a CPU gains from leaving out hidden keys of causal
+# attention, also where all logits would fit.
+_LONG_CAUSAL = 256
+
+
+def unable(case: AttentionCase) -> str:
+  """See `Backend.unable`."""
+  if case.is_small or _one_by_one(case):
+    return ""
+  return "logits that fit a device's caches or memory"
+
+
+def _one_by_one(case: AttentionCase) -> bool:
+  """Whether only the logits of one sequence are small."""
+  one = dataclasses.replace(case, batch=1)
+  short = case.on_cpu and case.one_device and case.queries < SHORT
+  return not case.is_small and short and one.is_small
+
+
+def suits(case: AttentionCase, *, packs: bool) -> bool:
+  """See `Backend.suits`."""
+  if packs or unable(case):
+    return False
+  if not case.on_cpu:
+    return True
+  if case.causal:
+    return case.is_small and case.queries < _LONG_CAUSAL
+  # Blocks are computed in float32, which all logits need not be.
+  return case.queries < SHORT or case.dtype != "float32"
+
+
+def form(case: AttentionCase, *, packs: bool) -> Form:
+  """See `Backend.form`."""
+  del packs
+  return Form("dense", one_by_one=_one_by_one(case))
+
+
+def attend(call: Call, form: Form) -> jax.Array:
+  """See `Backend.attend`."""
+  computed = attend_one_by_one if form.one_by_one else dense_attention
+  return computed(call.q, call.k, call.v, call.bias, call.visible, call.scale)
 
 
 def dense_attention(
@@ -87,6 +131,44 @@ def attend_one_by_one(
   own = None if shared else bias
   arrays = (q, k, v, own, visible.key_mask, visible.segments)
   return jax.lax.map(attend, arrays)
+
+
+def attend_to_cache(q: jax.Array, cache: LayerCache, slots: Slots) -> jax.Array:
+  """Attention of new tokens to a cache, every head.
+
+  Args:
+    q: [B, n, H, D].
+    cache: keys and values [B, K, M, D].
+    slots: which slots each new token sees.
+
+  Returns:
+    [B, n, H, D] in the dtype of q; 0 where no slot is visible.
+  """
+  batch, new, heads, dim = q.shape
+  visible = slots.visible(new, cache.k.shape[2])
+  groups = cache.k.shape[1]
+  dtype = q.dtype
+  if cache.k_scale is None:  # keep a float32 cache in float32, not in q's dtype
+    dtype = jnp.promote_types(dtype, cache.k.dtype)
+  # One product per key/value head: its rows are the queries that read the head,
+  # of all new tokens.
+  grouped = q.reshape(batch, new, groups, -1, dim).transpose(0, 2, 1, 3, 4)
+  grouped = grouped.reshape(batch, groups, -1, dim)  # [B, K, n * H / K, D]
+  grouped = grouped.astype(dtype)
+  logits = einsum_float32("bkrd,bkmd->bkrm", grouped, cache.k.astype(dtype))
+  if cache.k_scale is not None:
+    logits = logits * cache.k_scale
+  rows = jnp.repeat(visible, heads // groups, axis=1)[:, None]  # [B, 1, r, M]
+  logits = jnp.where(rows, logits * dim**-0.5, -jnp.inf)
+  weights, total, _ = unnormalized_softmax(logits, masked=True)
+  if cache.v_scale is not None:
+    weights = weights * cache.v_scale
+  out = einsum_float32(
+    "bkrm,bkmd->bkrd", weights.astype(dtype), cache.v.astype(dtype)
+  )
+  out = (out / total).astype(q.dtype)
+  out = out.reshape(batch, groups, new, -1, dim).transpose(0, 2, 1, 3, 4)
+  return out.reshape(batch, new, heads, dim)
 
 
 # Both products have float32 results, so their gradients arrive in float32. They

@@ -158,6 +158,21 @@ def head_blocks(active: ActiveHeads, rows: int) -> HeadBlocks:
   )
 
 
+def blocks_of(
+  active: ActiveHeads | None, shape: tuple[int, int, int], rows: int
+) -> HeadBlocks:
+  """The table of the active pairs, or of all.
+
+  Args:
+    active: the heads that each token uses; None is every head.
+    shape: (B, N, H).
+    rows: R.
+  """
+  if active is None:
+    return all_blocks(*shape, rows)
+  return head_blocks(active, rows)
+
+
 def all_blocks(batch: int, tokens: int, heads: int, rows: int) -> HeadBlocks:
   """Makes the table of every token with every head."""
   each = -(-tokens // rows)

@@ -13,8 +13,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
 
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
+from moh_jax.ops.basics import ATTENTION
 from moh_jax.ops.lanes import LANES, fill_lanes, heads_in_lanes, in_place
-from moh_jax.ops.remat import ATTENTION
 from moh_jax.ops.visible import Visible
 
 _BLOCK = 512  # queries, and keys, of a tile at most
@@ -22,35 +23,39 @@ _DTYPES = ("bfloat16", "float32")
 _MAX_HEAD_DIM = 256
 
 
-def supports(
-  queries: int,
-  keys: int,
-  head_dim: int,
-  dtype: str = "bfloat16",
-  *,
-  causal: bool = False,
-  biased: bool = False,
-) -> bool:
-  """Whether `splash_attention` can compute a call.
+def unable(case: AttentionCase) -> str:
+  """See `Backend.unable`."""
+  if case.target.platform != "tpu":
+    return f"a TPU, this is a {case.target.platform}"
+  if jax.config.jax_enable_x64:
+    return "no jax_enable_x64: its gradients mix int32 and int64"
+  if case.biased:
+    return "logits without a bias"
+  if case.dtype not in _DTYPES:
+    return f"one of the dtypes {_DTYPES}, not {case.dtype}"
+  if case.head_dim > _MAX_HEAD_DIM:
+    return f"a head_dim of at most {_MAX_HEAD_DIM}, not {case.head_dim}"
+  sizes = case.queries, case.keys
+  if any(x % LANES for x in sizes) or (case.causal and sizes[0] > sizes[1]):
+    return f"lengths that are multiples of {LANES}, and enough keys: {sizes}"
+  return ""
 
-  Args:
-    queries: N, a multiple of 128.
-    keys: M, a multiple of 128; at least N if attention is causal.
-    head_dim: D, at most 256.
-    dtype: name of the inputs' dtype, bfloat16 or float32.
-    causal: whether later keys are hidden.
-    biased: whether a bias is added to the logits; never possible.
 
-  Returns:
-    False with `jax_enable_x64`: the kernel's gradients mix int32 and int64.
-  """
-  return (
-    not (biased or jax.config.jax_enable_x64)
-    and dtype in _DTYPES
-    and head_dim <= _MAX_HEAD_DIM
-    and queries % LANES == keys % LANES == 0
-    and (queries <= keys or not causal)
-  )
+def suits(case: AttentionCase, *, packs: bool) -> bool:
+  """See `Backend.suits`."""
+  return not packs and not unable(case)
+
+
+def form(case: AttentionCase, *, packs: bool) -> Form:
+  """See `Backend.form`."""
+  del case, packs
+  return Form("splash")
+
+
+def attend(call: Call, form: Form) -> jax.Array:
+  """See `Backend.attend`."""
+  del form
+  return splash_attention(call.q, call.k, call.v, call.visible, call.scale)
 
 
 def splash_attention(
@@ -65,7 +70,7 @@ def splash_attention(
   """Softmax attention of every head; tiles that no query sees are skipped.
 
   Args:
-    q: [B, N, H, D] bfloat16 or float32.
+    q: [B, N, H, D] bfloat16 or float32; N and M are multiples of 128.
     k: [B, M, K, D]; query head h reads key/value head h // (H / K).
     v: [B, M, K, D].
     visible: which keys a query sees.
@@ -74,19 +79,9 @@ def splash_attention(
 
   Returns:
     [B, N, H, D] in the dtype of v; 0 for queries that see no key.
-
-  Raises:
-    ValueError: the kernel does not support the call, see `supports`.
   """
   queries, heads, dim = q.shape[1:]
   keys = k.shape[1]
-  if not supports(queries, keys, dim, q.dtype.name, causal=visible.causal):
-    raise ValueError(
-      f"splash attention cannot do queries={queries}, keys={keys}, "
-      f"head_dim={dim}, dtype={q.dtype.name}, causal={visible.causal}: lengths "
-      f"must be multiples of {LANES}, head_dim at most {_MAX_HEAD_DIM}, dtype "
-      f"one of {', '.join(_DTYPES)}, and causal queries at most the keys"
-    )
   mask = masks.FullMask((queries, keys))
   if visible.causal:
     mask = masks.CausalMask((queries, keys), offset=keys - queries)

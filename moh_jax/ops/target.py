@@ -72,6 +72,14 @@ class Target:
     """Whether it is a GPU of compute capability 9.0."""
     return self.compute == 9
 
+  @property
+  def gpu_problem(self) -> str:
+    """What programs for NVIDIA GPUs need that it has not; else empty."""
+    if not self.compute:
+      return f"an NVIDIA GPU, this is a {self.platform} ({self.kind})"
+    old = f"compute capability 8.0 or later, which {self.kind} has not"
+    return old if self.compute < 8 else ""
+
 
 def target() -> Target:
   """The device that the function being traced will run on.

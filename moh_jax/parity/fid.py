@@ -18,8 +18,7 @@ from moh_jax.evaluation.image_sets import open_images
 from moh_jax.evaluation.statistics import Gaussian, moments
 from moh_jax.evaluation.statistics_files import read_statistics
 from moh_jax.layers.linear import add_bias
-from moh_jax.models.inception import InceptionV3
-from moh_jax.ops.inception_input import prepare
+from moh_jax.models.inception import InceptionV3, prepare
 from moh_jax.parity.case import Arrays, Case
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import AttentionCase, Form, choose_form
+from moh_jax.ops.attention import attention, choose_form
+from moh_jax.ops.attention_forms import AttentionCase, Form
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import top_k_mask

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.config.heads import HeadBudget
+from moh_jax.ops.attention import cached_attention
 from moh_jax.ops.attention_forms import Form
 from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
-from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.speed import compare
 from moh_jax.speed.attention import (

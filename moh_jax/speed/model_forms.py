@@ -5,7 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from moh_jax.config import Config, LayerGroup
-from moh_jax.ops.attention_forms import AttentionCase, choose_form
+from moh_jax.ops.attention import choose_form
+from moh_jax.ops.attention_forms import AttentionCase
 from moh_jax.ops.head_placement import head_placement
 from moh_jax.ops.target import Target, has_cudnn, target
 from moh_jax.runtime.sharding import BATCH_AXES
@@ -16,7 +17,7 @@ class LayerForm:
   """How a layer computes attention.
 
   Attributes:
-    name: of the form, see `ops.attention_forms`, or "window".
+    name: of the form, see `ops.attention.BACKENDS`, or "window".
     heads: heads that attention computes over all heads.
     keys: keys that it computes over those that tokens see, on average. Blocks
       that are hidden in part count by what is seen.

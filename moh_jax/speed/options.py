@@ -223,18 +223,16 @@ class DecodeOptions(HeadOptions):
     super().check_possible(implementation)
     if implementation != "kernel":
       return
-    from moh_jax.ops.attention_forms import kernel_options
-    from moh_jax.ops.kernels.sizes import decode_tile
+    from moh_jax.ops.kernels.backends import kernel_options
+    from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM
     from moh_jax.ops.target import target
 
-    backend = kernel_options(target())["backend"]
-    try:
-      decode_tile(backend, self.head_dim, self.dtype)
-    except ValueError as error:
+    kernel_options(target())
+    if self.head_dim > MAX_HEAD_DIM:
       raise ValueError(
         f"--head-dim {self.head_dim} is not for --implementations kernel: "
-        f"{error}"
-      ) from error
+        f"head_dim={self.head_dim} must be at most {MAX_HEAD_DIM}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)

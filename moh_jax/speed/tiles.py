@@ -20,14 +20,9 @@ import jax.numpy as jnp
 from moh_jax.config.heads import HeadBudget
 from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import head_blocks
-from moh_jax.ops.kernels.attention import (
-  BACKENDS,
-  arranged_keys,
-  forward_queries,
-  to_rows,
-)
+from moh_jax.ops.kernels.backends import BACKENDS, read
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
+from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
 from moh_jax.ops.visible import Visible
 from moh_jax.speed import timing
 from moh_jax.speed.attention import random_active
@@ -38,7 +33,7 @@ _KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
 
 
 def write(path: str | os.PathLike, sizes: dict[Key, BlockSizes]) -> None:
-  """Adds tile sizes to a JSON file that `kernels.sizes.read` reads.
+  """Adds tile sizes to a JSON file that `kernels.backends.read` reads.
 
   Args:
     path: file to create or to add to; its other entries stay.
@@ -189,11 +184,13 @@ def _compiler(
     jax.random.normal(key, (*shape, workload.head_dim), workload.dtype)
     for key in jax.random.split(jax.random.key(0), 4)
   )
-  k, v = (arranged_keys(backend, x) for x in (k, v))
+  k, v = map(kernels.arranged, (k, v))
   visible, scale = Visible(causal=workload.causal), workload.head_dim**-0.5
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  queries = forward_queries(backend, problem, q)
-  q, grad = (to_rows(backend, problem, x) for x in (q, grad))
+  queries = q
+  q, grad = (kernels.to_rows(problem, x) for x in (q, grad))
+  if not kernels.picks_rows:
+    queries = q
   sums = jnp.zeros(len(q), jnp.float32)
   arrays = queries, q, k, v, jnp.zeros_like(q), sums, grad, blocks
 

@@ -11,7 +11,7 @@ from moh_jax.config import Config, LLMConfig
 from moh_jax.inference import decoding, generate
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
-from moh_jax.ops.attention_forms import choose_cached_form
+from moh_jax.ops.attention import choose_cached_form
 from moh_jax.ops.target import target
 from moh_jax.speed import compare
 from moh_jax.speed.model_programs import random_params

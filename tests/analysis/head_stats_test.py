@@ -12,7 +12,7 @@ from moh_jax.analysis.head_stats import head_stats, routed_layers
 from moh_jax.analysis.probe import make_probe
 from moh_jax.config import MeshConfig
 from moh_jax.models.registry import make_model
-from moh_jax.ops.head_load import load_entropy
+from moh_jax.ops.routing import load_entropy
 from moh_jax.runtime import sharding
 from tests.training import tiny
 

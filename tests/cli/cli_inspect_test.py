@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.cli import common, inspect
 from moh_jax.config import RouterConfig
 from moh_jax.models.registry import make_model
-from moh_jax.ops.kernels import triton_backend
+from moh_jax.ops.kernels import triton
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.speed import model_forms
 from tests.cli import tiny_checkpoint
@@ -113,7 +113,7 @@ class InspectCommandTest(parameterized.TestCase):
   @parameterized.parameters(("", "kernel"), ("Triton", "dense"))
   def test_says_what_is_taken_where_jax_lacks_triton(self, lacks, form):
     config = common.load_config(f"{_CONFIGS / 'llm_stdlib.py'}:moh")
-    found = mock.patch.object(triton_backend, "problem", lambda: lacks)
+    found = mock.patch.object(triton, "refused", lambda: lacks)
     with found, devices.traced_for("gpu", "NVIDIA A100-SXM4-80GB"):
       rows = inspect._layers(config)
     self.assertEqual({row["attention"] for row in rows}, {form})

@@ -7,7 +7,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import triton_backend
+from moh_jax.ops.kernels import triton
 from tests.cli import tiny_checkpoint
 
 _CONFIG = """
@@ -119,7 +119,7 @@ class PlanCommandTest(parameterized.TestCase):
   )  # fmt: skip
   def test_says_which_form_the_devices_get(self, topology, lacks, form):
     argv = f"--topology={topology}", "--config.model.dtype=float32"
-    with mock.patch.object(triton_backend, "problem", lambda: lacks):
+    with mock.patch.object(triton, "refused", lambda: lacks):
       _, out, _ = self._plan(self._config(), *argv)
       _, report, _ = self._plan(self._config(), *argv, "--json=-")
     self.assertRegex(out, rf"(?m)^attention: {form}$")

@@ -6,7 +6,8 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import tune_kernels
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile, read
+from moh_jax.ops.kernels.backends import read
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.speed.tiles import Workload
 from tests.cli import tiny_checkpoint
 from tests.ops import devices

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.sizes import block_sizes
+from moh_jax.ops.kernels.backends import block_sizes
 from moh_jax.ops.visible import Visible
 from tests.compiles.compiling import compile_for, programs
 

@@ -13,7 +13,7 @@ from moh_jax.config.rotary import RotaryConfig
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.sizes import block_sizes
+from moh_jax.ops.kernels.backends import block_sizes
 from moh_jax.ops.position import rotation
 from moh_jax.ops.splash import splash_attention
 from moh_jax.ops.visible import Visible

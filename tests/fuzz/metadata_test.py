@@ -17,7 +17,7 @@ from moh_jax.data import token_sets
 from moh_jax.data.image_shards import ArrayRecordSource
 from moh_jax.data.latents import LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
-from moh_jax.ops.kernels import sizes
+from moh_jax.ops.kernels import backends
 from moh_jax.parity import compare, files
 from moh_jax.runtime import checkpoint, steps
 from tests.data.text import tiny_text
@@ -201,7 +201,7 @@ class MetadataTest(hostile.ReaderTest):
   @hostile.examples()
   @given(st.data())
   def test_sizes_of_tiles(self, data):
-    self.check(sizes.read, self._write(data, "tiles.json", _TILES))
+    self.check(backends.read, self._write(data, "tiles.json", _TILES))
 
   @hostile.examples()
   @given(st.data())

@@ -18,7 +18,7 @@ from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from moh_jax.ops import cached_attention
+from moh_jax.ops.kernels import decode
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.runtime import sharding
 from tests.data.text import tiny_words
@@ -151,7 +151,7 @@ class TokensTest(parameterized.TestCase):
         tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
       )
       with mock.patch.object(
-        cached_attention, "kernel_decode", wraps=kernel_decode
+        decode, "kernel_decode", wraps=kernel_decode
       ) as reader:
         written.append(
           generator.generate(_PROMPTS[:2], Sampling(max_new_tokens=3))
@@ -172,7 +172,7 @@ class TokensTest(parameterized.TestCase):
       tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
     )
     with mock.patch.object(
-      cached_attention, "kernel_decode", wraps=kernel_decode
+      decode, "kernel_decode", wraps=kernel_decode
     ) as reader:
       generator.generate(_PROMPTS[:1], Sampling(max_new_tokens=2))
     tables = [call.args[4] for call in reader.call_args_list]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.activation import gelu
+from moh_jax.ops.basics import gelu
 
 
 class GeluTest(parameterized.TestCase):

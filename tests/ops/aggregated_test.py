@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.aggregated import (
+from moh_jax.ops.window import (
   aggregated_attention,
   aggregated_weights,
   l2_normalize,

@@ -13,16 +13,11 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops import target as target_lib
-from moh_jax.ops.attention import attention
-from moh_jax.ops.attention_forms import (
-  AttentionCase,
-  Form,
-  choose_cached_form,
-  choose_form,
-  kernel_options,
-)
+from moh_jax.ops.attention import attention, choose_cached_form, choose_form
+from moh_jax.ops.attention_forms import AttentionCase, Form
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels import sizes, triton_backend
+from moh_jax.ops.kernels import backends, triton
+from moh_jax.ops.kernels.backends import kernel_options
 from moh_jax.ops.target import Target
 from tests.ops import devices
 
@@ -334,7 +329,7 @@ class TritonTest(parameterized.TestCase):
   def test_auto_takes_the_next_best_form(self, kind, changes, expected):
     long = {"queries": 8192, "keys": 8192, "dtype": "bfloat16"}
     case = {"target": _device(kind)} | long | changes
-    with mock.patch.object(triton_backend, "problem", lambda: "Triton"):
+    with mock.patch.object(triton, "refused", lambda: "Triton"):
       self.assertEqual(_name(**case), expected)
       if expected != "kernel":
         with self.assertRaisesRegex(ValueError, "'kernel' needs Triton"):
@@ -346,9 +341,9 @@ class TritonTest(parameterized.TestCase):
 
   def test_a_refusal_is_told_in_one_line(self):
     refuses = mock.Mock(side_effect=NotImplementedError("gone\nfor good"))
-    found = mock.patch.object(triton_backend, "MISSING", "")
-    with found, mock.patch.object(triton_backend, "launch", refuses):
-      problem = triton_backend.problem.__wrapped__()
+    found = mock.patch.object(triton, "MISSING", "")
+    with found, mock.patch.object(triton, "launch", refuses):
+      problem = triton.refused.__wrapped__()
     self.assertRegex(problem, r"jax [\d.]+ refuses \(.*Error: gone\)$")
 
   def test_all_else_works_where_jax_has_removed_it(self):
@@ -391,11 +386,11 @@ class KernelTest(_TestCase):
       dtype="bfloat16",
       queries=queries,
     )
-    with mock.patch.object(sizes, "measured", dict):
+    with mock.patch.object(backends, "measured", dict):
       self.assertEqual(choose_form("kernel", case), Form("kernel", True, rows))
 
   def test_bias_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "'kernel' adds no bias"):
+    with self.assertRaisesRegex(ValueError, "'kernel' needs .* without a bias"):
       _name("kernel", platform="gpu", biased=True)
 
 

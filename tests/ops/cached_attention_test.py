@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.attention import attention
+from moh_jax.ops.attention import attention, cached_attention
 from moh_jax.ops.cache import Slots
-from moh_jax.ops.cached_attention import cached_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from tests.ops.caches import DTYPES, B, M, filled, stored, vectors, write
 

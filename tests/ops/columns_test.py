@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.columns import ALL, take
+from moh_jax.ops.cross_entropy import ALL, take
 
 
 class TakeTest(parameterized.TestCase):

@@ -12,13 +12,13 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
-from moh_jax.ops.kernels import tpu_plan, triton_backend
+from moh_jax.ops.kernels import tpu_plan, triton
 
 HERE = jax.devices()[0].platform
 # The back end of Pallas that runs kernels here; none on a CPU.
 BACKEND = {"gpu": "triton", "tpu": "mosaic_tpu"}.get(HERE)
 # As found; tests that choose forms replace them.
-_MISSING, _PROBLEM = triton_backend.MISSING, triton_backend.problem
+_MISSING, _PROBLEM = triton.MISSING, triton.refused
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
@@ -31,8 +31,8 @@ def need(backend: str, *, lowers: bool = False) -> None:
 
 def with_triton() -> contextlib.AbstractContextManager:
   """Context in which forms are chosen as if JAX had Triton in any case."""
-  found = {"MISSING": "", "problem": lambda: ""}
-  return mock.patch.multiple(triton_backend, **found)
+  found = {"MISSING": "", "refused": lambda: ""}
+  return mock.patch.multiple(triton, **found)
 
 
 def traced_for(

@@ -12,13 +12,13 @@ from absl.testing import absltest, parameterized
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
-from moh_jax.ops.kernels import hopper, hopper_launch
+from moh_jax.ops.kernels import hopper, hopper_program
 from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.hopper_keys import KeyLaunch
+from moh_jax.ops.kernels.hopper import KeyLaunch, RowLaunch
 from moh_jax.ops.kernels.hopper_program import Ring
-from moh_jax.ops.kernels.hopper_rows import RowLaunch
 from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.target import Target
 from moh_jax.ops.visible import Visible
 from tests.ops import devices
 
@@ -130,7 +130,7 @@ class InterpretedTest(parameterized.TestCase):
     # detects no races of GPUs, which is no error of its own.
     case = dataclasses.replace(_CASES[name], tokens=128)
     params = dataclasses.replace(
-      hopper_launch._interpreter(),
+      hopper_program._interpreter(),
       detect_races=True,
       uninitialized_memory="nan",
       out_of_bounds_reads="raise",
@@ -143,7 +143,7 @@ class InterpretedTest(parameterized.TestCase):
       release(ring, step)
 
     with (
-      mock.patch.object(hopper_launch, "_interpreter", lambda: params),
+      mock.patch.object(hopper_program, "_interpreter", lambda: params),
       mock.patch.object(Ring, "release", committed),
     ):
       _check_equal(self, case)
@@ -194,9 +194,12 @@ class TablesTest(parameterized.TestCase):
 
 class SupportsTest(parameterized.TestCase):
   def test_dtypes_and_head_dims(self):
-    self.assertTrue(hopper.supports(jnp.bfloat16, 96))
-    self.assertFalse(hopper.supports(jnp.float32, 64))
-    self.assertFalse(hopper.supports(jnp.float16, 72))
+    unable = functools.partial(
+      hopper.Hopper().unable, Target("gpu", "NVIDIA H200")
+    )
+    self.assertEqual(unable("bfloat16", 96), "")
+    self.assertIn("float32", unable("float32", 64))
+    self.assertIn("72", unable("float16", 72))
 
   @parameterized.parameters(
     (_Case(dtype="float32"), "not float32, float32"),

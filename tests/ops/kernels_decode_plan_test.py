@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moh_jax.ops.kernels import decode, tpu_decode, triton_decode
 from moh_jax.ops.kernels.decode import kernel_decode
-from moh_jax.ops.kernels.decode_problem import DecodeProblem, head_list
+from moh_jax.ops.kernels.problem import DecodeProblem, head_list
 from moh_jax.ops.kernels.sizes import Tile
 from tests.ops import devices
 from tests.ops.decode_cases import BACKENDS, CASES, Case

@@ -8,8 +8,9 @@ from unittest import mock
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import sizes, triton_program
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
+from moh_jax.ops.kernels import backends, triton
+from moh_jax.ops.kernels.backends import block_sizes
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from tests.ops import devices
 
 _TILES = BlockSizes(Tile(32, 64), Tile(16, 64), Tile(16, 64))
@@ -44,8 +45,8 @@ class SizesTest(parameterized.TestCase):
     (192, ((0, 128), (128, 64))),
   )  # fmt: skip
   def test_head_dims_become_powers_of_two(self, dim, slices):
-    self.assertEqual(triton_program.column_slices(dim, 2), slices)
-    self.assertLen(triton_program.column_slices(dim, 1), 1)
+    self.assertEqual(triton.column_slices(dim, 2), slices)
+    self.assertLen(triton.column_slices(dim, 1), 1)
 
 
 class TileFileTest(parameterized.TestCase):
@@ -57,9 +58,9 @@ class TileFileTest(parameterized.TestCase):
     return self.create_tempfile(content=json.dumps([entry])).full_path
 
   def test_file_of_tiles_is_used(self):
-    with mock.patch.dict(os.environ, {sizes.FILE_VARIABLE: self._file()}):
-      sizes.measured.cache_clear()
-      self.addCleanup(sizes.measured.cache_clear)
+    with mock.patch.dict(os.environ, {backends.FILE_VARIABLE: self._file()}):
+      backends.measured.cache_clear()
+      self.addCleanup(backends.measured.cache_clear)
       other = block_sizes("triton", 64, jnp.bfloat16)
       default = block_sizes("triton", 128, jnp.bfloat16)
       with devices.traced_for("gpu", "GPU X"):
@@ -73,7 +74,7 @@ class TileFileTest(parameterized.TestCase):
     path = self.create_tempfile(content=content).full_path
     text = f"{path} is not a file of block sizes, for MOH_JAX_BLOCK_SIZES: "
     with self.assertRaisesRegex(ValueError, text):
-      sizes.read(path)
+      backends.read(path)
 
   @parameterized.parameters(
     ({"head_dim": 0}, r"head_dim=0 must be in \[1, 256\]"),
@@ -88,11 +89,11 @@ class TileFileTest(parameterized.TestCase):
   def test_wrong_entries_are_named(self, changes, text):
     path = self._file(**changes)
     with self.assertRaisesRegex(ValueError, f"{path} .*{text}"):
-      sizes.read(path)
+      backends.read(path)
 
   def test_tiles_of_a_tpu_need_not_divide_its_blocks(self):
     path = self._file(backend="mosaic_tpu", dq={"rows": 48, "keys": 16})
-    [tiles] = sizes.read(path).values()
+    [tiles] = backends.read(path).values()
     self.assertEqual(tiles.dq, Tile(48, 16))
 
   @parameterized.parameters("rows", "keys", "warps", "stages")

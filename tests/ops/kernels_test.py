@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.attention_forms import kernel_options
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels import triton_tables
 from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
+from moh_jax.ops.kernels.backends import block_sizes, kernel_options
+from moh_jax.ops.kernels.problem import (
+  Problem,
+  keys_of_rows,
+  rows_of_keys,
+)
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.target import target
 from moh_jax.ops.visible import Visible
 from tests.ops import devices
@@ -409,8 +412,8 @@ class TablesTest(parameterized.TestCase):
     table = case.blocks()
     shape = case.batch, keys, case.kv_heads, case.head_dim
     problem = Problem(shape, jnp.float32, visible, table, 1.0, True)
-    by_rows = triton_tables.keys_of_rows(problem, rows, block)
-    by_keys = triton_tables.rows_of_keys(problem, rows, block)
+    by_rows = keys_of_rows(problem, rows, block)
+    by_keys = rows_of_keys(problem, rows, block)
     token = np.asarray(table.token).reshape(-1, rows)
     active = (token < queries)[..., None]
     seen = visible.mask(queries, keys)

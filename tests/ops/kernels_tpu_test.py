@@ -13,11 +13,12 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
-from moh_jax.ops.kernels import tpu_plan, tpu_visits
+from moh_jax.ops.kernels import tpu_plan
 from moh_jax.ops.kernels.attention import kernel_attention
+from moh_jax.ops.kernels.backends import block_sizes
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile, block_sizes
-from moh_jax.ops.kernels.tpu_visits import Cut
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.kernels.tpu_plan import Cut
 from moh_jax.ops.visible import Visible
 from tests.ops import devices
 
@@ -108,10 +109,10 @@ _CUTS = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _tables(case, cut, keys_first):
-  return tpu_visits.tables(case.problem(), cut, keys_first=keys_first)
+  return tpu_plan.tables(case.problem(), cut, keys_first=keys_first)
 
 
-def _visits(lists: tpu_visits.Tables) -> list[list[dict[str, int]]]:
+def _visits(lists: tpu_plan.Tables) -> list[list[dict[str, int]]]:
   """The visits of every core, one after another."""
   names = "window", "unit", "chunk", "low", "high"
   columns = [np.asarray(getattr(lists, name)) for name in names]
@@ -198,7 +199,7 @@ class VisitsTest(parameterized.TestCase):
     problem = dataclasses.replace(case.problem(), blocks=table)
     plan = tpu_plan.Plan(problem, 16, keys_first=False)
     lists, _ = jax.jit(
-      lambda: tpu_visits.tables(problem, plan.cut, keys_first=False)
+      lambda: tpu_plan.tables(problem, plan.cut, keys_first=False)
     )()
     index = plan.keys_or_values(jnp.zeros(problem.k_shape)).spec.index_map
     places = [
@@ -263,7 +264,7 @@ class PlanTest(parameterized.TestCase):
       plan = tpu_plan.Plan(problem, tile.keys, keys_first=keys_first)
       cut = plan.cut
       lists, _ = jax.jit(
-        lambda: tpu_visits.tables(problem, cut, keys_first=keys_first)
+        lambda: tpu_plan.tables(problem, cut, keys_first=keys_first)
       )()
     done = []
     for core in _visits(lists):

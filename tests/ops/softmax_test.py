@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.softmax import unnormalized_softmax
+from moh_jax.ops.basics import unnormalized_softmax
 
 
 class SoftmaxTest(parameterized.TestCase):

@@ -4,7 +4,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import CACHE_DTYPES
-from moh_jax.ops.cached_attention import cached_attention
+from moh_jax.ops.attention import cached_attention
 from moh_jax.speed import decode as bench
 from moh_jax.speed.options import DecodeOptions
 from tests.ops.devices import traced_for

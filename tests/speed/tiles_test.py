@@ -6,11 +6,12 @@ from unittest import mock
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import triton
-from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
+from moh_jax.ops.kernels.backends import BACKENDS, read
+from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
 from moh_jax.speed import programs, tiles, timing
 from tests.ops import devices
 
+_TRITON = BACKENDS["triton"]
 _WORKLOAD = tiles.Workload(1, 16, 2, 1, 16, "float32", rounds=1)
 
 
@@ -69,14 +70,14 @@ class TuningTest(parameterized.TestCase):
   def test_tiles_that_do_not_run_are_reported_and_passed_over(self):
     devices.need("triton")
     wrong, right = Tile(16, 8), Tile(16, 16)
-    forward, lines = triton.forward, []
+    forward, lines = _TRITON.forward, []
 
     def fails(*args):
       if args[-1] == wrong:
         raise RuntimeError("too\nlarge")
       return forward(*args)
 
-    with mock.patch.object(triton, "forward", fails):
+    with mock.patch.object(_TRITON, "forward", fails):
       best = tiles.tune(
         _WORKLOAD, "triton", (wrong, right), interpret=True, report=lines.append
       )
@@ -89,7 +90,7 @@ class TuningTest(parameterized.TestCase):
 
   def test_no_tile_that_runs_is_an_error(self):
     too_large = RuntimeError("too large")
-    with mock.patch.object(triton, "forward", side_effect=too_large):
+    with mock.patch.object(_TRITON, "forward", side_effect=too_large):
       with self.assertRaisesRegex(ValueError, "none of 1 tiles .*too large"):
         tiles.tune(_WORKLOAD, "triton", [Tile(16, 16)], interpret=True)
 

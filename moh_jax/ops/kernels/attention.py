@@ -15,24 +15,55 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
-from moh_jax.ops.kernels import hopper, tpu, tpu_rows, triton, triton_backend
-from moh_jax.ops.kernels.problem import Kernels, Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, block_sizes
-from moh_jax.ops.lanes import fill_lanes, heads_in_lanes
-from moh_jax.ops.remat import keep_attention
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form
+from moh_jax.ops.basics import HALF, keep_attention
+from moh_jax.ops.head_blocks import HeadBlocks, blocks_of
+from moh_jax.ops.kernels.backends import (
+  BACKENDS,
+  block_sizes,
+  kernel_options,
+  pallas_backend,
+)
+from moh_jax.ops.kernels.problem import Problem
+from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, BlockSizes
+from moh_jax.ops.target import target
 from moh_jax.ops.visible import Visible
 
-# By the name of Pallas's own back end.
-BACKENDS: dict[str, Kernels] = {
-  "triton": triton,
-  "mosaic_gpu": hopper,
-  "mosaic_tpu": tpu,
-}
-# Back ends whose forward kernel picks rows out of [B, N, H, D] itself: there is
-# no pass over the queries before it.
-_PICKS_ROWS = ("triton",)
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_DTYPES = (*HALF, "float32")
+
+
+def unable(case: AttentionCase) -> str:
+  """See `Backend.unable`."""
+  if case.biased:
+    return "logits without a bias; 'packed' adds it"
+  if case.head_dim > MAX_HEAD_DIM:
+    return f"a head_dim of at most {MAX_HEAD_DIM}, not {case.head_dim}"
+  if case.dtype not in _DTYPES:
+    return f"one of the dtypes {', '.join(_DTYPES)}, not {case.dtype}"
+  return pallas_backend(case.target, case.dtype, case.head_dim)[1]
+
+
+def suits(case: AttentionCase, *, packs: bool) -> bool:
+  """See `Backend.suits`; a CPU interprets kernels."""
+  del packs
+  return not (case.on_cpu or unable(case))
+
+
+def form(case: AttentionCase, *, packs: bool) -> Form:
+  """See `Backend.form`."""
+  backend, _ = pallas_backend(case.target, case.dtype, case.head_dim)
+  per_head = int(case.queries * case.share) if packs else case.queries
+  sizes = block_sizes(backend, case.head_dim, case.dtype, per_head)
+  return Form("kernel", packs, sizes.rows, backend=backend)
+
+
+def attend(call: Call, form: Form) -> jax.Array:
+  """See `Backend.attend`."""
+  q, k, v = call.q, call.k, call.v
+  blocks = blocks_of(call.active, q.shape[:3], form.rows)
+  same = q.dtype == k.dtype == v.dtype
+  options = kernel_options(target(), q.dtype.name if same else "", q.shape[-1])
+  return kernel_attention(q, k, v, call.visible, blocks, call.scale, **options)
 
 
 def kernel_attention(
@@ -62,7 +93,7 @@ def kernel_attention(
       "mosaic_tpu".
     scale: factor of the logits.
     backend: of Pallas, "triton" (NVIDIA GPUs), "mosaic_gpu" (NVIDIA Hopper,
-      where `hopper.supports` the arrays) or "mosaic_tpu".
+      where it is able) or "mosaic_tpu".
     sizes: sizes of the tiles; None looks them up with `block_sizes`. Tiles are
       reduced where R is smaller than theirs.
     interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
@@ -81,14 +112,13 @@ def kernel_attention(
   chex.assert_shape(blocks.row, q.shape[:3])
   out_dtype = v.dtype
   dtype, k, v = readable(backend, q, k, v)
-  rows = blocks.token.shape[1]
-  BACKENDS[backend].check_rows(rows)
   if sizes is None:
     sizes = block_sizes(backend, q.shape[-1], dtype)
-  sizes = sizes.with_rows(rows)
-  sizes.check(backend)
+  sizes = sizes.with_rows(blocks.token.shape[1])
+  kernels = BACKENDS[backend]
+  kernels.check(sizes)
   options = (float(scale), backend, sizes, interpret)
-  k, v = (arranged_keys(backend, x) for x in (k.astype(dtype), v))
+  k, v = (kernels.arranged(x) for x in (k.astype(dtype), v))
   out = _attend(q.astype(dtype), k, v, visible, blocks, options)
   return out.astype(out_dtype)
 
@@ -99,7 +129,7 @@ def readable(
   """Prepares inputs for a back end's kernels; TPUs have no float16.
 
   Args:
-    backend: of Pallas, "triton", "mosaic_gpu" or "mosaic_tpu".
+    backend: of Pallas, one of `BACKENDS`.
     q: queries.
     k: keys.
     v: values.
@@ -113,59 +143,16 @@ def readable(
   """
   if backend not in BACKENDS:
     raise ValueError(f"backend={backend!r} must be one of {set(BACKENDS)}")
-  if backend == "triton" and triton_backend.MISSING:
-    raise ValueError(f"backend='triton' needs {triton_backend.MISSING}")
+  kernels = BACKENDS[backend]
   for name, x in {"q": q, "k": k, "v": v}.items():
-    if x.dtype not in _DTYPES:
-      known = ", ".join(jnp.dtype(x).name for x in _DTYPES)
+    if x.dtype.name not in _DTYPES:
+      known = ", ".join(_DTYPES)
       raise ValueError(f"{name} is {x.dtype.name}, must be one of {known}")
   dtype = jnp.promote_types(q.dtype, k.dtype)
-  if backend == "mosaic_gpu":
-    hopper.check(dtype, v.dtype, q.shape[-1])
-  if backend != "mosaic_tpu":
-    return dtype, k, v
-
-  def widened(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
-
-  return widened(dtype), *(x.astype(widened(x.dtype)) for x in (k, v))
-
-
-def arranged_keys(backend: str, x: jax.Array) -> jax.Array:
-  """Keys or values as a back end's kernels read them.
-
-  Args:
-    backend: of Pallas.
-    x: [B, M, K, D].
-
-  Returns:
-    On a TPU [B, M, K / m, W], with m heads side by side in the vector lanes: a
-    set of them is read as one key/value head. Else x.
-  """
-  if backend != "mosaic_tpu":
-    return x
-  return fill_lanes(x, heads_in_lanes(*x.shape[2:]))
-
-
-def forward_queries(backend: str, problem: Problem, q: jax.Array) -> jax.Array:
-  """Queries [B, N, H, D] as a back end's forward kernel takes them."""
-  return q if backend in _PICKS_ROWS else to_rows(backend, problem, q)
-
-
-def to_rows(backend: str, problem: Problem, x: jax.Array) -> jax.Array:
-  """Reorders pairs [B, N, H, D] to a back end's rows, [T * R, D or W]."""
-  if backend == "mosaic_tpu":
-    return tpu_rows.gather(problem, x)
-  return gather_rows(x, problem.blocks)
-
-
-def _to_pairs(
-  backend: str, problem: Problem, rows: jax.Array, dim: int
-) -> jax.Array:
-  """Reorders a back end's rows to pairs [B, N, H, D]."""
-  if backend == "mosaic_tpu":
-    return tpu_rows.scatter(problem, rows, dim)
-  return scatter_rows(rows, problem.blocks)
+  kernels.check_dtypes(dtype, v.dtype, q.shape[-1])
+  return kernels.readable(dtype), *(
+    x.astype(kernels.readable(x.dtype)) for x in (k, v)
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -178,14 +165,14 @@ def _attend(q, k, v, visible, blocks, options):
 def _forward(q, k, v, visible, blocks, options):
   scale, backend, sizes, interpret = options
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  dim = q.shape[-1]
-  q = forward_queries(backend, problem, q)
-  kernels = BACKENDS[backend]
+  kernels, dim = BACKENDS[backend], q.shape[-1]
+  if not kernels.picks_rows:
+    q = kernels.to_rows(problem, q)
   out, log_sums = keep_attention(
     kernels.forward(problem, q, (k, v), sizes.forward)
   )
   saved = q, k, v, visible, blocks, out, log_sums
-  return _to_pairs(backend, problem, out, dim), saved
+  return kernels.to_pairs(problem, out, dim), saved
 
 
 @jax.enable_x64(False)
@@ -193,18 +180,16 @@ def _backward(options, saved, grad):
   scale, backend, sizes, interpret = options
   q, k, v, visible, blocks, out, log_sums = saved
   problem = Problem(k.shape, k.dtype, visible, blocks, scale, interpret)
-  dim = grad.shape[-1]
-  rows = to_rows(backend, problem, q) if backend in _PICKS_ROWS else q
-  grad = to_rows(backend, problem, grad)
-  kernels = BACKENDS[backend]
+  kernels, dim = BACKENDS[backend], grad.shape[-1]
+  rows = kernels.to_rows(problem, q) if kernels.picks_rows else q
+  grad = kernels.to_rows(problem, grad)
   dq, inner = kernels.query_gradient(
     problem, (rows, out, log_sums, grad), (k, v), sizes.dq
   )
   dk, dv = kernels.key_gradients(
     problem, (rows, log_sums, inner, grad), (k, v), sizes.dkv
   )
-  dq = _to_pairs(backend, problem, dq, dim)
-  return dq, dk, dv, None, None
+  return kernels.to_pairs(problem, dq, dim), dk, dv, None, None
 
 
 _attend.defvjp(_forward, _backward)

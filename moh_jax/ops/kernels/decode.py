@@ -15,13 +15,43 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.cache import LayerCache
+from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.attention import readable
-from moh_jax.ops.kernels.decode_problem import DecodeProblem, head_list
+from moh_jax.ops.kernels.backends import kernel_options
+from moh_jax.ops.kernels.problem import DecodeProblem, head_list
+from moh_jax.ops.target import target
 
-_KERNELS = {"triton": triton_decode.attend, "mosaic_tpu": tpu_decode.attend}
+# By back end of Pallas.
+_KERNELS = {"triton": triton_decode, "mosaic_tpu": tpu_decode}
+
+
+def attend_to_cache(
+  q: jax.Array, cache: LayerCache, slots: Slots, active: ActiveHeads | None
+) -> jax.Array:
+  """Attention of one new token per text, on the device that it is traced for.
+
+  Args:
+    q: [B, 1, H, D].
+    cache: keys and values [B, K, M, D].
+    slots: which slots each token sees.
+    active: the active heads; None is every head.
+
+  Returns:
+    [B, 1, H, D] in the dtype of q; 0 for inactive heads and for tokens that
+    see no slot, NaN for texts whose token has too many heads.
+
+  Raises:
+    ValueError: a dtype or the head dim is not supported.
+  """
+  first = slots.first.astype(jnp.int32)
+  end = jnp.broadcast_to(slots.start + 1, first.shape).astype(jnp.int32)
+  options = kernel_options(target())
+  active, factor = (None, 1.0) if active is None else active.bounded()
+  scale = q.shape[-1] ** -0.5
+  out = kernel_decode(q, cache, first, end, active, scale, **options)
+  return factor * out
 
 
 @jax.enable_x64(False)  # indices in kernels are int32
@@ -89,6 +119,6 @@ def kernel_decode(
     float(scale),
     interpret,
   )
-  out = _KERNELS[backend](problem, q.astype(dtype).reshape(shape))
+  out = _KERNELS[backend].attend(problem, q.astype(dtype).reshape(shape))
   out = jnp.where(chosen[..., None], out, 0.0)
   return out.astype(q.dtype).reshape(q.shape)

@@ -1,4 +1,4 @@
-"""What the warpgroups of the Hopper kernels share: tiles, memory, products.
+"""Launch of the Hopper kernels, and what their warpgroups share.
 
 A program is a few warpgroups of 128 threads: consumers, which compute, and one
 that does nothing but copy tiles from global to shared memory (TMA), ahead of
@@ -6,13 +6,16 @@ the consumers. Tiles go through rings of slots in shared memory, with two
 barriers per slot: "ready", which a copy completes, and "free", at which every
 consumer arrives once it has read the slot.
 
+The grid is as large as the GPU: a program takes one piece of work after the
+other, and its copies for the next piece run while it finishes the last.
+
 Shapes as in `hopper`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +23,48 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.products import across, times
+from moh_jax.ops.kernels.problem import Arrays, Problem, across, times
 from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.target import target
 
 # Rows of a consumer's part of a tile: what one product instruction takes.
 PART = 64
 # Layouts of arrays in the registers of a warpgroup.
 _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW, _PER_COLUMN = _MATRIX.reduce(1), _MATRIX.reduce(0)
+# Registers of a thread of the consumers and of the warpgroup that copies, where
+# two consumers share a multiprocessor with it.
+_REGISTERS = 240, 24
+_CORES = 132  # multiprocessors of an H100 or H200, where JAX does not tell
+# JAX 0.10 demands an index, JAX 0.11 deprecates it.
+_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()
+
+
+class Turns(NamedTuple):
+  """Keeps the consumers in step.
+
+  In the forward pass two consumers take turns at the tensor cores: one computes
+  products while the other one computes exponentials.
+
+  Attributes:
+    barrier: at which all consumers arrive; None for a single one.
+  """
+
+  barrier: Any
+
+  def switch(self) -> None:
+    """Waits until the others have come to their next switch."""
+    if self.barrier is not None:
+      plgpu.barrier_arrive(self.barrier)
+      plgpu.barrier_wait(self.barrier)
+
+  def start(self, consumer: jax.Array) -> None:
+    """Puts the second consumer half a turn behind the first."""
+    pl.when(consumer == 1)(self.switch)
+
+  def stop(self, consumer: jax.Array) -> None:
+    """Evens out the number of switches."""
+    pl.when(consumer == 0)(self.switch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +151,35 @@ def shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
   return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+class Masks(NamedTuple):
+  """What hides keys; None where nothing of the kind does.
+
+  A row sees the keys before its end that have its code.
+
+  Attributes:
+    end: [T * R] int32, where the keys of each row end; None is M.
+    row_codes: [T * R] int32.
+    key_codes: [B, J * L] int32.
+  """
+
+  end: Any = None
+  row_codes: Any = None
+  key_codes: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
-class Program:
-  """The tiles of one kernel of one call, and the steps its programs share.
+class Launch:
+  """One kernel of one call: its launch, and the steps its programs share.
 
   Attributes:
     problem: the call.
     tile: sizes.
+    consumers: warpgroups that compute.
   """
 
   problem: Problem
   tile: Tile
+  consumers: int
 
   @property
   def rows(self) -> int:
@@ -259,9 +313,175 @@ class Program:
       return x[...]
     return plgpu.load(x, *_WHOLE, layout=layout, optimized=False)
 
+  # The launch.
 
-# JAX 0.10 demands an index, JAX 0.11 deprecates it.
-_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()
+  @property
+  def slots(self) -> int:
+    """Tiles in shared memory that a piece of work holds: the next ones too."""
+    return 2 if self.problem.head_dim <= 128 else 1
+
+  @property
+  def run(self) -> int:
+    """Pieces of work that a program takes at a time.
+
+    Causal attention has one long and one short piece follow each other.
+    """
+    return 2 if self.problem.visible.causal else 1
+
+  @property
+  def programs(self) -> int:
+    """Programs of the grid."""
+    # The interpreter runs one after the other: two show how they share work.
+    return 2 if self.problem.interpret else target().cores or _CORES
+
+  def mine(
+    self, used: jax.Array | int
+  ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """How many pieces of work this program has, and which.
+
+    Args:
+      used: pieces of all programs.
+
+    Returns:
+      The number, and the function from 0, 1, ... to the index of a piece.
+    """
+    program = lax.axis_index("program") * self.run
+    stride = self.run * self.programs
+    left = jnp.maximum(used - program, 0)
+    count = lax.div(left, stride) * self.run
+    count += jnp.minimum(lax.rem(left, stride), self.run)
+
+    def index(m: jax.Array) -> jax.Array:
+      return program + lax.div(m, self.run) * stride + lax.rem(m, self.run)
+
+    return count, index
+
+  def ring(self, slots: int, *buffers: tuple[int, jax.Array]) -> RingType:
+    """A ring of so many rows each of arrays [X, D] or [X]."""
+    return RingType(
+      slots,
+      tuple(
+        jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+        for rows, x in buffers
+      ),
+    )
+
+  def call(
+    self,
+    name: str,
+    consume: Callable,
+    copy: Callable,
+    inputs: Any,
+    outputs: tuple,
+    rings: tuple[RingType, ...],
+  ) -> Arrays:
+    """Launches a kernel.
+
+    Args:
+      name: of the kernel.
+      consume: run by each consumer with references to the inputs and outputs,
+        the rings, its number and `Turns`.
+      copy: run by the copying warpgroup with the inputs and rings.
+      inputs: a pytree of arrays.
+      outputs: shapes of the results.
+      rings: the rings.
+    """
+    arrays, tree = jax.tree.flatten(inputs)
+
+    def body(*references: Any) -> None:
+      *references, buffers, barrier = references
+      inputs = jax.tree.unflatten(tree, references[: len(arrays)])
+      outputs = references[len(arrays) :]
+      rings = tuple(Ring(*x) for x in buffers)
+      group = lax.axis_index("warpgroup")
+
+      @pl.when(group < self.consumers)
+      def _() -> None:
+        self._set_registers(_REGISTERS[0], "increase")
+        for ring in rings:
+          ring.open()
+        consume(inputs, outputs, rings, group, Turns(barrier))
+
+      @pl.when(group == self.consumers)
+      def _() -> None:
+        self._set_registers(_REGISTERS[1], "decrease")
+        copy(inputs, rings)
+        for ring in rings:
+          ring.close()
+
+    body.__name__ = name
+    barrier = plgpu.Barrier(num_arrivals=self.consumers)
+    launch = plgpu.kernel(
+      body,
+      out_type=outputs,
+      scratch_types=(
+        tuple(x.scratch(self.consumers) for x in rings),
+        barrier if self.consumers > 1 else None,
+      ),
+      compiler_params=plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+      ),
+      grid=(self.programs,),
+      grid_names=("program",),
+      num_threads=self.consumers + 1,
+      thread_name="warpgroup",
+      interpret=_interpreter() if self.problem.interpret else None,
+    )
+    return tuple(launch(*arrays))
+
+  def _set_registers(self, number: int, action: str) -> None:
+    if self.consumers > 1:  # else there are enough for all
+      plgpu.set_max_registers(number, action=action)
+
+
+def masks(launch: Launch) -> Masks:
+  """What hides keys from the rows of a call."""
+  problem = launch.problem
+  last, row_codes = problem.row_masks()
+  end = None if last is None else last + 1
+  if not problem.masks_by_value:
+    return Masks(end)
+  key_codes = problem.visible.segments
+  if key_codes is None:
+    key_codes = jnp.zeros((problem.batch, problem.keys), jnp.int32)
+    row_codes = jnp.zeros(problem.num_blocks * problem.rows, jnp.int32)
+  hidden = jnp.iinfo(jnp.int32).min
+  if problem.visible.key_mask is not None:
+    key_codes = jnp.where(problem.visible.key_mask, key_codes, hidden)
+  more = launch.key_tiles * launch.keys - problem.keys
+  key_codes = jnp.pad(key_codes, ((0, 0), (0, more)), constant_values=hidden)
+  return Masks(end, row_codes, key_codes)
+
+
+def hide(
+  launch: Launch,
+  logits: jax.Array,
+  masks: Masks,
+  first: jax.Array,
+  *,
+  rows_axis: int,
+) -> jax.Array:
+  """Sets logits to -inf where a row does not see a key.
+
+  Args:
+    launch: the kernel.
+    logits: [X, Y].
+    masks: arrays in registers, for the rows and keys of the logits.
+    first: the first of the keys.
+    rows_axis: 0 or 1, which axis are the rows.
+  """
+  shape = logits.shape
+  by_row = functools.partial(spread, shape=shape, axis=rows_axis)
+  by_key = functools.partial(spread, shape=shape, axis=1 - rows_axis)
+  seen = None
+  if masks.row_codes is not None:
+    seen = by_row(masks.row_codes) == by_key(masks.key_codes)
+  if masks.end is not None or seen is None:
+    key = lax.broadcasted_iota(jnp.int32, shape, 1 - rows_axis)
+    key = launch.as_matrix(key) + first
+    end = launch.problem.keys if masks.end is None else by_row(masks.end)
+    seen = key < end if seen is None else seen & (key < end)
+  return jnp.where(seen, logits, -jnp.inf)
 
 
 def loop(begin: Any, end: Any, step: Callable, carry: Any) -> Any:
@@ -277,3 +497,23 @@ def spread(x: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 
 row = functools.partial(spread, axis=0)
 column = functools.partial(spread, axis=1)
+
+
+def alternating(
+  first: jax.Array | int, position: jax.Array, end: jax.Array | int
+) -> jax.Array:
+  """Orders [first, end): the last, the first, the last but one, the second."""
+  half, odd = jnp.divmod(position - first, 2)
+  return jnp.where(odd == 1, first + half, end - 1 - half)
+
+
+def _interpreter() -> Any:
+  """Parameters that make Pallas simulate the warpgroups and barriers."""
+  # JAX 0.10 has them in a private module only.
+  params = plgpu
+  if not hasattr(plgpu, "InterpretGPUParams"):
+    from jax._src.pallas.mosaic_gpu.interpret import params
+  # Copies fill what is beyond the end of an array with zeros.
+  return params.InterpretGPUParams(
+    out_of_bounds_reads="uninitialized", uninitialized_memory="zero"
+  )

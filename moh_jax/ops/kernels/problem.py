@@ -1,20 +1,24 @@
-"""One call of the attention kernels, and what they read of its table.
+"""One call of the kernels of attention or decoding, and what they read of it.
 
-Shapes: B batch, N queries, M keys, H query heads, K key/value heads, G query
-heads of a key/value head, D head dim, T blocks, R rows of a block, r rows of a
-tile.
+Shapes: B batch, N queries, M keys (slots of a cache), H query heads, K
+key/value heads, G query heads of a key/value head, D head dim, T blocks, R rows
+of a block, r rows of a tile, L keys of a tile, P tiles of rows, J tiles of
+keys; where one token is decoded, L entries of a list of heads.
 """
 
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.head_blocks import HeadBlocks
-from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.cache import LayerCache
+from moh_jax.ops.head_blocks import HeadBlocks, gather_rows, scatter_rows
+from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.target import Target
 from moh_jax.ops.visible import Visible
 
 LOG2_E = math.log2(math.e)
@@ -47,8 +51,8 @@ class KeyRanges(NamedTuple):
 class Problem:
   """One call of the attention: shapes, masks, the table of active heads.
 
-  On a TPU several narrow heads may be one here, see `tpu_rows`: K and D are
-  then those of `attention.arranged_keys`.
+  On a TPU several narrow heads may be one here, see `Tpu.to_rows`: K and D are
+  then those of `Kernels.arranged`.
 
   Attributes:
     k_shape: (B, M, K, D), the shape of keys and values.
@@ -228,6 +232,81 @@ class Problem:
     return last, segments
 
 
+class Bounds(NamedTuple):
+  """The tiles of a loop, [begin, end), and those among them without a mask.
+
+  Attributes:
+    begin: first tile.
+    whole_begin: first tile without a mask.
+    whole_end: one more than the last tile without a mask.
+    end: one more than the last tile.
+      begin <= whole_begin <= whole_end <= end, int32 arrays of one shape.
+  """
+
+  begin: jax.Array
+  whole_begin: jax.Array
+  whole_end: jax.Array
+  end: jax.Array
+
+
+def keys_of_rows(problem: Problem, rows: int, keys: int) -> Bounds:
+  """Bounds of each row tile's loop over the tiles of keys, [P].
+
+  Args:
+    problem: the call.
+    rows: r.
+    keys: L.
+  """
+  begin, end, whole_begin, whole_end = problem.tile_ranges(rows)
+  stop = jnp.where(begin < end, pl.cdiv(end, keys), 0)
+  start = jnp.minimum(begin // keys, stop)
+  return _ordered(start, pl.cdiv(whole_begin, keys), whole_end // keys, stop)
+
+
+def rows_of_keys(problem: Problem, rows: int, keys: int) -> Bounds:
+  """Bounds of each key tile's loop over a query head's row tiles, [B * H, J].
+
+  Rows of a head ascend by token, so the row tiles that read a tile of keys
+  follow one another.
+
+  Args:
+    problem: the call.
+    rows: r.
+    keys: L.
+  """
+  start = jnp.arange(0, problem.keys, keys, dtype=jnp.int32)
+  stop = jnp.minimum(start + keys, problem.keys)
+  begin, end, whole_begin, whole_end = problem.token_ranges()
+  values = jnp.stack([end, whole_end, whole_begin, begin])
+  targets = jnp.stack([start + 1, stop, start + 1, stop])
+  # Values ascend by token, so these tokens are the first ones.
+  tokens = values[:, :, None] < targets[:, None, :, None]  # [4, B, J, N]
+  tokens = tokens.sum(-1, dtype=jnp.int32)
+  rank = problem.blocks.rank
+  batch = jnp.arange(problem.batch)[None, :, None]
+  below = rank[batch, jnp.maximum(tokens - 1, 0)]  # rows of each head
+  below = jnp.where((tokens > 0)[..., None], below, 0)  # [4, B, J, H]
+  count = rank[None, :, -1:]
+  next_tile = pl.cdiv(below, rows)
+  # The tile of the next row; after the last tile if there is no such row.
+  tile = jnp.where(below < count, below // rows, next_tile)
+  bounds = _ordered(tile[0], next_tile[1], tile[2], next_tile[3])
+  first = problem.blocks.first[:-1].reshape(problem.batch, 1, -1)
+  first = first * (problem.rows // rows)
+  return Bounds(
+    *((first + x).swapaxes(1, 2).reshape(-1, len(start)) for x in bounds)
+  )
+
+
+def _ordered(
+  begin: jax.Array, whole_begin: jax.Array, whole_end: jax.Array, end: jax.Array
+) -> Bounds:
+  """Moves bounds into the order that `Bounds` promises."""
+  end = jnp.maximum(begin, end)
+  whole_begin = jnp.clip(whole_begin, begin, end)
+  return Bounds(begin, whole_begin, jnp.clip(whole_end, whole_begin, end), end)
+
+
 @dataclasses.dataclass(frozen=True)
 class Argument:
   """An input or output of a kernel: the whole array, and a program's part."""
@@ -241,8 +320,107 @@ def like(x: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def across(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Multiplies rows [X, D] with rows [Y, D] to [X, Y] float32."""
+  return _product(a, b, (((1,), (1,)), ((), ())))
+
+
+def times(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Multiplies [X, Y] with [Y, D] to [X, D] float32."""
+  return _product(a, b, (((1,), (0,)), ((), ())))
+
+
+def _product(a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
+  return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadList:
+  """The key/value heads that each text reads.
+
+  Attributes:
+    head: [B, L] int32 heads that are read, ascending, then arbitrary ones.
+    count: [B] int32 entries of each list that are read.
+    entry: [B, K] int32 the entry of each head; arbitrary for others.
+  """
+
+  head: jax.Array
+  count: jax.Array
+  entry: jax.Array
+
+
+def head_list(is_read: jax.Array, most: int) -> HeadList:
+  """Makes the lists, in time linear in the number of heads.
+
+  Args:
+    is_read: [B, K] bool.
+    most: L, heads that any text reads at most.
+  """
+  batch, heads = is_read.shape
+  ended = jnp.cumsum(is_read, axis=1, dtype=jnp.int32)
+  place = jnp.where(is_read, ended - 1, most)
+  text = jnp.arange(batch, dtype=jnp.int32)[:, None]
+  head = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32), is_read.shape)
+  empty = jnp.zeros((batch, most), jnp.int32)
+  listed = empty.at[text, place].set(head, mode="drop")
+  return HeadList(listed, ended[:, -1], jnp.clip(ended - 1, 0, most - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem:
+  """Attention of one new token of each text to a cache.
+
+  Attributes:
+    cache: keys and values, [B, K, M, D].
+    heads: the key/value heads that are read.
+    first: [B] int32 first slot that a text's token sees.
+    end: [B] int32 slot after the last one that it sees.
+    dtype: in which queries and keys are multiplied.
+    scale: factor of the logits.
+    interpret: whether the kernels run in Pallas's interpreter.
+  """
+
+  cache: LayerCache
+  heads: HeadList
+  first: jax.Array
+  end: jax.Array
+  dtype: jnp.dtype
+  scale: float
+  interpret: bool
+
+  @property
+  def batch(self) -> int:
+    """B."""
+    return self.cache.k.shape[0]
+
+  @property
+  def kv_heads(self) -> int:
+    """K."""
+    return self.cache.k.shape[1]
+
+  @property
+  def slots(self) -> int:
+    """M."""
+    return self.cache.k.shape[2]
+
+  @property
+  def head_dim(self) -> int:
+    """D."""
+    return self.cache.k.shape[3]
+
+  @property
+  def entries(self) -> int:
+    """L."""
+    return self.heads.head.shape[1]
+
+  @property
+  def log2_scale(self) -> float:
+    """Factor that turns q k^T into logits of a softmax in base 2."""
+    return self.scale * LOG2_E
+
+
 class Kernels(Protocol):
-  """The functions that each back end's module, `triton` and `tpu`, defines.
+  """The kernels of one back end of Pallas.
 
   Rows are [T * R, D], one number per row is [T * R]; keys and values are
   [B, M, K, D]. In results, rows of unused blocks are undefined.
@@ -250,10 +428,65 @@ class Kernels(Protocol):
   Keys have the dtype of the queries; gradients of the output have that of the
   values and are 0 in empty rows. The forward pass also takes keys and values
   of a narrower dtype and widens each tile after loading it.
+
+  Attributes:
+    tiles: default `BlockSizes`, see `sizes.fitting`.
+    few_rows: heads with fewer tokens than this get blocks of half the rows,
+    least_rows: or of so many rows.
+    picks_rows: whether the forward kernel picks its rows out of [B, N, H, D]
+      itself: there is no pass over the queries before it.
   """
 
-  def check_rows(self, rows: int) -> None:
-    """Raises ValueError if blocks cannot have this many rows."""
+  tiles: ClassVar[dict[int, dict[int, BlockSizes]]]
+  few_rows: ClassVar[int] = 512
+  least_rows: ClassVar[int] = 64
+  picks_rows: ClassVar[bool] = False
+
+  def unable(self, device: Target, dtype: str, head_dim: int) -> str:
+    """What the kernels need to run on a device that is not there; else empty.
+
+    Args:
+      device: the device; a CPU interprets kernels.
+      dtype: name of the dtype of queries, keys and values; empty if unknown.
+      head_dim: D.
+    """
+
+  def check(self, sizes: BlockSizes) -> None:
+    """Raises ValueError if blocks or tiles cannot have these sizes."""
+
+  def check_dtypes(
+    self, dtype: jnp.dtype, value_dtype: jnp.dtype, head_dim: int
+  ) -> None:
+    """Raises ValueError if the kernels do not take a call.
+
+    Args:
+      dtype: of the products of queries and keys.
+      value_dtype: of the values.
+      head_dim: D.
+    """
+
+  def readable(self, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which an array of a given one is read."""
+    return dtype
+
+  def arranged(self, x: jax.Array) -> jax.Array:
+    """Keys or values [B, M, K, D] as the kernels read them."""
+    return x
+
+  def to_rows(self, problem: Problem, x: jax.Array) -> jax.Array:
+    """Reorders pairs [B, N, H, D] to rows; 0 in empty rows."""
+    return gather_rows(x, problem.blocks)
+
+  def to_pairs(self, problem: Problem, rows: jax.Array, dim: int) -> jax.Array:
+    """Reorders rows to pairs [B, N, H, D]; 0 if inactive.
+
+    Args:
+      problem: the call.
+      rows: results of a kernel.
+      dim: D.
+    """
+    del dim
+    return scatter_rows(rows, problem.blocks)
 
   def forward(
     self, problem: Problem, q: jax.Array, keys: Arrays, tile: Tile
@@ -262,7 +495,7 @@ class Kernels(Protocol):
 
     Args:
       problem: the call.
-      q: the queries, as `attention.forward_queries` returns them.
+      q: rows of the queries, or all of them if `picks_rows`.
       keys: keys and values.
       tile: sizes; TPUs ignore `tile.rows` and take the rows of a block.
 

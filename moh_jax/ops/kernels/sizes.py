@@ -1,25 +1,16 @@
-"""Sizes of the kernels' tiles for a device, a head dim and a dtype.
+"""Sizes of the kernels' tiles.
 
-Sizes that the command `tune-kernels` measured on a device have priority: they
-are read from the file that the environment variable MOH_JAX_BLOCK_SIZES names.
-Devices that are not in the file get defaults, chosen by what the compilers
-report: on GPUs tiles that fit the registers and 99 KiB of shared memory, which
-every GPU since Ampere has, and on TPUs tiles whose schedule keeps the matrix
-units busiest.
+By default they are chosen by what the compilers report: on GPUs tiles that fit
+the registers and 99 KiB of shared memory, which every GPU since Ampere has, and
+on TPUs tiles whose schedule keeps the matrix units busiest.
 """
 
 import dataclasses
-import functools
-import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moh_jax.json_files import read_json
-from moh_jax.ops.target import target
-
-FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
 MAX_HEAD_DIM = 256
 
 
@@ -91,19 +82,15 @@ class BlockSizes:
     """R, the rows that `head_blocks` should give its blocks."""
     return self.forward.rows
 
-  def check(self, backend: str) -> None:
+  def check_covers(self) -> None:
     """Checks that tiles of the gradients cover a block exactly.
 
-    Args:
-      backend: of Pallas, "triton", "mosaic_gpu" or "mosaic_tpu".
-
     Raises:
-      ValueError: on GPUs, the rows of dq or dkv do not divide R.
+      ValueError: the rows of dq or dkv do not divide R. A block's last rows
+        would be in no tile, so in no gradient.
     """
     for name in ("dq", "dkv"):
-      rows = getattr(self, name).rows
-      # A block's last rows would be in no tile, so in no gradient.
-      if backend != "mosaic_tpu" and self.rows % rows:
+      if self.rows % (rows := getattr(self, name).rows):
         raise ValueError(
           f"{name}.rows={rows} must divide forward.rows={self.rows}"
         )
@@ -116,146 +103,22 @@ class BlockSizes:
     return BlockSizes(forward, self.dq.cut(rows), dkv)
 
 
-# By back end and bytes of a number: largest head dim, tiles.
-_DEFAULTS = {
-  ("triton", 2): (
-    (32, Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    (64, Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    (96, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
-    (128, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
-    (256, Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), Tile(32, 32, 8, 2)),
-  ),
-  ("triton", 4): (
-    (64, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (128, Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
-    (256, Tile(32, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 16, 4, 2)),
-  ),
-  ("mosaic_gpu", 2): (
-    (64, Tile(128, 128, 4, 3), Tile(128, 128, 4, 2), Tile(128, 128, 4, 2)),
-    (128, Tile(128, 128, 4, 2), Tile(128, 64, 4, 2), Tile(64, 128, 4, 2)),
-    (256, Tile(128, 64, 4, 2), Tile(128, 64, 4, 1), Tile(64, 64, 4, 2)),
-  ),
-  ("mosaic_tpu", 2): ((256, Tile(256, 1024), Tile(256, 1024), Tile(256, 512)),),
-  ("mosaic_tpu", 4): ((256, Tile(256, 512), Tile(256, 512), Tile(256, 512)),),
-}
-# The same for decoding one token: its rows are few, so only the keys matter.
-_DECODE = {
-  ("triton", 2): (
-    (64, Tile(16, 64, 4, 3)), (128, Tile(16, 64, 4, 2)),
-    (256, Tile(16, 32, 4, 2)),
-  ),
-  ("triton", 4): (
-    (64, Tile(16, 64, 4, 2)), (128, Tile(16, 32, 4, 2)),
-    (256, Tile(16, 16, 4, 2)),
-  ),
-  ("mosaic_tpu", 2): ((256, Tile(16, 1024)),),
-  ("mosaic_tpu", 4): ((256, Tile(16, 512)),),
-}  # fmt: skip
-# Heads with fewer tokens than this get blocks of half the rows: a head's last
-# block is half empty on average, which costs more the fewer blocks there are.
-_FEW_ROWS = {"triton": 512, "mosaic_gpu": 512, "mosaic_tpu": 768}
-
-
-def block_sizes(
-  backend: str,
+def fitting(
+  table: dict[int, dict[int, Any]],
   head_dim: int,
   dtype: jax.typing.DTypeLike,
-  per_head: int | None = None,
-) -> BlockSizes:
-  """Looks up the tiles for the device that a program is traced for.
+) -> Any:
+  """Looks up the default sizes of a back end.
 
   Args:
-    backend: of Pallas, "triton", "mosaic_gpu" or "mosaic_tpu".
-    head_dim: D, at most 256.
-    dtype: dtype of the queries.
-    per_head: tokens that a head has on average (N * active heads / H): blocks
-      get smaller where these are few. None keeps the blocks as they are.
-
-  Returns:
-    Measured sizes if the file of the environment has them, else the defaults.
+    table: by bytes of a number, 2 or 4, and largest head dim.
+    head_dim: D.
+    dtype: of the queries.
 
   Raises:
     ValueError: the head dim is too large.
   """
-  dtype = jnp.dtype(dtype)
-  sizes = measured().get(Key(backend, target().kind, head_dim, dtype.name))
-  if sizes is None:
-    sizes = BlockSizes(*_default(_DEFAULTS, backend, head_dim, dtype))
-  if per_head is not None and per_head < _FEW_ROWS[backend]:
-    smallest = 128 if backend == "mosaic_tpu" else 64
-    sizes = sizes.with_rows(max(min(smallest, sizes.rows), sizes.rows // 2))
-  return sizes
-
-
-def decode_tile(
-  backend: str, head_dim: int, dtype: jax.typing.DTypeLike
-) -> Tile:
-  """Looks up the tile for attention of one new token to a cache.
-
-  Args:
-    backend: of Pallas, "triton" or "mosaic_tpu".
-    head_dim: D, at most 256.
-    dtype: dtype of the products of queries and keys.
-
-  Returns:
-    The tile; it may have more rows than the token has query heads.
-
-  Raises:
-    ValueError: the head dim is too large.
-  """
-  return _default(_DECODE, backend, head_dim, jnp.dtype(dtype))[0]
-
-
-def _default(
-  tables: dict, backend: str, head_dim: int, dtype: jnp.dtype
-) -> tuple[Tile, ...]:
-  table = tables[backend, max(2, min(4, dtype.itemsize))]
-  tiles = next((x[1:] for x in table if head_dim <= x[0]), None)
-  if tiles is None:
-    raise ValueError(f"head_dim={head_dim} must be at most {table[-1][0]}")
-  return tiles
-
-
-def read(path: str | os.PathLike) -> dict[Key, BlockSizes]:
-  """Reads a file of measured sizes, as `speed.tiles.write` writes it.
-
-  Args:
-    path: a JSON list with one entry per `Key`.
-
-  Raises:
-    OSError: the file cannot be read.
-    ValueError: it is not such a file, or its tiles would give wrong results.
-  """
-  try:
-    entries = read_json(path, list[dict])
-    return dict(map(_parse, entries))
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(
-      f"{path} is not a file of block sizes, for {FILE_VARIABLE}: {error}"
-    ) from None
-
-
-def _parse(entry: dict) -> tuple[Key, BlockSizes]:
-  """Reads and checks one entry of a file."""
-  backend, dim = entry["backend"], entry["head_dim"]
-  if backend not in _FEW_ROWS:
-    raise ValueError(f"backend={backend!r} must be one of {list(_FEW_ROWS)}")
-  if not 1 <= dim <= MAX_HEAD_DIM:
-    raise ValueError(f"head_dim={dim!r} must be in [1, {MAX_HEAD_DIM}]")
-  tiles = {}
-  for name in ("forward", "dq", "dkv"):
-    try:
-      tiles[name] = Tile(**entry[name])
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"{name}: {error}") from None
-  sizes = BlockSizes(**tiles)
-  sizes.check(backend)
-  dtype = jnp.dtype(entry["dtype"]).name
-  return Key(backend, str(entry["device"]), dim, dtype), sizes
-
-
-@functools.cache
-def measured() -> dict[Key, BlockSizes]:
-  """Reads the file that MOH_JAX_BLOCK_SIZES names, once; empty without it."""
-  path = os.environ.get(FILE_VARIABLE)
-  return read(path) if path else {}
+  sizes = table[max(2, min(4, jnp.dtype(dtype).itemsize))]
+  if head_dim > max(sizes):
+    raise ValueError(f"head_dim={head_dim} must be at most {max(sizes)}")
+  return sizes[min(x for x in sizes if head_dim <= x)]

@@ -21,12 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from moh_jax.ops.kernels.decode_problem import DecodeProblem
-from moh_jax.ops.kernels.products import across, times
-from moh_jax.ops.kernels.sizes import decode_tile
-from moh_jax.ops.kernels.tpu_step import repeat_lanes
+from moh_jax.ops.kernels.problem import DecodeProblem, across, times
+from moh_jax.ops.kernels.sizes import Tile, fitting
+from moh_jax.ops.kernels.tpu import repeat_lanes
 from moh_jax.ops.lanes import LANES
 
+# Only the slots of a tile matter.
+TILES = {2: {256: Tile(16, 1024)}, 4: {256: Tile(16, 512)}}
 _ROWS = 16  # rows of a register of bfloat16
 
 
@@ -64,7 +65,7 @@ class Plan:
   def keys(self) -> int:
     """T: M if that is small, else a multiple of LANES."""
     problem = self.problem
-    tile = decode_tile("mosaic_tpu", problem.head_dim, problem.dtype)
+    tile = fitting(TILES, problem.head_dim, problem.dtype)
     return min(tile.keys, problem.slots)
 
   @property

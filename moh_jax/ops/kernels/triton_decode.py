@@ -19,18 +19,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels import triton_backend
-from moh_jax.ops.kernels.decode_problem import DecodeProblem
-from moh_jax.ops.kernels.products import times
-from moh_jax.ops.kernels.sizes import Tile, decode_tile
-from moh_jax.ops.kernels.triton_backend import plgpu
-from moh_jax.ops.kernels.triton_program import (
+from moh_jax.ops.kernels.problem import DecodeProblem, times
+from moh_jax.ops.kernels.sizes import Tile, fitting
+from moh_jax.ops.kernels.triton import (
   SMALLEST,
   Slices,
   column_slices,
+  launch,
+  plgpu,
   product,
 )
 
+# A token's rows are few, so only the slots of a tile matter.
+TILES = {
+  2: {64: Tile(16, 64, 4, 3), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 4, 2)},
+  4: {64: Tile(16, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+}
 # Programs that fill a GPU: two to four for each of 132 processors.
 _MAX_PROGRAMS = 512
 _MIN_SLOTS = 256  # of a split: joining two costs as much as reading a few slots
@@ -103,7 +107,7 @@ class Plan:
   @functools.cached_property
   def tile(self) -> Tile:
     """Sizes of a program's tile: R rows and T slots."""
-    tile = decode_tile("triton", self.problem.head_dim, self.problem.dtype)
+    tile = fitting(TILES, self.problem.head_dim, self.problem.dtype)
     most = _MAX_ROWS if self.problem.head_dim <= _WIDE else _MAX_WIDE_ROWS
     rows = pl.next_power_of_2(max(SMALLEST, min(self.group, most)))
     slots = max(SMALLEST, pl.next_power_of_2(self.problem.slots))
@@ -165,7 +169,7 @@ class Plan:
       jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
       jax.ShapeDtypeStruct(shape, jnp.float32),
     )
-    return triton_backend.launch(
+    return launch(
       functools.partial(_kernel, plan=self),
       self.tile,
       out_shape=outputs,

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from moh_jax._version import __version__
-from moh_jax.ops.kernels import sizes
+from moh_jax.ops.kernels import backends
 from moh_jax.speed import timing
 from moh_jax.speed.card.scale import Scale
 from moh_jax.speed.card.stages import TILES_FILE, stages
@@ -120,11 +120,11 @@ def _use_tiles(store: Store, used: str) -> str:
     The content that is in use now.
   """
   path = store.folder / TILES_FILE
-  named = os.environ.get(sizes.FILE_VARIABLE, str(path))
+  named = os.environ.get(backends.FILE_VARIABLE, str(path))
   if named != str(path) or not path.exists() or path.read_text() == used:
     return used
-  sizes.read(path)  # a damaged file is an error here, not in every stage
-  os.environ[sizes.FILE_VARIABLE] = str(path)
-  sizes.measured.cache_clear()
+  backends.read(path)  # a damaged file is an error here, not in every stage
+  os.environ[backends.FILE_VARIABLE] = str(path)
+  backends.measured.cache_clear()
   jax.clear_caches()  # compiled programs have the tiles of before
   return path.read_text()

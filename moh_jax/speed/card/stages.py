@@ -5,8 +5,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moh_jax.ops.attention_forms import has_kernels, kernel_options
-from moh_jax.ops.kernels.sizes import Key, block_sizes
+from moh_jax.ops.kernels.backends import (
+  block_sizes,
+  has_kernels,
+  kernel_options,
+)
+from moh_jax.ops.kernels.sizes import Key
 from moh_jax.ops.target import target
 from moh_jax.speed import attention, decode, layer, programs, tiles
 from moh_jax.speed.card import exact, model_step

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import sizes
+from moh_jax.ops.kernels import backends
 from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
 from moh_jax.speed import tiles
 from moh_jax.speed.card import session
@@ -155,8 +155,8 @@ class TilesTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.enterContext(mock.patch.dict(os.environ))
-    os.environ.pop(sizes.FILE_VARIABLE, None)
-    self.addCleanup(sizes.measured.cache_clear)
+    os.environ.pop(backends.FILE_VARIABLE, None)
+    self.addCleanup(backends.measured.cache_clear)
     folder = self.create_tempdir().full_path
     self.store = session.open_store(folder, _SCALE)
     self.path = self.store.folder / "tiles.json"
@@ -170,17 +170,17 @@ class TilesTest(absltest.TestCase):
   def test_tuned_tiles_are_used(self):
     used = session._use_tiles(self.store, "")
     self.assertEqual(used, "")
-    self.assertEqual(sizes.measured(), {})
+    self.assertEqual(backends.measured(), {})
     for rows in (16, 32):
       key = self._write(rows)
       used = session._use_tiles(self.store, used)
-      self.assertEqual(sizes.measured()[key].rows, rows)
+      self.assertEqual(backends.measured()[key].rows, rows)
 
   def test_those_that_the_user_names_stay(self):
     self._write(16)
-    os.environ[sizes.FILE_VARIABLE] = "/mine.json"
+    os.environ[backends.FILE_VARIABLE] = "/mine.json"
     self.assertEqual(session._use_tiles(self.store, ""), "")
-    self.assertEqual(os.environ[sizes.FILE_VARIABLE], "/mine.json")
+    self.assertEqual(os.environ[backends.FILE_VARIABLE], "/mine.json")
 
 
 if __name__ == "__main__":

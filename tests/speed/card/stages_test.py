@@ -6,7 +6,8 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from moh_jax.ops import attention
-from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, block_sizes, read
+from moh_jax.ops.kernels.backends import block_sizes, read
+from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
 from moh_jax.speed.card import stages
 from moh_jax.speed.card.scale import scale_for
 from moh_jax.speed.card.store import Store

@@ -7,7 +7,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.checks import RESIZES
-from moh_jax.ops.inception_input import prepare
+from moh_jax.models.inception import prepare
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 

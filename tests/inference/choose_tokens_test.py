@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.sampling import choose_tokens
+from moh_jax.inference.decoding import choose_tokens
 
 _SAMPLES = 4000
 _PROBS = np.array([0.05, 0.5, 0.15, 0.3])  # token 1, then 3, 2, 0
