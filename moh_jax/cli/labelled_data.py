@@ -148,5 +148,5 @@ def _training_text(
     ("training text",),
     batches,
     "the run's training text",
-    lambda: sequences.open_text(config.data, vocabulary, "train").identity(),
+    lambda: sequences.Text(config.data, vocabulary, "train").identity(),
   )

@@ -19,9 +19,10 @@ class SourceKind:
 
   Attributes:
     name: value of `data.source`.
-    source: class with the class methods `open` and `tell`, see
-      `data.sources.ImageSource` and `data.sequences.Text`. "MODULE:CLASS" is
-      imported when it is first used, since configs load without JAX.
+    source: class with the class methods `open` and `tell`, for images a
+      subclass of `data.sources.ImageSource`, for text one with the methods of
+      `data.sequences.PackedSource`. "MODULE:CLASS" is imported when it is first
+      used, since configs load without JAX.
     holds: what examples may be: "images", "latents", "tokens".
     has_path: whether `data.path` names its directory.
     options: fields of the section `data` that only some sources read, this one
@@ -77,13 +78,13 @@ _BUILT_IN = {
   "text": (
     SourceKind(
       "tokens",
-      "moh_jax.data.sequences:TokenText",
+      "moh_jax.data.sequences:PackedSource",
       _TOKENS,
       options=("mix", "ratios"),
     ),
-    SourceKind("stdlib", "moh_jax.data.stdlib:StdlibText", _TOKENS),
+    SourceKind("stdlib", "moh_jax.data.stdlib:StdlibSource", _TOKENS),
     SourceKind(
-      "fake", "moh_jax.data.sequences:FakeText", _TOKENS, has_path=False
+      "fake", "moh_jax.data.sequences:FakeSequences", _TOKENS, has_path=False
     ),
   ),
 }

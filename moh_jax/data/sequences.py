@@ -18,7 +18,6 @@ epoch, and the sources alternate by their ratios. Sequence i of the stream
 depends on the seed and i alone.
 """
 
-import abc
 import bisect
 import functools
 import itertools
@@ -26,7 +25,7 @@ import logging
 import pathlib
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
@@ -48,17 +47,91 @@ _LABELLED_BYTES = 1 << 20  # of a piece of a labelled file
 _LOG = logging.getLogger(__name__)
 
 
-class SequenceSource(Protocol):
-  """Random access to packed sequences."""
+class Text:
+  """One split of the text of a run.
+
+  As an array it has the sequences of all sources, one source after the other.
+
+  Attributes:
+    sources: of sequences, by name; several in the order of `data.mix`.
+    text_bytes: UTF-8 bytes of all documents.
+    notes: of the set; with several sets, the sums of the integers that all of
+      them note.
+  """
+
+  def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
+    """Opens the configured sources.
+
+    Args:
+      data: section `data` of the config.
+      vocab_size: number of token ids of the model.
+      split: "train" or "val". In the latter the last sequence of each source is
+        padded.
+
+    Raises:
+      FileNotFoundError: a set, or a file of it, is missing.
+      ValueError: a set is damaged, does not fit the model, is shorter than one
+        training sequence, or was made with another tokenizer than another
+        source or the other split.
+    """
+    if split not in SPLITS:
+      raise ValueError(f"split={split!r} must be one of {SPLITS}")
+    kind = get_source(data).load()
+    self.sources: dict[str, PackedSource] = kind.open(data, vocab_size, split)
+    self._ratios = data.ratios
+    sources = self.sources.values()
+    self._ends = list(itertools.accumulate(map(len, sources)))
+    self.text_bytes: int = sum(source.total_bytes for source in sources)
+    self.notes = _merge([source.notes for source in sources])
+    for name, source in self.sources.items():
+      _LOG.info(
+        "data: %s, %s: %s sequences of %d tokens",
+        name,
+        split,
+        f"{len(source):,}",
+        data.sequence_length,
+      )
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer | None:
+    """The tokenizer of the text; None of random tokens."""
+    return next(iter(self.sources.values())).tokenizer()
+
+  def identity(self) -> dict[str, Identity]:
+    """What identifies the text, by the name of the source."""
+    return {name: source.identity() for name, source in self.sources.items()}
+
+  def stream(self, seed: int) -> grain.MapDataset:
+    """The endless training stream in the order of a seed."""
+    datasets = []
+    for index, source in enumerate(self.sources.values()):
+      # With one seed, sources of the same length would have the same order.
+      own = np.random.SeedSequence((seed, index)).generate_state(1)[0]
+      dataset = grain.MapDataset.source(source).seed(int(own))
+      datasets.append(dataset.shuffle().repeat())
+    if len(datasets) == 1:
+      return datasets[0]
+    mixture = Mixture(self._ratios)
+    return grain.MapDataset.select_from_datasets(datasets, mixture)
 
   def __len__(self) -> int:
-    """Number of sequences."""
+    return self._ends[-1]
 
   def __getitem__(self, index: int) -> Sequence:
-    """Returns a sequence."""
+    """Returns a packed sequence."""
+    if not 0 <= index < len(self):
+      raise IndexError(f"index={index} of {len(self)} sequences")
+    place = bisect.bisect_right(self._ends, index)
+    source = list(self.sources.values())[place]
+    return source[index - self._ends[place] + len(source)]
 
-  def text_bytes(self, indices: np.ndarray) -> float:
+  def bytes_of(self, indices: np.ndarray) -> float:
     """UTF-8 bytes of the text that sequences [S] int predict."""
+    total = 0.0
+    for source, end in zip(self.sources.values(), self._ends):
+      own = indices - (end - len(source))
+      total += source.text_bytes(own[(own >= 0) & (own < len(source))])
+    return total
 
 
 class Mixture(grain.transforms.DatasetSelectionMap):
@@ -93,193 +166,35 @@ class Mixture(grain.transforms.DatasetSelectionMap):
     return result[::-1]
 
 
-class Text(abc.ABC):
-  """One split of the text of a run.
+def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
+  """Share of each source in the first `sequences` training sequences.
 
-  A subclass that `moh_jax.register_source` has made known is a value of
-  `data.source`.
-
-  Attributes:
-    sources: by name; several in the order of `data.mix`.
-    ratios: percent of the sequences that each of several sources gives.
-    tokenizer: of the text, or None.
-    total_bytes: UTF-8 bytes of all documents.
-    notes: of the set; with several sets, the sums of the integers that all of
-      them note.
+  The shares are exact, not expectations, since the order of the sources follows
+  from the ratios without randomness.
   """
-
-  sources: Mapping[str, SequenceSource]
-  ratios: tuple[float, ...] = ()
-  tokenizer: Tokenizer | None = None
-  total_bytes: int
-  notes: Mapping[str, Any] = {}
-
-  @classmethod
-  @abc.abstractmethod
-  def open(cls, data: TextDataConfig, vocab_size: int, split: str) -> "Text":
-    """Opens a split.
-
-    Args:
-      data: section `data` of the config.
-      vocab_size: number of token ids of the model.
-      split: "train" or "val".
-
-    Raises:
-      FileNotFoundError: a set, or a file of it, is missing.
-      ValueError: a set is damaged or does not fit the model.
-    """
-
-  @classmethod
-  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """Values of fields that a run leaves unset, here "vocab_size", by name."""
-    return {}
-
-  @abc.abstractmethod
-  def identity(self) -> dict[str, Identity]:
-    """What identifies the text, by the name of the source."""
-
-  def stream(self, seed: int) -> grain.MapDataset:
-    """The endless stream of packed sequences in the order of a seed."""
-    datasets = []
-    for index, source in enumerate(self.sources.values()):
-      # With one seed, sources of the same length would have the same order.
-      own = np.random.SeedSequence((seed, index)).generate_state(1)[0]
-      dataset = grain.MapDataset.source(source).seed(int(own))
-      datasets.append(dataset.shuffle().repeat())
-    if len(datasets) == 1:
-      return datasets[0]
-    mixture = Mixture(self.ratios)
-    return grain.MapDataset.select_from_datasets(datasets, mixture)
+  counts = Mixture(data.ratios or (100.0,)).counts(sequences)
+  names = data.mix or (data.source,)
+  return {name: n / max(sequences, 1) for name, n in zip(names, counts)}
 
 
-class TokenText(Text):
-  """Sets of tokens, as `tokenize` writes them."""
-
-  def __init__(
-    self,
-    folders: Mapping[str, pathlib.Path],
-    data: TextDataConfig,
-    vocab_size: int,
-    split: str,
-  ):
-    """Opens the sets.
-
-    Args:
-      folders: that hold train/ and val/, by the name of the source.
-      data: section `data` of the config.
-      vocab_size: number of token ids of the model.
-      split: "train" or "val".
-
-    Raises:
-      FileNotFoundError: a set, or a file of it, is missing.
-      ValueError: a set is damaged, does not fit the model, is shorter than one
-        training sequence, or was made with another tokenizer than another
-        source or the other split.
-    """
-    places = [folder / split for folder in folders.values()]
-    found = [read_metadata(place, KIND) for place in places]
-    others = [folder / other for other in SPLITS for folder in folders.values()]
-    _check_alike([*places, *others])
-    for place, metadata in zip(places, found):
-      if metadata["vocab_size"] > vocab_size:
-        raise ValueError(
-          f"{place}: its tokenizer has {metadata['vocab_size']} ids, more than "
-          f"model.vocab_size={vocab_size}"
-        )
-    self._place, self._metadata = places[0], found[0]
-    self.sets = {name: TokenSet(p) for name, p in zip(folders, places)}
-    length, is_val = data.sequence_length, split == "val"
-    separate = data.separate_documents
-    self.sources = {
-      name: PackedSource(token_set, length, separate, keep_rest=is_val)
-      for name, token_set in self.sets.items()
-    }
-    for name, source in self.sources.items():
-      if not is_val and not len(source):
-        raise ValueError(
-          f"{self.sets[name].folder}: {self.sets[name].num_tokens} tokens are "
-          f"fewer than data.sequence_length={length} and one"
-        )
-    self.ratios = data.ratios
-    self.total_bytes = sum(metadata["text_bytes"] for metadata in found)
-    self.notes = _merge([metadata["notes"] for metadata in found])
-
-  @classmethod
-  def open(
-    cls, data: TextDataConfig, vocab_size: int, split: str
-  ) -> "TokenText":
-    """Opens the sets of `data.mix`, or the only one."""
-    root = pathlib.Path(data.path)
-    folders = {name: root / name for name in data.mix} or {data.source: root}
-    return cls(folders, data, vocab_size, split)
-
-  @classmethod
-  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The largest vocabulary of the sets; opens no shard."""
-    del names
-    root, mix = pathlib.Path(config.data.path), config.data.mix
-    folders = [root / name / "train" for name in mix] or [root / "train"]
-    found = [read_metadata(folder, KIND)["vocab_size"] for folder in folders]
-    return {"vocab_size": max(found)}
-
-  @functools.cached_property
-  def tokenizer(self) -> Tokenizer:  # type: ignore[override]
-    """The tokenizer that made the sets."""
-    return set_tokenizer(self._place, self._metadata)
-
-  def identity(self) -> dict[str, Identity]:
-    """Identifies the tokens and their division into documents."""
-    return {name: one.identity() for name, one in self.sets.items()}
-
-
-class FakeText(Text):
-  """Random tokens, of one byte each."""
-
-  def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
-    seed, examples = SPLITS.index(split), data.fake_examples
-    length, separate = data.sequence_length, data.separate_documents
-    self._examples = examples
-    self.sources = {
-      "fake": FakeSequences(vocab_size, length, examples, separate, seed=seed)
-    }
-    self.total_bytes = examples * length
-
-  @classmethod
-  def open(
-    cls, data: TextDataConfig, vocab_size: int, split: str
-  ) -> "FakeText":
-    """Makes a split."""
-    return cls(data, vocab_size, split)
-
-  @classmethod
-  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """A usual vocabulary."""
-    del config, names
-    return {"vocab_size": _FAKE_TOKENS}
-
-  def identity(self) -> dict[str, Identity]:
-    """The number of the sequences, which are the same in every run."""
-    return {"fake": {"examples": self._examples}}
-
-
-def open_text(data: TextDataConfig, vocab_size: int, split: str) -> Text:
-  """Opens one split of the configured text; see `Text.open`."""
-  if split not in SPLITS:
-    raise ValueError(f"split={split!r} must be one of {SPLITS}")
-  text = get_source(data).load().open(data, vocab_size, split)
-  for name, source in text.sources.items():
-    _LOG.info(
-      "data: %s, %s: %s sequences of %d tokens",
-      name,
-      split,
-      f"{len(source):,}",
-      data.sequence_length,
-    )
-  return text
+def train_sequences(
+  data: TextDataConfig, vocab_size: int, seed: int
+) -> grain.MapDataset:
+  """The endless training stream of the configured text; see `Text`."""
+  return Text(data, vocab_size, "train").stream(seed)
 
 
 class PackedSource:
-  """Source of the packed sequences of a set of tokens, in order."""
+  """Source of the packed sequences of a set of tokens, in order.
+
+  It is the source "tokens". Others of `data.source` have the same methods, of
+  which `open` maps names to opened sources.
+
+  Attributes:
+    token_set: the set.
+    total_bytes: UTF-8 bytes of all documents.
+    notes: of the set.
+  """
 
   def __init__(
     self,
@@ -299,12 +214,40 @@ class PackedSource:
         one.
     """
     self.token_set = token_set
+    self.total_bytes: int = token_set.metadata["text_bytes"]
+    self.notes: dict[str, Any] = token_set.metadata["notes"]
     self._length, self._separate = length, separate
     self._has_ends = separate and has_ends(token_set.folder, token_set.metadata)
     targets = max(token_set.num_tokens - 1, 0)
     self._examples = targets // length
     if keep_rest:
       self._examples = -(-targets // length)
+
+  @classmethod
+  def open(
+    cls, data: TextDataConfig, vocab_size: int, split: str
+  ) -> dict[str, "PackedSource"]:
+    """Opens the sets of `data.mix`, or the only one; see `Text`."""
+    root = pathlib.Path(data.path)
+    folders = {name: root / name for name in data.mix} or {data.source: root}
+    return open_sets(folders, data, vocab_size, split)
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The largest vocabulary of the sets; opens no shard."""
+    del names
+    root, mix = pathlib.Path(config.data.path), config.data.mix
+    folders = [root / name / "train" for name in mix] or [root / "train"]
+    found = [read_metadata(folder, KIND)["vocab_size"] for folder in folders]
+    return {"vocab_size": max(found)}
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer that made the set."""
+    return set_tokenizer(self.token_set.folder, self.token_set.metadata)
+
+  def identity(self) -> Identity:
+    """Identifies the tokens and their division into documents."""
+    return self.token_set.identity()
 
   def __len__(self) -> int:
     return self._examples
@@ -340,8 +283,72 @@ class PackedSource:
     return metadata["text_bytes"] * (targets.sum() / max(tokens, 1))
 
 
+def open_sets(
+  folders: Mapping[str, pathlib.Path],
+  data: TextDataConfig,
+  vocab_size: int,
+  split: str,
+) -> dict[str, PackedSource]:
+  """Opens sets of tokens that one run reads; see `Text`.
+
+  Args:
+    folders: that hold train/ and val/, by the name of the source.
+    data: section `data` of the config.
+    vocab_size: number of token ids of the model.
+    split: "train" or "val".
+  """
+  places = {name: folder / split for name, folder in folders.items()}
+  found = {place: read_metadata(place, KIND) for place in places.values()}
+  beside = [folder / other for other in SPLITS for folder in folders.values()]
+  for place in beside:
+    if place not in found and (place / METADATA).is_file():
+      found[place] = read_metadata(place, KIND)
+  _check_alike(found)
+  for place in places.values():
+    if found[place]["vocab_size"] > vocab_size:
+      raise ValueError(
+        f"{place}: its tokenizer has {found[place]['vocab_size']} ids, more "
+        f"than model.vocab_size={vocab_size}"
+      )
+  sources = {
+    name: PackedSource(
+      TokenSet(place),
+      data.sequence_length,
+      data.separate_documents,
+      keep_rest=split == "val",
+    )
+    for name, place in places.items()
+  }
+  for name, source in sources.items():
+    if not len(source):
+      raise ValueError(
+        f"{places[name]}: {source.token_set.num_tokens} tokens are fewer than "
+        f"data.sequence_length={data.sequence_length} and one"
+      )
+  return sources
+
+
+def _check_alike(described: Mapping[pathlib.Path, Mapping[str, Any]]) -> None:
+  """Checks that all sets have the same tokenizer, by its SHA-256."""
+  (first, ours), *others = (
+    (place, metadata["tokenizer"]) for place, metadata in described.items()
+  )
+  for place, theirs in others:
+    if theirs["sha256"] != ours["sha256"]:
+      raise ValueError(
+        f"{place}: made with a tokenizer {theirs['kind']!r} of sha256 "
+        f"{theirs['sha256'][:16]}, {first} with one {ours['kind']!r} of "
+        f"{ours['sha256'][:16]}; their ids mean different text"
+      )
+
+
 class FakeSequences:
-  """Source of random sequences; sequence i is the same in every run."""
+  """Source of random sequences; sequence i is the same in every run.
+
+  A token has one byte.
+  """
+
+  notes: Mapping[str, Any] = {}
 
   def __init__(
     self,
@@ -363,6 +370,30 @@ class FakeSequences:
     """
     self._vocab_size, self._length = vocab_size, length
     self._examples, self._separate, self._seed = examples, separate, seed
+    self.total_bytes = examples * length
+
+  @classmethod
+  def open(
+    cls, data: TextDataConfig, vocab_size: int, split: str
+  ) -> dict[str, "FakeSequences"]:
+    """Makes a split."""
+    length, separate = data.sequence_length, data.separate_documents
+    seed = SPLITS.index(split)
+    made = cls(vocab_size, length, data.fake_examples, separate, seed=seed)
+    return {data.source: made}
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """A usual vocabulary."""
+    del config, names
+    return {"vocab_size": _FAKE_TOKENS}
+
+  def tokenizer(self) -> None:
+    """None: random tokens are no text."""
+
+  def identity(self) -> Identity:
+    """The number of the sequences, which are the same in every run."""
+    return {"examples": len(self)}
 
   def __len__(self) -> int:
     return self._examples
@@ -408,93 +439,6 @@ def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
   return {
     name: np.pad(values, (0, length - count)) for name, values in result.items()
   }
-
-
-def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
-  """Share of each source in the first `sequences` training sequences.
-
-  The shares are exact, not expectations, since the order of the sources follows
-  from the ratios without randomness.
-  """
-  counts = Mixture(data.ratios or (100.0,)).counts(sequences)
-  names = data.mix or (data.source,)
-  return {name: n / max(sequences, 1) for name, n in zip(names, counts)}
-
-
-def train_sequences(
-  data: TextDataConfig, vocab_size: int, seed: int
-) -> grain.MapDataset:
-  """The endless training stream of the configured text; see `Text.stream`."""
-  return open_text(data, vocab_size, "train").stream(seed)
-
-
-class HeldOut:
-  """The held-out sequences of all sources, in order.
-
-  The last sequence of each source is padded.
-
-  Attributes:
-    text_bytes: UTF-8 bytes of all documents.
-    notes: of the text, see `Text`.
-    tokenizer: of the text, or None.
-  """
-
-  def __init__(self, data: TextDataConfig, vocab_size: int):
-    """Opens the held-out sets.
-
-    Args:
-      data: section `data` of the config.
-      vocab_size: number of token ids of the model.
-
-    Raises:
-      FileNotFoundError: a set, or a file of it, is missing.
-      ValueError: a set is damaged, or does not fit; see `TokenText`.
-    """
-    text = open_text(data, vocab_size, "val")
-    self._sources = list(text.sources.values())
-    self._ends = list(itertools.accumulate(map(len, self._sources)))
-    self.text_bytes, self.notes = text.total_bytes, text.notes
-    self.tokenizer = text.tokenizer
-
-  def __len__(self) -> int:
-    return self._ends[-1]
-
-  def __getitem__(self, index: int) -> Sequence:
-    """Returns a packed sequence."""
-    if not 0 <= index < len(self):
-      raise IndexError(f"index={index} of {len(self)} sequences")
-    source = bisect.bisect_right(self._ends, index)
-    first = self._ends[source] - len(self._sources[source])
-    return self._sources[source][index - first]
-
-  def bytes_of(self, indices: np.ndarray) -> float:
-    """UTF-8 bytes of the text that sequences [S] int predict."""
-    total = 0.0
-    for source, end in zip(self._sources, self._ends):
-      own = indices - (end - len(source))
-      total += source.text_bytes(own[(own >= 0) & (own < len(source))])
-    return total
-
-
-def _check_alike(places: Iterable[pathlib.Path]) -> None:
-  """Checks that all sets have the same tokenizer, by its SHA-256.
-
-  Args:
-    places: folders of sets, some of which may be missing.
-  """
-  found = [
-    (place, read_metadata(place, KIND)["tokenizer"])
-    for place in places
-    if (place / METADATA).is_file()
-  ]
-  (first, ours), *others = found
-  for place, theirs in others:
-    if theirs["sha256"] != ours["sha256"]:
-      raise ValueError(
-        f"{place}: made with a tokenizer {theirs['kind']!r} of sha256 "
-        f"{theirs['sha256'][:16]}, {first} with one {ours['kind']!r} of "
-        f"{ours['sha256'][:16]}; their ids mean different text"
-      )
 
 
 def _merge(notes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from moh_jax.config import Config
 from moh_jax.config.text import TextDataConfig
-from moh_jax.data.sequences import TokenText
+from moh_jax.data.sequences import PackedSource, open_sets
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import (
@@ -49,16 +49,16 @@ _BPE_TOKENS = 2048  # 10 MiB of text train no more
 _LOG = logging.getLogger(__name__)
 
 
-class StdlibText(TokenText):
+class StdlibSource(PackedSource):
   """The standard library, tokenized on first use."""
 
   @classmethod
   def open(
     cls, data: TextDataConfig, vocab_size: int, split: str
-  ) -> "StdlibText":
+  ) -> dict[str, PackedSource]:
     """Opens a split of what `prepare` makes."""
     folder = prepare(data.path, data.tokenizer, vocab_size)
-    return cls({data.source: folder}, data, vocab_size, split)
+    return open_sets({data.source: folder}, data, vocab_size, split)
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:

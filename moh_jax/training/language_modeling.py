@@ -42,7 +42,7 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   del decode  # previews are for models that make images
   data, vocab_size = config.data, config.model.vocab_size
-  text = sequences.open_text(data, vocab_size, "train")
+  text = sequences.Text(data, vocab_size, "train")
   train = text.stream(config.train.seed)
   objective = make_objective(config)
 
@@ -96,7 +96,7 @@ def make_evaluate(
     ValueError: it does not fit the model, or was made with another tokenizer.
   """
   data, tokenizer_sha256 = config.data, trained.tokenizer_sha256
-  held_out = sequences.HeldOut(data, config.model.vocab_size)
+  held_out = sequences.Text(data, config.model.vocab_size, "val")
   tokenizer = held_out.tokenizer
   sha256 = tokenizer.sha256 if tokenizer else tokenizer_sha256
   if tokenizer_sha256 and sha256 != tokenizer_sha256:

@@ -190,13 +190,13 @@ def _of_images(root):
 def _text(data, vocab_size=300):
   """Of a source of text."""
   train = sequences.train_sequences(data, vocab_size, 3)
-  val = sequences.HeldOut(data, vocab_size)
+  val = sequences.Text(data, vocab_size, "val")
   found = {
     "train": _digest(_batches(train, data)),
     "train from batch 700": _digest(_batches(train, data, 700)),
     "val": _digest([val[i] for i in range(min(len(val), 8))]),
     "val bytes": [val.text_bytes, val.bytes_of(np.arange(len(val)))],
-    "identity": sequences.open_text(data, vocab_size, "train").identity(),
+    "identity": sequences.Text(data, vocab_size, "train").identity(),
   }
   for facts in found["identity"].values():
     if "shards" in facts:

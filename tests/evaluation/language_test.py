@@ -24,7 +24,7 @@ def _eval_step():
 
 def _batch(real=_SIZE):
   """Packed sequences, those beyond the first `real` as padding fills them."""
-  held_out = sequences.HeldOut(_CONFIG.data, _CONFIG.model.vocab_size)
+  held_out = sequences.Text(_CONFIG.data, _CONFIG.model.vocab_size, "val")
   batch = jax.tree.map(
     lambda *x: np.stack(x), *[held_out[i] for i in range(_SIZE)]
   )

@@ -242,7 +242,7 @@ class EvaluateTest(parameterized.TestCase):
     root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
     _write_sets(root)
     cls.config = _word_config(root)
-    cls.held_out = sequences.HeldOut(cls.config.data, 60)
+    cls.held_out = sequences.Text(cls.config.data, 60, "val")
     cls.figures = cls._figures()
 
   @classmethod
@@ -288,7 +288,7 @@ class EvaluateTest(parameterized.TestCase):
     config = dataclasses.replace(
       self.config, data=dataclasses.replace(self.config.data, **data)
     )
-    self.assertLen(sequences.HeldOut(config.data, 60), 6)
+    self.assertLen(sequences.Text(config.data, 60, "val"), 6)
     whole, part = self._figures(0, config), self._figures(examples, config)
     ratio = part["bits_per_byte"] / whole["bits_per_byte"]
     self.assertAlmostEqual(ratio, 1, places=5)

@@ -71,7 +71,7 @@ class _SetsTest(parameterized.TestCase):
     return TextDataConfig(**{**defaults, **fields})
 
   def _open(self, data, vocab_size=_VOCAB, split="train"):
-    return sequences.open_text(data, vocab_size, split)
+    return sequences.Text(data, vocab_size, split)
 
   def _mixed(self, **fields):
     self._write("a", 1)
@@ -85,7 +85,8 @@ class TrainTest(_SetsTest):
     data = self._mixed()
     stream = sequences.train_sequences(data, _VOCAB, seed=0)
     rows = {}
-    for name, token_set in self._open(data).sets.items():
+    for name, source in self._open(data).sources.items():
+      token_set = source.token_set
       tokens = token_set.tokens(0, token_set.num_tokens // 16 * 16)
       rows |= {row.tobytes(): name for row in tokens.reshape(-1, 16)}
     for n in (4, 50, 333):
@@ -125,7 +126,7 @@ class TrainTest(_SetsTest):
   def test_an_epoch_has_every_sequence_once_in_another_order(self):
     self._write("")
     stream = sequences.train_sequences(self._data(), _VOCAB, seed=0)
-    source = self._open(self._data()).sets["tokens"]
+    source = self._open(self._data()).sources["tokens"].token_set
     size = (source.num_tokens - 1) // 16
     epochs = [
       [stream[i]["inputs"].tobytes() for i in range(size * e, size * (e + 1))]
@@ -170,7 +171,7 @@ class OpenTest(_SetsTest):
       text.stream(0)
       self.assertEqual(text.tokenizer.sha256, tiny_text.tokenizer().sha256)
       self.assertEqual(list(text.identity()), ["a", "b"])
-      sequences.HeldOut(data, _VOCAB)
+      sequences.Text(data, _VOCAB, "val")
     folders = [call.args[0] for call in opened.call_args_list]
     self.assertCountEqual(
       folders,
@@ -204,14 +205,14 @@ class RefusedTest(_SetsTest):
     ):
       sequences.train_sequences(data, _VOCAB, 0)
     with self.assertRaisesRegex(ValueError, "b/val: made with .*a/val"):
-      sequences.HeldOut(data, _VOCAB)
+      sequences.Text(data, _VOCAB, "val")
 
   def test_splits_of_other_tokenizers_are_named(self):
     used = tokenizers.JsonTokenizer(tokenizers.train_bpe(iter(["text"]), 260))
     tiny_text.write(self.root / "train", [[[1] * 50]])
     tiny_text.write(self.root / "val", [[[1] * 50]], used)
     for open_ in (
-      lambda: sequences.HeldOut(self._data(), _VOCAB),
+      lambda: sequences.Text(self._data(), _VOCAB, "val"),
       lambda: sequences.train_sequences(self._data(), _VOCAB, 0),
     ):
       with self.assertRaisesRegex(ValueError, "their ids mean different text"):
@@ -242,11 +243,11 @@ class RefusedTest(_SetsTest):
 class HeldOutTest(_SetsTest):
   def test_all_sources_follow_one_another(self):
     data = self._mixed()
-    held_out = sequences.HeldOut(data, _VOCAB)
+    held_out = sequences.Text(data, _VOCAB, "val")
     rows = []
     for name, seed, count in (("a", 1, 40), ("b", 2, 10)):
-      alone = sequences.HeldOut(
-        dataclasses.replace(data, mix=(name,), ratios=(100.0,)), _VOCAB
+      alone = sequences.Text(
+        dataclasses.replace(data, mix=(name,), ratios=(100.0,)), _VOCAB, "val"
       )
       rows += [alone[i] for i in range(len(alone))]
       documents = tiny_text.random_documents(2, count, 50, seed=seed)
@@ -266,17 +267,17 @@ class HeldOutTest(_SetsTest):
     self._write("a", 1, gzip_bytes=10, xz_bytes=5, python="3.11")
     self._write("b", 2, gzip_bytes=20, python="3.11")
     one = self._data(mix=("a",), ratios=(100.0,))
-    held_out = sequences.HeldOut(one, _VOCAB)
+    held_out = sequences.Text(one, _VOCAB, "val")
     notes = {"gzip_bytes": 10, "xz_bytes": 5, "python": "3.11"}
     self.assertEqual(held_out.notes, notes)
     both = self._data(mix=("a", "b"), ratios=(50.0, 50.0))
-    total = sequences.HeldOut(both, _VOCAB)
+    total = sequences.Text(both, _VOCAB, "val")
     self.assertEqual(total.notes, {"gzip_bytes": 30})
     self.assertGreater(total.text_bytes, held_out.text_bytes)
 
   def test_fake_differs_from_training(self):
     data = TextDataConfig(sequence_length=16, fake_examples=10)
-    held_out = sequences.HeldOut(data, 50)
+    held_out = sequences.Text(data, 50, "val")
     self.assertLen(held_out, 10)
     self.assertEqual((held_out.text_bytes, held_out.notes), (160, {}))
     stream = sequences.train_sequences(data, 50, 0)

@@ -156,11 +156,11 @@ class StdlibTest(absltest.TestCase):
     )
     stream = sequences.train_sequences(data, 300, seed=0)
     self.assertEqual(stream[0]["inputs"].shape, (16,))
-    held_out = sequences.HeldOut(data, 300)
+    held_out = sequences.Text(data, 300, "val")
     self.assertIn("xz_bytes", held_out.notes)
     size = sum(len(_FILES[name].encode()) for name in _HELD_OUT)
     self.assertEqual(held_out.text_bytes, size)
-    tokenizer = sequences.open_text(data, 300, "train").tokenizer
+    tokenizer = sequences.Text(data, 300, "train").tokenizer
     self.assertLessEqual(tokenizer.vocab_size, 300)
 
   def test_this_python_has_megabytes_of_text(self):
