@@ -23,7 +23,6 @@ COMMANDS = {
   "heads": models.heads,
   "inspect": models.inspect,
   "pack-images": images.pack_images,
-  "parity": models.parity,
   "plan": models.plan,
   "sample": images.sample,
   "show-batch": images.show_batch,

@@ -15,18 +15,14 @@ from moh_jax.convert.vit import attention_rules, model_rules
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.models.vit import ViT
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
-from moh_jax.parity.case import (
-  Arrays,
+from tests.parity.case import (
   Case,
+  apply,
   attention_results,
-  channels_last,
   head_budget,
-  load_weights,
   named_grads,
   routed_losses,
 )
-
-_COORDINATE_ATOL = 1e-6
 
 
 def attention(case: Case) -> dict[str, Any]:
@@ -59,28 +55,24 @@ def attention(case: Case) -> dict[str, Any]:
 
 def classifier(case: Case) -> dict[str, Any]:
   """Results of a whole classifier: stages, logits, gates, losses, gradients."""
-  arrays = case.arrays
-  config = model_config(case.hyper)
-  _check_coordinates(config, arrays)
+  config = _model_config(case.hyper)
+  _check_coordinates(config, case)
   model, table = ViT(config), model_rules(config)
-  images = channels_last(arrays["images"])
-  params = load_weights(model, (images,), table, case.weights)
+  images = case.images("images")
+  params = case.load(model, table, images)
   # Without labels a case records neither losses nor gradients.
-  labels = arrays.get("labels")
   outputs, recorded, grads = jax.jit(
     functools.partial(_forward_backward, model)
-  )(params, images, labels)
+  )(params, images, case.arrays.get("labels"))
   for index, depth in enumerate(config.depths):
     stage = f"stage{index + 1}"
     (outputs[stage],) = recorded[f"{stage}_out"]
     if config.router.kind != "none":
-      router = recorded[stage]["blocks"]["attn"]["router"]
-      (routing,) = router["routing"]
+      (routing,) = recorded[stage]["blocks"]["attn"]["router"]["routing"]
       for block in range(depth):
         outputs[f"gates_{stage}_block{block}"] = routing.gates[block]
-
   for prefix, tree in grads.items():
-    outputs.update(named_grads(prefix, table, tree))
+    outputs |= named_grads(prefix, table, tree)
   return outputs
 
 
@@ -94,35 +86,32 @@ def _forward_backward(
   """
 
   def losses(params: Any) -> tuple[dict[str, jax.Array], Any]:
-    (logits, aux), recorded = model.apply(
-      {"params": params}, images, mutable=["intermediates"]
-    )
-    moh_loss = 0.01 * aux.balance_loss
+    (logits, aux), recorded = apply(model, params, images)
     outputs = {
       "logits": logits,
       "l_aux_mean": aux.balance_loss,
-      "moh_loss": moh_loss,
+      "moh_loss": 0.01 * aux.balance_loss,
       "l_aux_per_layer": routed_losses(aux.layers),
     }
-    differentiated = {}
-    if labels is not None:
-      cross_entropy = optax.softmax_cross_entropy_with_integer_labels(
-        logits, labels
-      ).mean()
-      total = cross_entropy + moh_loss
-      outputs |= {"cross_entropy": cross_entropy, "total_loss": total}
-      differentiated = {"grads": cross_entropy, "grad_total": total}
-    return differentiated, (outputs, recorded["intermediates"])
+    if labels is None:
+      return {}, (outputs, recorded)
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels(
+      logits, labels
+    ).mean()
+    total = cross_entropy + outputs["moh_loss"]
+    outputs |= {"cross_entropy": cross_entropy, "total_loss": total}
+    return {"grads": cross_entropy, "grad_total": total}, (outputs, recorded)
 
   values, pull, (outputs, recorded) = jax.vjp(losses, params, has_aux=True)
-  grads = {}
-  for name in values:  # one row of the Jacobian per loss
-    row = {other: jnp.float32(other == name) for other in values}
-    (grads[name],) = pull(row)
+  rows = {  # of the Jacobian, one per loss
+    name: {other: jnp.float32(other == name) for other in values}
+    for name in values
+  }
+  grads = {name: pull(row)[0] for name, row in rows.items()}
   return outputs, recorded, grads
 
 
-def model_config(hyper: Mapping[str, Any]) -> ViTConfig:
+def _model_config(hyper: Mapping[str, Any]) -> ViTConfig:
   """The config of a recorded network; only MoH's name their shared heads.
 
   Raises:
@@ -155,7 +144,7 @@ def model_config(hyper: Mapping[str, Any]) -> ViTConfig:
   )
 
 
-def _check_coordinates(config: ViTConfig, arrays: Arrays) -> None:
+def _check_coordinates(config: ViTConfig, case: Case) -> None:
   """Compares our relative coordinates with the recorded tables, pair by pair.
 
   Raises:
@@ -163,15 +152,15 @@ def _check_coordinates(config: ViTConfig, arrays: Arrays) -> None:
   """
   for index, shape in enumerate(config.stage_shapes()):
     name = f"relative_coords_table{index + 1}"
-    if name not in arrays:
+    if name not in case.arrays:
       continue
     ours = relative_coordinates(
       shape.grid, shape.pool_grid or shape.grid, shape.pretrain_grid
     )
-    recorded = arrays[name][arrays[f"relative_pos_index{index + 1}"]]
+    pairs = case.arrays[f"relative_pos_index{index + 1}"]
+    recorded = case.arrays[name][pairs]
     error = np.abs(ours.table[ours.index].reshape(recorded.shape) - recorded)
-    if error.max() > _COORDINATE_ATOL:
+    if error.max() > 1e-6:
       raise ValueError(
-        f"{name}: coordinates differ by {error.max():.1e}, at most "
-        f"{_COORDINATE_ATOL} allowed"
+        f"{name}: coordinates differ by {error.max():.1e}, at most 1e-6 allowed"
       )

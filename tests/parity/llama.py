@@ -1,6 +1,7 @@
 """Recorded cases of MoH-LLaMA3 and LLaMA."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,57 +17,58 @@ from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
 from moh_jax.models.llm_params import unroll
 from moh_jax.ops.cache import Slots
-from moh_jax.parity.case import Arrays, Case, load_weights
+from tests.parity.case import Case, apply
 
 
 def network(case: Case) -> dict[str, Any]:
   """Results of a whole network: logits, routing, loss, greedy generation."""
   arrays = case.arrays
-  config = model_config(case.hyper)
-  moh = config.router.kind != "none"
-  params = _load(config, case.weights)
-  model = LLM(config)
-
-  @jax.jit
-  def run(params, tokens, positions, mask):
-    (logits, _), recorded = model.apply(
-      {"params": params},
-      tokens,
-      positions=positions,
-      token_mask=mask,
-      mutable=["intermediates"],
-    )
-    return logits, recorded.get("intermediates", {})
+  config = _model_config(case.hyper)
+  kept = {
+    name: weight
+    for name, weight in case.weights.items()
+    if not llama.is_ignored(config, name)
+  }
+  params = dataclasses.replace(case, weights=kept).load(
+    LLM(config),
+    llama.model_rules(config),
+    jax.ShapeDtypeStruct((1, 1), jnp.int32),
+  )
+  run = jax.jit(functools.partial(apply, LLM(config)))
 
   tokens = jnp.asarray(arrays["input_ids"])
-  logits, recorded = run(params, tokens, None, None)
+  (logits, _), recorded = run(params, tokens)
   losses = optax.softmax_cross_entropy_with_integer_labels(
     logits[:, :-1], tokens[:, 1:]
   )
-  outputs = {"logits": logits, "labels_loss": losses.mean()}
-  if moh:
-    outputs["head_mask"] = _head_mask(config, recorded)
-    outputs["router_probs"] = _routing(config, recorded, "probs")
-
+  outputs = {
+    "logits": logits,
+    "labels_loss": losses.mean(),
+    "head_mask": _head_mask(config, recorded),
+    "router_probs": _routing(config, recorded, "probs"),
+  }
   mask = np.asarray(arrays["attention_mask"], bool)
   padded = jnp.asarray(arrays["padded_input_ids"])
   positions = jnp.asarray(arrays["padded_position_ids"])
-  logits, recorded = run(params, padded, positions, mask)
+  (logits, _), recorded = run(
+    params, padded, positions=positions, token_mask=mask
+  )
   # Outputs at padded tokens are meaningless; the case records them as 0.
   outputs["padded_logits"] = logits * mask[..., None]
-  if moh:
+  if recorded:
     outputs["padded_head_mask"] = (
       _head_mask(config, recorded) * mask[None, ..., None]
     )
-  logits, _ = run(params, padded, None, mask)
+  (logits, _), _ = run(params, padded, token_mask=mask)
   outputs["padded_logits_default_positions"] = logits * mask[..., None]
 
-  outputs |= _generate(config, params, case)
-  outputs["padded_generated_ids"] = _write(config, params, case)
+  model, params = LLM(config, unrolled=True), unroll(params, config)
+  outputs |= _generate(config, model, params, case)
+  outputs["padded_generated_ids"] = _write(model, params, case)
   return outputs
 
 
-def model_config(hyper: Mapping[str, Any]) -> LLMConfig:
+def _model_config(hyper: Mapping[str, Any]) -> LLMConfig:
   """The config of a recorded network.
 
   Args:
@@ -87,20 +89,15 @@ def model_config(hyper: Mapping[str, Any]) -> LLMConfig:
   )
 
 
-def _load(config: LLMConfig, weights: Arrays) -> Any:
-  inputs = (jax.ShapeDtypeStruct((1, 1), jnp.int32),)
-  kept = {n: x for n, x in weights.items() if not llama.is_ignored(config, n)}
-  return load_weights(LLM(config), inputs, llama.model_rules(config), kept)
-
-
 def _routing(
   config: LLMConfig, recorded: Mapping[str, Any], field: str
-) -> np.ndarray:
+) -> np.ndarray | None:
   """A field of every layer's `Routing`, [layers, B, N, heads].
 
   Args:
     config: the model.
-    recorded: intermediates of a network with scanned or with unrolled layers.
+    recorded: intermediates of a network with scanned or with unrolled layers;
+      empty of one without routers.
     field: name of the field.
   """
   values = []
@@ -108,25 +105,27 @@ def _routing(
     names = [f"blocks{index}"]
     if names[0] not in recorded:
       names = [f"blocks{index}_{layer}" for layer in range(group.depth)]
-    for name in names:
+    for name in names if recorded else ():
       (routing,) = recorded[name]["attn"]["router"]["routing"]
       value = np.asarray(getattr(routing, field))
       values.append(value.reshape(-1, *value.shape[-3:]))
-  return np.concatenate(values)
+  return np.concatenate(values) if values else None
 
 
-def _head_mask(config: LLMConfig, recorded: Mapping[str, Any]) -> np.ndarray:
+def _head_mask(
+  config: LLMConfig, recorded: Mapping[str, Any]
+) -> np.ndarray | None:
   """Active heads of every layer, [layers, B, N, H] int32 of 0 and 1."""
-  return _routing(config, recorded, "gates").astype(np.int32)
+  gates = _routing(config, recorded, "gates")
+  return None if gates is None else gates.astype(np.int32)
 
 
-def _write(config: LLMConfig, params: Any, case: Case) -> np.ndarray:
+def _write(model: LLM, params: Any, case: Case) -> np.ndarray:
   """Greedy tokens [B, P + steps], by the programs of the `generate` command."""
   prompts = case.arrays["padded_prompt_ids"]
   mask = case.arrays["padded_prompt_mask"].astype(bool)
   steps = case.hyper["max_new_tokens"]
   batch, length = prompts.shape
-  model, params = LLM(config, unrolled=True), unroll(params, config)
   state = make_prefill(model, "float32")(
     params,
     prompts.astype(np.int32),
@@ -144,12 +143,13 @@ def _write(config: LLMConfig, params: Any, case: Case) -> np.ndarray:
 
 
 def _generate(
-  config: LLMConfig, params: Any, case: Case
+  config: LLMConfig, model: LLM, params: Any, case: Case
 ) -> dict[str, np.ndarray]:
   """Greedy generation with a cache, one call of the network per token.
 
   Args:
     config: the model.
+    model: its network with unrolled layers.
     params: its parameters.
     case: has the prompts [B, P] and the number of steps.
 
@@ -160,20 +160,15 @@ def _generate(
   """
   tokens, steps = case.arrays["prompt_ids"], case.hyper["max_new_tokens"]
   batch, length = tokens.shape
-  model, params = LLM(config, unrolled=True), unroll(params, config)
   cache = model.new_cache(batch, length + steps)
 
   @jax.jit
   def step(params, cache, tokens, first):
-    (logits, _, cache), recorded = model.apply(
-      {"params": params},
-      tokens,
-      cache,
-      Slots(first, jnp.zeros(batch, jnp.int32)),
-      method="extend",
-      mutable=["intermediates"],
+    slots = Slots(first, jnp.zeros(batch, jnp.int32))
+    (logits, _, cache), recorded = apply(
+      model, params, tokens, cache, slots, method="extend"
     )
-    return logits[:, -1], cache, recorded.get("intermediates", {})
+    return logits[:, -1], cache, recorded
 
   logits, masks, first = [], [], 0
   for _ in range(steps):
@@ -182,11 +177,10 @@ def _generate(
     )
     first = tokens.shape[1]
     logits.append(np.asarray(last))
-    if config.router.kind != "none":
-      masks.append(_head_mask(config, recorded))
+    masks.append(_head_mask(config, recorded))
     chosen = logits[-1].argmax(-1).astype(tokens.dtype)
     tokens = np.concatenate([tokens, chosen[:, None]], axis=1)
   outputs = {"generated_ids": tokens, "generated_step_logits": np.stack(logits)}
-  if masks:
+  if config.router.kind != "none":
     outputs["generated_head_mask"] = np.concatenate(masks, axis=2)
   return outputs
