@@ -16,8 +16,7 @@ from moh_jax.plan.memory import Memory
 from moh_jax.plan.step_time import StepTime
 from moh_jax.runtime import sharding, targets
 from moh_jax.runtime.topology import Topology
-from moh_jax.speed.model_flops import step_flops
-from moh_jax.speed.model_forms import LayerForm, step_forms
+from moh_jax.training.flops import LayerForm, step_flops, step_forms
 from moh_jax.training.program import Program, check_split, make_program
 
 

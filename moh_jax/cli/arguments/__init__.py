@@ -30,6 +30,5 @@ COMMANDS = {
   "tokenize": text.tokenize,
   "train": models.train,
   "train-tokenizer": text.train_tokenizer,
-  "tune-kernels": speed.tune_kernels,
   "verify": models.verify,
 }
