@@ -65,7 +65,7 @@ def _print(plan: Plan) -> None:
   rows = [(text, _gb(getattr(memory, key))) for key, text in _MEMORY.items()]
   rows.append(("together", _gb(memory.total)))
   if memory.host:
-    rows.append(("in the host", _gb(memory.host)))
+    rows.insert(-1, ("copied from the host in a step", _gb(memory.host)))
   print(common.table(rows, ("memory of a device", "")) + "\n")
   print(_verdict(plan, plan.run))
   _print_collectives(plan.run)

@@ -85,10 +85,11 @@ class PlanCommandTest(parameterized.TestCase):
     here, host = (plan["memory"] for plan in plans)
     self.assertLess(host[part], here[part])
     self.assertAlmostEqual(
-      host["total"], here["total"] - here[part] + host[part]
+      host["total"], here["total"] - here[part] + host[part] + host["host"]
     )
     if part == "optimizer":
       self.assertEqual(host["host"], here[part] - host[part])
+      self.assertEqual(host["total"], here["total"])  # in the update
       self.assertEqual(plans[0]["step_seconds"], plans[1]["step_seconds"])
     copies = "copies to and from the memory of the host take no time"
     told = [copies in plan["assumptions"] for plan in plans]
