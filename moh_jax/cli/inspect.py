@@ -18,7 +18,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.ops.head_placement import computes_all_heads, head_placement
 from moh_jax.ops.target import target
 from moh_jax.runtime.params import abstract_params, unbox, unsplit_params
-from moh_jax.speed.model_forms import attention_form
+from moh_jax.training.flops import attention_form
 
 _NAMES = 10  # of the classes that are listed
 

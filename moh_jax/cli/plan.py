@@ -12,7 +12,7 @@ from moh_jax.plan import plan as plan_lib
 from moh_jax.plan import step_time
 from moh_jax.plan.plan import Fitting, Plan
 from moh_jax.runtime.devices import USABLE
-from moh_jax.speed import model_forms
+from moh_jax.training.flops import changes_heads, form_summary
 
 _MEMORY = {
   "parameters": "parameters",
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def _print(plan: Plan) -> None:
   model, chip = plan.config.model, plan.topology.chip
   ends = ""
-  if model_forms.changes_heads(plan.config):
+  if changes_heads(plan.config):
     ends = " in the end, as all figures of active heads (tune.top_k_steps)"
   print(
     f"model: {model.family}, {plan.parameters:,} parameters, "
@@ -74,7 +74,7 @@ def _print(plan: Plan) -> None:
     f"{plan.baseline_flops:.4g} with every head (multi-head attention)"
   )
   estimate = plan.run.estimate
-  names, share = model_forms.summary(plan.config, estimate.forms)
+  names, share = form_summary(plan.config, estimate.forms)
   print(
     f"  {sum(estimate.flops.values()):.4g} computed: projections of all heads, "
     f"attention of {share:.1%} ({names})"

@@ -9,7 +9,7 @@ from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.data.infer import resolve, tell
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
-from moh_jax.speed.model_flops import at_peak
+from moh_jax.training.flops import at_peak
 from moh_jax.training.rewind import NonFiniteLossError
 from moh_jax.training.train import train
 

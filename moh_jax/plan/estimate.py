@@ -15,13 +15,9 @@ from moh_jax.plan.activations import activation_bytes
 from moh_jax.plan.memory import Memory
 from moh_jax.plan.step_time import StepTime
 from moh_jax.runtime import sharding
-from moh_jax.runtime.devices import (
-  Topology,
-  abstract_device,
-)
-from moh_jax.speed.model_flops import step_flops
-from moh_jax.speed.model_forms import LayerForm, step_forms
+from moh_jax.runtime.devices import Topology, abstract_device
 from moh_jax.training.entrance import check_mesh, check_params
+from moh_jax.training.flops import LayerForm, step_flops, step_forms
 from moh_jax.training.program import Program, make_program
 from moh_jax.training.task import task_builder
 

@@ -10,7 +10,7 @@ from moh_jax.layers.stack import RUN_TWICE
 from moh_jax.plan.collectives import Collective, devices_along
 from moh_jax.plan.memory import Memory
 from moh_jax.runtime.devices import Topology
-from moh_jax.speed.peaks import published_peak
+from moh_jax.training.flops import published_peak
 
 # What programs reach of published figures. These three are assumptions.
 PEAK_SHARE = 0.5

@@ -6,11 +6,12 @@ import math
 import re
 from typing import Any
 
+from moh_jax.speed.options import bench_run, with_length
+
 from moh_jax.config import Config, MeshConfig, released_model
 from moh_jax.config.layers import without_router
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import absent_devices
-from moh_jax.speed.options import bench_run, with_length
 from moh_jax.training.program import make_program
 from moh_jax.training.task import task_builder
 

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 from absl.testing import absltest, parameterized
+from moh_jax.speed.options import bench_run
 
 from moh_jax.config import released_model
-from moh_jax.speed.options import bench_run
 from tests.compiles import programs
 
 pytestmark = pytest.mark.compiles

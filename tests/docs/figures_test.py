@@ -5,9 +5,9 @@ import json
 import pathlib
 
 import pytest
+from moh_jax.speed.report import Row
 
 from benchmarks import tables
-from moh_jax.speed.report import Row
 
 ROOT = pathlib.Path(tables.__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

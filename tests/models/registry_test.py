@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
+from moh_jax.speed.options import bench_run
 
 from moh_jax.config import (
   Config,
@@ -20,7 +21,6 @@ from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
-from moh_jax.speed.options import bench_run
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _PUBLIC = {
