@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import LayerGroup, MeshConfig, RoutedLayers, get_family
 from moh_jax.layers.partitioning import resolve_spec
-from moh_jax.ops.head_placement import HeadPlacement, place_heads
+from moh_jax.ops.head_layout import HeadPlacement, place_heads
 
 AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")
