@@ -15,7 +15,7 @@ from moh_jax.cli import common
 from moh_jax.config import Config, LayerGroup
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
-from moh_jax.ops.head_placement import computes_all_heads, head_placement
+from moh_jax.ops.head_layout import computes_all_heads, head_placement
 from moh_jax.ops.target import target
 from moh_jax.runtime.params import abstract_params, unbox, unsplit_params
 from moh_jax.training.flops import attention_form

@@ -17,7 +17,7 @@ from moh_jax.config import Config
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
 from moh_jax.models.restack import fit_params, serving_dtypes
-from moh_jax.ops.head_placement import check_heads
+from moh_jax.ops.head_layout import check_heads
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.fits import check_tree
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox

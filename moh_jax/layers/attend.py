@@ -18,7 +18,7 @@ from moh_jax.ops.attention import (
 )
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.head_placement import HeadPlacement, kv_repeats
+from moh_jax.ops.head_layout import HeadPlacement, kv_repeats
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]

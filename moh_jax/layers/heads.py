@@ -12,54 +12,42 @@ import jax.numpy as jnp
 
 from moh_jax.layers.linear import KernelLayer
 from moh_jax.layers.partitioning import axes_of, constrain, map_shards
-from moh_jax.ops.head_similarity import SIMILARITY, feature_cosines
-from moh_jax.ops.lanes import (
-  LANES,
+from moh_jax.ops.head_layout import (
+  HeadLayout,
+  HeadPlacement,
   fill_lanes,
-  heads_in_lanes,
+  head_layout,
   on_tpu,
   over_lanes,
-  padded_dim,
   store_by_head,
 )
+from moh_jax.ops.head_similarity import SIMILARITY, feature_cosines
 
 _HEAD_AXES = ("heads", "head_dim")
 
 
-def lane_heads(heads: int, dim: int) -> int:
-  """Heads that a TPU of the mesh keeps side by side (`ops.lanes`), else 1.
+def layer_layout(
+  dim: int,
+  *heads: int,
+  pads: bool = False,
+  placement: HeadPlacement | None = None,
+) -> HeadLayout:
+  """The layout of a layer's heads on the mesh, see `ops.head_layout`.
 
   Args:
-    heads: H, of the layer.
     dim: D.
+    *heads: numbers of heads that the layer's arrays have.
+    pads: whether heads may be wider than D in arrays.
+    placement: the order in which devices compute the heads.
   """
-  if not on_tpu():
-    return 1
-  devices = math.prod(axes_of("heads", heads).values())
-  return heads_in_lanes(heads // devices, dim)
-
-
-def width_in_lanes(heads: int, dim: int) -> int:
-  """Width of a head on a TPU of the mesh, with padding if that fills its lanes.
-
-  Args:
-    heads: of the layer, the fewest among those of queries, keys and values.
-    dim: D.
-
-  Returns:
-    D or `ops.lanes.padded_dim`; off TPUs always D.
-  """
-  if not on_tpu():
-    return dim
-  width = padded_dim(dim)
-  fills = width % LANES == 0 or lane_heads(heads, width) > 1
-  return width if fills else dim
+  devices = {x: math.prod(axes_of("heads", x).values()) for x in heads}
+  return head_layout(dim, devices, pads=pads, placement=placement)
 
 
 class HeadProjection(KernelLayer):
   """Projects tokens to per-head vectors, several kinds in one product.
 
-  On a TPU each kind is a product of its own (`ops.lanes` says why).
+  On a TPU each kind is a product of its own (`ops.head_layout` says why).
 
   The kernel is [C, parts, H, D], or output-major [parts, H, D, C].
 
@@ -67,18 +55,15 @@ class HeadProjection(KernelLayer):
     parts: kinds of vectors (3 for queries, keys and values).
     num_heads: heads of each kind.
     head_dim: D, width of a head.
-    width: of the vectors, from `width_in_lanes`, with zeros after a head's own
-      numbers; None is D.
   """
 
   parts: int
   num_heads: int
   head_dim: int
-  width: int | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> list[jax.Array]:
-    """Maps x [B, N, C] to `parts` arrays [B, N, H, width]."""
+    """Maps x [B, N, C] to `parts` arrays [B, N, H, D or the layout's width]."""
     shape = (self.parts, self.num_heads, self.head_dim)
     axes = (("embed",), (None, *_HEAD_AXES))
     kernel, bias = self.parameters(x.shape[-1:], shape, axes)
@@ -106,8 +91,8 @@ class HeadProjection(KernelLayer):
     Returns:
       [B, N, H, width].
     """
-    width = self.width or self.head_dim
-    count = lane_heads(self.num_heads, width)
+    layout = self.layout or layer_layout(self.head_dim, self.num_heads)
+    width, count = layout.width, layout.count(self.num_heads)
     kernel = fill_lanes(_pad(kernel, width, -1), count)
     if bias is not None:
       bias = fill_lanes(_pad(bias, width, -1), count)
@@ -127,12 +112,9 @@ class HeadMix(KernelLayer):
 
   Attributes:
     features: C, width of the result.
-    head_dim: D, where the heads come wider, with zeros after their own numbers;
-      None is their width.
   """
 
   features: int
-  head_dim: int | None = None
 
   @nn.compact
   def __call__(
@@ -141,7 +123,7 @@ class HeadMix(KernelLayer):
     """Mixes heads.
 
     Args:
-      heads: [B, N, H, D or wider].
+      heads: [B, N, H, D or the layout's width].
       gates: [B, N, H], or None to weigh every head by one.
 
     Returns:
@@ -151,12 +133,13 @@ class HeadMix(KernelLayer):
     # The bias is whole on every device: to gather it would take longer than
     # the memory is worth.
     num_heads, dim = heads.shape[2:]
-    inputs = num_heads, self.head_dim or dim
+    layout = self.layout or layer_layout(dim, num_heads)
+    inputs = num_heads, layout.dim
     kernel, bias = self.parameters(
       inputs, (self.features,), (_HEAD_AXES, ("embed",)), (None,)
     )
     kernel = _pad(kernel, dim, -1 if self.output_major else 1)
-    count = 1 if self.output_major else lane_heads(num_heads, dim)
+    count = 1 if self.output_major else layout.count(num_heads)
     if count > 1:
       kernel = kernel.reshape(-1, count * dim, self.features)
     gated = fill_lanes(heads, count)
@@ -174,7 +157,7 @@ class HeadMix(KernelLayer):
 
 
 def _store_by_head(x: jax.Array) -> jax.Array:
-  """Calls `ops.lanes.store_by_head` for each device's part of [B, N, S, W].
+  """Calls `head_layout.store_by_head` for each device's part of [B, N, S, W].
 
   XLA's partitioner would gather the array to set its order.
   """

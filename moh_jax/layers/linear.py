@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from moh_jax.layers.partitioning import axes_of, constrain, declare
 from moh_jax.ops.basics import einsum_float32
-from moh_jax.ops.head_placement import HeadPlacement
-from moh_jax.ops.lanes import on_tpu
+from moh_jax.ops.head_layout import HeadLayout, on_tpu
 from moh_jax.ops.target import on_one_device
 
 # With fewer the CPU reads float32 weights up to twice as fast as the left
@@ -126,15 +125,15 @@ class KernelLayer(nn.Module, kw_only=True):
     kernel_init: initializer of the kernel.
     output_major: the kernel is [*outputs, *inputs], else [*inputs, *outputs].
     dtype: compute dtype; parameters are float32.
-    placement: how devices compute the heads, for a kernel with the logical axis
-      "heads"; None is in the order of the parameters.
+    layout: of the heads, for a kernel with the logical axis "heads"; None is
+      in the order of the parameters.
   """
 
   use_bias: bool = True
   kernel_init: KernelInit = normal_init
   output_major: bool = False
   dtype: jnp.dtype = jnp.float32
-  placement: HeadPlacement | None = None
+  layout: HeadLayout | None = None
 
   def declare_kernel(
     self, inputs: tuple[int, ...], outputs: tuple[int, ...], axes: KernelAxes
@@ -244,9 +243,10 @@ class KernelLayer(nn.Module, kw_only=True):
 
   def _deal(self, x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     """Brings the heads of a parameter to the devices that compute them."""
-    if self.placement is None or "heads" not in axes:
+    placement = self.layout and self.layout.placement
+    if placement is None or "heads" not in axes:
       return x
-    return self.placement.deal(x, axes.index("heads"))
+    return placement.deal(x, axes.index("heads"))
 
 
 class Linear(KernelLayer):

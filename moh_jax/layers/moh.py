@@ -13,22 +13,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend, attend_to_cache
-from moh_jax.layers.heads import (
-  HeadMix,
-  HeadProjection,
-  lane_heads,
-  width_in_lanes,
-)
+from moh_jax.layers.heads import HeadMix, HeadProjection, layer_layout
 from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import axes_of
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
-from moh_jax.ops.head_placement import HeadPlacement, place_heads
+from moh_jax.ops.head_layout import HeadLayout, HeadPlacement, place_heads
 from moh_jax.ops.head_similarity import SIMILARITY, pattern_cosines
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
@@ -158,16 +152,11 @@ class MoHAttention(nn.Module):
     compares = self.is_mutable_collection(SIMILARITY) and not (
       self.is_initializing()
     )
-    plain = cache is None and not compares
-    placement = self._placement() if plain else None
-    width = self._width_in_lanes() if plain else self.budget.head_dim
-    q, k, v = self._project(x, placement, width)
+    layout = self._layout(plain=cache is None and not compares)
+    q, k, v = self._project(x, layout)
     norms = None
     if self.router.reads_norms:
-      norms = routing.query_norms(q)
-      if placement is not None:  # back to the order of the router
-        order = placement.order(self.budget.num_heads)
-        norms = norms[..., np.argsort(order)]
+      norms = layout.undealt(routing.query_norms(q))
     gates, aux = HeadRouter(
       self.budget, self.router, self.kernel_init, name="router"
     )(x, token_mask, norms=norms, choice=choice)
@@ -178,14 +167,16 @@ class MoHAttention(nn.Module):
       )
     if places.rotation is not None:
       q, k = (
-        rotate(part, places.rotation, lane_heads(*part.shape[2:]))
+        rotate(part, places.rotation, layout.count(part.shape[2]))
         for part in (q, k)
       )
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
-    if placement is not None and gates is not None:
-      gates = gates[..., placement.order(self.budget.num_heads)]
-    active = active_heads(gates, self.budget, self.router, choice, placement)
+    if gates is not None:
+      gates = layout.dealt(gates)
+    active = active_heads(
+      gates, self.budget, self.router, choice, layout.placement
+    )
     if compares:
       active = None  # every head, whatever tokens chose
       visible = Visible(token_mask, places.segments, self.causal)
@@ -207,8 +198,7 @@ class MoHAttention(nn.Module):
         **how,
       )
     bias = self.use_bias if self.out_bias is None else self.out_bias
-    kinds = self._kinds(bias, placement)
-    mix = HeadMix(x.shape[-1], self.budget.head_dim, name="out", **kinds)
+    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, layout))
     return mix(out, gates), aux, cache
 
   @nn.nowrap
@@ -248,32 +238,33 @@ class MoHAttention(nn.Module):
     return place_heads(heads, kv_heads, devices, sequence, *tensor)
 
   @nn.nowrap
-  def _width_in_lanes(self) -> int:
-    """Width of heads in the layer; an RMSNorm over D must not count zeros."""
-    heads, dim = self.budget.num_heads, self.budget.head_dim
-    if self.output_major or self.qk_norm is not None:
-      return dim
-    return width_in_lanes(self.num_kv_heads or heads, dim)
+  def _layout(self, *, plain: bool) -> HeadLayout:
+    """Where heads lie; in their own order and width unless `plain`."""
+    heads = self.budget.num_heads
+    return layer_layout(
+      self.budget.head_dim,
+      heads,
+      self.num_kv_heads or heads,
+      # An RMSNorm over D must not count zeros.
+      pads=plain and not self.output_major and self.qk_norm is None,
+      placement=self._placement() if plain else None,
+    )
 
-  def _project(
-    self, x: jax.Array, placement: HeadPlacement | None, width: int
-  ) -> list[jax.Array]:
-    """Queries [B, N, H, width], and keys and values [B, N, K, width]."""
+  def _project(self, x: jax.Array, layout: HeadLayout) -> list[jax.Array]:
+    """Queries, keys and values, [B, N, H or K, the layout's width]."""
     heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = {"width": width, **self._kinds(self.use_bias, placement)}
+    kinds = self._kinds(self.use_bias, layout)
     if self.num_kv_heads in (None, heads):
       return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
     query = HeadProjection(1, heads, dim, name="q", **kinds)
     pair = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)
     return [*query(x), *pair(x)]
 
-  def _kinds(
-    self, use_bias: bool, placement: HeadPlacement | None
-  ) -> dict[str, Any]:
+  def _kinds(self, use_bias: bool, layout: HeadLayout) -> dict[str, Any]:
     return {
       "use_bias": use_bias,
       "kernel_init": self.kernel_init,
       "output_major": self.output_major,
       "dtype": self.dtype,
-      "placement": placement,
+      "layout": layout,
     }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config.rotary import RotaryConfig
-from moh_jax.ops.lanes import fill_lanes, on_tpu
+from moh_jax.ops.head_layout import fill_lanes, on_tpu
 
 
 @jax.tree_util.register_dataclass
@@ -246,7 +246,7 @@ def rotate(x: jax.Array, by: Rotation, count: int = 1) -> jax.Array:
   Args:
     x: [B, N, H, D]; on a TPU possibly wider, with zeros after the first D.
     by: angles of the tokens, from `rotation`.
-    count: heads that a TPU keeps side by side (`ops.lanes`).
+    count: heads that a TPU keeps side by side (`ops.head_layout`).
 
   Returns:
     The shape and dtype of x; computed in float32.

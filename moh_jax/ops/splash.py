@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from moh_jax.ops.attention_forms import AttentionCase, Call, Form
 from moh_jax.ops.basics import ATTENTION
-from moh_jax.ops.lanes import LANES, fill_lanes, heads_in_lanes, in_place
+from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.visible import Visible
 
 _BLOCK = 512  # queries, and keys, of a tile at most

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity, differences
-from moh_jax.ops.head_placement import check_heads, check_tokens
+from moh_jax.ops.head_layout import check_heads, check_tokens
 from moh_jax.runtime import fits, steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.params import check_whole

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from moh_jax.config import Config, LayerGroup
 from moh_jax.ops.attention import choose_form
 from moh_jax.ops.attention_forms import AttentionCase
-from moh_jax.ops.head_placement import head_placement
+from moh_jax.ops.head_layout import head_placement
 from moh_jax.ops.target import Target, has_cudnn, target
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.runtime.sharding import BATCH_AXES

@@ -17,7 +17,7 @@ from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.router import HeadChoice
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.head_placement import place_heads
+from moh_jax.ops.head_layout import place_heads
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import unbox
 

@@ -11,9 +11,9 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.rotary import RotaryConfig
-from moh_jax.layers.heads import lane_heads, width_in_lanes
+from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.ops import lanes
+from moh_jax.ops import head_layout
 from moh_jax.ops.position import rotate, rotation
 from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding
@@ -23,7 +23,7 @@ from moh_jax.runtime.params import unbox
 def _as_on_a_tpu():
   """Context in which heads are ordered as on a TPU; all else is as here."""
   device = Target("tpu", "TPU v5 lite")
-  return mock.patch.object(lanes, "target", return_value=device)
+  return mock.patch.object(head_layout, "target", return_value=device)
 
 
 def _inputs(layer, tokens=9):
@@ -78,17 +78,20 @@ class LayerTest(parameterized.TestCase):
     inputs = _inputs(layer)
     want = _grads(layer, *inputs)
     with _as_on_a_tpu():
-      self.assertEqual(lane_heads(4, 64), 2)
+      self.assertEqual(layer_layout(64, 4).count(4), 2)
       got = _grads(layer, *inputs)
     exact = layer.dtype == jnp.float32
     self._check(got, want, 1e-5 if exact else 3e-2)
 
   def test_padding_fills_lanes_and_adds_at_most_a_third(self):
-    self.assertEqual(width_in_lanes(16, 96), 96)
+    def width(heads, dim):
+      return layer_layout(dim, heads, pads=True).width
+
+    self.assertEqual(width(16, 96), 96)
     with _as_on_a_tpu():
-      widths = [width_in_lanes(16, x) for x in (24, 48, 64, 72, 96, 128, 192)]
+      widths = [width(16, x) for x in (24, 48, 64, 72, 96, 128, 192)]
       self.assertEqual(widths, [32, 64, 64, 72, 128, 128, 256])
-      self.assertEqual(width_in_lanes(3, 48), 48)  # an odd head stays alone
+      self.assertEqual(width(3, 48), 48)  # an odd head stays alone
 
   @parameterized.product(heads=(4, 8), head_dim=(64, 96))  # one a device, two
   def test_equals_it_where_a_mesh_splits_the_heads(self, heads, head_dim):
@@ -99,7 +102,7 @@ class LayerTest(parameterized.TestCase):
     want = _grads(layer, *inputs)
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
     with sharding.use_mesh(mesh), _as_on_a_tpu():
-      self.assertEqual(lane_heads(heads, 64), heads // 4)
+      self.assertEqual(layer_layout(64, heads).count(heads), heads // 4)
       got = _grads(layer, *inputs)
     self._check(got, want, 1e-5)
 

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention, Places
-from moh_jax.ops import head_placement
+from moh_jax.ops import head_layout
 from moh_jax.plan.collectives import read_collectives
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import unbox
@@ -67,10 +67,10 @@ class CheckTest(parameterized.TestCase):
       ValueError,
       r"mesh.tensor=1 with mesh.sequence=8: .* has 4 heads",
     ):
-      head_placement.check_heads(tiny.LLM, mesh, 9.0)
+      head_layout.check_heads(tiny.LLM, mesh, 9.0)
     with self.assertRaisesRegex(ValueError, "mesh.sequence=8: .* 12 tokens"):
-      head_placement.check_tokens(tiny.LLM, mesh, 12)
-    head_placement.check_tokens(tiny.LLM, mesh, 16)
+      head_layout.check_tokens(tiny.LLM, mesh, 12)
+    head_layout.check_tokens(tiny.LLM, mesh, 16)
 
 
 if __name__ == "__main__":

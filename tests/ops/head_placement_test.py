@@ -6,11 +6,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig, released_models
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.head_placement import (
-  HeadPlacement,
-  kv_repeats,
-  place_heads,
-)
+from moh_jax.ops.head_layout import HeadPlacement, kv_repeats, place_heads
 from moh_jax.runtime import sharding
 
 _DEVICES = (2, 4, 8)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.lanes import (
+from moh_jax.ops.head_layout import (
   fill_lanes,
   heads_in_lanes,
   in_place,

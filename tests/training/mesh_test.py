@@ -21,7 +21,7 @@ from moh_jax.config import Config, MeshConfig
 from moh_jax.inference.restore import restore
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.registry import released_model
-from moh_jax.ops import head_placement
+from moh_jax.ops import head_layout
 from moh_jax.runtime import sharding
 from moh_jax.training.feed import Feed
 from moh_jax.training.program import make_program
@@ -233,10 +233,10 @@ class MeshTest(parameterized.TestCase):
     mesh = sharding.make_mesh(MeshConfig(tensor=devices))
     model = released_model(name)
     if not message:
-      head_placement.check_heads(model, mesh, most)
+      head_layout.check_heads(model, mesh, most)
       return
     with self.assertRaisesRegex(ValueError, message):
-      head_placement.check_heads(model, mesh, most)
+      head_layout.check_heads(model, mesh, most)
 
   def test_shared_heads_are_those_of_the_worst_order(self):
     mesh = sharding.make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
@@ -245,11 +245,11 @@ class MeshTest(parameterized.TestCase):
     orders = {(own, own): 1.0, (own, crowded): 4 / 3}
     for order, ratio in orders.items():
       model = dataclasses.replace(tiny.LLM, head_order=order, **split)
-      head_placement.check_heads(model, mesh, ratio)
+      head_layout.check_heads(model, mesh, ratio)
     with self.assertRaisesRegex(
       ValueError, r"2 shared heads of 4 in model.head_order: .* 1\.333 times"
     ):
-      head_placement.check_heads(model, mesh, 1.3)
+      head_layout.check_heads(model, mesh, 1.3)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Arrays,
@@ -34,7 +35,6 @@ from moh_jax.ops.kernels.problem import (
 )
 from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.kernels.tpu_plan import Plan, Tables, visit_of_step
-from moh_jax.ops.lanes import LANES, fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.target import Target
 
 

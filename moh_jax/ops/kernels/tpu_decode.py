@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from moh_jax.ops.head_layout import LANES
 from moh_jax.ops.kernels.problem import DecodeProblem, across, times
 from moh_jax.ops.kernels.sizes import Tile, fitting
 from moh_jax.ops.kernels.tpu import repeat_lanes
-from moh_jax.ops.lanes import LANES
 
 # Only the slots of a tile matter.
 TILES = {2: {256: Tile(16, 1024)}, 4: {256: Tile(16, 512)}}
