@@ -76,7 +76,7 @@ def absolute(directory: str | epath.Path) -> epath.Path:
 
 def in_bucket(path: str | os.PathLike) -> bool:
   """Whether a path is an address, such as gs://BUCKET/DIR."""
-  return "://" in os.fspath(path)
+  return "://" in str(path)
 
 
 def workdir(directory: str | epath.Path) -> epath.Path:

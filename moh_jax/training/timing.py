@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import jax
 
 from moh_jax._version import __version__
-from moh_jax.config import Config, get_family
+from moh_jax.config import Config
 from moh_jax.runtime import sharding
 from moh_jax.training.program import make_program
+from moh_jax.training.task import task_builder
 
 _MAX_REPEATS = 1000
 _Name = TypeVar("_Name", bound=Hashable)
@@ -131,7 +132,7 @@ def step_seconds(runs: Mapping[str, Config], rounds: int) -> dict[str, Timing]:
 def _step(run: Config) -> Callable[[], Any]:
   """A call that takes a step; the program is the one that the run compiled."""
   mesh = sharding.make_mesh(run.mesh)
-  task = get_family(run.model.family).tasks().make_task(run)
+  task = task_builder(run).make_task(run)
   with sharding.use_mesh(mesh):
     batches = task.batches(mesh)
     batch = sharding.shard_batch(next(batches), mesh)

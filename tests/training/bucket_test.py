@@ -104,7 +104,10 @@ class BucketTest(absltest.TestCase):
     self.assertEqual(_events(file.read_bytes()), {("train/loss", 2): 0.5})
 
   def test_google_addresses_are_ours_too(self):
-    metrics.register("gs://bucket/run")
+    workdir = mock.MagicMock()
+    workdir.__str__.return_value = "gs://bucket/run"
+    with mock.patch("tensorboardX.SummaryWriter"):
+      metrics._Tensorboard(workdir, 0)
     factory = record_writer.REGISTERED_FACTORIES["gs"]
     file = factory.open("gs://bucket/x")
     self.assertIsInstance(file, metrics._EventFile)

@@ -16,8 +16,9 @@ from PIL import Image
 from moh_jax.config.sources import MissingSplitError
 from moh_jax.layers.model_aux import ModelAux
 from moh_jax.runtime import sharding
-from moh_jax.training import denoising, optim
-from moh_jax.training.step import jit_train_step, make_state, metric_values
+from moh_jax.training import denoising
+from moh_jax.training.program import make_program
+from moh_jax.training.step import metric_values
 from moh_jax.training.train import train
 from tests.training import tiny
 from tests.training.tiny import make_task
@@ -150,20 +151,11 @@ class StepsTest(absltest.TestCase):
     config = tiny.dit_config(train={"steps": 10})
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     task = make_task(config)
-    optimizer = optim.make_optimizer(config.optim, config.train.steps)
-    init, abstract = make_state(
-      task.model, task.inputs, optimizer, mesh, seed=0, ema_dtype="float32"
-    )
-    step = jit_train_step(
-      state_shardings=jax.tree.map(lambda x: x.sharding, abstract),
-      loss_fn=task.loss_fn,
-      optimizer=optimizer,
-      schedule=optim.make_schedule(config.optim, config.train.steps),
-      ema_decay=config.optim.ema_decay,
-    )
+    program = make_program(config, task, mesh)
+    step = program.step
     with sharding.use_mesh(mesh):
       batch = sharding.shard_batch(next(task.batches(mesh)), mesh)
-      state = init()
+      state = program.init()
       cls.params, cls.metrics = [jax.device_get(state.params)], []
       for _ in range(10):
         state, metrics = step(state, batch)

@@ -27,7 +27,7 @@ class FactorsTest(parameterized.TestCase):
     config = dataclasses.replace(
       config, model=dataclasses.replace(model, channels=1)
     )
-    factors = optim.factors(_shapes(config), 0.5, config.model)
+    factors = optim.layer_factors(_shapes(config), 0.5, config.model)
     found = {
       "/".join(path): np.ravel(leaf).tolist()
       for path, leaf in flatten_dict(factors).items()
@@ -45,7 +45,7 @@ class FactorsTest(parameterized.TestCase):
 
   def test_of_a_dit(self):
     config = tiny.dit_config()
-    factors = optim.factors(_shapes(config), 0.5, config.model)
+    factors = optim.layer_factors(_shapes(config), 0.5, config.model)
     depth = config.model.depth
     self.assertAlmostEqual(factors["patch"]["kernel"], 0.5 ** (depth + 1))
     self.assertAlmostEqual(
@@ -63,7 +63,7 @@ class FactorsTest(parameterized.TestCase):
       model = dataclasses.replace(config.model, channels=1, num_classes=10)
       config = dataclasses.replace(config, model=model)
     shapes = _shapes(config)
-    factors = optim.factors(shapes, 0.8, config.model)
+    factors = optim.layer_factors(shapes, 0.8, config.model)
     jax.tree.map(lambda x, f: np.broadcast_to(f, x.shape), shapes, factors)
     top = [leaf for leaf in jax.tree.leaves(factors) if (leaf == 1).all()]
     self.assertNotEmpty(top)
@@ -74,10 +74,10 @@ class ScaleTest(absltest.TestCase):
     config = tiny.dit_config()
     params = tiny.random_params(config)
     plain = optax.sgd(0.1)
-    scaled = optim.scale(plain, 0.5, config.model)
+    scaled = optim.decay_by_layer(plain, 0.5, config.model)
     grads = jax.tree.map(jnp.ones_like, params)
     updates, state = scaled.update(grads, scaled.init(params), params)
-    factors = optim.factors(params, 0.5, config.model)
+    factors = optim.layer_factors(params, 0.5, config.model)
     jax.tree.map(
       lambda u, f: np.testing.assert_allclose(
         u, np.broadcast_to(-0.1 * f, u.shape), rtol=1e-6
@@ -91,7 +91,7 @@ class ScaleTest(absltest.TestCase):
 
   def test_one_changes_nothing(self):
     plain = optax.sgd(0.1)
-    self.assertIs(optim.scale(plain, 1.0, tiny.DIT), plain)
+    self.assertIs(optim.decay_by_layer(plain, 1.0, tiny.DIT), plain)
 
 
 if __name__ == "__main__":

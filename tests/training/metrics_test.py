@@ -189,11 +189,11 @@ class WriteImageTest(parameterized.TestCase):
 
   def test_picture_goes_to_wandb(self):
     config = LogConfig(tensorboard=False, progress=False, wandb="project")
-    with mock.patch.object(metrics, "WandbLog") as log:
+    with mock.patch.object(metrics, "_Wandb") as log:
       writer = MetricsWriter(epath.Path(self.dir), config, start=0, steps=20)
       self.addCleanup(writer.close)
       writer.write_image(12, "samples", self._picture(1))
-    ((step, pictures), _) = log.return_value.write_images.call_args
+    ((step, pictures), _) = log.return_value.show.call_args
     self.assertEqual((step, list(pictures)), (12, ["samples"]))
 
   @parameterized.parameters((1, "L"), (3, "RGB"))

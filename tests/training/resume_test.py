@@ -84,10 +84,7 @@ class ResumeTest(parameterized.TestCase):
     script = textwrap.dedent(f"""
       import os, pathlib, signal, time
       import jax
-      from moh_jax.runtime import steps
-from moh_jax.training import feed
-      from moh_jax.runtime import steps
-from moh_jax.training.train import Result, train
+      from moh_jax.training import feed
       from tests.training import resume_test
 
       take = feed.Feed.__next__

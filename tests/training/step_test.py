@@ -14,7 +14,7 @@ from absl.testing import absltest
 from moh_jax.runtime import sharding
 from moh_jax.training import optim
 from moh_jax.training.program import make_program
-from moh_jax.training.step import Mean, jit_train_step, make_state, train_step
+from moh_jax.training.step import Mean, jit_train_step, train_step
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -33,10 +33,7 @@ def _setup(config=_CONFIG, **options):
   mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
   optimizer = optim.make_optimizer(config.optim, config.train.steps)
   task = make_task(config)
-  init, abstract = make_state(
-    task.model, task.inputs, optimizer, mesh, seed=0,
-    ema_dtype="float32" if config.optim.ema_decay else None,
-  )  # fmt: skip
+  program = make_program(config, task, mesh)
   step = functools.partial(
     train_step,
     loss_fn=task.loss_fn,
@@ -45,7 +42,7 @@ def _setup(config=_CONFIG, **options):
     ema_decay=config.optim.ema_decay,
     **options,
   )
-  return init, abstract, step
+  return program.init, program.state, step
 
 
 @functools.cache
