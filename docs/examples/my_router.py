@@ -18,9 +18,10 @@ class SigmoidRouter(moh_jax.Router):
   def __call__(self, x, *, norms=None, top_k=None):
     """Tokens to a `Routing`."""
     routed = self.budget.routed
-    scores = nn.sigmoid(self.logits(x, routed=routed)["routed"])
+    logits = self.logits(x, routed=routed)["routed"]
+    scores = nn.sigmoid(logits)
     bias = self.param("bias", nn.initializers.zeros, (routed,))[None, None]
-    probs = scores / scores.sum(-1, keepdims=True)
+    probs = nn.softmax(nn.log_sigmoid(logits))  # scores over their sum
     selected = self.select(scores + bias, probs, top_k)
     gates = jnp.where(selected, 2 * scores, 0.0)
     # Same values, but the balance loss then moves the bias alone: down for

@@ -132,12 +132,11 @@ def routed_layers(config: Config, probe: Probe) -> tuple[Layer, ...]:
   if model.router.kind == "none":
     return ()
   budgets = get_family(model.family).layer_budgets(model)
-  orders = getattr(model, "head_order", ())
-  orders = orders or [range(budget.num_heads) for budget in budgets.values()]
-  depths = [group.depth for group in model.layer_groups()]
-  grids = [g for g, depth in zip(probe.grids, depths) for _ in range(depth)]
+  groups = model.layer_groups()
+  orders = (order for group in groups for order in group.order_of_each)
+  grids = [g for g, x in zip(probe.grids, groups) for _ in range(x.depth)]
   return tuple(
-    Layer(name, budget, tuple(order), grid)
+    Layer(name, budget, order, grid)
     for (name, budget), order, grid in zip(
       budgets.items(), orders, grids or [None] * len(budgets)
     )

@@ -68,7 +68,7 @@ def _layers(config: Config) -> list[dict]:
       "active": budget.active,
       "attention": _attention(config, group, mesh),
     }
-    for order in group.orders or ((),) * group.depth:
+    for order in group.order_of_each:
       rows.append({"layer": len(rows), **row})
       if max(mesh) > 1:
         rows[-1] |= _on_devices(config, group, mesh, order)

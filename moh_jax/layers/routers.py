@@ -78,7 +78,7 @@ class Router(nn.Module):
       if size
     ]
     if not kernels:
-      return {name: jnp.zeros((*x.shape[:2], 0)) for name in sizes}
+      return {name: jnp.zeros((*x.shape[:2], 0), jnp.float32) for name in sizes}
     kernel = jnp.concatenate([k.astype(jnp.float32) for k in kernels], axis=-1)
     logits = jnp.matmul(
       x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST

@@ -198,7 +198,7 @@ def check_heads(
       )
     if computes_all_heads(model, group):
       continue
-    orders = group.orders or ((),)
+    orders = set(group.order_of_each)
     ratio = max(placement.imbalance(group.budget, order) for order in orders)
     if ratio > max_imbalance:
       ordered = " in model.head_order" if group.orders else ""

@@ -26,13 +26,10 @@ class HeadWatch:
     """
     model = config.model
     budgets = get_family(model.family).layer_budgets(model)
-    groups = model.layer_groups()
-    orders = (order for g in groups for order in g.orders or ((),) * g.depth)
+    orders = (x for g in model.layer_groups() for x in g.order_of_each)
     # Numbers of the routed heads, [] where no token chooses.
     self._routed = {
-      name: sorted((order or range(budget.num_heads))[budget.shared :])
-      if budget.top_k
-      else []
+      name: sorted(order[budget.shared :]) if budget.top_k else []
       for (name, budget), order in zip(budgets.items(), orders, strict=True)
     }
     self._every, self._steps = config.log.heads, config.train.steps

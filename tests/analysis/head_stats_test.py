@@ -8,7 +8,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.analysis.head_stats import head_stats
+from moh_jax.analysis.head_stats import head_stats, routed_layers
 from moh_jax.config import MeshConfig, get_family
 from moh_jax.models.registry import make_model
 from moh_jax.ops.head_load import load_entropy
@@ -201,6 +201,25 @@ class HeadStatsTest(parameterized.TestCase):
   def test_heads_have_their_own_numbers(self):
     orders = [layer.order for layer in _measured("llm", "one").layers]
     self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
+
+  def test_a_family_may_order_heads_without_a_field_of_that_name(self):
+    config = tiny.dit_config()
+
+    class Turned(type(config.model)):
+      def layer_groups(self):
+        return tuple(
+          dataclasses.replace(
+            group, orders=tuple(x[::-1] for x in group.order_of_each)
+          )
+          for group in super().layer_groups()
+        )
+
+    model = Turned(**vars(config.model))
+    config = dataclasses.replace(config, model=model)
+    probe = get_family("dit").probe(None, config)
+    for layer in routed_layers(config, probe):
+      heads = layer.budget.num_heads
+      self.assertEqual(layer.order, tuple(range(heads))[::-1])
 
   def test_multi_head_attention_has_no_layer_with_a_router(self):
     stats = _measured("mha", "one")

@@ -44,6 +44,19 @@ def _call(*argv):
 
 
 class OwnRouterTest(parameterized.TestCase):
+  def test_scores_may_all_underflow(self):
+    layer = moh_jax.HeadRouter(
+      moh_jax.HeadBudget(6, shared=2, top_k=2, head_dim=8),
+      moh_jax.RouterConfig(kind="sigmoid"),
+    )
+    x = jnp.ones((1, 4, 3))
+    params = jax.tree.map(
+      lambda leaf: leaf - 1000, layer.init(jax.random.key(0), x)
+    )
+    loss = lambda params: layer.apply(params, x)[1].balance_loss  # noqa: E731
+    found = jax.value_and_grad(loss)(params)
+    self.assertTrue(all(np.isfinite(x).all() for x in jax.tree.leaves(found)))
+
   def test_works_with_the_commands(self):
     self._check_commands("llm")
 

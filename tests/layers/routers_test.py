@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,13 @@ class RegisteredTest(parameterized.TestCase):
     )  # fmt: skip
     out, _ = layer.apply(small.params(layer, x), x)
     self.assertTrue(np.isnan(out).any())
+
+  def test_jax_enable_x64_keeps_float32_without_routed_heads(self):
+    layer = HeadRouter(HeadBudget(6, 6, 0, 3), RouterConfig("noisy"))
+    with jax.enable_x64(True):
+      made = functools.partial(layer.init_with_output, jax.random.key(0))
+      x = jax.ShapeDtypeStruct((1, 4, small.C), np.float32)
+      chex.assert_type(jax.tree.leaves(jax.eval_shape(made, x)), "float32")
 
   def test_noise_is_of_training_alone(self):
     layer, x = HeadRouter(small.BUDGET, RouterConfig("noisy")), small.tokens()
