@@ -9,7 +9,6 @@ is that of many tokens less that of few, so prompts and start-up do not count.
 Ours and theirs run in turns.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -21,30 +20,25 @@ import time
 
 import numpy as np
 
+from benchmarks.common import finish, make_parser
 from moh_jax import get_model, restore
-from moh_jax.cli import common
+from moh_jax.cli.bench_model import random_params
 from moh_jax.convert.checkpoints import export
 from moh_jax.convert.llama import released_run
 from moh_jax.data.text.tokenizers import BytesTokenizer
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
 from moh_jax.runtime import checkpoint
-from moh_jax.speed import timing
-from moh_jax.speed.model_programs import random_params
 
 _TOKENS = (8, 72)  # few and many
+_PROMPT_TOKENS = 128
 _TORCH = pathlib.Path(__file__).with_name("torch_decode.py")
 
 
 def main() -> None:
   """Measures and prints a table."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__, rounds=3)
   parser.add_argument("--model", default="moh-llm-s-75")
-  parser.add_argument("--prompt-tokens", type=int, default=128)
-  parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-  parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-  parser.add_argument("--rounds", type=int, default=3)
-  common.add_json(parser)
   args = parser.parse_args()
   config = released_run(get_model(args.model)[1], {})
   rows = []
@@ -54,16 +48,12 @@ def main() -> None:
       ours, random_params(config), checkpoint.Metadata(config)
     )
     export(ours, theirs)
-    for dtype in args.dtypes:
-      for batch in args.batches:
-        shape = (batch, args.prompt_tokens)
-        prompts = np.random.default_rng(0).integers(300, 1000, shape).tolist()
+    for dtype in ("float32", "bfloat16"):
+      for batch in (1, 8):
+        rng, shape = np.random.default_rng(0), (batch, _PROMPT_TOKENS)
+        prompts = rng.integers(300, 1000, shape).tolist()
         rows += _compare(ours, theirs, dtype, prompts, args.rounds)
-  if args.json != "-":
-    header = ("dtype", "batch", "program", "ms/token", "over ours")
-    print(common.table([list(row.values()) for row in rows], header))
-  result = {**timing.machine(), "model": args.model, "rows": rows}
-  common.write_json(args.json, result)
+  finish(args, rows, model=args.model)
 
 
 def _compare(

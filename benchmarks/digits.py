@@ -15,7 +15,6 @@ is the median over images, and `rms` is over all images, dominated by the few
 whose solution is unstable.
 """
 
-import argparse
 import dataclasses
 
 import jax
@@ -23,53 +22,34 @@ import jax.numpy as jnp
 import numpy as np
 from sklearn import svm
 
-from moh_jax.cli import common
+from benchmarks.common import finish, make_parser
 from moh_jax.config.diffusion import FLOW
 from moh_jax.data.images.sources import DigitsSource
 from moh_jax.inference.restore import Restored, restore
 from moh_jax.models.generation import make_sampler, to_pixels
-from moh_jax.speed import timing
 
 _SAMPLES = 500
-_SOLVERS = (
-  ("ddpm", "100"),
-  ("ddim", "20"),
-  ("ddim", "50"),
-  ("ddim", "100"),
-  ("dpm", "10"),
-  ("dpm", "20"),
-)
-_FLOW_SOLVERS = (
-  ("euler", "20"),
-  ("euler", "50"),
-  ("euler", "100"),
-  ("heun", "10"),
-  ("heun", "20"),
-)
+# Method and number of steps.
+_SOLVERS = "ddpm 100, ddim 20, ddim 50, ddim 100, dpm 10, dpm 20"
+_FLOW_SOLVERS = "euler 20, euler 50, euler 100, heun 10, heun 20"
 
 
 def main() -> None:
   """Scores a checkpoint."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument("--checkpoint", required=True, metavar="DIR")
   parser.add_argument("--seed", type=int, default=0, help="of the noise")
   parser.add_argument("--solvers", action="store_true", help="compare them")
-  common.add_json(parser)
   args = parser.parse_args()
   restored = restore(args.checkpoint)
   classifier, own = _classifier()
-  result = {
-    "machine": timing.machine(),
-    "step": restored.step,
-    "classifier_accuracy": own,
-    "rows": [],
-  }
-  options = restored.config.sample
+  rows, options = [], restored.config.sample
   solvers = [(options.method, options.steps)]
   reference = None
   if args.solvers:
     is_flow = restored.config.diffusion.schedule == FLOW
-    solvers = _FLOW_SOLVERS if is_flow else _SOLVERS
+    named = _FLOW_SOLVERS if is_flow else _SOLVERS
+    solvers = [name.split() for name in named.split(", ")]
     exact = "heun" if is_flow else "ddim"
     reference = _samples(restored, exact, "1000", args.seed)
   for method, steps in solvers:
@@ -84,15 +64,10 @@ def main() -> None:
       squares = np.square(images - reference).mean((1, 2, 3))
       row["median"] = float(np.median(np.sqrt(squares)))
       row["rms"] = float(np.sqrt(squares.mean()))
-    result["rows"].append(row)
-  rows = result["rows"]
-  cells = [
-    [f"{v:.4f}" if isinstance(v, float) else v for v in row.values()]
-    for row in rows
-  ]
-  print(common.table(cells, list(rows[0])))
-  print(f"the classifier reads {own:.2%} of held-out real digits")
-  common.write_json(args.json, result)
+    rows.append(row)
+  if args.json != "-":
+    print(f"the classifier reads {own:.2%} of held-out real digits")
+  finish(args, rows, step=restored.step, classifier_accuracy=own)
 
 
 def _classifier() -> tuple[svm.SVC, float]:

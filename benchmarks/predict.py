@@ -4,7 +4,7 @@
 
 prints, as Markdown, the time of packed attention over that of the fastest
 attention of all heads, and the entries of `moh_jax.ops.crossovers` that follow
-from it. A measurement can refute both: `python -m moh_jax bench card`.
+from it. A measurement can refute both: `python -m benchmarks.card`.
 
 A prediction adds up three parts. The core: FLOPs of the tiles that are visited,
 counted for heads that are used evenly, over the kernel's rate, see below. The
@@ -25,8 +25,9 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 
+from benchmarks.tables import markdown
 from moh_jax.ops.crossovers import HALF, LENGTHS, Crossover
-from moh_jax.speed.peaks import published_peak
+from moh_jax.training.flops import published_peak
 
 _TOKENS, _WIDTH = 16384, 2048  # of a call: N * batch, heads * head dim
 _ROWS = 128  # of a tile
@@ -142,45 +143,38 @@ def _all_rates() -> Iterator[Rates]:
 
 def crossovers() -> tuple[Crossover, ...]:
   """The predicted entries of the table of crossovers."""
-  entries = []
+  return tuple(
+    Crossover(
+      *(rates.device, rates.backend, rates.dtypes, rates.most, causal),
+      tuple(largest_share(rates, n, causal=causal) for n in LENGTHS),
+    )
+    for rates, causal in _cases()
+  )
+
+
+def _cases() -> Iterator[tuple[Rates, bool]]:
+  """Rates, bidirectional and causal; cuDNN packs the former alone."""
   for rates in _all_rates():
-    # cuDNN packs bidirectional attention alone.
-    for causal in (False,) if rates.backend == "cudnn" else (False, True):
-      shares = (largest_share(rates, n, causal=causal) for n in LENGTHS)
-      entries.append(
-        Crossover(
-          *(rates.device, rates.backend, rates.dtypes, rates.most, causal),
-          tuple(shares),
-        )
-      )
-  return tuple(entries)
+    yield rates, False
+    if rates.backend != "cudnn":
+      yield rates, True
 
 
 def ratios() -> str:
   """Markdown: forward and backward over all heads, at 50 % and 75 %."""
-  lines = [
-    "| device | kernel | head dim | causal | share | "
-    + " | ".join(f"{n:,}" for n in LENGTHS)
-    + " |",
-    "|---|---|---|---|---|" + "---|" * len(LENGTHS),
-  ]
-  for rates in _all_rates():
-    if rates.dtypes != HALF:
-      continue
-    for causal in (False,) if rates.backend == "cudnn" else (False, True):
-      for share in (0.5, 0.75):
-        cells = [
-          sum(seconds(rates, n, share, causal=causal))
-          / sum(seconds(rates, n, None, causal=causal))
-          for n in LENGTHS
-        ]
-        lines.append(
-          f"| {rates.device} | {rates.backend} | {rates.head_dim} "
-          f"| {'yes' if causal else 'no'} | {share:.0%} | "
-          + " | ".join(f"{x:.2f}" for x in cells)
-          + " |"
-        )
-  return "\n".join(lines)
+  rows = []
+  for rates, causal in _cases():
+    for share in (0.5, 0.75) if rates.dtypes == HALF else ():
+      cells = [
+        sum(seconds(rates, n, share, causal=causal))
+        / sum(seconds(rates, n, None, causal=causal))
+        for n in LENGTHS
+      ]
+      yes = "yes" if causal else "no"
+      case = rates.device, rates.backend, str(rates.head_dim), yes
+      rows.append([*case, f"{share:.0%}", *(f"{x:.2f}" for x in cells)])
+  header = ("device", "kernel", "head dim", "causal", "share")
+  return markdown([*header, *(f"{n:,}" for n in LENGTHS)], rows)
 
 
 def main() -> None:

@@ -6,29 +6,25 @@
 The last columns of `python -m moh_jax compare`, for docs/results.md.
 """
 
-import argparse
 import sys
 
 import jax
 
+from benchmarks.common import finish, make_parser
 from moh_jax.cli import common
 from moh_jax.cli.overrides import split_overrides
 from moh_jax.config.variants import compared_runs
 from moh_jax.data.infer import resolve
 from moh_jax.runtime.sharding import axis_sizes
-from moh_jax.speed import timing
-from moh_jax.speed.model_flops import step_flops
-from moh_jax.speed.model_forms import step_forms, summary
-from moh_jax.speed.steps import step_seconds
+from moh_jax.training.flops import form_summary, step_flops, step_forms
+from moh_jax.training.timing import step_seconds
 
 
 def main() -> None:
   """Measures and prints a table; ratios are to the first variant."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__, rounds=15)
   parser.add_argument("--config", required=True, metavar="FILE")
   parser.add_argument("--variants", default="mha,config", metavar="NAME,...")
-  parser.add_argument("--rounds", type=int, default=15)
-  common.add_json(parser)
   argv, overrides = split_overrides(sys.argv[1:])
   args = parser.parse_args(argv)
   config = common.load_config(args.config, overrides)
@@ -40,7 +36,7 @@ def main() -> None:
   times, rows = step_seconds(runs, args.rounds), []
   for name, run in runs.items():
     forms = step_forms(run, axis_sizes(run.mesh, jax.device_count()))
-    flops, (form, share) = step_flops(run), summary(run, forms)
+    flops, (form, share) = step_flops(run), form_summary(run, forms)
     rows.append(
       {
         "variant": name,
@@ -52,19 +48,8 @@ def main() -> None:
         "ratio_spread": times[name].spread,
       }
     )
-  first, cells = rows[0], []
-  for row in rows:
-    ratios = [
-      f"{row[key] / first[key]:.2f}"
-      for key in ("flops_needed", "flops_computed", "seconds")
-    ]
-    cells.append((row["variant"], row["form"], *ratios))
-  print(
-    common.table(cells, ("variant", "attention", "needed", "computed", "time"))
-  )
   settings = {"config": args.config, "overrides": overrides, **vars(args)}
-  result = {"machine": timing.machine(), "settings": settings, "rows": rows}
-  common.write_json(args.json, result)
+  finish(args, rows, settings=settings)
 
 
 if __name__ == "__main__":

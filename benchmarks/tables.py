@@ -7,6 +7,7 @@ A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import re
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moh_jax.speed.report import Row
+from moh_jax.training.bench import Row
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
@@ -59,7 +60,8 @@ def _rows(*names: str) -> list[Row]:
   return [Row(**row) for name in names for row in _load(name)["rows"]]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A table."""
   lines = [header, ["---"] * len(header), *rows]
   return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -80,77 +82,59 @@ def _form(row: Row) -> str:
   return f"{row.form}, {row.computed_share:.0%}"
 
 
-def _heads(*names: str) -> Callable[[str], str]:
+def _heads(_: str, names: Sequence[str]) -> str:
   """Tables of attention and of layers: a line for a length and a pass."""
-
-  def make(_: str) -> str:
-    rows = _rows(*names)
-    # MHA may have rows in slower forms too.
-    shares = sorted({row.share for row in rows if row.share < 1})
-    header = ["tokens", "pass", "MHA's form"]
-    for share in shares:
-      header += [f"{share:.0%} active: form, computed", "time over MHA's"]
-    lines = []
-    for length in sorted({row.length for row in rows}):
-      for mode, text in _PASSES.items():
-        here = [r for r in rows if (r.length, r.mode) == (length, mode)]
-        if not here:
-          continue
-        (mha,) = (row for row in here if row.implementation == "mha")
+  found = {
+    (row.length, row.mode, row.share, row.implementation): row
+    for row in _rows(*names)
+  }
+  # MHA may have rows in slower forms too.
+  shares = sorted({share for _, _, share, _ in found if share < 1})
+  header = ["tokens", "pass", "MHA's form"]
+  for share in shares:
+    header += [f"{share:.0%} active: form, computed", "time over MHA's"]
+  lines = []
+  for length in sorted({length for length, *_ in found}):
+    for mode, text in _PASSES.items():
+      if mha := found.get((length, mode, 1, "mha")):
         line = [f"{length:,}", text, mha.form]
         for share in shares:
-          (auto,) = (
-            row
-            for row in here
-            if (row.share, row.implementation) == (share, "auto")
-          )
+          auto = found[length, mode, share, "auto"]
           line += [_form(auto), auto.to_mha]
         lines.append(line)
-    return f"{_where(*names)}:\n\n{_table(header, lines)}"
-
-  return make
+  return f"{_where(*names)}:\n\n{markdown(header, lines)}"
 
 
-def _model(name: str, unit: str, memory: bool = False) -> Callable[[str], str]:
+def _model(_: str, name: str, unit: str, memory: bool = False) -> str:
   """The table of a whole model: a line for each of its programs."""
+  result = _load(name)
+  rows = {(row.mode, row.implementation): row for row in _rows(name)}
 
-  def make(_: str) -> str:
-    result = _load(name)
-    rows = [Row(**row) for row in result["rows"]]
+  def cell(row: Row) -> str:
+    used = f", {row.peak_bytes / 1e6:,.0f} MB" if memory else ""
+    rate = row.units_per_second
+    return f"{rate:,.{2 if rate < 10 else 1 if rate < 100 else 0}f}{used}"
 
-    def cell(row: Row) -> str:
-      used = f", {row.peak_bytes / 1e6:,.0f} MB" if memory else ""
-      rate = row.units_per_second
-      return f"{rate:,.{2 if rate < 10 else 1 if rate < 100 else 0}f}{used}"
-
-    lines = []
-    for mode in dict.fromkeys(row.mode for row in rows):
-      moh, mha = (
-        next(r for r in rows if (r.mode, r.implementation) == (mode, form))
-        for form in ("auto", "mha")
-      )
-      kind, _, batch = mode.partition("_")
-      text = f"{kind}, batch {batch}" if batch.isdigit() else _PASSES[mode]
-      lines.append((text, _form(moh), cell(moh), cell(mha), moh.to_mha))
-    header = ("", "form, heads computed", f"MoH, {unit}/s", f"MHA, {unit}/s")
-    table = _table((*header, "time over MHA's"), lines)
-    notes = []
-    routers = [row for row in rows if row.implementation == "router"]
-    notes += [
-      f"All routers alone take {row.to_mha} of MHA's forward pass."
-      for row in routers
-    ]
-    if sampler := result.get("sampler"):
-      ratio = sampler["ratio_to_forwards"]
-      notes.append(
-        f"The sampler takes {ratio:.2f} of the time of as many forward passes, "
-        "called one by one."
-      )
-    seconds = result["train_step"]["compile_seconds"]
-    notes.append(f"The train step compiles in {seconds:.0f} s.")
-    return f"{_where(name)}:\n\n{table}\n\n{' '.join(notes)}"
-
-  return make
+  lines = []
+  for mode in dict.fromkeys(mode for mode, _ in rows):
+    moh, mha = rows[mode, "auto"], rows[mode, "mha"]
+    kind, _, batch = mode.partition("_")
+    text = f"{kind}, batch {batch}" if batch.isdigit() else _PASSES[mode]
+    lines.append((text, _form(moh), cell(moh), cell(mha), moh.to_mha))
+  header = ("", "form, heads computed", f"MoH, {unit}/s", f"MHA, {unit}/s")
+  table, notes = markdown((*header, "time over MHA's"), lines), []
+  if router := rows.get(("forward", "router")):
+    notes.append(
+      f"All routers alone take {router.to_mha} of MHA's forward pass."
+    )
+  if sampler := result.get("sampler"):
+    notes.append(
+      f"The sampler takes {sampler['ratio_to_forwards']:.2f} of the time of as "
+      "many forward passes, called one by one."
+    )
+  seconds = result["train_step"]["compile_seconds"]
+  notes.append(f"The train step compiles in {seconds:.0f} s.")
+  return f"{_where(name)}:\n\n{table}\n\n{' '.join(notes)}"
 
 
 def _routing(_: str) -> str:
@@ -163,7 +147,7 @@ def _routing(_: str) -> str:
   return (
     f"{has['layers']} layers of {has['heads']} heads of {has['head_dim']}, "
     f"{has['share']:.0%} active, {has['tokens']} tokens, causal forward, "
-    f"{_where('trained_routing')}:\n\n{_table(header, lines)}"
+    f"{_where('trained_routing')}:\n\n{markdown(header, lines)}"
   )
 
 
@@ -172,46 +156,40 @@ def _ratio(row: dict[str, Any]) -> str:
   return Row("", "", "", None, 1, "", **fields).to_mha
 
 
-def _costs(name: str) -> Callable[[str], str]:
+def _costs(before: str, name: str) -> str:
   """Replaces the last columns of a table of `compare`, line by line."""
-
-  def make(before: str) -> str:
-    result = _load(f"step_costs_{name}")
-    first, costs = result["rows"][0], {}
-    for row in result["rows"]:
-      needed, computed, ratio = (
-        row[key] / first[key]
-        for key in ("flops_needed", "flops_computed", "seconds")
-      )
-      time = _ratio({"ratio": ratio, "spread": row["ratio_spread"]})
-      costs[f"`{row['variant']}`"] = [f"{needed:.2f}", f"{computed:.2f}", time]
-    lines = []
-    for line in before.splitlines():
-      cells = line.strip("| ").split(" | ")
-      if cells[0] in costs:
-        line = f"| {' | '.join([*cells[:-3], *costs[cells[0]]])} |"
-      lines.append(line)
-    return "\n".join(lines)
-
-  return make
+  rows = _load(f"step_costs_{name}")["rows"]
+  keys, costs = ("flops_needed", "flops_computed", "seconds"), {}
+  for row in rows:
+    *flops, ratio = (row[key] / rows[0][key] for key in keys)
+    time = _ratio({"ratio": ratio, "spread": row["ratio_spread"]})
+    costs[f"`{row['variant']}`"] = [*(f"{x:.2f}" for x in flops), time]
+  lines = []
+  for line in before.splitlines():
+    cells = line.strip("| ").split(" | ")
+    if cells[0] in costs:
+      line = f"| {' | '.join([*cells[:-3], *costs[cells[0]]])} |"
+    lines.append(line)
+  return "\n".join(lines)
 
 
 def _readme(_: str) -> str:
-  core = [
-    r for r in _rows("attention") if (r.length, r.mode) == (2048, "forward")
-  ]
-  layer = [r for r in _rows("layer") if (r.length, r.mode) == (1024, "forward")]
-  lines = [
-    (
-      f"{text}, {row.length:,} tokens",
-      f"{row.share:.0%}",
-      f"{row.computed_share:.0%}",
-      row.to_mha,
-    )
-    for text, rows in (("attention alone", core), ("a whole layer", layer))
-    for row in rows
-    if row.implementation == "auto"
-  ]
+  lines = []
+  for text, name, length in (
+    ("attention alone", "attention", 2048),
+    ("a whole layer", "layer", 1024),
+  ):
+    lines += [
+      (
+        f"{text}, {length:,} tokens",
+        f"{row.share:.0%}",
+        f"{row.computed_share:.0%}",
+        row.to_mha,
+      )
+      for row in _rows(name)
+      if (row.length, row.mode) == (length, "forward")
+      and row.implementation == "auto"
+    ]
   models = [
     row
     for row in _rows("llm", "llm_bf16", "vit", "dit")
@@ -227,26 +205,28 @@ def _readme(_: str) -> str:
     )
   )
   header = ("speed", "active heads", "heads computed", "time over MHA's")
-  return _table(header, lines)
+  return markdown(header, lines)
 
 
 def _range(shares: Sequence[float]) -> str:
   return f"{min(shares):.0%} to {max(shares):.0%}"
 
 
-_TABLES = {
-  "core": _heads("attention", "attention_4096"),
-  "layer": _heads("layer"),
+_TABLES: dict[str, Callable[[str], str]] = {
+  "core": functools.partial(_heads, names=("attention", "attention_4096")),
+  "layer": functools.partial(_heads, names=("layer",)),
   "routing": _routing,
-  "llm": _model("llm", "tokens"),
-  "llm_bf16": _model("llm_bf16", "tokens"),
-  "vit": _model("vit", "images", memory=True),
-  "dit": _model("dit", "images", memory=True),
-  "costs_llm": _costs("llm"),
-  "costs_vit": _costs("vit"),
-  "costs_dit": _costs("dit"),
   "readme": _readme,
 }
+for _name, _options in {
+  "llm": {"unit": "tokens"},
+  "llm_bf16": {"unit": "tokens"},
+  "vit": {"unit": "images", "memory": True},
+  "dit": {"unit": "images", "memory": True},
+}.items():
+  _TABLES[_name] = functools.partial(_model, name=_name, **_options)
+for _name in ("llm", "vit", "dit"):
+  _TABLES[f"costs_{_name}"] = functools.partial(_costs, name=_name)
 
 if __name__ == "__main__":
   sys.exit(main())

@@ -11,7 +11,6 @@ router prefers some heads, so that the blocks of others are emptier. Queries,
 keys and values are random in both.
 """
 
-import argparse
 import pathlib
 import tempfile
 
@@ -19,32 +18,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.common import finish, make_parser
 from moh_jax.cli import common
 from moh_jax.cli import main as cli
+from moh_jax.cli.bench import random_active
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.runtime import checkpoint
-from moh_jax.speed import programs, timing
-from moh_jax.speed.attention import random_active
+from moh_jax.training import timing
+from moh_jax.training.bench import compile_program
 
 
 def main() -> None:
   """Measures and prints a table."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__, rounds=25)
   parser.add_argument("--checkpoint", required=True, metavar="DIR")
-  parser.add_argument("--examples", type=int, default=1)
-  parser.add_argument("--rounds", type=int, default=25)
-  common.add_json(parser)
+  common.add_count(parser, "--examples", 1, help="of the batch")
   args = parser.parse_args()
   budgets = checkpoint.read_metadata(args.checkpoint)[0].config.model.budgets()
   masks = trained_masks(args.checkpoint, budgets, args.examples)
   rows = measure(masks, budgets, args.rounds)
-  cells = [
-    (r["routing"], f"{r['ms']:.2f}", f"{r['ratio']:.3f}", f"{r['spread']:.1%}")
-    for r in rows
-  ]
-  print(common.table(cells, ("routing", "ms", "to every head", "spread")))
   settings = {
     "tokens": masks[0].shape[1],
     "batch": args.examples,
@@ -54,8 +48,7 @@ def main() -> None:
     "layers": len(budgets),
     "rounds": args.rounds,
   }
-  result = {"machine": timing.machine(), "settings": settings, "rows": rows}
-  common.write_json(args.json, result)
+  finish(args, rows, settings=settings)
 
 
 def trained_masks(
@@ -100,20 +93,19 @@ def measure(
 
   times = timing.interleaved(
     {
-      name: programs.compile_program(layers, *qkv, active).run
+      name: compile_program(layers, *qkv, active).run
       for name, active in routings.items()
     },
     rounds,
     0.05,
   )
   base = times["every head"]
-  ratios = {name: time.over(base) for name, time in times.items()}
   return [
     {
       "routing": name,
       "ms": time.median * 1e3,
-      "ratio": ratios[name].median,
-      "spread": ratios[name].spread,
+      "ratio": time.over(base).median,
+      "spread": time.over(base).spread,
     }
     for name, time in times.items()
   ]

@@ -10,15 +10,14 @@ without a router is the baseline. The table has held-out bits per byte when the
 router is turned on, before any step, and after tuning.
 """
 
-import argparse
 import pathlib
 
+from benchmarks.common import finish, make_parser
 from moh_jax.cli import common
 from moh_jax.cli import main as cli
 from moh_jax.config import Config
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
-from moh_jax.speed import timing
 from moh_jax.training import loop
 from moh_jax.training.language_modeling import make_evaluate
 
@@ -27,18 +26,18 @@ _CONFIG = "configs/llm_stdlib_tune.py"
 
 def main() -> None:
   """Tunes, evaluates and prints a table."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = make_parser(__doc__)
   parser.add_argument("--checkpoint", required=True, metavar="DIR")
   parser.add_argument("--workdir", required=True, metavar="DIR")
-  common.add_json(parser)
   args = parser.parse_args()
   workdir = pathlib.Path(args.workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   heads = workdir / "heads.json"
   cli.main(["heads", "--checkpoint", args.checkpoint, "--json", str(heads)])
 
-  rows = []
-  before = _bits(args.checkpoint)
+  rows, before = [], _bits(args.checkpoint)
+  if args.json != "-":
+    print(f"before: {before:.4f} bits per byte, all heads on")
   for kind in ("mha", "first", f"importance:{heads}", "schedule"):
     name = kind.partition(":")[0]
     config = common.load_config(
@@ -53,21 +52,7 @@ def main() -> None:
         "tuned": result.evaluation["bits_per_byte"],
       }
     )
-  if args.json != "-":
-    print(f"before: {before:.4f} bits per byte, all heads on")
-    cells = [
-      (
-        row["kind"],
-        f"{row['activated_share']:.2f}",
-        f"{row['router_on']:.4f}",
-        f"{row['tuned']:.4f}",
-      )
-      for row in rows
-    ]
-    header = ("way", "active heads", "router turned on", "tuned")
-    print(common.table(cells, header))
-  report = {"machine": timing.machine(), "before": before, "rows": rows}
-  common.write_json(args.json, report)
+  finish(args, rows, before=before)
 
 
 def _bits(directory: str, config: Config | None = None) -> float:

@@ -5,24 +5,20 @@
 The shapes are those of the first stage of MoH-ViT S at 224 px with batch 4.
 """
 
-import argparse
 import functools
 
 import jax
 
-from moh_jax.cli import common
+from benchmarks.common import finish, make_parser
 from moh_jax.ops import window
-from moh_jax.speed import timing
+from moh_jax.training import timing
 
 _SHAPE = (4, 56, 56, 384)
 
 
 def main() -> None:
   """Measures and prints a table."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--rounds", type=int, default=7)
-  common.add_json(parser)
-  args = parser.parse_args()
+  args = make_parser(__doc__, rounds=7).parse_args()
   x = jax.random.normal(jax.random.key(0), _SHAPE)
   kernel = jax.random.normal(jax.random.key(1), (3, 3, _SHAPE[-1]))
 
@@ -48,15 +44,11 @@ def main() -> None:
     name: functools.partial(jax.jit(function), x, other)
     for name, (function, other) in functions.items()
   }
-  times = timing.interleaved(calls, args.rounds)
   rows = [
     {"form": name, "ms": t.median * 1e3, "spread": t.spread}
-    for name, t in times.items()
+    for name, t in timing.interleaved(calls, args.rounds).items()
   ]
-  cells = [(r["form"], f"{r['ms']:.1f}", f"{r['spread']:.0%}") for r in rows]
-  print(common.table(cells, ("form", "ms", "spread")))
-  result = {"machine": timing.machine(), "shape": _SHAPE, "rows": rows}
-  common.write_json(args.json, result)
+  finish(args, rows, shape=_SHAPE)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Eight fake CPU devices: most tests use one of them, those of meshes use all.
 LLVM does not optimize: programs here are small and compiling them is most of
-the suite's time (parity_test.py also runs every recorded case as users do).
+the suite's time (parity_test.py runs some recorded cases as users do).
 Programs that several tests share are compiled once per session, through a
 compilation cache of its own. Processes that tests start inherit both. What JAX
 keeps in memory is dropped after each file: in the whole suite it would grow to

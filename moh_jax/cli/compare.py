@@ -18,12 +18,10 @@ from moh_jax.files import write_whole
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params
 from moh_jax.runtime.sharding import axis_sizes
-from moh_jax.speed import timing
-from moh_jax.speed.model_flops import step_flops
-from moh_jax.speed.model_forms import step_forms
-from moh_jax.speed.steps import step_seconds
-from moh_jax.speed.timing import Timing
+from moh_jax.training import timing
 from moh_jax.training.comparison import Comparison, Outcome
+from moh_jax.training.flops import step_flops, step_forms
+from moh_jax.training.timing import Timing, step_seconds
 
 _Row = tuple[str, str]  # variant and setting
 

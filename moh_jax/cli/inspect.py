@@ -19,7 +19,7 @@ from moh_jax.ops.target import target
 from moh_jax.runtime.params import abstract_params, unbox
 from moh_jax.runtime.sharding import computes_all_heads, head_placement
 from moh_jax.runtime.whole_params import unsplit_params
-from moh_jax.speed.model_forms import attention_form
+from moh_jax.training.flops import attention_form
 
 _NAMES = 10  # of the classes that are listed
 

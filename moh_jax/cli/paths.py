@@ -8,7 +8,7 @@ from moh_jax.files import check_regular, check_writable
 
 # Arguments of commands that name files or folders to read.
 _INPUTS = (
-  *("against", "cases", "images", "labels_file"),
+  *("against", "images", "labels_file"),
   *("reference", "samples", "source", "start"),
 )
 # Further ones that name a file or folder.

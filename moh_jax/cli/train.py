@@ -10,8 +10,8 @@ from moh_jax.data.images.latents import LatentSource
 from moh_jax.data.infer import resolve
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
-from moh_jax.speed.model_flops import at_peak
 from moh_jax.training import loop
+from moh_jax.training.flops import at_peak
 
 
 def run(args: argparse.Namespace) -> int:

@@ -242,21 +242,6 @@ class Family:
     """
     return None
 
-  def measure_inference(
-    self, options: Any, run: Config, models: Mapping[str, Any]
-  ) -> tuple[list[Any], dict[str, Any]]:
-    """Further measurements of `bench model`, such as decoding or sampling.
-
-    Args:
-      options: the `speed.model.ModelOptions`.
-      run: the measured run.
-      models: name of each variant to its model section; "mha" is the baseline.
-
-    Returns:
-      Rows, and other results by name.
-    """
-    return [], {}
-
   # Public checkpoints.
 
   def converter(self) -> Converter:

@@ -158,14 +158,6 @@ class DiTFamily(ImageFamily):
       grids=self.token_grids(config.model),
     )
 
-  def measure_inference(
-    self, options: Any, run: Config, models: Mapping[str, Any]
-  ) -> tuple[list[Any], dict[str, Any]]:
-    """Time of a guided sampler."""
-    from moh_jax.speed import sampling
-
-    return [], {"sampler": sampling.measure(options, run)}
-
   def converter(self) -> Any:
     """Tensor names of the public PyTorch releases."""
     from moh_jax.convert.dit import CONVERTER

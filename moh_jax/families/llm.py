@@ -149,14 +149,6 @@ class LLMFamily(Family):
 
     return language_modeling
 
-  def measure_inference(
-    self, options: Any, run: Config, models: Mapping[str, Any]
-  ) -> tuple[list[Any], dict[str, Any]]:
-    """Prompts read and tokens written per second."""
-    from moh_jax.speed import writing
-
-    return writing.measure(run, models, options.rounds), {}
-
   def converter(self) -> Any:
     """Tensor names of transformers' LlamaForCausalLM and its relatives."""
     from moh_jax.convert.llama import CONVERTER

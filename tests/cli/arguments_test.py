@@ -10,10 +10,9 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.cli import fields
 from moh_jax.cli.arguments import COMMANDS, images
+from moh_jax.cli.arguments.speed import HeadOptions
 from moh_jax.config import SampleConfig
 from moh_jax.inference.options import EncodeOptions, Sampling
-from moh_jax.speed import exactness
-from moh_jax.speed.options import HeadOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +104,6 @@ class CommandsTest(absltest.TestCase):
     args = _parse("sample", *"--checkpoint x --out x --steps 5".split())
     section = fields.given_fields(args, SampleConfig, *images.OVERRIDES)
     self.assertEqual(section, {"steps": "5"})
-
-  def test_every_dtype_of_bench_has_limits_of_errors(self):
-    self.assertEqual(set(HeadOptions.CHOICES["dtype"]), set(exactness.LIMITS))
 
 
 if __name__ == "__main__":

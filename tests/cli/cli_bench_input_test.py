@@ -9,8 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
-from moh_jax.speed import input as speed_input
-from moh_jax.speed import pixels
+from moh_jax.cli import bench_input
 from tests.cli import tiny_checkpoint
 from tests.training import tiny
 
@@ -68,12 +67,12 @@ class BenchInputTest(parameterized.TestCase):
 
     config = tiny.dit_config()
     with (
-      mock.patch.object(speed_input.time, "perf_counter", passed),
-      mock.patch.object(speed_input, "grain", mock.MagicMock()),
-      mock.patch.object(speed_input, "train_recipe"),
-      mock.patch.object(speed_input, "make_source", lambda *_: Source("abcde")),
+      mock.patch.object(bench_input.time, "perf_counter", passed),
+      mock.patch.object(bench_input, "grain", mock.MagicMock()),
+      mock.patch.object(bench_input, "train_recipe"),
+      mock.patch.object(bench_input, "make_source", lambda *_: Source("abcde")),
     ):
-      rates = speed_input._one_thread(config, None, 5)
+      rates = bench_input._one_thread(config, None, 5)
     # The first image is read once before the clock starts.
     self.assertAlmostEqual(rates["read"], 5 / 4, places=4)
     self.assertAlmostEqual(rates["decode"], 2, places=4)
@@ -81,7 +80,7 @@ class BenchInputTest(parameterized.TestCase):
   def test_pixels_of_image_files(self):
     root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     _write_images(root)
-    self.enterContext(mock.patch.object(pixels, "_ROUND_SECONDS", 0.01))
+    self.enterContext(mock.patch.object(bench_input, "_ROUND_SECONDS", 0.01))
     argv = "bench", "input", "--config", "tests/faults/tiny_run.py:vit"
     status, out, err = tiny_checkpoint.call(
       *(*argv, "--pixels", "--json", str(root / "out.json")),
@@ -100,7 +99,7 @@ class BenchInputTest(parameterized.TestCase):
 
   def test_text_has_no_images_to_decode(self):
     config = tiny.llm_config(data={"batch_size": 8}, mesh={"data": -1})
-    rates = speed_input.measure(config, 1, 1)["examples_per_second"]
+    rates = bench_input.measure(config, 1, 1)["examples_per_second"]
     self.assertEqual(
       list(rates), ["read", "batch", "input", "to device", "step"]
     )

@@ -9,8 +9,8 @@ from absl.testing import absltest
 
 from moh_jax import config as config_lib
 from moh_jax.cli import compare
-from moh_jax.speed.timing import Timing
 from moh_jax.training import loop
+from moh_jax.training.timing import Timing
 from tests.cli import tiny_checkpoint
 
 

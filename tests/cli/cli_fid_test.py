@@ -10,9 +10,9 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.parity import fid as parity_fid
 from tests.cli import tiny_checkpoint
 from tests.convert.stored import save_tensors
+from tests.parity.images import regenerate
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 _RNG = np.random.RandomState(0)
@@ -32,7 +32,7 @@ class FidCommandTest(parameterized.TestCase):
     meta = json.loads((_CASE / "meta.json").read_text())
     stored = read_tensors(_CASE / "weights.safetensors")
     cls.weights = cls.root / "inception.safetensors"
-    save_tensors(cls.weights, parity_fid.regenerate(meta, stored))
+    save_tensors(cls.weights, regenerate(meta, stored))
     cls.samples, cls.folder = cls.root / "samples.npz", cls.root / "reference"
     cls.folder.mkdir()
     np.savez(cls.samples, _SAMPLES)

@@ -12,7 +12,7 @@ from moh_jax.config import RouterConfig
 from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import triton_backend
 from moh_jax.runtime.params import abstract_params, unbox
-from moh_jax.speed import model_forms
+from moh_jax.training import flops
 from tests.cli import tiny_checkpoint
 from tests.ops import devices
 
@@ -138,7 +138,7 @@ class InspectCommandTest(parameterized.TestCase):
   )
   def test_choice_knows_of_a_position_bias(self, name, biased):
     with mock.patch.object(
-      model_forms, "choose_form", wraps=model_forms.choose_form
+      flops, "choose_form", wraps=flops.choose_form
     ) as choose:
       _report("--config", f"{_CONFIGS / name}:moh")
     cases = [call.args[1] for call in choose.call_args_list]

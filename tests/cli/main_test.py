@@ -118,7 +118,6 @@ class MainTest(parameterized.TestCase):
     ("classify", "nope.png", "--checkpoint", "."),
     ("convert", "--from", "dit", "--source", "nope.pt", "--out", "x"),
     ("fid", "--samples", "nope.npz"),
-    ("parity", "nope"),
   )
   def test_missing_input_is_one_line(self, *argv):
     where = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))

@@ -14,8 +14,8 @@ from moh_jax.convert.inception import (
 )
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import InceptionV3
-from moh_jax.parity import fid as parity_fid
 from tests.convert.stored import save_tensors
+from tests.parity.images import regenerate
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 
@@ -26,7 +26,7 @@ class RecordedWeightsTest(absltest.TestCase):
     super().setUpClass()
     cls.meta = json.loads((_CASE / "meta.json").read_text())
     cls.stored = read_tensors(_CASE / "weights.safetensors")
-    cls.tensors = parity_fid.regenerate(cls.meta, cls.stored)
+    cls.tensors = regenerate(cls.meta, cls.stored)
 
 
 class InceptionCheckpointTest(RecordedWeightsTest):
@@ -83,7 +83,7 @@ class RecipeTest(RecordedWeightsTest):
     name = "Conv2d_1a_3x3.bn.running_mean"
     stored = self.stored | {name: self.stored[name] + 1}
     with self.assertRaisesRegex(ValueError, f"{name}: not the recorded"):
-      parity_fid.regenerate(self.meta, stored)
+      regenerate(self.meta, stored)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Autoencoder checkpoints: both ages of names, folders, sizes, errors.
 
-The recorded case goes through the same rules in parity_test.py.
+The recorded case goes through the same rules in tests/parity.
 """
 
 import functools

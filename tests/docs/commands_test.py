@@ -177,7 +177,10 @@ def _check_module(command, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     with pytest.raises(_ParsedError):
-      importlib.import_module(command.module).main()
+      module = importlib.import_module(command.module)
+      if not hasattr(module, "main"):  # a package
+        module = importlib.import_module(f"{command.module}.__main__")
+      module.main()
 
 
 def _run_python(block):

@@ -17,7 +17,7 @@ from tests.docs import blocks
 
 KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", reference.markdown()))
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
-OPERATIONS = ("attention", "layer", "decode", "model", "card", "input")
+OPERATIONS = ("attention", "model", "input")
 # Of Google Cloud, Slurm, Docker, XLA and a benchmark.
 FOREIGN = {"--spot", "--worker", "--requeue", "--signal", "--me", "--shm-size"}
 FOREIGN |= {"--xla", "--layers", "--check", "--config", "--import"}

@@ -1,4 +1,4 @@
-"""Closed forms and refusals; convert/parity_test.py has recorded values."""
+"""Closed forms and refusals; tests/parity has recorded values."""
 
 import numpy as np
 from absl.testing import absltest, parameterized

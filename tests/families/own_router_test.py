@@ -15,9 +15,9 @@ from absl.testing import absltest, parameterized
 import moh_jax
 from docs.examples import my_router  # registers "sigmoid"
 from moh_jax import config as config_lib
+from moh_jax.cli import bench_model
 from moh_jax.config import routers
 from moh_jax.runtime import checkpoint
-from moh_jax.speed import model_programs
 from tests.cli import tiny_checkpoint
 from tests.training import tiny
 
@@ -124,7 +124,7 @@ class OwnRouterTest(parameterized.TestCase):
     self.assertIn("--import MODULE", err)
 
   def test_is_timed_beside_its_model(self):
-    self.assertIsNotNone(model_programs.routers(_config("llm")))
+    self.assertIsNotNone(bench_model.routers(_config("llm")))
 
 
 class ExampleTest(absltest.TestCase):

@@ -1,7 +1,6 @@
-"""JSON that describes sets, checkpoints, models and recorded cases."""
+"""JSON that describes sets, checkpoints and models."""
 
 import json
-import pathlib
 import shutil
 
 import numpy as np
@@ -18,12 +17,10 @@ from moh_jax.data.images.records import ArrayRecordSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.text import token_sets
 from moh_jax.ops.kernels import sizes
-from moh_jax.parity import compare, files
 from moh_jax.runtime import checkpoint, stored_config
 from tests.data.text import tiny_text
 from tests.fuzz import hostile
 
-_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _LLAMA = {
   "architectures": ["LlamaForCausalLM"],
   "model_type": "llama",
@@ -211,21 +208,6 @@ class MetadataTest(hostile.ReaderTest):
     self.check(model_card.read_scores, str(file), 3)
     file = self._write(data, "messages.json", _MESSAGES)
     self.check(chat.read_messages, str(file))
-
-  @hostile.examples()
-  @given(st.data())
-  def test_recorded_case(self, data):
-    case = self.folder / "case"
-    if not case.exists():
-      shutil.copytree(_GOLDENS / "vit_full_routed_only", case)
-    text = (_GOLDENS / "vit_full_routed_only" / "meta.json").read_text()
-    self._write(data, "case/meta.json", json.loads(text))
-
-    def read():
-      meta = files.read_meta(case, compare.KINDS)
-      files.read_arrays(case, meta["arrays"])
-
-    self.check(read)
 
   def setUp(self):
     super().setUp()

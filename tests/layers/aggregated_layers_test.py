@@ -1,6 +1,6 @@
 """TransNeXt's two attentions: pieces, shapes, precision.
 
-Their numbers are held against the public release in convert/parity_test.py.
+Their numbers are held against the public release in tests/parity.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The diffusion transformer: shapes, initialization, runs, remat, precision.
 
-Its numbers are held against the public releases in convert/parity_test.py.
+Its numbers are held against the public releases in tests/parity.
 """
 
 import dataclasses

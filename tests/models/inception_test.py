@@ -1,4 +1,4 @@
-"""Shapes and refusals; convert/parity_test.py has the recorded numbers."""
+"""Shapes and refusals; tests/parity has the recorded numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """The autoencoder: shapes, sizes, precision, posterior, large images.
 
-Its numbers are held against the public release's in convert/parity_test.py.
+Its numbers are held against the public release's in tests/parity.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The classifier: shapes, image sizes, remat, precision, router off.
 
-Its numbers are held against the public releases in convert/parity_test.py.
+Its numbers are held against the public releases in tests/parity.
 """
 
 import dataclasses

@@ -98,7 +98,7 @@ class MemoryTest(parameterized.TestCase):
   @parameterized.parameters(1, 4)
   def test_bfloat16_takes_less_than_a_third_more_than_the_result(self, devices):
     """Float32 parameters whose bfloat16 has 1 GB; measured, not estimated."""
-    command = [sys.executable, "-m", "benchmarks.restore_memory"]
+    command = [sys.executable, "-m", "tests.runtime.restore_memory"]
     done = subprocess.run(
       [*command, "--devices", str(devices)],
       check=True,

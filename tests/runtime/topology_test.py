@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 
 import moh_jax
 from moh_jax.runtime import topology
-from moh_jax.speed.peaks import published_peak
+from moh_jax.training.flops import published_peak
 
 _GPUS = pathlib.Path(moh_jax.__file__).parent / "runtime" / "gpu_targets"
 

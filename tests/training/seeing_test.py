@@ -15,8 +15,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import LogConfig
 from moh_jax.runtime import manifest
-from moh_jax.speed import model_flops
-from moh_jax.training import loop, profiling, wandb_log
+from moh_jax.training import flops, loop, profiling, wandb_log
 from tests.training import tiny
 
 _RUN = """
@@ -38,12 +37,12 @@ class SeeingTest(parameterized.TestCase):
     workdir = pathlib.Path(self.create_tempdir().full_path)
     log = {"every": 2, "tensorboard": False, "progress": False}
     config = tiny.llm_config(log={**log, "profile": "2:4"})
-    with mock.patch.object(model_flops, "published_peak", return_value=1e12):
+    with mock.patch.object(flops, "published_peak", return_value=1e12):
       loop.train(
         config,
         str(workdir),
         devices=jax.devices()[:1],
-        at_peak=model_flops.at_peak,
+        at_peak=flops.at_peak,
       )
     for row in self._rows(workdir, "train"):
       self.assertLessEqual(row["step_seconds_p50"], row["step_seconds_p99"])

@@ -23,7 +23,6 @@ COMMANDS = {
   "heads": models.heads,
   "inspect": models.inspect,
   "pack-images": images.pack_images,
-  "parity": models.parity,
   "plan": models.plan,
   "sample": images.sample,
   "show-batch": images.show_batch,
@@ -31,6 +30,5 @@ COMMANDS = {
   "tokenize": text.tokenize,
   "train": models.train,
   "train-tokenizer": text.train_tokenizer,
-  "tune-kernels": speed.tune_kernels,
   "verify": models.verify,
 }

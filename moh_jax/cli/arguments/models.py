@@ -194,15 +194,6 @@ def inspect(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def parity(parser: argparse.ArgumentParser) -> None:
-  """Compare our numbers with recorded cases."""
-  parser.add_argument("cases", nargs="+", metavar="CASE_DIR")
-  parser.add_argument(
-    "--failures", action="store_true", help="print only rows that fail"
-  )
-  common.add_json(parser)
-
-
 def plan(parser: argparse.ArgumentParser) -> None:
   """Tell whether a run fits GPUs or TPUs that are not here, and its time."""
   common.add_config(parser, required=True)
@@ -218,7 +209,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     "--no-compile",
     dest="compile",
     action="store_false",
-    help="estimate, without the compiler for the devices (libtpu, or "
+    help="do not call the compiler for the devices (libtpu, or "
     "jax-cuda13-plugin), which takes seconds to minutes",
   )
   common.add_json(parser)

@@ -1,38 +1,203 @@
-"""Options of the commands that measure speed."""
+"""Options of `bench`, declared without JAX."""
 
 import argparse
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+from moh_jax import config as config_lib
 from moh_jax.cli import common, fields
-from moh_jax.speed import options
+from moh_jax.config import Config
+from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS
+from moh_jax.config.heads import HeadBudget
+
+MODES = ("forward", "forward_backward", "causal", "causal_forward_backward")
+_ROUNDING = 0.01  # heads by which a rounded percentage may miss a whole number
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions:
+  """Options of a benchmark of heads, such as that of attention.
+
+  Attributes:
+    lengths: tokens of a sequence, or slots of a cache.
+    shares: percentages of heads that are active, such as 50 and 75.
+    implementations: forms to compare with those that compute every head; None
+      is every form that the device can run.
+    heads: query heads, H.
+    head_dim: head dim, D.
+    kv_heads: key/value heads, K; None is one per query head.
+    shared: heads that are always active; None is a quarter of them.
+    batch: sequences per batch, B.
+    dtype: compute dtype.
+    rounds: measured turns.
+    modes: passes to run.
+
+  Raises:
+    ValueError: an option is out of range; the message names it.
+  """
+
+  lengths: tuple[int, ...] = (256, 512, 1024)
+  shares: tuple[float, ...] = (50, 75)
+  implementations: tuple[str, ...] | None = None
+  heads: int = 32
+  head_dim: int = 64
+  kv_heads: int | None = None
+  shared: int | None = None
+  batch: int = 1
+  dtype: str = "float32"
+  rounds: int = 7
+  modes: tuple[str, ...] = ("forward", "forward_backward", "causal")
+
+  CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    "implementations": IMPLEMENTATIONS,
+    "dtype": DTYPES,
+    "modes": MODES,
+  }
+
+  def __post_init__(self):
+    check_options(self)
+    if self.heads % self.num_kv_heads:
+      raise ValueError(
+        f"--kv-heads {self.kv_heads} must divide --heads {self.heads}"
+      )
+    if not 0 <= self.num_shared <= self.heads:
+      raise ValueError(
+        f"--shared {self.shared} must be in [0, {self.heads}], the heads"
+      )
+    self.budgets()
+
+  @property
+  def num_kv_heads(self) -> int:
+    """Number of key/value heads, K."""
+    return self.heads if self.kv_heads is None else self.kv_heads
+
+  @property
+  def num_shared(self) -> int:
+    """Number of heads that are always active."""
+    return self.heads // 4 if self.shared is None else self.shared
+
+  def budgets(self) -> list[HeadBudget]:
+    """Head splits, one for each of `shares`."""
+    return [self._budget(share) for share in self.shares]
+
+  def _budget(self, share: float) -> HeadBudget:
+    exact = share * self.heads / 100
+    active = round(exact) if math.isfinite(exact) else 0
+    if not 1 <= active <= self.heads or abs(exact - active) > _ROUNDING:
+      raise ValueError(
+        f"--shares {share:g} must be a whole number of the {self.heads} heads: "
+        f"a multiple of {100 / self.heads:g} up to 100"
+      )
+    top_k = active - self.num_shared
+    if top_k < 0:
+      raise ValueError(
+        f"--shares {share:g} is {active} of the {self.heads} heads and must be "
+        f"at least the {self.num_shared} shared ones (--shared)"
+      )
+    return HeadBudget(self.heads, self.num_shared, top_k, self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+  """Options of `bench model`.
+
+  Attributes:
+    model: released name of the model, where no config is given.
+    config: run to measure; its data need not exist, as batches are random.
+    lengths: tokens of a sequence, of language models; None is 512, or the
+      model's longest sequence if that is shorter.
+    implementations: forms of attention, each a variant of the model.
+    batch: images or sequences per batch.
+    dtype: compute dtype; None is the run's own.
+    remat: what the backward pass recomputes; None is the run's own.
+    sampler_steps: steps of a diffusion model's sampler.
+    compile_only: compile the train step and measure nothing else.
+    rounds: measured turns.
+
+  Raises:
+    ValueError: an option is out of range; the message names it.
+  """
+
+  model: str = "moh-vit-s80"
+  config: Config | None = None
+  lengths: tuple[int, ...] | None = None
+  implementations: tuple[str, ...] = ("auto",)
+  batch: int = 4
+  dtype: str | None = None
+  remat: str | None = None
+  sampler_steps: int = 10
+  compile_only: bool = False
+  rounds: int = 7
+
+  CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    "implementations": IMPLEMENTATIONS,
+    "dtype": DTYPES,
+  }
+
+  def __post_init__(self):
+    check_options(self)
+    self.runs()
+
+  def runs(self) -> list[Config]:
+    """Runs on random data, one for each length; the longest is the last."""
+    from moh_jax.data.infer import resolve
+
+    section = config_lib.released_model(self.model)
+    if self.config:
+      section = self.config.model
+    family = config_lib.get_family(section.family)
+    run = resolve(family.bench_run(section, self.batch))
+    changes = {"dtype": self.dtype, "remat": self.remat}
+    given = {name: value for name, value in changes.items() if value}
+    run = config_lib.apply_overrides(run, "model", **given)
+    if self.lengths is None:
+      return [run]
+    return [family.with_length(run, n) for n in sorted(self.lengths)]
+
+  def variants(self, run: Config) -> dict[str, Any]:
+    """Model sections to compare by name of the form; "mha" is the baseline."""
+    models = {
+      name: dataclasses.replace(run.model, attention_impl=name)
+      for name in self.implementations
+    }
+    return {**models, "mha": config_lib.without_router(run.model)}
+
+
+def check_options(options: Any) -> None:
+  """Checks that counts are at least 1 and that names are known.
+
+  Args:
+    options: a dataclass; its `CHOICES` are the allowed values by field.
+
+  Raises:
+    ValueError: a value is not allowed; the message names its option.
+  """
+  for field in dataclasses.fields(options):
+    value, known = getattr(options, field.name), options.CHOICES.get(field.name)
+    flag = "--" + field.name.replace("_", "-")
+    for part in value if isinstance(value, tuple) else (value,):
+      if known and part is not None and part not in known:
+        raise ValueError(f"{flag} {part!r} must be one of {', '.join(known)}")
+      if type(part) is int and field.name != "shared" and part < 1:
+        raise ValueError(f"{flag} {part} must be at least 1")
+
 
 # What is timed -> its text, and the class of its options.
 OPS = {
   "attention": (
     "the core alone: outputs of heads from queries, keys, values",
-    options.SequenceOptions,
+    HeadOptions,
   ),
-  "layer": (
-    "a whole layer with its router, and the same layer without one",
-    options.LayerOptions,
-  ),
-  "decode": (
-    "one new token against a cache of keys and values",
-    options.DecodeOptions,
-  ),
-  "model": ("a whole model and its multi-head baseline", options.ModelOptions),
+  "model": ("a whole model and its multi-head baseline", ModelOptions),
 }
-SHAPES = ("batch", "tokens", "heads", "active", "dtype", "causal", "rounds")
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-  """Time forms of attention, layers, decoding and models."""
+  """Time attention, a whole model or a run's input."""
   ops = parser.add_subparsers(
-    dest="op",
-    required=True,
-    metavar="OP",
-    help=", ".join((*OPS, "card", "input")),
+    dest="op", required=True, metavar="OP", help=", ".join((*OPS, "input"))
   )
   for op, (text, cls) in OPS.items():
     sub = ops.add_parser(op, help=text, description=f"Time {text}.")
@@ -44,39 +209,10 @@ def bench(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP
       )
     else:
-      sub.add_argument(
-        "--target",
-        metavar="NAME",
-        default="",
-        help="compile for a device that is not here and show what the compiler "
-        "tells: h100, a100, v5e:2x2, v6e:2x2, ...",
-      )
+      add_target(sub)
     names = {field.name for field in dataclasses.fields(cls)}
     fields.add_fields(sub, cls, *(names - {"model", "config"}))
-    common.add_json(sub)
-    sub.add_argument(
-      "--plot",
-      metavar="FILE",
-      default="",
-      help="plot the ratios; needs matplotlib (the extra moh_jax[plot])",
-    )
-    _add_traceback(sub)
-  text = "all of these on this GPU or TPU, in minutes"
-  sub = ops.add_parser("card", help=text, description=f"Time {text}.")
-  sub.add_argument(
-    "--out",
-    required=True,
-    metavar="DIR",
-    help="folder of the results, made if needed; what is done there already is "
-    "not measured again",
-  )
-  sub.add_argument(
-    "--minutes",
-    type=_minutes,
-    default=8.0,
-    help="begin no further stage after so many (default: 8)",
-  )
-  _add_traceback(sub)
+    _add_shared(sub)
   text = "every stage of a run's input, and its train step"
   sub = ops.add_parser("input", help=text, description=f"Time {text}.")
   common.add_config(sub, required=True)
@@ -92,41 +228,22 @@ def bench(parser: argparse.ArgumentParser) -> None:
     help="of image files, time decoding alone, evaluation's transforms and "
     "training's instead",
   )
-  common.add_json(sub)
-  _add_traceback(sub)
+  _add_shared(sub)
 
 
-def _add_traceback(parser: argparse.ArgumentParser) -> None:
+def add_target(parser: argparse.ArgumentParser) -> None:
+  """Adds --target."""
+  parser.add_argument(
+    "--target",
+    metavar="NAME",
+    default="",
+    help="compile for a device that is not here and show what the compiler "
+    "tells: h100, a100, v5e:2x2, v6e:2x2, ...",
+  )
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+  common.add_json(parser)
   parser.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
   )
-
-
-def _minutes(text: str) -> float:
-  try:
-    minutes = float(text)
-  except ValueError:
-    minutes = math.nan
-  if not 0 <= minutes < math.inf:
-    raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
-  return minutes
-
-
-def tune_kernels(parser: argparse.ArgumentParser) -> None:
-  """Measure the attention kernels' tiles on this GPU or TPU."""
-  parser.add_argument(
-    "--out",
-    required=True,
-    metavar="FILE",
-    help="JSON file to add to; MOH_JAX_BLOCK_SIZES=FILE makes the library use "
-    "it",
-  )
-  parser.add_argument(
-    "--head-dim",
-    type=fields.integer,
-    nargs="+",
-    default=[64, 128],
-    help="head dims of the kernels' calls; on a TPU, layers with heads of 96 "
-    "call them with 128",
-  )
-  fields.add_fields(parser, options.Workload, *SHAPES)

@@ -1,6 +1,6 @@
 """Sizes of the kernels' tiles for a device, a head dim and a dtype.
 
-Sizes that the command `tune-kernels` measured on a device have priority: they
+Sizes that `benchmarks/tiles.py` measured on a device have priority: they
 are read from the file that the environment variable MOH_JAX_BLOCK_SIZES names.
 Devices that are not in the file get defaults, chosen by what the compilers
 report: on GPUs tiles that fit the registers and 99 KiB of shared memory, which

@@ -1,0 +1,162 @@
+"""Times decoding: the attention of one new token to a cache.
+
+  python -m benchmarks.decode --lengths 1024 --batch 8
+
+Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import run_heads
+from moh_jax import config as config_lib
+from moh_jax.cli.arguments.speed import HeadOptions
+from moh_jax.cli.bench import Split, make_reference, random_active
+from moh_jax.config.heads import HeadBudget
+from moh_jax.ops.attention_forms import Form, kernel_options
+from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
+from moh_jax.ops.cached_attention import cached_attention
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.kernels.sizes import decode_tile
+from moh_jax.ops.target import target
+from moh_jax.training.bench import is_absent, make_arrays
+from moh_jax.training.flops import attention_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions(HeadOptions):
+  """Options of this benchmark; `lengths` counts the slots of the cache.
+
+  Attributes:
+    cache_dtype: dtype of the cached keys and values; None is the compute dtype.
+  """
+
+  lengths: tuple[int, ...] = (1024, 4096)
+  cache_dtype: str | None = None
+  modes: tuple[str, ...] = dataclasses.field(default=("decode",), init=False)
+
+  # "dense" reads the cache for every head, "kernel" for active heads only.
+  CHOICES: ClassVar = {
+    **HeadOptions.CHOICES,
+    "implementations": ("dense", "kernel"),
+    "cache_dtype": config_lib.CACHE_DTYPES,
+    "modes": ("decode",),
+  }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Prints a table; 1 if a form is not exact or does not run."""
+  return run_heads(__doc__, argv, DecodeOptions, "decode", splits, _check)
+
+
+def _check(options: DecodeOptions, name: str) -> None:
+  if name == "kernel":
+    backend = kernel_options(target())["backend"]
+    try:
+      decode_tile(backend, options.head_dim, options.dtype)
+    except ValueError as error:
+      raise ValueError(
+        f"--head-dim {options.head_dim} is not for --implementations kernel: "
+        f"{error}"
+      ) from error
+
+
+def splits(options: DecodeOptions, _: str, length: int) -> Iterable[Split]:
+  """Attention to a cache of all heads, and of each of the shares."""
+  batch, heads, dim = options.batch, options.heads, options.head_dim
+  q, cache, slots = make_arrays(lambda: _arrays(options, length))
+  whole = None
+  if not is_absent():
+    whole, _ = make_reference("forward")(q, *_keys_and_values(cache))
+  for budget in (None, *options.budgets()):
+    active, share = None, 1.0
+    if budget is not None:
+      active = make_arrays(functools.partial(random_active, budget, batch, 1))
+      share = budget.share
+    yield Split(
+      budget,
+      form=lambda name, budget=budget: Form(
+        name, packs=name == "kernel" and budget is not None
+      ),
+      evaluation=_evaluation,
+      args=(q, cache, slots, active),
+      # A new token sees every slot, so the mode is not causal.
+      flops=attention_flops(round(batch * heads * share), length, dim),
+      moved=lambda packs, budget=budget: cache_bytes(
+        options, length, read_share(options, budget) if packs else 1.0
+      ),
+      expected=lambda active=active: (_gated(whole, active), ()),
+    )
+
+
+def cache_bytes(options: DecodeOptions, slots: int, read: float) -> float:
+  """Bytes of the cache that one new token per text reads.
+
+  Args:
+    options: of the benchmark.
+    slots: slots of the cache, all visible.
+    read: key/value heads that are read over all of them.
+  """
+  dtype = options.cache_dtype or options.dtype
+  scale = 4 if dtype == "int8" else 0  # a float32 for each slot and head
+  head = slots * (options.head_dim * jnp.dtype(dtype).itemsize + scale)
+  return 2 * options.batch * options.num_kv_heads * head * read
+
+
+def read_share(options: DecodeOptions, budget: HeadBudget) -> float:
+  """Expected share of the key/value heads that some active head reads."""
+  groups = options.num_kv_heads
+  each = options.heads // groups
+  always = math.ceil(budget.shared / each)  # read by a shared head
+  others = max(0, budget.routed - each)
+  unread = math.comb(others, budget.top_k) / math.comb(
+    budget.routed, budget.top_k
+  )
+  return 1 - (1 - always / groups) * unread
+
+
+def _gated(out: jax.Array, active: ActiveHeads | None) -> jax.Array:
+  """Outputs times gates, which are 1 where heads are active."""
+  return out if active is None else out * active.mask[..., None]
+
+
+def _arrays(options: DecodeOptions, length: int) -> tuple:
+  """Queries, a full cache, and the slots that are visible: all."""
+  batch, heads, dim = options.batch, options.heads, options.head_dim
+  keys = jax.random.split(jax.random.key(0), 3)
+  q = jax.random.normal(keys[0], (batch, 1, heads, dim), options.dtype)
+  groups, dtype = options.num_kv_heads, options.cache_dtype or options.dtype
+  cache = make_cache(batch, groups, length, dim, dtype)
+  shape = batch, length, groups, dim
+  new = (jax.random.normal(key, shape) for key in keys[1:])
+  cache = write_cache(cache, *new, jnp.int32(0))
+  return q, cache, Slots(jnp.int32(length - 1), jnp.zeros(batch, jnp.int32))
+
+
+def _evaluation(name: str) -> Callable:
+  """Makes the function (q, cache, slots, active) -> (outputs, ())."""
+
+  def run(q, cache, slots, active):
+    out = cached_attention(q, cache, slots, active=active, implementation=name)
+    return _gated(out, active), ()
+
+  return run
+
+
+def _keys_and_values(cache: LayerCache) -> tuple[jax.Array, jax.Array]:
+  """What a cache holds, [B, M, K, D] float32."""
+  k, v = (x.astype(jnp.float32) for x in (cache.k, cache.v))
+  if cache.k_scale is not None:
+    k, v = k * cache.k_scale.mT, v * cache.v_scale.mT
+  return k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,147 @@
+"""Times a whole layer with its router, beside the same layer without one.
+
+  python -m benchmarks.layer --lengths 256 --shares 50,75  # the paper's Table 7
+
+Projections, router, attention and head mixing. Shapes: B batch, N tokens, C
+width, H query heads, K key/value heads, D head dim.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.common import run_heads
+from moh_jax.cli.arguments.speed import HeadOptions
+from moh_jax.cli.bench import Split, check_shapes, chosen_form
+from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.layers.moh import MoHAttention
+from moh_jax.training.bench import jit_once, make_arrays
+from moh_jax.training.flops import attention_flops, passes
+
+_BALANCE_WEIGHT = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerOptions(HeadOptions):
+  """Options of this benchmark.
+
+  Attributes:
+    width: width of the tokens, C; None is heads * head_dim.
+  """
+
+  width: int | None = None
+
+  @property
+  def features(self) -> int:
+    """Width of the tokens, C."""
+    return self.width or self.heads * self.head_dim
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Prints a table; 1 if a form is not exact or does not run."""
+  return run_heads(__doc__, argv, LayerOptions, "layer", splits, check_shapes)
+
+
+def layer_flops(
+  options: LayerOptions, budget: HeadBudget | None, length: int, mode: str
+) -> float:
+  """FLOPs of a layer's products, counted for the active heads.
+
+  A token with A active heads takes 2 C A D FLOPs for the queries, 4 C K D for
+  keys and values, 2 A D C for the output, and 2 C (R + S + 2) for the router of
+  R routed and S shared heads: a single shared head has no score, and the two
+  group scores exist only if there are both shared and routed heads. To these
+  comes attention. Both passes take three times the forward pass.
+
+  Args:
+    options: of the benchmark.
+    budget: the head split; None has no router and uses every head.
+    length: tokens of a sequence.
+    mode: passes that run.
+  """
+  tokens, width = options.batch * length, options.features
+  active, scores = options.heads, 0
+  if budget is not None:
+    active = budget.active
+    scores = budget.routed if budget.top_k else 0
+    scores += budget.shared if budget.shared > 1 else 0
+    scores += 2 if budget.shared and budget.top_k else 0
+  heads = 2 * options.head_dim * (active + options.num_kv_heads)
+  products = 2 * tokens * width * (heads + scores) * passes(mode)
+  core = attention_flops(tokens * active, length, options.head_dim, mode)
+  return products + core
+
+
+def splits(options: LayerOptions, mode: str, length: int) -> Iterable[Split]:
+  """The layer without a router, and with one for each of the shares."""
+  shape = (options.batch, length, options.features)
+  tokens = make_arrays(
+    lambda: [
+      jax.random.normal(key, shape, options.dtype)
+      for key in jax.random.split(jax.random.key(0))
+    ]
+  )
+  for budget in (None, *options.budgets()):
+    share = 1.0 if budget is None else budget.share
+    evaluation = functools.partial(_evaluation, options, budget, mode)
+    args = (_params(options, budget), *tokens)
+    yield Split(
+      budget,
+      form=functools.partial(chosen_form, options, mode, length, share),
+      evaluation=evaluation,
+      args=args,
+      flops=layer_flops(options, budget, length, mode),
+      expected=functools.partial(jax.jit(evaluation("dense")), *args),
+    )
+
+
+def _module(
+  options: LayerOptions, budget: HeadBudget | None, mode: str, name: str
+) -> MoHAttention:
+  """The benchmarked layer; a budget of None leaves out the router."""
+  return MoHAttention(
+    budget or options.budgets()[0],
+    RouterConfig("none" if budget is None else "two_stage"),
+    num_kv_heads=options.num_kv_heads,
+    causal="causal" in mode,
+    implementation=name,
+    dtype=jnp.dtype(options.dtype),
+  )
+
+
+@functools.cache
+def _params(options: LayerOptions, budget: HeadBudget | None) -> Any:
+  token = jnp.zeros((1, 1, options.features), options.dtype)
+  init = jit_once(_module(options, budget, "forward", "dense").init)
+  return make_arrays(
+    lambda: nn.meta.unbox(init(jax.random.key(1), token)["params"])
+  )
+
+
+def _evaluation(
+  options: LayerOptions, budget: HeadBudget | None, mode: str, name: str
+) -> Callable:
+  """Makes the function (params, x, cotangent) -> (outputs, gradients)."""
+  module = _module(options, budget, mode, name)
+
+  def layer(params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    out, aux = module.apply({"params": params}, x)
+    return out, aux.balance_loss
+
+  def run(params, x, cotangent):
+    if "backward" not in mode:
+      return layer(params, x)[0], ()
+    (out, loss), pull = jax.vjp(layer, params, x)
+    return out, pull((cotangent, jnp.full_like(loss, _BALANCE_WEIGHT)))
+
+  return run
+
+
+if __name__ == "__main__":
+  sys.exit(main())

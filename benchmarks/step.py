@@ -1,0 +1,88 @@
+"""Times the training step of a released model, with a batch that fills a card.
+
+  python -m benchmarks.step --model moh-dit-xl2-90 --batch 256 --dtype bfloat16
+
+The batch is for a card of 80 GB: on a smaller one it begins with less, and is
+halved where the step does not fit.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from benchmarks.common import finish, make_parser
+from moh_jax.cli import common
+from moh_jax.cli.bench_model import train_step
+from moh_jax.config import Config, get_family, released_model, without_router
+from moh_jax.config.checks import DTYPES
+from moh_jax.data.infer import resolve
+from moh_jax.runtime import compilation_cache
+from moh_jax.runtime.fits import stated_bytes
+from moh_jax.training.bench import matrix_peak
+from moh_jax.training.flops import published_peak, step_flops
+from moh_jax.training.timing import step_seconds
+
+_CARD_BYTES = 80e9  # that the batch is for
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Prints a line."""
+  parser = make_parser(__doc__, rounds=10)
+  parser.add_argument("--model", required=True, help="released name")
+  parser.add_argument("--mha", action="store_true", help="without its router")
+  parser.add_argument("--dtype", choices=DTYPES, default="float32")
+  common.add_count(parser, "--batch", 8, help="examples, on 80 GB")
+  common.add_count(parser, "--length", help="tokens of a sequence")
+  args = parser.parse_args(argv)
+  model = dataclasses.replace(released_model(args.model), dtype=args.dtype)
+  model = without_router(model) if args.mha else model
+  family, batch = get_family(model.family), args.batch
+  if memory := stated_bytes(jax.devices()[0]):
+    fitting = max(1, batch * memory / _CARD_BYTES)
+    batch = min(batch, 2 ** math.floor(math.log2(fitting)))
+  compilation_cache.enable()  # the step is compiled twice
+  row = None
+  while row is None:
+    run = resolve(family.bench_run(model, batch))
+    run = family.with_length(run, args.length) if args.length else run
+    try:
+      row = measure(run, args.rounds)
+    except jax.errors.JaxRuntimeError as error:
+      if batch == 1 or "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      batch //= 2
+  row = {"model": args.model + "-mha" * args.mha, **row}
+  finish(args, [row], settings=vars(args))
+  return 0
+
+
+def measure(run: Config, rounds: int) -> dict[str, Any]:
+  """Measures the training step of a run on random data.
+
+  Raises:
+    JaxRuntimeError: of the compiler or the device, which may lack memory.
+  """
+  peak, compiled = matrix_peak(run.model.dtype), train_step(run)
+  seconds = step_seconds({"": run}, rounds)[""].median
+  flops, batch = step_flops(run).active, run.data.batch_size
+  published = published_peak(jax.devices()[0].device_kind)
+  return {
+    "batch": batch,
+    "step_ms": seconds * 1e3,
+    "units_per_second": batch
+    * getattr(run.data, "sequence_length", 1)
+    / seconds,
+    "flops": flops,
+    "peak_share": min(1.0, flops / seconds / peak),
+    "mfu": flops / seconds / published if published else None,
+    "temporary_bytes": compiled["temporary_bytes"],
+    "compile_seconds": compiled["compile_seconds"],
+  }
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,1 +1,0 @@
-"""Comparison of our outputs with recorded ones of the public releases."""

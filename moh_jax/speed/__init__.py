@@ -1,1 +1,0 @@
-"""Speed, memory and exactness, measured side by side in one process."""

@@ -1,1 +1,0 @@
-"""`bench card`: everything that is worth measuring on one GPU or TPU."""

@@ -1,0 +1,262 @@
+"""Rows of timed programs, their table, what programs tell, and exactness."""
+
+import dataclasses
+import math
+from unittest import mock
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.cli import common
+from moh_jax.cli.arguments.speed import HeadOptions
+from moh_jax.training import bench
+from moh_jax.training.bench import (
+  Program,
+  Row,
+  check_exact,
+  compile_program,
+)
+from moh_jax.training.timing import Timing
+from tests.ops.devices import traced_for
+
+_ROW = Row(
+  device="cpu",
+  op="attention",
+  mode="forward",
+  length=256,
+  share=0.625,
+  implementation="packed",
+  ms=1.23456,
+  spread=0.054,
+  ratio_to_mha=0.6789,
+  ratio_spread=0.04,
+  form="packed",
+  computed_share=0.625,
+  units_per_second=1e5,
+  flops=2.5e9,
+  peak_share=0.41,
+  peak_bytes=12_340_000,
+  max_error=1.5e-7,
+  every_head=False,
+  temporary_bytes=2_340_000,
+  moved_bytes=5_600_000,
+  moved_by="count",
+  memory_share=0.55,
+  kernels={"triton": 2},
+)
+
+
+class TableTest(parameterized.TestCase):
+  def test_table_shows_every_figure(self):
+    mha = dataclasses.replace(_ROW, implementation="mha", share=1.0)
+    text = common.table(*bench.table_cells([mha, _ROW]))
+    head, _, last = (line.split() for line in text.splitlines())
+    self.assertEqual(
+      " ".join(head),
+      "mode length share implementation form computed ms spread to MHA GFLOP "
+      "of peak MB temp MB moved MB of memory kernels max error",
+    )
+    self.assertEqual(
+      " ".join(last),
+      "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 2.500 41.0% "
+      "12.3 2.3 ~5.6 55.0% 2 triton 1.5e-07",
+    )
+
+  def test_columns_of_no_row_are_left_out(self):
+    row = Row(
+      *("cpu", "model", "forward", None, 0.625, "packed"),
+      *(1.2, 0.05, 0.7, 0.0),
+      units_per_second=1e5,
+      peak_bytes=12,
+    )
+    other = dataclasses.replace(row, ratio_to_mha=None)
+    cells, header = bench.table_cells([row, other])
+    expected = "mode,share,implementation,ms,spread,to MHA,units/s,MB"
+    self.assertEqual(header, expected.split(","))
+    self.assertEqual([row[5] for row in cells], ["0.70", ""])
+
+  @parameterized.parameters(
+    (0.6789, 0.04, "0.68 ± 0.01"), (0.6789, 0.002, "0.6789 ± 0.0007"),
+    (0.6789, 0.6, "0.7 ± 0.2"), (12.0, 0.4, "12 ± 2"), (0.6789, None, "0.68"),
+  )  # fmt: skip
+  def test_a_ratio_has_the_decimals_that_its_spread_allows(
+    self, ratio, spread, expected
+  ):
+    row = dataclasses.replace(_ROW, ratio_to_mha=ratio, ratio_spread=spread)
+    self.assertEqual(row.to_mha, expected)
+
+  def test_no_row_is_above_the_peak(self):
+    fast = dataclasses.replace(_ROW, ms=0.5)
+    shares = [r.peak_share for r in bench.with_peaks([_ROW, fast], 4e12, 1e10)]
+    self.assertEqual(shares, [fast.ms / _ROW.ms, 1.0])
+    (row,) = bench.with_peaks([_ROW], 1e13, 1e10)
+    self.assertAlmostEqual(row.peak_share, 2.5e9 / 1.23456e-3 / 1e13)
+    self.assertAlmostEqual(row.memory_share, 5.6e6 / 1.23456e-3 / 1e10)
+
+
+def _row(implementation, share=0.5, **more):
+  return Row("cpu", "attention", "forward", 16, share, implementation, **more)
+
+
+class TimeRowsTest(absltest.TestCase):
+  def _timed(self, rows, seconds, mha, **program):
+    """Rows whose programs take so many seconds; None did not compile."""
+    programs = [
+      s and Program(lambda: None, bytes=7, temporary_bytes=3, **program)
+      for s in seconds
+    ]
+
+    def interleaved(calls, rounds, min_seconds, evaluations):
+      del rounds, min_seconds
+      self.assertEqual(set(evaluations.values()), {program.get("loops", 1)})
+      return {i: Timing(seconds[i], 0.1, (seconds[i],) * 2) for i in calls}
+
+    with mock.patch.object(bench.timing, "interleaved", interleaved):
+      return bench.time_rows(rows, programs, mha=mha, units=32, rounds=3)
+
+  def test_a_row_keeps_what_is_known_and_gets_what_is_measured(self):
+    known = _row("packed", flops=100.0, moved_bytes=80, moved_by="count")
+    rows = self._timed([_row("dense", 1.0), known], [0.5, 0.2], [0], loops=4)
+    expected = dataclasses.replace(
+      known,
+      ms=200.0,
+      spread=0.1,
+      ratio_to_mha=0.4,
+      ratio_spread=0.0,
+      units_per_second=160.0,
+      peak_bytes=7,
+      temporary_bytes=3,
+      kernels={},
+    )
+    self.assertEqual(rows[1], expected)
+    self.assertEqual(rows[1].rate, 500)
+    (row,) = self._timed([known], [1], [], moved_bytes=5)
+    self.assertEqual((row.moved_bytes, row.moved_by), (5, "compiler"))
+    self.assertIsNone(row.ratio_to_mha)
+
+  def test_ratios_are_to_the_fastest_multi_head_attention(self):
+    rows = [_row("dense", 1.0), _row("cudnn", 1.0), _row("dense")]
+    found = self._timed([*rows, _row("packed", 0.75)], [4, 2, 8, 1], [0, 1])
+    self.assertEqual(
+      [(r.implementation, r.share, r.ratio_to_mha) for r in found],
+      [
+        ("dense", 1.0, 2.0),
+        ("mha", 1.0, 1.0),
+        ("dense", 0.5, 4.0),
+        ("packed", 0.75, 0.5),
+      ],
+    )
+
+  def test_what_did_not_run_has_no_time(self):
+    rows = [_row("kernel", fault="does not run"), _row("dense", 1.0)]
+    failed, ran = self._timed(rows, [None, 1], [1])
+    self.assertEqual((failed.ms, failed.fault), (None, "does not run"))
+    self.assertIsNone(failed.rate)
+    self.assertEqual((ran.ms, ran.fault), (1e3, None))
+
+
+class ProgramTest(parameterized.TestCase):
+  @parameterized.parameters(1, 5)
+  def test_gives_the_function_s_value_and_runs_so_often(self, loops):
+    x, seen = jax.random.normal(jax.random.key(0), (3, 4)), []
+
+    def function(x, _):
+      jax.debug.callback(lambda: seen.append(0))
+      return {"y": x @ x.T, "z": ()}
+
+    program = compile_program(function, x, None, loops=loops)
+    self.assertEqual(program.loops, loops)
+    chex.assert_trees_all_close(program.run()["y"], x @ x.T, rtol=1e-6)
+    jax.effects_barrier()
+    self.assertLen(seen, loops)
+
+  def test_bytes_are_arguments_outputs_and_temporaries(self):
+    x = jnp.ones((64, 64))
+    program = compile_program(lambda x: jnp.sort(x @ x, axis=0) @ x, x)
+    rest = program.bytes - program.temporary_bytes
+    self.assertEqual(rest, 2 * 4 * 64 * 64)
+    self.assertGreaterEqual(program.temporary_bytes, 4 * 64 * 64)
+
+  def test_moved_bytes_are_the_compiler_s_where_it_can_count(self):
+    x = jnp.ones((256, 256))
+    program = compile_program(lambda x: x + 1, x)
+    self.assertEqual(program.moved_bytes, 2 * 4 * 256 * 256)
+    self.assertEqual(program.kernels, {})
+    loop = lambda x: jax.lax.fori_loop(0, 9, lambda _, x: jnp.sin(x), x)  # noqa: E731
+    self.assertIsNone(compile_program(loop, x).moved_bytes)
+
+  def test_programs_compile_together_and_fail_alone(self):
+    def fail(x):
+      raise RuntimeError("no such\nkernel")
+
+    x = jnp.zeros(3)
+    calls = [(jnp.sin, [x]), (fail, [x]), (jnp.sin, [x])]
+    first, error, last = bench.compile_all(calls)
+    for program in (first, last):
+      chex.assert_trees_all_close(program.run(), x)
+    self.assertEqual(
+      bench.failure(error), "does not run: RuntimeError: no such kernel"
+    )
+
+  @parameterized.parameters(
+    ("cpu", 1, "float32", None), ("gpu", 16, "float32", "highest"),
+    ("tpu", 16, "bfloat16", None),
+  )  # fmt: skip
+  def test_accelerators_loop_short_functions_and_round_no_float32(
+    self, platform, loops, dtype, precision
+  ):
+    with traced_for(platform), bench.exact_products(dtype):
+      self.assertEqual(bench.default_loops(), loops)
+      self.assertEqual(bench.default_loops(1e12), 1)
+      self.assertEqual(jax.config.jax_default_matmul_precision, precision)
+
+  def test_matrix_peak_is_the_fastest_product(self):
+    with mock.patch.object(bench, "_CPU_SIZES", (32, 64)):
+      self.assertGreater(bench.matrix_peak("bfloat16"), 0)
+      with mock.patch.object(bench, "_fastest", return_value=1e-3):
+        self.assertAlmostEqual(bench.matrix_peak("float32"), 2 * 64**3 / 1e-3)
+
+
+class ExactTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (1e-6, None, "float32", None),
+    (3e-6, None, "float32", "outputs 3.*e-06 is above 2e-06"),
+    (1e-6, 9e-6, "float32", None),
+    (1e-6, 2e-5, "float32", "gradients 2.0e-05 is above 1e-05"),
+    (1e-2, 1e-2, "bfloat16", None),
+    (3e-2, 0.0, "bfloat16", "outputs 3.0e-02 is above 2e-02"),
+    (math.nan, None, "float32", "outputs nan is above 2e-06"),
+    (0.0, math.nan, "bfloat16", "gradients nan is above 2e-02"),
+  )
+  def test_fault_names_what_is_above_its_limit(
+    self, outputs, gradients, dtype, expected
+  ):
+    errors = [[outputs], [] if gradients is None else [gradients]]
+    ones = [[jnp.ones(1) for _ in part] for part in errors]
+    found = [[1 + jnp.full(1, error) for error in part] for part in errors]
+    error, fault = check_exact(found, ones, dtype)
+    largest = np.max([x for part in errors for x in part])
+    np.testing.assert_allclose(error, largest, rtol=0.1)
+    if expected is None:
+      self.assertIsNone(fault)
+    else:
+      self.assertRegex(fault, f"^relative error of the {expected}$")
+
+  def test_error_is_the_worst_of_a_tree_by_each_array_s_largest_value(self):
+    expected = {"a": jnp.array([1.0, -200.0]), "b": jnp.array([4.0])}
+    found = {"a": jnp.array([3.0, -200.0]), "b": jnp.array([3.0])}
+    error, _ = check_exact((found, ()), (expected, ()), "float32")
+    self.assertAlmostEqual(error, 0.25)
+    half = jnp.full(3, 0.5, jnp.bfloat16)  # absolute, where zeros are expected
+    error, _ = check_exact((half, ()), (jnp.zeros(3), ()), "float32")
+    self.assertEqual(error, 0.5)
+
+  def test_every_dtype_has_limits(self):
+    self.assertEqual(set(HeadOptions.CHOICES["dtype"]), set(bench._LIMITS))
+
+
+if __name__ == "__main__":
+  absltest.main()

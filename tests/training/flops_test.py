@@ -1,0 +1,201 @@
+"""FLOPs of steps against figures of the papers and by hand; forms; peaks."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+
+from moh_jax import config as config_lib
+from moh_jax.config import get_family, without_router
+from moh_jax.data.infer import resolve
+from moh_jax.ops import attention
+from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.training import flops
+from moh_jax.training.flops import (
+  LayerForm,
+  attention_flops,
+  form_summary,
+  published_peak,
+  step_flops,
+  step_forms,
+)
+from tests.models import small_vit
+from tests.training import tiny
+
+
+def _run(model, batch=1, length=None):
+  family = get_family(model.family)
+  run = resolve(family.bench_run(model, batch))
+  return family.with_length(run, length) if length else run
+
+
+def _flops(*args):
+  return step_flops(_run(*args)).active
+
+
+class AttentionFlopsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    # 6 pairs, 8 keys, 2 products, 3 multiplications and additions each.
+    (6, 8, 3, "forward", 6 * 8 * 2 * 3 * 2),
+    (6, 8, 3, "forward_backward", 3 * 6 * 8 * 2 * 3 * 2),
+    # Two sequences of 4 causal tokens, which see 1 + 2 + 3 + 4 keys.
+    (2 * 4, 4, 5, "causal", 2 * 10 * 2 * 5 * 2),
+    (2 * 4, 4, 5, "causal_forward_backward", 3 * 2 * 10 * 2 * 5 * 2),
+  )
+  def test_counts_two_products(self, pairs, keys, head_dim, mode, expected):
+    self.assertEqual(attention_flops(pairs, keys, head_dim, mode), expected)
+
+
+class PublishedPeakTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA A100-SXM4-40GB", 312e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5", 459e12),
+    ("TPU v6 lite", 918e12),
+    ("NVIDIA A100 80GB PCIe", 312e12),
+    ("NVIDIA A100-PCIE-40GB", 312e12),
+    ("NVIDIA H200", 989e12),
+    ("NVIDIA H200 NVL", 835e12),
+    ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ("TPU v4", 275e12),
+    ("cpu", None),
+    # Other devices whose names hold one of the table, and a part of one.
+    ("NVIDIA RTX A1000", None),
+    ("NVIDIA A100X", None),
+    ("NVIDIA GB200", None),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 4090 D", None),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ("NVIDIA H100 80GB HBM2e", None),
+    ("NVIDIA A100-SXM-64GB", None),
+    ("NVIDIA A100-4-20C", None),
+    ("NVIDIA H100 96GB HBM3", 989e12),
+    ("A100-SXM-80GB", 312e12),
+    ("AMD Instinct MI300X", None),
+    ("TPU v5p", 459e12),
+    ("TPU7x", 1153.5e12),
+    ("TPU v4 lite", None),
+  )
+  def test_is_that_of_the_kind(self, kind, expected):
+    self.assertEqual(published_peak(kind), expected)
+
+
+class TrainFlopsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    # Multiplications and additions of a forward pass, in 1e9: arXiv:2212.09748
+    # and 2311.17132; the window's products of the latter are not counted.
+    ("dit-xl2", 118.6, 0.001),
+    ("transnext-base", 18.4, 0.03),
+  )
+  def test_published_figures(self, name, expected, tolerance):
+    found = _flops(config_lib.released_model(name)) / 3 / 2 / 1e9
+    self.assertAlmostEqual(found, expected, delta=expected * tolerance)
+
+  def test_language_model_by_hand(self):
+    model = dataclasses.replace(tiny.LLM, loss_chunk=4)
+    batch, length = 2, 16
+    tokens, seen = batch * length, (length + 1) / 2
+    # Of 4 heads 3 are active; 2 have keys and values.
+    head, active = model.head_dim, 3
+    layer = 2 * model.width * head * (2 * active + 2 * 2)
+    layer += 2 * model.width * model.mlp_dim * 3
+    # Scores of three routed heads and of two groups.
+    layer += 2 * model.width * (3 + 2)
+    layer += 4 * active * seen * head
+    forward = 2 * layer + 2 * model.width * model.vocab_size
+    self.assertEqual(_flops(model, batch, length), 3 * tokens * forward)
+
+  @parameterized.parameters(("packed", 0.75), ("blocked", 1), ("dense", 1))
+  def test_computed_are_all_projections_and_the_attention_of_the_form(
+    self, name, heads
+  ):
+    model, batch, length = tiny.LLM, 2, 16
+    needed = step_flops(_run(model, batch, length))
+    keys = 2 * length / (length + 1) if name == "dense" else 1.0
+    found = needed.computed([LayerForm(name, heads, keys)])
+    # Two layers of 4 heads, 3 of them active.
+    tokens = 2 * batch * length
+    idle = tokens * 4 * model.width * model.head_dim
+    each = tokens * 4 * model.head_dim
+    computed = heads * 4 * (length if name == "dense" else (length + 1) / 2)
+    self.assertEqual(found["attention"], 3 * each * computed)
+    active = 3 * each * 3 * (length + 1) / 2
+    self.assertEqual(found["products"], needed.active - active + 3 * idle)
+
+  def test_follow_the_batch_and_the_active_heads(self):
+    one = _flops(tiny.DIT)
+    self.assertEqual(_flops(tiny.DIT, 3), 3 * one)
+    more = dataclasses.replace(tiny.DIT, top_k=(1, 2))
+    self.assertGreater(_flops(more), one)
+
+  def test_forms_of_attention_do_not_matter(self):
+    counts = {
+      _flops(dataclasses.replace(tiny.LLM, attention_impl=form), 2, 32)
+      for form in ("auto", "dense")
+    }
+    self.assertLen(counts, 1)
+
+
+def _traced(run):
+  """The cases that the layers of a step ask about."""
+  objective = get_family(run.model.family).tasks().make_objective(run)
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((run.data.batch_size, *x.shape), x.dtype),
+    objective.example,
+  )
+  args = unbox(abstract_params(objective.model, objective.inputs)), batch
+  with _spied(attention) as choose:
+    jax.eval_shape(objective.loss_fn, *args, jax.random.key(0), jnp.int32(0))
+  return _cases(choose)
+
+
+def _spied(module):
+  return mock.patch.object(module, "choose_form", wraps=module.choose_form)
+
+
+def _cases(choose):
+  return {(call.args[0], call.args[1]) for call in choose.call_args_list}
+
+
+class FormsTest(parameterized.TestCase):
+  @parameterized.product(
+    model=(tiny.DIT, small_vit.TWO_STAGES, tiny.LLM),
+    form=("auto", "packed"),
+    routed=(True, False),
+  )
+  def test_is_what_a_step_asks_for(self, model, form, routed):
+    model = dataclasses.replace(model, attention_impl=form)
+    model = model if routed else without_router(model)
+    run = _run(model, 3, 8 if model.family == "llm" else None)
+    with _spied(flops) as choose:
+      step_forms(run, {})
+    self.assertEqual(_cases(choose), _traced(run))
+
+  def test_devices_have_their_part_of_the_batch_and_the_heads(self):
+    run = _run(tiny.LLM, 8, 8)
+    optim = dataclasses.replace(run.optim, accumulation=2)
+    run = dataclasses.replace(run, optim=optim)
+    with _spied(flops) as choose:
+      step_forms(run, {"data": 2, "tensor": 2})
+    ((_, case),) = _cases(choose)
+    self.assertEqual((case.batch, case.num_heads), (2, 2))
+
+  @parameterized.parameters(
+    ("packed", 8, 0.75), ("auto", 8, 1.0), ("auto", 512, 0.75)
+  )
+  def test_the_share_is_that_of_the_heads_that_are_computed(
+    self, form, length, share
+  ):
+    model = dataclasses.replace(tiny.LLM, attention_impl=form, max_length=512)
+    run = _run(model, 1, length)
+    name, found = form_summary(run, step_forms(run, {}))
+    self.assertEqual(found, share)
+    self.assertEqual(name, "packed" if share < 1 else "dense")
+
+
+if __name__ == "__main__":
+  absltest.main()
