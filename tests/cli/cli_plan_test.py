@@ -66,7 +66,7 @@ class PlanCommandTest(parameterized.TestCase):
     self.assertEqual(status, 0)
     self.assertRegex(out, r"the state fits: .* activations come on top, which")
     self.assertIn("the share is assumed", out)
-    large = self._config(width=8192, depth=8)
+    large = self._config(width=16384, depth=8)
     status, out, _ = self._plan(large, "--topology=v5e-8")
     self.assertEqual(status, 1)
     self.assertIn("the state does not fit: ", out)

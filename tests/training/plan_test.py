@@ -118,7 +118,9 @@ class SlicesTest(parameterized.TestCase):
   )  # fmt: skip
   def test_the_network_that_is_crossed_is_told(self, name, slices, network):
     run = tiny.llm_config(
-      mesh={**_MESH, "dcn_data": slices}, data={"batch_size": 16}
+      mesh={**_MESH, "dcn_data": slices},
+      data={"batch_size": 16},
+      eval={"batch_size": 16},
     )
     told = assumptions(_plan(run, name))
     self.assertRegex(told[2], rf"GB/s per device{network} \(the share")
