@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   checks = [row for case in CASES for row in measure(case, *shape, forms)]
   finish(args, checks, settings=vars(args))
   faults = [check for check in checks if check["fault"]]
-  for check in faults:
-    what = f"{check['form']}, {check['case']}: {check['fault']}"
-    print(f"error: {what}", file=sys.stderr)
+  for form, case, _, fault in (check.values() for check in faults):
+    print(f"error: {form}, {case}: {fault}", file=sys.stderr)
   return 1 if faults else 0
 
 

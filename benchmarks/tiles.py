@@ -40,6 +40,7 @@ from moh_jax.training import bench, timing
 from moh_jax.training.bench import Program, attempt
 
 _KERNELS = ("forward", "dq", "dkv")  # fields of `BlockSizes`
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     type=fields.integer,
     nargs="+",
     default=[64, 128],
-    help="head dims of the kernels' calls; on a TPU, layers with heads of 96 "
-    "call them with 128",
+    help="of the kernels' calls: on a TPU 128 for layers with heads of 96",
   )
-  dtypes = ("bfloat16", "float16", "float32")
-  parser.add_argument("--dtype", choices=dtypes, default="bfloat16")
+  parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0])
   parser.add_argument(
     "--near", action="store_true", help="try only tiles like those in use"
   )

@@ -16,9 +16,9 @@ from ml_collections import config_flags
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config.variants import make_variant
-from moh_jax.plan.plan import make_plan
-from moh_jax.runtime import checkpoint
 from moh_jax.runtime.devices import parse_topology
+from moh_jax.runtime import checkpoint
+from moh_jax.training.plan import make_plan
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 _ARGUMENTS = {

@@ -20,7 +20,6 @@ import numpy as np
 from moh_jax.cli.arguments.speed import ModelOptions
 from moh_jax.config import (
   Config,
-  DiTConfig,
   LLMConfig,
   SampleConfig,
 )
@@ -64,9 +63,10 @@ def measure(options: ModelOptions) -> dict[str, Any]:
   for run in () if options.compile_only else runs:
     models = options.variants(run)
     result["rows"] += _losses(options, run, models)
-    if isinstance(run.model, LLMConfig):
+    commands = get_family(run.model.family).commands
+    if "generate" in commands:
       result["rows"] += _writing(options, run, models)
-    if isinstance(run.model, DiTConfig):
+    if "sample" in commands:
       result["sampler"] = _sampler(options, run)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   return {**result, "peak_resident_bytes": peak}

@@ -8,21 +8,18 @@ import jax
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.plan import plan as plan_lib
-from moh_jax.plan import step_time
-from moh_jax.plan.plan import Fitting, Plan
 from moh_jax.runtime.devices import USABLE
 from moh_jax.training.flops import changes_heads, form_summary
+from moh_jax.training.plan import Plan, assumptions, make_plan
 
 _MEMORY = {
   "parameters": "parameters",
   "optimizer": "optimizer",
   "ema": "averaged parameters",
   "batch": "batch",
-  "gradients": "gradients",
-  "activations": "activations (estimated)",
+  "host": "copied from the host in a step",
+  "total": "together",
 }
-
 _SMALL = 1e-3  # of the parameters' bytes: smaller ones share a row
 
 
@@ -33,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     0 if it fits, 1 if it does not.
   """
   jax.config.update("jax_platforms", "cpu")  # no device of this machine is used
-  plan = plan_lib.make_plan(args.config, args.topology, args.compile)
+  plan = make_plan(args.config, args.topology, args.compile)
   if args.json != "-":
     _print(plan)
   common.write_json(args.json, _report(plan))
@@ -41,78 +38,68 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(plan: Plan) -> None:
-  model, chip = plan.config.model, plan.topology.chip
+  config, topology, chip = plan.config, plan.topology, plan.topology.chip
   ends = ""
-  if changes_heads(plan.config):
+  if changes_heads(config):
     ends = " in the end, as all figures of active heads (tune.top_k_steps)"
   print(
-    f"model: {model.family}, {plan.parameters:,} parameters, "
-    f"{model.activated_share:.1%} of the heads active{ends}"
+    f"model: {config.model.family}, {plan.parameters:,} parameters, "
+    f"{config.model.activated_share:.1%} of the heads active{ends}"
   )
   for name, value in plan.assumed.items():
     print(f"assumed, since the data are not here: model.{name}={value}")
-  topology = plan.topology
   slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
   print(
     f"topology: {slices}{topology.name}, {topology.devices} x {chip.kind} on "
     f"{topology.hosts} host(s), {_gb(chip.memory)} each"
   )
-  print(f"mesh: {_mesh(plan, plan.run)}")
-  forms = dict.fromkeys(form.name for form in plan.run.estimate.forms)
-  print(f"attention: {', '.join(forms)}\n")
-  print(_layout_table(plan) + "\n")
-  memory = plan.run.estimate.memory
-  rows = [(text, _gb(getattr(memory, key))) for key, text in _MEMORY.items()]
-  rows.append(("together", _gb(memory.total)))
-  if memory.host:
-    rows.insert(-1, ("copied from the host in a step", _gb(memory.host)))
-  print(common.table(rows, ("memory of a device", "")) + "\n")
-  print(_verdict(plan, plan.run))
-  _print_collectives(plan.run)
+  parts = config.optim.accumulation
+  print(
+    f"mesh: {', '.join(f'{axis}={n}' for axis, n in plan.mesh.items())}; "
+    f"{config.data.batch_size} examples a step in {parts} microbatch(es) of "
+    f"{config.data.batch_size // parts}"
+  )
+  names, share = form_summary(config, plan.forms)
+  print(f"attention: {names}\n\n{_layout_table(plan)}\n")
+  rows = [(text, getattr(plan.memory, key)) for key, text in _MEMORY.items()]
+  rows = [(text, _gb(n)) for text, n in rows if n or "host" not in text]
+  print(common.table(rows, ("memory of a device", "")))
+  print(f"\n{_verdict(plan)}")
+  if plan.compiled and plan.compiled.collectives:
+    print(f"\n{_collective_table(plan)}\n")
   print(
     f"FLOPs of a step: {plan.flops:.4g} for the active heads, "
-    f"{plan.baseline_flops:.4g} with every head (multi-head attention)"
-  )
-  estimate = plan.run.estimate
-  names, share = form_summary(plan.config, estimate.forms)
-  print(
-    f"  {sum(estimate.flops.values()):.4g} computed: projections of all heads, "
+    f"{plan.baseline_flops:.4g} with every head (multi-head attention)\n"
+    f"  {sum(plan.computed.values()):.4g} computed: projections of all heads, "
     f"attention of {share:.1%} ({names})"
   )
-  if again := step_time.recomputed(plan.config, estimate.flops):
-    print(
-      f"  {again:.4g} computed again (model.remat={plan.config.model.remat})"
-    )
-  time = plan_lib.step_time_of(plan, plan.run)
-  print(_time(plan, plan.run))
+  if plan.recomputed:
+    remat = f"model.remat={config.model.remat}"
+    print(f"  {plan.recomputed:.4g} computed again ({remat})")
+  time, steps = plan.time, config.train.steps
   print(
+    f"predicted: {time.seconds:.3g} s a step, "
+    f"{plan.units_per_step / time.seconds:,.0f} {plan.unit}/s, "
+    f"{steps * time.seconds / 3600:,.1f} hours for {steps:,} steps\n"
     f"  products {time.products:.3g} s, update {time.update:.3g} s, "
     f"communication {time.communication:.3g} s; {time.slowest:.3g} s if no "
     "communication is hidden; assumed:"
   )
-  compiled = plan.run.compiled is not None and plan.run.compiled.fits
-  for text in step_time.assumptions(plan.config, plan.topology, compiled):
-    print(f"  - {text}")
-  if not plan.fits:
-    _print_proposal(plan)
+  print("\n".join(f"  - {text}" for text in assumptions(plan)))
 
 
 def _layout_table(plan: Plan) -> str:
   """How parameters are split; small ones that are whole share a row."""
-  whole = plan.run.estimate.memory.parameters
-  small = [
-    row
-    for row in plan.layouts
-    if not any(row.axes) and row.bytes < _SMALL * whole
-  ]
-  rows = [
-    (
-      *(row.number, row.name, _shape(row.shape, row.axes), row.dtype),
-      _gb(row.bytes),
+  rows, small = [], []
+  for row in plan.layouts:
+    if not any(row.axes) and row.bytes < _SMALL * plan.memory.parameters:
+      small.append(row)
+      continue
+    shape = " x ".join(
+      f"{size}/{axis}" if axis else f"{size}"
+      for size, axis in zip(row.shape, row.axes)
     )
-    for row in plan.layouts
-    if row not in small
-  ]
+    rows.append((row.number, row.name, shape, row.dtype, _gb(row.bytes)))
   if small:
     count = sum(row.number for row in small)
     dtypes = "+".join(sorted({row.dtype for row in small}))
@@ -122,47 +109,26 @@ def _layout_table(plan: Plan) -> str:
   return common.table(rows, header)
 
 
-def _print_collectives(fitting: Fitting) -> None:
-  if not fitting.compiled or not fitting.compiled.collectives:
-    return
+def _collective_table(plan: Plan) -> str:
   rows = [
     (
       *(one.kind, one.dtype, "+".join(one.axes), len(one.devices)),
       *(one.count, _gb(one.bytes)),
     )
-    for one in fitting.compiled.collectives
+    for one in plan.compiled.collectives
   ]
   header = ("collective", "dtype", "axes", "devices", "in a step", "bytes")
-  print("\n" + common.table(rows, header) + "\n")
+  return common.table(rows, header)
 
 
-def _print_proposal(plan: Plan) -> None:
-  if plan.proposal is None:
-    print("proposal: none; no mesh and accumulation was found that fits")
-    return
-  before, after = plan.run.estimate.config, plan.proposal.estimate.config
-  old, new = plan.run.estimate.mesh, plan.proposal.estimate.mesh
-  flags = [
-    f"--config.mesh.{axis}={getattr(after.mesh, axis)}"
-    for axis, size in new.items()
-    if size != old[axis]
-  ]
-  if before.optim.accumulation != after.optim.accumulation:
-    flags.append(f"--config.optim.accumulation={after.optim.accumulation}")
-  print(f"proposal: {' '.join(flags)}")
-  print(f"  {_verdict(plan, plan.proposal)}")
-  print(f"  {_time(plan, plan.proposal)}")
-
-
-def _verdict(plan: Plan, fitting: Fitting) -> str:
+def _verdict(plan: Plan) -> str:
   """Whether a run fits, and who says so."""
-  word = "fits" if fitting.fits(plan.topology) else "does not fit"
-  found = fitting.compiled
+  word, found = "fits" if plan.fits else "does not fit", plan.compiled
   if not found:
-    limit = USABLE * plan.topology.chip.memory
+    limit = _gb(USABLE * plan.topology.chip.memory)
     return (
-      f"{word}, estimated: {_gb(fitting.estimate.memory.total)} of "
-      f"{_gb(limit)}; not compiled: {fitting.reason}"
+      f"the state {word}: {_gb(plan.memory.total)} of {limit}; gradients and "
+      f"activations come on top, which the compiler counts: {plan.reason}"
     )
   parts = ""
   if found.arguments is not None:
@@ -176,64 +142,13 @@ def _verdict(plan: Plan, fitting: Fitting) -> str:
   )
 
 
-def _time(plan: Plan, fitting: Fitting) -> str:
-  seconds = plan_lib.step_time_of(plan, fitting).seconds
-  steps = plan.config.train.steps
-  return (
-    f"predicted: {seconds:.3g} s a step, {plan.units_per_step / seconds:,.0f} "
-    f"{plan.unit}/s, {steps * seconds / 3600:,.1f} hours for {steps:,} steps"
-  )
-
-
-def _mesh(plan: Plan, fitting: Fitting) -> str:
-  sizes, data = fitting.estimate.mesh, plan.config.data
-  accumulation = fitting.estimate.config.optim.accumulation
-  text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-  examples = data.batch_size // accumulation
-  return (
-    f"{text}; {data.batch_size} examples a step in {accumulation} "
-    f"microbatch(es) of {examples}"
-  )
-
-
-def _shape(shape: tuple[int, ...], axes: tuple[str, ...]) -> str:
-  """Text of a shape with what splits each dimension, "4096/fsdp x 128"."""
-  parts = [
-    f"{size}/{axis}" if axis else f"{size}" for size, axis in zip(shape, axes)
-  ]
-  return " x ".join(parts) or "1"
-
-
 def _gb(size: float) -> str:
   return f"{size / 1e9:,.3f} GB"
 
 
 def _report(plan: Plan) -> dict[str, Any]:
   """The plan for JSON."""
-
-  def fitting(one: Fitting | None) -> dict[str, Any] | None:
-    if one is None:
-      return None
-    time = plan_lib.step_time_of(plan, one)
-    return {
-      "mesh": one.estimate.mesh,
-      "accumulation": one.estimate.config.optim.accumulation,
-      "memory": dataclasses.asdict(one.estimate.memory)
-      | {"total": one.estimate.memory.total},
-      "fits": one.fits(plan.topology),
-      "compiled": dataclasses.asdict(one.compiled) if one.compiled else None,
-      "not_compiled": one.reason or None,
-      "attention": [dataclasses.asdict(x) for x in one.estimate.forms],
-      "computed_flops": sum(one.estimate.flops.values()),
-      "recomputed_flops": step_time.recomputed(plan.config, one.estimate.flops),
-      "step_seconds": time.seconds,
-      "step_time": dataclasses.asdict(time),
-      f"{plan.unit}_per_second": plan.units_per_step / time.seconds,
-      "hours": plan.config.train.steps * time.seconds / 3600,
-    }
-
-  topology = plan.topology
-  compiled = plan.run.compiled is not None and plan.run.compiled.fits
+  topology, time = plan.topology, plan.time
   return {
     "topology": {
       "name": topology.name,
@@ -248,7 +163,18 @@ def _report(plan: Plan) -> dict[str, Any]:
     "layouts": [dataclasses.asdict(row) for row in plan.layouts],
     "flops": plan.flops,
     "baseline_flops": plan.baseline_flops,
-    "assumptions": step_time.assumptions(plan.config, topology, compiled),
-    **fitting(plan.run),
-    "proposal": fitting(plan.proposal),
+    "computed_flops": sum(plan.computed.values()),
+    "recomputed_flops": plan.recomputed,
+    "assumptions": assumptions(plan),
+    "mesh": plan.mesh,
+    "accumulation": plan.config.optim.accumulation,
+    "memory": dataclasses.asdict(plan.memory) | {"total": plan.memory.total},
+    "fits": plan.fits,
+    "compiled": dataclasses.asdict(plan.compiled) if plan.compiled else None,
+    "not_compiled": plan.reason or None,
+    "attention": [dataclasses.asdict(form) for form in plan.forms],
+    "step_seconds": time.seconds,
+    "step_time": dataclasses.asdict(time),
+    f"{plan.unit}_per_second": plan.units_per_step / time.seconds,
+    "hours": plan.config.train.steps * time.seconds / 3600,
   }

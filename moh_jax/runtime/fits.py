@@ -64,7 +64,7 @@ def check_host_memory(what: str, mesh: Mesh | AbstractMesh) -> None:
   if isinstance(mesh, AbstractMesh):
     return
   device = mesh.devices.flat[0]
-  kinds = [memory.kind for memory in device.addressable_memories()]
+  kinds = [each.kind for each in device.addressable_memories()]
   if kinds and HOST_MEMORY not in kinds:  # absent GPUs tell none
     raise ValueError(
       f"{what} needs devices with memory of the kind {HOST_MEMORY}; "

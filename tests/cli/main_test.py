@@ -45,7 +45,7 @@ class MainTest(parameterized.TestCase):
         "arguments",
         "chat",
         "common",
-        "bench_card",
+        "bench_model",
         "bench_input",
         "distributed",
         "fields",

@@ -8,14 +8,13 @@ Each but the first two, small ones, is a command of docs/plan.md. Minutes each:
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.plan.plan import make_plan
 from moh_jax.runtime.devices import missing_packages, parse_topology
 from moh_jax.runtime.load import load_config
+from moh_jax.runtime.load import load_config
+from moh_jax.training.plan import make_plan
 
 pytestmark = pytest.mark.compiles
 
-# Of the estimated peak over the compiler's, either way.
-_FACTOR = 2
 _PLANS = (
   ("configs/llm_stdlib.py:moh", "h100:8"),
   ("configs/llm_stdlib.py:moh", "v5e-4", "mesh.dcn_data=2"),
@@ -36,17 +35,14 @@ class PlanTest(parameterized.TestCase):
       self.skipTest(f"needs {', '.join(missing)}")
     run = load_config(config, overrides)
     plan = make_plan(run, parse_topology(name), compiles=True)
-    compiled = plan.run.compiled
-    self.assertIsNotNone(compiled, plan.run.reason)
+    compiled, memory = plan.compiled, plan.memory
+    self.assertIsNotNone(compiled, plan.reason)
     self.assertTrue(compiled.fits, compiled)
-    memory = plan.run.estimate.memory
     if plan.topology.chip.platform == "gpu":
       self.assertEqual(compiled.arguments, memory.arguments)
     # TPUs pad the last two dimensions of arrays.
     self.assertGreaterEqual(compiled.arguments, memory.arguments)
     self.assertLess(compiled.arguments, 1.25 * memory.arguments)
-    self.assertLess(memory.total, _FACTOR * compiled.total)
-    self.assertGreater(memory.total, compiled.total / _FACTOR)
     self.assertNotEmpty(compiled.collectives)
 
 

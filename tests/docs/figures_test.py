@@ -5,9 +5,9 @@ import json
 import pathlib
 
 import pytest
-from moh_jax.speed.report import Row
 
 from benchmarks import tables
+from moh_jax.training.bench import Row
 
 ROOT = pathlib.Path(tables.__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -35,7 +35,7 @@ def test_slower_forms_of_multi_head_attention_have_no_column(monkeypatch):
   machine = dict.fromkeys(("cores", "cpu", "jax", "commit"), "?")
   result = {"machine": machine, "rows": list(map(dataclasses.asdict, rows))}
   monkeypatch.setattr(tables, "_load", lambda name: result)
-  *_, line = tables._heads("attention")("").splitlines()
+  *_, line = tables._heads("", ["attention"]).splitlines()
   cells = "| 256 | causal forward | blocked | packed, 50% | 0.75 |"
   assert line == cells
 

@@ -11,9 +11,9 @@ from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops import head_layout
-from moh_jax.plan.collectives import read_collectives
 from moh_jax.runtime import sharding
 from moh_jax.runtime.params import unbox
+from moh_jax.training.compiling import read_collectives
 from tests.training import tiny
 
 _BUDGET = HeadBudget(num_heads=8, shared=2, top_k=3, head_dim=4)

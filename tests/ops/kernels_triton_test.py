@@ -26,7 +26,7 @@ class DeprecationTest(absltest.TestCase):
 
     grad = jax.jit(jax.grad(loss, (0, 1, 2)))
     with warnings.catch_warnings(), devices.as_if_on_a_gpu():
-      warnings.simplefilter("error")
+      warnings.simplefilter("error", DeprecationWarning)
       traced = grad.trace(q, q, q, mask)
       text = traced.lower(lowering_platforms=("cuda",)).as_text()
     self.assertEqual(text.count("__gpu$xla.gpu.triton"), 3)

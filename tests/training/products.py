@@ -3,7 +3,7 @@
 import math
 import re
 
-from moh_jax.plan.collectives import computations, count_runs
+from moh_jax.training.compiling import computations, count_runs
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _DOT = re.compile(

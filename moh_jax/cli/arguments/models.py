@@ -209,7 +209,7 @@ def plan(parser: argparse.ArgumentParser) -> None:
     "--no-compile",
     dest="compile",
     action="store_false",
-    help="estimate, without the compiler for the devices (libtpu, or "
+    help="do not call the compiler for the devices (libtpu, or "
     "jax-cuda13-plugin), which takes seconds to minutes",
   )
   common.add_json(parser)

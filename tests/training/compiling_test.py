@@ -1,12 +1,12 @@
-"""Collectives that are read from compiled programs."""
+"""What compilers say: sizes that they refuse, collectives of programs."""
 
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
-from moh_jax.plan.collectives import read_collectives
 from moh_jax.runtime import sharding
+from moh_jax.training.compiling import read_collectives, refused_sizes
 
 _MESH = {"data": 2, "fsdp": 4}
 
@@ -20,6 +20,25 @@ ENTRY %main (p: f32[4]) -> f32[4] {{
   ROOT %one = {instruction}, channel_id=1, {groups}, to_apply=%add
 }}
 """
+
+
+class RefusedSizesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (
+      "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required "
+      "for HLO temporaries (33.54G) exceeds available HBM (15.75G).",
+      (33.54 * 2**30, 15.75 * 2**30),
+    ),
+    (
+      "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G "
+      "of 15.75G hbm.",
+      (20.5 * 2**30, 15.75 * 2**30),
+    ),
+    ("INTERNAL: Used 20.5G of 15.75G hbm.", None),
+    ("RESOURCE_EXHAUSTED: no sizes", None),
+  )
+  def test_are_those_of_the_message(self, error, sizes):
+    self.assertEqual(refused_sizes(error), sizes)
 
 
 class ReadCollectivesTest(parameterized.TestCase):

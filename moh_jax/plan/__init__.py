@@ -1,1 +1,0 @@
-"""What a run needs, told before there are devices to run it."""

@@ -1,0 +1,375 @@
+"""The plan of a run: whether it fits a topology, how it is split, its time."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from moh_jax.config import Config, without_router
+from moh_jax.data.infer import resolve_without_data
+from moh_jax.layers.stack import RUN_TWICE
+from moh_jax.ops.target import Target
+from moh_jax.runtime import devices, sharding
+from moh_jax.runtime.fits import bytes_on_device
+from moh_jax.runtime.devices import USABLE, Topology
+from moh_jax.training.compiling import (
+  Collective,
+  Compiled,
+  compile_step,
+  devices_along,
+)
+from moh_jax.training.entrance import check_mesh, check_params
+from moh_jax.training.flops import (
+  LayerForm,
+  published_peak,
+  step_flops,
+  step_forms,
+)
+from moh_jax.training.program import make_program
+from moh_jax.training.task import task_builder
+
+# What programs reach of published figures. These three are assumptions.
+PEAK_SHARE = 0.5
+MEMORY_SHARE = 0.8
+LINK_SHARE = 0.7
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes of a run's state on one device, exact by shapes and shardings.
+
+  Attributes:
+    parameters: of the model.
+    optimizer: moments and counters.
+    ema: averaged parameters.
+    batch: of a step.
+    host: moments that are in the memory of the device's host between steps
+      (`optim.state_memory`). In a step the device has them too: the compiler
+      for TPUs fetches all of them before it frees the activations.
+  """
+
+  parameters: int
+  optimizer: int
+  ema: int
+  batch: int
+  host: int
+
+  @property
+  def arguments(self) -> int:
+    """Bytes of the train step's arguments: the state and the batch."""
+    return self.total - self.host
+
+  @property
+  def total(self) -> int:
+    """All bytes together: the least that a step needs."""
+    return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How parameters of one shape are split over the mesh.
+
+  Attributes:
+    name: path of the parameter; "*" stands for the numbers of those that are
+      alike.
+    number: of parameters.
+    shape: of each.
+    dtype: of each.
+    axes: for each dimension the mesh axes that split it, "" for none.
+    bytes: of all of them on one device.
+  """
+
+  name: str
+  number: int
+  shape: tuple[int, ...]
+  dtype: str
+  axes: tuple[str, ...]
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+  """Seconds of a step.
+
+  Attributes:
+    products: of matrix products.
+    update: of reading and writing the state in the optimizer's update.
+    communication: of all collectives.
+  """
+
+  products: float
+  update: float
+  communication: float
+
+  @property
+  def seconds(self) -> float:
+    """The prediction: communication is hidden behind products."""
+    return max(self.products, self.communication) + self.update
+
+  @property
+  def slowest(self) -> float:
+    """The time if no communication is hidden."""
+    return self.products + self.communication + self.update
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What a run needs on a topology.
+
+  Attributes:
+    config: of the run; nothing is unset.
+    topology: the devices.
+    assumed: fields of the model that missing data would tell, with the values
+      that stand for them.
+    mesh: sizes of the mesh's axes.
+    parameters: their number.
+    layouts: how they are split.
+    memory: of a device.
+    forms: of attention, for each group of equal layers.
+    flops: of a step, for the active heads.
+    baseline_flops: of a step of the same model without its router.
+    computed: that a step computes, see `StepFlops.computed`.
+    recomputed: FLOPs that `model.remat` computes again, beside these.
+    time: of a step, by the collectives of the compiled program or, without
+      one, by those that the mesh needs.
+    unit: what throughput counts, "images" or "tokens".
+    units_per_step: number of them.
+    compiled: what the compiler says, or None.
+    reason: why it was not compiled, or "".
+  """
+
+  config: Config
+  topology: Topology
+  assumed: dict[str, object]
+  mesh: dict[str, int]
+  parameters: int
+  layouts: tuple[Layout, ...]
+  memory: Memory
+  forms: tuple[LayerForm, ...]
+  flops: float
+  baseline_flops: float
+  computed: dict[str, float]
+  recomputed: float
+  time: StepTime
+  unit: str
+  units_per_step: int
+  compiled: Compiled | None
+  reason: str
+
+  @property
+  def fits(self) -> bool:
+    """Whether the run fits by its compiler; without one, whether its state."""
+    if self.compiled:
+      return self.compiled.fits
+    return self.memory.total <= USABLE * self.topology.chip.memory
+
+
+def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
+  """Plans a run; no data and no device are needed.
+
+  Args:
+    config: of the run.
+    topology: the devices of one of its slices (`mesh.dcn_data`).
+    compiles: compile the train step, where the compiler is installed.
+
+  Raises:
+    ValueError: the mesh does not fit the devices, the batch or the heads.
+  """
+  config, assumed = resolve_without_data(config)
+  topology = dataclasses.replace(topology, slices=config.mesh.dcn_data)
+  chip = topology.chip
+  sizes = sharding.axis_sizes(config.mesh, topology.devices)
+  mesh = AbstractMesh(
+    tuple(sizes.values()),
+    tuple(sizes),
+    axis_types=(AxisType.Auto,) * len(sizes),
+    abstract_device=devices.abstract_device(topology),
+  )
+  check_mesh(config, mesh)
+  program = make_program(config, task_builder(config).make_objective(config), mesh)
+  check_params(config, mesh, program)
+  state, sizes = program.state, dict(mesh.shape)
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+  counters = bytes_on_device((state.step, state.rng))
+  memory = Memory(
+    parameters=bytes_on_device(state.params),
+    optimizer=bytes_on_device(state.opt_state) + counters,
+    ema=bytes_on_device(state.ema),
+    batch=bytes_on_device(program.batch),
+    host=bytes_on_device(state.opt_state, in_host=True),
+  )
+  device = Target(chip.platform, chip.kind, chip.cores)
+  forms = step_forms(config, sizes, device)
+  flops = step_flops(config)
+  baseline = without_router(config.model).in_run(config)
+  computed = flops.computed(forms)
+  again = RUN_TWICE.get(config.model.remat, ())
+  recomputed = sum(computed[part] / 3 for part in again)
+  compiled, reason = _compile(config, topology, compiles)
+  collectives = expected_collectives(config, sizes, parameters)
+  if compiled and compiled.fits:
+    collectives = compiled.collectives
+  return Plan(
+    config=config,
+    topology=topology,
+    assumed=assumed,
+    mesh=sizes,
+    parameters=parameters,
+    layouts=_layouts(state.params),
+    memory=memory,
+    forms=forms,
+    flops=flops.active,
+    baseline_flops=step_flops(baseline).active,
+    computed=computed,
+    recomputed=recomputed,
+    time=StepTime(
+      products=(sum(computed.values()) + recomputed)
+      / (topology.devices * published_peak(chip.kind) * PEAK_SHARE),
+      # The state is read and written once, and the gradients read.
+      update=(2 * (memory.total - memory.batch) + memory.parameters)
+      / (chip.memory_speed * MEMORY_SHARE),
+      communication=sum(seconds(one, topology) for one in collectives),
+    ),
+    unit=objective.unit,
+    units_per_step=objective.units_per_step,
+    compiled=compiled,
+    reason=reason,
+  )
+
+
+def _compile(
+  config: Config, topology: Topology, compiles: bool
+) -> tuple[Compiled | None, str]:
+  """Compiles a run if that is wanted and can be done, or says why not."""
+  if not compiles:
+    return None, "not asked for"
+  if missing := devices.missing_packages(topology.name):
+    return None, f"needs the package {', '.join(missing)} in the version of jax"
+  try:
+    return compile_step(config, topology), ""
+  except ValueError as error:
+    return None, str(error)
+
+
+def _layouts(params: Any) -> tuple[Layout, ...]:
+  """The sharding of every parameter, those that are alike in one row."""
+  groups: dict[tuple, list[tuple[str, Any]]] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    spec = leaf.sharding.spec
+    axes = tuple(
+      "" if axis is None else axis if isinstance(axis, str) else "+".join(axis)
+      for axis in (*spec, *[None] * (leaf.ndim - len(spec)))
+    )
+    key = re.sub(r"\d+", "*", name), leaf.shape, str(leaf.dtype), axes
+    groups.setdefault(key, []).append((name, leaf))
+  rows = []
+  for (pattern, *key), leaves in groups.items():
+    name = pattern if len(leaves) > 1 else leaves[0][0]
+    size = bytes_on_device([leaf for _, leaf in leaves])
+    rows.append(Layout(name, len(leaves), *key, size))
+  return tuple(rows)
+
+
+def seconds(collective: Collective, topology: Topology) -> float:
+  """Seconds that a device sends for a collective.
+
+  Of n devices each sends (n - 1) / n of the array, in an all-reduce twice that.
+  What crosses hosts, or the slices of TPUs, goes through the adapters of the
+  group's devices.
+  """
+  chip = topology.chip
+  group = len(collective.devices)
+  joined = topology.devices // topology.slices  # by links
+  if chip.platform == "gpu":
+    joined = min(joined, chip.per_host)
+  # A mesh has its slices, and the hosts of GPUs, one after another.
+  crossing = len({device // joined for device in collective.devices})
+  inside = group // crossing
+  size = collective.bytes * (2 if collective.kind == "all-reduce" else 1)
+  if collective.kind == "collective-permute":
+    speed = chip.network if crossing > 1 else chip.link
+    return size / (speed * LINK_SHARE)
+  # Along a ring of hosts or slices each sends its part of the array on.
+  time = size * (inside - 1) / inside / chip.link
+  time += size * (crossing - 1) / crossing / (inside * chip.network)
+  return time / LINK_SHARE
+
+
+def expected_collectives(
+  config: Config, mesh: Mapping[str, int], parameters: int
+) -> tuple[Collective, ...]:
+  """The collectives that a step should have, before it is compiled.
+
+  In each microbatch the devices of `fsdp` put the parameters together in the
+  compute dtype for the forward and for the backward pass and add up the
+  gradients; those of `data` and `sequence` add them up too; those of `tensor`
+  add up the results of attention and of the MLP in each pass, and those of
+  `sequence` exchange queries, keys, values and the results of attention.
+
+  Args:
+    config: of the run.
+    mesh: sizes of the mesh's axes, in order.
+    parameters: their number.
+  """
+  times, dtype = config.optim.accumulation, jnp.dtype(config.model.dtype)
+  short = {"float32": "f32", "bfloat16": "bf16"}[config.model.dtype]
+  size = parameters * dtype.itemsize / mesh["tensor"]
+  found = []
+
+  def add(kind: str, axis: str, count: int, each: float) -> None:
+    if mesh[axis] > 1:
+      group = devices_along((axis,), mesh)
+      found.append(Collective(kind, short, (axis,), group, count, count * each))
+
+  add("all-gather", "fsdp", 2 * times, size)
+  add("reduce-scatter", "fsdp", times, size)
+  for axis in ("data", "sequence"):
+    add("all-reduce", axis, times, size / mesh["fsdp"])
+  shards = mesh["data"] * mesh["fsdp"]
+  examples = config.data.batch_size / (shards * times)
+  again = "products" in RUN_TWICE.get(config.model.remat, ())
+  passes = 3 if again else 2
+  length = getattr(config.data, "sequence_length", None)
+  for group in config.model.layer_groups():
+    tokens = examples * (length or group.tokens) / mesh["sequence"]
+    layers = passes * group.depth * times
+    each = tokens * group.width * dtype.itemsize
+    add("all-reduce", "tensor", 2 * layers, each)
+    heads, dim = group.budget.num_heads, group.budget.head_dim
+    both = heads + (group.kv_heads or heads)  # q and k, or v and the result
+    each = tokens * both / 2 * dim * dtype.itemsize / mesh["tensor"]
+    add("all-to-all", "sequence", 4 * layers, each)
+  return tuple(found)
+
+
+def assumptions(plan: Plan) -> Sequence[str]:
+  """What a predicted time takes for granted, a sentence each."""
+  config, topology = plan.config, plan.topology
+  chip, network, copies = topology.chip, "", ()
+  peak = published_peak(chip.kind)
+  if chip.platform == "gpu" or topology.slices > 1:
+    others = "hosts" if chip.platform == "gpu" else "slices"
+    network = f", {chip.network / 1e9:g} GB/s to other {others}"
+  if config.optim.state_memory == "host" or config.model.remat == "offload":
+    copies = ("copies to and from the memory of the host take no time",)
+  collectives = "that the mesh needs, not a compiled program's"
+  if plan.compiled and plan.compiled.fits:
+    collectives = "of the compiled program"
+  return (
+    f"products reach {PEAK_SHARE:.0%} of {peak / 1e12:g} TFLOP/s "
+    "(published for bfloat16; the share is assumed)",
+    f"the update reaches {MEMORY_SHARE:.0%} of {chip.memory_speed / 1e9:g} GB/s"
+    " of memory (the share is assumed)",
+    f"collectives reach {LINK_SHARE:.0%} of {chip.link / 1e9:g} GB/s per device"
+    f"{network} (the share is assumed)",
+    f"the collectives are those {collectives}",
+    "communication is hidden behind products as far as these take longer; "
+    "input, evaluation and checkpoints take no time",
+    *copies,
+    f"source of the device's figures: {chip.source}",
+  )

@@ -1,0 +1,435 @@
+"""The card's stages, tuned tiles, steps that fill it, crossovers, Amdahl."""
+
+import contextlib
+import io
+import itertools
+import json
+import pathlib
+from unittest import mock
+
+import jax
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import card, crossing, step, tiles
+from moh_jax.cli import bench as bench_cli
+from moh_jax.ops import crossovers as table
+from moh_jax.ops.crossovers import LENGTHS, Crossover, largest_share
+from moh_jax.ops.kernels import triton
+from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
+from moh_jax.ops.target import Target
+from moh_jax.training import bench, timing
+from moh_jax.training.bench import Program, Row
+from tests.ops import devices
+from tests.ops.devices import traced_for
+from tests.training import tiny
+
+_TINY = {
+  "heads": (4, "float32", "50", 1),
+  "dims": (8,),
+  "lengths": (256,),
+  "layers": (32,),
+  "slots": (16,),
+  "exact": (("float32", (8,)),),
+  "models": (),
+  "tokens": 256,
+  "texts": 2,
+}
+
+
+def _call(main, *argv):
+  """Exit status, stdout and stderr of a benchmark."""
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    try:
+      status = main([str(arg) for arg in argv])
+    except SystemExit as stop:  # argparse
+      status = stop.code
+  return status, out.getvalue(), err.getvalue()
+
+
+class CardTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.out = pathlib.Path(self.create_tempdir().full_path) / "a card"
+    self.enterContext(mock.patch.object(bench, "_CPU_SIZES", (32,)))
+    self.enterContext(mock.patch.dict(card.SHAPES, _TINY))
+
+  def _stages(self, *argv, only):
+    chosen = lambda folder: (  # noqa: E731
+      stage for stage in stages(folder) if stage[0].startswith(only)
+    )
+    stages = card.stages
+    with mock.patch.object(card, "stages", chosen):
+      return _call(card.main, "--out", self.out, *argv)
+
+  @pytest.mark.slow
+  def test_measures_prints_and_continues(self):
+    only = ("core_8_forward_256", "layer", "decode")
+    status, out, err = self._stages("--minutes", 0, only=only)
+    self.assertEqual((status, err), (0, ""))
+    self.assertRegex(out, r"3 stages are left, core_8_forward_256 first: run")
+    status, out, err = self._stages(only=only)
+    self.assertEqual((status, err), (0, ""))
+    self.assertRegex(out, r"(?m)^core_8_forward_256: \d+\.\d s$")
+    self.assertRegex(out, r"(?m)^core, head dim 8$")
+    self.assertRegex(out, r"(?m)^forward +256 +50\.0% +packed +packed +\d")
+    (line,) = [x for x in out.splitlines() if x.startswith("Crossover(")]
+    (entry,) = eval(f"({line})", {"Crossover": Crossover})
+    self.assertEqual((entry.backend, entry.head_dim), ("xla", 8))
+    self.assertTrue(entry.measured)
+    self.assertEqual((self.out / "crossovers.txt").read_text(), f"{line}\n")
+    self.assertEqual((self.out / "core_8.png").read_bytes()[1:4], b"PNG")
+    (self.out / "decode_8_16.json").write_text("{")  # killed while it wrote
+    status, again, _ = self._stages(only=only)
+    self.assertEqual(status, 0)
+    ran = [x for x in again.splitlines() if x.endswith(" s")]
+    self.assertLen(ran, 1)
+    self.assertStartsWith(ran[0], "decode_8_16: ")
+    self.assertIn(line, again)
+
+  def test_a_failing_stage_is_one_line_and_the_status(self):
+    wrong = {"form": "packed", "case": "causal", "fault": "above 1e-05"}
+    wrong["max_error"] = 1.0
+    with (
+      mock.patch.object(card.decode, "splits", side_effect=OSError("no\ndisk")),
+      mock.patch.object(card.exact, "measure", lambda *_: [wrong]),
+    ):
+      status, out, err = self._stages(only=("exact", "decode"))
+    self.assertEqual(status, 1)
+    self.assertIn("error: exact_float32_8: causal: above 1e-05\n", err)
+    self.assertIn("error: decode_8_16: error: no disk\n", err)
+    self.assertIn("decode_8_16 failed: error: no disk\n", out)
+    names = [path.name for path in self.out.glob("*.json")]
+    self.assertEqual(names, ["exact_float32_8.json"])
+
+  def test_results_of_another_device_are_refused_before_any_work(self):
+    self.out.mkdir()
+    entry = {"machine": {"device": "NVIDIA X"}, "rows": []}
+    (self.out / "core_8_forward_256.json").write_text(json.dumps(entry))
+    status, out, err = self._stages(only=())
+    self.assertEqual((status, out), (2, ""))
+    self.assertRegex(err, r"^error: --out .* holds results of 'NVIDIA X'")
+
+
+class StagesTest(parameterized.TestCase):
+  def _stages(self, platform, kind="NVIDIA X"):
+    with traced_for(platform, kind), devices.with_triton():
+      with mock.patch.object(card, "has_cudnn", lambda: True):
+        stages = list(card.stages(pathlib.Path("card")))
+    return {name: argv for name, _, argv in stages}
+
+  def test_what_is_worth_most_comes_first_and_nothing_is_left_out(self):
+    names = list(self._stages("gpu"))
+    order = [
+      *("exact_bfloat16_64", "exact_bfloat16_256", "exact_float32_64"),
+      *("core_64_forward_4096", "core_128_forward_16384"),
+      *("model_moh-dit-xl2-90", "model_moh-vit-b50", "model_moh-llm-b-50"),
+      *("decode_64_4096", "tiles_64", "core_64_causal_8192"),
+      *("core_128_forward_backward_8192", "layer_64_forward_256"),
+      *("core_64_forward_256", "core_64_causal_1024"),
+      "model_moh-dit-xl2-90-mha",
+      "core_128_causal_forward_backward_2048",
+    ]
+    self.assertEqual(order, sorted(order, key=names.index))
+    cores = [name for name in names if name.startswith("core")]
+    self.assertLen(cores, 7 * 2 * 4)
+    self.assertNotIn("tiles_64", self._stages("cpu"))
+
+  @parameterized.parameters(
+    ("gpu", "forward", "kernel,cudnn"), ("gpu", "causal", "kernel"),
+    ("tpu", "forward", "kernel"), ("cpu", "causal", "packed"),
+  )  # fmt: skip
+  def test_forms_that_pack_are_compared(self, platform, mode, forms):
+    argv = self._stages(platform)[f"core_64_{mode}_4096"]
+    self.assertEqual(argv[argv.index("--implementations") + 1], forms)
+
+  def test_every_stage_has_options_that_its_program_takes(self):
+    result = {"rows": [], "settings": {}}
+    folder = pathlib.Path(self.create_tempdir().full_path) / "a card"
+    folder.mkdir()
+    tile = BlockSizes(*[Tile(64, 64)] * 3)
+    with (
+      traced_for("gpu"),
+      devices.with_triton(),
+      mock.patch.object(bench_cli, "run_heads", return_value=result) as run,
+      mock.patch.object(step, "measure", return_value={"batch": 1}),
+      mock.patch.object(step, "compilation_cache"),
+      mock.patch.object(card.exact, "measure", return_value=[]),
+      mock.patch.object(tiles, "tune", return_value=tile),
+    ):
+      for name, program, argv in card.stages(folder):
+        status, _, err = _call(program, *argv)
+        self.assertEqual((status, err), (0, ""), name)
+        self.assertTrue((folder / f"{name}.json").exists())
+    options = [call.args[1] for call in run.call_args_list]
+    self.assertEqual({one.dtype for one in options}, {"bfloat16"})
+    self.assertEqual({one.heads for one in options}, {32})
+
+
+class TilesTest(parameterized.TestCase):
+  _WORKLOAD = tiles.Workload(16, "float32", 1, 16, 2, 1, rounds=1)
+
+  def _tune(self, backend, known, **options):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+      best = tiles.tune(self._WORKLOAD, backend, known, **options)
+    return best, out.getvalue().splitlines()
+
+  @parameterized.parameters(("triton", 2), ("mosaic_tpu", 1))
+  def test_runs_every_tile_in_every_kernel(self, backend, count):
+    devices.need(backend)
+    known = [Tile(16, 16), Tile(16, 8)][:count]
+    _, lines = self._tune(backend, known, interpret=True)
+    self.assertLen(lines, 3 * count)
+    for line in lines:
+      self.assertRegex(line, r"^(forward|dq|dkv) R=16 Tile.*: \d+\.\d+ ms$")
+
+  @parameterized.parameters((9.0, "baa"), (1.0, "ccb"))
+  def test_the_smallest_times_win(self, forward_of_32, expected):
+    named = {"a": Tile(16, 16), "b": Tile(16, 32), "c": Tile(32, 16)}
+    # Of blocks of 16 rows, the least add up to 6; of 32, to 4.5 or 12.5.
+    of_16 = [5.0, 3.0], [2.0, 4.0], [1.0, 6.0]
+    of_32 = [forward_of_32], [4.0, 3.0, 2.0], [2.0, 1.5, 3.0]
+    turns = iter((*of_16, *of_32))
+
+    def interleaved(runs, rounds, evaluations):
+      self.assertEqual(rounds, 1)
+      self.assertEqual(set(evaluations.values()), {4})
+      return {tile: timing.Timing(x, 0) for tile, x in zip(runs, next(turns))}
+
+    nothing = Program(lambda: None, 4)
+    with (
+      mock.patch.object(bench, "compile_program", return_value=nothing),
+      mock.patch.object(timing, "interleaved", interleaved),
+    ):
+      best, lines = self._tune("triton", named.values())
+    self.assertEqual(best, BlockSizes(*(named[name] for name in expected)))
+    self.assertLen(lines, 2 + 2 + 2 + 1 + 3 + 3)
+
+  def test_tiles_that_do_not_run_are_reported_and_passed_over(self):
+    devices.need("triton")
+    wrong, right = Tile(16, 8), Tile(16, 16)
+    forward = triton.forward
+
+    def fails(*args):
+      if args[-1] == wrong:
+        raise RuntimeError("too\nlarge")
+      return forward(*args)
+
+    with mock.patch.object(triton, "forward", fails):
+      best, lines = self._tune("triton", (wrong, right), interpret=True)
+      self.assertEqual(best.forward, right)
+      self.assertEqual(
+        [line for line in lines if not line.endswith("ms")],
+        [f"forward R=16 {wrong} does not run: RuntimeError: too large"],
+      )
+      with self.assertRaisesRegex(ValueError, "none of 1 tiles .*too large"):
+        self._tune("triton", [wrong], interpret=True)
+
+  @parameterized.parameters(("triton", 3), ("mosaic_tpu", 6))
+  def test_near_ones_differ_in_one_step(self, backend, count):
+    given = Tile(64, 32, 8, 3)
+    near = tiles.near(BlockSizes(given, given, given), backend)
+    self.assertEqual(near[0], given)
+    self.assertLen(near, count)
+    self.assertEqual({tile.keys for tile in near}, {16, 32, 64})
+    self.assertEqual({(tile.warps, tile.stages) for tile in near}, {(8, 3)})
+    smallest = Tile(16, 16)  # keys stay a tile
+    near = tiles.near(BlockSizes(smallest, smallest, smallest), "triton")
+    self.assertEqual(near, [smallest, Tile(16, 32)])
+
+
+class TilesCommandTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    self._out = pathlib.Path(self.create_tempdir()) / "tiles.json"
+
+  def _call(self, *argv, found=(), out=None):
+    sizes = [BlockSizes(*[Tile(rows, 64)] * 3) for rows in found]
+    with (
+      traced_for("gpu", "GPU X"),
+      devices.with_triton(),
+      mock.patch.object(tiles, "tune", side_effect=sizes) as tune,
+    ):
+      result = _call(tiles.main, "--out", out or self._out, *argv)
+    return *result, tune
+
+  def test_what_was_measured_joins_what_the_file_had(self):
+    status, _, err, tune = self._call("--head-dim", 64, 72, found=(16, 32))
+    self.assertEqual((status, err), (0, ""))
+    heads = [call.args[0].head_dim for call in tune.call_args_list]
+    self.assertEqual(heads, [64, 72])
+    float32 = "--dtype", "float32", "--near"
+    *_, tune = self._call("--head-dim", 64, *float32, found=(64,))
+    self.assertLess(len(tune.call_args.args[2]), 10)
+    self._call("--head-dim", 72, found=(128,))
+    found = {key: sizes.dq.rows for key, sizes in read(self._out).items()}
+    self.assertEqual(
+      found,
+      {
+        Key("triton", "GPU X", 64, "bfloat16"): 16,
+        Key("triton", "GPU X", 72, "bfloat16"): 128,
+        Key("triton", "GPU X", 64, "float32"): 64,
+      },
+    )
+    full = mock.patch("os.fsync", side_effect=OSError("No space left"))
+    with full:
+      status, _, err, _ = self._call("--head-dim", 64, found=(256,))
+    self.assertEqual((status, err), (2, "error: No space left\n"))
+    self.assertLen(read(self._out), 3)  # the old file
+
+  def test_what_cannot_be_is_one_line_before_any_work(self):
+    self._out.write_text("not JSON")
+    missing = self._out.parent / "none" / "tiles.json"
+    for out, message in (
+      (None, "is not a file of block sizes"),
+      (missing, f"--out '{missing}': no directory {missing.parent}"),
+    ):
+      status, _, err, tune = self._call(out=out)
+      self.assertEqual((status, len(err.splitlines())), (2, 1))
+      self.assertIn(message, err)
+      tune.assert_not_called()
+    status, _, err = _call(tiles.main, "--out", self._out.with_name("a.json"))
+    self.assertEqual(status, 2)
+    self.assertIn("run on GPUs and TPUs, not on cpu", err)
+
+
+class StepTest(parameterized.TestCase):
+  def _call(self, error=None, most=128, memory=None, batch=128):
+    tried = []
+
+    def measure(run, rounds):
+      tried.append(run.data.batch_size)
+      if error or tried[-1] > most:
+        raise jax.errors.JaxRuntimeError(error or "RESOURCE_EXHAUSTED: 9 GB")
+      return {"batch": tried[-1]}
+
+    with (
+      mock.patch.object(step, "measure", measure),
+      mock.patch.object(step, "stated_bytes", lambda _: memory),
+      mock.patch.object(step, "compilation_cache"),
+    ):
+      argv = "--model", "moh-vit-s80", "--batch", batch
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        self.assertEqual(_call(step.main, *argv)[0], 0)
+    return tried
+
+  def test_batch_follows_the_memory_and_halves_until_it_fits(self):
+    for memory, first in ((80e9, 128), (79e9, 64), (16e9, 16), (1e9, 1)):
+      self.assertEqual(self._call(memory=memory), [first])
+    self.assertEqual(self._call(most=16, batch=64), [64, 32, 16])
+    self.assertEqual(self._call(most=0, batch=4), [4, 2, 1])
+    self.assertEqual(self._call(error="INTERNAL: ptxas"), [128])
+
+  def test_step_has_its_figures(self):
+    run = tiny.llm_config(mesh={"data": -1})
+    with (
+      mock.patch.object(step, "published_peak", lambda kind: 4e9),
+      mock.patch.object(step, "matrix_peak", lambda dtype: 1.0),
+    ):
+      row = step.measure(run, 1)
+    seconds, tokens = row["step_ms"] / 1e3, run.data.sequence_length
+    expected = run.data.batch_size * tokens / seconds
+    self.assertAlmostEqual(row["units_per_second"], expected)
+    self.assertAlmostEqual(row["mfu"], row["flops"] / seconds / 4e9)
+    self.assertEqual(row["peak_share"], 1.0)  # of a peak measured low
+
+
+def _row(length, share, ratio, form="cudnn", mode="forward", **changes):
+  fields = {"every_head": False, "ratio_to_mha": ratio, **changes}
+  return Row("NVIDIA X", "attention", mode, length, share, form, **fields)
+
+
+class CrossingTest(parameterized.TestCase):
+  def _entries(self, rows, head_dim=64):
+    settings = {"head_dim": head_dim, "dtype": "bfloat16"}
+    result = {"settings": settings, "rows": [vars(row) for row in rows]}
+    with traced_for("gpu", "NVIDIA H100"), devices.with_triton():
+      return crossing.crossovers([result])
+
+  @parameterized.parameters(
+    ([(0.5, 0.6), (0.75, 0.9), (0.9, 1.2)], 0.8),
+    ([(0.9, 1.2), (0.5, 0.6), (0.75, 0.9)], 0.8),  # in any order
+    ([(0.5, 1.2), (0.75, 1.8)], 0.42),  # below all
+    ([(0.5, 0.5), (0.75, 0.75), (0.9, 0.9)], 1.0),  # above all
+    ([(0.5, 3.0), (0.75, 3.1)], 0.0), ([(0.5, 0.1), (0.75, 0.2)], 1.0),
+    ([(0.5, 1.0), (0.75, 1.5)], 0.5), ([(0.5, 0.9)], 0.5), ([(0.5, 1.1)], 0.0),
+    ([(0.5, 0.9), (0.75, 0.8)], 0.75),  # noise
+    ([(0.5, 1.2), (0.75, 1.1)], 0.0),
+  )  # fmt: skip
+  def test_is_where_the_ratio_is_one(self, points, expected):
+    self.assertAlmostEqual(crossing.crossing(points), expected, places=2)
+
+  def test_lengths_that_were_not_measured_are_filled_in(self):
+    ratios = ((512, 0.5, 1.0), (512, 0.75, 1.5), (2048, 0.5, 0.7))
+    ratios += ((2048, 0.75, 0.95), (2048, 0.9, 1.1))
+    (entry,) = self._entries([_row(*ratio) for ratio in ratios])
+    self.assertEqual(LENGTHS[:4], (256, 512, 1024, 2048))
+    # The crossing at 2,048 is at 0.8; 1,024 is half way there from 512.
+    shares = (0.0, 0.5, 0.65, 0.8, 0.8, 0.8, 0.8)
+    kind = "NVIDIA X", "cudnn", ("bfloat16",), 64, False
+    self.assertEqual(entry, Crossover(*kind, shares, True))
+
+  def test_packing_pays_in_both_passes(self):
+    rows = [
+      _row(256, share, share + more, mode=mode)
+      for mode, more in (("forward", 0), ("forward_backward", 0.4))
+      for share in (0.5, 0.75)
+    ]
+    (entry,) = self._entries(rows)
+    self.assertAlmostEqual(entry.shares[0], 0.6, delta=0.01)
+
+  @parameterized.parameters((64, "mosaic_gpu"), (72, "triton"))
+  def test_causal_has_an_entry_of_the_kernel_that_ran(self, dim, kernel):
+    cases = itertools.product(("forward", "causal"), (0.5, 0.75))
+    rows = [_row(256, s, s + 0.1, "kernel", mode) for mode, s in cases]
+    entries = self._entries([*rows, _row(256, 0.5, 0.5)], dim)
+    self.assertEqual(
+      [(entry.backend, entry.causal) for entry in entries],
+      [("cudnn", False), (kernel, False), (kernel, True)],
+    )
+
+  def test_rows_that_tell_nothing_are_left_out(self):
+    rows = [
+      _row(256, 0.5, 0.5, every_head=True),
+      _row(256, 0.5, None),
+      _row(256, 0.5, 0.5, fault="relative error"),
+      _row(256, 0.5, 0.5, form="auto"),
+    ]
+    self.assertEqual(self._entries(rows), [])
+
+  def test_printed_lines_are_entries_that_the_library_uses(self):
+    rows = [_row(256, 0.5, 0.6), _row(256, 0.75, 1.1)]
+    (entry,) = self._entries(rows)
+    entry = eval(repr(entry), {"Crossover": Crossover})
+    with mock.patch.object(table, "CROSSOVERS", (entry, *table.CROSSOVERS)):
+      share = largest_share(
+        Target("gpu", "NVIDIA X"), "cudnn", "bfloat16", 64, 256, causal=False
+      )
+    self.assertEqual(share, 0.7)
+
+
+class AmdahlTest(absltest.TestCase):
+  def test_only_the_core_changes(self):
+    def row(share, form, ms, length=256, **more):
+      return Row("X", "", "forward", length, share, form, ms, **more)
+
+    cores = [row(1.0, "dense", 9.0), row(1.0, "mha", 4.0)]
+    cores += [row(0.5, "kernel", 3.0), row(0.5, "cudnn", 2.0)]
+    cores += [row(0.5, "cudnn", 1.0, length=512)]
+    packed = row(0.5, "auto", 8.5, every_head=False)
+    layers = [
+      row(1.0, "mha", 10.0),
+      row(0.5, "dense", 9.0, every_head=True),
+      packed,
+      row(0.75, "auto", 9.0, every_head=False),  # core not measured
+      row(0.5, "auto", 9.0, length=512, every_head=False),  # nor its MHA
+      row(0.5, "auto", None, every_head=False),
+    ]
+    # 10 ms, of which 4 become 2.
+    self.assertEqual(card.expectations(layers, cores), [(packed, 0.8)])
+
+
+if __name__ == "__main__":
+  absltest.main()
