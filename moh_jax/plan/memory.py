@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from moh_jax.runtime.fits import bytes_on_device
+from moh_jax.runtime.sharding import bytes_on_device
 from moh_jax.training.program import Program
 
 

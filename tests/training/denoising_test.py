@@ -198,9 +198,7 @@ class HeldOutTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self._make_source = task.make_source
-    self.enterContext(
-      mock.patch.object(task, "make_source", self._train_alone)
-    )
+    self.enterContext(mock.patch.object(task, "make_source", self._train_alone))
     self.enterContext(
       mock.patch.object(denoising, "has_split", lambda config, split: False)
     )

@@ -10,7 +10,7 @@ from moh_jax.config import Config
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import USABLE
-from moh_jax.runtime.fits import stated_bytes
+from moh_jax.runtime.sharding import stated_bytes
 from moh_jax.speed.card.scale import ModelCase
 from moh_jax.speed.model_flops import train_flops
 from moh_jax.speed.options import bench_run, with_length
