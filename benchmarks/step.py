@@ -21,7 +21,7 @@ from moh_jax.config import Config, get_family, released_model, without_router
 from moh_jax.config.checks import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache
-from moh_jax.runtime.fits import stated_bytes
+from moh_jax.runtime.sharding import stated_bytes
 from moh_jax.training.bench import matrix_peak
 from moh_jax.training.flops import published_peak, step_flops
 from moh_jax.training.timing import step_seconds

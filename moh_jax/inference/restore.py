@@ -19,8 +19,8 @@ from moh_jax.models.registry import make_model
 from moh_jax.models.restack import fit_params, serving_dtypes
 from moh_jax.ops.head_layout import check_heads
 from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.fits import check_tree
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
+from moh_jax.runtime.sharding import check_tree
 
 
 @dataclasses.dataclass(frozen=True)

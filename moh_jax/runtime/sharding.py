@@ -1,4 +1,4 @@
-"""The device mesh, the table of logical axes, and batches on the mesh."""
+"""The device mesh, the table of logical axes, and arrays on the mesh."""
 
 import contextlib
 import functools
@@ -12,10 +12,12 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from moh_jax import memory
 from moh_jax.config import MeshConfig
 
 AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")
+HOST_MEMORY = "pinned_host"  # what JAX calls memory that devices reach
 
 # Logical axis -> mesh axes. An axis that two dimensions of an array are mapped
 # to splits that of the first rule. Parameters are split over `tensor` along
@@ -323,3 +325,55 @@ def _held_shards(mesh: Mesh, process: int | None = None) -> np.ndarray:
   by_shard = mesh.devices.reshape(batch_shards(mesh), -1)
   mine = [any(d.process_index == process for d in row) for row in by_shard]
   return np.flatnonzero(mine)
+
+
+def check_tree(tree: Any, what: str) -> None:
+  """Checks that devices can hold their parts of abstract arrays.
+
+  Arrays in the memory of the host are not counted.
+
+  Args:
+    tree: ShapeDtypeStructs with shardings.
+    what: names them, for the message.
+
+  Raises:
+    ValueError: the parts of one device need more memory than it has.
+  """
+  if leaves := jax.tree.leaves(tree):
+    devices = leaves[0].sharding.device_set
+    each = device_bytes(next(iter(devices)), devices)
+    memory.check(bytes_on_device(tree), what, each)
+
+
+def bytes_on_device(tree: Any, in_host: bool = False) -> int:
+  """Bytes of one device's parts of abstract arrays with shardings.
+
+  Args:
+    tree: ShapeDtypeStructs with shardings.
+    in_host: count what lies in the memory of the host, and nothing else; by
+      default that is left out.
+  """
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+    if (leaf.sharding.memory_kind == HOST_MEMORY) == in_host
+  )
+
+
+def stated_bytes(device: jax.Device) -> int | None:
+  """Memory of a device that arrays may take; None where it does not tell."""
+  if device.platform == "cpu":
+    return None
+  try:
+    stats = device.memory_stats() or {}
+  except jax.errors.JaxRuntimeError:  # compiled for, but not here
+    stats = {}
+  return stats.get("bytes_limit")
+
+
+def device_bytes(device: jax.Device, devices: set[jax.Device]) -> int:
+  """Memory of one device; the CPUs of a process share the machine's."""
+  if device.platform != "cpu":
+    return stated_bytes(device) or 1 << 62
+  beside = [d for d in devices if d.process_index == device.process_index]
+  return memory.total() // max(1, len(beside))

@@ -9,26 +9,38 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+import math
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from etils import epath
 from jax.sharding import AbstractMesh, Mesh
 
 from moh_jax import config as config_lib
+from moh_jax import memory
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity, differences
 from moh_jax.ops.head_layout import check_heads, check_tokens
-from moh_jax.runtime import fits, steps
+from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.params import check_whole
 from moh_jax.runtime.peers import agree, ask_first_process
 from moh_jax.runtime.run_lock import RunLock
-from moh_jax.runtime.sharding import batch_shards, check_batch
+from moh_jax.runtime.sharding import (
+  BATCH_AXES,
+  HOST_MEMORY,
+  check_batch,
+  check_tree,
+  device_bytes,
+)
 from moh_jax.training.program import Program
 
 _LOG = logging.getLogger(__name__)
+_INDEX_BYTES = 8  # of an entry of a table of relative positions
+_TOKEN_BYTES = 20  # of a packed sequence: five int32 or float32 arrays
 # Fields that determine the training stream, the random choices and what the
 # optimizer keeps.
 _SAME_FIELDS = (
@@ -89,10 +101,14 @@ def check_mesh(config: Config, mesh: Mesh | AbstractMesh) -> None:
       serving.
   """
   _check_router(config)
-  _check_batches(config, mesh)
   _check_mixed_images(config, mesh)
-  _check_heads_and_tokens(config, mesh)
   _check_host_memory(config, mesh)
+  batch, parts = config.data.batch_size, config.optim.accumulation
+  check_batch("data.batch_size", batch, mesh, parts)
+  check_batch("eval.batch_size", config.eval.batch_size, mesh)
+  check_heads(config.model, mesh, config.mesh.max_imbalance)
+  length = getattr(config.data, "sequence_length", None)
+  check_tokens(config.model, mesh, length)
 
 
 def _check_router(config: Config) -> None:
@@ -103,16 +119,11 @@ def _check_router(config: Config) -> None:
     )
 
 
-def _check_batches(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  batch, parts = config.data.batch_size, config.optim.accumulation
-  check_batch("data.batch_size", batch, mesh, parts)
-  check_batch("eval.batch_size", config.eval.batch_size, mesh)
-
-
 def _check_mixed_images(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  batch, parts = config.data.batch_size, config.optim.accumulation
-  each = batch // (batch_shards(mesh) * parts)
-  classifier = config.sections.get("classifier")
+  """Images are mixed with others of their device, and so need one."""
+  batch, classifier = config.data.batch_size, config.sections.get("classifier")
+  each = batch // config.optim.accumulation
+  each //= math.prod(mesh.shape[axis] for axis in BATCH_AXES)
   if classifier and classifier.mixes and config.mesh.dcn_data > 1 and each < 2:
     raise ValueError(
       f"data.batch_size={batch} must leave two images or more on each device, "
@@ -122,21 +133,30 @@ def _check_mixed_images(config: Config, mesh: Mesh | AbstractMesh) -> None:
     )
 
 
-def _check_heads_and_tokens(config: Config, mesh: Mesh | AbstractMesh) -> None:
-  check_heads(config.model, mesh, config.mesh.max_imbalance)
-  length = getattr(config.data, "sequence_length", None)
-  check_tokens(config.model, mesh, length)
-
-
 def _check_host_memory(config: Config, mesh: Mesh | AbstractMesh) -> None:
+  """Devices may use memory of their host where the config asks for it."""
+  asked = []
   if config.model.remat == "offload":
-    fits.check_host_memory("model.remat='offload'", mesh)
+    asked.append("model.remat='offload'")
   if config.optim.state_memory == "host":
-    fits.check_host_memory("optim.state_memory='host'", mesh)
+    asked.append("optim.state_memory='host'")
+  if not asked or isinstance(mesh, AbstractMesh):  # these tell nothing of it
+    return
+  device = mesh.devices.flat[0]
+  kinds = [one.kind for one in device.addressable_memories()]
+  if kinds and HOST_MEMORY not in kinds:  # absent GPUs tell none
+    raise ValueError(
+      f"{asked[0]} needs devices with memory of the kind {HOST_MEMORY}; "
+      f"{device.device_kind} has {kinds}"
+    )
 
 
 def check_program(config: Config, mesh: Mesh, program: Program) -> None:
-  """Checks that the devices can hold a run; see the two functions below."""
+  """Checks that the devices of a mesh can hold a run.
+
+  Raises:
+    ValueError: names what is too large, or not split; see the functions below.
+  """
   check_params(config, mesh, program)
   check_memory(config, mesh, program)
 
@@ -154,19 +174,36 @@ def check_params(
 
 
 def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
-  """Checks that memory can hold a run, by lower bounds.
+  """Compares lower bounds with memory: what passes may still be too large.
 
-  Args:
-    config: of the run.
-    mesh: its devices, which are here.
-    program: of the run.
+  They are those of the batches that are prepared ahead, of the tables of
+  relative positions, of the layers' inputs of one example, and of the state.
 
   Raises:
-    ValueError: names what is too large.
+    ValueError: one of them is larger than the memory that there is.
   """
-  fits.check_config(config, mesh)
-  what = "the state of the run (parameters and optimizer)"
-  fits.check_tree(program.state, what)
+  data, groups = config.data, config.model.layer_groups()
+  length = getattr(data, "sequence_length", None)
+  shape = getattr(config.model, "input_shape", ())
+  example = math.prod(shape) if length is None else _TOKEN_BYTES * length
+  memory.check(
+    example * (data.prefetch + 1) * (data.batch_size // jax.process_count()),
+    f"data.prefetch={data.prefetch} batches of data.batch_size="
+    f"{data.batch_size} examples of {example:,} bytes",
+  )
+  tables = _INDEX_BYTES * sum(group.pairs for group in groups)
+  memory.check(tables, "the tables of relative positions at the model's size")
+  # Every layer keeps its input for the backward pass, whatever `remat` is.
+  width = jnp.dtype(config.model.dtype).itemsize
+  kept = sum(
+    group.depth * group.width * width * min(group.tokens, length or math.inf)
+    for group in groups
+  )
+  devices = set(mesh.devices.flat)
+  each = device_bytes(mesh.devices.flat[0], devices)
+  memory.check(kept, "the layers' inputs of one example", each * len(devices))
+  state = "the state of the run (parameters and optimizer)"
+  check_tree(program.state, state)
 
 
 def check_writable(workdir: str) -> epath.Path:

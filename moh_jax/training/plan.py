@@ -14,7 +14,7 @@ from moh_jax.data.infer import resolve_without_data
 from moh_jax.layers.stack import RUN_TWICE
 from moh_jax.ops.target import Target
 from moh_jax.runtime import devices, sharding
-from moh_jax.runtime.fits import bytes_on_device
+from moh_jax.runtime.sharding import bytes_on_device
 from moh_jax.runtime.devices import USABLE, Topology
 from moh_jax.training.compiling import (
   Collective,

@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
-from moh_jax.runtime.fits import HOST_MEMORY
 from moh_jax.runtime.params import (
   abstract_params,
   init_params,
@@ -18,7 +16,7 @@ from moh_jax.runtime.params import (
   unbox,
   with_shardings,
 )
-from moh_jax.runtime.sharding import BATCH_AXES, replicated
+from moh_jax.runtime.sharding import BATCH_AXES, HOST_MEMORY
 from moh_jax.training import optim
 from moh_jax.training.step import TrainState, jit_train_step
 from moh_jax.training.task import Objective
@@ -58,23 +56,15 @@ def make_program(
   """
   section, steps = config.optim, config.train.steps
   boxed = abstract_params(objective.model, objective.inputs)
+  plain = unbox(boxed)
+  params = with_shardings(plain, param_shardings(boxed, mesh))
   optimizer = optim.decay_by_layer(
     optim.make_optimizer(section, steps, boxed),
     section.layer_decay,
     config.model,
   )
-  init = _initialization(config, objective, optimizer)
-  state = with_shardings(
-    jax.eval_shape(init), _state_shardings(config, boxed, optimizer, mesh)
-  )
-  shardings = jax.tree.map(lambda x: x.sharding, state)
-  split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-  batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      (config.data.batch_size, *x.shape), x.dtype, sharding=split
-    ),
-    objective.example,
-  )
+  opt_state = jax.eval_shape(optimizer.init, plain)
+  shardings = _state_shardings(config, params, opt_state, mesh)
   step = jit_train_step(
     state_shardings=shardings,
     loss_fn=objective.loss_fn,
@@ -84,12 +74,34 @@ def make_program(
     ema_decay=section.ema_decay,
     ema_every=section.ema_every,
   )
+  split = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+  batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      (config.data.batch_size, *x.shape), x.dtype, sharding=split
+    ),
+    objective.example,
+  )
+
+  def init() -> TrainState:
+    rng = jax.random.key(config.train.seed)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in objective.inputs]
+    key = jax.random.fold_in(rng, 0)
+    params = unbox(init_params(objective.model, key, zeros))
+    return TrainState(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      opt_state=optimizer.init(params),
+      ema=averaged_from(params, config),
+      rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
+    )
+
+  state = with_shardings(jax.eval_shape(init), shardings)
   # It runs once, and on CPUs optimizing it takes longer than running it.
   device = mesh.abstract_mesh.abstract_device
   on_cpu = device is not None and device.platform == "cpu"
   options = {"xla_backend_optimization_level": 0} if on_cpu else None
-  jitted = jax.jit(init, out_shardings=shardings, compiler_options=options)
-  return Program(jitted, state, batch, step, boxed)
+  init = jax.jit(init, out_shardings=shardings, compiler_options=options)
+  return Program(init, state, batch, step, boxed)
 
 
 def averaged_from(params: Any, config: Config) -> Any:
@@ -111,43 +123,20 @@ def describe(config: Config, params: Any) -> str:
   )
 
 
-def _initialization(
-  config: Config, objective: Objective, optimizer: optax.GradientTransformation
-) -> Callable[[], TrainState]:
-  """Makes the function that initialises a state from the run's seed."""
-
-  def init() -> TrainState:
-    rng = jax.random.key(config.train.seed)
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in objective.inputs]
-    key = jax.random.fold_in(rng, 0)
-    params = unbox(init_params(objective.model, key, zeros))
-    return TrainState(
-      step=jnp.zeros((), jnp.int32),
-      params=params,
-      opt_state=optimizer.init(params),
-      ema=averaged_from(params, config),
-      rng=jax.random.key_data(jax.random.fold_in(rng, 1)),
-    )
-
-  return init
-
-
 def _state_shardings(
   config: Config,
-  boxed: Any,
-  optimizer: optax.GradientTransformation,
+  params: Any,
+  opt_state: Any,
   mesh: Mesh | AbstractMesh,
 ) -> TrainState:
-  """Shardings of a state, from the logical axes of the parameters."""
-  whole, plain = replicated(mesh), unbox(boxed)
-  params = param_shardings(boxed, mesh)
-  opt_state = _optimizer_shardings(
-    jax.eval_shape(optimizer.init, plain), with_shardings(plain, params), whole
-  )
+  """Shardings of an abstract state, whose parameters have theirs."""
+  whole = NamedSharding(mesh, PartitionSpec())
+  opt_state = _optimizer_shardings(opt_state, params, whole)
   if config.optim.state_memory == "host":
     opt_state = jax.tree.map(
       lambda s: s.with_memory_kind(HOST_MEMORY), opt_state
     )
+  params = jax.tree.map(lambda x: x.sharding, params)
   ema = params if config.optim.ema_decay else None
   return TrainState(whole, params, opt_state, ema, whole)
 

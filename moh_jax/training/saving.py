@@ -13,7 +13,6 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from moh_jax.config import Config
 from moh_jax.data.identity import Identity
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.checkpoint import Metadata
@@ -37,7 +36,6 @@ class Saver:
   def __init__(
     self,
     workdir: str | epath.Path,
-    config: Config,
     metadata: Metadata,
     stream: Mapping[str, Identity],
     verify: bool = True,
@@ -47,20 +45,19 @@ class Saver:
 
     Args:
       workdir: local directory or bucket.
-      config: of the run.
-      metadata: metadata of each checkpoint.
+      metadata: of each checkpoint, the config of the run among it.
       stream: identity of the data by source, which each checkpoint holds.
       verify: compare a checkpoint with its checksums before it is called whole.
       start: step that the run continues; later ones are set aside.
     """
     if start is not None:  # before any process lists them
       ask_first_process(lambda: steps.set_aside_after(workdir, start))
-    policies, section = ocp.checkpoint_managers, config.checkpoint
+    policies, section = ocp.checkpoint_managers, metadata.config.checkpoint
     keep = [policies.LatestN(section.keep_last)]
     if section.keep_every:
       keep.append(policies.EveryNSteps(section.keep_every))
     self._directory, self._every = workdir, section.every
-    self._last = config.train.steps
+    self._last = metadata.config.train.steps
     self._folder = steps.steps_folder(workdir)
     self._stops = section.on_error == "stop"
     self._metadata, self._stream = metadata, dict(stream)

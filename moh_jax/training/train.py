@@ -87,11 +87,11 @@ def train(
   """
   # Prepare.
   clock, config = RunClock(), resolve(config)
-  entrance.check_packages(config)
   compilation_cache.keep_in(config.train.compilation_cache)
-  entrance.check_processes(config, workdir)
   # Devices.
   mesh = sharding.make_mesh(config.mesh, devices)
+  entrance.check_packages(config)
+  entrance.check_processes(config, workdir)
   entrance.check_mesh(config, mesh)
   # Program.
   builder = task_builder(config)
@@ -111,7 +111,7 @@ def train(
     keep_tokenizer(directory, metadata, task.tokenizer, is_new=start is None)
     _say(config, mesh, program)
     # Loop.
-    saver = Saver(directory, config, metadata, task.identity, verify, start)
+    saver = Saver(directory, metadata, task.identity, verify, start)
     enter(saver.errors())
     enter(saver)
     batches = enter(Feed(task.batches(mesh), mesh, config.data.device_prefetch))

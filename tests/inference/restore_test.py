@@ -48,7 +48,7 @@ def _save(directory, config=_CONFIG):
 def _save_steps(directory, steps):
   """Checkpoints of a run; parameters of step s have the seed s, EMA 100 + s."""
   metadata = checkpoint.Metadata(_CONFIG, _NAMES)
-  saver = saving.Saver(directory, _CONFIG, metadata, {})
+  saver = saving.Saver(directory, metadata, {})
   for step in steps:
     state = TrainState(
       step=jnp.int32(step),

@@ -1,12 +1,16 @@
 import dataclasses
+import types
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.runtime import fits, sharding
+from moh_jax.runtime import sharding
+from moh_jax.training import entrance
 from tests.cli import tiny_checkpoint
+
+_NO_STATE = types.SimpleNamespace(state=())
 
 
 class FitsTest(parameterized.TestCase):
@@ -20,23 +24,23 @@ class FitsTest(parameterized.TestCase):
     return dataclasses.replace(self.config, **{section: values})
 
   def test_small_run_passes(self):
-    fits.check_config(self.config, self.mesh)
+    entrance.check_memory(self.config, self.mesh, _NO_STATE)
 
   def test_batches_prepared_ahead(self):
     config = self._change("data", prefetch=1024, batch_size=1 << 20)
     with self.assertRaisesRegex(ValueError, "data.prefetch=1024 batches"):
-      fits.check_config(config, self.mesh)
+      entrance.check_memory(config, self.mesh, None)
 
   def test_position_tables(self):
     self.config = self._change("data", prefetch=1, batch_size=1)
     config = self._change("model", image_size=(1 << 12, 1 << 12))
     with self.assertRaisesRegex(ValueError, "tables of relative positions"):
-      fits.check_config(config, self.mesh)
+      entrance.check_memory(config, self.mesh, None)
 
   def test_layers_inputs(self):
-    with mock.patch.object(fits, "_device_bytes", lambda *_: 10):
+    with mock.patch.object(entrance, "device_bytes", lambda *_: 10):
       with self.assertRaisesRegex(ValueError, "layers' inputs of one example"):
-        fits.check_config(self.config, self.mesh)
+        entrance.check_memory(self.config, self.mesh, _NO_STATE)
 
   def test_parts_of_a_device_count(self):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -44,9 +48,9 @@ class FitsTest(parameterized.TestCase):
       jax.ShapeDtypeStruct((size, 1 << 20), jnp.float32, sharding=one)
       for size in (1, 1 << 30)
     )
-    fits.check_tree({"a": small}, "x")
+    sharding.check_tree({"a": small}, "x")
     with self.assertRaisesRegex(ValueError, "^x: at least 4,194,304.0 GiB"):
-      fits.check_tree({"a": small, "b": large}, "x")
+      sharding.check_tree({"a": small, "b": large}, "x")
 
 
 if __name__ == "__main__":

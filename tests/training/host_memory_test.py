@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from absl.testing import absltest
 
-from moh_jax.runtime import fits
+from moh_jax.runtime.sharding import HOST_MEMORY
+from moh_jax.training import entrance
 from moh_jax.training.train import train
 from tests.training import tiny
 
@@ -31,7 +32,7 @@ class HostMemoryTest(absltest.TestCase):
     for steps in (2, 3):
       host = train(config("host", "offload", steps), folders[1]).state
     moments = host.opt_state[1][0].mu["head"]["kernel"]
-    self.assertEqual(moments.sharding.memory_kind, fits.HOST_MEMORY)
+    self.assertEqual(moments.sharding.memory_kind, HOST_MEMORY)
     chex.assert_trees_all_close(
       jax.device_get(host),
       jax.device_get(device),
@@ -48,7 +49,8 @@ class HostMemoryTest(absltest.TestCase):
     with self.assertRaisesRegex(
       ValueError, r"^optim.state.* of the kind pinned_host; Abacus has .'beads'"
     ):
-      fits.check_host_memory("optim.state_memory='host'", mesh)
+      config = tiny.llm_config(optim={"state_memory": "host"})
+      entrance._check_host_memory(config, mesh)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class StateShardingTest(parameterized.TestCase):
         program.init(), sharding.shard_batch(next(batches), mesh)
       )
       metadata = saving.Metadata(config)
-      with saving.Saver(folder, config, metadata, {}) as saver:
+      with saving.Saver(folder, metadata, {}) as saver:
         saver.save(state, batches.position)
         saver.wait()
       restored, _ = saving.restore(folder, 1, program.state)
