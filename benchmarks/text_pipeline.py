@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from moh_jax.cli import common
-from moh_jax.config.text import TextDataConfig
+from moh_jax.config.data import TextDataConfig
 from moh_jax.data.text.sequences import train_sequences
 from moh_jax.data.text.token_set_writer import TokenSetWriter
 from moh_jax.data.text.tokenizers import BytesTokenizer

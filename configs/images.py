@@ -18,7 +18,7 @@ with a head for the new classes), dit (a small MoH-DiT that makes such images of
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.config.sizes_vit import NO_DECAY
+from moh_jax.config.released import NO_DECAY
 
 _ARGUMENTS = ("small", "small_mha", "medium", "medium_mha", "finetune", "dit")
 _DATA = {

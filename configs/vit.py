@@ -14,7 +14,7 @@ import ml_collections
 
 from moh_jax import config as config_lib
 from moh_jax.config import released_model
-from moh_jax.config.sizes_vit import NO_DECAY
+from moh_jax.config.released import NO_DECAY
 
 _ALIASES = {
   "s80": "moh-vit-s80",

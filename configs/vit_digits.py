@@ -8,7 +8,7 @@ Arguments: moh (default; 75 % of the heads), mha (the multi-head baseline).
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.config.sizes_vit import NO_DECAY
+from moh_jax.config.released import NO_DECAY
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:

@@ -108,7 +108,7 @@ register_family(
     model="moh_jax.config.vit:ViTConfig",
     network="moh_jax.models.vit:ViT",
     converter="moh_jax.convert.vit:CONVERTER",
-    released="moh_jax.config.sizes_vit:VIT_MODELS",
+    released="moh_jax.config.released:VIT_MODELS",
     formats={"moh-vit": ("moh-vit",), "transnext": ("transnext",)},
   )
 )
@@ -120,7 +120,7 @@ register_family(
     task="moh_jax.training.denoising",
     converter="moh_jax.convert.dit:CONVERTER",
     probe="moh_jax.analysis.probe:diffusion_probe",
-    released="moh_jax.config.sizes_dit:DIT_MODELS",
+    released="moh_jax.config.released:DIT_MODELS",
     commands=frozenset({"sample"}),
     formats={"moh-dit": ("moh-dit",), "dit": ("dit",), "diffusers": ()},
     exports=("", "diffusers"),
@@ -134,7 +134,7 @@ register_family(
     task="moh_jax.training.language_modeling",
     converter="moh_jax.convert.llama:CONVERTER",
     probe="moh_jax.analysis.probe:text_probe",
-    released="moh_jax.config.sizes_llm:LLM_MODELS",
+    released="moh_jax.config.released:LLM_MODELS",
     commands=frozenset({"evaluate-lm", "generate"}),
     formats={
       "llama": ("llama", "llm", "moh-llm"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config.image_data import FILE_SOURCES
+from moh_jax.config.data import FILE_SOURCES
 from moh_jax.data.images.sources import make_source
 from moh_jax.data.infer import resolve
 from moh_jax.speed import input as speed_input

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence, Set
 from typing import Any
 
-from moh_jax.config.parse import GivenText
+from moh_jax.config.base import GivenText
 from moh_jax.config.registry import family_names, router_names
 
 

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from moh_jax.config.checks import shown
+from moh_jax.config.base import shown
 
 
 class _Named(Protocol):

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config.log import LogConfig
 from moh_jax.config.registry import get_family, imported
 from moh_jax.config.sections import (
   CheckpointConfig,
   EvalConfig,
+  LogConfig,
   MeshConfig,
   OptimConfig,
   TrainConfig,
@@ -126,7 +126,7 @@ class Config:
     defaults = {
       name: type(section)()
       for name, section in self.sections.items()
-      if getattr(section, "ONLY_TRAINS", False)
+      if section.ONLY_TRAINS
     }
     return dataclasses.replace(self, **defaults)
 

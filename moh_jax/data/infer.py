@@ -9,7 +9,7 @@ from typing import Any
 
 from moh_jax.config import Config, DiffusionConfig
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.config.image_data import FILE_SOURCES
+from moh_jax.config.data import FILE_SOURCES
 from moh_jax.data.images import latents
 from moh_jax.data.images.encoded import EncodedSource
 from moh_jax.data.images.folders import SPLITS

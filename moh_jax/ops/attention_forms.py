@@ -20,7 +20,7 @@ that attend to a cache.
 import dataclasses
 from typing import Any
 
-from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import splash
 from moh_jax.ops.crossovers import largest_share
 from moh_jax.ops.kernels import hopper, triton_backend

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.checks import RESIZES
+from moh_jax.config.dit import RESIZES
 from moh_jax.convert.inception import convert_inception
 from moh_jax.evaluation import fid, precision_recall
 from moh_jax.evaluation.image_sets import open_images

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, legacy
+from moh_jax.config import Config, upgrade
 from moh_jax.data.text.tokenizer_files import write_tokenizer_files
 from moh_jax.data.text.tokenizers import Tokenizer
 from moh_jax.runtime import commit, manifest
@@ -284,7 +284,7 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
   config = config_lib.from_config_dict(
-    legacy.upgrade(check_stored(stored)["config"])
+    upgrade(check_stored(stored)["config"])
   )
   return Metadata(
     config,

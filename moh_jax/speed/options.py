@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
-from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS
+from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget
+from moh_jax.config.layers import IMPLEMENTATIONS
 
 # Forms that can compute every head as well: the baselines of the others.
 _EVERY_HEAD = ("dense", "auto", "cudnn", "kernel")

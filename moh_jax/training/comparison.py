@@ -14,8 +14,7 @@ import jax
 import msgspec
 
 from moh_jax.config import Config, differing_fields, to_dict
-from moh_jax.config.legacy import upgrade
-from moh_jax.config.parse import from_config_dict
+from moh_jax.config.parse import from_config_dict, upgrade
 from moh_jax.config.variants import ComparedRun
 from moh_jax.files import write_whole
 from moh_jax.json_files import parse_json

@@ -1,7 +1,7 @@
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import legacy
+from moh_jax.config import base, parse
 
 _OLD = {
   "model": {
@@ -29,7 +29,7 @@ _OLD = {
 
 class UpgradeTest(parameterized.TestCase):
   def test_values_move_to_their_sections(self):
-    config = config_lib.from_config_dict(legacy.upgrade(_OLD))
+    config = config_lib.from_config_dict(parse.upgrade(_OLD))
     self.assertEqual(
       config.model.router,
       config_lib.RouterConfig("query_norm", "paper", False, "all"),
@@ -43,7 +43,7 @@ class UpgradeTest(parameterized.TestCase):
   def test_classifiers_keep_how_targets_are_made(self):
     train = {"mixup": 0.2, "cutmix_prob": 0.25, "label_smoothing": 0.1}
     old = {"model": {"family": "vit", "router": "none"}, "train": train}
-    config = config_lib.from_config_dict(legacy.upgrade(old))
+    config = config_lib.from_config_dict(parse.upgrade(old))
     self.assertEqual(
       config.classifier,
       config_lib.ClassifierConfig(0.1, mixup=0.2, cutmix_prob=0.25),
@@ -54,14 +54,14 @@ class UpgradeTest(parameterized.TestCase):
     cfg = config_lib.to_config_dict(
       config_lib.Config(config_lib.LLMConfig(rope=config_lib.RotaryConfig(9.0)))
     ).to_dict()
-    self.assertEqual(legacy.upgrade(cfg), cfg)
+    self.assertEqual(parse.upgrade(cfg), cfg)
 
   def test_the_stored_dict_is_not_changed(self):
     before = repr(_OLD)
-    legacy.upgrade(_OLD)
+    parse.upgrade(_OLD)
     self.assertEqual(repr(_OLD), before)
 
-  @parameterized.parameters(*legacy.MOVED.items())
+  @parameterized.parameters(*base.MOVED.items())
   def test_present_keys_exist(self, _, present):
     family = "llm" if present.startswith("model") else "vit"
     cls = config_lib.imported(config_lib.get_family(family).model)

@@ -3,7 +3,7 @@ import re
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.policy import RandAugmentPolicy, parse_policy
+from moh_jax.config.data import RandAugmentPolicy, parse_policy
 
 
 class ParsePolicyTest(parameterized.TestCase):

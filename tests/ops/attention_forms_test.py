@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import target as target_lib
 from moh_jax.ops.attention import attention
 from moh_jax.ops.attention_forms import (

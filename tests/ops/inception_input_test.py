@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.checks import RESIZES
+from moh_jax.config.dit import RESIZES
 from moh_jax.ops.inception_input import prepare
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"

@@ -7,7 +7,7 @@ import grain
 import numpy as np
 
 from moh_jax.config import Config
-from moh_jax.config.image_data import FILE_SOURCES
+from moh_jax.config.data import FILE_SOURCES
 from moh_jax.data.images.tolerant import CheckedSource
 from moh_jax.data.images.transforms import RandomCropFlip, ResizeCenterCrop
 

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from moh_jax.config import Config, DataConfig, ImageModel
-from moh_jax.config.image_data import FILE_SOURCES
+from moh_jax.config.data import FILE_SOURCES
 from moh_jax.data.extras import import_extra
 from moh_jax.data.identity import Identity
 from moh_jax.data.images import tables

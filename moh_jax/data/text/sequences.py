@@ -16,7 +16,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from moh_jax.config.text import TextDataConfig
+from moh_jax.config.data import TextDataConfig
 from moh_jax.data.identity import Identity
 from moh_jax.data.shards import METADATA, read_metadata
 from moh_jax.data.text.packing import FakeSequences, PackedSource, Sequence

@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from scipy import stats
 
-from moh_jax.config.policy import RandAugmentPolicy
+from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.data.images import augment
 from moh_jax.data.images.operations import INCREASING, PLAIN, Operation
 from tests.data.images import operations_test

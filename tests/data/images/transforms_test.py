@@ -5,7 +5,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config import DataConfig, ViTConfig
-from moh_jax.config.policy import RandAugmentPolicy
+from moh_jax.config.data import RandAugmentPolicy
 from moh_jax.data.images import augment, transforms
 
 _MODEL = ViTConfig(

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.text import TextDataConfig
+from moh_jax.config.data import TextDataConfig
 from moh_jax.data.text import sequences, tokenizers
 from tests.data.text import tiny_text
 

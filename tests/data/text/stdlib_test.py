@@ -10,7 +10,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from moh_jax.config.text import TextDataConfig
+from moh_jax.config.data import TextDataConfig
 from moh_jax.data.text import sequences
 from moh_jax.data.text import stdlib as stdlib_text
 from moh_jax.data.text.token_sets import TokenSet
