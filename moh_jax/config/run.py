@@ -126,7 +126,7 @@ class Config:
     defaults = {
       name: type(section)()
       for name, section in self.sections.items()
-      if section.ONLY_TRAINS
+      if getattr(section, "ONLY_TRAINS", False)
     }
     return dataclasses.replace(self, **defaults)
 

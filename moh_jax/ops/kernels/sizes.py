@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moh_jax.json_files import read_json
 from moh_jax.ops.target import target
 
 FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
@@ -226,6 +225,9 @@ def read(path: str | os.PathLike) -> dict[Key, BlockSizes]:
     OSError: the file cannot be read.
     ValueError: it is not such a file, or its tiles would give wrong results.
   """
+  # Layers and kernels need no library but JAX and Flax.
+  from moh_jax.json_files import read_json
+
   try:
     entries = read_json(path, list[dict])
     return dict(map(_parse, entries))
