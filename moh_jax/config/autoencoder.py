@@ -4,18 +4,11 @@ import dataclasses
 import math
 from typing import Annotated, Any
 
-from moh_jax.config.base import (
-  Dtype,
-  Number,
-  Positive,
-  Range,
-  Section,
-  Width,
-)
+from moh_jax.config import base
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentScaling(Section):
+class LatentScaling(base.Section):
   """How latents become the input of a diffusion model, of about unit variance.
 
   The input is ((latents - mean) / std - shift) * scale. The defaults are those
@@ -30,10 +23,10 @@ class LatentScaling(Section):
 
   NAME = "latents"
 
-  scale: Positive = 0.18215
-  shift: Number = 0.0
-  mean: tuple[Number, ...] = ()
-  std: tuple[Positive, ...] = ()
+  scale: base.Positive = 0.18215
+  shift: base.Number = 0.0
+  mean: tuple[base.Number, ...] = ()
+  std: tuple[base.Positive, ...] = ()
 
   def affine(self, channels: int) -> tuple[list[float], list[float]]:
     """Offset and factor: the input is (latents - offset) * factor.
@@ -72,7 +65,7 @@ def _close(one: Any, other: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class VAEConfig(Section):
+class VAEConfig(base.Section):
   """Convolutional autoencoder of Stable Diffusion (arXiv:2112.10752).
 
   The defaults are the public sizes (diffusers' AutoencoderKL).
@@ -97,17 +90,17 @@ class VAEConfig(Section):
 
   NAME = "vae"
 
-  block_out_channels: tuple[Width, ...] = (128, 256, 512, 512)
-  layers_per_block: Annotated[int, Range(1, 64)] = 2
-  image_channels: Width = 3
-  latent_channels: Width = 4
-  norm_groups: Width = 32
-  norm_eps: Annotated[float, Range(1e-12, 1, "[]")] = 1e-6
+  block_out_channels: tuple[base.Width, ...] = (128, 256, 512, 512)
+  layers_per_block: Annotated[int, base.Range(1, 64)] = 2
+  image_channels: base.Width = 3
+  latent_channels: base.Width = 4
+  norm_groups: base.Width = 32
+  norm_eps: Annotated[float, base.Range(1e-12, 1, "[]")] = 1e-6
   use_quant_conv: bool = True
   use_post_quant_conv: bool = True
   mid_attention: bool = True
   scaling: LatentScaling = LatentScaling()
-  dtype: Dtype = "float32"
+  dtype: base.Dtype = "float32"
 
   def check(self) -> None:
     """Groups divide the widths; the scaling has the channels of latents."""

@@ -5,28 +5,17 @@ import itertools
 import re
 from typing import Annotated, Literal
 
-from moh_jax.config.base import (
-  Ahead,
-  Amount,
-  Batch,
-  Count,
-  Natural,
-  Positive,
-  Range,
-  Section,
-  Share,
-  Tokens,
-  shown,
-)
+from moh_jax.config import base
+from moh_jax.config.base import shown
 
 # Sources of image files, which are decoded when they are read.
 FILE_SOURCES = ("image_folder", "array_record", "parquet")
-_Workers = Annotated[int, Range(0, 1024)]
+_Workers = Annotated[int, base.Range(0, 1024)]
 _SUM_TOLERANCE = 0.05  # percent: published mixes are rounded
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig(Section):
+class DataConfig(base.Section):
   """Where examples come from and how they become batches.
 
   Attributes:
@@ -96,25 +85,25 @@ class DataConfig(Section):
     "digits", "image_folder", "array_record", "parquet", "latents", "fake"
   ] = "fake"
   path: str = ""
-  batch_size: Batch = 128
+  batch_size: base.Batch = 128
   augment: Literal["none", "shift", "crop_flip", "center_flip"] = "none"
   auto_augment: str = ""
-  color_jitter: Annotated[float, Range(0, 10)] = 0.0
-  random_erasing: Share = 0.0
-  repeats: Ahead = 1
-  val_share: Share = 0.0
+  color_jitter: Annotated[float, base.Range(0, 10)] = 0.0
+  random_erasing: base.Share = 0.0
+  repeats: base.Ahead = 1
+  val_share: base.Share = 0.0
   class_list: str = ""
   label_column: str = ""
   decode: Literal["exact", "reduced", "fast"] = "exact"
   bad_images: Literal["raise", "skip", "check"] = "raise"
-  eval_resize: Annotated[int, Range(0, 1 << 14)] | None = 0
-  mean: tuple[Annotated[float, Range(-1e6, 1e6, "[]")], ...] | None = None
-  std: tuple[Annotated[float, Range(0, 1e6, "(]")], ...] | None = None
-  num_threads: Ahead = 4
-  prefetch: Ahead = 4
+  eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
+  mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
+  std: tuple[Annotated[float, base.Range(0, 1e6, "(]")], ...] | None = None
+  num_threads: base.Ahead = 4
+  prefetch: base.Ahead = 4
   workers: _Workers | None = None
-  device_prefetch: Ahead = 2
-  fake_examples: Count = 1024
+  device_prefetch: base.Ahead = 2
+  fake_examples: base.Count = 1024
 
   def check(self) -> None:
     """Paths, decoding and normalization fit the source and one another."""
@@ -155,7 +144,7 @@ class DataConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class ClassifierConfig(Section):
+class ClassifierConfig(base.Section):
   """Label smoothing (arXiv:1512.00567) and the mixing of whole images.
 
   Attributes:
@@ -172,10 +161,10 @@ class ClassifierConfig(Section):
   NAME = "classifier"
   RUNTIME_FIELDS = ("label_smoothing", "mixup", "cutmix", "cutmix_prob")
 
-  label_smoothing: Share = 0.0
-  mixup: Amount = 0.0
-  cutmix: Amount = 0.0
-  cutmix_prob: Share = 0.5
+  label_smoothing: base.Share = 0.0
+  mixup: base.Amount = 0.0
+  cutmix: base.Amount = 0.0
+  cutmix_prob: base.Share = 0.5
 
   @property
   def mixes(self) -> bool:
@@ -184,7 +173,7 @@ class ClassifierConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextDataConfig(Section):
+class TextDataConfig(base.Section):
   """Where text comes from and how it becomes batches of packed sequences.
 
   Attributes:
@@ -217,16 +206,16 @@ class TextDataConfig(Section):
   source: Literal["tokens", "stdlib", "fake"] = "fake"
   path: str = ""
   mix: tuple[str, ...] = ()
-  ratios: tuple[Positive, ...] = ()
-  sequence_length: Tokens = 2048
-  batch_size: Batch = 8
+  ratios: tuple[base.Positive, ...] = ()
+  sequence_length: base.Tokens = 2048
+  batch_size: base.Batch = 8
   separate_documents: bool = True
   tokenizer: Literal["bpe", "bytes"] = "bpe"
-  num_threads: Ahead = 4
-  prefetch: Ahead = 4
+  num_threads: base.Ahead = 4
+  prefetch: base.Ahead = 4
   workers: _Workers | None = None
-  device_prefetch: Ahead = 2
-  fake_examples: Count = 1024
+  device_prefetch: base.Ahead = 2
+  fake_examples: base.Count = 1024
 
   def check(self) -> None:
     """Path and mix fit the source; the shares of a mix are all of it."""
@@ -247,7 +236,7 @@ class TextDataConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneConfig(Section):
+class TuneConfig(base.Section):
   """How routing changes during a run.
 
   Attributes:
@@ -260,8 +249,8 @@ class TuneConfig(Section):
   NAME = "tune"
   ONLY_TRAINS = True
 
-  top_k_steps: tuple[Natural, ...] = ()
-  top_k_values: tuple[Count, ...] = ()
+  top_k_steps: tuple[base.Natural, ...] = ()
+  top_k_values: tuple[base.Count, ...] = ()
 
   def check(self) -> None:
     """The steps rise from 0, each with a value."""

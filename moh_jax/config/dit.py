@@ -5,23 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from moh_jax.config import base
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.config.base import (
-  MOST_COUNT,
-  Amount,
-  Count,
-  Heads,
-  Natural,
-  Number,
-  Positive,
-  Range,
-  Section,
-  Share,
-  Side,
-  Tokens,
-  Width,
-  choices,
-)
 from moh_jax.config.layers import ImageModel, LayerStack
 from moh_jax.config.run import Config
 
@@ -33,7 +18,7 @@ _MOST_FLOW_STEPS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffusionConfig(Section):
+class DiffusionConfig(base.Section):
   """The diffusion process and its training objective.
 
   Attributes:
@@ -63,17 +48,17 @@ class DiffusionConfig(Section):
   NUMERIC_FIELDS = ("space", "schedule", "steps", "prediction")
 
   space: Literal["latent", "pixel"] = "latent"
-  latent_scale: Positive | None = None
-  latent_shift: Number = 0.0
-  latent_mean: tuple[Number, ...] = ()
-  latent_std: tuple[Positive, ...] = ()
+  latent_scale: base.Positive | None = None
+  latent_shift: base.Number = 0.0
+  latent_mean: tuple[base.Number, ...] = ()
+  latent_std: tuple[base.Positive, ...] = ()
   schedule: Literal["linear", "cosine", "flow"] = "linear"
   # The linear betas scale with 1000 / steps and must stay below 1.
-  steps: Annotated[int, Range(21, MOST_TIMESTEPS, "[]")] = 1000
+  steps: Annotated[int, base.Range(21, MOST_TIMESTEPS, "[]")] = 1000
   prediction: Literal["epsilon", "x0", "v", "velocity"] = "epsilon"
   loss_weight: Literal["uniform", "min_snr"] = "uniform"
-  snr_gamma: Positive = 5.0
-  vb_weight: Amount = 1.0
+  snr_gamma: base.Positive = 5.0
+  vb_weight: base.Amount = 1.0
 
   def check(self) -> None:
     """Flow matching predicts velocities, all of the same weight."""
@@ -97,17 +82,14 @@ class DiffusionConfig(Section):
   @property
   def scaling(self) -> LatentScaling:
     """How latents become the model's input."""
-    scale = self.latent_scale
-    return LatentScaling(
-      LatentScaling.scale if scale is None else scale,
-      self.latent_shift,
-      self.latent_mean,
-      self.latent_std,
-    )
+    others = self.latent_shift, self.latent_mean, self.latent_std
+    if self.latent_scale is None:
+      return LatentScaling(LatentScaling.scale, *others)
+    return LatentScaling(self.latent_scale, *others)
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleConfig(Section):
+class SampleConfig(base.Section):
   """How images are sampled: a run's grids, and defaults of `sample`.
 
   Attributes:
@@ -140,17 +122,17 @@ class SampleConfig(Section):
 
   NAME = "sample"
 
-  every: Natural = 0
-  num: Count = 16
-  labels: tuple[Annotated[int, Range(-1)], ...] = ()
-  zoom: Annotated[int, Range(1, 64, "[]")] = 1
+  every: base.Natural = 0
+  num: base.Count = 16
+  labels: tuple[Annotated[int, base.Range(-1)], ...] = ()
+  zoom: Annotated[int, base.Range(1, 64, "[]")] = 1
   method: Literal["ddpm", "ddim", "dpm", "euler", "heun"] = "ddpm"
   steps: str = "250"
-  eta: Share = 0.0
-  cfg_scale: Amount = 1.5
+  eta: base.Share = 0.0
+  cfg_scale: base.Amount = 1.5
   cfg_channels: Literal["three", "all"] = "three"
-  cfg_interval: tuple[int, Annotated[int, Range(0)]] = (0, MOST_TIMESTEPS)
-  fid_images: Natural = 0
+  cfg_interval: tuple[int, Annotated[int, base.Range(0)]] = (0, MOST_TIMESTEPS)
+  fid_images: base.Natural = 0
   fid_reference: str = ""
   fid_inception: str = ""
   fid_resize: Literal["tf1", "ptfid"] = "tf1"
@@ -166,16 +148,16 @@ class SampleConfig(Section):
       if self.fid_images and not getattr(self, name):
         self.fail(name, "must name a file where sample.fid_images is not 0")
     low, high = self.cfg_interval
-    if not 0 <= low < high <= MOST_COUNT:
+    if not 0 <= low < high <= base.MOST_COUNT:
       self.fail("cfg_interval", "must be (low, high) with 0 <= low < high")
 
 
 # For the functions that work on arrays.
-SCHEDULES = choices(DiffusionConfig, "schedule")
-PREDICTIONS = choices(DiffusionConfig, "prediction")
-LOSS_WEIGHTS = choices(DiffusionConfig, "loss_weight")
-GUIDED_CHANNELS = choices(SampleConfig, "cfg_channels")
-RESIZES = choices(SampleConfig, "fid_resize")
+SCHEDULES = base.choices(DiffusionConfig, "schedule")
+PREDICTIONS = base.choices(DiffusionConfig, "prediction")
+LOSS_WEIGHTS = base.choices(DiffusionConfig, "loss_weight")
+GUIDED_CHANNELS = base.choices(SampleConfig, "cfg_channels")
+RESIZES = base.choices(SampleConfig, "fid_resize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,17 +191,17 @@ class DiTConfig(LayerStack, ImageModel):
   """
 
   family: Literal["dit"] = "dit"
-  input_size: tuple[Side, Side] = (32, 32)
-  channels: Width | None = None
-  num_classes: Tokens | None = None
-  patch_size: Side = 2
-  width: Width = 384
-  num_heads: tuple[Heads, ...] = (6,) * 12
-  head_dim: Width = 64
-  shared_heads: tuple[Heads, ...] = (3,) * 8 + (6,) * 4
-  top_k: tuple[Heads, ...] = (2,) * 8 + (0,) * 4
-  mlp_ratio: Annotated[float, Range(0, 1024)] = 4.0
-  label_dropout: Annotated[float, Range(0, 0.999, "[]")] = 0.1
+  input_size: tuple[base.Side, base.Side] = (32, 32)
+  channels: base.Width | None = None
+  num_classes: base.Tokens | None = None
+  patch_size: base.Side = 2
+  width: base.Width = 384
+  num_heads: tuple[base.Heads, ...] = (6,) * 12
+  head_dim: base.Width = 64
+  shared_heads: tuple[base.Heads, ...] = (3,) * 8 + (6,) * 4
+  top_k: tuple[base.Heads, ...] = (2,) * 8 + (0,) * 4
+  mlp_ratio: Annotated[float, base.Range(0, 1024)] = 4.0
+  label_dropout: Annotated[float, base.Range(0, 0.999, "[]")] = 0.1
   learn_sigma: bool = True
 
   SECTIONS = {"diffusion": DiffusionConfig, "sample": SampleConfig}
@@ -297,14 +279,10 @@ class DiTConfig(LayerStack, ImageModel):
     return {**super().inherited(trained, stated), **sections}
 
 
-# Fields of `data` that change pixels, and their values for latents.
-_NEUTRAL = {
-  "augment": "none",
-  "auto_augment": "",
-  "color_jitter": 0.0,
-  "random_erasing": 0.0,
-  "eval_resize": 0,
-}
+# Fields of `data` that change pixels; latents have their defaults.
+_OF_PIXELS = (
+  *("augment", "auto_augment", "color_jitter", "random_erasing", "eval_resize"),
+)
 
 
 def _check_space(run: Config) -> None:
@@ -317,8 +295,8 @@ def _check_space(run: Config) -> None:
       "and 'pixel' an image source"
     )
   if source == "latents":
-    for name, neutral in _NEUTRAL.items():
-      if getattr(data, name) != neutral:
+    for name in _OF_PIXELS:
+      if getattr(data, name) != (neutral := getattr(type(data), name)):
         data.fail(
           name,
           f"must be {neutral!r} for latents, which are cropped and mirrored "
@@ -360,9 +338,10 @@ def _check_sampling(run: Config) -> None:
   if classes is not None and max(sample.labels, default=-1) >= classes:
     sample.fail("labels", f"must be in [-1, {classes - 1}]")
   if -1 in sample.labels and not run.model.label_dropout:
-    raise ValueError(
-      f"sample.labels={sample.labels}: a model with model.label_dropout=0 has "
-      "no label that stands for none"
+    sample.fail(
+      "labels",
+      "must be at least 0: a model with model.label_dropout=0 has no label "
+      "that stands for none",
     )
   if sample.cfg_scale != 1 and not run.model.label_dropout:
     sample.fail(

@@ -3,18 +3,7 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from moh_jax.config.base import (
-  MOST_HEADS,
-  Amount,
-  Count,
-  Heads,
-  Positive,
-  Range,
-  Section,
-  Tokens,
-  Width,
-  choices,
-)
+from moh_jax.config import base
 from moh_jax.config.data import TextDataConfig, TuneConfig
 from moh_jax.config.layers import LayerStack
 from moh_jax.config.run import Config
@@ -23,7 +12,7 @@ CACHE_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
-class RotaryConfig(Section):
+class RotaryConfig(base.Section):
   """Rotary position embedding (RoPE, arXiv:2104.09864) and its extensions.
 
   Attributes:
@@ -54,16 +43,16 @@ class RotaryConfig(Section):
 
   NAME = "rope"
 
-  theta: Annotated[float, Range(1, 1e12)] = 10000.0
+  theta: Annotated[float, base.Range(1, 1e12)] = 10000.0
   scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
-  factor: Annotated[float, Range(1)] = 1.0
-  low_freq_factor: Amount = 1.0
-  high_freq_factor: Amount = 4.0
-  original_length: Count = 8192
-  beta_fast: Amount = 32.0
-  beta_slow: Amount = 1.0
+  factor: Annotated[float, base.Range(1)] = 1.0
+  low_freq_factor: base.Amount = 1.0
+  high_freq_factor: base.Amount = 4.0
+  original_length: base.Count = 8192
+  beta_fast: base.Amount = 32.0
+  beta_slow: base.Amount = 1.0
   truncate: bool = True
-  attention_factor: Positive | None = None
+  attention_factor: base.Positive | None = None
 
   def check(self) -> None:
     """Borders are in order, and bases are."""
@@ -82,7 +71,7 @@ class RotaryConfig(Section):
       self.fail("theta", "must be above 1 for rope.scaling='yarn'")
 
 
-ROPE_SCALINGS = choices(RotaryConfig, "scaling")
+ROPE_SCALINGS = base.choices(RotaryConfig, "scaling")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,24 +110,24 @@ class LLMConfig(LayerStack):
   """
 
   family: Literal["llm"] = "llm"
-  vocab_size: Tokens | None = None
-  max_length: Tokens = 2048
-  width: Width = 768
-  mlp_dim: Width = 2048
-  num_heads: tuple[Heads, ...] = (12,) * 12
-  num_kv_heads: Annotated[int, Range(1, MOST_HEADS)] = 12
-  head_dim: Width = 64
-  shared_heads: tuple[Heads, ...] = (4,) * 12
-  top_k: tuple[Heads, ...] = (5,) * 12
+  vocab_size: base.Tokens | None = None
+  max_length: base.Tokens = 2048
+  width: base.Width = 768
+  mlp_dim: base.Width = 2048
+  num_heads: tuple[base.Heads, ...] = (12,) * 12
+  num_kv_heads: Annotated[int, base.Range(1, base.MOST_HEADS)] = 12
+  head_dim: base.Width = 64
+  shared_heads: tuple[base.Heads, ...] = (4,) * 12
+  top_k: tuple[base.Heads, ...] = (5,) * 12
   head_order: tuple[tuple[int, ...], ...] = ()
-  norm_eps: Annotated[float, Range(1e-12, 1.0, "[]")] = 1e-5
+  norm_eps: Annotated[float, base.Range(1e-12, 1.0, "[]")] = 1e-5
   rope: RotaryConfig = RotaryConfig()
   tie_embeddings: bool = False
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
   qk_norm: bool = False
-  loss_chunk: Annotated[int, Range(0, 1 << 24)] = 512
+  loss_chunk: Annotated[int, base.Range(0, 1 << 24)] = 512
 
   DATA = TextDataConfig
   SECTIONS = {"tune": TuneConfig}

@@ -13,6 +13,8 @@ from typing import Any
 from moh_jax.config.base import GivenText
 from moh_jax.config.registry import family_names, router_names
 
+_REQUIRED = inspect.Parameter.empty
+
 
 def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
   """Changes some keys of a config.
@@ -41,7 +43,8 @@ def run_file(spec: str) -> dict[str, Any]:
 
   Args:
     spec: "FILE" or "FILE:ARG"; the file's `get_config(ARG)` returns a
-      ConfigDict or a dict of sections.
+      ConfigDict or a dict of sections. Its `ARGUMENTS`, where it has them, are
+      the known ones, without what follows a colon.
 
   Returns:
     What it returned, as nested dicts; nothing is checked yet.
@@ -60,11 +63,17 @@ def run_file(spec: str) -> dict[str, Any]:
   before, registered = set(sys.modules), (family_names(), router_names())
   sys.path.insert(0, folder)  # a module of the user's own may lie beside it
   try:
-    get_config = runpy.run_path(str(path)).get("get_config")
-    if not callable(get_config):
+    content = runpy.run_path(str(path))
+    if not callable(get_config := content.get("get_config")):
       raise ValueError(f"{path}: has no function get_config")
-    if argument and not inspect.signature(get_config).parameters:
+    parameters = [*inspect.signature(get_config).parameters.values()]
+    if argument and not parameters:
       raise ValueError(f"{path}: takes no argument, {argument!r} was given")
+    if not argument and parameters and parameters[0].default is _REQUIRED:
+      raise ValueError(f"{path}: needs an argument, {path}:ARG")
+    known = content.get("ARGUMENTS")
+    if argument and known and argument.partition(":")[0] not in known:
+      raise ValueError(f"{path}: {argument!r} must be one of {tuple(known)}")
     cfg = get_config(argument) if argument else get_config()
     cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
   except (Exception, SystemExit) as error:  # the user's code may raise anything

@@ -194,8 +194,12 @@ def check_command(model: Any, command: str, where: str) -> Family:
   return family
 
 
-def released_model(name: str) -> Any:
+def released_model(name: str, **changes: Any) -> Any:
   """The model section of a released model.
+
+  Args:
+    name: such as "moh-vit-s80".
+    **changes: fields with other values.
 
   Raises:
     ValueError: an unknown name; the known ones are listed.
@@ -203,7 +207,7 @@ def released_model(name: str) -> Any:
   models = released_models()
   if name not in models:
     raise ValueError(f"model {name!r} must be one of {tuple(models)}")
-  return models[name]
+  return dataclasses.replace(models[name], **changes)
 
 
 def released_models() -> dict[str, Any]:

@@ -3,23 +3,13 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from moh_jax.config.base import (
-  Amount,
-  Batch,
-  Count,
-  Decay,
-  Dtype,
-  Natural,
-  Range,
-  Section,
-  Share,
-)
+from moh_jax.config import base
 
 _MOST_DEVICES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimConfig(Section):
+class OptimConfig(base.Section):
   """The optimizer, its schedule and what surrounds it.
 
   Attributes:
@@ -73,26 +63,26 @@ class OptimConfig(Section):
   NAME = "optim"
 
   name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
-  lr: Amount = 1e-3
+  lr: base.Amount = 1e-3
   schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-  warmup_steps: Natural | None = None
-  warmup_lr: Amount = 0.0
-  final_lr: Amount = 0.0
-  decay_steps: Natural | None = None
+  warmup_steps: base.Natural | None = None
+  warmup_lr: base.Amount = 0.0
+  final_lr: base.Amount = 0.0
+  decay_steps: base.Natural | None = None
   decay_form: Literal["linear", "cosine", "sqrt"] = "linear"
-  b1: Decay = 0.9
-  b2: Decay = 0.999
-  eps: Amount = 1e-8
-  moment_dtype: Dtype = "float32"
+  b1: base.Decay = 0.9
+  b2: base.Decay = 0.999
+  eps: base.Amount = 1e-8
+  moment_dtype: base.Dtype = "float32"
   state_memory: Literal["device", "host"] = "device"
-  weight_decay: Amount = 0.05
+  weight_decay: base.Amount = 0.05
   no_decay: tuple[str, ...] = ("*bias", "*scale")
-  clip_norm: Amount = 1.0
-  ema_decay: Decay = 0.0
-  layer_decay: Annotated[float, Range(0, 1, "(]")] = 1.0
-  ema_every: Count = 1
-  ema_dtype: Dtype = "float32"
-  accumulation: Batch = 1
+  clip_norm: base.Amount = 1.0
+  ema_decay: base.Decay = 0.0
+  layer_decay: Annotated[float, base.Range(0, 1, "(]")] = 1.0
+  ema_every: base.Count = 1
+  ema_dtype: base.Dtype = "float32"
+  accumulation: base.Batch = 1
 
   def warmup(self, steps: int) -> int:
     """Steps of the warm-up in a run of so many steps."""
@@ -108,7 +98,7 @@ class OptimConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class RewindConfig(Section):
+class RewindConfig(base.Section):
   """What a run does when its loss is NaN or a spike.
 
   It goes back to a checkpoint, skips all batches from there to the bad step,
@@ -124,9 +114,9 @@ class RewindConfig(Section):
 
   NAME = "rewind"
 
-  steps: Natural = 0
-  limit: Count = 3
-  spike: Amount = 0.0
+  steps: base.Natural = 0
+  limit: base.Count = 3
+  spike: base.Amount = 0.0
 
   def check(self) -> None:
     """A spike is a multiple, and something that the run answers."""
@@ -137,7 +127,7 @@ class RewindConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(Section):
+class TrainConfig(base.Section):
   """Length and seed of the run, what it starts from, and the balance loss.
 
   Attributes:
@@ -156,16 +146,16 @@ class TrainConfig(Section):
 
   NAME = "train"
 
-  steps: Count = 1000
-  seed: Annotated[int, Range(0, 2**31 - 1, "[]")] = 0
+  steps: base.Count = 1000
+  seed: Annotated[int, base.Range(0, 2**31 - 1, "[]")] = 0
   init_from: str = ""
-  balance_weight: Amount = 0.01
+  balance_weight: base.Amount = 0.01
   rewind: RewindConfig = RewindConfig()
   compilation_cache: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig(Section):
+class MeshConfig(base.Section):
   """Devices per mesh axis; at most one axis is -1, "all that are left".
 
   Attributes:
@@ -192,9 +182,9 @@ class MeshConfig(Section):
   fsdp: int = 1
   tensor: int = 1
   sequence: int = 1
-  dcn_data: Count = 1
-  max_imbalance: Annotated[float, Range(1)] = 1.1
-  max_whole: Natural = 1 << 30
+  dcn_data: base.Count = 1
+  max_imbalance: Annotated[float, base.Range(1)] = 1.1
+  max_whole: base.Natural = 1 << 30
 
   def check(self) -> None:
     """Sizes are -1 or those of axes; one axis at most takes what is left."""
@@ -209,7 +199,7 @@ class MeshConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig(Section):
+class CheckpointConfig(base.Section):
   """When the run is saved and what is kept.
 
   Attributes:
@@ -224,9 +214,9 @@ class CheckpointConfig(Section):
 
   NAME = "checkpoint"
 
-  every: Count = 1000
-  keep_last: Count = 2
-  keep_every: Natural = 0
+  every: base.Count = 1000
+  keep_last: base.Count = 2
+  keep_every: base.Natural = 0
   async_save: bool = True
   on_error: Literal["stop", "continue"] = "stop"
 
@@ -241,7 +231,7 @@ class CheckpointConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig(Section):
+class EvalConfig(base.Section):
   """Evaluation on the held-out split.
 
   Attributes:
@@ -256,14 +246,14 @@ class EvalConfig(Section):
 
   NAME = "eval"
 
-  every: Natural = 1000
-  batch_size: Batch = 128
-  examples: Natural = 0
+  every: base.Natural = 1000
+  batch_size: base.Batch = 128
+  examples: base.Natural = 0
   use_ema: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class LogConfig(Section):
+class LogConfig(base.Section):
   """What the run writes besides checkpoints.
 
   Attributes:
@@ -284,13 +274,13 @@ class LogConfig(Section):
 
   NAME = "log"
 
-  every: Count = 50
+  every: base.Count = 50
   tensorboard: bool = True
   progress: bool = True
   profile: str = ""
   wandb: str = ""
-  heads: Natural = 100
-  collapse_entropy: Share = 0.1
+  heads: base.Natural = 100
+  collapse_entropy: base.Share = 0.1
 
   def check(self) -> None:
     """The steps of `profile` can be read."""

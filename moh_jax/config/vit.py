@@ -5,19 +5,12 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from moh_jax.config.base import (
-  Heads,
-  Layers,
-  Range,
-  Side,
-  Tokens,
-  Width,
-)
+from moh_jax.config import base
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.layers import ImageClassifier, LayerGroup
 from moh_jax.config.run import Config
 
-_Size = Annotated[int, Range(0, 1 << 14)]  # 0 stands for another one
+_Size = Annotated[int, base.Range(0, 1 << 14)]  # 0 stands for another one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +73,23 @@ class ViTConfig(ImageClassifier):
   """
 
   family: Literal["vit"] = "vit"
-  image_size: tuple[Side, Side] | None = (224, 224)
-  channels: Width | None = None
-  num_classes: Tokens | None = None
-  patch_stride: Side = 4
-  embed_dims: tuple[Width, ...] = (72, 144, 288, 576)
-  depths: tuple[Layers, ...] = (5, 5, 22, 5)
-  num_heads: tuple[Annotated[int, Range(1, 4096)], ...] = (3, 6, 12, 24)
-  shared_heads: tuple[Heads, ...] = (3, 6, 3, 8)
-  top_k: tuple[Heads, ...] = (0, 0, 6, 12)
-  mlp_ratios: tuple[Annotated[float, Range(0, 1024)], ...] = (8, 8, 4, 4)
-  sr_ratios: tuple[Side, ...] = (8, 4, 2, 1)
-  window: Side = 3
+  image_size: tuple[base.Side, base.Side] | None = (224, 224)
+  channels: base.Width | None = None
+  num_classes: base.Tokens | None = None
+  patch_stride: base.Side = 4
+  embed_dims: tuple[base.Width, ...] = (72, 144, 288, 576)
+  depths: tuple[base.Layers, ...] = (5, 5, 22, 5)
+  num_heads: tuple[Annotated[int, base.Range(1, 4096)], ...] = (3, 6, 12, 24)
+  shared_heads: tuple[base.Heads, ...] = (3, 6, 3, 8)
+  top_k: tuple[base.Heads, ...] = (0, 0, 6, 12)
+  mlp_ratios: tuple[Annotated[float, base.Range(0, 1024)], ...] = (8, 8, 4, 4)
+  sr_ratios: tuple[base.Side, ...] = (8, 4, 2, 1)
+  window: base.Side = 3
   fixed_pool_size: _Size = 0
   pretrain_image_size: _Size = 0
   pretrain_columns: _Size = 0
   qkv_bias: bool = True
-  drop_path: Annotated[float, Range(0, 0.999, "[]")] = 0.0
+  drop_path: Annotated[float, base.Range(0, 0.999, "[]")] = 0.0
 
   RUNTIME_FIELDS = (*ImageClassifier.RUNTIME_FIELDS, "drop_path")
   POSITION_BIAS = True

@@ -283,9 +283,7 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
-  config = config_lib.from_config_dict(
-    upgrade(check_stored(stored)["config"])
-  )
+  config = config_lib.from_config_dict(upgrade(check_stored(stored)["config"]))
   return Metadata(
     config,
     tuple(stored["class_names"]),
