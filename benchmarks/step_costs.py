@@ -13,13 +13,13 @@ import jax
 
 from moh_jax.cli import common
 from moh_jax.cli.overrides import split_overrides
-from moh_jax.config.variants import compared_runs
 from moh_jax.data.infer import resolve
 from moh_jax.runtime.sharding import axis_sizes
 from moh_jax.speed import timing
 from moh_jax.speed.model_flops import step_flops
 from moh_jax.speed.model_forms import step_forms, summary
 from moh_jax.speed.steps import step_seconds
+from moh_jax.training.variants import compared_runs
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from ml_collections import config_flags
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config.variants import make_variant
 from moh_jax.plan.plan import make_plan
 from moh_jax.runtime import checkpoint, topology
+from moh_jax.training.variants import make_variant
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 _ARGUMENTS = {

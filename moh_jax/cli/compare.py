@@ -12,7 +12,6 @@ from moh_jax.analysis import comparison, pictures
 from moh_jax.cli import common, distributed, run_log
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
-from moh_jax.config.variants import ComparedRun, compared_runs
 from moh_jax.data.infer import resolve
 from moh_jax.files import write_whole
 from moh_jax.models.registry import make_model
@@ -23,6 +22,7 @@ from moh_jax.speed.model_forms import step_forms
 from moh_jax.speed.steps import step_seconds
 from moh_jax.speed.timing import Timing
 from moh_jax.training.comparison import Comparison, Outcome
+from moh_jax.training.variants import ComparedRun, compared_runs
 
 _Row = tuple[str, str]  # variant and setting
 

@@ -15,12 +15,12 @@ import msgspec
 
 from moh_jax.config import Config, differing_fields, to_dict
 from moh_jax.config.parse import from_config_dict, upgrade
-from moh_jax.config.variants import ComparedRun
 from moh_jax.files import write_whole
 from moh_jax.json_files import parse_json
 from moh_jax.models.generation import Decode
 from moh_jax.runtime.processes import ask_first_process
 from moh_jax.training import loop
+from moh_jax.training.variants import ComparedRun
 from moh_jax.training.workdir import prepare
 
 _LOG = logging.getLogger(__name__)

@@ -3,7 +3,7 @@ import dataclasses
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config.variants import compared_runs, make_variant
+from moh_jax.training.variants import compared_runs, make_variant
 from tests.training import tiny
 
 _MODEL = config_lib.DiTConfig(
