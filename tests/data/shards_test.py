@@ -1,4 +1,5 @@
 import concurrent.futures
+import functools
 import json
 import os
 import pathlib
@@ -89,7 +90,8 @@ class ReadTest(_SetTest):
 
   def test_few_shards_are_open_at_one_time(self):
     self._whole(items=60, shard_size=2)
-    with mock.patch.object(shards, "_max_open", return_value=5):
+    few = functools.lru_cache(5)(shards._reader.__wrapped__)
+    with mock.patch.object(shards, "_reader", few):
       sets = [shards.Shards(self.folder, _KIND) for _ in range(2)]
       for index in [*range(60), *range(60)]:
         for read in sets:
@@ -100,19 +102,24 @@ class ReadTest(_SetTest):
         found = list(pool.map(self._labels, 4 * sets, orders))
       self.assertEqual(found, orders)
       self.assertLessEqual(self._open_files(), 5)
-    read = None
-    sets.clear()
-    self.assertEqual(self._open_files(), 0)
 
   def test_limit_of_open_files_is_kept(self):
-    self._whole(items=60, shard_size=2)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-    soft = len(os.listdir("/proc/self/fd")) + 30
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
-    read = shards.Shards(self.folder, _KIND)
-    self.assertEqual(self._labels(read, range(60)), list(range(60)))
-    self.assertBetween(self._open_files(), 10, soft // 2)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    self.assertEqual(shards._reader.cache_info().maxsize, soft // 2)
+
+  def test_set_that_is_written_anew_is_read_anew(self):
+    self._whole()
+    first = self._labels(shards.Shards(self.folder, _KIND), range(10))
+    for path in self.folder.iterdir():
+      path.unlink()
+    writer = self._writer()
+    for shard in writer.todo():
+      with writer.open(shard) as target:
+        for item in writer.items(shard):
+          target.add({"label": item + 1}, b"")
+    writer.finish()
+    again = self._labels(shards.Shards(self.folder, _KIND), range(10))
+    self.assertEqual(again, [label + 1 for label in first])
 
   def test_shard_that_cannot_be_opened_is_tried_again(self):
     self._whole()
