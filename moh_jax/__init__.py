@@ -14,6 +14,8 @@ with _epy.lazy_api_imports(globals()):
   from moh_jax.config.heads import HeadBudget, RouterConfig
   from moh_jax.config.registry import get_family, register_family
   from moh_jax.config.routers import register_router
+  from moh_jax.config.sources import register_source
+  from moh_jax.data.sources import ImageSource
   from moh_jax.families.images import ImageClassifierFamily
   from moh_jax.inference.generate import Generator
   from moh_jax.inference.options import Sampling
@@ -42,6 +44,7 @@ __all__ = [
   "HeadMix",
   "HeadRouter",
   "ImageClassifierFamily",
+  "ImageSource",
   "MoHAttention",
   "Restored",
   "Router",
@@ -58,6 +61,7 @@ __all__ = [
   "load_config",
   "register_family",
   "register_router",
+  "register_source",
   "restore",
   "train",
 ]

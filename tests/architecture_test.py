@@ -8,7 +8,7 @@ from absl.testing import absltest
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGE = _ROOT / "moh_jax"
-_MOST_LINES = 400
+_MOST_LINES = 600
 _ABOVE_TRAINING = ("inference", "convert", "analysis")
 
 

@@ -1,6 +1,7 @@
 """The config section `data` of runs on images."""
 
 import dataclasses
+from typing import ClassVar
 
 from moh_jax.config.checks import (
   MOST_AHEAD,
@@ -11,11 +12,9 @@ from moh_jax.config.checks import (
   one_of,
 )
 from moh_jax.config.policy import parse_policy
+from moh_jax.config.sources import check_source
 
-# Sources of image files, which are decoded when they are read.
-FILE_SOURCES = ("image_folder", "array_record", "parquet")
-SOURCES = ("digits", *FILE_SOURCES, "latents", "fake")
-DECODES = ("exact", "reduced", "fast")
+DECODES = ("exact", "fast")
 AUGMENTATIONS = ("none", "shift", "crop_flip", "center_flip")
 BAD_IMAGES = ("raise", "skip", "check")
 
@@ -58,13 +57,11 @@ class DataConfig:
       of the tables.
     label_column: column of the labels of "parquet"; "" finds it.
     decode: what is decoded and resized. "exact" decodes at full scale, and
-      Pillow resizes. "reduced" lets random crops that are more than four times
-      as large as the model's input decode JPEG at 1/2, 1/4 or 1/8; it needs
-      `augment` "crop_flip" and `repeats` 1. "fast" also repeats
-      colours of JPEG files that have fewer of them than pixels, and resizes
-      with cykooz_resizer: less than 1 of 255 levels on average from "exact". It
-      needs the extra `images`, and only resizes where "reduced" would be
-      refused.
+      Pillow resizes. "fast" resizes with cykooz_resizer, repeats colours of
+      JPEG files that have fewer of them than pixels, and lets random crops
+      (`augment` "crop_flip" with `repeats` 1) that are more than four times as
+      large as the model's input decode JPEG at 1/2, 1/4 or 1/8: less than 1 of
+      255 levels on average from "exact". It needs the extra `images`.
     bad_images: what a training image that cannot be read does: "raise" ends the
       run when it is reached, "skip" takes another image in its place and warns,
       "check" reads all images before the first step and names the bad ones.
@@ -84,6 +81,8 @@ class DataConfig:
     device_prefetch: batches that are on the devices before their step.
     fake_examples: examples in each split of "fake".
   """
+
+  reads: ClassVar[str] = "images"
 
   source: str = "fake"
   path: str = ""
@@ -108,8 +107,8 @@ class DataConfig:
   fake_examples: int = 1024
 
   def __post_init__(self):
-    one_of("data", self, source=SOURCES, augment=AUGMENTATIONS)
-    one_of("data", self, bad_images=BAD_IMAGES, decode=DECODES)
+    one_of("data", self, augment=AUGMENTATIONS, bad_images=BAD_IMAGES)
+    one_of("data", self, decode=DECODES)
     at_least("data", 1, self, "batch_size", most=MOST_BATCH)
     at_least("data", 1, self, "prefetch", "num_threads", most=MOST_AHEAD)
     at_least("data", 1, self, "device_prefetch", most=MOST_AHEAD)
@@ -121,29 +120,7 @@ class DataConfig:
     at_least("data", 0, self, "color_jitter", most=10)
     at_least("data", 1, self, "repeats", most=MOST_AHEAD)
     parse_policy(self.auto_augment, "data.auto_augment")
-    if self.source not in ("digits", "fake") and not self.path:
-      raise ValueError(
-        f"data.path='' must name the directory of data.source={self.source!r}, "
-        "with train/ and val/"
-      )
-    for name, usual, sources in (
-      ("class_list", "", ("image_folder", "parquet")),
-      ("label_column", "", ("parquet",)),
-      ("decode", "exact", FILE_SOURCES),
-    ):
-      value = getattr(self, name)
-      if value != usual and self.source not in sources:
-        raise ValueError(
-          f"data.{name}={value!r} must be {usual!r} with data.source="
-          f"{self.source!r}; it is for {sources}"
-        )
-    crops_alone = self.augment == "crop_flip" and self.repeats == 1
-    if self.decode == "reduced" and not crops_alone:
-      raise ValueError(
-        "data.decode='reduced' must be 'exact' or 'fast' with data.augment="
-        f"{self.augment!r} and data.repeats={self.repeats}: only random crops "
-        "('crop_flip') that no copies share (repeats=1) decode less"
-      )
+    check_source(self)
     if self.mean is self.std is None:
       return
     if not self.mean or not self.std or len(self.mean) != len(self.std):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import ClassVar
 
 from moh_jax.config.checks import (
   MOST_AHEAD,
@@ -11,8 +12,8 @@ from moh_jax.config.checks import (
   at_least,
   one_of,
 )
+from moh_jax.config.sources import check_source
 
-TEXT_SOURCES = ("tokens", "stdlib", "fake")
 TOKENIZERS = ("bpe", "bytes")
 _SUM_TOLERANCE = 0.05  # percent: published mixes are rounded
 
@@ -46,6 +47,8 @@ class TextDataConfig:
     fake_examples: sequences in each split of "fake".
   """
 
+  reads: ClassVar[str] = "text"
+
   source: str = "fake"
   path: str = ""
   mix: tuple[str, ...] = ()
@@ -61,24 +64,17 @@ class TextDataConfig:
   fake_examples: int = 1024
 
   def __post_init__(self):
-    one_of("data", self, source=TEXT_SOURCES, tokenizer=TOKENIZERS)
+    one_of("data", self, tokenizer=TOKENIZERS)
     at_least("data", 1, self, "sequence_length", most=MOST_TOKENS)
     at_least("data", 1, self, "batch_size", most=MOST_BATCH)
     at_least("data", 1, self, "prefetch", "num_threads", most=MOST_AHEAD)
     at_least("data", 1, self, "device_prefetch", most=MOST_AHEAD)
     at_least("data", 0, self, "workers", most=MOST_AHEAD)
     at_least("data", 1, self, "fake_examples")
-    if self.source != "fake" and not self.path:
-      raise ValueError(
-        f"data.path='' must name the folder of data.source={self.source!r}"
-      )
+    check_source(self)
     self._check_mix()
 
   def _check_mix(self):
-    if self.mix and self.source != "tokens":
-      raise ValueError(
-        f"data.mix={self.mix} must be () for data.source={self.source!r}"
-      )
     if len(self.mix) != len(self.ratios):
       raise ValueError(
         f"data.ratios={self.ratios} must have one value for each of data.mix="

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from array_record.python import array_record_module
 
+from moh_jax.config.sources import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.files import checksum
 from moh_jax.json_files import (
@@ -116,6 +117,11 @@ class Tokens(_Set):
 
 
 SCHEMAS = {"images": Images, "latents": Latents, "tokens": Tokens}
+_MAKERS = {  # the commands
+  "images": "pack-images",
+  "latents": "encode-latents",
+  "tokens": "tokenize",
+}
 # Numbers of a set that are the sums of its shards' numbers.
 SUMS = ("examples", "documents", "tokens", "text_bytes")
 
@@ -159,10 +165,16 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
     kind: expected kind: "images", "latents" or "tokens".
 
   Raises:
+    MissingSplitError: there is no such folder.
     FileNotFoundError: there is no metadata.json.
     ValueError: it is damaged, or states another kind or version.
   """
   path = pathlib.Path(folder) / METADATA
+  if not path.parent.is_dir():
+    raise MissingSplitError(
+      f"{path.parent}: no such directory; `python -m moh_jax {_MAKERS[kind]}` "
+      "makes it"
+    )
   if not path.is_file():
     raise FileNotFoundError(
       f"{path}: no such file; it is written last, so either the set of {kind} "

@@ -9,6 +9,7 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config, DiTConfig
 from moh_jax.config.diffusion import FLOW, MOST_FLOW_STEPS
 from moh_jax.config.registry import register_family
+from moh_jax.config.sources import get_source
 from moh_jax.config.spacing import spaced_timesteps
 from moh_jax.families.images import ImageFamily
 
@@ -185,14 +186,14 @@ _NEUTRAL = {
 
 def _check_space(config: Config) -> None:
   data = config.data
-  space, source = config.diffusion.space, data.source
-  if (space == "latent") != (source == "latents") and source != "fake":
+  space, holds = config.diffusion.space, get_source(data).holds
+  if ("latents" if space == "latent" else "images") not in holds:
     raise ValueError(
-      f"diffusion.space={space!r} and data.source={source!r} do not go "
+      f"diffusion.space={space!r} and data.source={data.source!r} do not go "
       "together: 'latent' needs 'latents', as `encode-latents` writes them, "
       "and 'pixel' an image source"
     )
-  if source == "latents":
+  if "images" not in holds:
     for name, neutral in _NEUTRAL.items():
       if (value := getattr(data, name)) != neutral:
         raise ValueError(

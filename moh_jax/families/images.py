@@ -7,8 +7,7 @@ from typing import Any
 
 from moh_jax.config import ClassifierConfig, Config
 from moh_jax.config.family import Family
-from moh_jax.data.images.folders import SPLITS
-from moh_jax.data.images.tables import is_tables
+from moh_jax.config.sources import SPLITS, get_source
 
 
 class ImageFamily(Family):
@@ -20,9 +19,11 @@ class ImageFamily(Family):
     These are shards, tables or folders. Without val/ all images of the latter
     two are held out.
     """
-    if config.data.source == "latents":
+    if "images" not in get_source(config.data).holds:
       return {"path": path}
-    from moh_jax.data.shards import METADATA  # its library takes a while
+    # Their libraries take a while.
+    from moh_jax.data.image_tables import is_tables
+    from moh_jax.data.shards import METADATA
 
     if any((pathlib.Path(path) / n / METADATA).is_file() for n in SPLITS):
       of_tables = {"label_column": "", "class_list": ""}
@@ -75,10 +76,10 @@ class ImageClassifierFamily(ImageFamily):
 
   def check(self, config: Config) -> None:
     """Classifiers read images, normalized per channel."""
-    if config.data.source == "latents":
+    if "images" not in get_source(config.data).holds:
       raise ValueError(
-        "data.source='latents' is for diffusion models, model.family="
-        f"{self.name!r}"
+        f"data.source={config.data.source!r} is for diffusion models, "
+        f"model.family={self.name!r}"
       )
     self.check_channels(config)
 

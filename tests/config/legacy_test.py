@@ -50,6 +50,12 @@ class UpgradeTest(parameterized.TestCase):
     )
     self.assertEqual(config.model.router, config_lib.RouterConfig("none"))
 
+  def test_reduced_decoding_was_exact_in_evaluation(self):
+    data = {"source": "image_folder", "path": "x", "augment": "crop_flip"}
+    old = {"model": {"family": "vit"}, "data": {**data, "decode": "reduced"}}
+    config = config_lib.from_config_dict(legacy.upgrade(old))
+    self.assertEqual(config.data.decode, "exact")
+
   def test_present_configs_stay_as_they_are(self):
     cfg = config_lib.to_config_dict(
       config_lib.Config(config_lib.LLMConfig(rope=config_lib.RotaryConfig(9.0)))

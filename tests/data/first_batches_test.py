@@ -17,16 +17,12 @@ from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, TextDataConfig, ViTConfig
-from moh_jax.data import identity, pipeline
-from moh_jax.data.images import pack
-from moh_jax.data.images.image_folder import ImageFolderSource
-from moh_jax.data.images.sources import make_source
-from moh_jax.data.text import sequences, stdlib
-from moh_jax.data.text.held_out import held_out_parts
-from moh_jax.data.text.tokenize import tokenize
-from moh_jax.data.text.tokenizers import BytesTokenizer
-from tests.data.images import photos
-from tests.data.text import tiny_sets, tiny_text
+from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
+from moh_jax.data.image_folders import ImageFolderSource
+from moh_jax.data.sources import make_source
+from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenizers import BytesTokenizer
+from tests.data import photos, tiny_sets, tiny_text
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
 _MODEL = ViTConfig(
@@ -156,7 +152,7 @@ def _of_images(root):
   packed = root / "packed"
   for split in ("train", "val"):
     source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
-    pack.pack_images(
+    image_shards.pack_images(
       source, packed / split, packed_from="", shard_size=5, progress=False
     )
   of_shards = {"source": "array_record", "path": str(packed)}
@@ -193,13 +189,13 @@ def _of_images(root):
 def _text(data, vocab_size=300):
   """Of a source of text."""
   train = sequences.train_sequences(data, vocab_size, 3)
-  val = sequences.HeldOut(data, vocab_size)
+  val = sequences.Text(data, vocab_size, "val")
   found = {
     "train": _digest(_batches(train, data)),
     "train from batch 700": _digest(_batches(train, data, 700)),
     "val": _digest([val[i] for i in range(min(len(val), 8))]),
     "val bytes": [val.text_bytes, val.bytes_of(np.arange(len(val)))],
-    "identity": sequences.identity(data, vocab_size),
+    "identity": sequences.Text(data, vocab_size, "train").identity(),
   }
   for facts in found["identity"].values():
     if "shards" in facts:
