@@ -25,7 +25,7 @@ from moh_jax import get_model, restore
 from moh_jax.cli import common
 from moh_jax.convert.checkpoints import export
 from moh_jax.convert.llama import released_run
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
 from moh_jax.runtime import checkpoint

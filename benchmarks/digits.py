@@ -25,7 +25,7 @@ from sklearn import svm
 
 from moh_jax.cli import common
 from moh_jax.config.dit import FLOW
-from moh_jax.data.images.sources import DigitsSource
+from moh_jax.data.sources import DigitsSource
 from moh_jax.inference.restore import Restored, restore
 from moh_jax.models.generation import make_sampler, to_pixels
 from moh_jax.speed import timing

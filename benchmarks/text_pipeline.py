@@ -16,9 +16,9 @@ import numpy as np
 
 from moh_jax.cli import common
 from moh_jax.config.data import TextDataConfig
-from moh_jax.data.text.sequences import train_sequences
-from moh_jax.data.text.token_set_writer import TokenSetWriter
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data.sequences import train_sequences
+from moh_jax.data.token_sets import TokenSetWriter
+from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.speed import timing
 
 _SHARDS = 4

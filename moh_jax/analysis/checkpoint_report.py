@@ -14,7 +14,7 @@ from moh_jax.analysis.head_stats import VALUES, HeadStats
 from moh_jax.analysis.run_metrics import RunMetrics
 from moh_jax.analysis.samples import pixels, token_texts
 from moh_jax.analysis.similarity import HeadSimilarity, mean_similarity
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.files import write_whole
 from moh_jax.inference.restore import Restored
 

@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.analysis.head_stats import HeadStats, Layer, RoutingMaps
+from moh_jax.data.decode import to_picture
 from moh_jax.data.extras import import_extra
-from moh_jax.data.images.pictures import to_picture
 
 FORMATS = ("png", "svg")
 # Okabe and Ito's colours, which the common kinds of colour blindness tell

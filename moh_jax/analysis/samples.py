@@ -13,7 +13,7 @@ from moh_jax.analysis.head_stats import HeadStats
 from moh_jax.analysis.pictures import head_colors, png_of_pixels, shrunk
 from moh_jax.analysis.probe import Probe
 from moh_jax.config import get_family
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.files import read_bytes
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler

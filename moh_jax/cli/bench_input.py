@@ -6,9 +6,9 @@ from typing import Any
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config.data import FILE_SOURCES
-from moh_jax.data.images.sources import make_source
+from moh_jax.config.sources import sources_with
 from moh_jax.data.infer import resolve
+from moh_jax.data.sources import make_source
 from moh_jax.speed import input as speed_input
 from moh_jax.speed import pixels, timing
 
@@ -44,10 +44,11 @@ def _print_stages(measured: dict[str, Any]) -> None:
 
 
 def _time_pixels(config: config_lib.Config) -> dict[str, Any]:
-  if getattr(config.data, "source", "") not in FILE_SOURCES:
+  decoded = sources_with(config_lib.DataConfig, "decode")
+  if config.data.source not in decoded:
     raise ValueError(
-      f"--pixels: data.source={config.data.source!r} must be one of "
-      f"{FILE_SOURCES}, whose images are decoded"
+      f"--pixels: data.source={config.data.source!r} must be one of {decoded}, "
+      "whose images are decoded"
     )
   threads = min(config.data.num_threads, os.cpu_count() or 1)
   return pixels.measure(config, make_source(config, "train"), threads)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from moh_jax.data.text.chat_template import check_messages
+from moh_jax.data.chat import check_messages
 from moh_jax.json_files import read_json
 
 

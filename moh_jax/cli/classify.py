@@ -6,8 +6,8 @@ import sys
 
 from moh_jax.cli import common
 from moh_jax.cli.csv_file import write_csv
-from moh_jax.data.images.files import read_image
-from moh_jax.data.images.folders import find_images
+from moh_jax.data.decode import read_image
+from moh_jax.data.image_folders import find_images
 
 
 def run(args: argparse.Namespace) -> int:

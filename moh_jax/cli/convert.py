@@ -4,10 +4,9 @@ import argparse
 
 from moh_jax.config import family_of_format, imported
 from moh_jax.convert.checkpoints import convert
+from moh_jax.data.chat import template_names
 from moh_jax.data.infer import resolve
-from moh_jax.data.text.chat_template import template_names
-from moh_jax.data.text.tokenizer_files import TokenizerFileError
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer, TokenizerFileError
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 
 

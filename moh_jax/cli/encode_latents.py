@@ -6,8 +6,8 @@ import pathlib
 
 from moh_jax.cli import fields
 from moh_jax.convert.vae import load_vae
-from moh_jax.data.images.classes import check_class_names
-from moh_jax.data.images.sources import open_splits
+from moh_jax.data.image_shards import open_splits
+from moh_jax.data.sources import check_class_names
 from moh_jax.inference import encode
 from moh_jax.inference.options import EncodeOptions
 

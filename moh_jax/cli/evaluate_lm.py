@@ -8,8 +8,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax.cli import common, distributed, text_files
-from moh_jax.data.text.pieces import list_pieces
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.text_files import list_pieces
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.documents import score_documents
 from moh_jax.evaluation.harness_tasks import choose_tasks

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.cli import chat, common, distributed, fields, interactive
-from moh_jax.data.text.chat_template import chat_ids
-from moh_jax.data.text.prompts import Prompts
+from moh_jax.data.chat import chat_ids
+from moh_jax.data.text_files import Prompts
 from moh_jax.inference.generate import Generator, Prompt
 from moh_jax.inference.options import Sampling
 from moh_jax.inference.prompt_file import complete_file

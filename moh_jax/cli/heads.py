@@ -29,7 +29,7 @@ from moh_jax.cli import common, distributed
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.cli.labelled_data import LabelledData, open_data
 from moh_jax.data.identity import differences
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.files import write_whole
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer

@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
+from moh_jax.data import sequences
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.sources import make_source
 from moh_jax.data.infer import data_at
 from moh_jax.data.pipeline import held_out_images
-from moh_jax.data.text import sequences
-from moh_jax.data.text.labelled import LabelledTexts
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.sequences import LabelledTexts
+from moh_jax.data.sources import make_source
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.inference.restore import Restored
 from moh_jax.runtime import sharding
 from moh_jax.training.task import held_out_batches, stream
@@ -148,5 +148,5 @@ def _training_text(
     ("training text",),
     batches,
     "the run's training text",
-    lambda: sequences.identity(config.data, vocabulary),
+    lambda: sequences.Text(config.data, vocabulary, "train").identity(),
   )

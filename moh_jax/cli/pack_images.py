@@ -3,14 +3,14 @@
 import argparse
 import pathlib
 
-from moh_jax.data.images.classes import check_class_names, read_class_list
-from moh_jax.data.images.pack import pack_images
-from moh_jax.data.images.sources import open_splits
+from moh_jax.data.image_folders import listed_classes
+from moh_jax.data.image_shards import open_splits, pack_images
+from moh_jax.data.sources import check_class_names
 
 
 def run(args: argparse.Namespace) -> int:
   """Writes the shards; a second run continues the first."""
-  names = read_class_list(args.class_list) if args.class_list else ()
+  names = listed_classes(args.class_list)
   sources = open_splits(
     args.data,
     args.split,

@@ -8,11 +8,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from moh_jax.cli import common
 from moh_jax.config import Config
-from moh_jax.data.images.pictures import to_array, to_picture
-from moh_jax.data.images.recipes import is_latent
-from moh_jax.data.images.sources import ImageSource, make_source
+from moh_jax.data.decode import to_array, to_picture
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
+from moh_jax.data.sources import ImageSource, is_latent, make_source
 from moh_jax.inference.sample_files import write_grid
 from moh_jax.training import losses
 

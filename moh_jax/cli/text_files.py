@@ -4,9 +4,7 @@ import argparse
 import itertools
 from collections.abc import Iterable, Iterator
 
-from moh_jax.data.text.bad_text import ON_ERROR, OnBad, stop
-from moh_jax.data.text.files import read_documents
-from moh_jax.data.text.pieces import Piece
+from moh_jax.data.text_files import ON_ERROR, OnBad, Piece, read_documents, stop
 
 
 def add_texts(

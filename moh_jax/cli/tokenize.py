@@ -4,9 +4,8 @@ import argparse
 import pathlib
 
 from moh_jax.data.shard_writer import describe_skipped
-from moh_jax.data.text.held_out import held_out_parts
-from moh_jax.data.text.tokenize import tokenize
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenizers import load_tokenizer
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,8 +6,7 @@ import sys
 from moh_jax.cli import common, distributed, run_log
 from moh_jax.config import Config
 from moh_jax.convert.decoder import load_autoencoder
-from moh_jax.data.images.latents import LatentSource
-from moh_jax.data.infer import resolve
+from moh_jax.data.infer import resolve, tell
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.speed.model_flops import at_peak
@@ -59,8 +58,6 @@ def read_decoder(vae: str, config: Config) -> Decode | None:
   """
   if not vae:
     return None
-  encoder = ""
-  if config.data.source == "latents":
-    encoder = LatentSource(config.data.path, "train").encoder_sha256
+  encoder = tell(config, ["encoder_sha256"]).get("encoder_sha256", "")
   mesh = sharding.make_mesh(config.mesh)
   return load_autoencoder(vae, config, mesh, encoder=encoder).decoder()

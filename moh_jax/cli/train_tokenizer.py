@@ -5,10 +5,8 @@ import collections
 
 from moh_jax.cli import common, text_files
 from moh_jax.data.shard_writer import describe_skipped
-from moh_jax.data.text.bad_text import count_or_stop
-from moh_jax.data.text.pieces import list_pieces
-from moh_jax.data.text.tokenize import PIECE_BYTES
-from moh_jax.data.text.tokenizers import tokenizer_from_bytes, train_bpe
+from moh_jax.data.text_files import PIECE_BYTES, count_or_stop, list_pieces
+from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
 from moh_jax.files import replacing
 
 

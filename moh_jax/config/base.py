@@ -101,6 +101,8 @@ class Section:
   # Fields that parameters were trained for: a run cannot start from them with
   # others.
   NUMERIC_FIELDS: ClassVar[tuple[str, ...]] = ()
+  # Registries in which fields are looked up, see `registry.Registry`.
+  REGISTRIES: ClassVar[Mapping[str, Any]] = {}
   # Whether the section says nothing of a model that is served.
   ONLY_TRAINS: ClassVar[bool] = False
 
@@ -108,6 +110,8 @@ class Section:
     for name, hint in hints(type(self)).items():
       value = converted(self._path(name), getattr(self, name), hint)
       object.__setattr__(self, name, value)
+    for name, registry in self.REGISTRIES.items():
+      registry.get(getattr(self, name))
     self.check()
 
   def _path(self, name: str) -> str:
@@ -134,7 +138,9 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def choices(cls: type, name: str) -> tuple[Any, ...]:
-  """All allowed values of a field, () where its type lists none."""
+  """All allowed values of a field of a section, () where there is no list."""
+  if name in getattr(cls, "REGISTRIES", {}):
+    return cls.REGISTRIES[name].names()
   hint = without_none(hints(cls)[name])
   return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 

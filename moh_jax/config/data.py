@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from moh_jax.config import base
 from moh_jax.config.base import shown
+from moh_jax.config.sources import SOURCES, check_source
 
-# Sources of image files, which are decoded when they are read.
-FILE_SOURCES = ("image_folder", "array_record", "parquet")
 _Workers = Annotated[int, base.Range(0, 1024)]
 _SUM_TOLERANCE = 0.05  # percent: published mixes are rounded
 
@@ -52,13 +51,11 @@ class DataConfig(base.Section):
       of the tables.
     label_column: column of the labels of "parquet"; "" finds it.
     decode: what is decoded and resized. "exact" decodes at full scale, and
-      Pillow resizes. "reduced" lets random crops that are more than four times
-      as large as the model's input decode JPEG at 1/2, 1/4 or 1/8; it needs
-      `augment` "crop_flip" and `repeats` 1. "fast" also repeats
-      colours of JPEG files that have fewer of them than pixels, and resizes
-      with cykooz_resizer: less than 1 of 255 levels on average from "exact". It
-      needs the extra `images`, and only resizes where "reduced" would be
-      refused.
+      Pillow resizes. "fast" resizes with cykooz_resizer, repeats colours of
+      JPEG files that have fewer of them than pixels, and lets random crops
+      (`augment` "crop_flip" with `repeats` 1) that are more than four times as
+      large as the model's input decode JPEG at 1/2, 1/4 or 1/8: less than 1 of
+      255 levels on average from "exact". It needs the extra `images`.
     bad_images: what a training image that cannot be read does: "raise" ends the
       run when it is reached, "skip" takes another image in its place and warns,
       "check" reads all images before the first step and names the bad ones.
@@ -80,10 +77,10 @@ class DataConfig(base.Section):
   """
 
   NAME = "data"
+  REGISTRIES = {"source": SOURCES["images"]}
+  reads = "images"
 
-  source: Literal[
-    "digits", "image_folder", "array_record", "parquet", "latents", "fake"
-  ] = "fake"
+  source: str = "fake"
   path: str = ""
   batch_size: base.Batch = 128
   augment: Literal["none", "shift", "crop_flip", "center_flip"] = "none"
@@ -94,7 +91,7 @@ class DataConfig(base.Section):
   val_share: base.Share = 0.0
   class_list: str = ""
   label_column: str = ""
-  decode: Literal["exact", "reduced", "fast"] = "exact"
+  decode: Literal["exact", "fast"] = "exact"
   bad_images: Literal["raise", "skip", "check"] = "raise"
   eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
   mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
@@ -108,31 +105,7 @@ class DataConfig(base.Section):
   def check(self) -> None:
     """Paths, decoding and normalization fit the source and one another."""
     parse_policy(self.auto_augment, "data.auto_augment")
-    if self.source not in ("digits", "fake") and not self.path:
-      self.fail(
-        "path",
-        f"must name the directory of data.source={self.source!r}, with train/ "
-        "and val/",
-      )
-    for name, usual, sources in (
-      ("class_list", "", ("image_folder", "parquet")),
-      ("label_column", "", ("parquet",)),
-      ("decode", "exact", FILE_SOURCES),
-    ):
-      if getattr(self, name) != usual and self.source not in sources:
-        self.fail(
-          name,
-          f"must be {usual!r} with data.source={self.source!r}; it is for "
-          f"{sources}",
-        )
-    crops_alone = self.augment == "crop_flip" and self.repeats == 1
-    if self.decode == "reduced" and not crops_alone:
-      self.fail(
-        "decode",
-        f"must be 'exact' or 'fast' with data.augment={self.augment!r} and "
-        f"data.repeats={self.repeats}: only random crops ('crop_flip') that no "
-        "copies share (repeats=1) decode less",
-      )
+    check_source(self)
     mean, std = self.mean, self.std
     if mean is std is None:
       return
@@ -202,8 +175,10 @@ class TextDataConfig(base.Section):
   """
 
   NAME = "data"
+  REGISTRIES = {"source": SOURCES["text"]}
+  reads = "text"
 
-  source: Literal["tokens", "stdlib", "fake"] = "fake"
+  source: str = "fake"
   path: str = ""
   mix: tuple[str, ...] = ()
   ratios: tuple[base.Positive, ...] = ()
@@ -219,10 +194,7 @@ class TextDataConfig(base.Section):
 
   def check(self) -> None:
     """Path and mix fit the source; the shares of a mix are all of it."""
-    if self.source != "fake" and not self.path:
-      self.fail("path", f"must name the folder of data.source={self.source!r}")
-    if self.mix and self.source != "tokens":
-      self.fail("mix", f"must be () for data.source={self.source!r}")
+    check_source(self)
     if len(self.mix) != len(self.ratios):
       self.fail(
         "ratios", f"must have one value for each of data.mix={self.mix}"

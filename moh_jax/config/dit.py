@@ -9,6 +9,7 @@ from moh_jax.config import base
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.layers import ImageModel, LayerStack
 from moh_jax.config.run import Config
+from moh_jax.config.sources import get_source
 
 FLOW = "flow"
 DIFFUSION_METHODS = ("ddpm", "ddim", "dpm")
@@ -287,14 +288,14 @@ _OF_PIXELS = (
 
 def _check_space(run: Config) -> None:
   data = run.data
-  space, source = run.diffusion.space, data.source
-  if (space == "latent") != (source == "latents") and source != "fake":
+  space, holds = run.diffusion.space, get_source(data).holds
+  if ("latents" if space == "latent" else "images") not in holds:
     raise ValueError(
-      f"diffusion.space={space!r} and data.source={source!r} do not go "
+      f"diffusion.space={space!r} and data.source={data.source!r} do not go "
       "together: 'latent' needs 'latents', as `encode-latents` writes them, "
       "and 'pixel' an image source"
     )
-  if source == "latents":
+  if "images" not in holds:
     for name in _OF_PIXELS:
       if getattr(data, name) != (neutral := getattr(type(data), name)):
         data.fail(

@@ -10,6 +10,7 @@ from moh_jax.config.base import MOST_LAYERS, Dtype, Section, shown
 from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.run import Config
+from moh_jax.config.sources import get_source
 
 Implementation = Literal["auto", "dense", "packed", "kernel", "cudnn"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -263,10 +264,10 @@ class ImageClassifier(ImageModel):
 
   def check_run(self, run: Config) -> None:
     """Classifiers read images, normalized per channel."""
-    if run.data.source == "latents":
+    if "images" not in get_source(run.data).holds:
       raise ValueError(
-        "data.source='latents' is for diffusion models, model.family="
-        f"{self.family!r}"
+        f"data.source={run.data.source!r} is for diffusion models, "
+        f"model.family={self.family!r}"
       )
     self.check_channels(run)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from moh_jax.config.base import GivenText
-from moh_jax.config.registry import family_names, router_names
+from moh_jax.config.registry import ROUTERS, family_names
 
 _REQUIRED = inspect.Parameter.empty
 
@@ -60,7 +60,7 @@ def run_file(spec: str) -> dict[str, Any]:
   if path.suffix != ".py":
     raise ValueError(f"{path}: a config file is Python and ends in .py")
   folder = str(path.parent.resolve())
-  before, registered = set(sys.modules), (family_names(), router_names())
+  before, registered = set(sys.modules), (family_names(), ROUTERS.names())
   sys.path.insert(0, folder)  # a module of the user's own may lie beside it
   try:
     content = runpy.run_path(str(path))
@@ -85,7 +85,7 @@ def run_file(spec: str) -> dict[str, Any]:
       sys.path.remove(folder)
     # Another config may have other modules of these names, or change what they
     # hold. Those that register a family or a router stay: it is in use.
-    if registered == (family_names(), router_names()):
+    if registered == (family_names(), ROUTERS.names()):
       _forget(set(sys.modules) - before, before, folder)
   if not isinstance(cfg, dict):
     raise ValueError(

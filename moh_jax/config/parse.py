@@ -122,6 +122,11 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
       if not isinstance(place, dict):
         raise ValueError(f"{section}.{part}={place!r} must be a section")
     place[name] = value
+  data = sections.get("data", {})
+  if data.get("decode") == "reduced":
+    # Now a part of "fast". Such a run cannot go on, since its stream is another
+    # one, but its evaluation always decoded as "exact".
+    data["decode"] = "exact"
   # Other families' runs held the classifier's fields too, and did not use them.
   family = sections.get("model", {}).get("family")
   if family is not None and "classifier" not in section_types(family):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moh_jax.config import base
-from moh_jax.config.registry import family_names, router_names
+from moh_jax.config.registry import family_names
 from moh_jax.config.run import Config, section_types
 
 _WIDTH = 80
@@ -56,8 +56,6 @@ def keys(name: str, section: Any) -> Iterator[Key]:
       yield from keys(path, value)
     else:
       allowed = tuple(map(repr, base.choices(type(section), field)))
-      if path == "model.router.kind":
-        allowed = tuple(map(repr, router_names()))
       meaning = described.get(field, "")
       yield Key(path, value, _type_name(hint), meaning, allowed)
 

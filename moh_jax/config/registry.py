@@ -251,10 +251,9 @@ class RouterKind:
   straight_through: bool = False
 
 
-_ROUTERS: Registry[RouterKind] = Registry("router.kind", "router", "module")
-add_router = _ROUTERS.add
-get_router = _ROUTERS.get
-router_names = _ROUTERS.names
+ROUTERS: Registry[RouterKind] = Registry("router.kind", "router", "module")
+add_router = ROUTERS.add
+get_router = ROUTERS.get
 
 
 def register_router(

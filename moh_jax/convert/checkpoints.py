@@ -29,11 +29,8 @@ from moh_jax.convert.converter import CONFIG_FILE, Exported, converter_of
 from moh_jax.convert.tensor_files import open_tensors, read_text
 from moh_jax.convert.tensor_writer import Planned
 from moh_jax.data.infer import resolve
-from moh_jax.data.text.tokenizer_files import (
-  TOKENIZER_FILES,
-  copy_tokenizer_files,
-)
-from moh_jax.data.text.tokenizers import check_vocabulary
+from moh_jax.data.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
+from moh_jax.data.tokenizers import check_vocabulary
 from moh_jax.json_files import parse_json
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, location

@@ -15,12 +15,12 @@ import tokenizers as hf
 
 from moh_jax.convert import hf_config, hf_config_writer, model_card
 from moh_jax.convert.converter import CONFIG_FILE, Exported
-from moh_jax.data.text.tokenizer_files import (
-  GENERATION_CONFIG,
-  TOKENIZER_CONFIG,
+from moh_jax.data.tokenizer_files import GENERATION_CONFIG, TOKENIZER_CONFIG
+from moh_jax.data.tokenizers import (
+  Tokenizer,
   TokenizerFileError,
+  load_tokenizer,
 )
-from moh_jax.data.text.tokenizers import Tokenizer, load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 

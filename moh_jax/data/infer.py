@@ -2,41 +2,17 @@
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
-import statistics
 from typing import Any
 
-from moh_jax.config import Config, DiffusionConfig
+from moh_jax.config import Config, DiffusionConfig, imported
 from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.config.data import FILE_SOURCES
-from moh_jax.data.images import latents
-from moh_jax.data.images.encoded import EncodedSource
-from moh_jax.data.images.folders import SPLITS
-from moh_jax.data.images.recipes import is_latent
-from moh_jax.data.images.sources import open_files
-from moh_jax.data.images.tables import is_tables
-from moh_jax.data.shards import METADATA, read_metadata
-from moh_jax.data.text.sequences import describe_set
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.config.sources import SPLITS, get_source
+from moh_jax.data.sources import is_latent
 
-# What random data refuse beside other data, and its default.
-_OF_FILES = {
-  **{"mix": (), "ratios": ()},
-  **{"class_list": "", "label_column": "", "decode": "exact"},
-}
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_DIGITS = ((0.3,), (0.37,))  # of the training scans' pixels
-_STDLIB_BPE = 2048  # tokens: 10 MiB of text train no more
-# Random data have the shapes of the usual ones.
-_FAKE_CLASSES = 1000
-_FAKE_TOKENS = 65536
-_FAKE_SIDE = 224
-# Images whose headers tell the size and the channels of all: a look at each
-# would take minutes at ImageNet's size.
-_LOOKED_AT = 64
-# Sides of inputs are multiples of this, which every stage can halve.
-_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
+# Fields of the section `model` that data tell.
+_FIELDS = ("channels", "num_classes", "image_size", "vocab_size")
 
 
 def resolve(config: Config) -> Config:
@@ -54,15 +30,19 @@ def resolve(config: Config) -> Config:
   """
   warmup = config.optim.warmup(config.train.steps)
   optim = dataclasses.replace(config.optim, warmup_steps=warmup)
-  lookups = _Lookups(config)
-  found = {
-    name: getattr(lookups, name)()
-    for name in ("channels", "num_classes", "image_size", "vocab_size")
-    if getattr(config.model, name, 0) is None
-  }
+  wanted = [n for n in _FIELDS if getattr(config.model, n, 0) is None]
+  normalizes = getattr(config.data, "mean", ()) is None
+  normalizes = normalizes and not is_latent(config)
+  told = tell(config, [*wanted, *["mean", "std"] * normalizes])
+  if missing := [name for name in wanted if name not in told]:
+    raise ValueError(
+      f"model.{missing[0]}=None must be stated: data.source="
+      f"{config.data.source!r} does not tell it"
+    )
+  found = {name: told[name] for name in wanted}
   model, data = dataclasses.replace(config.model, **found), config.data
-  if getattr(data, "mean", ()) is None and not is_latent(config):
-    mean, std = _normalization(config, model.channels)
+  if normalizes:
+    mean, std = _normalization(config, model.channels, told)
     data = dataclasses.replace(data, mean=mean, std=std)
   if getattr(data, "eval_resize", 0) is None:
     data = dataclasses.replace(data, eval_resize=min(model.input_shape[:2]))
@@ -74,16 +54,24 @@ def resolve(config: Config) -> Config:
   return dataclasses.replace(resolved, sections=sections)
 
 
+def tell(config: Config, names: list[str]) -> dict[str, Any]:
+  """What the data tell of some fields; see `data.sources.ImageSource.tell`."""
+  return (
+    imported(get_source(config.data).source).tell(config, names)
+    if names
+    else {}
+  )
+
+
 def _scaled(config: Config) -> DiffusionConfig:
   """The section `diffusion` with the scaling of the latents."""
   if config.diffusion.latent_scale is not None:
     return config.diffusion
-  scaling = LatentScaling()
-  if config.data.source == "latents":
-    # Checkpoints are converted with configs of runs whose data are elsewhere.
-    with contextlib.suppress(FileNotFoundError):
-      scaling = latents.stored_scaling(_metadata(config))
-  values = dataclasses.asdict(scaling)
+  told: dict[str, Any] = {}
+  # Checkpoints are converted with configs of runs whose data are elsewhere.
+  with contextlib.suppress(FileNotFoundError):
+    told = tell(config, ["scaling"])
+  values = dataclasses.asdict(told.get("scaling", LatentScaling()))
   stated = {f"latent_{name}": value for name, value in values.items()}
   return dataclasses.replace(config.diffusion, **stated)
 
@@ -101,8 +89,9 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   try:
     return resolve(config), {}
   except FileNotFoundError:
-    changes = {k: v for k, v in _OF_FILES.items() if hasattr(config.data, k)}
-    data = dataclasses.replace(config.data, **changes, source="fake")
+    fields = {f.name: f.default for f in dataclasses.fields(config.data)}
+    usual = {name: fields[name] for name in get_source(config.data).options}
+    data = dataclasses.replace(config.data, source="fake", **usual)
     found = resolve(dataclasses.replace(config, data=data))
   assumed = {
     field.name: getattr(found.model, field.name)
@@ -118,96 +107,17 @@ def resolve_without_data(config: Config) -> tuple[Config, dict[str, Any]]:
   return dataclasses.replace(found, data=data), assumed
 
 
-def _metadata(config: Config) -> dict[str, Any]:
-  """What latents say of themselves."""
-  return read_metadata(pathlib.Path(config.data.path) / "train", latents.KIND)
-
-
 def _normalization(
-  config: Config, channels: int
+  config: Config, channels: int, told: dict[str, Any]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
   """Mean and standard deviation of pixels in [0, 1]."""
   if "diffusion" not in config.sections:
-    if config.data.source == "digits":
-      return _DIGITS
+    if "mean" in told:
+      return told["mean"], told["std"]
     if channels == 3:
       return _IMAGENET
   halves = (0.5,) * channels  # pixels in [-1, 1]
   return halves, halves
-
-
-class _Lookups:
-  """What data tell of fields of a model that are unset."""
-
-  def __init__(self, config: Config):
-    self._config = config
-
-  @functools.cached_property
-  def _files(self) -> EncodedSource:
-    """The training images, opened once."""
-    return open_files(self._config.data, "train", 3)
-
-  def channels(self) -> int:
-    if self._config.data.source == "latents":
-      return _metadata(self._config)["latent_shape"][-1]
-    if self._config.data.source == "digits":
-      return 1
-    if is_latent(self._config):
-      return 4
-    return 3 if any(not grey for _, grey in self._described) else 1
-
-  def image_size(self) -> tuple[int, int]:
-    """A square about as large as the images, in steps of 32 up to 224."""
-    sizes = [size for size, _ in self._described]
-    side = statistics.median_low([min(size) for size in sizes])
-    side = min(side // _SIDE_STEP * _SIDE_STEP, _MOST_INFERRED_SIDE)
-    return (max(side, _SIDE_STEP),) * 2
-
-  @functools.cached_property
-  def _described(self) -> list[tuple[tuple[int, int], bool]]:
-    """Rows and columns, and whether grey, of some training images.
-
-    Images whose headers cannot be read are for `data.bad_images` to decide on.
-    """
-    data = self._config.data
-    if data.source == "fake":
-      return [((_FAKE_SIDE, _FAKE_SIDE), False)]
-    if data.source == "digits":
-      return [((8, 8), True)]
-    source = self._files
-    found, bad = [], ""
-    for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
-      try:
-        found.append(source.describe(i))
-      except (ValueError, FileNotFoundError) as error:
-        bad = bad or str(error)
-    if not found:
-      raise ValueError(
-        f"data.path={data.path!r}: none of the images that were looked at can "
-        f"be read; the first: {bad}"
-      )
-    return found
-
-  def num_classes(self) -> int:
-    data = self._config.data
-    if data.source == "digits":
-      return 10
-    if data.source == "fake":
-      return _FAKE_CLASSES
-    if data.source in FILE_SOURCES:
-      return len(self._files.class_names)
-    return len(_metadata(self._config)["class_names"])
-
-  def vocab_size(self) -> int:
-    data = self._config.data
-    if data.source == "fake":
-      return _FAKE_TOKENS
-    if data.source == "stdlib":
-      is_bytes = data.tokenizer == "bytes"
-      return load_tokenizer("bytes").vocab_size if is_bytes else _STDLIB_BPE
-    root = pathlib.Path(data.path)
-    folders = [root / name / "train" for name in data.mix] or [root / "train"]
-    return max(describe_set(folder)["vocab_size"] for folder in folders)
 
 
 def data_at(config: Config, path: str) -> dict[str, Any]:
@@ -223,8 +133,12 @@ def data_at(config: Config, path: str) -> dict[str, Any]:
   """
   if config.model.READS_TEXT:
     return {"source": "tokens", "path": path, "mix": (), "ratios": ()}
-  if config.data.source == "latents":
+  if "images" not in get_source(config.data).holds:
     return {"path": path}
+  # Their libraries take a while.
+  from moh_jax.data.image_tables import is_tables
+  from moh_jax.data.shards import METADATA
+
   if any((pathlib.Path(path) / n / METADATA).is_file() for n in SPLITS):
     of_tables = {"label_column": "", "class_list": ""}
     return {"source": "array_record", "path": path, **of_tables}

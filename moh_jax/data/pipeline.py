@@ -8,6 +8,7 @@ the count of batches read, which stays exact if the number of processes changes,
 and each row of a global batch always holds the same example.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -21,10 +22,16 @@ import jax.tree
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
-from moh_jax.data.images.cropped import crop_when_read
-from moh_jax.data.images.recipes import eval_recipe, train_recipe
-from moh_jax.data.images.repeated import RepeatedImages
-from moh_jax.data.images.sources import ImageSource
+from moh_jax.config.sources import get_source
+from moh_jax.data import latents, transforms
+from moh_jax.data.sources import (
+  CheckedSource,
+  Example,
+  ImageSource,
+  SharedReads,
+  crops_center,
+  is_latent,
+)
 
 Batch = dict[str, np.ndarray]
 # Operations on images hold Python's lock for a tenth (crop and flip) to a third
@@ -34,6 +41,8 @@ _CPUS_PER_WORKER, _MOST_WORKERS = 16, 8
 # is sent, one that waits, one that is used.
 _SHARED_BATCHES = 3
 _SHARED_MEMORY = "/dev/shm"
+_EPOCH_STEP = 256  # examples: the length of a repeated epoch is a multiple
+_MOST_KEPT = 32  # images that wait for their next copy
 _log = logging.getLogger(__name__)
 
 
@@ -50,10 +59,10 @@ def train_images(config: Config, source: ImageSource) -> grain.MapDataset:
 
   Returns:
     Examples {"image": [X, Y, channels], "label": [] int32}. Pixels are uint8,
-    and `pixels.normalizer` makes float32 of them on the device; latents are
+    and `transforms.normalizer` makes float32 of them on the device; latents are
     float32.
   """
-  examples, recipe = crop_when_read(config, source, train_recipe(config))
+  examples, recipe = _crop_when_read(config, source, train_recipe(config))
   dataset = examples.seed(config.train.seed).shuffle()
   if config.data.repeats > 1:
     dataset = RepeatedImages(dataset, config.data.repeats)
@@ -65,8 +74,120 @@ def held_out_images(config: Config, source: ImageSource) -> grain.MapDataset:
 
   As in `train_images`, pixels are uint8.
   """
-  examples, recipe = crop_when_read(config, source, eval_recipe(config))
+  examples, recipe = _crop_when_read(config, source, eval_recipe(config))
   return examples.apply(recipe)
+
+
+def train_recipe(config: Config) -> list:
+  """The transforms of training examples, in order.
+
+  They make uint8 pixels of the model's size, and samples of stored posteriors.
+  Random latents need none.
+  """
+  if is_latent(config):
+    return _of_latents(config, latents.SampleLatent)
+  return transforms.train_transforms(config.data, config.model)
+
+
+def eval_recipe(config: Config) -> list:
+  """The transforms of held-out examples, in order; none is random.
+
+  Diffusion models are always evaluated on the centre crop.
+  """
+  if is_latent(config):
+    return _of_latents(config, latents.MeanLatent)
+  chosen = transforms.eval_transforms(config.data, config.model)[:-1]
+  if crops_center(config, "val"):
+    chosen[0] = transforms.CenterCrop(config.model.input_shape[:2])
+  return chosen
+
+
+def _of_latents(config: Config, transform: type) -> list:
+  stored = "images" not in get_source(config.data).holds
+  return [transform(config.diffusion.scaling)] if stored else []
+
+
+def _crop_when_read(
+  config: Config, source: ImageSource, recipe: list
+) -> tuple[grain.MapDataset, list]:
+  """The examples of a source; crops of them decode no more than they need.
+
+  Returns:
+    Elements of the stream, and its recipe. Where the first transform is a crop
+    of image files, the elements are the numbers of the images, and the first
+    transform reads them.
+  """
+  if isinstance(source, CheckedSource) and hasattr(source, "later"):
+    numbers = grain.MapDataset.range(len(source))
+    crop, *rest = recipe
+    if isinstance(crop, transforms.ResizeCenterCrop):
+      return numbers, [_ReadAndCrop(source, crop), *rest]
+    # Copies of an image share one decoding of all of it.
+    at_random = isinstance(crop, transforms.RandomCropFlip)
+    if at_random and config.data.repeats == 1:
+      return numbers, [_ReadAndCropAtRandom(source, crop), *rest]
+  return grain.MapDataset.source(source), recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadAndCrop(grain.transforms.Map):
+  """Maps the number of an image to its example, cropped."""
+
+  source: CheckedSource
+  crop: transforms.ResizeCenterCrop
+
+  def map(self, element: int) -> Example:
+    """Reads and crops image number `element`."""
+    return self.source.fitted(element, self.crop.map)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadAndCropAtRandom(grain.transforms.RandomMap):
+  """Maps the number of an image to its example, cropped at random."""
+
+  source: CheckedSource
+  crop: transforms.RandomCropFlip
+
+  def random_map(self, element: int, rng: np.random.Generator) -> Example:
+    """Reads and crops image number `element`."""
+    return self.source.fitted(
+      element, lambda example: self.crop.random_map(example, rng)
+    )
+
+
+class RepeatedImages(grain.MapDataset):
+  """Copies of each image one after the other (arXiv:1901.09335).
+
+  An epoch is the beginning of a shuffled one, as long as that rounded down to a
+  multiple of 256: the order over all processes, and the length, of the sampler
+  of DeiT and timm. An image is read once for the copies that a process needs at
+  about the same time, so they share its arrays, which nobody may write to.
+  """
+
+  def __init__(self, parent: grain.MapDataset, copies: int):
+    """Repeats examples.
+
+    Args:
+      parent: shuffled examples; index i + k * len(parent) is example i of epoch
+        k.
+      copies: of each example.
+    """
+    super().__init__(parent)
+    self._copies, images = copies, len(parent)
+    self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
+    self._reads = SharedReads(_MOST_KEPT, _one, copies)
+
+  def __len__(self) -> int:
+    return self._length
+
+  def __getitem__(self, index: int) -> Any:
+    epoch, place = divmod(index, self._length)
+    number = epoch * len(self._parent) + place // self._copies
+    return self._reads.get(number, lambda: self._parent[number])
+
+
+def _one(number: int, image: Any) -> int:
+  return 1
 
 
 class TrainBatches:

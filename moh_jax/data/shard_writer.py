@@ -19,7 +19,7 @@ from typing import Any
 from array_record.python import array_record_module
 
 from moh_jax.data import shards
-from moh_jax.data.set_schema import Entry
+from moh_jax.data.shards import Entry
 from moh_jax.files import checksum, disk_errors, remove_files, replacing
 from moh_jax.json_files import plain, read_json
 

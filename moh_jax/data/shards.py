@@ -12,23 +12,30 @@ about two milliseconds, so sets with more shards can be read, but slower.
 """
 
 import bisect
-import collections
+import functools
 import itertools
 import json
 import os
 import pathlib
 import resource
-import sys
-import threading
-import weakref
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from array_record.python import array_record_module
 
+from moh_jax.config.sources import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
-from moh_jax.data.set_schema import SCHEMAS, SUMS, Head, Header
 from moh_jax.files import checksum
-from moh_jax.json_files import check_json, parse_json, read_json
+from moh_jax.json_files import (
+  Count,
+  FileName,
+  Sha256,
+  Size,
+  Text,
+  check_json,
+  parse_json,
+  read_json,
+)
 
 METADATA = "metadata.json"
 VERSION = 1
@@ -37,6 +44,100 @@ _READER_OPTIONS = "readahead_buffer_size:0"
 _BUFFER_BYTES = 32 << 10
 _MAX_HEADER = 1 << 16
 _MAX_METADATA = 1 << 30  # a million shards have 200 MB
+_FILES, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+_MOST_OPEN = None if _FILES == resource.RLIM_INFINITY else max(_FILES // 2, 1)
+
+_Scale = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class Entry(msgspec.Struct, kw_only=True):
+  """What metadata.json says of a shard."""
+
+  file: FileName
+  examples: Count
+  bytes: Count
+  xxh3: str = ""  # of the whole file; sets of older versions lack it
+  # Older sets have a reason for each name in place of counts by reason.
+  skipped: dict[str, Count | str] = {}
+
+
+class TokenEntry(Entry):
+  """What metadata.json says of a shard of tokens."""
+
+  documents: Count
+  tokens: Count
+  text_bytes: Count
+
+
+class _Set(msgspec.Struct, kw_only=True):
+  examples: Count
+  shards: list[Entry]
+  skipped: Count = 0
+
+
+class Images(_Set):
+  """metadata.json of encoded images."""
+
+  class_names: list[Text]
+
+
+class Latents(Images, kw_only=True):
+  """metadata.json of latents."""
+
+  latent_shape: Annotated[list[Size], msgspec.Meta(min_length=3, max_length=3)]
+  latent_scale: _Scale
+  latent_shift: float = 0.0
+  latent_mean: list[float] = []
+  latent_std: list[_Scale] = []
+  encoder_sha256: Sha256 = ""
+  image_size: int | list[int]
+
+
+class TokenizerEntry(msgspec.Struct, kw_only=True):
+  """The tokenizer that made a set of tokens."""
+
+  kind: Literal["tokenizer_json", "sentencepiece", "bytes"]
+  sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+  # Empty for bytes, which have none.
+  file: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00]*\Z")]
+
+
+class Tokens(_Set):
+  """metadata.json of tokens."""
+
+  shards: list[TokenEntry]
+  tokenizer: TokenizerEntry
+  vocab_size: Size
+  documents: Count
+  tokens: Count
+  text_bytes: Count
+  bos_id: Count | None = None
+  eos_id: Count | None = None
+  notes: dict = {}
+
+
+SCHEMAS = {"images": Images, "latents": Latents, "tokens": Tokens}
+_MAKERS = {  # the commands
+  "images": "pack-images",
+  "latents": "encode-latents",
+  "tokens": "tokenize",
+}
+# Numbers of a set that are the sums of its shards' numbers.
+SUMS = ("examples", "documents", "tokens", "text_bytes")
+
+
+class Header(msgspec.Struct, kw_only=True):
+  """The line of JSON at the start of a record of an image or a latent."""
+
+  label: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+  name: str = ""
+
+
+class Head(msgspec.Struct, kw_only=True):
+  """What tells the kinds of sets apart."""
+
+  format: str
+  version: int
 
 
 def pack(header: dict[str, Any], payload: bytes) -> bytes:
@@ -64,10 +165,16 @@ def read_metadata(folder: str | os.PathLike, kind: str) -> dict[str, Any]:
     kind: expected kind: "images", "latents" or "tokens".
 
   Raises:
+    MissingSplitError: there is no such folder.
     FileNotFoundError: there is no metadata.json.
     ValueError: it is damaged, or states another kind or version.
   """
   path = pathlib.Path(folder) / METADATA
+  if not path.parent.is_dir():
+    raise MissingSplitError(
+      f"{path.parent}: no such directory; `python -m moh_jax {_MAKERS[kind]}` "
+      "makes it"
+    )
   if not path.is_file():
     raise FileNotFoundError(
       f"{path}: no such file; it is written last, so either the set of {kind} "
@@ -124,55 +231,11 @@ def damage(folder: pathlib.Path) -> list[str]:
   return lines
 
 
-class _OpenShards:
-  """Least-recently-used cache of this process's open shards.
-
-  A set owns its readers, so they are freed with it; the cache holds a weak
-  reference to the set. An evicted reader is dropped, not closed: it closes its
-  file when the last thread that reads from it is done.
-  """
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    # (id of the set, number of the shard) -> the set, the last used at the end.
-    self._used: collections.OrderedDict[
-      tuple[int, int], weakref.ref[Shards]
-    ] = collections.OrderedDict()
-
-  def reader(self, owner: "Shards", shard: int) -> Any:
-    """The reader of one shard of a set; opens it if it is closed.
-
-    Raises:
-      RuntimeError: the shard cannot be opened.
-    """
-    key = id(owner), shard
-    with self._lock:
-      reader = owner.readers.get(shard)
-      if reader is not None:
-        self._used.move_to_end(key)
-        return reader
-    # Opening is slow, so it happens outside of the lock.
-    reader = _open_reader(owner.path(shard))
-    with self._lock:
-      reader = owner.readers.setdefault(shard, reader)
-      self._used[key] = weakref.ref(owner)
-      self._used.move_to_end(key)
-      while len(self._used) > _max_open():
-        (_, oldest), reference = self._used.popitem(last=False)
-        if (other := reference()) is not None:
-          other.readers.pop(oldest, None)
-    return reader
-
-
-_OPEN = _OpenShards()
-
-
 class Shards:
   """Random access to the records of a set; picklable and thread-safe.
 
   Attributes:
     metadata: content of metadata.json.
-    readers: open shards by number, managed by `_OpenShards`.
   """
 
   def __init__(self, folder: str | os.PathLike, kind: str):
@@ -189,13 +252,9 @@ class Shards:
     self.metadata = read_metadata(folder, kind)
     self._folder = pathlib.Path(folder)
     self._shards = self.metadata["shards"]
-    self._check_files()
+    self._written = self._check_files()
     counts = (shard["examples"] for shard in self._shards)
     self._ends = list(itertools.accumulate(counts))
-    self.readers: dict[int, Any] = {}
-
-  def __getstate__(self) -> dict[str, Any]:
-    return {**self.__dict__, "readers": {}}
 
   def __len__(self) -> int:
     return self.metadata["examples"]
@@ -227,7 +286,8 @@ class Shards:
     """
     shard, position = self._find(index)
     try:
-      return _OPEN.reader(self, shard).read([position])[0]
+      reader = _reader(str(self.path(shard)), self._written[shard])
+      return reader.read([position])[0]
     except (RuntimeError, ValueError, IndexError) as error:
       where = self.locate(index)
       raise ValueError(f"{where}: damaged record: {error}") from error
@@ -248,14 +308,18 @@ class Shards:
     shard = bisect.bisect_right(self._ends, index)
     return shard, index - self._ends[shard] + self._shards[shard]["examples"]
 
-  def _check_files(self):
-    missing, other = [], []
+  def _check_files(self) -> list[int]:
+    """Times of the last changes of the shards, which are of the right sizes."""
+    written, missing, other = [], [], []
     for shard in self._shards:
-      path = self._folder / shard["file"]
-      if not path.is_file():
+      try:
+        found = (self._folder / shard["file"]).stat()
+      except FileNotFoundError:
         missing.append(shard["file"])
-      elif path.stat().st_size != shard["bytes"]:
-        other.append(f"{shard['file']} ({path.stat().st_size} bytes)")
+        continue
+      written.append(found.st_mtime_ns)
+      if found.st_size != shard["bytes"]:
+        other.append(f"{shard['file']} ({found.st_size} bytes)")
     if missing:
       raise FileNotFoundError(
         f"{self._folder} lacks {len(missing)} of its {len(self._shards)} "
@@ -266,20 +330,27 @@ class Shards:
         f"{self._folder}: {len(other)} shard(s) are truncated or not of this "
         f"set: {_some(other)}"
       )
+    return written
 
 
-def _open_reader(path: pathlib.Path) -> Any:
+@functools.lru_cache(_MOST_OPEN)
+def _reader(path: str, written: int) -> Any:
+  """Opens a shard, or returns it from those that were used last.
+
+  Args:
+    path: of the file.
+    written: time of its last change, since another file may take its place.
+
+  Raises:
+    RuntimeError: it cannot be opened.
+  """
   reader = array_record_module.ArrayRecordReader(
-    str(path), options=_READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+    path, options=_READER_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
   )
   if not reader.ok():
-    reader.close()  # a closed reader raises when it is used
+    reader.close()
+    reader.read([0])  # raises, with the reason
   return reader
-
-
-def _max_open() -> int:
-  files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-  return sys.maxsize if files == resource.RLIM_INFINITY else max(files // 2, 1)
 
 
 def _some(names: list[str]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.text_metrics import bits_per_byte, perplexity
 
 _WINDOWS = 4096  # scored at one time: sorted by length, and in memory

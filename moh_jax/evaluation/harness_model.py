@@ -12,7 +12,7 @@ import tqdm
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.documents import first_token
 
 _CALL = 128  # prompts of a call of `generate`, so that the bar moves

@@ -11,9 +11,8 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config import Config, check_command
-from moh_jax.data.images.files import read_image, to_pixels
-from moh_jax.data.images.pictures import to_picture
-from moh_jax.data.images.transforms import eval_transforms
+from moh_jax.data.decode import read_image, to_picture, to_pixels
+from moh_jax.data.transforms import eval_transforms
 
 # A path, a picture, or [X, Y] or [X, Y, channels] uint8.
 ImageLike = str | os.PathLike | Image.Image | np.ndarray

@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from moh_jax.data.text.stream_decoder import StreamDecoder
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
 from moh_jax.inference.decoding import NO_TOKEN
 from moh_jax.inference.options import Sampling
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
-from moh_jax.data.text.chat_template import Message, chat_ids
-from moh_jax.data.text.tokenizers import Tokenizer, check_vocabulary, prompt_ids
+from moh_jax.data.chat import Message, chat_ids
+from moh_jax.data.tokenizers import Tokenizer, check_vocabulary, prompt_ids
 from moh_jax.inference.completion import Completion, CompletionWriter
 from moh_jax.inference.decoding import (
   Decoding,

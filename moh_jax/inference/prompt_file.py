@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import tqdm
 
-from moh_jax.data.text.prompts import Prompts
+from moh_jax.data.text_files import Prompts
 from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.generate import Generator, Prompt
 from moh_jax.inference.options import Sampling

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from moh_jax import memory
 from moh_jax.config import Config
-from moh_jax.data.images.pictures import to_picture
+from moh_jax.data.decode import to_picture
 from moh_jax.files import (
   disk_errors,
   inside,

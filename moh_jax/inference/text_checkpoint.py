@@ -1,7 +1,7 @@
 """The tokenizer that belongs to a checkpoint."""
 
 from moh_jax.config import check_command
-from moh_jax.data.text.tokenizers import (
+from moh_jax.data.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
   SentencePieceTokenizer,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from moh_jax.convert.vae import convert_vae, public_config
-from moh_jax.data.images.latents import sample_posterior
+from moh_jax.data.latents import sample_posterior
 from moh_jax.models.vae import VAE
 from moh_jax.parity.case import Case, channels_first, channels_last
 

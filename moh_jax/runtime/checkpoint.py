@@ -20,8 +20,8 @@ from etils import epath
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, upgrade
-from moh_jax.data.text.tokenizer_files import write_tokenizer_files
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizer_files import write_tokenizer_files
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.runtime import commit, manifest
 from moh_jax.runtime.location import resolve, steps_folder
 from moh_jax.runtime.processes import ask_first_process

@@ -9,9 +9,8 @@ import grain
 import jax
 
 from moh_jax.config import Config
-from moh_jax.data.images.recipes import train_recipe
-from moh_jax.data.images.sources import make_source
-from moh_jax.data.pipeline import TrainBatches
+from moh_jax.data.pipeline import TrainBatches, train_recipe
+from moh_jax.data.sources import make_source
 from moh_jax.runtime import sharding
 from moh_jax.training.feed import Feed
 from moh_jax.training.program import make_program

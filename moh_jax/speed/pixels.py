@@ -8,10 +8,8 @@ from typing import Any
 
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity
-from moh_jax.data.images import files
-from moh_jax.data.images.encoded import EncodedSource, Record
-from moh_jax.data.images.tolerant import CheckedSource
 from moh_jax.data.pipeline import held_out_images, train_images
+from moh_jax.data.sources import CheckedSource, EncodedSource, Record
 
 _MOST_IMAGES = 256  # held in memory, so that no disk is timed
 # They stand for a set of this length: Grain takes 0.3 ms to shuffle a number of
@@ -68,7 +66,7 @@ def measure(
 
   def decode(index: int) -> Any:
     record = images.read(index)
-    return files.decode_image(record.content, images.channels, record.place)
+    return decode.decode_image(record.content, images.channels, record.place)
 
   calls: dict[str, Callable[[int], Any]] = {
     "decode": decode,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.data.images.sources import ImageSource, make_source
 from moh_jax.data.pipeline import held_out_images, train_images
+from moh_jax.data.sources import ImageSource, make_source
 from moh_jax.evaluation import accuracy, predictions
 from moh_jax.evaluation.predictions import Predict
 from moh_jax.layers.partitioning import axes_of

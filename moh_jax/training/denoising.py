@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.data.images.sources import has_split, make_source
+from moh_jax.config.sources import MissingSplitError
 from moh_jax.data.pipeline import train_images
+from moh_jax.data.sources import make_source
 from moh_jax.diffusion.guidance import drop_labels
 from moh_jax.diffusion.process import make_process
 from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
@@ -49,9 +50,9 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   train = make_source(config, "train")
   objective = make_objective(config)
   model = objective.model
-  if has_split(config, "val"):
+  try:
     evaluate = make_evaluate(model, config, Metadata(config, train.class_names))
-  else:
+  except MissingSplitError:
     _LOG.warning("%s has no val/: nothing is evaluated", config.data.path)
     evaluate = _no_metrics
   return Task(

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, TuneConfig
+from moh_jax.data import sequences
 from moh_jax.data.pipeline import eval_indices
-from moh_jax.data.text import sequences
-from moh_jax.data.text.packing import pack
+from moh_jax.data.sequences import pack
 from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import sum_metrics
 from moh_jax.evaluation.text_metrics import bits_per_byte, perplexity
@@ -42,7 +42,8 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
   """
   del decode  # previews are for models that make images
   data, vocab_size = config.data, config.model.vocab_size
-  train = sequences.train_sequences(data, vocab_size, config.train.seed)
+  text = sequences.Text(data, vocab_size, "train")
+  train = text.stream(config.train.seed)
   objective = make_objective(config)
 
   def stream_metrics(examples: int) -> dict[str, float]:
@@ -54,10 +55,10 @@ def make_task(config: Config, decode: Decode | None = None) -> Task:
     batches=lambda mesh: stream(config, train, mesh),
     evaluate=make_evaluate(objective.model, config, Metadata(config)),
     class_names=(),
-    tokenizer=sequences.open_tokenizer(data, vocab_size),
+    tokenizer=text.tokenizer,
     stream_metrics=stream_metrics if len(data.mix) > 1 else None,
     shown=("bits_per_byte",),
-    identity=sequences.identity(data, vocab_size),
+    identity=text.identity(),
   )
 
 
@@ -95,14 +96,14 @@ def make_evaluate(
     ValueError: it does not fit the model, or was made with another tokenizer.
   """
   data, tokenizer_sha256 = config.data, trained.tokenizer_sha256
-  tokenizer = sequences.open_tokenizer(data, config.model.vocab_size, "val")
+  held_out = sequences.Text(data, config.model.vocab_size, "val")
+  tokenizer = held_out.tokenizer
   sha256 = tokenizer.sha256 if tokenizer else tokenizer_sha256
   if tokenizer_sha256 and sha256 != tokenizer_sha256:
     raise ValueError(
       f"data.path={data.path!r} was made with a tokenizer of sha256 "
       f"{sha256[:16]}, the model was trained with {tokenizer_sha256[:16]}"
     )
-  held_out = sequences.HeldOut(config.data, config.model.vocab_size)
   eval_step = make_eval_step(model, config.model)
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:

@@ -16,7 +16,7 @@ import tqdm
 from etils import epath
 
 from moh_jax.config import LogConfig
-from moh_jax.data.images.pictures import to_picture
+from moh_jax.data.decode import to_picture
 from moh_jax.files import write_whole
 from moh_jax.json_files import strict_json
 from moh_jax.ops.head_load import LOAD_SPLIT

@@ -12,15 +12,15 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config, get_family, imported
 from moh_jax.data.identity import Identity
-from moh_jax.data.images.pixels import normalizer
-from moh_jax.data.images.sources import make_source
 from moh_jax.data.pipeline import (
   Source,
   TrainBatches,
   eval_batches,
   held_out_images,
 )
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.sources import make_source
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.data.transforms import normalizer
 from moh_jax.evaluation.means import EvalStep, mean_metrics
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
-from moh_jax.data.text.tokenizer_files import read_files_beside
-from moh_jax.data.text.tokenizers import Tokenizer
+from moh_jax.data.tokenizer_files import read_files_beside
+from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.models.restack import fit_params
 from moh_jax.runtime import checkpoint, location

@@ -4,7 +4,7 @@ import tempfile
 
 from absl.testing import absltest
 
-from moh_jax.data.text.token_sets import TokenSet
+from moh_jax.data.token_sets import TokenSet
 from tests.cli import tiny_checkpoint
 
 

@@ -3,7 +3,7 @@ import tempfile
 
 from absl.testing import absltest
 
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.data.tokenizers import load_tokenizer
 from tests.cli import tiny_checkpoint
 
 

@@ -426,6 +426,12 @@ class UpgradeTest(parameterized.TestCase):
     )
     self.assertEqual(config.model.router, config_lib.RouterConfig("none"))
 
+  def test_reduced_decoding_was_exact_in_evaluation(self):
+    data = {"source": "image_folder", "path": "x", "augment": "crop_flip"}
+    old = {"model": {"family": "vit"}, "data": {**data, "decode": "reduced"}}
+    config = config_lib.from_config_dict(config_lib.upgrade(old))
+    self.assertEqual(config.data.decode, "exact")
+
   @parameterized.parameters(*base.MOVED.values())
   def test_present_keys_exist(self, present):
     run = _LLM if present.startswith("model") else _VIT

@@ -13,7 +13,7 @@ from moh_jax.config import OptimConfig, TextDataConfig, TrainConfig
 from moh_jax.convert import hf_folder
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.llama import released_run
-from moh_jax.data.text.tokenizers import BEGIN, END, load_tokenizer, train_bpe
+from moh_jax.data.tokenizers import BEGIN, END, load_tokenizer, train_bpe
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint

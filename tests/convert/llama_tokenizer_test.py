@@ -9,8 +9,8 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.special_tokens import BEGIN, END
-from moh_jax.data.text.tokenizers import train_bpe
+from moh_jax.data.tokenizer_files import BEGIN, END
+from moh_jax.data.tokenizers import train_bpe
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import checkpoint
 from tests.convert import folder_case, tiny_llm

@@ -6,7 +6,7 @@ import sys
 
 from moh_jax.config import DataConfig, apply_overrides
 from moh_jax.data import pipeline
-from moh_jax.data.images.sources import make_source
+from moh_jax.data.sources import make_source
 from tests.data.pipeline_test import CONFIG
 
 

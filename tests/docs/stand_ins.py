@@ -10,7 +10,7 @@ import json
 import tarfile
 
 from moh_jax.config import without_router
-from moh_jax.data.text.tokenizers import train_bpe
+from moh_jax.data.tokenizers import train_bpe
 from tests.convert import tiny_llm
 from tests.docs.blocks import ROOT
 from tests.inference import tiny_text_model, tiny_vae

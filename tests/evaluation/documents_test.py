@@ -5,7 +5,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.evaluation import documents
 
 

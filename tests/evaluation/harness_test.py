@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.evaluation import harness
 from moh_jax.evaluation.harness_tasks import TaskChoice, choose_tasks
 from moh_jax.inference.score import Scorer

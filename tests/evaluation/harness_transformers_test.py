@@ -17,7 +17,7 @@ from absl.testing import parameterized
 
 from moh_jax import Generator, Sampling
 from moh_jax.convert.checkpoints import export
-from moh_jax.data.text.tokenizers import tokenizer_from_bytes, train_bpe
+from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.evaluation import tiny_harness

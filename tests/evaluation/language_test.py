@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.data.text import sequences
+from moh_jax.data import sequences
 from moh_jax.evaluation.language import make_eval_step
 from moh_jax.evaluation.means import mean_metrics, sum_metrics
 from moh_jax.models.registry import make_model
@@ -24,7 +24,7 @@ def _eval_step():
 
 def _batch(real=_SIZE):
   """Packed sequences, those beyond the first `real` as padding fills them."""
-  held_out = sequences.HeldOut(_CONFIG.data, _CONFIG.model.vocab_size)
+  held_out = sequences.Text(_CONFIG.data, _CONFIG.model.vocab_size, "val")
   batch = jax.tree.map(
     lambda *x: np.stack(x), *[held_out[i] for i in range(_SIZE)]
   )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from moh_jax.data.images import files
+from moh_jax.data import decode
 from tests.fuzz import hostile
 
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
@@ -40,14 +40,14 @@ class ImagesTest(hostile.ReaderTest, parameterized.TestCase):
   @given(st.sampled_from(_FORMATS), st.sampled_from((1, 3)), st.data())
   def test_damaged_file(self, kind, channels, data):
     content = data.draw(hostile.damaged(_image(kind)))
-    self.check(files.decode_image, content, channels, "x")
+    self.check(decode.decode_image, content, channels, "x")
 
   @parameterized.parameters(
     (100_000, 100_000, "pixels"), (9_000, 9_000, "cannot hold")
   )
   def test_png_that_lies_about_its_size(self, columns, rows, text):
     with self.assertRaisesRegex(ValueError, f"liar.png.*{text}"):
-      files.decode_image(_png(columns, rows), 3, "liar.png")
+      decode.decode_image(_png(columns, rows), 3, "liar.png")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from moh_jax import config as config_lib
 from moh_jax.cli import chat
 from moh_jax.config.run import section_types
 from moh_jax.convert import hf_config, model_card, vae
-from moh_jax.data.images.latents import LatentSource
-from moh_jax.data.images.records import ArrayRecordSource
+from moh_jax.data import token_sets
+from moh_jax.data.image_shards import ArrayRecordSource
+from moh_jax.data.latents import LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
-from moh_jax.data.text import token_sets
 from moh_jax.ops.kernels import sizes
 from moh_jax.parity import compare, files
 from moh_jax.runtime import checkpoint, stored_config
-from tests.data.text import tiny_text
+from tests.data import tiny_text
 from tests.fuzz import hostile
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"

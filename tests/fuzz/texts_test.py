@@ -7,12 +7,11 @@ import json
 import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
-import zstandard
 from absl.testing import absltest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moh_jax.data.text import files, pieces, places, prompts
+from moh_jax.data import input_files, text_files
 from tests.fuzz import hostile
 
 _ROWS = [{"text": "a house", "n": 1}, {"text": "é" * 40}, {"text": None}]
@@ -30,7 +29,7 @@ _FILES = {
   "x.txt": b"plain text\n",
   "x.jsonl.gz": gzip.compress(_LINES),
   "x.txt.gz": gzip.compress(b"plain text" * 50),
-  "x.jsonl.zst": zstandard.compress(_LINES),
+  "x.jsonl.zst": pyarrow.compress(_LINES, "zstd", asbytes=True),
   "x.parquet": _table(pyarrow.parquet.write_table),
   "x.arrow": _table(pyarrow.feather.write_feather),
 }
@@ -38,9 +37,9 @@ _FILES = {
 
 class TextsTest(hostile.ReaderTest):
   def _read(self, file):
-    for group in pieces.list_pieces([str(file)], 1 << 20):
+    for group in text_files.list_pieces([str(file)], 1 << 20):
       for piece in group:
-        for _, text in files.read_documents(piece, "text"):
+        for _, text in text_files.read_documents(piece, "text"):
           text.encode()
 
   @hostile.examples(120)
@@ -49,7 +48,7 @@ class TextsTest(hostile.ReaderTest):
     file = self.folder / name
     file.write_bytes(data.draw(hostile.damaged(_FILES[name])))
     self.check(self._read, file)
-    self.check(prompts.Prompts, str(file))
+    self.check(text_files.Prompts, str(file))
 
   @hostile.examples()
   @given(st.data())
@@ -67,7 +66,7 @@ class TextsTest(hostile.ReaderTest):
     (folder / "data.arrow").write_bytes(_FILES["x.arrow"])
     state = {"_data_files": [{"filename": "data.arrow"}], "_split": None}
     (folder / "state.json").write_bytes(data.draw(hostile.json_files(state)))
-    self.check(places.list_files, [str(folder)])
+    self.check(input_files.list_files, [str(folder)])
 
   def test_document_that_unpacks_to_more_than_allowed(self):
     file = self.folder / "bomb.txt.gz"

@@ -6,7 +6,7 @@ from absl.testing import absltest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moh_jax.data.text import tokenizer_files, tokenizers
+from moh_jax.data import tokenizer_files, tokenizers
 from tests.fuzz import hostile
 
 _CONTENT = tokenizers.train_bpe(["a house, a tree"] * 4, 270)

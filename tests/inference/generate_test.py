@@ -12,8 +12,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig, without_router
-from moh_jax.data.text.special_tokens import END
-from moh_jax.data.text.tokenizers import JsonTokenizer
+from moh_jax.data.tokenizer_files import END
+from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
@@ -21,7 +21,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.ops import cached_attention
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.runtime import sharding
-from tests.data.text import tiny_words
+from tests.data import tiny_words
 from tests.inference import tiny_writer
 from tests.training import tiny
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from moh_jax import config as config_lib
-from moh_jax.data.text.tokenizers import BytesTokenizer
+from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.params import abstract_params, unbox

@@ -13,6 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from PIL import Image
 
+from moh_jax.config.sources import MissingSplitError
 from moh_jax.layers.model_aux import ModelAux
 from moh_jax.runtime import sharding
 from moh_jax.training import denoising, loop, optim
@@ -199,19 +200,12 @@ class StepsTest(absltest.TestCase):
 
 
 class HeldOutTest(absltest.TestCase):
-  def _train_alone(self, config, split):
-    self.assertEqual(split, "train")
-    return self._make_source(config, split)
-
   def setUp(self):
     super().setUp()
-    self._make_source = denoising.make_source
-    self.enterContext(
-      mock.patch.object(denoising, "make_source", self._train_alone)
+    missing = mock.patch.object(
+      denoising, "make_evaluate", side_effect=MissingSplitError("no val")
     )
-    self.enterContext(
-      mock.patch.object(denoising, "has_split", lambda config, split: False)
-    )
+    self.enterContext(missing)
 
   def test_missing_split_is_a_warning_and_no_figures(self):
     with self.assertLogs("moh_jax", "WARNING") as logged:

@@ -14,14 +14,14 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RotaryConfig, TuneConfig, apply_overrides
-from moh_jax.data.text import sequences
+from moh_jax.data import sequences
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import language_modeling, loop
 from moh_jax.training.language_modeling import make_loss, top_k_schedule
 from moh_jax.training.step import HEAD_LOADS, metric_values
-from tests.data.text import tiny_text, tiny_words
+from tests.data import tiny_text, tiny_words
 from tests.training import tiny
 from tests.training.tiny import make_task
 
@@ -241,7 +241,7 @@ class EvaluateTest(parameterized.TestCase):
     root = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
     _write_sets(root)
     cls.config = _word_config(root)
-    cls.held_out = sequences.HeldOut(cls.config.data, 60)
+    cls.held_out = sequences.Text(cls.config.data, 60, "val")
     cls.figures = cls._figures()
 
   @classmethod
@@ -287,7 +287,7 @@ class EvaluateTest(parameterized.TestCase):
     config = dataclasses.replace(
       self.config, data=dataclasses.replace(self.config.data, **data)
     )
-    self.assertLen(sequences.HeldOut(config.data, 60), 6)
+    self.assertLen(sequences.Text(config.data, 60, "val"), 6)
     whole, part = self._figures(0, config), self._figures(examples, config)
     ratio = part["bits_per_byte"] / whole["bits_per_byte"]
     self.assertAlmostEqual(ratio, 1, places=5)

@@ -10,19 +10,17 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.convert.checkpoints import export
-from moh_jax.data.text.token_sets import TokenSet
-from moh_jax.data.text.tokenizer_files import copy_tokenizer_files
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.data.token_sets import TokenSet
+from moh_jax.data.tokenizer_files import copy_tokenizer_files
+from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.training.loop import train
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm
-from tests.data.text import tiny_text
+from tests.data import tiny_text
 from tests.training import tiny
 
-_TOKENIZERS = (
-  pathlib.Path(__file__).parents[1] / "data/text/recorded/tokenizers"
-)
+_TOKENIZERS = pathlib.Path(__file__).parents[1] / "data/recorded/tokenizers"
 _TEMPLATE = "chat_template.jinja"
 
 

@@ -11,9 +11,8 @@ import jax
 from absl.testing import absltest
 
 from moh_jax.config import RouterConfig, without_router
-from moh_jax.data.text.held_out import held_out_parts
-from moh_jax.data.text.tokenize import tokenize
-from moh_jax.data.text.tokenizers import load_tokenizer
+from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenizers import load_tokenizer
 from moh_jax.inference.restore import restore
 from moh_jax.runtime import sharding
 from moh_jax.training import loop

@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 from flax import traverse_util
 
 from moh_jax.config import Config, RotaryConfig, RouterConfig, without_router
-from moh_jax.data.text import sequences
+from moh_jax.data import sequences
 from moh_jax.models.llm_params import grow_vocabulary
 from moh_jax.models.registry import make_model
 from moh_jax.models.restack import restack

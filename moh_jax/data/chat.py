@@ -1,0 +1,210 @@
+"""Chat templates: from messages to the text that a model was tuned on.
+
+A template is a Jinja text of the checkpoint's author, so it runs in a sandbox
+that lets it change nothing and read nothing but the messages and the names of
+the special tokens: that of transformers, with its filters and tags.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moh_jax.data.extras import import_extra
+from moh_jax.data.tokenizer_files import (
+  TEMPLATE,
+  TEMPLATE_FOLDER,
+  TEMPLATE_JSON,
+  TOKENIZER_CONFIG,
+  named_tokens,
+  read_json,
+)
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.json_files import plain
+
+Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
+_KEY = "chat_template"
+_DEFAULT = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+  """A template.
+
+  Attributes:
+    source: the Jinja text.
+    file: that holds it, for messages.
+    variables: names of special tokens, such as "bos_token".
+  """
+
+  source: str
+  file: str
+  variables: Mapping[str, str]
+
+  def render(
+    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+  ) -> str:
+    """Writes a conversation as the text that the model reads.
+
+    Args:
+      messages: with "role" and "content", in order.
+      add_generation_prompt: end with what begins the assistant's answer.
+
+    Raises:
+      ValueError: the messages are none, or the template refuses them, for
+        example their order, or fails; a library is missing.
+    """
+    check_messages(messages)
+    jinja = import_extra("jinja2", "a chat template")
+    # Without torch, which templates do not need, it would tell of that.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    theirs = "transformers.utils.chat_template_utils"
+    render = import_extra(theirs, "a chat template").render_jinja_template
+    try:
+      (text,), _ = render(
+        [plain(messages)],
+        chat_template=self.source,
+        add_generation_prompt=add_generation_prompt,
+        **self.variables,
+      )
+    except jinja.TemplateSyntaxError as error:
+      raise ValueError(
+        f"{self.file}: line {error.lineno}: {_line(error)}"
+      ) from error
+    except Exception as error:  # whatever a wrong template does
+      what = f"fails: {type(error).__name__}"
+      if type(error) is jinja.TemplateError:  # of `raise_exception`
+        what = "refuses the messages"
+      raise ValueError(f"{self.file} {what}: {_line(error)}") from error
+    return text
+
+
+def load_chat_template(
+  tokenizer: Tokenizer, name: str | None = None
+) -> ChatTemplate:
+  """Finds a template of a tokenizer.
+
+  Args:
+    tokenizer: with the files beside it.
+    name: of the template where there are several; None is "default".
+
+  Raises:
+    ValueError: there is none, or none of that name.
+  """
+  found = _sources(tokenizer.files)
+  if not found:
+    raise ValueError(
+      f"the model has no chat template: there is no {TEMPLATE} beside its "
+      f"tokenizer and no {_KEY!r} in {TOKENIZER_CONFIG}"
+    )
+  wanted = _DEFAULT if name is None else name
+  if wanted not in found:
+    raise ValueError(f"chat template {wanted!r} must be one of {tuple(found)}")
+  source, file = found[wanted]
+  ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+  tokens: dict[str, str | None] = {
+    key: tokenizer.id_to_token(i) for key, i in ids.items() if i is not None
+  }
+  tokens |= named_tokens(tokenizer.files)
+  variables = {key: token for key, token in tokens.items() if token}
+  return ChatTemplate(source, file, variables)
+
+
+def chat_ids(
+  tokenizer: Tokenizer,
+  messages: Sequence[Message],
+  template: str | None = None,
+) -> list[int]:
+  """Returns the ids of a conversation, up to where the answer begins.
+
+  Args:
+    tokenizer: of the model, with the files beside it.
+    messages: with "role" and "content", in order.
+    template: name of the template where there are several.
+
+  Raises:
+    ValueError: there is no such template, or it refuses the messages.
+  """
+  text = load_chat_template(tokenizer, template).render(messages)
+  # The template writes the begin of text itself, and no user text is escaped:
+  # the name of a special token is that token wherever it stands.
+  return tokenizer.encode(text, parse_special=True)
+
+
+def template_names(tokenizer: Tokenizer) -> tuple[str, ...]:
+  """Names of the templates of a tokenizer.
+
+  Raises:
+    ValueError: a file that should hold them is damaged.
+  """
+  return tuple(_sources(tokenizer.files))
+
+
+def check_messages(messages: Any) -> None:
+  """Checks that a value is a conversation.
+
+  Raises:
+    ValueError: it is no list of objects with a "role" and a "content".
+  """
+  if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+    raise ValueError(f"messages={messages!r} must be a list")
+  if not messages:
+    raise ValueError("messages must not be empty")
+  for index, message in enumerate(messages):
+    if not isinstance(message, Mapping):
+      raise ValueError(f"message {index}={message!r} must be an object")
+    if not isinstance(message.get("role"), str):
+      raise ValueError(
+        f"message {index}: role={message.get('role')!r} must be a text"
+      )
+    if not isinstance(message.get("content"), str | list | None):
+      raise ValueError(
+        f"message {index}: content={message['content']!r} must be a text, or a "
+        "list of parts"
+      )
+
+
+def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:
+  """Templates by name, each with the file that holds it."""
+  own = {_DEFAULT: TEMPLATE} if TEMPLATE in files else {}
+  for path in files:
+    folder, _, name = path.rpartition("/")
+    if folder == TEMPLATE_FOLDER:
+      own[name.removesuffix(".jinja")] = path
+  if own:
+    return {
+      name: (_text(path, files[path]), path) for name, path in own.items()
+    }
+  for file in (TOKENIZER_CONFIG, TEMPLATE_JSON):
+    stored = read_json(files, file).get(_KEY)
+    if stored is not None:
+      return {name: (text, file) for name, text in _named(file, stored).items()}
+  return {}
+
+
+def _named(file: str, stored: Any) -> dict[str, str]:
+  """Templates by name, as a JSON file has them: one, a list, or an object."""
+  if isinstance(stored, str):
+    return {_DEFAULT: stored}
+  if isinstance(stored, list) and all(isinstance(x, dict) for x in stored):
+    stored = {entry.get("name"): entry.get("template") for entry in stored}
+  if isinstance(stored, dict) and all(
+    isinstance(x, str) for pair in stored.items() for x in pair
+  ):
+    return stored
+  raise ValueError(
+    f"{file}: {_KEY} must be a text, or a list of objects with 'name' and "
+    "'template'"
+  )
+
+
+def _text(path: str, content: bytes) -> str:
+  try:
+    return content.decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{path}: not UTF-8: {error}") from error
+
+
+def _line(error: Exception) -> str:
+  """The message of an error in one line."""
+  return " ".join(str(error).split())

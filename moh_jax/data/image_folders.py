@@ -1,0 +1,506 @@
+"""Folders of image files: their splits, classes and held-out share."""
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from etils import epath
+
+from moh_jax.config import Config
+from moh_jax.config.sources import SPLITS, MissingSplitError
+from moh_jax.data.decode import read_bytes
+from moh_jax.data.identity import Identity, of_files
+from moh_jax.data.sources import EncodedSource, Record
+
+# Words in the names of files or folders, and the split that they mean.
+SPLIT_WORDS = {
+  **dict.fromkeys(("train", "training"), "train"),
+  **dict.fromkeys(("validation", "valid", "val", "dev"), "val"),
+  **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+# Formats that Pillow knows, but decodes with other programs or not at all.
+_NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+FLAT_CLASS = "images"  # the one class of a folder without class folders
+_MOST_LIST_BYTES = 1 << 24  # of a list of classes
+_LOG = logging.getLogger(__name__)
+
+# "CLASS/NAME" (or "NAME" in a flat folder) and label of each image.
+Files = list[tuple[str, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassList:
+  """A file of class names, whose positions are the labels.
+
+  Attributes:
+    where: names the file in messages.
+    lines: those of it that are not empty.
+  """
+
+  where: str
+  lines: tuple[str, ...]
+
+  def names(self, found: tuple[str, ...]) -> tuple[str, ...]:
+    """The classes: the whole line where it is in `found`, else its first word.
+
+    Raises:
+      ValueError: a class is there twice.
+    """
+    names = tuple(n if n in found else n.split()[0] for n in self.lines)
+    if len(set(names)) < len(names):
+      twice = next(name for name in names if names.count(name) > 1)
+      raise ValueError(f"{self.where}: class {twice!r} is there twice")
+    return names
+
+
+def listed_classes(file: str) -> ClassList | tuple[()]:
+  """Reads a list of classes; () where `file` is "".
+
+  Args:
+    file: a class on each line, such as "n01440764", "n01440764 tench, Tinca
+      tinca" or "polar bear"; the data tell whether the first word or all is the
+      name. Empty lines are left out.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no text or names no class.
+  """
+  if not file:
+    return ()
+  path = pathlib.Path(file)
+  where = f"data.class_list={file!r}"
+  if not path.is_file():
+    raise FileNotFoundError(f"{where}: no such file")
+  try:
+    with path.open("rb") as stream:
+      text = stream.read(_MOST_LIST_BYTES).decode()
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{where}: not UTF-8: {error}") from error
+  lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+  if not lines:
+    raise ValueError(f"{where}: names no class")
+  return ClassList(where, lines)
+
+
+def match_classes(
+  found: tuple[str, ...], wanted: tuple[str, ...] | ClassList, where: str
+) -> tuple[tuple[str, ...], list[int]]:
+  """Finds the labels of class folders among a model's classes, by name.
+
+  Folders that are named by numbers, as those of ImageNet-V2, are labels
+  themselves, or where the classes have such names too, the class of that value:
+  leading zeros do not matter.
+
+  Args:
+    found: names of the folders.
+    wanted: classes of the model, or a list of them.
+    where: name of the data, for the message.
+
+  Returns:
+    The wanted classes, and the label of each folder.
+
+  Raises:
+    ValueError: a folder is none of the classes, two are the same one, or a list
+      has one twice.
+  """
+  whose, origin = "the model's", ", the names of the training's folders"
+  if isinstance(wanted, ClassList):
+    whose, origin = "the", f" of {wanted.where}"
+    wanted = wanted.names(found)
+  labels = {name: label for label, name in enumerate(wanted)}
+  unknown = [name for name in found if name not in labels]
+  if unknown and all(map(str.isdecimal, found)):
+    values = {int(n): i for i, n in enumerate(wanted) if n.isdecimal()}
+    values = values or {label: label for label in range(len(wanted))}
+    labels = {n: values[int(n)] for n in found if int(n) in values}
+    unknown = [name for name in found if name not in labels]
+    if len(set(labels.values())) < len(labels):
+      raise ValueError(f"{where}: class folders {found} have a number twice")
+  if unknown:
+    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
+    raise ValueError(
+      f"{where}: class folder {unknown[0]!r} is none of {whose} "
+      f"{len(wanted)} classes ({known}){origin}"
+    )
+  if missing := len(wanted) - len(set(found)):
+    _LOG.warning("%s: no folder of %d classes", where, missing)
+  return wanted, [labels[name] for name in found]
+
+
+class ImageFolderSource(EncodedSource):
+  """Source of the image files of a split, see `list_split`."""
+
+  def __init__(
+    self,
+    path: str,
+    split: str,
+    channels: int,
+    *,
+    val_share: float = 0.0,
+    class_names: tuple[str, ...] | ClassList = (),
+  ):
+    """Lists the files of a split.
+
+    Args:
+      path: directory of the splits, local or a bucket.
+      split: "train" or "val"; "" reads `path` itself.
+      channels: 1 converts to grey, 3 to RGB.
+      val_share: share that is held out where there is no val/.
+      class_names: classes whose positions are the labels; () numbers the
+        class folders in alphabetical order.
+
+    Raises:
+      FileNotFoundError: there is no such directory, or no image in it.
+      ValueError: a class folder holds no image or is none of `class_names`.
+    """
+    self._held_out = ""
+    if split:
+      self._root, own, self._files = list_split(path, split, val_share)
+      if val_share and self._root.name != split:
+        self._held_out = f"{val_share:g}"
+    else:
+      self._root = epath.Path(path)
+      own, self._files = list_images(self._root)
+    self.class_names, self.channels = own, channels
+    if split == "val" and not class_names and all(map(str.isdecimal, own)):
+      # Without names of the model, numbers are labels; in training folders are
+      # in alphabetical order, which is another from the 11th class on.
+      class_names = tuple(map(str, range(len(own))))
+    if class_names:
+      where = str(self._root)
+      self.class_names, labels = match_classes(own, class_names, where)
+      self._files = [(name, labels[label]) for name, label in self._files]
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "ImageFolderSource":
+    """Opens a split, whose order of classes `data.class_list` may say."""
+    data = config.data
+    return cls(
+      data.path,
+      split,
+      config.model.channels or 3,
+      val_share=data.val_share,
+      class_names=class_names or listed_classes(data.class_list),
+    )
+
+  @property
+  def fingerprint(self) -> str:
+    """Identifies the list of images: its length and a hash of names."""
+    return fingerprint(self._files)
+
+  def __len__(self) -> int:
+    return len(self._files)
+
+  def identity(self) -> Identity:
+    """Identifies the images; those in a bucket by their names alone."""
+    found: Identity = {"examples": len(self), "fingerprint": self.fingerprint}
+    root = os.fspath(self._root)
+    if "://" not in root:
+      found["content"] = of_files([f"{root}/{name}" for name, _ in self._files])
+    return found | {"val_share": self._held_out} if self._held_out else found
+
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded."""
+    name, label = self._files[index]
+    path = self._root / name
+    return Record(label, str(path), read_bytes(path))
+
+  def name(self, index: int) -> str:
+    """The image's "CLASS/NAME"."""
+    return self._files[index][0]
+
+
+def list_images(folder: str | os.PathLike) -> tuple[tuple[str, ...], Files]:
+  """Lists the images FOLDER/CLASS/*, classes in alphabetical order.
+
+  A flat folder, of images and no other folders, is one class. Hidden files and
+  folders (".name") are left out, all else that is no image with a warning.
+
+  Args:
+    folder: local directory or bucket.
+
+  Returns:
+    The class names, and for each file its name below `folder` and its label.
+
+  Raises:
+    FileNotFoundError: there is no such folder, or no image in it.
+    ValueError: a class folder holds no image, or the folders are splits.
+  """
+  root = epath.Path(folder)
+  classes = [path.name for path in _folders(root)]
+  if len(classes) > 1 and {n.lower() for n in classes} <= SPLIT_WORDS.keys():
+    raise ValueError(
+      f"{root}: {', '.join(classes)} are splits, no classes; they must be "
+      "called train and val"
+    )
+  names, others = [], []
+  for name in classes:
+    images, rest = _file_names(root / name)
+    names.append([f"{name}/{file}" for file in images])
+    others += [f"{name}/{file}" for file in rest]
+  beside, rest = _file_names(root)
+  if classes:
+    others += beside  # a list of classes, say, may stand there too
+  else:
+    classes, names, others = [FLAT_CLASS], [beside], rest
+  if others:
+    _warn_of_others(str(root), len(others), others[0], _SUFFIXES)
+  if not any(names):
+    raise FileNotFoundError(
+      f"{root} holds no image; expected {root}/CLASS/*, or images without "
+      f"classes, with a suffix in {_SUFFIXES} (shards and tables: set "
+      "data.source)"
+    )
+  if empty := [name for name, found in zip(classes, names) if not found]:
+    raise ValueError(
+      f"{root}: class folder {', '.join(map(repr, empty[:10]))} holds no image "
+      f"with a suffix in {_SUFFIXES}; add some, or remove the folder"
+    )
+  files = [(file, label) for label, found in enumerate(names) for file in found]
+  return tuple(classes), files
+
+
+def list_split(
+  path: str | os.PathLike, split: str, val_share: float = 0.0
+) -> tuple[epath.Path, tuple[str, ...], Files]:
+  """Lists the images of one split of a directory.
+
+  Args:
+    path: directory with train/ and val/, or with the images of both, see
+      `list_images`.
+    split: "train" or "val".
+    val_share: share of the images that is held out as "val" where there is no
+      val/, see `hold_out`.
+
+  Returns:
+    The folder, the class names, and the files of the split.
+
+  Raises:
+    MissingSplitError: there is no such split.
+    FileNotFoundError: there is no image.
+    ValueError: a class folder holds no image, or a split would be left without.
+  """
+  root = epath.Path(path)
+  if not root.is_dir():
+    raise FileNotFoundError(f"data.path={str(path)!r}: no such directory")
+  found = find_splits(root)
+  divided = "train" in found and "val" not in found and val_share > 0
+  name = "train" if divided else split
+  if name not in found:
+    hint = ", or data.val_share above 0" if "train" in found else ""
+    raise MissingSplitError(
+      f"data.path={str(path)!r} has no directory {split!r}; expected "
+      f"{path}/{split}/CLASS/*.jpg{hint}"
+    )
+  class_names, files = list_images(found[name])
+  if divided:
+    names, labels = zip(*files)
+    chosen = hold_out(names, labels, split, val_share, class_names, found[name])
+    files = [files[i] for i in chosen]
+  return found[name], class_names, files
+
+
+def hold_out(
+  names: Sequence[str],
+  labels: Sequence[int],
+  split: str,
+  share: float,
+  class_names: Sequence[str],
+  where: Any,
+) -> list[int]:
+  """Positions of the images of a split where a share of them is held out.
+
+  A hash of an image's name decides, so that further images move none from one
+  split to the other.
+
+  Args:
+    names: of the images.
+    labels: of the images.
+    split: "train" or "val".
+    share: `data.val_share`.
+    class_names: of all classes.
+    where: of the images, for messages.
+
+  Raises:
+    ValueError: training lacks a class, or nothing is held out.
+  """
+  chosen = []
+  for i, name in enumerate(names):
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    held_out = int.from_bytes(digest[:8], "big") < share * 2**64
+    if held_out == (split == "val"):
+      chosen.append(i)
+  # A schema of a table may name classes that have no rows.
+  absent = set(labels) - {labels[i] for i in chosen}
+  what = f"{where}: data.val_share={share} holds out"
+  if split == "train" and absent:
+    raise ValueError(
+      f"{what} every image of class {class_names[min(absent)]!r}; add images, "
+      "or make train/ and val/"
+    )
+  if not chosen:
+    raise ValueError(f"{what} no image; add images, or raise it")
+  if absent:
+    _LOG.warning("%s no image of %d classes", what, len(absent))
+  return chosen
+
+
+def fingerprint(files: Files) -> str:
+  """Identifies a list of images and labels: its length and a hash of names."""
+  digest = hashlib.sha256()
+  for name, label in files:
+    digest.update(f"{label} {name}\n".encode(errors="surrogateescape"))
+  return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
+
+
+def find_files(folder: str | os.PathLike, *, warn: bool = False) -> list[str]:
+  """Paths of the images in a folder and all below it, in order.
+
+  Args:
+    folder: local; images are of any format that Pillow decodes, by suffix.
+    warn: whether to warn of other files that are not hidden.
+
+  Raises:
+    FileNotFoundError: there is none.
+  """
+  suffixes, paths, others = _decoded_suffixes(), [], []
+  for where, below, names in os.walk(folder):
+    below[:] = [name for name in below if not name.startswith(".")]
+    for name in names:
+      if not name.startswith("."):
+        known = os.path.splitext(name)[1].lower() in suffixes
+        (paths if known else others).append(os.path.join(where, name))
+  if not paths:
+    raise FileNotFoundError(
+      f"{folder} holds no image file with a suffix in {suffixes}"
+    )
+  if warn and others:
+    _warn_of_others(str(folder), len(others), min(others), suffixes)
+  return sorted(paths)
+
+
+@functools.cache
+def _decoded_suffixes() -> tuple[str, ...]:
+  """Suffixes of the formats that Pillow decodes."""
+  from PIL import Image  # takes a while, and help needs none
+
+  known = Image.registered_extensions().items()
+  kinds = Image.OPEN.keys() - _NOT_DECODED
+  return tuple(sorted(suffix for suffix, kind in known if kind in kinds))
+
+
+def find_images(paths: Iterable[str]) -> list[str]:
+  """Image files: those given, and all in and below the folders given.
+
+  Raises:
+    FileNotFoundError: a folder holds none.
+  """
+  found = []
+  for path in paths:
+    found += find_files(path, warn=True) if os.path.isdir(path) else [path]
+  return found
+
+
+def find_splits(
+  root: str | os.PathLike, split: str | None = None
+) -> dict[str, epath.Path]:
+  """Finds the splits of a directory of images.
+
+  Args:
+    root: directory that holds train/ and val/ (or one of them), or the classes,
+      images or packed images of one split directly.
+    split: the wanted split; None finds all. If `root` is one split directly,
+      this is the name it gets, "train" for None.
+
+  Returns:
+    Folders by the name of the split.
+
+  Raises:
+    FileNotFoundError: there is no such directory or split.
+  """
+  root = epath.Path(root)
+  folders = {path.name: path for path in _folders(root)}
+  # A class may be called "train" too: beside other classes, it is a split only
+  # if it does not hold image files alone.
+  only = {name.lower() for name in folders} <= SPLIT_WORDS.keys()
+  found = {
+    name: folders[name]
+    for name in SPLITS
+    if name in folders and (only or _is_split(folders[name]))
+  }
+  if not found:
+    return {split or SPLITS[0]: root}
+  if split is None:
+    return found
+  if split not in found:
+    raise FileNotFoundError(
+      f"{root} has no split {split!r}, only {sorted(found)}"
+    )
+  return {split: found[split]}
+
+
+def has_class_images(root: str | os.PathLike) -> bool:
+  """Whether a directory has class folders, and all of them hold images.
+
+  Raises:
+    FileNotFoundError: there is no such directory.
+  """
+  splits = find_splits(root).values()
+  classes = [folder for split in splits for folder in _folders(split)]
+  return bool(classes) and all(_file_names(folder)[0] for folder in classes)
+
+
+def _is_split(folder: epath.Path) -> bool:
+  """Whether a folder holds classes or packed images."""
+  return any(
+    entry.is_dir() or entry.name == "metadata.json"
+    for entry in folder.iterdir()
+  )
+
+
+def _folders(root: epath.Path) -> list[epath.Path]:
+  """The folders in a directory that are not hidden, in alphabetical order."""
+  if not root.is_dir():
+    raise FileNotFoundError(f"{root}: no such directory of images")
+  return sorted(
+    entry
+    for entry in root.iterdir()
+    if not entry.name.startswith(".") and entry.is_dir()
+  )
+
+
+def _file_names(folder: epath.Path) -> tuple[list[str], list[str]]:
+  """Names of images and of other things in a folder, not hidden, in order."""
+  if "://" in os.fspath(folder):  # asking for each file would take minutes
+    found = [(entry.name, False) for entry in folder.iterdir()]
+  else:
+    with os.scandir(folder) as entries:
+      found = [(entry.name, entry.is_dir()) for entry in entries]
+  images, others = [], []
+  for name, is_folder in sorted(found):
+    if not name.startswith("."):
+      known = os.path.splitext(name)[1].lower() in _SUFFIXES
+      (images if known and not is_folder else others).append(name)
+  return images, others
+
+
+@functools.cache  # a run lists its images more than once
+def _warn_of_others(
+  root: str, count: int, example: str, suffixes: tuple[str, ...]
+) -> None:
+  _LOG.warning(
+    "%s: left out %d files or folders, %r for one; images have a suffix in %s, "
+    "and stand in class folders if there are any",
+    root,
+    count,
+    example,
+    suffixes,
+  )

@@ -1,0 +1,262 @@
+"""Encoded images in shards, as `pack-images` writes and training reads.
+
+The header of a record is {"label": 3, "name": "ant/1.jpg"}; the payload is the
+unchanged image file. metadata.json has the fields "class_names", "images" (a
+fingerprint of the list of files) and "packed_from".
+"""
+
+import concurrent.futures
+import io
+import os
+import pathlib
+from typing import Any
+
+import tqdm
+
+from moh_jax.config import Config
+from moh_jax.config.sources import SPLITS
+from moh_jax.data.decode import (
+  decode_image,
+  describe_image,
+  resize,
+  to_picture,
+)
+from moh_jax.data.identity import Identity
+from moh_jax.data.image_folders import (
+  ClassList,
+  ImageFolderSource,
+  find_splits,
+)
+from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
+from moh_jax.data.shard_writer import ShardSetWriter
+from moh_jax.data.shards import METADATA, Shards
+from moh_jax.data.sources import EncodedSource, Record
+
+KIND = "images"
+_THREADS = 8  # threads that read image files
+_QUALITY = 95  # of JPEG files that are written in place of larger images
+
+
+class ArrayRecordSource(EncodedSource):
+  """Source of the images in PATH/SPLIT/*.array_record."""
+
+  def __init__(self, path: str, split: str, channels: int):
+    """Opens a split.
+
+    Args:
+      path: directory of the splits, local or mounted.
+      split: "train" or "val"; "" reads `path` itself.
+      channels: 1 decodes to grey, 3 to RGB.
+
+    Raises:
+      FileNotFoundError: metadata.json or a shard is missing.
+      ValueError: the set holds no images, or a shard is truncated.
+    """
+    self._folder = pathlib.Path(path) / split
+    self._shards = Shards(self._folder, KIND)
+    self.class_names = tuple(self._shards.metadata["class_names"])
+    self.channels = channels
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "ArrayRecordSource":
+    """Opens a split, whose shards say its classes."""
+    del class_names
+    return cls(config.data.path, split, config.model.channels or 3)
+
+  @property
+  def fingerprint(self) -> str:
+    """Identifies the list of images that were packed."""
+    return self._shards.metadata["images"]
+
+  def identity(self) -> Identity:
+    """Identifies the examples and their order."""
+    return self._shards.identity()
+
+  def __len__(self) -> int:
+    return len(self._shards)
+
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded."""
+    header, content = self._shards[index]
+    place = f"{header['name']} in {self._folder}"
+    return Record(header["label"], place, content)
+
+  def name(self, index: int) -> str:
+    """The image's "CLASS/NAME"; shard and position if the record is damaged."""
+    try:
+      return self._shards[index][0]["name"]
+    except ValueError:
+      return self._shards.locate(index)
+
+
+def open_splits(
+  path: str,
+  split: str | None,
+  channels: int = 3,
+  class_names: tuple[str, ...] | ClassList = (),
+  label_column: str = "",
+  val_share: float = 0.0,
+) -> dict[str, EncodedSource]:
+  """Opens images of any kind on disk, whichever it is.
+
+  Args:
+    path: folder with train/ and val/ (or one of them), or with one split
+      directly, of class folders or of what `pack-images` wrote; or a folder of
+      Parquet or Arrow files.
+    split: the wanted split; None opens all. If `path` is one split directly,
+      this is the name it gets, "train" for None.
+    channels: 1 decodes to grey, 3 to RGB.
+    class_names: classes whose positions are the labels; () takes those of the
+      first split for all.
+    label_column: column of the labels of tables; "" finds it.
+    val_share: share of folders or tables that is held out as "val" where there
+      is no such split, by `image_folders.hold_out`.
+
+  Returns:
+    Sources by split.
+
+  Raises:
+    FileNotFoundError: there is no such split.
+    ValueError: the data are damaged, or have classes beside `class_names`; a
+      column of folders or shards; a share of shards.
+  """
+  of_tables = is_tables(path)
+  if label_column and not of_tables:
+    raise ValueError(
+      f"--label-column={label_column!r} must be '': {path} has no tables"
+    )
+  folders = {} if of_tables else find_splits(path)
+  divided = val_share > 0 and folders.keys() == {"train"}
+  if divided and (folders["train"] / METADATA).is_file():
+    raise ValueError(f"--val-share={val_share} must be 0: {path} is packed")
+  if of_tables:
+    names = SPLITS if val_share else find_tables(path)
+  else:
+    folders = folders if divided else find_splits(path, split)
+    names = SPLITS if divided else folders
+  opened: dict[str, EncodedSource] = {}
+  for name in [split] if split else names:
+    if of_tables:
+      source = ParquetSource(
+        path,
+        name,
+        channels,
+        val_share=val_share,
+        class_names=class_names,
+        label_column=label_column,
+      )
+    elif divided:
+      source = ImageFolderSource(
+        path, name, channels, val_share=val_share, class_names=class_names
+      )
+    elif (folders[name] / METADATA).is_file():
+      source = ArrayRecordSource(str(folders[name]), "", channels)
+    else:
+      source = ImageFolderSource(
+        str(folders[name]), "", channels, class_names=class_names
+      )
+    opened[name], class_names = source, source.class_names
+  return opened
+
+
+def pack_images(
+  source: EncodedSource,
+  out: str | os.PathLike,
+  *,
+  packed_from: str | os.PathLike,
+  shard_size: int = 1024,
+  shorter_side: int = 0,
+  bad_images: str = "raise",
+  progress: bool = True,
+) -> dict[str, Any]:
+  """Packs images into shards; continues an interrupted run.
+
+  A run that was killed and continued writes the same bytes as one that was not.
+
+  Args:
+    source: the images.
+    out: folder of the new set, local or mounted.
+    packed_from: where they are from, for the reader of metadata.json.
+    shard_size: images per shard.
+    shorter_side: makes images whose shorter side has more pixels smaller
+      (bicubic, JPEG of quality 95); the others, and all with 0, are copied
+      unchanged and not decoded: `data.bad_images` decides how training treats
+      them.
+    bad_images: "raise" ends at a file that cannot be read (or made smaller),
+      "skip" leaves it out.
+    progress: show a progress bar on stderr, where that is a terminal.
+
+  Returns:
+    The content of metadata.json.
+
+  Raises:
+    FileNotFoundError: an image is gone, with bad_images="raise".
+    OSError: a shard cannot be written.
+    ValueError: `out` holds a set of other images or settings, or an image is
+      damaged, with bad_images="raise".
+  """
+  images = source.fingerprint
+  if shorter_side:
+    images += f", shorter side at most {shorter_side}"
+  writer = ShardSetWriter(
+    out,
+    KIND,
+    items=len(source),
+    shard_size=shard_size,
+    settings={"images": images},
+    notes={
+      "class_names": source.class_names,
+      "packed_from": os.fspath(packed_from),
+    },
+  )
+
+  def prepare(item: int) -> Record | Exception:
+    try:
+      record = source.read(item)
+      return _shrunk(record, shorter_side) if shorter_side else record
+    except (ValueError, FileNotFoundError) as error:
+      return error
+
+  todo = writer.todo()
+  left = sum(len(writer.items(shard)) for shard in todo)
+  with (
+    concurrent.futures.ThreadPoolExecutor(_THREADS) as pool,
+    tqdm.tqdm(
+      total=len(source),
+      initial=len(source) - left,
+      unit="image",
+      disable=not progress or None,
+    ) as bar,
+  ):
+    for shard in todo:
+      items = writer.items(shard)
+      with writer.open(shard) as target:
+        for item, found in zip(items, pool.map(prepare, items)):
+          name = source.name(item)
+          if isinstance(found, Record):
+            target.add({"label": found.label, "name": name}, found.content)
+          elif bad_images == "raise":
+            raise found
+          else:
+            target.skip(name, "unreadable", f": {found}")
+          bar.update()
+  return writer.finish()
+
+
+def _shrunk(record: Record, shorter: int) -> Record:
+  """The image with a shorter side of at most `shorter` pixels.
+
+  Raises:
+    ValueError: it is to be made smaller, and damaged.
+  """
+  size, grey = describe_image(record.content, record.place)
+  if min(size) <= shorter:
+    return record
+  pixels = decode_image(record.content, 1 if grey else 3, record.place)
+  scale = shorter / min(size)
+  pixels = resize(pixels, tuple(round(side * scale) for side in size))
+  file = io.BytesIO()
+  to_picture(pixels).save(file, "JPEG", quality=_QUALITY)
+  return record._replace(content=file.getvalue())

@@ -1,1 +1,0 @@
-"""Labelled images and latents: sources, transforms, and their shards."""

@@ -1,0 +1,293 @@
+"""Input files, local or at an address: finding, opening, unpacking, tables.
+
+An address has a protocol, such as "hf://datasets/NAME/data.parquet" (the
+Hugging Face Hub), "s3://..." or "memory://...", and goes through fsspec. A
+folder that `save_to_disk` of the library `datasets` wrote stands for the Arrow
+files in it.
+"""
+
+import contextlib
+import errno
+import glob
+import gzip
+import io
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import msgspec
+
+from moh_jax.data.extras import import_extra
+from moh_jax.json_files import MAX_BYTES, FileName, parse_json
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer
+# Of unpacked text, read at one time. pyarrow loses so much before damage.
+_UNPACKED_BYTES = 1 << 12
+
+
+class _Splits(msgspec.Struct):
+  splits: list[FileName]
+
+
+class _DataFile(msgspec.Struct):
+  filename: FileName
+
+
+class _State(msgspec.Struct):
+  files: list[_DataFile] = msgspec.field(name="_data_files")
+
+
+def is_address(file: str) -> bool:
+  """Whether a path names a file system, as in "hf://datasets/a/b.jsonl"."""
+  return "://" in file
+
+
+def list_files(patterns: Sequence[str]) -> list[str]:
+  """Finds the files of paths, addresses, patterns and saved data sets.
+
+  Args:
+    patterns: paths or addresses, each also with *, ? and ** (any number of
+      folders), or a folder that `save_to_disk` wrote.
+
+  Returns:
+    Absolute paths and addresses, sorted, each once.
+
+  Raises:
+    FileNotFoundError: a pattern matches no file.
+    OSError: a file system cannot be read.
+    ValueError: a saved data set has several splits or is damaged, files and
+      addresses are mixed, or a library is missing.
+  """
+  files: set[str] = set()
+  for pattern in patterns:
+    found = _find_remote(pattern) if is_address(pattern) else _find(pattern)
+    if not found:
+      hint = "; of a folder, give DIR/**/*" if os.path.isdir(pattern) else ""
+      raise FileNotFoundError(f"{pattern}: no such file{hint}")
+    files.update(found)
+  if not files:
+    raise FileNotFoundError("no input file was given")
+  if len({is_address(file) for file in files}) > 1:
+    raise ValueError(
+      f"local files and addresses cannot be mixed, as in {list(patterns)}; "
+      "write local ones as file:///PATH"
+    )
+  return sorted(files)
+
+
+def file_size(file: str) -> int:
+  """Bytes of a file."""
+  if not is_address(file):
+    return os.path.getsize(file)
+  with _remote_errors(file):
+    system, path = _system(file)
+    return system.size(path)
+
+
+def open_file(file: str) -> IO[bytes]:
+  """Opens a file for reading."""
+  if not is_address(file):
+    return pathlib.Path(file).open("rb")
+  with _remote_errors(file):
+    system, path = _system(file)
+    return io.BufferedReader(_RemoteFile(system.open(path, "rb"), file))
+
+
+def open_unpacked(file: str, packing: str) -> IO[bytes]:
+  """Opens a file that may be packed, for reading its content.
+
+  What could be unpacked before a file's damage, or before the place where it
+  was cut off, is read before the error; of Zstandard up to 4 KiB less.
+
+  Args:
+    file: path or address.
+    packing: ".gz", ".zst" or "".
+
+  Raises:
+    OSError: the file cannot be opened.
+    ValueError: a library is missing.
+  """
+  if packing == ".zst":
+    pyarrow = import_extra("pyarrow", file)
+    unpacked = pyarrow.CompressedInputStream(open_file(file), "zstd")
+    return io.BufferedReader(unpacked, _UNPACKED_BYTES)
+  stream = open_file(file)
+  return _Gzip(fileobj=stream) if packing else stream
+
+
+class _Gzip(gzip.GzipFile):
+  """A gzip file that closes the file below it."""
+
+  def close(self) -> None:
+    packed = self.fileobj
+    super().close()
+    if packed is not None:
+      packed.close()
+
+
+@contextlib.contextmanager
+def open_parquet(file: str) -> Iterator[Any]:
+  """Opens a Parquet file as `pyarrow.parquet.ParquetFile`.
+
+  Raises:
+    ValueError: the file is damaged, or the library is missing.
+  """
+  pyarrow = import_extra("pyarrow", file)
+  parquet = import_extra("pyarrow.parquet", file)
+  with contextlib.ExitStack() as stack:
+    source = stack.enter_context(open_file(file)) if is_address(file) else file
+    try:
+      table = stack.enter_context(parquet.ParquetFile(source))
+    except (pyarrow.ArrowException, OSError) as error:  # OSError: a bad footer
+      raise ValueError(f"{file}: damaged or no Parquet: {error}") from error
+    yield table
+
+
+def open_arrow(file: str) -> tuple[IO[bytes], Any]:
+  """Opens an Arrow file; a local one is mapped into memory.
+
+  Arrow files are streams, as the library `datasets` writes them, or the format
+  with a footer (Feather).
+
+  Returns:
+    The file, and pyarrow's reader of it, which only of a file with a footer has
+    `get_batch`.
+
+  Raises:
+    pyarrow.ArrowException: the file is damaged.
+    OSError: it cannot be read, or is damaged.
+    ValueError: the library is missing.
+  """
+  pyarrow = import_extra("pyarrow", file)
+  ipc = import_extra("pyarrow.ipc", file)
+  stream = open_file(file) if is_address(file) else pyarrow.memory_map(file)
+  has_footer = stream.read(len(_FEATHER)) == _FEATHER
+  stream.seek(0)
+  return stream, (ipc.open_file if has_footer else ipc.open_stream)(stream)
+
+
+class _RemoteFile(io.RawIOBase):
+  """A file of fsspec whose errors are OSErrors that name it."""
+
+  def __init__(self, file: Any, address: str):
+    self._file, self._address = file, address
+
+  def readable(self) -> bool:
+    return True
+
+  def seekable(self) -> bool:
+    return True
+
+  def readinto(self, buffer: Any) -> int:
+    with _remote_errors(self._address):
+      content = self._file.read(len(buffer))
+    buffer[: len(content)] = content
+    return len(content)
+
+  def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    with _remote_errors(self._address):
+      return self._file.seek(offset, whence)
+
+  def tell(self) -> int:
+    return self._file.tell()
+
+  def close(self) -> None:
+    if not self.closed:
+      self._file.close()
+    super().close()
+
+
+def _find(pattern: str) -> list[str]:
+  path = os.path.abspath(os.path.expanduser(pattern))
+  if os.path.isfile(path):
+    return [path]
+  if os.path.isdir(path):
+    return _saved_files(path)
+  found = glob.glob(path, recursive=True)
+  return [file for file in found if os.path.isfile(file)]
+
+
+def _find_remote(pattern: str) -> list[str]:
+  with _remote_errors(pattern):
+    system, path = _system(pattern)
+    if system.isfile(path):
+      return [system.unstrip_protocol(path)]
+    is_folder = system.isdir(path)
+    found = {} if is_folder else system.glob(path, detail=True)
+  if is_folder:
+    return _saved_files(pattern.rstrip("/"))
+  return [
+    system.unstrip_protocol(name)
+    for name, info in found.items()
+    if info["type"] == "file"
+  ]
+
+
+def _saved_files(folder: str) -> list[str]:
+  """The files of a data set that `save_to_disk` wrote; [] in other folders."""
+  stored = _read_saved(f"{folder}/{_SPLITS}", _Splits)
+  splits = stored["splits"] if stored else []
+  if len(splits) > 1:
+    raise ValueError(
+      f"{folder} holds the splits {splits}; name those to read, as in "
+      f"{folder}/{splits[0]}"
+    )
+  if splits:
+    folder = f"{folder}/{splits[0]}"
+  state = _read_saved(f"{folder}/{_STATE}", _State)
+  entries = state["_data_files"] if state else []
+  files = [f"{folder}/{entry['filename']}" for entry in entries]
+  for file in files:
+    if not _is_file(file):
+      raise FileNotFoundError(f"{file}: no such file, though {_STATE} names it")
+  return files
+
+
+def _read_saved(file: str, kind: type) -> dict[str, Any] | None:
+  """Reads what describes a saved data set; None where there is no file."""
+  if not _is_file(file):
+    return None
+  with open_file(file) as stream:
+    content = stream.read(MAX_BYTES + 1)
+  try:
+    return parse_json(content, kind, file)
+  except ValueError as error:
+    raise ValueError(
+      f"{file}: not as `save_to_disk` of the library datasets writes it: "
+      f"{str(error).removeprefix(f'{file}: ')}"
+    ) from error
+
+
+def _is_file(file: str) -> bool:
+  if not is_address(file):
+    return os.path.isfile(file)
+  with _remote_errors(file):
+    system, path = _system(file)
+    return system.isfile(path)
+
+
+def _system(address: str) -> tuple[Any, str]:
+  """The file system of an address, and the path in it."""
+  core = import_extra("fsspec.core", address)
+  try:
+    return core.url_to_fs(address)
+  except (ImportError, ValueError) as error:
+    raise ValueError(
+      f"{address}: {error}; hf:// needs pip install 'moh_jax[llm]', other "
+      "protocols a library of their own"
+    ) from error
+
+
+@contextlib.contextmanager
+def _remote_errors(address: str) -> Iterator[None]:
+  """Turns what a file system raises into an OSError that names the address."""
+  try:
+    yield
+  except (FileNotFoundError, ValueError):
+    raise
+  except Exception as error:  # each file system has errors of its own
+    wrapped = OSError(f"{address}: cannot be read: {error}")
+    wrapped.errno = errno.EIO  # not damage of the content, see `damage`
+    raise wrapped from error

@@ -1,0 +1,525 @@
+"""Packed sequences that a text model is trained and evaluated on.
+
+Sequences have a fixed length N and are cut from sets of tokens. The inputs of
+sequence j are tokens j * N to (j + 1) * N - 1 of the set, and its targets are
+the tokens that follow each of them, so every token but the first is a target
+once. A sequence depends on j alone and is a dict of arrays [N]:
+
+  inputs, targets: int32 token ids.
+  segments: int32, numbers the documents in the sequence from 1; 0 is padding.
+  positions: int32, counts from 0 within each segment.
+  weights: float32, 0 where the target is padding or starts the next document,
+    else 1.
+
+If documents are not kept apart, the whole sequence is one segment.
+
+The training stream is endless: each source of text is shuffled anew every
+epoch, and the sources alternate by their ratios. Sequence i of the stream
+depends on the seed and i alone.
+"""
+
+import bisect
+import functools
+import itertools
+import logging
+import pathlib
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import grain
+import numpy as np
+
+from moh_jax.config import Config
+from moh_jax.config.data import TextDataConfig
+from moh_jax.config.registry import imported
+from moh_jax.config.sources import SPLITS, get_source
+from moh_jax.data.identity import Identity
+from moh_jax.data.shards import METADATA, read_metadata
+from moh_jax.data.text_files import list_pieces, read_documents
+from moh_jax.data.token_sets import KIND, TokenSet, has_ends, set_tokenizer
+from moh_jax.data.tokenizers import Tokenizer
+
+Sequence = dict[str, np.ndarray]
+_FAKE_TOKENS = 65536  # a usual vocabulary
+# Integer ratios make the shares exact for any number of sequences.
+_PER_PERCENT = 10**6
+_LABELLED_BYTES = 1 << 20  # of a piece of a labelled file
+_LOG = logging.getLogger(__name__)
+
+
+class Text:
+  """One split of the text of a run.
+
+  As an array it has the sequences of all sources, one source after the other.
+
+  Attributes:
+    sources: of sequences, by name; several in the order of `data.mix`.
+    text_bytes: UTF-8 bytes of all documents.
+    notes: of the set; with several sets, the sums of the integers that all of
+      them note.
+  """
+
+  def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
+    """Opens the configured sources.
+
+    Args:
+      data: section `data` of the config.
+      vocab_size: number of token ids of the model.
+      split: "train" or "val". In the latter the last sequence of each source is
+        padded.
+
+    Raises:
+      FileNotFoundError: a set, or a file of it, is missing.
+      ValueError: a set is damaged, does not fit the model, is shorter than one
+        training sequence, or was made with another tokenizer than another
+        source or the other split.
+    """
+    if split not in SPLITS:
+      raise ValueError(f"split={split!r} must be one of {SPLITS}")
+    kind = imported(get_source(data).source)
+    self.sources: dict[str, PackedSource] = kind.open(data, vocab_size, split)
+    self._ratios = data.ratios
+    sources = self.sources.values()
+    self._ends = list(itertools.accumulate(map(len, sources)))
+    self.text_bytes: int = sum(source.total_bytes for source in sources)
+    self.notes = _merge([source.notes for source in sources])
+    for name, source in self.sources.items():
+      _LOG.info(
+        "data: %s, %s: %s sequences of %d tokens",
+        name,
+        split,
+        f"{len(source):,}",
+        data.sequence_length,
+      )
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer | None:
+    """The tokenizer of the text; None of random tokens."""
+    return next(iter(self.sources.values())).tokenizer()
+
+  def identity(self) -> dict[str, Identity]:
+    """What identifies the text, by the name of the source."""
+    return {name: source.identity() for name, source in self.sources.items()}
+
+  def stream(self, seed: int) -> grain.MapDataset:
+    """The endless training stream in the order of a seed."""
+    datasets = []
+    for index, source in enumerate(self.sources.values()):
+      # With one seed, sources of the same length would have the same order.
+      own = np.random.SeedSequence((seed, index)).generate_state(1)[0]
+      dataset = grain.MapDataset.source(source).seed(int(own))
+      datasets.append(dataset.shuffle().repeat())
+    if len(datasets) == 1:
+      return datasets[0]
+    mixture = Mixture(self._ratios)
+    return grain.MapDataset.select_from_datasets(datasets, mixture)
+
+  def __len__(self) -> int:
+    return self._ends[-1]
+
+  def __getitem__(self, index: int) -> Sequence:
+    """Returns a packed sequence."""
+    if not 0 <= index < len(self):
+      raise IndexError(f"index={index} of {len(self)} sequences")
+    place = bisect.bisect_right(self._ends, index)
+    source = list(self.sources.values())[place]
+    return source[index - self._ends[place] + len(source)]
+
+  def bytes_of(self, indices: np.ndarray) -> float:
+    """UTF-8 bytes of the text that sequences [S] int predict."""
+    total = 0.0
+    for source, end in zip(self.sources.values(), self._ends):
+      own = indices - (end - len(source))
+      total += source.text_bytes(own[(own >= 0) & (own < len(source))])
+    return total
+
+
+class Mixture(grain.transforms.DatasetSelectionMap):
+  """Maps sequence i of a mixture to (source, number of the source's sequence).
+
+  Of the first n sequences each source gives its share, off by at most the
+  number of sources. Nothing is random. For example, ratios 75 and 25 take three
+  of every four sequences from source 0.
+  """
+
+  def __init__(self, ratios: tuple[float, ...]):
+    weights = [round(ratio * _PER_PERCENT) for ratio in ratios]
+    self._sums = list(itertools.accumulate(weights))
+
+  def __len__(self) -> int:
+    return sys.maxsize
+
+  def __getitem__(self, index: int) -> tuple[int, int]:
+    before, after = self.counts(index), self.counts(index + 1)
+    source = next(i for i, (a, b) in enumerate(zip(before, after)) if a != b)
+    return source, before[source]
+
+  def counts(self, sequences: int) -> list[int]:
+    """How many of the first `sequences` sequences each source gives."""
+    # One source is split off after the other. So no count ever falls while
+    # `sequences` grows, which floors of the sums of ratios do not guarantee.
+    result = []
+    for part, whole in zip([0, *self._sums[:-1]][::-1], self._sums[::-1]):
+      rest = sequences * part // whole
+      result.append(sequences - rest)
+      sequences = rest
+    return result[::-1]
+
+
+def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
+  """Share of each source in the first `sequences` training sequences.
+
+  The shares are exact, not expectations, since the order of the sources follows
+  from the ratios without randomness.
+  """
+  counts = Mixture(data.ratios or (100.0,)).counts(sequences)
+  names = data.mix or (data.source,)
+  return {name: n / max(sequences, 1) for name, n in zip(names, counts)}
+
+
+def train_sequences(
+  data: TextDataConfig, vocab_size: int, seed: int
+) -> grain.MapDataset:
+  """The endless training stream of the configured text; see `Text`."""
+  return Text(data, vocab_size, "train").stream(seed)
+
+
+class PackedSource:
+  """Source of the packed sequences of a set of tokens, in order.
+
+  It is the source "tokens". Others of `data.source` have the same methods, of
+  which `open` maps names to opened sources.
+
+  Attributes:
+    token_set: the set.
+    total_bytes: UTF-8 bytes of all documents.
+    notes: of the set.
+  """
+
+  def __init__(
+    self,
+    token_set: TokenSet,
+    length: int,
+    separate: bool = True,
+    *,
+    keep_rest: bool = False,
+  ):
+    """Prepares the source without reading tokens.
+
+    Args:
+      token_set: set of tokens to cut.
+      length: tokens of a sequence, N.
+      separate: keep documents apart, as segments of their own.
+      keep_rest: whether the tokens after the last whole sequence form a padded
+        one.
+    """
+    self.token_set = token_set
+    self.total_bytes: int = token_set.metadata["text_bytes"]
+    self.notes: dict[str, Any] = token_set.metadata["notes"]
+    self._length, self._separate = length, separate
+    self._has_ends = separate and has_ends(token_set.folder, token_set.metadata)
+    targets = max(token_set.num_tokens - 1, 0)
+    self._examples = targets // length
+    if keep_rest:
+      self._examples = -(-targets // length)
+
+  @classmethod
+  def open(
+    cls, data: TextDataConfig, vocab_size: int, split: str
+  ) -> dict[str, "PackedSource"]:
+    """Opens the sets of `data.mix`, or the only one; see `Text`."""
+    root = pathlib.Path(data.path)
+    folders = {name: root / name for name in data.mix} or {data.source: root}
+    return open_sets(folders, data, vocab_size, split)
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The largest vocabulary of the sets; opens no shard."""
+    del names
+    root, mix = pathlib.Path(config.data.path), config.data.mix
+    folders = [root / name / "train" for name in mix] or [root / "train"]
+    found = [read_metadata(folder, KIND)["vocab_size"] for folder in folders]
+    return {"vocab_size": max(found)}
+
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer that made the set."""
+    return set_tokenizer(self.token_set.folder, self.token_set.metadata)
+
+  def identity(self) -> Identity:
+    """Identifies the tokens and their division into documents."""
+    return self.token_set.identity()
+
+  def __len__(self) -> int:
+    return self._examples
+
+  def __getitem__(self, index: int) -> Sequence:
+    if not 0 <= index < self._examples:
+      raise IndexError(f"index={index} of {self._examples} sequences")
+    start = index * self._length
+    stop = min(start + self._length + 1, self.token_set.num_tokens)
+    tokens = self.token_set.tokens(start, stop)
+    starts = np.empty(0, np.int64)
+    if self._separate:
+      ends = self.token_set.ends
+      first = np.searchsorted(ends, start, "right")
+      starts = ends[first : np.searchsorted(ends, stop, "left")] - start
+    return pack(tokens, starts, self._length)
+
+  def text_bytes(self, indices: np.ndarray) -> float:
+    """UTF-8 bytes of the text that sequences [S] int predict; reads no tokens.
+
+    The bytes of the set are divided evenly among its tokens of text. Begin and
+    end of text have none, but one of them is predicted in place of the other.
+    """
+    metadata, total = self.token_set.metadata, self.token_set.num_tokens
+    starts = indices * self._length
+    stops = np.minimum(starts + self._length + 1, total)
+    targets, tokens = stops - starts - 1, total - 1
+    if self._separate:
+      ends = self.token_set.ends
+      targets -= np.searchsorted(ends, stops, "left")
+      targets += np.searchsorted(ends, starts, "right")
+      tokens = total - metadata["documents"] * self._has_ends
+    return metadata["text_bytes"] * (targets.sum() / max(tokens, 1))
+
+
+def open_sets(
+  folders: Mapping[str, pathlib.Path],
+  data: TextDataConfig,
+  vocab_size: int,
+  split: str,
+) -> dict[str, PackedSource]:
+  """Opens sets of tokens that one run reads; see `Text`.
+
+  Args:
+    folders: that hold train/ and val/, by the name of the source.
+    data: section `data` of the config.
+    vocab_size: number of token ids of the model.
+    split: "train" or "val".
+  """
+  places = {name: folder / split for name, folder in folders.items()}
+  found = {place: read_metadata(place, KIND) for place in places.values()}
+  beside = [folder / other for other in SPLITS for folder in folders.values()]
+  for place in beside:
+    if place not in found and (place / METADATA).is_file():
+      found[place] = read_metadata(place, KIND)
+  _check_alike(found)
+  for place in places.values():
+    if found[place]["vocab_size"] > vocab_size:
+      raise ValueError(
+        f"{place}: its tokenizer has {found[place]['vocab_size']} ids, more "
+        f"than model.vocab_size={vocab_size}"
+      )
+  sources = {
+    name: PackedSource(
+      TokenSet(place),
+      data.sequence_length,
+      data.separate_documents,
+      keep_rest=split == "val",
+    )
+    for name, place in places.items()
+  }
+  for name, source in sources.items():
+    if not len(source):
+      raise ValueError(
+        f"{places[name]}: {source.token_set.num_tokens} tokens are fewer than "
+        f"data.sequence_length={data.sequence_length} and one"
+      )
+  return sources
+
+
+def _check_alike(described: Mapping[pathlib.Path, Mapping[str, Any]]) -> None:
+  """Checks that all sets have the same tokenizer, by its SHA-256."""
+  (first, ours), *others = (
+    (place, metadata["tokenizer"]) for place, metadata in described.items()
+  )
+  for place, theirs in others:
+    if theirs["sha256"] != ours["sha256"]:
+      raise ValueError(
+        f"{place}: made with a tokenizer {theirs['kind']!r} of sha256 "
+        f"{theirs['sha256'][:16]}, {first} with one {ours['kind']!r} of "
+        f"{ours['sha256'][:16]}; their ids mean different text"
+      )
+
+
+class FakeSequences:
+  """Source of random sequences; sequence i is the same in every run.
+
+  A token has one byte.
+  """
+
+  notes: Mapping[str, Any] = {}
+
+  def __init__(
+    self,
+    vocab_size: int,
+    length: int,
+    examples: int,
+    separate: bool = True,
+    *,
+    seed: int = 0,
+  ):
+    """Prepares the source.
+
+    Args:
+      vocab_size: number of token ids.
+      length: tokens of a sequence, N.
+      examples: number of sequences.
+      separate: keep documents apart, as segments of their own.
+      seed: seed of the tokens; each split has its own.
+    """
+    self._vocab_size, self._length = vocab_size, length
+    self._examples, self._separate, self._seed = examples, separate, seed
+    self.total_bytes = examples * length
+
+  @classmethod
+  def open(
+    cls, data: TextDataConfig, vocab_size: int, split: str
+  ) -> dict[str, "FakeSequences"]:
+    """Makes a split."""
+    length, separate = data.sequence_length, data.separate_documents
+    seed = SPLITS.index(split)
+    made = cls(vocab_size, length, data.fake_examples, separate, seed=seed)
+    return {data.source: made}
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """A usual vocabulary."""
+    del config, names
+    return {"vocab_size": _FAKE_TOKENS}
+
+  def tokenizer(self) -> None:
+    """None: random tokens are no text."""
+
+  def identity(self) -> Identity:
+    """The number of the sequences, which are the same in every run."""
+    return {"examples": len(self)}
+
+  def __len__(self) -> int:
+    return self._examples
+
+  def __getitem__(self, index: int) -> Sequence:
+    rng = np.random.default_rng((self._seed, index))
+    count = self._length + 1
+    tokens = rng.integers(0, self._vocab_size, count, np.int32)
+    # On average three documents start in a sequence.
+    starts = np.flatnonzero(rng.random(count) < 3 / count)
+    starts = starts[starts > 0] if self._separate else starts[:0]
+    return pack(tokens, starts, self._length)
+
+  def text_bytes(self, indices: np.ndarray) -> float:
+    """One byte a token of some sequences."""
+    return float(len(indices) * self._length)
+
+
+def pack(tokens: np.ndarray, starts: np.ndarray, length: int) -> Sequence:
+  """Makes one packed sequence, padded to `length`.
+
+  Args:
+    tokens: [n + 1] int32 with n <= `length`, the inputs and the token after
+      them.
+    starts: [S] int, increasing, in [1, n]: indices where the documents after
+      the first start.
+    length: tokens of a sequence, N.
+  """
+  count = len(tokens) - 1
+  begins = np.zeros(count + 1, np.int32)
+  begins[starts] = 1
+  piece = np.cumsum(begins[:count], dtype=np.int32)  # from 0
+  origins = np.concatenate([[0], starts]).astype(np.int32)
+  result: dict[str, Any] = {
+    "inputs": tokens[:-1],
+    "targets": tokens[1:],
+    "segments": piece + 1,
+    "positions": np.arange(count, dtype=np.int32) - origins[piece],
+    "weights": (1 - begins[1:]).astype(np.float32),
+  }
+  if count == length:
+    return result
+  return {
+    name: np.pad(values, (0, length - count)) for name, values in result.items()
+  }
+
+
+def _merge(notes: list[dict[str, Any]]) -> dict[str, Any]:
+  """Sums the integers that all notes have; a single note stays as it is."""
+  if len(notes) == 1:
+    return notes[0]
+  return {
+    key: sum(entry[key] for entry in notes)
+    for key, value in notes[0].items()
+    if isinstance(value, int) and all(key in entry for entry in notes)
+  }
+
+
+class LabelledTexts:
+  """Packed sequences of text files: each file is a task, and the label.
+
+  Attributes:
+    names: of the tasks: the files' names.
+  """
+
+  def __init__(
+    self,
+    globs: Collection[str],
+    field: str,
+    tokenizer: Tokenizer,
+    length: int,
+    most: int,
+  ):
+    """Reads the beginning of every file.
+
+    Args:
+      globs: paths, addresses or patterns, see `input_files.list_files`.
+      field: of JSON objects and tables that holds the text.
+      tokenizer: of the model.
+      length: tokens of a sequence.
+      most: sequences of each file.
+
+    Raises:
+      FileNotFoundError: a pattern matches no file.
+      ValueError: a file holds fewer than two tokens, or no text.
+    """
+    pieces = itertools.chain.from_iterable(list_pieces(globs, _LABELLED_BYTES))
+    by_file = itertools.groupby(pieces, key=lambda piece: piece.name)
+    self._examples: list[tuple[int, Sequence]] = []
+    self.names: tuple[str, ...] = ()
+    for name, parts in by_file:
+      texts = (t for part in parts for _, t in read_documents(part, field))
+      sequences = _sequences(texts, tokenizer, length, most)
+      if not sequences:
+        raise ValueError(
+          f"--data {name}: fewer than two tokens of text; every file is a task "
+          "and needs some"
+        )
+      self._examples += [(len(self.names), one) for one in sequences]
+      self.names += (name,)
+
+  def __len__(self) -> int:
+    return len(self._examples)
+
+  def __getitem__(self, index: int) -> Sequence:
+    label, sequence = self._examples[index]
+    return {**sequence, "label": np.int32(label)}
+
+
+def _sequences(
+  texts: Iterable[str], tokenizer: Tokenizer, length: int, most: int
+) -> list[Sequence]:
+  """At most `most` sequences of texts, which end with the end of text."""
+  end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+  tokens: list[int] = []
+  starts: list[int] = []
+  for text in texts:
+    tokens += [*tokenizer.encode(text), *end]
+    starts.append(len(tokens))
+    if len(tokens) > most * length:
+      break
+  found, begins = np.array(tokens, np.int32), np.unique(starts)
+  sequences = []
+  for start in range(0, min(len(found) - 1, most * length), length):
+    stop = min(start + length + 1, len(found))
+    inside = begins[(begins > start) & (begins < stop)] - start
+    sequences.append(pack(found[start:stop], inside, length))
+  return sequences

@@ -1,0 +1,599 @@
+"""Sources of labelled images: what all have in common, and that of a run.
+
+Example i of a source is {"image": [X, Y, channels] uint8, "label": int32}. In
+sources of latents "image" is the stored posterior, see `latents.py`.
+"""
+
+import abc
+import concurrent.futures
+import functools
+import logging
+import statistics
+import threading
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moh_jax.config import Config
+from moh_jax.config.registry import imported
+from moh_jax.config.sources import SPLITS, MissingSplitError, get_source
+from moh_jax.data.decode import (
+  LaterImage,
+  decode_image,
+  describe_image,
+  is_jpeg,
+)
+from moh_jax.data.extras import import_extra
+from moh_jax.data.identity import Identity
+
+Example = dict[str, Any]
+# Images whose headers tell the size and the channels of all: a look at each
+# would take minutes at ImageNet's size.
+_LOOKED_AT = 64
+# Sides of inputs are multiples of this, which every stage can halve.
+_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
+_MOST_NAMED = 10  # bad images in one message
+_FAKE_CLASSES, _FAKE_SIDE = 1000, 224  # the usual ones
+_LOG = logging.getLogger(__name__)
+
+
+class ImageSource(abc.ABC):
+  """Random access to labelled images in a fixed order.
+
+  A subclass that `moh_jax.register_source` has made known is a value of
+  `data.source`.
+
+  Attributes:
+    class_names: names of the classes, in the order of the labels.
+    channels: of the images.
+    encoder_sha256: of the autoencoder that made latents; "" where none did.
+  """
+
+  class_names: tuple[str, ...]
+  channels: int
+  encoder_sha256 = ""
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "ImageSource":
+    """Opens one split of a run's images; a value of `data.source` needs it.
+
+    Args:
+      config: the run.
+      split: "train" or "val".
+      class_names: classes of the model, whose positions are the labels; ()
+        takes those of the data.
+
+    Raises:
+      MissingSplitError: there is no such split.
+      FileNotFoundError: data are missing.
+      ValueError: they are damaged, or have classes beside `class_names`.
+    """
+    raise NotImplementedError(f"{cls.__name__} has no open")
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """What the data tell of fields that a run leaves unset.
+
+    Args:
+      config: the run.
+      names: of the fields, among "channels", "num_classes", "image_size",
+        "mean" and "std".
+
+    Returns:
+      Values by name; those that are not known are absent.
+
+    Raises:
+      FileNotFoundError: data are missing.
+      ValueError: they are damaged.
+    """
+    return {}
+
+  @abc.abstractmethod
+  def __len__(self) -> int:
+    """Number of examples."""
+
+  @abc.abstractmethod
+  def __getitem__(self, index: int) -> Example:
+    """Returns {"image": [X, Y, channels] uint8, "label": int32}.
+
+    Raises:
+      FileNotFoundError: the file of the image is gone.
+      ValueError: it is damaged; the message names it.
+    """
+
+  @abc.abstractmethod
+  def identity(self) -> Identity:
+    """What identifies the examples and their order."""
+
+  def name(self, index: int) -> str:
+    """Name of an example, the same wherever the data lie."""
+    return f"example {index}"
+
+
+class Record(NamedTuple):
+  """An image file and its label; `place` names it in messages."""
+
+  label: int
+  place: str
+  content: bytes
+
+
+class EncodedSource(ImageSource):
+  """Images that are files, which are decoded to grey or RGB by `channels`."""
+
+  @abc.abstractmethod
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded.
+
+    Raises:
+      FileNotFoundError: it is gone.
+      ValueError: it cannot be read.
+    """
+
+  @property
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """Identifies the list of images."""
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The classes of the training images, and what some headers say.
+
+    The size is a square about as large as the images, in steps of 32 up to
+    224. Images whose headers cannot be read are for `data.bad_images`.
+    """
+    if not {"channels", "image_size", "num_classes"} & set(names):
+      return {}
+    source = cls.open(config, "train")
+    told = {"num_classes": len(source.class_names)}
+    if not {"channels", "image_size"} & set(names):
+      return told
+    sides, colours, bad = [], False, ""
+    for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
+      try:
+        record = source.read(i)
+        size, grey = describe_image(record.content, record.place)
+      except (ValueError, FileNotFoundError) as error:
+        bad = bad or str(error)
+        continue
+      sides.append(min(size))
+      colours |= not grey
+    if not sides:
+      raise ValueError(
+        f"data.path={config.data.path!r}: none of the images that were looked "
+        f"at can be read; the first: {bad}"
+      )
+    side = statistics.median_low(sides) // _SIDE_STEP * _SIDE_STEP
+    side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
+    return {**told, "channels": 3 if colours else 1, "image_size": (side, side)}
+
+  def __getitem__(self, index: int) -> Example:
+    """Returns a decoded example."""
+    record = self.read(index)
+    image = decode_image(record.content, self.channels, record.place)
+    return {"image": image, "label": np.int32(record.label)}
+
+  def later(self, index: int) -> Example:
+    """As `source[index]`, but "image" of a JPEG file is a `LaterImage`."""
+    record = self.read(index)
+    decode = LaterImage.of if is_jpeg(record.content) else decode_image
+    image = decode(record.content, self.channels, record.place)
+    return {"image": image, "label": np.int32(record.label)}
+
+
+class DigitsSource(ImageSource):
+  """Scikit-learn's handwritten digits: 1,797 scans, 8 x 8 pixels, 16 greys.
+
+  The held-out split is a fixed fifth of them, 359 scans.
+  """
+
+  class_names = tuple(str(digit) for digit in range(10))
+  channels = 1
+
+  def __init__(self, split: str):
+    images, labels = _load_digits()
+    order = np.random.RandomState(0).permutation(len(labels))
+    held_out = round(len(labels) / 5)
+    self._index = order[:held_out] if split == "val" else order[held_out:]
+    self._images, self._labels = images, labels
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "DigitsSource":
+    """Opens a split."""
+    del config, class_names
+    return cls(split)
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """All fields; mean and standard deviation are the training scans'."""
+    del config, names
+    told = {"channels": 1, "num_classes": 10, "image_size": (_SIDE_STEP,) * 2}
+    return {**told, "mean": (0.3,), "std": (0.37,)}
+
+  def __len__(self) -> int:
+    return len(self._index)
+
+  def identity(self) -> Identity:
+    """The number of the examples, which are the same in every run."""
+    return {"examples": len(self)}
+
+  def __getitem__(self, index: int) -> Example:
+    row = self._index[index]
+    return {"image": self._images[row], "label": self._labels[row]}
+
+
+@functools.cache
+def _load_digits() -> tuple[np.ndarray, np.ndarray]:
+  from sklearn import datasets  # slow to import, only this source needs it
+
+  digits = datasets.load_digits()
+  images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+  return images[..., None], digits.target.astype(np.int32)
+
+
+class FakeSource(ImageSource):
+  """Random images (or latents) and labels; example i is the same in every run.
+
+  Pixels are uniform, latents are standard normal.
+  """
+
+  def __init__(
+    self,
+    split: str,
+    examples: int,
+    model: Any,
+    *,
+    latent: bool = False,
+    class_names: tuple[str, ...] = (),
+  ):
+    """Prepares the source.
+
+    Args:
+      split: "train" or "val".
+      examples: number of examples.
+      model: section `model` of the config, which they fit.
+      latent: whether they are latents.
+      class_names: of the model; () are the numbers of the labels.
+    """
+    self.class_names = class_names or tuple(map(str, range(model.num_classes)))
+    self.channels = model.channels
+    self._shape = model.input_shape
+    self._seed = SPLITS.index(split)
+    self._examples = examples
+    self._latent = latent
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "FakeSource":
+    """Makes a split, of what the model reads."""
+    known = {"latent": is_latent(config), "class_names": class_names}
+    return cls(split, config.data.fake_examples, config.model, **known)
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The shapes of the usual images or latents."""
+    del names
+    return {
+      "channels": 4 if is_latent(config) else 3,
+      "num_classes": _FAKE_CLASSES,
+      "image_size": (_FAKE_SIDE,) * 2,
+    }
+
+  def __len__(self) -> int:
+    return self._examples
+
+  def identity(self) -> Identity:
+    """The number of the examples, which are the same in every run."""
+    return {"examples": len(self)}
+
+  def __getitem__(self, index: int) -> Example:
+    rng = np.random.default_rng((self._seed, index))
+    if self._latent:
+      image = rng.standard_normal(self._shape, np.float32)
+    else:
+      image = rng.integers(0, 256, self._shape, np.uint8)
+    label = np.int32(rng.integers(len(self.class_names)))
+    return {"image": image, "label": label}
+
+
+def is_latent(config: Config) -> bool:
+  """Whether the model reads latents."""
+  return "diffusion" in config.sections and config.diffusion.space == "latent"
+
+
+def crops_center(config: Config, split: str) -> bool:
+  """Whether images of a split get ADM's centre crop, see `CenterCrop`."""
+  if is_latent(config):
+    return False
+  center = config.data.augment == "center_flip"
+  return center or (split == "val" and "diffusion" in config.sections)
+
+
+def make_source(
+  config: Config, split: str, class_names: tuple[str, ...] = ()
+) -> ImageSource:
+  """Opens one split of the configured source.
+
+  `data.bad_images` decides what happens to unreadable images of the training
+  split. In the held-out split they always raise: metrics on fewer images could
+  not be compared. With "check" all images of the split are read here, with
+  "skip" those of the held-out split.
+
+  Args:
+    config: config of the run.
+    split: "train" or "val".
+    class_names: classes of the model, whose positions are the labels; () takes
+      those of the data.
+
+  Raises:
+    MissingSplitError: there is no such split.
+    FileNotFoundError: a directory, metadata.json or a shard is missing.
+    ValueError: the data is damaged or does not fit the model or its classes.
+  """
+  if split not in SPLITS:
+    raise ValueError(f"split={split!r} must be one of {SPLITS}")
+  data, model, kind = config.data, config.model, get_source(config.data)
+  source = imported(kind.source).open(config, split, class_names)
+  if data.decode == "fast":
+    import_extra("cykooz_resizer", "data.decode='fast'", "images")
+  where = f"{data.path or data.source}, {split}:"
+  if (found := len(source.class_names)) != model.num_classes:
+    names = ", ".join(source.class_names[:10]) + ", ..." * (found > 10)
+    raise ValueError(
+      f"{where} {found} classes ({names}), must be model.num_classes="
+      f"{model.num_classes}"
+    )
+  if found < 2 and "classifier" in config.sections:
+    raise ValueError(
+      f"{where} one class, {source.class_names[0]!r}; a classifier needs at "
+      "least 2, each in a folder of its own"
+    )
+  if source.channels != model.channels:
+    raise ValueError(
+      f"{where} images of {source.channels} channels, must be "
+      f"model.channels={model.channels}"
+    )
+  _LOG.info(
+    "data: %s %s examples of %d classes", where, f"{len(source):,}", found
+  )
+  if split == "train" and data.batch_size > len(source):
+    _LOG.warning(
+      "data.batch_size=%d: more than the %d training examples, which a batch "
+      "then repeats",
+      data.batch_size,
+      len(source),
+    )
+  check_class_names(class_names, source.class_names, where)
+  if not kind.has_path:  # none of its examples can be bad
+    return source
+  checked = CheckedSource(
+    source,
+    skip=data.bad_images == "skip" and split == "train",
+    smallest=model.input_shape[:2] if crops_center(config, split) else (0, 0),
+    decode=data.decode,
+  )
+  # Training leaves out what it cannot read, evaluation must not: so it is known
+  # before the first step that it will not end the run.
+  if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
+    bad = checked.read_all(
+      data.num_threads,
+      "remove them, or leave them out with data.bad_images='skip'"
+      if split == "train"
+      else "remove them: data.bad_images='skip' is for training images, as "
+      "accuracies on fewer images could not be compared",
+    )
+    if bad and split == "train":
+      try:  # one error for both parts
+        make_source(config, "val", source.class_names)
+      except MissingSplitError:
+        pass
+      except (ValueError, FileNotFoundError) as error:
+        bad += f"; {error}"
+    if bad:
+      raise ValueError(f"{where} {bad}")
+  return checked
+
+
+def check_class_names(
+  ours: tuple[str, ...], theirs: tuple[str, ...], where: str
+) -> None:
+  """Checks that the labels of model and data mean the same classes.
+
+  Args:
+    ours: class names that the model was trained with.
+    theirs: class names of the data.
+    where: name of the data, for the message.
+
+  Raises:
+    ValueError: a label has two names.
+  """
+  for label, (mine, other) in enumerate(zip(ours, theirs)):
+    if mine != other:
+      raise ValueError(
+        f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
+        "directories must have the names of the training split"
+      )
+
+
+class CheckedSource:
+  """A source whose bad images raise, or are replaced by the next good one.
+
+  The replacement depends on the index alone, so a stream keeps its length and
+  its positions whatever images are bad.
+  """
+
+  def __init__(
+    self,
+    source: Any,
+    *,
+    skip: bool,
+    smallest: tuple[int, int] = (0, 0),
+    decode: str = "exact",
+  ):
+    """Wraps a source.
+
+    Args:
+      source: source that raises ValueError or FileNotFoundError for an example
+        that it cannot read.
+      skip: whether bad images are replaced; otherwise they raise.
+      smallest: minimum rows and columns of an image.
+      decode: `data.decode`, which changes pixels and so the identity.
+    """
+    self._source, self._skip, self._smallest = source, skip, smallest
+    self._decode = decode
+    self._bad: dict[int, object] = {}
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("_"):  # of this object, which pickle is making
+      raise AttributeError(name)
+    return getattr(self._source, name)
+
+  def identity(self) -> Identity:
+    """Identifies the examples and their order."""
+    found = self._source.identity()
+    # "exact" goes unsaid, as in checkpoints from before there was a choice.
+    return found | ({"decode": self._decode} if self._decode != "exact" else {})
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> Example:
+    return self._first_good(index, self._source.__getitem__)
+
+  def fitted(self, index: int, fit: Callable[[Example], Example]) -> Example:
+    """An example after `fit`, which may raise for an image that is damaged.
+
+    Args:
+      index: of the image, which is a file.
+      fit: maps {"image", "label"}; "image" may be a `LaterImage`.
+    """
+    return self._first_good(index, self._source.later, fit)
+
+  def _first_good(
+    self,
+    index: int,
+    read: Callable[[int], Example],
+    fit: Callable[[Example], Example] = lambda example: example,
+  ) -> Example:
+    size = len(self._source)
+    for step in range(size):
+      candidate = (index + step) % size
+      try:
+        return fit(self._checked(read(candidate), candidate))
+      except (ValueError, FileNotFoundError) as error:
+        if not self._skip:
+          raise
+        self._warn_once(candidate, error)
+    raise ValueError(f"none of the {size} images can be read")
+
+  def read_all(self, threads: int, advice: str) -> str:
+    """Reads every example once.
+
+    Args:
+      threads: number of threads that read.
+      advice: what to do about bad images.
+
+    Returns:
+      A message that names those that cannot be read, "" where all can.
+    """
+
+    def error(index: int) -> str:
+      try:
+        self._checked(self._source[index], index)
+      except (ValueError, FileNotFoundError) as bad:
+        return str(bad)
+      return ""
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+      bad = [text for text in pool.map(error, range(len(self))) if text]
+    if not bad:
+      return ""
+    more = f"; and {len(bad) - _MOST_NAMED} more" * (len(bad) > _MOST_NAMED)
+    return (
+      f"{len(bad)} of {len(self)} images cannot be used: "
+      f"{'; '.join(bad[:_MOST_NAMED])}{more}; {advice}"
+    )
+
+  def _checked(self, example: Example, index: int) -> Example:
+    """An example that is large enough."""
+    rows, columns = example["image"].shape[:2]
+    if rows < self._smallest[0] or columns < self._smallest[1]:
+      raise ValueError(
+        f"{self._source.name(index)}: {rows} x {columns} pixels (rows x "
+        f"columns), at least {self._smallest[0]} x {self._smallest[1]} needed"
+      )
+    return example
+
+  def _warn_once(self, index: int, error: Exception):
+    token = object()
+    # `setdefault` is atomic, so exactly one of several threads warns.
+    if self._bad.setdefault(index, token) is token:
+      _LOG.warning("skipped %s (%d so far)", error, len(self._bad))
+
+
+class SharedReads:
+  """What threads read for one another: the first that asks for it loads it.
+
+  The results that were used last are kept; a failure is for those who wait for
+  it.
+  """
+
+  def __init__(
+    self, most: int, size: Callable[[Hashable, Any], int], uses: int = 0
+  ):
+    """Holds nothing yet.
+
+    Args:
+      most: sum of the sizes of the results that are kept. The last one is kept
+        whatever its size.
+      size: of a result, from its key and itself.
+      uses: drops a result that was asked for so often; 0 is never.
+    """
+    self._most, self._size, self._uses = most, size, uses
+    self._lock = threading.Lock()
+    # Results, or their loading, and how often they were asked for; the last
+    # used at the end.
+    self._kept: dict[Hashable, tuple[concurrent.futures.Future, int]] = {}
+
+  def __reduce__(self) -> tuple:
+    return SharedReads, (self._most, self._size, self._uses)  # a worker's own
+
+  def __len__(self) -> int:
+    return len(self._kept)
+
+  def get(self, key: Hashable, load: Callable[[], Any]) -> Any:
+    """The result of a key; `load` makes it."""
+    with self._lock:
+      known, uses = self._kept.pop(key, (None, 0))
+      read = known or concurrent.futures.Future()
+      if uses + 1 != self._uses:
+        self._kept[key] = read, uses + 1
+    if known is None:
+      try:
+        read.set_result(load())
+      except BaseException as error:
+        read.set_exception(error)
+      self._forget()
+    return read.result()
+
+  def _forget(self) -> None:
+    """Drops failures, and what was used longest ago where it is too much."""
+    with self._lock:
+      sizes = {}
+      for key, (read, _) in list(self._kept.items()):
+        if read.done() and read.exception():
+          del self._kept[key]
+        elif read.done():
+          sizes[key] = self._size(key, read.result())
+      total = sum(sizes.values())
+      for key, size in sizes.items():
+        if total <= self._most or len(self._kept) == 1:
+          return
+        del self._kept[key]
+        total -= size

@@ -1,0 +1,200 @@
+"""The sources of Python's standard library as text: 10 MiB without a download.
+
+Each file is one document; the files of the packages `HELD_OUT` are the held-out
+text. The sources differ between versions of Python, so metrics can be compared
+within one version only.
+"""
+
+import contextlib
+import functools
+import glob
+import gzip
+import logging
+import lzma
+import os
+import pathlib
+import platform
+import shutil
+import sysconfig
+import time
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+from moh_jax.config import Config
+from moh_jax.config.data import TextDataConfig
+from moh_jax.data.sequences import PackedSource, open_sets
+from moh_jax.data.token_sets import TokenSet
+from moh_jax.data.tokenize import tokenize
+from moh_jax.data.tokenizers import (
+  BytesTokenizer,
+  load_tokenizer,
+  tokenizer_from_bytes,
+  train_bpe,
+)
+
+HELD_OUT = ("asyncio", "email", "json", "logging")
+_EXCLUDED = (
+  "__pycache__",
+  "dist-packages",
+  "idle_test",
+  "site-packages",
+  "test",
+  "tests",
+)
+_PIECE_BYTES = 4 << 20
+_XZ_PRESET = 9
+_ABANDONED_SECONDS = 3600  # age of a killed run's folder; a run takes a minute
+_BPE_TOKENS = 2048  # 10 MiB of text train no more
+_LOG = logging.getLogger(__name__)
+
+
+class StdlibSource(PackedSource):
+  """The standard library, tokenized on first use."""
+
+  @classmethod
+  def open(
+    cls, data: TextDataConfig, vocab_size: int, split: str
+  ) -> dict[str, PackedSource]:
+    """Opens a split of what `prepare` makes."""
+    folder = prepare(data.path, data.tokenizer, vocab_size)
+    return open_sets({data.source: folder}, data, vocab_size, split)
+
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The vocabulary of the tokenizer that `prepare` makes."""
+    del names
+    is_bytes = config.data.tokenizer == BytesTokenizer.kind
+    return {
+      "vocab_size": BytesTokenizer.vocab_size if is_bytes else _BPE_TOKENS
+    }
+
+
+def prepare(
+  path: str | os.PathLike, tokenizer: str, vocab_size: int
+) -> pathlib.Path:
+  """Tokenizes the standard library, unless an earlier call did.
+
+  The notes of the held-out set are "python" (the version), and "gzip_bytes" and
+  "xz_bytes": the size of its text under gzip -9 and xz -9. Sets that another
+  version of Python made are used with a warning.
+
+  Args:
+    path: folder for the sets of all tokenizers; created.
+    tokenizer: "bpe", which is trained on the training part, or "bytes".
+    vocab_size: entries of the BPE.
+
+  Returns:
+    The folder with the sets train/ and val/.
+
+  Raises:
+    FileNotFoundError: this Python is installed without its sources.
+    ValueError: the tokenizer is unknown, or an existing set is damaged.
+  """
+  if tokenizer not in ("bpe", "bytes"):
+    raise ValueError(f"tokenizer={tokenizer!r} must be one of ('bpe', 'bytes')")
+  name = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
+  folder = pathlib.Path(path) / name
+  _remove_abandoned(folder)
+  if not folder.is_dir():
+    growing = folder.with_name(f".{name}.{uuid.uuid4().hex[:12]}.tmp")
+    try:
+      _write(growing, tokenizer, vocab_size)
+      _move(growing, folder)
+    finally:
+      shutil.rmtree(growing, ignore_errors=True)
+  for split in ("train", "val"):
+    token_set = TokenSet(folder / split)
+  made_by = token_set.metadata["notes"].get("python", "unknown")
+  if made_by != platform.python_version():
+    _warn_of_python(folder, made_by)
+  return folder
+
+
+def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+  """Lists the files of the training part and of the held-out part, in order.
+
+  Raises:
+    FileNotFoundError: this Python is installed without its sources.
+  """
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  train, held_out = [], []
+  for file in sorted(root.rglob("*.py")):
+    folders = file.relative_to(root).parts[:-1]
+    if not set(folders).isdisjoint(_EXCLUDED) or not _is_text(file):
+      continue
+    (held_out if folders[:1] and folders[0] in HELD_OUT else train).append(file)
+  if not train or not held_out:
+    raise FileNotFoundError(
+      f"{root} lacks the sources of the standard library (.py files, among "
+      f"them the packages {HELD_OUT})"
+    )
+  return train, held_out
+
+
+def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
+  folder.mkdir(parents=True)
+  train, held_out = list_sources()
+  if tokenizer == "bytes":
+    used = load_tokenizer("bytes")
+  else:
+    # Decoded here, since reading as text would convert line ends.
+    texts = (file.read_bytes().decode() for file in train)
+    trained = train_bpe(texts, vocab_size)
+    used = tokenizer_from_bytes("tokenizer_json", trained)
+  content = b"".join(file.read_bytes() for file in held_out)
+  sizes = {
+    "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),
+    "xz_bytes": len(lzma.compress(content, preset=_XZ_PRESET)),
+  }
+  python = {"python": platform.python_version()}
+  for split, files, notes in (
+    ("train", train, python),
+    ("val", held_out, {**python, **sizes}),
+  ):
+    tokenize(
+      [glob.escape(str(file)) for file in files],
+      used,
+      folder,
+      {split: None},
+      piece_bytes=_PIECE_BYTES,
+      notes=notes,
+      progress=False,
+    )
+
+
+def _is_text(file: pathlib.Path) -> bool:
+  content = file.read_bytes()
+  try:
+    content.decode()
+  except UnicodeDecodeError:
+    return False
+  return bool(content)
+
+
+@functools.cache  # warns once per process, though each split is opened
+def _warn_of_python(folder: pathlib.Path, made_by: str):
+  _LOG.warning(
+    "%s has the sources of Python %s, this is Python %s: compare metrics "
+    "within one version only; remove the folder to make it anew",
+    folder,
+    made_by,
+    platform.python_version(),
+  )
+
+
+def _remove_abandoned(folder: pathlib.Path):
+  """Removes unfinished folders of killed runs, an hour after their start."""
+  for growing in folder.parent.glob(f".{folder.name}.*.tmp"):
+    with contextlib.suppress(FileNotFoundError):  # another process removed it
+      if time.time() - growing.stat().st_mtime > _ABANDONED_SECONDS:
+        shutil.rmtree(growing, ignore_errors=True)
+
+
+def _move(source: pathlib.Path, target: pathlib.Path):
+  """Renames a folder, unless another process made the target before."""
+  try:
+    source.rename(target)
+  except OSError:
+    if not target.is_dir():
+      raise

@@ -1,1 +1,0 @@
-"""Text: documents, tokenizers, sets of tokens, and packed sequences."""

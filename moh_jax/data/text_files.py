@@ -1,0 +1,542 @@
+"""Reads documents from files of plain text, JSON lines, Parquet and Arrow.
+
+The suffix decides what a file is; ".gz" or ".zst" may follow that of text.
+".jsonl", ".ndjson" and ".json" hold one JSON object per line, ".parquet" and
+".arrow" a table, and any other file is plain text that forms one document.
+
+Files are read in pieces, which depend on the files alone: not on their folder,
+nor on the number of processes that read them. Large local files of JSON lines
+are cut between lines, and Parquet tables between row groups; all other files
+stay whole.
+"""
+
+import codecs
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import (
+  file_size,
+  is_address,
+  list_files,
+  open_arrow,
+  open_parquet,
+  open_unpacked,
+)
+
+OnError = Literal["stop", "skip"]
+ON_ERROR: tuple[OnError, ...] = ("stop", "skip")
+# Of a document, and of a line of JSON, after unpacking. Tokens take many times
+# the text's memory, and JSON's lists and objects up to 25 times the line's.
+MOST_BYTES = 1 << 27
+MOST_LINE_BYTES = 1 << 25
+PIECE_BYTES = 256 << 20
+PROMPT = "prompt"  # field of a file of prompts
+_PACKINGS = (".gz", ".zst")
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_TABLES = (".parquet", ".arrow")
+_CHUNK = 1 << 20
+_ROWS = 256  # rows of a Parquet table that are read into memory at one time
+# Whether texts lie within their batch is checked as of bytes, since reading
+# them elsewhere would end the process; that they are UTF-8, one by one.
+_BYTES = {"string": "binary", "large_string": "large_binary"}
+_ONE_PIECE = 1 << 62  # bytes; files are read one after another
+
+
+class BadTextError(ValueError):
+  """A line, row or file that holds no text.
+
+  Attributes:
+    reason: kind of the problem, for counts: "not JSON".
+    detail: what else the message says, with its punctuation.
+  """
+
+  def __init__(self, where: str, reason: str, detail: str = ""):
+    super().__init__(where, reason, detail)  # as pickle makes it again
+    self.reason, self.detail = reason, detail
+
+  def __str__(self) -> str:
+    return "{}: {}{}".format(*self.args)
+
+
+# Called with the name of a document that cannot be read, and why.
+OnBad = Callable[[str, BadTextError], None]
+
+
+def stop(name: str, problem: BadTextError) -> None:
+  """Ends the reading with the error."""
+  raise problem
+
+
+def skip_or_stop(on_error: str, skip: Callable[[str, str, str], None]) -> OnBad:
+  """What to do with bad text: call `skip(name, reason, detail)`, or stop.
+
+  Raises:
+    ValueError: `on_error` is none of `ON_ERROR`.
+  """
+  if on_error not in ON_ERROR:
+    raise ValueError(f"on_error={on_error!r} must be one of {ON_ERROR}")
+  if on_error == "stop":
+    return stop
+  return lambda name, problem: skip(name, problem.reason, problem.detail)
+
+
+def count_or_stop(on_error: str, counts: Counter[str]) -> OnBad:
+  """As `skip_or_stop`; what is skipped is counted by its reason."""
+  return skip_or_stop(on_error, lambda _, reason, __: counts.update([reason]))
+
+
+@contextlib.contextmanager
+def damage(where: str, *errors: type[Exception]) -> Iterator[None]:
+  """Turns errors that the content of a file causes into `BadTextError`.
+
+  Errors of the disk or the network have a number and stay as they are: what is
+  there later must not count as damaged.
+
+  Args:
+    where: the place, for the message.
+    *errors: further types that a library raises.
+  """
+  try:
+    yield
+  except (EOFError, OSError, zlib.error, *errors) as error:
+    if getattr(error, "errno", None) is not None:
+      raise
+    raise BadTextError(where, "damaged or truncated", f": {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """Part of a file, or all of it.
+
+  Attributes:
+    file: path or address of the file.
+    name: path relative to the folder that all files share.
+    start: first byte, or first row group of a Parquet table.
+    stop: byte or row group after the last.
+    first: number of the first line or row, counted from 1.
+    size: bytes of the piece on disk; of Parquet, bytes before compression.
+  """
+
+  file: str
+  name: str
+  start: int
+  stop: int
+  first: int
+  size: int
+
+
+def file_format(file: str) -> tuple[str, str]:
+  """Format and compression of a file, by its name.
+
+  Returns:
+    "text", "jsonl", "parquet" or "arrow", and ".gz", ".zst" or "".
+  """
+  path = pathlib.PurePath(file.lower())
+  packing = path.suffix if path.suffix in _PACKINGS else ""
+  suffix = path.with_suffix("").suffix if packing else path.suffix
+  if suffix in _JSON_LINES:
+    return "jsonl", packing
+  if suffix in _TABLES and not packing:
+    return suffix[1:], ""
+  return "text", packing
+
+
+def list_pieces(
+  globs: Sequence[str], piece_bytes: int
+) -> list[tuple[Piece, ...]]:
+  """Cuts files into pieces and groups these by size.
+
+  Args:
+    globs: paths, addresses or patterns, see `input_files.list_files`.
+    piece_bytes: approximate bytes of a group; a piece that cannot be cut may
+      have more.
+
+  Returns:
+    Groups of pieces, in the order of the files' names.
+
+  Raises:
+    FileNotFoundError: a pattern matches no file.
+    OSError: a file system cannot be read.
+    ValueError: a table is damaged, an optional library is missing, or
+      `piece_bytes` is below 1.
+  """
+  if piece_bytes < 1:
+    raise ValueError(f"piece_bytes={piece_bytes} must be at least 1")
+  files = list_files(globs)
+  root = os.path.commonpath([os.path.dirname(file) for file in files])
+  names = {pathlib.Path(f).relative_to(root).as_posix(): f for f in files}
+  groups: list[tuple[Piece, ...]] = []
+  group, size = [], 0
+  for name in sorted(names):
+    for piece in _cut(names[name], name, piece_bytes):
+      if group and size + piece.size > piece_bytes:
+        groups.append(tuple(group))
+        group, size = [], 0
+      group.append(piece)
+      size += piece.size
+  return [*groups, tuple(group)]
+
+
+def fingerprint(groups: Iterable[Iterable[Piece]]) -> str:
+  """Hash of the names, places and sizes of pieces, not of their contents."""
+  digest = hashlib.sha256()
+  for group in groups:
+    for piece in group:
+      # The size too: start and stop of a table are numbers of row groups.
+      numbers = piece.start, piece.stop, piece.first, piece.size
+      entry = " ".join(map(str, (piece.name, *numbers))) + "\n"
+      digest.update(entry.encode(errors="surrogateescape"))
+    digest.update(b"\n")
+  return f"sha256 {digest.hexdigest()[:16]}"
+
+
+def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
+  kind, packing = file_format(file)
+  if kind == "parquet":
+    return _cut_table(file, name, piece_bytes)
+  size = file_size(file)
+  # Counting the lines of a remote file would read it twice.
+  is_cut = kind == "jsonl" and not packing and not is_address(file)
+  if not is_cut or size <= piece_bytes:
+    return [Piece(file, name, 0, size, 1, size)]
+  return _cut_lines(file, name, piece_bytes, size)
+
+
+def _cut_lines(
+  file: str, name: str, piece_bytes: int, size: int
+) -> list[Piece]:
+  pieces, start, line = [], 0, 1
+  with open(file, "rb") as stream:
+    while start < size:
+      stream.seek(min(start + piece_bytes, size) - 1)
+      while stream.readline(_CHUNK)[-1:] not in (b"", b"\n"):
+        pass  # a line may be longer than memory
+      stop = stream.tell()
+      pieces.append(Piece(file, name, start, stop, line, stop - start))
+      stream.seek(start)
+      while start < stop:
+        chunk = stream.read(min(_CHUNK, stop - start))
+        if not chunk:
+          raise ValueError(f"{file}: became shorter while it was read")
+        line += chunk.count(b"\n")
+        start += len(chunk)
+  return pieces
+
+
+def _cut_table(file: str, name: str, piece_bytes: int) -> list[Piece]:
+  with open_parquet(file) as table:
+    metadata = table.metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    sizes = [(group.total_byte_size, group.num_rows) for group in groups]
+  pieces: list[Piece] = []
+  row = 1
+  for index, (size, rows) in enumerate(sizes):
+    last = pieces[-1] if pieces else None
+    if last and last.size + size <= piece_bytes:
+      pieces[-1] = dataclasses.replace(
+        last, stop=index + 1, size=last.size + size
+      )
+    else:
+      pieces.append(Piece(file, name, index, index + 1, row, size))
+    row += rows
+  return pieces
+
+
+def read_documents(
+  piece: Piece, field: str, on_bad: OnBad = stop
+) -> Iterator[tuple[str, str]]:
+  """Reads the documents of a piece, in order.
+
+  Args:
+    piece: part of a file.
+    field: field of a JSON object, or column of a table, that holds the text;
+      null counts as "".
+    on_bad: called for a line, row or file that holds no text, with the name
+      that its document would have; reading goes on with the next one, or ends
+      where a packed file is damaged.
+
+  Yields:
+    A unique name and the text of each document. The name is the file's for
+    plain text, else the file's with the line or row from 1: "web.jsonl:123".
+
+  Raises:
+    OSError: the disk or the network failed.
+    ValueError: a table has no such column, an optional library is missing, or
+      what `on_bad` raises: by default the `BadTextError`, whose message names
+      the file and the line.
+  """
+  kind, packing = file_format(piece.file)
+  if kind == "text":
+    return _read_text(piece, packing, on_bad)
+  if kind == "jsonl":
+    return _read_lines(piece, packing, field, on_bad)
+  return _read_rows(piece, field, on_bad)
+
+
+def _read_text(
+  piece: Piece, packing: str, on_bad: OnBad
+) -> Iterator[tuple[str, str]]:
+  try:
+    with (
+      damage(piece.file),
+      open_unpacked(piece.file, packing) as stream,
+    ):
+      content = stream.read(MOST_BYTES + 1)
+    _check_size(len(content), piece.file, MOST_BYTES)
+    text = _decode(content.removeprefix(codecs.BOM_UTF8), piece.file)
+  except BadTextError as problem:
+    on_bad(piece.name, problem)
+  else:
+    yield piece.name, text
+
+
+def _read_lines(
+  piece: Piece, packing: str, field: str, on_bad: OnBad
+) -> Iterator[tuple[str, str]]:
+  with open_unpacked(piece.file, packing) as stream:
+    left = None  # bytes of the piece to read; None reads to the end
+    if not packing:
+      stream.seek(piece.start)
+      left = piece.stop - piece.start
+    number = piece.first
+    while left is None or left > 0:
+      name, where = f"{piece.name}:{number}", f"{piece.file}, line {number}"
+      try:
+        with damage(where):
+          line = part = stream.readline(MOST_LINE_BYTES + 1)
+          size = len(line)
+          # What is left of a line that is too long is read, and not kept.
+          while len(part) > MOST_LINE_BYTES and not part.endswith(b"\n"):
+            part = stream.readline(MOST_LINE_BYTES + 1)
+            size += len(part)
+      except BadTextError as problem:
+        on_bad(name, problem)
+        return
+      if not line:
+        if left:
+          raise ValueError(f"{where}: the file became shorter")
+        return
+      if left is not None:
+        left -= size
+      if number == 1:
+        line = line.removeprefix(codecs.BOM_UTF8)  # some programs add it
+      if size > MOST_LINE_BYTES or (line and not line.isspace()):
+        try:
+          _check_size(size, where, MOST_LINE_BYTES)
+          text = _parse(line, field, where)
+        except BadTextError as problem:
+          on_bad(name, problem)
+        else:
+          yield name, text
+      number += 1
+
+
+def _parse(line: bytes, field: str, where: str) -> str:
+  text = _decode(line, where)
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError) as error:  # "[[[[..." is the latter
+    raise BadTextError(where, "not JSON", f": {error}") from error
+  if not isinstance(value, dict) or field not in value:
+    found = sorted(value) if isinstance(value, dict) else type(value).__name__
+    raise BadTextError(where, f"no field {field!r}", f", found {found}")
+  return _checked_text(value[field], field, where)
+
+
+def _check_size(size: int, where: str, most: int) -> None:
+  if size > most:
+    raise BadTextError(
+      where, "too long", f": a document of more than {most:,} bytes; cut it"
+    )
+
+
+def _decode(content: bytes, where: str) -> str:
+  try:
+    return content.decode()
+  except UnicodeDecodeError as error:
+    raise BadTextError(where, "not UTF-8", f": {error}") from error
+
+
+def _read_rows(
+  piece: Piece, field: str, on_bad: OnBad
+) -> Iterator[tuple[str, str]]:
+  """Reads the texts of a table's piece.
+
+  A row group or batch that is damaged counts as one bad row. How many rows a
+  damaged batch of an Arrow file had is not known: those after it are numbered
+  without it.
+  """
+  is_parquet = file_format(piece.file)[0] == "parquet"
+  columns = _parquet_columns if is_parquet else _arrow_columns
+  for first, column in columns(piece, field, on_bad):
+    for number, value in enumerate(column, first):
+      name, where = f"{piece.name}:{number}", f"{piece.file}, row {number}"
+      try:
+        text = _checked_text(_as_python(value, where), field, where)
+      except BadTextError as problem:
+        on_bad(name, problem)
+      else:
+        yield name, text
+
+
+def _checked_text(value: Any, field: str, where: str) -> str:
+  """A field's text; null counts as "".
+
+  Raises:
+    BadTextError: the value is no text that UTF-8 can hold.
+  """
+  if value is None:
+    return ""
+  if not isinstance(value, str):
+    reason = f"{field!r} is {type(value).__name__}, expected text"
+    raise BadTextError(where, reason)
+  try:
+    value.encode()
+  except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not text
+    raise BadTextError(where, "half a surrogate pair", f": {error}") from error
+  return value
+
+
+def _as_python(value: Any, where: str) -> Any:
+  try:
+    return value.as_py()
+  except UnicodeDecodeError as error:
+    raise BadTextError(where, "not UTF-8", f": {error}") from error
+
+
+def _parquet_columns(
+  piece: Piece, field: str, on_bad: OnBad
+) -> Iterator[tuple[int, Any]]:
+  """Values of rows, and the number of the first of them."""
+  with open_parquet(piece.file) as table:
+    _check_column(piece.file, table.schema_arrow, field)
+    after = piece.first
+    for group in range(piece.start, piece.stop):
+      number, after = after, after + table.metadata.row_group(group).num_rows
+      batches = table.iter_batches(
+        _ROWS, row_groups=[group], columns=[field], use_threads=False
+      )
+      yield from _columns(batches, piece, field, number, on_bad)
+
+
+def _arrow_columns(
+  piece: Piece, field: str, on_bad: OnBad
+) -> Iterator[tuple[int, Any]]:
+  pyarrow = import_extra("pyarrow", piece.file)
+  try:
+    with damage(piece.file, pyarrow.ArrowException):
+      file, reader = open_arrow(piece.file)
+  except BadTextError as problem:
+    on_bad(piece.name, problem)
+    return
+  with file:
+    _check_column(piece.file, reader.schema, field)
+    batches, place = reader, file.tell
+    if hasattr(reader, "get_batch"):
+      batches = map(reader.get_batch, range(reader.num_record_batches))
+      place = None
+    yield from _columns(batches, piece, field, piece.first, on_bad, place)
+
+
+def _columns(
+  batches: Iterator[Any],
+  piece: Piece,
+  field: str,
+  number: int,
+  on_bad: OnBad,
+  place: Callable[[], int] | None = None,
+) -> Iterator[tuple[int, Any]]:
+  """Columns of batches, each with the number of its first row.
+
+  Args:
+    batches: of rows.
+    piece: that they belong to.
+    field: name of the column.
+    number: of the first row.
+    on_bad: called for batches that are damaged.
+    place: of a stream, how far it was read; where damage does not let it get
+      further, it ends.
+  """
+  pyarrow = import_extra("pyarrow", piece.file)
+  damaged = False
+  while True:
+    before = place() if place else None
+    where = f"{piece.file}, row {number} or after"
+    try:
+      with damage(where, pyarrow.ArrowException):
+        batch = next(batches, None)
+        if batch is None:
+          return
+        column = batch.column(field)
+        kind = str(column.type)
+        column.view(_BYTES.get(kind, column.type)).validate(full=True)
+    except BadTextError as problem:
+      if damaged and place and place() == before:
+        return  # nothing is left after what was reported
+      damaged = True
+      on_bad(f"{piece.name}:{number}", problem)
+    else:
+      damaged = False
+      yield number, column
+      number += batch.num_rows
+
+
+def _check_column(file: str, schema: Any, field: str) -> None:
+  """Refuses a table without the column, whatever is done with bad rows."""
+  if field not in schema.names:
+    raise ValueError(f"{file}: no column {field!r}, found {schema.names}")
+
+
+class Prompts:
+  """The prompts of a file, read again whenever they are iterated.
+
+  Attributes:
+    sha256: of the texts, in order.
+  """
+
+  def __init__(self, file: str):
+    """Reads the file once, so that mistakes in it are known before the work.
+
+    Args:
+      file: rows with the field "prompt", in any form that `read_documents`
+        reads but plain text, whose lines could be meant in several ways.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      OSError: it cannot be read.
+      ValueError: it is plain text, a row has no prompt (the message names the
+        line), or there is none.
+    """
+    groups = list_pieces([file], _ONE_PIECE)
+    self._pieces = [piece for group in groups for piece in group]
+    for piece in self._pieces:
+      if file_format(piece.file)[0] == "text":
+        raise ValueError(
+          f"{piece.file}: plain text is not taken as prompts; write a file "
+          '.jsonl with one JSON object a line, such as {"prompt": "TEXT"}'
+        )
+    digest, self._count = hashlib.sha256(), 0
+    for text in self:
+      content = text.encode()
+      digest.update(len(content).to_bytes(8, "little") + content)
+      self._count += 1
+    if not self._count:
+      raise ValueError(f"{file}: holds no prompt")
+    self.sha256 = digest.hexdigest()
+
+  def __len__(self) -> int:
+    return self._count
+
+  def __iter__(self) -> Iterator[str]:
+    for piece in self._pieces:
+      for _, text in read_documents(piece, PROMPT):
+        yield text

@@ -1,0 +1,364 @@
+"""Sets of tokens (tokenized text) in shards: the format, and random access.
+
+The documents of a set form one long array of tokens. Each is stored as [begin]
+ids [end]; tokenizers without these special tokens give the ids alone. The
+records of a shard are blocks of `BLOCK` tokens, of which the last is shorter:
+little-endian uint16, or uint32 for vocabularies above 65,536. After them comes
+one record with the number of tokens of each document, uint32. No document
+crosses shards.
+
+The folder also holds the tokenizer's files, documents.npy (int64 [D + 1]: the
+index of the first token of each of the D documents, then the number of tokens)
+and metadata.json with the fields "tokenizer" (kind, sha256, file),
+"vocab_size", "bos_id", "eos_id", "documents", "tokens", "text_bytes" (UTF-8
+bytes of the documents; these three also in the entry of each shard) and
+"notes".
+"""
+
+import bisect
+import contextlib
+import itertools
+import logging
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from array_record.python import array_record_module
+
+from moh_jax.data.identity import Identity
+from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
+from moh_jax.data.shards import Shards
+from moh_jax.data.tokenizer_files import write_tokenizer_files
+from moh_jax.data.tokenizers import (
+  BytesTokenizer,
+  Tokenizer,
+  read_tokenizer,
+)
+from moh_jax.files import checksum, replacing
+
+KIND = "tokens"
+BLOCK = 8192
+DOCUMENTS = "documents.npy"
+_LENGTHS_DTYPE = np.dtype("<u4")
+_COUNTS = ("documents", "tokens", "text_bytes")
+_LOG = logging.getLogger(__name__)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+  """Dtype that stores the tokens of a vocabulary: uint16 or uint32."""
+  return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def has_ends(folder: pathlib.Path, described: dict[str, Any]) -> bool:
+  """Whether begin or end of text stands between documents; warns if not.
+
+  Args:
+    folder: folder of a set.
+    described: its metadata, or the settings that it is to have.
+  """
+  found = {described.get("bos_id"), described.get("eos_id")} != {None}
+  if not found:
+    _LOG.warning(
+      "%s: the tokenizer has neither begin nor end of text: documents that are "
+      "kept apart (data.separate_documents) begin with a token that is never "
+      "predicted, whose bytes bits_per_byte takes to be the mean of all",
+      folder,
+    )
+  return found
+
+
+def set_tokenizer(folder: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
+  """Loads the tokenizer that made a set; opens no shard.
+
+  Args:
+    folder: folder of the set.
+    metadata: content of its metadata.json.
+
+  Raises:
+    FileNotFoundError: the tokenizer's file is missing.
+    ValueError: the file is not the one that made the set, or an optional
+      library is missing.
+  """
+  entry = metadata["tokenizer"]
+  if entry["kind"] == BytesTokenizer.kind:
+    return BytesTokenizer()
+  file = folder / entry["file"]
+  return read_tokenizer(entry["kind"], file, entry["sha256"], "the set")
+
+
+class TokenSet:
+  """Random access to the tokens of a set; picklable and thread-safe.
+
+  Attributes:
+    folder: folder of the set.
+    metadata: content of metadata.json.
+    num_tokens: number of tokens of all documents.
+    ends: int64 [D + 1], mapped into memory: 0, then the index after the last
+      token of each document.
+  """
+
+  def __init__(self, folder: str | os.PathLike):
+    """Opens a set.
+
+    Args:
+      folder: folder of the set, local or mounted.
+
+    Raises:
+      FileNotFoundError: metadata.json, a shard or documents.npy is missing.
+      ValueError: one of them is damaged, or they do not belong together.
+    """
+    self.folder = pathlib.Path(folder)
+    self._shards = Shards(folder, KIND)
+    self.metadata = self._shards.metadata
+    self.num_tokens: int = self.metadata["tokens"]
+    self._entries = self.metadata["shards"]
+    self._vocab_size = self.metadata["vocab_size"]
+    self._dtype = token_dtype(self._vocab_size)
+    # The first token and the first record of each shard.
+    self._first_tokens = _before(entry["tokens"] for entry in self._entries)
+    self._first_records = _before(entry["examples"] for entry in self._entries)
+    self.ends = self._open_ends()
+
+  def __getstate__(self) -> dict[str, Any]:
+    # Pickling an array that is mapped into memory would copy all of it.
+    return {**self.__dict__, "ends": None}
+
+  def __setstate__(self, state: dict[str, Any]):
+    self.__dict__.update(state)
+    self.ends = self._open_ends()
+
+  def identity(self) -> Identity:
+    """Identifies the tokens and their division into documents."""
+    return {
+      **self._shards.identity(),
+      "tokens": self.num_tokens,
+      "documents": checksum(self.folder / DOCUMENTS)[0],
+    }
+
+  def tokens(self, start: int, stop: int) -> np.ndarray:
+    """Reads tokens `start` to `stop` - 1 of the set.
+
+    Returns:
+      [stop - start] int32.
+
+    Raises:
+      IndexError: the set has no such tokens.
+      ValueError: a record is damaged, or an id is not in the vocabulary; the
+        message names the shard.
+    """
+    if not 0 <= start <= stop <= self.num_tokens:
+      raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+    result = np.empty(stop - start, np.int32)
+    filled = 0
+    while filled < len(result):
+      part = self._read(start + filled, stop)
+      result[filled : filled + len(part)] = part
+      filled += len(part)
+    return result
+
+  def _read(self, start: int, stop: int) -> np.ndarray:
+    """Reads the tokens from `start` on that lie in its block."""
+    shard = bisect.bisect_right(self._first_tokens, start) - 1
+    block, offset = divmod(start - self._first_tokens[shard], BLOCK)
+    record = self._shards.record(self._first_records[shard] + block)
+    tokens = self._entries[shard]["tokens"]
+    expected = min(BLOCK, tokens - block * BLOCK)
+    if len(record) != expected * self._dtype.itemsize:
+      raise ValueError(
+        f"{self._shards.path(shard)}: block {block} has {len(record)} bytes, "
+        f"expected {expected} tokens of {self._dtype.itemsize} bytes"
+      )
+    part = np.frombuffer(record, self._dtype)[offset : offset + stop - start]
+    if part.max() >= self._vocab_size:
+      at = int(np.argmax(part >= self._vocab_size))
+      raise ValueError(
+        f"{self._shards.path(shard)}: token {block * BLOCK + offset + at} is "
+        f"{part[at]}, beyond vocab_size={self._vocab_size}"
+      )
+    return part
+
+  def _open_ends(self) -> np.ndarray:
+    path = self.folder / DOCUMENTS
+    if not path.is_file():
+      raise FileNotFoundError(
+        f"{path}: no such file; the command that made the set writes it again"
+      )
+    try:
+      ends = np.load(path, mmap_mode="r")
+    except ValueError as error:
+      raise ValueError(f"{path}: damaged: {error}") from error
+    # A plain array view, since indexing a memmap is slow.
+    ends = np.asarray(ends)
+    documents = self.metadata["documents"]
+    if (
+      ends.shape != (documents + 1,)
+      or ends.dtype != np.int64
+      or (ends[0], ends[-1]) != (0, self.num_tokens)
+    ):
+      raise ValueError(
+        f"{path}: not of the {documents} documents and {self.num_tokens} "
+        "tokens of metadata.json"
+      )
+    return ends
+
+
+def _before(counts: Any) -> list[int]:
+  """For each count, the sum of the counts before it."""
+  return list(itertools.accumulate(counts, initial=0))[:-1]
+
+
+class TokenShard:
+  """A shard of tokenized documents that is being written."""
+
+  def __init__(self, shard: OpenShard, tokenizer: Tokenizer):
+    self._shard = shard
+    self._dtype = token_dtype(tokenizer.vocab_size)
+    self._before = [tokenizer.bos_id] if tokenizer.add_bos else []
+    self._after = [i for i in (tokenizer.eos_id,) if i is not None]
+    # A document needs a token before its text, so that the model predicts the
+    # first token of the text too: without a begin, the end token stands in.
+    self._before = self._before or self._after
+    self._pending: list[np.ndarray] = []
+    self._num_pending = 0
+    self._lengths: list[int] = []
+    self._text_bytes = 0
+
+  def add(self, ids: list[int], text_bytes: int) -> None:
+    """Appends a document.
+
+    Args:
+      ids: tokens of the document, at least one, without begin and end.
+      text_bytes: UTF-8 bytes of its text.
+    """
+    tokens = np.array(self._before + ids + self._after, self._dtype)
+    self._pending.append(tokens)
+    self._num_pending += len(tokens)
+    self._lengths.append(len(tokens))
+    self._text_bytes += text_bytes
+    if self._num_pending >= BLOCK:
+      tokens = np.concatenate(self._pending)
+      whole = len(tokens) // BLOCK * BLOCK
+      for start in range(0, whole, BLOCK):
+        self._shard.add_record(tokens[start : start + BLOCK].tobytes())
+      self._pending = [tokens[whole:]]
+      self._num_pending = len(tokens) - whole
+
+  def skip(self, name: str, reason: str, detail: str = "") -> None:
+    """Records that the document `name` is left out; see `OpenShard.skip`."""
+    self._shard.skip(name, reason, detail)
+
+  def close(self) -> None:
+    """Writes the last block, and the record with the documents' lengths."""
+    if self._num_pending:
+      self._shard.add_record(np.concatenate(self._pending).tobytes())
+    lengths = np.array(self._lengths, _LENGTHS_DTYPE)
+    self._shard.add_record(lengths.tobytes())
+    counts = (len(lengths), int(lengths.sum()), self._text_bytes)
+    self._shard.notes.update(zip(_COUNTS, counts))
+
+
+class TokenSetWriter(ShardSetWriter):
+  """Writes a set of tokens with `num_shards` shards; picklable."""
+
+  def __init__(
+    self,
+    folder: str | os.PathLike,
+    tokenizer: Tokenizer,
+    *,
+    num_shards: int,
+    settings: dict[str, Any],
+    notes: dict[str, Any],
+  ):
+    """Starts a set, or continues an interrupted one.
+
+    Args:
+      folder: folder of the set; created.
+      tokenizer: tokenizer that makes the tokens.
+      num_shards: shards of the whole set.
+      settings: JSON values that the tokens depend on, beside the tokenizer; a
+        set is continued only with equal settings.
+      notes: any JSON values, stored in metadata.json under "notes".
+
+    Raises:
+      ValueError: the folder holds a set with other settings (they are named),
+        or shards of unknown origin.
+    """
+    self._tokenizer, self._set_notes = tokenizer, notes
+    super().__init__(
+      folder,
+      KIND,
+      items=num_shards,
+      shard_size=1,
+      settings={
+        "tokenizer": {
+          "kind": tokenizer.kind,
+          "sha256": tokenizer.sha256,
+          "file": tokenizer.file_name,
+        },
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id if tokenizer.add_bos else None,
+        "eos_id": tokenizer.eos_id,
+        "block": BLOCK,
+        **settings,
+      },
+      notes={},
+    )
+    has_ends(self._folder, self._settings)  # warns
+
+  @contextlib.contextmanager
+  def open(self, shard: int) -> Iterator[TokenShard]:
+    """Context that writes one shard; it appears if the context ends normally.
+
+    Raises:
+      OSError: the shard cannot be written, for example because the disk is
+        full.
+    """
+    with super().open(shard) as target:
+      tokens = TokenShard(target, self._tokenizer)
+      yield tokens
+      tokens.close()
+
+  def documents(self) -> int:
+    """Number of documents in the whole set.
+
+    Raises:
+      ValueError: a shard is missing.
+    """
+    return sum(entry["documents"] for entry in self.entries())
+
+  def finish(self) -> dict[str, Any]:
+    """Writes documents.npy, the tokenizer's file and metadata.json.
+
+    Returns:
+      The content of metadata.json.
+
+    Raises:
+      ValueError: a shard is missing, or there is no document at all.
+    """
+    entries = self.entries()
+    totals = {name: sum(entry[name] for entry in entries) for name in _COUNTS}
+    if not totals["documents"]:
+      raise ValueError(f"{self._folder}: the input has no document for it")
+    ends = np.zeros(totals["documents"] + 1, np.int64)
+    done = 0
+    for entry in entries:
+      lengths = self._lengths(entry)
+      ends[done + 1 : done + 1 + len(lengths)] = lengths
+      done += len(lengths)
+    np.cumsum(ends, out=ends)
+    with replacing(self._folder / DOCUMENTS) as path, path.open("wb") as file:
+      np.save(file, ends)
+    if self._tokenizer.file_name:
+      own = {self._tokenizer.file_name: self._tokenizer.content}
+      write_tokenizer_files(self._folder, {**own, **self._tokenizer.files})
+    return super().finish(**totals, notes=self._set_notes)
+
+  def _lengths(self, entry: dict[str, Any]) -> np.ndarray:
+    """Reads the number of tokens of each document of a shard."""
+    path = self._folder / entry["file"]
+    reader = array_record_module.ArrayRecordReader(str(path))
+    record = reader.read([entry["examples"] - 1])[0]
+    reader.close()
+    return np.frombuffer(record, _LENGTHS_DTYPE)

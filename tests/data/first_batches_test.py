@@ -1,0 +1,295 @@
+"""What runs read first, and what identifies it, as recorded.
+
+A change of an order, a draw or a hash would alter resumed runs, or refuse to
+resume them. `python -m tests.data.first_batches_test` records the file anew.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import pathlib
+import tempfile
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest
+from PIL import Image
+
+from moh_jax.config import Config, DataConfig, TextDataConfig, ViTConfig
+from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
+from moh_jax.data.image_folders import ImageFolderSource
+from moh_jax.data.sources import make_source
+from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenizers import BytesTokenizer
+from tests.data import photos, tiny_sets, tiny_text
+
+_RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
+_MODEL = ViTConfig(
+  image_size=(16, 16),
+  channels=3,
+  num_classes=3,
+  patch_stride=4,
+  embed_dims=(8,),
+  depths=(1,),
+  num_heads=(2,),
+  shared_heads=(1,),
+  top_k=(1,),
+  mlp_ratios=(2,),
+  sr_ratios=(1,),
+)
+_CLASSES = ("ant", "bee", "cat")
+# Of files that libraries write, whose next versions may write other bytes.
+_OF_LIBRARIES = ("bytes", "fingerprint")
+_ALL_CHANGES = {
+  "auto_augment": "rand-m9-mstd0.5-inc1",
+  "color_jitter": 0.3,
+  "random_erasing": 0.5,
+}
+_RECIPES = {
+  "none": {},
+  "shift": {"augment": "shift"},
+  "crop_flip": {"augment": "crop_flip"},
+  "crop_flip, fast": {"augment": "crop_flip", "decode": "fast"},
+  "center_flip": {"augment": "center_flip"},
+  "eval_resize": {"augment": "crop_flip", "eval_resize": 20},
+  "eval_resize, fast": {"eval_resize": 20, "decode": "fast"},
+  "all changes": {"augment": "crop_flip", **_ALL_CHANGES},
+  "other operations": {"auto_augment": "rand-m5-n3-p0.7-mstd100-mmax8"},
+  "three": {"augment": "shift", "auto_augment": "3a"},
+  "repeats": {"augment": "crop_flip", "repeats": 3, "random_erasing": 0.5},
+  "skip": {"augment": "crop_flip", "bad_images": "skip"},
+}
+
+
+def _digest(batches):
+  """A hash of the names, dtypes, shapes and values of the first two batches."""
+  found = hashlib.sha256()
+  for batch in itertools.islice(batches, 2):
+    for name, values in sorted(batch.items()):
+      values = np.asarray(values)
+      found.update(f"{name} {values.dtype} {values.shape}".encode())
+      found.update(np.ascontiguousarray(values).tobytes())
+  return found.hexdigest()[:16]
+
+
+def _images(config, *, written=False):
+  """Of a source of images or latents."""
+  train = make_source(config, "train")
+  val = make_source(config, "val", train.class_names)
+  stream = tiny_sets.train_stream(config, train)
+  found = {
+    "train": _digest(stream),
+    "val": _digest(tiny_sets.eval_stream(config, val)),
+    "classes": list(train.class_names[:4]),
+    "identity": {"train": train.identity(), "val": val.identity()},
+  }
+  stream.seek(700)
+  found["train from batch 700"] = _digest(stream)
+  stream.close()
+  if written:
+    for facts in found["identity"].values():
+      facts.update(dict.fromkeys(_OF_LIBRARIES, "written"))
+  return found
+
+
+def _config(model=_MODEL, **data):
+  usual = {
+    "batch_size": 4,
+    "mean": (0.5,) * 3,
+    "std": (0.25,) * 3,
+    "num_threads": 2,
+    "prefetch": 2,
+  }
+  config = Config(model=model, data=DataConfig(**{**usual, **data}))
+  return dataclasses.replace(
+    config, eval=dataclasses.replace(config.eval, batch_size=4)
+  )
+
+
+def _write_folders(root):
+  """Photographs of some sizes as JPEG and noise as BMP, in class folders."""
+  for label, name in enumerate(_CLASSES):
+    folder = root / name
+    folder.mkdir(parents=True)
+    rng = np.random.RandomState(label)
+    for i in range(5):
+      noise = rng.randint(0, 256, (30 + 4 * i, 45 - i, 3), np.uint8)
+      Image.fromarray(noise).save(folder / f"{i}.bmp")
+    kind = ("china", "flower")[label % 2]
+    for i, size in enumerate(((251, 167), (90, 140))):
+      picture = photos.photo(size, ("RGB", "L")[i % 2 and label == 2], kind)
+      (folder / f"photo{i}.jpg").write_bytes(photos.encode(picture))
+
+
+def _write_parquet(file, folder, column):
+  import pyarrow as pa
+  from pyarrow import parquet
+
+  paths = sorted(folder.glob("*/*"))
+  rows = {
+    "image": [
+      {"bytes": path.read_bytes(), "path": path.name} for path in paths
+    ],
+    column: [_CLASSES.index(path.parent.name) for path in paths],
+  }
+  file.parent.mkdir(parents=True)
+  parquet.write_table(pa.table(rows), file, row_group_size=4)
+
+
+def _of_images(root):
+  folders = root / "folders"
+  _write_folders(folders)
+  of_folders = {"source": "image_folder", "path": str(folders)}
+  of_folders["val_share"] = 0.4
+  for name, recipe in _RECIPES.items():
+    yield f"folders, {name}", _images(_config(**of_folders, **recipe))
+  classes = root / "classes.txt"
+  classes.write_text("cat a cat\nbee\nant\n")
+  listed = _config(**of_folders, class_list=str(classes))
+  yield "folders, class list", _images(listed)
+
+  packed = root / "packed"
+  for split in ("train", "val"):
+    source = ImageFolderSource(str(folders), split, 3, val_share=0.4)
+    image_shards.pack_images(
+      source, packed / split, packed_from="", shard_size=5, progress=False
+    )
+  of_shards = {"source": "array_record", "path": str(packed)}
+  config = _config(**of_shards, augment="crop_flip")
+  yield "shards", _images(config, written=True)
+
+  tables = root / "tables"
+  _write_parquet(tables / "data/train-0.parquet", folders, "fine_label")
+  of_tables = {"source": "parquet", "path": str(tables), "val_share": 0.3}
+  of_tables["label_column"] = "fine_label"
+  yield "tables", _images(_config(**of_tables, augment="shift"), written=True)
+
+  grey = {"mean": (0.3,), "std": (0.37,)}
+  model = dataclasses.replace(
+    _MODEL, image_size=(8, 8), channels=1, num_classes=10
+  )
+  digits = _config(model, source="digits", augment="shift", **grey)
+  yield "digits", _images(digits)
+  yield "random images", _images(_config(source="fake", fake_examples=9))
+  config = tiny_sets.dit_config(source="fake", fake_examples=9)
+  yield "random latents", _images(config)
+  for split, examples in (("train", 10), ("val", 5)):
+    tiny_sets.write_latents(root / "latents" / split, examples)
+  config = tiny_sets.dit_config(path=root / "latents")
+  yield "latents", _images(config, written=True)
+  config = tiny_sets.dit_config(
+    "pixel", "image_folder", folders, (16, 16), 3, val_share=0.4
+  )
+  model = dataclasses.replace(config.model, num_classes=3)
+  config = dataclasses.replace(config, model=model)
+  yield "folders, diffusion", _images(config)
+
+
+def _text(data, vocab_size=300):
+  """Of a source of text."""
+  train = sequences.train_sequences(data, vocab_size, 3)
+  val = sequences.Text(data, vocab_size, "val")
+  found = {
+    "train": _digest(_batches(train, data)),
+    "train from batch 700": _digest(_batches(train, data, 700)),
+    "val": _digest([val[i] for i in range(min(len(val), 8))]),
+    "val bytes": [val.text_bytes, val.bytes_of(np.arange(len(val)))],
+    "identity": sequences.Text(data, vocab_size, "train").identity(),
+  }
+  for facts in found["identity"].values():
+    if "shards" in facts:
+      facts.update(dict.fromkeys(_OF_LIBRARIES, "written"))
+  return found
+
+
+def _batches(dataset, data, start=0):
+  stream = pipeline.TrainBatches(dataset, data, range(data.batch_size))
+  stream.seek(start)
+  yield next(stream)
+  yield next(stream)
+  stream.close()
+
+
+def _of_text(root):
+  short = {"sequence_length": 16, "batch_size": 4}
+  for name, seed in (("web", 0), ("code", 1)):
+    for split, shards in (("train", 3), ("val", 1)):
+      documents = tiny_text.random_documents(shards, 9, 60, seed=seed)
+      tiny_text.write(root / "sets" / name / split, documents)
+  data = TextDataConfig(source="tokens", path=str(root / "sets/web"), **short)
+  yield "tokens", _text(data)
+  joined = dataclasses.replace(data, separate_documents=False)
+  yield "tokens, documents not kept apart", _text(joined)
+  mixed = dataclasses.replace(
+    data, path=str(root / "sets"), mix=("web", "code"), ratios=(70.0, 30.0)
+  )
+  yield "mixture", _text(mixed)
+  yield "random tokens", _text(TextDataConfig(fake_examples=9, **short))
+
+  files = []
+  for i in range(6):
+    files.append(root / "texts" / f"{i}.py")
+    files[-1].parent.mkdir(exist_ok=True)
+    files[-1].write_text(f"text {i} of seven words and numbers\n" * (i + 1))
+  data = TextDataConfig(
+    source="stdlib", path=str(root / "stdlib"), tokenizer="bytes", **short
+  )
+  with mock.patch.object(
+    stdlib, "list_sources", return_value=(files[:4], files[4:])
+  ):
+    yield "standard library", _text(data)
+
+  lines = [json.dumps({"text": f"a text of number {i}"}) for i in range(40)]
+  lines.insert(7, "no JSON")
+  (root / "lines.jsonl").write_text("\n".join(lines) + "\n")
+  sets = tokenize(
+    [str(root / "lines.jsonl"), *map(str, files)],
+    BytesTokenizer(),
+    root / "tokenized",
+    held_out_parts(0.25),
+    piece_bytes=400,
+    on_error="skip",
+    progress=False,
+  )
+  for metadata in sets.values():
+    for shard in metadata["shards"]:
+      del shard["bytes"], shard["xxh3"]
+  yield "set of files", {"metadata": sets}
+  data = TextDataConfig(source="tokens", path=str(root / "tokenized"), **short)
+  yield "tokens of files", _text(data)
+
+
+def _of_files(root):
+  """What identifies files whose bytes are known."""
+  entries = []
+  for i in range(3):
+    content = bytes(range(i, 200 + i)) * 50
+    (root / f"{i}").write_bytes(content)
+    entries.append({"file": f"{i}", "bytes": len(content), "examples": i + 2})
+  names = [str(root / entry["file"]) for entry in entries]
+  yield "shards of known bytes", identity.of_shards(root, entries)
+  yield "files of known bytes", identity.of_files(names)
+
+
+def _found():
+  """Everything that is recorded, by name."""
+  with tempfile.TemporaryDirectory() as folder:
+    root = pathlib.Path(folder)
+    parts = (_of_images(root), _of_text(root), _of_files(root))
+    return json.loads(json.dumps(dict(itertools.chain(*parts))))
+
+
+class FirstBatchesTest(absltest.TestCase):
+  def test_are_as_recorded(self):
+    recorded, found = json.loads(_RECORDED.read_text()), _found()
+    self.assertEqual(found.keys(), recorded.keys())
+    for name, expected in recorded.items():
+      with self.subTest(name):
+        self.assertEqual(found[name], expected)
+
+
+if __name__ == "__main__":
+  lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in _found().items()]
+  _RECORDED.parent.mkdir(exist_ok=True)
+  _RECORDED.write_text("{{\n{}\n}}\n".format(",\n".join(lines)))

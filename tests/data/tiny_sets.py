@@ -1,0 +1,92 @@
+"""Small sets of shards and the configs that read them."""
+
+import numpy as np
+
+from moh_jax.config import (
+  Config,
+  DataConfig,
+  DiffusionConfig,
+  DiTConfig,
+  EvalConfig,
+  SampleConfig,
+)
+from moh_jax.data import latents, pipeline
+from moh_jax.data.shard_writer import ShardSetWriter
+
+SHAPE = (4, 4, 2)
+CLASSES = ("ant", "cat")
+
+
+def moments(index):
+  """[2, 2, *SHAPE]: means 10 * index (mirror: its negative), variances e^-4."""
+  mean = np.full(SHAPE, 10 * index, np.float32)
+  variance = np.full(SHAPE, -4, np.float32)
+  return np.stack([np.stack([mean, variance]), np.stack([-mean, variance])])
+
+
+def write_latents(folder, examples=10, shard_size=4, **settings):
+  """Example i has the label i % 2."""
+  defaults = {"image_size": 16, "latent_shape": SHAPE, "latent_scale": 0.5}
+  writer = ShardSetWriter(
+    folder,
+    latents.KIND,
+    items=examples,
+    shard_size=shard_size,
+    settings={**defaults, **settings},
+    notes={"class_names": CLASSES},
+  )
+  for shard in writer.todo():
+    with writer.open(shard) as target:
+      for item in writer.items(shard):
+        header = {"label": item % 2, "name": f"{CLASSES[item % 2]}/{item}"}
+        target.add(header, latents.encode_moments(moments(item)))
+  return writer.finish()
+
+
+def dit_config(
+  space="latent",
+  source="latents",
+  path="",
+  input_size=(4, 4),
+  channels=2,
+  **data,
+):
+  """A diffusion model of images or of the latents above."""
+  halves = (0.5,) * (1 if space == "latent" else channels)
+  return Config(
+    model=DiTConfig(
+      input_size=input_size,
+      channels=channels,
+      num_classes=len(CLASSES),
+      width=8,
+      num_heads=(2,),
+      head_dim=4,
+      shared_heads=(1,),
+      top_k=(1,),
+    ),
+    data=DataConfig(
+      source=source,
+      path=str(path),
+      batch_size=4,
+      mean=halves,
+      std=halves,
+      num_threads=2,
+      prefetch=2,
+      **data,
+    ),
+    eval=EvalConfig(batch_size=4),
+    diffusion=DiffusionConfig(space=space, latent_scale=0.5),
+    sample=SampleConfig(),
+  )
+
+
+def train_stream(config, source, rows=None):
+  rows = range(config.data.batch_size) if rows is None else rows
+  dataset = pipeline.train_images(config, source)
+  return pipeline.TrainBatches(dataset, config.data, rows)
+
+
+def eval_stream(config, source, rows=None):
+  rows = range(config.eval.batch_size) if rows is None else rows
+  ready = pipeline.held_out_images(config, source)
+  return pipeline.eval_batches(config, ready, rows)

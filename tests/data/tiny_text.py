@@ -1,0 +1,60 @@
+"""Small token sets of known tokens, without text behind them."""
+
+import itertools
+
+import numpy as np
+
+from moh_jax.data.token_sets import TokenSet, TokenSetWriter, set_tokenizer
+from moh_jax.data.tokenizers import BytesTokenizer
+
+
+def tokenizer(vocab_size=257, bos_id=256, eos_id=256):
+  """A tokenizer of bytes that claims other numbers."""
+  result = BytesTokenizer()
+  result.vocab_size, result.bos_id, result.eos_id = vocab_size, bos_id, eos_id
+  result.add_bos = bos_id is not None
+  return result
+
+
+def random_documents(shards, documents, longest, vocab_size=256, seed=0):
+  """Ids of documents by shard."""
+  rng = np.random.default_rng(seed)
+  return [
+    [
+      rng.integers(0, vocab_size, rng.integers(1, longest + 1)).tolist()
+      for _ in range(documents)
+    ]
+    for _ in range(shards)
+  ]
+
+
+def write(folder, documents, used=None, **notes):
+  """Writes documents by shard; a document's text has 2 bytes a token."""
+  used = used or tokenizer()
+  writer = TokenSetWriter(
+    folder, used, num_shards=len(documents), settings={}, notes=notes
+  )
+  for shard in writer.todo():
+    with writer.open(shard) as target:
+      for ids in documents[shard]:
+        target.add(ids, 2 * len(ids))
+  return writer.finish()
+
+
+def row(documents, bos_id=256, eos_id=256):
+  """All tokens of a set, [T] int32, and where its documents end, from 0."""
+  before = [i for i in (bos_id,) if i is not None]
+  after = [i for i in (eos_id,) if i is not None]
+  pieces = [before + ids + after for shard in documents for ids in shard]
+  ends = np.cumsum([0, *map(len, pieces)])
+  return np.array([i for piece in pieces for i in piece], np.int32), ends
+
+
+def texts(folder):
+  """The documents of a set as its tokenizer decodes them."""
+  token_set = TokenSet(folder)
+  tokenizer = set_tokenizer(token_set.folder, token_set.metadata)
+  return [
+    tokenizer.decode(token_set.tokens(start, stop))
+    for start, stop in itertools.pairwise(token_set.ends)
+  ]
