@@ -23,7 +23,7 @@ import numpy as np
 from sklearn import svm
 
 from benchmarks.common import finish, make_parser
-from moh_jax.config.diffusion import FLOW
+from moh_jax.config.dit import FLOW
 from moh_jax.data.sources import DigitsSource
 from moh_jax.inference.restore import Restored, restore
 from moh_jax.models.generation import make_sampler, to_pixels

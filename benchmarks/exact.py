@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from benchmarks.common import finish, make_parser
 from moh_jax.cli import common
 from moh_jax.cli.bench import random_active
-from moh_jax.config.checks import DTYPES
+from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
 from moh_jax.ops.dense import dense_attention

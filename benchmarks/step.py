@@ -18,7 +18,7 @@ from benchmarks.common import finish, make_parser
 from moh_jax.cli import common
 from moh_jax.cli.bench_model import train_step
 from moh_jax.config import Config, get_family, released_model, without_router
-from moh_jax.config.checks import DTYPES
+from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache
 from moh_jax.runtime.sharding import stated_bytes

@@ -13,11 +13,11 @@ import jax
 from benchmarks.common import finish, make_parser
 from moh_jax.cli import common
 from moh_jax.cli.overrides import split_overrides
-from moh_jax.config.variants import compared_runs
 from moh_jax.data.infer import resolve
 from moh_jax.runtime.sharding import axis_sizes
 from moh_jax.training.flops import form_summary, step_flops, step_forms
 from moh_jax.training.timing import step_seconds
+from moh_jax.training.variants import compared_runs
 
 
 def main() -> None:

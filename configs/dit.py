@@ -15,18 +15,17 @@ import ml_collections
 from moh_jax import config as config_lib
 from moh_jax.config import released_model, released_models
 
+_MODELS = {
+  name.partition("dit-")[2].replace("-", "_"): name
+  for name in released_models()
+  if "dit-" in name
+}
+ARGUMENTS = tuple(_MODELS)
+
 
 def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
-  name = ("moh-dit-" if "_" in arg else "dit-") + arg.replace("_", "-")
-  if name not in released_models():
-    known = [n for n in released_models() if "dit-" in n]
-    known = tuple(
-      n.removeprefix("moh-").removeprefix("dit-").replace("-", "_")
-      for n in known
-    )
-    raise ValueError(f"configs/dit.py:{arg} must be one of {known}")
   config = config_lib.Config(
-    model=released_model(name),
+    model=released_model(_MODELS[arg], dtype="bfloat16"),
     data=config_lib.DataConfig(
       source="latents",
       path="data/imagenet256_latents",
@@ -51,7 +50,4 @@ def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
     log=config_lib.LogConfig(every=100),
     sample=config_lib.SampleConfig(method="ddpm", steps="250", cfg_scale=1.5),
   )
-  cfg = config_lib.to_config_dict(config)
-  with cfg.unlocked():
-    cfg.model.dtype = "bfloat16"
-  return cfg
+  return config_lib.to_config_dict(config)

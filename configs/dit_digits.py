@@ -11,7 +11,7 @@ import ml_collections
 
 from moh_jax import config as config_lib
 
-_STEPS = {"short": 1500, "long": 4000}
+ARGUMENTS = ("moh", "mha", "long", "mha_long", "flow")
 _DIFFUSION = {
   # Few steps and few pixels: v is learned much faster than the noise.
   "v": config_lib.DiffusionConfig(space="pixel", prediction="v"),
@@ -22,9 +22,6 @@ _DIFFUSION = {
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
-  arguments = ("moh", "mha", "long", "mha_long", "flow")
-  if arg not in arguments:
-    raise ValueError(f"configs/dit_digits.py:{arg} must be one of {arguments}")
   depth = 4
   model = config_lib.DiTConfig(
     input_size=(8, 8),
@@ -54,7 +51,7 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
         clip_norm=1.0,
         ema_decay=0.999 if long else 0.99,
       ),
-      train=config_lib.TrainConfig(steps=_STEPS["long" if long else "short"]),
+      train=config_lib.TrainConfig(steps=4000 if long else 1500),
       checkpoint=config_lib.CheckpointConfig(every=250),
       eval=config_lib.EvalConfig(every=500, batch_size=120),
       log=config_lib.LogConfig(every=50),

@@ -12,14 +12,10 @@ for the released models), pixels (a model without an autoencoder, on FOLDER).
 
 import ml_collections
 
-_ARGUMENTS = ("latents", "pixels")
+ARGUMENTS = ("latents", "pixels")
 
 
 def get_config(arg: str = "latents") -> ml_collections.ConfigDict:
-  if arg not in _ARGUMENTS:
-    raise ValueError(
-      f"configs/dit_finetune.py:{arg} must be one of {_ARGUMENTS}"
-    )
   data = {"source": "latents", "path": "LATENTS", "batch_size": 32}
   if arg == "pixels":
     data |= {

@@ -18,9 +18,9 @@ with a head for the new classes), dit (a small MoH-DiT that makes such images of
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.config.sizes_vit import NO_DECAY
+from moh_jax.config.released import NO_DECAY
 
-_ARGUMENTS = ("small", "small_mha", "medium", "medium_mha", "finetune", "dit")
+ARGUMENTS = ("small", "small_mha", "medium", "medium_mha", "finetune", "dit")
 _DATA = {
   "source": "image_folder",
   "path": "IMAGES",
@@ -38,8 +38,6 @@ _CHECKPOINT = config_lib.CheckpointConfig(every=100)
 
 
 def get_config(arg: str = "small") -> ml_collections.ConfigDict:
-  if arg not in _ARGUMENTS:
-    raise ValueError(f"configs/images.py:{arg} must be one of {_ARGUMENTS}")
   if arg == "finetune":
     return _finetune()
   if arg == "dit":

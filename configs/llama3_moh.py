@@ -38,18 +38,16 @@ _STAGES = {
   "stage2_schedule": ("moh-llama3-8b", 100, 2e-5, 1e-6),
   "70b_stage2": ("llama3-70b", 100, 2e-5, 1e-6),
 }
+ARGUMENTS = tuple(_STAGES)
 
 
 def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
   stage, _, order = arg.partition(":")
-  if stage not in _STAGES or (order and stage == "stage1"):
-    raise ValueError(
-      f"configs/llama3_moh.py:{arg} must be one of {tuple(_STAGES)}, stage 2 "
-      "with :FILE for an order of heads"
-    )
+  if order and stage == "stage1":
+    raise ValueError(f"{arg}: an order of heads is for stage 2")
   name, billions, lr, final_lr = _STAGES[stage]
   steps = billions * 10**9 // (_BATCH * _SEQUENCE)
-  model = released_model(name)
+  model = released_model(name, dtype="bfloat16", remat="full")
   if name == "llama3-70b":
     model = dataclasses.replace(
       model,
@@ -59,9 +57,7 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
     )
   if order:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
-    model = dataclasses.replace(
-      model, head_order=tuple(tuple(layer) for layer in orders)
-    )
+    model = dataclasses.replace(model, head_order=orders)
   tune = config_lib.TuneConfig()
   if stage == "stage2_schedule":
     values = (16, 14, 12, 10, 8)
@@ -95,9 +91,4 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
     ),
     log=config_lib.LogConfig(every=10),
   )
-  cfg = config_lib.to_config_dict(config)
-  with cfg.unlocked():
-    cfg.model.dtype = "bfloat16"
-    cfg.model.remat = "full"
-    cfg.model.loss_chunk = 512
-  return cfg
+  return config_lib.to_config_dict(config)

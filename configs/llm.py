@@ -27,18 +27,19 @@ MIX = {
 }
 _SEQUENCE = 2048
 _BATCH = 2048  # sequences: 4 million tokens
+_MODELS = {
+  name.partition("llm-")[2].replace("-", ""): name
+  for name in released_models()
+  if "llm-" in name
+}
+ARGUMENTS = (*_MODELS, *(f"{name}_200" for name in _MODELS))
 
 
 def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
   name, _, billions = arg.partition("_")
-  models = [n for n in released_models() if "llm-" in n]
-  names = {n.partition("llm-")[2].replace("-", ""): n for n in models}
-  known = (*names, *(f"{n}_200" for n in names))
-  if arg not in known:
-    raise ValueError(f"configs/llm.py:{arg} must be one of {known}")
   small = name[0] == "s"
   config = config_lib.Config(
-    model=released_model(names[name]),
+    model=released_model(_MODELS[name], dtype="bfloat16"),
     data=config_lib.TextDataConfig(
       source="tokens",
       path="data/tokens",
@@ -68,7 +69,4 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
     eval=config_lib.EvalConfig(every=2000, batch_size=256),
     log=config_lib.LogConfig(every=20),
   )
-  cfg = config_lib.to_config_dict(config)
-  with cfg.unlocked():
-    cfg.model.dtype = "bfloat16"
-  return cfg
+  return config_lib.to_config_dict(config)

@@ -8,19 +8,15 @@ Arguments: moh (default; 75 % of the heads), moh50 (50 %), mha (the multi-head
 baseline), bytes (75 %, bytes in place of a trained vocabulary).
 """
 
-import dataclasses
-
 import ml_collections
 
 from moh_jax import config as config_lib
 
-_ARGUMENTS = ("moh", "moh50", "mha", "bytes")
+ARGUMENTS = ("moh", "moh50", "mha", "bytes")
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
-  if arg not in _ARGUMENTS:
-    raise ValueError(f"configs/llm_stdlib.py:{arg} must be one of {_ARGUMENTS}")
-  depth = 4
+  depth, heads = 4, 2 if arg == "moh50" else 3
   model = config_lib.LLMConfig(
     max_length=1024,
     width=256,
@@ -28,15 +24,11 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     num_heads=(8,) * depth,
     num_kv_heads=8,
     head_dim=32,
-    shared_heads=(3,) * depth,
-    top_k=(3,) * depth,
+    shared_heads=(heads,) * depth,
+    top_k=(heads,) * depth,
     tie_embeddings=True,
     loss_chunk=0,
   )
-  if arg == "moh50":
-    model = dataclasses.replace(
-      model, shared_heads=(2,) * depth, top_k=(2,) * depth
-    )
   if arg == "mha":
     model = config_lib.without_router(model)
   return config_lib.to_config_dict(

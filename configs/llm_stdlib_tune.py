@@ -21,17 +21,13 @@ import ml_collections
 from moh_jax import config as config_lib
 
 _STEPS = 80
-_ARGUMENTS = ("first", "importance:FILE", "schedule", "mha")
+ARGUMENTS = ("first", "importance", "schedule", "mha")
 
 
 def get_config(arg: str = "first") -> ml_collections.ConfigDict:
   kind, _, order = arg.partition(":")
-  if kind not in ("first", "importance", "schedule", "mha") or (
-    (kind == "importance") != bool(order)
-  ):
-    raise ValueError(
-      f"configs/llm_stdlib_tune.py:{arg} must be one of {_ARGUMENTS}"
-    )
+  if (kind == "importance") != bool(order):
+    raise ValueError(f"{arg}: importance:FILE, and it alone, names a file")
   beside = pathlib.Path(__file__).with_name("llm_stdlib.py")
   base = config_lib.from_config_dict(
     runpy.run_path(str(beside))["get_config"]("mha")
@@ -46,9 +42,7 @@ def get_config(arg: str = "first") -> ml_collections.ConfigDict:
     )
   if order:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
-    model = dataclasses.replace(
-      model, head_order=tuple(tuple(layer) for layer in orders)
-    )
+    model = dataclasses.replace(model, head_order=orders)
   if kind == "schedule":
     tune = config_lib.TuneConfig(
       top_k_steps=(0, _STEPS // 6, _STEPS // 3), top_k_values=(4, 3, 2)

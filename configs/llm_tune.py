@@ -7,7 +7,7 @@
 The model is that of the checkpoint. Arguments: FILE (of `heads --json`; the
 query-norm router, the most important half of the heads shared, a quarter chosen
 by each token, as in the paper's stage 2), dense (no router: the paper's stage
-1, and the baseline).
+1, and the baseline). One of them must be given.
 """
 
 import json
@@ -16,21 +16,19 @@ import pathlib
 import ml_collections
 
 
-def get_config(arg: str = "dense") -> ml_collections.ConfigDict:
+def get_config(arg: str) -> ml_collections.ConfigDict:
   model = {}
   if arg != "dense":
     file = pathlib.Path(arg)
     if not file.is_file():
-      raise ValueError(
-        f"configs/llm_tune.py:{arg} must be 'dense' or a file of `heads --json`"
-      )
+      raise ValueError(f"{arg!r} must be 'dense' or a file of `heads --json`")
     orders = json.loads(file.read_text())["head_order"]
     depth, heads = len(orders), len(orders[0])
     model = {
       "router": {"kind": "query_norm"},
       "shared_heads": (heads // 2,) * depth,
       "top_k": (heads // 4,) * depth,
-      "head_order": tuple(map(tuple, orders)),
+      "head_order": orders,
     }
   return ml_collections.ConfigDict(
     {

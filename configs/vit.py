@@ -14,7 +14,7 @@ import ml_collections
 
 from moh_jax import config as config_lib
 from moh_jax.config import released_model
-from moh_jax.config.sizes_vit import NO_DECAY
+from moh_jax.config.released import NO_DECAY
 
 _ALIASES = {
   "s80": "moh-vit-s80",
@@ -26,7 +26,7 @@ _ALIASES = {
   "small": "transnext-small",
   "base": "transnext-base",
 }
-_FINETUNE = "finetune_384"
+ARGUMENTS = (*_ALIASES, "finetune_384")
 _BATCH = 1024
 _EPOCH = 1_281_167 // _BATCH  # steps
 _DATA = {
@@ -53,13 +53,10 @@ _OPTIM = {"weight_decay": 0.05, "no_decay": NO_DECAY, "clip_norm": 1.0}
 
 
 def get_config(arg: str = "s80") -> ml_collections.ConfigDict:
-  if arg == _FINETUNE:
+  if arg == "finetune_384":
     return _finetune()
-  if arg not in _ALIASES:
-    allowed = (*_ALIASES, _FINETUNE)
-    raise ValueError(f"configs/vit.py:{arg} must be one of {allowed}")
   config = config_lib.Config(
-    model=released_model(_ALIASES[arg]),
+    model=released_model(_ALIASES[arg], dtype="bfloat16"),
     data=config_lib.DataConfig(**_DATA),
     # arXiv:2410.11842, appendix.
     optim=config_lib.OptimConfig(
@@ -77,10 +74,7 @@ def get_config(arg: str = "s80") -> ml_collections.ConfigDict:
     eval=config_lib.EvalConfig(every=5 * _EPOCH, batch_size=1024),
     log=config_lib.LogConfig(every=50),
   )
-  cfg = config_lib.to_config_dict(config)
-  with cfg.unlocked():
-    cfg.model.dtype = "bfloat16"
-  return cfg
+  return config_lib.to_config_dict(config)
 
 
 def _finetune() -> ml_collections.ConfigDict:

@@ -8,7 +8,9 @@ Arguments: moh (default; 75 % of the heads), mha (the multi-head baseline).
 import ml_collections
 
 from moh_jax import config as config_lib
-from moh_jax.config.sizes_vit import NO_DECAY
+from moh_jax.config.released import NO_DECAY
+
+ARGUMENTS = ("moh", "mha")
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
@@ -26,8 +28,6 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
   )
   if arg == "mha":
     model = config_lib.without_router(model)
-  elif arg != "moh":
-    raise ValueError(f"configs/vit_digits.py:{arg} must be 'moh' or 'mha'")
   return config_lib.to_config_dict(
     config_lib.Config(
       model=model,

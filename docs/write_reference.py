@@ -39,6 +39,7 @@ GROUPS = {
     "register_family",
     "get_family",
   ),
+  "Data": ("ImageSource", "register_source"),
   "Runs and checkpoints": (
     "load_config",
     "train",

@@ -17,10 +17,12 @@ from moh_jax.config.registry import Family as Family
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import register_family as register_family
 from moh_jax.config.registry import register_router as register_router
+from moh_jax.config.sources import register_source as register_source
 
 if _typing.TYPE_CHECKING:
   from moh_jax.config.heads import HeadBudget as HeadBudget
   from moh_jax.config.heads import RouterConfig as RouterConfig
+  from moh_jax.data.sources import ImageSource as ImageSource
   from moh_jax.inference.generate import Generator as Generator
   from moh_jax.inference.options import Sampling as Sampling
   from moh_jax.inference.restore import Restored as Restored
@@ -43,6 +45,7 @@ if _typing.TYPE_CHECKING:
 # Public names that are imported when they are first used, by module.
 _LAZY = {
   "config.heads": ("HeadBudget", "RouterConfig"),
+  "data.sources": ("ImageSource",),
   "inference.generate": ("Generator",),
   "inference.options": ("Sampling",),
   "inference.restore": ("Restored", "restore"),
@@ -69,6 +72,7 @@ __all__ = [  # noqa: PLE0604 (all are text)
   "get_family",
   "register_family",
   "register_router",
+  "register_source",
   *(name for names in _LAZY.values() for name in names),
 ]
 
@@ -108,7 +112,7 @@ register_family(
     model="moh_jax.config.vit:ViTConfig",
     network="moh_jax.models.vit:ViT",
     converter="moh_jax.convert.vit:CONVERTER",
-    released="moh_jax.config.sizes_vit:VIT_MODELS",
+    released="moh_jax.config.released:VIT_MODELS",
     formats={"moh-vit": ("moh-vit",), "transnext": ("transnext",)},
   )
 )
@@ -120,7 +124,7 @@ register_family(
     task="moh_jax.training.denoising",
     converter="moh_jax.convert.dit:CONVERTER",
     probe="moh_jax.analysis.probe:diffusion_probe",
-    released="moh_jax.config.sizes_dit:DIT_MODELS",
+    released="moh_jax.config.released:DIT_MODELS",
     commands=frozenset({"sample"}),
     formats={"moh-dit": ("moh-dit",), "dit": ("dit",), "diffusers": ()},
     exports=("", "diffusers"),
@@ -134,7 +138,7 @@ register_family(
     task="moh_jax.training.language_modeling",
     converter="moh_jax.convert.llama:CONVERTER",
     probe="moh_jax.analysis.probe:text_probe",
-    released="moh_jax.config.sizes_llm:LLM_MODELS",
+    released="moh_jax.config.released:LLM_MODELS",
     commands=frozenset({"evaluate-lm", "generate"}),
     formats={
       "llama": ("llama", "llm", "moh-llm"),
@@ -152,3 +156,38 @@ register_router(
   straight_through=True,
 )
 register_router("none", None)
+register_source("digits", "moh_jax.data.sources:DigitsSource", has_path=False)
+register_source(
+  "image_folder",
+  "moh_jax.data.image_folders:ImageFolderSource",
+  options=("class_list", "decode"),
+)
+register_source(
+  "array_record",
+  "moh_jax.data.image_shards:ArrayRecordSource",
+  options=("decode",),
+)
+register_source(
+  "parquet",
+  "moh_jax.data.image_tables:ParquetSource",
+  options=("class_list", "label_column", "decode"),
+)
+register_source(
+  "latents", "moh_jax.data.latents:LatentSource", holds=("latents",)
+)
+register_source(
+  "fake",
+  "moh_jax.data.sources:FakeSource",
+  holds=("images", "latents"),
+  has_path=False,
+)
+register_source(
+  "tokens",
+  "moh_jax.data.sequences:PackedSource",
+  reads="text",
+  options=("mix", "ratios"),
+)
+register_source("stdlib", "moh_jax.data.stdlib:StdlibSource", reads="text")
+register_source(
+  "fake", "moh_jax.data.sequences:FakeSequences", reads="text", has_path=False
+)

@@ -15,10 +15,10 @@ from ml_collections import config_flags
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.config.variants import make_variant
 from moh_jax.runtime.devices import parse_topology
 from moh_jax.runtime import checkpoint
 from moh_jax.training.plan import make_plan
+from moh_jax.training.variants import make_variant
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 _ARGUMENTS = {
@@ -111,15 +111,14 @@ class ConfigsTest(parameterized.TestCase):
     names = {path.stem for path in _CONFIGS.glob("*.py")}
     self.assertEqual(names, {name for name, _ in (*_ALL, *_FINETUNE)})
 
-  @parameterized.parameters(*_ALL)
-  def test_builds(self, name, arg):
-    config = common.load_config(_spec(name, arg))
-    self.assertIsInstance(config, config_lib.Config)
-
   @parameterized.parameters(*_FINETUNE)
   def test_fine_tuning_asks_for_a_checkpoint(self, name, arg):
     with self.assertRaisesRegex(ValueError, "add --config.train.init_from=DIR"):
       common.load_config(_spec(name, arg))
+
+  def test_tuning_asks_what_it_shall_do(self):
+    with self.assertRaisesRegex(ValueError, "llm_tune.py: needs an argument"):
+      common.load_config(str(_CONFIGS / "llm_tune.py"))
 
   @parameterized.parameters(*_ALL, *_FINETUNE)
   def test_is_a_locked_dict(self, name, arg):
@@ -165,40 +164,30 @@ class ConfigsTest(parameterized.TestCase):
       self.assertIs(type(changed[path]), type(value), path)
 
   @parameterized.parameters(
-    ("optim.lr=3e-4", "optim", "lr", 3e-4),
-    ("optim.lr=1", "optim", "lr", 1.0),
-    ("model.top_k=(0,0,5,11)", "model", "top_k", (0, 0, 5, 11)),
-    ("data.path=/images", "data", "path", "/images"),
-    ("checkpoint.async_save=false", "checkpoint", "async_save", False),
-    ("optim.no_decay=('*/bias',)", "optim", "no_decay", ("*/bias",)),
+    (("vit", "s80"), "optim.lr=3e-4", 3e-4),
+    (("vit", "s80"), "optim.lr=1", 1.0),
+    (("vit", "s80"), "model.top_k=(0,0,5,11)", (0, 0, 5, 11)),
+    (("vit", "s80"), "data.path=/images", "/images"),
+    (("vit", "s80"), "checkpoint.async_save=false", False),
+    (("vit", "s80"), "optim.no_decay=('*/bias',)", ("*/bias",)),
+    (("dit", "s2_90"), "model.input_size=(64,64)", (64, 64)),
+    (("dit", "s2_90"), "diffusion.schedule=cosine", "cosine"),
+    (("dit", "s2_90"), "sample.steps=50", "50"),
+    (("dit", "s2_90"), "sample.cfg_scale=4", 4.0),
+    (("dit", "s2_90"), "sample.cfg_interval=(100,900)", (100, 900)),
   )
-  def test_a_flag_changes_its_leaf(self, flag, section, field, value):
-    self._check_flag(_spec("vit", "s80"), flag, section, field, value)
-
-  @parameterized.parameters(
-    ("model.input_size=(64,64)", "model", "input_size", (64, 64)),
-    ("diffusion.schedule=cosine", "diffusion", "schedule", "cosine"),
-    ("sample.steps=50", "sample", "steps", "50"),
-    ("sample.cfg_scale=4", "sample", "cfg_scale", 4.0),
-    ("sample.cfg_interval=(100,900)", "sample", "cfg_interval", (100, 900)),
-  )
-  def test_a_flag_changes_a_leaf_of_diffusion(
-    self, flag, section, field, value
-  ):
-    self._check_flag(_spec("dit", "s2_90"), flag, section, field, value)
+  def test_a_flag_changes_its_leaf(self, spec, flag, value):
+    cfg = _from_flags(f"--config={_spec(*spec)}", f"--config.{flag}")
+    section, _, field = flag.partition("=")[0].partition(".")
+    changed = getattr(getattr(config_lib.from_config_dict(cfg), section), field)
+    self.assertEqual(changed, value)
+    self.assertIs(type(changed), type(value))
 
   def test_overrides_change_leaves_that_are_left_to_the_data(self):
     overrides = ["data.mean=(0.5,)", "data.std=(0.25,)", "model.num_classes=10"]
     config = common.load_config(_spec("vit_digits", "moh"), overrides)
     self.assertEqual((config.data.mean, config.data.std), ((0.5,), (0.25,)))
     self.assertEqual(config.model.num_classes, 10)
-
-  def _check_flag(self, spec, flag, section, field, value):
-    spec = f"--config={spec}"
-    config = config_lib.from_config_dict(_from_flags(spec, f"--config.{flag}"))
-    changed = getattr(getattr(config, section), field)
-    self.assertEqual(changed, value)
-    self.assertIs(type(changed), type(value))
 
   def test_loading_leaves_no_module_behind(self):
     common.load_config(_spec("vit_digits", "moh"))
@@ -251,65 +240,92 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(plan.flops < plan.baseline_flops, routes)
 
 
-class ImageNetRecipeTest(parameterized.TestCase):
-  """Values of the paper's appendix (arXiv:2410.11842), not of the file."""
-
-  @parameterized.parameters(*_ARGUMENTS["vit"])
-  def test_optimizer_is_the_papers(self, arg):
-    optim = common.load_config(_spec("vit", arg)).optim
-    epoch = 1_281_167 // 1024
-    self.assertEqual(
-      (optim.lr, optim.warmup_lr, optim.final_lr), (1e-3, 1e-6, 1e-5)
+_EPOCH = 1_281_167 // 1024
+# Values of the papers (arXiv:2410.11842 and, of DiT, arXiv:2212.09748), not of
+# the files: file, arguments, keys as on a command line.
+_RECIPES = (
+  (
+    "vit",
+    _ARGUMENTS["vit"],
+    f"""
+    optim.lr=1e-3 optim.warmup_lr=1e-6 optim.final_lr=1e-5 optim.b1=0.9
+    optim.b2=0.999 optim.eps=1e-8 optim.weight_decay=0.05 optim.clip_norm=1.0
+    optim.schedule=cosine optim.warmup_steps={5 * _EPOCH} optim.ema_decay=0
+    optim.accumulation=1 data.batch_size=1024 train.steps={300 * _EPOCH}
+    train.balance_weight=0.01 classifier.label_smoothing=0.1
+    classifier.mixup=0.8 classifier.cutmix=1.0 classifier.cutmix_prob=0.5
+    model.image_size=(224,224) model.num_classes=1000 data.eval_resize=256
+    data.mean=(0.485,0.456,0.406) data.std=(0.229,0.224,0.225)
+    data.augment=crop_flip data.auto_augment=rand-m9-mstd0.5-inc1
+    data.color_jitter=0 data.random_erasing=0.25 data.repeats=3
+    """,
+  ),
+  ("vit", ("s80", "s75", "small"), "model.drop_path=0.45"),
+  ("vit", ("b75", "b50", "base"), "model.drop_path=0.6"),
+  ("vit", ("micro",), "model.drop_path=0.15"),
+  ("vit", ("tiny",), "model.drop_path=0.25"),
+  ("vit", ("micro", "tiny", "small", "base"), "model.router.kind=none"),
+  ("vit", ("s80", "s75", "b75", "b50"), "model.router.kind=two_stage"),
+  ("vit", ("s80",), "model.shared_heads=(3,6,3,8) model.top_k=(0,0,6,12)"),
+  ("vit", ("s75",), "model.shared_heads=(3,6,3,4) model.top_k=(0,0,6,12)"),
+  ("vit", ("b75",), "model.shared_heads=(4,8,4,5) model.top_k=(0,0,8,16)"),
+  ("vit", ("b50",), "model.shared_heads=(2,2,2,4) model.top_k=(2,4,6,8)"),
+  (
+    "dit",
+    _ARGUMENTS["dit"],
+    """
+    optim.lr=1e-4 optim.schedule=constant optim.b1=0.9 optim.b2=0.999
+    optim.eps=1e-8 optim.weight_decay=0 optim.clip_norm=0 optim.warmup_steps=0
+    optim.accumulation=1 optim.ema_decay=0.9999 data.batch_size=256
+    train.balance_weight=0.01 diffusion.schedule=linear diffusion.steps=1000
+    diffusion.prediction=epsilon diffusion.latent_scale=none
+    diffusion.loss_weight=uniform diffusion.vb_weight=1 sample.method=ddpm
+    sample.steps=250 sample.cfg_scale=1.5 sample.cfg_channels=three
+    model.input_size=(32,32) model.channels=4 model.num_classes=1000
+    model.label_dropout=0.1 model.learn_sigma=True
+    """,
+  ),
+  *(
+    (
+      "dit",
+      (arg,),
+      f"model.router.kind={'two_stage' if '_' in arg else 'none'} "
+      f"model.patch_size={arg.partition('_')[0][-1]} "
+      f"train.steps={7_000_000 if 'xl' in arg else 400_000}",
     )
-    self.assertEqual((optim.b1, optim.b2, optim.eps), (0.9, 0.999, 1e-8))
-    self.assertEqual((optim.weight_decay, optim.clip_norm), (0.05, 1.0))
-    self.assertEqual(optim.schedule, "cosine")
-    self.assertEqual(optim.warmup_steps, 5 * epoch)
-    self.assertEqual((optim.ema_decay, optim.accumulation), (0.0, 1))
+    for arg in _ARGUMENTS["dit"]
+  ),
+)
 
-  @parameterized.parameters(*_ARGUMENTS["vit"])
-  def test_run_is_the_papers(self, arg):
-    config = common.load_config(_spec("vit", arg))
-    train, epoch = config.train, 1_281_167 // 1024
-    self.assertEqual(config.data.batch_size, 1024)
-    self.assertEqual(train.steps, 300 * epoch)
-    self.assertEqual(
-      config.classifier, config_lib.ClassifierConfig(0.1, 0.8, 1.0, 0.5)
-    )
-    self.assertEqual(train.balance_weight, 0.01)
 
-  @parameterized.parameters(*_ARGUMENTS["vit"])
-  def test_images_are_the_papers(self, arg):
-    config = common.load_config(_spec("vit", arg))
-    self.assertEqual(config.model.image_size, (224, 224))
-    self.assertEqual(config.model.num_classes, 1000)
-    self.assertEqual(config.data.eval_resize, 256)
-    self.assertEqual(config.data.mean, (0.485, 0.456, 0.406))
-    self.assertEqual(config.data.std, (0.229, 0.224, 0.225))
-    self.assertEqual(config.data.augment, "crop_flip")
-    self.assertEqual(config.data.auto_augment, "rand-m9-mstd0.5-inc1")
-    self.assertEqual(config.data.color_jitter, 0.0)
-    self.assertEqual(config.data.random_erasing, 0.25)
-    self.assertEqual(config.data.repeats, 3)
-
+class RecipeTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("s80", 0.45), ("s75", 0.45), ("b75", 0.6), ("b50", 0.6),
-    ("micro", 0.15), ("tiny", 0.25), ("small", 0.45), ("base", 0.6),
-  )  # fmt: skip
-  def test_drop_path(self, arg, rate):
-    model = common.load_config(_spec("vit", arg)).model
-    self.assertEqual(model.drop_path, rate)
-
-  @parameterized.parameters(
-    ("s80", (3, 6, 3, 8), (0, 0, 6, 12)),
-    ("s75", (3, 6, 3, 4), (0, 0, 6, 12)),
-    ("b75", (4, 8, 4, 5), (0, 0, 8, 16)),
-    ("b50", (2, 2, 2, 4), (2, 4, 6, 8)),
+    *((name, arg, keys) for name, args, keys in _RECIPES for arg in args)
   )
-  def test_head_budgets(self, arg, shared, top_k):
-    model = common.load_config(_spec("vit", arg)).model
-    self.assertEqual((model.shared_heads, model.top_k), (shared, top_k))
-    self.assertEqual(model.router.kind, "two_stage")
+  def test_to_state_the_papers_values_changes_nothing(self, name, arg, keys):
+    spec = _spec(name, arg)
+    plain, stated = (common.load_config(spec, x) for x in ((), keys.split()))
+    for section, values in plain.by_name().items():
+      lines = config_lib.differing_fields(
+        values, stated.by_name()[section], section
+      )
+      self.assertEmpty(lines)
+
+  @parameterized.parameters(
+    ("s2_90", 384, {(6, 3, 2): 8, (6, 6, 0): 4}),
+    ("b2_90", 768, {(12, 6, 4): 5, (12, 7, 4): 5, (12, 12, 0): 2}),
+    ("l2_75", 1024, {(8, 8, 0): 8, (16, 8, 4): 8, (24, 12, 4): 8}),
+    ("xl2_90", 1152, {(8, 8, 0): 9, (16, 16, 0): 10, (24, 16, 3): 9}),
+    ("xl8", 1152, {(16, 16, 0): 28}),
+  )
+  def test_head_budgets_of_dit(self, arg, width, runs):
+    model = common.load_config(_spec("dit", arg)).model
+    self.assertEqual(model.width, width)
+    found = {
+      dataclasses.astuple(group.budget)[:3]: group.depth
+      for group in model.layer_groups()
+    }
+    self.assertEqual(found, runs)
 
   def test_fine_tuning_at_384_pixels_is_transnexts(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())
@@ -336,133 +352,45 @@ class ImageNetRecipeTest(parameterized.TestCase):
     optim = (config.optim.lr, config.optim.schedule, config.optim.warmup_steps)
     self.assertEqual(optim, (1e-5, "constant", 0))
     self.assertEqual(config.optim.no_decay, trained.optim.no_decay)
-    self.assertEqual(config.train.steps, 5 * (1_281_167 // 1024))
-
-  @parameterized.parameters("micro", "tiny", "small", "base")
-  def test_transnext_has_no_router(self, arg):
-    model = common.load_config(_spec("vit", arg)).model
-    self.assertEqual(model.router.kind, "none")
-    self.assertEqual(model.activated_share, 1.0)
+    self.assertEqual(config.train.steps, 5 * _EPOCH)
 
 
-class DiTRecipeTest(parameterized.TestCase):
-  """Values of the papers (arXiv:2410.11842, arXiv:2212.09748)."""
-
-  @parameterized.parameters(*_ARGUMENTS["dit"])
-  def test_optimizer_is_the_papers(self, arg):
-    config = common.load_config(_spec("dit", arg))
-    optim = config.optim
-    self.assertEqual((optim.lr, optim.schedule), (1e-4, "constant"))
-    self.assertEqual((optim.b1, optim.b2, optim.eps), (0.9, 0.999, 1e-8))
-    self.assertEqual((optim.weight_decay, optim.clip_norm), (0.0, 0.0))
-    self.assertEqual((optim.warmup_steps, optim.accumulation), (0, 1))
-    self.assertEqual(optim.ema_decay, 0.9999)
-    self.assertEqual(config.data.batch_size, 256)
-
+class SmallRunsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("s2_90", 400_000), ("l2_75", 400_000), ("xl2", 7_000_000)
+    ("vit_digits", "moh", "mha"),
+    ("dit_digits", "moh", "mha"),
+    ("dit_digits", "long", "mha_long"),
+    ("images", "small", "small_mha"),
+    ("images", "medium", "medium_mha"),
+    ("llm_stdlib", "moh", "mha"),
   )
-  def test_run_is_the_papers(self, arg, steps):
-    config = common.load_config(_spec("dit", arg))
-    self.assertEqual(config.train.steps, steps)
-    self.assertEqual(config.train.balance_weight, 0.01)
-
-  @parameterized.parameters(*_ARGUMENTS["dit"])
-  def test_process_and_sampling_are_the_papers(self, arg):
-    config = common.load_config(_spec("dit", arg))
-    diffusion, sample = config.diffusion, config.sample
-    self.assertEqual((diffusion.schedule, diffusion.steps), ("linear", 1000))
-    self.assertEqual(diffusion.prediction, "epsilon")
-    self.assertIsNone(diffusion.latent_scale)  # that of the latents
-    self.assertEqual(diffusion.loss_weight, "uniform")
-    self.assertEqual(diffusion.vb_weight, 1.0)
-    self.assertEqual((sample.method, sample.steps), ("ddpm", "250"))
-    self.assertEqual((sample.cfg_scale, sample.cfg_channels), (1.5, "three"))
-
-  @parameterized.parameters(*_ARGUMENTS["dit"])
-  def test_model_reads_latents_of_256_pixels(self, arg):
-    model = common.load_config(_spec("dit", arg)).model
-    self.assertEqual(model.input_shape, (32, 32, 4))
-    self.assertEqual((model.num_classes, model.label_dropout), (1000, 0.1))
-    self.assertTrue(model.learn_sigma)
-    self.assertEqual(model.router.kind, "two_stage" if "_" in arg else "none")
-    self.assertEqual(str(model.patch_size), arg.partition("_")[0][-1])
-
-  @parameterized.parameters(
-    ("s2_90", 384, {(6, 3, 2): 8, (6, 6, 0): 4}),
-    ("b2_90", 768, {(12, 6, 4): 5, (12, 7, 4): 5, (12, 12, 0): 2}),
-    ("l2_75", 1024, {(8, 8, 0): 8, (16, 8, 4): 8, (24, 12, 4): 8}),
-    ("xl2_90", 1152, {(8, 8, 0): 9, (16, 16, 0): 10, (24, 16, 3): 9}),
-    ("xl8", 1152, {(16, 16, 0): 28}),
-  )
-  def test_head_budgets(self, arg, width, runs):
-    model = common.load_config(_spec("dit", arg)).model
-    self.assertEqual(model.width, width)
-    found = {
-      (
-        group.budget.num_heads,
-        group.budget.shared,
-        group.budget.top_k,
-      ): group.depth
-      for group in model.layer_groups()
-    }
-    self.assertEqual(found, runs)
-
-
-class DiTDigitsTest(parameterized.TestCase):
-  def test_two_thirds_of_the_heads_are_active(self):
-    model = common.load_config(_spec("dit_digits", "moh")).model
-    self.assertLen(model.layer_groups(), 1)
-    self.assertAlmostEqual(model.budgets()[0].share, 2 / 3)
-
-  @parameterized.parameters(("moh", "mha"), ("long", "mha_long"))
-  def test_baseline_is_the_same_network_without_a_router(self, moh, mha):
-    moh = common.load_config(_spec("dit_digits", moh))
-    mha = common.load_config(_spec("dit_digits", mha))
+  def test_baseline_is_the_same_network_without_a_router(self, name, moh, mha):
+    moh, mha = (common.load_config(_spec(name, arg)) for arg in (moh, mha))
     lines = config_lib.differing_fields(moh.model, mha.model, "model")
     fields = [line.partition(":")[0] for line in lines]
     self.assertEqual(fields, ["model.router.kind"])
-    for section in ("data", "optim", "train", "diffusion", "sample"):
-      self.assertEqual(getattr(moh, section), getattr(mha, section))
+    self.assertEqual(dataclasses.replace(moh, model=mha.model), mha)
+
+  @parameterized.parameters(
+    ("vit_digits", "moh", 3 / 4),
+    ("dit_digits", "moh", 2 / 3),
+    ("images", "small", 3 / 4),
+    ("images", "medium", 3 / 4),
+    ("images", "dit", 3 / 4),
+    ("llm_stdlib", "moh", 3 / 4),
+    ("llm_stdlib", "moh50", 1 / 2),
+  )
+  def test_share_of_active_heads(self, name, arg, share):
+    budgets = common.load_config(_spec(name, arg)).model.budgets()
+    self.assertEqual({b.share for b in budgets}, {share})
 
   @parameterized.parameters(("moh", "long"), ("mha", "mha_long"))
   def test_long_is_the_same_model_with_more_steps(self, short, long):
-    short = common.load_config(_spec("dit_digits", short))
-    long = common.load_config(_spec("dit_digits", long))
+    short, long = (
+      common.load_config(_spec("dit_digits", arg)) for arg in (short, long)
+    )
     self.assertEqual((short.train.steps, long.train.steps), (1500, 4000))
     self.assertEqual(long.model, short.model)
-
-
-class OwnImagesTest(parameterized.TestCase):
-  @parameterized.parameters("small", "medium")
-  def test_baseline_is_the_same_network_without_a_router(self, size):
-    moh = common.load_config(_spec("images", size))
-    mha = common.load_config(_spec("images", f"{size}_mha"))
-    lines = config_lib.differing_fields(moh.model, mha.model, "model")
-    fields = [line.partition(":")[0] for line in lines]
-    self.assertEqual(fields, ["model.router.kind"])
-    self.assertEqual((moh.optim, moh.train), (mha.optim, mha.train))
-
-  @parameterized.parameters("small", "medium", "dit")
-  def test_three_quarters_of_the_heads_are_active(self, arg):
-    model = common.load_config(_spec("images", arg)).model
-    if arg != "dit":  # its size is left to the data
-      model = dataclasses.replace(model, image_size=(32, 32))
-    self.assertEqual({b.share for b in model.budgets()}, {0.75})
-
-
-class DigitsTest(absltest.TestCase):
-  def test_three_quarters_of_the_heads_are_active(self):
-    model = common.load_config(_spec("vit_digits", "moh")).model
-    self.assertEqual([b.share for b in model.budgets()], [0.75, 0.75])
-
-  def test_baseline_is_the_same_network_without_a_router(self):
-    moh = common.load_config(_spec("vit_digits", "moh"))
-    mha = common.load_config(_spec("vit_digits", "mha"))
-    lines = config_lib.differing_fields(moh.model, mha.model, "model")
-    fields = [line.partition(":")[0] for line in lines]
-    self.assertEqual(fields, ["model.router.kind"])
-    self.assertEqual((moh.optim, moh.train), (mha.optim, mha.train))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moh_jax.cli import distributed, fields, paths
 from moh_jax.cli.overrides import PREFIX
 from moh_jax.config import MeshConfig
-from moh_jax.config.checks import DTYPES, MOST_COUNT
+from moh_jax.config.base import DTYPES, MOST_COUNT
 from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.sources import SPLITS
 from moh_jax.json_files import strict_json

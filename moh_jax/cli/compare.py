@@ -12,7 +12,6 @@ from moh_jax.analysis import comparison, pictures
 from moh_jax.cli import common, distributed, run_log
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
-from moh_jax.config.variants import ComparedRun, compared_runs
 from moh_jax.data.infer import resolve
 from moh_jax.files import write_whole
 from moh_jax.models.registry import make_model
@@ -22,6 +21,7 @@ from moh_jax.training import timing
 from moh_jax.training.comparison import Comparison, Outcome
 from moh_jax.training.flops import step_flops, step_forms
 from moh_jax.training.timing import Timing, step_seconds
+from moh_jax.training.variants import ComparedRun, compared_runs
 
 _Row = tuple[str, str]  # variant and setting
 

@@ -10,8 +10,7 @@ import re
 import typing
 from typing import Any
 
-from moh_jax.config import reference
-from moh_jax.config.parse import without_none
+from moh_jax.config import base, reference
 
 _MOST = 2**32 - 1  # of whole numbers; seeds go that far
 
@@ -30,25 +29,27 @@ def add_fields(
   Args:
     parser: of the command.
     cls: dataclass whose docstring has a block `Attributes:`. Its `CHOICES`, if
-      it has any, are the allowed values by field.
+      it has any, are the allowed values of items of tuples by field.
     *names: the fields; all if there are none.
     defaults: what the defaults are, if not those of the class: "the run's".
   """
-  hints, meanings = typing.get_type_hints(cls), reference.meanings(cls)
+  hints, meanings = base.hints(cls), reference.meanings(cls)
   for field in dataclasses.fields(cls):
     name, default = field.name, field.default
     if names and name not in names:
       continue
     text = meanings[name].removesuffix(".").replace("%", "%%")
     text = re.sub(r"[;,] None is ([^;]+)", r" (default: \1)", text)
-    kind = without_none(hints[name])
+    kind = base.plain(base.without_none(hints[name]))
     options: dict[str, Any] = {"type": integer if kind is int else kind}
-    choices = getattr(cls, "CHOICES", {}).get(name)
+    choices = base.choices(cls, name)
+    choices = choices or getattr(cls, "CHOICES", {}).get(name)
     if kind is bool:
       options = {"action": "store_true"}
     elif item := typing.get_args(kind):
-      parse = functools.partial(_parse_tuple, kind=item[0])
-      options = {"type": parse, "metavar": _ITEMS[item[0]][0]}
+      kind = base.plain(item[0])
+      parse = functools.partial(_parse_tuple, kind=kind)
+      options = {"type": parse, "metavar": _ITEMS[kind][0]}
       text += f"; of {', '.join(choices)}" if choices else ""
     elif choices:
       options["choices"] = choices

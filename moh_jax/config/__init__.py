@@ -1,16 +1,19 @@
-"""One frozen dataclass per config section; every range check lives here.
+"""The configs of runs: a frozen dataclass per section, and what makes them.
 
 Each name is imported as itself, which marks it as offered to other modules.
 """
 
 from moh_jax.config.autoencoder import VAEConfig as VAEConfig
-from moh_jax.config.classifier import ClassifierConfig as ClassifierConfig
-from moh_jax.config.diffusion import DiffusionConfig as DiffusionConfig
-from moh_jax.config.diffusion import SampleConfig as SampleConfig
+from moh_jax.config.base import make_section as make_section
+from moh_jax.config.data import ClassifierConfig as ClassifierConfig
+from moh_jax.config.data import DataConfig as DataConfig
+from moh_jax.config.data import TextDataConfig as TextDataConfig
+from moh_jax.config.data import TuneConfig as TuneConfig
+from moh_jax.config.dit import DiffusionConfig as DiffusionConfig
 from moh_jax.config.dit import DiTConfig as DiTConfig
+from moh_jax.config.dit import SampleConfig as SampleConfig
 from moh_jax.config.heads import HeadBudget as HeadBudget
 from moh_jax.config.heads import RouterConfig as RouterConfig
-from moh_jax.config.image_data import DataConfig as DataConfig
 from moh_jax.config.layers import ImageClassifier as ImageClassifier
 from moh_jax.config.layers import ImageModel as ImageModel
 from moh_jax.config.layers import LayerGroup as LayerGroup
@@ -19,14 +22,14 @@ from moh_jax.config.layers import RoutedLayers as RoutedLayers
 from moh_jax.config.layers import without_router as without_router
 from moh_jax.config.llm import CACHE_DTYPES as CACHE_DTYPES
 from moh_jax.config.llm import LLMConfig as LLMConfig
-from moh_jax.config.log import LogConfig as LogConfig
+from moh_jax.config.llm import RotaryConfig as RotaryConfig
 from moh_jax.config.parse import apply_overrides as apply_overrides
 from moh_jax.config.parse import differing_fields as differing_fields
 from moh_jax.config.parse import from_config_dict as from_config_dict
-from moh_jax.config.parse import make_section as make_section
 from moh_jax.config.parse import to_config_dict as to_config_dict
 from moh_jax.config.parse import to_dict as to_dict
 from moh_jax.config.parse import to_json as to_json
+from moh_jax.config.parse import upgrade as upgrade
 from moh_jax.config.registry import Family as Family
 from moh_jax.config.registry import check_command as check_command
 from moh_jax.config.registry import export_forms as export_forms
@@ -39,15 +42,13 @@ from moh_jax.config.registry import register_family as register_family
 from moh_jax.config.registry import register_router as register_router
 from moh_jax.config.registry import released_model as released_model
 from moh_jax.config.registry import released_models as released_models
-from moh_jax.config.rotary import RotaryConfig as RotaryConfig
 from moh_jax.config.run import Config as Config
 from moh_jax.config.sections import CheckpointConfig as CheckpointConfig
 from moh_jax.config.sections import EvalConfig as EvalConfig
+from moh_jax.config.sections import LogConfig as LogConfig
 from moh_jax.config.sections import MeshConfig as MeshConfig
 from moh_jax.config.sections import OptimConfig as OptimConfig
 from moh_jax.config.sections import RewindConfig as RewindConfig
 from moh_jax.config.sections import TrainConfig as TrainConfig
-from moh_jax.config.text import TextDataConfig as TextDataConfig
-from moh_jax.config.text import TuneConfig as TuneConfig
 from moh_jax.config.vit import StageShape as StageShape
 from moh_jax.config.vit import ViTConfig as ViTConfig

@@ -2,22 +2,13 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from moh_jax.config.checks import (
-  DTYPES,
-  MOST_NUMBER,
-  MOST_WIDTH,
-  above,
-  at_least,
-  at_most,
-  in_range,
-  one_of,
-)
+from moh_jax.config import base
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentScaling:
+class LatentScaling(base.Section):
   """How latents become the input of a diffusion model, of about unit variance.
 
   The input is ((latents - mean) / std - shift) * scale. The defaults are those
@@ -30,14 +21,12 @@ class LatentScaling:
     std: of each channel, () is 1: diffusers' `latents_std`.
   """
 
-  scale: float = 0.18215
-  shift: float = 0.0
-  mean: tuple[float, ...] = ()
-  std: tuple[float, ...] = ()
+  NAME = "latents"
 
-  def __post_init__(self):
-    above("latents", 0, self, "scale", "std")
-    in_range("latents", -MOST_NUMBER, MOST_NUMBER, self, "shift", "mean")
+  scale: base.Positive = 0.18215
+  shift: base.Number = 0.0
+  mean: tuple[base.Number, ...] = ()
+  std: tuple[base.Positive, ...] = ()
 
   def affine(self, channels: int) -> tuple[list[float], list[float]]:
     """Offset and factor: the input is (latents - offset) * factor.
@@ -76,7 +65,7 @@ def _close(one: Any, other: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class VAEConfig:
+class VAEConfig(base.Section):
   """Convolutional autoencoder of Stable Diffusion (arXiv:2112.10752).
 
   The defaults are the public sizes (diffusers' AutoencoderKL).
@@ -99,31 +88,29 @@ class VAEConfig:
       and results stay float32.
   """
 
-  block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
-  layers_per_block: int = 2
-  image_channels: int = 3
-  latent_channels: int = 4
-  norm_groups: int = 32
-  norm_eps: float = 1e-6
+  NAME = "vae"
+
+  block_out_channels: tuple[base.Width, ...] = (128, 256, 512, 512)
+  layers_per_block: Annotated[int, base.Range(1, 64)] = 2
+  image_channels: base.Width = 3
+  latent_channels: base.Width = 4
+  norm_groups: base.Width = 32
+  norm_eps: Annotated[float, base.Range(1e-12, 1, "[]")] = 1e-6
   use_quant_conv: bool = True
   use_post_quant_conv: bool = True
   mid_attention: bool = True
   scaling: LatentScaling = LatentScaling()
-  dtype: str = "float32"
+  dtype: base.Dtype = "float32"
 
-  def __post_init__(self):
-    at_least("vae", 1, self, "layers_per_block", most=64)
-    sizes = ("norm_groups", "image_channels", "latent_channels")
-    at_least("vae", 1, self, *sizes, most=MOST_WIDTH)
-    at_most("vae", MOST_WIDTH, self, "block_out_channels")
-    in_range("vae", 1e-12, 1, self, "norm_eps")
-    one_of("vae", self, dtype=DTYPES)
+  def check(self) -> None:
+    """Groups divide the widths; the scaling has the channels of latents."""
     self.scaling.check_channels(self.latent_channels)
     widths = self.block_out_channels
-    if not widths or any(w < 1 or w % self.norm_groups for w in widths):
-      raise ValueError(
-        f"vae.block_out_channels={widths} must be multiples of "
-        f"vae.norm_groups={self.norm_groups}, at least one"
+    if not widths or any(width % self.norm_groups for width in widths):
+      self.fail(
+        "block_out_channels",
+        f"must be multiples of vae.norm_groups={self.norm_groups}, at least "
+        "one",
       )
 
   @property

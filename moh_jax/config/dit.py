@@ -1,27 +1,164 @@
-"""The model section of MoH-DiT."""
+"""The sections of MoH-DiT: its network, the diffusion, and sampling from it."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from moh_jax.config.checks import (
-  MOST_SIDE,
-  MOST_TOKENS,
-  MOST_WIDTH,
-  at_least,
-  at_most,
-  in_range,
-)
-from moh_jax.config.diffusion import (
-  FLOW,
-  MOST_FLOW_STEPS,
-  DiffusionConfig,
-  SampleConfig,
-)
+from moh_jax.config import base
+from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.layers import ImageModel, LayerStack
 from moh_jax.config.run import Config
 from moh_jax.config.sources import get_source
-from moh_jax.config.spacing import spaced_timesteps
+
+FLOW = "flow"
+DIFFUSION_METHODS = ("ddpm", "ddim", "dpm")
+FLOW_METHODS = ("euler", "heun")
+MOST_TIMESTEPS = 100_000  # of the training process
+_MOST_FLOW_STEPS = 100_000
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionConfig(base.Section):
+  """The diffusion process and its training objective.
+
+  Attributes:
+    space: what the model reads and predicts: "latent" (latents of the Stable
+      Diffusion autoencoder) or "pixel".
+    latent_scale: factor that brings latents to about unit variance; None is
+      that of the data, with the three that follow, or Stable Diffusion's.
+    latent_shift: subtracted before, see `LatentScaling`.
+    latent_mean: of each channel, () is 0.
+    latent_std: of each channel, () is 1.
+    schedule: noise levels of the steps: "linear" betas (arXiv:2006.11239),
+      "cosine" (arXiv:2102.09672), or "flow", the straight path of flow matching
+      (arXiv:2210.02747) as in SiT (arXiv:2401.08740).
+    steps: timesteps of the training process, 21 to 100,000.
+    prediction: what the network predicts: "epsilon" (the noise), "x0" (the
+      clean example) or "v" (arXiv:2202.00512); "velocity" (noise minus clean
+      example) for "flow", and for it alone.
+    loss_weight: weight of the squared error by timestep: "uniform", or
+      "min_snr" (arXiv:2303.09556).
+    snr_gamma: signal-to-noise ratio at which "min_snr" cuts.
+    vb_weight: weight of the variational bound that trains a learned variance.
+  """
+
+  NAME = "diffusion"
+  # Those of the objective.
+  RUNTIME_FIELDS = ("loss_weight", "snr_gamma", "vb_weight")
+  NUMERIC_FIELDS = ("space", "schedule", "steps", "prediction")
+
+  space: Literal["latent", "pixel"] = "latent"
+  latent_scale: base.Positive | None = None
+  latent_shift: base.Number = 0.0
+  latent_mean: tuple[base.Number, ...] = ()
+  latent_std: tuple[base.Positive, ...] = ()
+  schedule: Literal["linear", "cosine", "flow"] = "linear"
+  # The linear betas scale with 1000 / steps and must stay below 1.
+  steps: Annotated[int, base.Range(21, MOST_TIMESTEPS, "[]")] = 1000
+  prediction: Literal["epsilon", "x0", "v", "velocity"] = "epsilon"
+  loss_weight: Literal["uniform", "min_snr"] = "uniform"
+  snr_gamma: base.Positive = 5.0
+  vb_weight: base.Amount = 1.0
+
+  def check(self) -> None:
+    """Flow matching predicts velocities, all of the same weight."""
+    is_flow = self.schedule == FLOW
+    if is_flow != (self.prediction == "velocity"):
+      raise ValueError(
+        f"diffusion.schedule={self.schedule!r} and diffusion.prediction="
+        f"{self.prediction!r} do not go together: 'flow' needs 'velocity', the "
+        "others another one"
+      )
+    if is_flow and self.loss_weight != "uniform":
+      self.fail(
+        "loss_weight", "must be 'uniform' for diffusion.schedule='flow'"
+      )
+
+  @property
+  def methods(self) -> tuple[str, ...]:
+    """Samplers of this process."""
+    return FLOW_METHODS if self.schedule == FLOW else DIFFUSION_METHODS
+
+  @property
+  def scaling(self) -> LatentScaling:
+    """How latents become the model's input."""
+    others = self.latent_shift, self.latent_mean, self.latent_std
+    if self.latent_scale is None:
+      return LatentScaling(LatentScaling.scale, *others)
+    return LatentScaling(self.latent_scale, *others)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(base.Section):
+  """How images are sampled: a run's grids, and defaults of `sample`.
+
+  Attributes:
+    every: optimizer steps between grids of samples; 0 writes none.
+    num: images of a grid.
+    labels: of the grid's images in turn; -1 is no label. Empty goes through
+      the classes.
+    zoom: how often a pixel of the grid is repeated in each direction.
+    method: sampler: "ddpm" (ancestral), "ddim" (arXiv:2010.02502) or "dpm"
+      (DPM-Solver++ 2M, arXiv:2211.01095); for flow matching "euler" or "heun",
+      which evaluates the network twice a step.
+    steps: timesteps visited: "N" spread evenly ("dpm": evenly in the logarithm
+      of the signal-to-noise ratio), "ddimN" at a fixed stride, or "N,M,..." for
+      that many in each of equal sections; for flow matching "N".
+    eta: noise that "ddim" adds, as a part of what the ancestral sampler adds:
+      0, none, to 1.
+    cfg_scale: strength of classifier-free guidance (arXiv:2207.12598); 1 is
+      none, 0 samples without labels.
+    cfg_channels: channels that are guided: the first "three", as released, or
+      "all".
+    cfg_interval: (low, high): guidance acts on timesteps t with low <= t < high
+      (arXiv:2404.07724); a high of 100,000 or more has no upper end.
+    fid_images: images that each evaluation samples for the metric "fid", of all
+      classes in turn; 0 leaves it out.
+    fid_reference: npz file of statistics of real images, as `fid --save-stats`
+      writes it, or of ADM or pytorch-fid.
+    fid_inception: weights of the Inception network, as for `fid --inception`.
+    fid_resize: to 299 pixels, as `fid --resize`: "tf1" or "ptfid".
+  """
+
+  NAME = "sample"
+
+  every: base.Natural = 0
+  num: base.Count = 16
+  labels: tuple[Annotated[int, base.Range(-1)], ...] = ()
+  zoom: Annotated[int, base.Range(1, 64, "[]")] = 1
+  method: Literal["ddpm", "ddim", "dpm", "euler", "heun"] = "ddpm"
+  steps: str = "250"
+  eta: base.Share = 0.0
+  cfg_scale: base.Amount = 1.5
+  cfg_channels: Literal["three", "all"] = "three"
+  cfg_interval: tuple[int, Annotated[int, base.Range(0)]] = (0, MOST_TIMESTEPS)
+  fid_images: base.Natural = 0
+  fid_reference: str = ""
+  fid_inception: str = ""
+  fid_resize: Literal["tf1", "ptfid"] = "tf1"
+
+  # All of them: they train nothing.
+  RUNTIME_FIELDS = tuple(__annotations__)
+
+  def check(self) -> None:
+    """FID has its files and images, guidance a range of timesteps."""
+    if self.fid_images == 1:
+      self.fail("fid_images", "must be 0, or at least 2 for a covariance")
+    for name in ("fid_reference", "fid_inception"):
+      if self.fid_images and not getattr(self, name):
+        self.fail(name, "must name a file where sample.fid_images is not 0")
+    low, high = self.cfg_interval
+    if not 0 <= low < high <= base.MOST_COUNT:
+      self.fail("cfg_interval", "must be (low, high) with 0 <= low < high")
+
+
+# For the functions that work on arrays.
+SCHEDULES = base.choices(DiffusionConfig, "schedule")
+PREDICTIONS = base.choices(DiffusionConfig, "prediction")
+LOSS_WEIGHTS = base.choices(DiffusionConfig, "loss_weight")
+GUIDED_CHANNELS = base.choices(SampleConfig, "cfg_channels")
+RESIZES = base.choices(SampleConfig, "fid_resize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,50 +191,39 @@ class DiTConfig(LayerStack, ImageModel):
       stay float32.
   """
 
-  family: str = "dit"
-  input_size: tuple[int, int] = (32, 32)
-  channels: int | None = None
-  num_classes: int | None = None
-  patch_size: int = 2
-  width: int = 384
-  num_heads: tuple[int, ...] = (6,) * 12
-  head_dim: int = 64
-  shared_heads: tuple[int, ...] = (3,) * 8 + (6,) * 4
-  top_k: tuple[int, ...] = (2,) * 8 + (0,) * 4
-  mlp_ratio: float = 4.0
-  label_dropout: float = 0.1
+  family: Literal["dit"] = "dit"
+  input_size: tuple[base.Side, base.Side] = (32, 32)
+  channels: base.Width | None = None
+  num_classes: base.Tokens | None = None
+  patch_size: base.Side = 2
+  width: base.Width = 384
+  num_heads: tuple[base.Heads, ...] = (6,) * 12
+  head_dim: base.Width = 64
+  shared_heads: tuple[base.Heads, ...] = (3,) * 8 + (6,) * 4
+  top_k: tuple[base.Heads, ...] = (2,) * 8 + (0,) * 4
+  mlp_ratio: Annotated[float, base.Range(0, 1024)] = 4.0
+  label_dropout: Annotated[float, base.Range(0, 0.999, "[]")] = 0.1
   learn_sigma: bool = True
 
   SECTIONS = {"diffusion": DiffusionConfig, "sample": SampleConfig}
   INPUTS = frozenset({"patch", "embed"})
   CLASS_AXES = {("embed", "label", "embedding"): 0}  # then, the null label
 
-  def __post_init__(self):
-    self.check_common("dit")
-    at_least("model", 1, self, "channels", "head_dim", most=MOST_WIDTH)
-    at_most("model", MOST_WIDTH, self, "width")
-    at_least("model", 1, self, "num_classes", most=MOST_TOKENS)
-    at_least("model", 1, self, "patch_size", most=MOST_SIDE)
-    at_most("model", MOST_SIDE, self, "input_size")
-    at_most("model", 1024, self, "mlp_ratio")
-    in_range("model", 0, 0.999, self, "label_dropout")
-    if self.width < 4 or self.width % 4:
-      raise ValueError(
-        f"model.width={self.width} must be a multiple of 4: sines and cosines "
-        "of rows and columns"
+  def check(self) -> None:
+    """Widths, patches and head splits add up."""
+    if self.width % 4:
+      self.fail(
+        "width",
+        "must be a multiple of 4: sines and cosines of rows and columns",
       )
     if self.width * self.mlp_ratio < 1:
-      raise ValueError(
-        f"model.mlp_ratio={self.mlp_ratio} leaves no MLP column at width "
-        f"{self.width}"
+      self.fail("mlp_ratio", f"leaves no MLP column at width {self.width}")
+    if any(side % self.patch_size for side in self.input_size):
+      self.fail(
+        "input_size",
+        f"must be multiples of model.patch_size={self.patch_size}",
       )
-    sides = self.input_size
-    if min(sides) < 1 or any(side % self.patch_size for side in sides):
-      raise ValueError(
-        f"model.input_size={sides} must be multiples of model.patch_size="
-        f"{self.patch_size}"
-      )
-    self.check_layers()
+    super().check()
 
   @property
   def input_shape(self) -> tuple[int, int, int]:
@@ -154,14 +280,10 @@ class DiTConfig(LayerStack, ImageModel):
     return {**super().inherited(trained, stated), **sections}
 
 
-# Fields of `data` that change pixels, and their values for latents.
-_NEUTRAL = {
-  "augment": "none",
-  "auto_augment": "",
-  "color_jitter": 0.0,
-  "random_erasing": 0.0,
-  "eval_resize": 0,
-}
+# Fields of `data` that change pixels; latents have their defaults.
+_OF_PIXELS = (
+  *("augment", "auto_augment", "color_jitter", "random_erasing", "eval_resize"),
+)
 
 
 def _check_space(run: Config) -> None:
@@ -174,11 +296,12 @@ def _check_space(run: Config) -> None:
       "and 'pixel' an image source"
     )
   if "images" not in holds:
-    for name, neutral in _NEUTRAL.items():
-      if (value := getattr(data, name)) != neutral:
-        raise ValueError(
-          f"data.{name}={value!r} must be {neutral!r} for latents, which are "
-          "cropped and mirrored when they are encoded"
+    for name in _OF_PIXELS:
+      if getattr(data, name) != (neutral := getattr(type(data), name)):
+        data.fail(
+          name,
+          f"must be {neutral!r} for latents, which are cropped and mirrored "
+          "when they are encoded",
         )
   if space == "pixel" and {*(data.mean or ()), *(data.std or ())} - {0.5}:
     raise ValueError(
@@ -190,14 +313,16 @@ def _check_space(run: Config) -> None:
 def _check_sampling(run: Config) -> None:
   sample, diffusion = run.sample, run.diffusion
   if sample.method not in diffusion.methods:
-    raise ValueError(
-      f"sample.method={sample.method!r} must be one of {diffusion.methods} for "
-      f"diffusion.schedule={diffusion.schedule!r}"
+    sample.fail(
+      "method",
+      f"must be one of {diffusion.methods} for diffusion.schedule="
+      f"{diffusion.schedule!r}",
     )
   if sample.eta and sample.method != "ddim":
-    raise ValueError(
-      f"sample.eta={sample.eta} must be 0 for sample.method={sample.method!r}: "
-      "it is the noise of 'ddim'"
+    sample.fail(
+      "eta",
+      f"must be 0 for sample.method={sample.method!r}: it is the noise of "
+      "'ddim'",
     )
   if diffusion.schedule == FLOW:
     _check_flow(run)
@@ -207,36 +332,92 @@ def _check_sampling(run: Config) -> None:
     except ValueError as error:
       raise ValueError(f"sample.{error}") from error
   if sample.cfg_interval[0] >= diffusion.steps:
-    raise ValueError(
-      f"sample.cfg_interval={sample.cfg_interval} must begin below "
-      f"diffusion.steps={diffusion.steps}"
+    sample.fail(
+      "cfg_interval", f"must begin below diffusion.steps={diffusion.steps}"
     )
   classes = run.model.num_classes
   if classes is not None and max(sample.labels, default=-1) >= classes:
-    raise ValueError(
-      f"sample.labels={sample.labels} must be in [-1, {classes - 1}]"
-    )
+    sample.fail("labels", f"must be in [-1, {classes - 1}]")
   if -1 in sample.labels and not run.model.label_dropout:
-    raise ValueError(
-      f"sample.labels={sample.labels}: a model with model.label_dropout=0 has "
-      "no label that stands for none"
+    sample.fail(
+      "labels",
+      "must be at least 0: a model with model.label_dropout=0 has no label "
+      "that stands for none",
     )
   if sample.cfg_scale != 1 and not run.model.label_dropout:
-    raise ValueError(
-      f"sample.cfg_scale={sample.cfg_scale} must be 1 for a model with "
-      "model.label_dropout=0: it has no unconditional form to guide away from"
+    sample.fail(
+      "cfg_scale",
+      "must be 1 for a model with model.label_dropout=0: it has no "
+      "unconditional form to guide away from",
     )
 
 
 def _check_flow(run: Config) -> None:
   if run.model.learn_sigma:
-    raise ValueError(
-      "model.learn_sigma=True must be False for diffusion.schedule='flow': its "
-      "samplers have no variance"
+    run.model.fail(
+      "learn_sigma",
+      "must be False for diffusion.schedule='flow': its samplers have no "
+      "variance",
     )
   steps = run.sample.steps
-  if not steps.isdecimal() or not 1 <= int(steps[:9]) <= MOST_FLOW_STEPS:
-    raise ValueError(
-      f"sample.steps={steps!r} must be a number in [1, {MOST_FLOW_STEPS}] for "
-      "diffusion.schedule='flow'"
+  if not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_FLOW_STEPS:
+    run.sample.fail(
+      "steps",
+      f"must be a number in [1, {_MOST_FLOW_STEPS}] for "
+      "diffusion.schedule='flow'",
     )
+
+
+def spaced_timesteps(num_steps: int, spacing: str) -> list[int]:
+  """Timesteps that a shorter process keeps, ascending.
+
+  Args:
+    num_steps: timesteps of the training process.
+    spacing: "N", N of them spread evenly from the first to the last; "ddimN",
+      N at a fixed stride from the first (arXiv:2010.02502); or "N,M,...", that
+      many from each of equal sections. "10,5" of 100 timesteps are 10 of the
+      first 50 and 5 of the last 50.
+
+  Raises:
+    ValueError: more steps than the process (or a section) has, or a stride
+      that no integer gives.
+  """
+  if spacing.startswith("ddim"):
+    return _strided(num_steps, _count(spacing.removeprefix("ddim"), spacing))
+  counts = [_count(part, spacing) for part in spacing.split(",")]
+  size, extra = divmod(num_steps, len(counts))
+  kept, start = [], 0
+  for section, count in enumerate(counts):
+    length = size + (section < extra)
+    if count > length:
+      raise ValueError(
+        f"steps={spacing!r} asks for {count} of the {length} timesteps in "
+        f"section {section + 1} of {len(counts)}; the process has {num_steps}"
+      )
+    stride = (length - 1) / (count - 1) if count > 1 else 1.0
+    place = 0.0  # accumulated and rounded half to even, as released
+    for _ in range(count):
+      kept.append(start + round(place))
+      place += stride
+    start += length
+  return kept
+
+
+def _strided(num_steps: int, count: int) -> list[int]:
+  for stride in range(1, num_steps + 1):
+    kept = range(0, num_steps, stride)
+    if len(kept) == count:
+      return list(kept)
+  raise ValueError(
+    f"steps='ddim{count}' must be the number of steps that an integer stride "
+    f"takes through {num_steps} timesteps"
+  )
+
+
+def _count(text: str, spacing: str) -> int:
+  if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) < 1:
+    raise ValueError(
+      f"steps={spacing!r} must be N, 'ddimN' or 'N,M,...' with numbers of at "
+      "least 1"
+    )
+  return int(text)

@@ -1,16 +1,14 @@
 """How the heads of a layer are split, and which router chooses among them."""
 
 import dataclasses
+from typing import Literal
 
-from moh_jax.config.checks import MOST_HEADS, MOST_WIDTH, in_range, one_of
-from moh_jax.config.registry import get_router
-
-GATE_FORMS = ("released", "paper")
-ESTIMATORS = ("selected", "all")
+from moh_jax.config.base import MOST_HEADS, MOST_WIDTH, Section, Share, choices
+from moh_jax.config.registry import ROUTERS, get_router
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(Section):
   """Which router chooses a token's heads; `HeadBudget` says how many.
 
   Attributes:
@@ -31,20 +29,20 @@ class RouterConfig:
       routed heads until their scores add up to so much, in place of `top_k`.
   """
 
-  kind: str = "two_stage"
-  gate_form: str = "released"
-  two_stage: bool = True
-  straight_through: str = "selected"
-  top_p: float = 0.0
+  NAME = "router"
+  REGISTRIES = {"kind": ROUTERS}
 
-  def __post_init__(self):
-    get_router(self.kind)
-    one_of("router", self, gate_form=GATE_FORMS, straight_through=ESTIMATORS)
-    in_range("router", 0, 1, self, "top_p")
+  kind: str = "two_stage"
+  gate_form: Literal["released", "paper"] = "released"
+  two_stage: bool = True
+  straight_through: Literal["selected", "all"] = "selected"
+  top_p: Share = 0.0
+
+  def check(self) -> None:
+    """There are heads to select."""
     if self.top_p and self.kind == "none":
-      raise ValueError(
-        f"router.top_p={self.top_p} must be 0 for router.kind='none', which "
-        "has no routed heads"
+      self.fail(
+        "top_p", "must be 0 for router.kind='none', which has no routed heads"
       )
 
   @property
@@ -67,6 +65,9 @@ class RouterConfig:
   def varies(self) -> bool:
     """Whether a token may select more routed heads than the budget says."""
     return self.top_p > 0 or get_router(self.kind).varies
+
+
+GATE_FORMS = choices(RouterConfig, "gate_form")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,23 +4,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from moh_jax.config.checks import (
-  DTYPES,
-  IMPLEMENTATIONS,
-  MOST_HEADS,
-  MOST_LAYERS,
-  REMATS,
-  at_most,
-  one_of,
-  shown,
-)
-from moh_jax.config.classifier import ClassifierConfig
+from moh_jax.config.base import MOST_LAYERS, Dtype, Section, shown
+from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.image_data import DataConfig
 from moh_jax.config.run import Config
 from moh_jax.config.sources import get_source
+
+Implementation = Literal["auto", "dense", "packed", "kernel", "cudnn"]
+IMPLEMENTATIONS = get_args(Implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +42,9 @@ class LayerGroup:
   pairs: int = 0
   orders: tuple[tuple[int, ...], ...] = ()
 
-  @property
-  def order_of_each(self) -> tuple[tuple[int, ...], ...]:
-    """`orders`, or where it is () each layer's own order."""
-    own = tuple(range(self.budget.num_heads))
-    return self.orders or (own,) * self.depth
-
 
 @dataclasses.dataclass(frozen=True)
-class RoutedLayers:
+class RoutedLayers(Section):
   """What the model sections of all families have in common.
 
   Attributes:
@@ -75,59 +62,33 @@ class RoutedLayers:
       until then.
   """
 
-  # Class attributes:
-  #   DATA: dataclass of the section `data`.
-  #   SECTIONS: further sections that only this family has, name to dataclass.
-  #   RUNTIME_FIELDS: fields that change neither the parameters nor what they
-  #     mean, so that a checkpoint may be continued or served with other values.
-  #   POSITION_BIAS: whether attention logits get a learned bias per head, which
-  #     rules out some attention forms.
-  #   READS_TEXT: whether a tokenizer belongs to a checkpoint.
-  #   SERVED_IN_DTYPE: whether matrices can be stored in the compute dtype
-  #     without changing any output.
-  #   INPUTS: first names in the paths of the parameters before the first layer,
-  #     see `training.optim.layer_factors`.
-  #   CLASS_AXES: axis of the classes in parameters that have one, by path. A
-  #     run that starts from a model of other classes initialises these anew.
+  RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
+  # Dataclass of the section `data`.
   DATA: ClassVar[type] = DataConfig
+  # Further sections that only this family has, name to dataclass.
   SECTIONS: ClassVar[Mapping[str, type]] = {}
-  RUNTIME_FIELDS: ClassVar[tuple[str, ...]] = (
-    *("attention_impl", "dtype", "remat"),
-  )
+  # Whether attention logits get a learned bias per head, which rules out some
+  # attention forms.
   POSITION_BIAS: ClassVar[bool] = False
+  # Whether a tokenizer belongs to a checkpoint.
   READS_TEXT: ClassVar[bool] = False
+  # Whether matrices can be stored in the compute dtype without changing any
+  # output.
   SERVED_IN_DTYPE: ClassVar[bool] = False
+  # First names in the paths of the parameters before the first layer, see
+  # `training.optim.layer_factors`.
   INPUTS: ClassVar[frozenset[str]] = frozenset({"embed"})
+  # Axis of the classes in parameters that have one, by path. A run that starts
+  # from a model of other classes initialises these anew.
   CLASS_AXES: ClassVar[Mapping[tuple[str, ...], int]] = {}
 
   family: str
   router: RouterConfig = dataclasses.field(default_factory=RouterConfig)
-  attention_impl: str = "auto"
-  dtype: str = "float32"
-  remat: str = "none"
-
-  def check_common(self, family: str, **sections: type) -> None:
-    """Checks the fields that all model sections have.
-
-    Args:
-      family: its name.
-      **sections: classes of nested sections beside the router.
-
-    Raises:
-      ValueError: a value that is not allowed.
-    """
-    one_of(
-      "model",
-      self,
-      family=(family,),
-      dtype=DTYPES,
-      remat=REMATS,
-      attention_impl=IMPLEMENTATIONS,
-    )
-    for name, cls in {"router": RouterConfig, **sections}.items():
-      value = getattr(self, name)
-      if not isinstance(value, cls):
-        raise ValueError(f"model.{name}={value!r} must be a {cls.__name__}")
+  attention_impl: Implementation = "auto"
+  dtype: Dtype = "float32"
+  remat: Literal["none", "full", "attention", "dots", "all_dots", "offload"] = (
+    "none"
+  )
 
   def check_lengths(self, part: str, like: str, *names: str) -> None:
     """Checks that tuples have one value per part of the model.
@@ -138,19 +99,15 @@ class RoutedLayers:
       *names: fields to check.
 
     Raises:
-      ValueError: not a tuple, or one of another length.
+      ValueError: a tuple of another length.
     """
     expected = getattr(self, like)
-    for name in (like, *names):
-      values = getattr(self, name)
-      if not isinstance(values, tuple):
-        raise ValueError(
-          f"model.{name}={values!r} must be a tuple, one value per {part}"
-        )
-      if len(values) != len(expected):
-        raise ValueError(
-          f"model.{name}={shown(values)} must have one value per {part}, as "
-          f"model.{like}={shown(expected)} has ({len(expected)})"
+    for name in names:
+      if len(getattr(self, name)) != len(expected):
+        self.fail(
+          name,
+          f"must have one value per {part}, as model.{like}={shown(expected)} "
+          f"has ({len(expected)})",
         )
 
   @property
@@ -333,24 +290,19 @@ class LayerStack(RoutedLayers):
     """Number of layers."""
     return len(self.num_heads)
 
-  def check_layers(self) -> None:
+  def check(self) -> None:
     """Checks the head splits.
 
     Raises:
       ValueError: a tuple of another length, or a split that does not add up.
     """
     if not self.num_heads:
-      raise ValueError(
-        f"model.num_heads={self.num_heads!r} must have at least one layer"
-      )
-    if isinstance(self.num_heads, tuple) and self.depth > MOST_LAYERS:
-      raise ValueError(
-        f"model.num_heads={shown(self.num_heads)} must have at most "
-        f"{MOST_LAYERS} layers, not {self.depth}"
+      self.fail("num_heads", "must have at least one layer")
+    if self.depth > MOST_LAYERS:
+      self.fail(
+        "num_heads", f"must have at most {MOST_LAYERS} layers, not {self.depth}"
       )
     self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
-    heads = ("num_heads", "shared_heads", "top_k")
-    at_most("model", MOST_HEADS, self, *heads)
     self.budgets()
 
   def budgets(self) -> tuple[HeadBudget, ...]:

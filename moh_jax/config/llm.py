@@ -1,21 +1,77 @@
-"""The model section of MoH-LLM."""
+"""The sections of MoH-LLM: its network and rotary position embedding."""
 
 import dataclasses
+from typing import Annotated, Literal
 
-from moh_jax.config.checks import (
-  MOST_HEADS,
-  MOST_TOKENS,
-  MOST_WIDTH,
-  at_least,
-  at_most,
-  in_range,
-)
+from moh_jax.config import base
+from moh_jax.config.data import TextDataConfig, TuneConfig
 from moh_jax.config.layers import LayerStack
-from moh_jax.config.rotary import RotaryConfig
 from moh_jax.config.run import Config
-from moh_jax.config.text import TextDataConfig, TuneConfig
 
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryConfig(base.Section):
+  """Rotary position embedding (RoPE, arXiv:2104.09864) and its extensions.
+
+  Attributes:
+    theta: base of the frequencies, at least 1; pair i of a head of width D
+      turns by theta ** (-2 i / D) a token.
+    scaling: how texts longer than those of the training are read: "none";
+      "linear" divides positions by `factor` (arXiv:2306.15595); "dynamic"
+      raises the base where a text is longer than `original_length` (NTK);
+      "llama3" divides the slow frequencies alone by `factor` (LLaMA 3.1);
+      "yarn" does so with other borders, and makes attention sharper
+      (arXiv:2309.00071).
+    factor: how many times longer than `original_length` a text may be, at
+      least 1; not used by "none".
+    low_freq_factor: "llama3" divides wavelengths above original_length / this,
+      in tokens.
+    high_freq_factor: "llama3" keeps wavelengths below original_length / this
+      as they are, and interpolates between the two.
+    original_length: tokens of a text in the training before the scaling; used
+      by "dynamic", "llama3" and "yarn".
+    beta_fast: "yarn" keeps the pairs that turn at least so many times in
+      `original_length` tokens as they are.
+    beta_slow: "yarn" divides the pairs that turn at most so many times, and
+      interpolates between the two.
+    truncate: whether "yarn" rounds both borders to whole pairs, outwards.
+    attention_factor: number that "yarn" multiplies rotated queries and keys
+      by; None is 0.1 ln(factor) + 1.
+  """
+
+  NAME = "rope"
+
+  theta: Annotated[float, base.Range(1, 1e12)] = 10000.0
+  scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+  factor: Annotated[float, base.Range(1)] = 1.0
+  low_freq_factor: base.Amount = 1.0
+  high_freq_factor: base.Amount = 4.0
+  original_length: base.Count = 8192
+  beta_fast: base.Amount = 32.0
+  beta_slow: base.Amount = 1.0
+  truncate: bool = True
+  attention_factor: base.Positive | None = None
+
+  def check(self) -> None:
+    """Borders are in order, and bases are."""
+    low, high = self.low_freq_factor, self.high_freq_factor
+    if not 0 < low < high:
+      self.fail(
+        "low_freq_factor",
+        f"must be above 0 and below rope.high_freq_factor={high}",
+      )
+    if not 0 < self.beta_slow <= self.beta_fast:
+      self.fail(
+        "beta_slow",
+        f"must be above 0 and at most rope.beta_fast={self.beta_fast}",
+      )
+    if self.scaling == "yarn" and self.theta <= 1:
+      self.fail("theta", "must be above 1 for rope.scaling='yarn'")
+
+
+ROPE_SCALINGS = base.choices(RotaryConfig, "scaling")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,25 +109,25 @@ class LLMConfig(LayerStack):
       and scoring; 0 makes all at once.
   """
 
-  family: str = "llm"
-  vocab_size: int | None = None
-  max_length: int = 2048
-  width: int = 768
-  mlp_dim: int = 2048
-  num_heads: tuple[int, ...] = (12,) * 12
-  num_kv_heads: int = 12
-  head_dim: int = 64
-  shared_heads: tuple[int, ...] = (4,) * 12
-  top_k: tuple[int, ...] = (5,) * 12
+  family: Literal["llm"] = "llm"
+  vocab_size: base.Tokens | None = None
+  max_length: base.Tokens = 2048
+  width: base.Width = 768
+  mlp_dim: base.Width = 2048
+  num_heads: tuple[base.Heads, ...] = (12,) * 12
+  num_kv_heads: Annotated[int, base.Range(1, base.MOST_HEADS)] = 12
+  head_dim: base.Width = 64
+  shared_heads: tuple[base.Heads, ...] = (4,) * 12
+  top_k: tuple[base.Heads, ...] = (5,) * 12
   head_order: tuple[tuple[int, ...], ...] = ()
-  norm_eps: float = 1e-5
+  norm_eps: Annotated[float, base.Range(1e-12, 1.0, "[]")] = 1e-5
   rope: RotaryConfig = RotaryConfig()
   tie_embeddings: bool = False
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
   qk_norm: bool = False
-  loss_chunk: int = 512
+  loss_chunk: Annotated[int, base.Range(0, 1 << 24)] = 512
 
   DATA = TextDataConfig
   SECTIONS = {"tune": TuneConfig}
@@ -80,19 +136,11 @@ class LLMConfig(LayerStack):
   SERVED_IN_DTYPE = True
   sees = "before"
 
-  def __post_init__(self):
-    self.check_common("llm", rope=RotaryConfig)
-    at_least("model", 1, self, "width", "mlp_dim", most=MOST_WIDTH)
-    at_most("model", MOST_WIDTH, self, "head_dim")
-    at_least("model", 1, self, "vocab_size", "max_length", most=MOST_TOKENS)
-    at_least("model", 1, self, "num_kv_heads", most=MOST_HEADS)
-    at_least("model", 0, self, "loss_chunk", most=MOST_TOKENS)
-    in_range("model", 1e-12, 1.0, self, "norm_eps")
-    if self.head_dim < 2 or self.head_dim % 2:
-      raise ValueError(
-        f"model.head_dim={self.head_dim} must be even: RoPE turns pairs"
-      )
-    self.check_layers()
+  def check(self) -> None:
+    """Heads come in pairs, in groups and in an order."""
+    if self.head_dim % 2:
+      self.fail("head_dim", "must be even: RoPE turns pairs")
+    super().check()
     for layer, heads in enumerate(self.num_heads):
       if heads % self.num_kv_heads:
         raise ValueError(
@@ -109,7 +157,7 @@ class LLMConfig(LayerStack):
       )
     if self.head_order and len(set(self.num_heads)) > 1:
       raise ValueError(
-        f"model.head_order must be () where layers differ in their heads, "
+        "model.head_order must be () where layers differ in their heads, "
         f"model.num_heads={self.num_heads}"
       )
     for layer, order in enumerate(self.head_order):

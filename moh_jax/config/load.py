@@ -10,8 +10,10 @@ import traceback
 from collections.abc import Sequence, Set
 from typing import Any
 
-from moh_jax.config.parse import GivenText
-from moh_jax.config.registry import family_names, router_names
+from moh_jax.config.base import GivenText
+from moh_jax.config.registry import ROUTERS, family_names
+
+_REQUIRED = inspect.Parameter.empty
 
 
 def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -41,7 +43,8 @@ def run_file(spec: str) -> dict[str, Any]:
 
   Args:
     spec: "FILE" or "FILE:ARG"; the file's `get_config(ARG)` returns a
-      ConfigDict or a dict of sections.
+      ConfigDict or a dict of sections. Its `ARGUMENTS`, where it has them, are
+      the known ones, without what follows a colon.
 
   Returns:
     What it returned, as nested dicts; nothing is checked yet.
@@ -57,14 +60,20 @@ def run_file(spec: str) -> dict[str, Any]:
   if path.suffix != ".py":
     raise ValueError(f"{path}: a config file is Python and ends in .py")
   folder = str(path.parent.resolve())
-  before, registered = set(sys.modules), (family_names(), router_names())
+  before, registered = set(sys.modules), (family_names(), ROUTERS.names())
   sys.path.insert(0, folder)  # a module of the user's own may lie beside it
   try:
-    get_config = runpy.run_path(str(path)).get("get_config")
-    if not callable(get_config):
+    content = runpy.run_path(str(path))
+    if not callable(get_config := content.get("get_config")):
       raise ValueError(f"{path}: has no function get_config")
-    if argument and not inspect.signature(get_config).parameters:
+    parameters = [*inspect.signature(get_config).parameters.values()]
+    if argument and not parameters:
       raise ValueError(f"{path}: takes no argument, {argument!r} was given")
+    if not argument and parameters and parameters[0].default is _REQUIRED:
+      raise ValueError(f"{path}: needs an argument, {path}:ARG")
+    known = content.get("ARGUMENTS")
+    if argument and known and argument.partition(":")[0] not in known:
+      raise ValueError(f"{path}: {argument!r} must be one of {tuple(known)}")
     cfg = get_config(argument) if argument else get_config()
     cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
   except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -76,7 +85,7 @@ def run_file(spec: str) -> dict[str, Any]:
       sys.path.remove(folder)
     # Another config may have other modules of these names, or change what they
     # hold. Those that register a family or a router stay: it is in use.
-    if registered == (family_names(), router_names()):
+    if registered == (family_names(), ROUTERS.names()):
       _forget(set(sys.modules) - before, before, folder)
   if not isinstance(cfg, dict):
     raise ValueError(

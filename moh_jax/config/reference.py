@@ -4,17 +4,15 @@ import dataclasses
 import inspect
 import re
 import textwrap
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any
 
+from moh_jax.config import base
 from moh_jax.config.registry import family_names
 from moh_jax.config.run import Config, section_types
 
 _WIDTH = 80
-# What `checks.one_of` says of a value that is not allowed.
-_CHOICES = re.compile(r"must be one of \((.*?),?\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +49,15 @@ def keys(name: str, section: Any) -> Iterator[Key]:
     name: the section's.
     section: a dataclass instance whose docstring has a block `Attributes:`.
   """
-  hints = typing.get_type_hints(type(section))
   described = meanings(type(section))
-  for field in dataclasses.fields(section):
-    path, value = f"{name}.{field.name}", getattr(section, field.name)
+  for field, hint in base.hints(type(section)).items():
+    path, value = f"{name}.{field}", getattr(section, field)
     if dataclasses.is_dataclass(value):
       yield from keys(path, value)
     else:
-      yield Key(
-        path,
-        value,
-        _type_name(hints[field.name]),
-        described.get(field.name, ""),
-        _choices(section, field.name),
-      )
+      allowed = tuple(map(repr, base.choices(type(section), field)))
+      meaning = described.get(field, "")
+      yield Key(path, value, _type_name(hint), meaning, allowed)
 
 
 def describe(config: Config) -> str:
@@ -144,18 +137,10 @@ def meanings(cls: type) -> dict[str, str]:
 
 def _type_name(hint: Any) -> str:
   """As Python writes it: "float", "tuple[int, ...]", "int | None"."""
-  if isinstance(hint, types.GenericAlias | types.UnionType):
-    return str(hint)
-  return getattr(hint, "__name__", str(hint))
-
-
-def _choices(section: Any, name: str) -> tuple[str, ...]:
-  """The list that the section's own check prints for a value not in it."""
-  if not isinstance(getattr(section, name), str):
-    return ()
-  try:
-    dataclasses.replace(section, **{name: "\0"})
-  except ValueError as error:
-    if found := _CHOICES.search(str(error)):
-      return tuple(found[1].split(", "))
-  return ()
+  kind = base.without_none(hint)
+  if kind is not hint:
+    return f"{_type_name(kind)} | None"
+  if items := typing.get_args(kind := base.plain(kind)):
+    names = ("..." if item is ... else _type_name(item) for item in items)
+    return f"tuple[{', '.join(names)}]"
+  return kind.__name__

@@ -10,38 +10,29 @@ import dataclasses
 import importlib.metadata
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from moh_jax.config.checks import shown
+from moh_jax.config.base import shown
 
-
-class _Named(Protocol):
-  """What a registry asks of a record."""
-
-  @property
-  def name(self) -> str:
-    """Under which it is found."""
-
-  @property
-  def code(self) -> Any:
-    """The class, or "MODULE:NAME", that tells it from others of its name."""
-
-
-Record = TypeVar("Record", bound=_Named)
+Record = TypeVar("Record")
 
 
 class Registry(Generic[Record]):
-  """Records by name.
+  """Records by their field `name`."""
 
-  Attributes:
-    key: config key that holds the name, for messages.
-    what: what a record describes, for messages.
-    entry_points: group of entry points in which installed packages name modules
-      that add records; "" is none.
-  """
+  def __init__(self, key: str, what: str, code: str, entry_points: str = ""):
+    """Makes an empty registry.
 
-  def __init__(self, key: str, what: str, entry_points: str = ""):
-    self.key, self.what, self.entry_points = key, what, entry_points
+    Args:
+      key: config key that holds the name, for messages.
+      what: what a record describes, for messages.
+      code: field whose class, or "MODULE:NAME", tells a record from others of
+        its name.
+      entry_points: group of entry points in which installed packages name
+        modules that add records; "" is none.
+    """
+    self.key, self.what, self.code = key, what, code
+    self.entry_points = entry_points
     self._records: dict[str, Record] = {}
 
   def add(self, record: Record) -> Record:
@@ -51,7 +42,7 @@ class Registry(Generic[Record]):
       ValueError: the name is that of another one.
     """
     known = self._records.get(record.name, record)
-    if _called(known.code) != _called(record.code):
+    if self._called(known) != self._called(record):
       raise ValueError(
         f"{self.what} name={record.name!r} is taken by another {self.what}"
       )
@@ -83,12 +74,12 @@ class Registry(Generic[Record]):
     """All records, in the order in which they were added."""
     return tuple(self._records.values())
 
-
-def _called(code: Any) -> str:
-  """Name of a class, also of one defined again; partials share theirs."""
-  if isinstance(code, str):
-    return code
-  return getattr(code, "__qualname__", type(code).__qualname__)
+  def _called(self, record: Record) -> str:
+    """Name of a class, also of one defined again; partials share theirs."""
+    code = getattr(record, self.code)
+    if isinstance(code, str):
+      return code
+    return getattr(code, "__qualname__", type(code).__qualname__)
 
 
 def imported(part: Any) -> Any:
@@ -139,14 +130,9 @@ class Family:
   )
   exports: tuple[str, ...] = ("",)
 
-  @property
-  def code(self) -> type | str:
-    """What tells the family from others of its name."""
-    return self.model
-
 
 _FAMILIES: Registry[Family] = Registry(
-  "model.family", "family", "moh_jax.families"
+  "model.family", "family", "model", entry_points="moh_jax.families"
 )
 family_names = _FAMILIES.names
 families = _FAMILIES.records
@@ -194,8 +180,12 @@ def check_command(model: Any, command: str, where: str) -> Family:
   return family
 
 
-def released_model(name: str) -> Any:
+def released_model(name: str, **changes: Any) -> Any:
   """The model section of a released model.
+
+  Args:
+    name: such as "moh-vit-s80".
+    **changes: fields with other values.
 
   Raises:
     ValueError: an unknown name; the known ones are listed.
@@ -203,7 +193,7 @@ def released_model(name: str) -> Any:
   models = released_models()
   if name not in models:
     raise ValueError(f"model {name!r} must be one of {tuple(models)}")
-  return models[name]
+  return dataclasses.replace(models[name], **changes)
 
 
 def released_models() -> dict[str, Any]:
@@ -260,16 +250,10 @@ class RouterKind:
   varies: bool = False
   straight_through: bool = False
 
-  @property
-  def code(self) -> Any:
-    """What tells the router from others of its name."""
-    return self.module
 
-
-_ROUTERS: Registry[RouterKind] = Registry("router.kind", "router")
-add_router = _ROUTERS.add
-get_router = _ROUTERS.get
-router_names = _ROUTERS.names
+ROUTERS: Registry[RouterKind] = Registry("router.kind", "router", "module")
+add_router = ROUTERS.add
+get_router = ROUTERS.get
 
 
 def register_router(

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config.log import LogConfig
 from moh_jax.config.registry import get_family, imported
 from moh_jax.config.sections import (
   CheckpointConfig,
   EvalConfig,
+  LogConfig,
   MeshConfig,
   OptimConfig,
   TrainConfig,

@@ -1,25 +1,15 @@
 """Config sections that every family shares."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, Literal
 
-from moh_jax.config.checks import (
-  DTYPES,
-  MOST_BATCH,
-  at_least,
-  in_range,
-  one_of,
-  shown,
-)
+from moh_jax.config import base
 
-SCHEDULES = ("cosine", "constant", "wsd")
-STATE_MEMORIES = ("device", "host")
-DECAYS = ("linear", "cosine", "sqrt")
-OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
+_MOST_DEVICES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(base.Section):
   """The optimizer, its schedule and what surrounds it.
 
   Attributes:
@@ -70,46 +60,29 @@ class OptimConfig:
       memory.
   """
 
-  name: str = "adamw"
-  lr: float = 1e-3
-  schedule: str = "cosine"
-  warmup_steps: int | None = None
-  warmup_lr: float = 0.0
-  final_lr: float = 0.0
-  decay_steps: int | None = None
-  decay_form: str = "linear"
-  b1: float = 0.9
-  b2: float = 0.999
-  eps: float = 1e-8
-  moment_dtype: str = "float32"
-  state_memory: str = "device"
-  weight_decay: float = 0.05
+  NAME = "optim"
+
+  name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+  lr: base.Amount = 1e-3
+  schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+  warmup_steps: base.Natural | None = None
+  warmup_lr: base.Amount = 0.0
+  final_lr: base.Amount = 0.0
+  decay_steps: base.Natural | None = None
+  decay_form: Literal["linear", "cosine", "sqrt"] = "linear"
+  b1: base.Decay = 0.9
+  b2: base.Decay = 0.999
+  eps: base.Amount = 1e-8
+  moment_dtype: base.Dtype = "float32"
+  state_memory: Literal["device", "host"] = "device"
+  weight_decay: base.Amount = 0.05
   no_decay: tuple[str, ...] = ("*bias", "*scale")
-  clip_norm: float = 1.0
-  ema_decay: float = 0.0
-  layer_decay: float = 1.0
-  ema_every: int = 1
-  ema_dtype: str = "float32"
-  accumulation: int = 1
-
-  def __post_init__(self):
-    one_of("optim", self, name=OPTIMIZERS, schedule=SCHEDULES)
-    one_of("optim", self, decay_form=DECAYS, state_memory=STATE_MEMORIES)
-    one_of("optim", self, moment_dtype=DTYPES, ema_dtype=DTYPES)
-    at_least("optim", 0, self, "lr", "warmup_lr", "final_lr", "eps")
-    at_least("optim", 0, self, "weight_decay", "clip_norm", "warmup_steps")
-    at_least("optim", 0, self, "decay_steps")
-    at_least("optim", 1, self, "accumulation", most=MOST_BATCH)
-    at_least("optim", 1, self, "ema_every")
-    for name in ("b1", "b2", "ema_decay"):
-      value = getattr(self, name)
-      if not 0 <= value < 1:
-        raise ValueError(f"optim.{name}={value!r} must be in [0, 1)")
-
-    if not 0 < self.layer_decay <= 1:
-      raise ValueError(
-        f"optim.layer_decay={self.layer_decay!r} must be in (0, 1]"
-      )
+  clip_norm: base.Amount = 1.0
+  ema_decay: base.Decay = 0.0
+  layer_decay: Annotated[float, base.Range(0, 1, "(]")] = 1.0
+  ema_every: base.Count = 1
+  ema_dtype: base.Dtype = "float32"
+  accumulation: base.Batch = 1
 
   def warmup(self, steps: int) -> int:
     """Steps of the warm-up in a run of so many steps."""
@@ -125,7 +98,7 @@ class OptimConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewindConfig:
+class RewindConfig(base.Section):
   """What a run does when its loss is NaN or a spike.
 
   It goes back to a checkpoint, skips all batches from there to the bad step,
@@ -139,23 +112,22 @@ class RewindConfig:
       bad as NaN; 0 sees NaN and infinite values alone. At least 1.
   """
 
-  steps: int = 0
-  limit: int = 3
-  spike: float = 0.0
+  NAME = "rewind"
 
-  def __post_init__(self):
-    at_least("rewind", 0, self, "steps", "spike")
-    at_least("rewind", 1, self, "limit")
+  steps: base.Natural = 0
+  limit: base.Count = 3
+  spike: base.Amount = 0.0
+
+  def check(self) -> None:
+    """A spike is a multiple, and something that the run answers."""
     if 0 < self.spike < 1:
-      raise ValueError(f"rewind.spike={self.spike} must be 0 or at least 1")
+      self.fail("spike", "must be 0 or at least 1")
     if self.spike and not self.steps:
-      raise ValueError(
-        f"rewind.spike={self.spike} must be 0 where rewind.steps=0"
-      )
+      self.fail("spike", "must be 0 where rewind.steps=0")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(base.Section):
   """Length and seed of the run, what it starts from, and the balance loss.
 
   Attributes:
@@ -172,21 +144,18 @@ class TrainConfig:
       run that is started again does not compile; "" keeps none.
   """
 
-  steps: int = 1000
-  seed: int = 0
+  NAME = "train"
+
+  steps: base.Count = 1000
+  seed: Annotated[int, base.Range(0, 2**31 - 1, "[]")] = 0
   init_from: str = ""
-  balance_weight: float = 0.01
+  balance_weight: base.Amount = 0.01
   rewind: RewindConfig = RewindConfig()
   compilation_cache: str = ""
 
-  def __post_init__(self):
-    at_least("train", 1, self, "steps")
-    in_range("train", 0, 2**31 - 1, self, "seed")
-    at_least("train", 0, self, "balance_weight")
-
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(base.Section):
   """Devices per mesh axis; at most one axis is -1, "all that are left".
 
   Attributes:
@@ -206,32 +175,31 @@ class MeshConfig:
       More are refused.
   """
 
+  NAME = "mesh"
+  AXES = ("data", "fsdp", "tensor", "sequence")
+
   data: int = -1
   fsdp: int = 1
   tensor: int = 1
   sequence: int = 1
-  dcn_data: int = 1
-  max_imbalance: float = 1.1
-  max_whole: int = 1 << 30
+  dcn_data: base.Count = 1
+  max_imbalance: Annotated[float, base.Range(1)] = 1.1
+  max_whole: base.Natural = 1 << 30
 
-  AXES: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor", "sequence")
-
-  def __post_init__(self):
-    at_least("mesh", 1, self, "dcn_data", "max_imbalance")
-    at_least("mesh", 0, self, "max_whole")
+  def check(self) -> None:
+    """Sizes are -1 or those of axes; one axis at most takes what is left."""
     sizes = {axis: getattr(self, axis) for axis in self.AXES}
     for name, size in sizes.items():
-      if size != -1 and not 1 <= size <= MOST_BATCH:
-        raise ValueError(
-          f"mesh.{name}={shown(size)} must be -1 or at least 1, and at most "
-          f"{MOST_BATCH}"
+      if size != -1 and not 1 <= size <= _MOST_DEVICES:
+        self.fail(
+          name, f"must be -1 or at least 1, and at most {_MOST_DEVICES}"
         )
     if list(sizes.values()).count(-1) > 1:
       raise ValueError(f"mesh={sizes} must have at most one axis of size -1")
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(base.Section):
   """When the run is saved and what is kept.
 
   Attributes:
@@ -244,25 +212,26 @@ class CheckpointConfig:
       "stop" ends the run, "continue" warns and tries again at the next one.
   """
 
-  every: int = 1000
-  keep_last: int = 2
-  keep_every: int = 0
-  async_save: bool = True
-  on_error: str = "stop"
+  NAME = "checkpoint"
 
-  def __post_init__(self):
-    one_of("checkpoint", self, on_error=("stop", "continue"))
-    at_least("checkpoint", 1, self, "every", "keep_last")
-    at_least("checkpoint", 0, self, "keep_every")
+  every: base.Count = 1000
+  keep_last: base.Count = 2
+  keep_every: base.Natural = 0
+  async_save: bool = True
+  on_error: Literal["stop", "continue"] = "stop"
+
+  def check(self) -> None:
+    """Only checkpoints that are written can be kept."""
     if self.keep_every % self.every:
-      raise ValueError(
-        f"checkpoint.keep_every={self.keep_every} must be a multiple of "
-        f"checkpoint.every={self.every}: other steps are not saved"
+      self.fail(
+        "keep_every",
+        f"must be a multiple of checkpoint.every={self.every}: other steps are "
+        "not saved",
       )
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(base.Section):
   """Evaluation on the held-out split.
 
   Attributes:
@@ -275,11 +244,58 @@ class EvalConfig:
       them.
   """
 
-  every: int = 1000
-  batch_size: int = 128
-  examples: int = 0
+  NAME = "eval"
+
+  every: base.Natural = 1000
+  batch_size: base.Batch = 128
+  examples: base.Natural = 0
   use_ema: bool = True
 
-  def __post_init__(self):
-    at_least("eval", 0, self, "every", "examples")
-    at_least("eval", 1, self, "batch_size", most=MOST_BATCH)
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig(base.Section):
+  """What the run writes besides checkpoints.
+
+  Attributes:
+    every: steps between records of metrics.
+    tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
+    progress: whether to show a progress bar.
+    profile: "A:B" traces steps A to B - 1 into WORKDIR/profile, for XProf; ""
+      traces none.
+    wandb: project of Weights & Biases that gets the metrics too (the extra
+      `wandb`); "" is none.
+    heads: steps between records of the load of every head: a row of the split
+      "heads" in metrics.jsonl, and a picture of each layer in tensorboard and
+      wandb; 0 records none.
+    collapse_entropy: a router whose load has a smaller entropy has collapsed,
+      which is said in the log; 0 says nothing. The entropy is 0 where all
+      tokens select the same heads, 1 where all heads are selected as often.
+  """
+
+  NAME = "log"
+
+  every: base.Count = 50
+  tensorboard: bool = True
+  progress: bool = True
+  profile: str = ""
+  wandb: str = ""
+  heads: base.Natural = 100
+  collapse_entropy: base.Share = 0.1
+
+  def check(self) -> None:
+    """The steps of `profile` can be read."""
+    _ = self.profiled_steps
+
+  @property
+  def profiled_steps(self) -> tuple[int, int] | None:
+    """The first step that is traced and the one after the last."""
+    if not self.profile:
+      return None
+    first, _, end = self.profile.partition(":")
+    numbers = [x for x in (first, end) if x.isdecimal() and len(x) <= 10]
+    if len(numbers) < 2 or not 1 <= int(first) < int(end):
+      self.fail(
+        "profile",
+        "must be '' or 'A:B' with steps 1 <= A < B, such as '100:105'",
+      )
+    return int(first), int(end)

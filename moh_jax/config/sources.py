@@ -1,10 +1,10 @@
-"""The table of the sources of data, in which `data.source` is looked up."""
+"""The sources of data, in which `data.source` is looked up."""
 
 import dataclasses
-import pkgutil
 from typing import Any
 
-from moh_jax.config.checks import one_of, shown
+from moh_jax.config.base import shown
+from moh_jax.config.registry import Registry
 
 SPLITS = ("train", "val")
 
@@ -21,8 +21,7 @@ class SourceKind:
     name: value of `data.source`.
     source: class with the class methods `open` and `tell`, for images a
       subclass of `data.sources.ImageSource`, for text one with the methods of
-      `data.sequences.PackedSource`. "MODULE:CLASS" is imported when it is first
-      used, since configs load without JAX.
+      `data.sequences.PackedSource`; may be "MODULE:CLASS".
     holds: what examples may be: "images", "latents", "tokens".
     has_path: whether `data.path` names its directory.
     options: fields of the section `data` that only some sources read, this one
@@ -35,62 +34,11 @@ class SourceKind:
   has_path: bool = True
   options: tuple[str, ...] = ()
 
-  def load(self) -> Any:
-    """The class of the source."""
-    if isinstance(self.source, str):
-      return pkgutil.resolve_name(self.source)
-    return self.source
 
-
-_IMAGES, _TOKENS = ("images",), ("tokens",)
 # By what the section `data` reads: images (or latents), or text.
-_BUILT_IN = {
-  "images": (
-    SourceKind(
-      "digits", "moh_jax.data.sources:DigitsSource", _IMAGES, has_path=False
-    ),
-    SourceKind(
-      "image_folder",
-      "moh_jax.data.image_folders:ImageFolderSource",
-      _IMAGES,
-      options=("class_list", "decode"),
-    ),
-    SourceKind(
-      "array_record",
-      "moh_jax.data.image_shards:ArrayRecordSource",
-      _IMAGES,
-      options=("decode",),
-    ),
-    SourceKind(
-      "parquet",
-      "moh_jax.data.image_tables:ParquetSource",
-      _IMAGES,
-      options=("class_list", "label_column", "decode"),
-    ),
-    SourceKind("latents", "moh_jax.data.latents:LatentSource", ("latents",)),
-    SourceKind(
-      "fake",
-      "moh_jax.data.sources:FakeSource",
-      ("images", "latents"),
-      has_path=False,
-    ),
-  ),
-  "text": (
-    SourceKind(
-      "tokens",
-      "moh_jax.data.sequences:PackedSource",
-      _TOKENS,
-      options=("mix", "ratios"),
-    ),
-    SourceKind("stdlib", "moh_jax.data.stdlib:StdlibSource", _TOKENS),
-    SourceKind(
-      "fake", "moh_jax.data.sequences:FakeSequences", _TOKENS, has_path=False
-    ),
-  ),
-}
-_registry = {
-  reads: {kind.name: kind for kind in kinds}
-  for reads, kinds in _BUILT_IN.items()
+SOURCES: dict[str, Registry[SourceKind]] = {
+  reads: Registry("data.source", "source", "source")
+  for reads in ("images", "text")
 }
 
 
@@ -107,27 +55,24 @@ def register_source(
       `holds` the examples are images, or tokens.
 
   Returns:
-    Its record. Registering a name again replaces what was registered.
+    Its record. Registering a class of the same name again replaces it.
 
   Raises:
-    ValueError: the name is that of a built-in source.
+    ValueError: the name is that of another source.
   """
-  holds = {"images": _IMAGES, "text": _TOKENS}[reads]
+  holds = ("images",) if reads == "images" else ("tokens",)
   kind = SourceKind(name, source, **{"holds": holds, **properties})
-  if _registry[reads].get(name) in _BUILT_IN[reads]:
-    raise ValueError(f"source name={name!r} is taken by a built-in source")
-  _registry[reads][name] = kind
-  return kind
+  return SOURCES[reads].add(kind)
 
 
 def get_source(data: Any) -> SourceKind:
   """The record of the source of a section `data`."""
-  return _registry[data.reads][data.source]
+  return SOURCES[data.reads].get(data.source)
 
 
 def sources_with(data: Any, option: str) -> tuple[str, ...]:
   """Names of the sources that alone read a field of the section `data`."""
-  kinds = _registry[data.reads].values()
+  kinds = SOURCES[data.reads].records()
   return tuple(kind.name for kind in kinds if option in kind.options)
 
 
@@ -135,12 +80,10 @@ def check_source(data: Any) -> None:
   """Checks the fields of a section `data` that depend on its source.
 
   Raises:
-    ValueError: there is no such source, its path is missing, or a field is set
-      that it does not read.
+    ValueError: the path of the source is missing, or a field is set that it
+      does not read.
   """
-  one_of("data", data, source=_registry[data.reads])
-  kind = get_source(data)
-  if kind.has_path and not data.path:
+  if get_source(data).has_path and not data.path:
     raise ValueError(
       f"data.path='' must name the directory of data.source={data.source!r}"
     )

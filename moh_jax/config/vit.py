@@ -3,21 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from moh_jax.config.checks import (
-  MOST_HEADS,
-  MOST_LAYERS,
-  MOST_SIDE,
-  MOST_TOKENS,
-  MOST_WIDTH,
-  at_least,
-  at_most,
-  in_range,
-)
+from moh_jax.config import base
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.layers import ImageClassifier, LayerGroup
 from moh_jax.config.run import Config
+
+_Size = Annotated[int, base.Range(0, 1 << 14)]  # 0 stands for another one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,51 +72,39 @@ class ViTConfig(ImageClassifier):
       softmax stay float32.
   """
 
-  family: str = "vit"
-  image_size: tuple[int, int] | None = (224, 224)
-  channels: int | None = None
-  num_classes: int | None = None
-  patch_stride: int = 4
-  embed_dims: tuple[int, ...] = (72, 144, 288, 576)
-  depths: tuple[int, ...] = (5, 5, 22, 5)
-  num_heads: tuple[int, ...] = (3, 6, 12, 24)
-  shared_heads: tuple[int, ...] = (3, 6, 3, 8)
-  top_k: tuple[int, ...] = (0, 0, 6, 12)
-  mlp_ratios: tuple[float, ...] = (8, 8, 4, 4)
-  sr_ratios: tuple[int, ...] = (8, 4, 2, 1)
-  window: int = 3
-  fixed_pool_size: int = 0
-  pretrain_image_size: int = 0
-  pretrain_columns: int = 0
+  family: Literal["vit"] = "vit"
+  image_size: tuple[base.Side, base.Side] | None = (224, 224)
+  channels: base.Width | None = None
+  num_classes: base.Tokens | None = None
+  patch_stride: base.Side = 4
+  embed_dims: tuple[base.Width, ...] = (72, 144, 288, 576)
+  depths: tuple[base.Layers, ...] = (5, 5, 22, 5)
+  num_heads: tuple[Annotated[int, base.Range(1, 4096)], ...] = (3, 6, 12, 24)
+  shared_heads: tuple[base.Heads, ...] = (3, 6, 3, 8)
+  top_k: tuple[base.Heads, ...] = (0, 0, 6, 12)
+  mlp_ratios: tuple[Annotated[float, base.Range(0, 1024)], ...] = (8, 8, 4, 4)
+  sr_ratios: tuple[base.Side, ...] = (8, 4, 2, 1)
+  window: base.Side = 3
+  fixed_pool_size: _Size = 0
+  pretrain_image_size: _Size = 0
+  pretrain_columns: _Size = 0
   qkv_bias: bool = True
-  drop_path: float = 0.0
+  drop_path: Annotated[float, base.Range(0, 0.999, "[]")] = 0.0
 
   RUNTIME_FIELDS = (*ImageClassifier.RUNTIME_FIELDS, "drop_path")
   POSITION_BIAS = True
   CLASS_AXES = {("head", "kernel"): 1, ("head", "bias"): 0}
 
-  def __post_init__(self):
-    self.check_common("vit")
+  def check(self) -> None:
+    """Stages, head splits and grids add up; attention has a position bias."""
     if self.attention_impl == "kernel":
-      raise ValueError(
-        "model.attention_impl='kernel' must be 'auto', 'dense', 'packed' or "
-        "'cudnn': the kernels add no position bias"
+      self.fail(
+        "attention_impl",
+        "must be 'auto', 'dense', 'packed' or 'cudnn': the kernels add no "
+        "position bias",
       )
-    at_least("model", 1, self, "channels", most=MOST_WIDTH)
-    at_least("model", 1, self, "num_classes", most=MOST_TOKENS)
-    at_least("model", 1, self, "patch_stride", most=MOST_SIDE)
-    at_most("model", MOST_SIDE, self, "window", "image_size", "sr_ratios")
-    at_least("model", 0, self, "fixed_pool_size", most=MOST_SIDE)
-    pretrained = "pretrain_image_size", "pretrain_columns"
-    at_least("model", 0, self, *pretrained, most=MOST_SIDE)
-    in_range("model", 0, 0.999, self, "drop_path")
-    size = self.image_size
-    if size is not None and (len(size) != 2 or min(size) < 1):
-      raise ValueError(
-        f"model.image_size={self.image_size} must be (rows, columns) in pixels"
-      )
-    if self.window < 1 or self.window % 2 == 0:
-      raise ValueError(f"model.window={self.window} must be odd")
+    if self.window % 2 == 0:
+      self.fail("window", "must be odd")
     self._check_stages()
     if self.router.reads_norms:
       raise ValueError(
@@ -132,23 +113,14 @@ class ViTConfig(ImageClassifier):
         "have unit length"
       )
     self.budgets()
-    if size is not None:
+    if self.image_size is not None:
       self.stage_shapes()
 
-  def _check_stages(self):
+  def _check_stages(self) -> None:
     if not self.depths:
-      raise ValueError("model.depths=() must have at least one stage")
+      self.fail("depths", "must have at least one stage")
     names = "embed_dims", "num_heads", "shared_heads", "top_k"
     self.check_lengths("stage", "depths", *names, "mlp_ratios", "sr_ratios")
-    for name in ("embed_dims", "depths", "num_heads", "sr_ratios"):
-      if min(getattr(self, name)) < 1:
-        raise ValueError(
-          f"model.{name}={getattr(self, name)} must be at least 1 everywhere"
-        )
-    at_most("model", MOST_WIDTH, self, "embed_dims")
-    at_most("model", MOST_HEADS, self, *names[1:])
-    at_most("model", MOST_LAYERS, self, "depths")
-    at_least("model", 0, self, "mlp_ratios", most=1024)
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
       if dim % heads:
         raise ValueError(

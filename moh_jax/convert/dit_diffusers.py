@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from moh_jax.config import DiTConfig
-from moh_jax.config.checks import MOST_LAYERS
+from moh_jax.config.base import MOST_LAYERS
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.converter import CONFIG_FILE, Exported

@@ -23,8 +23,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from moh_jax.config import LLMConfig, RouterConfig, legacy, make_section
-from moh_jax.config.rotary import ROPE_SCALINGS
+from moh_jax.config import LLMConfig, RouterConfig, make_section, upgrade
+from moh_jax.config.llm import ROPE_SCALINGS
 from moh_jax.convert import moh_keys
 from moh_jax.convert.hf_keys import (
   OUR_ARCHITECTURE,
@@ -320,7 +320,7 @@ def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> dict[str, float]:
 
 def _our_fields(stored: Mapping[str, Any], architecture: str) -> dict[str, Any]:
   # Older exports have the keys of older configs.
-  ours = legacy.upgrade({"model": stored.get(OUR_KEY) or {}})["model"]
+  ours = upgrade({"model": stored.get(OUR_KEY) or {}})["model"]
   names = {field.name for field in dataclasses.fields(LLMConfig)}
   if unknown := sorted(set(ours) - names):
     raise ValueError(f"{OUR_KEY}: unknown fields {unknown}")

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from moh_jax.config import DataConfig
-from moh_jax.config.policy import (
+from moh_jax.config.data import (
   THREE_AUGMENT,
   RandAugmentPolicy,
   parse_policy,

@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from moh_jax.config import Config, DiffusionConfig
+from moh_jax.config import Config, DiffusionConfig, imported
 from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.sources import SPLITS, get_source
 from moh_jax.data.sources import is_latent
@@ -56,7 +56,11 @@ def resolve(config: Config) -> Config:
 
 def tell(config: Config, names: list[str]) -> dict[str, Any]:
   """What the data tell of some fields; see `data.sources.ImageSource.tell`."""
-  return get_source(config.data).load().tell(config, names) if names else {}
+  return (
+    imported(get_source(config.data).source).tell(config, names)
+    if names
+    else {}
+  )
 
 
 def _scaled(config: Config) -> DiffusionConfig:

@@ -31,8 +31,9 @@ import grain
 import numpy as np
 
 from moh_jax.config import Config
+from moh_jax.config.data import TextDataConfig
+from moh_jax.config.registry import imported
 from moh_jax.config.sources import SPLITS, get_source
-from moh_jax.config.text import TextDataConfig
 from moh_jax.data.identity import Identity
 from moh_jax.data.shards import METADATA, read_metadata
 from moh_jax.data.text_files import list_pieces, read_documents
@@ -76,7 +77,7 @@ class Text:
     """
     if split not in SPLITS:
       raise ValueError(f"split={split!r} must be one of {SPLITS}")
-    kind = get_source(data).load()
+    kind = imported(get_source(data).source)
     self.sources: dict[str, PackedSource] = kind.open(data, vocab_size, split)
     self._ratios = data.ratios
     sources = self.sources.values()

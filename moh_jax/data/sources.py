@@ -5,7 +5,6 @@ sources of latents "image" is the stored posterior, see `latents.py`.
 """
 
 import abc
-import collections
 import concurrent.futures
 import functools
 import logging
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moh_jax.config import Config
+from moh_jax.config.registry import imported
 from moh_jax.config.sources import SPLITS, MissingSplitError, get_source
 from moh_jax.data.decode import (
   LaterImage,
@@ -55,11 +55,10 @@ class ImageSource(abc.ABC):
   encoder_sha256 = ""
 
   @classmethod
-  @abc.abstractmethod
   def open(
     cls, config: Config, split: str, class_names: tuple[str, ...] = ()
   ) -> "ImageSource":
-    """Opens one split of a run's images.
+    """Opens one split of a run's images; a value of `data.source` needs it.
 
     Args:
       config: the run.
@@ -72,6 +71,7 @@ class ImageSource(abc.ABC):
       FileNotFoundError: data are missing.
       ValueError: they are damaged, or have classes beside `class_names`.
     """
+    raise NotImplementedError(f"{cls.__name__} has no open")
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
@@ -272,13 +272,8 @@ class FakeSource(ImageSource):
     cls, config: Config, split: str, class_names: tuple[str, ...] = ()
   ) -> "FakeSource":
     """Makes a split, of what the model reads."""
-    return cls(
-      split,
-      config.data.fake_examples,
-      config.model,
-      latent=is_latent(config),
-      class_names=class_names,
-    )
+    known = {"latent": is_latent(config), "class_names": class_names}
+    return cls(split, config.data.fake_examples, config.model, **known)
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
@@ -344,7 +339,7 @@ def make_source(
   if split not in SPLITS:
     raise ValueError(f"split={split!r} must be one of {SPLITS}")
   data, model, kind = config.data, config.model, get_source(config.data)
-  source = kind.load().open(config, split, class_names)
+  source = imported(kind.source).open(config, split, class_names)
   if data.decode == "fast":
     import_extra("cykooz_resizer", "data.decode='fast'", "images")
   where = f"{data.path or data.source}, {split}:"
@@ -550,10 +545,7 @@ class SharedReads:
   """
 
   def __init__(
-    self,
-    most: int,
-    size: Callable[[Hashable, Any], int],
-    uses: int = 0,
+    self, most: int, size: Callable[[Hashable, Any], int], uses: int = 0
   ):
     """Holds nothing yet.
 
@@ -567,9 +559,7 @@ class SharedReads:
     self._lock = threading.Lock()
     # Results, or their loading, and how often they were asked for; the last
     # used at the end.
-    self._kept: collections.OrderedDict[
-      Hashable, tuple[concurrent.futures.Future, int]
-    ] = collections.OrderedDict()
+    self._kept: dict[Hashable, tuple[concurrent.futures.Future, int]] = {}
 
   def __reduce__(self) -> tuple:
     return SharedReads, (self._most, self._size, self._uses)  # a worker's own
@@ -580,13 +570,11 @@ class SharedReads:
   def get(self, key: Hashable, load: Callable[[], Any]) -> Any:
     """The result of a key; `load` makes it."""
     with self._lock:
-      read, uses = self._kept.pop(key, (None, 0))
-      is_first = read is None
-      if read is None:
-        read = concurrent.futures.Future()
+      known, uses = self._kept.pop(key, (None, 0))
+      read = known or concurrent.futures.Future()
       if uses + 1 != self._uses:
         self._kept[key] = read, uses + 1
-    if is_first:
+    if known is None:
       try:
         read.set_result(load())
       except BaseException as error:

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from typing import Any
 
 from moh_jax.config import Config
-from moh_jax.config.text import TextDataConfig
+from moh_jax.config.data import TextDataConfig
 from moh_jax.data.sequences import PackedSource, open_sets
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenize import tokenize

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config.diffusion import GUIDED_CHANNELS
+from moh_jax.config.dit import GUIDED_CHANNELS
 
 # (x [B, X, Y, channels], t [B]) -> the network's output [B, X, Y, ...].
 Predict = Callable[[jax.Array, jax.Array], jax.Array]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.diffusion import LOSS_WEIGHTS
+from moh_jax.config.dit import LOSS_WEIGHTS
 from moh_jax.diffusion.prediction import (
   posterior_mean,
   reverse_step,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.diffusion import PREDICTIONS
+from moh_jax.config.dit import PREDICTIONS
 from moh_jax.diffusion.process import AnyProcess, Process, lookup
 
 

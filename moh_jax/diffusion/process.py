@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.diffusion import FLOW, SCHEDULES
-from moh_jax.config.spacing import spaced_timesteps
+from moh_jax.config.dit import FLOW, SCHEDULES, spaced_timesteps
 from moh_jax.diffusion.flow import Flow, even_times
 
 # At a lower log-SNR examples are noise alone. A cosine schedule goes down to

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.diffusion import DIFFUSION_METHODS, FLOW_METHODS
+from moh_jax.config.dit import DIFFUSION_METHODS, FLOW_METHODS
 from moh_jax.diffusion.flow import Flow, flow_step
 from moh_jax.diffusion.guidance import Predict
 from moh_jax.diffusion.prediction import (

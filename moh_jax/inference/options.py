@@ -1,13 +1,13 @@
 """Options of sampling texts and of encoding images; importable without JAX."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, Literal
 
-from moh_jax.config.checks import at_least, one_of
+from moh_jax.config.base import Amount, Count, Natural, Positive, Range, Section
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(Section):
   """How tokens are sampled.
 
   Attributes:
@@ -19,26 +19,19 @@ class Sampling:
     seed: of the samples; those of prompt i do not depend on the other prompts.
   """
 
-  max_new_tokens: int = 64
-  temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  stop: tuple[str, ...] = ()
-  seed: int = 0
+  NAME = ""
 
-  def __post_init__(self):
-    for name, low in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
-      value = getattr(self, name)
-      if not low <= value < float("inf"):
-        raise ValueError(f"{name}={value} must be at least {low}")
-    if self.top_k >= 2**31:
-      raise ValueError(f"top_k={self.top_k} must be below {2**31}")
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+  max_new_tokens: Count = 64
+  temperature: Amount = 0.0
+  top_k: Natural = 0
+  top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
+  stop: tuple[str, ...] = ()
+  seed: Annotated[int, Range(0, 2**32 - 1, "[]")] = 0
+
+  def check(self) -> None:
+    """Texts that end something have characters."""
     if "" in self.stop:
       raise ValueError("stop='' must not be empty")
-    if not 0 <= self.seed < 2**32:
-      raise ValueError(f"seed={self.seed} must be in [0, {2**32 - 1}]")
 
   @property
   def greedy(self) -> bool:
@@ -52,7 +45,7 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class EncodeOptions:
+class EncodeOptions(Section):
   """How images become latents.
 
   Attributes:
@@ -66,19 +59,11 @@ class EncodeOptions:
     threads: that read and crop.
   """
 
-  image_size: int = 256
-  latent_scale: float | None = None
-  batch_size: int = 32
-  shard_size: int = 1024
-  bad_images: str = "raise"
-  threads: int = 8
+  NAME = "encode"
 
-  CHOICES: ClassVar = {"bad_images": ("raise", "skip")}
-
-  def __post_init__(self):
-    at_least("encode", 1, self, "image_size", "batch_size", "shard_size")
-    at_least("encode", 1, self, "threads")
-    scale = self.latent_scale
-    if scale is not None and not 0 < scale < float("inf"):
-      raise ValueError(f"latent_scale={scale} must be above 0")
-    one_of("encode", self, **self.CHOICES)
+  image_size: Count = 256
+  latent_scale: Positive | None = None
+  batch_size: Count = 32
+  shard_size: Count = 1024
+  bad_images: Literal["raise", "skip"] = "raise"
+  threads: Count = 8

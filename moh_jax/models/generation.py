@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import Config
-from moh_jax.config.diffusion import FLOW, MOST_TIMESTEPS
+from moh_jax.config.dit import FLOW, MOST_TIMESTEPS
 from moh_jax.diffusion.flow import even_times
 from moh_jax.diffusion.guidance import guide
 from moh_jax.diffusion.process import (

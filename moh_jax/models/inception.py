@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.checks import RESIZES
+from moh_jax.config.dit import RESIZES
 
 INPUT_SIZE = 299
 POOL_DIM = 2048

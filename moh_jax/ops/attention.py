@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import blocked, cudnn, dense, splash
 from moh_jax.ops.attention_forms import AttentionCase, Backend, Call, Form
 from moh_jax.ops.cache import LayerCache, Slots

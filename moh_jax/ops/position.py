@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.rotary import RotaryConfig
+from moh_jax.config.llm import RotaryConfig
 from moh_jax.ops.head_layout import fill_lanes, on_tpu
 
 

@@ -21,7 +21,7 @@ from etils import epath
 from flax import traverse_util
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config, legacy
+from moh_jax.config import Config, upgrade
 from moh_jax.json_files import check_json
 from moh_jax.runtime import steps
 from moh_jax.runtime.peers import ask_first_process
@@ -297,7 +297,7 @@ def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
 def metadata_from_json(stored: dict[str, Any]) -> Metadata:
   """Inverse of `metadata_to_json`; raises KeyError or ValueError."""
   check_json(stored, steps.StoredConfig)
-  config = config_lib.from_config_dict(legacy.upgrade(stored["config"]))
+  config = config_lib.from_config_dict(upgrade(stored["config"]))
   return Metadata(
     config,
     tuple(stored["class_names"]),

@@ -14,9 +14,7 @@ import jax
 import msgspec
 
 from moh_jax.config import Config, differing_fields, to_dict
-from moh_jax.config.legacy import upgrade
-from moh_jax.config.parse import from_config_dict
-from moh_jax.config.variants import ComparedRun
+from moh_jax.config.parse import from_config_dict, upgrade
 from moh_jax.files import write_whole
 from moh_jax.json_files import parse_json
 from moh_jax.models.generation import Decode
@@ -24,6 +22,7 @@ from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.entrance import check_writable
 from moh_jax.training.rewind import NonFiniteLossError
 from moh_jax.training.train import train
+from moh_jax.training.variants import ComparedRun
 
 _LOG = logging.getLogger(__name__)
 _FILE = "comparison.json"

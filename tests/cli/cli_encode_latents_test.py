@@ -10,7 +10,7 @@ from absl.testing import absltest
 from moh_jax.data import sources
 from moh_jax.training import denoising
 from tests.cli import tiny_checkpoint
-from tests.data.text import tiny_sets
+from tests.data import tiny_sets
 from tests.inference import tiny_vae
 
 _SIZES = ("--image-size", 8, "--batch-size", 8, "--shard-size", 4)
@@ -82,7 +82,7 @@ class EncodeLatentsCommandTest(absltest.TestCase):
     ours, theirs = (
       np.stack([latents[i]["image"] for i in range(10)]).astype(np.float32)
       for latents in (
-        sources.LatentSource(str(folder), "val") for folder in (self.out, other)
+        LatentSource(str(folder), "val") for folder in (self.out, other)
       )
     )
     self.assertLess(np.abs(ours - theirs).mean(), 0.05 * np.abs(ours).mean())
@@ -138,7 +138,7 @@ class EncodeLatentsCommandTest(absltest.TestCase):
     self.assertEqual([child.wait(timeout=300) for child in children], [0, 0])
     self.assertEqual(self._shards(other), self._shards(self.out))
     for split in sources.SPLITS:
-      self.assertLen(sources.LatentSource(str(other), split), 10)
+      self.assertLen(LatentSource(str(other), split), 10)
       self.assertFalse((other / split / "unfinished").exists())
 
   def test_one_of_two_processes_leaves_the_set_unfinished(self):

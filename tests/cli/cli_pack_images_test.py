@@ -8,7 +8,7 @@ from absl.testing import absltest
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.image_shards import ArrayRecordSource
 from tests.cli import tiny_checkpoint
-from tests.data.images import parquet_test
+from tests.data import image_tables_test as tables
 from tests.inference import tiny_vae
 
 
@@ -68,10 +68,13 @@ class PackImagesCommandTest(absltest.TestCase):
     images = self.root / "images"
     features = {
       "image": {"_type": "Image"},
-      "label": {"_type": "ClassLabel", "names": list(parquet_test.CLASSES)},
+      "label": {
+        "_type": "ClassLabel",
+        "names": list(tables.CLASSES),
+      },
     }
-    table = parquet_test.make_table([0, 1, 2] * 15, 0, features)
-    parquet_test.write(images / "train-0.parquet", table)
+    table = tables.make_table([0, 1, 2] * 15, 0, features)
+    tables.write(images / "train-0.parquet", table)
     status, _, err = self._call(images, "--val-share", 0.25)
     self.assertEqual(status, 0, err)
     sizes = [
@@ -92,12 +95,12 @@ class PackImagesCommandTest(absltest.TestCase):
   def test_label_column_of_tables(self):
     images = self.root / "images"
     features = {"image": {"_type": "Image"}} | {
-      name: {"_type": "ClassLabel", "names": list(parquet_test.CLASSES)}
+      name: {"_type": "ClassLabel", "names": list(tables.CLASSES)}
       for name in ("fine_label", "coarse_label")
     }
-    table = parquet_test.make_table([0, 1], 0, features, label="fine_label")
+    table = tables.make_table([0, 1], 0, features, label="fine_label")
     table = table.append_column("coarse_label", pa.array([2, 0]))
-    parquet_test.write(images / "train-0.parquet", table)
+    tables.write(images / "train-0.parquet", table)
     status, _, err = self._call(images)
     self.assertEqual(status, 2)
     self.assertIn("choose with data.label_column or --label-column", err)

@@ -6,7 +6,7 @@ from etils import epath
 
 from moh_jax.runtime import steps
 from tests.cli import tiny_checkpoint
-from tests.data.text import tiny_text
+from tests.data import tiny_text
 
 
 class VerifyCommandTest(parameterized.TestCase):

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.heads import HeadBudget
-from moh_jax.config.rotary import RotaryConfig
+from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels.attention import kernel_attention

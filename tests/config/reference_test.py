@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Literal
 
 from absl.testing import absltest, parameterized
 
@@ -32,12 +33,8 @@ class _Whole:
   """
 
   part: _Part = _Part()
-  kind: str = "a"
+  kind: Literal["a", "b"] = "a"
   free: str = "b"
-
-  def __post_init__(self):
-    if self.kind not in ("a", "b"):
-      raise ValueError(f"whole.kind={self.kind!r} must be one of ('a', 'b')")
 
 
 class KeysTest(parameterized.TestCase):
@@ -57,6 +54,8 @@ class KeysTest(parameterized.TestCase):
     ("train.seed", "int", ()),
     ("optim.schedule", "str", ("'cosine'", "'constant'", "'wsd'")),
     ("optim.no_decay", "tuple[str, ...]", ()),
+    ("optim.warmup_steps", "int | None", ()),
+    ("model.image_size", "tuple[int, int] | None", ()),
     ("model.dtype", "str", ("'float32'", "'bfloat16'")),
   )
   def test_of_a_real_config(self, name, type_name, choices):

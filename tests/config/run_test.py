@@ -1,33 +1,240 @@
+"""Whole runs: how their sections fit, and their forms as dicts and JSON."""
+
 import copy
 import dataclasses
+import json
 import pickle
+import re
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config
+from moh_jax.config import Config, base
+from tests.training import tiny
 
-_DIT = Config(
-  config_lib.DiTConfig(),
-  diffusion=config_lib.DiffusionConfig(steps=500),
+_VIT = Config(
+  model=config_lib.ViTConfig(
+    image_size=(8, 8),
+    patch_stride=4,
+    embed_dims=(8,),
+    depths=(1,),
+    num_heads=(4,),
+    shared_heads=(1,),
+    top_k=(1,),
+    mlp_ratios=(2.0,),
+    sr_ratios=(1,),
+  ),
+  data=config_lib.DataConfig(batch_size=12),
+  optim=config_lib.OptimConfig(lr=3e-4, no_decay=("*/bias", "*/scale")),
+  checkpoint=config_lib.CheckpointConfig(async_save=False),
 )
+_DIT = Config(
+  model=config_lib.DiTConfig(
+    num_heads=(6,), shared_heads=(3,), top_k=(2,), num_classes=10
+  ),
+  data=config_lib.DataConfig(source="latents", path="some/latents"),
+  diffusion=config_lib.DiffusionConfig(steps=500, prediction="v"),
+  sample=config_lib.SampleConfig(steps="ddim50", cfg_interval=(100, 400)),
+)
+_PIXEL = dataclasses.replace(
+  _DIT,
+  model=dataclasses.replace(_DIT.model, channels=1, input_size=(8, 8)),
+  data=config_lib.DataConfig(source="digits", mean=(0.5,), std=(0.5,)),
+  diffusion=config_lib.DiffusionConfig(space="pixel"),
+)
+_FLOW = dataclasses.replace(
+  _PIXEL,
+  model=dataclasses.replace(_PIXEL.model, learn_sigma=False),
+  diffusion=config_lib.DiffusionConfig(
+    space="pixel", schedule="flow", prediction="velocity"
+  ),
+  sample=config_lib.SampleConfig(method="heun", steps="20"),
+)
+_LLM = tiny.llm_config(
+  model={"head_order": ((3, 2, 1, 0), (0, 1, 2, 3))},
+  data={
+    "source": "tokens",
+    "path": "somewhere",
+    "mix": ("web", "code"),
+    "ratios": (66.7, 33.3),
+  },
+  tune={"top_k_steps": (0, 3), "top_k_values": (3, 2)},
+)
+_RUNS = {"vit": _VIT, "dit": _DIT, "pixel": _PIXEL, "flow": _FLOW, "llm": _LLM}
+_SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
+# Run, changed fields by section, what the message says.
+_REFUSED = (
+  ("vit", {"data": {"source": "latents", "path": "x"}}, "is for diffusion mod"),
+  ("vit", {"data": {"mean": (0.1,) * 3, "std": (0.2,) * 3},
+           "model": {"channels": 1}}, "must have model.channels=1 values"),
+  ("vit", {"optim": {"accumulation": 5}},
+   "data.batch_size=12 must be a multiple of optim.accumulation=5"),
+  ("vit", {"optim": {"warmup_steps": 1001}},
+   "optim.warmup_steps=1001 must be at most train.steps=1000"),
+  ("vit", {"optim": {"schedule": "wsd", "decay_steps": 990}},
+   "optim.decay_steps=990 must be at most train.steps=1000 less the 50 steps"),
+  *(
+    ("dit", {"data": {name: value}}, f"data.{name}={value!r} must be {usual}")
+    for name, value, usual in (
+      ("augment", "shift", "'none' for latents"),
+      ("auto_augment", "3a", "'' for latents"),
+      ("color_jitter", 0.1, "0.0 for latents"),
+      ("random_erasing", 0.1, "0.0 for latents"),
+      ("eval_resize", 9, "0 for latents"),
+    )
+  ),
+  ("dit", {"sample": {"cfg_interval": (1000, 2000)}},
+   "must begin below diffusion.steps=500"),
+  *(
+    ("pixel", {"data": {"source": source, "path": "x"},
+               "diffusion": {"space": space}},
+     f"diffusion.space='{space}' and data.source='{source}' do not go")
+    for space, source in (
+      ("latent", "digits"), ("latent", "image_folder"), ("pixel", "latents")
+    )
+  ),
+  *(
+    ("pixel", {"data": fields}, "must be 0.5 for diffusion.space='pixel'")
+    for fields in (
+      {"mean": (0.3,)}, {"std": (0.37,)}, {"mean": (0.0,), "std": (1.0,)}
+    )
+  ),
+  ("pixel", {"data": {"mean": (0.5, 0.5), "std": (0.5, 0.5)}},
+   "data.mean=(0.5, 0.5) must have model.channels=1 values"),
+  *(
+    ("dit", {"sample": {"steps": steps}}, f"sample.steps={steps!r} {words}")
+    for steps, words in (
+      ("501", "asks for 501 of the 500 timesteps"),
+      ("250,251", "asks for 251 of the 250 timesteps in section 2 of 2"),
+      ("ddim499", "must be the number of steps that an integer stride"),
+      ("0", "must be N, 'ddimN' or 'N,M,...'"),
+      ("many", "must be N, 'ddimN' or 'N,M,...'"),
+    )
+  ),
+  ("dit", {"model": {"label_dropout": 0.0}}, "sample.cfg_scale=1.5 must be 1"),
+  ("dit", {"model": {"label_dropout": 0.0}, "sample": {"labels": (-1,)}},
+   "has no label that stands for none"),
+  ("dit", {"sample": {"labels": (3, 10)}}, "(3, 10) must be in [-1, 9]"),
+  ("dit", {"sample": {"method": "heun"}}, "'heun' must be one of ('ddpm'"),
+  ("flow", {"model": {"learn_sigma": True}}, "learn_sigma=True must be False"),
+  ("flow", {"sample": {"method": "ddim"}}, "must be one of ('euler', 'heun')"),
+  ("flow", {"sample": {"steps": "ddim50"}}, "'ddim50' must be a number in"),
+  ("flow", {"sample": {"steps": "0"}}, "steps='0' must be a number in"),
+  ("flow", {"sample": {"eta": 0.5}}, "eta=0.5 must be 0 for sample.method='h"),
+  ("flow", {"diffusion": {"prediction": "v"}}, "'flow' needs 'velocity'"),
+  ("flow", {"diffusion": {"schedule": "linear"}}, "'flow' needs 'velocity'"),
+  ("llm", {"data": {"sequence_length": 33}},
+   "data.sequence_length=33 must be at most model.max_length=32"),
+  ("llm", {"tune": {"top_k_steps": (0, 2), "top_k_values": (3, 1)}},
+   "must end with the model.top_k of the layers that route, (2,)"),
+  ("llm", {"tune": {"top_k_steps": (0, 2), "top_k_values": (4, 2)}},
+   "tune.top_k_values=(4, 2) must be at most the 3 routed heads"),
+  ("llm", {"tune": {"top_k_steps": (0, 9**6), "top_k_values": (3, 2)}},
+   "must end before train.steps="),
+  ("llm", {"tune": _SCHEDULE, "model": {"top_k": (2, 3)}},
+   "must end with the model.top_k of the layers that route, (2, 3)"),
+  ("llm", {"tune": _SCHEDULE,
+           "model": {"router": config_lib.RouterConfig("none")}},
+   "must end with the model.top_k of the layers that route, ()"),
+)  # fmt: skip
+_OLD = {
+  "model": {
+    "family": "llm",
+    "router": "query_norm",
+    "gate_form": "paper",
+    "two_stage": False,
+    "straight_through": "all",
+    "rope_theta": 5.0,
+    "rope_scaling": "llama3",
+    "rope_factor": 2.0,
+    "rope_low_freq_factor": 1.5,
+    "rope_high_freq_factor": 3.0,
+    "rope_original_length": 7,
+  },
+  "train": {
+    "steps": 9,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "cutmix_prob": 0.5,
+    "label_smoothing": 0.0,
+  },
+}
+
+
+def _with(config, **sections):
+  """The run with fields of some sections changed, checked once at the end."""
+  changed = {
+    name: dataclasses.replace(getattr(config, name), **fields)
+    for name, fields in sections.items()
+  }
+  return dataclasses.replace(config, **changed)
+
+
+def _changed(section, run=_VIT, **fields):
+  cfg = config_lib.to_config_dict(run).to_dict()
+  cfg[section] = {**cfg[section], **fields}
+  return cfg
+
+
+class ChecksTest(parameterized.TestCase):
+  @parameterized.parameters(*_REFUSED)
+  def test_sections_that_do_not_fit_are_named(self, run, sections, words):
+    with self.assertRaisesRegex(ValueError, re.escape(words)):
+      _with(_RUNS[run], **sections)
+
+  @parameterized.parameters(
+    ("pixel", {"data": {"source": "fake"}, "diffusion": {"space": "latent"}}),
+    ("pixel", {"data": {"source": "fake"}}),
+    # Latents are not normalized by the data.
+    ("dit", {"model": {"channels": 4},
+             "data": {"mean": (0.1,) * 5, "std": (0.2,) * 5}}),
+    ("dit", {"model": {"label_dropout": 0.0}, "sample": {"cfg_scale": 1.0}}),
+    # A schedule ignores layers that route nothing.
+    ("llm", {"model": {"shared_heads": (4, 1), "top_k": (0, 2)},
+             "tune": _SCHEDULE}),
+    ("llm", {"data": {"sequence_length": 32}}),
+  )  # fmt: skip
+  def test_sections_that_fit_are_taken(self, run, sections):
+    changed = _with(_RUNS[run], **sections)
+    for name, fields in sections.items():
+      for field, value in fields.items():
+        self.assertEqual(getattr(getattr(changed, name), field), value)
+
+  @parameterized.parameters(
+    ("dit", "diffusion", None, "'diffusion' must be a DiffusionConfig for"),
+    ("dit", "sample", None, "not a NoneType"),
+    ("llm", "tune", None, "'tune' must be a TuneConfig for model.family='llm'"),
+    ("llm", "data", config_lib.DataConfig(), "'llm', not a DataConfig"),
+    ("vit", "tune", config_lib.TuneConfig(), "unknown config section 'tune'"),
+    ("vit", "sample", config_lib.SampleConfig(), "section 'sample' for model."),
+    ("dit", "classifier", config_lib.ClassifierConfig(), "unknown config sec"),
+  )
+  def test_sections_are_those_of_the_family(self, run, name, section, words):
+    with self.assertRaisesRegex(ValueError, words):
+      dataclasses.replace(_RUNS[run], **{name: section})
+
+  def test_served_run_has_no_schedule(self):
+    served = _LLM.served()
+    self.assertEqual(served.tune, config_lib.TuneConfig())
+    self.assertEqual(served, dataclasses.replace(_LLM, tune=served.tune))
+    self.assertEqual(_DIT.served(), _DIT)
 
 
 class ConfigTest(absltest.TestCase):
   def test_sections_of_the_family_are_attributes(self):
     self.assertEqual(_DIT.diffusion.steps, 500)
     self.assertEqual(list(_DIT.sections), ["diffusion", "sample"])
-
-  def test_what_is_left_out_takes_its_defaults(self):
-    self.assertEqual(_DIT.sample, config_lib.SampleConfig())
-    self.assertEqual(_DIT.data, config_lib.DataConfig())
-    llm = Config(config_lib.LLMConfig())
-    self.assertEqual(llm.data, config_lib.TextDataConfig())
-
-  def test_section_of_another_family_is_no_attribute(self):
     with self.assertRaisesRegex(AttributeError, "'tune', only .*'diffusion'"):
       _ = _DIT.tune
     self.assertFalse(hasattr(_DIT, "classifier"))
+
+  def test_what_is_left_out_takes_its_defaults(self):
+    run = Config(config_lib.DiTConfig())
+    self.assertEqual(run.sample, config_lib.SampleConfig())
+    self.assertEqual(run.data, config_lib.DataConfig())
+    self.assertEqual(
+      Config(config_lib.LLMConfig()).data, config_lib.TextDataConfig()
+    )
 
   def test_replace_changes_sections_of_the_family(self):
     sample = config_lib.SampleConfig(num=4)
@@ -45,6 +252,192 @@ class ConfigTest(absltest.TestCase):
   def test_fields_cannot_be_set(self):
     with self.assertRaises(dataclasses.FrozenInstanceError):
       _DIT.diffusion = config_lib.DiffusionConfig()
+
+
+class FormsTest(parameterized.TestCase):
+  """ConfigDict, JSON and dicts of the same run."""
+
+  @parameterized.parameters(*_RUNS)
+  def test_round_trips(self, run):
+    config = _RUNS[run]
+    cfg = config_lib.to_config_dict(config)
+    self.assertEqual(config_lib.from_config_dict(cfg), config)
+    stored = json.loads(config_lib.to_json(config))
+    self.assertEqual(config_lib.from_config_dict(stored), config)
+    self.assertCountEqual(stored, config.by_name())
+    self.assertEqual(config_lib.upgrade(stored), stored)
+
+  def test_missing_sections_take_their_defaults(self):
+    for config in (_VIT, _DIT):
+      cfg = {"model": dataclasses.asdict(config.model)}
+      expected = Config(model=config.model)
+      self.assertEqual(config_lib.from_config_dict(cfg), expected)
+
+  @parameterized.parameters("nope", "optim.nope", "model.nope")
+  def test_locked_dict_refuses_an_unknown_key(self, path):
+    cfg = config_lib.to_config_dict(_VIT)
+    with self.assertRaises(KeyError):
+      cfg.update_from_flattened_dict({path: 1})
+
+  @parameterized.parameters(
+    ({"data": {}}, "no section 'model'"),
+    (
+      {**_changed("model"), "optimizer": {}},
+      "'optimizer' for .*; known: .*'o",
+    ),
+    ({**_changed("model"), "sample": {}}, "unknown config section 'sample'"),
+    ({**_changed("model"), "model": 3}, "model"),
+    ({**_changed("model"), "log": 3}, "log"),
+    (_changed("model", family="resnet"), r"family=.*\('vit', 'dit', 'llm'"),
+    (_changed("model", family=None), r"model\.family=None .*\('vit', 'dit', "),
+    (_changed("model", family=["vit"]), r"model\.family=\['vit'\]"),
+  )
+  def test_sections_that_are_none_are_refused(self, cfg, words):
+    with self.assertRaisesRegex(ValueError, words):
+      config_lib.from_config_dict(cfg)
+
+  @parameterized.parameters(
+    ("vit", "data", "batch_size", 8.0, "must be of type int"),
+    ("vit", "data", "batch_size", True, "must be of type int"),
+    ("vit", "data", "path", 7, "must be of type str"),
+    ("vit", "data", "mean", 0.5, "must be a tuple"),
+    ("vit", "data", "mean", (0.1, "x", 0.3), "data.mean[1]='x' must be of"),
+    ("vit", "optim", "lr", "1e-3", "must be of type float"),
+    ("vit", "optim", "lr", None, "must be of type float"),
+    ("vit", "optim", "lr", True, "must be of type float"),
+    ("vit", "optim", "lr", 10**400, "must be finite"),
+    ("vit", "optim", "no_decay", "*/bias", "must be a tuple"),
+    ("vit", "train", "steps", "10", "must be of type int"),
+    ("vit", "checkpoint", "async_save", 1, "must be of type bool"),
+    ("vit", "model", "depths", 1, "must be a tuple"),
+    ("vit", "model", "num_classes", "many", "must be of type int"),
+    ("vit", "model", "num_classes", True, "must be of type int"),
+    ("vit", "model", "image_size", (8, 8, 3), "must have 2 values"),
+    ("vit", "model", "router", {"kinds": "none"},
+     "unknown config key model.router.kinds; did you mean 'kind'?; known:"),
+    ("vit", "model", "router", {"two_stage": "yes"},
+     "model.router.two_stage='yes' must be of type bool"),
+    ("vit", "model", "router", {"kind": "one"},
+     "model.router.kind='one' must be one of ('two_stage', "),
+    ("vit", "model", "router", {"gate_form": "x"},
+     "model.router.gate_form='x' must be one of ('rel"),
+    ("vit", "model", "router", 3,
+     "model.router=3 must be a section with the fields ['kind', "),
+    ("vit", "model", "router", "none", "looks like model.router.kind"),
+    ("vit", "model", "gate_form", "paper", "now model.router.gate_form"),
+    ("vit", "train", "mixup", 0.2, "it is now classifier.mixup"),
+    ("dit", "diffusion", "step", 3,
+     "unknown config key diffusion.step; did you mean 'steps'?; known:"),
+    ("dit", "diffusion", "steps", "1000", "must be of type int"),
+    ("dit", "sample", "steps", 250, "must be of type str"),
+    ("dit", "sample", "cfg_interval", (1, 2, 3), "must have 2 values"),
+    ("llm", "model", "head_order", ((0, "1"),), "head_order[0][1]='1' must"),
+    ("llm", "data", "ratios", ("1",), "data.ratios[0]='1' must be of type"),
+    ("llm", "data", "augment", "none", "unknown config key data.augment"),
+    ("llm", "model", "rope", {"base": 5.0},
+     "unknown config key model.rope.base; known: ['attention_factor', "),
+    ("llm", "model", "rope", {"theta": "5"},
+     "model.rope.theta='5' must be of type float"),
+    ("llm", "model", "rope", {"low_freq_factor": 9.0},
+     "model.rope.low_freq_factor=9.0 must be above 0 and below"),
+    ("llm", "tune", "top_k_steps", 0, "tune.top_k_steps=0 must be a tuple"),
+    *(
+      (run, section, "xyz", 1, f"unknown config key {section}.xyz; known: [")
+      for run in ("vit", "dit", "llm")
+      for section in _RUNS[run].by_name()
+    ),
+  )  # fmt: skip
+  def test_keys_and_types_are_named(self, run, section, key, value, words):
+    with self.assertRaisesRegex(ValueError, re.escape(words)) as caught:
+      config_lib.from_config_dict(_changed(section, _RUNS[run], **{key: value}))
+    self.assertIn(f"{section}.{key}", str(caught.exception))
+
+  def test_unset_leaves_are_none_and_can_be_set(self):
+    cfg = config_lib.to_config_dict(_VIT)
+    self.assertIsNone(cfg.model.num_classes)
+    self.assertIsNone(config_lib.from_config_dict(cfg).model.num_classes)
+    cfg.model.num_classes = 7
+    cfg.data.mean = cfg.data.std = (0.5,) * 3
+    self.assertEqual(config_lib.from_config_dict(cfg).model.num_classes, 7)
+    with self.assertRaises(TypeError):
+      cfg.model.num_classes = "many"
+
+
+class OverridesTest(absltest.TestCase):
+  def test_only_the_named_field_changes_and_is_checked(self):
+    changed = config_lib.apply_overrides(_VIT, "model", top_k=(2,))
+    self.assertEqual(changed.model.top_k, (2,))
+    back = config_lib.apply_overrides(changed, "model", top_k=(1,))
+    self.assertEqual(back, _VIT)
+    with self.assertRaisesRegex(ValueError, "top_k=4"):
+      config_lib.apply_overrides(_VIT, "model", top_k=(4,))
+
+  def test_nested_section_keeps_its_other_fields(self):
+    router = {"two_stage": False}
+    changed = config_lib.apply_overrides(_VIT, "model", router=router)
+    changed = config_lib.apply_overrides(
+      changed, "model", router={"gate_form": "paper"}
+    )
+    self.assertEqual(
+      changed.model.router,
+      config_lib.RouterConfig(gate_form="paper", two_stage=False),
+    )
+
+  def test_differing_fields_and_both_values_are_named(self):
+    router = config_lib.RouterConfig("none")
+    ours = dataclasses.replace(_VIT.model, num_classes=1000)
+    theirs = dataclasses.replace(
+      _VIT.model, top_k=(3,), num_classes=5, router=router
+    )
+    self.assertEqual(
+      config_lib.differing_fields(ours, theirs, "model"),
+      [
+        "model.num_classes: 1000 here, 5 there",
+        "model.router.kind: 'two_stage' here, 'none' there",
+        "model.top_k: (1,) here, (3,) there",
+      ],
+    )
+    same = dataclasses.replace(ours)
+    self.assertEmpty(config_lib.differing_fields(ours, same, "model"))
+
+
+class UpgradeTest(parameterized.TestCase):
+  def test_values_move_to_their_sections(self):
+    before = repr(_OLD)
+    config = config_lib.from_config_dict(config_lib.upgrade(_OLD))
+    self.assertEqual(
+      config.model.router,
+      config_lib.RouterConfig("query_norm", "paper", False, "all"),
+    )
+    self.assertEqual(
+      config.model.rope,
+      config_lib.RotaryConfig(5.0, "llama3", 2.0, 1.5, 3.0, 7),
+    )
+    self.assertEqual(config.train, config_lib.TrainConfig(steps=9))
+    self.assertEqual(repr(_OLD), before)
+
+  def test_classifiers_keep_how_targets_are_made(self):
+    train = {"mixup": 0.2, "cutmix_prob": 0.25, "label_smoothing": 0.1}
+    old = {"model": {"family": "vit", "router": "none"}, "train": train}
+    config = config_lib.from_config_dict(config_lib.upgrade(old))
+    self.assertEqual(
+      config.classifier,
+      config_lib.ClassifierConfig(0.1, mixup=0.2, cutmix_prob=0.25),
+    )
+    self.assertEqual(config.model.router, config_lib.RouterConfig("none"))
+
+  def test_reduced_decoding_was_exact_in_evaluation(self):
+    data = {"source": "image_folder", "path": "x", "augment": "crop_flip"}
+    old = {"model": {"family": "vit"}, "data": {**data, "decode": "reduced"}}
+    config = config_lib.from_config_dict(config_lib.upgrade(old))
+    self.assertEqual(config.data.decode, "exact")
+
+  @parameterized.parameters(*base.MOVED.values())
+  def test_present_keys_exist(self, present):
+    run = _LLM if present.startswith("model") else _VIT
+    found = config_lib.to_dict(run)
+    for part in present.split("."):
+      found = found[part]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from moh_jax.config import (
   released_model,
   without_router,
 )
-from moh_jax.config.sizes_llm import LLM_MODELS
+from moh_jax.config.released import LLM_MODELS
 from moh_jax.convert import hf_config, hf_config_writer
 from tests.convert import tiny_llm
 

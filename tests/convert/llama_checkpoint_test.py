@@ -16,7 +16,7 @@ from moh_jax.config import (
   TuneConfig,
   released_model,
 )
-from moh_jax.config.sizes_llm import LLM_MODELS
+from moh_jax.config.released import LLM_MODELS
 from moh_jax.convert import checkpoints, hf_config_writer, tensor_writer
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run

@@ -22,8 +22,7 @@ from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenize import held_out_parts, tokenize
 from moh_jax.data.tokenizers import BytesTokenizer
-from tests.data.images import photos
-from tests.data.text import tiny_sets, tiny_text
+from tests.data import photos, tiny_sets, tiny_text
 
 _RECORDED = pathlib.Path(__file__).parent / "recorded" / "first_batches.json"
 _MODEL = ViTConfig(

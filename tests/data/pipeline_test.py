@@ -1,19 +1,29 @@
+"""Training streams that decode and resize less (`data.decode`)."""
+
+import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
 from unittest import mock
 
+import grain
 import numpy as np
 import pytest
 from absl import logging
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.data import image_folders, pipeline
-from tests.data.text import tiny_sets
+from moh_jax.config import Config, DataConfig
+from moh_jax.data import decode, pipeline, sources
+from moh_jax.data.pipeline import RepeatedImages
+from tests.data import augment_test, tiny_sets
+from tests.data.photos import encode, photo
+from tests.data.sources_test import _MODEL
 
 CONFIG = config_lib.Config(
   model=config_lib.ViTConfig(
@@ -84,56 +94,16 @@ def _assert_equal(test, ours, theirs):
 
 
 class TrainBatchesTest(parameterized.TestCase):
-  def test_batches_hold_images_and_labels(self):
-    (batch,) = _batches(count=1)
-    self.assertEqual(batch["image"].shape, (4, 8, 8, 1))
-    self.assertEqual(batch["image"].dtype, np.uint8)
-    self.assertEqual(batch["label"].shape, (4,))
-    self.assertEqual(batch["label"].dtype, np.int32)
-
-  def test_same_seed_same_batches(self):
-    _assert_equal(self, _batches(), _batches())
-
-  def test_number_of_threads_changes_nothing(self):
-    one = config_lib.apply_overrides(CONFIG, "data", num_threads=1, prefetch=1)
-    _assert_equal(self, _batches(), _batches(one))
-
   def test_more_threads_than_examples_ahead_are_no_warning(self):
     many = config_lib.apply_overrides(CONFIG, "data", num_threads=64)
     with mock.patch.object(logging, "warning") as warning:  # of grain
       _batches(many, count=1)
     warning.assert_not_called()
 
-  def test_another_seed_another_order(self):
-    other = config_lib.apply_overrides(CONFIG, "train", seed=1)
-    ours, theirs = (
-      _labels(_batches(examples=32)),
-      _labels(_batches(other, examples=32)),
-    )
-    self.assertFalse(np.array_equal(ours, theirs))
-
-  def test_another_seed_another_augmentation(self):
-    other = config_lib.apply_overrides(CONFIG, "train", seed=1)
-    ours, theirs = _batches(examples=1), _batches(other, examples=1)
-    self.assertFalse(
-      all(np.array_equal(a["image"], b["image"]) for a, b in zip(ours, theirs))
-    )
-
   def test_every_epoch_is_a_permutation(self):
     labels = _labels(_batches(examples=10, count=10)).reshape(4, 10)
     for epoch in labels:
       self.assertCountEqual(epoch, range(10))
-
-  def test_every_epoch_is_reshuffled(self):
-    labels = _labels(_batches(examples=12, count=9)).reshape(3, 12)
-    orders = {tuple(epoch) for epoch in labels}
-    self.assertLen(orders, 3)
-    self.assertNotIn(tuple(range(12)), orders)
-
-  def test_an_example_is_augmented_anew_each_time(self):
-    batches = _batches(examples=1, count=4)
-    images = np.concatenate([batch["image"] for batch in batches])
-    self.assertGreater(len(np.unique(images, axis=0)), 3)
 
   def test_examples_keep_their_labels(self):
     plain = config_lib.apply_overrides(CONFIG, "data", augment="none")
@@ -146,12 +116,6 @@ class TrainBatchesTest(parameterized.TestCase):
     whole = _batches(count=10)
     rest = _batches(position=position, count=10 - position)
     _assert_equal(self, rest, whole[position:])
-
-  def test_seek_goes_back(self):
-    stream = tiny_sets.train_stream(CONFIG, _Numbered(10))
-    first = list(itertools.islice(stream, 5))
-    stream.seek(2)
-    _assert_equal(self, list(itertools.islice(stream, 3)), first[2:])
 
   def test_position_counts_the_batches_taken(self):
     stream = tiny_sets.train_stream(CONFIG, _Numbered(10))
@@ -176,51 +140,12 @@ class TrainBatchesTest(parameterized.TestCase):
         for name in theirs:
           np.testing.assert_array_equal(ours[name], theirs[name][list(rows)])
 
-  def test_position_outlives_a_change_of_processes(self):
-    whole = _batches(count=6)
-    part = _batches(rows=(1, 2), position=4, count=2)
-    for ours, theirs in zip(part, whole[4:], strict=True):
-      np.testing.assert_array_equal(ours["image"], theirs["image"][[1, 2]])
-
-  def test_unreadable_image_is_named(self):
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-    file = root / "train" / "ant" / "1.png"
-    file.parent.mkdir(parents=True)
-    file.write_text("no image")
-    source = image_folders.ImageFolderSource(str(root), "train", 1)
-    stream = tiny_sets.train_stream(CONFIG, source)
-    with self.assertRaises(ValueError) as caught:
-      next(stream)
-    self.assertIn(str(file), str(caught.exception))
-
 
 class RepeatsTest(parameterized.TestCase):
   def _labels(self, examples, repeats=3, count=8, **data):
     values = {"augment": "none", "repeats": repeats, **data}
     config = config_lib.apply_overrides(CONFIG, "data", **values)
     return _labels(_batches(config, examples, count=count))
-
-  def test_copies_follow_one_another_and_are_augmented_apart(self):
-    config = config_lib.apply_overrides(CONFIG, "data", repeats=3)
-    batches = _batches(config, examples=30, count=6)
-    labels = _labels(batches).reshape(8, 3)
-    np.testing.assert_array_equal(labels, labels[:, :1].repeat(3, axis=1))
-    self.assertLen(set(labels[:, 0]), 8)
-    images = np.concatenate([batch["image"] for batch in batches])
-    apart = [len(np.unique(part, axis=0)) for part in images.reshape(8, 3, -1)]
-    self.assertGreater(np.mean(apart), 2)
-
-  def test_epoch_has_a_third_of_the_images_three_times_each(self):
-    labels = self._labels(30, count=15).reshape(2, 30)
-    for epoch in labels:
-      self.assertEqual(set(np.unique(epoch, return_counts=True)[1]), {3})
-    self.assertNotEqual(set(labels[0]), set(labels[1]))
-
-  def test_order_is_the_shuffled_one_of_an_epoch(self):
-    plain, thrice = self._labels(300, 1, 150), self._labels(300, 3, 128)
-    np.testing.assert_array_equal(thrice[:256], plain[:86].repeat(3)[:256])
-    second = plain[300:386].repeat(3)[:256]
-    np.testing.assert_array_equal(thrice[256:], second)
 
   def test_seek_and_rows_find_the_same_images(self):
     config = config_lib.apply_overrides(CONFIG, "data", repeats=3)
@@ -315,18 +240,6 @@ class EvalBatchesTest(parameterized.TestCase):
     np.testing.assert_array_equal(last["label"][2:], 0)
     self.assertEqual(last["mask"].dtype, np.float32)
 
-  def test_is_neither_shuffled_nor_random(self):
-    _assert_equal(self, _eval(), _eval())
-    other = config_lib.apply_overrides(CONFIG, "train", seed=1)
-    _assert_equal(self, _eval(), _eval(other))
-
-  def test_images_are_resized(self):
-    model = dataclasses.replace(CONFIG.model, image_size=(12, 4))
-    config = dataclasses.replace(CONFIG, model=model)
-    batch = _eval(config)[0]
-    self.assertEqual(batch["image"].shape, (4, 12, 4, 1))
-    self.assertEqual(batch["image"].dtype, np.uint8)
-
   @parameterized.product(
     processes=(((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))),
     examples=(10, 1, 16),
@@ -338,6 +251,155 @@ class EvalBatchesTest(parameterized.TestCase):
       for ours, theirs in zip(part, whole, strict=True):
         for name in theirs:
           np.testing.assert_array_equal(ours[name], theirs[name][list(rows)])
+
+
+_SIZES = ((400, 300), (150, 200), (60, 40))
+
+
+class DecodeTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    for name in ("china", "flower"):
+      for i, size in enumerate(_SIZES):
+        path = self.root / "train" / name / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode(photo(size, name=name)))
+
+  def _config(self, mode, **data):
+    if mode == "fast":
+      pytest.importorskip("cykooz_resizer")
+    model = dataclasses.replace(_MODEL, image_size=(32, 24))
+    values = {"augment": "crop_flip", "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    section = DataConfig(
+      source="image_folder",
+      path=str(self.root),
+      decode=mode,
+      batch_size=4,
+      num_threads=2,
+      **values | data,
+    )
+    return Config(model=model, data=section)
+
+  def _batches(self, config, count, start=0):
+    source = sources.make_source(config, "train")
+    dataset = pipeline.train_images(config, source)
+    stream = pipeline.TrainBatches(dataset, config.data, range(4))
+    stream.seek(start)
+    batches = [next(stream) for _ in range(count)]
+    stream.close()
+    return batches
+
+  def test_crops_are_about_those_of_all_pixels(self):
+    exact = self._batches(self._config("exact"), 12)
+    ours = self._batches(self._config("fast"), 12)
+    differences = []
+    for batch, expected in zip(ours, exact):
+      np.testing.assert_array_equal(batch["label"], expected["label"])
+      self.assertEqual(batch["image"].dtype, np.uint8)
+      differences.append(
+        np.abs(batch["image"].astype(int) - expected["image"]).mean()
+      )
+    self.assertBetween(np.mean(differences), 0.01, 1)
+
+  def test_damaged_images_are_replaced_or_named(self):
+    path = self.root / "train/flower/0.jpg"
+    path.write_bytes(path.read_bytes()[:3000])
+    batches = self._batches(self._config("fast", bad_images="skip"), 6)
+    self.assertLen(batches, 6)
+    with self.assertRaisesRegex(ValueError, "flower/0.jpg: damaged or trunc"):
+      self._batches(self._config("fast"), 6)
+
+  @parameterized.parameters("exact", "fast")
+  def test_evaluation_is_that_of_all_pixels(self, mode):
+    config = self._config(mode, eval_resize=40)
+    source = sources.make_source(config, "train")
+    crop, *_ = pipeline.eval_recipe(config)
+    ready = pipeline.held_out_images(config, source)
+    self.assertLen(ready, len(source))
+    for index in range(len(source)):
+      content = source.read(index).content
+      image = decode.decode_image(content, 3, "x", fast=mode == "fast")
+      expected = crop.map({"image": image})
+      np.testing.assert_array_equal(ready[index]["image"], expected["image"])
+      self.assertEqual(ready[index]["label"], source[index]["label"])
+
+
+class _Slow:
+  """Examples whose readers wait for one another, and how often each is read."""
+
+  def __init__(self, size, together, broken=-1):
+    self._size, self._lock = size, threading.Lock()
+    self._broken = broken
+    self._barrier = threading.Barrier(together)
+    self.reads = collections.Counter()
+
+  def __len__(self):
+    return self._size
+
+  def __getitem__(self, index):
+    with self._lock:
+      self.reads[index] += 1
+    if index == self._broken:
+      raise ValueError(f"image {index} is broken")
+    self._barrier.wait(30)
+    return index
+
+
+def _images(size):
+  return grain.MapDataset.range(size).seed(0).shuffle()
+
+
+class RepeatedImagesTest(parameterized.TestCase):
+  def test_epochs_are_as_long_as_timms(self):
+    with np.load(augment_test.FILE) as file:
+      lengths = dict(zip(file["sizes"].tolist(), file["epochs"].tolist()))
+    self.assertEqual(lengths[1_281_167], 1251 * 1024)
+    for size, length in lengths.items():
+      self.assertLen(RepeatedImages(_images(size), 3), length)
+
+  @parameterized.parameters(2, 3, 5)
+  def test_order_is_the_shuffled_one_of_each_epoch(self, copies):
+    images = _images(300)
+    repeated = RepeatedImages(images, copies)
+    for index in (0, 1, 2, 100, 255, 256, 300, 511, 512, 5 * 256 + 7):
+      epoch, place = divmod(index, 256)
+      self.assertEqual(repeated[index], images[epoch * 300 + place // copies])
+
+  def test_threads_read_an_image_once_for_its_copies(self):
+    # Four threads read four images at a time, or the barrier breaks.
+    source = _Slow(12, together=4)
+    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
+    repeated = repeated.repeat()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+      for start in range(0, 36, 12):
+        found = list(pool.map(repeated.__getitem__, range(start, start + 12)))
+        self.assertEqual(found, list(np.repeat(range(4), 3)))
+    self.assertEqual(
+      source.reads, collections.Counter({i: 3 for i in range(4)})
+    )
+
+  def test_a_broken_image_is_an_error_for_each_copy(self):
+    source = _Slow(20, together=1, broken=1)
+    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
+    for index in (3, 4, 5):
+      with self.assertRaisesRegex(ValueError, "image 1 is broken"):
+        repeated[index]
+    self.assertEqual([repeated[2], repeated[6]], [0, 2])
+
+  def test_an_image_that_can_be_read_again_is_no_error(self):
+    source = _Slow(20, together=1, broken=1)
+    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
+    with self.assertRaisesRegex(ValueError, "image 1 is broken"):
+      repeated[3]
+    source._broken = -1
+    self.assertEqual([repeated[i] for i in (3, 4, 5)], [1, 1, 1])
+
+  def test_few_images_wait_for_copies_that_nobody_asks_for(self):
+    repeated = RepeatedImages(_images(1000), 3)
+    for index in range(0, 768, 3):
+      repeated[index]
+    self.assertLessEqual(len(repeated._reads), 32)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.diffusion import FLOW_METHODS
+from moh_jax.config.dit import FLOW_METHODS
 from moh_jax.diffusion.flow import even_times
 from moh_jax.diffusion.objective import training_losses
 from moh_jax.diffusion.prediction import training_target

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.diffusion import DIFFUSION_METHODS
+from moh_jax.config.dit import DIFFUSION_METHODS
 from moh_jax.diffusion import samplers
 from moh_jax.diffusion.prediction import reverse_step
 from moh_jax.diffusion.process import (

@@ -20,7 +20,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training import classification
-from tests.data.images import parquet_test
+from tests.data import image_tables_test as tables
 from tests.training import tiny
 
 _RNG = np.random.RandomState(0)
@@ -156,7 +156,7 @@ class DevicesTest(parameterized.TestCase):
     rng = np.random.default_rng(0)
     if source == "parquet":
       labels = [0] * 9 + [1] * 12  # 21: no multiple of 8
-      parquet_test.write(root / "0.parquet", parquet_test.make_table(labels))
+      tables.write(root / "0.parquet", tables.make_table(labels))
     else:
       for name, count in (("ant", 9), ("bee", 12)):
         (root / name).mkdir()

@@ -116,7 +116,7 @@ class OwnRouterTest(parameterized.TestCase):
     checkpoint.save_params(
       folder, tiny.random_params(config), checkpoint.Metadata(config, ())
     )
-    kinds = registry._ROUTERS._records
+    kinds = registry.ROUTERS._records
     known = {k: v for k, v in kinds.items() if k != "sigmoid"}
     with mock.patch.dict(kinds, known, clear=True):
       status, _, err = tiny_checkpoint.call("inspect", "--checkpoint", folder)

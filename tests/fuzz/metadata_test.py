@@ -18,7 +18,7 @@ from moh_jax.data.latents import LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.ops.kernels import backends
 from moh_jax.runtime import checkpoint, steps
-from tests.data.text import tiny_text
+from tests.data import tiny_text
 from tests.fuzz import hostile
 
 _LLAMA = {

@@ -21,7 +21,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import decode
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.runtime import sharding
-from tests.data.text import tiny_words
+from tests.data import tiny_words
 from tests.inference import tiny_writer
 from tests.training import tiny
 

@@ -10,7 +10,7 @@ from moh_jax.data.text_files import Prompts
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.options import Sampling
 from moh_jax.inference.prompt_file import complete_file
-from tests.data.text import tiny_words
+from tests.data import tiny_words
 from tests.inference import tiny_writer
 
 _TEXTS = [

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.config.rotary import RotaryConfig
+from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.heads import layer_layout
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops import head_layout

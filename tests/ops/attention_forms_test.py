@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.checks import IMPLEMENTATIONS
+from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import target as target_lib
 from moh_jax.ops.attention import attention, choose_cached_form, choose_form
 from moh_jax.ops.attention_forms import AttentionCase, Form

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.rotary import ROPE_SCALINGS, RotaryConfig
+from moh_jax.config.llm import ROPE_SCALINGS, RotaryConfig
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.position import (
   pooling_bins,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.checks import RESIZES
+from moh_jax.config.dit import RESIZES
 from moh_jax.convert.inception import convert_inception
 from moh_jax.convert.vae import convert_vae, public_config
 from moh_jax.data.latents import sample_posterior

@@ -2,7 +2,7 @@
 
 It needs transformers, tokenizers, sentencepiece and jinja2; `make` trains the
 tokenizers, and `record` adds one version's results. It writes to
-tests/data/text/recorded/:
+tests/data/recorded/:
 
   python tests/tools/record_tokenizers.py make
   python tests/tools/record_tokenizers.py record  # in an environment each of
@@ -23,7 +23,7 @@ import tokenizers as hf
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from random_texts import random_texts
 
-_RECORDED = pathlib.Path(__file__).parents[1] / "data/text/recorded"
+_RECORDED = pathlib.Path(__file__).parents[1] / "data/recorded"
 ROOT, CHAT = _RECORDED / "tokenizers", _RECORDED / "chat"
 _CORPUS = [
   *list(pydoc_data.topics.topics.values())[:12],

@@ -22,7 +22,7 @@ from moh_jax.training import language_modeling
 from moh_jax.training.language_modeling import make_loss, top_k_schedule
 from moh_jax.training.step import HEAD_LOADS, metric_values
 from moh_jax.training.train import train
-from tests.data.text import tiny_text, tiny_words
+from tests.data import tiny_text, tiny_words
 from tests.training import tiny
 from tests.training.tiny import make_task
 

@@ -10,13 +10,16 @@ from absl.testing import absltest, parameterized
 from jax.sharding import PartitionSpec as P
 
 from moh_jax.config import Config
-from moh_jax.config.sections import OPTIMIZERS
+from moh_jax.config.base import choices
+from moh_jax.config.sections import OptimConfig
 from moh_jax.runtime import sharding
 from moh_jax.training import saving
 from moh_jax.training.program import make_program
 from moh_jax.training.step import TrainState
 from tests.training import tiny
 from tests.training.tiny import make_task
+
+OPTIMIZERS = choices(OptimConfig, "name")
 
 _STEPS = 5
 _ONE = {"data": 1, "max_imbalance": 2.0}

@@ -17,12 +17,10 @@ from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.training.train import train
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm
-from tests.data.text import tiny_text
+from tests.data import tiny_text
 from tests.training import tiny
 
-_TOKENIZERS = (
-  pathlib.Path(__file__).parents[1] / "data/text/recorded/tokenizers"
-)
+_TOKENIZERS = pathlib.Path(__file__).parents[1] / "data/recorded/tokenizers"
 _TEMPLATE = "chat_template.jinja"
 
 

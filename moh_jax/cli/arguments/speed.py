@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from moh_jax import config as config_lib
 from moh_jax.cli import common, fields
 from moh_jax.config import Config
-from moh_jax.config.checks import DTYPES, IMPLEMENTATIONS
+from moh_jax.config.base import DTYPES
+from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.config.heads import HeadBudget
 
 MODES = ("forward", "forward_backward", "causal", "causal_forward_backward")

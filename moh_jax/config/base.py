@@ -1,0 +1,356 @@
+"""Sections: frozen dataclasses whose types say what their fields may hold.
+
+A field's type is the only place that states its range or its choices:
+
+  class OptimConfig(Section):
+    name: Literal["adamw", "lion"] = "adamw"
+    lr: Amount = 1e-3
+    warmup_steps: Natural | None = None
+
+`Section` checks every value by it, whether it comes from Python, JSON or a
+command line. This module needs the standard library alone, since layers and
+kernels read sections where nothing but JAX and Flax is installed.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import math
+import numbers
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
+
+# Largest values of fields that have no limit of their own: what an int32 holds,
+# and what float32 computes with.
+MOST_COUNT = 2**31 - 1
+MOST_NUMBER = 1e9
+# Larger sizes are mistakes: they would be built until memory ends.
+MOST_LAYERS = 1024
+MOST_HEADS = 4096
+MOST_WIDTH = 1 << 20  # columns of a layer
+_MOST_ITEMS = 1 << 16  # of a tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The numbers that a field may hold; none is infinite.
+
+  Attributes:
+    low: smallest.
+    high: largest; None is `MOST_COUNT` for integers and `MOST_NUMBER` for
+      others.
+    ends: which limits are allowed themselves, where a message names both: "[]",
+      "[)", "(]", or "(" for a low end alone that is not.
+  """
+
+  low: float
+  high: float | None = None
+  ends: str = ""
+
+  def refusal(self, value: float) -> str:
+    """What a value must be, or "" where it is allowed."""
+    high = self.high
+    if high is None:
+      high = MOST_COUNT if isinstance(value, int) else MOST_NUMBER
+    is_low = value > self.low if self.ends[:1] == "(" else value >= self.low
+    is_high = value < high if self.ends[1:] == ")" else value <= high
+    if is_low and is_high:
+      return ""
+    if self.ends == "(":
+      return f"above {self.low}, at most {high}"
+    if self.ends:
+      return f"in {self.ends[0]}{self.low}, {high}{self.ends[1]}"
+    if not is_low:
+      return f"at least {self.low}"
+    return "finite" if math.isinf(value) else f"at most {high}"
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Amount = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(0, ends="(")]
+Number = Annotated[float, Range(-MOST_NUMBER, MOST_NUMBER, "[]")]
+Share = Annotated[float, Range(0, 1, "[]")]
+Decay = Annotated[float, Range(0, 1, "[)")]
+Layers = Annotated[int, Range(1, MOST_LAYERS)]
+Heads = Annotated[int, Range(0, MOST_HEADS)]
+Width = Annotated[int, Range(1, MOST_WIDTH)]
+Side = Annotated[int, Range(1, 1 << 14)]  # rows or columns of an image
+Tokens = Annotated[int, Range(1, 1 << 24)]  # of a vocabulary or of a text
+Batch = Annotated[int, Range(1, 1 << 20)]
+Ahead = Annotated[int, Range(1, 1024)]  # threads, and batches made ahead
+Dtype = Literal["float32", "bfloat16"]
+DTYPES = typing.get_args(Dtype)
+
+
+class Section:
+  """A section of a config; subclasses are frozen dataclasses.
+
+  Lists become tuples, integers floats, and dicts nested sections, as the types
+  say.
+  """
+
+  # With which messages begin; may be "".
+  NAME: ClassVar[str] = "model"
+  # Fields that a run may be continued with other values of.
+  RUNTIME_FIELDS: ClassVar[tuple[str, ...]] = ()
+  # Fields that parameters were trained for: a run cannot start from them with
+  # others.
+  NUMERIC_FIELDS: ClassVar[tuple[str, ...]] = ()
+  # Registries in which fields are looked up, see `registry.Registry`.
+  REGISTRIES: ClassVar[Mapping[str, Any]] = {}
+  # Whether the section says nothing of a model that is served.
+  ONLY_TRAINS: ClassVar[bool] = False
+
+  def __post_init__(self):
+    for name, hint in hints(type(self)).items():
+      value = converted(self._path(name), getattr(self, name), hint)
+      object.__setattr__(self, name, value)
+    for name, registry in self.REGISTRIES.items():
+      registry.get(getattr(self, name))
+    self.check()
+
+  def _path(self, name: str) -> str:
+    return f"{self.NAME}.{name}" if self.NAME else name
+
+  def check(self) -> None:
+    """Raises ValueError where fields do not fit together."""
+
+  def fail(self, name: str, allowed: str) -> NoReturn:
+    """Raises the ValueError of a field: its name, value and what is allowed."""
+    value = shown(getattr(self, name))
+    raise ValueError(f"{self._path(name)}={value} {allowed}")
+
+
+class GivenText(str):
+  """The text of an override, which the type of its field says how to read."""
+
+
+@functools.cache
+def hints(cls: type) -> dict[str, Any]:
+  """The fields of a dataclass with their types, ranges among them."""
+  every = typing.get_type_hints(cls, include_extras=True)
+  return {field.name: every[field.name] for field in dataclasses.fields(cls)}
+
+
+def choices(cls: type, name: str) -> tuple[Any, ...]:
+  """All allowed values of a field of a section, () where there is no list."""
+  if name in getattr(cls, "REGISTRIES", {}):
+    return cls.REGISTRIES[name].names()
+  hint = without_none(hints(cls)[name])
+  return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+def without_none(hint: Any) -> Any:
+  """T of a type `T | None`; any other type as it is."""
+  if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+    return hint
+  (kind,) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+  return kind
+
+
+def plain(hint: Any) -> Any:
+  """A type without the range of its numbers; choices are text."""
+  if typing.get_origin(hint) is Annotated:
+    return typing.get_args(hint)[0]
+  return str if typing.get_origin(hint) is Literal else hint
+
+
+def shown(value: Any) -> str:
+  """A value for a message, in a few words however long it is."""
+  try:
+    text = repr(value)
+  except ValueError:  # an integer of more digits than Python writes
+    text = "an integer of thousands of digits"
+  return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# Older keys, and where their values stand now.
+MOVED = {
+  "model.router": "model.router.kind",
+  "model.gate_form": "model.router.gate_form",
+  "model.two_stage": "model.router.two_stage",
+  "model.straight_through": "model.router.straight_through",
+  "model.rope_theta": "model.rope.theta",
+  "model.rope_scaling": "model.rope.scaling",
+  "model.rope_factor": "model.rope.factor",
+  "model.rope_low_freq_factor": "model.rope.low_freq_factor",
+  "model.rope_high_freq_factor": "model.rope.high_freq_factor",
+  "model.rope_original_length": "model.rope.original_length",
+  "train.label_smoothing": "classifier.label_smoothing",
+  "train.mixup": "classifier.mixup",
+  "train.cutmix": "classifier.cutmix",
+  "train.cutmix_prob": "classifier.cutmix_prob",
+}
+
+
+def unknown_key(path: str, known: Iterable[str] = ()) -> str:
+  """The error of a config key that does not exist.
+
+  Args:
+    path: of the key, for instance "model.gate_form".
+    known: keys that its section has.
+  """
+  if path in MOVED:
+    return f"unknown config key {path}; it is now {MOVED[path]}"
+  hint = f"; known: {sorted(known)}" if known else ""
+  for close in difflib.get_close_matches(path.rpartition(".")[2], known, 1):
+    hint = f"; did you mean {close!r}?{hint}"
+  return f"unknown config key {path}{hint}"
+
+
+def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
+  """Builds a section; arguments and errors as for `read_fields`."""
+  given = read_fields(name, cls, values)
+  try:
+    return cls(**given)
+  except ValueError as error:
+    # A nested section names its fields from itself on: "router.kind=...".
+    parent = name.rpartition(".")[0]
+    raise ValueError(f"{parent}.{error}" if parent else str(error)) from error
+
+
+def read_fields(
+  name: str, cls: type, values: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Reads fields of a section by the types that its dataclass declares.
+
+  Args:
+    name: path of the section, for errors.
+    cls: its dataclass.
+    values: some of its fields; lists and dicts stand for tuples and nested
+      sections, `GivenText` for a value of any type.
+
+  Raises:
+    ValueError: an unknown key, a wrong type or a value out of range.
+  """
+  if not isinstance(values, Mapping):
+    raise ValueError(f"config section {name}={values!r} must have fields")
+  known = hints(cls)
+  for key in values:
+    if key not in known:
+      raise ValueError(unknown_key(f"{name}.{key}", known))
+  return {
+    key: converted(f"{name}.{key}", value, known[key])
+    for key, value in values.items()
+  }
+
+
+def converted(path: str, value: Any, hint: Any) -> Any:
+  """A value as its type wants it.
+
+  Args:
+    path: of the key, for errors.
+    value: from Python, JSON or, as `GivenText`, a command line.
+    hint: type of the field, see the module.
+
+  Raises:
+    ValueError: a wrong type or a value out of range.
+  """
+  is_given = isinstance(value, GivenText)
+  kind = without_none(hint)
+  if kind is not hint:
+    is_none = value is None or (is_given and value.lower() == "none")
+    return None if is_none else converted(path, value, kind)
+  if is_given:
+    value = _read(value, plain(hint))
+  origin = typing.get_origin(hint)
+  if origin is Literal:
+    if value not in typing.get_args(hint):
+      raise ValueError(
+        f"{path}={shown(value)} must be one of {typing.get_args(hint)}"
+      )
+  elif origin is tuple:
+    value = _tuple(path, value, hint)
+  elif origin is Annotated:
+    kind, limits = typing.get_args(hint)
+    value = _of_type(path, value, kind)
+    if allowed := limits.refusal(value):
+      raise ValueError(f"{path}={shown(value)} must be {allowed}")
+  elif dataclasses.is_dataclass(hint):
+    value = _nested(path, value, hint)
+  else:
+    value = _of_type(path, value, hint)
+  return value
+
+
+def _of_type(path: str, value: Any, kind: type) -> Any:
+  """A number, a bool or a text; integers become floats."""
+  if not isinstance(value, bool):
+    if kind is float and isinstance(value, numbers.Real):
+      try:
+        return float(value)
+      except OverflowError:
+        raise ValueError(f"{path}={shown(value)} must be finite") from None
+    if kind is int and isinstance(value, numbers.Integral):
+      return int(value)
+  if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    raise ValueError(f"{path}={shown(value)} must be of type {kind.__name__}")
+  return value
+
+
+def _tuple(path: str, value: Any, hint: Any) -> tuple[Any, ...]:
+  """Items of tuple[int, int] or tuple[str, ...]."""
+  if not isinstance(value, list | tuple) or len(value) > _MOST_ITEMS:
+    raise ValueError(
+      f"{path}={shown(value)} must be a tuple, {_MOST_ITEMS} values at most"
+    )
+  item, *rest = typing.get_args(hint)
+  length = None if rest == [...] else 1 + len(rest)
+  if length is not None and len(value) != length:
+    raise ValueError(f"{path}={value!r} must have {length} values")
+  return tuple(
+    converted(f"{path}[{i}]", part, item) for i, part in enumerate(value)
+  )
+
+
+def _nested(path: str, value: Any, cls: type) -> Any:
+  """A section inside of a section."""
+  if isinstance(value, cls):
+    return value
+  if isinstance(value, Mapping):
+    return make_section(path, cls, value)
+  hint = f"; {value!r} looks like {MOVED[path]}" if path in MOVED else ""
+  raise ValueError(
+    f"{path}={value!r} must be a section with the fields {[*hints(cls)]}{hint}"
+  )
+
+
+_BOOLS = {"true": True, "false": False}
+# "(1,2)" and "[[0,1],[1,0]]", whose first bracket closes at the end.
+_LISTED = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\[(?:[^][]|\[[^][]*\])*\]")
+_NO_LITERAL = (ValueError, SyntaxError, MemoryError, RecursionError)
+
+
+def _read(text: str, hint: Any) -> Any:
+  """An override's text as a value; whether the type allows it is checked."""
+  if hint is str:
+    return str(text)
+  if typing.get_origin(hint) is tuple:
+    text = text.strip()
+    listed = text[1:-1] if _LISTED.fullmatch(text) else text
+    return [GivenText(item) for item in split_items(listed)]
+  try:
+    value = _BOOLS.get(text.lower())
+    return ast.literal_eval(text) if value is None else value
+  except _NO_LITERAL:
+    return str(text)
+
+
+def split_items(text: str) -> list[str]:
+  """The items of "1,2", "(1, 2),(3,)" or "*bias,'a,b'", each as text."""
+  listed = re.sub(r"[\r\n]", " ", f"[{text}]")
+  try:
+    items, content = ast.parse(listed, mode="eval").body.elts, listed.encode()
+  except (*_NO_LITERAL, AttributeError):  # such as "/a,/b" or "(*/a,*/b),*/c"
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+  return [
+    item.value
+    if isinstance(item, ast.Constant) and isinstance(item.value, str)
+    else content[item.col_offset : item.end_col_offset].decode()
+    for item in items
+  ]

@@ -1,0 +1,323 @@
+"""The section `data`, and those of how its examples are used in training."""
+
+import dataclasses
+import itertools
+import re
+from typing import Annotated, Literal
+
+from moh_jax.config import base
+from moh_jax.config.base import shown
+from moh_jax.config.sources import SOURCES, check_source
+
+_Workers = Annotated[int, base.Range(0, 1024)]
+_SUM_TOLERANCE = 0.05  # percent: published mixes are rounded
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(base.Section):
+  """Where examples come from and how they become batches.
+
+  Attributes:
+    source: "digits" (scikit-learn's 1,797 scans), "image_folder"
+      (path/train/CLASS/* and path/val/CLASS/*, or path/CLASS/* with
+      `val_share`; images without class folders are one class),
+      "array_record" (shards of encoded images, path/train/*.array_record and
+      path/val/..., as `pack-images` writes them), "parquet" (Parquet or Arrow
+      files of the library `datasets` with image bytes, path/train-*.parquet or
+      path/train/*), "latents" (what `encode-latents` writes, in the same
+      places) or "fake" (random).
+    path: directory of the source; "digits" and "fake" have none.
+    batch_size: examples per optimizer step, over all devices and processes.
+    augment: change of training images: "none", "shift" (random crop after
+      padding by one eighth), "crop_flip" (random resized crop and horizontal
+      flip) or "center_flip" (the centre crop of ADM, arXiv:2105.05233, and
+      horizontal flip).
+    auto_augment: random operations after `augment`, as timm names: "" none,
+      "rand-m9-mstd0.5-inc1" RandAugment (arXiv:1909.13719) with sections m
+      (magnitude), n (operations), p (probability), mstd (spread of magnitudes),
+      mmax (largest one) and inc (1: all stronger with the magnitude), "3a"
+      three-augment (arXiv:2204.07118).
+    color_jitter: brightness, contrast and saturation are multiplied by factors
+      between 1 minus this (at least 0) and 1 plus this; 0 is off.
+    random_erasing: probability that a box of an image becomes noise
+      (arXiv:1708.04896), in [0, 1].
+    repeats: copies of an image in an epoch, one after the other and augmented
+      apart (arXiv:1901.09335). An epoch has as many examples as without, down
+      to a multiple of 256, so it holds a part of the images.
+    val_share: share of an image folder without val/ that is held out, in [0,
+      1]. A hash of a file's name decides, so that further images move none.
+    class_list: file that names a class on each line, whose order is that of the
+      labels of "image_folder" and "parquet"; "" is alphabetical order, or that
+      of the tables.
+    label_column: column of the labels of "parquet"; "" finds it.
+    decode: what is decoded and resized. "exact" decodes at full scale, and
+      Pillow resizes. "fast" resizes with cykooz_resizer, repeats colours of
+      JPEG files that have fewer of them than pixels, and lets random crops
+      (`augment` "crop_flip" with `repeats` 1) that are more than four times as
+      large as the model's input decode JPEG at 1/2, 1/4 or 1/8: less than 1 of
+      255 levels on average from "exact". It needs the extra `images`.
+    bad_images: what a training image that cannot be read does: "raise" ends the
+      run when it is reached, "skip" takes another image in its place and warns,
+      "check" reads all images before the first step and names the bad ones.
+    eval_resize: shorter side in pixels before the centre crop of evaluation; 0
+      resizes straight to the model's image size, None is the largest centre
+      crop of the images.
+    mean: subtracted from pixels in [0, 1], one value per channel; None is 0.5
+      for diffusion models, ImageNet's for classifiers of three channels, the
+      training scans' for "digits", else 0.5. Latents are not normalized.
+    std: divides after the mean, one value per channel; None as for `mean`.
+    num_threads: threads that read and transform images.
+    prefetch: batches prepared ahead.
+    workers: processes that prepare batches, each with `num_threads`; 0 prepares
+      them in this process, None is one for each 16 CPUs, at most 8, as
+      far as shared memory has room. A program that starts them needs
+      `if __name__ == "__main__":`.
+    device_prefetch: batches that are on the devices before their step.
+    fake_examples: examples in each split of "fake".
+  """
+
+  NAME = "data"
+  REGISTRIES = {"source": SOURCES["images"]}
+  reads = "images"
+
+  source: str = "fake"
+  path: str = ""
+  batch_size: base.Batch = 128
+  augment: Literal["none", "shift", "crop_flip", "center_flip"] = "none"
+  auto_augment: str = ""
+  color_jitter: Annotated[float, base.Range(0, 10)] = 0.0
+  random_erasing: base.Share = 0.0
+  repeats: base.Ahead = 1
+  val_share: base.Share = 0.0
+  class_list: str = ""
+  label_column: str = ""
+  decode: Literal["exact", "fast"] = "exact"
+  bad_images: Literal["raise", "skip", "check"] = "raise"
+  eval_resize: Annotated[int, base.Range(0, 1 << 14)] | None = 0
+  mean: tuple[Annotated[float, base.Range(-1e6, 1e6, "[]")], ...] | None = None
+  std: tuple[Annotated[float, base.Range(0, 1e6, "(]")], ...] | None = None
+  num_threads: base.Ahead = 4
+  prefetch: base.Ahead = 4
+  workers: _Workers | None = None
+  device_prefetch: base.Ahead = 2
+  fake_examples: base.Count = 1024
+
+  def check(self) -> None:
+    """Paths, decoding and normalization fit the source and one another."""
+    parse_policy(self.auto_augment, "data.auto_augment")
+    check_source(self)
+    mean, std = self.mean, self.std
+    if mean is std is None:
+      return
+    if not mean or not std or len(mean) != len(std):
+      raise ValueError(
+        f"data.mean={mean} and data.std={std} must have one value per channel "
+        "each, or both be None"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassifierConfig(base.Section):
+  """Label smoothing (arXiv:1512.00567) and the mixing of whole images.
+
+  Attributes:
+    label_smoothing: share of the target that is spread over all classes, in
+      [0, 1]; 0 is off.
+    mixup: alpha of the Beta distribution of mixup (arXiv:1710.09412), which
+      blends two images; 0 is off.
+    cutmix: alpha of the Beta distribution of CutMix (arXiv:1905.04899), which
+      pastes a box of one image into another; 0 is off.
+    cutmix_prob: probability of CutMix rather than mixup for a batch where both
+      are on, in [0, 1].
+  """
+
+  NAME = "classifier"
+  RUNTIME_FIELDS = ("label_smoothing", "mixup", "cutmix", "cutmix_prob")
+
+  label_smoothing: base.Share = 0.0
+  mixup: base.Amount = 0.0
+  cutmix: base.Amount = 0.0
+  cutmix_prob: base.Share = 0.5
+
+  @property
+  def mixes(self) -> bool:
+    """Whether images are mixed."""
+    return bool(self.mixup or self.cutmix)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextDataConfig(base.Section):
+  """Where text comes from and how it becomes batches of packed sequences.
+
+  Attributes:
+    source: "tokens" (what `tokenize` writes), "stdlib" (the sources of the
+      running Python's standard library, tokenized on first use) or "fake"
+      (random tokens).
+    path: folder of the token sets; for "stdlib" where they are prepared; "fake"
+      has none.
+    mix: names of the sources, path/NAME/{train,val}; () is the one set
+      path/{train,val}.
+    ratios: percent of the sequences that each of `mix` gives, 100 together.
+    sequence_length: N, tokens of a sequence.
+    batch_size: sequences per optimizer step, over all devices and processes.
+    separate_documents: whether documents packed into one sequence do not see
+      one another and count their positions from 0; False reads a sequence as
+      one text.
+    tokenizer: tokenizer of "stdlib": "bpe" (trained on it, model.vocab_size
+      entries) or "bytes".
+    num_threads: threads that read.
+    prefetch: batches prepared ahead.
+    workers: processes that prepare batches, each with `num_threads`; 0 prepares
+      them in this process, None is 0. A program that starts them needs
+      `if __name__ == "__main__":`.
+    device_prefetch: batches that are on the devices before their step.
+    fake_examples: sequences in each split of "fake".
+  """
+
+  NAME = "data"
+  REGISTRIES = {"source": SOURCES["text"]}
+  reads = "text"
+
+  source: str = "fake"
+  path: str = ""
+  mix: tuple[str, ...] = ()
+  ratios: tuple[base.Positive, ...] = ()
+  sequence_length: base.Tokens = 2048
+  batch_size: base.Batch = 8
+  separate_documents: bool = True
+  tokenizer: Literal["bpe", "bytes"] = "bpe"
+  num_threads: base.Ahead = 4
+  prefetch: base.Ahead = 4
+  workers: _Workers | None = None
+  device_prefetch: base.Ahead = 2
+  fake_examples: base.Count = 1024
+
+  def check(self) -> None:
+    """Path and mix fit the source; the shares of a mix are all of it."""
+    check_source(self)
+    if len(self.mix) != len(self.ratios):
+      self.fail(
+        "ratios", f"must have one value for each of data.mix={self.mix}"
+      )
+    if len(set(self.mix)) != len(self.mix):
+      self.fail("mix", "must name each source once")
+    if self.mix and abs(sum(self.ratios) - 100) > _SUM_TOLERANCE:
+      self.fail(
+        "ratios", f"must sum to 100 (percent), not {sum(self.ratios):g}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneConfig(base.Section):
+  """How routing changes during a run.
+
+  Attributes:
+    top_k_steps: optimizer steps at which the routed heads per token change, the
+      first 0; () keeps model.top_k throughout.
+    top_k_values: routed heads per token from each of these steps on, in every
+      layer that routes; the last is model.top_k.
+  """
+
+  NAME = "tune"
+  ONLY_TRAINS = True
+
+  top_k_steps: tuple[base.Natural, ...] = ()
+  top_k_values: tuple[base.Count, ...] = ()
+
+  def check(self) -> None:
+    """The steps rise from 0, each with a value."""
+    steps = self.top_k_steps
+    if len(steps) != len(self.top_k_values):
+      self.fail(
+        "top_k_values",
+        f"must have one value for each of tune.top_k_steps={steps}",
+      )
+    rising = all(a < b for a, b in itertools.pairwise(steps))
+    if steps and (steps[0] != 0 or not rising):
+      self.fail("top_k_steps", "must rise from 0")
+
+
+# Policies of random operations on images, as timm names them.
+THREE_AUGMENT = "3a"
+# Parts of their names: field, type, smallest and largest value.
+_POLICY = {
+  "m": ("magnitude", int, 0, 30),
+  "n": ("layers", int, 1, 15),
+  "p": ("probability", float, 0, 1),
+  "mstd": ("spread", float, 0, 1e9),
+  "mmax": ("limit", int, 1, 30),
+  "inc": ("increasing", int, 0, 1),
+}
+_POLICY_PART = re.compile(r"([a-z]+)([0-9]{1,9}(?:\.[0-9]{1,9})?)")
+_UNIFORM_ABOVE = 100  # a spread above it means uniform magnitudes
+
+
+@dataclasses.dataclass(frozen=True)
+class RandAugmentPolicy:
+  """RandAugment (arXiv:1909.13719) with the options of timm.
+
+  Attributes:
+    magnitude: strength of an operation before the spread; at 10 its argument
+      is at the end of its range.
+    layers: operations that are sampled for an image, with replacement.
+    probability: of each of them to be applied.
+    spread: standard deviation of the magnitude; infinite is uniform between 0
+      and `magnitude`.
+    limit: largest magnitude after the spread; the smallest is 0.
+    increasing: whether every operation changes more at larger magnitudes.
+      Otherwise posterize and solarize change less, and color, contrast,
+      brightness and sharpness change nothing at 5.
+  """
+
+  magnitude: int = 10
+  layers: int = 2
+  probability: float = 0.5
+  spread: float = 0.0
+  limit: int = 10
+  increasing: bool = False
+
+
+def parse_policy(text: str, field: str) -> RandAugmentPolicy | None:
+  """Parses the text of a policy.
+
+  Args:
+    text: "rand" and sections "-KEYVALUE" in any order, "3a" or "".
+    field: where it stands, for the message.
+
+  Returns:
+    The options of RandAugment; None for "3a" and "".
+
+  Raises:
+    ValueError: the text is none of these.
+  """
+  if text in ("", THREE_AUGMENT):
+    return None
+  name, *parts = text.split("-")
+  keys = ", ".join(_POLICY)
+  if name != "rand":
+    raise ValueError(
+      f"{field}={shown(text)} must be '', '3a', or 'rand' with sections "
+      f"-KEYVALUE, such as 'rand-m9-mstd0.5-inc1'; keys are {keys}"
+    )
+  values: dict[str, float] = {}
+  for part in parts:
+    match = _POLICY_PART.fullmatch(part)
+    if not match or match[1] not in _POLICY:
+      raise ValueError(
+        f"{field}={shown(text)}: section {shown(part)} must be one of the keys "
+        f"{keys} and a number"
+      )
+    target, kind, low, high = _POLICY[match[1]]
+    if target in values:
+      raise ValueError(f"{field}={shown(text)}: key {match[1]!r} comes twice")
+    is_whole = kind is int
+    if (is_whole and "." in match[2]) or not low <= float(match[2]) <= high:
+      number = "a whole number" if is_whole else "a number"
+      raise ValueError(
+        f"{field}={shown(text)}: {part!r} must have {number} in [{low}, {high}]"
+      )
+    values[target] = kind(match[2])
+  if values.get("spread", 0) > _UNIFORM_ABOVE:
+    values["spread"] = float("inf")
+  values["increasing"] = bool(values.get("increasing", 0))
+  return RandAugmentPolicy(**values)

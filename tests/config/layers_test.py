@@ -1,0 +1,157 @@
+"""What model sections tell of their layers and leave to other runs."""
+
+import dataclasses
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import (
+  Config,
+  DiTConfig,
+  HeadBudget,
+  LayerGroup,
+  RouterConfig,
+  SampleConfig,
+  StageShape,
+  VAEConfig,
+  without_router,
+)
+from tests.config import small
+
+
+def _dit(**changes) -> DiTConfig:
+  return dataclasses.replace(small.DIT, **changes)
+
+
+class ViTTest(parameterized.TestCase):
+  def test_budgets_split_every_stage(self):
+    expected = (HeadBudget(2, 1, 1, 4), HeadBudget(4, 2, 1, 3))
+    self.assertEqual(small.VIT.budgets(), expected)
+    names = list(small.VIT.layer_budgets())
+    self.assertEqual(names, ["stage1.0", "stage2.0", "stage2.1"])
+    self.assertEqual(small.VIT.activated_share, (2 + 2 * 3) / (2 + 2 * 4))
+
+  def test_stage_shapes_halve_the_grid(self):
+    first, second = small.VIT.stage_shapes()
+    self.assertEqual(first, StageShape((8, 4), (4, 2), (8, 4)))
+    self.assertEqual(second, StageShape((4, 2), None, (4, 2)))
+    self.assertEqual(small.VIT.token_grids(), ((8, 4), (4, 2)))
+
+  @parameterized.parameters(
+    ({"image_size": (15, 9)}, "grid", [(8, 5), (4, 3)]),  # rounded up
+    ({"pretrain_image_size": 32}, "pretrain_grid", [(16, 16), (8, 8)]),
+    ({"fixed_pool_size": 3}, "pool_grid", [(3, 3), None]),
+  )
+  def test_grids_follow_the_sizes(self, changes, name, expected):
+    model = dataclasses.replace(small.VIT, **changes)
+    found = [getattr(shape, name) for shape in model.stage_shapes()]
+    self.assertEqual(found, expected)
+
+  @parameterized.parameters(
+    ((32, 16), {}, (48, 48)), ((16, 32), {}, (32, 16)),
+    ((24, 24), {"pretrain_image_size": 32}, (16, 16)),
+    ((16, 32), {"pretrain_image_size": 32, "pretrain_columns": 16}, (16, 16)),
+  )  # fmt: skip
+  def test_other_sizes_keep_the_coordinates_of_both_sides(
+    self, size, pretrain, other
+  ):
+    model = dataclasses.replace(small.VIT, image_size=size, **pretrain)
+    expected = [shape.pretrain_grid for shape in model.stage_shapes()]
+    trained = Config(model=model)
+    found = model.inherited(trained, {"image_size": other})["model"]
+    finer = dataclasses.replace(
+      model,
+      image_size=other,
+      **{k: v for k, v in found.items() if k.startswith("pretrain")},
+    )
+    for changed in (finer, model.resized(trained, other[0]).model):
+      grids = [shape.pretrain_grid for shape in changed.stage_shapes()]
+      self.assertEqual(grids, expected)
+
+  def test_mlp_width_is_two_thirds_of_the_ratio(self):
+    self.assertEqual(small.VIT.mlp_dims, (2 * 16 // 3, 2 * 24 // 3))
+
+
+class StackTest(parameterized.TestCase):
+  def test_budgets_split_every_layer(self):
+    split = (HeadBudget(4, 2, 1, 4), HeadBudget(6, 6, 0, 4))
+    self.assertEqual(small.DIT.budgets(), (split[0], *split))
+    self.assertEqual(small.DIT.activated_share, (3 + 3 + 6) / (4 + 4 + 6))
+    self.assertEqual(
+      small.DIT.layer_groups(),
+      (LayerGroup(split[0], 2, 8, 6), LayerGroup(split[1], 1, 8, 6)),
+    )
+    names = list(small.DIT.layer_budgets())
+    self.assertEqual(names, ["blocks0.0", "blocks0.1", "blocks1.0"])
+
+  @parameterized.parameters(
+    ((4, 6, 4), (2, 6, 2), (1, 0, 1), [1, 1, 1]),  # equal layers apart
+    ((4, 5), (2, 2), (1, 1), [1, 1]),
+    ((4, 4), (2, 1), (1, 1), [1, 1]),
+    ((4, 4), (2, 2), (1, 2), [1, 1]),
+  )
+  def test_only_equal_neighbours_are_a_group(
+    self, heads, shared, top_k, depths
+  ):
+    model = _dit(num_heads=heads, shared_heads=shared, top_k=top_k)
+    found = [group.depth for group in model.layer_groups()]
+    self.assertEqual(found, depths)
+    off = without_router(model)  # its parameters stay in their places
+    self.assertEqual([group.depth for group in off.layer_groups()], depths)
+
+  def test_default_is_the_small_model(self):
+    depths = [group.depth for group in DiTConfig().layer_groups()]
+    self.assertEqual(depths, [8, 4])
+
+  def test_derived_sizes(self):
+    self.assertEqual(small.DIT.depth, 3)
+    self.assertEqual(small.DIT.input_shape, (4, 6, 3))
+    self.assertEqual(small.DIT.grid, (2, 3))
+    self.assertEqual(_dit(patch_size=1).grid, (4, 6))
+    self.assertEqual(small.DIT.mlp_dim, 32)
+    self.assertEqual(_dit(mlp_ratio=1.4).mlp_dim, 11)
+    self.assertEqual(small.DIT.out_channels, 6)
+    self.assertEqual(_dit(learn_sigma=False).out_channels, 3)
+
+  @parameterized.parameters(((32,), 1), ((32, 64), 2), ((64,) * 4, 8))
+  def test_every_width_of_an_autoencoder_halves_the_sides(self, widths, scale):
+    self.assertEqual(VAEConfig(block_out_channels=widths).downscale, scale)
+
+
+class WithoutRouterTest(parameterized.TestCase):
+  @parameterized.parameters(small.VIT, small.DIT, small.LLM)
+  def test_changes_the_kind_of_the_router_only(self, model):
+    off = without_router(model)
+    self.assertEqual(off.router.kind, "none")
+    self.assertEqual(off.activated_share, 1.0)
+    for budget, ours in zip(off.budgets(), model.budgets(), strict=True):
+      full = HeadBudget(ours.num_heads, ours.num_heads, 0, ours.head_dim)
+      self.assertEqual(budget, full)
+    back = dataclasses.replace(off, router=RouterConfig("two_stage"))
+    self.assertEqual(back, model)
+
+  def test_all_heads_are_shared_whatever_the_section_says(self):
+    off = without_router(small.DIT, shared_heads=(9, 0, 1), top_k=(1, 0, 7))
+    expected = tuple(HeadBudget(h, h, 0, 4) for h in (4, 4, 6))
+    self.assertEqual(off.budgets(), expected)
+
+
+class InheritedTest(absltest.TestCase):
+  def test_what_belongs_to_the_old_data_stays_there(self):
+    sample = SampleConfig(
+      steps="5",
+      cfg_scale=3.0,
+      labels=(4, 2),
+      fid_images=50,
+      fid_reference="pets.npz",
+      fid_inception="inception.pth",
+    )
+    trained = Config(model=small.DIT, sample=sample)
+    found = small.DIT.inherited(trained, {})["sample"]
+    expected = SampleConfig(
+      steps="5", cfg_scale=3.0, fid_inception="inception.pth"
+    )
+    self.assertEqual(found, dataclasses.asdict(expected))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,164 @@
+"""Which template is taken, what it may do, and how its errors read."""
+
+import json
+import sys
+from unittest import mock
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from moh_jax.data import chat
+from moh_jax.data.chat import load_chat_template
+from tests.data import tiny_words
+
+pytest.importorskip("transformers")
+
+_USER = [{"role": "user", "content": "aA"}]
+
+
+def _tokenizer(**files):
+  tokenizer = tiny_words.tokenizer()
+  tokenizer.files = {
+    name.replace("__", "/")
+    .replace("_jinja", ".jinja")
+    .replace("_json", ".json"): (
+      value if isinstance(value, str) else json.dumps(value)
+    ).encode()
+    for name, value in files.items()
+  }
+  return tokenizer
+
+
+def _render(source, messages=_USER, **options):
+  template = load_chat_template(_tokenizer(chat_template_jinja=source))
+  return template.render(messages, **options)
+
+
+class FindTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"chat_template_jinja": "x"},),
+    ({"tokenizer_config_json": {"chat_template": "x"}},),
+    ({"chat_template_json": {"chat_template": "x"}},),
+    (
+      {
+        "tokenizer_config_json": {
+          "chat_template": [
+            {"name": "rag", "template": "y"},
+            {"name": "default", "template": "x"},
+          ]
+        }
+      },
+    ),
+    (
+      {
+        "chat_template_jinja": "x",
+        "tokenizer_config_json": {"chat_template": "y"},
+      },
+    ),
+  )
+  def test_default_is_found(self, files):
+    self.assertEqual(load_chat_template(_tokenizer(**files)).render(_USER), "x")
+
+  def test_others_have_names(self):
+    tokenizer = _tokenizer(
+      chat_template_jinja="x", additional_chat_templates__rag_jinja="y"
+    )
+    names = chat.template_names(tokenizer)
+    self.assertEqual(names, ("default", "rag"))
+    self.assertEqual(load_chat_template(tokenizer, "rag").render(_USER), "y")
+    with self.assertRaisesRegex(ValueError, r"'tool' must be one of .*'rag'"):
+      load_chat_template(tokenizer, "tool")
+
+  def test_absence_is_an_error(self):
+    with self.assertRaisesRegex(ValueError, "the model has no chat template"):
+      load_chat_template(_tokenizer())
+
+  @parameterized.parameters((3,), ([1],), ({"default": 3},))
+  def test_wrong_type_names_the_file(self, stored):
+    tokenizer = _tokenizer(tokenizer_config_json={"chat_template": stored})
+    with self.assertRaisesRegex(ValueError, "tokenizer_config.json: chat_temp"):
+      load_chat_template(tokenizer)
+
+  @parameterized.parameters("jinja2", "transformers")
+  def test_missing_library_says_how_to_install_it(self, name):
+    missing = {n: None for n in sys.modules if n.partition(".")[0] == name}
+    with (
+      mock.patch.dict(sys.modules, {**missing, name: None}),
+      self.assertRaisesRegex(ValueError, rf"'{name}': pip install 'moh_jax"),
+    ):
+      _render("x")
+
+
+class RenderTest(parameterized.TestCase):
+  def test_special_tokens_have_names(self):
+    text = _render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    self.assertEqual(text, "<|begin_of_text|>aA<|end_of_text|>")
+    self.assertEqual(_render("[{{ pad_token }}{{ tools }}]"), "[None]")
+
+  def test_null_is_not_absent(self):
+    call = {"type": "function", "function": {"name": "f", "arguments": None}}
+    messages = [
+      {"role": "user", "content": "a", "name": None},
+      {"role": "assistant", "content": None, "tool_calls": [call]},
+      {"role": "assistant"},
+    ]
+    source = (
+      "{% for m in messages %}{{ m.name is defined }}|"
+      "{% if m.content is none %}{{ m.tool_calls | tojson }}"
+      "{% elif m.content is defined %}{{ m.content }}{% endif %};"
+      "{% endfor %}"
+    )
+    self.assertEqual(
+      _render(source, messages),
+      f"True|a;False|{json.dumps([call])};False|;",
+    )
+
+  def test_names_set_in_a_generation_block_stay_there(self):
+    source = (
+      "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}[{{ x }}]"
+    )
+    self.assertEqual(_render(source), "1[]")
+
+  @parameterized.parameters(
+    "{{ messages.append(1) }}",
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''.__class__.__base__ | attr('__subclasses__')() }}",
+    "{{ raise_exception.__globals__['__builtins__'] }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+  )
+  def test_templates_cannot_leave_the_sandbox(self, source):
+    with self.assertRaisesRegex(ValueError, "chat_template.jinja fails: Sec"):
+      _render(source)
+
+  @parameterized.parameters(
+    ("{{ raise_exception('no\nway') }}", "refuses the messages: no way"),
+    ("{{ messages[0].content + 1 }}", "fails: TypeError: "),
+    ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
+    ("{{ nobody.is.here }}", "fails: UndefinedError: "),
+    ("a\n{% if %}", "line 2: "),
+    ("{% end %}", "line 1: "),
+    ("{% include 'x' %}", "fails: "),
+  )
+  def test_errors_are_one_line_that_names_the_file(self, source, message):
+    with self.assertRaises(ValueError) as caught:
+      _render(source)
+    text = str(caught.exception)
+    self.assertStartsWith(text, "chat_template.jinja")
+    self.assertIn(message, text)
+    self.assertNotIn("\n", text)
+
+  @parameterized.parameters(
+    ("aA", "messages='aA' must be a list"),
+    ([], "messages must not be empty"),
+    (["aA"], "message 0='aA' must be an object"),
+    ([{"role": 1, "content": ""}], "message 0: role=1 must be a text"),
+    ([*_USER, {"content": ""}], "message 1: role=None must be a text"),
+    ([{"role": "user", "content": 1}], "message 0: content=1 must be a text"),
+  )
+  def test_bad_messages_are_named(self, messages, message):
+    with self.assertRaisesRegex(ValueError, message):
+      _render("x", messages)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,428 @@
+"""simplejpeg against Pillow: the same pixels, and the same errors."""
+
+import itertools
+import pathlib
+import struct
+import tempfile
+import zlib
+from unittest import mock
+
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.data import decode, transforms
+from moh_jax.data import decode as images
+from moh_jax.data.decode import LaterImage
+from tests.data.photos import encode, photo
+
+_RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
+
+
+def _write(path, pixels=_RGB, **options):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  Image.fromarray(pixels).save(path, **options)
+  return path
+
+
+def _png(bits, values, transparent=None, side=1):
+  """A PNG file of equal pixels, grey or RGB, of any depth; Pillow has few."""
+
+  def chunk(kind, data):
+    body = kind + data
+    return (
+      struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+    )
+
+  colour = 0 if len(values) == 1 else 2
+  header = struct.pack(">IIBBBBB", side, side, bits, colour, 0, 0, 0)
+  text = "".join(format(value, f"0{bits}b") for value in values) * side
+  size = -(-len(text) // 8)
+  row = b"\0" + int(text.ljust(8 * size, "0"), 2).to_bytes(size, "big")
+  level = b""
+  if transparent is not None:
+    level = chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent))
+  return (
+    b"\x89PNG\r\n\x1a\n"
+    + chunk(b"IHDR", header)
+    + level
+    + chunk(b"IDAT", zlib.compress(row * side, 9))
+    + chunk(b"IEND", b"")
+  )
+
+
+class _TempDirTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+
+class ReadImageTest(_TempDirTest):
+  @parameterized.parameters("png", "bmp", "tiff", "webp")
+  def test_lossless_formats_keep_every_pixel(self, suffix):
+    options = {"lossless": True} if suffix == "webp" else {}
+    path = _write(self.root / f"x.{suffix}", **options)
+    np.testing.assert_array_equal(images.read_image(path, 3), _RGB)
+
+  def test_rgb_becomes_luma(self):
+    path = _write(self.root / "x.png")
+    image = images.read_image(path, 1)
+    luma = _RGB @ np.array([0.299, 0.587, 0.114])
+    self.assertEqual(image.shape, (6, 5, 1))
+    np.testing.assert_allclose(image[..., 0], luma, atol=1)
+
+  @parameterized.parameters("RGBA", "LA", "P")
+  def test_transparent_pixels_are_white(self, mode):
+    picture = Image.fromarray(np.full((2, 2), 80, np.uint8)).convert(mode)
+    if mode == "P":
+      picture.info["transparency"] = picture.getpixel((0, 0))
+      picture.putpixel((1, 0), (picture.getpixel((0, 0)) + 1) % 256)
+      expected = [[True, False], [True, True]]
+    else:
+      alpha = Image.fromarray(np.array([[0, 255], [0, 0]], np.uint8))
+      picture.putalpha(alpha)
+      expected = [[True, False], [True, True]]
+    path = self.root / "x.png"
+    picture.save(path)
+    white = (images.read_image(path, 3) == 255).all(-1)
+    np.testing.assert_array_equal(white, expected)
+
+  @parameterized.parameters(*range(1, 9))
+  def test_orientation_of_the_camera_is_applied(self, orientation):
+    upright = np.zeros((16, 24, 3), np.uint8)
+    upright[:8, :8] = 255  # a white corner, upper left
+    # What a camera held so stores: the inverse of what EXIF asks for.
+    undo = {
+      1: lambda x: x,
+      2: lambda x: x[:, ::-1],
+      3: lambda x: x[::-1, ::-1],
+      4: lambda x: x[::-1],
+      5: lambda x: x.swapaxes(0, 1),
+      6: lambda x: np.rot90(x, 1),
+      7: lambda x: x[::-1, ::-1].swapaxes(0, 1),
+      8: lambda x: np.rot90(x, -1),
+    }
+    stored = undo[orientation](upright)
+    exif = Image.Exif()
+    exif[274] = orientation
+    path = self.root / "x.png"
+    Image.fromarray(np.ascontiguousarray(stored)).save(path, exif=exif)
+    np.testing.assert_array_equal(images.read_image(path, 3), upright)
+
+  @parameterized.parameters("gif", "webp", "png", "tiff")
+  def test_of_an_animation_the_first_frame_is_read(self, suffix):
+    frames = [Image.new("RGB", (6, 5), c) for c in ("red", "blue", "lime")]
+    path = self.root / f"x.{suffix}"
+    options = {"lossless": True} if suffix == "webp" else {}
+    frames[0].save(path, save_all=True, append_images=frames[1:], **options)
+    image = images.read_image(path, 3)
+    np.testing.assert_array_equal(image, np.full((5, 6, 3), (255, 0, 0)))
+
+  @parameterized.product(
+    depth=(
+      (1, (1,), 255),
+      (2, (1,), 85),
+      (4, (9,), 153),
+      (8, (9,), 9),
+      (16, (0x1234,), 18),
+      (8, (9, 9, 9), 9),
+      (16, (0x1234,) * 3, 18),
+    ),
+    transparent=(None, True, False),
+    channels=(1, 3),
+  )
+  def test_what_is_transparent_is_white_at_any_depth(
+    self, depth, transparent, channels
+  ):
+    bits, values, shown = depth
+    other = tuple(value ^ 1 << bits - 1 for value in values)
+    level = {None: None, True: values, False: other}[transparent]
+    content = _png(bits, values, level)
+    image = images.decode_image(content, channels, "x.png")
+    expected = 255 if transparent else shown
+    np.testing.assert_array_equal(image, np.full((1, 1, channels), expected))
+
+  @parameterized.parameters(2, 4)
+  def test_grey_of_few_bits_is_whole(self, bits):
+    content = _png(bits, (0,), side=1500)  # short for 8 bits a pixel
+    image = images.decode_image(content, 1, "x.png")
+    np.testing.assert_array_equal(image, np.zeros((1500, 1500, 1)))
+
+  def test_fractions_are_refused(self):
+    path = self.root / "x.tiff"
+    Image.fromarray(np.ones((3, 3), np.float32)).save(path)
+    with self.assertRaisesRegex(ValueError, "x.tiff: .*floating-point"):
+      images.read_image(path, 1)
+
+  def test_broken_link_is_named(self):
+    path = self.root / "x.png"
+    path.symlink_to(self.root / "gone.png")
+    with self.assertRaisesRegex(FileNotFoundError, "x.png: a broken link"):
+      images.read_image(path, 3)
+
+  @parameterized.parameters(
+    ("L", True), ("1", True), ("LA", True), ("I;16", True), ("RGB", False),
+    ("P", False), ("RGBA", False),
+  )  # fmt: skip
+  def test_header_tells_size_and_grey(self, mode, grey):
+    path = self.root / "x.png"
+    Image.new(mode, (5, 7)).save(path)
+    described = images.describe_image(path.read_bytes(), "x")
+    self.assertEqual(described, ((7, 5), grey))
+
+  @parameterized.parameters("png", "jpg", "bmp", "gif", "webp")
+  def test_truncated_file_is_named(self, suffix):
+    path = _write(self.root / f"x.{suffix}")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with self.assertRaises(ValueError) as caught:
+      images.read_image(path, 3)
+    self.assertStartsWith(str(caught.exception), f"{path}: ")
+
+  @parameterized.parameters("nope.png", ".")
+  def test_missing_file_is_named(self, name):
+    path = self.root / name
+    with self.assertRaisesRegex(FileNotFoundError, "no such image file") as e:
+      images.read_image(path, 3)
+    self.assertIn(str(path), str(e.exception))
+
+  def test_other_channels_are_refused(self):
+    with self.assertRaisesRegex(ValueError, "1 or 3 channels.* has 4"):
+      images.read_image(_write(self.root / "x.png"), 4)
+
+
+pytest.importorskip("simplejpeg")
+
+
+def by_pillow(*args):
+  with mock.patch.object(decode, "_simplejpeg", lambda: None):
+    return decode.decode_image(*args)
+
+
+class DecodersTest(parameterized.TestCase):
+  @parameterized.product(
+    mode=("RGB", "L"),
+    channels=(1, 3),
+    factor=(1, 2, 4, 8),
+    options=({"subsampling": 0}, {"subsampling": 2}, {"progressive": True}),
+  )
+  def test_pixels_are_equal_at_every_scale(
+    self, mode, channels, factor, options
+  ):
+    content = encode(photo(mode=mode), quality=92, **options)
+    ours = decode.decode_image(content, channels, "x", factor)
+    np.testing.assert_array_equal(
+      ours, by_pillow(content, channels, "x", factor)
+    )
+    self.assertEqual(
+      ours.shape, (-(-167 // factor), -(-251 // factor), channels)
+    )
+    used = decode.decode_jpeg(content, channels, factor)
+    self.assertEqual(used is not None, mode == "L" or channels == 3)
+
+  @parameterized.product(
+    options=(
+      {"subsampling": 0},
+      {"subsampling": 1},
+      {"subsampling": 2},
+      {"subsampling": 2, "restart_marker_blocks": 3},
+      {"progressive": True},
+    ),
+    mode=("RGB", "L"),
+    factor=(1, 2, 8),
+  )
+  def test_upper_rows_are_those_of_all_pixels(self, options, mode, factor):
+    content = encode(photo(mode=mode), quality=92, **options)
+    whole = decode.decode_image(content, 3, "x", factor)
+    fewer = "progressive" not in options
+    for rows in (1, 15, 16, 17, 63, 64, 100, 160, 166, 167, 500):
+      ours = decode.decode_image(content, 3, "x", factor, rows)
+      np.testing.assert_array_equal(ours, whole[: len(ours)])
+      self.assertGreaterEqual(len(ours), min(-(-rows // factor), len(whole)))
+      if rows <= 100:
+        self.assertEqual(len(ours) < len(whole), fewer)
+
+  @parameterized.product(subsampling=(0, 1, 2), rows=(None, 64))
+  def test_fast_repeats_the_colours_of_subsampled_files(
+    self, subsampling, rows
+  ):
+    content = encode(photo(), quality=92, subsampling=subsampling)
+    exact = decode.decode_image(content, 3, "x", 1, rows).astype(int)
+    fast = decode.decode_image(content, 3, "x", 1, rows, fast=True)
+    difference = np.abs(fast - exact[: len(fast)])
+    if subsampling:
+      self.assertBetween(difference.mean(), 0.01, 2)
+    else:
+      self.assertEqual(difference.max(), 0)
+    # Brightness, which has all its pixels, stays.
+    weights = (0.299, 0.587, 0.114)
+    brightness = np.abs((fast - exact[: len(fast)]) @ weights)
+    self.assertLess(brightness.mean(), 0.2)
+
+  def test_truncation_below_the_upper_rows_is_found(self):
+    content = encode(photo())
+    with self.assertRaisesRegex(ValueError, "damaged or truncated"):
+      decode.decode_image(content[: len(content) * 3 // 4], 3, "x.jpg", 1, 20)
+
+  @parameterized.parameters(*range(1, 9))
+  def test_turned_images_are_left_to_pillow(self, orientation):
+    exif = Image.Exif()
+    exif[274] = orientation
+    content = encode(photo(), exif=exif)
+    self.assertIsNone(decode.decode_jpeg(content, 3))
+    pixels = decode.decode_image(content, 3, "x")
+    self.assertEqual(decode.describe_image(content, "x")[0], pixels.shape[:2])
+    for factor in (2, 8):
+      smaller = decode.decode_image(content, 3, "x", factor).shape[:2]
+      self.assertEqual(
+        smaller, tuple(-(-side // factor) for side in pixels.shape[:2])
+      )
+
+  def test_inks_are_left_to_pillow(self):
+    content = encode(photo(mode="CMYK"))
+    self.assertIsNone(decode.decode_jpeg(content, 3))
+    self.assertEqual(decode.decode_image(content, 3, "x").shape, (167, 251, 3))
+
+  def test_too_many_pixels_are_refused(self):
+    content = encode(photo())
+    with mock.patch.object(decode, "_MOST_PIXELS", 1000):
+      self.assertIsNone(decode.decode_jpeg(content, 3))
+
+
+_NAMES = ("china", "flower")
+
+
+def _torchvision(picture, shorter, size):
+  """`Resize` and `CenterCrop` of torchvision 0.28 on a picture of Pillow.
+
+  Sizes and offsets are computed as its functional_pil and functional do.
+  """
+  short, long = sorted(picture.size)
+  longer = int(shorter * long / short)
+  wide = picture.width > picture.height
+  picture = picture.resize(
+    (longer, shorter) if wide else (shorter, longer), Image.Resampling.BICUBIC
+  )
+  left = round((picture.width - size) / 2.0)
+  top = round((picture.height - size) / 2.0)
+  return np.asarray(picture.crop((left, top, left + size, top + size)))
+
+
+def _difference(a, b):
+  return np.abs(a.astype(int) - b.astype(int))
+
+  def test_damage_gives_the_same_error_or_the_same_pixels(self):
+    whole = encode(photo())
+    rng = np.random.default_rng(0)
+    cut = [whole[:length] for length in (3, 30, 400, 2000, len(whole) - 2)]
+    altered = []
+    for _ in range(40):
+      content = bytearray(whole)
+      content[rng.integers(len(whole))] = rng.integers(256)
+      altered.append(bytes(content))
+    cases = itertools.product([*cut, *altered], (1, 4), (None, 100))
+    for content, factor, rows in cases:
+      results = []
+      for read in (decode.decode_image, by_pillow):
+        try:
+          pixels = read(content, 3, "x.jpg", factor, rows)
+          results.append(pixels[: rows and -(-rows // factor)])
+        except ValueError as error:
+          results.append(str(error))
+      self.assertIsInstance(results[0], type(results[1]))
+      np.testing.assert_array_equal(*results)
+
+
+_NAMES = ("china", "flower")
+
+
+def _torchvision(picture, shorter, size):
+  """`Resize` and `CenterCrop` of torchvision 0.28 on a picture of Pillow.
+
+  Sizes and offsets are computed as its functional_pil and functional do.
+  """
+  short, long = sorted(picture.size)
+  longer = int(shorter * long / short)
+  wide = picture.width > picture.height
+  picture = picture.resize(
+    (longer, shorter) if wide else (shorter, longer), Image.Resampling.BICUBIC
+  )
+  left = round((picture.width - size) / 2.0)
+  top = round((picture.height - size) / 2.0)
+  return np.asarray(picture.crop((left, top, left + size, top + size)))
+
+
+def _difference(a, b):
+  return np.abs(a.astype(int) - b.astype(int))
+
+
+class EvaluationTest(parameterized.TestCase):
+  @parameterized.product(
+    name=_NAMES,
+    size=((500, 375), (375, 500), (333, 500), (640, 427), (301, 299)),
+    resize=((256, 224), (232, 224), (438, 384)),
+    fast=(False, True),
+  )
+  def test_equals_torchvision_on_photographs(self, name, size, resize, fast):
+    if fast:
+      pytest.importorskip("cykooz_resizer")
+    picture = photo(size, name=name)
+    shorter, side = resize
+    expected = _torchvision(picture, shorter, side)
+    crop = transforms.ResizeCenterCrop(shorter, (side, side), fast)
+    ours = crop.map({"image": np.asarray(picture)})["image"]
+    difference = _difference(ours, expected)
+    # Pillow rounds between its two passes, whose order depends on the box.
+    self.assertLessEqual(difference.mean(), 0.25)
+    self.assertLessEqual(difference.max(), 12)
+
+
+def _later(size, **options):
+  picture = photo(size)
+  content = encode(picture, quality=95, **options)
+  return LaterImage.of(content, 3, "x.jpg")
+
+
+class UpperRowsTest(parameterized.TestCase):
+  @parameterized.product(
+    box=((0, 0, 300, 70), (40.5, 30.25, 190, 100), (290, 180, 300, 199)),
+    size=((64, 64), (200, 300), (20, 30)),
+    fast=(False, True),
+    subsampling=(0, 2),
+  )
+  def test_crop_is_that_of_all_pixels(self, box, size, fast, subsampling):
+    if fast:
+      pytest.importorskip("cykooz_resizer")
+    later = _later((300, 200), subsampling=subsampling)
+    whole = decode.decode_image(later.content, 3, "x", fast=fast)
+    np.testing.assert_array_equal(
+      decode.resize(later, size, box, fast=fast),
+      decode.resize(whole, size, box, fast=fast),
+    )
+
+  def test_rows_below_the_crop_are_not_decoded(self):
+    pytest.importorskip("simplejpeg")
+    pixels, _ = _later((300, 200)).region((50, 50), (0, 0, 60, 60))
+    self.assertBetween(len(pixels), 62, 80)
+
+
+class ReducedTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((0, 0, 800, 600), 32, 8),
+    ((0, 0, 800, 600), 50, 4),
+    ((0, 0, 800, 600), 100, 2),
+    ((0, 0, 800, 600), 160, 1),
+    ((10, 20, 410, 270), 32, 2),
+    ((10, 20, 74, 84), 32, 1),
+  )
+  def test_scale_follows_from_the_crop(self, box, side, factor):
+    later = _later((800, 600))
+    pixels, inside = later.region((side, side), box, reduced=True)
+    self.assertEqual(pixels.shape[1], 800 // factor)
+    self.assertBetween(pixels.shape[0], box[3] / factor, 600 // factor)
+    self.assertEqual(inside, tuple(edge / factor for edge in box))
+    self.assertEqual(later.region((side, side), box)[0].shape[1], 800)
+
+
+if __name__ == "__main__":
+  absltest.main()

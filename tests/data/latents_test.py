@@ -1,0 +1,133 @@
+import itertools
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import apply_overrides
+from moh_jax.config.autoencoder import LatentScaling
+from moh_jax.data import latents, sources
+from tests.data import tiny_sets
+
+_SCALING = LatentScaling(0.5)
+
+
+class _LatentsTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    for split in sources.SPLITS:
+      tiny_sets.write_latents(self.root / split)
+    self.config = tiny_sets.dit_config(path=self.root)
+
+  def _batches(self, count, position=0, rows=None):
+    source = sources.make_source(self.config, "train")
+    stream = tiny_sets.train_stream(self.config, source, rows)
+    stream.seek(position)
+    return list(itertools.islice(stream, count))
+
+
+class SourceTest(_LatentsTest):
+  def test_records_hold_both_posteriors(self):
+    source = latents.LatentSource(str(self.root), "train")
+    self.assertLen(source, 10)
+    for i in range(10):
+      np.testing.assert_array_equal(source[i]["image"], tiny_sets.moments(i))
+      self.assertEqual(source[i]["label"], i % 2)
+
+  @parameterized.parameters(np.inf, np.nan, 1e6)
+  def test_what_float16_cannot_hold_is_refused(self, value):
+    moments = tiny_sets.moments(0)
+    moments[0, 0, 1, 2, 0] = value
+    with self.assertRaisesRegex(ValueError, "not finite in float16"):
+      latents.encode_moments(moments)
+
+
+class RefusalTest(_LatentsTest):
+  def _refused(self, message, config=None):
+    with self.assertRaisesRegex((ValueError, FileNotFoundError), message):
+      sources.make_source(config or self.config, "train")
+
+  def test_another_scale(self):
+    config = apply_overrides(self.config, "diffusion", latent_scale=0.13)
+    self._refused(
+      "the model has diffusion.latent_scale 0.13, not 0.5 as the latents",
+      config,
+    )
+
+  def test_another_size(self):
+    config = apply_overrides(self.config, "model", input_size=(8, 8))
+    self._refused(
+      r"\(4, 4, 2\) \(images of 16 pixels\), the model takes \(8, 8, 2\)",
+      config,
+    )
+
+  def test_missing_split(self):
+    config = apply_overrides(self.config, "data", path=str(self.root / "train"))
+    self._refused(
+      "train/train: no such directory; `python -m moh_jax enc",
+      config,
+    )
+
+
+class TransformTest(absltest.TestCase):
+  def _sample(self, count=2000):
+    element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
+    transform = latents.SampleLatent(_SCALING)
+    rngs = (np.random.default_rng(seed) for seed in range(count))
+    return np.stack([transform.random_map(element, r)["image"] for r in rngs])
+
+  def test_samples_have_the_posteriors_mean_and_variance(self):
+    samples = self._sample()
+    noise = samples - np.sign(samples) * 30 * 0.5
+    std = 0.5 * np.exp(-2)
+    self.assertEqual(samples.dtype, np.float32)
+    np.testing.assert_allclose(noise.mean(0), 0, atol=5 * std / 2000**0.5)
+    np.testing.assert_allclose(noise.std(0), std, rtol=0.1)
+    self.assertAlmostEqual(noise.std(), std, delta=0.01 * std)
+
+  def test_evaluation_takes_the_mean(self):
+    element = {"image": tiny_sets.moments(3).astype(np.float16), "label": 1}
+    out = latents.MeanLatent(_SCALING).map(element)
+    np.testing.assert_array_equal(out["image"], np.full(tiny_sets.SHAPE, 15))
+    self.assertEqual(out["image"].dtype, np.float32)
+    self.assertEqual(out["label"], 1)
+
+  def test_shift_and_statistics_of_channels(self):
+    moments = np.zeros((2, 2, 1, 1, 2), np.float16)
+    moments[0, 0] = (5.0, -1.0)
+    scaling = LatentScaling(0.5, shift=0.25, mean=(1.0, 2.0), std=(2.0, 4.0))
+    out = latents.MeanLatent(scaling).map({"image": moments, "label": 0})
+    # ((5 - 1) / 2 - 0.25) * 0.5 and ((-1 - 2) / 4 - 0.25) * 0.5.
+    np.testing.assert_allclose(out["image"][0, 0], (0.875, -0.5))
+
+
+class StreamTest(_LatentsTest):
+  def test_batches_are_scaled_latents(self):
+    (batch,) = self._batches(1)
+    self.assertEqual(batch["image"].shape, (4, *tiny_sets.SHAPE))
+    self.assertEqual(batch["image"].dtype, np.float32)
+    self.assertEqual(batch["label"].dtype, np.int32)
+    for latent, label in zip(batch["image"], batch["label"]):
+      item = abs(latent.mean()) / 5
+      self.assertAlmostEqual(item, round(item), delta=0.05)
+      self.assertEqual(round(item) % 2, label)
+
+  def test_damaged_record_is_skipped_or_named(self):
+    path = self.root / "train" / "00001-of-00003.array_record"
+    content = path.read_bytes()
+    value = np.float16(50).tobytes() * 32  # the means of example 5
+    self.assertEqual(content.count(value), 1)
+    path.write_bytes(content.replace(value, b"\0" * len(value)))
+    with self.assertRaisesRegex(ValueError, r"array_record\[1\]: damaged"):
+      self._batches(3)
+    self.config = apply_overrides(self.config, "data", bad_images="skip")
+    images = np.concatenate([b["image"] for b in self._batches(5)])
+    items = np.round(np.abs(images.mean((1, 2, 3))) / 5).astype(int)
+    self.assertEqual((items == 6).sum(), 4)
+    self.assertEqual((items == 5).sum(), 0)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,294 @@
+import collections
+import dataclasses
+import pathlib
+import tempfile
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config.data import TextDataConfig
+from moh_jax.data import sequences, tokenizers
+from moh_jax.data.sequences import FakeSequences, PackedSource
+from moh_jax.data.token_sets import BLOCK, TokenSet
+from tests.data import tiny_text
+
+_VOCAB = 300
+
+
+def _equal(a, b):
+  np.testing.assert_equal(dict(a), dict(b))
+
+
+class MixtureTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((50.0, 50.0),),
+    ((70.0, 20.0, 10.0),),
+    ((82.3, 4.6, 4.55, 4.5, 4.05),),
+    ((0.01, 99.99),),
+    ((33.3, 33.3, 33.4),),
+  )
+  def test_turns_follow_the_ratios(self, *ratios):
+    (ratios,) = ratios
+    mixture = sequences.Mixture(ratios)
+    seen = [0] * len(ratios)
+    for index in range(2000):
+      source, position = mixture[index]
+      self.assertEqual(position, seen[source])
+      seen[source] += 1
+      self.assertEqual(mixture.counts(index + 1), seen)
+      for count, ratio in zip(seen, ratios):
+        share = (index + 1) * ratio / sum(ratios)
+        self.assertLess(abs(count - share), len(ratios))
+
+
+class _SetsTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _write(self, name, seed=0, documents=40, used=None, **notes):
+    for split in sequences.SPLITS:
+      shards = tiny_text.random_documents(2, documents, 50, seed=seed)
+      tiny_text.write(self.root / name / split, shards, used, **notes)
+
+  def _data(self, **fields):
+    defaults = {"source": "tokens", "path": str(self.root)}
+    defaults["sequence_length"] = 16
+    return TextDataConfig(**{**defaults, **fields})
+
+  def _open(self, data, vocab_size=_VOCAB, split="train"):
+    return sequences.Text(data, vocab_size, split)
+
+  def _mixed(self, **fields):
+    self._write("a", 1)
+    self._write("b", 2, 10)
+    fields = {"mix": ("a", "b"), "ratios": (75.0, 25.0), **fields}
+    return self._data(**fields)
+
+
+class TrainTest(_SetsTest):
+  def test_sources_come_by_their_ratios(self):
+    data = self._mixed()
+    stream = sequences.train_sequences(data, _VOCAB, seed=0)
+    rows = {}
+    for name, source in self._open(data).sources.items():
+      token_set = source.token_set
+      tokens = token_set.tokens(0, token_set.num_tokens // 16 * 16)
+      rows |= {row.tobytes(): name for row in tokens.reshape(-1, 16)}
+    for n in (4, 50, 333):
+      seen = collections.Counter(
+        rows[stream[i]["inputs"].tobytes()] for i in range(n)
+      )
+      shares = sequences.mixture_shares(data, n)
+      self.assertEqual(shares, {"a": seen["a"] / n, "b": seen["b"] / n})
+    self.assertAlmostEqual(shares["a"], 0.75, delta=0.01)
+
+  def test_element_is_a_function_of_seed_and_index(self):
+    data = self._mixed()
+    stream = sequences.train_sequences(data, _VOCAB, seed=3)
+    elements = [stream[i] for i in range(200)]
+    again = sequences.train_sequences(data, _VOCAB, seed=3)
+    for i in np.random.default_rng(0).permutation(200):
+      _equal(again[int(i)], elements[i])
+    other = sequences.train_sequences(data, _VOCAB, seed=4)
+    same = sum(
+      np.array_equal(other[i]["inputs"], elements[i]["inputs"])
+      for i in range(200)
+    )
+    self.assertLess(same, 50)
+
+
+class OpenTest(_SetsTest):
+  def test_a_run_opens_every_set_once(self):
+    data = self._mixed()
+    with mock.patch.object(
+      sequences, "TokenSet", side_effect=sequences.TokenSet
+    ) as opened:
+      text = self._open(data)
+      text.stream(0)
+      self.assertEqual(text.tokenizer.sha256, tiny_text.tokenizer().sha256)
+      self.assertEqual(list(text.identity()), ["a", "b"])
+      sequences.Text(data, _VOCAB, "val")
+    folders = [call.args[0] for call in opened.call_args_list]
+    self.assertCountEqual(
+      folders,
+      [self.root / name / s for name in "ab" for s in sequences.SPLITS],
+    )
+
+  def test_missing_shards_are_named(self):
+    self._write("")
+    for path in self.root.rglob("*.array_record"):
+      path.unlink()
+    with self.assertRaisesRegex(FileNotFoundError, "lacks 2 of its 2 shards"):
+      self._open(self._data())
+
+
+class RefusedTest(_SetsTest):
+  def test_missing_source_is_named(self):
+    self._write("a")
+    data = self._data(mix=("a", "nope"), ratios=(50.0, 50.0))
+    with self.assertRaisesRegex(FileNotFoundError, "nope/train: no such dir"):
+      sequences.train_sequences(data, _VOCAB, 0)
+    with self.assertRaisesRegex(FileNotFoundError, "train: no such directory"):
+      sequences.train_sequences(self._data(), _VOCAB, 0)
+
+  def test_other_tokenizers_are_named(self):
+    self._write("a")
+    content = tokenizers.train_bpe(iter(["text"]), 260)
+    self._write("b", used=tokenizers.JsonTokenizer(content))
+    data = self._data(mix=("a", "b"), ratios=(50.0, 50.0))
+    with self.assertRaisesRegex(
+      ValueError, "b/train: made with a tokenizer 'tokenizer_json' .*a/train"
+    ):
+      sequences.train_sequences(data, _VOCAB, 0)
+    with self.assertRaisesRegex(ValueError, "b/val: made with .*a/val"):
+      sequences.Text(data, _VOCAB, "val")
+
+  def test_splits_of_other_tokenizers_are_named(self):
+    used = tokenizers.JsonTokenizer(tokenizers.train_bpe(iter(["text"]), 260))
+    tiny_text.write(self.root / "train", [[[1] * 50]])
+    tiny_text.write(self.root / "val", [[[1] * 50]], used)
+    for open_ in (
+      lambda: sequences.Text(self._data(), _VOCAB, "val"),
+      lambda: sequences.train_sequences(self._data(), _VOCAB, 0),
+    ):
+      with self.assertRaisesRegex(ValueError, "their ids mean different text"):
+        open_()
+
+  def test_too_few_tokens_are_named(self):
+    self._write("", documents=1)
+    with self.assertRaisesRegex(ValueError, "fewer than data.sequence_length"):
+      sequences.train_sequences(self._data(sequence_length=999), _VOCAB, 0)
+
+  def test_unknown_split_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "split='test' must be one of"):
+      self._open(self._data(), split="test")
+
+
+class HeldOutTest(_SetsTest):
+  def test_all_sources_follow_one_another(self):
+    data = self._mixed()
+    held_out = sequences.Text(data, _VOCAB, "val")
+    rows = []
+    for name, seed, count in (("a", 1, 40), ("b", 2, 10)):
+      alone = sequences.Text(
+        dataclasses.replace(data, mix=(name,), ratios=(100.0,)), _VOCAB, "val"
+      )
+      rows += [alone[i] for i in range(len(alone))]
+      documents = tiny_text.random_documents(2, count, 50, seed=seed)
+      row, _ = tiny_text.row(documents)
+      weights = sum(alone[i]["weights"].sum() for i in range(len(alone)))
+      self.assertEqual(weights, len(row) - 2 * count)
+      size = sum(2 * len(ids) for shard in documents for ids in shard)
+      self.assertEqual(alone.text_bytes, size)
+    self.assertLen(held_out, len(rows))
+    for i, row in enumerate(rows):
+      _equal(held_out[i], row)
+    for index in (-1, len(rows)):
+      with self.assertRaises(IndexError):
+        held_out[index]
+
+  def test_notes_and_bytes_add_up(self):
+    self._write("a", 1, gzip_bytes=10, xz_bytes=5, python="3.11")
+    self._write("b", 2, gzip_bytes=20, python="3.11")
+    one = self._data(mix=("a",), ratios=(100.0,))
+    held_out = sequences.Text(one, _VOCAB, "val")
+    notes = {"gzip_bytes": 10, "xz_bytes": 5, "python": "3.11"}
+    self.assertEqual(held_out.notes, notes)
+    both = self._data(mix=("a", "b"), ratios=(50.0, 50.0))
+    total = sequences.Text(both, _VOCAB, "val")
+    self.assertEqual(total.notes, {"gzip_bytes": 30})
+    self.assertGreater(total.text_bytes, held_out.text_bytes)
+
+
+_DTYPES = {
+  "inputs": np.int32,
+  "targets": np.int32,
+  "segments": np.int32,
+  "positions": np.int32,
+  "weights": np.float32,
+}
+
+
+def _token_by_token(row, ends, start, length, separate):
+  """A sequence, slowly."""
+  result = {name: np.zeros(length, dtype) for name, dtype in _DTYPES.items()}
+  segment, position = 0, 0
+  for i in range(length):
+    at = start + i
+    if at + 1 >= len(row):
+      break
+    if i == 0 or (separate and at in ends):
+      segment, position = segment + 1, 0
+    result["inputs"][i], result["targets"][i] = row[at], row[at + 1]
+    result["segments"][i], result["positions"][i] = segment, position
+    result["weights"][i] = not (separate and at + 1 in ends)
+    position += 1
+  return result
+
+
+class PackedSourceTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _set(self, documents):
+    tiny_text.write(self.root / "set", documents)
+    return TokenSet(self.root / "set"), *tiny_text.row(documents)
+
+  @parameterized.product(
+    length=(1, 16, 100, 5000), separate=(True, False), longest=(3, 300)
+  )
+  def test_equals_packing_token_by_token(self, length, separate, longest):
+    documents = tiny_text.random_documents(2, 30, longest)
+    token_set, row, ends = self._set(documents)
+    source = PackedSource(token_set, length, separate, keep_rest=True)
+    self.assertLen(source, -(-(len(row) - 1) // length))
+    ends = set(ends.tolist())
+    for index in range(0, len(source), 1 if length > 1 else 50):
+      start = index * length
+      expected = _token_by_token(row, ends, start, length, separate)
+      found = source[index]
+      self.assertCountEqual(found, expected)
+      for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, name)
+        self.assertEqual(found[name].dtype, values.dtype)
+
+  def test_every_token_but_a_documents_first_is_a_target_once(self):
+    documents = tiny_text.random_documents(3, 100, 200)
+    token_set, row, ends = self._set(documents)
+    self.assertGreater(len(row), 3 * BLOCK)
+    source = PackedSource(token_set, 64, keep_rest=True)
+    weights = np.concatenate([source[i]["weights"] for i in range(len(source))])
+    targets = np.concatenate([source[i]["targets"] for i in range(len(source))])
+    expected = np.ones(len(row))
+    expected[ends[:-1]] = 0
+    np.testing.assert_array_equal(weights[: len(row) - 1], expected[1:])
+    np.testing.assert_array_equal(targets[: len(row) - 1], row[1:])
+    self.assertEqual(weights[len(row) - 1 :].sum(), 0)
+    self.assertEqual(weights.sum(), len(row) - 300)
+
+  def test_sequences_that_are_not_there(self):
+    token_set, *_ = self._set([[[1] * 14]])
+    source = PackedSource(token_set, 5)
+    for index in (-1, 3):
+      with self.assertRaises(IndexError):
+        source[index]
+
+
+class FakeSequencesTest(absltest.TestCase):
+  def test_documents_begin_within_sequences(self):
+    sequences = [FakeSequences(50, 64, 40)[i] for i in range(40)]
+    segments = [s["segments"][-1] for s in sequences]
+    self.assertBetween(np.mean(segments), 2, 6)
+    for sequence in sequences:
+      self.assertLess(sequence["targets"].max(), 50)
+      borders = np.diff(sequence["segments"])
+      np.testing.assert_array_equal(borders, 1 - sequence["weights"][:-1])
+    joined = FakeSequences(50, 64, 40, separate=False)[0]
+    self.assertEqual(joined["segments"].max(), 1)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,269 @@
+import dataclasses
+import logging
+import pathlib
+import tempfile
+
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+from sklearn import datasets
+
+from moh_jax.config import Config, DataConfig, ViTConfig
+from moh_jax.data import identity, image_folders, sources
+
+_MODEL = ViTConfig(
+  image_size=(8, 12),
+  channels=3,
+  num_classes=2,
+  patch_stride=4,
+  embed_dims=(8,),
+  depths=(1,),
+  num_heads=(2,),
+  shared_heads=(1,),
+  top_k=(1,),
+  mlp_ratios=(2,),
+  sr_ratios=(1,),
+)
+_RGB = np.random.RandomState(0).randint(0, 256, (6, 5, 3), np.uint8)
+
+
+def _write(path, pixels=_RGB, **options):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  Image.fromarray(pixels).save(path, **options)
+  return path
+
+
+class _TempDirTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+
+class DigitsSourceTest(parameterized.TestCase):
+  def test_splits_hold_every_scan_once(self):
+    ours = []
+    for split in sources.SPLITS:
+      source = sources.DigitsSource(split)
+      for i in range(len(source)):
+        element = source[i]
+        row = (*element["image"].ravel().tolist(), int(element["label"]))
+        ours.append(row)
+    digits = datasets.load_digits()
+    pixels = np.round(digits.images.reshape(-1, 64) * 255 / 16).astype(int)
+    theirs = [(*x, y) for x, y in zip(pixels.tolist(), digits.target.tolist())]
+    self.assertCountEqual(ours, theirs)
+
+
+class ImageFolderSourceTest(_TempDirTest):
+  def test_missing_directory_is_named(self):
+    path = str(self.root / "images")
+    with self.assertRaisesRegex(FileNotFoundError, "no such directory") as e:
+      image_folders.ImageFolderSource(path, "train", 3)
+    self.assertIn(path, str(e.exception))
+
+  @parameterized.parameters((), ("ant", "cat"))
+  def test_directory_without_images_is_named(self, *folders):
+    (self.root / "train").mkdir()
+    for folder in folders:
+      (self.root / "train" / folder).mkdir()
+    with self.assertRaisesRegex(FileNotFoundError, "holds no image") as e:
+      image_folders.ImageFolderSource(str(self.root), "train", 3)
+    self.assertIn(str(self.root / "train"), str(e.exception))
+
+
+class ClassNamesTest(_TempDirTest):
+  def _labels(self, *folders, names, split="val"):
+    for folder in folders:
+      _write(self.root / split / folder / "1.png")
+    source = image_folders.ImageFolderSource(
+      str(self.root), split, 3, class_names=names
+    )
+    self.assertEqual(source.class_names[: len(names)], names)
+    return {
+      source.name(i).partition("/")[0]: int(source[i]["label"])
+      for i in range(len(source))
+    }
+
+  def test_labels_are_the_models(self):
+    labels = self._labels("dog", "ant", names=("dog", "cat", "ant"))
+    self.assertEqual(labels, {"dog": 0, "ant": 2})
+
+  def test_class_that_the_model_lacks_is_named(self):
+    with self.assertRaisesRegex(
+      ValueError, r"'dog' is none .* 1 classes \(ant"
+    ):
+      self._labels("ant", "dog", names=("ant",))
+
+  def test_folders_named_by_numbers_are_labels(self):
+    names = tuple(f"n{i:02}" for i in range(12))
+    folders = [str(i) for i in range(12)]
+    expected = {str(i): i for i in range(12)}
+    self.assertEqual(self._labels(*folders, names=names), expected)
+    self.assertEqual(self._labels(*folders, names=()), expected)
+    with self.assertRaisesRegex(ValueError, "'11' is none of .* 11 classes"):
+      self._labels(names=names[:11])
+
+
+def _config(model=_MODEL, **data):
+  return Config(model=model, data=DataConfig(**data))
+
+
+class MakeSourceTest(_TempDirTest):
+  def test_unknown_split_lists_the_known(self):
+    with self.assertRaisesRegex(ValueError, "split='test' .*'train', 'val'"):
+      sources.make_source(_config(), "test")
+
+  def test_batch_beyond_the_data_is_said(self):
+    with self.assertLogs(level="WARNING") as logs:
+      sources.make_source(_config(source="fake", fake_examples=7), "train")
+    self.assertIn("more than the 7 training examples", logs.output[0])
+
+  def test_check_names_all_bad_images_at_once(self):
+    for folder in ("ant", "cat"):
+      _write(self.root / "train" / folder / "1.png")
+    (self.root / "train/ant/0.png").write_text("no image")
+    (self.root / "train/cat/2.png").symlink_to(self.root / "gone.png")
+    config = _config(
+      source="image_folder", path=str(self.root), bad_images="check"
+    )
+    with self.assertRaisesRegex(
+      ValueError, "2 of 4 images .*ant/0.png: not .*; .*cat/2.png: a broken l"
+    ):
+      sources.make_source(config, "train")
+    for name in ("ant/0.png", "cat/2.png"):
+      (self.root / "train" / name).unlink()
+    self.assertLen(sources.make_source(config, "train"), 2)
+
+  @parameterized.parameters("train/ant/0.png", "train/cat/2.png")
+  def test_check_names_bad_images_of_both_parts_at_once(self, bad):
+    for split in sources.SPLITS:
+      for folder in ("ant", "cat"):
+        _write(self.root / split / folder / "1.png")
+    for name in (bad, "val/cat/5.png"):
+      (self.root / name).write_text("no image")
+    config = _config(
+      source="image_folder", path=str(self.root), bad_images="check"
+    )
+    with self.assertRaisesRegex(ValueError, f"{bad}: not .*val/cat/5.png: not"):
+      sources.make_source(config, "train")
+
+  def test_other_images_of_the_same_names_are_other_data(self):
+    for folder in ("ant", "cat"):
+      _write(self.root / "train" / folder / "1.bmp")
+    config = _config(source="image_folder", path=str(self.root))
+
+    def stream():
+      return {"train": sources.make_source(config, "train").identity()}
+
+    before = stream()
+    self.assertEqual(stream(), before)
+    file = self.root / "train/cat/1.bmp"
+    _write(file, 255 - _RGB)  # of the same size
+    self.assertRegex(
+      " ".join(identity.differences(stream(), before)), "content .* here"
+    )
+    # Checkpoints of older versions do not know of it.
+    del before["train"]["content"]
+    self.assertEqual(identity.differences(stream(), before), [])
+
+  def test_skipping_is_for_training_alone(self):
+    for split in sources.SPLITS:
+      for folder in ("ant", "cat"):
+        _write(self.root / split / folder / "1.png")
+      (self.root / split / "ant" / "0.png").write_text("no image")
+    config = _config(
+      source="image_folder", path=str(self.root), bad_images="skip"
+    )
+    train = sources.make_source(config, "train")
+    np.testing.assert_array_equal(train[0]["image"], _RGB)
+    # Before the first step, not at the first evaluation.
+    with self.assertRaisesRegex(
+      ValueError, "ant/0.png: not an image .*; remove them: .*'skip' is for"
+    ):
+      sources.make_source(config, "val")
+
+  def test_one_class_is_no_task_for_a_classifier(self):
+    _write(self.root / "train" / "ant" / "1.png")
+    model = dataclasses.replace(_MODEL, num_classes=1)
+    config = _config(model, source="image_folder", path=str(self.root))
+    with self.assertRaisesRegex(ValueError, "one class, 'ant'; a classifier"):
+      sources.make_source(config, "train")
+
+  def test_centre_crop_needs_large_images(self):
+    for folder in ("ant", "cat"):
+      _write(self.root / "train" / folder / "1.png")
+    for augment, refused in (("crop_flip", False), ("center_flip", True)):
+      config = _config(
+        source="image_folder", path=str(self.root), augment=augment
+      )
+      source = sources.make_source(config, "train")
+      if not refused:
+        self.assertEqual(source[0]["image"].shape, (6, 5, 3))
+        continue
+      with self.assertRaisesRegex(
+        ValueError, "ant/1.png: 6 x 5 pixels .* at least 8 x 12 needed"
+      ):
+        source[0]
+
+  def test_digits_may_be_enlarged(self):
+    model = dataclasses.replace(
+      _MODEL, image_size=(16, 16), channels=1, num_classes=10
+    )
+    data = DataConfig(
+      source="digits", augment="center_flip", mean=(0.5,), std=(0.5,)
+    )
+    source = sources.make_source(Config(model=model, data=data), "train")
+    self.assertEqual(source[0]["image"].shape, (8, 8, 1))
+
+
+class _Source:
+  class_names = ("ant",)
+  channels = 1
+
+  def __init__(self, bad, size=6):
+    self._bad, self._size = bad, size
+
+  def __len__(self):
+    return self._size
+
+  def __getitem__(self, index):
+    if index in self._bad:
+      raise ValueError(f"ant/{index}.png: damaged")
+    return {"image": np.zeros((4, 5, 1), np.uint8), "label": np.int32(index)}
+
+  def name(self, index):
+    return f"ant/{index}.png"
+
+
+def _labels(source):
+  return [int(source[i]["label"]) for i in range(len(source))]
+
+
+class CheckedSourceTest(absltest.TestCase):
+  def test_next_good_image_takes_its_place(self):
+    source = sources.CheckedSource(_Source({1, 2, 5}), skip=True)
+    self.assertLen(source, 6)
+    for _ in range(2):
+      self.assertEqual(_labels(source), [0, 3, 3, 3, 4, 0])
+
+  def test_each_bad_image_is_counted_once(self):
+    source = sources.CheckedSource(_Source({1, 2}), skip=True)
+    with self.assertLogs("moh_jax.data.sources", logging.WARNING) as logs:
+      _labels(source)
+      _labels(source)
+    self.assertEqual(
+      [record.getMessage() for record in logs.records],
+      [
+        "skipped ant/1.png: damaged (1 so far)",
+        "skipped ant/2.png: damaged (2 so far)",
+      ],
+    )
+
+  def test_nothing_but_bad_images_ends(self):
+    source = sources.CheckedSource(_Source(set(range(6))), skip=True)
+    with self.assertRaisesRegex(ValueError, "none of the 6 images can be read"):
+      source[0]
+
+
+if __name__ == "__main__":
+  absltest.main()

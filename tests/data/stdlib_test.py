@@ -1,0 +1,161 @@
+import concurrent.futures
+import gzip
+import os
+import pathlib
+import platform
+import tempfile
+import time
+from unittest import mock
+
+from absl.testing import absltest
+
+from moh_jax.config.data import TextDataConfig
+from moh_jax.data import sequences
+from moh_jax.data import stdlib as stdlib_text
+from tests.data import tiny_text
+
+_FILES = {
+  "abc.py": "import re\n" * 30,
+  "asyncio/tasks.py": "async def f():\r\n  pass\r\n" * 30,
+  "bad.py": b"\xff\xfe",
+  "collections/abc.py": "class A:\n  x = 'é'\n" * 30,
+  "email/message.py": "def parse(text):\n  return text\n" * 30,
+  "email/__pycache__/x.py": "left out",
+  "empty.py": "",
+  "idlelib/idle_test/a.py": "left out",
+  "json/decoder.py": "def decode(s):\n  return s\n" * 30,
+  "lib2to3/tests/a.py": "left out",
+  "logging/config.py": "def configure():\n  pass\n" * 30,
+  "my/json/a.py": "def train():\n  pass\n" * 30,
+  "site-packages/a.py": "left out",
+  "test/a.py": "left out",
+  "data.txt": "left out",
+}
+_HELD_OUT = (
+  "asyncio/tasks.py",
+  "email/message.py",
+  "json/decoder.py",
+  "logging/config.py",
+)
+_TRAIN = ("abc.py", "collections/abc.py", "my/json/a.py")
+
+
+class StdlibTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.library, self.out = root / "lib", root / "out"
+    for name, content in _FILES.items():
+      path = self.library / name
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+      )
+    patch = mock.patch("sysconfig.get_path", return_value=str(self.library))
+    self.get_path = self.enterContext(patch)
+
+  def test_files_are_documents_of_their_part(self):
+    for tokenizer, name in (("bytes", "bytes"), ("bpe", "bpe300")):
+      folder = stdlib_text.prepare(self.out, tokenizer, 300)
+      self.assertEqual(folder, self.out / name)
+      expected = [_FILES[name] for name in _TRAIN]
+      self.assertEqual(tiny_text.texts(folder / "train"), expected)
+      expected = [_FILES[name] for name in _HELD_OUT]
+      self.assertEqual(tiny_text.texts(folder / "val"), expected)
+      self.assertCountEqual(
+        folder.iterdir(), [folder / "train", folder / "val"]
+      )
+
+  def test_is_prepared_once(self):
+    folder = stdlib_text.prepare(self.out, "bytes", 257)
+    times = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    (self.library / "abc.py").write_text("changed")
+    stdlib_text.prepare(self.out, "bytes", 257)
+    self.assertEqual(
+      {p: p.stat().st_mtime_ns for p in folder.rglob("*")}, times
+    )
+
+  def test_an_error_leaves_nothing(self):
+    with (
+      mock.patch.object(stdlib_text, "tokenize", side_effect=OSError("full")),
+      self.assertRaisesRegex(OSError, "full"),
+    ):
+      stdlib_text.prepare(self.out, "bytes", 257)
+    self.assertEmpty(list(self.out.iterdir()))
+    stdlib_text.prepare(self.out, "bytes", 257)
+
+  def test_several_at_once_do_no_harm(self):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+      found = [
+        pool.submit(stdlib_text.prepare, self.out, "bytes", 257)
+        for _ in range(4)
+      ]
+    self.assertLen({f.result() for f in found}, 1)
+    self.assertEqual([p.name for p in self.out.iterdir()], ["bytes"])
+
+  def test_leftovers_of_killed_runs_disappear(self):
+    for name, age in (
+      (".bytes.1.tmp", 4000),
+      (".bytes.2.tmp", 3000),  # perhaps of a run that goes on
+      (".bpe300.3.tmp", 4000),  # of another set
+    ):
+      (self.out / name / "train").mkdir(parents=True)
+      then = time.time() - age
+      os.utime(self.out / name, (then, then))
+    for _ in range(2):
+      stdlib_text.prepare(self.out, "bytes", 257)
+      self.assertCountEqual(
+        [path.name for path in self.out.iterdir()],
+        ["bytes", ".bytes.2.tmp", ".bpe300.3.tmp"],
+      )
+
+  def test_set_of_another_python_is_told(self):
+    with self.assertNoLogs(level="WARNING"):
+      stdlib_text.prepare(self.out, "bytes", 257)
+    with (
+      mock.patch("platform.python_version", return_value="3.99.1"),
+      self.assertLogs(level="WARNING") as logs,
+    ):
+      for _ in range(2):
+        stdlib_text.prepare(self.out, "bytes", 257)
+    (line,) = logs.output
+    made_by = platform.python_version()
+    self.assertIn(f"sources of Python {made_by}, this is Python 3.99.1", line)
+
+  def test_damage_is_noticed_later(self):
+    folder = stdlib_text.prepare(self.out, "bytes", 257)
+    (folder / "val" / "documents.npy").unlink()
+    with self.assertRaisesRegex(FileNotFoundError, "documents.npy: no such"):
+      stdlib_text.prepare(self.out, "bytes", 257)
+
+  def test_python_without_sources_is_told(self):
+    self.get_path.return_value = str(self.library / "nowhere")
+    with self.assertRaisesRegex(FileNotFoundError, "nowhere lacks the sources"):
+      stdlib_text.prepare(self.out, "bytes", 257)
+
+  def test_unknown_tokenizer_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "tokenizer='words' must be one of"):
+      stdlib_text.prepare(self.out, "words", 257)
+
+  def test_is_a_source_of_training(self):
+    data = TextDataConfig(
+      source="stdlib", path=str(self.out), sequence_length=16
+    )
+    stream = sequences.train_sequences(data, 300, seed=0)
+    self.assertEqual(stream[0]["inputs"].shape, (16,))
+    held_out = sequences.Text(data, 300, "val")
+    self.assertIn("xz_bytes", held_out.notes)
+    size = sum(len(_FILES[name].encode()) for name in _HELD_OUT)
+    self.assertEqual(held_out.text_bytes, size)
+    tokenizer = sequences.Text(data, 300, "train").tokenizer
+    self.assertLessEqual(tokenizer.vocab_size, 300)
+
+  def test_this_python_has_megabytes_of_text(self):
+    self.get_path.return_value = str(pathlib.Path(gzip.__file__).parent)
+    train, held_out = stdlib_text.list_sources()
+    for files, smallest in ((train, 5_000_000), (held_out, 500_000)):
+      self.assertGreater(sum(f.stat().st_size for f in files), smallest)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,493 @@
+"""Begin, end and stops as the files beside a tokenizer say them."""
+
+import functools
+import hashlib
+import io
+import json
+import pathlib
+import pickle
+import random
+import sys
+import tempfile
+from unittest import mock
+
+import pytest
+import tokenizers as hf
+from absl.testing import absltest, parameterized
+
+from moh_jax.data import tokenizers
+from moh_jax.data.chat import load_chat_template
+from moh_jax.data.tokenizer_files import copy_tokenizer_files, read_files_beside
+from moh_jax.data.tokenizers import (
+  StreamDecoder,
+  TokenizerFileError,
+  load_tokenizer,
+  prompt_ids,
+)
+from tests.tools.random_texts import random_texts
+
+_TEXTS = (
+  "Hello, world!",
+  "  two  spaces\n\n\ttab \r\n",
+  "Grüße aus Köln, 你好世界, привет",
+  "👩‍👩‍👧‍👦 family 🇩🇪 flag 🤷🏽‍♀️",
+  "a\x00b\x7f\u2028c",
+  "<|end_of_text|> is text here, and so is <|begin_of_text|>",
+)
+_CORPUS = ["def head(x):\n  return x\n" * 20, "the heads of the layer " * 50]
+
+
+def _bpe(vocab_size=300):
+  content = tokenizers.train_bpe(iter(_CORPUS), vocab_size)
+  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
+
+
+def _words(*specials, **options):
+  """A tokenizer.json that knows two words and some special tokens."""
+  words = {"a": 0, "b": 1, "[UNK]": 2}
+  tokenizer = hf.Tokenizer(hf.models.WordLevel(words, unk_token="[UNK]"))
+  tokenizer.pre_tokenizer = hf.pre_tokenizers.Whitespace()
+  tokenizer.add_special_tokens(list(specials))
+  for name, value in options.items():
+    getattr(tokenizer, name)(value)
+  content = tokenizer.to_str().encode()
+  return tokenizers.tokenizer_from_bytes("tokenizer_json", content)
+
+
+def _metaspace(scheme):
+  """A tokenizer.json whose words begin with their space."""
+  trained = hf.Tokenizer(hf.models.BPE())
+  trained.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+  trained.decoder = hf.decoders.Metaspace(prepend_scheme=scheme)
+  trained.train_from_iterator(_CORPUS, hf.trainers.BpeTrainer(vocab_size=60))
+  trained.add_tokens(["<shown>", "[a] "])
+  trained.add_special_tokens(["<s>", "</s>"])
+  return tokenizers.JsonTokenizer(trained.to_str().encode())
+
+
+def _sentencepiece(files=None, **options):
+  import sentencepiece
+
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(_CORPUS),
+    model_writer=model,
+    vocab_size=300,
+    model_type="bpe",
+    byte_fallback=True,
+    hard_vocab_limit=False,
+    minloglevel=2,
+    **options,
+  )
+  content = model.getvalue()
+  return tokenizers.tokenizer_from_bytes("sentencepiece", content, files or {})
+
+
+class RoundTripTest(parameterized.TestCase):
+  @parameterized.product(kind=("bpe", "bytes"), text=_TEXTS)
+  def test_text_comes_back(self, kind, text):
+    tokenizer = _bpe() if kind == "bpe" else tokenizers.BytesTokenizer()
+    ids = tokenizer.encode(text)
+    self.assertEqual(tokenizer.decode(ids), text)
+    self.assertLess(max(ids), tokenizer.vocab_size)
+    self.assertNoCommonElements(ids, [tokenizer.bos_id, tokenizer.eos_id])
+    self.assertEqual(tokenizer.encode_batch([text, "x"])[0], ids)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    self.assertEqual(again.encode(text), ids)
+    self.assertEqual(again.sha256, tokenizer.sha256)
+
+
+class StreamTest(parameterized.TestCase):
+  @parameterized.parameters("always", "first", "never", "sentencepiece", "bpe")
+  def test_stream_equals_decode_whatever_comes_before(self, kind):
+    if kind == "sentencepiece":
+      tokenizer = _sentencepiece()
+    else:
+      tokenizer = _bpe() if kind == "bpe" else _metaspace(kind)
+    names = {i: tokenizer.id_to_token(i) for i in range(tokenizer.vocab_size)}
+    # Not bytes, which need not be characters.
+    ids = [i for i, name in names.items() if name and "<0x" not in name]
+    spaces = [i for i in ids if not names[i].strip(" \u2581\u0120")]
+    beside = spaces + [i for i in ids if names[i][0] in "<["]
+    rng = random.Random(0)
+    for _ in range(500):
+      written = rng.choices(beside, k=6) + rng.choices(ids, k=2)
+      rng.shuffle(written)
+      for start in (0, rng.randint(0, 8)):
+        before = tokenizer.decode(written[:start])
+        stream = StreamDecoder(tokenizer, written[:start])
+        parts = [stream.feed(token) for token in written[start:]]
+        text = before + "".join(parts) + stream.flush()
+        self.assertEqual(text, tokenizer.decode(written), written)
+
+  def test_a_character_that_begins_before_is_not_lost(self):
+    first, second = "é".encode()
+    stream = StreamDecoder(tokenizers.BytesTokenizer(), [97, first])
+    self.assertEqual(stream.feed(second), "é")
+
+  def test_half_a_character_waits_and_is_marked_at_the_end(self):
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(token) for token in "é🤷".encode()[:-1]]
+    self.assertEqual(parts, ["", "é", "", "", ""])
+    self.assertEqual(stream.flush(), "\ufffd")
+
+  def test_bytes_that_are_no_text_do_not_wait_forever(self):
+    stream = StreamDecoder(tokenizers.BytesTokenizer())
+    parts = [stream.feed(0xFF) for _ in range(100)]
+    self.assertGreater(len("".join(parts)), 80)
+    self.assertEqual("".join(parts) + stream.flush(), "\ufffd" * 100)
+    self.assertEqual(stream.feed(ord("a")), "a")
+
+
+class TrainTest(absltest.TestCase):
+  def test_too_few_entries_are_refused(self):
+    with self.assertRaisesRegex(ValueError, "vocab_size=257 must be at least"):
+      tokenizers.train_bpe(iter(_CORPUS), 257)
+
+
+class JsonTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (("<s>", "</s>"), (3, 4)),
+    (("</s>", "<s>"), (4, 3)),
+    (("<|endoftext|>", "<|padding|>"), (3, 3)),
+    (("[BOS]", "[EOS]"), (3, 4)),
+    (("<|end_of_text|>",), (3, 3)),
+    (("[PAD]",), (None, None)),
+    (("<s>", "</s>", "<|begin_of_text|>", "<|end_of_text|>"), (5, 6)),
+  )
+  def test_begin_and_end_are_found_by_name(self, specials, expected):
+    tokenizer = _words(*specials)
+    self.assertEqual((tokenizer.bos_id, tokenizer.eos_id), expected)
+
+  def test_vocabulary_counts_gaps(self):
+    tokenizer = hf.Tokenizer(hf.models.WordLevel({"a": 7}, unk_token="a"))
+    content = tokenizer.to_str().encode()
+    self.assertEqual(tokenizers.JsonTokenizer(content).vocab_size, 8)
+
+  def test_truncation_and_padding_of_the_file_do_not_count(self):
+    tokenizer = _words("<s>", enable_truncation=1)
+    self.assertEqual(tokenizer.encode("a b a"), [0, 1, 0])
+    self.assertEqual(tokenizer.encode_batch(["a", "a b"]), [[0], [0, 1]])
+
+
+class WithSentencePieceTest(parameterized.TestCase):
+  def test_text_comes_back(self):
+    tokenizer = _sentencepiece()
+    self.assertEqual((tokenizer.bos_id, tokenizer.eos_id), (1, 2))
+    text = "the head 🤷🏽‍♀️ of layers </s>"
+    ids = tokenizer.encode(text)
+    self.assertEqual(tokenizer.encode_batch([text]), [ids])
+    self.assertNotIn(tokenizer.eos_id, ids)
+    self.assertEqual(tokenizer.decode([1, *ids, 2, 10**6]), text)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    self.assertEqual(again.encode(text), ids)
+
+  @parameterized.parameters(
+    ({"legacy": False}, "'legacy' is false, which needs a tokenizer.json"),
+    ({"added_tokens_decoder": {"400": {"content": "<x>"}}}, "adds tokens"),
+    (
+      {"added_tokens_decoder": {"1": {"content": "<s>", "rstrip": True}}},
+      "adds tokens to it, .*AutoTokenizer.*save_pretrained",
+    ),
+  )
+  def test_what_a_model_alone_does_not_do_is_refused(self, config, message):
+    files = {"tokenizer_config.json": json.dumps(config).encode()}
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, message):
+      _sentencepiece(files)
+    with self.assertRaisesRegex(tokenizers.TokenizerFileError, "adds tokens"):
+      _sentencepiece({"added_tokens.json": b'{"<x>": 400}'})
+
+  def test_own_tokens_may_be_listed(self):
+    listed = {str(i): {"content": c} for i, c in ((1, "<s>"), (2, "</s>"))}
+    config = {"added_tokens_decoder": listed, "legacy": True}
+    files = {"tokenizer_config.json": json.dumps(config).encode()}
+    tokenizer = _sentencepiece(files)
+    ids = tokenizer.encode("<s>the head</s>", parse_special=True)
+    self.assertEqual([ids[0], ids[-1]], [1, 2])
+    self.assertEqual(ids[1:-1], tokenizer.encode("the head"))
+
+
+class LoadTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def test_file_folder_and_bytes(self):
+    content = _bpe().content
+    (self.root / "tokenizer.json").write_bytes(content)
+    for path in (self.root, self.root / "tokenizer.json"):
+      tokenizer = tokenizers.load_tokenizer(path)
+      self.assertEqual(tokenizer.content, content)
+    tokenizer = tokenizers.load_tokenizer("bytes")
+    self.assertEqual((tokenizer.vocab_size, tokenizer.eos_id), (257, 256))
+
+  @parameterized.parameters(
+    ("no.json", None, FileNotFoundError, "no.json: no such tokenizer"),
+    ("", None, FileNotFoundError, "holds none of"),
+    ("a.txt", b"", ValueError, "a.txt: a tokenizer file ends in one of"),
+    ("a.json", b"{", ValueError, "a.json: not a tokenizer.json"),
+    ("a.json", b"\xff", ValueError, "a.json: not a tokenizer.json"),
+  )
+  def test_wrong_files_are_named(self, name, content, error, message):
+    if content is not None:
+      (self.root / name).write_bytes(content)
+    with self.assertRaisesRegex(error, message):
+      tokenizers.load_tokenizer(self.root / name)
+
+  def test_missing_library_says_how_to_install_it(self):
+    (self.root / "a.model").write_bytes(b"")
+    with (
+      mock.patch.dict(sys.modules, {"sentencepiece": None}),
+      self.assertRaisesRegex(ValueError, r"pip install 'moh_jax\[llm\]'"),
+    ):
+      tokenizers.load_tokenizer(self.root / "a.model")
+
+  def test_damaged_model_is_named_with_sentencepiece(self):
+    (self.root / "a.model").write_bytes(b"no model")
+    with self.assertRaisesRegex(ValueError, "a.model: not a SentencePiece"):
+      tokenizers.load_tokenizer(self.root / "a.model")
+
+  def test_unknown_kind_lists_the_known_ones(self):
+    with self.assertRaisesRegex(ValueError, "'words' must be one of"):
+      tokenizers.tokenizer_from_bytes("words", json.dumps({}).encode())
+
+
+def _content(template=None):
+  """A tokenizer.json with the ids "a" 0, "<s>" 1, "</s>" 2 and "<e>" 3."""
+  made = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
+  made.add_special_tokens(["<s>", "</s>", "<e>"])
+  if template:
+    ids = [(token, made.token_to_id(token)) for token in ("<s>", "</s>", "<e>")]
+    made.post_processor = hf.processors.TemplateProcessing(
+      single=template, special_tokens=ids
+    )
+  return made.to_str().encode()
+
+
+def _tokenizer(template=None, **files):
+  named = {f"{name}.json": json.dumps(v).encode() for name, v in files.items()}
+  return tokenizers.JsonTokenizer(_content(template), named)
+
+
+class SpecialIdsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    # Nothing says anything: by name.
+    (None, {}, (1, 2, True)),
+    # The tokenizer's own file does.
+    ("<e>:0 $A:0", {}, (3, 2, True)),
+    ("<s>:0 $A:0 <e>:0", {}, (1, 3, True)),
+    # tokenizer_config.json says tokens, and the own file where they go.
+    (None, {"bos_token": "<s>", "eos_token": "<e>"}, (1, 3, False)),
+    ("<s>:0 $A:0", {"bos_token": "<s>", "eos_token": "<e>"}, (1, 3, True)),
+    (
+      None,
+      {"bos_token": {"content": "<s>"}, "eos_token": "</s>"},
+      (1, 2, False),
+    ),
+    (None, {"bos_token": None, "eos_token": "<e>"}, (None, 3, False)),
+    (None, {"eos_token": "<e>"}, (None, 3, False)),
+    # It says both.
+    (None, {"bos_token": "<s>", "add_bos_token": True}, (1, None, True)),
+    (
+      "<s>:0 $A:0",
+      {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False},
+      (1, 2, False),
+    ),
+    (None, {"bos_token": None, "add_bos_token": True}, (None, None, False)),
+    # It names no token.
+    (None, {"model_max_length": 8}, (1, 2, False)),
+  )
+  def test_what_a_file_says_comes_first(self, template, config, expected):
+    files = {"tokenizer_config": config} if config else {}
+    found = _tokenizer(template, **files)
+    self.assertEqual((found.bos_id, found.eos_id, found.add_bos), expected)
+
+  @parameterized.parameters((0, (0, 2)), ([3, 0, 3], (3, 0, 2)), (None, (2,)))
+  def test_stops_are_those_of_generation_and_the_end(self, stored, expected):
+    found = _tokenizer(generation_config={"eos_token_id": stored})
+    self.assertEqual(found.stop_ids, expected)
+
+  @parameterized.parameters(
+    ("tokenizer_config", [], "config.json: must be 'object', not array"),
+    ("tokenizer_config", {"bos_token": 3}, "bos_token=3 must be 'str . obj"),
+    ("tokenizer_config", {"bos_token": {}}, "bos_token: has no entry 'conten"),
+    ("tokenizer_config", {"bos_token": ""}, "bos_token='' must be .* length"),
+    ("tokenizer_config", {"add_bos_token": 1}, "add_bos_token=1 must be 'bool"),
+    ("tokenizer_config", {"eos_token": "<x>"}, "eos_token='<x>' is no token"),
+    ("special_tokens_map", {"eos_token": []}, "eos_token=.. must be 'str . o"),
+    ("generation_config", {"eos_token_id": "2"}, "='2' must be 'int . array"),
+    (
+      "generation_config",
+      {"eos_token_id": [2, -1]},
+      "1.=-1 must be .* >= 0",
+    ),
+    ("generation_config", {"eos_token_id": True}, "=True must be 'int . array"),
+  )
+  def test_damage_is_named(self, name, value, message):
+    with self.assertRaisesRegex(ValueError, message):
+      _tokenizer(**{name: value})
+
+  def test_ids_beyond_the_model_are_named(self):
+    tokenizer = _tokenizer(generation_config={"eos_token_id": [2, 9]})
+    tokenizers.check_vocabulary(tokenizer, 10)
+    with self.assertRaisesRegex(
+      ValueError, "here: generation_config.json: eos_token_id 9 must be below"
+    ):
+      tokenizers.check_vocabulary(tokenizer, 9, "here")
+    with self.assertRaisesRegex(ValueError, "4 ids, more than .*vocab_size=3"):
+      tokenizers.check_vocabulary(tokenizer, 3)
+
+
+class TextFilesTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    self.source = pathlib.Path(root) / "source"
+    self.target = pathlib.Path(root) / "target"
+    self.source.mkdir()
+
+  def _write(self, **files):
+    for name, value in files.items():
+      (self.source / f"{name}.json").write_text(json.dumps(value))
+
+  def test_everything_that_belongs_to_a_tokenizer_is_copied(self):
+    (self.source / "tokenizer.json").write_bytes(_content())
+    self._write(tokenizer_config={}, added_tokens={}, unrelated={})
+    (self.source / "chat_template.jinja").write_text("x")
+    (self.source / "additional_chat_templates").mkdir()
+    (self.source / "additional_chat_templates" / "rag.jinja").write_text("y")
+    sha256 = copy_tokenizer_files(self.source, self.target)
+    found = tokenizers.load_tokenizer(self.target)
+    self.assertEqual(sha256, found.sha256)
+    self.assertEqual(
+      sorted(found.files),
+      [
+        "added_tokens.json",
+        "additional_chat_templates/rag.jinja",
+        "chat_template.jinja",
+        "tokenizer_config.json",
+      ],
+    )
+    self.assertFalse((self.target / "unrelated.json").exists())
+
+  def test_nothing_is_written_without_a_tokenizer(self):
+    self._write(tokenizer_config={})
+    self.assertEqual(copy_tokenizer_files(self.source, self.target), "")
+    self.assertFalse(self.target.exists())
+
+  @parameterized.parameters(
+    (None, [1, 2], [1, 2]), ({"top_p": 0.5}, 7, 7), ({"eos_token_id": 3}, 7, 3)
+  )
+  def test_stops_of_the_model_stand_in(self, generation, stops, expected):
+    if generation is not None:
+      self._write(generation_config=generation)
+    self._write(config={"eos_token_id": stops})
+    files = read_files_beside(self.source)
+    made = json.loads(files["generation_config.json"])
+    self.assertEqual(made, {**(generation or {}), "eos_token_id": expected})
+
+  def test_damage_names_the_file(self):
+    (self.source / "tokenizer.json").write_bytes(_content())
+    (self.source / "tokenizer_config.json").write_text("{")
+    with self.assertRaisesRegex(
+      ValueError, r"source/tokenizer.json: tokenizer_config.json: not valid"
+    ):
+      tokenizers.load_tokenizer(self.source)
+
+
+_RECORDED = pathlib.Path(__file__).parent / "recorded"
+_VERSIONS = ("4.57.6", "5.23.0")
+_NAMES = ("gpt2", "llama2_json", "llama3", "qwen2")
+_texts = functools.cache(random_texts)
+
+
+@functools.cache
+def _encoded(name):
+  """Tokens of all texts by how they are encoded."""
+  tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
+  return {
+    "as_text": tokenizer.encode_batch(_texts()),
+    "parsed": [tokenizer.encode(t, parse_special=True) for t in _texts()],
+    "prompt": [prompt_ids(tokenizer, t, parse_special=True) for t in _texts()],
+  }
+
+
+@functools.cache
+def _recorded(folder, version):
+  path = _RECORDED / folder / f"transformers_{version}.json"
+  return json.loads(path.read_text())
+
+
+class TokensTest(parameterized.TestCase):
+  @parameterized.product(name=_NAMES, version=_VERSIONS)
+  def test_a_thousand_texts_have_the_same_tokens(self, name, version):
+    for how, recorded in _recorded("tokenizers", version)[name].items():
+      ours = _encoded(name)[how]
+      self.assertEqual(ours[:3], recorded["first"], how)
+      digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
+      self.assertEqual(digest, recorded["sha256"], how)
+
+  def test_legacy_model_is_that_of_version_4(self):  # version 5 has none
+    recorded = _recorded("tokenizers", "4.57.6")["llama2_legacy"]
+    for how, ours in _encoded("llama2_legacy").items():
+      digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
+      self.assertEqual(digest, recorded[how]["sha256"], how)
+
+  @parameterized.parameters(
+    ("gpt2", 340, 340, False),
+    ("llama2_legacy", 1, 2, True),
+    ("llama2_json", 1, 2, True),
+    ("llama3", 340, 342, True),
+    ("qwen2", None, 342, False),
+  )
+  def test_begin_and_end(self, name, bos_id, eos_id, add_bos):
+    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
+    found = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos)
+    self.assertEqual(found, (bos_id, eos_id, add_bos))
+    self.assertEqual(tokenizer.stop_ids, (eos_id,))
+
+  @parameterized.parameters(
+    ("llama2", "'legacy' is false"), ("llama2_added", "adds tokens to it")
+  )
+  def test_models_that_need_a_tokenizer_json_are_refused(self, name, message):
+    with self.assertRaisesRegex(TokenizerFileError, message):
+      load_tokenizer(_RECORDED / "tokenizers" / name)
+
+
+class ChatTest(parameterized.TestCase):
+  @parameterized.product(
+    name=("llama2", "llama3", "chatml", "mistral", "gemma"), version=_VERSIONS
+  )
+  def test_conversations_have_the_same_text_and_tokens(self, name, version):
+    pytest.importorskip("transformers")
+    folder = _RECORDED / "chat"
+    conversations = json.loads((folder / "messages.json").read_text())
+    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / "llama2_json")
+    source = (folder / f"{name}.jinja").read_bytes()
+    tokenizer.files = tokenizer.files | {"chat_template.jinja": source}
+    template = load_chat_template(tokenizer)
+    cases = 0
+    for key, expected in _recorded("chat", version).items():
+      style, conversation, prompt = key.split("/")
+      if style != name:
+        continue
+      cases += 1
+      render = functools.partial(
+        template.render,
+        conversations[conversation],
+        add_generation_prompt=prompt == "True",
+      )
+      if "refused" in expected:
+        with self.assertRaises(ValueError) as caught:
+          render()
+        self.assertEndsWith(str(caught.exception), expected["refused"])
+        continue
+      text = render()
+      self.assertEqual(text, expected["text"], key)
+      ids = tokenizer.encode(text, parse_special=True)
+      self.assertEqual(ids, expected["ids"], key)
+    self.assertEqual(cases, 14)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,239 @@
+"""Pixels that are normalized on the device."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from PIL import Image
+
+from moh_jax.config import DataConfig, TextDataConfig, ViTConfig
+from moh_jax.config.data import RandAugmentPolicy
+from moh_jax.data import augment, transforms
+from moh_jax.data.transforms import Normalize, normalizer
+
+_MODEL = ViTConfig(
+  image_size=(8, 8),
+  patch_stride=4,
+  embed_dims=(8,),
+  depths=(1,),
+  num_heads=(2,),
+  shared_heads=(1,),
+  top_k=(1,),
+  mlp_ratios=(2,),
+  sr_ratios=(1,),
+)
+_ALL = (
+  transforms.Resize((8, 6)),
+  transforms.ResizeCenterCrop(10, (8, 6)),
+  transforms.RandomShift(),
+  transforms.RandomCropFlip((8, 6)),
+  transforms.CenterCrop((8, 6)),
+  transforms.RandomFlip(),
+  transforms.Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)),
+)
+
+
+def _image(shape, seed=0):
+  return np.random.RandomState(seed).randint(0, 256, shape, np.uint8)
+
+
+def _apply(transform, image, seed=0):
+  element = {"image": image, "label": np.int32(3)}
+  if hasattr(transform, "random_map"):
+    return transform.random_map(element, np.random.default_rng(seed))
+  return transform.map(element)
+
+
+class CommonTest(parameterized.TestCase):
+  @parameterized.parameters(*_ALL)
+  def test_pickles(self, transform):
+    copy = pickle.loads(pickle.dumps(transform))
+    self.assertEqual(copy, transform)
+    image = _image((11, 9, 3))
+    np.testing.assert_array_equal(
+      _apply(copy, image)["image"], _apply(transform, image)["image"]
+    )
+
+  @parameterized.parameters(*_ALL)
+  def test_keeps_the_label_and_its_input(self, transform):
+    image = _image((11, 9, 3))
+    before = image.copy()
+    self.assertEqual(_apply(transform, image)["label"], 3)
+    np.testing.assert_array_equal(image, before)
+
+  @parameterized.product(transform=_ALL[:-1], channels=(1, 3))
+  def test_pixels_stay_bytes(self, transform, channels):
+    out = _apply(transform, _image((11, 9, channels)))["image"]
+    self.assertEqual(out.dtype, np.uint8)
+    self.assertEqual(out.shape[-1], channels)
+
+
+class ResizeCenterCropTest(parameterized.TestCase):
+  @parameterized.parameters((7, 31), (31, 7), (9, 9), (3, 5), (101, 13))
+  def test_size_whatever_the_aspect(self, rows, columns):
+    crop = transforms.ResizeCenterCrop(9, (8, 8))
+    out = _apply(crop, _image((rows, columns, 3)))["image"]
+    self.assertEqual(out.shape, (8, 8, 3))
+
+  @parameterized.parameters(
+    ((8, 16), (8, 16)), ((16, 32), (8, 16)), ((16, 16), (8, 16)),
+    ((32, 16), (16, 8)), ((9, 30), (8, 16)), ((10, 10), (20, 20)),
+  )  # fmt: skip
+  def test_other_aspects_lose_no_more_than_they_must(self, shape, size):
+    rows, columns = np.indices(shape)
+    ramps = np.stack([rows, columns, rows], -1).astype(np.uint8) * 7
+    crop = transforms.ResizeCenterCrop(min(size), size)
+    out = _apply(crop, ramps)["image"]
+    scale = max(np.array(size) / shape)
+    whole = transforms.resize(
+      ramps, tuple(max(int(n * scale), w) for n, w in zip(shape, size))
+    )
+    top, left = (
+      round((n - w) / 2) for n, w in zip(whole.shape[:2], size, strict=True)
+    )
+    expected = whole[top : top + size[0], left : left + size[1]]
+    np.testing.assert_allclose(out, expected.astype(int), atol=3)
+
+  def test_crop_larger_than_the_shorter_side_still_fits(self):
+    crop = transforms.ResizeCenterCrop(4, (8, 6))
+    self.assertEqual(_apply(crop, _image((5, 9, 1)))["image"].shape, (8, 6, 1))
+
+
+def _adm(image, size):
+  """ADM's rule in Pillow's own terms: widths first."""
+  picture = Image.fromarray(image)
+  while min(picture.size) >= 2 * size:
+    picture = picture.resize(
+      (picture.width // 2, picture.height // 2), Image.Resampling.BOX
+    )
+  scale = size / min(picture.size)
+  picture = picture.resize(
+    (round(picture.width * scale), round(picture.height * scale)),
+    Image.Resampling.BICUBIC,
+  )
+  left, top = (picture.width - size) // 2, (picture.height - size) // 2
+  return np.asarray(picture)[top : top + size, left : left + size]
+
+
+class CenterCropTest(parameterized.TestCase):
+  @parameterized.product(
+    shape=((8, 8), (9, 17), (31, 16), (64, 50), (33, 130), (5, 6)),
+    size=(7, 8),
+  )
+  def test_equals_the_public_rule(self, shape, size):
+    image = _image((*shape, 3))
+    out = transforms.center_crop(image, (size, size))
+    np.testing.assert_array_equal(out, _adm(image, size))
+
+
+class RandomShiftTest(absltest.TestCase):
+  def test_result_is_the_image_moved_by_at_most_an_eighth(self):
+    image = _image((16, 8, 1)) // 2 + 1  # no zero, so that padding shows
+    padded = np.pad(image, ((2, 2), (1, 1), (0, 0)))
+    windows = {
+      padded[top : top + 16, left : left + 8].tobytes(): (top, left)
+      for top in range(5)
+      for left in range(3)
+    }
+    seen = {
+      windows[_apply(transforms.RandomShift(), image, seed)["image"].tobytes()]
+      for seed in range(150)
+    }
+    self.assertEqual(seen, set(windows.values()))
+
+
+class RandomCropFlipTest(parameterized.TestCase):
+  def test_share_of_the_area_is_in_range(self):
+    rows, columns = np.mgrid[:128, :128]
+    image = np.stack([rows, columns, rows], -1).astype(np.uint8)
+    crop = transforms.RandomCropFlip((32, 32), (0.25, 0.5))
+    shares = []
+    for seed in range(40):
+      out = _apply(crop, image, seed)["image"].astype(int)
+      height, width = (np.ptp(out[..., i]) * 32 / 31 for i in (0, 1))
+      self.assertBetween(width / height, 0.65, 1.55)
+      shares.append(height * width / 128**2)
+    self.assertBetween(min(shares), 0.22, 0.33)
+    self.assertBetween(max(shares), 0.42, 0.55)
+
+  def test_crop_that_never_fits_is_the_centre_square(self):
+    image = _image((4, 400, 3))
+    crop = transforms.RandomCropFlip((4, 4), (0.9, 1.0))
+    out = _apply(crop, image)["image"]
+    centre = image[:, 198:202]
+    self.assertTrue(
+      np.array_equal(out, centre) or np.array_equal(out, centre[:, ::-1])
+    )
+
+
+class NormalizeTest(absltest.TestCase):
+  def test_formula(self):
+    image = _image((5, 4, 3))
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    out = _apply(transforms.Normalize(mean, std), image)["image"]
+    self.assertEqual(out.dtype, np.float32)
+    expected = (image / 255 - np.array(mean)) / np.array(std)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+class ChoiceTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("none", ["Resize"]),
+    ("shift", ["Resize", "RandomShift"]),
+    ("crop_flip", ["RandomCropFlip"]),
+    ("center_flip", ["CenterCrop", "RandomFlip"]),
+  )
+  def test_augment_chooses_the_training_transforms(self, augment, names):
+    data = DataConfig(augment=augment)
+    chosen = transforms.train_transforms(data, _MODEL)
+    self.assertEqual([type(t).__name__ for t in chosen], names)
+
+  def test_further_changes_follow_crop_and_flip_in_timms_order(self):
+    data = DataConfig(
+      augment="crop_flip",
+      auto_augment="rand-m9-mstd0.5-inc1",
+      color_jitter=0.3,
+      random_erasing=0.25,
+      mean=(0.485, 0.456, 0.406),
+      std=(0.229, 0.224, 0.225),
+    )
+    policy = RandAugmentPolicy(magnitude=9, spread=0.5, increasing=True)
+    self.assertEqual(
+      transforms.train_transforms(data, _MODEL),
+      [
+        transforms.RandomCropFlip((8, 8)),
+        augment.RandAugment(policy, (124, 116, 104)),
+        augment.ColorJitter(0.3),
+        augment.RandomErasing(0.25, data.mean, data.std),
+      ],
+    )
+
+
+class PixelsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ((0.5,) * 3, (0.5,) * 3),
+    ((0.3,), (0.37,)),
+  )
+  def test_all_values_are_those_of_numpy_up_to_rounding(self, mean, std):
+    image = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
+    image = np.repeat(image, len(mean), axis=-1)
+    expected = Normalize(mean, std).map({"image": image[0]})["image"]
+    ours = normalizer(DataConfig(mean=mean, std=std))({"image": image})
+    self.assertEqual(ours["image"].dtype, jnp.float32)
+    np.testing.assert_allclose(ours["image"][0], expected, rtol=0, atol=1.3e-6)
+
+  def test_other_batches_stay_as_they_are(self):
+    latents = {"image": jnp.ones((1, 2, 2, 4)), "label": jnp.ones(1)}
+    text = {"tokens": jnp.ones((1, 4), jnp.int32)}
+    data = DataConfig(mean=(0.5,) * 4, std=(0.5,) * 4)
+    for config in (data, DataConfig()):
+      ours = normalizer(config)(latents)
+      jax.tree.map(np.testing.assert_array_equal, ours, latents)
+    self.assertIs(normalizer(TextDataConfig())(text), text)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,67 @@
+"""Layers, routing and attention need JAX, Flax, Chex and NumPy alone."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+from absl.testing import absltest
+
+_ROOT = pathlib.Path(__file__).parents[2]
+# Refuses to modules of the package what they may not import.
+_BLOCKED = """
+import builtins, sys
+
+allowed = {"moh_jax", "jax", "jaxlib", "flax", "chex", "numpy"}
+allowed |= sys.stdlib_module_names
+original = builtins.__import__
+
+
+def guarded(name, names=None, *args, **kwargs):
+  ours = (names or {}).get("__name__", "").startswith("moh_jax")
+  if ours and name.partition(".")[0] not in allowed:
+    raise ModuleNotFoundError(f"{names['__name__']} imports {name}")
+  return original(name, names, *args, **kwargs)
+
+
+builtins.__import__ = guarded
+"""
+_EVERY_LAYER = """
+import importlib, pkgutil
+import moh_jax.layers
+
+for module in pkgutil.iter_modules(moh_jax.layers.__path__):
+  importlib.import_module(f"moh_jax.layers.{module.name}")
+"""
+_USE = """
+pixels = jax.numpy.ones((2, 64))
+model = Digits()
+params = jax.jit(model.init)(jax.random.key(0), pixels)
+grads = jax.grad(lambda p: model.apply(p, pixels)[0].sum())(params)
+print(model.apply(params, pixels)[0].shape, len(jax.tree.leaves(grads)))
+"""
+
+
+def _example() -> str:
+  """The model of the README, without what trains it."""
+  text = (_ROOT / "README.md").read_text()
+  code = re.search(r"```python\n(.*?)\ndef loss_fn", text, re.DOTALL)[1]
+  others = re.compile(r"^(import optax|from sklearn.*)\n", re.MULTILINE)
+  return others.sub("", code)
+
+
+class LightCoreTest(absltest.TestCase):
+  def test_layers_and_the_readme_model_import_no_other_package(self):
+    program = _BLOCKED + _EVERY_LAYER + _example() + _USE
+    done = subprocess.run(
+      [sys.executable, "-c", program],
+      capture_output=True,
+      text=True,
+      cwd=_ROOT,
+    )
+    self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+    self.assertStartsWith(done.stdout, "(2, 10)")
+
+
+if __name__ == "__main__":
+  absltest.main()
