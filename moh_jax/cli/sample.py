@@ -11,8 +11,8 @@ import numpy as np
 from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
+from moh_jax.convert import HOW_TO_GET_VAE
 from moh_jax.convert.decoder import Autoencoder, load_autoencoder
-from moh_jax.convert.downloads import HOW_TO_GET_VAE
 from moh_jax.data.images.files import read_image
 from moh_jax.data.images.folders import find_images
 from moh_jax.data.images.transforms import center_crop

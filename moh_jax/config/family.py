@@ -26,7 +26,7 @@ if TYPE_CHECKING:
   from jax.sharding import Mesh
 
   from moh_jax.analysis.probe import Probe
-  from moh_jax.convert.converter import Converter
+  from moh_jax.convert.rules import Converter
   from moh_jax.models.generation import Decode
   from moh_jax.training.task import Evaluate, TaskBuilder
 

@@ -4,8 +4,7 @@ import pathlib
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.convert import rules
-from moh_jax.convert.downloads import INCEPTION_FILE
+from moh_jax.convert import INCEPTION_FILE, rules
 from moh_jax.convert.inception import (
   abstract_inception,
   convert_inception,

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.cli.main import main
 from moh_jax.config import OptimConfig, TextDataConfig, TrainConfig
-from moh_jax.convert import hf_folder
+from moh_jax.convert import llama
 from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.llama import released_run
 from moh_jax.data.text.tokenizers import BEGIN, END, load_tokenizer, train_bpe
@@ -51,7 +51,7 @@ class FilesTest(_Case):
     self.assertEqual(
       names, sorted([*_CODE, "README.md", "config.json", "model.safetensors"])
     )
-    code = pathlib.Path(hf_folder.__file__).parent / "transformers_code"
+    code = pathlib.Path(llama.__file__).parent / "transformers_code"
     for name in _CODE:
       self.assertEqual((folder / name).read_bytes(), (code / name).read_bytes())
     stored = self._json("config.json")

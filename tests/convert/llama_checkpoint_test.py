@@ -17,7 +17,7 @@ from moh_jax.config import (
   get_family,
   released_model,
 )
-from moh_jax.convert import checkpoints, hf_config_writer, tensor_writer
+from moh_jax.convert import checkpoints, llama_config, tensor_files
 from moh_jax.convert.checkpoints import convert, export, load_sharded
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
@@ -76,7 +76,7 @@ class ConvertTest(folder_case.FolderCase):
     checkpoints_tensors = read_tensors(tensor_file) | more
     _write(tensor_file, checkpoints_tensors)
     (self.source / "config.json").write_text(
-      json.dumps(hf_config_writer.to_hf(tied))
+      json.dumps(llama_config.to_hf(tied))
     )
     self._convert()
     self.assertNotIn("head", restore(str(self.out)).params)
@@ -126,10 +126,10 @@ class ConvertTest(folder_case.FolderCase):
 
 def _write(path: pathlib.Path, tensors) -> None:
   planned = [
-    tensor_writer.Planned((n,), (x.shape,), lambda x=x: [x])
+    tensor_files.Planned((n,), (x.shape,), lambda x=x: [x])
     for n, x in tensors.items()
   ]
-  tensor_writer.write_file(path, planned, "float32", {})
+  tensor_files.write_file(path, planned, "float32", {})
 
 
 class BadSourceTest(folder_case.FolderCase):
@@ -175,24 +175,24 @@ class BadSourceTest(folder_case.FolderCase):
     self._refused(ValueError, rf"1 missing: {gone}; 1 shape: {bent} \(3, 3\)")
 
   def test_config_of_another_network(self):
-    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"hidden_act": "relu"}
+    stored = llama_config.to_hf(tiny_llm.MHA) | {"hidden_act": "relu"}
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "config.json: hidden_act='relu'")
 
   def test_code_of_its_own(self):
-    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {
+    stored = llama_config.to_hf(tiny_llm.MHA) | {
       "auto_map": {"AutoModel": "modeling_llama.LlamaModel"}
     }
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "config.json: auto_map=.*--from moh-llama3")
 
   def test_heads_that_do_not_group(self):
-    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {"num_key_value_heads": 4}
+    stored = llama_config.to_hf(tiny_llm.MHA) | {"num_key_value_heads": 4}
     (self.source / "config.json").write_text(json.dumps(stored))
     self._refused(ValueError, "num_key_value_heads=4 must divide")
 
   def test_heads_too_few_to_route(self):
-    stored = hf_config_writer.to_hf(tiny_llm.MHA) | {
+    stored = llama_config.to_hf(tiny_llm.MHA) | {
       "num_attention_heads": 1,
       "num_key_value_heads": 1,
     }
@@ -276,7 +276,7 @@ class ExportTest(folder_case.FolderCase):
     before = sorted(self.folder.iterdir())
     failing = mock.Mock(side_effect=OSError("disk full"))
     with (
-      mock.patch.object(tensor_writer, "_write_array", failing),
+      mock.patch.object(tensor_files, "_write_array", failing),
       self.assertRaisesRegex(OSError, "disk full"),
     ):
       self._export()

@@ -165,7 +165,7 @@ class JoinedTest(parameterized.TestCase):
   def test_parts_are_those_of_the_whole(self, axis, first):
     arrays = [np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 10]
     whole = np.stack(arrays, axis)
-    joined = rules.Joined(arrays, axis)
+    joined = rules._Joined(arrays, axis)
     self.assertEqual(joined.shape, whole.shape)
     index = (slice(first, 2), slice(0, 2), slice(0, 1))
     np.testing.assert_array_equal(joined[index], whole[index])

@@ -10,7 +10,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RotaryConfig
-from moh_jax.convert import hf_config_writer
+from moh_jax.convert import llama_config
 from moh_jax.convert.checkpoints import convert
 from moh_jax.inference.restore import restore
 from tests.convert import folder_case, tiny_llm
@@ -93,8 +93,8 @@ class TransformersTest(folder_case.FolderCase):
     theirs.save_pretrained(self.folder / "theirs", max_shard_size="6KB")
     convert("llama", str(self.folder / "theirs"), str(self.folder / "third"))
     again = restore(str(self.folder / "third"))
-    described = hf_config_writer.to_hf(again.config.model)
-    expected = hf_config_writer.to_hf(model)
+    described = llama_config.to_hf(again.config.model)
+    expected = llama_config.to_hf(model)
     for stored in (described, expected):
       stored.pop("moh_jax", None)  # what does not change the outputs
     self.assertEqual(described, expected)

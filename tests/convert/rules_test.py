@@ -95,13 +95,13 @@ class RoundTripTest(parameterized.TestCase):
     ((1, 0), []),
   )
   def test_router_has_the_matrices_its_split_needs(self, split, expected):
-    table = vit.router_rules(HeadBudget(6, *split, 4), RouterConfig())
+    table = rules.router_rules(HeadBudget(6, *split, 4), RouterConfig())
     names = [name for rule in table for name in rule.theirs]
     self.assertCountEqual(names, [f"{name}.weight" for name in expected])
 
   def test_no_router_has_no_matrices(self):
     budget = HeadBudget(6, 2, 2, 4)
-    self.assertEmpty(vit.router_rules(budget, RouterConfig(kind="none")))
+    self.assertEmpty(rules.router_rules(budget, RouterConfig(kind="none")))
 
 
 class PrimitiveRulesTest(absltest.TestCase):

@@ -13,8 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.autoencoder import LatentScaling, VAEConfig
-from moh_jax.convert import rules, vae
-from moh_jax.convert.downloads import VAE_FILES
+from moh_jax.convert import VAE_FILES, rules, vae
 from tests.convert.stored import save_tensors
 
 _CONFIG = VAEConfig(

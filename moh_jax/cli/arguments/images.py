@@ -5,7 +5,7 @@ import argparse
 from moh_jax.cli import common, fields
 from moh_jax.config import SampleConfig
 from moh_jax.config.checks import DTYPES, RESIZES
-from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION, HOW_TO_GET_VAE
+from moh_jax.convert import HOW_TO_GET_INCEPTION, HOW_TO_GET_VAE
 from moh_jax.data.images.folders import SPLITS
 from moh_jax.inference.options import EncodeOptions
 
