@@ -31,7 +31,8 @@ _POSITION_ATOL = 1e-5
 # Data of the released models: latents of ImageNet.
 _DATA = DataConfig(source="latents", path="data/imagenet_latents")
 _DIFFUSERS = "diffusers"  # the form and format
-_MLP_RATIO = 4  # of diffusers' FeedForward
+# Fields of the model that config.json must say wholly.
+_SHAPE = ("router", "num_heads", "width", "mlp_ratio", "input_size")
 # Values of config.json, beside the sizes, that our model computes. We write the
 # first; 1e-5 is diffusers' default, 1e-6 what we and the DiT release compute.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -139,7 +140,16 @@ def _diffusers_rules(config: DiTConfig) -> list[Rule]:
   Raises:
     ValueError: diffusers has no such model.
   """
-  _check(config)
+  theirs = _model(_public(config))
+  for name in _SHAPE:
+    found, allowed = getattr(config, name), getattr(theirs, name)
+    if found != allowed:
+      raise ValueError(
+        f"diffusers: model.{name}={found!r} must be {allowed!r}; `export` "
+        "without --to writes the names of the (MoH-)DiT release"
+      )
+  if not config.label_dropout:  # its table of labels has a row for none
+    raise ValueError("diffusers: model.label_dropout=0 must be above 0")
   embedders = [
     *rules.linear("timestep_embedder.linear_1", "embed/time_in"),
     *rules.linear("timestep_embedder.linear_2", "embed/time_out"),
@@ -190,42 +200,43 @@ def _copied(rule: Rule, depth: int) -> Rule:
   )
 
 
-def _check(config: DiTConfig) -> None:
-  """Raises ValueError where diffusers' class is no such model."""
-  if config.router.kind != "none":
-    raise ValueError(
-      f"diffusers: model.router.kind={config.router.kind!r} must be 'none', it "
-      "has no MoH; `export` without --to writes the MoH release's names"
-    )
-  rows, heads = config.input_size[0], config.num_heads[0]
-  for name, found, allowed in (
-    ("num_heads", config.num_heads, (heads,) * len(config.num_heads)),
-    ("width", config.width, heads * config.head_dim),
-    ("mlp_ratio", config.mlp_ratio, _MLP_RATIO),
-    ("input_size", config.input_size, (rows, rows)),
-  ):
-    if found != allowed:
-      raise ValueError(f"diffusers: model.{name}={found} must be {allowed}")
-  if not config.label_dropout:
-    raise ValueError(
-      "diffusers: model.label_dropout=0 must be above 0, its table of labels "
-      "has a row for none"
-    )
+def _public(config: DiTConfig) -> _Public:
+  """What config.json says of a model."""
+  return _Public(
+    num_attention_heads=config.num_heads[0],
+    attention_head_dim=config.head_dim,
+    num_layers=len(config.num_heads),
+    sample_size=config.input_size[0],
+    patch_size=config.patch_size,
+    num_embeds_ada_norm=config.num_classes,
+    in_channels=config.channels,
+    out_channels=config.out_channels,
+  )
+
+
+def _model(public: _Public) -> DiTConfig:
+  """The model of a config.json; raises ValueError for a size out of range."""
+  heads, depth = public.num_attention_heads, public.num_layers
+  return DiTConfig(
+    input_size=(public.sample_size,) * 2,
+    channels=public.in_channels,
+    num_classes=public.num_embeds_ada_norm,
+    patch_size=public.patch_size,
+    width=heads * public.attention_head_dim,
+    num_heads=(heads,) * depth,
+    head_dim=public.attention_head_dim,
+    shared_heads=(heads,) * depth,
+    top_k=(0,) * depth,
+    learn_sigma=(public.out_channels or 0) > public.in_channels,
+    router=RouterConfig("none"),
+  )
 
 
 def _folder_files(exported: Exported) -> dict[str, str]:
   """The small files of a folder that diffusers loads."""
-  config = exported.config.model
   entries = {
     **{name: allowed[0] for name, allowed in _FIXED.items()},
-    "num_attention_heads": config.num_heads[0],
-    "attention_head_dim": config.head_dim,
-    "num_layers": len(config.num_heads),
-    "sample_size": config.input_size[0],
-    "patch_size": config.patch_size,
-    "num_embeds_ada_norm": config.num_classes,
-    "in_channels": config.channels,
-    "out_channels": config.out_channels,
+    **msgspec.structs.asdict(_public(exported.config.model)),
   }
   text = json.dumps(entries, indent=2, sort_keys=True)
   process = dataclasses.asdict(exported.config.diffusion)
@@ -242,30 +253,14 @@ def _described(kind: str, path: pathlib.Path) -> DiTConfig | None:
   if kind != _DIFFUSERS:
     return None
   stored = read_json(path, _Public)
-  sizes = msgspec.convert(stored, _Public)
-  heads, dim = sizes.num_attention_heads, sizes.attention_head_dim
-  channels, depth = sizes.in_channels, sizes.num_layers
-  out_channels = sizes.out_channels or channels
-  for name, found, allowed in (
-    *((n, stored.get(n, fixed[0]), fixed) for n, fixed in _FIXED.items()),
-    ("out_channels", out_channels, (channels, 2 * channels)),
-  ):
-    if found not in allowed:
-      raise ValueError(f"{path}: {name}={found!r} must be one of {allowed}")
+  public = msgspec.convert(stored, _Public)
+  sizes = None, public.in_channels, 2 * public.in_channels
+  allowed = {**_FIXED, "out_channels": sizes}
+  for name, values in allowed.items():
+    if (found := stored.get(name, values[0])) not in values:
+      raise ValueError(f"{path}: {name}={found!r} must be one of {values}")
   try:
-    return DiTConfig(
-      input_size=(sizes.sample_size,) * 2,
-      channels=channels,
-      num_classes=sizes.num_embeds_ada_norm,
-      patch_size=sizes.patch_size,
-      width=heads * dim,
-      num_heads=(heads,) * depth,
-      head_dim=dim,
-      shared_heads=(heads,) * depth,
-      top_k=(0,) * depth,
-      learn_sigma=out_channels != channels,
-      router=RouterConfig("none"),
-    )
+    return _model(public)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
