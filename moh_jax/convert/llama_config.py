@@ -64,27 +64,18 @@ _DEFAULTS = {
     "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128
   },
 }  # fmt: skip
-# The numbers of each RoPE scaling in config.json -> fields of our section.
-_FACTOR = {"factor": "factor"}
-_ORIGINAL = {"original_max_position_embeddings": "original_length"}
+# The numbers of each RoPE scaling, by our fields.
 _ROPE_NUMBERS = {
-  "none": {},
-  "linear": _FACTOR,
-  "dynamic": _FACTOR,
-  "llama3": {
-    **_FACTOR,
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    **_ORIGINAL,
-  },
-  "yarn": {
-    **_FACTOR,
-    **_ORIGINAL,
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "truncate": "truncate",
-    "attention_factor": "attention_factor",
-  },
+  "none": (),
+  "linear": ("factor",),
+  "dynamic": ("factor",),
+  "llama3": (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_length"),
+  ),
+  "yarn": (
+    *("factor", "original_length", "beta_fast", "beta_slow", "truncate"),
+    "attention_factor",
+  ),
 }
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")  # no defaults
 # RoPE scalings of the transformers version that the MoH-LLaMA3 release needs.
@@ -142,7 +133,7 @@ _OFF = frozenset(
 )
 
 
-class _Rope(msgspec.Struct, forbid_unknown_fields=True):
+class _Rope(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
   """RoPE: `rope_parameters`, or of older files `rope_scaling`."""
 
   rope_type: str | None = None
@@ -152,7 +143,9 @@ class _Rope(msgspec.Struct, forbid_unknown_fields=True):
   factor: float | None = None
   low_freq_factor: float | None = None
   high_freq_factor: float | None = None
-  original_max_position_embeddings: Size | None = None
+  original_length: Size | None = msgspec.field(
+    name="original_max_position_embeddings", default=None
+  )
   beta_fast: float | None = None
   beta_slow: float | None = None
   truncate: bool | None = None
@@ -380,11 +373,11 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
     )
   theta = keys.rope_theta if given.rope_theta is None else given.rope_theta
   rope: dict[str, Any] = {"theta": theta, "scaling": kind}
-  for theirs, ours in _ROPE_NUMBERS[kind].items():
-    if (value := getattr(given, theirs)) is not None:
-      rope[ours] = value
-    elif theirs in _NEEDED:
-      raise ValueError(f"{name}.{theirs} must be given for rope_type={kind!r}")
+  for number in _ROPE_NUMBERS[kind]:
+    if (value := getattr(given, number)) is not None:
+      rope[number] = value
+    elif number in _NEEDED:
+      raise ValueError(f"{name}.{number} must be given for rope_type={kind!r}")
   length = keys.max_position_embeddings
   if kind not in ("none", "linear"):
     rope.setdefault("original_length", length)
@@ -535,13 +528,10 @@ def _to_hf(
     length = math.ceil(length / rope.factor)
   elif rope.scaling == "dynamic":
     length = rope.original_length
-  numbers = {
-    theirs: getattr(rope, ours)
-    for theirs, ours in _ROPE_NUMBERS[rope.scaling].items()
-    if getattr(rope, ours) is not None
-  }
-  if numbers:  # older versions of transformers read `type`
-    numbers = {"rope_type": rope.scaling, "type": rope.scaling, **numbers}
+  scaling = None
+  if rope.scaling != "none":  # older versions of transformers read `type`
+    numbers = {n: getattr(rope, n) for n in _ROPE_NUMBERS[rope.scaling]}
+    scaling = msgspec.to_builtins(_Rope(rope.scaling, rope.scaling, **numbers))
   stored = {
     "architectures": [architecture],
     "model_type": _ARCHITECTURES[architecture],
@@ -556,7 +546,7 @@ def _to_hf(
     "max_position_embeddings": length,
     "rms_norm_eps": model.norm_eps,
     "rope_theta": rope.theta,
-    "rope_scaling": numbers or None,
+    "rope_scaling": scaling,
     "tie_word_embeddings": model.tie_embeddings,
     "attention_dropout": 0.0,
   }

@@ -501,7 +501,7 @@ class CardTest(_Case):
 
   def test_recipe_of_a_run_without_its_paths(self):
     self.save(
-      tiny_llm.MOH,
+      dataclasses.replace(tiny_llm.MOH, shared_heads=(2,) * 3, top_k=(2,) * 3),
       train=TrainConfig(steps=100, init_from="/somewhere/private"),
       optim=OptimConfig(lr=2e-5, final_lr=1e-6, weight_decay=0.1),
       data=TextDataConfig(
