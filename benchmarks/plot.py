@@ -1,4 +1,4 @@
-"""Draws stored results of `bench` as `bench --plot` would have.
+"""Draws stored results of `bench`, but not its rows of every head.
 
 For instance benchmarks/results/attention_cpu.json as docs/attention_cpu.svg.
 """
@@ -18,7 +18,8 @@ def main() -> None:
   args = parser.parse_args()
   stored = json.loads(pathlib.Path(args.results).read_text())
   report.check_plot(args.out)
-  report.plot([report.Row(**row) for row in stored["rows"]], args.out)
+  rows = [report.Row(**row) for row in stored["rows"]]
+  report.plot([row for row in rows if row.share < 1], args.out)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def _print_layers(results: dict[str, dict[str, Any]]) -> None:
   """Layers beside what Amdahl's law gives for their core's share."""
   groups = _groups(results)
   cells = [
-    (row.length, f"{row.share:.1%}", f"{row.ratio_to_mha:.3f}", f"{law:.3f}")
+    (row.length, f"{row.share:.1%}", row.to_mha, f"{law:.2f}")
     for title, rows in groups.items()
     if title.startswith("layer_")
     for row, law in expectations(rows, groups.get(f"core{title[5:]}", []))

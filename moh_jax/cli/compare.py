@@ -18,6 +18,7 @@ from moh_jax.files import write_whole
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params
 from moh_jax.runtime.sharding import axis_sizes
+from moh_jax.speed import timing
 from moh_jax.speed.model_flops import step_flops
 from moh_jax.speed.model_forms import step_forms
 from moh_jax.speed.steps import step_seconds
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     form = pathlib.PurePath(args.plot).suffix[1:]
     content = pictures.encode(comparison.plot(rows), form)
     write_whole(pathlib.Path(args.plot), content)
-  common.write_json(args.json, {"rows": [dataclasses.asdict(r) for r in rows]})
+  found = [dataclasses.asdict(row) for row in rows]
+  common.write_json(args.json, {"machine": timing.machine(), "rows": found})
   return 0
 
 

@@ -42,9 +42,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(plan: Plan) -> None:
   model, chip = plan.config.model, plan.topology.chip
+  ends = ""
+  if model_forms.changes_heads(plan.config):
+    ends = " in the end, as all figures of active heads (tune.top_k_steps)"
   print(
     f"model: {model.family}, {plan.parameters:,} parameters, "
-    f"{model.activated_share:.1%} of the heads active"
+    f"{model.activated_share:.1%} of the heads active{ends}"
   )
   for name, value in plan.assumed.items():
     print(f"assumed, since the data are not here: model.{name}={value}")
@@ -62,7 +65,7 @@ def _print(plan: Plan) -> None:
   rows = [(text, _gb(getattr(memory, key))) for key, text in _MEMORY.items()]
   rows.append(("together", _gb(memory.total)))
   if memory.host:
-    rows.append(("in the host, its copies not timed", _gb(memory.host)))
+    rows.insert(-1, ("copied from the host in a step", _gb(memory.host)))
   print(common.table(rows, ("memory of a device", "")) + "\n")
   print(_verdict(plan, plan.run))
   _print_collectives(plan.run)
@@ -76,6 +79,10 @@ def _print(plan: Plan) -> None:
     f"  {sum(estimate.flops.values()):.4g} computed: projections of all heads, "
     f"attention of {share:.1%} ({names})"
   )
+  if again := step_time.recomputed(plan.config, estimate.flops):
+    print(
+      f"  {again:.4g} computed again (model.remat={plan.config.model.remat})"
+    )
   time = plan_lib.step_time_of(plan, plan.run)
   print(_time(plan, plan.run))
   print(
@@ -84,7 +91,7 @@ def _print(plan: Plan) -> None:
     "communication is hidden; assumed:"
   )
   compiled = plan.run.compiled is not None and plan.run.compiled.fits
-  for text in step_time.assumptions(plan.topology, compiled):
+  for text in step_time.assumptions(plan.config, plan.topology, compiled):
     print(f"  - {text}")
   if not plan.fits:
     _print_proposal(plan)
@@ -218,6 +225,7 @@ def _report(plan: Plan) -> dict[str, Any]:
       "not_compiled": one.reason or None,
       "attention": [dataclasses.asdict(x) for x in one.estimate.forms],
       "computed_flops": sum(one.estimate.flops.values()),
+      "recomputed_flops": step_time.recomputed(plan.config, one.estimate.flops),
       "step_seconds": time.seconds,
       "step_time": dataclasses.asdict(time),
       f"{plan.unit}_per_second": plan.units_per_step / time.seconds,
@@ -240,7 +248,7 @@ def _report(plan: Plan) -> dict[str, Any]:
     "layouts": [dataclasses.asdict(row) for row in plan.layouts],
     "flops": plan.flops,
     "baseline_flops": plan.baseline_flops,
-    "assumptions": step_time.assumptions(topology, compiled),
+    "assumptions": step_time.assumptions(plan.config, topology, compiled),
     **fitting(plan.run),
     "proposal": fitting(plan.proposal),
   }

@@ -87,7 +87,8 @@ def attention(
     head_dim=dim,
     share=1.0 if active is None else active.share,
     causal=causal,
-    masked=segments is not None or (causal and key_mask is not None),
+    masked=segments is not None
+    or (causal and (key_mask is not None or queries != keys)),
     biased=bias is not None,
     dtype=q.dtype.name,
     one_device=on_one_device(),

@@ -22,7 +22,7 @@ from typing import Any
 
 from moh_jax.config.checks import IMPLEMENTATIONS
 from moh_jax.ops import splash
-from moh_jax.ops.crossovers import largest_share
+from moh_jax.ops.crossovers import HALF, largest_share
 from moh_jax.ops.kernels import hopper, triton_backend
 from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, block_sizes
 from moh_jax.ops.target import Target
@@ -44,6 +44,7 @@ _LONG_CAUSAL = 256
 
 # Largest head dim that cuDNN's fused attention has gradients for everywhere.
 _CUDNN_HEAD_DIM = 128
+_KERNEL_DTYPES = (*HALF, "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,8 @@ class AttentionCase:
     head_dim: D.
     share: expected share of the heads that are active, 1 for all.
     causal: whether later keys are hidden.
-    masked: whether keys are hidden that cuDNN cannot be told by a length: by
-      segments, or by a key mask where attention is causal.
+    masked: whether cuDNN would read what is hidden as an array: segments, and
+      where attention is causal a key mask, or fewer or more queries than keys.
     biased: whether a bias is added to the logits.
     dtype: name of the queries' dtype.
     one_device: whether the arrays are one device's own. Else the compiler
@@ -298,6 +299,7 @@ def _packing_pays(case: AttentionCase, form: Form, dense: Form) -> bool:
 def _has_kernel(case: AttentionCase) -> bool:
   """Whether a kernel computes the call, and fast."""
   fits = not case.biased and case.head_dim <= MAX_HEAD_DIM
+  fits = fits and case.dtype in _KERNEL_DTYPES
   return fits and has_kernels(case.target, case.dtype, case.head_dim)
 
 
@@ -327,7 +329,7 @@ def _cudnn_problem(case: AttentionCase) -> str:
     return problem
   if not case.has_cudnn:
     return "JAX's plug-in for CUDA, which is not installed"
-  if case.dtype not in ("bfloat16", "float16"):
+  if case.dtype not in HALF:
     return f"model.dtype bfloat16 or float16, not {case.dtype}"
   if case.head_dim % 8:
     return f"a head_dim that is a multiple of 8, not {case.head_dim}"

@@ -60,11 +60,19 @@ def cudnn_attention(
   causal = visible.causal and q.shape[1] == k.shape[1]
   if causal:  # cuDNN applies this mask itself and skips hidden tiles
     visible = Visible(visible.key_mask, visible.segments)
-  mask = visible.mask(q.shape[1], k.shape[1])
-  if bias is not None:  # cuDNN makes NaN of rows that are all -inf
+  sizes = q.shape[1], k.shape[1]
+  mask = visible.mask(*sizes)
+  if bias is not None:
+    # cuDNN makes NaN of rows that are all -inf, and gradients that are NaN of
+    # a float32 bias beside 16-bit queries (jax-ml/jax#32242).
+    bias = bias.astype(q.dtype)
     seen = bias != -jnp.inf
     bias = jnp.where(seen, bias, 0)
     mask = seen if mask is None else mask & seen
+  # It broadcasts examples and heads alone (jax-ml/jax#28974).
+  bias, mask = jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (*x.shape[:2], *sizes)), (bias, mask)
+  )
   out = attend(q, k, v, bias=bias, mask=mask, is_causal=causal)
   if mask is None:
     return out

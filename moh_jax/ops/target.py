@@ -13,8 +13,8 @@ import jax
 # tells the kind alone; 7.5 stands for all before 8.0.
 _GPUS = {
   r"\b(GH200|H100|H200|H20|H800)\b": "9.0",
-  r"\b([KMP]\d+\w*|G?V100S?|T4G?|T[4-6]\d\d|T[12][02]00|MX\d+|GTX|Quadro"
-  r"|RTX 20\d\d|Tesla|TITAN)\b": "7.5",
+  r"\b([KMP]\d+\w*|G?V100S?|T4G?|T[4-6]\d\d|T[12][02]00|MX[1-4]\d+|GTX|Quadro"
+  r"|RTX 20[678]0|Tesla|TITAN)\b": "7.5",
 }
 _NOT_NVIDIA = re.compile(r"\b(AMD|Instinct|Radeon|MI\d+\w*|gfx\w+|Intel)\b")
 _TPUS = {
@@ -110,7 +110,7 @@ def cuda_version() -> int | None:
 
 def _default_device() -> jax.Device:
   device = jax.config.jax_default_device
-  return device if isinstance(device, jax.Device) else jax.devices()[0]
+  return device if isinstance(device, jax.Device) else jax.devices(device)[0]
 
 
 def on_one_device() -> bool:

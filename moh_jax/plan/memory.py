@@ -23,8 +23,9 @@ class Memory:
     batch: of a step.
     gradients: of a step, and those of a microbatch that are added to them.
     activations: what a microbatch keeps for its gradients, estimated.
-    host: moments in the memory of the device's host (`optim.state_memory`),
-      which the sums below leave out.
+    host: moments that are in the memory of the device's host between steps
+      (`optim.state_memory`). In a step the device has them too: the compiler
+      for TPUs fetches all of them before it frees the activations.
   """
 
   parameters: float
@@ -43,7 +44,7 @@ class Memory:
   @property
   def total(self) -> float:
     """All bytes together: the estimated peak."""
-    return self.arguments + self.gradients + self.activations
+    return self.arguments + self.gradients + self.activations + self.host
 
 
 def measure(program: Program, accumulation: int, activations: float) -> Memory:

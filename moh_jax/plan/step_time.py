@@ -64,7 +64,7 @@ def predict(
     raise ValueError(f"no published peak of {topology.chip.kind!r} is known")
   state = memory.parameters + memory.optimizer + memory.host + memory.ema
   return StepTime(
-    products=_run_flops(flops, config.model.remat)
+    products=(sum(flops.values()) + recomputed(config, flops))
     / (topology.devices * peak * PEAK_SHARE),
     # Read and written once, and the gradients read.
     update=(2 * state + memory.parameters)
@@ -73,10 +73,9 @@ def predict(
   )
 
 
-def _run_flops(flops: Mapping[str, float], remat: str) -> float:
-  """FLOPs that a step runs, with what the backward pass computes again."""
-  again = (flops[part] / 3 for part in RUN_TWICE.get(remat, ()))
-  return sum(flops.values()) + sum(again)
+def recomputed(config: Config, flops: Mapping[str, float]) -> float:
+  """FLOPs that `model.remat` computes again, beside those that are given."""
+  return sum(flops[part] / 3 for part in RUN_TWICE.get(config.model.remat, ()))
 
 
 def communication(
@@ -158,23 +157,31 @@ def expected_collectives(
   return tuple(found)
 
 
-def assumptions(topology: Topology, compiled: bool) -> tuple[str, ...]:
+def assumptions(
+  config: Config, topology: Topology, compiled: bool
+) -> tuple[str, ...]:
   """What a prediction takes for granted, a sentence each."""
   chip = topology.chip
   peak = published_peak(chip.kind)
-  network = f", {chip.network / 1e9:g} GB/s to other hosts"
+  network, copies = "", ()
+  if chip.platform == "gpu" or topology.slices > 1:
+    others = "hosts" if chip.platform == "gpu" else "slices"
+    network = f", {chip.network / 1e9:g} GB/s to other {others}"
+  if config.optim.state_memory == "host" or config.model.remat == "offload":
+    copies = ("copies to and from the memory of the host take no time",)
   return (
     f"products reach {PEAK_SHARE:.0%} of {peak / 1e12:g} TFLOP/s (published "
     "for bfloat16; the share is assumed)",
     f"the update reaches {MEMORY_SHARE:.0%} of {chip.memory_speed / 1e9:g} GB/s"
     " of memory (the share is assumed)",
     f"collectives reach {LINK_SHARE:.0%} of {chip.link / 1e9:g} GB/s per device"
-    f"{network if chip.platform == 'gpu' else ''} (the share is assumed)",
+    f"{network} (the share is assumed)",
     "the collectives are those of the compiled program"
     if compiled
     else "the collectives are those that the mesh needs, not a compiled "
     "program's",
     "communication is hidden behind products as far as these take longer; "
     "input, evaluation and checkpoints take no time",
+    *copies,
     f"source of the device's figures: {chip.source}",
   )

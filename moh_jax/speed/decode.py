@@ -4,11 +4,13 @@ Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention_forms import Form
 from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
 from moh_jax.ops.cached_attention import cached_attention
@@ -73,8 +75,8 @@ def _variants(options: DecodeOptions, mode: str, length: int) -> list[Variant]:
         args=(q, cache, slots, active),
         # A new token sees every slot, so the mode is not causal.
         flops=attention_flops(round(batch * heads * share), length, dim),
-        moved=lambda packs, share=share: decode_bytes(
-          options, length, _read(options, share) if packs else 1.0
+        moved=lambda packs, budget=budget: decode_bytes(
+          options, length, _read(options, budget) if packs else 1.0
         ),
         expected=lambda _, active=active: (_gated(expected, active), ()),
       )
@@ -87,9 +89,16 @@ def _gated(out: jax.Array, active: ActiveHeads | None) -> jax.Array:
   return out if active is None else out * active.mask[..., None]
 
 
-def _read(options: DecodeOptions, share: float) -> float:
+def _read(options: DecodeOptions, budget: HeadBudget) -> float:
   """Expected share of the key/value heads that some active head reads."""
-  return 1 - (1 - share) ** (options.heads // options.num_kv_heads)
+  groups = options.num_kv_heads
+  each = options.heads // groups
+  always = math.ceil(budget.shared / each)  # read by a shared head
+  others = max(0, budget.routed - each)
+  unread = math.comb(others, budget.top_k) / math.comb(
+    budget.routed, budget.top_k
+  )
+  return 1 - (1 - always / groups) * unread
 
 
 def _arrays(options: DecodeOptions, length: int) -> tuple:

@@ -52,9 +52,8 @@ def attention_form(
   if group.sees == "window":
     return LayerForm("window")
   model, budget, tokens = config.model, group.budget, tokens or group.tokens
-  tune = config.sections.get("tune")
-  changes = tune is not None and bool(tune.top_k_steps)
-  every = changes or model.router.needs_all_heads or model.router.varies
+  every = model.router.needs_all_heads or model.router.varies
+  every = every or changes_heads(config)
   share = 1.0 if every else budget.share
   devices = math.prod(mesh)
   if (placement := head_placement(group, *mesh)) is None:
@@ -83,6 +82,12 @@ def attention_form(
     share if form.packs else 1.0,
     2 * tokens / (tokens + 1) if hidden else 1.0,
   )
+
+
+def changes_heads(config: Config) -> bool:
+  """Whether the number of active heads changes in a run, down to its own."""
+  tune = config.sections.get("tune")
+  return tune is not None and bool(tune.top_k_steps)
 
 
 def step_forms(

@@ -24,9 +24,11 @@ _BFLOAT16 = {
   "TPU7x": 2307e12 / 2,  # JAX counts a chip as two devices
 }
 # What a device's kind says beside that name: the maker, and of GPUs the form
-# and the memory. Other words name another device, or a part of one (MIG).
+# and the memory. Other words name another device, or a part of one (MIG), and
+# so do other memories: an H100 with HBM2e is the PCIe card, an A100 or H100 of
+# 64 GB was made for one computer.
 _MAKER = re.compile(r"(NVIDIA )?(GeForce )?")
-_FORM = re.compile(r"([ -](SXM\d?|PCIe|\d+GB|HBM\d\w?))*", re.IGNORECASE)
+_FORM = re.compile(r"([ -](SXM\d?|PCIe|(40|80|96)GB|HBM3))*", re.IGNORECASE)
 
 
 def published_peak(kind: str) -> float | None:

@@ -50,6 +50,34 @@ class BenchInputTest(parameterized.TestCase):
     for name in ("main_thread_share", "waiting_share"):
       self.assertBetween(measured[name], 0, 1)
 
+  def test_waiting_for_a_disk_is_reading_and_not_decoding(self):
+    now, known = [0.0], set()
+
+    def passed():
+      now[0] += 1e-6
+      return now[0]
+
+    class Source(list):
+      def read(self, index):
+        now[0] += 0 if index in known else 1.0
+        known.add(index)
+
+      def __getitem__(self, index):
+        self.read(index)
+        now[0] += 0.5
+
+    config = tiny.dit_config()
+    with (
+      mock.patch.object(speed_input.time, "perf_counter", passed),
+      mock.patch.object(speed_input, "grain", mock.MagicMock()),
+      mock.patch.object(speed_input, "train_recipe"),
+      mock.patch.object(speed_input, "make_source", lambda *_: Source("abcde")),
+    ):
+      rates = speed_input._one_thread(config, None, 5)
+    # The first image is read once before the clock starts.
+    self.assertAlmostEqual(rates["read"], 5 / 4, places=4)
+    self.assertAlmostEqual(rates["decode"], 2, places=4)
+
   def test_pixels_of_image_files(self):
     root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     _write_images(root)

@@ -42,7 +42,9 @@ class CompareCommandTest(absltest.TestCase):
     argv = "--variants", "config", "--json", self.root / "rows.json"
     status, out, err = self._compare("--rounds", 1, *argv)
     self.assertEqual(status, 0, err)
-    (row,) = json.loads((self.root / "rows.json").read_text())["rows"]
+    result = json.loads((self.root / "rows.json").read_text())
+    self.assertIn("commit", result["machine"])
+    (row,) = result["rows"]
     self.assertGreater(row["costs"]["step_seconds"], 0)
     self.assertIn("| time of a step |", out)
 

@@ -85,11 +85,33 @@ class PlanCommandTest(parameterized.TestCase):
     here, host = (plan["memory"] for plan in plans)
     self.assertLess(host[part], here[part])
     self.assertAlmostEqual(
-      host["total"], here["total"] - here[part] + host[part]
+      host["total"], here["total"] - here[part] + host[part] + host["host"]
     )
     if part == "optimizer":
       self.assertEqual(host["host"], here[part] - host[part])
+      self.assertEqual(host["total"], here["total"])  # in the update
       self.assertEqual(plans[0]["step_seconds"], plans[1]["step_seconds"])
+    copies = "copies to and from the memory of the host take no time"
+    told = [copies in plan["assumptions"] for plan in plans]
+    self.assertEqual(told, [False, True])
+
+  def test_tells_what_is_computed_again(self):
+    argv = "--topology=v5e-8", "--config.model.remat=full"
+    _, out, _ = self._plan(self._config(), *argv, "--json=-")
+    plan = json.loads(out)
+    self.assertAlmostEqual(plan["recomputed_flops"], plan["computed_flops"] / 3)
+    _, out, _ = self._plan(self._config(), *argv)
+    again = f"{plan['recomputed_flops']:.4g} computed again (model.remat=full)"
+    self.assertIn(again, out)
+
+  def test_figures_of_a_schedule_are_said_to_be_of_its_end(self):
+    spec = pathlib.Path(__file__).parents[2] / "configs" / "llm_stdlib_tune.py"
+    argv = "--topology=v5e-8", "--config.model.vocab_size=512"
+    _, out, _ = self._plan(f"{spec}:schedule", *argv)
+    self.assertRegex(out, r"75.0% of the heads active in the end, .*tune\.")
+    self.assertIn("attention of 100.0%", out)
+    _, out, _ = self._plan(f"{spec}:first", *argv)
+    self.assertRegex(out, "(?m)75.0% of the heads active$")
 
   @parameterized.parameters(
     ("a100:8", "", "kernel"), ("a100:8", "Triton", "dense"),

@@ -1,6 +1,7 @@
 """Which form a call gets."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import types
@@ -125,6 +126,7 @@ class ChooseTest(_TestCase):
     ({"head_dim": 512, "share": 1.0}, "dense", False),
     ({"one_device": False}, "dense", False),
     ({"has_cudnn": False}, "kernel", True),
+    ({"dtype": "float64"}, "dense", False),  # no kernel reads it
   )
   def test_auto_on_a_gpu(self, changes, name, packs):
     gpu = Target("gpu", "NVIDIA A100-SXM4-80GB")
@@ -207,7 +209,8 @@ _KINDS = {
   ("NVIDIA B200", "NVIDIA GB200", "NVIDIA B300", "NVIDIA RTX PRO 6000", "gpu",
    "NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA A10", "NVIDIA A1000",
    "NVIDIA L4", "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA X1",
-   "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX A6000"):
+   "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX 2000 Ada Generation",
+   "NVIDIA RTX A6000", "NVIDIA GeForce MX570"):
     ("cudnn", "cudnn+", "kernel+"),
   # Neither cuDNN's attention nor Triton.
   ("Tesla T4", "NVIDIA T4", "Tesla V100-SXM2-16GB", "NVIDIA TITAN V", "T4G",
@@ -248,6 +251,14 @@ class DevicesTest(_TestCase):
         with self.assertRaisesRegex(ValueError, f"'{name}' needs"):
           _name(name, target=device, dtype="bfloat16")
 
+  @parameterized.parameters((5, False), (13, True))
+  def test_causal_queries_of_more_keys_are_masked_for_cudnn(self, keys, masked):
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 8), "bfloat16") for n in (5, keys))
+    chosen = mock.Mock(wraps=choose_form)
+    with mock.patch("moh_jax.ops.attention.choose_form", chosen):
+      jax.eval_shape(functools.partial(attention, causal=True), q, k, k)
+    self.assertEqual(chosen.call_args.args[1].masked, masked)
+
   def test_other_accelerators_get_plain_xla(self):
     case = {"target": Target("neuron", "trn2"), "dtype": "bfloat16"}
     self.assertEqual(_name("auto", **case), "blocked")
@@ -282,6 +293,13 @@ class DevicesTest(_TestCase):
       found = target_lib.target()
     self.assertEqual(found, Target("gpu", "New", 7, capability, 12090))
     self.assertEqual((found.compute >= 8, found.is_hopper), (ampere, hopper))
+
+  def test_the_default_device_may_be_the_name_of_a_platform(self):
+    def found(platform=None):
+      return [types.SimpleNamespace(platform=platform or "gpu", device_kind="")]
+
+    with mock.patch.object(jax, "devices", found), jax.default_device("cpu"):
+      self.assertEqual(target_lib.target().platform, "cpu")
 
   def test_a_mesh_of_devices_that_are_here_too(self):
     device = types.SimpleNamespace(

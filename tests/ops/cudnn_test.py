@@ -1,6 +1,7 @@
 """The form for cuDNN, run through XLA's version of the same function."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,24 @@ class CudnnTest(parameterized.TestCase):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-5)
     for a, b in zip(got[1], want[1]):
       np.testing.assert_allclose(a, b, atol=1e-5)
+
+  @parameterized.product(
+    bias=((1, _H, _N, _N), (_B, 1, 1, _N), (1, 1, _N, 1), None),
+    key_mask=(False, True),
+    causal=(False, True),
+  )
+  def test_its_arrays_have_its_lengths_and_dtype(self, bias, key_mask, causal):
+    arrays, _, _ = _inputs(dtype=jnp.bfloat16)
+    bias = None if bias is None else jnp.ones(bias)
+    visible = Visible(_KEY_MASK if key_mask else None, None, causal)
+    attend = jax.nn.dot_product_attention
+    with mock.patch.object(jax.nn, attend.__name__, wraps=attend) as spy:
+      cudnn_attention(*arrays, bias, visible, None, 0.3, backend="xla")
+    bias, mask = (spy.call_args.kwargs.get(x) for x in ("bias", "mask"))
+    for x in filter(lambda x: x is not None, (bias, mask)):
+      self.assertEqual(x.shape[2:], (_N, _N))
+    if bias is not None:
+      self.assertEqual(bias.dtype, jnp.bfloat16)
 
   def test_fewer_causal_queries_are_the_last_ones(self):
     arrays, _, _ = _inputs(keys=13)

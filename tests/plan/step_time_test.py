@@ -10,7 +10,11 @@ from moh_jax.layers.stack import REMAT_NAMES
 from moh_jax.plan.collectives import Collective
 from moh_jax.plan.estimate import Estimator
 from moh_jax.plan.plan import make_plan
-from moh_jax.plan.step_time import expected_collectives, seconds
+from moh_jax.plan.step_time import (
+  assumptions,
+  expected_collectives,
+  seconds,
+)
 from moh_jax.runtime import topology
 from tests.training import tiny
 
@@ -73,7 +77,7 @@ class SequenceTest(absltest.TestCase):
     self.assertEqual(exchanged.bytes, 2 * 2 * (4 + 4 + 2 + 2) * 8 * 8 * 8 * 4)
 
 
-class SlicesTest(absltest.TestCase):
+class SlicesTest(parameterized.TestCase):
   def test_what_crosses_slices_is_slower(self):
     one = topology.parse("v5e:2x4")
     two = dataclasses.replace(topology.parse("v5e:2x2"), slices=2)
@@ -85,6 +89,15 @@ class SlicesTest(absltest.TestCase):
     fsdp, data = along["fsdp"], along["data"]
     self.assertEqual(seconds(fsdp, one), seconds(fsdp, two))
     self.assertGreater(seconds(data, two), 10 * seconds(data, one))
+
+  @parameterized.parameters(
+    ("v5e:2x2", 1, ""), ("v5e:2x2", 2, ", 3.1 GB/s to other slices"),
+    ("h100:16", 1, ", 50 GB/s to other hosts"),
+  )  # fmt: skip
+  def test_the_network_that_is_crossed_is_told(self, name, slices, network):
+    devices = dataclasses.replace(topology.parse(name), slices=slices)
+    told = assumptions(tiny.llm_config(mesh=_MESH), devices, False)
+    self.assertRegex(told[2], rf"GB/s per device{network} \(the share")
 
   def test_a_plan_has_as_many_slices_as_the_config(self):
     run = tiny.llm_config(mesh={**_MESH, "dcn_data": 2, "fsdp": 2})

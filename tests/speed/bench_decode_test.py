@@ -79,6 +79,25 @@ class MeasureTest(parameterized.TestCase):
     numbers, scales = whole / 4, whole / 4 / 8 * 4
     self.assertEqual(bench.decode_bytes(int8, 16, 1.0), numbers + scales)
 
+  @parameterized.parameters(
+    # Key/value heads, shared heads, percent: the share that is read.
+    (8, 2, 50, 0.5),
+    (8, 2, 100, 1.0),
+    # Of 4 pairs the first has shared heads; two of 6 others miss both of a
+    # pair in 6 of 15 cases.
+    (4, 2, 50, 1 / 4 + 3 / 4 * (1 - 6 / 15)),
+    (4, 1, 12.5, 1 / 4),
+    (2, 8, 100, 1.0),
+  )
+  def test_keys_are_read_for_any_active_head(
+    self, kv_heads, shared, percent, expected
+  ):
+    options = _TINY(
+      heads=8, kv_heads=kv_heads, shared=shared, shares=(percent,)
+    )
+    (budget,) = options.budgets()
+    self.assertAlmostEqual(bench._read(options, budget), expected)
+
   def test_wrong_form_is_found(self):
     def wrong(*args, active, **options):
       out = cached_attention(*args, active=active, **options)

@@ -25,6 +25,14 @@ class PublishedPeakTest(parameterized.TestCase):
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ("NVIDIA GeForce RTX 4090 D", None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ("NVIDIA H100 80GB HBM2e", None),
+    ("NVIDIA A100-SXM-64GB", None),
+    ("NVIDIA A100-4-20C", None),
+    ("NVIDIA H100 96GB HBM3", 989e12),
+    ("A100-SXM-80GB", 312e12),
+    ("AMD Instinct MI300X", None),
+    ("TPU v5p", 459e12),
+    ("TPU7x", 1153.5e12),
     ("TPU v4 lite", None),
   )
   def test_is_that_of_the_kind(self, kind, expected):

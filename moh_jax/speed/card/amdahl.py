@@ -11,7 +11,8 @@ def expectations(
   """Applies Amdahl's law to layers: only the time of the core changes.
 
   A layer should take the time of multi-head attention's layer, less the core of
-  multi-head attention, plus the fastest core for its share of heads.
+  multi-head attention, plus the fastest core for its share of heads. The router
+  is in neither, so what it takes comes on top.
 
   Args:
     layers: rows of `bench layer`.
