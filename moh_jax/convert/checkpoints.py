@@ -132,8 +132,8 @@ def export(
     to: one of the family's `exports`; None is the first.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters.
-    dtype: "float32" or "bfloat16".
-    shard_size: bytes of one file of a folder at most.
+    dtype: one of `tensor_files.DTYPES`.
+    shard_size: bytes of one file of a folder at most, at least 1.
     license: identifier of the licence for the model card.
     scores: JSON file of `evaluate` or `evaluate-lm` for the model card.
     verify: compare what is read with its checksums first.
@@ -146,11 +146,6 @@ def export(
     ValueError: a folder that holds something, an argument out of range, or a
       model that cannot have this form.
   """
-  dtypes = tuple(tensor_files.DTYPES)
-  if dtype not in dtypes:
-    raise ValueError(f"dtype {dtype!r} must be one of {dtypes}")
-  if shard_size < 1:
-    raise ValueError(f"shard_size={shard_size} must be at least 1 byte")
   metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   config, path = metadata.config, pathlib.Path(out)
   family = get_family(config.model.family)
@@ -218,7 +213,7 @@ def _open(
   tensors = tensor_files.open_tensors(source, key)
   described = ours = None
   if config is None and model is None:
-    ours = _exported(kind, source)
+    ours = _exported(source)
     described = family.converter().described(
       kind, _folder(source) / CONFIG_FILE
     )
@@ -240,23 +235,19 @@ def _open(
   return name, ours or checkpoint.Metadata(config), tensors
 
 
-def _exported(kind: str, source: str) -> checkpoint.Metadata | None:
+def _exported(source: str) -> checkpoint.Metadata | None:
   """What `export` said of a file; None where the source is none of its files.
 
   Raises:
-    ValueError: it was a model of another family, or of another version.
+    ValueError: it was another version's.
   """
   text = tensor_files.read_text(source).get(_ENTRY)
   if text is None:
     return None
   try:
-    metadata = checkpoint.metadata_from_json(parse_json(text))
+    return checkpoint.metadata_from_json(parse_json(text))
   except ValueError as error:
     raise ValueError(f"{source}: its metadata: {error}") from error
-  family = metadata.config.model.family
-  if family != family_of_format(kind).name:
-    raise ValueError(f"--from {kind!r}: {source} holds a model of {family!r}")
-  return metadata
 
 
 def _folder(source: str) -> pathlib.Path:

@@ -78,8 +78,6 @@ _ROPE_NUMBERS = {
   ),
 }
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")  # no defaults
-# RoPE scalings of the transformers version that the MoH-LLaMA3 release needs.
-_RELEASED_SCALINGS = ("none", "linear", "dynamic")
 
 # Keys of our architecture -> fields of `LLMConfig`.
 _OUR_KEYS = {
@@ -485,24 +483,21 @@ def to_released(model: LLMConfig, **options: Any) -> dict[str, Any]:
   stored = to_hf(plain, **options)
   (architecture,) = stored["architectures"]
   scaling = model.rope.scaling
-  differences = {
-    "router.kind": (model.router.kind, want.router.kind),
-    "router.top_p": (model.router.top_p, 0.0),
-    "num_heads": (model.num_heads, (heads,) * model.depth),
-    "shared_heads": (model.shared_heads, want.shared_heads),
-    "top_k": (model.top_k, want.top_k),
-    "head_order": (model.head_order or natural, natural),
-    "head_dim": (model.head_dim, model.width / heads),
-    "mlp_bias": (model.mlp_bias, False),
-  }
   wrong = [
-    f"model.{name}={found!r} must be {allowed!r}"
-    for name, (found, allowed) in differences.items()
-    if found != allowed
+    f"model.{name}={found!r} must be {' or '.join(map(repr, allowed))}"
+    for name, found, *allowed in (
+      ("router.kind", model.router.kind, want.router.kind),
+      ("router.top_p", model.router.top_p, 0.0),
+      ("num_heads", model.num_heads, (heads,) * model.depth),
+      ("shared_heads", model.shared_heads, want.shared_heads),
+      ("top_k", model.top_k, want.top_k),
+      ("head_order", model.head_order or natural, natural),
+      ("head_dim", model.head_dim, model.width / heads),
+      ("mlp_bias", model.mlp_bias, False),
+      ("rope.scaling", scaling, "none", "linear", "dynamic"),  # of its version
+    )
+    if found not in allowed
   ]
-  if scaling not in _RELEASED_SCALINGS:
-    allowed = _RELEASED_SCALINGS
-    wrong.append(f"model.rope.scaling={scaling!r} must be one of {allowed}")
   if heads % 2:  # its masks assume as many shared heads as others
     wrong.append(f"model.num_heads={model.num_heads} must be even")
   if architecture != "LlamaForCausalLM":

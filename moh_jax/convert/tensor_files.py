@@ -86,14 +86,9 @@ class StoredTensor:
   shape: tuple[int, ...]
   dtype: np.dtype
 
-  @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
-
   def __array__(self, dtype: Any = None, copy: bool | None = None):
     """Maps the tensor into memory; the pages are freed with the array."""
-    if not self.size:  # an empty range cannot be mapped
+    if 0 in self.shape:  # an empty range cannot be mapped
       return np.zeros(self.shape, dtype or self.dtype)
     array = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     return np.array(array, dtype, copy=copy)

@@ -184,7 +184,7 @@ class ViTTest(_Case):
     convert("moh-vit", exported, out, config=other)
     self.assertEqual(restore(out).config, other)
     self.assertEqual(restore(out).class_names, ())
-    self.assert_refused("--from 'dit': .* of 'vit'", "dit", exported)
+    self.assert_refused("--from 'dit' makes a.* of 'vit'", "dit", exported)
 
   def test_exported_file_of_another_version_is_refused(self):
     source = self.folder / "other.safetensors"

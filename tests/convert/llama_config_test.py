@@ -402,7 +402,10 @@ class ReleasedTest(parameterized.TestCase):
     ({"head_dim": 6}, "head_dim=6 must be 4"),
     ({"mlp_bias": True}, "mlp_bias=True must be False"),
     ({"qkv_bias": True}, "it is a Qwen2ForCausalLM"),
-    ({"rope": RotaryConfig(scaling="llama3")}, "scaling='llama3' must be one"),
+    (
+      {"rope": RotaryConfig(scaling="llama3")},
+      "scaling='llama3' must be 'none' or",
+    ),
     (
       {"num_heads": (9,) * 3, "shared_heads": (4,) * 3, "top_k": (2,) * 3},
       "num_heads=.* must be even",

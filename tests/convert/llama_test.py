@@ -277,8 +277,6 @@ class ExportTest(_Case):
     self.assertEqual(_names(self.folder), before)
 
   @parameterized.parameters(
-    ({"dtype": "float16"}, "'float16' must be one of .*'bfloat16'"),
-    ({"shard_size": 0}, "shard_size=0 must be at least 1"),
     ({"license": "a: b"}, "--license 'a: b' must be an id"),
     ({"to": "released"}, "--to released: .*router.kind"),
   )
