@@ -15,7 +15,7 @@ from moh_jax.array_files import npz_names
 from moh_jax.cli import common
 from moh_jax.cli.arguments.images import METRICS
 from moh_jax.config import MeshConfig
-from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
+from moh_jax.convert import HOW_TO_GET_INCEPTION
 from moh_jax.convert.inception import load_inception
 from moh_jax.evaluation import precision_recall, statistics_files
 from moh_jax.evaluation.fid import frechet_distance

@@ -11,13 +11,13 @@ import numpy as np
 from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
-from moh_jax.convert.decoder import Autoencoder, load_autoencoder
-from moh_jax.convert.downloads import HOW_TO_GET_VAE
+from moh_jax.convert import HOW_TO_GET_VAE
 from moh_jax.data.decode import read_image
 from moh_jax.data.image_folders import find_images
 from moh_jax.data.transforms import center_crop
 from moh_jax.files import check_writable
 from moh_jax.inference import sample, sample_files
+from moh_jax.inference.autoencoder import Autoencoder, load_autoencoder
 from moh_jax.inference.restore import fingerprint
 from moh_jax.models.weights_hash import weights_sha256
 from moh_jax.runtime import sharding

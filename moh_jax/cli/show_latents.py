@@ -13,8 +13,8 @@ from moh_jax.config import (
   DiTConfig,
   MeshConfig,
 )
-from moh_jax.convert.decoder import load_autoencoder
 from moh_jax.data.latents import LatentSource
+from moh_jax.inference.autoencoder import load_autoencoder
 from moh_jax.inference.sample_files import write_grid
 from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding

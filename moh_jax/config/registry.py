@@ -104,7 +104,7 @@ class Family:
       `example_inputs` to (output, ModelAux).
     task: what builds the training task and the evaluation, often a module; see
       `training.task.TaskBuilder`.
-    converter: `convert.converter.Converter` of the public checkpoints; None
+    converter: `convert.rules.Converter` of the public checkpoints; None
       where there are none.
     probe: (network, config) -> `analysis.probe.Probe`, how `heads` runs the
       network; None where it cannot.

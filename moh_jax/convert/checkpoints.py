@@ -14,23 +14,28 @@ from typing import Any
 
 import jax
 from flax import traverse_util
-from jax.sharding import Mesh
 
 from moh_jax.config import (
   Config,
-  Family,
   family_of_format,
   get_family,
   imported,
   released_model,
 )
-from moh_jax.convert import hf_folder, model_card, rules, stream, tensor_writer
-from moh_jax.convert.converter import CONFIG_FILE, Exported, converter_of
-from moh_jax.convert.tensor_files import open_tensors, read_text
-from moh_jax.convert.tensor_writer import Planned
+from moh_jax.convert import rules, stream, tensor_files
+from moh_jax.convert.rules import CONFIG_FILE, Exported, converter_of
+from moh_jax.convert.tensor_files import Planned
 from moh_jax.data.infer import resolve
-from moh_jax.data.tokenizer_files import TOKENIZER_FILES, copy_tokenizer_files
-from moh_jax.data.tokenizers import check_vocabulary
+from moh_jax.data.tokenizer_files import (
+  TOKENIZER_FILES,
+  copy_tokenizer_files,
+)
+from moh_jax.data.tokenizers import (
+  Tokenizer,
+  TokenizerFileError,
+  check_vocabulary,
+  load_tokenizer,
+)
 from moh_jax.json_files import parse_json
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
@@ -38,8 +43,6 @@ from moh_jax.runtime.params import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]
-
-
 # What describes the model in the header of an exported file: the config, in
 # which the preprocessing is, and the class names.
 _ENTRY = "moh_jax"
@@ -83,57 +86,22 @@ def convert(
   config = metadata.config
   if image_size:
     config = config.model.resized(config, image_size)
-  reads_text = config.model.READS_TEXT
-  if reads_text and (found := hf_folder.open_tokenizer(_folder(source))):
+  folder = _folder(source)
+  if config.model.READS_TEXT and (found := _tokenizer(folder)):
     check_vocabulary(found, config.model.vocab_size, source)
   table = model_rules(config.model, kind)
   params = stream.source_params(
     table, tensors, _abstract(config), source=source
   )
   checkpoint.check_vacant(out)
-  tokenizer = ""
-  if reads_text:
-    tokenizer = _copy_tokenizer(_folder(source), steps.absolute(out))
+  sha256 = ""
+  if config.model.READS_TEXT:
+    sha256 = _copy_tokenizer(folder, steps.absolute(out))
   metadata = dataclasses.replace(
-    metadata, config=config, tokenizer_sha256=tokenizer
+    metadata, config=config, tokenizer_sha256=sha256
   )
   stream.save_params(out, params, metadata)
   return name, _count(params)
-
-
-def load_sharded(
-  kind: str,
-  source: str,
-  mesh: Mesh,
-  *,
-  key: str | None = None,
-  model: str | None = None,
-  config: Config | None = None,
-) -> tuple[Config, Any]:
-  """Puts a public checkpoint onto a mesh without writing one of ours.
-
-  Args:
-    kind: one of `config.public_formats()`.
-    source: as for `convert`.
-    mesh: the devices.
-    key: as for `convert`.
-    model: as for `convert`.
-    config: as for `convert`.
-
-  Returns:
-    The run's config, and the parameters as sharded arrays. Of a safetensors
-    source a process reads only what its devices hold.
-
-  Raises:
-    FileNotFoundError: there is no such source.
-    ValueError: the tensors fit no (or not the named) model; they are listed.
-  """
-  _, metadata, tensors = _open(kind, source, key, model, config)
-  config = metadata.config
-  table = model_rules(config.model, kind)
-  return config, stream.load_sharded(
-    table, tensors, config, mesh, source=source
-  )
 
 
 def export(
@@ -144,7 +112,7 @@ def export(
   step: int | None = None,
   use_ema: bool = True,
   dtype: str = "float32",
-  shard_size: int = tensor_writer.SHARD_SIZE,
+  shard_size: int = tensor_files.SHARD_SIZE,
   license: str = "",
   scores: str = "",
   verify: bool = True,
@@ -164,8 +132,8 @@ def export(
     to: one of the family's `exports`; None is the first.
     step: which checkpoint; None is the newest.
     use_ema: prefer averaged parameters.
-    dtype: "float32" or "bfloat16".
-    shard_size: bytes of one file of a folder at most.
+    dtype: one of `tensor_files.DTYPES`.
+    shard_size: bytes of one file of a folder at most, at least 1.
     license: identifier of the licence for the model card.
     scores: JSON file of `evaluate` or `evaluate-lm` for the model card.
     verify: compare what is read with its checksums first.
@@ -178,48 +146,51 @@ def export(
     ValueError: a folder that holds something, an argument out of range, or a
       model that cannot have this form.
   """
-  if dtype not in tensor_writer.DTYPES:
-    raise ValueError(
-      f"dtype {dtype!r} must be one of {tuple(tensor_writer.DTYPES)}"
-    )
-  if shard_size < 1:
-    raise ValueError(f"shard_size={shard_size} must be at least 1 byte")
-  model_card.check_license(license)
   metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   config, path = metadata.config, pathlib.Path(out)
   family = get_family(config.model.family)
-  converter = converter_of(config.model)
-  form = _form(family, to)
-  read_scores = model_card.read_scores(scores, step) if scores else {}
+  if to is not None and to not in family.exports:
+    forms = " or ".join(repr(form) for form in family.exports if form)
+    raise ValueError(
+      f"--to {to!r}, for a model of {family.name!r}, must be "
+      f"{forms or 'left out: it becomes one file of tensors'}"
+    )
   if (license or scores) and not config.model.READS_TEXT:
     raise ValueError(
       "--license and --scores are for the model card of a language model; this "
       f"is a model of {family.name!r}"
     )
+  form = to or family.exports[0]  # "" is one file
+  converter = converter_of(config.model)
   table = model_rules(config.model, form)
-  if form:  # before anything is read
-    tensor_writer.check_vacant(path)
-  params = stream.open_params(
-    directory, step, _abstract(config), use_ema=use_ema, verify=verify
-  )
-  planned = _plan(table, params)
+  abstract = _abstract(config)
+  total = _count(abstract)
+
+  def plan() -> list[Planned]:
+    params = stream.open_params(
+      directory, step, abstract, use_ema=use_ema, verify=verify
+    )
+    return _plan(table, params)
+
   text = {"format": "pt", "step": str(step)}  # transformers asks for "format"
   if not form:
     text[_ENTRY] = json.dumps(checkpoint.metadata_to_json(metadata))
-    tensor_writer.write_file(path, planned, dtype, text)
-    return _count(params)
-  with tensor_writer.new_folder(path) as folder:
+    tensor_files.write_file(path, plan(), dtype, text)
+    return total
+  with tensor_files.new_folder(path) as folder:
+    tokenizer = None
     if config.model.READS_TEXT:
       _copy_tokenizer(steps.workdir(directory), folder)
+      tokenizer = _tokenizer(folder)
     exported = Exported(
-      form, config, step, dtype, _count(params), license, read_scores
+      form, config, step, dtype, total, folder, tokenizer, license, scores
     )
-    for name, content in converter.folder_files(exported, folder).items():
+    for name, content in converter.folder_files(exported).items():
       (folder / name).write_text(content)
-    tensor_writer.write_folder(
-      folder, planned, dtype, text, shard_size, converter.stem
+    tensor_files.write_folder(
+      folder, plan(), dtype, text, shard_size, converter.stem
     )
-  return _count(params)
+  return total
 
 
 def model_rules(model: Any, form: str = "") -> list[rules.Rule]:
@@ -239,10 +210,10 @@ def _open(
   family = family_of_format(kind)
   if model is not None:
     released_model(model)  # before a large source is looked through
-  tensors = open_tensors(source, key)
+  tensors = tensor_files.open_tensors(source, key)
   described = ours = None
   if config is None and model is None:
-    ours = _exported(kind, source)
+    ours = _exported(source)
     described = imported(family.converter).described(
       kind, _folder(source) / CONFIG_FILE
     )
@@ -264,23 +235,19 @@ def _open(
   return name, ours or checkpoint.Metadata(config), tensors
 
 
-def _exported(kind: str, source: str) -> checkpoint.Metadata | None:
+def _exported(source: str) -> checkpoint.Metadata | None:
   """What `export` said of a file; None where the source is none of its files.
 
   Raises:
-    ValueError: it was a model of another family, or of another version.
+    ValueError: it was another version's.
   """
-  text = read_text(source).get(_ENTRY)
+  text = tensor_files.read_text(source).get(_ENTRY)
   if text is None:
     return None
   try:
-    metadata = checkpoint.metadata_from_json(parse_json(text))
+    return checkpoint.metadata_from_json(parse_json(text))
   except ValueError as error:
     raise ValueError(f"{source}: its metadata: {error}") from error
-  family = metadata.config.model.family
-  if family != family_of_format(kind).name:
-    raise ValueError(f"--from {kind!r}: {source} holds a model of {family!r}")
-  return metadata
 
 
 def _folder(source: str) -> pathlib.Path:
@@ -353,20 +320,23 @@ def _copy_tokenizer(source: Any, target: Any) -> str:
   return sha256
 
 
-def _form(family: Family, to: str | None) -> str:
-  """The form of the folder to write, "" for one file of tensors."""
-  if to is not None and to not in family.exports:
-    forms = " or ".join(repr(form) for form in family.exports if form)
-    raise ValueError(
-      f"--to {to!r}, for a model of {family.name!r}, must be "
-      f"{forms or 'left out: it becomes one file of tensors'}"
-    )
-  return to or family.exports[0]
+def _tokenizer(folder: pathlib.Path) -> Tokenizer | None:
+  """Opens a tokenizer; None if there is none, or its own file is damaged.
+
+  Raises:
+    ValueError: a file beside the tokenizer's own is damaged.
+  """
+  try:
+    return load_tokenizer(folder)
+  except FileNotFoundError:
+    return None
+  except TokenizerFileError as error:  # the library may be missing
+    _LOG.warning("%s; begin and end of text are not known", error)
+    return None
 
 
 def _abstract(config: Config) -> Any:
-  model, inputs = make_model(config)
-  return unbox(abstract_params(model, inputs))
+  return unbox(abstract_params(*make_model(config)))
 
 
 def _count(tree: Any) -> int:

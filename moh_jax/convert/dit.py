@@ -1,30 +1,28 @@
-"""Conversion rules of MoH-DiT and DiT.
+"""Conversion of MoH-DiT and DiT, and plain DiT in diffusers' layout.
 
 The public names are those of github.com/SkyworkAI/MoH (MoH-DiT) and
-github.com/facebookresearch/DiT.
+github.com/facebookresearch/DiT, or of diffusers' `DiTTransformer2DModel`. There
+queries, keys and values are three tensors, every block has a copy of the
+embedders of timesteps and labels, and a config.json says the sizes.
 """
 
 import dataclasses
 import functools
+import json
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, DiTConfig
-from moh_jax.config.heads import HeadBudget
-from moh_jax.convert import dit_diffusers, rules
-from moh_jax.convert.converter import Converter
-from moh_jax.convert.layers import (
-  mix_rules,
-  patch_rules,
-  projection_rules,
-  router_rules,
-  stack_rules,
-)
-from moh_jax.convert.rules import Rule
+from moh_jax.config.base import MOST_LAYERS
+from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.convert import rules
+from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
+from moh_jax.json_files import Size, read_json
 from moh_jax.ops.position import sincos_2d
 
 # Public position tables were computed by another library, and differ in the
@@ -32,6 +30,36 @@ from moh_jax.ops.position import sincos_2d
 _POSITION_ATOL = 1e-5
 # Data of the released models: latents of ImageNet.
 _DATA = DataConfig(source="latents", path="data/imagenet_latents")
+_DIFFUSERS = "diffusers"  # the form and format
+# Fields of the model that config.json must say wholly.
+_SHAPE = ("router", "num_heads", "width", "mlp_ratio", "input_size")
+# Values of config.json, beside the sizes, that our model computes. We write the
+# first; 1e-5 is diffusers' default, 1e-6 what we and the DiT release compute.
+_FIXED: dict[str, tuple[Any, ...]] = {
+  "_class_name": ("DiTTransformer2DModel", "Transformer2DModel"),
+  "activation_fn": ("gelu-approximate",),
+  "attention_bias": (True,),
+  "norm_type": ("ada_norm_zero",),
+  "norm_elementwise_affine": (False,),
+  "norm_eps": (1e-6, 1e-5),
+}
+_README = """\
+# DiT for diffusers
+
+Trained with diffusion.schedule={schedule!r}, diffusion.steps={steps} and
+diffusion.prediction={prediction!r}.
+
+Timesteps have the frequencies of the DiT release; diffusers' class has others.
+With these lines it computes what the model was trained to:
+
+```python
+from diffusers import DiTTransformer2DModel
+
+model = DiTTransformer2DModel.from_pretrained("this folder")
+for block in model.transformer_blocks:
+  block.norm1.emb.time_proj.downscale_freq_shift = 0
+```
+"""
 
 
 def released_run(model: DiTConfig, tensors: Mapping[str, Any]) -> Config:
@@ -53,7 +81,7 @@ def model_rules(config: DiTConfig) -> list[Rule]:
   """Conversion rules of the whole network."""
   table = [
     _position_table(config),
-    *patch_rules("x_embedder.proj", config.patch_size, config.channels),
+    *rules.patch_rules("x_embedder.proj", config.patch_size, config.channels),
     *rules.linear("t_embedder.mlp.0", "embed/time_in"),
     *rules.linear("t_embedder.mlp.2", "embed/time_out"),
     rules.one("y_embedder.embedding_table.weight", "embed/label/embedding"),
@@ -61,15 +89,15 @@ def model_rules(config: DiTConfig) -> list[Rule]:
     *rules.linear("final_layer.linear", "final"),
   ]
   block = functools.partial(_block_rules, config)
-  return table + stack_rules(config, block, "blocks.{layer}.")
+  return table + rules.stack_rules(config, block, "blocks.{layer}.")
 
 
 def _block_rules(config: DiTConfig, budget: HeadBudget) -> list[Rule]:
   heads, dim = budget.num_heads, budget.head_dim
   attention = [
-    *projection_rules("qkv", "qkv", 3, heads, dim, bias=True),
-    *mix_rules("proj", "out", heads, dim),
-    *router_rules(budget, config.router),
+    *rules.projection_rules("qkv", "qkv", 3, heads, dim, bias=True),
+    *rules.mix_rules("proj", "out", heads, dim),
+    *rules.router_rules(budget, config.router),
   ]
   return [
     *rules.prefixed(attention, "attn.", ("attn",)),
@@ -93,16 +121,155 @@ def _position_table(config: DiTConfig) -> Rule:
   return Rule(("pos_embed",), (), lambda _: [], lambda _: [ours], check=check)
 
 
+class _Public(msgspec.Struct):
+  """Sizes in diffusers' config.json."""
+
+  num_attention_heads: Size
+  attention_head_dim: Size
+  num_layers: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
+  sample_size: Size
+  patch_size: Size
+  num_embeds_ada_norm: Size
+  in_channels: Size = 4
+  out_channels: Size | None = None
+
+
+def _diffusers_rules(config: DiTConfig) -> list[Rule]:
+  """Conversion rules of the whole network in diffusers' layout.
+
+  Raises:
+    ValueError: diffusers has no such model.
+  """
+  theirs = _model(_public(config))
+  for name in _SHAPE:
+    found, allowed = getattr(config, name), getattr(theirs, name)
+    if found != allowed:
+      raise ValueError(
+        f"diffusers: model.{name}={found!r} must be {allowed!r}; `export` "
+        "without --to writes the names of the (MoH-)DiT release"
+      )
+  if not config.label_dropout:  # its table of labels has a row for none
+    raise ValueError("diffusers: model.label_dropout=0 must be above 0")
+  embedders = [
+    *rules.linear("timestep_embedder.linear_1", "embed/time_in"),
+    *rules.linear("timestep_embedder.linear_2", "embed/time_out"),
+    rules.one("class_embedder.embedding_table.weight", "embed/label/embedding"),
+  ]
+  return [
+    *rules.patch_rules("pos_embed.proj", config.patch_size, config.channels),
+    *(_copied(rule, len(config.num_heads)) for rule in embedders),
+    *rules.linear("proj_out_1", "final_modulation/linear"),
+    *rules.linear("proj_out_2", "final"),
+    *rules.stack_rules(config, _diffusers_block, "transformer_blocks.{layer}."),
+  ]
+
+
+def _diffusers_block(budget: HeadBudget) -> list[Rule]:
+  heads, dim = budget.num_heads, budget.head_dim
+  parts = ("to_q", "to_k", "to_v")
+  attention = [
+    *rules.split_projection_rules(parts, "qkv", heads, dim=dim, bias=True),
+    *rules.mix_rules("to_out.0", "out", heads, dim),
+  ]
+  return [
+    *rules.prefixed(attention, "attn1.", ("attn",)),
+    *rules.linear("ff.net.0.proj", "mlp/up"),
+    *rules.linear("ff.net.2", "mlp/down"),
+    *rules.linear("norm1.linear", "modulation/linear"),
+  ]
+
+
+def _copied(rule: Rule, depth: int) -> Rule:
+  """Rule of a tensor of which every block has a copy."""
+  (name,) = rule.theirs
+  names = [f"transformer_blocks.{i}.norm1.emb.{name}" for i in range(depth)]
+
+  def check(arrays: list[np.ndarray]) -> None:
+    for other, array in zip(names[1:], arrays[1:]):
+      if not np.array_equal(array, arrays[0]):
+        raise ValueError(
+          f"{other} must equal {names[0]}: the model has one for all blocks"
+        )
+
+  return Rule(
+    tuple(names),
+    rule.ours,
+    lambda arrays: rule.load(arrays[:1]),
+    lambda ours: rule.dump(ours) * depth,
+    check=check,
+  )
+
+
+def _public(config: DiTConfig) -> _Public:
+  """What config.json says of a model."""
+  return _Public(
+    num_attention_heads=config.num_heads[0],
+    attention_head_dim=config.head_dim,
+    num_layers=len(config.num_heads),
+    sample_size=config.input_size[0],
+    patch_size=config.patch_size,
+    num_embeds_ada_norm=config.num_classes,
+    in_channels=config.channels,
+    out_channels=config.out_channels,
+  )
+
+
+def _model(public: _Public) -> DiTConfig:
+  """The model of a config.json; raises ValueError for a size out of range."""
+  heads, depth = public.num_attention_heads, public.num_layers
+  return DiTConfig(
+    input_size=(public.sample_size,) * 2,
+    channels=public.in_channels,
+    num_classes=public.num_embeds_ada_norm,
+    patch_size=public.patch_size,
+    width=heads * public.attention_head_dim,
+    num_heads=(heads,) * depth,
+    head_dim=public.attention_head_dim,
+    shared_heads=(heads,) * depth,
+    top_k=(0,) * depth,
+    learn_sigma=(public.out_channels or 0) > public.in_channels,
+    router=RouterConfig("none"),
+  )
+
+
+def _folder_files(exported: Exported) -> dict[str, str]:
+  """The small files of a folder that diffusers loads."""
+  entries = {
+    **{name: allowed[0] for name, allowed in _FIXED.items()},
+    **msgspec.structs.asdict(_public(exported.config.model)),
+  }
+  text = json.dumps(entries, indent=2, sort_keys=True)
+  process = dataclasses.asdict(exported.config.diffusion)
+  return {CONFIG_FILE: f"{text}\n", "README.md": _README.format(**process)}
+
+
 def _described(kind: str, path: pathlib.Path) -> DiTConfig | None:
-  """The model of diffusers' config.json; the release has no such file."""
-  return dit_diffusers.read_config(path) if kind == dit_diffusers.FORM else None
+  """The model of diffusers' config.json; the release has no such file.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a value is missing, out of range, or of another model.
+  """
+  if kind != _DIFFUSERS:
+    return None
+  stored = read_json(path, _Public)
+  public = msgspec.convert(stored, _Public)
+  sizes = None, public.in_channels, 2 * public.in_channels
+  allowed = {**_FIXED, "out_channels": sizes}
+  for name, values in allowed.items():
+    if (found := stored.get(name, values[0])) not in values:
+      raise ValueError(f"{path}: {name}={found!r} must be one of {values}")
+  try:
+    return _model(public)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
 
 
 CONVERTER = Converter(
   model_rules,
   released_run,
   described=_described,
-  folder_files=dit_diffusers.folder_files,
-  other_rules={dit_diffusers.FORM: dit_diffusers.model_rules},
-  stem=dit_diffusers.STEM,
+  folder_files=_folder_files,
+  other_rules={_DIFFUSERS: _diffusers_rules},
+  stem="diffusion_pytorch_model",
 )

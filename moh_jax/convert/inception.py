@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from moh_jax.convert import rules
-from moh_jax.convert.downloads import HOW_TO_GET_INCEPTION
+from moh_jax.convert import HOW_TO_GET_INCEPTION, rules
 from moh_jax.convert.rules import Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import INPUT_SIZE, InceptionV3

@@ -4,9 +4,12 @@ A table is a list of rules. A rule maps a list of public tensors ("theirs") to a
 list of our parameters ("ours") and back, by views, transposes, splits and joins
 only. So the same rules convert weights, gradients and, under `jax.eval_shape`,
 shapes; and applied to arrays that are mapped from a file, they read nothing.
+
+A family's `Converter` holds its table and whatever else its public form needs.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +17,27 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from moh_jax.config import Config, LayerStack, get_family, imported
+from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.layers.routers import TwoStageRouter
+
 Path = tuple[str, ...]
 Arrays = list[Any]
 Maps = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to ours, and back
+CONFIG_FILE = "config.json"  # describes the model of a folder
 # Dtypes of weights. Tensors of other dtypes are quantized, and mean nothing
 # without their scales.
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _MAX_LISTED = 8
+# Router matrices in the releases of ViT and DiT.
+_ROUTER_NAMES = {"routed": "wg", "group": "wg_0", "shared": "wg_1"}
+# Router kinds of public checkpoints, with the matrices that a layer has.
+_MATRICES = {
+  "two_stage": TwoStageRouter.matrices,
+  "query_norm": lambda budget, router: (),
+  "none": lambda budget, router: (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +70,80 @@ class Rule:
     return tuple(self.theirs[start : start + width] for start in starts)
 
 
-class Joined:
+@dataclasses.dataclass(frozen=True)
+class Exported:
+  """What the small files of an exported folder are made of.
+
+  Attributes:
+    form: one of the family's `exports`.
+    config: the run.
+    step: step of the checkpoint.
+    dtype: dtype of the stored weights.
+    parameters: number of parameters.
+    folder: holds the tokenizer's files already.
+    tokenizer: of a language model, if it can be read; else None.
+    license: identifier of a licence, "" if none is stated.
+    scores: JSON file of metrics of the model, "" if there is none.
+  """
+
+  form: str
+  config: Config
+  step: int
+  dtype: str
+  parameters: int
+  folder: pathlib.Path
+  tokenizer: Tokenizer | None = None
+  license: str = ""
+  scores: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+  """Functions that read and write the public checkpoints of a family.
+
+  Attributes:
+    rules: (model section) -> pairs of public tensors and our parameters.
+    released_run: (model section, public tensors by name) -> the run that a
+      released model stands for; the tensors may be an empty dict.
+    is_ignored: (model section, tensor name) -> whether a public tensor has no
+      meaning for the model.
+    described: (format, path of a config.json, which need not exist) -> the
+      model section that it describes, or None: the tensors' shapes must tell.
+    folder_files: (`Exported`) -> the small files of an exported folder beside
+      the tokenizer's, texts by name; raises ValueError where the model has no
+      such form. None where one file of tensors is exported.
+    other_rules: functions as `rules` by form or format, of those that have
+      other tensors. They raise ValueError for a model that is not theirs.
+    stem: beginning of the names of an exported folder's tensor files.
+  """
+
+  rules: Callable[[Any], list[Rule]]
+  released_run: Callable[[Any, Mapping[str, Any]], Config]
+  is_ignored: Callable[[Any, str], bool] = lambda model, name: False
+  described: Callable[[str, pathlib.Path], Any] = lambda kind, path: None
+  folder_files: Callable[[Exported], Mapping[str, str]] | None = None
+  other_rules: Mapping[str, Callable[[Any], list[Rule]]] = dataclasses.field(
+    default_factory=dict
+  )
+  stem: str = "model"
+
+
+def converter_of(model: Any) -> Converter:
+  """The converter of a model section's family.
+
+  Raises:
+    NotImplementedError: the family has no public form.
+  """
+  converter = imported(get_family(model.family).converter)
+  if converter is None:
+    raise NotImplementedError(
+      f"model.family={model.family!r} has no public tensor names to convert "
+      "from or export to"
+    )
+  return converter
+
+
+class _Joined:
   """Lazy `np.stack`: arrays along a new axis, read only when indexed.
 
   Attributes:
@@ -77,6 +167,8 @@ class Joined:
   def __array__(self, dtype: Any = None, copy: bool | None = None):
     return np.stack(self._parts, self._axis).astype(dtype or self.dtype)
 
+
+# Tables.
 
 SAME: Maps = (lambda x: x, lambda x: x)
 TRANSPOSED: Maps = (lambda x: x.T, lambda x: x.T)
@@ -153,17 +245,91 @@ def conv(theirs: str, ours: str) -> list[Rule]:
   return linear(theirs, ours, kernel_maps=CONV_MAPS)
 
 
-def joined(parts: Sequence[Rule], axis: int) -> Rule:
-  """Rule of one parameter that is a stack of public tensors.
+def projection_rules(
+  theirs: str, ours: str, parts: int, heads: int, dim: int, bias: bool
+) -> list[Rule]:
+  """Linear (parts * H * D, C) to a `HeadProjection` kernel (C, parts, H, D)."""
+  return linear(
+    theirs,
+    ours,
+    bias=bias,
+    kernel_maps=reshaped_kernel(
+      (-1, parts, heads, dim), (-1, parts * heads * dim)
+    ),
+    bias_maps=reshaped((parts, heads, dim), (-1,)),
+  )
+
+
+def split_projection_rules(
+  theirs: tuple[str, ...], ours: str, heads: int, *, dim: int, bias: bool
+) -> list[Rule]:
+  """Linears (H * D, C), one a part, to a `HeadProjection` (C, parts, H, D)."""
+  parts = [
+    linear(
+      name,
+      ours,
+      bias=bias,
+      kernel_maps=reshaped_kernel((-1, heads, dim), (-1, heads * dim)),
+      bias_maps=reshaped((heads, dim), (-1,)),
+    )
+    for name in theirs
+  ]
+  axes = (1, 0)  # of the parts in the kernel, and in the bias if there is one
+  return [_joined(same, axis) for same, axis in zip(zip(*parts), axes)]
+
+
+def patch_rules(theirs: str, patch: int, channels: int) -> list[Rule]:
+  """Convolution of patches (C, channels, p, p) to `patch` (p * p * c, C)."""
+  return linear(
+    theirs,
+    "patch",
+    kernel_maps=(
+      lambda w: w.transpose(2, 3, 1, 0).reshape(-1, w.shape[0]),
+      lambda w: w.reshape(patch, patch, channels, -1).transpose(3, 2, 0, 1),
+    ),
+  )
+
+
+def mix_rules(
+  theirs: str, ours: str, heads: int, dim: int, bias: bool = True
+) -> list[Rule]:
+  """Linear (C, H * D) to a `HeadMix` kernel (H, D, C)."""
+  maps = reshaped_kernel((heads, dim, -1), (heads * dim, -1))
+  return linear(theirs, ours, bias=bias, kernel_maps=maps)
+
+
+def router_rules(
+  budget: HeadBudget,
+  router: RouterConfig,
+  names: Mapping[str, str] = _ROUTER_NAMES,
+) -> list[Rule]:
+  """Rules of the router matrices that a layer has.
 
   Args:
-    parts: rules between each of the tensors and its part of the parameter.
-    axis: axis of the parameter along which the parts are stacked.
+    budget: the layer's head split.
+    router: its router.
+    names: public names of the matrices "routed", "group" and "shared".
+
+  Raises:
+    ValueError: no public checkpoint has such a router.
   """
+  if router.kind not in _MATRICES:
+    raise ValueError(
+      f"model.router.kind={router.kind!r} must be one of {tuple(_MATRICES)}: "
+      "public checkpoints have no other router"
+    )
+  return [
+    one(f"{names[ours]}.weight", f"router/{ours}", TRANSPOSED)
+    for ours in _MATRICES[router.kind](budget, router)
+  ]
+
+
+def _joined(parts: Sequence[Rule], axis: int) -> Rule:
+  """Rule of one parameter that is a stack of public tensors along `axis`."""
 
   def load(arrays: Arrays) -> Arrays:
     loaded = [part.load([array])[0] for part, array in zip(parts, arrays)]
-    return [Joined(loaded, axis)]
+    return [_Joined(loaded, axis)]
 
   def dump(arrays: Arrays) -> Arrays:
     before = (slice(None),) * axis
@@ -172,6 +338,18 @@ def joined(parts: Sequence[Rule], axis: int) -> Rule:
 
   theirs = tuple(name for part in parts for name in part.theirs)
   return Rule(theirs, parts[0].ours, load, dump)
+
+
+def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
+  """Moves rules into a module: prefixes their names and our paths."""
+  return [
+    dataclasses.replace(
+      rule,
+      theirs=tuple(f"{theirs}{name}" for name in rule.theirs),
+      ours=tuple((*ours, *path) for path in rule.ours),
+    )
+    for rule in rules
+  ]
 
 
 def stacked(
@@ -205,16 +383,26 @@ def _stacked(rule: Rule, prefixes: Sequence[str]) -> Rule:
   return Rule(theirs, rule.ours, load, dump, rule)
 
 
-def prefixed(rules: Iterable[Rule], theirs: str, ours: Path) -> list[Rule]:
-  """Moves rules into a module: prefixes their names and our paths."""
-  return [
-    dataclasses.replace(
-      rule,
-      theirs=tuple(f"{theirs}{name}" for name in rule.theirs),
-      ours=tuple((*ours, *path) for path in rule.ours),
-    )
-    for rule in rules
-  ]
+def stack_rules(
+  config: LayerStack, block: Callable[[HeadBudget], list[Rule]], theirs: str
+) -> list[Rule]:
+  """Rules of all layers, each in the run of equal ones that holds it.
+
+  Args:
+    config: the model.
+    block: rules of a layer by its head split.
+    theirs: what precedes a layer's names, with {layer} for its number.
+  """
+  table, first = [], 0
+  for index, group in enumerate(config.layer_groups()):
+    layers = range(first, first + group.depth)
+    first += group.depth
+    ours = (f"blocks{index}",)
+    table += stacked(block(group.budget), theirs, ours, layers)
+  return table
+
+
+# Arrays.
 
 
 def load_params(

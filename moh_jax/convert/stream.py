@@ -36,14 +36,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax import traverse_util
-from jax.sharding import Mesh
 
-from moh_jax.config import Config
 from moh_jax.convert import rules
 from moh_jax.convert.rules import Rule
-from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
-from moh_jax.runtime.params import abstract_params, param_shardings, unbox
 
 BLOCK_BYTES = 2**25
 _Index = tuple[slice, ...]
@@ -79,38 +75,14 @@ class SourceLeaf(_Leaf):
 
   def blocks(self) -> Iterator[tuple[_Index, np.ndarray]]:
     """Yields every block with its index in the parameter."""
-    for layer, part in self._parts():
-      first = len(layer)  # 1 where `part` is one of stacked layers, else 0
-      for index in _tiles(self.shape[first:], self.block_shape[first:]):
+    rule = self.rule.layer or self.rule
+    for layer, names in enumerate(self.rule.layers):  # one, or one a layer
+      arrays = [np.asarray(self.tensors[name]) for name in names]
+      part = rule.load(arrays)[self.place]
+      stack = (slice(layer, layer + 1),) if self.rule.layer else ()
+      for index in _tiles(part.shape, self.block_shape[len(stack) :]):
         block = np.array(part[index], self.dtype, order="C")
-        yield (*layer, *index), block[None] if layer else block
-
-  def read(self, index: _Index) -> np.ndarray:
-    """Reads a part of the parameter.
-
-    Args:
-      index: a slice of every axis.
-    """
-    if self.rule.layer is None:
-      whole = self._load(self.rule.theirs)
-      return np.array(whole[index], self.dtype, order="C")
-    layers = self.rule.layers[index[0]]
-    sizes = [len(range(*i.indices(size))) for i, size in zip(index, self.shape)]
-    out = np.empty(sizes, self.dtype)
-    for place, names in enumerate(layers):  # reads only these layers
-      out[place] = self._load(names)[index[1:]]
-    return out
-
-  def _parts(self) -> Iterator[tuple[_Index, Any]]:
-    """Yields ((), the leaf), or for stacked layers (index, layer) of each."""
-    for layer, names in enumerate(self.rule.layers):
-      index = (slice(layer, layer + 1),) if self.rule.layer else ()
-      yield index, self._load(names)
-
-  def _load(self, names: Sequence[str]) -> Any:
-    """The leaf, or one of its layers, made of the tensors of these names."""
-    arrays = [np.asarray(self.tensors[name]) for name in names]
-    return (self.rule.layer or self.rule).load(arrays)[self.place]
+        yield (*stack, *index), block[None] if stack else block
 
 
 class StoredLeaf(_Leaf):
@@ -314,41 +286,6 @@ def open_params(
         f"{leaves[path].shape} as its config says"
       )
   return opened
-
-
-def load_sharded(
-  table: Sequence[Rule],
-  tensors: Mapping[str, Any],
-  config: Config,
-  mesh: Mesh,
-  *,
-  source: str,
-) -> Any:
-  """Converts public tensors to sharded parameters, without writing files.
-
-  Every process reads only what its devices hold: one device's part of one
-  parameter at a time.
-
-  Args:
-    table: conversion rules.
-    tensors: public tensors by name.
-    config: config of the run.
-    mesh: the devices.
-    source: where the tensors come from, for messages.
-
-  Returns:
-    The parameters as sharded arrays.
-
-  Raises:
-    ValueError: the tensors do not fit the model; they are listed.
-  """
-  boxed = abstract_params(*make_model(config))
-  leaves = source_params(table, tensors, unbox(boxed), source=source)
-  return jax.tree.map(
-    lambda leaf, to: jax.make_array_from_callback(leaf.shape, to, leaf.read),
-    leaves,
-    param_shardings(boxed, mesh),
-  )
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -1,31 +1,46 @@
-"""Reads files of named tensors without running code from them.
+"""Files of named tensors: safetensors, in shards or not, and `torch.save`.
 
-Safetensors files, sharded safetensors and the zip checkpoints of `torch.save`
-become flat dicts of NumPy arrays. A torch checkpoint is a pickle, which
-`torch_zip.py` reads as data: tensors are rebuilt, and objects of any other
-class are replaced by placeholders that do nothing.
+They are read as flat dicts of NumPy arrays, without running code from them, and
+safetensors are written tensor by tensor. A file of `torch.save` is a pickle in
+a zip: torch reads it with `weights_only=True`, and objects that are no tensors,
+such as the arguments of a training run, become placeholders that do nothing.
 """
 
 import dataclasses
+import json
+import logging
 import math
 import os
 import pathlib
-from typing import Annotated, Any
+import re
+import shutil
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, BinaryIO
 
 import ml_dtypes  # noqa: F401, gives NumPy the names bfloat16 and float8_*
 import msgspec
 import numpy as np
 import safetensors
 
-from moh_jax.convert.tensor_select import EXPECTED, read_error, select_tensors
-from moh_jax.convert.torch_zip import read_torch_zip
-from moh_jax.files import check_regular
+from moh_jax.array_files import check_ratio
+from moh_jax.data.extras import import_extra
+from moh_jax.files import check_regular, replacing
 from moh_jax.json_files import MAX_BYTES, FileName, parse_json, read_json
 
+_LOG = logging.getLogger(__name__)
 _Tensors = dict[str, Any]
+_EXPECTED = (
+  "a safetensors file, a directory or *.index.json of safetensors shards, or"
+  " a zip checkpoint of torch.save (torch >= 1.6)"
+)
 # Bytes of a safetensors header. The format allows 100 MB, of which its own
 # parser makes ten times as much; a tensor takes about 100 bytes.
 _MAX_HEADER = MAX_BYTES
+_NESTS = ("ema", "model", "state_dict")  # entries that may hold the weights
+_MAX_LISTED = 20  # keys named in an error
 
 # Names of dtypes in the safetensors format -> in NumPy.
 _STORED_DTYPES = {
@@ -37,80 +52,22 @@ _STORED_DTYPES = {
   **{"BF16": "bfloat16", "BOOL": "bool", "C64": "complex64"},
   **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
 }  # fmt: skip
+# Of torch's tensors, by the names that torch and NumPy share.
+_TORCH_DTYPES = (
+  *_STORED_DTYPES.values(),
+  *("complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}  # that are written
+SHARD_SIZE = 5 * 10**9  # bytes of a file at most, as transformers splits
+_ALIGNMENT = 8
+_ROWS_BYTES = 2**25  # bytes of a tensor that are converted at one time
 
 
 class _Index(msgspec.Struct):
   """What is read of an index of shards, which lie in the same folder."""
 
   weight_map: Annotated[dict[str, FileName], msgspec.Meta(min_length=1)]
-
-
-def read_tensors(
-  path: str | os.PathLike, key: str | None = None
-) -> dict[str, np.ndarray]:
-  """Reads the named tensors of a checkpoint, as `open_tensors` opens them.
-
-  Args:
-    path: as for `open_tensors`.
-    key: as for `open_tensors`.
-
-  Returns:
-    Arrays by name. Treat them as read-only: tied weights share memory.
-
-  Raises:
-    FileNotFoundError: as for `open_tensors`.
-    ValueError: as for `open_tensors`.
-  """
-  return {
-    name: np.array(x) if isinstance(x, StoredTensor) else x
-    for name, x in open_tensors(path, key).items()
-  }
-
-
-def open_tensors(
-  path: str | os.PathLike, key: str | None = None
-) -> dict[str, "StoredTensor | np.ndarray"]:
-  """Opens the named tensors of a checkpoint; the content decides the format.
-
-  `np.asarray` maps a tensor of a safetensors file into memory, so only the
-  parts that are used are read. Tensors of other files are read at once.
-
-  Args:
-    path: `.safetensors` file, directory or `*.index.json` of safetensors
-      shards, or zip checkpoint of `torch.save` (`.pth`, `.pt`, `.bin`).
-    key: top-level entry that holds the weights. By default it is the first of
-      "ema", "model" and "state_dict" that is a dict, else the top level itself;
-      a message says which where there are several.
-
-  Returns:
-    Tensors by name, with `shape` and `dtype`; names without the "module." that
-    DistributedDataParallel puts before every name.
-
-  Raises:
-    FileNotFoundError: `path`, or a shard it needs, does not exist.
-    ValueError: the file is damaged or of another kind, or holds no dict of
-      tensors (under `key`).
-  """
-  path = pathlib.Path(path)
-  if not path.exists():
-    raise FileNotFoundError(f"{path}: no such file; expected {EXPECTED}")
-  if not path.is_dir():
-    check_regular(path)
-  is_index = path.is_file() and _sniff(path) == "index"
-  open_path = _open_shards if path.is_dir() or is_index else _open_file
-  tensors = open_path(path, key)
-  if all(name.startswith("module.") for name in tensors):
-    tensors = {n.removeprefix("module."): t for n, t in tensors.items()}
-  return tensors
-
-
-def read_text(path: str | os.PathLike) -> dict[str, str]:
-  """The text in a safetensors file's header; empty for anything else."""
-  try:
-    with safetensors.safe_open(path, "numpy") as file:
-      return file.metadata() or {}
-  except (safetensors.SafetensorError, OSError):
-    return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,17 +86,77 @@ class StoredTensor:
   shape: tuple[int, ...]
   dtype: np.dtype
 
-  @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
-
   def __array__(self, dtype: Any = None, copy: bool | None = None):
     """Maps the tensor into memory; the pages are freed with the array."""
-    if not self.size:  # an empty range cannot be mapped
+    if 0 in self.shape:  # an empty range cannot be mapped
       return np.zeros(self.shape, dtype or self.dtype)
     array = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
     return np.array(array, dtype, copy=copy)
+
+
+def read_tensors(
+  path: str | os.PathLike, key: str | None = None
+) -> dict[str, np.ndarray]:
+  """Reads the named tensors of a checkpoint, as `open_tensors` opens them.
+
+  Returns:
+    Arrays by name. Treat them as read-only: tied weights share memory.
+  """
+  return {
+    name: np.array(x) if isinstance(x, StoredTensor) else x
+    for name, x in open_tensors(path, key).items()
+  }
+
+
+def open_tensors(
+  path: str | os.PathLike, key: str | None = None
+) -> dict[str, StoredTensor | np.ndarray]:
+  """Opens the named tensors of a checkpoint; the content decides the format.
+
+  Tensors are mapped from their file, so only the parts that are used are read:
+  those of a safetensors file by `np.asarray`.
+
+  Args:
+    path: `.safetensors` file, directory or `*.index.json` of safetensors
+      shards, or zip checkpoint of `torch.save` (`.pth`, `.pt`, `.bin`).
+    key: top-level entry that holds the weights. By default it is the first of
+      "ema", "model" and "state_dict" that is a dict, else the top level itself;
+      a message says which where there are several.
+
+  Returns:
+    Tensors by name, with `shape` and `dtype`; names without the "module." that
+    DistributedDataParallel puts before every name.
+
+  Raises:
+    FileNotFoundError: `path`, or a shard it needs, does not exist.
+    ValueError: the file is damaged or of another kind, or holds no dict of
+      tensors (under `key`), or torch, which reads it, is not installed.
+  """
+  path = pathlib.Path(path)
+  if not path.exists():
+    raise FileNotFoundError(f"{path}: no such file; expected {_EXPECTED}")
+  if not path.is_dir():
+    check_regular(path)
+  sharded = path.is_dir() or _sniff(path) == "index"
+  tensors = (_open_shards if sharded else _open_file)(path, key)
+  if all(name.startswith("module.") for name in tensors):
+    tensors = {n.removeprefix("module."): t for n, t in tensors.items()}
+  return tensors
+
+
+def read_text(path: str | os.PathLike) -> dict[str, str]:
+  """The text in a safetensors file's header; empty for anything else."""
+  try:
+    with safetensors.safe_open(path, "numpy") as file:
+      return file.metadata() or {}
+  except (safetensors.SafetensorError, OSError):
+    return {}
+
+
+def _error(path: pathlib.Path, found: str) -> ValueError:
+  """Makes an error that says what a file is and what was expected."""
+  found = " ".join(found.split())  # on one line, whatever library raised it
+  return ValueError(f"{path}: found {found}; expected {_EXPECTED}")
 
 
 def _sniff(path: pathlib.Path) -> str:
@@ -167,14 +184,14 @@ def _sniff(path: pathlib.Path) -> str:
 def _open_file(path: pathlib.Path, key: str | None) -> _Tensors:
   found = _sniff(path)
   if found == "zip":
-    return read_torch_zip(path, key)
+    return _open_torch(path, key)
   if found != "safetensors":
-    raise read_error(path, found)
+    raise _error(path, found)
   try:
     with safetensors.safe_open(path, "numpy"):  # checks header and size
       pass
   except safetensors.SafetensorError as err:
-    raise read_error(path, f"a damaged safetensors file ({err})") from err
+    raise _error(path, f"a damaged safetensors file ({err})") from err
   with path.open("rb") as file:
     size = int.from_bytes(file.read(8), "little")
     header = parse_json(file.read(size), dict[str, dict], str(path))
@@ -192,7 +209,7 @@ def _open_file(path: pathlib.Path, key: str | None) -> _Tensors:
       tuple(entry["shape"]),
       np.dtype(_STORED_DTYPES[entry["dtype"]]),
     )
-  return select_tensors(path, tensors, key, StoredTensor)
+  return _select(path, tensors, key, StoredTensor)
 
 
 def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
@@ -206,13 +223,13 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
     if indexes or not shards:
       found = f"a directory with {len(indexes)} indexes, {len(shards)} shards"
       error = ValueError if indexes else FileNotFoundError
-      raise error(f"{path}: found {found}; expected {EXPECTED}")
+      raise error(f"{path}: found {found}; expected {_EXPECTED}")
   else:
     try:
       weight_map = read_json(path, _Index)["weight_map"]
       shards = sorted(set(weight_map.values()))
     except ValueError as err:
-      raise read_error(path, f"JSON that is no shard index ({err})") from err
+      raise _error(path, f"JSON that is no shard index ({err})") from err
   folder = path if path.is_dir() else path.parent
   tensors = {}
   for shard in shards:
@@ -228,3 +245,244 @@ def _open_shards(path: pathlib.Path, key: str | None) -> _Tensors:
   if missing := sorted(weight_map.keys() - tensors.keys()):
     raise ValueError(f"{path}: no shard holds {missing[0]!r}, which it lists")
   return tensors
+
+
+class _Inert:
+  """Stands for any object of a pickle that is no tensor: it does nothing."""
+
+  def __new__(cls, *args: Any, **kwargs: Any) -> "_Inert":
+    del args, kwargs
+    return object.__new__(cls)
+
+  def __setstate__(self, state: Any) -> None:
+    del state
+
+
+def _open_torch(path: pathlib.Path, key: str | None) -> _Tensors:
+  """Maps the tensors of a zip checkpoint of `torch.save` into memory."""
+  torch = import_extra("torch", f"{path}: a file of torch.save", "torch")
+  try:
+    with zipfile.ZipFile(path) as archive:
+      # torch.save stores its records as they are. torch would map compressed
+      # ones as they lie, and compares no checksum.
+      check_ratio(archive, path.stat().st_size, 1)
+      if any(info.compress_type for info in archive.infolist()):
+        raise ValueError("its records are compressed")
+      if damaged := archive.testzip():
+        raise ValueError(f"bad CRC of {damaged!r}")
+  except Exception as err:  # a damaged zip raises nearly anything
+    raise _error(path, f"a truncated or damaged zip ({err!r})") from err
+  try:
+    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    with torch.serialization.safe_globals([(_Inert, n) for n in unknown]):
+      tree = torch.load(path, "cpu", weights_only=True, mmap=True)
+  except Exception as err:  # a damaged pickle raises nearly anything
+    # torch's whole message advises to run the file's code.
+    why = re.search(r"(?:WeightsUnpickler error:|unsupported)\s+(.+)", str(err))
+    found = re.split(r"\. |\n", why[1] if why else str(err))[0][:200]
+    raise _error(
+      path, f"a zip that torch does not read as data ({found})"
+    ) from err
+  arrays = {}
+  for name, tensor in _select(path, tree, key, torch.Tensor).items():
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if (
+      dtype not in _TORCH_DTYPES
+      or tensor.layout != torch.strided
+      or tensor.is_meta
+    ):
+      raise ValueError(
+        f"{path}: tensor {name!r} is {tensor.layout} {dtype} on"
+        f" {tensor.device}; expected a dense one of {', '.join(_TORCH_DTYPES)}"
+      )
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    raw = dense.reshape(-1).view(torch.uint8).numpy()
+    arrays[name] = raw.view(dtype).reshape(tuple(tensor.shape))
+  return arrays
+
+
+def _select(
+  path: pathlib.Path, tree: object, key: str | None, leaf: type
+) -> _Tensors:
+  """Finds the dict of tensors in a checkpoint; see `open_tensors`.
+
+  Args:
+    path: path of the checkpoint, for messages.
+    tree: content of the checkpoint.
+    key: entry that holds the tensors; None takes one of the usual ones.
+    leaf: class of the tensors.
+
+  Raises:
+    ValueError: that entry is no dict that holds tensors alone.
+  """
+  entries = tree if isinstance(tree, dict) else {}
+  # An entry that is broken is no reason to take another one's weights.
+  nests = [name for name in _NESTS if isinstance(entries.get(name), dict)]
+  name = key if key is not None else next(iter(nests), None)
+  found = tree if name is None else entries.get(name)
+  problem = ""
+  if not isinstance(found, dict) or not found:
+    problem = "not a dict with entries"
+  else:
+    for k, v in found.items():
+      if not isinstance(k, str) or not isinstance(v, leaf):
+        problem = f"entry {k!r} is not a dense tensor under a text name"
+        break
+  if not problem:
+    if key is None and len(nests) > 1:
+      _LOG.warning("%s: the weights of its entry %r are taken", path, name)
+    return found
+  where = "the top level" if name is None else name
+  listed = ", ".join(repr(k) for k in list(entries)[:_MAX_LISTED])
+  more = ", ..." if len(entries) > _MAX_LISTED else ""
+  raise ValueError(
+    f"{path}: found no dict of tensors for key={key!r} ({where}: {problem});"
+    f" expected one, at the top or by a key among its {len(entries)}:"
+    f" [{listed}{more}]"
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+  """Tensors to write that are made together.
+
+  Attributes:
+    names: names of the tensors.
+    shapes: shape of each tensor.
+    make: function that returns the tensors in this order.
+  """
+
+  names: tuple[str, ...]
+  shapes: tuple[tuple[int, ...], ...]
+  make: Callable[[], Sequence[np.ndarray]]
+
+  def sizes(self, dtype: str) -> list[int]:
+    """Bytes of each tensor."""
+    width = np.dtype(dtype).itemsize
+    return [math.prod(shape) * width for shape in self.shapes]
+
+
+def write_file(
+  path: pathlib.Path,
+  planned: Sequence[Planned],
+  dtype: str,
+  metadata: Mapping[str, str],
+) -> None:
+  """Writes one file; after an error or a kill no partial file is left.
+
+  The writer of the library safetensors needs all tensors of a file at once.
+  The format is a header with names, dtypes, shapes and offsets, and then the
+  bytes, so a file whose shapes are known can be written tensor by tensor.
+
+  Args:
+    path: file to write or replace; parent folders are made.
+    planned: tensors of the file.
+    dtype: dtype to store, "float32" or "bfloat16".
+    metadata: texts to store in the header.
+
+  Raises:
+    NotADirectoryError: a parent folder is a file.
+    ValueError: `path` is a directory.
+  """
+  if path.is_dir():
+    raise ValueError(f"{path}: is a directory; expected a file name")
+  path.parent.mkdir(parents=True, exist_ok=True)
+  header: dict[str, Any] = {"__metadata__": dict(metadata)}
+  end = 0
+  for part in planned:
+    for name, shape, size in zip(part.names, part.shapes, part.sizes(dtype)):
+      start, end = end, end + size
+      header[name] = {
+        "dtype": DTYPES[dtype],
+        "shape": list(shape),
+        "data_offsets": [start, end],
+      }
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % _ALIGNMENT)
+  with replacing(path) as temporary, temporary.open("wb") as file:
+    file.write(len(text).to_bytes(8, "little") + text)
+    for part in planned:
+      for array in part.make():
+        _write_array(file, array, dtype)
+
+
+def _write_array(file: BinaryIO, array: np.ndarray, dtype: str) -> None:
+  """Writes an array some rows at a time, so that no whole copy is made."""
+  if not array.ndim:
+    array = array[None]
+  row = max(1, array.nbytes // max(1, len(array)))
+  rows = max(1, _ROWS_BYTES // row)
+  for start in range(0, len(array), rows):
+    part = array[start : start + rows].astype(dtype, order="C")
+    file.write(part.reshape(-1).view(np.uint8).data)
+
+
+def write_folder(
+  folder: pathlib.Path,
+  planned: Sequence[Planned],
+  dtype: str,
+  metadata: Mapping[str, str],
+  shard_size: int,
+  stem: str = "model",
+) -> None:
+  """Writes the weights of a Hugging Face model: shards and index, or one file.
+
+  Args:
+    folder: existing folder to write to.
+    planned: tensors to write; those that are made together share a shard.
+    dtype: dtype to store, "float32" or "bfloat16".
+    metadata: texts to store in every header.
+    shard_size: maximum bytes of a shard, unless one of `planned` has more.
+    stem: beginning of the files' names.
+  """
+  shards: list[list[Planned]] = [[]]
+  filled = total = 0
+  for part in planned:
+    size = sum(part.sizes(dtype))
+    if shards[-1] and filled + size > shard_size:
+      shards.append([])
+      filled = 0
+    shards[-1].append(part)
+    filled += size
+    total += size
+  if len(shards) == 1:
+    write_file(folder / f"{stem}.safetensors", planned, dtype, metadata)
+    return
+  weight_map = {}
+  for number, shard in enumerate(shards, 1):
+    name = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
+    write_file(folder / name, shard, dtype, metadata)
+    weight_map |= {tensor: name for part in shard for tensor in part.names}
+  index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+  with replacing(folder / f"{stem}.safetensors.index.json") as temporary:
+    temporary.write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextmanager
+def new_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Context with a temporary folder to fill, which is then renamed to `path`.
+
+  An error removes the folder and leaves `path` unchanged; a kill leaves the
+  temporary folder.
+
+  Args:
+    path: folder to make, with its parents; it may exist if it is empty.
+
+  Raises:
+    NotADirectoryError: a parent folder is a file.
+    ValueError: `path` is a file, or a folder with something in it.
+  """
+  if path.is_dir() and (found := sorted(path.iterdir())):
+    raise ValueError(
+      f"{path} holds {found[0].name!r}; choose a new or an empty folder"
+    )
+  if path.exists() and not path.is_dir():
+    raise ValueError(f"{path} is a file; expected a new or an empty folder")
+  path.parent.mkdir(parents=True, exist_ok=True)
+  growing = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+  growing.mkdir()
+  try:
+    yield growing
+    os.replace(growing, path)
+  finally:
+    shutil.rmtree(growing, ignore_errors=True)

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 
 from moh_jax.config.autoencoder import LatentScaling, VAEConfig
-from moh_jax.convert import rules
-from moh_jax.convert.downloads import HOW_TO_GET_VAE, VAE_FILES
-from moh_jax.convert.rules import Rule
+from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
+from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.json_files import Size, check_json, read_json
 from moh_jax.models.vae import VAE
@@ -63,25 +62,21 @@ def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
 
   Args:
     path: file of weights (safetensors or `torch.save`), folder as diffusers
-      writes it, or folder of a pipeline with the subfolder `vae`. The sizes
-      come from a config.json beside the weights, else from the shapes.
+      writes it, or folder of a pipeline with the subfolder `vae`. A config.json
+      beside the weights says the sizes.
 
   Returns:
     The config, and the parameter tree of NumPy float32 arrays.
 
   Raises:
-    FileNotFoundError: there are no weights; the message says how to get them.
+    FileNotFoundError: there are no weights, or no config.json; the message says
+      how to get them.
     NotImplementedError: the autoencoder has another architecture.
     ValueError: a file is damaged, or its tensors do not fit.
   """
   file = _find_weights(pathlib.Path(path))
-  tensors = current_names(read_tensors(file))
-  described = file.parent / "config.json"
-  if described.is_file():
-    config = _read_config(described)
-  else:
-    config = infer_config(tensors, source=str(file))
-  return config, convert_vae(tensors, config, source=str(file))
+  config = _read_config(file.with_name(CONFIG_FILE))
+  return config, convert_vae(read_tensors(file), config, source=str(file))
 
 
 def convert_vae(
@@ -186,13 +181,12 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
     NotImplementedError: `VAE` does not compute this architecture.
     ValueError: a value is out of range.
   """
-  check_json(entries, _Public)
-  widths = tuple(entries["block_out_channels"])
-  channels = entries.get("in_channels", 3)
+  public = msgspec.convert(check_json(entries, _Public), _Public)
+  widths = tuple(public.block_out_channels)
   supported = {
     "_class_name": ["AutoencoderKL"],
     "act_fn": ["silu", "swish"],
-    "out_channels": [channels],
+    "out_channels": [public.in_channels],
     "down_block_types": [["DownEncoderBlock2D"] * len(widths)],
     "up_block_types": [["UpDecoderBlock2D"] * len(widths)],
   }
@@ -203,69 +197,20 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
       )
   return VAEConfig(
     block_out_channels=widths,
-    layers_per_block=entries.get("layers_per_block", 1),
-    image_channels=channels,
-    latent_channels=entries.get("latent_channels", 4),
-    norm_groups=entries.get("norm_num_groups", 32),
-    norm_eps=entries.get("norm_eps", VAEConfig.norm_eps),
-    use_quant_conv=entries.get("use_quant_conv", True),
-    use_post_quant_conv=entries.get("use_post_quant_conv", True),
-    mid_attention=entries.get("mid_block_add_attention", True),
+    layers_per_block=public.layers_per_block,
+    image_channels=public.in_channels,
+    latent_channels=public.latent_channels,
+    norm_groups=public.norm_num_groups,
+    norm_eps=public.norm_eps,
+    use_quant_conv=public.use_quant_conv,
+    use_post_quant_conv=public.use_post_quant_conv,
+    mid_attention=public.mid_block_add_attention,
     scaling=LatentScaling(
-      entries.get("scaling_factor", LatentScaling.scale),
-      entries.get("shift_factor") or 0.0,
-      tuple(entries.get("latents_mean") or ()),
-      tuple(entries.get("latents_std") or ()),
+      public.scaling_factor,
+      public.shift_factor or 0.0,
+      tuple(public.latents_mean or ()),
+      tuple(public.latents_std or ()),
     ),
-  )
-
-
-def infer_config(
-  tensors: Mapping[str, np.ndarray], *, source: str
-) -> VAEConfig:
-  """Makes a config from the shapes of tensors with current names.
-
-  Raises:
-    ValueError: the tensors are of no such autoencoder, or it cannot have 32
-      groups in its norms (shapes do not tell their number).
-  """
-
-  def shape(name: str) -> tuple[int, ...]:
-    found = tensors.get(f"{name}.weight")
-    if found is None or found.ndim != 4:
-      raise ValueError(
-        f"{source}: no autoencoder of diffusers' layout: it has no "
-        f"convolution {name}.weight; {HOW_TO_GET_VAE}"
-      )
-    return found.shape
-
-  def count(pattern: str) -> int:
-    number = 0
-    while f"{pattern.format(number)}.weight" in tensors:
-      number += 1
-    return number
-
-  image_channels = shape("encoder.conv_in")[1]
-  latent_channels = shape("decoder.conv_in")[1]
-  first = "encoder.down_blocks.{}.resnets.0.conv1"
-  shape(first.format(0))
-  widths = tuple(shape(first.format(i))[0] for i in range(count(first)))
-  groups = VAEConfig.norm_groups
-  if any(width % groups for width in widths):
-    raise ValueError(
-      f"{source}: widths {widths} are not multiples of {groups} groups, and "
-      "shapes do not show their number: put the checkpoint's config.json "
-      "(norm_num_groups) beside it"
-    )
-  return VAEConfig(
-    block_out_channels=widths,
-    layers_per_block=count("encoder.down_blocks.0.resnets.{}.conv1"),
-    image_channels=image_channels,
-    latent_channels=latent_channels,
-    norm_groups=groups,
-    use_quant_conv="quant_conv.weight" in tensors,
-    use_post_quant_conv="post_quant_conv.weight" in tensors,
-    mid_attention="encoder.mid_block.attentions.0.to_q.weight" in tensors,
   )
 
 
@@ -285,6 +230,8 @@ def _find_weights(path: pathlib.Path) -> pathlib.Path:
 
 
 def _read_config(file: pathlib.Path) -> VAEConfig:
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such file; {HOW_TO_GET_VAE}")
   entries = read_json(file)
   try:
     return public_config(entries)

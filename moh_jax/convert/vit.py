@@ -10,9 +10,7 @@ from typing import Any
 from moh_jax.config import Config, DataConfig, ViTConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
-from moh_jax.convert.converter import Converter
-from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
-from moh_jax.convert.rules import Rule
+from moh_jax.convert.rules import Converter, Rule
 
 # Data of the released classifiers: ImageNet, resized to 256 and cropped.
 _DATA = DataConfig(
@@ -55,15 +53,15 @@ def attention_rules(
     rules.one("cpb_fc1.weight", "cpb/fc1_kernel", rules.TRANSPOSED),
     rules.one("cpb_fc1.bias", "cpb/fc1_bias"),
     *rules.linear("cpb_fc2", "cpb/fc2"),
-    *mix_rules("proj", "out", heads, dim),
-    *router_rules(budget, router),
+    *rules.mix_rules("proj", "out", heads, dim),
+    *rules.router_rules(budget, router),
   ]
   if not pooled:
-    return table + projection_rules("qkv", "qkv", 3, heads, dim, qkv_bias)
+    return table + rules.projection_rules("qkv", "qkv", 3, heads, dim, qkv_bias)
   return [
     *table,
-    *projection_rules("q", "q", 1, heads, dim, qkv_bias),
-    *projection_rules("kv", "kv", 2, heads, dim, qkv_bias),
+    *rules.projection_rules("q", "q", 1, heads, dim, qkv_bias),
+    *rules.projection_rules("kv", "kv", 2, heads, dim, qkv_bias),
     rules.one("relative_pos_bias_local", "relative_pos_bias_local"),
     rules.one("learnable_tokens", "learnable_tokens"),
     rules.one(

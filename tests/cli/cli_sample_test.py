@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.cli import common
-from moh_jax.convert import decoder
+from moh_jax.inference import autoencoder
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler
 from moh_jax.runtime import checkpoint, sharding
@@ -157,7 +157,7 @@ class SampleCommandTest(parameterized.TestCase):
     pixels = np.random.RandomState(0).randint(0, 256, (16, 16, 3), np.uint8)
     Image.fromarray(pixels).save(self.root / "start.png")
     with mock.patch.object(
-      decoder, "load_vae", side_effect=decoder.load_vae
+      autoencoder, "load_vae", side_effect=autoencoder.load_vae
     ) as load:
       status, _, err = self._call(
         *("--start", self.root / "start.png", "--strength", "0.5"),
@@ -167,7 +167,7 @@ class SampleCommandTest(parameterized.TestCase):
     self.assertEqual(status, 0, err)
     self.assertEqual(load.call_count, 1)
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    vae = decoder.load_autoencoder(str(self.root / "vae"), config, mesh)
+    vae = autoencoder.load_autoencoder(str(self.root / "vae"), config, mesh)
     sampler = Sampler(
       restore(self.root / "dit"),
       labels=[3],

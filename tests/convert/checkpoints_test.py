@@ -1,13 +1,14 @@
-"""Whole checkpoints there and back again."""
+"""Whole checkpoints of images there and back again."""
 
 import dataclasses
 import functools
+import importlib.util
 import pathlib
+import unittest
 
 import chex
 import jax
 import numpy as np
-import safetensors.numpy
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import (
@@ -29,11 +30,8 @@ from moh_jax.runtime.params import abstract_params, unbox
 from tests.convert.stored import save_tensors
 from tests.models import small_vit
 
-_CONFIG = resolve(
-  Config(
-    model=small_vit.TWO_STAGES,
-    data=DataConfig(eval_resize=20),
-  )
+_VIT = resolve(
+  Config(model=small_vit.TWO_STAGES, data=DataConfig(eval_resize=20))
 )
 _DIT = resolve(
   Config(
@@ -54,44 +52,55 @@ _DIT = resolve(
 )
 
 
-def _tensors(config: Config = _CONFIG) -> dict[str, np.ndarray]:
+def _tensors(config: Config) -> dict[str, np.ndarray]:
   """A public checkpoint of the model with random weights."""
-  model, inputs = make_model(config)
   rng = np.random.default_rng(0)
   params = jax.tree.map(
     lambda x: rng.normal(size=x.shape).astype(np.float32),
-    unbox(abstract_params(model, inputs)),
+    unbox(abstract_params(*make_model(config))),
   )
   return rules.dump_params(checkpoints.model_rules(config.model), params)
 
 
-class ConvertTest(parameterized.TestCase):
+class _Case(parameterized.TestCase):
+  """A public checkpoint, and what `convert` makes of it."""
+
+  kind: str
+  config: Config
+
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     cls.folder = pathlib.Path(cls.create_tempdir(cls()).full_path)
     cls.source, cls.out = cls.folder / "public.safetensors", cls.folder / "ours"
-    save_tensors(cls.source, _tensors())
+    cls.tensors = _tensors(cls.config)
+    save_tensors(cls.source, cls.tensors)
     cls.result = convert(
-      "moh-vit", str(cls.source), str(cls.out), config=_CONFIG
+      cls.kind, str(cls.source), str(cls.out), config=cls.config
     )
 
-  def _target(self) -> str:
+  def target(self) -> str:
     return self.create_tempdir().full_path
 
-  def test_returns_the_name_and_the_number_of_parameters(self):
-    total = sum(tensor.size for tensor in _tensors().values())
-    self.assertEqual(self.result, ("the given config", total))
-
-  def test_export_returns_the_source_tensors(self):
+  def check_there_and_back(self, count):
+    self.assertEqual(self.result, ("the given config", count))
     exported = self.folder / "again.safetensors"
-    total = export(str(self.out), str(exported))
-    self.assertEqual(total, self.result[1])
-    chex.assert_trees_all_equal(read_tensors(exported), _tensors())
+    self.assertEqual(export(str(self.out), str(exported)), count)
+    chex.assert_trees_all_equal(read_tensors(exported), self.tensors)
 
-  def test_converted_checkpoint_restores_with_its_config(self):
+  def assert_refused(self, regex, kind, source=None, **options):
+    source = str(source or self.source)
+    with self.assertRaisesRegex(ValueError, regex):
+      convert(kind, source, self.target(), **options)
+
+
+class ViTTest(_Case):
+  kind, config = "moh-vit", _VIT
+
+  def test_there_and_back(self):
+    self.check_there_and_back(sum(x.size for x in self.tensors.values()))
     restored = restore(str(self.out))
-    self.assertEqual(restored.config.model, _CONFIG.model)
+    self.assertEqual(restored.config.model, _VIT.model)
     self.assertEqual(restored.step, 0)
     images = np.ones((1, 16, 16, 3), np.float32)
     logits, _ = jax.jit(restored.model.apply)(
@@ -100,48 +109,60 @@ class ConvertTest(parameterized.TestCase):
     chex.assert_shape(logits, (1, 5))
     chex.assert_tree_all_finite(logits)
 
+  @unittest.skipIf(
+    importlib.util.find_spec("torch") is None, "needs the extra torch"
+  )
+  def test_averages_of_a_file_of_torch_save(self):
+    import torch
+
+    entries = {
+      entry: {n: torch.tensor(x + add) for n, x in self.tensors.items()}
+      for add, entry in enumerate(("ema", "model"))
+    }
+    torch.save(entries, self.folder / "public.pth")
+    out = self.target()
+    convert("moh-vit", str(self.folder / "public.pth"), out, config=_VIT)
+    chex.assert_trees_all_equal(
+      restore(out).params, restore(str(self.out)).params
+    )
+
   def test_other_image_size_keeps_the_pretraining_size_and_crop(self):
-    out = self._target()
-    convert("moh-vit", str(self.source), out, config=_CONFIG, image_size=32)
+    out = self.target()
+    convert("moh-vit", str(self.source), out, config=_VIT, image_size=32)
     config = restore(out).config
     self.assertEqual(config.model.image_size, (32, 32))
     self.assertEqual(config.model.pretrain_image_size, 16)
     self.assertEqual(config.data.eval_resize, 40)
 
-  def test_refuses_a_directory_that_holds_checkpoints(self):
+  def test_directory_that_holds_checkpoints_is_left_alone(self):
     with self.assertRaisesRegex(ValueError, "ours"):
-      convert("moh-vit", str(self.source), str(self.out), config=_CONFIG)
-    # What was there is untouched.
-    self.assertEqual(restore(str(self.out)).config.model, _CONFIG.model)
-
-  def test_unknown_format_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "'vit' .*moh-vit.*transnext"):
-      convert("vit", str(self.source), self._target())
-
-  def test_unknown_model_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "'moh-vit-s81' .*moh-vit-s80"):
-      convert("moh-vit", str(self.source), self._target(), model="moh-vit-s81")
+      convert("moh-vit", str(self.source), str(self.out), config=_VIT)
+    self.assertEqual(restore(str(self.out)).config.model, _VIT.model)
 
   @parameterized.parameters(
-    ("moh-vit", "moh-vit-b50"), ("transnext", "transnext-micro")
+    ("vit", {}, "'vit' .*moh-vit.*transnext"),
+    ("moh-vit", {"model": "moh-vit-s81"}, "'moh-vit-s81' .*moh-vit-s80"),
+    ("moh-vit", {}, "shapes of none of .*moh-vit-b50"),
+    ("transnext", {}, "shapes of none of .*transnext-micro"),
+    (
+      "moh-vit",
+      {"model": "moh-vit-s80"},
+      r"public\.safetensors: .*missing: .*shape: ",
+    ),
+    ("dit", {"config": _VIT}, "makes a model of 'dit'.* 'vit'"),
   )
-  def test_shapes_of_no_released_model_list_the_candidates(self, kind, known):
-    with self.assertRaisesRegex(ValueError, f"shapes of none of .*{known}"):
-      convert(kind, str(self.source), self._target())
+  def test_other_formats_and_models_are_refused(self, kind, options, regex):
+    self.assert_refused(regex, kind, **options)
 
-  def test_tensors_that_do_not_fit_the_named_model_are_listed(self):
-    with self.assertRaisesRegex(
-      ValueError, r"public\.safetensors: .*missing: .*shape: "
-    ):
-      convert("moh-vit", str(self.source), self._target(), model="moh-vit-s80")
-
-  def test_missing_source_is_named(self):
+  def test_missing_files_are_named(self):
     with self.assertRaisesRegex(FileNotFoundError, "nowhere"):
-      convert("moh-vit", str(self.folder / "nowhere"), self._target())
+      convert("moh-vit", str(self.folder / "nowhere"), self.target())
+    with self.assertRaises(FileNotFoundError):
+      export(self.target(), str(self.folder / "none.safetensors"))
 
   def _exported(self, metadata: checkpoint.Metadata) -> str:
     """The file that a checkpoint with this metadata becomes."""
-    directory = self._target()
+    directory = self.target()
     params = restore(str(self.out)).params
     checkpoint.save_params(directory, params, metadata)
     export(directory, f"{directory}/exported.safetensors")
@@ -149,60 +170,36 @@ class ConvertTest(parameterized.TestCase):
 
   def test_exported_file_says_itself_what_it_is(self):
     names = ("ant", "bee", "cat", "dog", "eel")
-    exported = self._exported(checkpoint.Metadata(_CONFIG, names))
-    out = self._target()
+    exported = self._exported(checkpoint.Metadata(_VIT, names))
+    out = self.target()
     result = convert("moh-vit", exported, out)
     self.assertEqual(result, ("the exported model", self.result[1]))
     restored = restore(out)
-    self.assertEqual(restored.config, _CONFIG)
+    self.assertEqual(restored.config, _VIT)
     self.assertEqual(restored.class_names, names)
     chex.assert_trees_all_equal(restored.params, restore(str(self.out)).params)
-
-  def test_named_config_comes_before_that_of_the_file(self):
-    exported = self._exported(checkpoint.Metadata(_CONFIG, tuple("abcde")))
-    other = resolve(
-      dataclasses.replace(_CONFIG, data=DataConfig(eval_resize=24))
-    )
-    out = self._target()
+    # A config that is given comes before that of the file.
+    other = resolve(dataclasses.replace(_VIT, data=DataConfig(eval_resize=24)))
+    out = self.target()
     convert("moh-vit", exported, out, config=other)
-    restored = restore(out)
-    self.assertEqual(restored.config, other)
-    self.assertEqual(restored.class_names, ())
-
-  def test_exported_file_of_another_family_is_refused(self):
-    exported = self._exported(checkpoint.Metadata(_CONFIG))
-    with self.assertRaisesRegex(ValueError, "--from 'dit': .* of 'vit'"):
-      convert("dit", exported, self._target())
-
-  def test_config_of_another_family_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "makes a model of 'dit'.* 'vit'"):
-      convert("dit", str(self.source), self._target(), config=_CONFIG)
+    self.assertEqual(restore(out).config, other)
+    self.assertEqual(restore(out).class_names, ())
+    self.assert_refused("--from 'dit' makes a.* of 'vit'", "dit", exported)
 
   def test_exported_file_of_another_version_is_refused(self):
     source = self.folder / "other.safetensors"
-    text = {
-      "moh_jax": '{"config": {"model": {"family": "mlp"}}, "class_names": []}'
-    }
-    safetensors.numpy.save_file(_tensors(), source, text)
-    with self.assertRaisesRegex(ValueError, "its metadata: model.family='mlp'"):
-      convert("moh-vit", str(source), self._target())
-
-  def test_export_without_a_checkpoint_raises(self):
-    with self.assertRaises(FileNotFoundError):
-      export(self._target(), str(self.folder / "none.safetensors"))
+    text = '{"config": {"model": {"family": "mlp"}}, "class_names": []}'
+    save_tensors(source, self.tensors, {"moh_jax": text})
+    self.assert_refused("its metadata: model.family='mlp'", "moh-vit", source)
 
 
-class ConvertDiTTest(parameterized.TestCase):
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.folder = pathlib.Path(cls.create_tempdir(cls()).full_path)
-    cls.source, cls.out = cls.folder / "public.safetensors", cls.folder / "ours"
-    cls.tensors = _tensors(_DIT)
-    save_tensors(cls.source, cls.tensors)
-    cls.result = convert("moh-dit", str(cls.source), str(cls.out), config=_DIT)
+class DiTTest(_Case):
+  kind, config = "moh-dit", _DIT
 
-  def test_restores_with_its_process_and_sampling(self):
+  def test_there_and_back(self):
+    count = sum(x.size for x in self.tensors.values())
+    # The position table is fixed, so no parameter.
+    self.check_there_and_back(count - self.tensors["pos_embed"].size)
     restored = restore(str(self.out))
     self.assertEqual(restored.config.model, _DIT.model)
     self.assertEqual(restored.config.diffusion, _DIT.diffusion)
@@ -212,34 +209,13 @@ class ConvertDiTTest(parameterized.TestCase):
       kernel.T, self.tensors["blocks.2.mlp.fc1.weight"]
     )
 
-  def test_counts_parameters_without_the_fixed_table(self):
-    sizes = {name: tensor.size for name, tensor in self.tensors.items()}
-    total = sum(sizes.values()) - sizes["pos_embed"]
-    self.assertEqual(self.result, ("the given config", total))
-
-  def test_export_returns_the_source_tensors(self):
-    exported = self.folder / "again.safetensors"
-    export(str(self.out), str(exported))
-    chex.assert_trees_all_equal(read_tensors(exported), self.tensors)
-
-  def test_export_counts_as_convert_does(self):
-    exported = self.folder / "counted.safetensors"
-    self.assertEqual(export(str(self.out), str(exported)), self.result[1])
-
-  def test_image_size_is_refused(self):
-    out = self.create_tempdir().full_path
-    with self.assertRaisesRegex(
-      ValueError, "--image-size 512: only image classifiers .*family='dit'"
-    ):
-      convert("moh-dit", str(self.source), out, config=_DIT, image_size=512)
-
-  def test_shapes_of_no_released_model_list_the_candidates(self):
-    # Of its own kind only: those of the others start alike.
-    with self.assertRaises(ValueError) as caught:
-      convert("dit", str(self.source), self.create_tempdir().full_path)
-    message = str(caught.exception)
-    self.assertIn("shapes of none of ['dit-s2', ", message)
-    self.assertNotIn("moh-dit", message)
+  def test_refusals(self):
+    self.assert_refused(
+      "--image-size 512: only image classifiers .*family='dit'",
+      "moh-dit", config=_DIT, image_size=512,
+    )  # fmt: skip
+    # Candidates are those of the kind, though others' names start alike.
+    self.assert_refused(r"of none of \['dit-s2', ((?!moh-dit).)*\Z", "dit")
 
 
 @functools.cache
@@ -248,8 +224,7 @@ def _shapes(name: str, side: int) -> dict[str, jax.ShapeDtypeStruct]:
   model = dataclasses.replace(released_model(name), input_size=(side, side))
   network, inputs = make_model(dataclasses.replace(_DIT, model=model))
   params = unbox(abstract_params(network, inputs))
-  table = checkpoints.model_rules(model)
-  return jax.eval_shape(functools.partial(rules.dump_params, table), params)
+  return rules.expected_tensors(checkpoints.model_rules(model), params)
 
 
 class ReleasedRunTest(parameterized.TestCase):
@@ -258,7 +233,6 @@ class ReleasedRunTest(parameterized.TestCase):
   @parameterized.product(name=("dit-s2", "moh-dit-s2-75"), side=(32, 64, 16))
   def test_input_size_is_that_of_the_position_table(self, name, side):
     run = checkpoints._released_run(released_model(name), _shapes(name, side))
-    self.assertEqual(run.model.input_size, (side, side))
     same = dataclasses.replace(released_model(name), input_size=(side, side))
     self.assertEqual(run.model, same)
     self.assertEqual(run.data.source, "latents")
@@ -273,15 +247,16 @@ class ReleasedRunTest(parameterized.TestCase):
     found = checkpoints._find_model(kind, _shapes(name, side), "a.pt")
     self.assertEqual(found, name)
 
-  @parameterized.parameters(({},), ({"pos_embed": np.zeros((1, 250, 384))},))
-  def test_without_a_square_table_the_size_is_the_models(self, tensors):
-    run = checkpoints._released_run(released_model("dit-s2"), tensors)
-    self.assertEqual(run.model, released_model("dit-s2"))
-
-  def test_classifier_keeps_its_size(self):
-    run = checkpoints._released_run(released_model("moh-vit-s80"), {})
-    self.assertEqual(run.model, released_model("moh-vit-s80"))
-    self.assertEqual(run.data.eval_resize, 256)
+  @parameterized.parameters(
+    ("dit-s2", {}),
+    ("dit-s2", {"pos_embed": np.zeros((1, 250, 384))}),  # no square
+    ("moh-vit-s80", {}),
+  )
+  def test_otherwise_the_size_is_the_models(self, name, tensors):
+    run = checkpoints._released_run(released_model(name), tensors)
+    self.assertEqual(run.model, released_model(name))
+    if run.model.family == "vit":
+      self.assertEqual(run.data.eval_resize, 256)
 
 
 if __name__ == "__main__":

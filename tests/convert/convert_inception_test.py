@@ -4,8 +4,7 @@ import pathlib
 import numpy as np
 from absl.testing import absltest
 
-from moh_jax.convert import rules
-from moh_jax.convert.downloads import INCEPTION_FILE
+from moh_jax.convert import INCEPTION_FILE, rules
 from moh_jax.convert.inception import (
   abstract_inception,
   convert_inception,
@@ -14,8 +13,8 @@ from moh_jax.convert.inception import (
 )
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import InceptionV3
-from tests.convert.stored import save_tensors
 from tests.parity.images import regenerate
+from tests.convert.stored import save_tensors
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import pathlib
 import unittest
 
 import chex
@@ -10,10 +11,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RotaryConfig
-from moh_jax.convert import hf_config_writer
-from moh_jax.convert.checkpoints import convert
+from moh_jax.convert import llama_config
+from moh_jax.convert.checkpoints import convert, export
 from moh_jax.inference.restore import restore
-from tests.convert import folder_case, tiny_llm
+from tests.convert import tiny_llm
 
 # Plain models that transformers computes, one thing each.
 _PLAIN = {
@@ -68,7 +69,7 @@ def _missing(*modules: str) -> list[str]:
   _missing("torch", "transformers"),
   "needs torch and transformers, which are no dependencies",
 )
-class TransformersTest(folder_case.FolderCase):
+class TransformersTest(parameterized.TestCase):
   """What transformers makes of an exported folder, and the reverse."""
 
   @parameterized.parameters(*_PLAIN)
@@ -77,24 +78,26 @@ class TransformersTest(folder_case.FolderCase):
     import transformers
 
     model = dataclasses.replace(tiny_llm.MHA, **_PLAIN[name])
-    tiny_llm.write_folder(self.source, model)
-    self._convert()
-    folder = self._export(shard_size=5000)
+    root = pathlib.Path(self.create_tempdir().full_path)
+    tiny_llm.write_folder(root / "hf", model)
+    convert("llama", str(root / "hf"), str(root / "ours"))
+    folder = root / "again"
+    export(str(root / "ours"), str(folder), shard_size=5000)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokens = np.random.default_rng(3).integers(0, 37, (2, 13))
     with torch.no_grad():
       want = theirs(torch.tensor(tokens)).logits.numpy()
-    restored = restore(str(self.out))
+    restored = restore(str(root / "ours"))
     with jax.default_matmul_precision("highest"):
       got, _ = restored.model.apply({"params": restored.params}, tokens)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
 
     # And what transformers writes, in its own spelling of config.json.
-    theirs.save_pretrained(self.folder / "theirs", max_shard_size="6KB")
-    convert("llama", str(self.folder / "theirs"), str(self.folder / "third"))
-    again = restore(str(self.folder / "third"))
-    described = hf_config_writer.to_hf(again.config.model)
-    expected = hf_config_writer.to_hf(model)
+    theirs.save_pretrained(root / "theirs", max_shard_size="6KB")
+    convert("llama", str(root / "theirs"), str(root / "third"))
+    again = restore(str(root / "third"))
+    described = llama_config.to_hf(again.config.model)
+    expected = llama_config.to_hf(model)
     for stored in (described, expected):
       stored.pop("moh_jax", None)  # what does not change the outputs
     self.assertEqual(described, expected)

@@ -13,7 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import LLMConfig
-from moh_jax.convert import hf_config, hf_config_writer, llama, rules
+from moh_jax.convert import llama, llama_config, rules
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
@@ -36,7 +36,7 @@ def _model(version: str, case: str) -> tuple[LLMConfig, dict[str, np.ndarray]]:
   """Our config from their config.json, and their tensors."""
   meta = json.loads(str(_recorded(version)[f"{case}/meta"]))
   tensors = {n: recorder.weight(n, s) for n, s in meta["shapes"].items()}
-  return hf_config.from_hf(meta["config"]), tensors
+  return llama_config.from_hf(meta["config"]), tensors
 
 
 def _converted(config: LLMConfig, tensors: dict[str, np.ndarray]):
@@ -78,13 +78,13 @@ class RecordedTest(parameterized.TestCase):
   def test_yarn_turns_as_in_transformers(self, version, name):
     dim, theta, scaling = recorder.ROTATIONS[name]
     original = scaling["original_max_position_embeddings"]
-    tiny = hf_config_writer.to_hf(tiny_llm.MHA) | {
+    tiny = llama_config.to_hf(tiny_llm.MHA) | {
       "head_dim": dim,
       "rope_theta": theta,
       "rope_scaling": scaling,
       "max_position_embeddings": original,
     }
-    model = hf_config.from_hf(tiny)
+    model = llama_config.from_hf(tiny)
     self.assertEqual(model.max_length, original * scaling["factor"])
     # One token turns by at most a radian, so the angle can be read off.
     by = rotation(jnp.array([[1]]), model.rope, dim)

@@ -1,92 +1,125 @@
-"""Conversion tables: inverses of each other, and errors that list it all."""
+"""Conversion tables: exact both ways, names, layouts, and errors."""
 
 import dataclasses
 import functools
+import gzip
+import json
+import pathlib
+import tempfile
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import without_router
-from moh_jax.config.heads import HeadBudget, RouterConfig
-from moh_jax.convert import rules, vit
-from moh_jax.models.vit import ViT
+from moh_jax.config import (
+  Config,
+  DiTConfig,
+  RotaryConfig,
+  RouterConfig,
+  SampleConfig,
+  get_family,
+  released_model,
+  without_router,
+)
+from moh_jax.config.heads import HeadBudget
+from moh_jax.convert import llama, rules
+from moh_jax.convert.checkpoints import convert, export, model_rules
+from moh_jax.convert.tensor_files import read_tensors
+from moh_jax.data.infer import resolve
+from moh_jax.models.dit import patchify
+from moh_jax.models.registry import make_model
+from moh_jax.ops.position import rotate, rotation, sincos_2d
 from moh_jax.runtime.params import abstract_params, unbox
+from tests.convert import tiny_llm
+from tests.convert.stored import save_tensors
 from tests.models import small_vit
 
-_MOH = small_vit.TWO_STAGES
-_CONFIGS = {
-  "moh": _MOH,
-  "transnext": without_router(_MOH),
-  "no_qkv_bias": dataclasses.replace(_MOH, qkv_bias=False),
-  "one_stage_router": dataclasses.replace(
-    _MOH, router=RouterConfig(two_stage=False)
+_GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+_VIT, _LLM = small_vit.TWO_STAGES, tiny_llm.MOH
+_DIT = DiTConfig(
+  input_size=(4, 6),
+  channels=3,
+  num_classes=5,
+  width=8,
+  num_heads=(4, 4, 6, 4),
+  head_dim=4,
+  shared_heads=(2, 2, 6, 1),
+  top_k=(1, 1, 0, 2),
+)
+_ONE_STAGE = {"router": RouterConfig(two_stage=False)}
+_MODELS = {
+  "vit": _VIT,
+  "vit_transnext": without_router(_VIT),
+  "vit_no_qkv_bias": dataclasses.replace(_VIT, qkv_bias=False),
+  "vit_one_stage": dataclasses.replace(_VIT, **_ONE_STAGE),
+  "dit": _DIT,
+  "dit_mha": without_router(_DIT),
+  "dit_one_stage": dataclasses.replace(_DIT, **_ONE_STAGE),
+  "dit_plain_output": dataclasses.replace(
+    _DIT, learn_sigma=False, label_dropout=0.0, patch_size=1
   ),
+  "llm": _LLM,
+  "llm_query_norm": tiny_llm.QUERY_NORM,
+  "llm_mha": tiny_llm.MHA,
+  "llm_one_kv_head_each": dataclasses.replace(_LLM, num_kv_heads=6),
+  "llm_one_stage": dataclasses.replace(_LLM, **_ONE_STAGE),
+  "llm_biases": dataclasses.replace(
+    tiny_llm.MHA, qkv_bias=True, out_bias=True, mlp_bias=True
+  ),
+  "llm_tied": dataclasses.replace(tiny_llm.MHA, tie_embeddings=True),
+  "llm_heads_by_layer": without_router(_LLM, num_heads=(3, 6, 3)),
 }
 
 
-@functools.cache
-def _abstract(name: str):
-  config = _CONFIGS[name]
-  images = jax.ShapeDtypeStruct((1, *config.image_size, 3), jnp.float32)
-  return unbox(abstract_params(ViT(config), (images,)))
+def _run(model) -> Config:
+  return resolve(get_family(model.family).converter().released_run(model, {}))
 
 
-def _random_params(name: str):
-  rng = np.random.default_rng(0)
+def _random(config: Config, seed: int = 0):
+  rng = np.random.default_rng(seed)
   return jax.tree.map(
-    lambda x: rng.normal(size=x.shape).astype(x.dtype), _abstract(name)
+    lambda x: rng.normal(size=x.shape).astype(x.dtype),
+    unbox(abstract_params(*make_model(config))),
   )
 
 
-def _load(name: str, tensors):
-  table = vit.model_rules(_CONFIGS[name])
-  return rules.load_params(table, tensors, _abstract(name), source="some.file")
+@functools.cache
+def _params(name: str):
+  config = _run(_MODELS[name.partition("_")[0]])
+  if config.model.family == "dit":  # also of models without a null label
+    config = dataclasses.replace(config, sample=SampleConfig(cfg_scale=1.0))
+  return _random(dataclasses.replace(config, model=_MODELS[name]))
 
 
 def _dump(name: str):
-  return rules.dump_params(
-    vit.model_rules(_CONFIGS[name]), _random_params(name)
-  )
+  return rules.dump_params(model_rules(_MODELS[name]), _params(name))
 
 
-class RoundTripTest(parameterized.TestCase):
-  @parameterized.parameters(*_CONFIGS)
-  def test_load_undoes_dump(self, name):
-    chex.assert_trees_all_equal(_load(name, _dump(name)), _random_params(name))
+def _load(name: str, tensors):
+  abstract = jax.eval_shape(lambda: _params(name))
+  table = model_rules(_MODELS[name])
+  return rules.load_params(table, tensors, abstract, source="some.file")
 
-  @parameterized.parameters(*_CONFIGS)
-  def test_dump_undoes_load(self, name):
+
+class InverseTest(parameterized.TestCase):
+  @parameterized.parameters(*_MODELS)
+  def test_load_and_dump_undo_each_other(self, name):
     tensors = _dump(name)
-    table = vit.model_rules(_CONFIGS[name])
-    again = rules.dump_params(table, _load(name, tensors))
+    loaded = _load(name, tensors)
+    chex.assert_trees_all_equal(loaded, _params(name))
+    again = rules.dump_params(model_rules(_MODELS[name]), loaded)
     chex.assert_trees_all_equal(again, tensors)
 
-  def test_layers_of_a_stage_get_their_own_tensors(self):
-    tensors = _dump("moh")
-    kernel = _random_params("moh")["stage1"]["blocks"]["attn"]["q"]["kernel"]
-    for layer in range(2):
-      np.testing.assert_array_equal(
-        tensors[f"block1.{layer}.attn.q.weight"], kernel[layer].reshape(8, 8).T
-      )
-
-  def test_gate_rows_come_before_value_rows(self):
-    tensors, mlp = (
-      _dump("moh"),
-      _random_params("moh")["stage2"]["blocks"]["mlp"],
-    )
-    expected = np.concatenate(
-      [mlp["gate"]["kernel"][0].T, mlp["value"]["kernel"][0].T]
-    )
-    np.testing.assert_array_equal(tensors["block2.0.mlp.fc1.weight"], expected)
-
   def test_loads_into_our_dtypes(self):
-    tensors = {k: v.astype(np.float16) for k, v in _dump("moh").items()}
-    chex.assert_type(jax.tree.leaves(_load("moh", tensors)), np.float32)
+    tensors = {k: v.astype(np.float16) for k, v in _dump("vit").items()}
+    chex.assert_type(jax.tree.leaves(_load("vit", tensors)), np.float32)
 
+
+class NamesTest(parameterized.TestCase):
   @parameterized.parameters(
     ((2, 2), ["wg", "wg_0", "wg_1"]),
     ((1, 3), ["wg", "wg_0"]),
@@ -95,17 +128,56 @@ class RoundTripTest(parameterized.TestCase):
     ((1, 0), []),
   )
   def test_router_has_the_matrices_its_split_needs(self, split, expected):
-    table = vit.router_rules(HeadBudget(6, *split, 4), RouterConfig())
+    budget = HeadBudget(6, *split, 4)
+    table = rules.router_rules(budget, RouterConfig())
     names = [name for rule in table for name in rule.theirs]
     self.assertCountEqual(names, [f"{name}.weight" for name in expected])
+    self.assertEmpty(rules.router_rules(budget, RouterConfig(kind="none")))
 
-  def test_no_router_has_no_matrices(self):
-    budget = HeadBudget(6, 2, 2, 4)
-    self.assertEmpty(vit.router_rules(budget, RouterConfig(kind="none")))
+  def test_layers_of_a_dit_have_the_matrices_of_their_split(self):
+    names = [name for name in _dump("dit") if ".wg" in name]
+    expected = [
+      *(f"blocks.{layer}.attn.{name}.weight"
+        for layer in (0, 1) for name in ("wg", "wg_0", "wg_1")),
+      "blocks.2.attn.wg_1.weight",
+      *("blocks.3.attn.wg.weight", "blocks.3.attn.wg_0.weight"),
+    ]  # fmt: skip
+    self.assertCountEqual(names, expected)
+    self.assertFalse([name for name in _dump("dit_mha") if ".wg" in name])
+
+  def test_routers_of_language_models_have_our_names(self):
+    tensors = _dump("llm")
+    found = {n: x.shape for n, x in tensors.items() if ".router." in n}
+    expected = {
+      f"model.layers.{layer}.self_attn.router.{name}.weight": (size, 24)
+      for layer, sizes in enumerate([(4, 2), (4, 2), (3, 3)])
+      for name, size in zip(("routed", "shared", "group"), (*sizes, 2))
+    }
+    self.assertEqual(found, expected)
+    self.assertCountEqual(_dump("llm_query_norm"), _dump("llm_mha"))
+
+  def test_biases_of_language_models_have_transformers_names(self):
+    layer = "model.layers.1."
+    names = [
+      name.removeprefix(layer)
+      for name in _dump("llm_biases")
+      if name.startswith(layer) and name.endswith("bias")
+    ]
+    attention = [f"self_attn.{p}_proj.bias" for p in "qkvo"]
+    mlp = [f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")]
+    self.assertCountEqual(names, attention + mlp)
+
+  def test_what_follows_from_other_tensors_is_ignored(self):
+    self.assertNotIn("lm_head.weight", _dump("llm_tied"))
+    tied = _MODELS["llm_tied"]
+    self.assertTrue(llama.is_ignored(tied, "lm_head.weight"))
+    self.assertFalse(llama.is_ignored(tiny_llm.MHA, "lm_head.weight"))
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    self.assertTrue(llama.is_ignored(tiny_llm.MHA, name))
 
 
-class PrimitiveRulesTest(absltest.TestCase):
-  """Each layer's layout, against what the two frameworks compute."""
+class LayoutTest(parameterized.TestCase):
+  """Our layouts against what the public networks compute."""
 
   def _loaded(self, table, tensors):
     out = {}
@@ -142,56 +214,244 @@ class PrimitiveRulesTest(absltest.TestCase):
     np.testing.assert_array_equal(params["n/scale"], 1.0)
 
   def test_stacked_adds_a_layer_axis_and_takes_it_away(self):
-    block = [rules.one("w", "w", rules.TRANSPOSED)]
-    (rule,) = rules.stacked(block, "{layer}.", ("top",), range(2))
+    (rule,) = rules.stacked(
+      rules.prefixed([rules.one("w", "a/w", rules.TRANSPOSED)], "x.", ()),
+      *("{layer}.", ("top",), range(2)),
+    )
     arrays = [np.arange(6.0).reshape(2, 3), np.ones((2, 3))]
     (loaded,) = rule.load(arrays)
     chex.assert_shape(loaded, (2, 3, 2))
-    self.assertEqual(rule.theirs, ("0.w", "1.w"))
-    self.assertEqual(rule.ours, (("top", "w"),))
+    self.assertEqual(rule.theirs, ("0.x.w", "1.x.w"))
+    self.assertEqual(rule.layers, (("0.x.w",), ("1.x.w",)))
+    self.assertEqual(rule.ours, (("top", "a", "w"),))
     chex.assert_trees_all_equal(rule.dump([loaded]), arrays)
 
-  def test_prefixed_moves_both_sides(self):
-    (rule,) = rules.prefixed([rules.one("w", "a/w")], "x.", ("top",))
-    self.assertEqual(rule.theirs, ("x.w",))
-    self.assertEqual(rule.ours, (("top", "a", "w"),))
+  @parameterized.product(axis=(0, 1, 2), first=(0, 1))
+  def test_joined_parts_are_those_of_the_whole(self, axis, first):
+    arrays = [np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) + 10]
+    whole = np.stack(arrays, axis)
+    joined = rules._Joined(arrays, axis)
+    self.assertEqual(joined.shape, whole.shape)
+    index = (slice(first, 2), slice(0, 2), slice(0, 1))
+    np.testing.assert_array_equal(joined[index], whole[index])
+    np.testing.assert_array_equal(joined[index[:1]], whole[index[:1]])
+    np.testing.assert_array_equal(np.asarray(joined, np.float32), whole)
+
+  @parameterized.parameters(
+    ("vit", "block1.0.mlp.fc2.weight", "stage1/blocks/mlp/out", 0),
+    ("vit", "block1.1.mlp.fc2.weight", "stage1/blocks/mlp/out", 1),
+    ("dit", "blocks.0.mlp.fc1.weight", "blocks0/mlp/up", 0),
+    ("dit", "blocks.1.mlp.fc1.weight", "blocks0/mlp/up", 1),
+    ("dit", "blocks.2.mlp.fc1.weight", "blocks1/mlp/up", 0),
+    ("dit", "blocks.3.mlp.fc1.weight", "blocks2/mlp/up", 0),
+    ("llm", "model.layers.1.mlp.down_proj.weight", "blocks0/mlp/down", 1),
+    ("llm", "model.layers.2.mlp.down_proj.weight", "blocks1/mlp/down", 0),
+  )
+  def test_layer_is_in_the_run_that_holds_it(self, name, theirs, ours, place):
+    params = _params(name)
+    for part in ours.split("/"):
+      params = params[part]
+    np.testing.assert_array_equal(
+      _dump(name)[theirs], params["kernel"][place].T
+    )
+
+  def test_gate_rows_come_before_value_rows(self):
+    mlp = _params("vit")["stage2"]["blocks"]["mlp"]
+    expected = np.concatenate(
+      [mlp["gate"]["kernel"][0].T, mlp["value"]["kernel"][0].T]
+    )
+    weight = _dump("vit")["block2.0.mlp.fc1.weight"]
+    np.testing.assert_array_equal(weight, expected)
+
+  def test_patch_kernel_is_their_convolution(self):
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(1, 4, 6, 3)).astype(np.float32)
+    kernel = _params("dit")["patch"]["kernel"]
+    tokens = np.asarray(patchify(jnp.asarray(x), 2)) @ kernel
+    weight = _dump("dit")["x_embedder.proj.weight"]  # out, in, X, Y
+    chex.assert_shape(weight, (8, 3, 2, 2))
+    for row, column in np.ndindex(2, 3):
+      window = x[0, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+      expected = np.einsum("ocxy,xyc->o", weight, window)
+      np.testing.assert_allclose(
+        tokens[0, row * 3 + column], expected, rtol=1e-4, atol=1e-5
+      )
+
+  def test_queries_keys_and_values_are_rows_in_this_order(self):
+    kernel = _params("dit")["blocks1"]["attn"]["qkv"]["kernel"][0]
+    weight = _dump("dit")["blocks.2.attn.qkv.weight"]
+    parts = [kernel[:, part].reshape(8, 24).T for part in range(3)]
+    np.testing.assert_array_equal(weight, np.concatenate(parts))
+
+  def test_projections_of_language_models_follow_their_linears(self):
+    tensors = _dump("llm_biases")
+    params = _params("llm_biases")["blocks0"]["attn"]
+    x = np.random.default_rng(1).normal(size=24).astype(np.float32)
+    for name, kernel, part, heads in (
+      ("q", "q", 0, 6),
+      ("k", "kv", 0, 3),
+      ("v", "kv", 1, 3),
+    ):
+      place = f"model.layers.1.self_attn.{name}_proj"
+      theirs = tensors[f"{place}.weight"] @ x + tensors[f"{place}.bias"]
+      ours = np.einsum("c,chd->hd", x, params[kernel]["kernel"][1][:, part])
+      ours = ours + params[kernel]["bias"][1][part]
+      np.testing.assert_allclose(
+        ours, theirs.reshape(heads, 4), rtol=1e-4, atol=1e-5
+      )
+
+  def test_output_projection_reads_heads_in_order(self):
+    weight = _dump("llm_mha")["model.layers.2.self_attn.o_proj.weight"]
+    kernel = _params("llm_mha")["blocks0"]["attn"]["out"]["kernel"]
+    chex.assert_shape(weight, (24, 24))
+    np.testing.assert_array_equal(weight[:, 8:12].T, kernel[2][2])
+
+  def test_rope_turns_the_pairs_of_transformers(self):
+    # transformers: x * cos + rotate_half(x) * sin.
+    x = np.random.default_rng(2).normal(size=(1, 3, 2, 4)).astype(np.float32)
+    by = rotation(jnp.arange(3)[None], RotaryConfig(), 4)
+    cos, sin = (np.tile(t, 2)[:, :, None] for t in (by.cos, by.sin))
+    half = np.concatenate([-x[..., 2:], x[..., :2]], axis=-1)
+    np.testing.assert_allclose(
+      rotate(jnp.asarray(x), by), x * cos + half * sin, rtol=1e-5, atol=1e-6
+    )
+
+
+class PositionTableTest(parameterized.TestCase):
+  def test_is_written_and_other_libraries_rounding_accepted(self):
+    tensors = _dump("dit")
+    expected = sincos_2d((2, 3), 8)[None]
+    np.testing.assert_array_equal(tensors["pos_embed"], expected)
+    tensors["pos_embed"] = tensors["pos_embed"] + 5e-6
+    chex.assert_trees_all_equal(_load("dit", tensors), _params("dit"))
+
+  @parameterized.named_parameters(
+    (
+      "one_value_off",
+      lambda table: table + 1e-3 * (np.arange(8) == 3),
+      "is not",
+    ),
+    ("turned_grid", lambda table: table[:, [0, 3, 1, 4, 2, 5]], "is not"),
+    ("zeros", np.zeros_like, "is not the fixed .* table of a 2 x 3 grid"),
+    (
+      "another_size",
+      lambda table: sincos_2d((3, 3), 8)[None],
+      r"\(1, 9, 8\) instead of \(1, 6, 8\)",
+    ),
+  )
+  def test_other_table_is_refused(self, change, message):
+    tensors = _dump("dit")
+    tensors["pos_embed"] = change(tensors["pos_embed"])
+    with self.assertRaisesRegex(ValueError, f"pos_embed {message}"):
+      _load("dit", tensors)
 
 
 class ErrorsTest(absltest.TestCase):
   def _message(self, tensors) -> str:
     with self.assertRaises(ValueError) as caught:
-      _load("moh", tensors)
+      _load("vit", tensors)
     return str(caught.exception)
 
   def test_missing_extra_and_misshapen_are_listed_at_once(self):
-    tensors = _dump("moh")
+    tensors = _dump("vit")
     del tensors["head.bias"], tensors["norm2.weight"]
     tensors["decoder.weight"] = np.zeros(3, np.float32)
     tensors["norm1.bias"] = np.zeros(7, np.float32)
+    tensors["head.weight"] = tensors["head.weight"].T
     message = self._message(tensors)
     self.assertIn("some.file", message)
     self.assertRegex(message, r"2 missing: .*head\.bias")
     self.assertIn("norm2.weight", message)
     self.assertRegex(message, r"1 not expected: decoder\.weight")
-    self.assertRegex(message, r"1 shape: norm1\.bias \(7,\) instead of \(8,\)")
-
-  def test_transposed_tensor_is_misshapen(self):
-    tensors = _dump("moh")
-    tensors["head.weight"] = tensors["head.weight"].T
-    message = self._message(tensors)
+    self.assertRegex(
+      message, r"2 shape: .*norm1\.bias \(7,\) instead of \(8,\)"
+    )
     self.assertIn("head.weight (16, 5) instead of (5, 16)", message)
 
   def test_long_lists_are_cut_with_their_count(self):
-    count = len(_dump("moh"))
+    count = len(_dump("vit"))
     message = self._message({})
     self.assertIn(f"{count} missing", message)
     self.assertIn(f"and {count - 8} more", message)
 
   def test_dump_names_a_parameter_without_a_rule(self):
-    params = _random_params("moh")
-    params["decoder"] = {"kernel": np.zeros(3)}
+    params = {**_params("vit"), "decoder": {"kernel": np.zeros(3)}}
     with self.assertRaisesRegex(ValueError, "decoder/kernel"):
-      rules.dump_params(vit.model_rules(_MOH), params)
+      rules.dump_params(model_rules(_VIT), params)
+
+
+@functools.cache
+def _tables(family: str) -> dict:
+  with gzip.open(_GOLDENS / f"param_tables_{family}.json.gz") as stream:
+    return json.load(stream)
+
+
+# Of every release of images: format, our name, name of the recorded table.
+_RELEASED = (
+  ("moh-vit", "moh-vit-s80", "moh_transnext_small_80"),
+  ("moh-vit", "moh-vit-s75", "moh_transnext_small_75"),
+  ("moh-vit", "moh-vit-b75", "moh_transnext_base_75"),
+  ("moh-vit", "moh-vit-b50", "moh_transnext_base_50"),
+  *(
+    ("transnext", f"transnext-{size}", f"transnext_{size}")
+    for size in ("micro", "tiny", "small", "base")
+  ),
+  *(
+    ("moh-dit", f"moh-dit-{size}2-{share}", f"MoH-DiT-{size.upper()}/2-{share}")
+    for size in ("s", "b", "l", "xl")
+    for share in (90, 75)
+  ),
+)
+_DEFAULT = ("moh-vit-b50", "moh-dit-s2-75")
+
+
+class ReleasedTest(parameterized.TestCase):
+  """Every released model: names, shapes, and whole checkpoints.
+
+  Models of images have all layers and head budgets of the released ones here,
+  so the same tensors, of a few columns each. Their full sizes are compared with
+  the recorded tables in tests/models/registry_test.py.
+  """
+
+  @parameterized.parameters(
+    ("moh-llama3-8b", "MoH-LLaMA3-8B"), ("llama3-8b", "LLaMA3-8B")
+  )
+  def test_language_models_have_the_public_names_and_shapes(self, name, public):
+    model = released_model(name)
+    tensors = rules.expected_tensors(
+      model_rules(model), tiny_llm.abstract(model)
+    )
+    shapes = {key: list(leaf.shape) for key, leaf in tensors.items()}
+    self.assertEqual(shapes, _tables("llm")[public]["params"])
+    total = sum(leaf.size for leaf in tensors.values())
+    self.assertEqual(total, _tables("llm")[public]["total"])
+    chex.assert_type(list(tensors.values()), jnp.float32)
+
+  def _check_round_trip(self, kind, name, table):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    model = released_model(name)
+    fields = {"num_classes": 3}
+    if model.family == "vit":
+      fields["embed_dims"] = tuple(2 * heads for heads in model.num_heads)
+    else:
+      fields |= {"width": 12, "head_dim": 2, "input_size": (4, 4)}
+    config = _run(dataclasses.replace(model, **fields))
+    tensors = rules.dump_params(model_rules(config.model), _random(config))
+    recorded = _tables(model.family)[table]["params"]
+    self.assertEqual(set(tensors), set(recorded))
+    save_tensors(root / "released.st", tensors)
+    convert(kind, str(root / "released.st"), str(root / "ours"), config=config)
+    export(str(root / "ours"), str(root / "again.st"))
+    chex.assert_trees_all_equal(read_tensors(root / "again.st"), tensors)
+
+  @parameterized.parameters(*(c for c in _RELEASED if c[1] in _DEFAULT))
+  def test_tensors_come_back_identical(self, kind, name, table):
+    self._check_round_trip(kind, name, table)
+
+  @parameterized.parameters(*(c for c in _RELEASED if c[1] not in _DEFAULT))
+  @pytest.mark.slow
+  def test_those_of_every_release(self, kind, name, table):
+    self._check_round_trip(kind, name, table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from flax import traverse_util
 from moh_jax.config import MeshConfig
 from moh_jax.convert import stream
 from moh_jax.convert.llama import model_rules, released_run
-from moh_jax.convert.tensor_files import open_tensors
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.params import abstract_on
@@ -25,11 +24,11 @@ from moh_jax.runtime.sharding import make_mesh
 from tests.convert import tiny_llm
 
 _RUN = released_run(tiny_llm.MOH, {})
-_MESHES = {
-  "fsdp": MeshConfig(data=1, fsdp=8),
-  "tensor": MeshConfig(data=1, fsdp=4, tensor=2),
-  "heads": MeshConfig(data=2, fsdp=2, tensor=2),
-}
+_MESHES = (
+  MeshConfig(data=1, fsdp=8),
+  MeshConfig(data=1, fsdp=4, tensor=2),
+  MeshConfig(data=2, fsdp=2, tensor=2),
+)
 
 
 def _source(tensors=None, model=tiny_llm.MOH):
@@ -55,27 +54,19 @@ class WriteTest(parameterized.TestCase):
     return self.create_tempdir().full_path
 
   @parameterized.parameters("float32", "bfloat16", "float16")
-  def test_standard_restore_reads_it(self, dtype):
+  def test_standard_restore_reads_it_onto_any_mesh(self, dtype):
     out = self._target()
     _save(out, _source(tiny_llm.tensors(tiny_llm.MOH, dtype)))
-    abstract = abstract_on(*make_model(_RUN), None)
-    params = checkpoint.restore_params(out, 0, abstract, use_ema=True)
-    chex.assert_trees_all_equal(
-      params, tiny_llm.random_params(tiny_llm.MOH, dtype)
-    )
-    chex.assert_type(jax.tree.leaves(params), np.float32)
-
-  @parameterized.parameters(*_MESHES)
-  def test_standard_restore_reads_it_onto_a_mesh(self, name):
-    out = self._target()
-    _save(out)
-    mesh = make_mesh(_MESHES[name])
-    abstract = abstract_on(*make_model(_RUN), mesh)
-    params = checkpoint.restore_params(out, 0, abstract, use_ema=True)
-    chex.assert_trees_all_equal(params, tiny_llm.random_params(tiny_llm.MOH))
-    kernel = params["blocks0"]["mlp"]["up"]["kernel"]
-    self.assertEqual(kernel.sharding.mesh.shape, mesh.shape)
-    self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
+    expected = tiny_llm.random_params(tiny_llm.MOH, dtype)
+    for mesh in (None, *map(make_mesh, _MESHES)):
+      abstract = abstract_on(*make_model(_RUN), mesh)
+      params = checkpoint.restore_params(out, 0, abstract, use_ema=True)
+      chex.assert_trees_all_equal(params, expected)
+      chex.assert_type(jax.tree.leaves(params), np.float32)
+      if mesh:
+        kernel = params["blocks0"]["mlp"]["up"]["kernel"]
+        self.assertEqual(kernel.sharding.mesh.shape, mesh.shape)
+        self.assertLess(kernel.addressable_shards[0].data.size, kernel.size)
 
   def test_leaves_are_described_as_orbax_describes_arrays(self):
     ours, plain = self._target(), self._target()
@@ -192,18 +183,14 @@ class CheckTest(absltest.TestCase):
   def test_what_does_not_fit_is_listed_before_anything_is_written(self):
     tensors = tiny_llm.tensors(tiny_llm.MOH)
     del tensors["model.norm.weight"]
-    tensors["lm_head.bias"] = np.zeros(3, np.float32)
-    tensors["lm_head.weight"] = np.zeros((5, 24), np.float32)
-    tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((20, 24), np.int8)
-    with self.assertRaises(ValueError) as caught:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = np.zeros((20, 24), np.int8)
+    with self.assertRaisesRegex(
+      ValueError,
+      "some.file: .* 1 missing: model.norm.weight; 1 dtype, must be one of "
+      "float64, float32, .*up_proj.weight int8",
+    ):
       _source(tensors)
-    message = str(caught.exception)
-    self.assertIn("some.file", message)
-    self.assertIn("1 missing: model.norm.weight", message)
-    self.assertIn("1 not expected: lm_head.bias", message)
-    self.assertIn("lm_head.weight (5, 24) instead of (37, 24)", message)
-    self.assertIn("1 dtype, must be one of float64, float32,", message)
-    self.assertIn("up_proj.weight int8", message)
 
 
 class OpenTest(parameterized.TestCase):
@@ -240,26 +227,6 @@ class OpenTest(parameterized.TestCase):
       ValueError, r"norm/scale has shape \(24,\), not \(25,\)"
     ):
       stream.open_params(out, 0, abstract, use_ema=True)
-
-
-class LoadShardedTest(parameterized.TestCase):
-  @parameterized.product(mesh=tuple(_MESHES), dtype=("float32", "bfloat16"))
-  def test_equals_the_converted_checkpoint(self, mesh, dtype):
-    folder = pathlib.Path(self.create_tempdir().full_path)
-    tiny_llm.write_folder(folder / "hf", tiny_llm.MOH, dtype, shards=3)
-    tensors = open_tensors(folder / "hf")
-    out = str(folder / "ours")
-    _save(out, _source(tensors))
-    devices = make_mesh(_MESHES[mesh])
-    abstract = abstract_on(*make_model(_RUN), devices)
-    restored = checkpoint.restore_params(out, 0, abstract, use_ema=True)
-    table = model_rules(tiny_llm.MOH)
-    loaded = stream.load_sharded(table, tensors, _RUN, devices, source="hf")
-    chex.assert_trees_all_equal(loaded, restored)
-    shardings = [
-      jax.tree.map(lambda x: x.sharding, tree) for tree in (loaded, restored)
-    ]
-    self.assertEqual(*shardings)
 
 
 class BlockShapeTest(parameterized.TestCase):

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from moh_jax.config import LLMConfig, without_router
-from moh_jax.convert import hf_config, hf_config_writer, rules
+from moh_jax.convert import llama_config, rules
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.params import abstract_params, unbox
@@ -28,7 +28,7 @@ MOH = LLMConfig(
 )
 MHA = without_router(MOH, shared_heads=(6,) * 3, top_k=(0,) * 3)
 # What the release makes of 6 heads: 3 shared, 1 routed.
-QUERY_NORM = hf_config.moh_llama3(MHA)
+QUERY_NORM = llama_config.moh_llama3(MHA)
 
 
 def abstract(model: LLMConfig) -> Any:
@@ -77,7 +77,7 @@ def write_folder(
     (folder / "model.safetensors.index.json").write_text(
       json.dumps({"metadata": {}, "weight_map": weight_map})
     )
-  config = hf_config_writer.to_hf(model) if config is None else config
+  config = llama_config.to_hf(model) if config is None else config
   if config:
     (folder / "config.json").write_text(json.dumps(config))
   return stored

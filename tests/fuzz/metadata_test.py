@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moh_jax import config as config_lib
 from moh_jax.cli import chat
 from moh_jax.config.run import section_types
-from moh_jax.convert import hf_config, model_card, vae
+from moh_jax.convert import llama, llama_config, vae
 from moh_jax.data import token_sets
 from moh_jax.data.image_shards import ArrayRecordSource
 from moh_jax.data.latents import LatentSource
@@ -188,7 +188,7 @@ class MetadataTest(hostile.ReaderTest):
   def test_config_of_hugging_face(self, case, data):
     kind, value = case
     file = self._write(data, "config.json", value)
-    self.check(hf_config.read_config, file, kind)
+    self.check(llama_config.read_config, file, kind)
 
   @hostile.examples()
   @given(st.data())
@@ -205,7 +205,7 @@ class MetadataTest(hostile.ReaderTest):
   def test_scores_and_messages(self, data):
     scores = {"accuracy": 0.5, "tasks": {"x": {"acc": 1}}, "step": 3}
     file = self._write(data, "scores.json", scores)
-    self.check(model_card.read_scores, str(file), 3)
+    self.check(llama.read_scores, str(file), 3)
     file = self._write(data, "messages.json", _MESSAGES)
     self.check(chat.read_messages, str(file))
 

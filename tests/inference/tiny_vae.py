@@ -8,8 +8,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.config.autoencoder import VAEConfig
-from moh_jax.convert import rules, vae
-from moh_jax.convert.downloads import VAE_FILES
+from moh_jax.convert import VAE_FILES, rules, vae
 from tests.convert.stored import save_tensors
 
 CONFIG = VAEConfig(

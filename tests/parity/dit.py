@@ -11,7 +11,7 @@ import numpy as np
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import RouterConfig
 from moh_jax.convert.dit import model_rules
-from moh_jax.convert.layers import mix_rules, projection_rules, router_rules
+from moh_jax.convert.rules import mix_rules, projection_rules, router_rules
 from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
 from moh_jax.diffusion.objective import training_losses
 from moh_jax.diffusion.prediction import reverse_step

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from moh_jax.config import LLMConfig, RouterConfig
-from moh_jax.convert import hf_config, llama
+from moh_jax.convert import llama, llama_config
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
@@ -77,7 +77,9 @@ def _model_config(hyper: Mapping[str, Any]) -> LLMConfig:
   """
   names = {"shared_heads": "shared_head", "top_k": "routed_head"}
   plain = {k: v for k, v in hyper.items() if k not in names.values()}
-  config = hf_config.from_hf({"architectures": ["LlamaForCausalLM"], **plain})
+  config = llama_config.from_hf(
+    {"architectures": ["LlamaForCausalLM"], **plain}
+  )
   if plain == hyper:
     return config
   counts = {

@@ -8,67 +8,226 @@ FlexAttention or what a server registers), which computes every head.
 Shapes: B texts, N tokens, C width, H heads, D width of a head, S shared heads,
 R = H - S routed heads.
 
-Needs transformers 4.53 or later.
+Needs transformers 5 or later.
 """
 
-import inspect
+import functools
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import (
-  MoeCausalLMOutputWithPast,
-  MoeModelOutputWithPast,
-)
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
-  LlamaMLP,
+  LlamaAttention,
+  LlamaDecoderLayer,
+  LlamaForCausalLM,
+  LlamaModel,
+  LlamaPreTrainedModel,
   LlamaRMSNorm,
   LlamaRotaryEmbedding,
   apply_rotary_pos_emb,
   eager_attention_forward,
 )
 from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_moh import MoHLlamaConfig
-from .router_moh import MoHRouter, MoHScores, Routing, balance_loss
 
-_MASK_ARGUMENTS = frozenset(inspect.signature(create_causal_mask).parameters)
+# Norms count as equal if they deviate from their mean by less than this factor.
+_EQUAL_TO = 1e-6
+_TINY = 1e-30
 
 
-class MoHAttention(nn.Module):
-  """Causal attention whose heads are weighed by a router."""
+# What a router says of its routed heads: their softmax [B, N, R] float32, and
+# [B, N, R] bool, whether a token selected them. None where tokens select none.
+Scores = tuple[torch.Tensor, torch.Tensor] | None
 
-  is_causal = True
+
+class MoHScores(nn.Module):
+  """Logits of a softmax by a matrix that stays float32.
+
+  It is no `nn.Linear`: servers replace these by layers of their own, whose
+  products and weights have the model's dtype and their own layout.
+  """
+
+  def __init__(self, width: int, size: int):
+    super().__init__()
+    self.weight = nn.Parameter(torch.empty(size, width, dtype=torch.float32))
+
+  def forward(self, x: torch.Tensor) -> torch.Tensor:
+    """Maps [B, N, C] float32 to [B, N, size] float32."""
+    return nn.functional.linear(x, self.weight.float())
+
+
+class MoHRouter(nn.Module):
+  """Weighs the heads of a layer for every token.
+
+  "two_stage" (eq. 5 and 6 of the paper) has up to three matrices: scores of the
+  routed heads, scores of the shared heads, and the weights of both groups.
+  "query_norm" has none: the heads with the largest queries are selected, and
+  gates are 0 or 1 (eq. 9 and 10). Float32 throughout.
+  """
 
   def __init__(self, config: MoHLlamaConfig, layer_idx: int):
     super().__init__()
-    self.config = config
-    self.layer_idx = layer_idx
-    self.head_dim = config.head_dim
-    heads = config.heads(layer_idx)[0]
-    self.num_key_value_groups = heads // config.num_key_value_heads
-    self.scaling = self.head_dim**-0.5
-    self.attention_dropout = config.attention_dropout
+    self.options = config.router
+    heads, self.num_shared, self.num_selected = config.heads(layer_idx)
+    self.num_routed = heads - self.num_shared
+    order = (config.head_order or {layer_idx: None})[layer_idx]
+    self.order = list(order) if order else None
+    # From the order of sharing to the heads' own.
+    self.own = order and sorted(range(heads), key=self.order.__getitem__)
+    self.indices = {}  # (device, order) -> tensor
+    self.by_norm = self.options["kind"] == "query_norm"
+    if self.by_norm:
+      return
+    routes = self.num_selected > 0
+    both = self.options["two_stage"] and routes and self.num_shared
+    sizes = {
+      "routed": self.num_routed if routes else 0,
+      "shared": self.num_shared if self.num_shared > 1 else 0,
+      "group": 2 if both else 0,
+    }
+    for name, size in sizes.items():
+      setattr(self, name, MoHScores(config.hidden_size, size) if size else None)
 
-    def projection(count: int) -> nn.Linear:
-      return nn.Linear(
-        config.hidden_size, count * self.head_dim, bias=config.qkv_bias
-      )
+  def forward(
+    self, x: torch.Tensor, query: torch.Tensor
+  ) -> tuple[torch.Tensor, Scores]:
+    """Routes tokens x [B, N, C] with queries [B, N, H, D] before RoPE.
 
-    self.q_proj = projection(heads)
-    self.k_proj = projection(config.num_key_value_heads)
-    self.v_proj = projection(config.num_key_value_heads)
-    self.o_proj = nn.Linear(
-      heads * self.head_dim, config.hidden_size, bias=config.out_bias
+    Returns:
+      [B, N, H] float32 weights of the heads in their own order, and `Scores`.
+    """
+    found = self._by_norm(query) if self.by_norm else self._two_stage(x)
+    gates, *scores = found
+    if self.order:
+      gates = self._reordered(gates, "own")
+    return gates, tuple(scores) if self.num_selected else None
+
+  def _reordered(self, values: torch.Tensor, order: str) -> torch.Tensor:
+    """Heads in the order "order" or "own".
+
+    The indices stay on the device: a copy cannot be part of a CUDA graph.
+    """
+    key = values.device, order
+    if key not in self.indices:
+      self.indices[key] = torch.tensor(getattr(self, order), device=key[0])
+    return values.index_select(-1, self.indices[key])
+
+  def _two_stage(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x = x.float()
+    shared = x.new_ones(*x.shape[:-1], self.num_shared)
+    if self.num_shared > 1:
+      shared = self.shared(x).softmax(-1)
+    scores = probs = x.new_zeros(*x.shape[:-1], self.num_routed)
+    if self.num_selected:
+      scores = self.routed(x)
+      probs = scores.softmax(-1)
+    selected = self._selected(scores, probs)
+    routed = torch.where(selected, probs, 0.0)
+    released = self.options["gate_form"] == "released"
+    if released:  # an active head of a uniform router weighs 1
+      shared = shared * self.num_shared
+      total = routed.sum(-1, keepdim=True)
+      total = total.clamp(min=torch.finfo(torch.float32).eps)
+      routed = routed / total * selected.sum(-1, keepdim=True)
+    if self.num_shared and self.num_selected:
+      groups = x.new_full((*x.shape[:-1], 2), 0.5)
+      if self.group is not None:
+        groups = self.group(x).softmax(-1)
+      groups = groups * 2 if released else groups
+      shared, routed = shared * groups[..., :1], routed * groups[..., 1:]
+    return torch.cat((shared, routed), -1), probs, selected
+
+  def _selected(
+    self, scores: torch.Tensor, probs: torch.Tensor
+  ) -> torch.Tensor:
+    """Marks each token's best heads; of equal ones the first, unlike topk."""
+    top_p = self.options["top_p"] if self.num_selected else 0.0
+    best, order = (probs if top_p else scores).sort(
+      dim=-1, descending=True, stable=True
     )
-    self.q_norm = self.k_norm = None
+    kept = torch.arange(self.num_routed, device=order.device)
+    kept = (kept < self.num_selected).expand_as(order)
+    if top_p:  # the better ones have less than top_p together
+      kept = (best.cumsum(-1) - best < top_p) | (top_p == 1)
+    return torch.zeros_like(kept).scatter(-1, order, kept)
+
+  def _by_norm(self, query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    squares = query.float().square().sum(-1)
+    norms = squares.clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+    if self.order:
+      norms = self._reordered(norms, "order")
+    shared = torch.ones_like(norms[..., : self.num_shared])
+    norms = norms[..., self.num_shared :]
+    if not self.num_selected:
+      return (torch.cat((shared, torch.zeros_like(norms)), -1),)
+    if self.num_routed > 1:
+      mean = norms.mean(-1, keepdim=True)
+      variance = (norms - mean).square().sum(-1, keepdim=True)
+      variance = variance / (self.num_routed - 1)
+      # Equal norms differ by rounding alone, which must not decide.
+      differ = variance > (_EQUAL_TO * mean).square() + _TINY
+      scale = torch.where(differ, variance, 1.0).rsqrt()
+      norms = torch.where(differ, norms * scale, 0.0)
+    probs = norms.softmax(-1)
+    selected = self._selected(norms, probs)
+    passed = probs - probs.detach()  # 0 with the gradient of the scores
+    if self.options["straight_through"] == "selected":
+      passed = torch.where(selected, passed, 0.0)
+    return torch.cat((shared, selected + passed), -1), probs, selected
+
+
+def balance_loss(
+  layers, router: dict, attention_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+  """Load-balance loss (eq. 7), the mean over the layers that route.
+
+  The sum over routed heads of the share of tokens that select a head times its
+  mean score; the "released" form multiplies by the number of routed heads.
+
+  Args:
+    layers: `Scores` of every layer that routes.
+    router: the config's `router`.
+    attention_mask: [B, M] 0 for tokens that do not count; the last N are used.
+
+  Returns:
+    [] float32.
+  """
+  losses = []
+  for probs, selected in layers:
+    weight = torch.ones_like(probs[..., 0])
+    if attention_mask is not None:
+      weight = attention_mask[:, -probs.shape[1] :].to(weight)
+    weight = weight[..., None] / weight.sum().clamp(min=1)
+    frequency = (selected * weight).sum((0, 1))
+    loss = (frequency * (probs * weight).sum((0, 1))).sum()
+    if router["gate_form"] == "released":
+      loss = loss * probs.shape[-1]
+    losses.append(loss)
+  if not losses:
+    return torch.zeros(())
+  return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+
+class MoHAttention(LlamaAttention):
+  """Causal attention whose heads are weighed by a router."""
+
+  def __init__(self, config: MoHLlamaConfig, layer_idx: int):
+    super().__init__(config, layer_idx)
+    heads, kv_heads = config.heads(layer_idx)[0], config.num_key_value_heads
+    width, dim = config.hidden_size, self.head_dim
+    self.num_key_value_groups = heads // kv_heads
+    self.q_proj = nn.Linear(width, heads * dim, bias=config.qkv_bias)
+    self.k_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
+    self.v_proj = nn.Linear(width, kv_heads * dim, bias=config.qkv_bias)
+    self.o_proj = nn.Linear(heads * dim, width, bias=config.out_bias)
+    self.q_norm = self.k_norm = self.router = None
     if config.qk_norm:
-      self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
-      self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps)
-    self.router = None
+      self.q_norm = LlamaRMSNorm(dim, config.rms_norm_eps)
+      self.k_norm = LlamaRMSNorm(dim, config.rms_norm_eps)
     if config.router["kind"] != "none":
       self.router = MoHRouter(config, layer_idx)
 
@@ -78,27 +237,23 @@ class MoHAttention(nn.Module):
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None = None,
     past_key_values: Cache | None = None,
-    cache_position: torch.Tensor | None = None,
     **kwargs,
-  ) -> tuple[torch.Tensor, torch.Tensor | None, Routing | None]:
-    """Maps [B, N, C] to [B, N, C], attention weights, and routing, if any."""
+  ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Maps [B, N, C] to [B, N, C] and attention weights, if there are any."""
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     query = self.q_proj(hidden_states).view(shape)
     key = self.k_proj(hidden_states).view(shape)
     value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-    routing = None
+    gates = None
     if self.router is not None:
-      routing = self.router(hidden_states, query)  # before the norm
-
+      gates = self.router(hidden_states, query)[0]  # before the norm
     if self.q_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
-    cos, sin = position_embeddings
     query, key = apply_rotary_pos_emb(
-      query.transpose(1, 2), key.transpose(1, 2), cos, sin
+      query.transpose(1, 2), key.transpose(1, 2), *position_embeddings
     )
     if past_key_values is not None:
-      where = {"sin": sin, "cos": cos, "cache_position": cache_position}
-      key, value = past_key_values.update(key, value, self.layer_idx, where)
+      key, value = past_key_values.update(key, value, self.layer_idx)
     attend = eager_attention_forward
     if self.config._attn_implementation != "eager":
       attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -113,66 +268,30 @@ class MoHAttention(nn.Module):
       **kwargs,
     )
     out = out.reshape(shape)
-    if routing is not None:
-      out = out * routing.gates[..., None].to(out.dtype)
-    return self.o_proj(out.flatten(-2)), weights, routing
+    if gates is not None:
+      out = out * gates[..., None].to(out.dtype)
+    return self.o_proj(out.flatten(-2)), weights
 
 
-class MoHDecoderLayer(nn.Module):
+class MoHDecoderLayer(LlamaDecoderLayer):
   """Attention and gated MLP, each after RMSNorm."""
 
   def __init__(self, config: MoHLlamaConfig, layer_idx: int):
-    super().__init__()
+    super().__init__(config, layer_idx)
     self.self_attn = MoHAttention(config, layer_idx)
-    self.mlp = LlamaMLP(config)
-    self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-    self.post_attention_layernorm = LlamaRMSNorm(
-      config.hidden_size, config.rms_norm_eps
-    )
-
-  def forward(
-    self, hidden_states: torch.Tensor, record: bool = False, **kwargs
-  ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-    """Maps [B, N, C] to [B, N, C].
-
-    Args:
-      hidden_states: [B, N, C].
-      record: return a tuple with the attention's weights and the routing's
-        `probs` and `selected` too, each None if there is none. A tuple of
-        tensors passes through gradient checkpointing and wrappers of layers.
-      **kwargs: for the attention.
-    """
-    normed = self.input_layernorm(hidden_states)
-    out, weights, routing = self.self_attn(normed, **kwargs)
-    hidden_states = hidden_states + out
-    normed = self.post_attention_layernorm(hidden_states)
-    hidden_states = hidden_states + self.mlp(normed)
-    if not record:
-      return hidden_states
-    if routing is None or not self.self_attn.router.num_selected:
-      return hidden_states, weights, None, None
-    return hidden_states, weights, routing.probs, routing.selected
 
 
-class MoHPreTrainedModel(PreTrainedModel):
+class MoHPreTrainedModel(LlamaPreTrainedModel):
   """What the models have in common."""
 
   config_class = MoHLlamaConfig
-  base_model_prefix = "model"
-  supports_gradient_checkpointing = True
   _no_split_modules = ["MoHDecoderLayer"]
-  _skip_keys_device_placement = ["past_key_values"]
-  _supports_flash_attn = True
-  _supports_sdpa = True
-  _supports_flex_attn = True
-  _supports_attention_backend = True
-
-  def post_init(self):
-    """Keeps the matrices of routers, where there are any, in float32."""
-    # Versions before 5 refuse names that no parameter has.
-    if any(".router." in name for name, _ in self.named_parameters()):
-      self._keep_in_fp32_modules_strict = ["router"]
-    super().post_init()
+  _keep_in_fp32_modules_strict = ["router"]
+  _can_record_outputs = {
+    "hidden_states": MoHDecoderLayer,
+    "attentions": MoHAttention,
+    "router_logits": OutputRecorder(MoHRouter, index=1),
+  }
 
   def _init_weights(self, module: nn.Module):
     """Draws the weights of a new module."""
@@ -180,9 +299,25 @@ class MoHPreTrainedModel(PreTrainedModel):
     if isinstance(module, MoHScores):
       nn.init.normal_(module.weight, std=self.config.initializer_range)
 
+  def _set_gradient_checkpointing(
+    self, enable=True, gradient_checkpointing_func=None, **kwargs
+  ):
+    """Recomputes layers, never by reentrant autograd.
 
-class MoHModel(MoHPreTrainedModel):
-  """The network without its output layer."""
+    That would record the routers' scores in a pass without gradients, so that
+    the balance loss had none.
+    """
+    again = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint
+    again = functools.partial(again, use_reentrant=False)
+    super()._set_gradient_checkpointing(enable, again, **kwargs)
+
+
+class MoHModel(MoHPreTrainedModel, LlamaModel):
+  """The network without its output layer.
+
+  `forward` is `LlamaModel`'s. With `output_router_logits=True` the result has
+  `router_logits`, the `Scores` of each layer that routes.
+  """
 
   def __init__(self, config: MoHLlamaConfig):
     if config._attn_implementation == "vllm" and config.heads_per_layer:
@@ -190,7 +325,7 @@ class MoHModel(MoHPreTrainedModel):
         f"config.heads_per_layer is {config.heads_per_layer}: vLLM serves "
         "models with as many heads in every layer, transformers this one too"
       )
-    super().__init__(config)
+    super(LlamaModel, self).__init__(config)  # its own makes other layers
     self.padding_idx = config.pad_token_id
     self.vocab_size = config.vocab_size
     self.embed_tokens = nn.Embedding(
@@ -204,106 +339,12 @@ class MoHModel(MoHPreTrainedModel):
     self.gradient_checkpointing = False
     self.post_init()
 
-  @can_return_tuple
-  def forward(
-    self,
-    input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    past_key_values: Cache | None = None,
-    inputs_embeds: torch.Tensor | None = None,
-    use_cache: bool | None = None,
-    cache_position: torch.Tensor | None = None,
-    output_hidden_states: bool | None = None,
-    output_attentions: bool | None = None,
-    output_router_logits: bool | None = None,
-    **kwargs,
-  ) -> MoeModelOutputWithPast:
-    """Maps tokens to what the output layer reads.
 
-    Args:
-      input_ids: [B, N] tokens, or `inputs_embeds` [B, N, C].
-      attention_mask: [B, M] 0 for padding; M counts cached tokens too.
-      position_ids: [B, N].
-      past_key_values: cache of the tokens before.
-      inputs_embeds: see `input_ids`.
-      use_cache: return a cache; None is as the config says.
-      cache_position: [N] places of the tokens in the cache.
-      output_hidden_states: return the input of every layer and the result.
-      output_attentions: return attention weights ("eager" alone has them).
-      output_router_logits: return `router_logits`, for each layer that routes
-        the pair of its router's `probs` and `selected`, see `Routing`.
-      **kwargs: go to the attention function.
-    """
-    config = self.config
-    if (input_ids is None) == (inputs_embeds is None):
-      raise ValueError("give one of input_ids and inputs_embeds")
-    if inputs_embeds is None:
-      inputs_embeds = self.embed_tokens(input_ids)
-    use_cache = config.use_cache if use_cache is None else use_cache
-    recompute = self.gradient_checkpointing and self.training
-    if recompute:
-      use_cache = False
-    if use_cache and past_key_values is None:
-      past_key_values = DynamicCache(config=config)
-    if cache_position is None:
-      seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-      cache_position = seen + torch.arange(
-        inputs_embeds.shape[1], device=inputs_embeds.device
-      )
-    if position_ids is None:
-      position_ids = cache_position[None]
-    x = inputs_embeds
-    mask = {
-      "config": config,
-      "inputs_embeds": x,
-      "input_embeds": x,  # its name before version 5
-      "attention_mask": attention_mask,
-      "cache_position": cache_position,
-      "past_key_values": past_key_values,
-      "position_ids": position_ids,
-    }
-    mask = {n: value for n, value in mask.items() if n in _MASK_ARGUMENTS}
-    record = bool(output_attentions or output_router_logits)
-    shared = {
-      **kwargs,
-      "record": record,
-      "attention_mask": create_causal_mask(**mask),
-      "position_ids": position_ids,
-      "position_embeddings": self.rotary_emb(x, position_ids),
-      "past_key_values": past_key_values,
-      "cache_position": cache_position,
-    }
-
-    states, attentions, routings = [], [], []
-    for layer in self.layers:
-      states += [x] if output_hidden_states else []
-      if recompute:
-        run = lambda y, layer=layer: layer(y, **shared)  # noqa: E731
-        x = self._gradient_checkpointing_func(run, x)
-      else:
-        x = layer(x, **shared)
-      if record:
-        x, weights, *routing = x
-        attentions.append(weights)
-        routings += [tuple(routing)] if routing[0] is not None else []
-    x = self.norm(x)
-    return MoeModelOutputWithPast(
-      last_hidden_state=x,
-      past_key_values=past_key_values if use_cache else None,
-      hidden_states=(*states, x) if output_hidden_states else None,
-      attentions=tuple(attentions) if output_attentions else None,
-      router_logits=tuple(routings) if output_router_logits else None,
-    )
-
-
-class MoHLlamaForCausalLM(MoHPreTrainedModel, GenerationMixin):
+class MoHLlamaForCausalLM(MoHPreTrainedModel, LlamaForCausalLM):
   """The network with its output layer."""
 
-  _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
   def __init__(self, config: MoHLlamaConfig):
-    super().__init__(config)
+    super(LlamaForCausalLM, self).__init__(config)  # as in `MoHModel`
     self.model = MoHModel(config)
     self.vocab_size = config.vocab_size
     self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -329,7 +370,7 @@ class MoHLlamaForCausalLM(MoHPreTrainedModel, GenerationMixin):
         `router_logits` the scores [B, N, R] of every layer that routes; the
         loss then has `router_aux_loss_coef` times `aux_loss` in it.
       logits_to_keep: the last tokens to predict for, or their places; 0 is all.
-      **kwargs: as for `MoHModel.forward`.
+      **kwargs: as for `LlamaModel.forward`.
     """
     config = self.config
     if output_router_logits is None:
@@ -338,7 +379,6 @@ class MoHLlamaForCausalLM(MoHPreTrainedModel, GenerationMixin):
       input_ids=input_ids,
       attention_mask=attention_mask,
       output_router_logits=output_router_logits,
-      return_dict=True,
       **kwargs,
     )
     kept = logits_to_keep

@@ -1,0 +1,425 @@
+"""config.json of transformers: what is read, refused and written."""
+
+import dataclasses
+import json
+import pathlib
+
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import (
+  RotaryConfig,
+  RouterConfig,
+  get_family,
+  released_model,
+  without_router,
+)
+from moh_jax.convert import llama_config
+from tests.convert import tiny_llm
+
+# Of meta-llama/Meta-Llama-3-8B, without what does not bear on the network.
+_LLAMA3 = {
+  "architectures": ["LlamaForCausalLM"],
+  "attention_bias": False,
+  "bos_token_id": 128000,
+  "eos_token_id": 128001,
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "intermediate_size": 14336,
+  "max_position_embeddings": 8192,
+  "model_type": "llama",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 8,
+  "pretraining_tp": 1,
+  "rms_norm_eps": 1e-05,
+  "rope_scaling": None,
+  "rope_theta": 500000.0,
+  "tie_word_embeddings": False,
+  "torch_dtype": "bfloat16",
+  "vocab_size": 128256,
+}
+_LLAMA31 = {
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+  "rope_type": "llama3",
+}
+_MISTRAL = {"architectures": ["MistralForCausalLM"]}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+_ABSENT = "absent"
+_YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 4096}
+_SLIDING = {**_QWEN2, "sliding_window": 100, "use_sliding_window": True}
+_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
+_OPTIONS |= {"attention_factor": 1.5}
+
+
+def _read(**changes):
+  stored = {**_LLAMA3, **changes}
+  kept = {k: v for k, v in stored.items() if v != _ABSENT}
+  return llama_config.from_hf(kept)
+
+
+def _rope(scaling="none", **fields):
+  return RotaryConfig(**{"theta": 500000.0, "scaling": scaling, **fields})
+
+
+class ReadTest(parameterized.TestCase):
+  def test_the_registered_models(self):
+    self.assertEqual(_read(), released_model("llama3-8b"))
+    model = llama_config.moh_llama3(_read(vocab_size=160896))
+    self.assertEqual(model, released_model("moh-llama3-8b"))
+
+  @parameterized.parameters(
+    # Keys, and the fields in which the model is not LLaMA3's.
+    ({"num_key_value_heads": _ABSENT}, {"num_kv_heads": 32}),
+    ({"rope_theta": _ABSENT}, {"rope": RotaryConfig()}),
+    ({"attention_bias": _ABSENT}, {}),
+    (
+      {"attention_bias": True, "mlp_bias": True},
+      {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    ),
+    ({"head_dim": 64}, {"head_dim": 64}),
+    ({"head_dim": None}, {}),
+    ({"tie_word_embeddings": True}, {"tie_embeddings": True}),
+    ({"rms_norm_eps": 1e-6}, {"norm_eps": 1e-6}),
+    # Other architectures, and what a key means that they lack.
+    ({**_QWEN2, "use_sliding_window": False}, {"qkv_bias": True}),
+    ({"architectures": _ABSENT, "model_type": "qwen2"}, {"qkv_bias": True}),
+    ({**_QWEN3, "head_dim": _ABSENT}, {"qk_norm": True, "head_dim": 128}),
+    (
+      {**_QWEN3, "attention_bias": True},
+      {"qk_norm": True, "qkv_bias": True, "out_bias": True},
+    ),
+    ({**_MISTRAL, "sliding_window": None}, {}),
+    (
+      {**_MISTRAL, "sliding_window": 8192, "num_key_value_heads": _ABSENT},
+      {"num_kv_heads": 8},
+    ),
+    # Sliding windows bound the texts.
+    ({**_MISTRAL, "sliding_window": 10000}, {}),
+    ({**_MISTRAL, "sliding_window": 100}, {"max_length": 100}),
+    ({**_MISTRAL, "sliding_window": _ABSENT}, {"max_length": 4096}),
+    ({"sliding_window": 100}, {}),
+    (_SLIDING, {"qkv_bias": True, "max_length": 100}),
+    ({**_SLIDING, "max_window_layers": 32}, {"qkv_bias": True}),
+    ({**_SLIDING, "use_sliding_window": False}, {"qkv_bias": True}),
+    (
+      {**_SLIDING, "layer_types": ["full_attention"] * 32},
+      {"qkv_bias": True},
+    ),
+    (
+      {**_SLIDING, "max_window_layers": 32,
+       "layer_types": ["full_attention"] * 31 + ["sliding_attention"]},
+      {"qkv_bias": True, "max_length": 100},
+    ),
+    # RoPE, in both spellings.
+    (
+      {"rope_parameters": _LLAMA31, "max_position_embeddings": 131072},
+      {"rope": _rope("llama3", factor=8.0), "max_length": 131072},
+    ),
+    (
+      {"rope_scaling": _LLAMA31, "max_position_embeddings": 131072},
+      {"rope": _rope("llama3", factor=8.0), "max_length": 131072},
+    ),
+    (
+      {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0},
+       "rope_theta": _ABSENT},
+      {"rope": RotaryConfig(theta=123.0)},
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "factor": 4.0}},
+      {"rope": _rope("linear", factor=4.0), "max_length": 4 * 8192},
+    ),
+    (
+      {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+      {"rope": _rope("dynamic", factor=4.0, original_length=8192),
+       "max_length": 4 * 8192},
+    ),
+    (
+      {"rope_scaling": _YARN},
+      {"rope": _rope("yarn", factor=4.0, original_length=4096),
+       "max_length": 4 * 4096},
+    ),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+      {"rope": _rope("yarn", factor=2.0, original_length=8192),
+       "max_length": 16384},
+    ),
+    (
+      {"rope_scaling": {**_YARN, **_OPTIONS, "mscale": 1.0}},
+      {"rope": _rope("yarn", factor=4.0, original_length=4096, **_OPTIONS),
+       "max_length": 4 * 4096},
+    ),
+    # Keys without an effect.
+    (
+      {"pad_token_id": 3, "dtype": "bfloat16", "temperature": 0.6,
+       "is_decoder": False},
+      {},
+    ),
+  )  # fmt: skip
+  def test_keys_are_read_as_transformers_reads_them(self, keys, fields):
+    self.assertEqual(
+      _read(**keys), dataclasses.replace(released_model("llama3-8b"), **fields)
+    )
+
+  def test_window_is_said(self):
+    with self.assertLogs(level="WARNING") as logs:
+      _read(**_MISTRAL, sliding_window=100)
+    self.assertRegex(logs.output[0], "sliding_window=100.*embeddings=8192")
+
+  @parameterized.parameters(
+    ({"architectures": ["GemmaForCausalLM"]}, "Gemma.*'LlamaForCausalLM'"),
+    ({"architectures": _ABSENT, "model_type": "gpt2"}, "'gpt2'.*'llama'"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
+    ({**_MISTRAL, "sliding_window": 0}, "model.max_length=0 must be"),
+    (
+      {"layer_types": ["full_attention", "sliding_attention"]},
+      r"layer_types=.*must each be in \['full_attention'\]",
+    ),
+    (
+      {**_QWEN2, "layer_types": ["sliding_attention"] * 32},
+      r"layer_types=.*must each be in \['full_attention'\]",
+    ),
+    ({"layer_types": ["linear_attention"]}, "layer_types=.*must each be"),
+    ({"logit_scale": 0.5}, "unknown key 'logit_scale'=0.5 may change"),
+    ({"is_encoder_decoder": True}, "unknown key 'is_encoder_decoder'=True"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config=.*'bits': 4"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1"),
+    (
+      {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+      "rope_scaling.rope_type='longrope' must be one of .*'llama3', 'yarn'",
+    ),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor must be given"),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 40}},
+      "rope.beta_slow=40.0 must be above 0 and at most rope.beta_fast=32.0",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1}},
+      "rope_scaling: unknown entry 'alpha'",
+    ),
+    (
+      {"rope_scaling": {"type": "linear", "factor": "x"}},
+      "rope_scaling.factor='x' must be 'float",
+    ),
+    (
+      {"rope_scaling": _LLAMA31 | {"low_freq_factor": None}},
+      "rope_scaling.low_freq_factor must be given",
+    ),
+    (
+      {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+      "rope_parameters: unknown entry 'full_attention'",
+    ),
+    ({"num_key_value_heads": 5}, "num_kv_heads=5 must divide .*=32"),
+    ({"hidden_size": 4097}, "hidden_size=4097 must be a multiple"),
+    ({"vocab_size": _ABSENT}, "has no entry 'vocab_size'"),
+    ({"vocab_size": "many"}, "vocab_size='many' must be 'int'"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be"),
+    ({"rms_norm_eps": None}, "has no entry 'rms_norm_eps'"),
+    ({"moh_jax": {"depth": 3}}, "model.depth"),
+    (
+      {"moh_jax": {"router": "query_norm"}},
+      r"moh_jax\.router\.kind='query_norm'",
+    ),
+    ({"architectures": ["MoHLlamaForCausalLM"]}, "needs router.kind"),
+  )
+  def test_other_networks_are_refused_by_field_and_value(self, changes, regex):
+    with self.assertRaisesRegex(ValueError, regex):
+      _read(**changes)
+
+
+class FileTest(parameterized.TestCase):
+  def _file(self, text: str) -> pathlib.Path:
+    path = pathlib.Path(self.create_tempdir().full_path) / "config.json"
+    path.write_text(text)
+    return path
+
+  @parameterized.parameters(
+    (json.dumps(_LLAMA3 | {"hidden_act": "gelu"}), "hidden_act='gelu'"),
+    ('{"hidden_size": ', "not valid JSON"),
+    ("[]", "must be 'object', not array"),
+  )
+  def test_errors_name_the_file(self, text, regex):
+    with self.assertRaisesRegex(ValueError, f"config.json: {regex}"):
+      llama_config.read_config(self._file(text))
+
+  @parameterized.parameters(
+    ("LlamaForCausalLM", "--from moh-llama3"),
+    ("MoHLlamaForCausalLM", "--from moh-hf"),
+  )
+  def test_own_code_names_the_option(self, architecture, option):
+    plain = _LLAMA3 | {"architectures": [architecture]}
+    mapped = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    path = self._file(json.dumps(plain | {"auto_map": mapped}))
+    with self.assertRaisesRegex(ValueError, option):
+      llama_config.read_config(path)
+    path = self._file(json.dumps(plain))
+    (path.parent / "modeling_llama.py").write_text("raise SystemExit")
+    with self.assertRaisesRegex(ValueError, option):
+      llama_config.read_config(path)
+
+  def test_the_release_may_have_code(self):
+    path = self._file(json.dumps(_LLAMA3 | {"auto_map": {"AutoModel": "a.B"}}))
+    model = llama_config.read_config(path, "moh-llama3")
+    self.assertEqual(model, released_model("llama3-8b"))
+
+
+_LLAMA, _OURS = "LlamaForCausalLM", "MoHLlamaForCausalLM"
+_BIASES = {"qkv_bias": True, "out_bias": True}
+_WRITTEN_YARN = {"scaling": "yarn", "factor": 4.0, "original_length": 16}
+# Models, and the architecture that they are written as.
+_MODELS = {
+  **{
+    name: (model, _LLAMA if model.router.kind == "none" else _OURS)
+    for name, model in get_family("llm").released().items()
+  },
+  "tiny_moh": (tiny_llm.MOH, _OURS),
+  "released": (tiny_llm.QUERY_NORM, _OURS),
+  "heads_by_layer": (
+    without_router(tiny_llm.MOH, num_heads=(3, 6, 3)), _OURS
+  ),
+  **{
+    name: (dataclasses.replace(model, **fields), architecture)
+    for name, model, architecture, fields in (
+      ("paper", tiny_llm.MOH, _OURS,
+       {"router": RouterConfig(gate_form="paper", two_stage=False)}),
+      ("order", tiny_llm.QUERY_NORM, _OURS,
+       {"head_order": ((5, 4, 3, 2, 1, 0),) * 3,
+        "router": RouterConfig("query_norm", straight_through="all")}),
+      ("qwen3_moh", tiny_llm.QUERY_NORM, _OURS, {"qk_norm": True}),
+      ("out_bias", tiny_llm.MHA, _OURS, {"out_bias": True}),
+      ("biases", tiny_llm.MHA, _LLAMA, {**_BIASES, "mlp_bias": True}),
+      ("qwen2", tiny_llm.MHA, "Qwen2ForCausalLM", {"qkv_bias": True}),
+      ("qwen3", tiny_llm.MHA, "Qwen3ForCausalLM", {"qk_norm": True}),
+      ("qwen3_biases", tiny_llm.MHA, "Qwen3ForCausalLM",
+       {"qk_norm": True, **_BIASES}),
+      ("tied", tiny_llm.MHA, _LLAMA,
+       {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16"}),
+      ("linear", tiny_llm.MHA, _LLAMA,
+       {"rope": RotaryConfig(scaling="linear", factor=3.0),
+        "max_length": 100}),
+      ("dynamic", tiny_llm.MHA, _LLAMA,
+       {"rope": RotaryConfig(
+         scaling="dynamic", factor=2.5, original_length=40),
+        "max_length": 100}),
+      ("llama3", tiny_llm.MHA, _LLAMA,
+       {"rope": RotaryConfig(scaling="llama3", factor=8.0,
+                             low_freq_factor=2.0, original_length=32)}),
+      ("yarn", tiny_llm.MHA, _LLAMA, {"rope": RotaryConfig(**_WRITTEN_YARN)}),
+      ("yarn_options", tiny_llm.MHA, _LLAMA,
+       {"rope": RotaryConfig(**{**_WRITTEN_YARN, **_OPTIONS}),
+        "max_length": 100}),
+      ("unused", tiny_llm.MHA, _LLAMA,
+       {"rope": RotaryConfig(factor=2.0, original_length=5)}),
+    )
+  },
+}  # fmt: skip
+
+
+class WriteTest(parameterized.TestCase):
+  @parameterized.parameters(*_MODELS)
+  def test_comes_back_as_what_transformers_computes(self, name):
+    model, architecture = _MODELS[name]
+    written = json.loads(json.dumps(llama_config.to_hf(model)))
+    self.assertEqual(llama_config.from_hf(written), model)
+    self.assertEqual(written["architectures"], [architecture])
+    if model.rope.scaling != "none":  # `type` is for older versions
+      scaling = written["rope_scaling"]
+      self.assertEqual(scaling["type"], model.rope.scaling)
+      self.assertEqual(scaling["rope_type"], model.rope.scaling)
+
+  def test_released_llama_needs_no_key_of_ours(self):
+    written = llama_config.to_hf(
+      released_model("llama3-8b"), bos_id=128000, eos_id=128001
+    )
+    self.assertNotIn("moh_jax", written)
+    same = {k: v for k, v in _LLAMA3.items() if k != "pretraining_tp"}
+    self.assertContainsSubset(same | {"torch_dtype": "float32"}, written)
+
+  def test_our_architecture_has_its_keys(self):
+    written = llama_config.to_hf(_MODELS["order"][0], balance_weight=0.5)
+    self.assertContainsSubset(
+      {
+        "model_type": "moh_llama",
+        "shared_heads": (3, 3, 3),
+        "selected_heads": (1, 1, 1),
+        "heads_per_layer": None,
+        "head_order": ((5, 4, 3, 2, 1, 0),) * 3,
+        "router_aux_loss_coef": 0.5,
+      },
+      written,
+    )
+    self.assertEqual(written["router"]["kind"], "query_norm")
+    self.assertEqual(written["auto_map"]["AutoModel"], "modeling_moh.MoHModel")
+    self.assertNotIn("moh_jax", written)
+    written = llama_config.to_hf(_MODELS["heads_by_layer"][0])
+    self.assertEqual(written["heads_per_layer"], (3, 6, 3))
+
+  def test_older_exports_with_our_key_alone(self):
+    model = _MODELS["order"][0]
+    stored = llama_config.to_hf(without_router(model, head_order=()))
+    names = ("router", "shared_heads", "top_k", "head_order")
+    fields = dataclasses.asdict(model)
+    stored["architectures"] = [_OURS]
+    stored["moh_jax"] = {name: fields[name] for name in names}
+    read = llama_config.from_hf(json.loads(json.dumps(stored)))
+    self.assertEqual(read, model)
+
+  def test_heads_must_stand_beside_a_router(self):
+    stored = llama_config.to_hf(_MODELS["order"][0])
+    del stored["selected_heads"]
+    with self.assertRaisesRegex(ValueError, "no 'selected_heads'"):
+      llama_config.from_hf(stored)
+
+
+class ReleasedTest(parameterized.TestCase):
+  def test_config_is_that_of_the_plain_llama(self):
+    model = released_model("moh-llama3-8b")
+    written = llama_config.to_released(model)
+    plain = llama_config.to_hf(released_model("llama3-8b"))
+    self.assertEqual(written, plain | {"vocab_size": model.vocab_size})
+    read = llama_config.from_hf(written)
+    self.assertEqual(llama_config.moh_llama3(read), model)
+
+  def test_scaling_has_the_keys_that_the_release_reads(self):
+    rope = RotaryConfig(scaling="linear", factor=2.0)
+    model = dataclasses.replace(tiny_llm.QUERY_NORM, rope=rope)
+    written = llama_config.to_released(model)
+    self.assertEqual(written["rope_scaling"], {"type": "linear", "factor": 2.0})
+
+  @parameterized.parameters(
+    ({"router": RouterConfig()}, "router.kind='two_stage' must be"),
+    (
+      {"router": RouterConfig("query_norm", top_p=0.5)},
+      "router.top_p=0.5 must be 0.0",
+    ),
+    ({"shared_heads": (3, 3, 2)}, r"shared_heads=.* must be \(3, 3, 3\)"),
+    ({"top_k": (2, 1, 1)}, r"top_k=.* must be \(1, 1, 1\)"),
+    ({"head_order": ((1, 0, 2, 3, 4, 5),) * 3}, "head_order=.*must be"),
+    ({"head_dim": 6}, "head_dim=6 must be 4"),
+    ({"mlp_bias": True}, "mlp_bias=True must be False"),
+    ({"qkv_bias": True}, "it is a Qwen2ForCausalLM"),
+    (
+      {"rope": RotaryConfig(scaling="llama3")},
+      "scaling='llama3' must be 'none' or",
+    ),
+    (
+      {"num_heads": (9,) * 3, "shared_heads": (4,) * 3, "top_k": (2,) * 3},
+      "num_heads=.* must be even",
+    ),
+    (
+      {"num_heads": (6, 9, 6), "router": RouterConfig()},
+      "router.kind=.*; model.num_heads=",
+    ),
+  )
+  def test_other_forms_are_refused_by_field(self, changes, regex):
+    model = dataclasses.replace(tiny_llm.QUERY_NORM, **changes)
+    with self.assertRaisesRegex(ValueError, f"--to released: .*{regex}"):
+      llama_config.to_released(model)
+
+
+if __name__ == "__main__":
+  absltest.main()

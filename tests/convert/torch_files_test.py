@@ -1,0 +1,235 @@
+"""What `torch.save` wrote is read as data; what it did not is refused."""
+
+import argparse
+import os
+import pathlib
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from absl.testing import absltest, parameterized
+
+from moh_jax.convert import tensor_files
+from tests.convert import torch_archive
+
+torch = pytest.importorskip("torch", exc_type=ImportError)
+
+_DTYPES = {
+  **{name: name for name in ("float64", "float32", "float16", "bool")},
+  **{f"{s}int{b}": f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64)},
+  **{name: name for name in ("complex64", "complex128")},
+  "bfloat16": ml_dtypes.bfloat16,
+  "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+}
+
+
+class _Unknown:
+  """A class of the program that saved; pickled by its state."""
+
+  def __init__(self):
+    self.values = [1, {"a": 2}]
+
+
+class _System:
+  """Pickles into a call of `os.system`."""
+
+  def __init__(self, command):
+    self.command = command
+
+  def __reduce__(self):
+    return os.system, (self.command,)
+
+
+class _Case(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.path = pathlib.Path(self.create_tempdir().full_path) / "weights.pth"
+
+  def read(self, tree, key=None):
+    torch.save(tree, self.path)
+    return tensor_files.read_tensors(self.path, key)
+
+  def assert_rejected(self, found, key=None):
+    with self.assertRaises(ValueError) as caught:
+      tensor_files.read_tensors(self.path, key)
+    message = str(caught.exception)
+    self.assertRegex(message, rf"\A{self.path}: [^\n]*{found}[^\n]*\Z")
+    self.assertNotIn("weights_only", message)  # torch advises to run the code
+    self.assertLess(len(message), 500)
+
+
+class ReadTest(_Case):
+  @parameterized.parameters(*_DTYPES)
+  def test_values_and_views_of_a_storage(self, dtype):
+    values = np.array([[0, 1, 2], [3, 4, 5]]).astype(_DTYPES[dtype])
+    whole = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(getattr(torch, dtype))
+    read = self.read({
+      "whole": whole, "turned": whole.T, "some": whole[:, ::2],
+      "wide": whole[:, 1:2].expand(2, 4), "scalar": whole[1, 2],
+      "none": whole[:0],
+    })  # fmt: skip
+    for name, want in {
+      "whole": values, "turned": values.T, "some": values[:, ::2],
+      "wide": values[:, [1] * 4], "scalar": values[1, 2], "none": values[:0],
+    }.items():  # fmt: skip
+      self.assertEqual((read[name].dtype, read[name].shape),
+                       (values.dtype, want.shape))  # fmt: skip
+      np.testing.assert_array_equal(read[name], want)
+
+  def test_conjugate_and_negated_views(self):
+    z = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    for view in (z, z.imag):
+      read = self.read({"w": view})["w"]
+      np.testing.assert_array_equal(read, view.resolve_neg().numpy(force=True))
+
+  def test_tied_weights_share_memory(self):
+    whole = torch.nn.Parameter(torch.arange(6.0))
+    read = self.read({"a": whole, "b": whole.detach()[4:]})
+    self.assertTrue(np.shares_memory(read["a"], read["b"]))
+
+  def test_big_endian_archive(self):
+    tensor = torch_archive.tensor("0", (2,), (1,), size=2)
+    record = {"0": np.array([1, 258], ">f4").tobytes()}
+    torch_archive.save_archive(self.path, {"w": tensor}, record, b"big")
+    read = tensor_files.read_tensors(self.path)["w"]
+    np.testing.assert_array_equal(read, [1, 258])
+
+  def test_weights_beside_whatever_a_training_saves(self):
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    read = self.read({
+      "model": module.state_dict(),  # an OrderedDict with attributes
+      "optimizer": optimizer.state_dict(),
+      "epoch": 3,
+      "args": argparse.Namespace(lr=0.1, path=pathlib.PurePosixPath("a")),
+      "best": np.float64(0.5),
+      "history": np.arange(3),
+      "own": [_Unknown(), _Unknown],
+      "device": torch.device("cuda", 0),
+    })  # fmt: skip
+    self.assertEqual(list(read), ["weight", "bias"])
+    for name, want in module.state_dict().items():
+      np.testing.assert_array_equal(read[name], want.numpy())
+
+  def test_a_shard_of_an_index(self):
+    torch.save({"w": torch.ones(2)}, self.path)
+    index = self.path.with_name("pytorch_model.bin.index.json")
+    index.write_text('{"weight_map": {"w": "weights.pth"}}')
+    np.testing.assert_array_equal(tensor_files.open_tensors(index)["w"], [1, 1])
+
+
+class EntryTest(_Case):
+  """Which entry holds the weights."""
+
+  @parameterized.parameters(
+    (("model", "ema", "state_dict"), None, "ema"),
+    (("optimizer", "state_dict", "model"), None, "model"),
+    (("optimizer", "state_dict"), None, "state_dict"),
+    (("ema", "model_ema"), "model_ema", "model_ema"),
+  )
+  def test_the_usual_ones_in_order_or_that_of_the_key(self, names, key, taken):
+    tree = {name: {"w": torch.tensor(i)} for i, name in enumerate(names)}
+    tree["none"] = None
+    self.assertEqual(self.read(tree, key)["w"], names.index(taken))
+
+  def test_one_of_several_is_said(self):
+    tree = {name: {"w": torch.ones(1)} for name in ("model", "ema")}
+    with self.assertLogs("moh_jax", "WARNING") as logs:
+      self.read(tree)
+    self.assertIn("the weights of its entry 'ema' are taken", logs.output[0])
+    with self.assertNoLogs("moh_jax", "WARNING"):
+      self.read(tree, "model")
+      self.read({**tree, "ema": None})
+
+  def test_broken_averages_are_no_reason_to_take_other_weights(self):
+    weights = {"w": torch.ones(1)}
+    torch.save({"ema": {**weights, "decay": 0.9}, "model": weights}, self.path)
+    self.assert_rejected("ema: entry 'decay' is not a dense tensor")
+    self.assertEqual(tensor_files.read_tensors(self.path, "model")["w"], 1)
+
+  @parameterized.parameters(
+    (("weight", "bias"), ["weight", "bias"]),
+    (("module.a.b", "module.c"), ["a.b", "c"]),
+    (("module.a", "c"), ["module.a", "c"]),
+  )
+  def test_top_level_and_the_prefix_that_all_names_share(self, names, want):
+    read = self.read({name: torch.ones(1) for name in names})
+    self.assertEqual(list(read), want)
+
+  @parameterized.parameters(None, "net", "missing")
+  def test_entries_are_listed_where_none_fits(self, key):
+    torch.save({"net": {"a": 1}, "epoch": 3}, self.path)
+    self.assert_rejected(f"key={key!r} .*'net', 'epoch'", key)
+
+  def test_tensors_without_numbers_are_refused(self):
+    torch.save({"w": torch.ones(2, device="meta")}, self.path)
+    self.assert_rejected("tensor 'w' is .* on meta; expected a dense one of")
+
+
+class HostileTest(_Case):
+  def test_runs_no_pickled_code(self):
+    marker = self.path.with_name("ran")
+    attack = _System(f"touch '{marker}'")
+    for tree in ({"w": attack}, {"model": {"w": torch.ones(1)}, "x": attack}):
+      torch.save(tree, self.path)
+      self.assert_rejected("GLOBAL posix.system whose module posix is blocked")
+    torch.load(self.path, weights_only=False)
+    self.assertTrue(marker.exists(), "the attack works on a plain unpickler")
+
+  def test_calls_of_unknown_functions_do_nothing(self):
+    name = self.path.with_name("ran")
+    calls = torch_archive.call("builtins.open", str(name), "w")
+    tensor = torch_archive.tensor("0", (6,), (1,))
+    tree = {"model": {"w": tensor}, "x": calls}
+    torch_archive.save_archive(self.path, tree, {"0": bytes(24)})
+    self.assertEqual(list(tensor_files.read_tensors(self.path)), ["w"])
+    self.assertFalse(name.exists())
+
+  @parameterized.parameters(
+    ((7,), (1,), 0),
+    ((2, 3), (4, 1), 0),
+    ((1,), (1,), 6),
+    ((2,), (1,), -1),
+    ((2,), (-1,), 1),
+    ((-2,), (1,), 0),
+    ((2**70,), (2**70,), 0),
+    ((2, 3), (1,), 0),
+    ((2,), ("1",), 0),
+  )
+  def test_tensors_outside_their_storage(self, shape, strides, offset):
+    tensor = torch_archive.tensor("0", shape, strides, offset)
+    torch_archive.save_archive(self.path, {"w": tensor}, {"0": bytes(24)})
+    self.assert_rejected("a zip that torch does not read as data")
+
+  @parameterized.parameters(
+    (lambda content: content[: len(content) // 2], "truncated or damaged zip"),
+    (lambda content: b"PK\x03\x04", "truncated or damaged zip"),
+    (lambda content: content.replace(b"abcd", b"abce"), "bad CRC"),
+  )
+  def test_damaged_zip(self, damage, found):
+    torch.save({"w": torch.tensor(list(b"abcdefgh" * 9)).byte()}, self.path)
+    self.path.write_bytes(damage(self.path.read_bytes()))
+    self.assert_rejected(found)
+
+  @parameterized.parameters(
+    ({"a.npy": b""}, zipfile.ZIP_STORED, "does not read as data"),
+    ({"n/data.pkl": b"\x80\x02}"}, zipfile.ZIP_STORED, "does not read as data"),
+    (
+      {"n/data.pkl": b"", "n/version": b"3", "n/constants.pkl": b""},
+      *(zipfile.ZIP_STORED, "torchscript"),
+    ),
+    ({"n/data.pkl": b"ab"}, zipfile.ZIP_DEFLATED, "records are compressed"),
+    ({"n/data/0": bytes(1 << 20)}, zipfile.ZIP_DEFLATED, "unpacks to"),
+  )
+  def test_other_zips(self, records, compression, found):
+    with zipfile.ZipFile(self.path, "w", compression) as archive:
+      for name, content in records.items():
+        archive.writestr(name, content)
+    self.assert_rejected(found)
+
+
+if __name__ == "__main__":
+  absltest.main()
