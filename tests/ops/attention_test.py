@@ -1,202 +1,190 @@
-"""Per-head attention against a NumPy reference; masks and their gradients."""
+"""Attention: every form against float64, and what all calls have in common."""
+
+from unittest import mock
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moh_jax.ops.attention import attention
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
-from moh_jax.ops.dense import attend_one_by_one, dense_attention
-from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
+from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.visible import Visible
+from tests.ops import cases, devices
+from tests.ops.cases import BIASED, CASES, Case
 
-_B, _H, _D = 2, 4, 6
-
-
-def _inputs(queries=5, keys=5, kv_heads=_H, dtype=jnp.float32):
-  rng = np.random.default_rng(0)
-  shapes = [(queries, _H), (keys, kv_heads), (keys, kv_heads)]
-  return [
-    jnp.asarray(rng.normal(size=(_B, *shape, _D)), dtype) for shape in shapes
-  ]
-
-
-def _reference(q, k, v, bias=None, key_mask=None, causal=False, scale=None):
-  """Attention of one query of one head at a time, float64."""
-  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-  queries, keys = q.shape[1], k.shape[1]
-  group = q.shape[2] // k.shape[2]
-  scale = q.shape[-1] ** -0.5 if scale is None else scale
-  bias = np.zeros(()) if bias is None else np.asarray(bias, np.float64)
-  bias = np.broadcast_to(bias, (_B, q.shape[2], queries, keys))
-  out = np.zeros(q.shape)
-  for b, n, h in np.ndindex(*q.shape[:3]):
-    seen = [
-      m
-      for m in range(keys)
-      if (key_mask is None or key_mask[b, m])
-      and (not causal or m <= n + keys - queries)
-    ]
-    if not seen:
-      continue
-    logits = k[b, seen, h // group] @ q[b, n, h] * scale + bias[b, h, n, seen]
-    weights = np.exp(logits - logits.max())
-    out[b, n, h] = weights / weights.sum() @ v[b, seen, h // group]
-  return out
+_PLAIN = ("dense", "one_by_one", "blocked", "packed", "cudnn")
+# Causal steps of these lengths read the keys up to their last token.
+_LONG = {
+  "long": Case(queries=150, keys=150, kv_heads=1, head_dim=8, causal=True),
+  "long_masks": Case(
+    queries=150, keys=150, head_dim=8, causal=True, segments=True, key_mask=True
+  ),
+  "long_texts": Case(queries=70, keys=200, head_dim=8, causal=True),
+  "first_queries": Case(queries=140, keys=130, head_dim=8, causal=True),
+}
+_TABLE = {**CASES, **BIASED, **_LONG}
+_SPLASH = {
+  "plain": {},
+  "masks": {"causal": True, "key_mask": True, "segments": True},
+  "grouped": {"queries": 128, "kv_heads": 1, "causal": True, "key_mask": True},
+  "two_in_lanes": {"head_dim": 64, "causal": True, "dtype": "bfloat16"},
+  "four_in_lanes": {"head_dim": 32, "causal": True, "key_mask": True},
+  "groups_of_two": {"kv_heads": 2, "head_dim": 64},
+}
 
 
-def _key_mask(keys: int) -> np.ndarray:
-  return np.arange(keys) < np.array([[keys], [keys - 2]])
+class FormsTest(parameterized.TestCase):
+  @parameterized.product(name=list(_TABLE), form=_PLAIN)
+  def test_value_and_gradients_equal_float64(self, name, form):
+    case = _TABLE[name]
+    got = cases.results(form, case, case.arrays(), case.blocks(8))
+    cases.check(got, cases.reference(case))
+
+  @parameterized.parameters(*_SPLASH)
+  def test_splash_equals_float64(self, name):
+    case = Case(**{"queries": 256, "keys": 256, **_SPLASH[name]})
+    got = cases.results("splash", case, case.arrays(), None)
+    chex.assert_type(got, case.dtype)
+    exact = case.dtype == "float32"
+    cases.check(got, cases.reference(case), *(() if exact else (2e-2, 2e-2)))
+
+  @given(
+    st.sampled_from((1, 2, 19, 40)), st.integers(1, 6), st.integers(1, 12),
+    st.floats(0, 1), st.booleans(),
+  )  # fmt: skip
+  @settings(max_examples=6)
+  def test_any_share_and_length_packs(self, tokens, heads, rows, share, causal):
+    case = Case(1, tokens, tokens, heads, heads, 8, causal, share=share)
+    got = cases.results("packed", case, case.arrays(), case.blocks(rows))
+    cases.check(got, cases.reference(case))
+
+  @parameterized.parameters(*_PLAIN)
+  def test_16_bits_are_close_and_keep_their_dtype(self, form):
+    case = CASES["fewer_queries"]
+    arrays = case.arrays(jnp.bfloat16)
+    got = cases.results(form, case, arrays, case.blocks(8))
+    chex.assert_type(got, jnp.bfloat16)
+    cases.check(got, cases.reference(case, arrays), 2e-2, 3e-2)
+
+  def test_memory_of_blocks_is_linear_in_the_sequence(self):
+    def temporary(tokens: int) -> int:
+      q = jax.ShapeDtypeStruct((1, tokens, 4, 16), jnp.float32)
+      mask = jax.ShapeDtypeStruct((1, tokens, 4), bool)
+
+      def forward(q, k, v, mask):
+        blocks = head_blocks(ActiveHeads(mask, 2), 16)
+        return blocked_attention(q, k, v, None, Visible(), blocks, 1.0, 4)
+
+      compiled = jax.jit(forward).lower(q, q, q, mask).compile()
+      return compiled.memory_analysis().temp_size_in_bytes
+
+    self.assertLess(temporary(2048), 2.2 * temporary(1024))
+
+
+class TransformsTest(parameterized.TestCase):
+  """Packed blocks under the transformations that models use."""
+
+  def setUp(self):
+    super().setUp()
+    case = Case(batch=3, causal=True, kv_heads=2, head_dim=8)
+    self.args = (*case.arrays(), jnp.asarray(case.active()))
+    self.grad = jax.jit(jax.value_and_grad(self._loss, (0, 1, 2)))
+    self.expected = self.grad(*self.args)
+
+  def _loss(self, q, k, v, weights, mask):
+    blocks = head_blocks(ActiveHeads(mask, 4), 8)
+    out = blocked_attention(q, k, v, None, Visible(causal=True), blocks, 0.3, 2)
+    return (out * weights).sum()
+
+  def test_vmap(self):
+    one = [x[:, None] for x in self.args]
+    losses, grads = jax.vmap(self.grad)(*one)
+    np.testing.assert_allclose(losses.sum(), self.expected[0], rtol=1e-5)
+    for got, want in zip(grads, self.expected[1]):
+      np.testing.assert_allclose(got[:, 0], want, atol=1e-5)
+
+  def test_remat(self):
+    grad = jax.jit(jax.grad(jax.checkpoint(self._loss), (0, 1, 2)))
+    chex.assert_trees_all_close(grad(*self.args), self.expected[1], atol=1e-6)
+
+  def test_scan(self):
+    @jax.jit
+    def total(*args):
+      step = lambda sum_, _: (sum_ + self._loss(*args), None)  # noqa: E731
+      return jax.lax.scan(step, 0.0, length=2)[0]
+
+    grads = jax.grad(total, (0, 1, 2))(*self.args)
+    doubled = jax.tree.map(lambda x: 2 * x, self.expected[1])
+    chex.assert_trees_all_close(grads, doubled, atol=2e-5)
+
+
+def _call(case: Case, implementation="auto", arrays=None, **changes):
+  """`attention` of a case, which expects half of the heads to be active."""
+  *own, _ = case.arrays()[:4]
+  bias = case.arrays()[4:]
+  visible, mask = case.visible(), jnp.asarray(case.active())
+  options = {
+    "bias": bias[0] if bias else None,
+    "key_mask": visible.key_mask,
+    "segments": visible.segments,
+    "causal": case.causal,
+    "scale": case.scale,
+    "active": ActiveHeads(mask, case.heads, case.heads / 2),
+    "implementation": implementation,
+  }
+  return attention(*(arrays or own), **options | changes)
 
 
 class AttentionTest(parameterized.TestCase):
   @parameterized.product(
-    kv_heads=(1, 2, 4), masked=(False, True), causal=(False, True)
-  )
-  def test_equals_numpy_reference(self, kv_heads, masked, causal):
-    q, k, v = _inputs(kv_heads=kv_heads)
-    options = {"key_mask": _key_mask(5) if masked else None, "causal": causal}
-    out = attention(q, k, v, **options)
-    chex.assert_shape(out, q.shape)
-    expected = _reference(q, k, v, **options)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-  @parameterized.product(
-    queries=(1, 3, 5), masked=(False, True), implementation=("auto", "dense")
-  )
-  def test_causal_queries_are_the_last_ones(
-    self, queries, masked, implementation
-  ):
-    q, k, v = _inputs(queries=queries, keys=5, kv_heads=2)
-    options = {"key_mask": _key_mask(5) if masked else None, "causal": True}
-    out = attention(q, k, v, **options, implementation=implementation)
-    expected = _reference(q, k, v, **options)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-  @parameterized.product(
-    bias=((_B, _H, 5, 5), (1, _H, 5, 5), None), causal=(False, True)
-  )
-  def test_one_sequence_after_another_equals_all_at_once(self, bias, causal):
-    q, k, v = _inputs(kv_heads=2)
-    if bias is not None:
-      bias = jax.random.normal(jax.random.key(1), bias)
-    segments = jnp.array([[1, 1, 1, 2, 2], [1, 2, 2, 2, 0]])
-    visible = Visible(jnp.asarray(_key_mask(5)), segments, causal)
-
-    def evaluate(attend):
-      def loss(q, k, v, bias):
-        return (attend(q, k, v, bias, visible, 0.3) ** 2).mean()
-
-      argnums = (0, 1, 2) if bias is None else (0, 1, 2, 3)
-      return jax.value_and_grad(loss, argnums)(q, k, v, bias)
-
-    found, expected = map(evaluate, (attend_one_by_one, dense_attention))
-    chex.assert_trees_all_close(found, expected, atol=2e-6)
-
-  def test_first_query_of_too_few_keys_sees_nothing(self):
-    q, k, v = _inputs(queries=5, keys=3)
-    out = attention(q, k, v, causal=True)
-    np.testing.assert_array_equal(out[:, :2], 0.0)
-    np.testing.assert_allclose(out, _reference(q, k, v, causal=True), atol=2e-6)
+    name=("grouped", "fewer_queries", "fewer_keys", "all_masks", "one_head",
+          "every_head", "hiding_bias"),
+    implementation=("auto", "dense", "packed", "kernel"),
+  )  # fmt: skip
+  def test_active_heads_equal_float64(self, name, implementation):
+    case = _TABLE[name]
+    if implementation == "kernel" and case.bias:
+      self.skipTest("adds no bias")
+    out = jnp.where(case.active()[..., None], _call(case, implementation), 0)
+    cases.check([out], cases.reference(case)[:1])
 
   @parameterized.parameters(
-    ((_B, _H, 5, 7),), ((_H, 5, 7),), ((_B, 1, 1, 7),), ((1, _H, 5, 1),)
+    ((2, 4, 5, 7),), ((4, 5, 7),), ((2, 1, 1, 7),), ((1, 4, 5, 1),)
   )
   def test_bias_broadcasts_to_every_pair(self, shape):
-    q, k, v = _inputs(keys=7, kv_heads=2)
+    case = Case(queries=5, keys=7, bias=(2, 4), share=1.0, kv_heads=2)
     bias = jax.random.normal(jax.random.key(1), shape)
-    out = attention(q, k, v, bias=bias)
-    expected = _reference(q, k, v, bias=bias)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
+    out = _call(case, bias=bias)
+    whole = jnp.broadcast_to(bias, (2, 4, 5, 7))
+    arrays = [*case.arrays()[:4], whole]
+    cases.check([out], cases.reference(case, arrays)[:1])
 
   @parameterized.parameters(0.0, 1.0, 2.5)
   def test_scale_replaces_the_default(self, scale):
-    q, k, v = _inputs(kv_heads=2)
-    out = attention(q, k, v, scale=scale)
-    expected = _reference(q, k, v, scale=scale)
-    np.testing.assert_allclose(out, expected, atol=5e-6)
-
-  def test_bias_is_added_after_scaling(self):
-    q, k, v = _inputs()
-    bias = jax.random.normal(jax.random.key(1), (_B, _H, 5, 5))
-    out = attention(q, k, v, bias=bias, scale=0.1)
-    expected = _reference(q, k, v, bias=bias, scale=0.1)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-  def test_query_head_reads_its_group(self):
-    q, k, v = _inputs(kv_heads=2)
-    v = v.at[:, :, 0].set(0.0)
-    out = attention(q, k, v)
-    np.testing.assert_array_equal(out[:, :, :2], 0.0)
-    self.assertGreater(float(jnp.abs(out[:, :, 2:]).min()), 0.0)
+    case = Case(scale=scale, share=1.0, bias=(1, 4))
+    cases.check([_call(case)], cases.reference(case)[:1], 5e-6)
 
   @parameterized.product(
-    kv_heads=(2, 4), v_dtype=(jnp.float32, jnp.bfloat16), causal=(False, True)
+    v_dtype=(jnp.float32, jnp.bfloat16), causal=(False, True)
   )
-  def test_output_has_the_dtype_of_v(self, kv_heads, v_dtype, causal):
-    q, k, v = _inputs(kv_heads=kv_heads, dtype=jnp.bfloat16)
-    v = v.astype(v_dtype)
-    out = attention(q, k, v, causal=causal, key_mask=jnp.ones((_B, 5), bool))
+  def test_output_has_the_dtype_of_v(self, v_dtype, causal):
+    q, k, v, _ = Case(kv_heads=2).arrays(jnp.bfloat16)
+    out = attention(q, k, v.astype(v_dtype), causal=causal)
     chex.assert_shape(out, q.shape)
     chex.assert_type(out, v_dtype)
 
-  def test_softmax_of_bfloat16_inputs_is_float32(self):
-    # 512 equal keys: bfloat16 weights and sums would be off by far more.
-    q, k, v = _inputs(queries=2, keys=512, dtype=jnp.bfloat16)
-    out = attention(q, jnp.zeros_like(k), jnp.ones_like(v))
-    np.testing.assert_allclose(np.asarray(out, np.float32), 1.0, rtol=4e-3)
-
-  def test_bfloat16_is_close_to_float32(self):
-    inputs = _inputs(kv_heads=2)
-    out = attention(*(x.astype(jnp.bfloat16) for x in inputs))
-    expected = attention(*inputs)
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.03)
-
-  def test_jit_equals_eager(self):
-    q, k, v = _inputs(kv_heads=2)
-    mask = jnp.asarray(_key_mask(5))
-
-    def call(q, k, v, mask):
-      return attention(q, k, v, key_mask=mask, causal=True)
-
-    np.testing.assert_allclose(
-      jax.jit(call)(q, k, v, mask), call(q, k, v, mask), atol=1e-6
-    )
-
-
-class ActiveTest(parameterized.TestCase):
-  """Heads that no gate weighs may be left out; the active ones are the same."""
-
-  @parameterized.product(
-    implementation=("auto", "dense", "packed", "kernel"),
-    causal=(False, True),
-    every=(False, True),
-  )
-  def test_implementations_agree_on_active_heads(
-    self, implementation, causal, every
-  ):
-    q, k, v = _inputs(queries=20, keys=20, kv_heads=2)
-    on = jax.random.bernoulli(jax.random.key(0), 0.5, q.shape[:3])
-    active = None if every else ActiveHeads(on, _H)
-    on = jnp.ones_like(on) if every else on
-    out = attention(
-      q, k, v, causal=causal, active=active, implementation=implementation
-    )
-    expected = _reference(q, k, v, causal=causal)
-    np.testing.assert_allclose(
-      jnp.where(on[..., None], out, 0),
-      np.where(on[..., None], expected, 0),
-      atol=2e-6,
-    )
-
   @parameterized.parameters("packed", "kernel")
   def test_a_token_with_more_heads_than_its_bound_gives_nan(self, form):
-    q, k, v = _inputs(queries=96, keys=96)
-    few = np.arange(_H) == np.arange(96)[:, None] % _H
-    active = ActiveHeads(jnp.asarray([np.ones((96, _H), bool), few]), 1)
+    case = Case(queries=96, keys=96, share=1.0)
+    q, k, v, _ = case.arrays()
+    few = np.arange(4) == np.arange(96)[:, None] % 4
+    active = ActiveHeads(jnp.asarray([np.ones((96, 4), bool), few]), 1)
 
     def run(q, k, v):
       out = attention(q, k, v, active=active, implementation=form)
@@ -206,31 +194,21 @@ class ActiveTest(parameterized.TestCase):
     for x in (out, *grads):
       self.assertTrue(np.isnan(x[0]).any())
       self.assertTrue(np.isfinite(x[1]).all())
-    expected = _reference(q, k, v)
+    expected = cases.reference(case)[0]
     np.testing.assert_allclose(out[1][few], expected[1][few], atol=2e-6)
 
   @parameterized.product(
     form=("packed", "kernel"), dtype=("float32", "bfloat16")
   )
   def test_jax_enable_x64_changes_nothing(self, form, dtype):
-    segments = np.arange(40)[None].repeat(_B, 0) // 16
-    chosen = np.arange(_H) // 2 == np.arange(40)[:, None] % 2
-
     def run():
-      active = ActiveHeads(jnp.asarray(chosen)[None].repeat(_B, 0), 2)
+      case = Case(causal=True, segments=True, kv_heads=2, dtype=dtype)
 
-      def loss(*args):
-        out = attention(
-          *args,
-          causal=True,
-          segments=jnp.asarray(segments),
-          active=active,
-          implementation=form,
-        )
-        return (out.astype(jnp.float32) * chosen[None, ..., None]).sum()
+      def loss(*arrays):
+        out = _call(case, form, arrays)
+        return (out.astype(jnp.float32) * case.active()[..., None]).sum()
 
-      inputs = _inputs(40, 40, kv_heads=2, dtype=dtype)
-      return jax.value_and_grad(loss, (0, 1, 2))(*inputs)
+      return jax.value_and_grad(loss, (0, 1, 2))(*case.arrays()[:3])
 
     want = run()
     with jax.enable_x64(True):
@@ -238,104 +216,23 @@ class ActiveTest(parameterized.TestCase):
     chex.assert_trees_all_equal_dtypes(got, want)
     chex.assert_trees_all_close(got, want, atol=1e-6)
 
-
-class MaskingTest(parameterized.TestCase):
-  def test_query_without_keys_gives_zero(self):
-    q, k, v = _inputs()
-    mask = jnp.array([[True] * 5, [False] * 5])
-    out = attention(q, k, v, key_mask=mask)
-    np.testing.assert_array_equal(out[1], 0.0)
-    np.testing.assert_allclose(out[0], _reference(q, k, v)[0], atol=2e-6)
-
-  @parameterized.parameters(False, True)
-  def test_query_without_keys_has_finite_gradients(self, causal):
-    mask = jnp.array([[True] * 5, [False] * 5])
-    bias = jnp.zeros((_H, 5, 5))
-
-    def total(q, k, v, bias):
-      out = attention(q, k, v, bias=bias[None], key_mask=mask, causal=causal)
-      return jnp.sum(out**2)
-
-    grads = jax.grad(total, argnums=(0, 1, 2, 3))(*_inputs(), bias)
-    chex.assert_tree_all_finite(grads)
-    for grad in grads[:3]:
-      np.testing.assert_array_equal(grad[1], 0.0)
-      self.assertGreater(float(jnp.abs(grad[0]).max()), 0.0)
-
-  @parameterized.product(
-    form=("dense", "blocked", "packed", "cudnn"),
-    causal=(False, True),
-    shape=((1, 1), (1, _H), (_B, _H)),
-  )
-  def test_keys_whose_bias_is_minus_infinity_are_hidden(
-    self, form, causal, shape
-  ):
-    rng = np.random.default_rng(0)
-    seen = rng.random((*shape, 5, 5)) < 0.6
-    seen[:, :, 3] = False  # a query without a key
-    visible = Visible(jnp.asarray(_key_mask(5)), None, causal)
-    active = ActiveHeads(jnp.asarray(rng.random((_B, 5, _H)) < 0.5), _H)
-    weights = jnp.asarray(rng.normal(size=(_B, 5, _H, _D)), jnp.float32)
-    if form == "packed":
-      weights = weights * active.mask[..., None]
-
-    def attend(q, k, v, bias):
-      if form == "dense":
-        return dense_attention(q, k, v, bias, visible, 0.4)
-      if form == "cudnn":
-        return cudnn_attention(q, k, v, bias, visible, None, 0.4, backend="xla")
-      table = all_blocks(_B, 5, _H, 2)
-      if form == "packed":
-        table = head_blocks(active, 2)
-      return blocked_attention(q, k, v, bias, visible, table, 0.4)
-
-    def loss(q, k, v, bias):
-      return (attend(q, k, v, bias) * weights).sum()
-
-    def finite(q, k, v, bias):
-      out = dense_attention(q, k, v, bias, visible, 0.4)
-      some = (visible.mask(5, 5) & seen).any(-1).swapaxes(1, 2)
-      return (jnp.where(some[..., None], out, 0) * weights).sum()
-
-    got, want = (
-      jax.value_and_grad(f, (0, 1, 2, 3))(*_inputs(), jnp.where(seen, 0.5, low))
-      for f, low in ((loss, -jnp.inf), (finite, -1e9))
-    )
-    chex.assert_trees_all_close(got, want, atol=2e-6, rtol=1e-6)
-
-  def test_a_bias_alone_hides_keys_too(self):
-    bias = jnp.full((1, 1, 5, 5), -jnp.inf).at[:, :, 1:].set(0.0)
-    inputs, every = _inputs(), all_blocks(_B, 5, _H, 2)
-    active = ActiveHeads(jnp.arange(_H)[None, None].repeat(5, 1) < 2, 2)
-    active = jax.tree.map(lambda x: x.repeat(_B, 0), active)
-    none = Visible()
-    for out in (
-      attention(*inputs, bias=bias),
-      attention(*inputs, bias=bias, active=active, implementation="packed"),
-      blocked_attention(*inputs, bias, none, every, 0.4),
-      cudnn_attention(*inputs, bias, none, None, 0.4, backend="xla"),
-    ):
-      np.testing.assert_array_equal(out[:, 0], 0.0)
-      self.assertTrue(np.isfinite(out).all())
-
   def test_masked_keys_do_not_matter(self):
-    q, k, v = _inputs()
-    mask = jnp.asarray(_key_mask(5))
-    other = jnp.where(mask[..., None, None], v, 1e9)
-    other_k = jnp.where(mask[..., None, None], k, 1e3)
+    case = Case(key_mask=True)
+    q, k, v, _ = case.arrays()
+    mask = case.visible().key_mask
+    other = [jnp.where(mask[..., None, None], x, 1e3) for x in (k, v)]
     chex.assert_trees_all_equal(
-      attention(q, k, v, key_mask=mask),
-      attention(q, other_k, other, key_mask=mask),
+      attention(q, k, v, key_mask=mask), attention(q, *other, key_mask=mask)
     )
 
   @parameterized.product(queries=(2, 5), argument=(1, 2))
   def test_causal_output_has_no_gradient_of_later_keys(self, queries, argument):
-    q, k, v = _inputs(queries=queries, keys=5)
+    arrays = Case(queries=queries, keys=5, head_dim=6).arrays()[:3]
 
     def output(*args):  # [N]
       return jnp.sin(attention(*args, causal=True)).sum((0, 2, 3))
 
-    jacobian = jax.jacrev(output, argnums=argument)(q, k, v)
+    jacobian = jax.jacrev(output, argnums=argument)(*arrays)
     reach = np.asarray(jnp.abs(jacobian).sum((1, 3, 4)))  # [N, M]
     visible = np.tri(queries, 5, 5 - queries, dtype=bool)
     np.testing.assert_array_equal(reach[~visible], 0.0)
@@ -345,64 +242,35 @@ class MaskingTest(parameterized.TestCase):
       visible[0] = False
     self.assertGreater(reach[visible].min(), 0.1)
 
-  def test_gradients_equal_finite_differences(self):
-    mask = jnp.asarray(_key_mask(5))
+  @parameterized.parameters(
+    ({"implementation": "flush"}, r"implementation='flush' .*'auto', 'dense'"),
+    ({"kv_heads": 3}, r"4 query heads .* 3 key/value"),
+  )
+  def test_what_is_wrong_is_named(self, changes, message):
+    changes = dict(changes)
+    options = {k: changes.pop(k) for k in ("implementation",) if k in changes}
+    with self.assertRaisesRegex(ValueError, message):
+      attention(*Case(**changes).arrays()[:3], **options)
 
-    def call(q, k, v):
-      return attention(q, k, v, key_mask=mask, causal=True)
-
-    jax.test_util.check_grads(
-      call, _inputs(kv_heads=2), order=1, modes=("rev",), eps=1e-2, rtol=1e-2
-    )
-
-
-class SegmentsTest(parameterized.TestCase):
-  """Documents packed into one sequence."""
-
-  _SEGMENTS = np.array([[1, 1, 2, 2, 3], [1, 2, 2, 2, 2]])
-
-  @parameterized.product(causal=(False, True), kv_heads=(2, 4))
-  def test_every_segment_is_attended_alone(self, causal, kv_heads):
-    inputs = _inputs(kv_heads=kv_heads)
-    segments = jnp.asarray(self._SEGMENTS)
-    out = attention(*inputs, segments=segments, causal=causal)
-    for number in (1, 2, 3):
-      inside = self._SEGMENTS == number
-      alone = _reference(*inputs, key_mask=inside, causal=causal)
-      np.testing.assert_allclose(out[inside], alone[inside], atol=2e-6)
-
-  @parameterized.parameters(0, 1, 2)
-  def test_other_segments_get_no_gradient(self, argument):
-    segments = jnp.asarray(self._SEGMENTS)
-
-    def output(*args):  # [B, N]
-      return jnp.sin(attention(*args, segments=segments)).sum((2, 3))
-
-    jacobian = jax.jit(jax.jacrev(output, argnums=argument))(*_inputs())
-    reach = np.abs(jacobian).sum((4, 5))  # [B, N, B, M]
-    for row in range(_B):
-      same = self._SEGMENTS[row][:, None] == self._SEGMENTS[row]
-      np.testing.assert_array_equal(reach[row, :, row][~same], 0.0)
-      self.assertGreater(float(reach[row, :, row].max()), 0.0)
-
-  def test_padding_among_segments_is_unseen(self):
-    q, k, v = _inputs()
-    mask = jnp.asarray(self._SEGMENTS != 2)
-    options = {"segments": jnp.asarray(self._SEGMENTS), "key_mask": mask}
-    out = attention(q, k, v, **options)
-    np.testing.assert_array_equal(out[~mask], 0.0)  # no key is left to see
-    expected = attention(q, k, v, segments=options["segments"])
-    np.testing.assert_allclose(out[mask], expected[mask], atol=2e-6)
+  def test_keys_and_values_of_different_shape(self):
+    q, k, v, _ = Case().arrays()
+    with self.assertRaises(AssertionError):
+      attention(q, k, v[:, :4])
 
 
 class PrecisionTest(absltest.TestCase):
-  def test_bfloat16_products_stay_bfloat16_backward(self):
-    q, k, v = (x.astype(jnp.bfloat16) for x in _inputs())
+  def test_softmax_of_bfloat16_inputs_is_float32(self):
+    # 512 equal keys: bfloat16 weights and sums would be off by far more.
+    q, k, v, _ = Case(queries=2, keys=512).arrays(jnp.bfloat16)
+    out = attention(q, jnp.zeros_like(k), jnp.ones_like(v))
+    np.testing.assert_allclose(np.asarray(out, np.float32), 1.0, rtol=4e-3)
 
+  def test_bfloat16_products_stay_bfloat16_backward(self):
     def loss(*args):
       return attention(*args).astype(jnp.float32).sum()
 
-    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    grad = jax.grad(loss, argnums=(0, 1, 2))
+    jaxpr = jax.make_jaxpr(grad)(*Case(queries=5).arrays(jnp.bfloat16)[:3])
     products = list(_products(jaxpr.jaxpr))
     self.assertLen(products, 6)
     for product in products:
@@ -435,21 +303,40 @@ def _products(jaxpr):
         yield from _products(inner)
 
 
-class ErrorsTest(parameterized.TestCase):
-  def test_unknown_implementation_lists_the_known(self):
-    with self.assertRaisesRegex(
-      ValueError, r"implementation='flush' .*'auto', 'dense'"
+class CudnnTest(parameterized.TestCase):
+  @parameterized.product(
+    bias=((1, 4, 9, 9), (2, 1, 1, 9), (1, 1, 9, 1), None),
+    key_mask=(False, True),
+    causal=(False, True),
+  )
+  def test_its_arrays_have_its_lengths_and_dtype(self, bias, key_mask, causal):
+    case = Case(queries=9, keys=9, key_mask=key_mask, causal=causal)
+    bias = None if bias is None else jnp.ones(bias)
+    attend = jax.nn.dot_product_attention
+    with mock.patch.object(jax.nn, attend.__name__, wraps=attend) as spy:
+      cudnn_attention(
+        *case.arrays(jnp.bfloat16)[:3], bias, case.visible(), None, 0.3,
+        backend="xla",
+      )  # fmt: skip
+    bias, mask = (spy.call_args.kwargs.get(x) for x in ("bias", "mask"))
+    for x in filter(lambda x: x is not None, (bias, mask)):
+      self.assertEqual(x.shape[2:], (9, 9))
+    if bias is not None:
+      self.assertEqual(bias.dtype, jnp.bfloat16)
+
+  @parameterized.parameters("cpu", "tpu")
+  def test_other_devices_are_named(self, platform):
+    with (
+      devices.traced_for(platform),
+      self.assertRaisesRegex(ValueError, f"an NVIDIA GPU, .* {platform}"),
     ):
-      attention(*_inputs(), implementation="flush")
+      _call(Case(), "cudnn")
 
-  def test_heads_that_do_not_group(self):
-    with self.assertRaisesRegex(ValueError, r"4 query heads .* 3 key/value"):
-      attention(*_inputs(kv_heads=3))
-
-  def test_keys_and_values_of_different_shape(self):
-    q, k, v = _inputs()
-    with self.assertRaises(AssertionError):
-      attention(q, k, v[:, :4])
+  @absltest.skipIf(jax.default_backend() != "gpu", "needs a GPU")
+  def test_on_this_gpu_equals_float64(self):
+    case = Case(head_dim=8, dtype="bfloat16")
+    out = jnp.where(case.active()[..., None], _call(case, "cudnn"), 0)
+    cases.check([out], cases.reference(case)[:1], 2e-2)
 
 
 if __name__ == "__main__":

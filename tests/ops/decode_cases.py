@@ -1,6 +1,9 @@
 """Cases of one new token and a cache, for tests of the decoding kernels."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +11,28 @@ import numpy as np
 
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.kernels import tpu_decode, triton_decode
+from moh_jax.ops.kernels.sizes import Tile
 
 BACKENDS = ("triton", "mosaic_tpu")
 INT8 = "int8"
 
 
+@contextlib.contextmanager
+def small_tiles() -> Iterator[None]:
+  """Context in which tiles have 16 slots, and splits at least as many."""
+  tiles = {size: {512: Tile(16, 16)} for size in (2, 4)}
+  with (
+    mock.patch.object(triton_decode, "TILES", tiles),
+    mock.patch.object(tpu_decode, "TILES", tiles),
+    mock.patch.object(triton_decode, "_MIN_SLOTS", 16),
+  ):
+    yield
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Shapes, what is visible, and which heads are active.
-
-  Tiles have 16 slots, and splits at least as many.
-  """
+  """Shapes, what is visible, and which heads are active."""
 
   heads: int = 4
   kv_heads: int = 4

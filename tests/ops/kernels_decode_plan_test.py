@@ -13,12 +13,11 @@ from absl.testing import absltest, parameterized
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moh_jax.ops.kernels import decode, tpu_decode, triton_decode
+from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.decode import kernel_decode
 from moh_jax.ops.kernels.problem import DecodeProblem, head_list
-from moh_jax.ops.kernels.sizes import Tile
 from tests.ops import devices
-from tests.ops.decode_cases import BACKENDS, CASES, Case
+from tests.ops.decode_cases import BACKENDS, CASES, Case, small_tiles
 
 
 class ListTest(parameterized.TestCase):
@@ -69,7 +68,7 @@ def _problem(case: Case) -> DecodeProblem:
     found.append(problem)
     return jnp.zeros(q.shape, jnp.float32)
 
-  with mock.patch.dict(decode._KERNELS, {"mosaic_tpu": spy}):
+  with mock.patch.object(tpu_decode, "attend", spy):
     kernel_decode(
       *case.arrays(), *case.bounds(), case.active(), 1.0, backend="mosaic_tpu"
     )
@@ -98,8 +97,7 @@ class ReadTest(parameterized.TestCase):
   def test_a_tpu_fetches_the_visible_tiles_of_chosen_heads_once(self, name):
     case = CASES[name]
     plan = tpu_decode.Plan(_problem(case), 16)
-    tile = mock.patch.object(tpu_decode, "decode_tile", lambda *_: Tile(16, 16))
-    with tile:
+    with small_tiles():
       tables = [np.asarray(x) for x in plan.tables()]
       fetched, before = [], None
       for step in np.ndindex(plan.grid):
@@ -113,10 +111,7 @@ class ReadTest(parameterized.TestCase):
   def test_splits_of_a_gpu_cover_the_visible_tiles_once(self, name):
     case = CASES[name]
     problem = _problem(case)
-    tile = mock.patch.object(
-      triton_decode, "decode_tile", lambda *_: Tile(16, 16)
-    )
-    with tile, mock.patch.object(triton_decode, "_MIN_SLOTS", 16):
+    with small_tiles():
       plan = triton_decode.Plan(problem, case.heads // case.kv_heads)
       grid, keys = plan.grid, plan.tile.keys
     if name == "many_splits":

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import unittest
-from unittest import mock
 
 import chex
 import jax
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import tpu_decode, triton_decode
 from moh_jax.ops.kernels.decode import kernel_decode
-from moh_jax.ops.kernels.sizes import Tile
 from tests.ops import devices
-from tests.ops.decode_cases import BACKENDS, CASES, INT8, Case
+from tests.ops.decode_cases import BACKENDS, CASES, INT8, Case, small_tiles
 
 
 def _reference(case: Case, q, cache) -> np.ndarray:
@@ -37,11 +34,7 @@ def _reference(case: Case, q, cache) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _kernel(case, backend, q, cache):
   devices.need(backend)
-  with (
-    mock.patch.object(triton_decode, "decode_tile", lambda *_: Tile(16, 16)),
-    mock.patch.object(tpu_decode, "decode_tile", lambda *_: Tile(16, 16)),
-    mock.patch.object(triton_decode, "_MIN_SLOTS", 16),
-  ):
+  with small_tiles():
     return kernel_decode(
       q, cache, *case.bounds(), case.active(), case.factor(), backend=backend,
       interpret=True,
@@ -116,25 +109,21 @@ class SimulatedTest(parameterized.TestCase):
     np.testing.assert_allclose(out, _reference(case, *arrays), atol=2e-6)
 
 
-class ErrorsTest(absltest.TestCase):
-  def _call(self, case=CASES["padding"], dtype=jnp.float32, **options):
-    options = {"backend": "mosaic_tpu", **options}
-    q, cache = case.arrays(dtype)
-    kernel_decode(
-      q, cache, *case.bounds(), None, 1.0, interpret=True, **options
-    )
-
-  def test_unknown_backend_lists_the_known(self):
-    with self.assertRaisesRegex(ValueError, "backend='npu' .*'triton'"):
-      self._call(backend="npu")
-
-  def test_queries_are_floats(self):
-    with self.assertRaisesRegex(ValueError, "q is int32, .* bfloat16"):
-      self._call(dtype=jnp.int32)
-
-  def test_too_large_head_dim(self):
-    with self.assertRaisesRegex(ValueError, "head_dim=320 .* at most 256"):
-      self._call(Case(head_dim=320))
+class ErrorsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"backend": "npu"}, "backend='npu' .*'triton'"),
+    ({"dtype": jnp.int32}, "q is int32, .* bfloat16"),
+    ({"head_dim": 320}, "head_dim=320 .* at most 256"),
+  )
+  def test_what_is_wrong_is_named(self, options, message):
+    options = {"backend": "mosaic_tpu", "dtype": jnp.float32, **options}
+    case = Case(head_dim=options.get("head_dim", 24))
+    q, cache = case.arrays(options["dtype"])
+    with self.assertRaisesRegex(ValueError, message):
+      kernel_decode(
+        q, cache, *case.bounds(), None, 1.0, interpret=True,
+        backend=options["backend"],
+      )  # fmt: skip
 
 
 # What a back end is called when lowering, and a kernel in what is lowered.

@@ -11,84 +11,35 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels import tpu_plan
-from moh_jax.ops.kernels.attention import kernel_attention
 from moh_jax.ops.kernels.backends import block_sizes
 from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.kernels.sizes import BlockSizes
 from moh_jax.ops.kernels.tpu_plan import Cut
 from moh_jax.ops.visible import Visible
-from tests.ops import devices
+from tests.ops import cases, devices
+from tests.ops.cases import Case
 
 _ROWS = 16
+_SIZES = BlockSizes.of(*[(_ROWS, 16)] * 3)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Case:
-  """Shapes, masks and a random choice of heads."""
+def _case(**options) -> Case:
+  shape = {"queries": 70, "keys": 70, "kv_heads": 2, "scale": 0.2}
+  return Case(**shape | options)
 
-  queries: int = 70
-  keys: int = 70
-  heads: int = 4
-  kv_heads: int = 2
-  head_dim: int = 24
-  share: float = 0.5  # of active heads
-  causal: bool = False
-  key_mask: bool = False
-  segments: bool = False
-  batch: int = 2
 
-  def arrays(self, dtype=jnp.float32) -> list[jax.Array]:
-    """Queries, keys, values and a gradient of the output."""
-    rng = np.random.default_rng(0)
-    rows = self.batch, self.queries, self.heads, self.head_dim
-    keys = self.batch, self.keys, self.kv_heads, self.head_dim
-    shapes = rows, keys, keys, rows
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-
-  def active(self) -> np.ndarray:
-    """[B, N, H] bool; no token chose the last head."""
-    rng = np.random.default_rng(1)
-    mask = rng.random((self.batch, self.queries, self.heads)) < self.share
-    mask[..., -1] = False
-    return mask
-
-  def visible(self) -> Visible:
-    rng = np.random.default_rng(2)
-    key_mask = segments = None
-    if self.key_mask:  # one text sees nothing, another one some of its keys
-      key_mask = np.zeros((self.batch, self.keys), bool)
-      key_mask[1, 20:50] = rng.random(30) < 0.7
-      key_mask = jnp.asarray(key_mask)
-    if self.segments:
-      segments = np.sort(rng.integers(0, 4, (self.batch, self.queries)), -1)
-      segments = jnp.asarray(segments, jnp.int32)
-    return Visible(key_mask, segments, self.causal)
-
-  def blocks(self):
-    active = ActiveHeads(jnp.asarray(self.active()), self.heads)
-    return head_blocks(active, _ROWS)
-
-  def problem(self) -> Problem:
-    shape = self.batch, self.keys, self.kv_heads, self.head_dim
-    return Problem(
-      shape, jnp.dtype("float32"), self.visible(), self.blocks(), 0.2, True
-    )
-
-  def tiles_seen(self, keys: int, tiles: int) -> np.ndarray:
-    """[T, J] bool: tiles with a key that a row of the block sees."""
-    blocks = self.blocks()
-    token, head = np.asarray(blocks.token), np.asarray(blocks.head)
-    mask = self.visible().mask(self.queries, self.keys)
-    mask = np.ones((1, 1, 1, self.keys), bool) if mask is None else mask
-    mask = np.broadcast_to(
-      mask, (self.batch, 1, self.queries, self.keys)
-    )[:, 0]  # fmt: skip
-    mask = np.pad(mask, ((0, 0), (0, 1), (0, tiles * keys - self.keys)))
-    rows = mask[head[:, None] // self.heads, token]  # [T, R, J * L]
-    return rows.reshape(*rows.shape[:2], tiles, keys).any((1, 3))
+def _tiles_seen(case: Case, keys: int, tiles: int) -> np.ndarray:
+  """[T, J] bool: tiles with a key that a row of the block sees."""
+  blocks = case.blocks()
+  token, head = np.asarray(blocks.token), np.asarray(blocks.head)
+  mask = case.visible().mask(case.queries, case.keys)
+  mask = np.ones((1, 1, 1, case.keys), bool) if mask is None else mask
+  mask = np.broadcast_to(mask, (case.batch, 1, case.queries, case.keys))[:, 0]
+  mask = np.pad(mask, ((0, 0), (0, 1), (0, tiles * keys - case.keys)))
+  rows = mask[head[:, None] // case.heads, token]  # [T, R, J * L]
+  return rows.reshape(*rows.shape[:2], tiles, keys).any((1, 3))
 
 
 _MASKS = {
@@ -130,9 +81,9 @@ class VisitsTest(parameterized.TestCase):
   def test_each_tile_that_a_block_sees_is_visited_once(
     self, masks, name, keys_first
   ):
-    case, cut = _Case(**_MASKS[masks]), _CUTS[name]
+    case, cut = _case(**_MASKS[masks]), _CUTS[name]
     lists, visited = _tables(case, cut, keys_first)
-    seen = case.tiles_seen(cut.keys, cut.tiles)
+    seen = _tiles_seen(case, cut.keys, cut.tiles)
     start, whole, end = (np.asarray(x) for x in lists[-3:])
     counts = np.zeros(seen.shape, int)
     for visit in itertools.chain(*_visits(lists)):
@@ -161,7 +112,7 @@ class VisitsTest(parameterized.TestCase):
 
   @parameterized.parameters("two_cores", "chunks_on_two_cores")
   def test_what_is_added_to_stays_with_one_core(self, name):
-    case, cut = _Case(**_MASKS["packed_texts"]), _CUTS[name]
+    case, cut = _case(**_MASKS["packed_texts"]), _CUTS[name]
     for keys_first, names in ((False, ("window",)), (True, ("unit", "chunk"))):
       lists, _ = _tables(case, cut, keys_first)
       cores = _visits(lists)
@@ -183,7 +134,7 @@ class VisitsTest(parameterized.TestCase):
   def test_every_core_has_a_visit_to_what_no_other_one_writes(
     self, options, keys_first
   ):
-    case, cut = _Case(**options), Cut(16, 5, 2, 2, heads=1, cores=2)
+    case, cut = _case(**options), Cut(16, 5, 2, 2, heads=1, cores=2)
     lists, _ = _tables(case, cut, keys_first)
     names = ("unit", "chunk") if keys_first else ("window",)
     written = [{tuple(x[n] for n in names) for x in c} for c in _visits(lists)]
@@ -192,7 +143,7 @@ class VisitsTest(parameterized.TestCase):
     self.assertLen(set().union(*written), sum(map(len, written)))
 
   def test_keys_are_fetched_once_and_never_for_unused_blocks(self):
-    case = _Case(queries=16, keys=64, kv_heads=4)
+    case = _case(queries=16, keys=64, kv_heads=4)
     mask = np.zeros((2, 16, 4), bool)
     mask[0, :, 1] = mask[1, :, 2] = True
     table = head_blocks(ActiveHeads(jnp.asarray(mask), 4), _ROWS)
@@ -256,11 +207,10 @@ class PlanTest(parameterized.TestCase):
     self, kind, causal, keys_first
   ):
     # LLaMA-8B on tensor=8.
-    case = _Case(4096, 4096, 4, 1, 128, causal=causal, batch=1)
+    case = Case(1, 4096, 4096, 4, 1, 128, causal)
     with devices.traced_for("tpu", kind):
       tile = block_sizes("mosaic_tpu", 128, "bfloat16").dkv
-      blocks = head_blocks(ActiveHeads(jnp.asarray(case.active()), 4), 256)
-      problem = dataclasses.replace(case.problem(), blocks=blocks)
+      problem = case.problem(256)
       plan = tpu_plan.Plan(problem, tile.keys, keys_first=keys_first)
       cut = plan.cut
       lists, _ = jax.jit(
@@ -285,38 +235,11 @@ class PlanTest(parameterized.TestCase):
     self.assertGreater(cut.chunks, 1)
 
 
-def _attend(case, arrays):
-  tile = Tile(_ROWS, 16)
-  *inputs, grad = arrays
-
-  def attend(q, k, v):
-    return kernel_attention(
-      q, k, v, case.visible(), case.blocks(), 0.2, backend="mosaic_tpu",
-      sizes=BlockSizes(tile, tile, tile), interpret=True,
-    )  # fmt: skip
-
-  out, pull = jax.vjp(attend, *inputs)
-  return out, *pull(grad)
-
-
-@functools.partial(jax.jit, static_argnames=("case", "name"))
-def _kernels(case, arrays, *, name):
-  cut = property(lambda self: _CUTS[name])
-  with mock.patch.object(tpu_plan.Plan, "cut", cut):
-    return _attend(case, arrays)
-
-
-@functools.partial(jax.jit, static_argnames="case")
-def _dense(case, arrays):
-  *inputs, grad = arrays
-  active = case.active()[..., None]
-
-  def attend(q, k, v):
-    out = dense_attention(q, k, v, None, case.visible(), 0.2)
-    return jnp.where(active, out, 0)
-
-  out, pull = jax.vjp(attend, *inputs)
-  return out, *pull(grad)
+def _check(case: Case) -> None:
+  """Compares results with float64, compiled anew: patches are part of them."""
+  call = functools.partial(cases.evaluate, "mosaic_tpu", case, sizes=_SIZES)
+  results = jax.jit(lambda *x: call(*x))(case.arrays(), case.blocks())
+  cases.check(jax.block_until_ready(results), cases.reference(case))
 
 
 class InterpretedTest(parameterized.TestCase):
@@ -325,16 +248,10 @@ class InterpretedTest(parameterized.TestCase):
     ("chunks", _MASKS["all_masks"]),
     ("chunks_on_two_cores", {"causal": True, "head_dim": 128, "queries": 40}),
   )
-  def test_any_cut_gives_the_dense_form(self, name, options):
-    case = _Case(**options)
-    _check(case, _kernels(case, case.arrays(), name=name))
-
-
-def _check(case, results):
-  for i, (got, want) in enumerate(zip(results, _dense(case, case.arrays()))):
-    most = max(1, np.abs(want).max())
-    tolerance = (1e-5 if i else 2e-6) * most
-    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance)
+  def test_any_cut_gives_the_same(self, name, options):
+    cut = property(lambda self: _CUTS[name])
+    with mock.patch.object(tpu_plan.Plan, "cut", cut):
+      _check(_case(**options))
 
 
 class SimulatedTest(parameterized.TestCase):
@@ -350,12 +267,9 @@ class SimulatedTest(parameterized.TestCase):
     (1, {"queries": 51, "keys": 51, **_MASKS["all_masks"]}),
   )
   @pytest.mark.slow
-  def test_equals_the_dense_form_without_races(self, cores, options):
-    case = _Case(**{"queries": 40, "keys": 40, **options})
+  def test_equals_float64_without_races(self, cores, options):
     with devices.simulated_tpu(cores):
-      attend = jax.jit(functools.partial(_attend, case))
-      results = jax.block_until_ready(attend(case.arrays()))
-    _check(case, results)
+      _check(_case(**{"queries": 40, "keys": 40, **options}))
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ from moh_jax.ops.kernels.hopper_program import (
 from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Arrays,
-  Bounds,
   Kernels,
   Problem,
+  Ranges,
   keys_of_rows,
   rows_of_keys,
 )
@@ -61,15 +61,9 @@ class Hopper(Kernels):
 
   tiles: ClassVar = {
     2: {
-      64: BlockSizes(
-        Tile(128, 128, 4, 3), Tile(128, 128, 4, 2), Tile(128, 128, 4, 2)
-      ),
-      128: BlockSizes(
-        Tile(128, 128, 4, 2), Tile(128, 64, 4, 2), Tile(64, 128, 4, 2)
-      ),
-      256: BlockSizes(
-        Tile(128, 64, 4, 2), Tile(128, 64, 4, 1), Tile(64, 64, 4, 2)
-      ),
+      64: BlockSizes.of((128, 128, 4, 3), (128, 128, 4, 2), (128, 128, 4, 2)),
+      128: BlockSizes.of((128, 128, 4, 2), (128, 64, 4, 2), (64, 128, 4, 2)),
+      256: BlockSizes.of((128, 64, 4, 2), (128, 64, 4, 1), (64, 64, 4, 2)),
     }
   }
 
@@ -137,7 +131,7 @@ def _lacks(dtype: str, value_dtype: str, head_dim: int) -> str:
 class RowWork(NamedTuple):
   """A tile of rows, its key/value head, and the tiles of keys that it reads.
 
-  Numbers; the last four are those of `Bounds`.
+  Numbers; the last four are those of `Ranges`.
   """
 
   tile: Any
@@ -270,35 +264,27 @@ class RowLaunch(Launch):
       outputs: shapes of the results.
     """
 
-    def over_work(table: Any, used: Any, step: Callable) -> None:
-      count, index = self.mine(used[0])
-
-      def one(m: jax.Array, done: jax.Array) -> jax.Array:
-        place = index(m)
-        work = RowWork(*(table[place, i] for i in range(len(RowWork._fields))))
-        step(m, work, done - work.begin)
-        return done + work.end - work.begin
-
-      loop(0, count, one, jnp.int32(0))
-
     def consume(
       inputs: tuple, outputs: tuple, rings: tuple, group: Any, turns: Turns
     ) -> None:
       table, used, masks, _, others, _ = inputs
       rows, *key_rings = rings
 
-      def step(m: jax.Array, work: RowWork, offset: jax.Array) -> None:
+      def step(m: jax.Array, work: RowWork, done: jax.Array) -> jax.Array:
+        offset = done - work.begin
         part = RowPart(self, work, group, offset, masks, *key_rings, turns)
         kernel(part, rows.take(m), others, outputs)
         rows.release(m)
+        return done + work.end - work.begin
 
-      over_work(table, used, step)
+      self.over_work(table, used[0], RowWork, step)
 
     def copy(inputs: tuple, rings: tuple) -> None:
       table, used, _, streamed, _, keys = inputs
       rows, *key_rings = rings
 
-      def step(m: jax.Array, work: RowWork, offset: jax.Array) -> None:
+      def step(m: jax.Array, work: RowWork, done: jax.Array) -> jax.Array:
+        offset = done - work.begin
         span = pl.ds(work.tile * self.rows, self.rows)
         rows.fill(m, *(x.at[span] for x in streamed))
 
@@ -309,8 +295,9 @@ class RowLaunch(Launch):
           return carry
 
         loop(work.begin, work.end, copy_tile, ())
+        return done + work.end - work.begin
 
-      over_work(table, used, step)
+      self.over_work(table, used[0], RowWork, step)
 
     return self.call(
       "moh" + kernel.__name__,
@@ -429,7 +416,7 @@ class KeyPart:
   work: KeyWork
   consumer: Any
   offset: Any
-  bounds: Bounds
+  bounds: Ranges
   masks: Masks
   rows: Ring
   turns: Turns
@@ -518,7 +505,7 @@ class KeyLaunch(Launch):
     return jnp.stack(columns, -1)
 
   def over_rows(
-    self, work: KeyWork, bounds: Bounds, done: Any, visit: Callable, carry: Any
+    self, work: KeyWork, bounds: Ranges, done: Any, visit: Callable, carry: Any
   ) -> tuple[jax.Array, Any]:
     """Loops over the tiles of rows of the query heads that read a tile of keys.
 
@@ -536,7 +523,7 @@ class KeyLaunch(Launch):
     head = (work.batch * self.problem.kv_heads + work.head) * self.problem.group
 
     def over_query_head(g: jax.Array, carry: tuple) -> tuple:
-      own = Bounds(*(x[head + g, work.tile] for x in bounds))
+      own = Ranges(*(x[head + g, work.tile] for x in bounds))
 
       def one(i: jax.Array, carry: tuple) -> tuple:
         turn, carry = carry
@@ -561,16 +548,6 @@ class KeyLaunch(Launch):
     """
     pieces = self.problem.batch * self.problem.kv_heads * self.key_tiles
 
-    def over_work(table: Any, step: Callable) -> None:
-      count, index = self.mine(pieces)
-
-      def one(m: jax.Array, done: jax.Array) -> jax.Array:
-        place = index(m)
-        work = KeyWork(*(table[place, i] for i in range(len(KeyWork._fields))))
-        return step(m, work, done)
-
-      loop(0, count, one, jnp.int32(0))
-
     def consume(
       inputs: tuple, outputs: tuple, rings: tuple, group: Any, turns: Turns
     ) -> None:
@@ -583,7 +560,7 @@ class KeyLaunch(Launch):
         tiles.release(m)
         return done
 
-      over_work(table, step)
+      self.over_work(table, pieces, KeyWork, step)
 
     def copy(inputs: tuple, rings: tuple) -> None:
       table, bounds, _, rows, keys = inputs
@@ -601,7 +578,7 @@ class KeyLaunch(Launch):
 
         return self.over_rows(work, bounds, done, copy_tile, ())[0]
 
-      over_work(table, step)
+      self.over_work(table, pieces, KeyWork, step)
 
     bounds = rows_of_keys(self.problem, self.rows, self.keys)
     # Copies leave out what is beyond an array's end; the interpreter's do not.

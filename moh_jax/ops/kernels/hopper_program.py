@@ -334,16 +334,17 @@ class Launch:
     # The interpreter runs one after the other: two show how they share work.
     return 2 if self.problem.interpret else target().cores or _CORES
 
-  def mine(
-    self, used: jax.Array | int
-  ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """How many pieces of work this program has, and which.
+  def over_work(
+    self, table: Any, used: Any, kind: type, step: Callable
+  ) -> None:
+    """Does this program's pieces of work, one after the other.
 
     Args:
+      table: reference to all work, [pieces, X] int32.
       used: pieces of all programs.
-
-    Returns:
-      The number, and the function from 0, 1, ... to the index of a piece.
+      kind: tuple of the X numbers of a piece.
+      step: (m, work, done) -> done for the m-th of its pieces, where done is
+        the number of steps that are done in the rings of a loop.
     """
     program = lax.axis_index("program") * self.run
     stride = self.run * self.programs
@@ -351,10 +352,12 @@ class Launch:
     count = lax.div(left, stride) * self.run
     count += jnp.minimum(lax.rem(left, stride), self.run)
 
-    def index(m: jax.Array) -> jax.Array:
-      return program + lax.div(m, self.run) * stride + lax.rem(m, self.run)
+    def one(m: jax.Array, done: jax.Array) -> jax.Array:
+      place = program + lax.div(m, self.run) * stride + lax.rem(m, self.run)
+      numbers = (table[place, i] for i in range(len(kind._fields)))
+      return step(m, kind(*numbers), done)
 
-    return count, index
+    loop(0, count, one, jnp.int32(0))
 
   def ring(self, slots: int, *buffers: tuple[int, jax.Array]) -> RingType:
     """A ring of so many rows each of arrays [X, D] or [X]."""

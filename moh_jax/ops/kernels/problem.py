@@ -27,24 +27,31 @@ LOG2_E = math.log2(math.e)
 Arrays = tuple[jax.Array, ...]
 
 
-class KeyRanges(NamedTuple):
-  """Ranges of keys: those that may be seen, and those that surely are.
+class Ranges(NamedTuple):
+  """Ranges of what may be seen, [begin, end), and of what surely is.
 
   For instance, causal attention of a tile with tokens 3, 5 and 6: the tile
   reads the keys [0, 7), and all of its rows see the keys [0, 4), so these need
-  no mask. All are int32 arrays of one shape.
+  no mask. All are int32 arrays of one shape: keys, or tiles of a loop.
 
   Attributes:
-    begin: first key that may be seen.
-    end: where the keys that may be seen end; at most `begin` if there are none.
-    whole_begin: first of the keys that are surely seen.
+    begin: the first that may be seen.
+    whole_begin: the first that surely is seen.
     whole_end: where these end; at most `whole_begin` if there are none.
+    end: where those that may be seen end; at most `begin` if there are none.
   """
 
   begin: jax.Array
-  end: jax.Array
   whole_begin: jax.Array
   whole_end: jax.Array
+  end: jax.Array
+
+  def ordered(self) -> "Ranges":
+    """Moves them so that begin <= whole_begin <= whole_end <= end."""
+    end = jnp.maximum(self.begin, self.end)
+    first = jnp.clip(self.whole_begin, self.begin, end)
+    last = jnp.clip(self.whole_end, first, end)
+    return Ranges(self.begin, first, last, end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,21 +153,21 @@ class Problem:
     """One float32 per row, [T * R]."""
     return jax.ShapeDtypeStruct((self.num_blocks * self.rows,), jnp.float32)
 
-  def token_ranges(self) -> KeyRanges:
+  def token_ranges(self) -> Ranges:
     """The keys that each token sees, [B, N]; ascending in all four numbers."""
     token = jnp.arange(self.queries, dtype=jnp.int32)[None]
     batch = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
     return self._ranges(*jnp.broadcast_arrays(batch, token))
 
-  def row_ranges(self) -> KeyRanges:
+  def row_ranges(self) -> Ranges:
     """The keys that each row sees, [T, R]; M in empty rows."""
     token = self.blocks.token
     batch = self.blocks.head[:, None] // (self.group * self.kv_heads)
     empty = token == self.queries
     ranges = self._ranges(batch, jnp.minimum(token, self.queries - 1))
-    return KeyRanges(*(jnp.where(empty, self.keys, x) for x in ranges))
+    return Ranges(*(jnp.where(empty, self.keys, x) for x in ranges))
 
-  def _ranges(self, batch: jax.Array, token: jax.Array) -> KeyRanges:
+  def _ranges(self, batch: jax.Array, token: jax.Array) -> Ranges:
     """The keys that some tokens see, in the shape of `token`."""
     keys = self.keys
     begin, end = jnp.zeros_like(token), jnp.full_like(token, keys)
@@ -172,9 +179,9 @@ class Problem:
       first, last, exact = (x[batch, token] for x in seen)
       begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
       whole_end = jnp.where(exact, end, 0)
-    return KeyRanges(begin, end, begin, whole_end)
+    return Ranges(begin, begin, whole_end, end)
 
-  def tile_ranges(self, rows: int) -> KeyRanges:
+  def tile_ranges(self, rows: int) -> Ranges:
     """The keys that a tile of rows reads, and those that need no mask.
 
     Args:
@@ -186,16 +193,15 @@ class Problem:
       The tiles of a head ascend in all four numbers.
     """
     ranges = (x.reshape(-1, rows) for x in self.row_ranges())
-    begin, end, whole_begin, whole_end = ranges
+    begin, whole_begin, whole_end, end = ranges
     empty = self.blocks.token.reshape(-1, rows) == self.queries
 
     def highest(x: jax.Array) -> jax.Array:
       x = jnp.where(empty, 0, x).max(-1)
       return jnp.where(empty[:, 0], self.keys, x)
 
-    return KeyRanges(
-      begin.min(-1), highest(end), highest(whole_begin), whole_end.min(-1)
-    )
+    whole = highest(whole_begin), whole_end.min(-1)
+    return Ranges(begin.min(-1), *whole, highest(end))
 
   def key_bounds(self, rows: int) -> tuple[jax.Array, jax.Array]:
     """How many leading keys each tile of rows reads without and with a mask.
@@ -210,7 +216,7 @@ class Problem:
       least one row may see; both [T * R / r] int32. A tile without active pairs
       has unmasked M and end 0.
     """
-    begin, end, whole_begin, whole_end = self.tile_ranges(rows)
+    begin, whole_begin, whole_end, end = self.tile_ranges(rows)
     reads = begin < end
     unmasked = jnp.where((whole_begin > 0) & reads, 0, whole_end)
     return unmasked, jnp.where(reads, end, 0)
@@ -232,42 +238,26 @@ class Problem:
     return last, segments
 
 
-class Bounds(NamedTuple):
-  """The tiles of a loop, [begin, end), and those among them without a mask.
-
-  Attributes:
-    begin: first tile.
-    whole_begin: first tile without a mask.
-    whole_end: one more than the last tile without a mask.
-    end: one more than the last tile.
-      begin <= whole_begin <= whole_end <= end, int32 arrays of one shape.
-  """
-
-  begin: jax.Array
-  whole_begin: jax.Array
-  whole_end: jax.Array
-  end: jax.Array
-
-
-def keys_of_rows(problem: Problem, rows: int, keys: int) -> Bounds:
-  """Bounds of each row tile's loop over the tiles of keys, [P].
+def keys_of_rows(problem: Problem, rows: int, keys: int) -> Ranges:
+  """Ordered ranges of each row tile's loop over the tiles of keys, [P].
 
   Args:
     problem: the call.
     rows: r.
     keys: L.
   """
-  begin, end, whole_begin, whole_end = problem.tile_ranges(rows)
+  begin, whole_begin, whole_end, end = problem.tile_ranges(rows)
   stop = jnp.where(begin < end, pl.cdiv(end, keys), 0)
   start = jnp.minimum(begin // keys, stop)
-  return _ordered(start, pl.cdiv(whole_begin, keys), whole_end // keys, stop)
+  whole = pl.cdiv(whole_begin, keys), whole_end // keys
+  return Ranges(start, *whole, stop).ordered()
 
 
-def rows_of_keys(problem: Problem, rows: int, keys: int) -> Bounds:
-  """Bounds of each key tile's loop over a query head's row tiles, [B * H, J].
+def rows_of_keys(problem: Problem, rows: int, keys: int) -> Ranges:
+  """Ordered ranges of each key tile's loop over row tiles, [B * H, J].
 
-  Rows of a head ascend by token, so the row tiles that read a tile of keys
-  follow one another.
+  Rows of a query head ascend by token, so the row tiles that read a tile of
+  keys follow one another.
 
   Args:
     problem: the call.
@@ -276,7 +266,7 @@ def rows_of_keys(problem: Problem, rows: int, keys: int) -> Bounds:
   """
   start = jnp.arange(0, problem.keys, keys, dtype=jnp.int32)
   stop = jnp.minimum(start + keys, problem.keys)
-  begin, end, whole_begin, whole_end = problem.token_ranges()
+  begin, whole_begin, whole_end, end = problem.token_ranges()
   values = jnp.stack([end, whole_end, whole_begin, begin])
   targets = jnp.stack([start + 1, stop, start + 1, stop])
   # Values ascend by token, so these tokens are the first ones.
@@ -290,21 +280,12 @@ def rows_of_keys(problem: Problem, rows: int, keys: int) -> Bounds:
   next_tile = pl.cdiv(below, rows)
   # The tile of the next row; after the last tile if there is no such row.
   tile = jnp.where(below < count, below // rows, next_tile)
-  bounds = _ordered(tile[0], next_tile[1], tile[2], next_tile[3])
+  bounds = Ranges(tile[0], next_tile[1], tile[2], next_tile[3]).ordered()
   first = problem.blocks.first[:-1].reshape(problem.batch, 1, -1)
   first = first * (problem.rows // rows)
-  return Bounds(
+  return Ranges(
     *((first + x).swapaxes(1, 2).reshape(-1, len(start)) for x in bounds)
   )
-
-
-def _ordered(
-  begin: jax.Array, whole_begin: jax.Array, whole_end: jax.Array, end: jax.Array
-) -> Bounds:
-  """Moves bounds into the order that `Bounds` promises."""
-  end = jnp.maximum(begin, end)
-  whole_begin = jnp.clip(whole_begin, begin, end)
-  return Bounds(begin, whole_begin, jnp.clip(whole_end, whole_begin, end), end)
 
 
 @dataclasses.dataclass(frozen=True)

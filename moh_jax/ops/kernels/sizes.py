@@ -77,6 +77,11 @@ class BlockSizes:
   dq: Tile
   dkv: Tile
 
+  @classmethod
+  def of(cls, *tiles: tuple[int, ...]) -> "BlockSizes":
+    """The tiles of the three kernels, from the numbers of each."""
+    return cls(*(Tile(*tile) for tile in tiles))
+
   @property
   def rows(self) -> int:
     """R, the rows that `head_blocks` should give its blocks."""

@@ -42,8 +42,8 @@ class Tpu(Kernels):
   """The kernels for TPUs."""
 
   tiles: ClassVar = {
-    2: {256: BlockSizes(Tile(256, 1024), Tile(256, 1024), Tile(256, 512))},
-    4: {256: BlockSizes(*(Tile(256, 512),) * 3)},
+    2: {256: BlockSizes.of((256, 1024), (256, 1024), (256, 512))},
+    4: {256: BlockSizes.of((256, 512), (256, 512), (256, 512))},
   }
   few_rows = 768
   least_rows = 128
@@ -390,10 +390,7 @@ def _forward_kernel(
       where = place(plan, head, j)
       logits = across(q_ref[i], widened(k_ref[where])) * scale
       if masked:
-        row_columns = _repeated(columns, 0, plan.keys)
-        key_rows = _rows(key_masks, 0, tile_of(plan, j))
-        seen = step.seen(row_columns, key_rows, j, rows_axis=0)
-        logits = jnp.where(seen, logits, -jnp.inf)
+        logits = _hide(step, logits, columns, key_masks, j)
       highest = highest_ref[at]
       new = jnp.maximum(highest, logits.max(1, keepdims=True))
       # Rows that have seen no key: any finite shift keeps exp2(-inf) = 0.
@@ -448,10 +445,7 @@ def _query_gradient_kernel(
       where = place(plan, head, j)
       logits = across(q_ref[i], k_ref[where]) * plan.problem.log2_scale
       if masked:
-        row_columns = _repeated(columns, 0, plan.keys)
-        key_rows = _rows(key_masks, 0, tile_of(plan, j))
-        seen = step.seen(row_columns, key_rows, j, rows_axis=0)
-        logits = jnp.where(seen, logits, -jnp.inf)
+        logits = _hide(step, logits, columns, key_masks, j)
       weights = jnp.exp2(logits - repeat_lanes(sums_ref[at], plan.keys))
       inner = repeat_lanes(inners_ref[at], plan.keys)
       dlogits = weights * (across(grad_ref[i], v_ref[where]) - inner)
@@ -516,6 +510,17 @@ def _key_gradients_kernel(
       dv_ref[where] = dv_sum[where].astype(dv_ref.dtype)
 
     each_tile_in_memory(plan, write)
+
+
+def _hide(
+  step: Step, logits: jax.Array, columns: tuple, key_masks: tuple, j: Any
+) -> jax.Array:
+  """Sets logits [R, L] of tile j to -inf where a row does not see a key."""
+  plan = step.plan
+  row_columns = _repeated(columns, 0, plan.keys)
+  key_rows = _rows(key_masks, 0, tile_of(plan, j))
+  seen = step.seen(row_columns, key_rows, j, rows_axis=0)
+  return jnp.where(seen, logits, -jnp.inf)
 
 
 def _when(plan: Plan, condition: jax.Array) -> Callable[[Callable], None]:

@@ -39,9 +39,9 @@ from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Argument,
   Arrays,
-  Bounds,
   Kernels,
   Problem,
+  Ranges,
   across,
   keys_of_rows,
   like,
@@ -61,6 +61,7 @@ MISSING = "" if plgpu else f"Pallas' Triton, which jax {jax.__version__} lacks"
 # An array [X, D] in registers: one array [X, W] per column slice.
 Slices = tuple[jax.Array, ...]
 
+_OWN = (slice(None),)  # index of all rows of a program's tile
 SMALLEST = 16  # smallest side of a matrix product in Triton
 
 
@@ -69,29 +70,15 @@ class Triton(Kernels):
 
   tiles: ClassVar = {
     2: {
-      32: BlockSizes(
-        Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)
-      ),
-      64: BlockSizes(
-        Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)
-      ),
-      128: BlockSizes(
-        Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)
-      ),
-      256: BlockSizes(
-        Tile(64, 32, 4, 2), Tile(64, 16, 4, 2), Tile(32, 32, 8, 2)
-      ),
+      32: BlockSizes.of((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+      64: BlockSizes.of((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+      128: BlockSizes.of((128, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+      256: BlockSizes.of((64, 32, 4, 2), (64, 16, 4, 2), (32, 32, 8, 2)),
     },
     4: {
-      64: BlockSizes(
-        Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)
-      ),
-      128: BlockSizes(
-        Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)
-      ),
-      256: BlockSizes(
-        Tile(32, 16, 4, 2), Tile(32, 16, 4, 2), Tile(16, 16, 4, 2)
-      ),
+      64: BlockSizes.of((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+      128: BlockSizes.of((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)),
+      256: BlockSizes.of((32, 16, 4, 2), (32, 16, 4, 2), (16, 16, 4, 2)),
     },
   }
   picks_rows = True
@@ -161,6 +148,82 @@ def column_slices(dim: int, limit: int) -> tuple[tuple[int, int], ...]:
   return ((0, half), (half, rest))
 
 
+@dataclasses.dataclass(frozen=True)
+class Columns:
+  """How arrays [..., D] are loaded and stored: in slices of their columns.
+
+  Attributes:
+    dim: D.
+    slices: first column and width of each.
+  """
+
+  dim: int
+  slices: tuple[tuple[int, int], ...]
+
+  @classmethod
+  def of(cls, dim: int, dtype: jnp.dtype) -> "Columns":
+    """The columns of heads whose products are in a dtype."""
+    return cls(dim, column_slices(dim, 1 if dtype == jnp.float32 else 2))
+
+  @property
+  def width(self) -> int:
+    """Columns of all slices together, at least D."""
+    return sum(self.slices[-1])
+
+  def load(
+    self, ref: Any, place: tuple, rows: jax.Array | None = None
+  ) -> Slices:
+    """Loads rows [X, D].
+
+    Args:
+      ref: [..., D].
+      place: index of all dimensions but the last.
+      rows: [X, 1] bool, which to load; the others are 0. None loads all.
+    """
+    return tuple(
+      load(ref.at[(*place, pl.ds(first, width))], self._inside(rows, first))
+      for first, width in self.slices
+    )
+
+  def load_at(self, ref: Any, rows: jax.Array) -> Slices:
+    """Loads the rows of [X, D] that an array of indices [r] names; 0 for -1."""
+    named = (rows >= 0)[:, None]
+    rows = jnp.maximum(rows, 0)[:, None]
+    return tuple(
+      load(
+        ref.at[rows, first + jnp.arange(width)[None]],
+        self._inside(named, first),
+      )
+      for first, width in self.slices
+    )
+
+  def store(
+    self,
+    ref: Any,
+    place: tuple,
+    values: Slices,
+    rows: jax.Array | None = None,
+  ) -> None:
+    """Writes rows [X, D]; arguments as those of `load`."""
+    for (first, width), x in zip(self.slices, values):
+      target = ref.at[(*place, pl.ds(first, width))]
+      mask = self._inside(rows, first)
+      plgpu.store(target, x.astype(ref.dtype), mask=mask)
+
+  def zeros(self, rows: int) -> Slices:
+    """Initial sums, [rows, D] float32."""
+    return tuple(
+      jnp.zeros((rows, width), jnp.float32) for _, width in self.slices
+    )
+
+  def _inside(self, rows: jax.Array | None, first: int) -> jax.Array | None:
+    """Marks what a slice loads of [X, D]; None if all of it."""
+    width = dict(self.slices)[first]
+    if first + width <= self.dim:
+      return rows
+    return _both(rows, first + jnp.arange(width)[None] < self.dim)
+
+
 def product(a: Slices, b: Slices) -> jax.Array:
   """Multiplies rows [X, D] with rows [Y, D] to [X, Y] float32."""
   return sum(across(x, y) for x, y in zip(a, b))
@@ -205,15 +268,9 @@ class Program:
     return pl.cdiv(self.problem.keys, self.keys)
 
   @functools.cached_property
-  def columns(self) -> tuple[tuple[int, int], ...]:
-    """First column and width of the column slices."""
-    limit = 1 if self.problem.dtype == jnp.float32 else 2
-    return column_slices(self.problem.head_dim, limit)
-
-  @property
-  def width(self) -> int:
-    """Columns of all slices together, at least D."""
-    return sum(self.columns[-1])
+  def columns(self) -> Columns:
+    """How arrays of rows and keys are loaded."""
+    return Columns.of(self.problem.head_dim, self.problem.dtype)
 
   @property
   def ragged(self) -> bool:
@@ -226,65 +283,49 @@ class Program:
     causal = self.problem.visible.causal
     return self.row_tiles - 1 - program if causal else program
 
+  def each_tile_of_rows(self, table: tuple, masks: tuple) -> Callable:
+    """Decorates what a program does with its tile of rows, if that is used.
+
+    Args:
+      table: references from `row_table`.
+      masks: references to the masks of rows and keys.
+
+    Returns:
+      Decorator of a function that gets the index of the tile, the place of the
+      key/value head that it reads, and the function j -> `seen`.
+    """
+    heads, first, _ = table
+    index = self.row_tile(pl.program_id(0))
+    t = lax.div(index, self.tiles_per_block)
+
+    def decorate(work: Callable) -> None:
+      @pl.when(t < first[self.problem.num_heads])
+      def _() -> None:
+        place = self.place(lax.div(heads[t], self.problem.group))
+        own = jax.tree.map(lambda x: x[...], masks[0])
+        seen = functools.partial(self.seen, own, masks[1], place[0])
+        work(index, place, functools.partial(seen, rows_axis=0))
+
+    return decorate
+
   def place(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits the index b * K + k of a key/value head into b and k."""
     heads = self.problem.kv_heads
     return lax.div(head, heads), lax.rem(head, heads)
 
-  def load(self, ref: Any, rows: Any = slice(None)) -> Slices:
-    """Loads rows of [X, D]."""
-    return tuple(
-      _load(ref.at[rows, pl.ds(first, width)], self._inside(first, width))
-      for first, width in self.columns
-    )
-
-  def load_at(self, ref: Any, rows: jax.Array) -> Slices:
-    """Loads the rows of [X, D] that an array of indices [r] names; 0 for -1."""
-    named = (rows >= 0)[:, None]
-    return tuple(
-      _load(
-        ref.at[jnp.maximum(rows, 0)[:, None], first + jnp.arange(width)[None]],
-        _both(named, self._inside(first, width)),
-      )
-      for first, width in self.columns
-    )
-
-  def store(self, ref: Any, values: Slices) -> None:
-    """Writes a program's tile of rows."""
-    for (first, width), x in zip(self.columns, values):
-      place = ref.at[:, pl.ds(first, width)]
-      mask = self._inside(first, width)
-      plgpu.store(place, x.astype(ref.dtype), mask=mask)
-
   def load_keys(
     self, ref: Any, place: tuple, j: jax.Array, last: bool
   ) -> Slices:
     """Loads tile j of the keys or values; `last` if it may be the last one."""
-    batch, head = place
-    rows = self._inside_keys(j) if last else None
-    return tuple(
-      _load(
-        ref.at[batch, self._span(j), head, pl.ds(first, width)],
-        _both(rows, self._inside(first, width)),
-      )
-      for first, width in self.columns
-    )
+    place = place[0], self._span(j), place[1]
+    return self.columns.load(ref, place, self._inside_keys(j) if last else None)
 
   def store_keys(
     self, ref: Any, values: Slices, place: tuple, j: jax.Array
   ) -> None:
     """Writes tile j of the gradient of keys or values."""
-    batch, head = place
-    for (first, width), x in zip(self.columns, values):
-      target = ref.at[batch, self._span(j), head, pl.ds(first, width)]
-      mask = _both(self._inside_keys(j), self._inside(first, width))
-      plgpu.store(target, x.astype(ref.dtype), mask=mask)
-
-  def zeros(self, rows: int) -> Slices:
-    """Initial sums, [rows, D] float32."""
-    return tuple(
-      jnp.zeros((rows, width), jnp.float32) for _, width in self.columns
-    )
+    place = place[0], self._span(j), place[1]
+    self.columns.store(ref, place, values, self._inside_keys(j))
 
   def logits(
     self, rows: Slices, others: Slices, seen: jax.Array | None
@@ -343,10 +384,10 @@ class Program:
     if last is not None:
       result = _both(result, key(position) <= row(last))
     if key_mask is not None:
-      mask = _load(key_mask.at[batch, self._span(j)], inside, False)
+      mask = load(key_mask.at[batch, self._span(j)], inside, False)
       result = _both(result, key(mask))
     if segments is not None:
-      theirs = _load(segments.at[batch, self._span(j)], inside, 0)
+      theirs = load(segments.at[batch, self._span(j)], inside, 0)
       result = _both(result, key(theirs) == row(row_segments))
     if last is None and key_mask is None and inside is not None:
       result = _both(result, key(inside))
@@ -368,9 +409,9 @@ class Program:
     """
     if bounds is None:
       whole, end = self.problem.keys // self.keys, self.key_tiles
-      bounds = Bounds(0, 0, whole, end)
+      bounds = Ranges(0, 0, whole, end)
     else:
-      bounds = Bounds(*(x[index] for x in bounds))
+      bounds = Ranges(*(x[index] for x in bounds))
     if not self.problem.masks_by_value:  # every row sees the first keys
       bounds = bounds._replace(begin=0, whole_begin=0)
     return self._in_parts(bounds, step, carry)
@@ -404,14 +445,14 @@ class Program:
       return loop(begin, end, functools.partial(step, masked=False), carry)
 
     def over_query_head(g: jax.Array, carry: Any) -> Any:
-      own = Bounds(*(x[head * group + g, j] for x in bounds))
+      own = Ranges(*(x[head * group + g, j] for x in bounds))
       if not self.problem.masks_by_value:  # the last rows see all keys
         own = own._replace(end=own.whole_end)
       return self._in_parts(own, step, carry)
 
     return loop(0, group, over_query_head, carry)
 
-  def _in_parts(self, bounds: Bounds, step: Callable, carry: Any) -> Any:
+  def _in_parts(self, bounds: Ranges, step: Callable, carry: Any) -> Any:
     """Loops over tiles with a mask, without, and with a mask."""
     begin, whole_begin, whole_end, end = bounds
     masked = functools.partial(step, masked=True)
@@ -422,12 +463,6 @@ class Program:
 
   def _span(self, j: jax.Array) -> pl.Slice:
     return pl.ds(j * self.keys, self.keys)
-
-  def _inside(self, first: int, width: int) -> jax.Array | None:
-    """Marks the slice's columns below D, [1, W]; None if all are."""
-    if first + width <= self.problem.head_dim:
-      return None
-    return first + jnp.arange(width)[None] < self.problem.head_dim
 
   def _inside_keys(self, j: jax.Array) -> jax.Array | None:
     """Marks the keys of tile j below M, [L, 1]; None if all are."""
@@ -440,18 +475,18 @@ class Program:
 
   def own_rows(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
     """Passes each program its tile of rows, of [T * R, D] or [T * R]."""
-    block = (self.rows, self.width)[: x.ndim]
+    block = (self.rows, self.columns.width)[: x.ndim]
     index = (lambda i: (self.row_tile(i), 0)) if x.ndim > 1 else self.row_tile
     return Argument(x, pl.BlockSpec(block, index))
 
   def all_rows(self, x: jax.Array) -> Argument:
     """Passes each program all rows, [X, D] or [X]."""
-    return self._whole(x, (x.shape[0], self.width)[: x.ndim])
+    return self._whole(x, (x.shape[0], self.columns.width)[: x.ndim])
 
   def keys_or_values(self, x: jax.Array | jax.ShapeDtypeStruct) -> Argument:
     """Passes each program all keys or values, [B, M, K, D]."""
     batch, _, heads, _ = x.shape
-    return self._whole(x, (batch, self._padded_keys, heads, self.width))
+    return self._whole(x, (batch, self._padded_keys, heads, self.columns.width))
 
   def key_masks(self) -> tuple:
     """The key mask and each key's segment, [B, M] or None."""
@@ -556,7 +591,8 @@ def loop(begin: Any, end: Any, step: Callable, carry: Any) -> Any:
   return lax.fori_loop(begin, end, step, carry)
 
 
-def _load(ref: Any, mask: jax.Array | None, other: Any = 0.0) -> jax.Array:
+def load(ref: Any, mask: jax.Array | None, other: Any = 0.0) -> jax.Array:
+  """Loads what a mask marks, else `other`; None loads all."""
   if mask is None:
     return plgpu.load(ref)
   return plgpu.load(ref, mask=mask, other=other)
@@ -572,24 +608,17 @@ def _forward_kernel(
   table: tuple, queries: tuple, keys: tuple, masks: tuple, out_ref: Any,
   sum_ref: Any, *, plan: Program,
 ) -> None:  # fmt: skip
-  heads, first, bounds = table
   pair_ref, q_ref = queries
   k_ref, v_ref = keys
-  index = plan.row_tile(pl.program_id(0))
-  t = lax.div(index, plan.tiles_per_block)
 
-  @pl.when(t < first[plan.problem.num_heads])
-  def _() -> None:
-    place = plan.place(lax.div(heads[t], plan.problem.group))
-    row_masks = jax.tree.map(lambda x: x[...], masks[0])
+  @plan.each_tile_of_rows(table, masks)
+  def _(index: jax.Array, place: tuple, seen_in: Callable) -> None:
     # Empty rows are 0, as in the gradients: these use the sums of this pass.
-    q = plan.load_at(q_ref, pair_ref[...])
+    q = plan.columns.load_at(q_ref, pair_ref[...])
 
     def step(j: jax.Array, carry: tuple, *, masked: bool) -> tuple:
       acc, highest, total = carry
-      seen = None
-      if masked:
-        seen = plan.seen(row_masks, masks[1], place[0], j, rows_axis=0)
+      seen = seen_in(j) if masked else None
       k = plan.load_keys(k_ref, place, j, last=masked)
       logits = plan.logits(q, _widened(plan.problem, k), seen)
       new = jnp.maximum(highest, logits.max(1))
@@ -607,12 +636,12 @@ def _forward_kernel(
       return _add(acc, weights, v), new, total
 
     lowest = jnp.full(plan.rows, -jnp.inf, jnp.float32)
-    start = plan.zeros(plan.rows), lowest, jnp.zeros_like(lowest)
-    acc, highest, total = plan.over_keys(bounds, index, step, start)
+    start = plan.columns.zeros(plan.rows), lowest, jnp.zeros_like(lowest)
+    acc, highest, total = plan.over_keys(table[2], index, step, start)
     sees_keys = total > 0
     total = jnp.where(sees_keys, total, 1.0)
     norm = (1 / total)[:, None]
-    plan.store(out_ref, tuple(x * norm for x in acc))
+    plan.columns.store(out_ref, _OWN, tuple(x * norm for x in acc))
     shift = jnp.where(sees_keys, highest, 0.0) * plan.exponent_scale
     sum_ref[...] = shift + jnp.log(total) * LOG2_E
 
@@ -621,36 +650,30 @@ def _query_gradient_kernel(
   table: tuple, rows: tuple, keys: tuple, masks: tuple, dq_ref: Any,
   inner_ref: Any, *, plan: Program,
 ) -> None:  # fmt: skip
-  heads, first, bounds = table
   q_ref, out_ref, sum_ref, grad_ref = rows
   k_ref, v_ref = keys
-  index = plan.row_tile(pl.program_id(0))
-  t = lax.div(index, plan.tiles_per_block)
 
-  @pl.when(t < first[plan.problem.num_heads])
-  def _() -> None:
-    place = plan.place(lax.div(heads[t], plan.problem.group))
-    row_masks = jax.tree.map(lambda x: x[...], masks[0])
-    q, grad = plan.load(q_ref), plan.load(grad_ref)
+  @plan.each_tile_of_rows(table, masks)
+  def _(index: jax.Array, place: tuple, seen_in: Callable) -> None:
+    q, grad = (plan.columns.load(x, _OWN) for x in (q_ref, grad_ref))
     log_sum = sum_ref[...][:, None]
     inner = sum(
       (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(1)
-      for x, y in zip(plan.load(out_ref), grad)
+      for x, y in zip(plan.columns.load(out_ref, _OWN), grad)
     )
     inner_ref[...] = inner
 
     def step(j: jax.Array, dq: Slices, *, masked: bool) -> Slices:
-      seen = None
-      if masked:
-        seen = plan.seen(row_masks, masks[1], place[0], j, rows_axis=0)
+      seen = seen_in(j) if masked else None
       k = plan.load_keys(k_ref, place, j, last=masked)
       v = plan.load_keys(v_ref, place, j, last=masked)
       weights = plan.weights(plan.logits(q, k, seen), log_sum)
       dlogits = weights * (product(grad, v) - inner[:, None])
       return _add(dq, dlogits.astype(k_ref.dtype), k)
 
-    dq = plan.over_keys(bounds, index, step, plan.zeros(plan.rows))
-    plan.store(dq_ref, tuple(x * plan.problem.scale for x in dq))
+    dq = plan.over_keys(table[2], index, step, plan.columns.zeros(plan.rows))
+    dq = tuple(x * plan.problem.scale for x in dq)
+    plan.columns.store(dq_ref, _OWN, dq)
 
 
 def _key_gradients_kernel(
@@ -673,14 +696,14 @@ def _key_gradients_kernel(
     if masked:
       row_masks = jax.tree.map(lambda x: x[span], masks[0])
       seen = plan.seen(row_masks, masks[1], place[0], j, rows_axis=1)
-    q, grad = plan.load(q_ref, span), plan.load(grad_ref, span)
+    q, grad = (plan.columns.load(x, (span,)) for x in (q_ref, grad_ref))
     log_sum, inner = sum_ref[span][None], inner_ref[span][None]
     weights = plan.weights(plan.logits(k, q, seen), log_sum)
     dv = _add(dv, weights.astype(grad_ref.dtype), grad)
     dlogits = weights * (product(v, grad) - inner)
     return _add(dk, dlogits.astype(q_ref.dtype), q), dv
 
-  zeros = plan.zeros(plan.keys)
+  zeros = plan.columns.zeros(plan.keys)
   dk, dv = plan.over_rows(table, j, head, step, (zeros, zeros))
   dk = tuple(x * plan.problem.scale for x in dk)
   plan.store_keys(dk_ref, dk, place, j)

@@ -23,9 +23,10 @@ from moh_jax.ops.kernels.problem import DecodeProblem, times
 from moh_jax.ops.kernels.sizes import Tile, fitting
 from moh_jax.ops.kernels.triton import (
   SMALLEST,
+  Columns,
   Slices,
-  column_slices,
   launch,
+  load,
   plgpu,
   product,
 )
@@ -125,10 +126,9 @@ class Plan:
     return batch, lists, split_count(batch * lists, self.problem.slots)
 
   @functools.cached_property
-  def columns(self) -> tuple[tuple[int, int], ...]:
-    """First column and width of the column slices."""
-    limit = 1 if self.problem.dtype == jnp.float32 else 2
-    return column_slices(self.problem.head_dim, limit)
+  def columns(self) -> Columns:
+    """How rows are loaded."""
+    return Columns.of(self.problem.head_dim, self.problem.dtype)
 
   def call(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel.
@@ -143,7 +143,7 @@ class Plan:
     """
     problem, splits = self.problem, self.grid[2]
     batch, kv_heads, group, dim = q.shape
-    rows, width = self.row_tiles * self.tile.rows, sum(self.columns[-1])
+    rows, width = self.row_tiles * self.tile.rows, self.columns.width
     slots = pl.cdiv(problem.slots, self.tile.keys) * self.tile.keys
 
     def whole(*shape: int) -> pl.BlockSpec:
@@ -180,34 +180,11 @@ class Plan:
       name="moh_decode",
     )(*inputs)
 
-  def load(self, ref: Any, place: tuple, inside: jax.Array) -> Slices:
-    """Loads rows [X, D] in the dtype of the products; 0 outside.
-
-    Args:
-      ref: [..., D].
-      place: indices of all dimensions but the last.
-      inside: [X] bool, the rows to load.
-    """
-    parts = []
-    for start, width in self.columns:
-      mask = inside[:, None] & self._inside(start, width)
-      part = ref.at[(*place, pl.ds(start, width))]
-      part = plgpu.load(part, mask=mask, other=0)
-      # Values may be wider than the products.
-      parts.append(
-        part.astype(jnp.promote_types(self.problem.dtype, part.dtype))
-      )
-    return tuple(parts)
-
-  def store(self, ref: Any, place: tuple, rows: Slices, inside: Any) -> None:
-    """Writes rows [X, D], as `load` reads them."""
-    for (start, width), part in zip(self.columns, rows):
-      mask = inside[:, None] & self._inside(start, width)
-      target = ref.at[(*place, pl.ds(start, width))]
-      plgpu.store(target, part, mask=mask)
-
-  def _inside(self, start: int, width: int) -> jax.Array:
-    return start + jnp.arange(width)[None] < self.problem.head_dim
+  def load(self, ref: Any, place: tuple, rows: jax.Array) -> Slices:
+    """Loads rows as `Columns.load`, in the dtype of the products or wider."""
+    parts = self.columns.load(ref, place, rows[:, None])
+    dtype = jnp.promote_types(self.problem.dtype, ref.dtype)
+    return tuple(part.astype(dtype) for part in parts)
 
 
 def _kernel(
@@ -236,8 +213,7 @@ def _kernel(
       def scaled(x: jax.Array, scale_ref: Any) -> jax.Array:
         if scale_ref is None:
           return x
-        scale = plgpu.load(scale_ref.at[place], mask=seen, other=0)
-        return x * scale[None]
+        return x * load(scale_ref.at[place], seen)[None]
 
       logits = product(q, plan.load(stored[0], place, seen))
       logits = scaled(logits * plan.problem.log2_scale, scales[0])
@@ -255,10 +231,7 @@ def _kernel(
       return acc, new, total
 
     lowest = jnp.full(plan.tile.rows, -jnp.inf, jnp.float32)
-    zeros = tuple(
-      jnp.zeros((plan.tile.rows, width), jnp.float32)
-      for _, width in plan.columns
-    )
+    zeros = plan.columns.zeros(plan.tile.rows)
     begin, stop = split_tiles(first, end, split, plan.grid[2], plan.tile.keys)
     acc, highest, total = lax.fori_loop(
       begin, stop, step, (zeros, lowest, jnp.zeros_like(lowest))
@@ -267,7 +240,7 @@ def _kernel(
     total = jnp.where(has_slots, total, 1.0)
     acc = tuple(x / total[:, None] for x in acc)
     place = text, head, split, rows
-    plan.store(out_ref, place, acc, in_group)
+    plan.columns.store(out_ref, place, acc, in_group[:, None])
     log_sum = jnp.where(has_slots, highest + jnp.log2(total), -jnp.inf)
     plgpu.store(sum_ref.at[place], log_sum, mask=in_group)
 

@@ -1,13 +1,27 @@
-"""How a tensor axis holds the heads of a layer."""
+"""Where heads lie on devices and in vector lanes."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig, released_models
 from moh_jax.config.heads import HeadBudget
-from moh_jax.ops.head_layout import HeadPlacement, kv_repeats, place_heads
+
+from moh_jax.ops.head_layout import (
+  HeadLayout,
+  HeadPlacement,
+  fill_lanes,
+  head_layout,
+  heads_in_lanes,
+  in_place,
+  kv_repeats,
+  on_tpu,
+  over_lanes,
+  place_heads,
+)
 from moh_jax.runtime import sharding
+from tests.ops import devices
 
 _DEVICES = (2, 4, 8)
 
@@ -48,9 +62,9 @@ class PlacementTest(parameterized.TestCase):
     self.assertIsNone(place_heads(*shape))
 
   def test_repeated_key_value_heads_are_those_of_the_queries(self):
-    for heads, kv_heads, devices, sequence in ((16, 2, 2, 4), (24, 6, 2, 2)):
-      placement = place_heads(heads, kv_heads, devices, sequence)
-      total = devices * sequence
+    for heads, kv_heads, count, sequence in ((16, 2, 2, 4), (24, 6, 2, 2)):
+      placement = place_heads(heads, kv_heads, count, sequence)
+      total = count * sequence
       repeats = kv_repeats(kv_heads, total)
       self.assertGreater(repeats, 1)
       stored = np.repeat(placement.order(kv_heads), repeats)
@@ -72,13 +86,11 @@ class PlacementTest(parameterized.TestCase):
     seen = 0
     for budget, kv_heads in _budgets():
       group = budget.num_heads // kv_heads
-      for devices in _DEVICES:
-        if kv_heads % devices or budget.shared % (devices * group):
+      for count in _DEVICES:
+        if kv_heads % count or budget.shared % (count * group):
           continue
-        placement = HeadPlacement(budget.num_heads, kv_heads, devices)
-        self.assertLessEqual(
-          placement.imbalance(budget), 1.1, (budget, devices)
-        )
+        placement = HeadPlacement(budget.num_heads, kv_heads, count)
+        self.assertLessEqual(placement.imbalance(budget), 1.1, (budget, count))
         seen += 1
     self.assertGreater(seen, 40)
 
@@ -92,12 +104,12 @@ class PlacementTest(parameterized.TestCase):
 
   def test_no_token_has_more_active_heads_on_a_device(self):
     budget, rng = HeadBudget(12, 5, 3, 8), np.random.default_rng(0)
-    for devices in (2, 3, 4):
-      placement = HeadPlacement(12, 12, devices)
+    for count in (2, 3, 4):
+      placement = HeadPlacement(12, 12, count)
       mask = np.ones((4000, 12), bool)
       scores = rng.normal(size=(4000, budget.routed))
       mask[:, 5:] = scores >= np.sort(scores)[:, -3:-2]
-      own = mask[:, placement.order(12)].reshape(4000, devices, -1).sum(-1)
+      own = mask[:, placement.order(12)].reshape(4000, count, -1).sum(-1)
       self.assertEqual(own.max(), placement.most_active(budget))
       np.testing.assert_allclose(
         own.mean(0), placement.expected_active(budget), atol=0.05
@@ -107,19 +119,78 @@ class PlacementTest(parameterized.TestCase):
     shape=((8, 8, 2), (8, 4, 4), (12, 12, 4), (32, 8, 8)), dim=(0, 1, 2)
   )
   def test_heads_move_and_gradients_come_back(self, shape, dim):
-    heads, kv_heads, devices = shape
-    placement = HeadPlacement(heads, kv_heads, devices)
+    heads, kv_heads, count = shape
+    placement = HeadPlacement(heads, kv_heads, count)
     sizes = [2, 3, 5]
     sizes[dim] = heads
     x = np.random.default_rng(1).normal(size=sizes).astype(np.float32)
-    mesh = sharding.make_mesh(
-      MeshConfig(tensor=devices), jax.devices()[:devices]
-    )
+    mesh = sharding.make_mesh(MeshConfig(tensor=count), jax.devices()[:count])
     with sharding.use_mesh(mesh):
       out, pull = jax.vjp(jax.jit(lambda x: placement.deal(x, dim)), x)
       [back] = pull(out)
     np.testing.assert_array_equal(out, x.take(placement.order(heads), dim))
     np.testing.assert_array_equal(back, x)
+
+
+class LanesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((16, 64), 2),
+    ((12, 32), 4),
+    ((8, 16), 8),
+    ((16, 128), 1),
+    ((16, 256), 1),
+    ((16, 72), 1),  # does not divide 128
+    ((3, 64), 1),  # one head would be left over
+  )
+  def test_heads_that_fill_the_lanes(self, sizes, expected):
+    self.assertEqual(heads_in_lanes(*sizes), expected)
+
+  def test_neighbours_share_a_row(self):
+    x = np.arange(2 * 4 * 3).reshape(2, 4, 3)
+    expected = [[[*a, *b], [*c, *d]] for a, b, c, d in x]
+    np.testing.assert_array_equal(fill_lanes(jnp.asarray(x), 2), expected)
+
+  def test_lanes_of_a_place(self):
+    got = in_place(jnp.array([1, 0]), 2, 3)
+    np.testing.assert_array_equal(got, [[0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+
+  @parameterized.parameters(1, 2, 4)
+  def test_one_number_over_the_lanes_of_its_head(self, count):
+    gates = jnp.asarray(np.random.default_rng(0).random((2, 3, 4)), jnp.float32)
+    got = fill_lanes(jnp.ones((2, 3, 4, 5)), count) * over_lanes(
+      gates, count, 5
+    )
+    expected = np.repeat(gates, 5, axis=-1).reshape(got.shape)
+    np.testing.assert_array_equal(got, expected)
+
+  def test_the_device_is_that_of_the_mesh(self):
+    with devices.traced_for("tpu"):
+      self.assertTrue(on_tpu())
+    with devices.traced_for("gpu"):
+      self.assertFalse(on_tpu())
+
+
+class LayoutTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (64, {8: 1, 4: 1}, True, 64, (2, 2)),
+    (64, {8: 4, 2: 2}, True, 64, (2, 1)),  # a device has one of the two
+    (96, {8: 1}, True, 128, (1,)),
+    (96, {8: 1}, False, 96, (1,)),
+    (48, {3: 1}, True, 48, (1,)),  # wider heads would not fill the lanes
+  )
+  def test_width_and_sets_on_a_tpu(self, dim, devices_of, pads, width, counts):
+    with devices.traced_for("tpu"):
+      layout = head_layout(dim, devices_of, pads=pads)
+    self.assertEqual(layout.width, width)
+    self.assertEqual(tuple(map(layout.count, devices_of)), counts)
+    self.assertEqual(head_layout(dim, devices_of, pads=pads).width, dim)
+
+  def test_numbers_per_head_are_dealt_and_come_back(self):
+    x = jnp.arange(8.0)[None]
+    layout = HeadLayout(4, 4, placement=HeadPlacement(8, 8, 2))
+    np.testing.assert_array_equal(layout.dealt(x)[0], [0, 2, 4, 6, 1, 3, 5, 7])
+    np.testing.assert_array_equal(layout.undealt(layout.dealt(x)), x)
+    self.assertIs(HeadLayout(4, 4).dealt(x), x)
 
 
 if __name__ == "__main__":
