@@ -16,8 +16,9 @@ import jax
 
 from benchmarks.common import finish, make_parser
 from moh_jax.cli import common
+from moh_jax.cli.arguments.speed import bench_run, with_length
 from moh_jax.cli.bench_model import train_step
-from moh_jax.config import Config, get_family, released_model, without_router
+from moh_jax.config import Config, released_model, without_router
 from moh_jax.config.base import DTYPES
 from moh_jax.data.infer import resolve
 from moh_jax.runtime import compilation_cache
@@ -40,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   model = dataclasses.replace(released_model(args.model), dtype=args.dtype)
   model = without_router(model) if args.mha else model
-  family, batch = get_family(model.family), args.batch
+  batch = args.batch
   if memory := stated_bytes(jax.devices()[0]):
     fitting = max(1, batch * memory / _CARD_BYTES)
     batch = min(batch, 2 ** math.floor(math.log2(fitting)))
   compilation_cache.enable()  # the step is compiled twice
   row = None
   while row is None:
-    run = resolve(family.bench_run(model, batch))
-    run = family.with_length(run, args.length) if args.length else run
+    run = resolve(bench_run(model, batch))
+    run = with_length(run, args.length) if args.length else run
     try:
       row = measure(run, args.rounds)
     except jax.errors.JaxRuntimeError as error:

@@ -15,8 +15,8 @@ from ml_collections import config_flags
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.runtime.devices import parse_topology
 from moh_jax.runtime import checkpoint
+from moh_jax.runtime.devices import parse_topology
 from moh_jax.training.plan import make_plan
 from moh_jax.training.variants import make_variant
 

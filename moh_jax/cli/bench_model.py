@@ -22,6 +22,7 @@ from moh_jax.config import (
   Config,
   LLMConfig,
   SampleConfig,
+  get_family,
 )
 from moh_jax.inference import decoding, generate
 from moh_jax.inference.options import Sampling

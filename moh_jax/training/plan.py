@@ -14,8 +14,8 @@ from moh_jax.data.infer import resolve_without_data
 from moh_jax.layers.stack import RUN_TWICE
 from moh_jax.ops.target import Target
 from moh_jax.runtime import devices, sharding
-from moh_jax.runtime.sharding import bytes_on_device
 from moh_jax.runtime.devices import USABLE, Topology
+from moh_jax.runtime.sharding import bytes_on_device
 from moh_jax.training.compiling import (
   Collective,
   Compiled,
@@ -190,7 +190,8 @@ def make_plan(config: Config, topology: Topology, compiles: bool) -> Plan:
     abstract_device=devices.abstract_device(topology),
   )
   check_mesh(config, mesh)
-  program = make_program(config, task_builder(config).make_objective(config), mesh)
+  objective = task_builder(config).make_objective(config)
+  program = make_program(config, objective, mesh)
   check_params(config, mesh, program)
   state, sizes = program.state, dict(mesh.shape)
   parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))

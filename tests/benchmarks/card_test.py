@@ -16,7 +16,8 @@ from moh_jax.cli import bench as bench_cli
 from moh_jax.ops import crossovers as table
 from moh_jax.ops.crossovers import LENGTHS, Crossover, largest_share
 from moh_jax.ops.kernels import triton
-from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile, read
+from moh_jax.ops.kernels.backends import read
+from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
 from moh_jax.training import bench, timing
 from moh_jax.training.bench import Program, Row

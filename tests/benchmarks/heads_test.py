@@ -21,7 +21,7 @@ from moh_jax.config import CACHE_DTYPES
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers import attend
 from moh_jax.ops import attention as ops
-from moh_jax.ops.cached_attention import cached_attention
+from moh_jax.ops.attention import cached_attention
 from moh_jax.training import bench as bench_lib
 from tests.ops.devices import traced_for
 

@@ -8,8 +8,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import bench_model
-from moh_jax.cli.arguments.speed import ModelOptions
-from moh_jax.config import get_family
+from moh_jax.cli.arguments.speed import ModelOptions, bench_run
 from tests.training import tiny
 
 _ONE_LAYER = {"num_heads": (4,), "shared_heads": (1,), "top_k": (2,)}
@@ -52,7 +51,7 @@ class ModelOptionsTest(parameterized.TestCase):
 
 class MeasureTest(parameterized.TestCase):
   def _measure(self, family, **given):
-    config = get_family(family).bench_run(_MODELS[family], 1)
+    config = bench_run(_MODELS[family], 1)
     with mock.patch.object(bench_model, "_BATCHES", (1,)):
       options = ModelOptions(config=config, batch=2, rounds=1, **given)
       return bench_model.measure(options)
@@ -87,7 +86,7 @@ class MeasureTest(parameterized.TestCase):
     self.assertGreater(result["peak_resident_bytes"], 0)
 
   def test_no_timed_call_of_decoding_reads_the_prompt(self):
-    run = get_family("llm").bench_run(_MODELS["llm"], 1)
+    run = bench_run(_MODELS["llm"], 1)
     writer = bench_model._Writer(run, 1, 16)
     with mock.patch.object(writer, "prefill") as prefill:
       for _ in range(4):

@@ -8,6 +8,7 @@ import numpy as np
 from absl.testing import absltest
 
 from moh_jax.data import sources
+from moh_jax.data.latents import LatentSource
 from moh_jax.training import denoising
 from tests.cli import tiny_checkpoint
 from tests.data import tiny_sets

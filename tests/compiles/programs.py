@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from moh_jax.cli.arguments.speed import bench_run, with_length
-
 from moh_jax.config import Config, MeshConfig, released_model
 from moh_jax.config.layers import without_router
 from moh_jax.runtime import sharding

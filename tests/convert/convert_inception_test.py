@@ -13,8 +13,8 @@ from moh_jax.convert.inception import (
 )
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.inception import InceptionV3
-from tests.parity.images import regenerate
 from tests.convert.stored import save_tensors
+from tests.parity.images import regenerate
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 

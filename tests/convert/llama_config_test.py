@@ -9,8 +9,8 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import (
   RotaryConfig,
   RouterConfig,
-  get_family,
   released_model,
+  released_models,
   without_router,
 )
 from moh_jax.convert import llama_config
@@ -274,7 +274,8 @@ _WRITTEN_YARN = {"scaling": "yarn", "factor": 4.0, "original_length": 16}
 _MODELS = {
   **{
     name: (model, _LLAMA if model.router.kind == "none" else _OURS)
-    for name, model in get_family("llm").released().items()
+    for name, model in released_models().items()
+    if model.family == "llm"
   },
   "tiny_moh": (tiny_llm.MOH, _OURS),
   "released": (tiny_llm.QUERY_NORM, _OURS),

@@ -19,7 +19,7 @@ from moh_jax.config import (
   TextDataConfig,
   TrainConfig,
   TuneConfig,
-  get_family,
+  released,
   released_model,
 )
 from moh_jax.convert import checkpoints, llama, llama_config, tensor_files
@@ -133,7 +133,7 @@ class ConvertTest(_Case):
     }
     unread = mock.Mock(side_effect=AssertionError("a tensor was read"))
     with (
-      mock.patch.object(get_family("llm"), "released", lambda: models),
+      mock.patch.dict(released.LLM_MODELS, models, clear=True),
       mock.patch("numpy.memmap", unread),
     ):
       for kind in ("llama", "moh-llama3"):

@@ -21,7 +21,6 @@ from moh_jax.config import (
   RotaryConfig,
   RouterConfig,
   SampleConfig,
-  get_family,
   released_model,
   without_router,
 )
@@ -76,7 +75,7 @@ _MODELS = {
 
 
 def _run(model) -> Config:
-  return resolve(get_family(model.family).converter().released_run(model, {}))
+  return resolve(rules.converter_of(model).released_run(model, {}))
 
 
 def _random(config: Config, seed: int = 0):

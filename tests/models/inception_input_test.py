@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models.inception import prepare
 from moh_jax.config.dit import RESIZES
+from moh_jax.models.inception import prepare
 
 _CASE = pathlib.Path(__file__).parents[1] / "goldens/inception_fid"
 

@@ -7,7 +7,6 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig, released_models
 from moh_jax.config.heads import HeadBudget
-
 from moh_jax.ops.head_layout import (
   HeadLayout,
   HeadPlacement,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
-from moh_jax.config import get_family, without_router
+from moh_jax.cli.arguments.speed import bench_run, with_length
+from moh_jax.config import without_router
 from moh_jax.data.infer import resolve
 from moh_jax.ops import attention
 from moh_jax.runtime.params import abstract_params, unbox
@@ -21,14 +22,14 @@ from moh_jax.training.flops import (
   step_flops,
   step_forms,
 )
+from moh_jax.training.task import task_builder
 from tests.models import small_vit
 from tests.training import tiny
 
 
 def _run(model, batch=1, length=None):
-  family = get_family(model.family)
-  run = resolve(family.bench_run(model, batch))
-  return family.with_length(run, length) if length else run
+  run = resolve(bench_run(model, batch))
+  return with_length(run, length) if length else run
 
 
 def _flops(*args):
@@ -142,7 +143,7 @@ class TrainFlopsTest(parameterized.TestCase):
 
 def _traced(run):
   """The cases that the layers of a step ask about."""
-  objective = get_family(run.model.family).tasks().make_objective(run)
+  objective = task_builder(run).make_objective(run)
   batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((run.data.batch_size, *x.shape), x.dtype),
     objective.example,

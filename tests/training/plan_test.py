@@ -6,7 +6,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config import get_family, without_router
+from moh_jax.config import without_router
 from moh_jax.layers.stack import REMAT_NAMES
 from moh_jax.runtime import devices, sharding
 from moh_jax.runtime.devices import parse_topology
@@ -19,6 +19,7 @@ from moh_jax.training.plan import (
   seconds,
 )
 from moh_jax.training.program import make_program
+from moh_jax.training.task import task_builder
 from tests.training import tiny
 
 _MESH = {"data": -1, "max_imbalance": 2.0}
@@ -42,7 +43,7 @@ class MemoryTest(parameterized.TestCase):
       optim={"accumulation": 2},
     )
     mesh = sharding.make_mesh(run.mesh)
-    objective = get_family(family).tasks().make_objective(run)
+    objective = task_builder(run).make_objective(run)
     program = make_program(run, objective, mesh)
     with sharding.use_mesh(mesh):
       compiled = program.step.lower(program.state, program.batch).compile()
@@ -137,7 +138,7 @@ class SlicesTest(parameterized.TestCase):
 class CompilerTest(absltest.TestCase):
   def _plan(self, missing=(), **compiler):
     with (
-      mock.patch.object(targets, "missing_packages", lambda name: missing),
+      mock.patch.object(devices, "missing_packages", lambda name: missing),
       mock.patch.object(plan_lib, "compile_step", **compiler),
     ):
       return _plan(tiny.llm_config(mesh={"data": -1}), compiles=True)

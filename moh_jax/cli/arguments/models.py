@@ -4,9 +4,9 @@ import argparse
 
 from moh_jax.cli import common, distributed, fields, text_files
 from moh_jax.config import EvalConfig, export_forms, public_formats
+from moh_jax.convert.tensor_files import DTYPES, SHARD_SIZE
 from moh_jax.runtime.devices import Topology, parse_topology
 from moh_jax.training.variants import FORMS
-from moh_jax.convert.tensor_files import DTYPES, SHARD_SIZE
 
 _UNITS = {"GB": 10**9, "MB": 10**6}
 

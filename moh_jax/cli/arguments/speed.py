@@ -10,8 +10,8 @@ from moh_jax import config as config_lib
 from moh_jax.cli import common, fields
 from moh_jax.config import Config
 from moh_jax.config.base import DTYPES
-from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.config.heads import HeadBudget
+from moh_jax.config.layers import IMPLEMENTATIONS
 
 MODES = ("forward", "forward_backward", "causal", "causal_forward_backward")
 _BENCH_LENGTH = 512  # tokens, where `bench --lengths` is not given
