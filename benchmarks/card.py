@@ -28,10 +28,10 @@ from moh_jax.cli import common
 from moh_jax.cli.arguments.speed import MODES
 from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
-from moh_jax.json_files import read_json
 from moh_jax.ops.kernels import backends
 from moh_jax.ops.kernels.backends import has_kernels
 from moh_jax.ops.target import has_cudnn, target
+from moh_jax.runtime.json_files import read_json
 from moh_jax.training import timing
 from moh_jax.training.bench import Row, attempt, failure, table_cells
 

@@ -24,7 +24,6 @@ from moh_jax.cli import common, fields
 from moh_jax.cli.bench import random_active
 from moh_jax.cli.main import report_errors
 from moh_jax.config.heads import HeadBudget
-from moh_jax.files import replacing
 from moh_jax.ops.head_blocks import head_blocks
 from moh_jax.ops.kernels.backends import (
   BACKENDS,
@@ -36,6 +35,7 @@ from moh_jax.ops.kernels.problem import Problem
 from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
 from moh_jax.ops.target import target
 from moh_jax.ops.visible import Visible
+from moh_jax.runtime.files import replacing
 from moh_jax.training import bench, timing
 from moh_jax.training.bench import Program, attempt
 

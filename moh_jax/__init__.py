@@ -102,7 +102,7 @@ class ImageClassifierFamily(Family):
   """
 
   task: _typing.Any = "moh_jax.training.classification"
-  probe: _typing.Any = "moh_jax.analysis.probe:image_probe"
+  probe: _typing.Any = "moh_jax.evaluation.probe:image_probe"
   commands: frozenset[str] = frozenset({"classify"})
 
 
@@ -123,7 +123,7 @@ register_family(
     network="moh_jax.models.dit:DiT",
     task="moh_jax.training.denoising",
     converter="moh_jax.convert.dit:CONVERTER",
-    probe="moh_jax.analysis.probe:diffusion_probe",
+    probe="moh_jax.evaluation.probe:diffusion_probe",
     released="moh_jax.config.released:DIT_MODELS",
     commands=frozenset({"sample"}),
     formats={"moh-dit": ("moh-dit",), "dit": ("dit",), "diffusers": ()},
@@ -137,7 +137,7 @@ register_family(
     network="moh_jax.models.llm:LLM",
     task="moh_jax.training.language_modeling",
     converter="moh_jax.convert.llama:CONVERTER",
-    probe="moh_jax.analysis.probe:text_probe",
+    probe="moh_jax.evaluation.probe:text_probe",
     released="moh_jax.config.released:LLM_MODELS",
     commands=frozenset({"evaluate-lm", "generate"}),
     formats={

@@ -10,7 +10,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 _PACKAGE = _ROOT / "moh_jax"
 _MOST_LINES = 600
 _MOST_LINES_OF_KERNELS = 900
-_ABOVE_TRAINING = ("inference", "convert", "analysis")
+_ABOVE_TRAINING = ("inference", "convert", "evaluation")
 
 
 def _layers() -> list[set[str]]:

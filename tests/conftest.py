@@ -42,8 +42,9 @@ settings.load_profile("suite")
 
 # Workers of pytest-xdist inherit the cache of the process that starts them.
 _MOST_WORKERS = 4  # bounds the memory that the suite takes
-_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-if not _IS_WORKER:
+# With JAX_COMPILATION_CACHE_DIR set, later runs find the programs of this one.
+_OWN_CACHE = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if _OWN_CACHE:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(
     prefix="moh_jax_tests_"
   )
@@ -83,5 +84,5 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_unconfigure():
-  if not _IS_WORKER:
+  if _OWN_CACHE:
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

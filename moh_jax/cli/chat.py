@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.data.chat import check_messages
-from moh_jax.json_files import read_json
+from moh_jax.runtime.json_files import read_json
 
 
 def is_chat(args: argparse.Namespace) -> bool:

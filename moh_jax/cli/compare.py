@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from moh_jax.analysis import comparison, pictures
 from moh_jax.cli import common, distributed, run_log
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
 from moh_jax.data.infer import resolve
-from moh_jax.files import write_whole
+from moh_jax.evaluation import comparison, pictures
 from moh_jax.models.registry import make_model
+from moh_jax.runtime.files import write_whole
 from moh_jax.runtime.params import abstract_params
 from moh_jax.runtime.sharding import axis_sizes
 from moh_jax.training import timing

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from moh_jax.files import write_whole
+from moh_jax.runtime.files import write_whole
 
 
 def write_csv(

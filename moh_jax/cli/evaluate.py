@@ -9,16 +9,15 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.analysis import pictures
 from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.config import EvalConfig, check_command
 from moh_jax.data.infer import data_at
-from moh_jax.evaluation import predictions
-from moh_jax.files import write_whole
+from moh_jax.evaluation import pictures, predictions
 from moh_jax.inference.restore import Restored
-from moh_jax.json_files import read_json
 from moh_jax.runtime import sharding
+from moh_jax.runtime.files import write_whole
+from moh_jax.runtime.json_files import read_json
 from moh_jax.training import classification
 from moh_jax.training.task import task_builder
 

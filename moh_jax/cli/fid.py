@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import tqdm
 
-from moh_jax.array_files import npz_names
 from moh_jax.cli import common
 from moh_jax.cli.arguments.images import METRICS
 from moh_jax.config import MeshConfig
@@ -25,6 +24,7 @@ from moh_jax.evaluation.statistics_files import Statistics
 from moh_jax.models import inception
 from moh_jax.models.weights_hash import params_sha256
 from moh_jax.runtime import sharding
+from moh_jax.runtime.array_files import npz_names
 
 # Metric -> dimensions of the features whose distributions it compares.
 _FRECHET = {"fid": inception.POOL_DIM, "sfid": inception.SPATIAL_DIM}

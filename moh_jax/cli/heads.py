@@ -10,31 +10,31 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from moh_jax.analysis import pictures, tables
-from moh_jax.analysis.checkpoint_report import (
-  Findings,
-  similarity_rows,
-  write_report,
-)
-from moh_jax.analysis.head_stats import HeadStats, head_stats
-from moh_jax.analysis.importance import (
-  order_by_importance,
-  top_k_by_importance,
-)
-from moh_jax.analysis.probe import Probe, make_probe
-from moh_jax.analysis.run_metrics import read_run_metrics
-from moh_jax.analysis.samples import samples
-from moh_jax.analysis.similarity import head_similarity
 from moh_jax.cli import common, distributed
 from moh_jax.cli.csv_file import write_csv
 from moh_jax.cli.labelled_data import LabelledData, open_data
 from moh_jax.data.identity import differences
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.files import write_whole
+from moh_jax.evaluation import pictures, tables
+from moh_jax.evaluation.checkpoint_report import (
+  Findings,
+  similarity_rows,
+  write_report,
+)
+from moh_jax.evaluation.head_stats import HeadStats, head_stats
+from moh_jax.evaluation.importance import (
+  order_by_importance,
+  top_k_by_importance,
+)
+from moh_jax.evaluation.probe import Probe, make_probe
+from moh_jax.evaluation.run_metrics import read_run_metrics
+from moh_jax.evaluation.samples import samples
+from moh_jax.evaluation.similarity import head_similarity
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
+from moh_jax.runtime.files import write_whole
 
 _EMPTY = 5  # groups without examples that are named
 

@@ -16,12 +16,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from moh_jax import signals
 from moh_jax.cli import common
 from moh_jax.cli.arguments import COMMANDS
 from moh_jax.cli.overrides import split_overrides
 from moh_jax.config import reference
-from moh_jax.runtime import compilation_cache
+from moh_jax.runtime import compilation_cache, signals
 
 _USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full

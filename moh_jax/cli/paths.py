@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.files import check_regular, check_writable
+from moh_jax.runtime.files import check_regular, check_writable
 
 # Arguments of commands that name files or folders to read.
 _INPUTS = (

@@ -15,13 +15,13 @@ from moh_jax.convert import HOW_TO_GET_VAE
 from moh_jax.data.decode import read_image
 from moh_jax.data.image_folders import find_images
 from moh_jax.data.transforms import center_crop
-from moh_jax.files import check_writable
 from moh_jax.inference import sample, sample_files
 from moh_jax.inference.autoencoder import Autoencoder, load_autoencoder
 from moh_jax.inference.restore import fingerprint
 from moh_jax.models.weights_hash import weights_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
+from moh_jax.runtime.files import check_writable
 
 
 def run(args: argparse.Namespace) -> int:

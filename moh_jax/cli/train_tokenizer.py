@@ -7,7 +7,7 @@ from moh_jax.cli import common, text_files
 from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.text_files import PIECE_BYTES, count_or_stop, list_pieces
 from moh_jax.data.tokenizers import tokenizer_from_bytes, train_bpe
-from moh_jax.files import replacing
+from moh_jax.runtime.files import replacing
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,9 +36,9 @@ from moh_jax.data.tokenizers import (
   check_vocabulary,
   load_tokenizer,
 )
-from moh_jax.json_files import parse_json
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
+from moh_jax.runtime.json_files import parse_json
 from moh_jax.runtime.params import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from moh_jax.config.base import MOST_LAYERS
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.convert import rules
 from moh_jax.convert.rules import CONFIG_FILE, Converter, Exported, Rule
-from moh_jax.json_files import Size, read_json
 from moh_jax.ops.position import sincos_2d
+from moh_jax.runtime.json_files import Size, read_json
 
 # Public position tables were computed by another library, and differ in the
 # last digits.

@@ -29,7 +29,7 @@ from moh_jax.data.tokenizer_files import (
   TOKENIZER_CONFIG,
 )
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.json_files import read_json
+from moh_jax.runtime.json_files import read_json
 
 _ROUTER_NAMES = {
   name: f"router.{name}" for name in ("routed", "group", "shared")

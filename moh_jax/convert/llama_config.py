@@ -38,7 +38,7 @@ from moh_jax.config import (
 )
 from moh_jax.config.base import MOST_LAYERS
 from moh_jax.config.llm import ROPE_SCALINGS
-from moh_jax.json_files import Size, check_json, read_json
+from moh_jax.runtime.json_files import Size, check_json, read_json
 
 _LOG = logging.getLogger(__name__)
 

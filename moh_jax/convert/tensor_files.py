@@ -25,10 +25,15 @@ import msgspec
 import numpy as np
 import safetensors
 
-from moh_jax.array_files import check_ratio
 from moh_jax.data.extras import import_extra
-from moh_jax.files import check_regular, replacing
-from moh_jax.json_files import MAX_BYTES, FileName, parse_json, read_json
+from moh_jax.runtime.array_files import check_ratio
+from moh_jax.runtime.files import check_regular, replacing
+from moh_jax.runtime.json_files import (
+  MAX_BYTES,
+  FileName,
+  parse_json,
+  read_json,
+)
 
 _LOG = logging.getLogger(__name__)
 _Tensors = dict[str, Any]

@@ -19,8 +19,8 @@ from moh_jax.config.autoencoder import LatentScaling, VAEConfig
 from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.json_files import Size, check_json, read_json
 from moh_jax.models.vae import VAE
+from moh_jax.runtime.json_files import Size, check_json, read_json
 
 
 class _Public(msgspec.Struct):

@@ -20,7 +20,7 @@ from moh_jax.data.tokenizer_files import (
   read_json,
 )
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.json_files import plain
+from moh_jax.runtime.json_files import plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 _KEY = "chat_template"

@@ -26,7 +26,7 @@ from etils import epath
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from moh_jax.data.extras import import_extra
-from moh_jax.files import DEFLATE_RATIO
+from moh_jax.runtime.files import DEFLATE_RATIO
 
 # A larger image takes more than a gigabyte while it is decoded.
 _MOST_PIXELS = 89_478_485

@@ -39,7 +39,7 @@ from moh_jax.data.image_folders import (
 )
 from moh_jax.data.input_files import list_files, open_arrow, open_parquet
 from moh_jax.data.sources import EncodedSource, Record, SharedReads
-from moh_jax.json_files import parse_json
+from moh_jax.runtime.json_files import parse_json
 
 _LOG = logging.getLogger(__name__)
 _LARGE_GROUP = 1 << 26  # bytes; 10 MB took 2.7 ms of one core for one image

@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from moh_jax.data.extras import import_extra
-from moh_jax.json_files import MAX_BYTES, FileName, parse_json
+from moh_jax.runtime.json_files import MAX_BYTES, FileName, parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _FEATHER = b"ARROW1"  # first bytes of Arrow files that have a footer

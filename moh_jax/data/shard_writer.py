@@ -20,8 +20,8 @@ from array_record.python import array_record_module
 
 from moh_jax.data import shards
 from moh_jax.data.shards import Entry
-from moh_jax.files import checksum, disk_errors, remove_files, replacing
-from moh_jax.json_files import plain, read_json
+from moh_jax.runtime.files import checksum, disk_errors, remove_files, replacing
+from moh_jax.runtime.json_files import plain, read_json
 
 # Records can be read one by one; payloads do not compress any further.
 _OPTIONS = "group_size:1,uncompressed"

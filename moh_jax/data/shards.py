@@ -25,8 +25,8 @@ from array_record.python import array_record_module
 
 from moh_jax.config.sources import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
-from moh_jax.files import checksum
-from moh_jax.json_files import (
+from moh_jax.runtime.files import checksum
+from moh_jax.runtime.json_files import (
   Count,
   FileName,
   Sha256,

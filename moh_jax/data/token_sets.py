@@ -36,7 +36,7 @@ from moh_jax.data.tokenizers import (
   Tokenizer,
   read_tokenizer,
 )
-from moh_jax.files import checksum, replacing
+from moh_jax.runtime.files import checksum, replacing
 
 KIND = "tokens"
 BLOCK = 8192

@@ -36,7 +36,7 @@ from moh_jax.data.text_files import (
 )
 from moh_jax.data.token_sets import TokenSetWriter
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.files import inside
+from moh_jax.runtime.files import inside
 
 # A batch for one call of the tokenizer, large enough for all its threads.
 _BATCH_DOCUMENTS = 1024

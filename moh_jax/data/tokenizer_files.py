@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import msgspec
 from etils import epath
 
-from moh_jax.files import read_bytes, write_whole
-from moh_jax.json_files import parse_json
+from moh_jax.runtime.files import read_bytes, write_whole
+from moh_jax.runtime.json_files import parse_json
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first is read

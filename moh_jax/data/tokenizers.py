@@ -31,7 +31,7 @@ from moh_jax.data.tokenizer_files import (
   read_json,
   special_ids,
 )
-from moh_jax.files import read_bytes
+from moh_jax.runtime.files import read_bytes
 
 KINDS = ("tokenizer_json", "sentencepiece", "bytes")
 _MOST_ENTRIES = 1 << 22  # of a trained vocabulary

@@ -1,1 +1,1 @@
-"""Metrics on held-out data."""
+"""Metrics on held-out data, and what the heads of trained models do."""

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import DiffusionConfig
-from moh_jax.diffusion.objective import training_losses
-from moh_jax.diffusion.process import AnyProcess, make_process, q_sample
 from moh_jax.evaluation.means import EvalStep, batch_sums
 from moh_jax.layers.model_aux import ModelAux
 from moh_jax.layers.router import count_examples
+from moh_jax.models.objective import training_losses
+from moh_jax.models.process import AnyProcess, make_process, q_sample
 
 _SEED = 0
 _GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32

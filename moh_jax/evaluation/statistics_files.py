@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moh_jax.array_files import npz_names, read_npz
 from moh_jax.evaluation.statistics import Gaussian
-from moh_jax.files import replacing
-from moh_jax.json_files import parse_json
+from moh_jax.runtime.array_files import npz_names, read_npz
+from moh_jax.runtime.files import replacing
+from moh_jax.runtime.json_files import parse_json
 
 _KEYS = ("mu", "sigma", "mu_s", "sigma_s")
 _MADE_WITH = "made_with"  # JSON as bytes; files of other programs have none

@@ -12,10 +12,10 @@ import jax
 import tqdm
 
 from moh_jax.data.text_files import Prompts
-from moh_jax.files import disk_errors, replacing
 from moh_jax.inference.generate import Generator, Prompt
 from moh_jax.inference.options import Sampling
-from moh_jax.json_files import plain, read_json, strict_json
+from moh_jax.runtime.files import disk_errors, replacing
+from moh_jax.runtime.json_files import plain, read_json, strict_json
 from moh_jax.runtime.peers import ask_first_process
 
 # Batches whose prompts are sorted by length and written together.

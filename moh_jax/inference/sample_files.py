@@ -13,19 +13,19 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from moh_jax import memory
 from moh_jax.config import Config
 from moh_jax.data.decode import to_picture
-from moh_jax.files import (
+from moh_jax.inference.sample import Sampler, full_batches
+from moh_jax.models.generation import image_grid
+from moh_jax.runtime import memory
+from moh_jax.runtime.files import (
   disk_errors,
   inside,
   remove_files,
   replacing,
   write_whole,
 )
-from moh_jax.inference.sample import Sampler, full_batches
-from moh_jax.json_files import plain, read_json
-from moh_jax.models.generation import image_grid
+from moh_jax.runtime.json_files import plain, read_json
 from moh_jax.runtime.peers import ask_first_process
 
 _SETTINGS = "settings.json"

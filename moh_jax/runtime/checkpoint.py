@@ -22,8 +22,8 @@ from flax import traverse_util
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, upgrade
-from moh_jax.json_files import check_json
 from moh_jax.runtime import steps
+from moh_jax.runtime.json_files import check_json
 from moh_jax.runtime.peers import ask_first_process
 
 ITEMS = ("params", "train", "ema", "data", "config")

@@ -20,7 +20,7 @@ import time
 import uuid
 from typing import Any
 
-from moh_jax.json_files import parse_json
+from moh_jax.runtime.json_files import parse_json
 from moh_jax.runtime.steps import in_bucket, workdir
 
 NAME = "run.lock"

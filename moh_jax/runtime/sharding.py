@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from moh_jax import memory
 from moh_jax.config import MeshConfig
+from moh_jax.runtime import memory
 
 AXES = MeshConfig.AXES
 BATCH_AXES = ("data", "fsdp")

@@ -22,8 +22,8 @@ import msgspec
 import xxhash
 from etils import epath
 
-from moh_jax.files import checksum, read_bytes, write_whole
-from moh_jax.json_files import MAX_BYTES, Sha256, Text, parse_json
+from moh_jax.runtime.files import checksum, read_bytes, write_whole
+from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.txt"

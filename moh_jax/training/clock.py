@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from moh_jax.files import write_whole
-from moh_jax.json_files import parse_json
+from moh_jax.runtime.files import write_whole
+from moh_jax.runtime.json_files import parse_json
 from moh_jax.runtime.steps import list_steps
 
 NAME = "goodput.json"

@@ -15,9 +15,9 @@ import msgspec
 
 from moh_jax.config import Config, differing_fields, to_dict
 from moh_jax.config.parse import from_config_dict, upgrade
-from moh_jax.files import write_whole
-from moh_jax.json_files import parse_json
 from moh_jax.models.generation import Decode
+from moh_jax.runtime.files import write_whole
+from moh_jax.runtime.json_files import parse_json
 from moh_jax.runtime.peers import ask_first_process
 from moh_jax.training.entrance import check_writable
 from moh_jax.training.rewind import NonFiniteLossError

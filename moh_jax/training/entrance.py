@@ -20,11 +20,10 @@ from etils import epath
 from jax.sharding import AbstractMesh, Mesh
 
 from moh_jax import config as config_lib
-from moh_jax import memory
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity, differences
 from moh_jax.ops.head_layout import check_heads, check_tokens
-from moh_jax.runtime import steps
+from moh_jax.runtime import memory, steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
 from moh_jax.runtime.params import check_whole
 from moh_jax.runtime.peers import agree, ask_first_process

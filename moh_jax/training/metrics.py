@@ -20,9 +20,9 @@ from etils import epath
 
 from moh_jax.config import Config, LogConfig
 from moh_jax.data.decode import to_picture
-from moh_jax.files import write_whole
-from moh_jax.json_files import strict_json
 from moh_jax.ops.routing import LOAD_SPLIT, collapse_lines, load_entropy
+from moh_jax.runtime.files import write_whole
+from moh_jax.runtime.json_files import strict_json
 from moh_jax.runtime.steps import in_bucket
 
 _LOG = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 from orbax.checkpoint import multihost
 
-from moh_jax import signals
+from moh_jax.runtime import signals
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

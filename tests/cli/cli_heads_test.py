@@ -16,8 +16,8 @@ from PIL import Image
 from moh_jax import config as config_lib
 from moh_jax.cli import heads
 from moh_jax.runtime import checkpoint
-from tests.analysis import browser
 from tests.cli import tiny_checkpoint
+from tests.evaluation import browser
 from tests.inference import tiny_text_model
 from tests.training import tiny
 

@@ -8,8 +8,8 @@ from absl.testing import absltest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moh_jax import array_files
 from moh_jax.evaluation import image_sets, statistics_files
+from moh_jax.runtime import array_files
 from tests.fuzz import hostile
 
 

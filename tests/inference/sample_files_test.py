@@ -11,9 +11,9 @@ from unittest import mock
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax import memory
 from moh_jax.inference import sample_files
 from moh_jax.inference.sample import Sampler
+from moh_jax.runtime import memory
 from tests.inference import tiny_sampler
 from tests.training import tiny
 

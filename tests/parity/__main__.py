@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moh_jax.cli import common
 from moh_jax.cli.main import report_errors
-from moh_jax.files import check_writable
+from moh_jax.runtime.files import check_writable
 from tests.parity.compare import Row, run_case
 
 

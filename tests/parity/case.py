@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from moh_jax.array_files import read_npz
 from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.json_files import FileName, Shape, read_json
 from moh_jax.ops.routing import RouterAux
+from moh_jax.runtime.array_files import read_npz
+from moh_jax.runtime.json_files import FileName, Shape, read_json
 from moh_jax.runtime.params import abstract_params, unbox
 
 

@@ -12,19 +12,19 @@ from moh_jax.config import DiTConfig
 from moh_jax.config.heads import RouterConfig
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.rules import mix_rules, projection_rules, router_rules
-from moh_jax.diffusion.guidance import LabelledPredict, Predict, guide
-from moh_jax.diffusion.objective import training_losses
-from moh_jax.diffusion.prediction import reverse_step
-from moh_jax.diffusion.process import (
+from moh_jax.layers.moh import MoHAttention
+from moh_jax.models.dit import DiT
+from moh_jax.models.guidance import LabelledPredict, Predict, guide
+from moh_jax.models.objective import training_losses
+from moh_jax.models.prediction import reverse_step
+from moh_jax.models.process import (
   Process,
   make_process,
   q_sample,
   respace,
   spaced_timesteps,
 )
-from moh_jax.diffusion.samplers import sample
-from moh_jax.layers.moh import MoHAttention
-from moh_jax.models.dit import DiT
+from moh_jax.models.samplers import sample
 from tests.parity.case import (
   Case,
   apply,

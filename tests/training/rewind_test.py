@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax import signals
 from moh_jax.config import RewindConfig
 from moh_jax.data.pipeline import TrainBatches
 from moh_jax.inference.restore import restore
+from moh_jax.runtime import signals
 from moh_jax.runtime.steps import find_damage, list_steps
 from moh_jax.training import language_modeling
 from moh_jax.training.rewind import BadStepError, NonFiniteLossError, Watch

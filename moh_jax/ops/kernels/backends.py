@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moh_jax.json_files import read_json
 from moh_jax.ops.kernels.hopper import Hopper
 from moh_jax.ops.kernels.problem import Kernels
 from moh_jax.ops.kernels.sizes import (
@@ -24,6 +23,7 @@ from moh_jax.ops.kernels.sizes import (
 from moh_jax.ops.kernels.tpu import Tpu
 from moh_jax.ops.kernels.triton import Triton
 from moh_jax.ops.target import Target, target
+from moh_jax.runtime.json_files import read_json
 
 FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
 # By the name that Pallas has for them; the first that is able runs a call.

@@ -1,1 +1,0 @@
-"""Analysis of the heads of trained models."""

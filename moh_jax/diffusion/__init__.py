@@ -1,1 +1,0 @@
-"""The diffusion process as pure functions: tables, training, sampling."""

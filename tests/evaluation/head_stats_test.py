@@ -1,0 +1,260 @@
+"""Statistics of heads against counting tokens one by one."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax import config as config_lib
+from moh_jax.config import MeshConfig
+from moh_jax.evaluation.head_stats import head_stats, routed_layers
+from moh_jax.evaluation.probe import make_probe
+from moh_jax.models.registry import make_model
+from moh_jax.ops.routing import load_entropy
+from moh_jax.runtime import sharding
+from tests.training import tiny
+
+_BATCH, _BATCHES = 8, 2
+_MESHES = {"one": (MeshConfig(), 1), "eight": (MeshConfig(data=8), 8)}
+_NAMES = ("ant", "bee", "cat", "dog")  # no example is a dog
+
+
+def _config(family):
+  config = {
+    "vit": tiny.deterministic_config,
+    "dit": tiny.dit_config,
+    "mha": tiny.deterministic_config,
+    "llm": tiny.llm_config,
+  }[family]()
+  if family == "mha":
+    model = config_lib.without_router(config.model)
+    return dataclasses.replace(config, model=model)
+  if family != "llm":
+    return config
+  order = ((2, 0, 1, 3), (0, 1, 2, 3))
+  model = dataclasses.replace(
+    config.model,
+    router=config_lib.RouterConfig(kind="query_norm"),
+    head_order=order,
+  )
+  return dataclasses.replace(config, model=model)
+
+
+@functools.cache
+def _batches(family):
+  """Batches on the host; the last examples are padding."""
+  rng = np.random.default_rng(0)
+  total = _BATCH * _BATCHES
+  batch = {
+    "label": rng.integers(0, 3, total).astype(np.int32),
+    "index": np.arange(total, dtype=np.int32),
+    "mask": np.float32(np.arange(total) < total - 3),
+  }
+  if family == "llm":
+    segments = np.ones((total, 16), np.int32)
+    segments[::2, 11:] = 0
+    positions = np.broadcast_to(np.arange(16, dtype=np.int32), (total, 16))
+    batch |= {
+      "inputs": rng.integers(0, 60, (total, 16)).astype(np.int32),
+      "segments": segments,
+      "positions": positions,
+    }
+  else:
+    batch["image"] = rng.normal(size=(total, 8, 8, 1)).astype(np.float32)
+  return [
+    {name: x[start : start + _BATCH] for name, x in batch.items()}
+    for start in range(0, total, _BATCH)
+  ]
+
+
+@functools.cache
+def _measured(family, mesh_name, names=_NAMES):
+  config = _config(family)
+  model, _ = make_model(config)
+  mesh_config, devices = _MESHES[mesh_name]
+  mesh = sharding.make_mesh(mesh_config, jax.devices()[:devices])
+  with sharding.use_mesh(mesh):
+    return head_stats(
+      make_probe(model, config),
+      config,
+      tiny.random_params(config),
+      [sharding.shard_batch(batch, mesh) for batch in _batches(family)],
+      names,
+      mesh,
+      maps=10,
+    )
+
+
+@functools.cache
+def _recorded(family):
+  """Every layer's routing and every example, one after the other."""
+  config = _config(family)
+  probe = make_probe(make_model(config)[0], config)
+  apply = jax.jit(functools.partial(probe.apply, mutable=["intermediates"]))
+  rows = []
+  for batch in _batches(family):
+    _, found = apply(tiny.random_params(config), batch)
+    found = found["intermediates"]
+    counted = np.broadcast_to(batch["mask"][:, None], (_BATCH, 400))
+    if probe.token_mask:
+      counted = batch["mask"][:, None] * probe.token_mask(batch)
+    layers = []
+    for name, group in zip(
+      config.model.stack_names(), config.model.layer_groups()
+    ):
+      inner = found[name].get("blocks", found[name])
+      (routing,) = inner["attn"]["router"]["routing"]
+      routing = jax.tree.map(np.asarray, routing)
+      layers += [
+        jax.tree.map(lambda x: x[i], routing)  # noqa: B023
+        for i in range(group.depth)
+      ]
+    rows.append((batch, counted, layers))
+  return rows
+
+
+def _brute_force(family, layer, group_of):
+  """Sums over tokens, one token after the other: {group: (count, values)}."""
+  sums = {}
+  for batch, counted, layers in _recorded(family):
+    routing = layers[layer]
+    for b in range(_BATCH):
+      for n in range(routing.gates.shape[1]):
+        if not counted[b, n]:
+          continue
+        shared = routing.shared_scores[b, n]
+        values = [
+          [*np.ones_like(shared), *np.float64(routing.selected[b, n])],
+          [*shared, *routing.probs[b, n]],
+          routing.gates[b, n],
+        ]
+        count, old, weights = sums.get(group_of(batch, b), (0, 0.0, 0.0))
+        sums[group_of(batch, b)] = (
+          count + 1,
+          old + np.float64(values),
+          weights + np.float64(routing.groups[b, n]),
+        )
+  return sums
+
+
+class HeadStatsTest(parameterized.TestCase):
+  @parameterized.product(family=("vit", "dit", "llm"), mesh=tuple(_MESHES))
+  def test_equals_a_count_of_tokens(self, family, mesh):
+    stats = _measured(family, mesh)
+    kind = "task" if family == "llm" else "class"
+    for layer in range(len(stats.layers)):
+      expected = _brute_force(family, layer, lambda x, b: int(x["label"][b]))
+      found = stats.groups[kind]
+      for group in range(3):
+        count, values, weights = expected[group]
+        self.assertEqual(found.tokens[layer, group], count)
+        for name, value in zip(("load", "score", "gate"), values / count):
+          np.testing.assert_allclose(
+            getattr(found, name)[layer][group], value, atol=1e-6, err_msg=name
+          )
+        np.testing.assert_allclose(
+          found.weights[layer, group], weights / count, atol=1e-6
+        )
+
+  def test_loads_of_a_layer_add_up_to_its_top_k(self):
+    for family in ("vit", "dit", "llm"):
+      stats = _measured(family, "one")
+      for layer, load in zip(stats.layers, stats.groups["all"].load):
+        shared = layer.budget.shared
+        np.testing.assert_array_equal(load[0, :shared], 1.0)
+        np.testing.assert_allclose(load[0, shared:].sum(), layer.budget.top_k)
+
+  def test_a_class_without_examples_has_no_load(self):
+    found = _measured("vit", "one").groups["class"]
+    np.testing.assert_array_equal(found.tokens[:, 3], 0)
+    self.assertTrue(np.isnan(found.load[0][3]).all())
+
+  def test_timesteps_split_the_examples(self):
+    groups = _measured("dit", "one").groups
+    self.assertLen(groups["timestep"].names, 10)
+    self.assertEqual(groups["timestep"].names[-1], "45-49")
+    np.testing.assert_array_equal(
+      groups["timestep"].tokens.sum(1), groups["all"].tokens.sum(1)
+    )
+
+  def test_maps_hold_the_choice_of_each_token(self):
+    maps = _measured("llm", "one").maps
+    # Ten examples of four labels: three of each at most, one label has none.
+    np.testing.assert_array_equal(np.bincount(maps.label), [3, 3, 3])
+    for place, index in enumerate(maps.index.tolist()):
+      batch, counted, layers = _recorded("llm")[index // _BATCH]
+      row = index % _BATCH
+      real = counted[row] > 0
+      np.testing.assert_array_equal(maps.inputs[place], batch["inputs"][row])
+      for layer, routing in enumerate(layers):
+        best = maps.best[layer][place]
+        self.assertTrue((best[~real] == -1).all())
+        np.testing.assert_array_equal(maps.counted[place], real)
+        np.testing.assert_array_equal(
+          maps.selected[layer][place][real], routing.selected[row][real]
+        )
+        np.testing.assert_array_equal(
+          best[real] - 1, routing.probs[row].argmax(-1)[real]
+        )
+
+  def test_heads_have_their_own_numbers(self):
+    orders = [layer.order for layer in _measured("llm", "one").layers]
+    self.assertEqual(orders, [(2, 0, 1, 3), (0, 1, 2, 3)])
+
+  def test_a_family_may_order_heads_without_a_field_of_that_name(self):
+    config = tiny.dit_config()
+
+    class Turned(type(config.model)):
+      def layer_groups(self):
+        return tuple(
+          dataclasses.replace(
+            group, orders=tuple(x[::-1] for x in group.order_of_each)
+          )
+          for group in super().layer_groups()
+        )
+
+    model = Turned(**vars(config.model))
+    config = dataclasses.replace(config, model=model)
+    probe = make_probe(make_model(config)[0], config)
+    for layer in routed_layers(config, probe):
+      heads = layer.budget.num_heads
+      self.assertEqual(layer.order, tuple(range(heads))[::-1])
+
+  def test_multi_head_attention_has_no_layer_with_a_router(self):
+    stats = _measured("mha", "one")
+    self.assertEqual(stats.layers, ())
+    self.assertEqual(stats.entropy("class").shape, (0, 4))
+    self.assertLen(stats.maps.inputs, 9)  # three of each of three labels
+
+  def test_labels_without_a_name_are_in_no_group(self):
+    stats = _measured("vit", "one", _NAMES[:2])
+    self.assertCountEqual(np.unique(stats.maps.label), [0, 1])
+    counts = [stats.groups[kind].tokens.sum(1) for kind in ("class", "all")]
+    self.assertTrue((counts[0] < counts[1]).all())
+    with self.assertRaisesRegex(ValueError, "no example"):
+      _measured("vit", "one", ())
+
+  def test_no_example(self):
+    config = _config("vit")
+    probe = make_probe(make_model(config)[0], config)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    with self.assertRaisesRegex(ValueError, "no example"):
+      head_stats(probe, config, {}, [], _NAMES, mesh)
+
+
+class LoadEntropyTest(absltest.TestCase):
+  def test_is_between_one_choice_and_all(self):
+    found = load_entropy([[1, 1, 0, 0], [0.5, 0.5, 0.5, 0.5], [1, 0.5, 0.5, 0]])
+    np.testing.assert_allclose(found[:2], [0, 1], atol=1e-12)
+    self.assertBetween(found[2], 0.1, 0.9)
+
+  def test_where_nothing_can_be_chosen(self):
+    self.assertEqual(load_entropy([1.0, 1.0]), 1.0)
+    self.assertTrue(np.isnan(load_entropy([np.nan, np.nan])))
+    self.assertTrue(np.isnan(load_entropy([0.0, 0.0])))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,150 @@
+"""Similarity between heads, where it is known."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+from flax import traverse_util
+
+from moh_jax import config as config_lib
+from moh_jax.config import MeshConfig
+from moh_jax.evaluation.probe import make_probe
+from moh_jax.evaluation.similarity import head_similarity, mean_similarity
+from moh_jax.models.registry import make_model
+from moh_jax.ops.head_similarity import feature_cosines, pattern_cosines
+from moh_jax.ops.visible import Visible
+from moh_jax.runtime import sharding
+from tests.training import tiny
+
+_HEADS = {  # axis of the heads, by a parameter's last names
+  **{f"{name}/kernel": -2 for name in ("qkv", "q", "kv")},
+  **{f"{name}/bias": -2 for name in ("qkv", "q", "kv")},
+  "out/kernel": 1,
+  **{"query_scale/temperature": -1, "query_scale/query_embedding": -2},
+  **{"fc2/kernel": -1, "fc2/bias": -1},  # of the position bias
+  **{"attn/relative_pos_bias_local": -2, "attn/learnable_bias": -2},
+  "attn/learnable_tokens": -3,
+}
+
+
+def _twins(config):
+  """Parameters in which the first two heads of each layer are the same."""
+
+  def alike(path, x):
+    name = "/".join(path[-2:])
+    if name not in _HEADS or "mlp" in path:
+      return x
+    x = np.moveaxis(np.array(x), _HEADS[name], 0)
+    x[1] = x[0]
+    return np.moveaxis(x, 0, _HEADS[name])
+
+  flat = traverse_util.flatten_dict(tiny.random_params(config))
+  return traverse_util.unflatten_dict({p: alike(p, x) for p, x in flat.items()})
+
+
+@functools.cache
+def _measured(family="dit", router=True, devices=1, wide=False):
+  makers = {"dit": tiny.dit_config, "llm": tiny.llm_config}
+  config = makers.get(family, tiny.config)()
+  params = _twins(config)
+  if not router:
+    model = config_lib.without_router(config.model)
+    config = dataclasses.replace(config, model=model)
+  rng = np.random.default_rng(0)
+  batch = {
+    "label": np.zeros(8, np.int32),
+    "index": np.arange(8, dtype=np.int32),
+    "mask": np.float32([1, 1, 1, 1, 1, 1, 0, 0]),
+    "image": rng.normal(size=(8, 8, 8, 1)).astype(np.float32),
+  }
+  if family == "llm":
+    segments = np.ones((8, 16), np.int32)
+    segments[0, 9:] = 0
+    positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
+    tokens = rng.integers(0, 60, (8, 16)).astype(np.int32)
+    del batch["image"]
+    batch |= {"inputs": tokens, "segments": segments, "positions": positions}
+  probe = make_probe(make_model(config)[0], config)
+  if wide:  # as an own family that reads features [B, X]
+    image = batch.pop("image").reshape(8, -1)
+    batch["features"] = np.pad(image, ((0, 0), (300, 0)))
+
+    def read(params, batch, apply=probe.apply, **options):
+      image = batch["features"][:, 300:].reshape(8, 8, 8, 1)
+      return apply(params, {**batch, "image": image}, **options)
+
+    probe = dataclasses.replace(probe, apply=read)
+  mesh = sharding.make_mesh(MeshConfig(data=devices), jax.devices()[:devices])
+  with sharding.use_mesh(mesh):
+    batch = sharding.shard_batch(batch, mesh)
+    return head_similarity(probe, config, params, [batch], mesh)
+
+
+class SimilarityTest(parameterized.TestCase):
+  @parameterized.parameters(("dit", 2), ("llm", 2), ("vit", 3))
+  def test_identical_heads_give_1_and_others_less(self, family, layers):
+    found = _measured(family)
+    for cosines in (found.patterns, found.features):
+      self.assertLen(cosines, layers)
+      for values in cosines.values():
+        np.testing.assert_allclose(np.diag(values), 1, atol=1e-5)
+        np.testing.assert_allclose(values[0, 1], 1, atol=1e-5)
+        np.testing.assert_allclose(values, values.T, atol=1e-5)
+        if len(values) > 2:  # heads 2 and 3 of the LLM read other keys
+          self.assertLess(values[0, 2], 1 - 1e-4)
+
+  def test_a_router_changes_nothing_in_its_own_layer(self):
+    # Heads that no token selects are compared too.
+    moh, mha = _measured(), _measured(router=False)
+    for name in ("patterns", "features"):
+      ours, theirs = (getattr(x, name)["blocks0.0"] for x in (moh, mha))
+      np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+  def test_inputs_that_are_no_text_are_read_whole(self):
+    np.testing.assert_equal(vars(_measured(wide=True)), vars(_measured()))
+
+  def test_eight_devices_measure_the_same(self):
+    one, eight = _measured(), _measured(devices=8)
+    for name in ("patterns", "features"):
+      for layer, values in getattr(one, name).items():
+        np.testing.assert_allclose(
+          values, getattr(eight, name)[layer], atol=1e-5
+        )
+
+  def test_mean_is_over_pairs_of_different_heads(self):
+    cosines = np.array([[1, 0.5, 0], [0.5, 1, 0.1], [0, 0.1, 1]])
+    self.assertAlmostEqual(mean_similarity(cosines), 0.2)
+    self.assertTrue(np.isnan(mean_similarity(np.ones((1, 1)))))
+
+
+class CosinesTest(absltest.TestCase):
+  def test_patterns_are_those_of_softmax(self):
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 5, 2, 3))
+    bias = rng.normal(size=(2, 5, 5))
+    found = pattern_cosines(
+      *map(jnp.asarray, (q, k)),
+      visible=Visible(causal=True),
+      scale=0.5,
+      bias=jnp.asarray(bias),
+    )
+    logits = np.einsum("nhd,mhd->hnm", q[0], k[0]) * 0.5 + bias
+    logits[:, ~np.tri(5, dtype=bool)] = -np.inf
+    weights = np.exp(logits)
+    weights /= np.linalg.norm(weights, axis=-1, keepdims=True)
+    expected = np.einsum("hnm,inm->nhi", weights, weights)
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
+
+  def test_features_are_compared_behind_the_output_projection(self):
+    heads = jnp.asarray([[[[1.0, 0.0], [1.0, 0.0]]]])
+    kernel = jnp.asarray([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]])
+    np.testing.assert_allclose(
+      feature_cosines(heads, kernel)[0, 0], np.eye(2), atol=1e-6
+    )
+
+
+if __name__ == "__main__":
+  absltest.main()

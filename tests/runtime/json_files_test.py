@@ -1,0 +1,93 @@
+import json
+import os
+import pathlib
+import tempfile
+
+import msgspec
+from absl.testing import absltest, parameterized
+
+from moh_jax.runtime import json_files
+from moh_jax.runtime.files import check_regular, check_writable, inside
+
+
+class _Row(msgspec.Struct, forbid_unknown_fields=True):
+  file: json_files.FileName
+  size: json_files.Count
+
+
+class _Table(msgspec.Struct):
+  rows: list[_Row]
+
+
+def _nested(depth: int) -> str:
+  return "[" * depth + "]" * depth
+
+
+class ParseTest(parameterized.TestCase):
+  def test_values_come_back_with_keys_that_the_schema_lacks(self):
+    text = '{"rows": [{"file": "a", "size": 2}], "other": "\\udcff"}'
+    found = json_files.parse_json(text, _Table)
+    self.assertEqual(found["rows"], [{"file": "a", "size": 2}])
+    self.assertEqual(found["other"], "\udcff")
+
+  @parameterized.parameters(
+    ('{"rows": [{"file": "a", "size": -1}]}', r"rows\[0\].size=-1 must be"),
+    ('{"rows": [{"file": "a", "size": 1e30}]}', r"size=1e\+30 must be 'int'"),
+    ('{"rows": [{"file": "../a", "size": 1}]}', "file='../a' must be a text"),
+    ('{"rows": [{"file": "..", "size": 1}]}', "file='..' must be a text"),
+    ('{"rows": [{"file": "a"}]}', r"rows\[0\]: has no entry 'size'"),
+    ('{"rows": [{"file": "a", "size": 1, "x": 1}]}', "unknown entry 'x'"),
+    ("[]", "must be 'object', not array"),
+    ("{", "not valid JSON"),
+    ("NaN", "NaN is no finite number"),
+    ('{"rows": 1e999}', "1e999 is no finite number"),
+    (_nested(100_000), "nested more than 64 deep"),
+    (_nested(65), "nested more than 64 deep"),
+    (b"\xff\xff", "not valid JSON"),
+    ("1" * 5000, "not valid JSON"),
+    (" " * 200, "at most 100"),
+  )
+  def test_refusals_name_file_field_and_value(self, content, text):
+    most = 100 if content == " " * 200 else 1 << 20
+    with self.assertRaisesRegex(ValueError, f"^x.json: .*{text}"):
+      json_files.parse_json(content, _Table, "x.json", most)
+
+  def test_allowed_depth(self):
+    text = _nested(64)
+    self.assertEqual(json_files.parse_json(text, list), json.loads(text))
+
+  def test_tuples_become_lists(self):
+    self.assertEqual(json_files.plain({"a": (1, (2,))}), {"a": [1, [2]]})
+
+
+class PathTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    root = self.enterContext(tempfile.TemporaryDirectory())
+    self.folder = pathlib.Path(root)
+
+  def test_pipe_is_refused_and_not_waited_for(self):
+    pipe = self.folder / "pipe"
+    os.mkfifo(pipe)
+    with self.assertRaisesRegex(ValueError, "is a pipe"):
+      json_files.read_json(pipe)
+    with self.assertRaisesRegex(ValueError, "is a folder"):
+      check_regular(self.folder)
+    with self.assertRaisesRegex(FileNotFoundError, "none: no such file"):
+      check_regular(self.folder / "none")
+
+  @parameterized.parameters("", "..", "../x", "a/../../x", "/etc", "\0")
+  def test_names_that_leave_the_folder(self, name):
+    with self.assertRaisesRegex(ValueError, "must be a name inside"):
+      inside(self.folder, name, "--split")
+    self.assertEqual(inside(self.folder, "a/b", "x"), self.folder / "a/b")
+
+  def test_output_under_a_folder_that_cannot_be_written(self):
+    check_writable(self.folder / "new" / "file.json", "--out")
+    with self.assertRaisesRegex(OSError, "--out /proc/x/y: .*cannot be writ"):
+      check_writable("/proc/x/y", "--out")
+    self.assertEmpty(list(self.folder.iterdir()))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,94 @@
+"""Signals end a command in one line, also during long C++ calls."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+from absl.testing import absltest, parameterized
+
+_PROGRAM = """
+  import ctypes, sys, time
+  from moh_jax.runtime import signals
+  from moh_jax.cli import main
+  signals._PATIENCE_SECONDS = 0.2, {patience}
+
+  def sleep_on():  # as JAX may drop what a handler raises
+    try:
+      print("asleep", flush=True)
+      time.sleep(60)
+    except BaseException:
+      time.sleep(60)
+
+  def work():
+    try:
+      print("working", flush=True)
+      {work}
+    finally:
+      print("cleaning up", flush=True)
+      {clean_up}
+
+  sys.exit(main.report_errors(work, False))
+"""
+
+
+class SignalsTest(parameterized.TestCase):
+  def _start(self, work, clean_up="pass", patience=60):
+    program = textwrap.dedent(_PROGRAM).format(
+      work=work, clean_up=clean_up, patience=patience
+    )
+    child = subprocess.Popen(
+      [sys.executable, "-c", program],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    self.addCleanup(child.communicate)
+    self.addCleanup(child.kill)
+    self.assertEqual(child.stdout.readline(), "working\n")
+    return child
+
+  @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
+  def test_first_signal_cleans_up_and_says_why(self, number):
+    child = self._start("time.sleep(60)")
+    child.send_signal(number)
+    out, err = child.communicate(timeout=60)
+    self.assertEqual(out, "cleaning up\n")
+    self.assertEqual(err, f"error: stopped by {number.name}\n")
+    self.assertEqual(child.returncode, 128 + number)
+
+  @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
+  def test_second_signal_ends_what_cleans_up_too_long(self, number):
+    child = self._start("time.sleep(60)", clean_up="time.sleep(60)")
+    child.send_signal(number)
+    self.assertEqual(child.stdout.readline(), "cleaning up\n")
+    child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    self.assertEqual(err, f"error: stopped by {number.name}, at once\n")
+    self.assertEqual(child.returncode, 128 + number)
+
+  def test_signal_during_a_long_call_of_a_library_ends_it(self):
+    # Waits in C, without Python's lock and in spite of signals, as XLA does.
+    child = self._start(
+      "lock = ctypes.create_string_buffer(64); "
+      "take = ctypes.CDLL(None).pthread_mutex_lock; take(lock); take(lock)"
+    )
+    time.sleep(0.5)  # on a busy machine it may not be in C yet
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=60)
+    pattern = "^error: stopped by SIGTERM(, during a computation)?\n$"
+    self.assertRegex(err, pattern)
+    self.assertEqual(child.returncode, 128 + signal.SIGTERM)
+
+  def test_dropped_signal_ends_the_command_a_little_later(self):
+    child = self._start("sleep_on()", patience=0.2)
+    self.assertEqual(child.stdout.readline(), "asleep\n")
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=60)
+    self.assertEqual(err, "error: stopped by SIGTERM, during a computation\n")
+    self.assertEqual(child.returncode, 128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+  absltest.main()
