@@ -15,9 +15,7 @@ from moh_jax.config import Config
 from moh_jax.config.autoencoder import LatentScaling, VAEConfig
 from moh_jax.convert.vae import load_vae
 from moh_jax.models.generation import Decode
-from moh_jax.models.vae import VAE
-from moh_jax.models.vae_tiling import apply_tiled
-from moh_jax.models.weights_hash import encoder_sha256
+from moh_jax.models.vae import VAE, apply_tiled, encoder_sha256
 from moh_jax.runtime import sharding
 
 _LOG = logging.getLogger(__name__)

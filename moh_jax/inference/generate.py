@@ -22,8 +22,8 @@ from moh_jax.inference.decoding import (
 from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored, fingerprint, restore
 from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import compute_dtypes, unroll
+from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.registry import compute_dtypes
 from moh_jax.runtime import sharding
 
 Prompt = str | Sequence[int]

@@ -15,12 +15,15 @@ from jax.sharding import Mesh
 from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
-from moh_jax.models.registry import make_model
-from moh_jax.models.restack import fit_params, serving_dtypes
+from moh_jax.models.registry import fit_params, make_model, serving_dtypes
 from moh_jax.ops.head_layout import check_heads
 from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.params import abstract_on, abstract_params, unbox
-from moh_jax.runtime.sharding import check_tree
+from moh_jax.runtime.sharding import (
+  abstract_on,
+  abstract_params,
+  check_tree,
+  unbox,
+)
 
 
 @dataclasses.dataclass(frozen=True)

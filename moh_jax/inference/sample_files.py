@@ -17,7 +17,7 @@ from moh_jax.config import Config
 from moh_jax.data.decode import to_picture
 from moh_jax.inference.sample import Sampler, full_batches
 from moh_jax.models.generation import image_grid
-from moh_jax.runtime import memory
+from moh_jax.runtime.devices import check_bytes
 from moh_jax.runtime.files import (
   disk_errors,
   inside,
@@ -49,7 +49,7 @@ def check_size(config: Config, num: int, out: pathlib.Path) -> None:
     size = 3 * 64 * math.prod(config.model.input_size)
   what = f"{num:,} images of {size:,} bytes"
   if out.suffix == ".png":
-    memory.check(num * size, what)
+    check_bytes(num * size, what)
     return
   place = out.parent
   while not place.exists():
