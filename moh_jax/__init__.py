@@ -17,7 +17,7 @@ from moh_jax.config.registry import Family as Family
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import register_family as register_family
 from moh_jax.config.registry import register_router as register_router
-from moh_jax.config.sources import register_source as register_source
+from moh_jax.config.registry import register_source as register_source
 
 if _typing.TYPE_CHECKING:
   from moh_jax.config.heads import HeadBudget as HeadBudget

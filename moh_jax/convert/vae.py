@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors

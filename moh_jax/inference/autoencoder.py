@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert.vae import load_vae
 from moh_jax.models.generation import Decode
 from moh_jax.models.vae import VAE

@@ -8,8 +8,8 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.config import HeadBudget, reference
-from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.data import RandAugmentPolicy, parse_policy
+from moh_jax.config.dit import LatentScaling
 from tests.config import small
 
 _DTYPES = "('float32', 'bfloat16')"
