@@ -175,7 +175,7 @@ _REFUSED = (
   ("text", "prefetch", 0, "at least 1"),
   ("text", "num_threads", 0, "at least 1"),
   ("text", "fake_examples", 0, "at least 1"),
-  ("text", "ratios", (100.0,), "must have one value for each of data.mix=()"),
+  ("text", "ratios", (100.0,), "must be () with data.source='fake'"),
   ("mix", "source", "stdlib", "mix=('web', 'code') must be () with data."),
   ("mix", "mix", ("a", "a"), "must name each source once"),
   ("mix", "ratios", (100.0,), "must have one value for each of data.mix"),
