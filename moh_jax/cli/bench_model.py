@@ -24,7 +24,7 @@ from moh_jax.config import (
   SampleConfig,
   get_family,
 )
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.inference import decoding, generate
 from moh_jax.layers.router import HeadRouter
 from moh_jax.models.generation import make_sampler

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax.cli import common, distributed, text_files
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.data.text_files import list_pieces
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import harness

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.cli import chat, common, distributed, fields, interactive
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
 from moh_jax.data.text_files import Prompts
 from moh_jax.inference.generate import Generator, Prompt, complete_file

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.inference.generate import Generator, Prompt
 
 _SEEDS = 2**32

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors

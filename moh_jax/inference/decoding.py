@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.llm import LLM

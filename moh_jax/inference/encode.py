@@ -14,7 +14,7 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
-from moh_jax.config.autoencoder import EncodeOptions, LatentScaling, VAEConfig
+from moh_jax.config.dit import EncodeOptions, LatentScaling, VAEConfig
 from moh_jax.data.latents import KIND, encode_moments
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.sources import CheckedSource, EncodedSource

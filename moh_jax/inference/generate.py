@@ -15,7 +15,7 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import CACHE_DTYPES, LLMConfig, MeshConfig, check_command
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import Message, chat_ids
 from moh_jax.data.text_files import Prompts
 from moh_jax.data.tokenizers import Tokenizer, check_vocabulary, prompt_ids

@@ -14,8 +14,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.heads import RouterConfig
-from moh_jax.config.llm import LLMConfig
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import LLMConfig, Sampling
 from moh_jax.inference.decoding import Decoding, make_decode, span_numbers
 from moh_jax.inference.generate import serving_params
 from moh_jax.models.llm import LLM

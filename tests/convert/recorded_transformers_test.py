@@ -13,7 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import LLMConfig
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.convert import llama, llama_config, rules
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.models.llm import LLM

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig, TrainConfig
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import export, model_rules
 from moh_jax.convert.llama import released_run

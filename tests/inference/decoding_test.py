@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.inference.decoding import (
   NO_TOKEN,
   make_decode,

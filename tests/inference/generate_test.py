@@ -12,7 +12,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig, without_router
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizer_files import END
 from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.inference.generate import Generator

@@ -6,7 +6,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.data.text_files import Prompts
 from moh_jax.inference.generate import Generator, complete_file
 from tests.data import tiny_words

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from moh_jax.config import LLMConfig, RouterConfig
-from moh_jax.config.sections import Sampling
+from moh_jax.config.llm import Sampling
 from moh_jax.convert import llama, llama_config
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
 from moh_jax.models.llm import LLM
