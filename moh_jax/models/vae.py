@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.dit import VAEConfig
 from moh_jax.layers.partitioning import constrain
 from moh_jax.models.registry import params_sha256
 from moh_jax.ops.attention import attention

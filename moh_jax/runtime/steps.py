@@ -24,8 +24,13 @@ from etils import epath
 
 from moh_jax.config import Config, TrainConfig
 from moh_jax.config.base import read_fields
-from moh_jax.config.load import override, run_file
-from moh_jax.config.parse import from_config_dict, merged, upgrade
+from moh_jax.config.parse import (
+  from_config_dict,
+  merged,
+  override,
+  run_file,
+  upgrade,
+)
 from moh_jax.config.run import check_known
 from moh_jax.runtime.files import checksum, read_bytes, write_whole
 from moh_jax.runtime.json_files import MAX_BYTES, Sha256, Text, parse_json

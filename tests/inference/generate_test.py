@@ -12,10 +12,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig, without_router
+from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizer_files import END
 from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.inference.generate import Generator
-from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import decode
