@@ -39,7 +39,6 @@ from moh_jax.training.bench import (
   Program,
   Row,
   compile_program,
-  jit_once,
   time_rows,
 )
 from moh_jax.training.entrance import check_memory
@@ -172,7 +171,7 @@ def random_params(run: Config) -> Any:
   """
   model, abstract = make_model(run)
   inputs = [jnp.zeros(x.shape, x.dtype) for x in abstract]
-  init = jit_once(lambda: unbox(init_params(model, jax.random.key(1), inputs)))
+  init = jax.jit(lambda: unbox(init_params(model, jax.random.key(1), inputs)))
   return jax.tree.map(lambda x: x + 0.02, init())
 
 
