@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.data.decode import to_picture
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.evaluation.head_stats import HeadStats, Layer, RoutingMaps
 
 FORMATS = ("png", "svg")
