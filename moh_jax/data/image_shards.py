@@ -21,16 +21,16 @@ from moh_jax.data.decode import (
   to_picture,
 )
 from moh_jax.data.identity import Identity
-from moh_jax.data.image_folders import ImageFolderSource, find_splits
+from moh_jax.data.image_folders import (
+  EncodedSource,
+  ImageFolderSource,
+  Record,
+  find_splits,
+)
 from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA, Shards
-from moh_jax.data.sources import (
-  ClassList,
-  EncodedSource,
-  Record,
-  check_class_names,
-)
+from moh_jax.data.sources import ClassList, check_class_names
 
 KIND = "images"
 _THREADS = 8  # threads that read image files

@@ -29,6 +29,8 @@ from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
   FLAT_CLASS,
   SPLIT_WORDS,
+  EncodedSource,
+  Record,
   has_class_images,
   hold_out,
 )
@@ -38,13 +40,7 @@ from moh_jax.data.input_files import (
   open_arrow,
   open_parquet,
 )
-from moh_jax.data.sources import (
-  ClassList,
-  EncodedSource,
-  Record,
-  SharedReads,
-  match_classes,
-)
+from moh_jax.data.sources import ClassList, SharedReads, match_classes
 from moh_jax.runtime.json_files import parse_json
 
 _LOG = logging.getLogger(__name__)

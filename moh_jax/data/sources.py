@@ -8,7 +8,6 @@ import abc
 import concurrent.futures
 import functools
 import logging
-import statistics
 import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
@@ -18,22 +17,12 @@ import numpy as np
 from moh_jax.config import Config
 from moh_jax.config.registry import imported
 from moh_jax.config.sources import SPLITS, get_source
-from moh_jax.data.decode import (
-  LaterImage,
-  decode_image,
-  describe_image,
-  is_jpeg,
-)
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.files import read_bytes
 
 Example = dict[str, Any]
-# Images whose headers tell the size and the channels of all: a look at each
-# would take minutes at ImageNet's size.
-_LOOKED_AT = 64
-# Sides of inputs are multiples of this, which every stage can halve.
-_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
+_DIGITS_SIDE = 32  # of inputs, which every stage can halve
 _MOST_LIST_BYTES = 1 << 24  # of a list of classes
 _MOST_NAMED = 10  # bad images in one message
 _FAKE_CLASSES, _FAKE_SIDE = 1000, 224  # the usual ones
@@ -115,97 +104,6 @@ class ImageSource(abc.ABC):
     return f"example {index}"
 
 
-class Record(NamedTuple):
-  """An image file and its label; `place` names it in messages."""
-
-  label: int
-  place: str
-  content: bytes
-
-
-class EncodedSource(ImageSource):
-  """Images that are files, which are decoded to grey or RGB by `channels`."""
-
-  @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "EncodedSource":
-    """Opens a split as the section `data` says.
-
-    The class takes path, split and channels, and the keywords below: the share
-    that is held out where there is no val, the classes whose positions are the
-    labels (() takes those of the data), and the column of labels of tables.
-    """
-    data = config.data
-    return cls(
-      data.path,
-      split,
-      config.model.channels or 3,
-      val_share=data.val_share,
-      class_names=class_names or listed_classes(data.class_list),
-      label_column=data.label_column,
-    )
-
-  @abc.abstractmethod
-  def read(self, index: int) -> Record:
-    """The file of an image, not decoded.
-
-    Raises:
-      FileNotFoundError: it is gone.
-      ValueError: it cannot be read.
-    """
-
-  @property
-  @abc.abstractmethod
-  def fingerprint(self) -> str:
-    """Identifies the list of images."""
-
-  @classmethod
-  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The classes of the training images, and what some headers say.
-
-    The size is a square about as large as the images, in steps of 32 up to
-    224. Images whose headers cannot be read are for `data.bad_images`.
-    """
-    if not {"channels", "image_size", "num_classes"} & set(names):
-      return {}
-    source = cls.open(config, "train")
-    told = {"num_classes": len(source.class_names)}
-    if not {"channels", "image_size"} & set(names):
-      return told
-    sides, colours, bad = [], False, ""
-    for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
-      try:
-        record = source.read(i)
-        size, grey = describe_image(record.content, record.place)
-      except (ValueError, FileNotFoundError) as error:
-        bad = bad or str(error)
-        continue
-      sides.append(min(size))
-      colours |= not grey
-    if not sides:
-      raise ValueError(
-        f"data.path={config.data.path!r}: none of the images that were looked "
-        f"at can be read; the first: {bad}"
-      )
-    side = statistics.median_low(sides) // _SIDE_STEP * _SIDE_STEP
-    side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
-    return {**told, "channels": 3 if colours else 1, "image_size": (side, side)}
-
-  def __getitem__(self, index: int) -> Example:
-    """Returns a decoded example."""
-    record = self.read(index)
-    image = decode_image(record.content, self.channels, record.place)
-    return {"image": image, "label": np.int32(record.label)}
-
-  def later(self, index: int) -> Example:
-    """As `source[index]`, but "image" of a JPEG file is a `LaterImage`."""
-    record = self.read(index)
-    decode = LaterImage.of if is_jpeg(record.content) else decode_image
-    image = decode(record.content, self.channels, record.place)
-    return {"image": image, "label": np.int32(record.label)}
-
-
 class DigitsSource(ImageSource):
   """Scikit-learn's handwritten digits: 1,797 scans, 8 x 8 pixels, 16 greys.
 
@@ -234,7 +132,7 @@ class DigitsSource(ImageSource):
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """All fields; mean and standard deviation are the training scans'."""
     del config, names
-    told = {"channels": 1, "num_classes": 10, "image_size": (_SIDE_STEP,) * 2}
+    told = {"channels": 1, "num_classes": 10, "image_size": (_DIGITS_SIDE,) * 2}
     return {**told, "mean": (0.3,), "std": (0.37,)}
 
   def __len__(self) -> int:

@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.data.image_folders import EncodedSource
 from moh_jax.data.latents import KIND, encode_moments
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.sources import CheckedSource, EncodedSource
+from moh_jax.data.sources import CheckedSource
 from moh_jax.data.transforms import center_crop
 from moh_jax.inference.options import EncodeOptions
 from moh_jax.models.vae import VAE
