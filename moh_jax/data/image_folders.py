@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from moh_jax.config import Config
-from moh_jax.config.sources import SPLITS, MissingSplitError
+from moh_jax.config.registry import SPLITS, MissingSplitError
 from moh_jax.data.decode import (
   LaterImage,
   decode_image,

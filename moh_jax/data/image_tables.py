@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from moh_jax.config.sources import MissingSplitError
+from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
   FLAT_CLASS,

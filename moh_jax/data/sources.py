@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moh_jax.config import Config
-from moh_jax.config.registry import imported
-from moh_jax.config.sources import SPLITS, get_source
+from moh_jax.config import Config, imported
+from moh_jax.config.registry import SPLITS, get_source
 from moh_jax.data.identity import Identity
 from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.files import read_bytes
