@@ -18,7 +18,7 @@ from moh_jax.data.image_folders import find_images
 from moh_jax.data.transforms import center_crop
 from moh_jax.inference import sample
 from moh_jax.inference.restore import fingerprint
-from moh_jax.models.weights_hash import weights_sha256
+from moh_jax.models.vae import weights_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.files import check_writable

@@ -25,9 +25,7 @@ from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.generation import Decode
-from moh_jax.models.vae import VAE
-from moh_jax.models.vae_tiling import apply_tiled
-from moh_jax.models.weights_hash import encoder_sha256
+from moh_jax.models.vae import VAE, apply_tiled, encoder_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.json_files import Size, check_json, read_json
 

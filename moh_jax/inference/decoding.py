@@ -13,8 +13,7 @@ from moh_jax.config import LLMConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
 from moh_jax.layers.partitioning import constrain
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_output import unrolled_logits
+from moh_jax.models.llm import LLM, unrolled_logits
 from moh_jax.ops.cache import Slots
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token

@@ -33,8 +33,8 @@ from moh_jax.inference.restore import (
   load_checkpoint_tokenizer,
   restore,
 )
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import compute_dtypes, unroll
+from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.registry import compute_dtypes
 from moh_jax.runtime import sharding
 from moh_jax.runtime.files import disk_errors, write_whole
 from moh_jax.runtime.json_files import (

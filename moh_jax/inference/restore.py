@@ -21,11 +21,10 @@ from moh_jax.data.tokenizers import (
   read_tokenizer,
 )
 from moh_jax.inference.classify import ImageLike, Prediction, classify
-from moh_jax.models.registry import make_model
-from moh_jax.models.restack import fit_params, serving_dtypes
+from moh_jax.models.registry import fit_params, make_model, serving_dtypes
 from moh_jax.ops.head_layout import check_heads
 from moh_jax.runtime import checkpoint, sharding, steps
-from moh_jax.runtime.params import abstract_on, abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from moh_jax.config import Config, MeshConfig, check_command
 from moh_jax.data.decode import to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
-from moh_jax.runtime import memory, sharding
+from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import check_bytes
 from moh_jax.runtime.files import (
   disk_errors,
   inside,
@@ -192,7 +193,7 @@ def check_size(config: Config, num: int, out: pathlib.Path) -> None:
     size = 3 * 64 * math.prod(config.model.input_size)
   what = f"{num:,} images of {size:,} bytes"
   if out.suffix == ".png":
-    memory.check(num * size, what)
+    check_bytes(num * size, what)
     return
   place = next(folder for folder in out.parents if folder.exists())
   free = shutil.disk_usage(place).free

@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.inference import sample
 from moh_jax.inference.sample import Sampler
-from moh_jax.runtime import memory
+from moh_jax.runtime import devices
 from tests.inference import tiny_sampler
 from tests.training import tiny
 
@@ -195,13 +195,13 @@ class SampleNpzTest(parameterized.TestCase):
     self.assertEqual(list(self.parts.iterdir()), [other])
 
   @parameterized.parameters(
-    ("x.png", memory, "total", "of memory"),
+    ("x.png", devices, "total_memory", "of memory"),
     ("x.npz", sample.shutil, "disk_usage", "bytes are free"),
   )
   def test_more_images_than_there_is_room_for(self, name, place, call, text):
     config, out = tiny.dit_config(mesh={"data": -1}), self.root / name
     size = 64 * 10  # ten images of 8 x 8 grey pixels
-    have = {"total": size, "disk_usage": mock.Mock(free=size)}[call]
+    have = {"total_memory": size, "disk_usage": mock.Mock(free=size)}[call]
     with mock.patch.object(place, call, lambda *_: have):
       sample.check_size(config, 10, out)
       with self.assertRaisesRegex(ValueError, f"11 images.*{text}"):
