@@ -26,7 +26,7 @@ class LatentScaling(base.Section):
     std: of each channel, () is 1: diffusers' `latents_std`.
   """
 
-  NAME = "scaling"
+  NAME = "latents"
 
   scale: base.Positive = 0.18215
   shift: base.Number = 0.0

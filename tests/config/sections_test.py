@@ -21,7 +21,7 @@ _SECTIONS = {
   "router": config_lib.RouterConfig(),
   "rope": config_lib.RotaryConfig(),
   "vae": config_lib.VAEConfig(),
-  "scaling": LatentScaling(),
+  "latents": LatentScaling(),
   "data": config_lib.DataConfig(),
   "text": config_lib.TextDataConfig(),
   "mix": config_lib.TextDataConfig(
@@ -144,7 +144,7 @@ _REFUSED = (
   ("vae", "block_out_channels", (64, 48), "multiples of vae.norm_groups=32"),
   ("vae", "block_out_channels", (64, 0), "at least 1"),
   ("vae", "scaling", LatentScaling(mean=(0.1,)), "must have 4 values"),
-  ("scaling", "scale", 0.0, "above 0"),
+  ("latents", "scale", 0.0, "above 0"),
   ("data", "source", "csv", "('digits', 'image_folder', 'array_record', "),
   ("data", "source", "csv", "'parquet', 'latents', 'fake')"),
   ("data", "source", "image_folder", "path='' must name the directory of"),
@@ -309,7 +309,7 @@ class SectionsTest(parameterized.TestCase):
     message = str(caught.exception)
     self.assertIn(words, message)
     name = re.escape(base.NAME)
-    self.assertRegex(message, rf"^({name}\.\w+|{name},|mesh=|scaling)")
+    self.assertRegex(message, rf"^({name}\.\w+|{name},|mesh=|latents)")
     if message.startswith(f"{base.NAME}.{field}=") and type(value) is not tuple:
       self.assertStartsWith(message, f"{base.NAME}.{field}={value!r} ")
 
@@ -400,7 +400,7 @@ class PolicyTest(parameterized.TestCase):
       "rand-m9-mstd0.5-inc1",
       {"magnitude": 9, "spread": 0.5, "increasing": True},
     ),
-    ("rand-inc1-m9-mstd0.5", {"magnitude": 9, "spread": 0.5, "increasing": True}),
+    ("rand-inc1-m9", {"magnitude": 9, "increasing": True}),
     ("rand-n3-p0.8-mmax20-m15",
      {"layers": 3, "probability": 0.8, "limit": 20, "magnitude": 15}),
     ("rand-mstd101-inc0", {"spread": math.inf}),
