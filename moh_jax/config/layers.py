@@ -42,6 +42,12 @@ class LayerGroup:
   pairs: int = 0
   orders: tuple[tuple[int, ...], ...] = ()
 
+  @property
+  def order_of_each(self) -> tuple[tuple[int, ...], ...]:
+    """`orders`, or where it is () each layer's own order."""
+    own = tuple(range(self.budget.num_heads))
+    return self.orders or (own,) * self.depth
+
 
 @dataclasses.dataclass(frozen=True)
 class RoutedLayers(Section):

@@ -20,7 +20,7 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import LLMConfig, MeshConfig
-from moh_jax.models.llm_output import (
+from moh_jax.models.llm import (
   output_kernel,
   output_logits,
   token_nats,

@@ -13,8 +13,7 @@ from moh_jax.config import registry
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.registry import register_router
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.router import HeadChoice, HeadRouter
-from moh_jax.layers.routers import Router
+from moh_jax.layers.router import HeadChoice, HeadRouter, Router
 from tests.layers import small
 
 

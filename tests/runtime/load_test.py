@@ -8,7 +8,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiTConfig
-from moh_jax.runtime.load import load_config
+from moh_jax.runtime.steps import load_config
 from tests.cli import tiny_checkpoint
 
 _DIGITS = str(pathlib.Path(__file__).parents[2] / "configs" / "vit_digits.py")
