@@ -84,14 +84,7 @@ def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
     ValueError: a file is damaged, or its tensors do not fit.
   """
   file = _find_weights(pathlib.Path(path))
-  folder_config = file.with_name(CONFIG_FILE)
-  if not folder_config.is_file():
-    raise FileNotFoundError(f"{folder_config}: no such file; {HOW_TO_GET_VAE}")
-  entries = read_json(folder_config)
-  try:
-    config = public_config(entries)
-  except (NotImplementedError, ValueError) as error:
-    raise type(error)(f"{folder_config}: {error}") from error
+  config = read_config(file.with_name(CONFIG_FILE))
   return config, convert_vae(read_tensors(file), config, source=str(file))
 
 
@@ -219,6 +212,17 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
     tuple(fields.pop("latents_std") or ()),
   )
   return VAEConfig(**fields, scaling=scaling)
+
+
+def read_config(file: pathlib.Path) -> VAEConfig:
+  """Reads diffusers' config.json; errors as for `load_vae`."""
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such file; {HOW_TO_GET_VAE}")
+  entries = read_json(file)
+  try:
+    return public_config(entries)
+  except (NotImplementedError, ValueError) as error:
+    raise type(error)(f"{file}: {error}") from error
 
 
 def _find_weights(path: pathlib.Path) -> pathlib.Path:
