@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import safetensors
 
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.files import check_ratio, check_regular, replacing
 from moh_jax.runtime.json_files import (
   MAX_BYTES,
