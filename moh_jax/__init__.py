@@ -155,38 +155,22 @@ register_router(
   straight_through=True,
 )
 register_router("none", None)
-register_source("digits", "moh_jax.data.sources:DigitsSource", has_path=False)
-register_source(
-  "image_folder",
-  "moh_jax.data.image_folders:ImageFolderSource",
-  options=("class_list", "decode"),
-)
-register_source(
-  "array_record",
-  "moh_jax.data.image_shards:ArrayRecordSource",
-  options=("decode",),
-)
-register_source(
-  "parquet",
-  "moh_jax.data.image_tables:ParquetSource",
-  options=("class_list", "label_column", "decode"),
-)
-register_source(
-  "latents", "moh_jax.data.latents:LatentSource", holds=("latents",)
-)
-register_source(
-  "fake",
-  "moh_jax.data.sources:FakeSource",
-  holds=("images", "latents"),
-  has_path=False,
-)
-register_source(
-  "tokens",
-  "moh_jax.data.sequences:PackedSource",
-  reads="text",
-  options=("mix", "ratios"),
-)
-register_source("stdlib", "moh_jax.data.stdlib:StdlibSource", reads="text")
-register_source(
-  "fake", "moh_jax.data.sequences:FakeSequences", reads="text", has_path=False
-)
+
+
+def _source(name: str, code: str, **properties: _typing.Any) -> None:
+  register_source(name, f"moh_jax.data.{code}", **properties)
+
+
+_FILES = ("class_list", "decode")
+_source("digits", "sources:DigitsSource", has_path=False)
+_source("image_folder", "image_folders:ImageFolderSource", options=_FILES)
+_source("array_record", "image_shards:ArrayRecordSource", options=("decode",))
+_TABLES = (*_FILES, "label_column")
+_source("parquet", "image_tables:ParquetSource", options=_TABLES)
+_source("latents", "latents:LatentSource", holds=("latents",))
+_BOTH = ("images", "latents")
+_source("fake", "sources:FakeSource", holds=_BOTH, has_path=False)
+_MIX = ("mix", "ratios")
+_source("tokens", "sequences:PackedSource", reads="text", options=_MIX)
+_source("stdlib", "stdlib:StdlibSource", reads="text")
+_source("fake", "sequences:FakeSequences", reads="text", has_path=False)

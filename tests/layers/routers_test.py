@@ -150,7 +150,7 @@ class TableTest(absltest.TestCase):
   def test_a_record_may_be_added_twice(self):
     for name in ("two_stage", "threshold"):
       kind = registry.get_router(name)
-      self.assertIs(registry.add_router(kind), kind)
+      self.assertIs(registry.ROUTERS.add(kind), kind)
 
 
 if __name__ == "__main__":

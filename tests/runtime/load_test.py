@@ -228,7 +228,7 @@ class LoadConfigTest(parameterized.TestCase):
       "from moh_jax.config import LLMConfig\n\n"
       "def get_config():\n  return {'model': LLMConfig(num_heads=4)}\n"
     )
-    message = "model.num_heads=4 must be a tuple, one value per layer"
+    message = "model.num_heads=4 must be a tuple"
     with self.assertRaisesRegex(ValueError, message):
       load_config(path)
 
