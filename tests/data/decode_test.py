@@ -65,13 +65,6 @@ class ReadImageTest(_TempDirTest):
     path = _write(self.root / f"x.{suffix}", **options)
     np.testing.assert_array_equal(images.read_image(path, 3), _RGB)
 
-  def test_rgb_becomes_luma(self):
-    path = _write(self.root / "x.png")
-    image = images.read_image(path, 1)
-    luma = _RGB @ np.array([0.299, 0.587, 0.114])
-    self.assertEqual(image.shape, (6, 5, 1))
-    np.testing.assert_allclose(image[..., 0], luma, atol=1)
-
   @parameterized.parameters("RGBA", "LA", "P")
   def test_transparent_pixels_are_white(self, mode):
     picture = Image.fromarray(np.full((2, 2), 80, np.uint8)).convert(mode)
@@ -154,12 +147,6 @@ class ReadImageTest(_TempDirTest):
     Image.fromarray(np.ones((3, 3), np.float32)).save(path)
     with self.assertRaisesRegex(ValueError, "x.tiff: .*floating-point"):
       images.read_image(path, 1)
-
-  def test_broken_link_is_named(self):
-    path = self.root / "x.png"
-    path.symlink_to(self.root / "gone.png")
-    with self.assertRaisesRegex(FileNotFoundError, "x.png: a broken link"):
-      images.read_image(path, 3)
 
   @parameterized.parameters(
     ("L", True), ("1", True), ("LA", True), ("I;16", True), ("RGB", False),
@@ -259,11 +246,6 @@ class DecodersTest(parameterized.TestCase):
     brightness = np.abs((fast - exact[: len(fast)]) @ weights)
     self.assertLess(brightness.mean(), 0.2)
 
-  def test_truncation_below_the_upper_rows_is_found(self):
-    content = encode(photo())
-    with self.assertRaisesRegex(ValueError, "damaged or truncated"):
-      decode.decode_image(content[: len(content) * 3 // 4], 3, "x.jpg", 1, 20)
-
   @parameterized.parameters(*range(1, 9))
   def test_turned_images_are_left_to_pillow(self, orientation):
     exif = Image.Exif()
@@ -282,11 +264,6 @@ class DecodersTest(parameterized.TestCase):
     content = encode(photo(mode="CMYK"))
     self.assertIsNone(decode.decode_jpeg(content, 3))
     self.assertEqual(decode.decode_image(content, 3, "x").shape, (167, 251, 3))
-
-  def test_too_many_pixels_are_refused(self):
-    content = encode(photo())
-    with mock.patch.object(decode, "_MOST_PIXELS", 1000):
-      self.assertIsNone(decode.decode_jpeg(content, 3))
 
 
 _NAMES = ("china", "flower")

@@ -56,12 +56,6 @@ class PackTest(_PackedTest):
         self.assertEqual(packed[i]["label"], folder[i]["label"])
         self.assertEqual(packed.name(i), folder.name(i))
 
-  def test_changed_images_are_not_mixed_in(self):
-    self._pack(["val"])
-    (self.images / "val" / "ant" / "0.png").unlink()
-    with self.assertRaisesRegex(ValueError, "images: '5 files.* '6 files"):
-      self._pack(["val"])
-
   @parameterized.parameters(0, 7)
   def test_killed_run_goes_on_to_the_same_bytes(self, shorter):
     folder = self.images / "train"
@@ -121,13 +115,6 @@ class PackTest(_PackedTest):
 
 
 class SourceTest(_PackedTest):
-  def test_unreadable_image_is_named(self):
-    (self.images / "val" / "ant" / "1.png").write_text("no image")
-    self._pack(["val"])
-    source = image_shards.ArrayRecordSource(str(self.out), "val", 3)
-    with self.assertRaisesRegex(ValueError, "ant/1.png in .*val: not an image"):
-      source[1]
-
   def test_bad_image_does_not_move_the_stream(self):
     self._pack()
     (self.images / "train" / "cat" / "0.png").write_text("no image")

@@ -6,7 +6,6 @@ import json
 import pathlib
 import pickle
 import tempfile
-import threading
 
 import numpy as np
 import pyarrow as pa
@@ -146,15 +145,6 @@ class RowsTest(_TempDirTest):
       self.assertEqual(example["label"].dtype, np.int32)
     self.assertEqual(source.name(4), f"train-2.{suffix}:1")
 
-  @parameterized.parameters("string", "large_string")
-  def test_labels_of_text_are_sorted(self, kind):
-    labels = pa.array(["dog", "ant", "dog"], getattr(pa, kind)())
-    table = make_table(labels, features={})
-    write(self.root / "0.parquet", table)
-    source = self._open()
-    self.assertEqual(source.class_names, ("ant", "dog"))
-    self.assertEqual([int(source[i]["label"]) for i in range(3)], [1, 0, 1])
-
   def test_labels_follow_the_models_classes(self):
     write(self.root / "0.parquet", make_table([0, 2]))
     names = ("cat", "dog", "bee", "ant")
@@ -182,41 +172,6 @@ class RowsTest(_TempDirTest):
     identities = [source.identity() for source in splits]
     self.assertNotEqual(*identities)
     self.assertEqual(identities[0]["val_share"], "0.3")
-
-  def test_group_is_read_once_by_many_threads(self):
-    write(self.root / "0.parquet", make_table([0] * 8), 8)
-    source, reads = self._open(), []
-    original = image_tables._read_group
-
-    def counted(*args):
-      reads.append(args)
-      return original(*args)
-
-    self.enterContext(
-      absltest.mock.patch.object(image_tables, "_read_group", counted)
-    )
-    threads = [
-      threading.Thread(target=source.read, args=(i,)) for i in range(8)
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-    self.assertLen(reads, 1)
-
-  def test_mapped_files_need_no_memory(self):
-    for number in range(3):
-      write(self.root / f"{number}.arrow", make_table([0], number))
-    self.enterContext(
-      absltest.mock.patch.object(image_tables, "_KEPT_BYTES", 1)
-    )
-    source, mapped = self._open(), image_tables._map_arrow
-    with absltest.mock.patch.object(
-      image_tables, "_map_arrow", side_effect=mapped
-    ) as maps:
-      for i in (0, 1, 2, 0, 1, 2):
-        np.testing.assert_array_equal(source[i]["image"], png(i)[1])
-    self.assertEqual(maps.call_count, 3)
 
 
 class IdentityTest(_TempDirTest):

@@ -12,9 +12,7 @@ import pyarrow
 from absl.testing import absltest, parameterized
 from pyarrow import parquet
 
-from moh_jax.data import tokenize, tokenizers
 from moh_jax.data.text_files import list_pieces, read_documents
-from tests.data import tiny_text
 
 _TEXTS = [f"text {i} é" for i in range(2500)]  # three batches of a stream
 
@@ -84,19 +82,6 @@ class SavedDatasetTest(_FolderTest):
         ValueError, r"state.json: not as `save_to_disk"
       ):
         _read(self.root / "set")
-
-  def test_tokens_and_the_hash_of_the_tokenizer(self):
-    self._save("set")
-    used = tokenizers.BytesTokenizer()
-    metadata = tokenize.tokenize(
-      [str(self.root / "set")],
-      used,
-      self.root / "out",
-      {"train": None},
-      progress=False,
-    )
-    self.assertEqual(tiny_text.texts(self.root / "out" / "train"), _TEXTS)
-    self.assertEqual(metadata["train"]["tokenizer"]["sha256"], used.sha256)
 
 
 class ArrowTest(_FolderTest):
@@ -191,10 +176,6 @@ class AddressTest(_FolderTest):
     self.assertEqual(
       _read("memory://texts/c.jsonl.zst"), [("c.jsonl.zst:1", "packed")]
     )
-
-  def test_local_files_by_address(self):
-    (self.root / "a.txt").write_text("text")
-    self.assertEqual(_read(f"file://{self.root}/*.txt"), [("a.txt", "text")])
 
   def test_missing_files_and_protocols_are_named(self):
     (self.root / "a.txt").write_text("text")
