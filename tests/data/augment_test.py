@@ -1,7 +1,6 @@
 """Random changes against their definitions and against timm's own results."""
 
 import collections
-import dataclasses
 import math
 import pathlib
 from unittest import mock
@@ -56,60 +55,6 @@ class CommonTest(parameterized.TestCase):
       self.assertEqual(out["image"].dtype, np.uint8)
       self.assertEqual(out["label"], 3)
       np.testing.assert_array_equal(image, before)
-
-
-class RandAugmentTest(parameterized.TestCase):
-  def _applied(self, policy, images=3000):
-    """Names and levels of what each image got."""
-    applied = []
-
-    def recorded(name, operation):
-      def apply(picture, level, fill):
-        self.assertEqual(fill, (124, 116, 104))
-        applied[-1].append((name, level))
-        return picture
-
-      return dataclasses.replace(operation, apply=apply)
-
-    for known in (PLAIN, INCREASING):
-      made = {name: recorded(name, known[name]) for name in known}
-      self.enterContext(mock.patch.dict(known, made))
-    transform = augment.RandAugment(policy, (124, 116, 104))
-    rng = np.random.default_rng(0)
-    image = np.zeros((4, 4, 3), np.uint8)
-    for _ in range(images):
-      applied.append([])
-      transform.change(image, rng)
-    return applied
-
-  @parameterized.parameters(
-    (RandAugmentPolicy(increasing=True), INCREASING), (_PAPER, INCREASING),
-    (RandAugmentPolicy(), PLAIN), (RandAugmentPolicy(layers=4), PLAIN),
-  )  # fmt: skip
-  def test_operations_are_equally_often_and_each_at_probability(
-    self, policy, operations
-  ):
-    applied = self._applied(policy)
-    counts = collections.Counter(name for some in applied for name, _ in some)
-    self.assertEqual(set(counts), set(operations))
-    self.assertGreater(stats.chisquare(list(counts.values())).pvalue, _LEVEL)
-    numbers = np.bincount([len(some) for some in applied])
-    expected = stats.binom(policy.layers, 0.5).pmf(range(policy.layers + 1))
-    test = stats.chisquare(numbers, expected * len(applied))
-    self.assertGreater(test.pvalue, _LEVEL)
-
-  def test_magnitudes_are_normal_and_cut_off(self):
-    policy = RandAugmentPolicy(probability=1.0, magnitude=9, spread=0.5)
-    levels = [abs(x) for some in self._applied(policy) for _, x in some]
-    magnitudes = 10 * np.array(levels)
-    self.assertEqual(magnitudes.max(), 10)
-    at_most = int(np.sum(magnitudes == 10))
-    share = stats.norm(9, 0.5).sf(10)
-    test = stats.binomtest(at_most, len(levels), share)
-    self.assertGreater(test.pvalue, _LEVEL)
-    below = magnitudes[magnitudes < 10]
-    normal = stats.truncnorm(-math.inf, 2, 9, 0.5)
-    self.assertGreater(stats.kstest(below, normal.cdf).pvalue, _LEVEL)
 
 
 class ThreeAugmentTest(parameterized.TestCase):
@@ -194,13 +139,6 @@ class OperationsTest(parameterized.TestCase):
       np.testing.assert_array_equal(to_array(picture), expected, err_msg=case)
       seen.add((name, sign, magnitude))
     self.assertLen(seen, len(_OPERATIONS) * 2 * 4)
-
-  def test_posterize_without_bits_is_black(self):
-    picture = Image.new("RGB", (4, 4), (255, 255, 255))
-    none = INCREASING["PosterizeIncreasing"].apply(picture, 1.0, None)
-    self.assertEqual(to_array(none).max(), 0)
-    one = INCREASING["PosterizeIncreasing"].apply(picture, 0.9, None)
-    self.assertEqual(to_array(one).min(), 128)
 
 
 _FILLSSliding = {"RGB": (124, 116, 104), "L": 77}

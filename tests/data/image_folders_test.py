@@ -9,6 +9,7 @@ from PIL import Image
 
 from moh_jax.config import Config, ViTConfig
 from moh_jax.data import image_folders, sources
+from tests.data.folder import FolderTest
 
 
 def _write(path):
@@ -17,13 +18,7 @@ def _write(path):
   return path
 
 
-class _TempDirTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-
-class ListImagesTest(_TempDirTest):
+class ListImagesTest(FolderTest):
   def test_hidden_files_and_folders_are_left_out(self):
     for name in ("ant/1.png", "ant/._1.png", ".cache/2.png", "cat/3.png"):
       _write(self.root / name)
@@ -52,7 +47,7 @@ class ListImagesTest(_TempDirTest):
       image_folders.list_images(self.root)
 
 
-class ListSplitTest(_TempDirTest):
+class ListSplitTest(FolderTest):
   def _names(self, split, share=0.25):
     _, _, files = image_folders.list_split(self.root, split, share)
     return {name for name, _ in files}
@@ -97,7 +92,7 @@ class ListSplitTest(_TempDirTest):
       self._names("val", 1e-6)
 
 
-class FindFilesTest(_TempDirTest):
+class FindFilesTest(FolderTest):
   def test_finds_all_formats_and_warns_of_others(self):
     for suffix in ("ppm", "tga", "jp2", "ico", "pcx", "PGM"):
       _write(self.root / f"1.{suffix}")
@@ -109,7 +104,7 @@ class FindFilesTest(_TempDirTest):
     self.assertIn("left out 2 files or folders", logs.output[0])
 
 
-class FindSplitsTest(_TempDirTest):
+class FindSplitsTest(FolderTest):
   def test_class_may_be_called_train(self):
     for name in ("bus", "train"):
       _write(self.root / name / "1.png")

@@ -1,8 +1,6 @@
 import dataclasses
 import json
-import pathlib
 import re
-import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -15,6 +13,7 @@ from moh_jax.data import image_shards
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data
 from tests.data import tiny_sets, tiny_text
+from tests.data.folder import FolderTest
 
 _VIT = config_lib.ViTConfig()
 _DIT = config_lib.DiTConfig(input_size=(8, 8))
@@ -22,13 +21,7 @@ _PIXELS = config_lib.DiffusionConfig(space="pixel")
 _IMAGENET = (0.485, 0.456, 0.406)
 
 
-class _TempDirTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-
-class ImagesTest(_TempDirTest):
+class ImagesTest(FolderTest):
   def _pack(self, folder, out):
     source = ImageFolderSource(str(folder), "", 3)
     image_shards.pack_images(source, out, packed_from=folder, progress=False)
@@ -115,7 +108,7 @@ class WithoutDataTest(absltest.TestCase):
     self.assertEqual(config, resolve(config))
 
 
-class TextTest(_TempDirTest):
+class TextTest(FolderTest):
   def _vocab_size(self, **data):
     config = Config(config_lib.LLMConfig(), data=TextDataConfig(**data))
     return resolve(config).model.vocab_size

@@ -1,6 +1,4 @@
 import itertools
-import pathlib
-import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -9,14 +7,14 @@ from moh_jax.config import apply_overrides
 from moh_jax.config.dit import LatentScaling
 from moh_jax.data import latents, sources
 from tests.data import tiny_sets
+from tests.data.folder import FolderTest
 
 _SCALING = LatentScaling(0.5)
 
 
-class _LatentsTest(parameterized.TestCase):
+class _LatentsTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     for split in sources.SPLITS:
       tiny_sets.write_latents(self.root / split)
     self.config = tiny_sets.dit_config(path=self.root)
@@ -29,13 +27,6 @@ class _LatentsTest(parameterized.TestCase):
 
 
 class SourceTest(_LatentsTest):
-  def test_records_hold_both_posteriors(self):
-    source = latents.LatentSource(str(self.root), "train")
-    self.assertLen(source, 10)
-    for i in range(10):
-      np.testing.assert_array_equal(source[i]["image"], tiny_sets.moments(i))
-      self.assertEqual(source[i]["label"], i % 2)
-
   @parameterized.parameters(np.inf, np.nan, 1e6)
   def test_what_float16_cannot_hold_is_refused(self, value):
     moments = tiny_sets.moments(0)

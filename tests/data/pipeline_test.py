@@ -93,11 +93,6 @@ def _assert_equal(test, ours, theirs):
 
 
 class TrainBatchesTest(parameterized.TestCase):
-  def test_every_epoch_is_a_permutation(self):
-    labels = _labels(_batches(examples=10, count=10)).reshape(4, 10)
-    for epoch in labels:
-      self.assertCountEqual(epoch, range(10))
-
   @parameterized.parameters(1, 3, 7)
   def test_seek_continues_an_uninterrupted_run(self, position):
     whole = _batches(count=10)
@@ -114,22 +109,6 @@ class TrainBatchesTest(parameterized.TestCase):
     whole = _batches()
     for rows in processes:
       for ours, theirs in zip(_batches(rows=rows), whole, strict=True):
-        for name in theirs:
-          np.testing.assert_array_equal(ours[name], theirs[name][list(rows)])
-
-
-class RepeatsTest(parameterized.TestCase):
-  def _labels(self, examples, repeats=3, count=8, **data):
-    values = {"augment": "none", "repeats": repeats, **data}
-    config = config_lib.apply_overrides(CONFIG, "data", **values)
-    return _labels(_batches(config, examples, count=count))
-
-  def test_seek_and_rows_find_the_same_images(self):
-    config = config_lib.apply_overrides(CONFIG, "data", repeats=3)
-    whole = _batches(config, count=9)
-    for rows in ((0, 2), (1, 3)):
-      part = _batches(config, position=4, count=5, rows=rows)
-      for ours, theirs in zip(part, whole[4:], strict=True):
         for name in theirs:
           np.testing.assert_array_equal(ours[name], theirs[name][list(rows)])
 
@@ -171,13 +150,6 @@ class SharedMemoryTest(absltest.TestCase):
       ValueError, "data.workers=4: must be at most 3: / has 119 MB free"
     ):
       self._workers(4, 119_000_000)
-
-  def test_default_takes_what_there_is(self):
-    self.assertEqual(self._workers(None, 10**9), 4)
-    with self.assertLogs(pipeline._log, "WARNING") as logs:
-      self.assertEqual(self._workers(None, 64_000_000), 2)
-      self.assertEqual(self._workers(None, 0), 0)
-    self.assertIn("2 processes make batches, not 4", logs.output[0])
 
 
 class EvalBatchesTest(parameterized.TestCase):
@@ -339,14 +311,6 @@ class RepeatedImagesTest(parameterized.TestCase):
     self.assertEqual(
       source.reads, collections.Counter({i: 3 for i in range(4)})
     )
-
-  def test_an_image_that_can_be_read_again_is_no_error(self):
-    source = _Slow(20, together=1, broken=1)
-    repeated = RepeatedImages(grain.MapDataset.source(source), 3)
-    with self.assertRaisesRegex(ValueError, "image 1 is broken"):
-      repeated[3]
-    source._broken = -1
-    self.assertEqual([repeated[i] for i in (3, 4, 5)], [1, 1, 1])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 import collections
 import dataclasses
-import pathlib
-import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.data import TextDataConfig
 from moh_jax.data import sequences, tokenizers
-from moh_jax.data.sequences import FakeSequences, PackedSource
+from moh_jax.data.sequences import PackedSource
 from moh_jax.data.token_sets import TokenSet
 from tests.data import tiny_text
+from tests.data.folder import FolderTest
 
 _VOCAB = 300
 
@@ -41,11 +40,7 @@ class MixtureTest(parameterized.TestCase):
         self.assertLess(abs(count - share), len(ratios))
 
 
-class _SetsTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class _SetsTest(FolderTest):
   def _write(self, name, seed=0, documents=40, used=None, **notes):
     for split in sequences.SPLITS:
       shards = tiny_text.random_documents(2, documents, 50, seed=seed)
@@ -182,11 +177,7 @@ def _token_by_token(row, ends, start, length, separate):
   return result
 
 
-class PackedSourceTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class PackedSourceTest(FolderTest):
   def _set(self, documents):
     tiny_text.write(self.root / "set", documents)
     return TokenSet(self.root / "set"), *tiny_text.row(documents)
@@ -208,29 +199,6 @@ class PackedSourceTest(parameterized.TestCase):
       for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, name)
         self.assertEqual(found[name].dtype, values.dtype)
-
-  def test_sequences_that_are_not_there(self):
-    token_set, *_ = self._set([[[1] * 14]])
-    source = PackedSource(token_set, 5)
-    for index in (-1, 3):
-      with self.assertRaises(IndexError):
-        source[index]
-
-
-class FakeSequencesTest(absltest.TestCase):
-  def test_documents_begin_within_sequences(self):
-    data = TextDataConfig(sequence_length=64, fake_examples=40)
-    sequences = [FakeSequences(data, 50, "train")[i] for i in range(40)]
-    segments = [s["segments"][-1] for s in sequences]
-    self.assertBetween(np.mean(segments), 2, 6)
-    for sequence in sequences:
-      self.assertLess(sequence["targets"].max(), 50)
-      borders = np.diff(sequence["segments"])
-      np.testing.assert_array_equal(borders, 1 - sequence["weights"][:-1])
-    joined = FakeSequences(
-      dataclasses.replace(data, separate_documents=False), 50, "train"
-    )[0]
-    self.assertEqual(joined["segments"].max(), 1)
 
 
 if __name__ == "__main__":

@@ -46,15 +46,6 @@ class _SetTest(parameterized.TestCase):
 
 
 class ReadTest(_SetTest):
-  def test_items_come_back_in_order(self):
-    self._whole()
-    read = shards.Shards(self.folder, _KIND)
-    self.assertLen(read, 10)
-    for item in range(10):
-      header, payload = read[item]
-      self.assertEqual(header, {"label": item})
-      self.assertEqual(payload, f"item {item}\n".encode())
-
   def _labels(self, read, indices):
     return [read[i][0]["label"] for i in indices]
 
@@ -69,13 +60,6 @@ class ReadTest(_SetTest):
     path.write_bytes(content)
     self.assertEqual(read[5][0], {"label": 5})
 
-  def test_index_beyond_the_set_is_refused(self):
-    self._whole()
-    read = shards.Shards(self.folder, _KIND)
-    for index in (-1, 10):
-      with self.assertRaisesRegex(IndexError, f"index={index} of 10 records"):
-        read[index]
-
   def test_empty_shard_between_others(self):
     writer = self._fill(self._writer(), only=[0, 2])
     with writer.open(1) as target:
@@ -86,14 +70,6 @@ class ReadTest(_SetTest):
     labels = [read[i][0]["label"] for i in range(len(read))]
     self.assertEqual(labels, [0, 1, 2, 3, 8, 9])
     self.assertEqual((metadata["examples"], metadata["skipped"]), (6, 4))
-
-  def test_missing_shards_are_named(self):
-    self._whole()
-    (self.folder / "00001-of-00003.array_record").unlink()
-    with self.assertRaisesRegex(
-      FileNotFoundError, "lacks 1 of its 3 shards: 00001-of-00003"
-    ):
-      shards.Shards(self.folder, _KIND)
 
   def test_truncated_shard_is_named(self):
     self._whole()

@@ -1,7 +1,4 @@
-import dataclasses
 import logging
-import pathlib
-import tempfile
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -9,7 +6,8 @@ from PIL import Image
 from sklearn import datasets
 
 from moh_jax.config import Config, DataConfig, ViTConfig
-from moh_jax.data import identity, image_folders, sources
+from moh_jax.data import image_folders, sources
+from tests.data.folder import FolderTest
 
 _MODEL = ViTConfig(
   image_size=(8, 12),
@@ -33,12 +31,6 @@ def _write(path, pixels=_RGB, **options):
   return path
 
 
-class _TempDirTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
-
 class DigitsSourceTest(parameterized.TestCase):
   def test_splits_hold_every_scan_once(self):
     ours = []
@@ -54,7 +46,7 @@ class DigitsSourceTest(parameterized.TestCase):
     self.assertCountEqual(ours, theirs)
 
 
-class ClassNamesTest(_TempDirTest):
+class ClassNamesTest(FolderTest):
   def _labels(self, *folders, names, split="val"):
     for folder in folders:
       _write(self.root / split / folder / "1.png")
@@ -87,7 +79,7 @@ def _config(model=_MODEL, **data):
   return Config(model=model, data=DataConfig(**data))
 
 
-class MakeSourceTest(_TempDirTest):
+class MakeSourceTest(FolderTest):
   def test_check_names_all_bad_images_at_once(self):
     for folder in ("ant", "cat"):
       _write(self.root / "train" / folder / "1.png")
@@ -104,25 +96,6 @@ class MakeSourceTest(_TempDirTest):
       (self.root / "train" / name).unlink()
     self.assertLen(sources.make_source(config, "train"), 2)
 
-  def test_other_images_of_the_same_names_are_other_data(self):
-    for folder in ("ant", "cat"):
-      _write(self.root / "train" / folder / "1.bmp")
-    config = _config(source="image_folder", path=str(self.root))
-
-    def stream():
-      return {"train": sources.make_source(config, "train").identity()}
-
-    before = stream()
-    self.assertEqual(stream(), before)
-    file = self.root / "train/cat/1.bmp"
-    _write(file, 255 - _RGB)  # of the same size
-    self.assertRegex(
-      " ".join(identity.differences(stream(), before)), "content .* here"
-    )
-    # Checkpoints of older versions do not know of it.
-    del before["train"]["content"]
-    self.assertEqual(identity.differences(stream(), before), [])
-
   def test_skipping_is_for_training_alone(self):
     for split in sources.SPLITS:
       for folder in ("ant", "cat"):
@@ -138,13 +111,6 @@ class MakeSourceTest(_TempDirTest):
       ValueError, "ant/0.png: not an image .*; remove them: .*'skip' is for"
     ):
       sources.make_source(config, "val")
-
-  def test_one_class_is_no_task_for_a_classifier(self):
-    _write(self.root / "train" / "ant" / "1.png")
-    model = dataclasses.replace(_MODEL, num_classes=1)
-    config = _config(model, source="image_folder", path=str(self.root))
-    with self.assertRaisesRegex(ValueError, "one class, 'ant'; a classifier"):
-      sources.make_source(config, "train")
 
   def test_centre_crop_needs_large_images(self):
     for folder in ("ant", "cat"):

@@ -1,4 +1,3 @@
-import concurrent.futures
 import pathlib
 import platform
 import tempfile
@@ -62,15 +61,6 @@ class StdlibTest(absltest.TestCase):
       self.assertCountEqual(
         folder.iterdir(), [folder / "train", folder / "val"]
       )
-
-  def test_several_at_once_do_no_harm(self):
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-      found = [
-        pool.submit(stdlib_text.prepare, self.out, "bytes", 257)
-        for _ in range(4)
-      ]
-    self.assertLen({f.result() for f in found}, 1)
-    self.assertEqual([p.name for p in self.out.iterdir()], ["bytes"])
 
   def test_set_of_another_python_is_told(self):
     with self.assertNoLogs(level="WARNING"):

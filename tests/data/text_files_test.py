@@ -2,10 +2,8 @@ import gzip
 import itertools
 import json
 import os
-import pathlib
 import shutil
 import sys
-import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -13,6 +11,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.data import text_files
 from moh_jax.data import text_files as text_pieces
 from moh_jax.data.text_files import list_pieces, read_documents
+from tests.data.folder import FolderTest
 
 _DOCUMENTS = ["first", "zwei\n  Zeilen\r\n", "", "vier 🤷🏽‍♀️", "x" * 5000]
 
@@ -22,11 +21,7 @@ def _lines(documents, field="text"):
   return ("\n".join(lines) + "\n").encode()
 
 
-class _FilesTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class _FilesTest(FolderTest):
   def _read(self, name, content=None, field="text", piece_bytes=100, **options):
     if content is not None:
       (self.root / name).write_bytes(content)
@@ -207,11 +202,7 @@ class WithPyarrowTest(_FilesTest):
       self._read("a.arrow")
 
 
-class PiecesTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class PiecesTest(FolderTest):
   def _write(self, name, content):
     path = self.root / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,18 +212,6 @@ class PiecesTest(parameterized.TestCase):
     return text_pieces.list_pieces(
       [str(self.root / g) for g in globs], piece_bytes
     )
-
-  @parameterized.parameters(
-    ("a.txt", ("text", "")),
-    ("a", ("text", "")),
-    ("a.py.gz", ("text", ".gz")),
-    ("a.jsonl", ("jsonl", "")),
-    ("A.JSONL.ZST", ("jsonl", ".zst")),
-    ("c4-train.00000.json.gz", ("jsonl", ".gz")),
-    ("a.parquet", ("parquet", "")),
-  )
-  def test_suffix_says_the_format(self, name, expected):
-    self.assertEqual(text_pieces.file_format(name), expected)
 
   @parameterized.parameters(1, 10, 37, 38, 100, 10**6)
   def test_lines_are_never_cut(self, piece_bytes):
@@ -251,13 +230,6 @@ class PiecesTest(parameterized.TestCase):
       self.assertLess(len(part), piece_bytes + max(map(len, lines)))
     if piece_bytes == 1:
       self.assertLen(pieces, 40)
-
-  def test_small_files_are_grouped_in_order(self):
-    for name in ("b/2.txt", "a.txt", "b/1.txt", "c.jsonl"):
-      self._write(name, bytes(400))
-    groups = self._list("**/*")
-    names = [[piece.name for piece in group] for group in groups]
-    self.assertEqual(names, [["a.txt", "b/1.txt"], ["b/2.txt", "c.jsonl"]])
 
   def test_plan_is_the_same_elsewhere_and_in_any_order(self):
     for name in ("x/a.txt", "x/b.jsonl"):

@@ -1,21 +1,16 @@
-import functools
-import gzip
 import json
 import os
-import pathlib
-import random
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-import zlib
 
 from absl.testing import absltest, parameterized
 
 from moh_jax.data import shard_writer, tokenize, tokenizers
 from tests.data import tiny_text
+from tests.data.folder import FolderTest
 
 # Every batch takes a while, so that a kill meets unfinished work.
 _SLOW_RUN = """
@@ -42,10 +37,9 @@ class _Dying(tokenizers.BytesTokenizer):
     os._exit(1)
 
 
-class _FilesTest(parameterized.TestCase):
+class _FilesTest(FolderTest):
   def setUp(self):
     super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
     self.texts = [f"document {i} " + "é" * (i % 50) for i in range(200)]
     lines = [json.dumps({"text": text}) + "\n" for text in self.texts]
     (self.root / "in.jsonl").write_text("".join(lines))
@@ -77,16 +71,6 @@ class _FilesTest(parameterized.TestCase):
 
 
 class TokenizeTest(_FilesTest):
-  def test_documents_come_back_in_order(self):
-    content = tokenizers.train_bpe(iter(self.texts), 300)
-    for tokenizer in (None, tokenizers.JsonTokenizer(content)):
-      metadata = self._run(f"{tokenizer is None}", tokenizer)
-      self.assertEqual(self._texts(f"{tokenizer is None}"), self.texts)
-      self.assertEqual(metadata["documents"], 200)
-      size = sum(len(text.encode()) for text in self.texts)
-      self.assertEqual(metadata["text_bytes"], size)
-      self.assertGreater(len(metadata["shards"]), 5)
-
   def test_process_that_dies_is_an_error(self):
     with self.assertRaisesRegex(OSError, "with fewer workers"):
       self._run("out", _Dying(), workers=2)
@@ -331,37 +315,6 @@ class SkipTest(_FilesTest):
       self.assertEqual(found[split]["skipped"], len(lines))
       self.assertEqual(clean[split]["skipped"], 0)
       self.assertEqual(found[split]["documents"], clean[split]["documents"])
-
-  @parameterized.parameters(".gz", ".zst")
-  def test_what_came_before_a_cut_is_kept(self, packing):
-    import pyarrow
-
-    pack = gzip.compress
-    if packing == ".zst":
-      pack = functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
-    more = [f'{{"text": "{random.random()} {i}"}}' for i in range(20_000)]
-    more[1234] = "{"
-    cut = pack("\n".join(more).encode())
-    cut = cut[: len(cut) // 2]  # a second member, not whole
-    name = f"in.jsonl{packing}"
-    (self.root / name).write_bytes(pack(self.crawl) + cut)
-    options = {"parts": {"train": None}, "piece_bytes": 10**9}
-    (metadata,) = self._tokenize("crawl", name=name, **options).values()
-    last = self._skipped("crawl", "train").splitlines()[-1]
-    self.assertRegex(last, rf"^{name}:\d+: damaged or truncated: ")
-    self.assertEqual(
-      metadata["shards"][0]["skipped"]["damaged or truncated"], 1
-    )
-    whole = int(last.split(":")[1]) - 1
-    self.assertGreater(whole, 8000)
-    if packing == ".gz":
-      text = self.crawl + zlib.decompressobj(31).decompress(cut)
-      self.assertEqual(whole, text.count(b"\n"))
-    lines = self.crawl.splitlines() + [line.encode() for line in more]
-    bad = {b"{", *(line for line, _ in _BROKEN)}
-    self._write([b"" if line in bad else line for line in lines[:whole]])
-    self._tokenize("clean", "stop", **options)
-    self.assertEqual(self._data("crawl"), self._data("clean"))
 
   def test_a_run_that_met_a_bad_line_may_skip_it(self):
     lines = self.crawl.split(b"\n")

@@ -24,6 +24,7 @@ from moh_jax.data.tokenizers import (
   load_tokenizer,
   prompt_ids,
 )
+from tests.data.folder import FolderTest
 from tests.tools.random_texts import random_texts
 
 _TEXTS = (
@@ -140,11 +141,6 @@ class JsonTest(parameterized.TestCase):
     content = tokenizer.to_str().encode()
     self.assertEqual(tokenizers.JsonTokenizer(content).vocab_size, 8)
 
-  def test_truncation_and_padding_of_the_file_do_not_count(self):
-    tokenizer = _words("<s>", enable_truncation=1)
-    self.assertEqual(tokenizer.encode("a b a"), [0, 1, 0])
-    self.assertEqual(tokenizer.encode_batch(["a", "a b"]), [[0], [0, 1]])
-
 
 class WithSentencePieceTest(parameterized.TestCase):
   def test_text_comes_back(self):
@@ -183,11 +179,7 @@ class WithSentencePieceTest(parameterized.TestCase):
     self.assertEqual(ids[1:-1], tokenizer.encode("the head"))
 
 
-class LoadTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
-
+class LoadTest(FolderTest):
   @parameterized.parameters(
     ("no.json", None, FileNotFoundError, "no.json: no such tokenizer"),
     ("", None, FileNotFoundError, "holds none of"),
@@ -377,19 +369,6 @@ class TokensTest(parameterized.TestCase):
     for how, ours in _encoded("llama2_legacy").items():
       digest = hashlib.sha256(json.dumps(ours).encode()).hexdigest()
       self.assertEqual(digest, recorded[how]["sha256"], how)
-
-  @parameterized.parameters(
-    ("gpt2", 340, 340, False),
-    ("llama2_legacy", 1, 2, True),
-    ("llama2_json", 1, 2, True),
-    ("llama3", 340, 342, True),
-    ("qwen2", None, 342, False),
-  )
-  def test_begin_and_end(self, name, bos_id, eos_id, add_bos):
-    tokenizer = load_tokenizer(_RECORDED / "tokenizers" / name)
-    found = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos)
-    self.assertEqual(found, (bos_id, eos_id, add_bos))
-    self.assertEqual(tokenizer.stop_ids, (eos_id,))
 
   @parameterized.parameters(
     ("llama2", "'legacy' is false"), ("llama2_added", "adds tokens to it")
