@@ -11,7 +11,9 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 from moh_jax.config.base import GivenText
+from moh_jax.config.parse import from_config_dict, to_dict
 from moh_jax.config.registry import ROUTERS, family_names
+from moh_jax.config.run import Config
 
 _REQUIRED = inspect.Parameter.empty
 
@@ -36,6 +38,13 @@ def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
       raise ValueError(f"override {text!r} must be FIELD=VALUE")
     _set(cfg, key, value)
   return cfg
+
+
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+  """A run with some keys changed; arguments and errors as of `override`."""
+  if not overrides:
+    return config
+  return from_config_dict(override(to_dict(config), overrides))
 
 
 def run_file(spec: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config
+from moh_jax.config.load import changed
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
 from moh_jax.models.restack import fit_params, serving_dtypes
@@ -102,6 +103,7 @@ def restore(
   mesh: Mesh | None = None,
   sample: Mapping[str, Any] | None = None,
   verify: bool = True,
+  changes: Sequence[str] = (),
   **model_overrides: Any,
 ) -> Restored:
   """Restores a checkpoint for inference.
@@ -113,6 +115,8 @@ def restore(
     mesh: devices to shard the parameters over; None is one device.
     sample: fields of the section `sample` to change, for diffusion models.
     verify: compare what is read with its checksums first.
+    changes: keys of the config to change, as on command lines:
+      "sample.steps=50"; `model_overrides` come after them.
     **model_overrides: model fields to change, for instance `top_k` to serve
       one training at several activated shares, `router={"gate_form": "paper"}`,
       `dtype`, or `attention_impl`. A `top_k` of one number holds for every
@@ -128,7 +132,7 @@ def restore(
   """
   metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  config = metadata.config.served()
+  config = changed(metadata.config.served(), changes)
   others = {k: v for k, v in overrides.items() if k != "top_k"}
   if others:
     config = config_lib.apply_overrides(config, "model", **others)
@@ -159,7 +163,7 @@ def restore(
   _check_parameters(
     unbox(abstract_params(model, inputs)),
     jax.eval_shape(fit, abstract),
-    overrides,
+    overrides or list(changes),
   )
   check_tree(abstract, f"the parameters of {directory}")
   params = fit(
