@@ -24,8 +24,8 @@ from moh_jax.ops.attention import cached_attention
 from moh_jax.ops.attention_forms import Form
 from moh_jax.ops.cache import LayerCache, Slots, make_cache, write_cache
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels.backends import kernel_options
-from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM
+from moh_jax.ops.kernels.attention import kernel_options
+from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
 from moh_jax.ops.target import target
 from moh_jax.training.bench import is_absent, make_arrays
 from moh_jax.training.flops import attention_flops

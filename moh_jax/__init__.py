@@ -17,14 +17,14 @@ from moh_jax.config.registry import Family as Family
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import register_family as register_family
 from moh_jax.config.registry import register_router as register_router
-from moh_jax.config.sources import register_source as register_source
+from moh_jax.config.registry import register_source as register_source
 
 if _typing.TYPE_CHECKING:
   from moh_jax.config.heads import HeadBudget as HeadBudget
   from moh_jax.config.heads import RouterConfig as RouterConfig
+  from moh_jax.config.llm import Sampling as Sampling
   from moh_jax.data.sources import ImageSource as ImageSource
   from moh_jax.inference.generate import Generator as Generator
-  from moh_jax.inference.options import Sampling as Sampling
   from moh_jax.inference.restore import Restored as Restored
   from moh_jax.inference.restore import restore as restore
   from moh_jax.inference.sample import Sampler as Sampler
@@ -45,9 +45,9 @@ if _typing.TYPE_CHECKING:
 # Public names that are imported when they are first used, by module.
 _LAZY = {
   "config.heads": ("HeadBudget", "RouterConfig"),
+  "config.llm": ("Sampling",),
   "data.sources": ("ImageSource",),
   "inference.generate": ("Generator",),
-  "inference.options": ("Sampling",),
   "inference.restore": ("Restored", "restore"),
   "inference.sample": ("Sampler",),
   "layers.heads": ("HeadMix",),

@@ -21,12 +21,11 @@ from moh_jax.cli.arguments.speed import HeadOptions, ModelOptions
 from moh_jax.config.heads import HeadBudget
 from moh_jax.data.infer import resolve
 from moh_jax.ops.attention import attention, choose_form
-from moh_jax.ops.attention_forms import AttentionCase, Form
+from moh_jax.ops.attention_forms import AttentionCase, Form, Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.routing import top_k_mask
 from moh_jax.ops.target import target
-from moh_jax.ops.visible import Visible
 from moh_jax.runtime import checkpoint
 from moh_jax.training import bench as bench_lib
 from moh_jax.training import timing

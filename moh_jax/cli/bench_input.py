@@ -15,7 +15,7 @@ import jax
 from moh_jax import config as config_lib
 from moh_jax.cli import common
 from moh_jax.config import Config
-from moh_jax.config.sources import sources_with
+from moh_jax.config.registry import sources_with
 from moh_jax.data.identity import Identity
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import (

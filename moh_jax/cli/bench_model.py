@@ -24,8 +24,8 @@ from moh_jax.config import (
   SampleConfig,
   get_family,
 )
+from moh_jax.config.llm import Sampling
 from moh_jax.inference import decoding, generate
-from moh_jax.inference.options import Sampling
 from moh_jax.layers.router import HeadRouter
 from moh_jax.models.generation import make_sampler
 from moh_jax.models.llm import LLM

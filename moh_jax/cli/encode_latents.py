@@ -5,11 +5,11 @@ import dataclasses
 import pathlib
 
 from moh_jax.cli import fields
+from moh_jax.config.dit import EncodeOptions
 from moh_jax.convert.vae import load_vae
 from moh_jax.data.image_shards import open_splits
 from moh_jax.data.sources import check_class_names
 from moh_jax.inference import encode
-from moh_jax.inference.options import EncodeOptions
 
 
 def run(args: argparse.Namespace) -> int:

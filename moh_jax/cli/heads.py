@@ -30,8 +30,7 @@ from moh_jax.evaluation.probe import Probe, make_probe
 from moh_jax.evaluation.run_metrics import read_run_metrics
 from moh_jax.evaluation.samples import samples
 from moh_jax.evaluation.similarity import head_similarity
-from moh_jax.inference.restore import Restored
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.files import write_whole

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from moh_jax.config import Config, MeshConfig, base, check_command, reference
 from moh_jax.config.base import Count, GivenText
-from moh_jax.config.load import changed
+from moh_jax.config.parse import changed
 from moh_jax.runtime import cluster, files, run_lock, steps
 from moh_jax.runtime.json_files import strict_json
 from moh_jax.runtime.load import load_config
@@ -440,6 +440,7 @@ def _add(
     "metavar": f"{{{names}}}" if names else _metavar(item),
   }
   if how == "positional":
+    settings["metavar"] = field.name.upper()
     settings["nargs"] = "+" if is_tuple else None
   else:
     settings["required"] = field.default is dataclasses.MISSING

@@ -72,8 +72,8 @@ def read_decoder(vae: str | None, config: Config) -> Decode | None:
     vae: autoencoder weights, if there are any.
     config: of the run.
   """
+  from moh_jax.convert.vae import load_autoencoder
   from moh_jax.data.infer import tell
-  from moh_jax.inference.autoencoder import load_autoencoder
   from moh_jax.runtime import sharding
 
   if not vae:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from moh_jax.config import base
 from moh_jax.config.base import shown
-from moh_jax.config.sources import SOURCES, check_source
+from moh_jax.config.registry import SOURCES, check_source
 
 _Workers = Annotated[int, base.Range(0, 1024)]
 _SUM_TOLERANCE = 0.05  # percent: published mixes are rounded

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from moh_jax.config.base import MOST_LAYERS, Dtype, Section, shown
 from moh_jax.config.data import ClassifierConfig, DataConfig
 from moh_jax.config.heads import HeadBudget, RouterConfig
+from moh_jax.config.registry import get_source
 from moh_jax.config.run import Config
-from moh_jax.config.sources import get_source
 
 Implementation = Literal["auto", "dense", "packed", "kernel", "cudnn"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -41,6 +41,12 @@ class LayerGroup:
   kv_heads: int = 0
   pairs: int = 0
   orders: tuple[tuple[int, ...], ...] = ()
+
+  @property
+  def order_of_each(self) -> tuple[tuple[int, ...], ...]:
+    """`orders`, or where it is () each layer's own order."""
+    own = tuple(range(self.budget.num_heads))
+    return self.orders or (own,) * self.depth
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,6 +75,44 @@ ROPE_SCALINGS = base.choices(RotaryConfig, "scaling")
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampling(base.Section):
+  """How tokens are sampled.
+
+  Attributes:
+    max_new_tokens: tokens written at most.
+    temperature: of the distribution; 0 always takes the best token.
+    top_k: sample from so many best tokens; 0: from all.
+    top_p: sample from the fewest best tokens that have this probability.
+    stop: texts that end what is written; they are left out of it.
+    seed: of the samples; those of prompt i do not depend on the other prompts.
+  """
+
+  NAME = ""
+
+  max_new_tokens: base.Count = 64
+  temperature: base.Amount = 0.0
+  top_k: base.Natural = 0
+  top_p: Annotated[float, base.Range(0, 1, "(]")] = 1.0
+  stop: tuple[str, ...] = ()
+  seed: Annotated[int, base.Range(0, 2**32 - 1, "[]")] = 0
+
+  def check(self) -> None:
+    """Texts that end something have characters."""
+    if "" in self.stop:
+      raise ValueError("stop='' must not be empty")
+
+  @property
+  def greedy(self) -> bool:
+    """Whether the best token is always taken."""
+    return self.temperature == 0
+
+  @property
+  def cut(self) -> bool:
+    """Whether only some tokens may be sampled."""
+    return bool(self.top_k) or self.top_p < 1
+
+
+@dataclasses.dataclass(frozen=True)
 class LLMConfig(LayerStack):
   """Decoder of the LLaMA kind (arXiv:2302.13971) with or without MoH.
 

@@ -12,7 +12,7 @@ from typing import Any
 from etils import epath
 
 from moh_jax.config import Config
-from moh_jax.config.sources import SPLITS, MissingSplitError
+from moh_jax.config.registry import SPLITS, MissingSplitError
 from moh_jax.data.decode import read_bytes
 from moh_jax.data.identity import Identity, of_files
 from moh_jax.data.sources import EncodedSource, Record

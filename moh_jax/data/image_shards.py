@@ -14,7 +14,7 @@ from typing import Any
 import tqdm
 
 from moh_jax.config import Config
-from moh_jax.config.sources import SPLITS
+from moh_jax.config.registry import SPLITS
 from moh_jax.data.decode import (
   decode_image,
   describe_image,

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from moh_jax.config import Config
-from moh_jax.config.sources import MissingSplitError
+from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.extras import import_extra
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moh_jax.config import Config
-from moh_jax.config.registry import imported
-from moh_jax.config.sources import SPLITS, MissingSplitError, get_source
+from moh_jax.config import Config, imported
+from moh_jax.config.registry import SPLITS, MissingSplitError, get_source
 from moh_jax.data.decode import (
   LaterImage,
   decode_image,

@@ -14,12 +14,11 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
-from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.config.dit import EncodeOptions, LatentScaling, VAEConfig
 from moh_jax.data.latents import KIND, encode_moments
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
 from moh_jax.data.sources import CheckedSource, EncodedSource
 from moh_jax.data.transforms import center_crop
-from moh_jax.inference.options import EncodeOptions
 from moh_jax.models.vae import VAE
 from moh_jax.models.weights_hash import encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding

@@ -13,13 +13,20 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.config import Config
-from moh_jax.config.load import changed
+from moh_jax.config import Config, check_command
+from moh_jax.config.parse import changed
+from moh_jax.data.tokenizers import (
+  BytesTokenizer,
+  JsonTokenizer,
+  SentencePieceTokenizer,
+  Tokenizer,
+  read_tokenizer,
+)
 from moh_jax.inference.classify import Classifier, ImageLike, Prediction
 from moh_jax.models.registry import make_model
 from moh_jax.models.restack import fit_params, serving_dtypes
 from moh_jax.ops.head_layout import check_heads
-from moh_jax.runtime import checkpoint, sharding
+from moh_jax.runtime import checkpoint, sharding, steps
 from moh_jax.runtime.params import abstract_on, abstract_params, unbox
 from moh_jax.runtime.sharding import check_tree
 
@@ -233,3 +240,41 @@ def _check_parameters(needed: Any, stored: Any, overrides: dict) -> None:
       f"the overrides {overrides} do not fit the checkpoint: it has no {names} "
       "of that shape"
     )
+
+
+def load_checkpoint_tokenizer(
+  directory: str, step: int | None = None, *, verify: bool = True
+) -> Tokenizer:
+  """Opens the tokenizer of a language model.
+
+  Args:
+    directory: a working directory of train.py or an output of `convert`.
+    step: which checkpoint; None is the newest.
+    verify: compare its metadata with its checksum first.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint, or no tokenizer beside it.
+    ValueError: the checkpoint is no language model, or the tokenizer is not the
+      one that it was trained with.
+  """
+  metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
+  check_command(metadata.config.model, "generate", directory)
+  expected = metadata.tokenizer_sha256
+  if expected == BytesTokenizer.sha256:
+    return BytesTokenizer()
+  folder = steps.workdir(directory)
+  refused = []
+  for kind in (JsonTokenizer, SentencePieceTokenizer):
+    file = folder / kind.file_name
+    if not file.exists():
+      continue
+    try:
+      return read_tokenizer(kind.kind, file, expected, "the checkpoint")
+    except ValueError as error:  # the right one may lie beside it
+      refused.append(str(error))
+  if refused:
+    raise ValueError("; ".join(refused))
+  raise FileNotFoundError(
+    f"{folder} holds no {JsonTokenizer.file_name} or "
+    f"{SentencePieceTokenizer.file_name}; put the model's tokenizer there"
+  )

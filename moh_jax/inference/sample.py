@@ -1,16 +1,34 @@
 """Images from a diffusion checkpoint: a few, into memory."""
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+import os
+import pathlib
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import tqdm
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, MeshConfig, check_command
+from moh_jax.data.decode import to_picture
 from moh_jax.inference.restore import Restored
-from moh_jax.models.generation import Decode, make_image_sampler
-from moh_jax.runtime import sharding
+from moh_jax.models.generation import Decode, image_grid, make_image_sampler
+from moh_jax.runtime import memory, sharding
+from moh_jax.runtime.files import (
+  disk_errors,
+  inside,
+  remove_files,
+  replacing,
+  write_whole,
+)
+from moh_jax.runtime.json_files import plain, read_json
+from moh_jax.runtime.peers import ask_first_process
 
 Labels = Sequence[int | None]
 
@@ -150,3 +168,284 @@ def full_batches(
     for start in starts:
       yield start, size
       bar.update(min(size, num - start))
+
+
+_SETTINGS = "settings.json"
+# Pattern of the names of parts of which a kill stopped the writing.
+_GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
+
+
+def check_size(config: Config, num: int, out: pathlib.Path) -> None:
+  """Refuses images that do not fit memory (.png) or the disk.
+
+  Args:
+    config: of the model.
+    num: images.
+    out: file to write.
+
+  Raises:
+    ValueError: they need more.
+  """
+  size = math.prod(config.model.input_shape)
+  if config.diffusion.space == "latent":
+    size = 3 * 64 * math.prod(config.model.input_size)
+  what = f"{num:,} images of {size:,} bytes"
+  if out.suffix == ".png":
+    memory.check(num * size, what)
+    return
+  place = out.parent
+  while not place.exists():
+    place = place.parent
+  free = shutil.disk_usage(place).free
+  done = out.exists() or out.with_name(out.name + ".parts").exists()
+  if num * size > free and not done:
+    raise ValueError(f"{what} do not fit {out.parent}, {free:,} bytes are free")
+
+
+def sample_npz(
+  sampler: Sampler,
+  num: int,
+  out: str | os.PathLike,
+  *,
+  batch_size: int,
+  settings: dict[str, Any],
+  progress: bool = False,
+) -> int:
+  """Samples many images into the npz file of ADM's evaluator.
+
+  Finished batches wait in OUT.parts, so that a killed call continues where it
+  stopped; the file appears when it is whole, with "arr_0" [num, X, Y, channels]
+  uint8 and the labels "arr_1" [num] int32.
+
+  Args:
+    sampler: which images.
+    num: images.
+    out: file to write, .npz.
+    batch_size: images per batch and part.
+    settings: what the images depend on, as JSON values; a later call must have
+      the same.
+    progress: show a progress bar on stderr, where that is a terminal.
+
+  Returns:
+    The number of images sampled by this call; the others were there.
+
+  Raises:
+    ValueError: the file, or OUT.parts, holds images of other settings.
+    OSError: a part cannot be written; the parts before it are whole.
+  """
+  out = pathlib.Path(out)
+  parts = out.with_name(out.name + ".parts")
+  settings = {**settings, "num": num, "batch_size": batch_size}
+  whole = f"what is in {parts} is"
+  starts = range(0, num, batch_size)
+  files = [parts / f"{start:09d}.npy" for start in starts]
+
+  def find_missing() -> list[bool]:
+    if _is_finished(out, settings):
+      return [False] * len(starts)
+    if not _has_settings(parts, settings):
+      # Of versions that removed the settings first.
+      for stale in filter(pathlib.Path.exists, files):
+        stale.unlink()
+      parts.mkdir(parents=True, exist_ok=True)
+      write_whole(parts / _SETTINGS, _comment(settings))
+    return [not file.exists() for file in files]
+
+  def write(start: int, images: np.ndarray) -> None:
+    file = files[start // batch_size]
+    with disk_errors(str(file), whole), replacing(file) as fresh:
+      with fresh.open("wb") as stream:
+        np.save(stream, images)
+
+  fresh = _sample_missing(sampler, num, starts, find_missing, write, progress)
+  if jax.process_index() == 0:
+    if not _is_finished(out, settings):
+      labels = sampler.label(np.arange(num, dtype=np.int32))
+      with disk_errors(str(out), whole):
+        _join(out, files, num, labels, settings)
+    _remove_parts(parts, files, settings)
+  multihost_utils.sync_global_devices("samples written")
+  return fresh
+
+
+def sample_folder(
+  sampler: Sampler,
+  num: int,
+  out: str | os.PathLike,
+  *,
+  batch_size: int,
+  settings: dict[str, Any],
+  progress: bool = False,
+) -> int:
+  """Samples images into files OUT/LABEL/NUMBER.png, see `Sampler.name`.
+
+  A killed call continues with the batches whose files are not all there.
+
+  Args:
+    sampler: which images.
+    num: images.
+    out: folder to write into.
+    batch_size: images per batch.
+    settings: what the images depend on, as JSON values; a later call must have
+      the same.
+    progress: show a progress bar on stderr, where that is a terminal.
+
+  Returns:
+    The number of images sampled by this call; the others were there.
+
+  Raises:
+    ValueError: the folder holds images of other settings.
+    OSError: a file cannot be written; those before it are whole.
+  """
+  out = pathlib.Path(out)
+  labels = sampler.label(np.arange(num, dtype=np.int32))
+  files = [
+    # A name of several words, "cup/mug" say, is one folder.
+    inside(out, sampler.name(label).replace("/", "%2F"), "class name")
+    / f"{i:06d}.png"
+    for i, label in enumerate(labels)
+  ]
+  starts = range(0, num, batch_size)
+
+  def find_missing() -> list[bool]:
+    wanted = {**settings, "num": num}
+    if not _has_settings(out, wanted):
+      if found := next((file for file in files if file.exists()), None):
+        raise ValueError(
+          f"{found} is there, and no {out / _SETTINGS} says what it was made "
+          "with; choose another folder"
+        )
+      out.mkdir(parents=True, exist_ok=True)
+      write_whole(out / _SETTINGS, _comment(wanted))
+    return [
+      not all(f.exists() for f in files[start : start + batch_size])
+      for start in starts
+    ]
+
+  def write(start: int, images: np.ndarray) -> None:
+    for file, pixels in zip(files[start:], images):
+      file.parent.mkdir(exist_ok=True)
+      with disk_errors(str(file), "those before are"):
+        with replacing(file) as fresh:
+          write_png(fresh, pixels)
+
+  fresh = _sample_missing(sampler, num, starts, find_missing, write, progress)
+  multihost_utils.sync_global_devices("samples written")
+  return fresh
+
+
+def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
+  """Writes an image [X, Y, 1 or 3] uint8."""
+  to_picture(pixels).save(path, "PNG")
+
+
+def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
+  """Writes images [n, X, Y, 1 or 3] uint8 side by side into a PNG file."""
+  with replacing(path) as fresh:
+    write_png(fresh, image_grid(images, columns))
+
+
+def _sample_missing(
+  sampler: Sampler,
+  num: int,
+  starts: range,
+  find_missing: Callable[[], list[bool]],
+  write: Callable[[int, np.ndarray], None],
+  progress: bool,
+) -> int:
+  """Samples the batches that are missing; returns their number of images.
+
+  Args:
+    sampler: which images.
+    num: images in all.
+    starts: index of the first image of every batch.
+    find_missing: whether each batch is missing; asked of the first process.
+    write: writes a batch by its start, on the first process.
+    progress: show a progress bar.
+  """
+  flags = ask_first_process(find_missing, len(starts))
+  missing = [start for start, flag in zip(starts, flags) if flag]
+  for start, size in full_batches(num, starts.step, missing, progress):
+    images = sampler.batch(start, size)[: num - start]
+    if jax.process_index() == 0:
+      write(start, images)
+  return sum(min(starts.step, num - start) for start in missing)
+
+
+def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
+  """Whether the file is there; its comment says what it was made with."""
+  if not out.exists():
+    return False
+  try:
+    with zipfile.ZipFile(out) as archive:
+      comment = archive.comment
+  except zipfile.BadZipFile:
+    comment = b""
+  if comment != _comment(settings):
+    raise ValueError(
+      f"{out} exists and was made with other settings; remove it or choose "
+      "another file"
+    )
+  return True
+
+
+def _comment(settings: dict[str, Any]) -> bytes:
+  return json.dumps(settings, sort_keys=True).encode()
+
+
+def _has_settings(folder: pathlib.Path, settings: dict[str, Any]) -> bool:
+  """Whether a folder has settings, which must be those of the same images."""
+  file = folder / _SETTINGS
+  if folder.is_symlink():
+    raise ValueError(f"{folder} is a symbolic link; remove it")
+  if not file.exists():
+    return False
+  stored, wanted = read_json(file), plain(settings)
+  differing = [
+    f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
+    for name in sorted({*wanted, *stored})
+    if wanted.get(name) != stored.get(name)
+  ]
+  if differing:
+    raise ValueError(
+      f"{folder} holds unfinished samples of other settings; "
+      f"{'; '.join(differing)}. Use the same settings, or remove it"
+    )
+  return True
+
+
+def _remove_parts(
+  parts: pathlib.Path, files: list[pathlib.Path], settings: dict[str, Any]
+) -> None:
+  """Removes what `sample_npz` wrote, the settings last; other files stay.
+
+  After a kill the next call goes on with it.
+  """
+  try:
+    _has_settings(parts, settings)
+  except ValueError:  # they are of another file, or elsewhere
+    return
+  for file in files:
+    file.unlink(missing_ok=True)
+  remove_files(parts, _GROWING, _SETTINGS)
+
+
+def _join(
+  out: pathlib.Path,
+  parts: list[pathlib.Path],
+  num: int,
+  labels: np.ndarray,
+  settings: dict[str, Any],
+) -> None:
+  """Streams the parts into one npz, a part in memory at a time."""
+  first = np.load(parts[0], mmap_mode="r")
+  header = np.lib.format.header_data_from_array_1_0(first)
+  header["shape"] = (num, *first.shape[1:])
+  with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
+    with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+      np.lib.format.write_array_header_2_0(member, header)
+      for part in parts:
+        member.write(np.load(part).tobytes())
+    with archive.open("arr_1.npy", "w") as member:
+      np.save(member, labels)
+    archive.comment = _comment(settings)

@@ -20,11 +20,11 @@ from moh_jax.layers.linear import LINEAR_INIT, add_bias
 from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.basics import gelu
 from moh_jax.ops.head_similarity import SIMILARITY, cosines, pattern_cosines
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
-from moh_jax.ops.visible import Visible
 from moh_jax.ops.window import (
   aggregated_attention,
   aggregated_weights,

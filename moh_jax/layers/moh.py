@@ -21,12 +21,12 @@ from moh_jax.layers.linear import KernelInit, normal_init
 from moh_jax.layers.partitioning import axes_of
 from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.head_layout import HeadLayout, HeadPlacement, place_heads
 from moh_jax.ops.head_similarity import SIMILARITY, pattern_cosines
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
-from moh_jax.ops.visible import Visible
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.dit import VAEConfig
 from moh_jax.layers.partitioning import constrain
 from moh_jax.ops.attention import attention
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.dit import VAEConfig
 
 # What decides which latents an image has; decoders are exchanged.
 _ENCODER = ("encoder", "quant_conv")

@@ -7,7 +7,7 @@ dim, C width.
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.visible import Visible
+from moh_jax.ops.attention_forms import Visible
 
 # Collection in which layers record cosines where a caller asks for it. They
 # then compute every head for every token, whatever the router chose.

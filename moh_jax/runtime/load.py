@@ -8,8 +8,13 @@ from typing import Any
 
 from moh_jax.config import Config, TrainConfig
 from moh_jax.config.base import read_fields
-from moh_jax.config.load import override, run_file
-from moh_jax.config.parse import from_config_dict, merged, upgrade
+from moh_jax.config.parse import (
+  from_config_dict,
+  merged,
+  override,
+  run_file,
+  upgrade,
+)
 from moh_jax.config.run import check_known
 from moh_jax.runtime.steps import find_step, read_json_item
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.config.sources import MissingSplitError
+from moh_jax.config.registry import MissingSplitError
 from moh_jax.convert.inception import load_inception
 from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
 from moh_jax.evaluation.fid import frechet_distance

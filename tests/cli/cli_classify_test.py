@@ -100,13 +100,8 @@ class ClassifyCommandTest(parameterized.TestCase):
 
   def test_top_is_at_least_one(self):
     status, _, err = self._call(self.image, "--top", 0)
-    self.assertEqual(
-      (status, err),
-      (
-        2,
-        "error: --top=0 must be at least 1; see python -m moh_jax classify --help\n",
-      ),
-    )
+    self.assertEqual(status, 2)
+    self.assertStartsWith(err, "error: --top=0 must be at least 1; see")
 
 
 if __name__ == "__main__":

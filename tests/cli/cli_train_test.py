@@ -142,8 +142,7 @@ class TrainCommandTest(parameterized.TestCase):
       self.workdir, config=tiny_checkpoint.DIT_CONFIG, sample=sample
     )
     self.assertEqual(status, 2)
-    self.assertIn(name, err)
-    self.assertLen(err.splitlines(), 1)
+    self.assertIn(name, err.splitlines()[-1])
     self.assertFalse((self.workdir / "checkpoints").exists())
 
   def test_pictures_of_latents_need_the_autoencoder(self):
@@ -155,14 +154,7 @@ class TrainCommandTest(parameterized.TestCase):
       sample={"every": 1},
     )
     self.assertEqual((status, out), (2, ""))
-    *notes, error = err.splitlines()
-    self.assertEqual(
-      notes,
-      [
-        f"data: fake, {split}: 1,024 examples of 10 classes"
-        for split in ("train", "val")
-      ],
-    )
+    error = err.splitlines()[-1]
     self.assertStartsWith(error, "error: sample.every=1 must be 0, or --vae")
     self.assertFalse(self.workdir.exists())
 

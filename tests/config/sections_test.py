@@ -8,8 +8,8 @@ from absl.testing import absltest, parameterized
 
 from moh_jax import config as config_lib
 from moh_jax.config import HeadBudget, reference
-from moh_jax.config.autoencoder import LatentScaling
 from moh_jax.config.data import RandAugmentPolicy, parse_policy
+from moh_jax.config.dit import LatentScaling
 from tests.config import small
 
 _DTYPES = "('float32', 'bfloat16')"
@@ -175,7 +175,7 @@ _REFUSED = (
   ("text", "prefetch", 0, "at least 1"),
   ("text", "num_threads", 0, "at least 1"),
   ("text", "fake_examples", 0, "at least 1"),
-  ("text", "ratios", (100.0,), "must have one value for each of data.mix=()"),
+  ("text", "ratios", (100.0,), "must be () with data.source='fake'"),
   ("mix", "source", "stdlib", "mix=('web', 'code') must be () with data."),
   ("mix", "mix", ("a", "a"), "must name each source once"),
   ("mix", "ratios", (100.0,), "must have one value for each of data.mix"),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import VAE_FILES, rules, vae
 from tests.convert.stored import save_tensors
 

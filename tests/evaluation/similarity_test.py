@@ -14,8 +14,8 @@ from moh_jax.config import MeshConfig
 from moh_jax.evaluation.probe import make_probe
 from moh_jax.evaluation.similarity import head_similarity, mean_similarity
 from moh_jax.models.registry import make_model
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_similarity import feature_cosines, pattern_cosines
-from moh_jax.ops.visible import Visible
 from moh_jax.runtime import sharding
 from tests.training import tiny
 

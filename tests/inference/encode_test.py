@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.autoencoder import LatentScaling
+from moh_jax.config.dit import LatentScaling
 from moh_jax.data.image_shards import open_splits
 from moh_jax.data.latents import LatentSource
 from moh_jax.data.transforms import center_crop

@@ -12,14 +12,14 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig, without_router
+from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizer_files import END
 from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.inference.generate import Generator
-from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from moh_jax.ops.kernels import decode
-from moh_jax.ops.kernels.decode import kernel_decode
+from moh_jax.ops.kernels import attention as kernels
+from moh_jax.ops.kernels.attention import kernel_decode
 from moh_jax.runtime import sharding
 from tests.data import tiny_words
 from tests.inference import tiny_writer
@@ -151,7 +151,7 @@ class TokensTest(parameterized.TestCase):
         tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
       )
       with mock.patch.object(
-        decode, "kernel_decode", wraps=kernel_decode
+        kernels, "kernel_decode", wraps=kernel_decode
       ) as reader:
         written.append(
           generator.generate(_PROMPTS[:2], Sampling(max_new_tokens=3))
@@ -172,7 +172,7 @@ class TokensTest(parameterized.TestCase):
       tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
     )
     with mock.patch.object(
-      decode, "kernel_decode", wraps=kernel_decode
+      kernels, "kernel_decode", wraps=kernel_decode
     ) as reader:
       generator.generate(_PROMPTS[:1], Sampling(max_new_tokens=2))
     tables = [call.args[4] for call in reader.call_args_list]

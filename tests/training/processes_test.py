@@ -10,8 +10,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.inference.restore import restore
-from moh_jax.inference.sample import Sampler, sample_images
-from moh_jax.inference.sample_files import sample_npz
+from moh_jax.inference.sample import Sampler, sample_images, sample_npz
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.training.train import train
 from tests import two_processes
