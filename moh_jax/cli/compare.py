@@ -147,8 +147,7 @@ def _costs(config: Config, time: Timing | None) -> dict[str, float]:
   import jax
 
   from moh_jax.models.registry import make_model
-  from moh_jax.runtime.params import abstract_params
-  from moh_jax.runtime.sharding import axis_sizes
+  from moh_jax.runtime.sharding import abstract_params, axis_sizes
   from moh_jax.training.flops import step_flops, step_forms
 
   params = jax.tree.leaves(abstract_params(*make_model(config)))

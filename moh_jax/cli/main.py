@@ -20,8 +20,7 @@ from moh_jax.cli import common, options
 from moh_jax.cli.arguments import COMMANDS as OLD
 from moh_jax.cli.options import BaseOptions, Parser
 from moh_jax.config import reference
-from moh_jax.runtime import compilation_cache, signals
-from moh_jax.runtime.load import load_config
+from moh_jax.runtime import compilation_cache, signals, steps
 
 # Commands, each a module of this folder; see `options`.
 COMMANDS = (
@@ -144,7 +143,7 @@ def parsed(name: str, argv: Sequence[str]) -> tuple[BaseOptions, Run]:
     config = Parser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
     if file := config.parse_known_args(others)[0].config:
-      print(f"\n{reference.describe(load_config(file, changes))}")
+      print(f"\n{reference.describe(steps.load_config(file, changes))}")
     sys.exit(0)
   return options.parse(parser, cls, argv), run
 

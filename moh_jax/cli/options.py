@@ -41,7 +41,6 @@ from moh_jax.config.base import Count, GivenText
 from moh_jax.config.parse import changed
 from moh_jax.runtime import cluster, files, run_lock, steps
 from moh_jax.runtime.json_files import strict_json
-from moh_jax.runtime.load import load_config
 
 if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored
@@ -100,8 +99,16 @@ class BaseOptions(base.Section):
   # Options in which the processes of a run may differ.
   OF_A_PROCESS = ("json", "join_seconds", "traceback")
 
-  def _path(self, name: str) -> str:
-    return flag(name)
+  def __post_init__(self):
+    for name, hint in base.hints(type(self)).items():
+      value = base.converted(flag(name), getattr(self, name), hint)
+      object.__setattr__(self, name, value)
+    self.check()
+
+  def fail(self, name: str, allowed: str) -> NoReturn:
+    """Raises the ValueError of an option: its flag, value and what may be."""
+    value = base.shown(getattr(self, name))
+    raise ValueError(f"{flag(name)}={value} {allowed}")
 
   def prepare(self) -> None:
     """Refuses what can be refused before JAX is imported.
@@ -246,7 +253,7 @@ class RunConfig(BaseOptions):
   @functools.cached_property
   def loaded(self) -> Config:
     """The config of --config with its changes."""
-    return load_config(self.config, self.changes)
+    return steps.load_config(self.config, self.changes)
 
   def prepare(self) -> None:
     """Loads the config, too."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.evaluation.harness_tasks import TaskChoice, main_metric
 
 # Of the harness's own command, so that the examples before a question are the

@@ -15,13 +15,13 @@ import numpy as np
 from moh_jax.data.decode import open_picture, picture_size, read_image
 from moh_jax.data.image_folders import find_files
 from moh_jax.data.transforms import center_crop
-from moh_jax.runtime.array_files import (
+from moh_jax.runtime.files import (
+  check_regular,
   npz_damage,
   npz_names,
   open_member,
   read_npz,
 )
-from moh_jax.runtime.files import check_regular
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3 or 1)"
 _THREADS = 8

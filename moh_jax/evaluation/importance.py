@@ -10,7 +10,7 @@ import numpy as np
 
 from moh_jax.config import LLMConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.models.llm_output import summed_nats
+from moh_jax.models.llm import summed_nats
 
 
 def head_importance(

@@ -7,7 +7,7 @@ import jax
 
 from moh_jax.config import LLMConfig
 from moh_jax.evaluation.means import EvalStep, batch_sums
-from moh_jax.models.llm_output import token_nats
+from moh_jax.models.llm import token_nats
 
 
 def make_eval_step(model: nn.Module, config: LLMConfig) -> EvalStep:

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.data.decode import to_picture
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.evaluation.head_stats import HeadStats, Layer, RoutingMaps
 
 FORMATS = ("png", "svg")
@@ -38,7 +38,7 @@ def check(option: str) -> None:
   Raises:
     ValueError: it is not.
   """
-  import_extra("matplotlib", option, "plot")
+  import_extra("matplotlib", option, "train")
 
 
 def check_plot(path: str) -> None:
@@ -55,7 +55,7 @@ def check_plot(path: str) -> None:
 def encode(figure: Any, form: str, dpi: int = _DPI[0]) -> bytes:
   """A figure as the content of a file, "png" or "svg"."""
   # Names of classes and texts may hold "$", which would begin a formula.
-  text = import_extra("matplotlib.text", _PURPOSE, "plot").Text
+  text = import_extra("matplotlib.text", _PURPOSE, "train").Text
   for part in figure.findobj(text):
     part.set_parse_math(False)
   stream = io.BytesIO()
@@ -89,8 +89,8 @@ def head_colors(count: int) -> list[str]:
   """A colour for each of a layer's routed heads, "#RRGGBB"."""
   if count <= len(_PALETTE):
     return list(_PALETTE[:count])
-  colors = import_extra("matplotlib.colors", _PURPOSE, "plot")
-  colormaps = import_extra("matplotlib", _PURPOSE, "plot").colormaps
+  colors = import_extra("matplotlib.colors", _PURPOSE, "train")
+  colormaps = import_extra("matplotlib", _PURPOSE, "train").colormaps
   shades = colormaps["cividis"](np.linspace(0, 1, count))
   return [colors.to_hex(shade) for shade in shades]
 
@@ -307,7 +307,7 @@ def _text_maps(
 
 def _colored(best: np.ndarray, layer: Layer) -> np.ndarray:
   """RGB in [0, 1] of the best heads [X, Y]; grey where there is none."""
-  to_rgb = import_extra("matplotlib.colors", _PURPOSE, "plot").to_rgb
+  to_rgb = import_extra("matplotlib.colors", _PURPOSE, "train").to_rgb
   colors = [*head_colors(layer.budget.routed), _MASKED]
   table = np.array([to_rgb(color) for color in colors])
   return table[np.where(best < 0, -1, best - layer.budget.shared)]
@@ -315,7 +315,7 @@ def _colored(best: np.ndarray, layer: Layer) -> np.ndarray:
 
 def _head_legend(figure: Any, layers: Sequence[Layer]) -> None:
   """Names the colours, by place among a layer's routed heads."""
-  patch = import_extra("matplotlib.patches", _PURPOSE, "plot").Patch
+  patch = import_extra("matplotlib.patches", _PURPOSE, "train").Patch
   count = max(layer.budget.routed for layer in layers)
   if count > len(_PALETTE):
     return
@@ -369,4 +369,4 @@ def _panels(
 
 def new_figure(**options: Any) -> Any:
   """An empty figure of matplotlib, with `options` of its `Figure`."""
-  return import_extra("matplotlib.figure", _PURPOSE, "plot").Figure(**options)
+  return import_extra("matplotlib.figure", _PURPOSE, "train").Figure(**options)

@@ -14,7 +14,7 @@ import numpy as np
 from moh_jax.config import Config, get_family, imported
 from moh_jax.evaluation.denoising import noise_of_index
 from moh_jax.evaluation.importance import head_importance
-from moh_jax.models.process import make_process, q_sample
+from moh_jax.models.diffusion import make_process, q_sample
 
 _TIME_GROUPS = 10  # ranges of timesteps that head statistics tell apart
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from moh_jax.evaluation.statistics import Gaussian
-from moh_jax.runtime.array_files import npz_names, read_npz
-from moh_jax.runtime.files import replacing
+from moh_jax.runtime.files import npz_names, read_npz, replacing
 from moh_jax.runtime.json_files import parse_json
 
 _KEYS = ("mu", "sigma", "mu_s", "sigma_s")

@@ -14,9 +14,9 @@ import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend
-from moh_jax.layers.embed import CONV_INIT, LayerNorm
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
+from moh_jax.layers.mlp import CONV_INIT, LayerNorm
 from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops

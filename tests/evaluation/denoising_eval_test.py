@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import DiffusionConfig
 from moh_jax.evaluation import denoising
 from moh_jax.evaluation.means import mean_metrics
-from moh_jax.models.process import make_process
+from moh_jax.models.diffusion import make_process
 
 _SHAPE, _EXAMPLES, _STEPS = (4, 4, 1), 22, 50
 _DIFFUSION = DiffusionConfig(space="pixel", steps=_STEPS)
