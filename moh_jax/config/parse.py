@@ -163,6 +163,13 @@ def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
   return cfg
 
 
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+  """A run with some keys changed; arguments and errors as of `override`."""
+  if not overrides:
+    return config
+  return from_config_dict(override(to_dict(config), overrides))
+
+
 def _set(cfg: dict[str, Any], key: str, value: Any) -> None:
   """Changes one leaf; whether there is such a key is checked with the rest."""
   *path, name = key.split(".")

@@ -1,4 +1,4 @@
-"""The jitted parts of text generation: reading prompts, choosing tokens."""
+"""What text generation computes: prompts read, tokens chosen, their text."""
 
 import dataclasses
 import functools
@@ -105,14 +105,9 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
     def one(carry):
       step, state, tokens, log_probs = carry
       keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
+      options = {n: numbers[n] for n in ("temperature", "top_k", "top_p")}
       chosen, log_prob = choose_tokens(
-        state.logits,
-        keys,
-        temperature=numbers["temperature"],
-        top_k=numbers["top_k"],
-        top_p=numbers["top_p"],
-        greedy=greedy,
-        cut=cut,
+        state.logits, keys, greedy=greedy, cut=cut, **options
       )
       written = jnp.where(state.finished, NO_TOKEN, chosen)
       tokens = tokens.at[:, step].set(written)

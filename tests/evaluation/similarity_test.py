@@ -12,10 +12,14 @@ from flax import traverse_util
 from moh_jax import config as config_lib
 from moh_jax.config import MeshConfig
 from moh_jax.evaluation.probe import make_probe
-from moh_jax.evaluation.similarity import head_similarity, mean_similarity
+from moh_jax.evaluation.similarity import (
+  feature_cosines,
+  head_similarity,
+  mean_similarity,
+  pattern_cosines,
+)
 from moh_jax.models.registry import make_model
 from moh_jax.ops.attention_forms import Visible
-from moh_jax.ops.head_similarity import feature_cosines, pattern_cosines
 from moh_jax.runtime import sharding
 from tests.training import tiny
 
