@@ -114,8 +114,8 @@ class ModelsTest(parameterized.TestCase):
     ("llm_stdlib.py:mha", 1.0, ["blocked"] * 4),
     ("dit_digits.py:moh", 4 / 6, ["dense"] * 4),
     # Layers whose top_k changes skip no head.
-    ("llm_stdlib_tune.py:first", 0.75, ["packed"] * 4),
-    ("llm_stdlib_tune.py:schedule", 0.75, ["blocked"] * 4),
+    ("llm_stdlib.py:tune", 0.75, ["packed"] * 4),
+    ("llm_stdlib.py:schedule", 0.75, ["blocked"] * 4),
   )
   def test_describes_a_config(self, spec, share, forms):
     report = _report("--config", _CONFIGS / spec)
