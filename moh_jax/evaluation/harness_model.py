@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.evaluation.documents import first_token
+from moh_jax.evaluation.harness import first_token
 
 _CALL = 128  # prompts of a call of `generate`, so that the bar moves
 _MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness

@@ -4,26 +4,34 @@ The paper's Table B (arXiv:2410.11842) in kind: heads that specialise attend to
 other tokens and add other features than their neighbours. Every head is
 computed for every token, whatever a router chose, so models with and without a
 router are measured alike.
+
+The layers know nothing of it: their methods `attend`, `attend_to_both` and
+`HeadMix.__call__` are intercepted.
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim, C width.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.evaluation.head_stats import recorded_layers
-from moh_jax.evaluation.probe import Batch, Probe
-from moh_jax.ops.head_similarity import SIMILARITY
+from moh_jax.evaluation.probe import Batch, Probe, on_host, recorded_layers
+from moh_jax.layers.heads import HeadMix
+from moh_jax.ops.visible import Visible
 from moh_jax.runtime import sharding
 
 _BATCHES = 8  # batches that are measured at most
 _TOKENS = 256  # tokens of a text that are read at most: logits are their square
+_EXACT = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +63,16 @@ def head_similarity(
   Raises:
     ValueError: there is no example.
   """
+  # With heads in their own order on all devices.
+  rules = [
+    (name, None if name == "attended_heads" else axes)
+    for name, axes in nn.get_logical_axis_rules()
+  ]
 
   def step(params: Any, batch: Batch) -> tuple[Any, jax.Array]:
-    _, recorded = probe.apply(params, batch, mutable=[SIMILARITY])
-    counted = batch["mask"][:, None]
-    if probe.token_mask is not None:
-      counted = counted * probe.token_mask(batch)
+    with nn.logical_axis_rules(rules), nn.intercept_methods(_record_cosines):
+      _, recorded = probe.apply(params, batch, mutable=["intermediates"])
+    counted = probe.counted(batch)
 
     def total(cosines: jax.Array) -> jax.Array:  # [L, B, N, H, H]
       weights = jnp.broadcast_to(counted, cosines.shape[1:3])
@@ -69,7 +81,8 @@ def head_similarity(
 
     sums = {
       name: [
-        total(stack) for stack in recorded_layers(recorded[SIMILARITY], name, 4)
+        total(stack)
+        for stack in recorded_layers(recorded["intermediates"], name, 4)
       ]
       for name in ("patterns", "features")
     }
@@ -82,24 +95,105 @@ def head_similarity(
       batch = {
         n: x[:, :_TOKENS] if x.ndim == 2 else x for n, x in batch.items()
       }
-    part, count = jax.tree.map(
-      lambda x: np.asarray(x.addressable_data(0), np.float64),
-      jitted(params, batch),
-    )
+    part, count = jax.tree.map(on_host, jitted(params, batch))
     sums = part if sums is None else jax.tree.map(np.add, sums, part)
     examples += count
   if not examples:
     raise ValueError("there is no example to compare heads on")
   names = config.model.layer_budgets()
-  return HeadSimilarity(
-    **{
-      kind: {
-        name: layer / examples
-        for name, layer in zip(names, itertools.chain(*stacks))
-      }
-      for kind, stacks in sums.items()
-    }
-  )
+  means = {
+    kind: dict(zip(names, (x / examples for x in itertools.chain(*stacks))))
+    for kind, stacks in sums.items()
+  }
+  return HeadSimilarity(**means)
+
+
+def _record_cosines(
+  call: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
+  """Runs a method of a layer and records the cosines of its heads."""
+  module, method = context.module, context.method_name
+  if method == "attend":
+    kwargs = {**kwargs, "active": None}  # every head, whatever tokens chose
+    module.sow(
+      "intermediates", "patterns", pattern_cosines(*args[:2], **kwargs)
+    )
+  elif method == "attend_to_both":
+    near, pooled, total = args[0]
+    pooled = pooled.swapaxes(1, 2) / total[..., None]
+    both = jnp.concatenate([near, pooled], axis=-1)
+    module.sow("intermediates", "patterns", cosines(both))
+  elif isinstance(module, HeadMix) and method == "__call__":
+    out = call(*args, **kwargs)
+    kernel = nn.meta.unbox(module.get_variable("params", "kernel"))
+    kernel = jnp.moveaxis(kernel, 0, -1) if module.output_major else kernel
+    heads = args[0][..., : kernel.shape[1]]  # behind it are zeros
+    module.sow("intermediates", "features", feature_cosines(heads, kernel))
+    return out
+  return call(*args, **kwargs)
+
+
+def pattern_cosines(
+  q: jax.Array,
+  k: jax.Array,
+  *,
+  scale: float,
+  key_mask: jax.Array | None = None,
+  segments: jax.Array | None = None,
+  causal: bool = False,
+  bias: jax.Array | None = None,
+  active: None = None,
+) -> jax.Array:
+  """Cosines of the attention weights of every two heads, at every query.
+
+  Args:
+    q: [B, N, H, D].
+    k: [B, M, K, D].
+    scale: factor of the logits.
+    key_mask: as for `layers.attend.attend`, as the arguments below.
+    segments: [B, N].
+    causal: whether later keys are hidden.
+    bias: [H, N, M] added to the scaled logits, or None.
+    active: every head counts.
+
+  Returns:
+    [B, N, H, H] float32; 0 for a query that sees no key.
+  """
+  q, k = (x.astype(jnp.float32) for x in (q, k))
+  k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+  logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, precision=_EXACT) * scale
+  if bias is not None:
+    logits = logits + bias[None]
+  mask = Visible(key_mask, segments, causal).mask(q.shape[1], k.shape[1])
+  if mask is not None:
+    logits = jnp.where(mask, logits, -jnp.inf)
+  highest = logits.max(-1, keepdims=True)
+  weights = jnp.exp(logits - jnp.where(jnp.isfinite(highest), highest, 0.0))
+  return cosines(weights.swapaxes(1, 2))
+
+
+def feature_cosines(heads: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Cosines of what every two heads add to each token.
+
+  Outputs of two heads have no coordinates in common before the output
+  projection, so they are compared behind it.
+
+  Args:
+    heads: [B, N, H, D] outputs of the heads, without gates.
+    kernel: [H, D, C] of the output projection.
+
+  Returns:
+    [B, N, H, H] float32.
+  """
+  heads, kernel = (x.astype(jnp.float32) for x in (heads, kernel))
+  return cosines(jnp.einsum("bnhd,hdc->bnhc", heads, kernel, precision=_EXACT))
+
+
+def cosines(vectors: jax.Array) -> jax.Array:
+  """Cosines [B, N, H, H] of vectors [B, N, H, X]; those of a zero are 0."""
+  norms = jnp.sqrt(jnp.square(vectors).sum(-1, keepdims=True))
+  unit = vectors / jnp.where(norms > 0, norms, 1.0)
+  return jnp.einsum("bnhx,bnix->bnhi", unit, unit, precision=_EXACT)
 
 
 def mean_similarity(cosines: np.ndarray) -> float:

@@ -6,6 +6,7 @@ a small MLP on log-spaced relative coordinates.
 """
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,10 +22,8 @@ from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.basics import gelu
-from moh_jax.ops.head_similarity import SIMILARITY, cosines, pattern_cosines
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
-from moh_jax.ops.visible import Visible
 from moh_jax.ops.window import (
   aggregated_attention,
   aggregated_weights,
@@ -151,20 +150,12 @@ class FullAttention(CosineAttention):
     q, k = (part.astype(self.dtype) for part in (q, l2_normalize(k)))
     bias = PositionBias(self.budget.num_heads, name="cpb")(coordinates)
     active = active_heads(gates, self.budget, self.router)
-    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
-      active = None  # every head, whatever tokens chose
-      how = {"visible": Visible(), "scale": 1.0, "bias": bias}
-      self.sow(SIMILARITY, "patterns", pattern_cosines(q, k, **how))
-    out = attend(
-      q,
-      k,
-      v,
-      bias=bias,
-      scale=1.0,
-      active=active,
-      implementation=self.implementation,
-    )
+    out = self.attend(q, k, v, bias=bias, scale=1.0, active=active)
     return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
+
+  def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **how: Any):
+    """Calls `layers.attend.attend`; a method, so that it can be intercepted."""
+    return attend(q, k, v, implementation=self.implementation, **how)
 
 
 class AggregatedAttention(CosineAttention, kw_only=True):
@@ -213,13 +204,13 @@ class AggregatedAttention(CosineAttention, kw_only=True):
       position_weights=self._position_weights(unit_q),
       **on,
     )
-    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
-      near, pooled, total = weights
-      pooled = pooled.swapaxes(1, 2) / total[..., None]
-      every = jnp.concatenate([near, pooled], axis=-1)
-      self.sow(SIMILARITY, "patterns", cosines(every))
-    out = aggregated_attention(weights, v, pool_v, **on)
+    out = self.attend_to_both(weights, v, pool_v)
     return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
+
+  def attend_to_both(self, weights: Any, v: jax.Array, pool_v: jax.Array):
+    """Averages values of the window and pooled ones; can be intercepted."""
+    on = {"grid": self.grid, "window": self.window}
+    return aggregated_attention(weights, v, pool_v, **on)
 
   def _pool(self, x: jax.Array) -> jax.Array:
     """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""

@@ -23,10 +23,8 @@ from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
 from moh_jax.ops.head_layout import HeadLayout, HeadPlacement, place_heads
-from moh_jax.ops.head_similarity import SIMILARITY, pattern_cosines
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
-from moh_jax.ops.visible import Visible
 
 
 @jax.tree_util.register_dataclass
@@ -149,10 +147,7 @@ class MoHAttention(nn.Module):
     """
     self._check(x, token_mask)
     places = Places() if places is None else places
-    compares = self.is_mutable_collection(SIMILARITY) and not (
-      self.is_initializing()
-    )
-    layout = self._layout(plain=cache is None and not compares)
+    layout = self._layout(plain=cache is None)
     q, k, v = self._project(x, layout)
     norms = None
     if self.router.reads_norms:
@@ -177,17 +172,12 @@ class MoHAttention(nn.Module):
     active = active_heads(
       gates, self.budget, self.router, choice, layout.placement
     )
-    if compares:
-      active = None  # every head, whatever tokens chose
-      visible = Visible(token_mask, places.segments, self.causal)
-      scale = self.budget.head_dim**-0.5
-      cosines = pattern_cosines(q, k, visible=visible, scale=scale)
-      self.sow(SIMILARITY, "patterns", cosines)
-    how = {"active": active, "implementation": self.implementation}
     if cache is not None and slots.first is not None:
-      out = attend_to_cache(q, cache, slots, **how)
+      out = attend_to_cache(
+        q, cache, slots, active=active, implementation=self.implementation
+      )
     else:
-      out = attend(
+      out = self.attend(
         q,
         k,
         v,
@@ -195,11 +185,15 @@ class MoHAttention(nn.Module):
         segments=places.segments,
         causal=self.causal,
         scale=self.budget.head_dim**-0.5,
-        **how,
+        active=active,
       )
     bias = self.use_bias if self.out_bias is None else self.out_bias
     mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, layout))
     return mix(out, gates), aux, cache
+
+  def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **how: Any):
+    """Calls `layers.attend.attend`; a method, so that it can be intercepted."""
+    return attend(q, k, v, implementation=self.implementation, **how)
 
   @nn.nowrap
   def _check(self, x: jax.Array, token_mask: jax.Array | None) -> None:

@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 
 from moh_jax.ops.basics import ATTENTION
-from moh_jax.ops.head_similarity import SIMILARITY
 
 _policies = jax.checkpoint_policies
 _TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
@@ -79,7 +78,7 @@ def scan_blocks(
     block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={"params": 0, "intermediates": 0, SIMILARITY: 0},
+    variable_axes={"params": 0, "intermediates": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=in_axes,
     length=depth,

@@ -85,7 +85,7 @@ def evaluate(parser: argparse.ArgumentParser) -> None:
     metavar="FILE",
     default="",
     help="draw the scores of several --top-k over the activated share and over "
-    "time (.png or .svg); needs matplotlib (the extra moh_jax[plot])",
+    "time (.png or .svg)",
   )
   fields.add_fields(parser, EvalConfig, "batch_size", defaults="the run's")
   fields.add_fields(parser, EvalConfig, "examples", defaults="all")
@@ -159,7 +159,7 @@ def heads(parser: argparse.ArgumentParser) -> None:
     "--out",
     metavar="DIR",
     help="folder for the statistics (CSV, npz), the pictures (PNG, SVG) and "
-    "report.html, made if needed; needs matplotlib (the extra moh_jax[plot])",
+    "report.html, made if needed",
   )
   common.add_count(
     parser,
