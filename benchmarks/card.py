@@ -28,12 +28,18 @@ from moh_jax.cli import common
 from moh_jax.cli.arguments.speed import MODES
 from moh_jax.cli.main import main as moh_jax
 from moh_jax.cli.main import report_errors
-from moh_jax.ops.kernels import backends
-from moh_jax.ops.kernels.backends import has_kernels
+from moh_jax.ops.kernels import attention as kernels
+from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.target import has_cudnn, target
 from moh_jax.runtime.json_files import read_json
 from moh_jax.training import timing
-from moh_jax.training.bench import Row, attempt, failure, table_cells
+from moh_jax.training.bench import (
+  Row,
+  attempt,
+  failure,
+  read_rows,
+  table_cells,
+)
 
 TILES_FILE = "tiles.json"
 _ORDER = (MODES[0], MODES[2], MODES[1], MODES[3])
@@ -230,12 +236,12 @@ def _use_tiles(folder: pathlib.Path, used: str) -> str:
     The content that is in use now.
   """
   path = folder / TILES_FILE
-  named = os.environ.get(backends.FILE_VARIABLE, str(path))
+  named = os.environ.get(kernels.FILE_VARIABLE, str(path))
   if named != str(path) or not path.exists() or path.read_text() == used:
     return used
-  backends.read(path)  # a damaged file is an error here, not in every stage
-  os.environ[backends.FILE_VARIABLE] = str(path)
-  backends.measured.cache_clear()
+  kernels.read(path)  # a damaged file is an error here, not in every stage
+  os.environ[kernels.FILE_VARIABLE] = str(path)
+  kernels.measured.cache_clear()
   jax.clear_caches()  # compiled programs have the tiles of before
   return path.read_text()
 
@@ -249,8 +255,8 @@ def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     if kind in parts:
       parts[kind] += result["rows"]
     elif kind != "tiles":
-      rows = [Row(**row) for row in result["rows"]]
-      groups.setdefault(f"{kind}_{more[0]}", []).extend(rows)
+      key = f"{kind}_{more[0]}"
+      groups.setdefault(key, []).extend(read_rows(result))
   for title, rows in groups.items():
     rows.sort(key=lambda row: (row.mode, row.length))
     print(f"\n{title.replace('_', ', head dim ')}")
@@ -273,8 +279,8 @@ def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
       print(f"\n{title}")
       print_rows(rows)
   cores = [r for name, r in results.items() if name.startswith("core_")]
-  lines = "".join(f"{entry!r},\n" for entry in crossing.crossovers(cores))
-  print(f"\nfor CROSSOVERS of moh_jax/ops/crossovers.py:\n{lines}", end="")
+  lines = "".join(f"{entry.line()},\n" for entry in crossing.crossovers(cores))
+  print(f"\nfor moh_jax/ops/crossovers.json:\n{lines}", end="")
   (folder / "crossovers.txt").write_text(lines)
 
 

@@ -3,7 +3,7 @@
   python -m benchmarks.crossing core/*.json
 
 Reads what `bench attention --json` wrote on a GPU or TPU and prints entries for
-the table of `moh_jax/ops/crossovers.py`. Packing pays up to the share at which
+`moh_jax/ops/crossovers.json`. Packing pays up to the share at which
 its time is that of the fastest form that computes every head. Where both passes
 and the forward pass alone were measured, the smaller share counts. Lengths
 between measured ones are interpolated; packing is not assumed to pay at shorter
@@ -18,10 +18,10 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from moh_jax.ops.crossovers import LENGTHS, Crossover
-from moh_jax.ops.kernels.backends import has_kernels, kernel_options
+from moh_jax.ops.attention import LENGTHS, Crossover
+from moh_jax.ops.kernels.attention import has_kernels, kernel_options
 from moh_jax.ops.target import target
-from moh_jax.training.bench import Row
+from moh_jax.training.bench import Row, read_rows
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
   parser.add_argument("results", nargs="+", metavar="JSON")
   args = parser.parse_args()
   results = [json.loads(pathlib.Path(p).read_text()) for p in args.results]
-  print("\n".join(f"{entry!r}," for entry in crossovers(results)))
+  print("\n".join(f"{entry.line()}," for entry in crossovers(results)))
 
 
 def crossovers(results: Iterable[Mapping[str, Any]]) -> list[Crossover]:
@@ -42,7 +42,7 @@ def crossovers(results: Iterable[Mapping[str, Any]]) -> list[Crossover]:
   parts: dict[tuple[int, str], list[Row]] = {}
   for result in results:
     key = result["settings"]["head_dim"], result["settings"]["dtype"]
-    parts.setdefault(key, []).extend(Row(**row) for row in result["rows"])
+    parts.setdefault(key, []).extend(read_rows(result))
   entries = []
   for (dim, dtype), rows in sorted(parts.items()):
     backends = {"packed": "xla", "cudnn": "cudnn"}
@@ -59,8 +59,8 @@ def crossovers(results: Iterable[Mapping[str, Any]]) -> list[Crossover]:
         and ("causal" in row.mode) == causal
       ]
       if shares := _by_length(packing):
-        found = tuple(_at(length, shares) for length in LENGTHS)
-        kind = packing[0].device, backends[form], (dtype,), dim, causal
+        found = [_at(length, shares) for length in LENGTHS]
+        kind = packing[0].device, backends[form], [dtype], dim, causal
         entries.append(Crossover(*kind, found, measured=True))
   return entries
 

@@ -23,11 +23,11 @@ import numpy as np
 from benchmarks.common import finish, make_parser
 from moh_jax import get_model, restore
 from moh_jax.cli.bench_model import random_params
+from moh_jax.config.llm import Sampling
 from moh_jax.convert.checkpoints import export
 from moh_jax.convert.llama import released_run
 from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.inference.generate import Generator
-from moh_jax.inference.options import Sampling
 from moh_jax.runtime import checkpoint
 
 _TOKENS = (8, 72)  # few and many

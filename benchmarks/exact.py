@@ -20,11 +20,11 @@ from moh_jax.cli.bench import random_active
 from moh_jax.config.base import DTYPES
 from moh_jax.config.heads import HeadBudget
 from moh_jax.ops.attention import attention
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.dense import dense_attention
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels.backends import has_kernels
+from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.target import target
-from moh_jax.ops.visible import Visible
 from moh_jax.training.bench import attempt, check_exact, exact_products, failure
 
 _BATCH, _HEADS = 2, 8

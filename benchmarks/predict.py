@@ -3,8 +3,8 @@
     python -m benchmarks.predict
 
 prints, as Markdown, the time of packed attention over that of the fastest
-attention of all heads, and the entries of `moh_jax.ops.crossovers` that follow
-from it. A measurement can refute both: `python -m benchmarks.card`.
+attention of all heads, and the entries of `moh_jax/ops/crossovers.json` that
+follow from it. A measurement can refute both: `python -m benchmarks.card`.
 
 A prediction adds up three parts. The core: FLOPs of the tiles that are visited,
 counted for heads that are used evenly, over the kernel's rate, see below. The
@@ -26,8 +26,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from benchmarks.tables import markdown
+from moh_jax.ops.attention import LENGTHS, Crossover
 from moh_jax.ops.basics import HALF
-from moh_jax.ops.crossovers import LENGTHS, Crossover
 from moh_jax.training.flops import published_peak
 
 _TOKENS, _WIDTH = 16384, 2048  # of a call: N * batch, heads * head dim
@@ -142,15 +142,15 @@ def _all_rates() -> Iterator[Rates]:
       )
 
 
-def crossovers() -> tuple[Crossover, ...]:
+def crossovers() -> list[Crossover]:
   """The predicted entries of the table of crossovers."""
-  return tuple(
+  return [
     Crossover(
-      *(rates.device, rates.backend, rates.dtypes, rates.most, causal),
-      tuple(largest_share(rates, n, causal=causal) for n in LENGTHS),
+      *(rates.device, rates.backend, list(rates.dtypes), rates.most, causal),
+      [largest_share(rates, n, causal=causal) for n in LENGTHS],
     )
     for rates, causal in _cases()
-  )
+  ]
 
 
 def _cases() -> Iterator[tuple[Rates, bool]]:
@@ -183,10 +183,7 @@ def main() -> None:
   argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
   print(ratios() + "\n")
   for entry in crossovers():
-    fields = [repr(x) for x in dataclasses.astuple(entry)[:-1]]
-    fields[2] = "HALF" if entry.dtypes == HALF else fields[2]
-    head, shares = ", ".join(fields[:-1]), fields[-1]
-    print(f"  Crossover({head},\n    {shares}),".replace("'", '"'))
+    print(f"{entry.line()},")
 
 
 if __name__ == "__main__":

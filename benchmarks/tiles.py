@@ -24,17 +24,16 @@ from moh_jax.cli import common, fields
 from moh_jax.cli.bench import random_active
 from moh_jax.cli.main import report_errors
 from moh_jax.config.heads import HeadBudget
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_blocks import head_blocks
-from moh_jax.ops.kernels.backends import (
+from moh_jax.ops.kernels.attention import (
   BACKENDS,
   block_sizes,
   kernel_options,
   read,
 )
-from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
+from moh_jax.ops.kernels.problem import BlockSizes, Key, Problem, Tile
 from moh_jax.ops.target import target
-from moh_jax.ops.visible import Visible
 from moh_jax.runtime.files import replacing
 from moh_jax.training import bench, timing
 from moh_jax.training.bench import Program, attempt

@@ -15,8 +15,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.evaluation import comparison, pictures
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.files import write_whole
-from moh_jax.runtime.params import abstract_params
-from moh_jax.runtime.sharding import axis_sizes
+from moh_jax.runtime.sharding import abstract_params, axis_sizes
 from moh_jax.training import timing
 from moh_jax.training.comparison import Comparison, Outcome
 from moh_jax.training.flops import step_flops, step_forms

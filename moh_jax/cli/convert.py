@@ -7,7 +7,7 @@ from moh_jax.convert.checkpoints import convert
 from moh_jax.data.chat import template_names
 from moh_jax.data.infer import resolve
 from moh_jax.data.tokenizers import Tokenizer, TokenizerFileError
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.inference.restore import load_checkpoint_tokenizer
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,14 +8,17 @@ from typing import Any
 from jax.sharding import Mesh
 
 from moh_jax.cli import common, distributed, text_files
+from moh_jax.config.llm import Sampling
 from moh_jax.data.text_files import list_pieces
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
 from moh_jax.inference.generate import Generator
-from moh_jax.inference.options import Sampling
-from moh_jax.inference.restore import Restored, with_top_k
+from moh_jax.inference.restore import (
+  Restored,
+  load_checkpoint_tokenizer,
+  with_top_k,
+)
 from moh_jax.inference.score import Scorer
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.runtime import sharding
 
 _PIECE_BYTES = 64 << 20

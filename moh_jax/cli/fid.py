@@ -26,9 +26,9 @@ from moh_jax.evaluation.image_metrics import (
   summarize,
 )
 from moh_jax.models import inception
-from moh_jax.models.weights_hash import params_sha256
+from moh_jax.models.registry import params_sha256
 from moh_jax.runtime import sharding
-from moh_jax.runtime.array_files import npz_names
+from moh_jax.runtime.files import npz_names
 
 # Metric -> dimensions of the features whose distributions it compares.
 _FRECHET = {"fid": inception.POOL_DIM, "sfid": inception.SPATIAL_DIM}

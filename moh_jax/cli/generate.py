@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from moh_jax.cli import chat, common, distributed, fields, interactive
+from moh_jax.config.llm import Sampling
 from moh_jax.data.chat import chat_ids
 from moh_jax.data.text_files import Prompts
-from moh_jax.inference.generate import Generator, Prompt
-from moh_jax.inference.options import Sampling
-from moh_jax.inference.prompt_file import complete_file
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.inference.generate import Generator, Prompt, complete_file
+from moh_jax.inference.restore import load_checkpoint_tokenizer
 from moh_jax.runtime import sharding
 
 

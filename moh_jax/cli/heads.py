@@ -37,9 +37,8 @@ from moh_jax.evaluation.report import (
   write_report,
 )
 from moh_jax.evaluation.similarity import head_similarity
-from moh_jax.inference.restore import Restored
+from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
 from moh_jax.inference.sample import Sampler
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.files import write_whole

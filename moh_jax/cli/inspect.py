@@ -17,7 +17,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.ops.head_layout import computes_all_heads, head_placement
 from moh_jax.ops.target import target
-from moh_jax.runtime.params import abstract_params, unbox, unsplit_params
+from moh_jax.runtime.sharding import abstract_params, unbox, unsplit_params
 from moh_jax.training.flops import attention_form
 
 _NAMES = 10  # of the classes that are listed

@@ -5,8 +5,8 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 
+from moh_jax.config.llm import Sampling
 from moh_jax.inference.generate import Generator, Prompt
-from moh_jax.inference.options import Sampling
 
 _SEEDS = 2**32
 

@@ -12,13 +12,13 @@ from moh_jax.cli import common, distributed, fields
 from moh_jax.cli.arguments.images import OVERRIDES
 from moh_jax.config import Config, SampleConfig
 from moh_jax.convert import HOW_TO_GET_VAE
+from moh_jax.convert.vae import Autoencoder, load_autoencoder
 from moh_jax.data.decode import read_image
 from moh_jax.data.image_folders import find_images
 from moh_jax.data.transforms import center_crop
-from moh_jax.inference import sample, sample_files
-from moh_jax.inference.autoencoder import Autoencoder, load_autoencoder
+from moh_jax.inference import sample
 from moh_jax.inference.restore import fingerprint
-from moh_jax.models.weights_hash import weights_sha256
+from moh_jax.models.vae import weights_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.files import check_writable
@@ -57,20 +57,15 @@ def run(args: argparse.Namespace) -> int:
       images = sample.sample_images(sampler, num, size, progress=True)
       images = images.repeat(args.zoom, axis=1).repeat(args.zoom, axis=2)
       if is_first:
-        sample_files.write_grid(out, images, args.columns or min(num, 10))
+        sample.write_grid(out, images, args.columns or min(num, 10))
     else:
-      write = (
-        sample_files.sample_npz
-        if out.suffix == ".npz"
-        else sample_files.sample_folder
-      )
       model = fingerprint(config.model, restored.params, mesh)
       settings = _settings(args, config, start) | {
         "checkpoint": model,
         "step": restored.step,
         "vae": vae and weights_sha256(vae.config, vae.params),
       }
-      write(
+      sample.sample_files(
         sampler, num, out, batch_size=size, settings=settings, progress=True
       )
   if is_first:
@@ -133,7 +128,7 @@ def _check_before_restoring(args: argparse.Namespace, starts: int) -> Metadata:
     raise ValueError(f"--strength {args.strength} needs --start")
   labels = len(args.labels) or metadata.config.model.num_classes
   num = args.num or max(labels, starts)
-  sample_files.check_size(metadata.config, num, pathlib.Path(args.out))
+  sample.check_size(metadata.config, num, pathlib.Path(args.out))
   if metadata.config.diffusion.space == "latent" and not args.vae:
     raise ValueError(f"--vae is missing: {HOW_TO_GET_VAE}")
   return metadata

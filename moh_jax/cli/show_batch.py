@@ -12,7 +12,7 @@ from moh_jax.data.decode import to_array, to_picture
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import Batch, TrainBatches, train_images
 from moh_jax.data.sources import ImageSource, is_latent, make_source
-from moh_jax.inference.sample_files import write_grid
+from moh_jax.inference.sample import write_grid
 from moh_jax.training import classification
 
 _SMALLEST_SIDE = 112  # columns of an image in the sheet, for a readable name

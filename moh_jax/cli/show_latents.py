@@ -13,9 +13,9 @@ from moh_jax.config import (
   DiTConfig,
   MeshConfig,
 )
+from moh_jax.convert.vae import load_autoencoder
 from moh_jax.data.latents import LatentSource
-from moh_jax.inference.autoencoder import load_autoencoder
-from moh_jax.inference.sample_files import write_grid
+from moh_jax.inference.sample import write_grid
 from moh_jax.models.generation import to_pixels
 from moh_jax.runtime import sharding
 

@@ -5,8 +5,8 @@ import sys
 
 from moh_jax.cli import common, distributed, run_log
 from moh_jax.config import Config
+from moh_jax.convert.vae import load_autoencoder
 from moh_jax.data.infer import resolve, tell
-from moh_jax.inference.autoencoder import load_autoencoder
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.training.flops import at_peak

@@ -3,7 +3,6 @@
 Each name is imported as itself, which marks it as offered to other modules.
 """
 
-from moh_jax.config.autoencoder import VAEConfig as VAEConfig
 from moh_jax.config.base import make_section as make_section
 from moh_jax.config.data import ClassifierConfig as ClassifierConfig
 from moh_jax.config.data import DataConfig as DataConfig
@@ -12,6 +11,7 @@ from moh_jax.config.data import TuneConfig as TuneConfig
 from moh_jax.config.dit import DiffusionConfig as DiffusionConfig
 from moh_jax.config.dit import DiTConfig as DiTConfig
 from moh_jax.config.dit import SampleConfig as SampleConfig
+from moh_jax.config.dit import VAEConfig as VAEConfig
 from moh_jax.config.heads import HeadBudget as HeadBudget
 from moh_jax.config.heads import RouterConfig as RouterConfig
 from moh_jax.config.layers import ImageClassifier as ImageClassifier
@@ -33,7 +33,6 @@ from moh_jax.config.parse import upgrade as upgrade
 from moh_jax.config.registry import Family as Family
 from moh_jax.config.registry import check_command as check_command
 from moh_jax.config.registry import export_forms as export_forms
-from moh_jax.config.registry import families as families
 from moh_jax.config.registry import family_of_format as family_of_format
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import imported as imported
@@ -42,13 +41,13 @@ from moh_jax.config.registry import register_family as register_family
 from moh_jax.config.registry import register_router as register_router
 from moh_jax.config.registry import released_model as released_model
 from moh_jax.config.registry import released_models as released_models
+from moh_jax.config.run import CheckpointConfig as CheckpointConfig
 from moh_jax.config.run import Config as Config
-from moh_jax.config.sections import CheckpointConfig as CheckpointConfig
-from moh_jax.config.sections import EvalConfig as EvalConfig
-from moh_jax.config.sections import LogConfig as LogConfig
-from moh_jax.config.sections import MeshConfig as MeshConfig
-from moh_jax.config.sections import OptimConfig as OptimConfig
-from moh_jax.config.sections import RewindConfig as RewindConfig
-from moh_jax.config.sections import TrainConfig as TrainConfig
+from moh_jax.config.run import EvalConfig as EvalConfig
+from moh_jax.config.run import LogConfig as LogConfig
+from moh_jax.config.run import MeshConfig as MeshConfig
+from moh_jax.config.run import OptimConfig as OptimConfig
+from moh_jax.config.run import RewindConfig as RewindConfig
+from moh_jax.config.run import TrainConfig as TrainConfig
 from moh_jax.config.vit import StageShape as StageShape
 from moh_jax.config.vit import ViTConfig as ViTConfig

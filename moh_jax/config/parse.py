@@ -1,12 +1,19 @@
-"""ConfigDict, JSON and dataclasses: the same run in three forms."""
+"""Config files, ConfigDict, JSON and dataclasses: a run in its forms."""
 
 import copy
 import dataclasses
+import inspect
 import json
-from collections.abc import Iterable, Mapping
+import os
+import pathlib
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from moh_jax.config.base import MOVED, make_section
+from moh_jax.config.base import MOVED, GivenText, make_section
+from moh_jax.config.registry import FAMILIES, ROUTERS
 from moh_jax.config.run import Config, check_known, section_types
 
 
@@ -28,9 +35,8 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   cfg = cfg if isinstance(cfg, Mapping) else cfg.to_dict()
   if "model" not in cfg:
     raise ValueError("the config has no section 'model'")
-  for name, section in cfg.items():
-    if not isinstance(section, Mapping):
-      raise ValueError(f"config section {name}={section!r} must have fields")
+  if not isinstance(cfg["model"], Mapping):
+    raise ValueError(f"config section model={cfg['model']!r} must have fields")
   family = cfg["model"].get("family")
   check_known(cfg, family)
   known = section_types(family)
@@ -76,15 +82,22 @@ def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
   Returns:
     Lines "section.field: OURS here, THEIRS there".
   """
-  here, there = (
-    dict(_leaves(section, dataclasses.asdict(values)))
-    for values in (ours, theirs)
-  )
+  here = _leaves(section, dataclasses.asdict(ours))
+  there = _leaves(section, dataclasses.asdict(theirs))
   return [
     f"{path}: {here.get(path)!r} here, {there.get(path)!r} there"
     for path in sorted({*here, *there})
     if here.get(path) != there.get(path)
   ]
+
+
+def _leaves(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Every path and value of nested dicts."""
+  found = {}
+  for name, value in values.items():
+    path, is_part = f"{prefix}.{name}", isinstance(value, Mapping)
+    found |= _leaves(path, value) if is_part else {path: value}
+  return found
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,13 +128,7 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
     if value is None or isinstance(value, Mapping):
       continue
     del sections[section][name]
-    *path, name = new.split(".")
-    place = sections
-    for part in path:
-      place = place.setdefault(part, {})
-      if not isinstance(place, dict):
-        raise ValueError(f"{section}.{part}={place!r} must be a section")
-    place[name] = value
+    _set(sections, new, value)
   data = sections.get("data", {})
   if data.get("decode") == "reduced":
     # Now a part of "fast". Such a run cannot go on, since its stream is another
@@ -134,13 +141,124 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
   return sections
 
 
-def _leaves(
-  prefix: str, values: Mapping[str, Any]
-) -> Iterable[tuple[str, Any]]:
-  """Every path and value of nested dicts."""
-  for name, value in values.items():
-    path = f"{prefix}.{name}"
-    if isinstance(value, Mapping):
-      yield from _leaves(path, value)
-    else:
-      yield path, value
+def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+  """Changes some keys of a config.
+
+  Args:
+    cfg: nested dicts of sections; they are changed.
+    overrides: "section.field=VALUE", later ones win; for instance
+      "optim.lr=3e-4", "model.top_k=(1,2)" or "data.path=some/where".
+
+  Returns:
+    The same dicts. New values are `GivenText`, which `from_config_dict` reads.
+
+  Raises:
+    ValueError: an override does not fit; the message names the key.
+  """
+  for text in overrides:
+    key, equals, value = text.partition("=")
+    if not equals:
+      raise ValueError(f"override {text!r} must be FIELD=VALUE")
+    _set(cfg, key, GivenText(value))
+  return cfg
+
+
+def _set(cfg: dict[str, Any], key: str, value: Any) -> None:
+  """Changes one leaf; whether there is such a key is checked with the rest."""
+  *path, name = key.split(".")
+  if not path:
+    raise ValueError(
+      f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
+    )
+  for part in path:
+    cfg = cfg.setdefault(part, {})
+    if not isinstance(cfg, dict):
+      raise ValueError(f"unknown config key {key}")
+  cfg[name] = value
+
+
+def run_file(spec: str) -> dict[str, Any]:
+  """Runs a config file.
+
+  Args:
+    spec: "FILE" or "FILE:ARG"; the file's `get_config(ARG)` returns a
+      ConfigDict or a dict of sections. Its `ARGUMENTS`, where it has them, are
+      the known ones, without what follows a colon.
+
+  Returns:
+    What it returned, as nested dicts; nothing is checked yet.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file fails; the message names it.
+  """
+  name, _, argument = spec.partition(":")
+  path = pathlib.Path(name)
+  if not path.is_file():
+    raise FileNotFoundError(f"{path}: no such config file")
+  if path.suffix != ".py":
+    raise ValueError(f"{path}: a config file is Python and ends in .py")
+  folder = str(path.parent.resolve())
+  before, registered = set(sys.modules), (FAMILIES.names(), ROUTERS.names())
+  sys.path.insert(0, folder)  # a module of the user's own may lie beside it
+  try:
+    content = runpy.run_path(str(path))
+    if not callable(get_config := content.get("get_config")):
+      raise ValueError(f"{path}: has no function get_config")
+    parameters = [*inspect.signature(get_config).parameters.values()]
+    if argument and not parameters:
+      raise ValueError(f"{path}: takes no argument, {argument!r} was given")
+    if (
+      not argument
+      and parameters
+      and parameters[0].default is inspect.Parameter.empty
+    ):
+      raise ValueError(f"{path}: needs an argument, {path}:ARG")
+    known = content.get("ARGUMENTS")
+    if argument and known and argument.partition(":")[0] not in known:
+      raise ValueError(f"{path}: {argument!r} must be one of {tuple(known)}")
+    cfg = get_config(argument) if argument else get_config()
+    cfg = copy.deepcopy(cfg.to_dict() if hasattr(cfg, "to_dict") else cfg)
+  except (Exception, SystemExit) as error:  # the user's code may raise anything
+    if str(error).startswith(f"{path}: "):
+      raise
+    raise ValueError(f"{path}{_said(error, path)}") from error
+  finally:
+    if folder in sys.path:  # the file may have taken it out
+      sys.path.remove(folder)
+    # Another config may have other modules of these names, or change what they
+    # hold. Those that register a family or a router stay: it is in use.
+    if registered == (FAMILIES.names(), ROUTERS.names()):
+      for name in [n for n in sys.modules if _is_of(n, folder, before)]:
+        del sys.modules[name]
+  if not isinstance(cfg, dict):
+    raise ValueError(
+      f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
+    )
+  return cfg
+
+
+def _is_of(name: str, folder: str, known: Set[str]) -> bool:
+  """Whether a module was found in a folder, but for parts of known ones."""
+  module, top = sys.modules[name], name.partition(".")[0]
+  places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+  place = next(filter(None, places), "")
+  return top not in known and place.startswith(os.path.join(folder, top))
+
+
+def _said(error: BaseException, path: pathlib.Path) -> str:
+  """Where in a config file an error arose, and what it says."""
+  text, lines = (
+    str(error),
+    [
+      frame.lineno
+      for frame in traceback.extract_tb(error.__traceback__)
+      if frame.filename == str(path)
+    ],
+  )
+  if isinstance(error, SyntaxError):
+    text, found = error.msg, error.filename == str(path)
+    lines = [error.lineno] if found else lines
+  if not isinstance(error, ValueError | OSError) or not text:
+    text = f"{type(error).__name__}: {text}"
+  return f", line {lines[-1]}: {text}" if lines else f": {text}"

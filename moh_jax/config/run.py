@@ -1,18 +1,299 @@
-"""The config of a whole run: all of its sections, checked together."""
+"""The config of a whole run, and the sections that all families share."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from moh_jax.config import base
 from moh_jax.config.registry import get_family, imported
-from moh_jax.config.sections import (
-  CheckpointConfig,
-  EvalConfig,
-  LogConfig,
-  MeshConfig,
-  OptimConfig,
-  TrainConfig,
-)
+
+_Axis = Annotated[int, base.Range(-1, 1 << 20)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig(base.Section):
+  """The optimizer, its schedule and what surrounds it.
+
+  Attributes:
+    name: the optimizer: "adamw" (arXiv:1711.05101), "adafactor"
+      (arXiv:1804.04235, with absolute learning rates as in arXiv:2106.04560),
+      "lion" (arXiv:2302.06675), or "muon" (arXiv:2502.16982) for the matrices
+      of attention and MLPs with AdamW for other parameters. Updates of
+      "adafactor" and "muon" are as large as AdamW's, so its learning rates
+      serve them; Lion's are larger and want a third to a tenth of them.
+    lr: peak learning rate.
+    schedule: learning rate after the warm-up: "cosine" falls from `lr` to
+      `final_lr`, "constant" stays, "wsd" stays and falls in the last
+      `decay_steps` (arXiv:2405.18392). A run of "wsd" can be made longer from
+      any checkpoint before its fall.
+    warmup_steps: steps of the linear warm-up from `warmup_lr`, which begin the
+      run; 0 is none, None a twentieth of `train.steps`, at most 2,000.
+    warmup_lr: learning rate of the first step of a warm-up.
+    final_lr: learning rate at the end of "cosine" and "wsd".
+    decay_steps: steps of the fall of "wsd"; None is a fifth of `train.steps`.
+    decay_form: how "wsd" falls: "linear", "cosine", or "sqrt", as 1 minus the
+      root of the share of the fall that is done.
+    b1: decay of the first moment, in [0, 1). With 0 "adafactor" keeps none;
+      "lion" weights its moment against the gradient by it.
+    b2: decay of the second moment, in [0, 1), for "adafactor" its limit; "lion"
+      has none, and its only moment decays by this, usually 0.99.
+    eps: added to the root of the second moment by AdamW.
+    moment_dtype: dtype of the first moment, "float32" or "bfloat16". The second
+      moment is float32: it changes by less than bfloat16 resolves.
+    state_memory: where the optimizer's state lies between steps: on the
+      "device", or in the memory of its "host", which takes the time of two
+      copies in every step.
+    weight_decay: decoupled weight decay per step, multiplied by the learning
+      rate.
+    no_decay: patterns (fnmatch) of parameter paths "a/b/c" that do not decay.
+    clip_norm: largest global norm of the gradients, larger ones are scaled
+      down; 0 clips nothing.
+    ema_decay: decay per step of the averaged parameters, in [0, 1); 0 keeps
+      none.
+    layer_decay: factor in (0, 1] of the learning rate from a layer to the one
+      before it, as fine-tuning wants it: the output has the whole rate, the
+      first layers the least. 1 is one rate for all.
+    ema_every: steps between updates of the averaged parameters, each of which
+      decays them as so many steps.
+    ema_dtype: dtype of the averaged parameters, "float32" or "bfloat16". The
+      latter has 8 bits: an update that changes a value by less than 1/512 is
+      lost, so `ema_decay` to the power of `ema_every` should be far from 1.
+    accumulation: microbatches that a step's batch is split into, to save
+      memory.
+  """
+
+  NAME = "optim"
+
+  name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+  lr: base.Amount = 1e-3
+  schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+  warmup_steps: base.Natural | None = None
+  warmup_lr: base.Amount = 0.0
+  final_lr: base.Amount = 0.0
+  decay_steps: base.Natural | None = None
+  decay_form: Literal["linear", "cosine", "sqrt"] = "linear"
+  b1: base.Decay = 0.9
+  b2: base.Decay = 0.999
+  eps: base.Amount = 1e-8
+  moment_dtype: base.Dtype = "float32"
+  state_memory: Literal["device", "host"] = "device"
+  weight_decay: base.Amount = 0.05
+  no_decay: tuple[str, ...] = ("*bias", "*scale")
+  clip_norm: base.Amount = 1.0
+  ema_decay: base.Decay = 0.0
+  layer_decay: Annotated[float, base.Range(0, 1, "(]")] = 1.0
+  ema_every: base.Count = 1
+  ema_dtype: base.Dtype = "float32"
+  accumulation: base.Batch = 1
+
+  def warmup(self, steps: int) -> int:
+    """Steps of the warm-up in a run of so many steps."""
+    if self.warmup_steps is not None:
+      return self.warmup_steps
+    return min(steps // 20, 2000)
+
+  def decay(self, steps: int) -> int:
+    """Steps in which a run of so many steps ends: the fall of "wsd"."""
+    if self.schedule != "wsd":
+      return 0
+    return steps // 5 if self.decay_steps is None else self.decay_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class RewindConfig(base.Section):
+  """What a run does when its loss is NaN or a spike.
+
+  It goes back to a checkpoint, skips all batches from there to the bad step,
+  and goes on.
+
+  Attributes:
+    steps: steps to go back at least, or to the oldest checkpoint that is kept
+      (without any, to the beginning); 0 ends the run instead.
+    limit: times that a run goes back; then it ends.
+    spike: loss above this many times its mean over some 50 steps before is as
+      bad as NaN; 0 sees NaN and infinite values alone. At least 1.
+  """
+
+  NAME = "rewind"
+
+  steps: base.Natural = 0
+  limit: base.Count = 3
+  spike: base.Amount = 0.0
+
+  def check(self) -> None:
+    """A spike is a multiple, and something that the run answers."""
+    if 0 < self.spike < 1:
+      self.fail("spike", "must be 0 or at least 1")
+    if self.spike and not self.steps:
+      self.fail("spike", "must be 0 where rewind.steps=0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(base.Section):
+  """Length and seed of the run, what it starts from, and the balance loss.
+
+  Attributes:
+    steps: optimizer steps.
+    seed: seed of parameters, data order and every random choice.
+    init_from: workdir or output of `convert` whose parameters the run starts
+      from, with a fresh optimizer; "" initialises them at random. So is what
+      that model lacks, such as a router or the head of new classes; further
+      rows of its vocabulary are the
+      mean of its own.
+    balance_weight: weight of the router's load-balance loss in the loss.
+    rewind: what the run does when its loss is NaN or a spike.
+    compilation_cache: folder or bucket that keeps compiled programs, so that a
+      run that is started again does not compile; "" keeps none.
+  """
+
+  NAME = "train"
+
+  steps: base.Count = 1000
+  seed: Annotated[int, base.Range(0, 2**31 - 1, "[]")] = 0
+  init_from: str = ""
+  balance_weight: base.Amount = 0.01
+  rewind: RewindConfig = RewindConfig()
+  compilation_cache: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(base.Section):
+  """Devices per mesh axis; at most one axis is -1, "all that are left".
+
+  Attributes:
+    data: replicas of the model, each with its share of the batch. With several
+      slices, those in one slice.
+    fsdp: devices that share parameters, optimizer state and the batch.
+    tensor: devices that share heads and MLP columns.
+    sequence: devices that share the tokens of one example.
+    dcn_data: slices of the devices, such as TPU pods that a data center's
+      network joins. Each holds `data` replicas, so that only gradients cross
+      between slices.
+    max_imbalance: largest allowed ratio of the active heads that are expected
+      on the busiest device of `tensor` to their mean. More is refused: the
+      other devices would wait.
+    max_whole: bytes of parameters that may be whole on every device although
+      `fsdp` or `tensor` is above 1, since no axis divides a dimension of them.
+      More are refused.
+  """
+
+  NAME = "mesh"
+  AXES = ("data", "fsdp", "tensor", "sequence")
+
+  data: _Axis = -1
+  fsdp: _Axis = 1
+  tensor: _Axis = 1
+  sequence: _Axis = 1
+  dcn_data: base.Count = 1
+  max_imbalance: Annotated[float, base.Range(1)] = 1.1
+  max_whole: base.Natural = 1 << 30
+
+  def check(self) -> None:
+    """Sizes are -1 or those of axes; one axis at most takes what is left."""
+    sizes = {axis: getattr(self, axis) for axis in self.AXES}
+    for name, size in sizes.items():
+      if size == 0:
+        self.fail(name, "must be -1 or at least 1")
+    if list(sizes.values()).count(-1) > 1:
+      raise ValueError(f"mesh={sizes} must have at most one axis of size -1")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig(base.Section):
+  """When the run is saved and what is kept.
+
+  Attributes:
+    every: steps between checkpoints; the last step is always saved.
+    keep_last: number of newest checkpoints that are kept.
+    keep_every: steps: checkpoints at multiples of this are kept too; itself a
+      multiple of `every`, 0 keeps none.
+    async_save: whether to write in the background while training goes on.
+    on_error: what follows when a checkpoint or metrics cannot be written:
+      "stop" ends the run, "continue" warns and tries again at the next one.
+  """
+
+  NAME = "checkpoint"
+
+  every: base.Count = 1000
+  keep_last: base.Count = 2
+  keep_every: base.Natural = 0
+  async_save: bool = True
+  on_error: Literal["stop", "continue"] = "stop"
+
+  def check(self) -> None:
+    """Only checkpoints that are written can be kept."""
+    if self.keep_every % self.every:
+      self.fail(
+        "keep_every", f"must be a multiple of checkpoint.every={self.every}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig(base.Section):
+  """Evaluation on the held-out split.
+
+  Attributes:
+    every: steps between evaluations; the last step is always evaluated, 0
+      evaluates only there.
+    batch_size: examples per batch, over all devices.
+    examples: examples at most, spread evenly over the split (text: sequences);
+      0 takes all.
+    use_ema: whether to evaluate the averaged parameters where the run keeps
+      them.
+  """
+
+  NAME = "eval"
+
+  every: base.Natural = 1000
+  batch_size: base.Batch = 128
+  examples: base.Natural = 0
+  use_ema: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig(base.Section):
+  """What the run writes besides checkpoints.
+
+  Attributes:
+    every: steps between records of metrics.
+    tensorboard: whether to write tensorboard scalars beside metrics.jsonl.
+    progress: whether to show a progress bar.
+    profile: "A:B" traces steps A to B - 1 into WORKDIR/profile, for XProf; ""
+      traces none.
+    wandb: project of Weights & Biases that gets the metrics too (the extra
+      `wandb`); "" is none.
+    heads: steps between records of the load of every head: a row of the split
+      "heads" in metrics.jsonl, and a picture of each layer in tensorboard and
+      wandb; 0 records none.
+    collapse_entropy: a router whose load has a smaller entropy has collapsed,
+      which is said in the log; 0 says nothing. The entropy is 0 where all
+      tokens select the same heads, 1 where all heads are selected as often.
+  """
+
+  NAME = "log"
+
+  every: base.Count = 50
+  tensorboard: bool = True
+  progress: bool = True
+  profile: str = ""
+  wandb: str = ""
+  heads: base.Natural = 100
+  collapse_entropy: base.Share = 0.1
+
+  def check(self) -> None:
+    """The steps of `profile` can be read."""
+    _ = self.profiled_steps
+
+  @property
+  def profiled_steps(self) -> tuple[int, int] | None:
+    """The first step that is traced and the one after the last."""
+    if not self.profile:
+      return None
+    first, _, end = self.profile.partition(":")
+    numbers = [x for x in (first, end) if x.isdecimal() and len(x) <= 10]
+    if len(numbers) < 2 or not 1 <= int(first) < int(end):
+      self.fail("profile", "must be '' or 'A:B' with steps 1 <= A < B")
+    return int(first), int(end)
 
 
 def section_types(family: str) -> dict[str, type]:
@@ -81,10 +362,7 @@ class Config:
           f"config section {name!r} must be a {types[name].__name__} for "
           f"model.family={model.family!r}, not a {type(section).__name__}"
         )
-    every = {
-      name: given[name] if name in given else cls()
-      for name, cls in types.items()
-    }
+    every = {n: given[n] if n in given else cls() for n, cls in types.items()}
     own = {name: every.pop(name) for name in model.SECTIONS}
     for name, value in {**every, "sections": own}.items():
       object.__setattr__(self, name, value)
@@ -94,31 +372,24 @@ class Config:
     """A section that not all families have."""
     sections = self.__dict__.get("sections", {})
     if name not in sections:
-      raise AttributeError(
-        f"the config has no section {name!r}, only {sorted(self.__dict__)} and "
-        f"{sorted(sections)}"
-      )
+      known = f"{sorted(self.__dict__)} and {sorted(sections)}"
+      raise AttributeError(f"the config has no section {name!r}, only {known}")
     return sections[name]
 
   def _check(self) -> None:
     self.model.check_run(self)
-    batch, parts = self.data.batch_size, self.optim.accumulation
-    if batch % parts:
-      raise ValueError(
-        f"data.batch_size={batch} must be a multiple of "
-        f"optim.accumulation={parts}"
+    optim, steps = self.optim, self.train.steps
+    if self.data.batch_size % (parts := optim.accumulation):
+      self.data.fail(
+        "batch_size", f"must be a multiple of optim.accumulation={parts}"
       )
-    warmup = self.optim.warmup(self.train.steps)
-    if warmup > self.train.steps:
+    warmup, decay = optim.warmup(steps), optim.decay(steps)
+    if warmup > steps:
+      optim.fail("warmup_steps", f"must be at most train.steps={steps}")
+    if warmup + decay > steps:
       raise ValueError(
-        f"optim.warmup_steps={warmup} must be at most "
-        f"train.steps={self.train.steps}"
-      )
-    decay = self.optim.decay(self.train.steps)
-    if warmup + decay > self.train.steps:
-      raise ValueError(
-        f"optim.decay_steps={decay} must be at most train.steps="
-        f"{self.train.steps} less the {warmup} steps of the warm-up"
+        f"optim.decay_steps={decay} must be at most train.steps={steps} less "
+        f"the {warmup} steps of the warm-up"
       )
 
   def served(self) -> "Config":

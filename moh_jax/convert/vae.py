@@ -4,39 +4,48 @@ It reads stabilityai/sd-vae-ft-mse, sd-vae-ft-ema and other files of the same
 layout, with the tensor names of old or current versions of diffusers.
 """
 
+import dataclasses
+import functools
+import logging
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax.sharding import Mesh
 
-from moh_jax.config.autoencoder import LatentScaling, VAEConfig
+from moh_jax.config import Config
+from moh_jax.config.dit import LatentScaling, VAEConfig
 from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
-from moh_jax.models.vae import VAE
+from moh_jax.models.generation import Decode
+from moh_jax.models.vae import VAE, apply_tiled, encoder_sha256
+from moh_jax.runtime import sharding
 from moh_jax.runtime.json_files import Size, check_json, read_json
 
 
 class _Public(msgspec.Struct):
-  """What is read of diffusers' config.json."""
+  """What is read of diffusers' config.json, by the names of `VAEConfig`."""
 
   block_out_channels: Annotated[
     list[Size], msgspec.Meta(min_length=1, max_length=16)
   ]
-  layers_per_block: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-  in_channels: Size = 3
+  layers_per_block: Size = 1
+  image_channels: Size = msgspec.field(name="in_channels", default=3)
   latent_channels: Size = 4
-  norm_num_groups: Size = 32
+  norm_groups: Size = msgspec.field(name="norm_num_groups", default=32)
   norm_eps: float = 1e-6
   use_quant_conv: bool = True
   use_post_quant_conv: bool = True
-  mid_block_add_attention: bool = True
+  mid_attention: bool = msgspec.field(
+    name="mid_block_add_attention", default=True
+  )
   scaling_factor: float = LatentScaling.scale
   shift_factor: float | None = None
   latents_mean: list[float] | None = None
@@ -75,7 +84,7 @@ def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
     ValueError: a file is damaged, or its tensors do not fit.
   """
   file = _find_weights(pathlib.Path(path))
-  config = _read_config(file.with_name(CONFIG_FILE))
+  config = read_config(file.with_name(CONFIG_FILE))
   return config, convert_vae(read_tensors(file), config, source=str(file))
 
 
@@ -182,36 +191,38 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
     ValueError: a value is out of range.
   """
   public = msgspec.convert(check_json(entries, _Public), _Public)
-  widths = tuple(public.block_out_channels)
+  levels = len(public.block_out_channels)
   supported = {
     "_class_name": ["AutoencoderKL"],
     "act_fn": ["silu", "swish"],
-    "out_channels": [public.in_channels],
-    "down_block_types": [["DownEncoderBlock2D"] * len(widths)],
-    "up_block_types": [["UpDecoderBlock2D"] * len(widths)],
+    "out_channels": [public.image_channels],
+    "down_block_types": [["DownEncoderBlock2D"] * levels],
+    "up_block_types": [["UpDecoderBlock2D"] * levels],
   }
   for key, allowed in supported.items():
     if key in entries and entries[key] not in allowed:
       raise NotImplementedError(
         f"{key}={entries[key]!r} must be one of {allowed}"
       )
-  return VAEConfig(
-    block_out_channels=widths,
-    layers_per_block=public.layers_per_block,
-    image_channels=public.in_channels,
-    latent_channels=public.latent_channels,
-    norm_groups=public.norm_num_groups,
-    norm_eps=public.norm_eps,
-    use_quant_conv=public.use_quant_conv,
-    use_post_quant_conv=public.use_post_quant_conv,
-    mid_attention=public.mid_block_add_attention,
-    scaling=LatentScaling(
-      public.scaling_factor,
-      public.shift_factor or 0.0,
-      tuple(public.latents_mean or ()),
-      tuple(public.latents_std or ()),
-    ),
+  fields = msgspec.structs.asdict(public)
+  scaling = LatentScaling(
+    fields.pop("scaling_factor"),
+    fields.pop("shift_factor") or 0.0,
+    tuple(fields.pop("latents_mean") or ()),
+    tuple(fields.pop("latents_std") or ()),
   )
+  return VAEConfig(**fields, scaling=scaling)
+
+
+def read_config(file: pathlib.Path) -> VAEConfig:
+  """Reads diffusers' config.json; errors as for `load_vae`."""
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such file; {HOW_TO_GET_VAE}")
+  entries = read_json(file)
+  try:
+    return public_config(entries)
+  except (NotImplementedError, ValueError) as error:
+    raise type(error)(f"{file}: {error}") from error
 
 
 def _find_weights(path: pathlib.Path) -> pathlib.Path:
@@ -229,16 +240,6 @@ def _find_weights(path: pathlib.Path) -> pathlib.Path:
   )
 
 
-def _read_config(file: pathlib.Path) -> VAEConfig:
-  if not file.is_file():
-    raise FileNotFoundError(f"{file}: no such file; {HOW_TO_GET_VAE}")
-  entries = read_json(file)
-  try:
-    return public_config(entries)
-  except (NotImplementedError, ValueError) as error:
-    raise type(error)(f"{file}: {error}") from error
-
-
 def _resnet(theirs: str, ours: str, *, shortcut: bool = False) -> list[Rule]:
   table = []
   for number in (1, 2):
@@ -254,3 +255,112 @@ def _attention(theirs: str, ours: str) -> list[Rule]:
   for name, layer in zip(("query", "key", "value", "out"), _RENAMED.values()):
     table += rules.linear(f"{theirs}.{layer}", f"{ours}/{name}")
   return table
+
+
+_LOG = logging.getLogger(__name__)
+_SMALLEST_TILE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoencoder:
+  """A public autoencoder that fits a diffusion model, its weights on the mesh.
+
+  Attributes:
+    config: its sizes.
+    params: its weights; each device of the mesh holds all of them.
+    scaling: how the diffusion model reads latents.
+  """
+
+  config: VAEConfig
+  params: Any
+  scaling: LatentScaling
+
+  def decoder(self, tile: int = 0) -> Decode:
+    """Makes the function from latents to images.
+
+    Args:
+      tile: decode latents in overlapping squares of this many latent pixels,
+        which bounds the memory; 0 decodes them whole.
+
+    Returns:
+      A function from latents [B, x, y, channels] to images [B, X, Y, 3] with
+      pixels in [-1, 1].
+
+    Raises:
+      ValueError: the tile is too small, or there are several processes.
+    """
+    if tile and (tile < _SMALLEST_TILE or jax.process_count() > 1):
+      raise ValueError(
+        f"--vae-tile {tile} must be at least {_SMALLEST_TILE}, in one process"
+      )
+    vae = VAE(self.config)
+
+    @jax.jit
+    def decode(params: Any, latents: jax.Array) -> jax.Array:
+      return vae.apply({"params": params}, latents, method="decode")
+
+    whole = functools.partial(decode, self.params)
+    if not tile:
+      return whole
+    return lambda latents: apply_tiled(whole, latents, tile, tile // 4)
+
+  def encoder(self) -> Callable[[np.ndarray], jax.Array]:
+    """Makes the function from images to the input of the diffusion model.
+
+    Returns:
+      A function from images [B, X, Y, 3] with pixels in [-1, 1] to the means of
+      their latents [B, x, y, channels], scaled as the model reads them.
+    """
+    vae = VAE(self.config)
+    parts = self.scaling.affine(self.config.latent_channels)
+    offset, factor = (np.float32(part)[None, None, None] for part in parts)
+
+    @jax.jit
+    def encode(params: Any, images: jax.Array) -> jax.Array:
+      mean, _ = vae.apply({"params": params}, images, method="encode")
+      return (mean.astype(jnp.float32) - offset) * factor
+
+    return functools.partial(encode, self.params)
+
+
+def load_autoencoder(
+  path: str, config: Config, mesh: Mesh, *, encoder: str = ""
+) -> Autoencoder:
+  """Reads an autoencoder and checks that it fits a diffusion model.
+
+  Args:
+    path: weights, see `convert.vae.load_vae`.
+    config: config of the diffusion model.
+    mesh: the devices.
+    encoder: hash of the encoder that made the latents of the training. Where
+      the autoencoder has another one, or scales latents otherwise, a warning
+      says so.
+
+  Raises:
+    FileNotFoundError: there are no such weights.
+    ValueError: the model has no latents or another number of channels.
+  """
+  diffusion = config.sections.get("diffusion")
+  if diffusion is None or diffusion.space != "latent":
+    raise ValueError(f"--vae {path!r}: the model does not work on latents")
+  vae_config, params = load_vae(path)
+  if vae_config.latent_channels != config.model.channels:
+    raise ValueError(
+      f"--vae {path!r}: its {vae_config.latent_channels} latent channels must "
+      f"be model.channels={config.model.channels}"
+    )
+  if differing := vae_config.scaling.differences(diffusion.scaling):
+    _LOG.warning(
+      "--vae %s: its latents are scaled with %s as those that the model was "
+      "trained on; the model's scaling is used",
+      path,
+      "; ".join(differing),
+    )
+  if encoder and encoder_sha256(vae_config, params) != encoder:
+    _LOG.warning(
+      "--vae %s: its encoder is not the one that made the latents of the "
+      "training: images may come out wrong",
+      path,
+    )
+  params = jax.device_put(params, sharding.replicated(mesh))
+  return Autoencoder(vae_config, params, diffusion.scaling)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.data.tokenizer_files import (
   TEMPLATE,
   TEMPLATE_FOLDER,

@@ -25,7 +25,7 @@ import numpy as np
 from etils import epath
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.runtime.files import DEFLATE_RATIO
 
 # A larger image takes more than a gigabyte while it is decoded.

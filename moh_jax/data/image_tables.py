@@ -24,21 +24,23 @@ import msgspec
 import numpy as np
 import xxhash
 
-from moh_jax.config import Config
-from moh_jax.config.sources import MissingSplitError
-from moh_jax.data.extras import import_extra
+from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
   FLAT_CLASS,
   SPLIT_WORDS,
-  ClassList,
+  EncodedSource,
+  Record,
   has_class_images,
   hold_out,
-  listed_classes,
-  match_classes,
 )
-from moh_jax.data.input_files import list_files, open_arrow, open_parquet
-from moh_jax.data.sources import EncodedSource, Record, SharedReads
+from moh_jax.data.input_files import (
+  import_extra,
+  list_files,
+  open_arrow,
+  open_parquet,
+)
+from moh_jax.data.sources import ClassList, SharedReads, match_classes
 from moh_jax.runtime.json_files import parse_json
 
 _LOG = logging.getLogger(__name__)
@@ -171,21 +173,6 @@ class ParquetSource(EncodedSource):
       matched = match_classes(self.class_names, class_names, where)
       self.class_names, known = matched
       self._labels = np.array(known, np.int32)[self._labels]
-
-  @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "ParquetSource":
-    """Opens a split, whose columns and classes the section `data` may say."""
-    data = config.data
-    return cls(
-      data.path,
-      split,
-      config.model.channels or 3,
-      val_share=data.val_share,
-      class_names=class_names or listed_classes(data.class_list),
-      label_column=data.label_column,
-    )
 
   def __len__(self) -> int:
     return len(self._rows)

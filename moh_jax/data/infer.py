@@ -6,8 +6,8 @@ import pathlib
 from typing import Any
 
 from moh_jax.config import Config, DiffusionConfig, imported
-from moh_jax.config.autoencoder import LatentScaling
-from moh_jax.config.sources import SPLITS, get_source
+from moh_jax.config.dit import LatentScaling
+from moh_jax.config.registry import SPLITS, get_source
 from moh_jax.data.sources import is_latent
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

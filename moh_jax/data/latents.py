@@ -22,7 +22,7 @@ import grain
 import numpy as np
 
 from moh_jax.config import Config
-from moh_jax.config.autoencoder import LatentScaling
+from moh_jax.config.dit import LatentScaling
 from moh_jax.data.identity import Identity
 from moh_jax.data.shards import Shards, read_metadata
 from moh_jax.data.sources import Example, ImageSource

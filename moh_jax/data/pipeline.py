@@ -22,7 +22,7 @@ import jax.tree
 import numpy as np
 
 from moh_jax.config import Config, DataConfig, TextDataConfig
-from moh_jax.config.sources import get_source
+from moh_jax.config.registry import get_source
 from moh_jax.data import latents, transforms
 from moh_jax.data.sources import (
   CheckedSource,

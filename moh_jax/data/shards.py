@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from array_record.python import array_record_module
 
-from moh_jax.config.sources import MissingSplitError
+from moh_jax.config.registry import MissingSplitError
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.runtime.files import checksum
 from moh_jax.runtime.json_files import (

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moh_jax.runtime.array_files import npz_names, read_npz
-from moh_jax.runtime.files import replacing
+from moh_jax.runtime.files import npz_names, read_npz, replacing
 from moh_jax.runtime.json_files import parse_json
 
 INCEPTION_BLOCK = 5000  # samples per block of the published scores

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation.metrics import bits_per_byte, perplexity
 

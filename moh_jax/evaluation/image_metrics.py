@@ -22,13 +22,13 @@ from moh_jax.evaluation.fid import (
   moments,
 )
 from moh_jax.models.inception import Features, InceptionV3, prepare
-from moh_jax.runtime.array_files import (
+from moh_jax.runtime.files import (
+  check_regular,
   npz_damage,
   npz_names,
   open_member,
   read_npz,
 )
-from moh_jax.runtime.files import check_regular
 
 _LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3 or 1)"
 _THREADS = 8

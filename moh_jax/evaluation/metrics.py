@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import DiffusionConfig, LLMConfig
-from moh_jax.layers.model_aux import ModelAux
 from moh_jax.layers.router import count_examples
-from moh_jax.models.llm_output import token_nats
-from moh_jax.models.objective import training_losses
-from moh_jax.models.process import AnyProcess, make_process, q_sample
+from moh_jax.layers.stack import ModelAux
+from moh_jax.models.diffusion import (
+  AnyProcess,
+  make_process,
+  q_sample,
+  training_losses,
+)
+from moh_jax.models.llm import token_nats
 
 _SEED = 0
 _GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32

@@ -16,8 +16,8 @@ from flax import traverse_util
 from moh_jax.config import Config, LLMConfig, get_family, imported
 from moh_jax.config.heads import HeadBudget
 from moh_jax.evaluation.metrics import noise_of_index
-from moh_jax.models.llm_output import summed_nats
-from moh_jax.models.process import make_process, q_sample
+from moh_jax.models.diffusion import make_process, q_sample
+from moh_jax.models.llm import summed_nats
 
 _TIME_GROUPS = 10  # ranges of timesteps that head statistics tell apart
 

@@ -3,10 +3,7 @@
 The paper's Table B (arXiv:2410.11842) in kind: heads that specialise attend to
 other tokens and add other features than their neighbours. Every head is
 computed for every token, whatever a router chose, so models with and without a
-router are measured alike.
-
-The layers know nothing of it: their methods `attend`, `attend_to_both` and
-`HeadMix.__call__` are intercepted.
+router are measured alike. Layers know nothing of it: calls are intercepted.
 
 Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, C width.
@@ -14,7 +11,7 @@ dim, C width.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -25,13 +22,14 @@ from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.evaluation.probe import Batch, Probe, on_host, recorded_layers
+from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.heads import HeadMix
-from moh_jax.ops.visible import Visible
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.runtime import sharding
 
 _BATCHES = 8  # batches that are measured at most
-_TOKENS = 256  # tokens of a text that are read at most: logits are their square
 _EXACT = jax.lax.Precision.HIGHEST
+_TOKENS = 256  # tokens of a text that are read at most: logits are their square
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +61,9 @@ def head_similarity(
   Raises:
     ValueError: there is no example.
   """
-  # With heads in their own order on all devices.
-  rules = [
-    (name, None if name == "attended_heads" else axes)
-    for name, axes in nn.get_logical_axis_rules()
-  ]
 
   def step(params: Any, batch: Batch) -> tuple[Any, jax.Array]:
-    with nn.logical_axis_rules(rules), nn.intercept_methods(_record_cosines):
+    with nn.intercept_methods(_capture):
       _, recorded = probe.apply(params, batch, mutable=["intermediates"])
     counted = probe.counted(batch)
 
@@ -108,53 +101,68 @@ def head_similarity(
   return HeadSimilarity(**means)
 
 
-def _record_cosines(
-  call: Callable[..., Any], args: Any, kwargs: Any, context: Any
-) -> Any:
-  """Runs a method of a layer and records the cosines of its heads."""
-  module, method = context.module, context.method_name
-  if method == "attend":
-    kwargs = {**kwargs, "active": None}  # every head, whatever tokens chose
-    module.sow(
-      "intermediates", "patterns", pattern_cosines(*args[:2], **kwargs)
-    )
-  elif method == "attend_to_both":
+def mean_similarity(cosines: np.ndarray) -> float:
+  """Mean of [H, H] over pairs of different heads; NaN for a single head."""
+  heads = len(cosines)
+  pairs = heads * (heads - 1)
+  return float((cosines.sum() - np.trace(cosines)) / pairs if pairs else np.nan)
+
+
+def _capture(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+  """Has a layer compute every head, and records how alike its heads are."""
+  layer = context.module
+  if isinstance(layer, HeadMix) and context.method_name == "__call__":
+    layer.sow("intermediates", "features", _features(layer, args[0]))
+  elif context.method_name == "attend":
+    patterns = _patterns(layer, *args, **kwargs)
+    layer.sow("intermediates", "patterns", patterns)
+    if "active" in kwargs:
+      kwargs = kwargs | {"active": None}  # every head, whatever tokens chose
+  return call(*args, **kwargs)
+
+
+def _features(layer: HeadMix, heads: jax.Array) -> jax.Array:
+  """Cosines of what every two heads add, in the order of the layer."""
+  kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
+  kernel = jnp.moveaxis(kernel, 0, -1) if layer.output_major else kernel
+  if layer.layout is not None:
+    heads = heads[..., : layer.layout.dim].swapaxes(2, 3)
+    heads = layer.layout.undealt(heads).swapaxes(2, 3)
+  return feature_cosines(heads, kernel)
+
+
+def _patterns(layer: nn.Module, *args: Any, **kwargs: Any) -> jax.Array:
+  """Cosines of a layer's attention weights, in the order of the layer."""
+  if isinstance(layer, AggregatedAttention):
     near, pooled, total = args[0]
     pooled = pooled.swapaxes(1, 2) / total[..., None]
-    both = jnp.concatenate([near, pooled], axis=-1)
-    module.sow("intermediates", "patterns", cosines(both))
-  elif isinstance(module, HeadMix) and method == "__call__":
-    out = call(*args, **kwargs)
-    kernel = nn.meta.unbox(module.get_variable("params", "kernel"))
-    kernel = jnp.moveaxis(kernel, 0, -1) if module.output_major else kernel
-    heads = args[0][..., : kernel.shape[1]]  # behind it are zeros
-    module.sow("intermediates", "features", feature_cosines(heads, kernel))
-    return out
-  return call(*args, **kwargs)
+    return cosines(jnp.concatenate([near, pooled], axis=-1))
+  q, k, _, given = args
+  if isinstance(layer, FullAttention):
+    return pattern_cosines(q, k, visible=Visible(), scale=1.0, bias=given)
+  visible, layout = kwargs["visible"], given
+  found = pattern_cosines(q, k, visible=visible, scale=layout.dim**-0.5)
+  for _ in range(2):  # rows, then columns
+    found = layout.undealt(found).swapaxes(2, 3)
+  return found
 
 
 def pattern_cosines(
   q: jax.Array,
   k: jax.Array,
   *,
+  visible: Visible,
   scale: float,
-  key_mask: jax.Array | None = None,
-  segments: jax.Array | None = None,
-  causal: bool = False,
   bias: jax.Array | None = None,
-  active: None = None,
 ) -> jax.Array:
   """Cosines of the attention weights of every two heads, at every query.
 
   Args:
     q: [B, N, H, D].
     k: [B, M, K, D].
+    visible: which keys a query sees.
     scale: factor of the logits.
-    key_mask: as for `layers.attend.attend`, as the arguments below.
-    segments: [B, N].
-    causal: whether later keys are hidden.
     bias: [H, N, M] added to the scaled logits, or None.
-    active: every head counts.
 
   Returns:
     [B, N, H, H] float32; 0 for a query that sees no key.
@@ -164,7 +172,7 @@ def pattern_cosines(
   logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, precision=_EXACT) * scale
   if bias is not None:
     logits = logits + bias[None]
-  mask = Visible(key_mask, segments, causal).mask(q.shape[1], k.shape[1])
+  mask = visible.mask(q.shape[1], k.shape[1])
   if mask is not None:
     logits = jnp.where(mask, logits, -jnp.inf)
   highest = logits.max(-1, keepdims=True)
@@ -186,7 +194,8 @@ def feature_cosines(heads: jax.Array, kernel: jax.Array) -> jax.Array:
     [B, N, H, H] float32.
   """
   heads, kernel = (x.astype(jnp.float32) for x in (heads, kernel))
-  return cosines(jnp.einsum("bnhd,hdc->bnhc", heads, kernel, precision=_EXACT))
+  added = jnp.einsum("bnhd,hdc->bnhc", heads, kernel, precision=_EXACT)
+  return cosines(added)
 
 
 def cosines(vectors: jax.Array) -> jax.Array:
@@ -194,10 +203,3 @@ def cosines(vectors: jax.Array) -> jax.Array:
   norms = jnp.sqrt(jnp.square(vectors).sum(-1, keepdims=True))
   unit = vectors / jnp.where(norms > 0, norms, 1.0)
   return jnp.einsum("bnhx,bnix->bnhi", unit, unit, precision=_EXACT)
-
-
-def mean_similarity(cosines: np.ndarray) -> float:
-  """Mean of [H, H] over pairs of different heads; NaN for a single head."""
-  heads = len(cosines)
-  pairs = heads * (heads - 1)
-  return float((cosines.sum() - np.trace(cosines)) / pairs if pairs else np.nan)

@@ -12,15 +12,19 @@ import xxhash
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from moh_jax import config as config_lib
-from moh_jax.config import Config
-from moh_jax.inference.classify import Classifier, ImageLike, Prediction
-from moh_jax.models.registry import make_model
-from moh_jax.models.restack import fit_params, serving_dtypes
+from moh_jax.config import Config, apply_overrides, check_command
+from moh_jax.data.tokenizers import (
+  BytesTokenizer,
+  JsonTokenizer,
+  SentencePieceTokenizer,
+  Tokenizer,
+  read_tokenizer,
+)
+from moh_jax.inference.classify import ImageLike, Prediction, classify
+from moh_jax.models.registry import fit_params, make_model, serving_dtypes
 from moh_jax.ops.head_layout import check_heads
-from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.params import abstract_on, abstract_params, unbox
-from moh_jax.runtime.sharding import check_tree
+from moh_jax.runtime import checkpoint, sharding, steps
+from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +54,6 @@ class Restored:
     family = self.config.model.family
     return f"Restored({family!r}, step={self.step}, parameters={count:,})"
 
-  def __getstate__(self) -> dict[str, Any]:
-    # A compiled function cannot be pickled; a copy compiles its own.
-    return {k: v for k, v in vars(self).items() if k != "_classifier"}
-
   def at_top_k(self, top_k: Sequence[int]) -> "Restored":
     """The same parameters with other numbers of routed heads.
 
@@ -64,11 +64,8 @@ class Restored:
       ValueError: the model has no such heads.
     """
     wanted = with_top_k(self.config, top_k)
-    model, inputs = make_model(wanted)
     params = fit_params(self.params, self.config.model, wanted.model)
-    _check_parameters(
-      unbox(abstract_params(model, inputs)), params, {"top_k": top_k}
-    )
+    model = _network(wanted, params, {"top_k": top_k})
     return dataclasses.replace(self, config=wanted, model=model, params=params)
 
   def predict(
@@ -78,7 +75,7 @@ class Restored:
 
     Args:
       images: paths, Pillow images or uint8 arrays [X, Y, channels].
-      **options: `top` and `batch_size`, see `Classifier.predict`.
+      **options: `top` and `batch_size`, see `classify`.
 
     Returns:
       Per image, its most probable classes.
@@ -87,11 +84,14 @@ class Restored:
       FileNotFoundError: a file does not exist.
       ValueError: an image cannot be used, or the model classifies no images.
     """
-    return self._classifier.predict(images, **options)
-
-  @functools.cached_property
-  def _classifier(self) -> Classifier:
-    return Classifier(self.model, self.params, self.config, self.class_names)
+    return classify(
+      self.model,
+      self.params,
+      self.config,
+      images,
+      class_names=self.class_names,
+      **options,
+    )
 
 
 def restore(
@@ -126,55 +126,94 @@ def restore(
     ValueError: the checkpoint is damaged, or an override does not fit the
       model.
   """
-  metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
+  stored, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  config = metadata.config.served()
-  others = {k: v for k, v in overrides.items() if k != "top_k"}
-  if others:
-    config = config_lib.apply_overrides(config, "model", **others)
-  if "top_k" in overrides:
-    config = with_top_k(config, overrides["top_k"])
-  if sample:
-    if "sample" not in config.sections:
-      raise ValueError(
-        f"model.family={config.model.family!r} has no section 'sample' to "
-        f"change {sorted(sample)} of"
-      )
-    config = config_lib.apply_overrides(config, "sample", **sample)
+  config = _serving_config(stored.config, overrides, sample or {})
   if mesh is not None:
     check_heads(config.model, mesh)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
-  trained, inputs = make_model(metadata.config)
-  abstract = abstract_on(trained, inputs, mesh)
+  abstract = abstract_on(*make_model(stored.config), mesh)
   abstract = jax.tree.map(
     lambda x, dtype: x.update(dtype=dtype),
     abstract,
     serving_dtypes(abstract, config.model),
   )
-  model, _ = make_model(config)
   fit = functools.partial(
-    fit_params, trained=metadata.config.model, wanted=config.model
+    fit_params, trained=stored.config.model, wanted=config.model
   )
-  _check_parameters(
-    unbox(abstract_params(model, inputs)),
-    jax.eval_shape(fit, abstract),
-    overrides,
+  model = _network(config, jax.eval_shape(fit, abstract), overrides)
+  sharding.check_tree(abstract, f"the parameters of {directory}")
+  params = checkpoint.restore_params(
+    directory, step, abstract, use_ema=use_ema, verify=verify
   )
-  check_tree(abstract, f"the parameters of {directory}")
-  params = fit(
-    checkpoint.restore_params(
-      directory, step, abstract, use_ema=use_ema, verify=verify
+  names, sha256 = stored.class_names, stored.tokenizer_sha256
+  return Restored(config, model, fit(params), step, names, sha256)
+
+
+def _serving_config(
+  trained: Config, model: dict[str, Any], sample: Mapping[str, Any]
+) -> Config:
+  """The config of a trained model with other fields of model and sampling."""
+  config = trained.served()
+  others = {k: v for k, v in model.items() if k != "top_k"}
+  if others:
+    config = apply_overrides(config, "model", **others)
+  if "top_k" in model:
+    config = with_top_k(config, model["top_k"])
+  if sample and "sample" not in config.sections:
+    raise ValueError(
+      f"model.family={config.model.family!r} has no section 'sample' to "
+      f"change {sorted(sample)} of"
     )
-  )
-  return Restored(
-    config,
-    model,
-    params,
-    step,
-    metadata.class_names,
-    metadata.tokenizer_sha256,
-  )
+  return apply_overrides(config, "sample", **sample) if sample else config
+
+
+def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
+  """A config with other numbers of routed heads.
+
+  Args:
+    config: of a model to serve.
+    top_k: one for each layer (ViT: stage), or one for all.
+
+  Raises:
+    ValueError: the model has no such heads.
+  """
+  values = (top_k,) if isinstance(top_k, int) else top_k
+  router = config.model.router
+  if values and router.kind == "none":
+    raise ValueError(
+      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
+    )
+  if values and router.top_p:
+    raise ValueError(
+      f"top_k={values}: router.top_p={router.top_p} selects heads by score, so "
+      "they exclude each other"
+    )
+  if isinstance(values, list | tuple) and len(values) == 1:
+    values = tuple(values) * len(config.model.top_k)
+  return apply_overrides(config, "model", top_k=values)
+
+
+def _network(config: Config, params: Any, overrides: dict) -> nn.Module:
+  """The network of a config, which must use no parameters but the given ones.
+
+  Raises:
+    ValueError: overrides need parameters that were never trained.
+  """
+  model, inputs = make_model(config)
+  needed = traverse_util.flatten_dict(unbox(abstract_params(model, inputs)))
+  there = traverse_util.flatten_dict(params)
+  if unmet := [
+    "/".join(path)
+    for path, leaf in needed.items()
+    if path not in there or there[path].shape != leaf.shape
+  ]:
+    raise ValueError(
+      f"the overrides {overrides} do not fit the checkpoint: it has no "
+      f"{', '.join(unmet)} of that shape"
+    )
+  return model
 
 
 def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
@@ -193,39 +232,38 @@ def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
   return state.hexdigest()
 
 
-def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
-  """A config with other numbers of routed heads.
+def load_checkpoint_tokenizer(
+  directory: str, step: int | None = None, *, verify: bool = True
+) -> Tokenizer:
+  """Opens the tokenizer that belongs to the checkpoint of a language model.
 
   Args:
-    config: of a model to serve.
-    top_k: one for each layer (ViT: stage), or one for all.
+    directory: a working directory of train.py or an output of `convert`.
+    step: which checkpoint; None is the newest.
+    verify: compare its metadata with its checksum first.
 
   Raises:
-    ValueError: the model has no such heads.
+    FileNotFoundError: there is no such checkpoint, or no tokenizer beside it.
+    ValueError: the checkpoint is no language model, or the tokenizer is not the
+      one that it was trained with.
   """
-  values = (top_k,) if isinstance(top_k, int) else top_k
-  if values and config.model.router.kind == "none":
-    raise ValueError(
-      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
-    )
-  if values and config.model.router.top_p:
-    raise ValueError(
-      f"top_k={values}: router.top_p={config.model.router.top_p} selects heads "
-      "by score, so they exclude each other"
-    )
-  if isinstance(values, list | tuple) and len(values) == 1:
-    values = tuple(values) * len(config.model.top_k)
-  return config_lib.apply_overrides(config, "model", top_k=values)
-
-
-def _check_parameters(needed: Any, stored: Any, overrides: dict) -> None:
-  """Refuses overrides that need parameters which were never trained."""
-  flat = [traverse_util.flatten_dict(tree) for tree in (needed, stored)]
-  needed, stored = ({p: x.shape for p, x in tree.items()} for tree in flat)
-  unmet = [p for p, shape in needed.items() if stored.get(p) != shape]
-  if unmet:
-    names = ", ".join("/".join(path) for path in unmet)
-    raise ValueError(
-      f"the overrides {overrides} do not fit the checkpoint: it has no {names} "
-      "of that shape"
-    )
+  metadata, _ = checkpoint.read_metadata(directory, step, verify=verify)
+  check_command(metadata.config.model, "generate", directory)
+  expected = metadata.tokenizer_sha256
+  if expected == BytesTokenizer.sha256:
+    return BytesTokenizer()
+  folder, refused = steps.workdir(directory), []
+  for kind in (JsonTokenizer, SentencePieceTokenizer):
+    file = folder / kind.file_name
+    try:
+      return read_tokenizer(kind.kind, file, expected, "the checkpoint")
+    except FileNotFoundError:
+      continue
+    except ValueError as error:  # the right one may lie beside it
+      refused.append(str(error))
+  if refused:
+    raise ValueError("; ".join(refused))
+  raise FileNotFoundError(
+    f"{folder} holds no {JsonTokenizer.file_name} or "
+    f"{SentencePieceTokenizer.file_name}; put the model's tokenizer there"
+  )

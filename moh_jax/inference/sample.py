@@ -1,18 +1,42 @@
-"""Images from a diffusion checkpoint: a few, into memory."""
+"""Images from a diffusion checkpoint: a few into memory, many into files."""
 
+import itertools
+import json
+import math
+import os
+import pathlib
+import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import tqdm
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, MeshConfig, check_command
+from moh_jax.data.decode import to_picture
 from moh_jax.inference.restore import Restored
-from moh_jax.models.generation import Decode, make_image_sampler
+from moh_jax.models.generation import Decode, image_grid, make_image_sampler
 from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import check_bytes
+from moh_jax.runtime.files import (
+  disk_errors,
+  inside,
+  remove_files,
+  replacing,
+  write_whole,
+)
+from moh_jax.runtime.json_files import differences, read_json
+from moh_jax.runtime.peers import ask_first_process
 
 Labels = Sequence[int | None]
+
+_SETTINGS = "settings.json"
+# Pattern of the names of parts of which a kill stopped the writing.
+_GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
 
 
 class Sampler:
@@ -130,23 +154,224 @@ def sample_images(
 ) -> np.ndarray:
   """Samples a few images into memory; returns [num, X, Y, channels] uint8."""
   starts = range(0, num, batch_size)
-  batches = [
-    sampler.batch(start, size)[: num - start]
-    for start, size in full_batches(num, batch_size, starts, progress)
-  ]
-  return np.concatenate(batches)
+  batches = _batches(sampler, num, batch_size, starts, progress)
+  return np.concatenate([images for _, images in batches])
 
 
-def full_batches(
-  num: int, size: int, starts: Sequence[int], progress: bool
-) -> Iterator[tuple[int, int]]:
-  """(start, size) of every wanted batch; all are full, so one program."""
+def _batches(
+  sampler: Sampler, num: int, size: int, starts: Sequence[int], progress: bool
+) -> Iterator[tuple[int, np.ndarray]]:
+  """Start and images of every wanted batch of `num` images in all.
+
+  All are sampled full, so that there is one program.
+  """
+  sizes = {start: min(size, num - start) for start in starts}
   with tqdm.tqdm(
     total=num,
-    initial=num - sum(min(size, num - start) for start in starts),
+    initial=num - sum(sizes.values()),
     unit="image",
     disable=not progress or jax.process_index() > 0 or None,
   ) as bar:
-    for start in starts:
-      yield start, size
-      bar.update(min(size, num - start))
+    for start, count in sizes.items():
+      yield start, sampler.batch(start, size)[:count]
+      bar.update(count)
+
+
+def check_size(config: Config, num: int, out: pathlib.Path) -> None:
+  """Refuses images that do not fit memory (.png) or the disk.
+
+  Args:
+    config: of the model.
+    num: images.
+    out: file to write.
+
+  Raises:
+    ValueError: they need more.
+  """
+  size = math.prod(config.model.input_shape)
+  if config.diffusion.space == "latent":
+    size = 3 * 64 * math.prod(config.model.input_size)
+  what = f"{num:,} images of {size:,} bytes"
+  if out.suffix == ".png":
+    check_bytes(num * size, what)
+    return
+  place = next(folder for folder in out.parents if folder.exists())
+  free = shutil.disk_usage(place).free
+  done = out.exists() or _parts(out).exists()
+  if num * size > free and not done:
+    raise ValueError(f"{what} do not fit {out.parent}, {free:,} bytes are free")
+
+
+def sample_files(
+  sampler: Sampler,
+  num: int,
+  out: str | os.PathLike,
+  *,
+  batch_size: int,
+  settings: dict[str, Any],
+  progress: bool = False,
+) -> int:
+  """Samples many images into the npz file of ADM's evaluator, or into PNGs.
+
+  A killed call continues with the batches that are not all there. For an npz
+  file they wait in OUT.parts; the file appears when it is whole, with "arr_0"
+  [num, X, Y, channels] uint8 and the labels "arr_1" [num] int32. PNGs are
+  OUT/LABEL/NUMBER.png, see `Sampler.name`.
+
+  Args:
+    sampler: which images.
+    num: images.
+    out: .npz file to write, or folder to write into.
+    batch_size: images per batch and part.
+    settings: what the images depend on, as JSON values; a later call must have
+      the same.
+    progress: show a progress bar on stderr, where that is a terminal.
+
+  Returns:
+    The number of images sampled by this call; the others were there.
+
+  Raises:
+    ValueError: there are images of other settings.
+    OSError: a file cannot be written; those before it are whole.
+  """
+  out, settings = pathlib.Path(out), {**settings, "num": num}
+  starts = range(0, num, batch_size)
+  labels = sampler.label(np.arange(num, dtype=np.int32))
+  joined = out.suffix == ".npz"
+  if joined:
+    folder, settings["batch_size"] = _parts(out), batch_size
+    files = [[folder / f"{start:09d}.npy"] for start in starts]
+  else:
+    folder = out
+    pictures = [
+      # A name of several words, "cup/mug" say, is one folder.
+      inside(out, sampler.name(label).replace("/", "%2F"), "class name")
+      / f"{i:06d}.png"
+      for i, label in enumerate(labels)
+    ]
+    files = [pictures[start : start + batch_size] for start in starts]
+  every = list(itertools.chain.from_iterable(files))
+
+  def find_missing() -> list[bool]:
+    if joined and _is_finished(out, settings):
+      return [False] * len(files)
+    if not _has_settings(folder, settings):
+      if found := next((file for file in every if file.exists()), None):
+        raise ValueError(
+          f"{found} is there, and no {folder / _SETTINGS} says what it was "
+          "made with; remove it, or choose another --out"
+        )
+      folder.mkdir(parents=True, exist_ok=True)
+      write_whole(folder / _SETTINGS, _comment(settings))
+    return [not all(file.exists() for file in batch) for batch in files]
+
+  flags = ask_first_process(find_missing, len(files))
+  missing = [start for start, flag in zip(starts, flags) if flag]
+  is_first = jax.process_index() == 0
+  for start, images in _batches(sampler, num, batch_size, missing, progress):
+    contents = zip(files[start // batch_size], [images] if joined else images)
+    for file, content in contents if is_first else ():
+      file.parent.mkdir(exist_ok=True)
+      with disk_errors(str(file), "what was written before is"):
+        with replacing(file) as fresh:
+          (_write_part if joined else write_png)(fresh, content)
+  if joined and is_first:
+    if not _is_finished(out, settings):
+      with disk_errors(str(out), f"what is in {folder} is"):
+        _join(out, every, num, labels, settings)
+    _remove_parts(folder, every, settings)
+  multihost_utils.sync_global_devices("samples written")
+  return sum(min(batch_size, num - start) for start in missing)
+
+
+def _write_part(path: pathlib.Path, images: np.ndarray) -> None:
+  with path.open("wb") as stream:
+    np.save(stream, images)
+
+
+def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
+  """Writes an image [X, Y, 1 or 3] uint8."""
+  to_picture(pixels).save(path, "PNG")
+
+
+def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
+  """Writes images [n, X, Y, 1 or 3] uint8 side by side into a PNG file."""
+  with replacing(path) as fresh:
+    write_png(fresh, image_grid(images, columns))
+
+
+def _parts(out: pathlib.Path) -> pathlib.Path:
+  """The folder of the finished batches of an npz file."""
+  return out.with_name(out.name + ".parts")
+
+
+def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
+  """Whether the file is there; its comment says what it was made with."""
+  if not out.exists():
+    return False
+  try:
+    with zipfile.ZipFile(out) as archive:
+      comment = archive.comment
+  except zipfile.BadZipFile:
+    comment = b""
+  if comment != _comment(settings):
+    raise ValueError(
+      f"{out} exists and was made with other settings; remove it or choose "
+      "another file"
+    )
+  return True
+
+
+def _comment(settings: dict[str, Any]) -> bytes:
+  return json.dumps(settings, sort_keys=True).encode()
+
+
+def _has_settings(folder: pathlib.Path, settings: dict[str, Any]) -> bool:
+  """Whether a folder has settings, which must be those of the same images."""
+  if folder.is_symlink():
+    raise ValueError(f"{folder} is a symbolic link; remove it")
+  if not (folder / _SETTINGS).exists():
+    return False
+  if differing := differences(settings, read_json(folder / _SETTINGS)):
+    raise ValueError(
+      f"{folder} holds unfinished samples of other settings; {differing}. Use "
+      "the same settings, or remove it"
+    )
+  return True
+
+
+def _remove_parts(
+  parts: pathlib.Path, files: list[pathlib.Path], settings: dict[str, Any]
+) -> None:
+  """Removes the parts, and the settings last; other files stay.
+
+  After a kill the next call goes on with it.
+  """
+  try:
+    _has_settings(parts, settings)
+  except ValueError:  # they are of another file, or elsewhere
+    return
+  for file in files:
+    file.unlink(missing_ok=True)
+  remove_files(parts, _GROWING, _SETTINGS)
+
+
+def _join(
+  out: pathlib.Path,
+  parts: list[pathlib.Path],
+  num: int,
+  labels: np.ndarray,
+  settings: dict[str, Any],
+) -> None:
+  """Streams the parts into one npz, a part in memory at a time."""
+  first = np.load(parts[0], mmap_mode="r")
+  header = np.lib.format.header_data_from_array_1_0(first)
+  header["shape"] = (num, *first.shape[1:])
+  with replacing(out) as fresh, zipfile.ZipFile(fresh, "w") as archive:
+    with archive.open("arr_0.npy", "w", force_zip64=True) as member:
+      np.lib.format.write_array_header_2_0(member, header)
+      for part in parts:
+        member.write(np.load(part).tobytes())
+    with archive.open("arr_1.npy", "w") as member:
+      np.save(member, labels)
+    archive.comment = _comment(settings)

@@ -6,7 +6,6 @@ a small MLP on log-spaced relative coordinates.
 """
 
 import math
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,13 +14,14 @@ import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend
-from moh_jax.layers.embed import CONV_INIT, LayerNorm
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
+from moh_jax.layers.mlp import CONV_INIT, LayerNorm
 from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
 from moh_jax.ops.basics import gelu
+from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
 from moh_jax.ops.window import (
@@ -150,12 +150,21 @@ class FullAttention(CosineAttention):
     q, k = (part.astype(self.dtype) for part in (q, l2_normalize(k)))
     bias = PositionBias(self.budget.num_heads, name="cpb")(coordinates)
     active = active_heads(gates, self.budget, self.router)
-    out = self.attend(q, k, v, bias=bias, scale=1.0, active=active)
-    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
+    heads = self.attend(q, k, v, bias, active=active)
+    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(heads, gates), aux
 
-  def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **how: Any):
-    """Calls `layers.attend.attend`; a method, so that it can be intercepted."""
-    return attend(q, k, v, implementation=self.implementation, **how)
+  def attend(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array,
+    *,
+    active: ActiveHeads | None,
+  ) -> jax.Array:
+    """Outputs of the heads, [B, N, H, D]."""
+    how = {"active": active, "implementation": self.implementation}
+    return attend(q, k, v, bias=bias, scale=1.0, **how)
 
 
 class AggregatedAttention(CosineAttention, kw_only=True):
@@ -192,7 +201,6 @@ class AggregatedAttention(CosineAttention, kw_only=True):
     counts = window_ops.window_counts(self.grid, self.window)
     num_keys = counts + math.prod(self.pool_grid)
     unit_q, q = QueryScale(name="query_scale")(q, num_keys)
-    on = {"grid": self.grid, "window": self.window}
     weights = aggregated_weights(
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),
@@ -202,15 +210,19 @@ class AggregatedAttention(CosineAttention, kw_only=True):
       ),
       pool_bias=PositionBias(self.budget.num_heads, name="cpb")(coordinates),
       position_weights=self._position_weights(unit_q),
-      **on,
+      grid=self.grid,
+      window=self.window,
     )
-    out = self.attend_to_both(weights, v, pool_v)
-    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
+    heads = self.attend(weights, v, pool_v)
+    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(heads, gates), aux
 
-  def attend_to_both(self, weights: Any, v: jax.Array, pool_v: jax.Array):
-    """Averages values of the window and pooled ones; can be intercepted."""
-    on = {"grid": self.grid, "window": self.window}
-    return aggregated_attention(weights, v, pool_v, **on)
+  def attend(
+    self, weights: tuple[jax.Array, ...], v: jax.Array, pool_v: jax.Array
+  ) -> jax.Array:
+    """Outputs of the heads, [B, N, H, D]."""
+    return aggregated_attention(
+      weights, v, pool_v, grid=self.grid, window=self.window
+    )
 
   def _pool(self, x: jax.Array) -> jax.Array:
     """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""

@@ -5,22 +5,32 @@ multiple of K), D head dim. `jax.nn.dot_product_attention` has the same layout
 but calls the heads N and the head dim H.
 """
 
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moh_jax.config.layers import IMPLEMENTATIONS
 from moh_jax.ops import blocked, cudnn, dense, splash
-from moh_jax.ops.attention_forms import AttentionCase, Backend, Call, Form
+from moh_jax.ops.attention_forms import (
+  AttentionCase,
+  Backend,
+  Call,
+  Form,
+  Visible,
+)
 from moh_jax.ops.cache import LayerCache, Slots
-from moh_jax.ops.crossovers import largest_share
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import attention as kernel
-from moh_jax.ops.kernels import decode
-from moh_jax.ops.kernels.backends import has_kernels
-from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM
+from moh_jax.ops.kernels.attention import has_kernels
+from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
 from moh_jax.ops.target import Target, has_cudnn, on_one_device, target
-from moh_jax.ops.visible import Visible
 
 # All forms, equal up to rounding. "auto" takes the first one that suits a call.
 BACKENDS: dict[str, Backend] = {
@@ -200,7 +210,7 @@ def cached_attention(
   form = choose_cached_form(implementation, target(), new=new, head_dim=dim)
   if form == "dense":
     return dense.attend_to_cache(q, cache, slots)
-  return decode.attend_to_cache(q, cache, slots, active)
+  return kernel.attend_to_cache(q, cache, slots, active)
 
 
 def choose_cached_form(
@@ -237,3 +247,91 @@ def _check_known(implementation: str) -> None:
     raise ValueError(
       f"implementation={implementation!r} must be one of {IMPLEMENTATIONS}"
     )
+
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossover:
+  """Where packing begins to pay on a kind of device.
+
+  Attributes:
+    device: whole words of the device's kind, or its platform: "H100", "cpu".
+    backend: what packs: "xla", "cudnn", or a back end of Pallas.
+    dtypes: names of the queries' dtypes.
+    head_dim: D, the largest that this holds for.
+    causal: whether attention is causal; None is either.
+    shares: the largest share of active heads, for each of `LENGTHS`.
+    measured: False for a prediction, see benchmarks/predict.py.
+  """
+
+  device: str
+  backend: str
+  dtypes: Sequence[str]
+  head_dim: int
+  causal: bool | None
+  shares: Sequence[float]
+  measured: bool = False
+
+  def line(self) -> str:
+    """The entry as a line of crossovers.json."""
+    return json.dumps(dataclasses.asdict(self))
+
+
+# The first entry that holds for a call counts. On a CPU blocks are computed in
+# float32, which 256 tokens of another dtype do not make up for.
+CROSSOVERS = [
+  Crossover(**entry)
+  for entry in json.loads(
+    pathlib.Path(__file__).with_name("crossovers.json").read_text()
+  )
+]
+
+
+def largest_share(
+  target: Target,
+  backend: str,
+  dtype: str,
+  head_dim: int,
+  queries: int,
+  *,
+  causal: bool,
+  same_kernel: bool = False,
+) -> float:
+  """The largest share of active heads at which packing pays.
+
+  Args:
+    target: the device.
+    backend: what packs, as in `Crossover`.
+    dtype: name of the queries' dtype.
+    head_dim: D.
+    queries: N.
+    causal: whether attention is causal.
+    same_kernel: whether what packs would also compute every head. Then fewer
+      heads are less work on any device, and one without entries of its own gets
+      the smallest share of all that have some.
+
+  Returns:
+    The share, by linear interpolation in log N; 0 below the first length and
+    where no entry holds.
+  """
+  entries = [
+    entry
+    for entry in CROSSOVERS
+    if entry.backend == backend
+    and dtype in entry.dtypes
+    and head_dim <= entry.head_dim
+    and entry.causal in (None, causal)
+  ]
+  for entry in entries:
+    if entry.device == target.platform or target.is_a(entry.device):
+      return _interpolate(queries, entry.shares)
+  if not same_kernel:
+    return 0.0
+  return min((_interpolate(queries, x.shares) for x in entries), default=0.0)
+
+
+def _interpolate(queries: int, shares: tuple[float, ...]) -> float:
+  logs = [math.log(x) for x in LENGTHS]
+  return float(np.interp(math.log(queries), logs, shares, left=0.0))

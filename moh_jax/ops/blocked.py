@@ -22,7 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
+from moh_jax.ops.attention_forms import (
+  SHORT,
+  AttentionCase,
+  Call,
+  Form,
+  Visible,
+)
 from moh_jax.ops.basics import (
   einsum_float32,
   keep_attention,
@@ -35,7 +41,6 @@ from moh_jax.ops.head_blocks import (
   scatter_rows,
 )
 from moh_jax.ops.target import target
-from moh_jax.ops.visible import Visible
 
 # A causal step reads the keys up to its last token. Array sizes are static, so
 # this number is rounded up to one of a few lengths, each compiled on its own.

@@ -16,7 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.basics import HALF
 from moh_jax.ops.head_blocks import (
   ActiveHeads,
@@ -24,7 +24,6 @@ from moh_jax.ops.head_blocks import (
   scatter_rows,
   sequence_rows,
 )
-from moh_jax.ops.visible import Visible
 
 # Largest head dim that cuDNN's fused attention has gradients for everywhere.
 _HEAD_DIM = 128

@@ -13,11 +13,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import SHORT, AttentionCase, Call, Form
+from moh_jax.ops.attention_forms import (
+  SHORT,
+  AttentionCase,
+  Call,
+  Form,
+  Visible,
+)
 from moh_jax.ops.basics import einsum_float32, unnormalized_softmax
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.target import on_one_device
-from moh_jax.ops.visible import Visible
 
 # From so many tokens on, a CPU gains from leaving out hidden keys of causal
 # attention, also where all logits would fit.

@@ -13,10 +13,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
   splash_attention_mask as masks,
 )
 
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.basics import ATTENTION
 from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
-from moh_jax.ops.visible import Visible
 
 _BLOCK = 512  # queries, and keys, of a tile at most
 _DTYPES = ("bfloat16", "float32")

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.config.sources import MissingSplitError
+from moh_jax.config.registry import MissingSplitError
 from moh_jax.convert.inception import load_inception
 from moh_jax.evaluation.fid import (
   Gaussian,
@@ -24,11 +24,10 @@ from moh_jax.evaluation.fid import (
 from moh_jax.evaluation.image_metrics import make_extractor
 from moh_jax.evaluation.metrics import denoising_losses, denoising_step
 from moh_jax.models import inception
+from moh_jax.models.diffusion import make_process
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
-from moh_jax.models.guidance import drop_labels
-from moh_jax.models.process import make_process
-from moh_jax.models.registry import make_model
-from moh_jax.models.weights_hash import params_sha256
+from moh_jax.models.registry import make_model, params_sha256
+from moh_jax.models.samplers import drop_labels
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss

@@ -20,7 +20,7 @@ from moh_jax.evaluation.metrics import (
   sum_metrics,
 )
 from moh_jax.models.generation import Decode
-from moh_jax.models.llm_output import summed_nats
+from moh_jax.models.llm import summed_nats
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
-from moh_jax.runtime.params import (
+from moh_jax.runtime.sharding import (
+  BATCH_AXES,
+  HOST_MEMORY,
   abstract_params,
   init_params,
   param_shardings,
   unbox,
   with_shardings,
 )
-from moh_jax.runtime.sharding import BATCH_AXES, HOST_MEMORY
 from moh_jax.training import optim
 from moh_jax.training.step import TrainState, jit_train_step
 from moh_jax.training.task import Objective

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from moh_jax.layers.model_aux import ModelAux
 from moh_jax.layers.partitioning import constrain
+from moh_jax.layers.stack import ModelAux
 
 
 @jax.tree_util.register_dataclass

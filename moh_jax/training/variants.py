@@ -10,8 +10,7 @@ from typing import Any
 
 from moh_jax.config.base import split_items
 from moh_jax.config.layers import without_router
-from moh_jax.config.load import override
-from moh_jax.config.parse import from_config_dict, to_dict
+from moh_jax.config.parse import from_config_dict, override, to_dict
 from moh_jax.config.run import Config
 
 FORMS = (

@@ -13,11 +13,11 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import card, crossing, step, tiles
 from moh_jax.cli import bench as bench_cli
-from moh_jax.ops import crossovers as table
-from moh_jax.ops.crossovers import LENGTHS, Crossover, largest_share
+from moh_jax.ops import attention as table
+from moh_jax.ops.attention import LENGTHS, Crossover, largest_share
 from moh_jax.ops.kernels import triton
-from moh_jax.ops.kernels.backends import read
-from moh_jax.ops.kernels.sizes import BlockSizes, Key, Tile
+from moh_jax.ops.kernels.attention import read
+from moh_jax.ops.kernels.problem import BlockSizes, Key, Tile
 from moh_jax.ops.target import Target
 from moh_jax.training import bench, timing
 from moh_jax.training.bench import Program, Row
@@ -75,8 +75,8 @@ class CardTest(absltest.TestCase):
     self.assertRegex(out, r"(?m)^core_8_forward_256: \d+\.\d s$")
     self.assertRegex(out, r"(?m)^core, head dim 8$")
     self.assertRegex(out, r"(?m)^forward +256 +50\.0% +packed +packed +\d")
-    (line,) = [x for x in out.splitlines() if x.startswith("Crossover(")]
-    (entry,) = eval(f"({line})", {"Crossover": Crossover})
+    (line,) = [x for x in out.splitlines() if x.startswith('{"device"')]
+    entry = Crossover(**json.loads(line.rstrip(",")))
     self.assertEqual((entry.backend, entry.head_dim), ("xla", 8))
     self.assertTrue(entry.measured)
     self.assertEqual((self.out / "crossovers.txt").read_text(), f"{line}\n")
@@ -163,7 +163,7 @@ class StagesTest(parameterized.TestCase):
         status, _, err = _call(program, *argv)
         self.assertEqual((status, err), (0, ""), name)
         self.assertTrue((folder / f"{name}.json").exists())
-    options = [call.args[1] for call in run.call_args_list]
+    options = [call.args[0] for call in run.call_args_list]
     self.assertEqual({one.dtype for one in options}, {"bfloat16"})
     self.assertEqual({one.heads for one in options}, {32})
 
@@ -368,8 +368,8 @@ class CrossingTest(parameterized.TestCase):
     (entry,) = self._entries([_row(*ratio) for ratio in ratios])
     self.assertEqual(LENGTHS[:4], (256, 512, 1024, 2048))
     # The crossing at 2,048 is at 0.8; 1,024 is half way there from 512.
-    shares = (0.0, 0.5, 0.65, 0.8, 0.8, 0.8, 0.8)
-    kind = "NVIDIA X", "cudnn", ("bfloat16",), 64, False
+    shares = [0.0, 0.5, 0.65, 0.8, 0.8, 0.8, 0.8]
+    kind = "NVIDIA X", "cudnn", ["bfloat16"], 64, False
     self.assertEqual(entry, Crossover(*kind, shares, True))
 
   def test_packing_pays_in_both_passes(self):
@@ -403,8 +403,8 @@ class CrossingTest(parameterized.TestCase):
   def test_printed_lines_are_entries_that_the_library_uses(self):
     rows = [_row(256, 0.5, 0.6), _row(256, 0.75, 1.1)]
     (entry,) = self._entries(rows)
-    entry = eval(repr(entry), {"Crossover": Crossover})
-    with mock.patch.object(table, "CROSSOVERS", (entry, *table.CROSSOVERS)):
+    entry = Crossover(**json.loads(entry.line()))
+    with mock.patch.object(table, "CROSSOVERS", [entry, *table.CROSSOVERS]):
       share = largest_share(
         Target("gpu", "NVIDIA X"), "cudnn", "bfloat16", 64, 256, causal=False
       )

@@ -12,7 +12,8 @@ from moh_jax.cli import fields
 from moh_jax.cli.arguments import COMMANDS, images
 from moh_jax.cli.arguments.speed import HeadOptions
 from moh_jax.config import SampleConfig
-from moh_jax.inference.options import EncodeOptions, Sampling
+from moh_jax.config.dit import EncodeOptions
+from moh_jax.config.llm import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

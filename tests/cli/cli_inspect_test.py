@@ -11,7 +11,7 @@ from moh_jax.cli import common, inspect
 from moh_jax.config import RouterConfig
 from moh_jax.models.registry import make_model
 from moh_jax.ops.kernels import triton
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import flops
 from tests.cli import tiny_checkpoint
 from tests.ops import devices

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.cli import common
-from moh_jax.inference import autoencoder
+from moh_jax.convert import vae as autoencoder
 from moh_jax.inference.restore import restore
 from moh_jax.inference.sample import Sampler
 from moh_jax.runtime import checkpoint, sharding

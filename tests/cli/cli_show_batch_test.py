@@ -12,7 +12,7 @@ from PIL import Image
 from moh_jax.cli import show_batch
 from moh_jax.data import pipeline
 from moh_jax.data.sources import make_source
-from moh_jax.runtime.load import load_config
+from moh_jax.runtime.steps import load_config
 from moh_jax.training import classification
 from tests.cli import tiny_checkpoint
 

@@ -11,8 +11,8 @@ from absl.testing import absltest
 from PIL import Image
 
 from moh_jax.cli import show_latents
+from moh_jax.convert.vae import Autoencoder
 from moh_jax.data.latents import LatentSource
-from moh_jax.inference.autoencoder import Autoencoder
 from moh_jax.models.generation import to_pixels
 from moh_jax.models.vae import VAE
 from tests.cli import tiny_checkpoint

@@ -14,10 +14,9 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.heads import RouterConfig
-from moh_jax.config.llm import LLMConfig
+from moh_jax.config.llm import LLMConfig, Sampling
 from moh_jax.inference.decoding import Decoding, make_decode, span_numbers
 from moh_jax.inference.generate import serving_params
-from moh_jax.inference.options import Sampling
 from moh_jax.models.llm import LLM
 from moh_jax.runtime.devices import absent_devices, missing_packages
 

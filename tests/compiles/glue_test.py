@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 from absl.testing import absltest, parameterized
 
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
-from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.backends import block_sizes
-from moh_jax.ops.visible import Visible
+from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from tests.compiles.compiling import compile_for, programs
 
 pytestmark = pytest.mark.compiles

@@ -11,14 +11,13 @@ from absl.testing import absltest, parameterized
 from moh_jax.config.heads import HeadBudget
 from moh_jax.config.llm import RotaryConfig
 from moh_jax.layers.moh import MoHAttention, Places
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
-from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.backends import block_sizes
+from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.ops.position import rotation
 from moh_jax.ops.splash import splash_attention
-from moh_jax.ops.visible import Visible
 from moh_jax.runtime.devices import absent_devices, missing_packages
-from moh_jax.runtime.params import unbox
+from moh_jax.runtime.sharding import unbox
 
 pytestmark = [
   pytest.mark.compiles,

@@ -27,8 +27,7 @@ from moh_jax.convert.checkpoints import convert, export
 from moh_jax.convert.llama import released_run
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.data.tokenizers import BEGIN, END, load_tokenizer, train_bpe
-from moh_jax.inference.restore import restore
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.inference.restore import load_checkpoint_tokenizer, restore
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm, transformers_cases

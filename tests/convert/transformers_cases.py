@@ -14,13 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig, TrainConfig
+from moh_jax.config.llm import Sampling
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import export, model_rules
 from moh_jax.convert.llama import released_run
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
-from moh_jax.inference.options import Sampling
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import unroll
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.runtime import checkpoint
 from tests.convert import tiny_llm
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.config import Config, DataConfig, TextDataConfig
-from moh_jax.config.autoencoder import LatentScaling
+from moh_jax.config.dit import LatentScaling
 from moh_jax.data import image_shards, transforms
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.infer import resolve, resolve_without_data

@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import apply_overrides
-from moh_jax.config.autoencoder import LatentScaling
+from moh_jax.config.dit import LatentScaling
 from moh_jax.data import latents, sources
 from tests.data import tiny_sets
 

@@ -18,7 +18,7 @@ import pytest
 
 from moh_jax.cli import main
 from moh_jax.cli.overrides import split_overrides
-from moh_jax.runtime.load import load_config
+from moh_jax.runtime.steps import load_config
 from tests.docs import blocks, stand_ins
 
 BLOCKS = blocks.all_blocks()

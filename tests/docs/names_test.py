@@ -9,13 +9,13 @@ import re
 
 import pytest
 
+from docs import write_reference
 from moh_jax.cli import main
 from moh_jax.cli.arguments import COMMANDS
-from moh_jax.config import reference
 from moh_jax.config.registry import get_router
 from tests.docs import blocks
 
-KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", reference.markdown()))
+KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", write_reference.sections()))
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
 OPERATIONS = ("attention", "model", "input")
 # Of Google Cloud, Slurm, Docker, XLA and a benchmark.
@@ -84,7 +84,7 @@ def test_tables_of_values_are_whole(page, header, key):
   (choices,) = {
     choices.replace("'", "")
     for choices in re.findall(
-      rf"^\| `{key}` .* One of (.*)\. \|$", reference.markdown(), re.M
+      rf"^\| `{key}` .* One of (.*)\. \|$", write_reference.sections(), re.M
     )
     if "kernel" in choices or key != "model.attention_impl"
   }

@@ -14,7 +14,7 @@ from moh_jax.config import DiffusionConfig
 from moh_jax.data import sequences
 from moh_jax.evaluation import metrics
 from moh_jax.evaluation.metrics import bits_per_byte, mean_metrics, perplexity
-from moh_jax.models.process import make_process
+from moh_jax.models.diffusion import make_process
 from moh_jax.models.registry import make_model
 from tests.training import tiny
 

@@ -15,9 +15,8 @@ from moh_jax.evaluation.probe import (
   text_probe,
   top_k_by_importance,
 )
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_output import summed_nats
-from moh_jax.runtime.params import unbox
+from moh_jax.models.llm import LLM, summed_nats
+from moh_jax.runtime.sharding import unbox
 from tests.training import tiny
 
 _B, _N = 2, 16

@@ -19,6 +19,7 @@ from moh_jax.evaluation.similarity import (
   pattern_cosines,
 )
 from moh_jax.models.registry import make_model
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.runtime import sharding
 from tests.training import tiny
 
@@ -50,7 +51,6 @@ def _twins(config):
 
 @functools.cache
 def _measured(family="dit", router=True, data=1, tensor=1, wide=False):
-
   makers = {"dit": tiny.dit_config, "llm": tiny.llm_config}
   config = makers.get(family, tiny.config)()
   params = _twins(config)
@@ -112,7 +112,7 @@ class SimilarityTest(parameterized.TestCase):
     np.testing.assert_equal(vars(_measured(wide=True)), vars(_measured()))
 
   def test_eight_devices_measure_the_same(self):
-    # Devices that share heads compute them in another order, but not here.
+    # Devices that share heads compute them in another order.
     one, eight = _measured(), _measured(data=4, tensor=2)
     for name in ("patterns", "features"):
       for layer, values in getattr(one, name).items():
@@ -133,7 +133,7 @@ class CosinesTest(absltest.TestCase):
     bias = rng.normal(size=(2, 5, 5))
     found = pattern_cosines(
       *map(jnp.asarray, (q, k)),
-      causal=True,
+      visible=Visible(causal=True),
       scale=0.5,
       bias=jnp.asarray(bias),
     )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moh_jax.evaluation import fid, image_metrics
-from moh_jax.runtime import array_files
+from moh_jax.runtime import files
 from tests.fuzz import hostile
 
 
@@ -37,7 +37,7 @@ class ArraysTest(hostile.ReaderTest):
   def _read(self, content: bytes):
     file = self.folder / "x.npz"
     file.write_bytes(content)
-    self.check(array_files.read_npz, file)
+    self.check(files.read_npz, file)
     self.check(self._read_images, file)
     self.check(fid.read_statistics, file, 4, 4)
 

@@ -16,7 +16,7 @@ from moh_jax.data import token_sets
 from moh_jax.data.image_shards import ArrayRecordSource
 from moh_jax.data.latents import LatentSource
 from moh_jax.data.shard_writer import ShardSetWriter
-from moh_jax.ops.kernels import backends
+from moh_jax.ops.kernels import attention as kernels
 from moh_jax.runtime import checkpoint, steps
 from tests.data import tiny_text
 from tests.fuzz import hostile
@@ -193,12 +193,12 @@ class MetadataTest(hostile.ReaderTest):
   @hostile.examples()
   @given(st.data())
   def test_config_of_an_autoencoder(self, data):
-    self.check(vae._read_config, self._write(data, "vae.json", _VAE))
+    self.check(vae.read_config, self._write(data, "vae.json", _VAE))
 
   @hostile.examples()
   @given(st.data())
   def test_sizes_of_tiles(self, data):
-    self.check(backends.read, self._write(data, "tiles.json", _TILES))
+    self.check(kernels.read, self._write(data, "tiles.json", _TILES))
 
   @hostile.examples()
   @given(st.data())

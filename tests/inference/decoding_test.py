@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.llm import Sampling
 from moh_jax.inference.decoding import (
   NO_TOKEN,
   make_decode,
   make_prefill,
   span_numbers,
 )
-from moh_jax.inference.options import Sampling
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import unroll
+from moh_jax.models.llm import LLM, unroll
 from tests.inference import tiny_writer
 
 _CONFIG = tiny_writer.ALPHABET.model

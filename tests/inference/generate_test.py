@@ -12,14 +12,14 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import RouterConfig, without_router
+from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizer_files import END
 from moh_jax.data.tokenizers import JsonTokenizer
 from moh_jax.inference.generate import Generator
-from moh_jax.inference.options import Sampling
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
-from moh_jax.ops.kernels import decode
-from moh_jax.ops.kernels.decode import kernel_decode
+from moh_jax.ops.kernels import attention as kernels
+from moh_jax.ops.kernels.attention import kernel_decode
 from moh_jax.runtime import sharding
 from tests.data import tiny_words
 from tests.inference import tiny_writer
@@ -151,7 +151,7 @@ class TokensTest(parameterized.TestCase):
         tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
       )
       with mock.patch.object(
-        decode, "kernel_decode", wraps=kernel_decode
+        kernels, "kernel_decode", wraps=kernel_decode
       ) as reader:
         written.append(
           generator.generate(_PROMPTS[:2], Sampling(max_new_tokens=3))
@@ -172,7 +172,7 @@ class TokensTest(parameterized.TestCase):
       tiny_writer.restored(config, params), tiny_writer.WORDS, batch_size=2
     )
     with mock.patch.object(
-      decode, "kernel_decode", wraps=kernel_decode
+      kernels, "kernel_decode", wraps=kernel_decode
     ) as reader:
       generator.generate(_PROMPTS[:1], Sampling(max_new_tokens=2))
     tables = [call.args[4] for call in reader.call_args_list]
@@ -385,22 +385,22 @@ class SpecialTokensTest(parameterized.TestCase):
     self.assertEqual("".join(pieces), ended.text)
 
   def test_begin_of_text_is_left_out_on_request(self):
-    encode = self._generator()._encode
+    encode = self._generator().encode
     self.assertEqual(encode(0, "aA", _SHORT), [27, 1])
-    encode = self._generator(add_bos=False)._encode
+    encode = self._generator(add_bos=False).encode
     self.assertEqual(encode(0, "aA", _SHORT), [1])
     file = json.dumps({"bos_token": None, "eos_token": END}).encode()
     files = {"tokenizer_config.json": file}
-    encode = self._generator(files)._encode
+    encode = self._generator(files).encode
     self.assertEqual(encode(0, "aA", _SHORT), [1])
     with self.assertRaisesRegex(ValueError, "add_bos=True: the tokenizer has"):
       self._generator(files, add_bos=True)
 
   def test_names_of_special_tokens_are_parsed_on_request(self):
     text = f"aA{END}bB"
-    encode = self._generator(parse_special=True)._encode
+    encode = self._generator(parse_special=True).encode
     self.assertEqual(encode(0, text, _SHORT), [27, 1, 28, 2])
-    self.assertNotIn(28, self._generator()._encode(0, text, _SHORT))
+    self.assertNotIn(28, self._generator().encode(0, text, _SHORT))
 
   def test_answers_a_conversation(self):
     source = "{{ bos_token }}{{ messages[-1].content }}{% if messages[1:] %}bB"

@@ -6,10 +6,9 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from moh_jax.config.llm import Sampling
 from moh_jax.data.text_files import Prompts
-from moh_jax.inference.generate import Generator
-from moh_jax.inference.options import Sampling
-from moh_jax.inference.prompt_file import complete_file
+from moh_jax.inference.generate import Generator, complete_file
 from tests.data import tiny_words
 from tests.inference import tiny_writer
 

@@ -8,7 +8,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 
 from moh_jax.data.tokenizers import BytesTokenizer, JsonTokenizer
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.inference.restore import load_checkpoint_tokenizer
 from moh_jax.runtime import checkpoint
 from tests.data import tiny_words
 from tests.inference import tiny_writer

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.dit import VAEConfig
 from moh_jax.convert import VAE_FILES, rules, vae
 from tests.convert.stored import save_tensors
 

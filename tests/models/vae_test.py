@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.config.autoencoder import VAEConfig
+from moh_jax.config.dit import VAEConfig
 from moh_jax.convert.vae import abstract_vae
 from moh_jax.models.vae import VAE
 

@@ -16,8 +16,9 @@ from moh_jax.ops import target as target_lib
 from moh_jax.ops.attention import attention, choose_cached_form, choose_form
 from moh_jax.ops.attention_forms import AttentionCase, Form
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.kernels import backends, triton
-from moh_jax.ops.kernels.backends import kernel_options
+from moh_jax.ops.kernels import attention as kernels
+from moh_jax.ops.kernels import triton
+from moh_jax.ops.kernels.attention import kernel_options
 from moh_jax.ops.target import Target
 from tests.ops import devices
 
@@ -386,7 +387,7 @@ class KernelTest(_TestCase):
       dtype="bfloat16",
       queries=queries,
     )
-    with mock.patch.object(backends, "measured", dict):
+    with mock.patch.object(kernels, "measured", dict):
       self.assertEqual(choose_form("kernel", case), Form("kernel", True, rows))
 
   def test_bias_is_refused(self):

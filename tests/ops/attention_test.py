@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moh_jax.ops.attention import attention
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
-from moh_jax.ops.visible import Visible
 from tests.ops import cases, devices
 from tests.ops.cases import BIASED, CASES, Case
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.blocked import blocked_attention
 from moh_jax.ops.cudnn import cudnn_attention
 from moh_jax.ops.dense import attend_one_by_one, dense_attention
@@ -17,10 +18,8 @@ from moh_jax.ops.head_blocks import (
   head_blocks,
 )
 from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes
+from moh_jax.ops.kernels.problem import BlockSizes, Problem
 from moh_jax.ops.splash import splash_attention
-from moh_jax.ops.visible import Visible
 from tests.ops import devices
 
 

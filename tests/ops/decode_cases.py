@@ -12,7 +12,7 @@ import numpy as np
 from moh_jax.ops.cache import LayerCache
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels import tpu_decode, triton_decode
-from moh_jax.ops.kernels.sizes import Tile
+from moh_jax.ops.kernels.problem import Tile
 
 BACKENDS = ("triton", "mosaic_tpu")
 INT8 = "int8"

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moh_jax.ops.kernels import hopper, hopper_program
 from moh_jax.ops.kernels.hopper import KeyLaunch, RowLaunch
 from moh_jax.ops.kernels.hopper_program import Ring
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.kernels.problem import BlockSizes, Tile
 from moh_jax.ops.target import Target
 from tests.ops import cases, devices
 from tests.ops.cases import Case

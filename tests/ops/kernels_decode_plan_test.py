@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moh_jax.ops.kernels import tpu_decode, triton_decode
-from moh_jax.ops.kernels.decode import kernel_decode
+from moh_jax.ops.kernels.attention import kernel_decode
 from moh_jax.ops.kernels.problem import DecodeProblem, head_list
 from tests.ops import devices
 from tests.ops.decode_cases import BACKENDS, CASES, Case, small_tiles

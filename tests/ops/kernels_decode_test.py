@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels.decode import kernel_decode
+from moh_jax.ops.kernels.attention import kernel_decode
 from tests.ops import devices
 from tests.ops.decode_cases import BACKENDS, CASES, INT8, Case, small_tiles
 

@@ -8,9 +8,10 @@ from unittest import mock
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from moh_jax.ops.kernels import backends, triton
-from moh_jax.ops.kernels.backends import block_sizes
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile
+from moh_jax.ops.kernels import attention as kernels
+from moh_jax.ops.kernels import triton
+from moh_jax.ops.kernels.attention import block_sizes
+from moh_jax.ops.kernels.problem import BlockSizes, Tile
 from tests.ops import devices
 
 _TILES = BlockSizes(Tile(32, 64), Tile(16, 64), Tile(16, 64))
@@ -58,9 +59,9 @@ class TileFileTest(parameterized.TestCase):
     return self.create_tempfile(content=json.dumps([entry])).full_path
 
   def test_file_of_tiles_is_used(self):
-    with mock.patch.dict(os.environ, {backends.FILE_VARIABLE: self._file()}):
-      backends.measured.cache_clear()
-      self.addCleanup(backends.measured.cache_clear)
+    with mock.patch.dict(os.environ, {kernels.FILE_VARIABLE: self._file()}):
+      kernels.measured.cache_clear()
+      self.addCleanup(kernels.measured.cache_clear)
       other = block_sizes("triton", 64, jnp.bfloat16)
       default = block_sizes("triton", 128, jnp.bfloat16)
       with devices.traced_for("gpu", "GPU X"):
@@ -74,7 +75,7 @@ class TileFileTest(parameterized.TestCase):
     path = self.create_tempfile(content=content).full_path
     text = f"{path} is not a file of block sizes, for MOH_JAX_BLOCK_SIZES: "
     with self.assertRaisesRegex(ValueError, text):
-      backends.read(path)
+      kernels.read(path)
 
   @parameterized.parameters(
     ({"head_dim": 0}, r"head_dim=0 must be in \[1, 256\]"),
@@ -89,11 +90,11 @@ class TileFileTest(parameterized.TestCase):
   def test_wrong_entries_are_named(self, changes, text):
     path = self._file(**changes)
     with self.assertRaisesRegex(ValueError, f"{path} .*{text}"):
-      backends.read(path)
+      kernels.read(path)
 
   def test_tiles_of_a_tpu_need_not_divide_its_blocks(self):
     path = self._file(backend="mosaic_tpu", dq={"rows": 48, "keys": 16})
-    [tiles] = backends.read(path).values()
+    [tiles] = kernels.read(path).values()
     self.assertEqual(tiles.dq, Tile(48, 16))
 
   @parameterized.parameters("rows", "keys", "warps", "stages")

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_blocks import ActiveHeads, all_blocks, head_blocks
-from moh_jax.ops.kernels.attention import kernel_attention
-from moh_jax.ops.kernels.backends import block_sizes, kernel_options
-from moh_jax.ops.kernels.problem import keys_of_rows, rows_of_keys
-from moh_jax.ops.kernels.sizes import BlockSizes
+from moh_jax.ops.kernels.attention import (
+  block_sizes,
+  kernel_attention,
+  kernel_options,
+)
+from moh_jax.ops.kernels.problem import BlockSizes, keys_of_rows, rows_of_keys
 from moh_jax.ops.target import target
-from moh_jax.ops.visible import Visible
 from tests.ops import cases, devices
 from tests.ops.cases import CASES, LANES, Case
 

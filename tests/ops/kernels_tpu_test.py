@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.head_blocks import ActiveHeads, head_blocks
 from moh_jax.ops.kernels import tpu_plan
-from moh_jax.ops.kernels.backends import block_sizes
-from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import BlockSizes
+from moh_jax.ops.kernels.attention import block_sizes
+from moh_jax.ops.kernels.problem import BlockSizes, Problem
 from moh_jax.ops.kernels.tpu_plan import Cut
-from moh_jax.ops.visible import Visible
 from tests.ops import cases, devices
 from tests.ops.cases import Case
 

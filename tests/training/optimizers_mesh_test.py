@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from moh_jax.config import Config
 from moh_jax.config.base import choices
-from moh_jax.config.sections import OptimConfig
+from moh_jax.config.run import OptimConfig
 from moh_jax.runtime import sharding
 from moh_jax.training import saving
 from moh_jax.training.program import make_program

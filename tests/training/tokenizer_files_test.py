@@ -13,7 +13,7 @@ from moh_jax.convert.checkpoints import export
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenizer_files import copy_tokenizer_files
 from moh_jax.data.tokenizers import load_tokenizer
-from moh_jax.inference.text_checkpoint import load_checkpoint_tokenizer
+from moh_jax.inference.restore import load_checkpoint_tokenizer
 from moh_jax.training.train import train
 from tests.cli import tiny_checkpoint
 from tests.convert import tiny_llm

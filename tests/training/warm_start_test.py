@@ -16,12 +16,10 @@ from flax import traverse_util
 
 from moh_jax.config import Config, RotaryConfig, RouterConfig, without_router
 from moh_jax.data import sequences
-from moh_jax.models.llm_params import grow_vocabulary
-from moh_jax.models.registry import make_model
-from moh_jax.models.restack import restack
+from moh_jax.models.registry import grow_vocabulary, make_model, restack
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.params import abstract_on
+from moh_jax.runtime.sharding import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
 from moh_jax.training.train import Log, train

@@ -5,10 +5,9 @@ import argparse
 from moh_jax.cli import common, fields
 from moh_jax.config import SampleConfig
 from moh_jax.config.base import DTYPES
-from moh_jax.config.dit import RESIZES
-from moh_jax.config.sources import SPLITS
+from moh_jax.config.dit import RESIZES, EncodeOptions
+from moh_jax.config.registry import SPLITS
 from moh_jax.convert import HOW_TO_GET_INCEPTION, HOW_TO_GET_VAE
-from moh_jax.inference.options import EncodeOptions
 
 METRICS = ("fid", "sfid", "is", "pr")
 # Fields of the section `sample` that a command may state.

@@ -5,8 +5,8 @@ import os
 
 from moh_jax.cli import common, fields, text_files
 from moh_jax.config import CACHE_DTYPES
+from moh_jax.config.llm import Sampling
 from moh_jax.data.text_files import PIECE_BYTES
-from moh_jax.inference.options import Sampling
 
 
 def evaluate_lm(parser: argparse.ArgumentParser) -> None:

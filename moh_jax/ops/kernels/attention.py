@@ -9,25 +9,37 @@ Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
 dim, T blocks, R rows of a block.
 """
 
+import dataclasses
 import functools
+import json
+import os
+import pathlib
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from moh_jax.ops.attention_forms import AttentionCase, Call, Form
+from moh_jax.ops.attention_forms import AttentionCase, Call, Form, Visible
 from moh_jax.ops.basics import HALF, keep_attention
-from moh_jax.ops.head_blocks import HeadBlocks, blocks_of
-from moh_jax.ops.kernels.backends import (
-  BACKENDS,
-  block_sizes,
-  kernel_options,
-  pallas_backend,
+from moh_jax.ops.cache import LayerCache, Slots
+from moh_jax.ops.head_blocks import ActiveHeads, HeadBlocks, blocks_of
+from moh_jax.ops.kernels import tpu_decode, triton_decode
+from moh_jax.ops.kernels.hopper import Hopper
+from moh_jax.ops.kernels.problem import (
+  MAX_HEAD_DIM,
+  BlockSizes,
+  DecodeProblem,
+  Kernels,
+  Key,
+  Problem,
+  Tile,
+  fitting,
+  head_list,
 )
-from moh_jax.ops.kernels.problem import Problem
-from moh_jax.ops.kernels.sizes import MAX_HEAD_DIM, BlockSizes
-from moh_jax.ops.target import target
-from moh_jax.ops.visible import Visible
+from moh_jax.ops.kernels.tpu import Tpu
+from moh_jax.ops.kernels.triton import Triton
+from moh_jax.ops.target import Target, target
 
 _DTYPES = (*HALF, "float32")
 
@@ -193,3 +205,245 @@ def _backward(options, saved, grad):
 
 
 _attend.defvjp(_forward, _backward)
+
+
+FILE_VARIABLE = "MOH_JAX_BLOCK_SIZES"
+# By the name that Pallas has for them; the first that is able runs a call.
+BACKENDS: dict[str, Kernels] = {
+  "mosaic_gpu": Hopper(),
+  "triton": Triton(),
+  "mosaic_tpu": Tpu(),
+}
+
+
+def pallas_backend(
+  device: Target, dtype: str = "", head_dim: int = 0
+) -> tuple[str, str]:
+  """The first back end that is able to run on a device.
+
+  Args:
+    device: the device; a CPU interprets kernels.
+    dtype: name of the dtype of queries, keys and values; without it the back
+      end is one that serves all.
+    head_dim: D.
+
+  Returns:
+    Its name, and what would be needed if there is none.
+  """
+  call = device, dtype, head_dim
+  for name, kernels in BACKENDS.items():
+    if not kernels.unable(*call):
+      return name, ""
+  return "", BACKENDS["triton"].unable(*call)
+
+
+def kernel_options(
+  device: Target, dtype: str = "", head_dim: int = 0
+) -> dict[str, Any]:
+  """The keyword arguments with which the functions of kernels run on a device.
+
+  Args:
+    device: the device.
+    dtype: as in `pallas_backend`.
+    head_dim: D.
+
+  Returns:
+    "backend", the back end of Pallas, and "interpret", True on a CPU.
+
+  Raises:
+    ValueError: no kernels exist for the device.
+  """
+  backend, reason = pallas_backend(device, dtype, head_dim)
+  if reason:
+    raise ValueError(f"implementation='kernel' needs {reason}")
+  return {"backend": backend, "interpret": device.platform == "cpu"}
+
+
+def has_kernels(device: Target, dtype: str = "", head_dim: int = 0) -> bool:
+  """Whether kernels are compiled for a device; a CPU interprets them, slowly.
+
+  Args:
+    device: the device.
+    dtype: as in `pallas_backend`.
+    head_dim: D.
+  """
+  compiled = device.platform != "cpu"
+  return compiled and not pallas_backend(device, dtype, head_dim)[1]
+
+
+def block_sizes(
+  backend: str,
+  head_dim: int,
+  dtype: jax.typing.DTypeLike,
+  per_head: int | None = None,
+) -> BlockSizes:
+  """Looks up the tiles for the device that a program is traced for.
+
+  Args:
+    backend: of Pallas, one of `BACKENDS`.
+    head_dim: D, at most 256.
+    dtype: dtype of the queries.
+    per_head: tokens that a head has on average (N * active heads / H): blocks
+      get smaller where these are few. None keeps the blocks as they are.
+
+  Returns:
+    Measured sizes if the file of the environment has them, else the defaults.
+
+  Raises:
+    ValueError: the head dim is too large.
+  """
+  dtype, kernels = jnp.dtype(dtype), BACKENDS[backend]
+  sizes = measured().get(Key(backend, target().kind, head_dim, dtype.name))
+  if sizes is None:
+    sizes = fitting(kernels.tiles, head_dim, dtype)
+  # A head's last block is half empty on average, which costs more the fewer
+  # blocks there are.
+  if per_head is not None and per_head < kernels.few_rows:
+    least = min(kernels.least_rows, sizes.rows)
+    sizes = sizes.with_rows(max(least, sizes.rows // 2))
+  return sizes
+
+
+def read(path: str | os.PathLike) -> dict[Key, BlockSizes]:
+  """Reads a file of measured sizes, as `benchmarks.tiles` writes it.
+
+  Args:
+    path: a JSON list with one entry per `Key`.
+
+  Raises:
+    OSError: the file cannot be read.
+    ValueError: it is not such a file, or its tiles would give wrong results.
+  """
+  try:
+    return dict(map(_parse, json.loads(pathlib.Path(path).read_text())))
+  except (KeyError, RecursionError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"{path} is not a file of block sizes, for {FILE_VARIABLE}: {error}"
+    ) from None
+
+
+def _parse(entry: dict) -> tuple[Key, BlockSizes]:
+  """Reads and checks one entry of a file."""
+  backend, dim = entry["backend"], entry["head_dim"]
+  if backend not in BACKENDS:
+    raise ValueError(f"backend={backend!r} must be one of {list(BACKENDS)}")
+  if not 1 <= dim <= MAX_HEAD_DIM:
+    raise ValueError(f"head_dim={dim!r} must be in [1, {MAX_HEAD_DIM}]")
+  tiles = {}
+  for name in ("forward", "dq", "dkv"):
+    try:
+      tiles[name] = Tile(**entry[name])
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{name}: {error}") from None
+  sizes = BlockSizes(**tiles)
+  BACKENDS[backend].check(sizes)
+  dtype = jnp.dtype(entry["dtype"]).name
+  return Key(backend, str(entry["device"]), dim, dtype), sizes
+
+
+@functools.cache
+def measured() -> dict[Key, BlockSizes]:
+  """Reads the file that MOH_JAX_BLOCK_SIZES names, once; empty without it."""
+  path = os.environ.get(FILE_VARIABLE)
+  return read(path) if path else {}
+
+
+# By back end of Pallas.
+_KERNELS = {"triton": triton_decode, "mosaic_tpu": tpu_decode}
+
+
+def attend_to_cache(
+  q: jax.Array, cache: LayerCache, slots: Slots, active: ActiveHeads | None
+) -> jax.Array:
+  """Attention of one new token per text, on the device that it is traced for.
+
+  Args:
+    q: [B, 1, H, D].
+    cache: keys and values [B, K, M, D].
+    slots: which slots each token sees.
+    active: the active heads; None is every head.
+
+  Returns:
+    [B, 1, H, D] in the dtype of q; 0 for inactive heads and for tokens that
+    see no slot, NaN for texts whose token has too many heads.
+
+  Raises:
+    ValueError: a dtype or the head dim is not supported.
+  """
+  first = slots.first.astype(jnp.int32)
+  end = jnp.broadcast_to(slots.start + 1, first.shape).astype(jnp.int32)
+  options = kernel_options(target())
+  active, factor = (None, 1.0) if active is None else active.bounded()
+  scale = q.shape[-1] ** -0.5
+  out = kernel_decode(q, cache, first, end, active, scale, **options)
+  return factor * out
+
+
+@jax.enable_x64(False)  # indices in kernels are int32
+def kernel_decode(
+  q: jax.Array,
+  cache: LayerCache,
+  first: jax.Array,
+  end: jax.Array,
+  active: ActiveHeads | None,
+  scale: float,
+  *,
+  backend: str,
+  interpret: bool = False,
+) -> jax.Array:
+  """Softmax attention of one new token per text, without gradients.
+
+  Sums are float32. Queries and keys are multiplied in the wider of their
+  dtypes; a narrower cache is widened as it is read. The scales of an int8 cache
+  multiply logits and weights. TPUs have no float16: a float16 cache is copied
+  to float32 first.
+
+  Args:
+    q: [B, 1, H, D] bfloat16, float16 or float32.
+    cache: keys and values [B, K, M, D] in one of these dtypes, or int8 with
+      scales; query head h reads key/value head h // (H / K).
+    first: [B] int32 first slot that each token sees.
+    end: [B] int32 slot after the last one that each token sees.
+    active: the active heads; None is every head. A key/value head is read if
+      any of its query heads is active.
+    scale: factor of the logits.
+    backend: of Pallas, "triton" (NVIDIA GPUs) or "mosaic_tpu".
+    interpret: runs the kernels in Pallas's interpreter, on any device, slowly.
+
+  Returns:
+    [B, 1, H, D] in the dtype of q; 0 for inactive heads and for tokens that
+    see no slot.
+
+  Raises:
+    ValueError: the back end, a dtype or the head dim is not supported.
+  """
+  chex.assert_rank((q, cache.k), 4)
+  batch, _, heads, dim = q.shape
+  kv_heads, slots = cache.k.shape[1:3]
+  chex.assert_shape(q, (batch, 1, heads, dim))
+  chex.assert_shape((cache.k, cache.v), (batch, kv_heads, slots, dim))
+  chex.assert_shape((first, end), (batch,))
+  if cache.k_scale is None:
+    dtype, k, v = readable(backend, q, cache.k, cache.v)
+    cache = dataclasses.replace(cache, k=k, v=v)
+  else:
+    dtype, *_ = readable(backend, q, q, q)  # holds all values of int8
+  shape = batch, kv_heads, heads // kv_heads, dim
+  chosen = jnp.broadcast_to((first < end)[:, None, None], shape[:3])
+  most = kv_heads
+  if active is not None:
+    chex.assert_shape(active.mask, (batch, 1, heads))
+    chosen = chosen & active.mask.reshape(shape[:3])
+    most = min(kv_heads, active.max_per_token)
+  problem = DecodeProblem(
+    cache,
+    head_list(chosen.any(-1), most),
+    jnp.maximum(first, 0),
+    jnp.minimum(end, slots),
+    dtype,
+    float(scale),
+    interpret,
+  )
+  out = _KERNELS[backend].attend(problem, q.astype(dtype).reshape(shape))
+  out = jnp.where(chosen[..., None], out, 0.0)
+  return out.astype(q.dtype).reshape(q.shape)

@@ -41,13 +41,14 @@ from moh_jax.ops.kernels.hopper_program import (
 from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Arrays,
+  BlockSizes,
   Kernels,
   Problem,
   Ranges,
+  Tile,
   keys_of_rows,
   rows_of_keys,
 )
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.target import Target
 
 _HEAD_DIMS = 64, 96, 128, 256

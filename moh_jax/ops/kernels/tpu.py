@@ -27,13 +27,14 @@ from moh_jax.ops.head_layout import LANES, fill_lanes, heads_in_lanes, in_place
 from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Arrays,
+  BlockSizes,
   Kernels,
   Problem,
+  Tile,
   across,
   like,
   times,
 )
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.kernels.tpu_plan import Plan, Tables, visit_of_step
 from moh_jax.ops.target import Target
 

@@ -22,8 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from moh_jax.ops.head_layout import LANES
-from moh_jax.ops.kernels.problem import DecodeProblem, across, times
-from moh_jax.ops.kernels.sizes import Tile, fitting
+from moh_jax.ops.kernels.problem import (
+  DecodeProblem,
+  Tile,
+  across,
+  fitting,
+  times,
+)
 from moh_jax.ops.kernels.tpu import repeat_lanes
 
 # Only the slots of a tile matter.

@@ -39,16 +39,17 @@ from moh_jax.ops.kernels.problem import (
   LOG2_E,
   Argument,
   Arrays,
+  BlockSizes,
   Kernels,
   Problem,
   Ranges,
+  Tile,
   across,
   keys_of_rows,
   like,
   rows_of_keys,
   times,
 )
-from moh_jax.ops.kernels.sizes import BlockSizes, Tile
 from moh_jax.ops.target import Target
 
 try:

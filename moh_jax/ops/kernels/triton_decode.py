@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from moh_jax.ops.kernels.problem import DecodeProblem, times
-from moh_jax.ops.kernels.sizes import Tile, fitting
+from moh_jax.ops.kernels.problem import DecodeProblem, Tile, fitting, times
 from moh_jax.ops.kernels.triton import (
   SMALLEST,
   Columns,
