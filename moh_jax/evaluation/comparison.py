@@ -174,7 +174,9 @@ def to_markdown(rows: Sequence[Row]) -> str:
   """The rows as a Markdown table; ratios are to the first row."""
   costs = [n for n in _COSTS if all(n in row.costs for row in rows)]
   names = list(rows[0].metrics)
-  header = ["variant", "setting", *names, f"{names[0]}, difference"]
+  swept = any(row.setting for row in rows)
+  header = ["variant", *["setting"] * swept, *names]
+  header += [f"{names[0]}, difference"]
   header += ["better in", "heads", "parameters", *map(_COSTS.get, costs)]
   lines = [header, ["---"] * len(header)]
   for row in rows:
@@ -191,7 +193,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     lines.append(
       [
         row.variant,
-        f"**{setting}**" if row.best and setting else setting,
+        *[f"**{setting}**" if row.best and setting else setting] * swept,
         *shown,
         "" if is_baseline else row.difference.text("+.4f"),
         "" if is_baseline else better if row.difference.values else "-",
