@@ -11,8 +11,6 @@ from moh_jax.cli.arguments import images, models, speed, text
 # Command -> the function that declares its options.
 COMMANDS = {
   "bench": speed.bench,
-  "classify": images.classify,
-  "compare": models.compare,
   "convert": models.convert,
   "encode-latents": images.encode_latents,
   "evaluate": models.evaluate,
@@ -28,7 +26,6 @@ COMMANDS = {
   "show-batch": images.show_batch,
   "show-latents": images.show_latents,
   "tokenize": text.tokenize,
-  "train": models.train,
   "train-tokenizer": text.train_tokenizer,
   "verify": models.verify,
 }
