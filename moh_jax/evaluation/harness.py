@@ -34,6 +34,10 @@ _SEED, _SHOTS_SEED = 0, 1234
 # 100,000 take minutes in one process, and a forked JAX may hang.
 _RESAMPLES = 1000
 _STDERR = "_stderr"
+_MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
+# Names of the same option, the first that is given counts.
+_LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens")
+_OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p")
 
 
 def score_documents(
@@ -234,8 +238,6 @@ def load_tasks(
       its data cannot be loaded, or it asks for something that we do not have.
   """
   import_extra("lm_eval", "the evaluation harness")
-  from moh_jax.evaluation.harness_model import generation_options
-
   if include_path and not os.path.isdir(include_path):
     raise FileNotFoundError(f"include-path {include_path}: no such folder")
   manager = _open_manager([choice.name for choice in choices], include_path)
@@ -261,6 +263,44 @@ def load_tasks(
     summed = group is not None and group.has_aggregation
     rows.append((choice.name,) if summed else tuple(found["tasks"]))
   return HarnessTasks(tuple(choices), tasks, groups, tuple(rows))
+
+
+def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
+  """A task's options of generation under our names.
+
+  Args:
+    given: "until", "max_gen_toks" (or "max_new_tokens", "max_tokens"),
+      "do_sample", "temperature", "top_k", "top_p".
+
+  Returns:
+    "stop", "max_new_tokens", "temperature" (0 is greedy), "top_k", "top_p".
+
+  Raises:
+    ValueError: an option that is not known; it would change the metrics.
+  """
+  given = {n: v for n, v in given.items() if (n, v) != ("num_beams", 1)}
+  if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):
+    raise ValueError(
+      f"generation option {unknown[0]}={given[unknown[0]]!r} must be one of "
+      f"{(*_OPTIONS, *_LENGTH_OPTIONS)}"
+    )
+  until = given.get("until") or []
+  stop = (until,) if isinstance(until, str) else tuple(until)
+  lengths = [given[n] for n in _LENGTH_OPTIONS if given.get(n) is not None]
+  temperature = given.get("temperature")
+  sampled = given.get("do_sample")
+  if sampled is None:
+    sampled = bool(temperature)
+  if temperature is None:
+    temperature = 1.0
+  top_p = given.get("top_p")
+  return {
+    "stop": tuple(text for text in stop if text),
+    "max_new_tokens": int((lengths or [_MAX_NEW_TOKENS])[0]),
+    "temperature": float(temperature) if sampled else 0.0,
+    "top_k": int(given.get("top_k") or 0),
+    "top_p": 1.0 if top_p is None else float(top_p),
+  }
 
 
 def run_tasks(
