@@ -316,7 +316,6 @@ class RowLaunch(Launch):
 def _forward_kernel(
   part: RowPart, tiles: tuple, others: tuple, outputs: tuple
 ) -> None:
-  del others
   launch, (out_ref, sum_ref) = part.launch, outputs
   q = part.own(tiles[0])
   span = pl.ds(part.first, PART)
@@ -572,7 +571,6 @@ class KeyLaunch(Launch):
         tiles.fill(m, *(x.at[work.batch, span, work.head] for x in keys))
 
         def copy_tile(turn: Any, i: Any, whole: Any, carry: tuple) -> tuple:
-          del whole
           span = pl.ds(i * self.rows, self.rows)
           row_ring.fill(turn, *(x.at[span] for x in rows))
           return carry

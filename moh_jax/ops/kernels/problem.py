@@ -583,7 +583,6 @@ class Kernels(Protocol):
       rows: results of a kernel.
       dim: D.
     """
-    del dim
     return scatter_rows(rows, problem.blocks)
 
   def forward(
