@@ -391,9 +391,9 @@ class Launch:
       step: (m, work, done) -> done for the m-th of its pieces, where done is
         the number of steps that are done in the rings of a loop.
     """
+    pieces = table.shape[0] if used is None else used[0]
     program = lax.axis_index("program") * self.run
     stride = self.run * self.programs
-    pieces = table.shape[0] if used is None else used[0]
     left = jnp.maximum(pieces - program, 0)
     count = lax.div(left, stride) * self.run
     count += jnp.minimum(lax.rem(left, stride), self.run)
