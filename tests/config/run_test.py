@@ -90,7 +90,7 @@ _REFUSED = (
   *(
     ("pixel", {"data": {"source": source, "path": "x"},
                "diffusion": {"space": space}},
-     f"diffusion.space='{space}' and data.source='{source}' do not go")
+     f"data.source='{source}' must hold")
     for space, source in (
       ("latent", "digits"), ("latent", "image_folder"), ("pixel", "latents")
     )
@@ -123,21 +123,21 @@ _REFUSED = (
   ("flow", {"sample": {"steps": "ddim50"}}, "'ddim50' must be a number in"),
   ("flow", {"sample": {"steps": "0"}}, "steps='0' must be a number in"),
   ("flow", {"sample": {"eta": 0.5}}, "eta=0.5 must be 0 for sample.method='h"),
-  ("flow", {"diffusion": {"prediction": "v"}}, "'flow' needs 'velocity'"),
-  ("flow", {"diffusion": {"schedule": "linear"}}, "'flow' needs 'velocity'"),
+  ("flow", {"diffusion": {"prediction": "v"}}, "must be 'velocity' for 'flow'"),
+  ("flow", {"diffusion": {"schedule": "linear"}}, "must be 'velocity' for"),
   ("llm", {"data": {"sequence_length": 33}},
    "data.sequence_length=33 must be at most model.max_length=32"),
   ("llm", {"tune": {"top_k_steps": (0, 2), "top_k_values": (3, 1)}},
-   "must end with the model.top_k of the layers that route, (2,)"),
+   "must end with the routing layers' top_k (2,)"),
   ("llm", {"tune": {"top_k_steps": (0, 2), "top_k_values": (4, 2)}},
-   "tune.top_k_values=(4, 2) must be at most the 3 routed heads"),
+   "tune.top_k_values=(4, 2) must be at most 3, a layer's routed"),
   ("llm", {"tune": {"top_k_steps": (0, 9**6), "top_k_values": (3, 2)}},
    "must end before train.steps="),
   ("llm", {"tune": _SCHEDULE, "model": {"top_k": (2, 3)}},
-   "must end with the model.top_k of the layers that route, (2, 3)"),
+   "must end with the routing layers' top_k (2, 3)"),
   ("llm", {"tune": _SCHEDULE,
            "model": {"router": config_lib.RouterConfig("none")}},
-   "must end with the model.top_k of the layers that route, ()"),
+   "must end with the routing layers' top_k ()"),
 )  # fmt: skip
 _OLD = {
   "model": {
