@@ -21,8 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.evaluation.head_stats import recorded_layers
-from moh_jax.evaluation.probe import Batch, Probe
+from moh_jax.evaluation.probe import Batch, Probe, on_host, recorded_layers
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
 from moh_jax.layers.heads import HeadMix
 from moh_jax.ops.attention_forms import Visible
@@ -66,9 +65,7 @@ def head_similarity(
   def step(params: Any, batch: Batch) -> tuple[Any, jax.Array]:
     with nn.intercept_methods(_capture):
       _, recorded = probe.apply(params, batch, mutable=["intermediates"])
-    counted = batch["mask"][:, None]
-    if probe.token_mask is not None:
-      counted = counted * probe.token_mask(batch)
+    counted = probe.counted(batch)
 
     def total(cosines: jax.Array) -> jax.Array:  # [L, B, N, H, H]
       weights = jnp.broadcast_to(counted, cosines.shape[1:3])
@@ -91,24 +88,17 @@ def head_similarity(
       batch = {
         n: x[:, :_TOKENS] if x.ndim == 2 else x for n, x in batch.items()
       }
-    part, count = jax.tree.map(
-      lambda x: np.asarray(x.addressable_data(0), np.float64),
-      jitted(params, batch),
-    )
+    part, count = jax.tree.map(on_host, jitted(params, batch))
     sums = part if sums is None else jax.tree.map(np.add, sums, part)
     examples += count
   if not examples:
     raise ValueError("there is no example to compare heads on")
   names = config.model.layer_budgets()
-  return HeadSimilarity(
-    **{
-      kind: {
-        name: layer / examples
-        for name, layer in zip(names, itertools.chain(*stacks))
-      }
-      for kind, stacks in sums.items()
-    }
-  )
+  means = {
+    kind: dict(zip(names, (x / examples for x in itertools.chain(*stacks))))
+    for kind, stacks in sums.items()
+  }
+  return HeadSimilarity(**means)
 
 
 def mean_similarity(cosines: np.ndarray) -> float:

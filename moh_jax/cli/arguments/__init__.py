@@ -19,13 +19,9 @@ COMMANDS = {
   "fid": images.fid,
   "generate": text.generate,
   "heads": models.heads,
-  "inspect": models.inspect,
   "pack-images": images.pack_images,
   "plan": models.plan,
   "sample": images.sample,
-  "show-batch": images.show_batch,
-  "show-latents": images.show_latents,
   "tokenize": text.tokenize,
   "train-tokenizer": text.train_tokenizer,
-  "verify": models.verify,
 }
