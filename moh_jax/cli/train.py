@@ -10,7 +10,7 @@ from moh_jax.data.infer import resolve, tell
 from moh_jax.models.generation import Decode
 from moh_jax.runtime import sharding
 from moh_jax.training.flops import at_peak
-from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.train import train
 
 
