@@ -17,6 +17,7 @@ from moh_jax.cli import common
 from moh_jax.config import Config
 from moh_jax.config.registry import sources_with
 from moh_jax.data.identity import Identity
+from moh_jax.data.image_folders import EncodedSource, Record
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import (
   TrainBatches,
@@ -24,12 +25,7 @@ from moh_jax.data.pipeline import (
   train_images,
   train_recipe,
 )
-from moh_jax.data.sources import (
-  CheckedSource,
-  EncodedSource,
-  Record,
-  make_source,
-)
+from moh_jax.data.sources import CheckedSource, make_source
 from moh_jax.runtime import sharding
 from moh_jax.training import timing
 from moh_jax.training.feed import Feed

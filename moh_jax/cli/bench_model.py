@@ -33,7 +33,7 @@ from moh_jax.models.registry import make_model
 from moh_jax.ops.attention import choose_cached_form
 from moh_jax.ops.target import target
 from moh_jax.runtime import sharding
-from moh_jax.runtime.params import init_params, unbox
+from moh_jax.runtime.sharding import init_params, unbox
 from moh_jax.training import timing
 from moh_jax.training.bench import (
   Program,

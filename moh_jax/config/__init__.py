@@ -33,7 +33,6 @@ from moh_jax.config.parse import upgrade as upgrade
 from moh_jax.config.registry import Family as Family
 from moh_jax.config.registry import check_command as check_command
 from moh_jax.config.registry import export_forms as export_forms
-from moh_jax.config.registry import families as families
 from moh_jax.config.registry import family_of_format as family_of_format
 from moh_jax.config.registry import get_family as get_family
 from moh_jax.config.registry import imported as imported

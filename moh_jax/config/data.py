@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import re
 from typing import Annotated, Literal
 
@@ -77,10 +78,9 @@ class DataConfig(base.Section):
   """
 
   NAME = "data"
-  REGISTRIES = {"source": SOURCES["images"]}
   reads = "images"
 
-  source: str = "fake"
+  source: Annotated[str, SOURCES["images"]] = "fake"
   path: str = ""
   batch_size: base.Batch = 128
   augment: Literal["none", "shift", "crop_flip", "center_flip"] = "none"
@@ -104,15 +104,15 @@ class DataConfig(base.Section):
 
   def check(self) -> None:
     """Paths, decoding and normalization fit the source and one another."""
-    parse_policy(self.auto_augment, "data.auto_augment")
+    parse_policy(self.auto_augment)
     check_source(self)
     mean, std = self.mean, self.std
-    if mean is std is None:
-      return
-    if not mean or not std or len(mean) != len(std):
-      raise ValueError(
-        f"data.mean={mean} and data.std={std} must have one value per channel "
-        "each, or both be None"
+    fit = mean and std and len(mean) == len(std)
+    if not fit and (mean, std) != (None, None):
+      self.fail(
+        "mean",
+        f"and data.std={std} must have one value per channel each, or both be "
+        "None",
       )
 
 
@@ -175,10 +175,9 @@ class TextDataConfig(base.Section):
   """
 
   NAME = "data"
-  REGISTRIES = {"source": SOURCES["text"]}
   reads = "text"
 
-  source: str = "fake"
+  source: Annotated[str, SOURCES["text"]] = "fake"
   path: str = ""
   mix: tuple[str, ...] = ()
   ratios: tuple[base.Positive, ...] = ()
@@ -239,21 +238,19 @@ class TuneConfig(base.Section):
 
 # Policies of random operations on images, as timm names them.
 THREE_AUGMENT = "3a"
-# Parts of their names: field, type, smallest and largest value.
-_POLICY = {
-  "m": ("magnitude", int, 0, 30),
-  "n": ("layers", int, 1, 15),
-  "p": ("probability", float, 0, 1),
-  "mstd": ("spread", float, 0, 1e9),
-  "mmax": ("limit", int, 1, 30),
-  "inc": ("increasing", int, 0, 1),
+_POLICY_KEYS = {
+  "m": "magnitude",
+  "n": "layers",
+  "p": "probability",
+  "mstd": "spread",
+  "mmax": "limit",
+  "inc": "increasing",
 }
-_POLICY_PART = re.compile(r"([a-z]+)([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _UNIFORM_ABOVE = 100  # a spread above it means uniform magnitudes
 
 
 @dataclasses.dataclass(frozen=True)
-class RandAugmentPolicy:
+class RandAugmentPolicy(base.Section):
   """RandAugment (arXiv:1909.13719) with the options of timm.
 
   Attributes:
@@ -269,20 +266,21 @@ class RandAugmentPolicy:
       brightness and sharpness change nothing at 5.
   """
 
-  magnitude: int = 10
-  layers: int = 2
-  probability: float = 0.5
-  spread: float = 0.0
-  limit: int = 10
+  NAME = "data.auto_augment"
+
+  magnitude: Annotated[int, base.Range(0, 30, "[]")] = 10
+  layers: Annotated[int, base.Range(1, 15, "[]")] = 2
+  probability: base.Share = 0.5
+  spread: Annotated[float, base.Range(0, math.inf)] = 0.0
+  limit: Annotated[int, base.Range(1, 30, "[]")] = 10
   increasing: bool = False
 
 
-def parse_policy(text: str, field: str) -> RandAugmentPolicy | None:
+def parse_policy(text: str) -> RandAugmentPolicy | None:
   """Parses the text of a policy.
 
   Args:
     text: "rand" and sections "-KEYVALUE" in any order, "3a" or "".
-    field: where it stands, for the message.
 
   Returns:
     The options of RandAugment; None for "3a" and "".
@@ -293,31 +291,24 @@ def parse_policy(text: str, field: str) -> RandAugmentPolicy | None:
   if text in ("", THREE_AUGMENT):
     return None
   name, *parts = text.split("-")
-  keys = ", ".join(_POLICY)
+  values: dict[str, base.GivenText] = {}
+  for part in parts:
+    match = re.fullmatch(r"([a-z]+)([0-9]{1,9}(?:\.[0-9]{1,9})?)", part)
+    key = _POLICY_KEYS.get(match[1]) if match else None
+    if key is None or key in values:
+      name = f"{name}-{part}"
+      break
+    values[key] = base.GivenText(match[2])
   if name != "rand":
     raise ValueError(
-      f"{field}={shown(text)} must be '', '3a', or 'rand' with sections "
-      f"-KEYVALUE, such as 'rand-m9-mstd0.5-inc1'; keys are {keys}"
+      f"data.auto_augment={shown(text)} must be '', '3a', or 'rand' with "
+      "sections -KEYVALUE, each key once, such as 'rand-m9-mstd0.5-inc1', not "
+      f"{shown(name)}; keys are {', '.join(_POLICY_KEYS)}"
     )
-  values: dict[str, float] = {}
-  for part in parts:
-    match = _POLICY_PART.fullmatch(part)
-    if not match or match[1] not in _POLICY:
-      raise ValueError(
-        f"{field}={shown(text)}: section {shown(part)} must be one of the keys "
-        f"{keys} and a number"
-      )
-    target, kind, low, high = _POLICY[match[1]]
-    if target in values:
-      raise ValueError(f"{field}={shown(text)}: key {match[1]!r} comes twice")
-    is_whole = kind is int
-    if (is_whole and "." in match[2]) or not low <= float(match[2]) <= high:
-      number = "a whole number" if is_whole else "a number"
-      raise ValueError(
-        f"{field}={shown(text)}: {part!r} must have {number} in [{low}, {high}]"
-      )
-    values[target] = kind(match[2])
-  if values.get("spread", 0) > _UNIFORM_ABOVE:
-    values["spread"] = float("inf")
-  values["increasing"] = bool(values.get("increasing", 0))
-  return RandAugmentPolicy(**values)
+  number = values.get("increasing", "0")
+  bools = {"0": "false", "1": "true"}
+  values["increasing"] = base.GivenText(bools.get(number, number))
+  policy = RandAugmentPolicy(**values)
+  if policy.spread > _UNIFORM_ABOVE:
+    return dataclasses.replace(policy, spread=math.inf)
+  return policy

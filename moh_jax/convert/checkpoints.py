@@ -39,7 +39,7 @@ from moh_jax.data.tokenizers import (
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
 from moh_jax.runtime.json_files import parse_json
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 
 _LOG = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]

@@ -25,9 +25,8 @@ import msgspec
 import numpy as np
 import safetensors
 
-from moh_jax.data.extras import import_extra
-from moh_jax.runtime.array_files import check_ratio
-from moh_jax.runtime.files import check_regular, replacing
+from moh_jax.data.input_files import import_extra
+from moh_jax.runtime.files import check_ratio, check_regular, replacing
 from moh_jax.runtime.json_files import (
   MAX_BYTES,
   FileName,

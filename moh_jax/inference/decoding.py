@@ -1,4 +1,4 @@
-"""The jitted parts of text generation: reading prompts, choosing tokens."""
+"""What text generation computes: prompts read, tokens chosen, their text."""
 
 import dataclasses
 import functools
@@ -13,8 +13,7 @@ from moh_jax.config import LLMConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
 from moh_jax.layers.partitioning import constrain
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_output import unrolled_logits
+from moh_jax.models.llm import LLM, unrolled_logits
 from moh_jax.ops.cache import Slots
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token
@@ -106,14 +105,9 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
     def one(carry):
       step, state, tokens, log_probs = carry
       keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
+      options = {n: numbers[n] for n in ("temperature", "top_k", "top_p")}
       chosen, log_prob = choose_tokens(
-        state.logits,
-        keys,
-        temperature=numbers["temperature"],
-        top_k=numbers["top_k"],
-        top_p=numbers["top_p"],
-        greedy=greedy,
-        cut=cut,
+        state.logits, keys, greedy=greedy, cut=cut, **options
       )
       written = jnp.where(state.finished, NO_TOKEN, chosen)
       tokens = tokens.at[:, step].set(written)

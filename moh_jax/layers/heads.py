@@ -21,7 +21,6 @@ from moh_jax.ops.head_layout import (
   over_lanes,
   store_by_head,
 )
-from moh_jax.ops.head_similarity import SIMILARITY, feature_cosines
 
 _HEAD_AXES = ("heads", "head_dim")
 
@@ -105,9 +104,6 @@ class HeadProjection(KernelLayer):
 class HeadMix(KernelLayer):
   """Gated sum of the heads' outputs (arXiv:2410.11842, eq. 4).
 
-  Under `mutable=["similarity"]` it records how alike the heads are, "features"
-  (`ops.head_similarity.feature_cosines`).
-
   The kernel is [H, D, C], or output-major [C, H, D].
 
   Attributes:
@@ -149,10 +145,6 @@ class HeadMix(KernelLayer):
       chex.assert_equal_shape_prefix((heads, gates), 3)
       gated = gated * over_lanes(gates, count, dim).astype(heads.dtype)
     out = self.multiply(gated, kernel, bias, 2)
-    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
-      kernel = nn.meta.unbox(self.get_variable("params", "kernel"))
-      kernel = jnp.moveaxis(kernel, 0, -1) if self.output_major else kernel
-      self.sow(SIMILARITY, "features", feature_cosines(heads, kernel))
     return constrain(out, "batch", "tokens", None)
 
 

@@ -7,17 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moh_jax.config.dit import DIFFUSION_METHODS, FLOW_METHODS
-from moh_jax.models.flow import Flow, flow_step
-from moh_jax.models.guidance import Predict
-from moh_jax.models.prediction import (
+from moh_jax.config.dit import DIFFUSION_METHODS, FLOW_METHODS, GUIDED_CHANNELS
+from moh_jax.models.diffusion import (
+  AnyProcess,
+  Flow,
+  Process,
   implied_noise,
+  lookup,
   predict_x0,
   reverse_step,
   split_output,
 )
-from moh_jax.models.process import AnyProcess, Process, lookup
 
+# (x [B, X, Y, channels], t [B]) -> the network's output [B, X, Y, ...].
+Predict = Callable[[jax.Array, jax.Array], jax.Array]
+LabelledPredict = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 # From the number of a step, 0 the noisiest, to standard normal noise [B, ...].
 Noise = Callable[[jax.Array], jax.Array]
 
@@ -186,3 +190,118 @@ def _solver_tables(process: Process) -> tuple[np.ndarray, ...]:
       ratio = h / (log_snr[step] - log_snr[step + 1])
       history[step] = min(ratio, 1.0) / 2
   return keep, move, history
+
+
+def flow_step(
+  predict: Predict, process: Flow, method: str, clip: bool
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+  """Makes a step of a solver of dx/dt = velocity(x, t), from noise to example.
+
+  Args:
+    predict: (x [B, ...], t [B]) -> velocity [B, ...].
+    process: the steps.
+    method: "euler", or "heun": the mean of the velocities at both ends, where
+      the last step, to the example, has that of its beginning alone.
+    clip: whether to clip the clean example that a velocity leads to.
+
+  Returns:
+    (x, number of the step) -> x of the step before.
+  """
+  times = jnp.asarray(process.times, jnp.float32)
+  gaps = jnp.asarray(np.diff(process.times, prepend=0.0), jnp.float32)
+  inputs = jnp.asarray(process.timesteps)
+
+  def velocity(x: jax.Array, step: jax.Array) -> jax.Array:
+    value = predict(x, jnp.broadcast_to(inputs[step], x.shape[:1]))
+    if not clip:
+      return value
+    clean = jnp.clip(x - times[step] * value, -1.0, 1.0)
+    return (x - clean) / times[step]
+
+  def euler(x: jax.Array, step: jax.Array) -> jax.Array:
+    return x - gaps[step] * velocity(x, step)
+
+  def heun(x: jax.Array, step: jax.Array) -> jax.Array:
+    first = velocity(x, step)
+    reached = x - gaps[step] * first
+
+    def corrected() -> jax.Array:
+      second = velocity(reached, step - 1)
+      return x - gaps[step] * (first + second) / 2
+
+    return jax.lax.cond(step > 0, corrected, lambda: reached)
+
+  return {"euler": euler, "heun": heun}[method]
+
+
+def drop_labels(
+  rng: jax.Array, labels: jax.Array, no_label: int, rate: float
+) -> jax.Array:
+  """Replaces labels [B] by `no_label` with probability `rate`."""
+  if not rate:
+    return labels
+  return jnp.where(
+    jax.random.bernoulli(rng, rate, labels.shape), no_label, labels
+  )
+
+
+def guide(
+  predict: LabelledPredict,
+  labels: jax.Array,
+  no_label: int,
+  *,
+  scale: float,
+  channels: str = "three",
+  interval: tuple[int, int] | None = None,
+) -> Predict:
+  """Makes a function of (x, t) from a network, labels and a guidance scale.
+
+  Args:
+    predict: (x, t, labels) -> output; with guidance it is called with batches
+      of 2 B.
+    labels: [B] int.
+    no_label: the label that stands for "no label".
+    scale: w in labelled + (w - 1) (labelled - unlabelled). 1 skips the
+      unlabelled evaluation, 0 the labelled one.
+    channels: guides the first "three" channels of the prediction, as released,
+      or "all". A learned variance is always the labelled one.
+    interval: guides only timesteps t with low <= t < high (arXiv:2404.07724).
+      Other steps evaluate the labelled batch alone, so all t of a batch must
+      be equal. None guides always.
+
+  Returns:
+    (x, t) -> output [B, X, Y, channels or 2 * channels].
+
+  Raises:
+    ValueError: unknown channels.
+  """
+  if channels not in GUIDED_CHANNELS:
+    raise ValueError(f"channels={channels!r} must be one of {GUIDED_CHANNELS}")
+
+  if scale == 0:
+    labels = jnp.full_like(labels, no_label)
+
+  def plain(x: jax.Array, t: jax.Array) -> jax.Array:
+    return predict(x, t, labels)
+
+  def guided(x: jax.Array, t: jax.Array) -> jax.Array:
+    both = [jnp.concatenate([part, part]) for part in (x, t)]
+    none = jnp.full_like(labels, no_label)
+    out = predict(*both, jnp.concatenate([labels, none]))
+    labelled, free = jnp.split(out, 2)
+    count = x.shape[-1] if channels == "all" else min(3, x.shape[-1])
+    moved = jnp.arange(out.shape[-1]) < count
+    move = (scale - 1) * (labelled - free)
+    return labelled + jnp.where(moved, move, 0.0)
+
+  if scale in (0, 1):
+    return plain
+  if interval is None:
+    return guided
+  low, high = interval
+
+  def on_interval(x: jax.Array, t: jax.Array) -> jax.Array:
+    inside = (t[0] >= low) & (t[0] < high)
+    return jax.lax.cond(inside, guided, plain, x, t)
+
+  return on_interval

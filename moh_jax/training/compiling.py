@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from moh_jax.config import Config
-from moh_jax.config.registry import RouterKind, add_router, get_router
+from moh_jax.config.registry import ROUTERS, RouterKind, get_router
 from moh_jax.runtime import devices as devices_lib
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import USABLE, Topology
@@ -160,7 +160,7 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
 
 def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
   """`compile_step` in a process of its own, which knows no routers but ours."""
-  add_router(router)
+  ROUTERS.add(router)
   platform = wanted.chip.platform
   limit = USABLE * wanted.chip.memory
   devices = devices_lib.absent_devices(wanted.name, wanted.slices)

@@ -23,9 +23,9 @@ from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.data.identity import Identity, differences
 from moh_jax.ops.head_layout import check_heads, check_tokens
-from moh_jax.runtime import memory, steps
+from moh_jax.runtime import steps
 from moh_jax.runtime.checkpoint import Metadata, read_metadata
-from moh_jax.runtime.params import check_whole
+from moh_jax.runtime.devices import check_bytes
 from moh_jax.runtime.peers import agree, ask_first_process
 from moh_jax.runtime.run_lock import RunLock
 from moh_jax.runtime.sharding import (
@@ -33,6 +33,7 @@ from moh_jax.runtime.sharding import (
   HOST_MEMORY,
   check_batch,
   check_tree,
+  check_whole,
   device_bytes,
 )
 from moh_jax.training.step import Program
@@ -181,13 +182,13 @@ def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
   length = getattr(data, "sequence_length", None)
   shape = getattr(config.model, "input_shape", ())
   example = math.prod(shape) if length is None else _TOKEN_BYTES * length
-  memory.check(
+  check_bytes(
     example * (data.prefetch + 1) * (data.batch_size // jax.process_count()),
     f"data.prefetch={data.prefetch} batches of data.batch_size="
     f"{data.batch_size} examples of {example:,} bytes",
   )
   tables = _INDEX_BYTES * sum(group.pairs for group in groups)
-  memory.check(tables, "the tables of relative positions at the model's size")
+  check_bytes(tables, "the tables of relative positions at the model's size")
   # Every layer keeps its input for the backward pass, whatever `remat` is.
   width = jnp.dtype(config.model.dtype).itemsize
   kept = sum(
@@ -196,7 +197,7 @@ def check_memory(config: Config, mesh: Mesh, program: Program) -> None:
   )
   devices = set(mesh.devices.flat)
   each = device_bytes(mesh.devices.flat[0], devices)
-  memory.check(kept, "the layers' inputs of one example", each * len(devices))
+  check_bytes(kept, "the layers' inputs of one example", each * len(devices))
   state = "the state of the run (parameters and optimizer)"
   check_tree(program.state, state)
 

@@ -11,16 +11,17 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from moh_jax.config import Config
-from moh_jax.layers.model_aux import ModelAux
 from moh_jax.layers.partitioning import constrain
-from moh_jax.runtime.params import (
+from moh_jax.layers.stack import ModelAux
+from moh_jax.runtime.sharding import (
+  BATCH_AXES,
+  HOST_MEMORY,
   abstract_params,
   init_params,
   param_shardings,
   unbox,
   with_shardings,
 )
-from moh_jax.runtime.sharding import BATCH_AXES, HOST_MEMORY
 from moh_jax.training import optim
 
 

@@ -3,6 +3,7 @@ from typing import Literal
 
 from absl.testing import absltest, parameterized
 
+from docs import write_reference
 from moh_jax import config as config_lib
 from moh_jax.config import reference
 
@@ -86,7 +87,7 @@ class TextTest(absltest.TestCase):
     self.assertLessEqual(max(map(len, text.splitlines())), 120)
 
   def test_markdown_has_every_key_of_every_family_once(self):
-    text = reference.markdown()
+    text = write_reference.sections()
     for line in ("| `optim.lr` | `0.001` | `float` |", "### diffusion"):
       self.assertIn(line, text)
     for family in ("vit", "dit", "llm"):

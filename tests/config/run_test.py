@@ -64,7 +64,7 @@ _RUNS = {"vit": _VIT, "dit": _DIT, "pixel": _PIXEL, "flow": _FLOW, "llm": _LLM}
 _SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
 # Run, changed fields by section, what the message says.
 _REFUSED = (
-  ("vit", {"data": {"source": "latents", "path": "x"}}, "is for diffusion mod"),
+  ("vit", {"data": {"source": "latents", "path": "x"}}, "must hold images"),
   ("vit", {"data": {"mean": (0.1,) * 3, "std": (0.2,) * 3},
            "model": {"channels": 1}}, "must have model.channels=1 values"),
   ("vit", {"optim": {"accumulation": 5}},
@@ -113,7 +113,7 @@ _REFUSED = (
   ),
   ("dit", {"model": {"label_dropout": 0.0}}, "sample.cfg_scale=1.5 must be 1"),
   ("dit", {"model": {"label_dropout": 0.0}, "sample": {"labels": (-1,)}},
-   "has no label that stands for none"),
+   "labels=(-1,) must be at least 0"),
   ("dit", {"sample": {"labels": (3, 10)}}, "(3, 10) must be in [-1, 9]"),
   ("dit", {"sample": {"method": "heun"}}, "'heun' must be one of ('ddpm'"),
   ("flow", {"model": {"learn_sigma": True}}, "learn_sigma=True must be False"),

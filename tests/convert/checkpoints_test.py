@@ -26,7 +26,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.inference.restore import restore
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert.stored import save_tensors
 from tests.models import small_vit
 

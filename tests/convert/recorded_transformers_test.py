@@ -16,8 +16,7 @@ from moh_jax.config import LLMConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.convert import llama, llama_config, rules
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import unroll
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.ops.position import rotation
 from tests.convert import tiny_llm
 from tests.tools import record_transformers as recorder

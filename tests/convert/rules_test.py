@@ -32,7 +32,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.models.dit import patchify
 from moh_jax.models.registry import make_model
 from moh_jax.ops.position import rotate, rotation, sincos_2d
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.convert import tiny_llm
 from tests.convert.stored import save_tensors
 from tests.models import small_vit

@@ -19,8 +19,7 @@ from moh_jax.convert import stream
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, steps
-from moh_jax.runtime.params import abstract_on
-from moh_jax.runtime.sharding import make_mesh
+from moh_jax.runtime.sharding import abstract_on, make_mesh
 from tests.convert import tiny_llm
 
 _RUN = released_run(tiny_llm.MOH, {})

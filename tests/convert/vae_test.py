@@ -166,7 +166,7 @@ class LoadTest(parameterized.TestCase):
       vae.load_vae(self.folder)
 
   @parameterized.parameters(
-    ({"latents_mean": [1.0]}, ValueError, "latent mean=.* must have 3 values"),
+    ({"latents_mean": [1.0]}, ValueError, "latents.mean=.* must have 3 values"),
     ({"scaling_factor": 0}, ValueError, "latents.scale=0.0 must be above 0"),
     ({"shift_factor": "0"}, ValueError, ".*shift_factor.*must be"),
     (

@@ -150,10 +150,13 @@ class RenderTest(parameterized.TestCase):
   @parameterized.parameters(
     ("aA", "messages='aA' must be a list"),
     ([], "messages must not be empty"),
-    (["aA"], "message 0='aA' must be an object"),
-    ([{"role": 1, "content": ""}], "message 0: role=1 must be a text"),
-    ([*_USER, {"content": ""}], "message 1: role=None must be a text"),
-    ([{"role": "user", "content": 1}], "message 0: content=1 must be a text"),
+    (["aA"], "message 0: must be 'object', not str"),
+    ([{"role": 1, "content": ""}], "message 0: role=1 must be 'str'"),
+    ([*_USER, {"content": ""}], "message 1: has no entry 'role'"),
+    (
+      [{"role": "user", "content": 1}],
+      "message 0: content=1 must be 'str . array",
+    ),
   )
   def test_bad_messages_are_named(self, messages, message):
     with self.assertRaisesRegex(ValueError, message):

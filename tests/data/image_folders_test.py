@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config import Config, DataConfig, ViTConfig
-from moh_jax.data import image_folders
+from moh_jax.data import image_folders, sources
 from moh_jax.data.image_folders import ImageFolderSource
 
 
@@ -188,14 +188,15 @@ class ClassListTest(parameterized.TestCase):
 
   def test_first_words_are_the_names(self):
     self.file.write_text("n02 tench, Tinca tinca\r\n\n  n01\nn03\tbee\n")
-    listed = image_folders.listed_classes(str(self.file))
-    self.assertEqual(listed.names(()), ("n02", "n01", "n03"))
+    listed = sources.listed_classes(str(self.file))
+    names, _ = sources.match_classes(("n01",), listed, "x")
+    self.assertEqual(names, ("n02", "n01", "n03"))
 
   def test_whole_lines_are_names_of_classes_that_were_found(self):
     self.file.write_text("polar bear\nbrown bear\npolar fox, white\n")
-    listed = image_folders.listed_classes(str(self.file))
+    listed = sources.listed_classes(str(self.file))
     found = ("brown bear", "polar", "polar bear")
-    names, labels = image_folders.match_classes(found, listed, "x")
+    names, labels = sources.match_classes(found, listed, "x")
     self.assertEqual(names, ("polar bear", "brown bear", "polar"))
     self.assertEqual(labels, [1, 2, 0])
 
@@ -206,12 +207,12 @@ class ClassListTest(parameterized.TestCase):
     (("01", "7"), ("1", "dog", "7"), [0, 2]),
   )
   def test_zeros_before_numbers_do_not_matter(self, found, wanted, labels):
-    ours = image_folders.match_classes(found, wanted, "x")
+    ours = sources.match_classes(found, wanted, "x")
     self.assertEqual(ours, (wanted, labels))
 
   def test_a_number_that_is_there_twice_is_refused(self):
     with self.assertRaisesRegex(ValueError, "'01', '1'.* have a number twice"):
-      image_folders.match_classes(("01", "1"), ("ant", "bee"), "x")
+      sources.match_classes(("01", "1"), ("ant", "bee"), "x")
 
   @parameterized.parameters(
     (b"", "names no class"),
@@ -222,7 +223,7 @@ class ClassListTest(parameterized.TestCase):
   def test_bad_lists_are_named(self, content, message):
     self.file.write_bytes(content)
     with self.assertRaisesRegex(ValueError, f"class_list=.*{message}"):
-      image_folders.listed_classes(str(self.file)).names(())
+      sources.match_classes((), sources.listed_classes(str(self.file)), "x")
 
   def test_labels_of_folders_are_the_lists(self):
     for split in ("train", "val"):

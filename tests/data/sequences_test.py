@@ -70,7 +70,7 @@ class _SetsTest(parameterized.TestCase):
 class TrainTest(_SetsTest):
   def test_sources_come_by_their_ratios(self):
     data = self._mixed()
-    stream = sequences.train_sequences(data, _VOCAB, seed=0)
+    stream = sequences.Text(data, _VOCAB, "train").stream(0)
     rows = {}
     for name, source in self._open(data).sources.items():
       token_set = source.token_set
@@ -86,12 +86,12 @@ class TrainTest(_SetsTest):
 
   def test_element_is_a_function_of_seed_and_index(self):
     data = self._mixed()
-    stream = sequences.train_sequences(data, _VOCAB, seed=3)
+    stream = sequences.Text(data, _VOCAB, "train").stream(3)
     elements = [stream[i] for i in range(200)]
-    again = sequences.train_sequences(data, _VOCAB, seed=3)
+    again = sequences.Text(data, _VOCAB, "train").stream(3)
     for i in np.random.default_rng(0).permutation(200):
       _equal(again[int(i)], elements[i])
-    other = sequences.train_sequences(data, _VOCAB, seed=4)
+    other = sequences.Text(data, _VOCAB, "train").stream(4)
     same = sum(
       np.array_equal(other[i]["inputs"], elements[i]["inputs"])
       for i in range(200)
@@ -129,9 +129,9 @@ class RefusedTest(_SetsTest):
     self._write("a")
     data = self._data(mix=("a", "nope"), ratios=(50.0, 50.0))
     with self.assertRaisesRegex(FileNotFoundError, "nope/train: no such dir"):
-      sequences.train_sequences(data, _VOCAB, 0)
+      sequences.Text(data, _VOCAB, "train").stream(0)
     with self.assertRaisesRegex(FileNotFoundError, "train: no such directory"):
-      sequences.train_sequences(self._data(), _VOCAB, 0)
+      sequences.Text(self._data(), _VOCAB, "train").stream(0)
 
   def test_other_tokenizers_are_named(self):
     self._write("a")
@@ -141,7 +141,7 @@ class RefusedTest(_SetsTest):
     with self.assertRaisesRegex(
       ValueError, "b/train: made with a tokenizer 'tokenizer_json' .*a/train"
     ):
-      sequences.train_sequences(data, _VOCAB, 0)
+      sequences.Text(data, _VOCAB, "train").stream(0)
     with self.assertRaisesRegex(ValueError, "b/val: made with .*a/val"):
       sequences.Text(data, _VOCAB, "val")
 
@@ -151,7 +151,7 @@ class RefusedTest(_SetsTest):
     tiny_text.write(self.root / "val", [[[1] * 50]], used)
     for open_ in (
       lambda: sequences.Text(self._data(), _VOCAB, "val"),
-      lambda: sequences.train_sequences(self._data(), _VOCAB, 0),
+      lambda: sequences.Text(self._data(), _VOCAB, "train").stream(0),
     ):
       with self.assertRaisesRegex(ValueError, "their ids mean different text"):
         open_()
@@ -159,11 +159,7 @@ class RefusedTest(_SetsTest):
   def test_too_few_tokens_are_named(self):
     self._write("", documents=1)
     with self.assertRaisesRegex(ValueError, "fewer than data.sequence_length"):
-      sequences.train_sequences(self._data(sequence_length=999), _VOCAB, 0)
-
-  def test_unknown_split_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "split='test' must be one of"):
-      self._open(self._data(), split="test")
+      sequences.Text(self._data(sequence_length=999), _VOCAB, "train").stream(0)
 
 
 class HeldOutTest(_SetsTest):
@@ -279,14 +275,17 @@ class PackedSourceTest(parameterized.TestCase):
 
 class FakeSequencesTest(absltest.TestCase):
   def test_documents_begin_within_sequences(self):
-    sequences = [FakeSequences(50, 64, 40)[i] for i in range(40)]
+    data = TextDataConfig(sequence_length=64, fake_examples=40)
+    sequences = [FakeSequences(data, 50, "train")[i] for i in range(40)]
     segments = [s["segments"][-1] for s in sequences]
     self.assertBetween(np.mean(segments), 2, 6)
     for sequence in sequences:
       self.assertLess(sequence["targets"].max(), 50)
       borders = np.diff(sequence["segments"])
       np.testing.assert_array_equal(borders, 1 - sequence["weights"][:-1])
-    joined = FakeSequences(50, 64, 40, separate=False)[0]
+    joined = FakeSequences(
+      dataclasses.replace(data, separate_documents=False), 50, "train"
+    )[0]
     self.assertEqual(joined["segments"].max(), 1)
 
 

@@ -134,19 +134,6 @@ class MakeSourceTest(_TempDirTest):
       (self.root / "train" / name).unlink()
     self.assertLen(sources.make_source(config, "train"), 2)
 
-  @parameterized.parameters("train/ant/0.png", "train/cat/2.png")
-  def test_check_names_bad_images_of_both_parts_at_once(self, bad):
-    for split in sources.SPLITS:
-      for folder in ("ant", "cat"):
-        _write(self.root / split / folder / "1.png")
-    for name in (bad, "val/cat/5.png"):
-      (self.root / name).write_text("no image")
-    config = _config(
-      source="image_folder", path=str(self.root), bad_images="check"
-    )
-    with self.assertRaisesRegex(ValueError, f"{bad}: not .*val/cat/5.png: not"):
-      sources.make_source(config, "train")
-
   def test_other_images_of_the_same_names_are_other_data(self):
     for folder in ("ant", "cat"):
       _write(self.root / "train" / folder / "1.bmp")

@@ -1,10 +1,8 @@
 import concurrent.futures
 import gzip
-import os
 import pathlib
 import platform
 import tempfile
-import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -93,22 +91,6 @@ class StdlibTest(absltest.TestCase):
     self.assertLen({f.result() for f in found}, 1)
     self.assertEqual([p.name for p in self.out.iterdir()], ["bytes"])
 
-  def test_leftovers_of_killed_runs_disappear(self):
-    for name, age in (
-      (".bytes.1.tmp", 4000),
-      (".bytes.2.tmp", 3000),  # perhaps of a run that goes on
-      (".bpe300.3.tmp", 4000),  # of another set
-    ):
-      (self.out / name / "train").mkdir(parents=True)
-      then = time.time() - age
-      os.utime(self.out / name, (then, then))
-    for _ in range(2):
-      stdlib_text.prepare(self.out, "bytes", 257)
-      self.assertCountEqual(
-        [path.name for path in self.out.iterdir()],
-        ["bytes", ".bytes.2.tmp", ".bpe300.3.tmp"],
-      )
-
   def test_set_of_another_python_is_told(self):
     with self.assertNoLogs(level="WARNING"):
       stdlib_text.prepare(self.out, "bytes", 257)
@@ -133,15 +115,11 @@ class StdlibTest(absltest.TestCase):
     with self.assertRaisesRegex(FileNotFoundError, "nowhere lacks the sources"):
       stdlib_text.prepare(self.out, "bytes", 257)
 
-  def test_unknown_tokenizer_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "tokenizer='words' must be one of"):
-      stdlib_text.prepare(self.out, "words", 257)
-
   def test_is_a_source_of_training(self):
     data = TextDataConfig(
       source="stdlib", path=str(self.out), sequence_length=16
     )
-    stream = sequences.train_sequences(data, 300, seed=0)
+    stream = sequences.Text(data, 300, "train").stream(0)
     self.assertEqual(stream[0]["inputs"].shape, (16,))
     held_out = sequences.Text(data, 300, "val")
     self.assertIn("xz_bytes", held_out.notes)

@@ -14,8 +14,7 @@ from moh_jax.inference.decoding import (
   make_prefill,
   span_numbers,
 )
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import unroll
+from moh_jax.models.llm import LLM, unroll
 from tests.inference import tiny_writer
 
 _CONFIG = tiny_writer.ALPHABET.model

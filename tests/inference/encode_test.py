@@ -12,8 +12,7 @@ from moh_jax.data.image_shards import open_splits
 from moh_jax.data.latents import LatentSource
 from moh_jax.data.transforms import center_crop
 from moh_jax.inference import encode
-from moh_jax.models.vae import VAE
-from moh_jax.models.weights_hash import encoder_sha256, weights_sha256
+from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from tests.inference import tiny_vae
 
 _OPTIONS = encode.EncodeOptions(

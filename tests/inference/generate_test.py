@@ -385,22 +385,22 @@ class SpecialTokensTest(parameterized.TestCase):
     self.assertEqual("".join(pieces), ended.text)
 
   def test_begin_of_text_is_left_out_on_request(self):
-    encode = self._generator()._encode
+    encode = self._generator().encode
     self.assertEqual(encode(0, "aA", _SHORT), [27, 1])
-    encode = self._generator(add_bos=False)._encode
+    encode = self._generator(add_bos=False).encode
     self.assertEqual(encode(0, "aA", _SHORT), [1])
     file = json.dumps({"bos_token": None, "eos_token": END}).encode()
     files = {"tokenizer_config.json": file}
-    encode = self._generator(files)._encode
+    encode = self._generator(files).encode
     self.assertEqual(encode(0, "aA", _SHORT), [1])
     with self.assertRaisesRegex(ValueError, "add_bos=True: the tokenizer has"):
       self._generator(files, add_bos=True)
 
   def test_names_of_special_tokens_are_parsed_on_request(self):
     text = f"aA{END}bB"
-    encode = self._generator(parse_special=True)._encode
+    encode = self._generator(parse_special=True).encode
     self.assertEqual(encode(0, text, _SHORT), [27, 1, 28, 2])
-    self.assertNotIn(28, self._generator()._encode(0, text, _SHORT))
+    self.assertNotIn(28, self._generator().encode(0, text, _SHORT))
 
   def test_answers_a_conversation(self):
     source = "{{ bos_token }}{{ messages[-1].content }}{% if messages[1:] %}bB"

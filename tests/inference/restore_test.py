@@ -16,7 +16,7 @@ from moh_jax.data.infer import resolve
 from moh_jax.inference import restore as restore_lib
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import saving
 from moh_jax.training.step import TrainState
 from tests.inference import tiny_text_model

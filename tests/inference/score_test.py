@@ -10,7 +10,7 @@ from moh_jax import config as config_lib
 from moh_jax.inference.score import Score, Scorer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
-from moh_jax.runtime.params import abstract_on
+from moh_jax.runtime.sharding import abstract_on
 from tests.inference import tiny_text_model
 
 _CONFIG = tiny_text_model.CONFIG

@@ -19,7 +19,7 @@ from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.head_layout import place_heads
 from moh_jax.runtime import sharding
-from moh_jax.runtime.params import unbox
+from moh_jax.runtime.sharding import unbox
 
 _BUDGET = HeadBudget(num_heads=4, shared=1, top_k=1, head_dim=8)
 

@@ -9,10 +9,13 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config.dit import FLOW_METHODS
-from moh_jax.models.flow import even_times
-from moh_jax.models.objective import training_losses
-from moh_jax.models.prediction import training_target
-from moh_jax.models.process import make_process, q_sample
+from moh_jax.models.diffusion import (
+  even_times,
+  make_process,
+  q_sample,
+  training_losses,
+  training_target,
+)
 from moh_jax.models.samplers import sample
 
 _SHAPE = (3, 2, 2, 1)

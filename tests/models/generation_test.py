@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from moh_jax import config as config_lib
 from moh_jax.models import generation
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 
 _CONFIG = config_lib.Config(
   model=config_lib.DiTConfig(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models import guidance
+from moh_jax.models import samplers
 
 _B, _NO_LABEL = 2, 5
 _LABELS = jnp.array([3, 1])
@@ -44,7 +44,7 @@ def _t(step: int) -> jax.Array:
 
 
 def _guide(predict=_predict, **options):
-  return guidance.guide(predict, _LABELS, _NO_LABEL, **options)
+  return samplers.guide(predict, _LABELS, _NO_LABEL, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "count"))
@@ -120,21 +120,21 @@ class DropLabelsTest(parameterized.TestCase):
   @parameterized.parameters(0.1, 0.5)
   def test_drops_this_share(self, rate):
     labels = jnp.arange(20_000) % _NO_LABEL
-    kept = guidance.drop_labels(jax.random.key(0), labels, _NO_LABEL, rate)
+    kept = samplers.drop_labels(jax.random.key(0), labels, _NO_LABEL, rate)
     chex.assert_type(kept, labels.dtype)
     dropped = np.asarray(kept == _NO_LABEL)
     self.assertAlmostEqual(dropped.mean(), rate, delta=0.015)
     chex.assert_trees_all_equal(kept[~dropped], labels[~dropped])
 
   def test_rate_zero_keeps_all(self):
-    kept = guidance.drop_labels(jax.random.key(0), _LABELS, _NO_LABEL, 0.0)
+    kept = samplers.drop_labels(jax.random.key(0), _LABELS, _NO_LABEL, 0.0)
     chex.assert_trees_all_equal(kept, _LABELS)
 
   def test_key_decides_what_is_dropped(self):
     labels = jnp.zeros(100, jnp.int32)
 
     def drop(seed):
-      return guidance.drop_labels(jax.random.key(seed), labels, _NO_LABEL, 0.5)
+      return samplers.drop_labels(jax.random.key(seed), labels, _NO_LABEL, 0.5)
 
     chex.assert_trees_all_equal(drop(0), drop(0))
     self.assertGreater(int((drop(0) != drop(1)).sum()), 10)

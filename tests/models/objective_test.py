@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models import objective
-from moh_jax.models.prediction import (
+from moh_jax.config.dit import LOSS_WEIGHTS
+from moh_jax.models import diffusion
+from moh_jax.models.diffusion import (
+  make_process,
   predict_x0,
+  q_sample,
   reverse_step,
   training_target,
 )
-from moh_jax.models.process import make_process, q_sample
 
 _PREDICTIONS = ("epsilon", "x0", "v")
 
@@ -33,13 +35,13 @@ def _normal(seed: int) -> jax.Array:
 _X0, _NOISE = _normal(0) / 2, _normal(1)
 _X = q_sample(_PROCESS, _X0, _T, _NOISE)
 _bound = jax.jit(
-  objective.variational_bound, static_argnames=("process", "prediction")
+  diffusion.variational_bound, static_argnames=("process", "prediction")
 )
 
 
 @functools.partial(jax.jit, static_argnames=_OPTIONS)
 def _losses(prediction: str, out: jax.Array, **options) -> dict:
-  return objective.training_losses(
+  return diffusion.training_losses(
     _PROCESS, prediction, out, x0=_X0, x=_X, t=_T, noise=_NOISE, **options
   )
 
@@ -91,7 +93,7 @@ class SquaredErrorTest(parameterized.TestCase):
     ):
       _losses("epsilon", _X, loss_weight="snr")
 
-  @parameterized.parameters(*objective.LOSS_WEIGHTS)
+  @parameterized.parameters(*LOSS_WEIGHTS)
   def test_unknown_prediction_lists_the_known(self, loss_weight):
     with self.assertRaisesRegex(
       ValueError, r"prediction='score' .*\('epsilon', 'x0', 'v', 'velocity'\)"

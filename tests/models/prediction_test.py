@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models import prediction as prediction_lib
-from moh_jax.models.process import make_process, q_sample, respace
+from moh_jax.models import diffusion as prediction_lib
+from moh_jax.models.diffusion import make_process, q_sample, respace
 
 _PREDICTIONS = ("epsilon", "x0", "v")
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models import process as process_lib
-from moh_jax.models.process import Process, make_process, respace
+from moh_jax.models import diffusion as process_lib
+from moh_jax.models.diffusion import Process, make_process, respace
 
 _SCHEDULES = ("linear", "cosine")
 _SPACINGS = ("1", "7", "250", "ddim25", "10,15,20")

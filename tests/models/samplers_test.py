@@ -10,12 +10,12 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config.dit import DIFFUSION_METHODS
 from moh_jax.models import samplers
-from moh_jax.models.prediction import reverse_step
-from moh_jax.models.process import (
+from moh_jax.models.diffusion import (
   Process,
   even_log_snr,
   make_process,
   respace,
+  reverse_step,
 )
 
 _PREDICTIONS = ("epsilon", "x0", "v")

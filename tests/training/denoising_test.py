@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from PIL import Image
 
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.layers.model_aux import ModelAux
+from moh_jax.layers.stack import ModelAux
 from moh_jax.runtime import sharding
 from moh_jax.training import denoising
 from moh_jax.training.step import make_program, metric_values
