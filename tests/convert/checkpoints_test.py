@@ -232,7 +232,7 @@ class ReleasedRunTest(parameterized.TestCase):
 
   @parameterized.product(name=("dit-s2", "moh-dit-s2-75"), side=(32, 64, 16))
   def test_input_size_is_that_of_the_position_table(self, name, side):
-    run = checkpoints._released_run(released_model(name), _shapes(name, side))
+    run = checkpoints.released_run(released_model(name), _shapes(name, side))
     same = dataclasses.replace(released_model(name), input_size=(side, side))
     self.assertEqual(run.model, same)
     self.assertEqual(run.data.source, "latents")
@@ -253,7 +253,7 @@ class ReleasedRunTest(parameterized.TestCase):
     ("moh-vit-s80", {}),
   )
   def test_otherwise_the_size_is_the_models(self, name, tensors):
-    run = checkpoints._released_run(released_model(name), tensors)
+    run = checkpoints.released_run(released_model(name), tensors)
     self.assertEqual(run.model, released_model(name))
     if run.model.family == "vit":
       self.assertEqual(run.data.eval_resize, 256)
