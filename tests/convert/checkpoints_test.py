@@ -126,19 +126,6 @@ class ViTTest(_Case):
       restore(out).params, restore(str(self.out)).params
     )
 
-  def test_other_image_size_keeps_the_pretraining_size_and_crop(self):
-    out = self.target()
-    convert("moh-vit", str(self.source), out, config=_VIT, image_size=32)
-    config = restore(out).config
-    self.assertEqual(config.model.image_size, (32, 32))
-    self.assertEqual(config.model.pretrain_image_size, 16)
-    self.assertEqual(config.data.eval_resize, 40)
-
-  def test_directory_that_holds_checkpoints_is_left_alone(self):
-    with self.assertRaisesRegex(ValueError, "ours"):
-      convert("moh-vit", str(self.source), str(self.out), config=_VIT)
-    self.assertEqual(restore(str(self.out)).config.model, _VIT.model)
-
   @parameterized.parameters(
     ("vit", {}, "'vit' .*moh-vit.*transnext"),
     ("moh-vit", {"model": "moh-vit-s81"}, "'moh-vit-s81' .*moh-vit-s80"),
