@@ -113,7 +113,9 @@ def commands() -> str:
     "folders to read, `--out` where to write, `--json` a file for the metrics.",
   ]
   for name in main.COMMANDS:
-    parts += [f"## {name}", f"```text\n{_help(name)}\n```"]
+    for kind in main.kinds(name):
+      command = f"{name} {kind}".strip()
+      parts += [f"## {command}", f"```text\n{_help(command)}\n```"]
   return "\n\n".join(parts) + "\n"
 
 
@@ -121,7 +123,7 @@ def _help(command: str) -> str:
   out = io.StringIO()
   os.environ["COLUMNS"] = "80"  # argparse's width
   with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-    main.main([command, "--help"])
+    main.main([*command.split(), "--help"])
   return out.getvalue().rstrip()
 
 

@@ -15,22 +15,30 @@ from moh_jax.cli.csv_file import write_csv
 from moh_jax.cli.labelled_data import LabelledData, open_data
 from moh_jax.data.identity import differences
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.evaluation import pictures, tables
-from moh_jax.evaluation.checkpoint_report import (
-  Findings,
-  similarity_rows,
-  write_report,
+from moh_jax.evaluation.head_stats import (
+  HEADER,
+  HeadStats,
+  head_stats,
+  table_rows,
+  to_npz,
 )
-from moh_jax.evaluation.head_stats import HeadStats, head_stats
-from moh_jax.evaluation.importance import (
+from moh_jax.evaluation.probe import (
+  Probe,
+  make_probe,
   order_by_importance,
   top_k_by_importance,
 )
-from moh_jax.evaluation.probe import Probe, make_probe
-from moh_jax.evaluation.run_metrics import read_run_metrics
-from moh_jax.evaluation.samples import samples
+from moh_jax.evaluation.report import (
+  Findings,
+  read_run_metrics,
+  run_preview,
+  samples,
+  similarity_rows,
+  write_report,
+)
 from moh_jax.evaluation.similarity import head_similarity
 from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
+from moh_jax.inference.sample import Sampler
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.files import write_whole
@@ -64,10 +72,8 @@ def run(args: argparse.Namespace) -> int:
   important heads in place of the first.
   """
   is_first = distributed.join(args)
-  if args.out:
-    pictures.check("--out")
-    if pathlib.Path(args.out).is_file():
-      raise ValueError(f"--out {args.out} is a file, must be a folder")
+  if args.out and pathlib.Path(args.out).is_file():
+    raise ValueError(f"--out {args.out} is a file, must be a folder")
   mesh = sharding.make_mesh(args.mesh)
   sharding.check_batch("--batch-size", args.batch_size, mesh)
   with sharding.use_mesh(mesh):
@@ -94,12 +100,14 @@ def run(args: argparse.Namespace) -> int:
       }
     if args.out:
       shown = samples(
-        *(restored, args.checkpoint, probe, stats, data.names),
-        *(ours.tokenizer, mesh),
+        *(config, params, probe, stats, data.names, ours.tokenizer, mesh),
+        preview=run_preview(args.checkpoint, restored.step),
+        generate=lambda count: Sampler(restored, mesh=mesh).batch(0, count),
       )
   if not is_first:
     return 0
   found = Findings(
+    config=config,
     similarity=similarity,
     checkpoint=ours.name,
     where=data.where,
@@ -119,9 +127,9 @@ def run(args: argparse.Namespace) -> int:
   if args.out:
     folder = pathlib.Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    write_csv(str(folder / "heads.csv"), tables.HEADER, tables.rows(stats))
-    write_whole(folder / "heads.npz", tables.to_npz(stats))
-    write_report(restored, found, folder)
+    write_csv(str(folder / "heads.csv"), HEADER, table_rows(stats))
+    write_whole(folder / "heads.npz", to_npz(stats))
+    write_report(found, folder)
     if args.json != "-":
       print(f"report: {folder / 'report.html'}")
   common.write_json(args.json, _json(stats, importance, collapsed, restored))

@@ -129,7 +129,7 @@ def _training_text(
   vocabulary = config.model.vocab_size
   # The seed of the run's order does not matter here: with a fixed one, runs of
   # different seeds are compared on the same sequences.
-  text = sequences.train_sequences(config.data, vocabulary, 0)
+  text = sequences.Text(config.data, vocabulary, "train").stream(0)
 
   def batches() -> Iterable[Any]:
     taken = itertools.islice(

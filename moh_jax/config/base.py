@@ -207,7 +207,7 @@ def read_fields(
   """
   _check_keys(name, cls, values)
   return {
-    key: _converted(_path(name, key), value, hints(cls)[key])
+    key: converted(_path(name, key), value, hints(cls)[key])
     for key, value in values.items()
   }
 
@@ -233,11 +233,20 @@ def _unknown_key(path: str, known: Iterable[str]) -> str:
   return f"unknown config key {path}{hint}"
 
 
-def _converted(path: str, value: Any, hint: Any) -> Any:
-  """A value as its type wants it; arguments as for `read_fields`."""
+def converted(path: str, value: Any, hint: Any) -> Any:
+  """A value as its type wants it.
+
+  Args:
+    path: of the key or option, for errors.
+    value: from Python, JSON or, as `GivenText`, a command line.
+    hint: type of the field, see the module.
+
+  Raises:
+    ValueError: a wrong type or a value out of range.
+  """
   if (kind := without_none(hint)) is not hint:
     is_none = isinstance(value, GivenText) and value.lower() == "none"
-    return None if value is None or is_none else _converted(path, value, kind)
+    return None if value is None or is_none else converted(path, value, kind)
   if isinstance(value, GivenText):
     value = _read(value, plain(hint))
   if dataclasses.is_dataclass(hint):
@@ -277,7 +286,7 @@ def _tuple(path: str, value: Any, item: Any, length: int | None) -> tuple:
   if length not in (None, len(value)):
     raise ValueError(f"{path}={value!r} must have {length} values")
   return tuple(
-    _converted(f"{path}[{i}]", part, item) for i, part in enumerate(value)
+    converted(f"{path}[{i}]", part, item) for i, part in enumerate(value)
   )
 
 

@@ -82,8 +82,8 @@ def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
   Returns:
     Lines "section.field: OURS here, THEIRS there".
   """
-  here = _leaves(section, dataclasses.asdict(ours))
-  there = _leaves(section, dataclasses.asdict(theirs))
+  here = leaves(section, dataclasses.asdict(ours))
+  there = leaves(section, dataclasses.asdict(theirs))
   return [
     f"{path}: {here.get(path)!r} here, {there.get(path)!r} there"
     for path in sorted({*here, *there})
@@ -91,12 +91,12 @@ def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
   ]
 
 
-def _leaves(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def leaves(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
   """Every path and value of nested dicts."""
   found = {}
   for name, value in values.items():
     path, is_part = f"{prefix}.{name}", isinstance(value, Mapping)
-    found |= _leaves(path, value) if is_part else {path: value}
+    found |= leaves(path, value) if is_part else {path: value}
   return found
 
 
@@ -161,6 +161,13 @@ def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
       raise ValueError(f"override {text!r} must be FIELD=VALUE")
     _set(cfg, key, GivenText(value))
   return cfg
+
+
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+  """A run with some keys changed; arguments and errors as of `override`."""
+  if not overrides:
+    return config
+  return from_config_dict(override(to_dict(config), overrides))
 
 
 def _set(cfg: dict[str, Any], key: str, value: Any) -> None:

@@ -158,37 +158,21 @@ class FakeSource(ImageSource):
   """
 
   def __init__(
-    self,
-    split: str,
-    examples: int,
-    model: Any,
-    *,
-    latent: bool = False,
-    class_names: tuple[str, ...] = (),
+    self, config: Config, split: str, class_names: tuple[str, ...] = ()
   ):
-    """Prepares the source.
-
-    Args:
-      split: "train" or "val".
-      examples: number of examples.
-      model: section `model` of the config, which they fit.
-      latent: whether they are latents.
-      class_names: of the model; () are the numbers of the labels.
-    """
+    """Prepares a split, of what the model reads; see `open`."""
+    model = config.model
     self.class_names = class_names or tuple(map(str, range(model.num_classes)))
-    self.channels = model.channels
-    self._shape = model.input_shape
-    self._seed = SPLITS.index(split)
-    self._examples = examples
-    self._latent = latent
+    self.channels, self._shape = model.channels, model.input_shape
+    self._seed, self._latent = SPLITS.index(split), is_latent(config)
+    self._examples = config.data.fake_examples
 
   @classmethod
   def open(
     cls, config: Config, split: str, class_names: tuple[str, ...] = ()
   ) -> "FakeSource":
-    """Makes a split, of what the model reads."""
-    known = {"latent": is_latent(config), "class_names": class_names}
-    return cls(split, config.data.fake_examples, config.model, **known)
+    """Makes a split."""
+    return cls(config, split, class_names)
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
@@ -533,14 +517,17 @@ class SharedReads:
   """
 
   def __init__(
-    self, most: int, size: Callable[[Hashable, Any], int], uses: int = 0
+    self,
+    most: int,
+    size: Callable[[Hashable, Any], int] | None = None,
+    uses: int = 0,
   ):
     """Holds nothing yet.
 
     Args:
       most: sum of the sizes of the results that are kept. The last one is kept
         whatever its size.
-      size: of a result, from its key and itself.
+      size: of a result, from its key and itself; None counts results.
       uses: drops a result that was asked for so often; 0 is never.
     """
     self._most, self._size, self._uses = most, size, uses
@@ -578,7 +565,7 @@ class SharedReads:
         if read.done() and read.exception():
           del self._kept[key]
         elif read.done():
-          sizes[key] = self._size(key, read.result())
+          sizes[key] = self._size(key, read.result()) if self._size else 1
       total = sum(sizes.values())
       for key, size in sizes.items():
         if total <= self._most or len(self._kept) == 1:

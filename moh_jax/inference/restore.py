@@ -13,6 +13,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.config import Config, apply_overrides, check_command
+from moh_jax.config.parse import changed
 from moh_jax.data.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
@@ -102,6 +103,7 @@ def restore(
   mesh: Mesh | None = None,
   sample: Mapping[str, Any] | None = None,
   verify: bool = True,
+  changes: Sequence[str] = (),
   **model_overrides: Any,
 ) -> Restored:
   """Restores a checkpoint for inference.
@@ -113,6 +115,8 @@ def restore(
     mesh: devices to shard the parameters over; None is one device.
     sample: fields of the section `sample` to change, for diffusion models.
     verify: compare what is read with its checksums first.
+    changes: keys of the config to change, as on command lines:
+      "sample.steps=50"; `model_overrides` come after them.
     **model_overrides: model fields to change, for instance `top_k` to serve
       one training at several activated shares, `router={"gate_form": "paper"}`,
       `dtype`, or `attention_impl`. A `top_k` of one number holds for every
@@ -128,7 +132,8 @@ def restore(
   """
   stored, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  config = _serving_config(stored.config, overrides, sample or {})
+  served = changed(stored.config.served(), changes)
+  config = _serving_config(served, overrides, sample or {})
   if mesh is not None:
     check_heads(config.model, mesh)
   # The stored tree is the trained model's: an override such as top_k = 0 may
@@ -142,7 +147,8 @@ def restore(
   fit = functools.partial(
     fit_params, trained=stored.config.model, wanted=config.model
   )
-  model = _network(config, jax.eval_shape(fit, abstract), overrides)
+  told = overrides or list(changes)
+  model = _network(config, jax.eval_shape(fit, abstract), told)
   sharding.check_tree(abstract, f"the parameters of {directory}")
   params = checkpoint.restore_params(
     directory, step, abstract, use_ema=use_ema, verify=verify
@@ -152,10 +158,9 @@ def restore(
 
 
 def _serving_config(
-  trained: Config, model: dict[str, Any], sample: Mapping[str, Any]
+  config: Config, model: dict[str, Any], sample: Mapping[str, Any]
 ) -> Config:
-  """The config of a trained model with other fields of model and sampling."""
-  config = trained.served()
+  """The config of a served model with other fields of model and sampling."""
   others = {k: v for k, v in model.items() if k != "top_k"}
   if others:
     config = apply_overrides(config, "model", **others)
@@ -195,7 +200,7 @@ def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
   return apply_overrides(config, "model", top_k=values)
 
 
-def _network(config: Config, params: Any, overrides: dict) -> nn.Module:
+def _network(config: Config, params: Any, overrides: Any) -> nn.Module:
   """The network of a config, which must use no parameters but the given ones.
 
   Raises:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from moh_jax.ops.basics import ATTENTION
-from moh_jax.ops.head_similarity import SIMILARITY
 from moh_jax.ops.routing import RouterAux
 
 _policies = jax.checkpoint_policies
@@ -82,7 +81,7 @@ def scan_blocks(
     block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={"params": 0, "intermediates": 0, SIMILARITY: 0},
+    variable_axes={"params": 0, "intermediates": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=in_axes,
     length=depth,

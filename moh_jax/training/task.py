@@ -22,7 +22,7 @@ from moh_jax.data.pipeline import (
 from moh_jax.data.sources import make_source
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.data.transforms import normalizer
-from moh_jax.evaluation.means import EvalStep, mean_metrics
+from moh_jax.evaluation.metrics import EvalStep, mean_metrics
 from moh_jax.models.generation import Decode
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding

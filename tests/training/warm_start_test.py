@@ -115,7 +115,7 @@ class WarmStartTest(parameterized.TestCase):
     model = {"router": RouterConfig("query_norm"), "top_k": (3, 3)}
     config = tiny.llm_config(model=model)
     loaded, _ = self._load(config, source=self.baseline)
-    data = sequences.train_sequences(config.data, 60, 0)
+    data = sequences.Text(config.data, 60, "train").stream(0)
     batch = jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
 
     def loss(config, params):

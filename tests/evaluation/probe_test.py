@@ -9,12 +9,12 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import HeadBudget, RouterConfig
-from moh_jax.evaluation.importance import (
+from moh_jax.evaluation.probe import (
   head_importance,
   order_by_importance,
+  text_probe,
   top_k_by_importance,
 )
-from moh_jax.evaluation.probe import text_probe
 from moh_jax.models.llm import LLM, summed_nats
 from moh_jax.runtime.sharding import unbox
 from tests.training import tiny
