@@ -109,11 +109,7 @@ class DataConfig(base.Section):
     mean, std = self.mean, self.std
     fit = mean and std and len(mean) == len(std)
     if not fit and (mean, std) != (None, None):
-      self.fail(
-        "mean",
-        f"and data.std={std} must have one value per channel each, or both be "
-        "None",
-      )
+      self.fail("mean", f"and data.std={std} must have one value per channel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,15 +191,11 @@ class TextDataConfig(base.Section):
     """Path and mix fit the source; the shares of a mix are all of it."""
     check_source(self)
     if len(self.mix) != len(self.ratios):
-      self.fail(
-        "ratios", f"must have one value for each of data.mix={self.mix}"
-      )
+      self.fail("ratios", f"must have one value for each of {self.mix}")
     if len(set(self.mix)) != len(self.mix):
       self.fail("mix", "must name each source once")
     if self.mix and abs(sum(self.ratios) - 100) > _SUM_TOLERANCE:
-      self.fail(
-        "ratios", f"must sum to 100 (percent), not {sum(self.ratios):g}"
-      )
+      self.fail("ratios", f"must sum to 100 (percent), not {sum(self.ratios)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,10 +219,7 @@ class TuneConfig(base.Section):
     """The steps rise from 0, each with a value."""
     steps = self.top_k_steps
     if len(steps) != len(self.top_k_values):
-      self.fail(
-        "top_k_values",
-        f"must have one value for each of tune.top_k_steps={steps}",
-      )
+      self.fail("top_k_values", f"must have one value for each of {steps}")
     rising = all(a < b for a, b in itertools.pairwise(steps))
     if steps and (steps[0] != 0 or not rising):
       self.fail("top_k_steps", "must rise from 0")

@@ -366,8 +366,5 @@ def check_source(data: Any) -> None:
     readers = sources_with(data, field.name)
     is_read = not readers or data.source in readers
     if not is_read and getattr(data, field.name) != field.default:
-      data.fail(
-        field.name,
-        f"must be {field.default!r} with data.source={data.source!r}; it is "
-        f"for {readers}",
-      )
+      there = f"with data.source={data.source!r}; it is for {readers}"
+      data.fail(field.name, f"must be {field.default!r} {there}")

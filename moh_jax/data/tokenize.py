@@ -99,13 +99,11 @@ def fill_parts(
   Raises:
     ValueError: there are fewer than two documents, or all have the same text.
   """
-  keeps = [keep for keep in parts.values() if isinstance(keep, HeldOutPart)]
-  if len(keeps) < 2 or len({keep.share for keep in keeps}) > 1:
+  share = getattr(parts.get("val"), "share", None)
+  if share is None or parts != held_out_parts(share):
     return dict(parts)
-  share = keeps[0].share
   low, high, count = 1.0, 0.0, 0
-  for text in texts:
-    number = _number(text)
+  for number in map(_number, texts):
     low, high, count = min(low, number), max(high, number), count + 1
     if low < share <= high:
       return dict(parts)
@@ -117,11 +115,7 @@ def fill_parts(
       f"the input has {count} {same}, and documents are not cut; tokenize "
       "other files with --split val, and this one with --split train"
     )
-  share = high if low < share else math.nextafter(low, 1)
-  return {
-    split: dataclasses.replace(keep, share=share)
-    for split, keep in parts.items()
-  }
+  return held_out_parts(high if low < share else math.nextafter(low, 1))
 
 
 def _number(text: str) -> float:
