@@ -1,15 +1,16 @@
 """What `heads` measures: models, on images by class or on text by task."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax import config as config_lib
-from moh_jax.cli.heads import Options
 from moh_jax.data import sequences
 from moh_jax.data.identity import Identity, differences
 from moh_jax.data.infer import data_at
@@ -22,6 +23,9 @@ from moh_jax.inference.restore import Restored, load_checkpoint_tokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.training.task import held_out_batches, stream
+
+if TYPE_CHECKING:
+  from moh_jax.cli.heads import Options
 
 _TEXT_BATCHES = 8
 
