@@ -33,7 +33,13 @@ from moh_jax.ops.kernels.attention import has_kernels
 from moh_jax.ops.target import has_cudnn, target
 from moh_jax.runtime.json_files import read_json
 from moh_jax.training import timing
-from moh_jax.training.bench import Row, attempt, failure, table_cells
+from moh_jax.training.bench import (
+  Row,
+  attempt,
+  failure,
+  read_rows,
+  table_cells,
+)
 
 TILES_FILE = "tiles.json"
 _ORDER = (MODES[0], MODES[2], MODES[1], MODES[3])
@@ -249,8 +255,8 @@ def _report(folder: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     if kind in parts:
       parts[kind] += result["rows"]
     elif kind != "tiles":
-      rows = [Row(**row) for row in result["rows"]]
-      groups.setdefault(f"{kind}_{more[0]}", []).extend(rows)
+      key = f"{kind}_{more[0]}"
+      groups.setdefault(key, []).extend(read_rows(result))
   for title, rows in groups.items():
     rows.sort(key=lambda row: (row.mode, row.length))
     print(f"\n{title.replace('_', ', head dim ')}")

@@ -65,7 +65,6 @@ def run_heads(
     *benchmark: the other arguments of `moh_jax.cli.bench.compare_forms`.
   """
   parser = make_parser(doc)
-  speed.add_target(parser)
   names = [f.name for f in dataclasses.fields(cls) if f.init]
   fields.add_fields(parser, cls, *names)
   parser.add_argument("--traceback", action="store_true")
@@ -73,7 +72,7 @@ def run_heads(
 
   def call() -> int:
     options = cls(**fields.given_fields(args, cls, *names))
-    result = bench.run_heads(args.target, options, *benchmark)
+    result = bench.run_heads(options, *benchmark)
     return bench.report(args.json, result)
 
   return report_errors(call, args.traceback)

@@ -21,7 +21,7 @@ from typing import Any
 from moh_jax.ops.attention import LENGTHS, Crossover
 from moh_jax.ops.kernels.attention import has_kernels, kernel_options
 from moh_jax.ops.target import target
-from moh_jax.training.bench import Row
+from moh_jax.training.bench import Row, read_rows
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def crossovers(results: Iterable[Mapping[str, Any]]) -> list[Crossover]:
   parts: dict[tuple[int, str], list[Row]] = {}
   for result in results:
     key = result["settings"]["head_dim"], result["settings"]["dtype"]
-    parts.setdefault(key, []).extend(Row(**row) for row in result["rows"])
+    parts.setdefault(key, []).extend(read_rows(result))
   entries = []
   for (dim, dtype), rows in sorted(parts.items()):
     backends = {"packed": "xla", "cudnn": "cudnn"}

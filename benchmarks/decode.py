@@ -6,7 +6,6 @@ Shapes: B batch, M slots, H query heads, K key/value heads, D head dim.
 """
 
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,6 @@ from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.kernels.attention import kernel_options
 from moh_jax.ops.kernels.problem import MAX_HEAD_DIM
 from moh_jax.ops.target import target
-from moh_jax.training.bench import is_absent, make_arrays
 from moh_jax.training.flops import attention_flops
 
 
@@ -70,14 +68,12 @@ def _check(options: DecodeOptions, name: str) -> None:
 def splits(options: DecodeOptions, _: str, length: int) -> Iterable[Split]:
   """Attention to a cache of all heads, and of each of the shares."""
   batch, heads, dim = options.batch, options.heads, options.head_dim
-  q, cache, slots = make_arrays(lambda: _arrays(options, length))
-  whole = None
-  if not is_absent():
-    whole, _ = make_reference("forward")(q, *_keys_and_values(cache))
+  q, cache, slots = _arrays(options, length)
+  whole, _ = make_reference("forward")(q, *_keys_and_values(cache))
   for budget in (None, *options.budgets()):
     active, share = None, 1.0
     if budget is not None:
-      active = make_arrays(functools.partial(random_active, budget, batch, 1))
+      active = random_active(budget, batch, 1)
       share = budget.share
     yield Split(
       budget,

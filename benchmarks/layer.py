@@ -21,7 +21,6 @@ from moh_jax.cli.arguments.speed import HeadOptions
 from moh_jax.cli.bench import Split, check_shapes, chosen_form
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.training.bench import jit_once, make_arrays
 from moh_jax.training.flops import attention_flops, passes
 
 _BALANCE_WEIGHT = 0.01
@@ -81,12 +80,10 @@ def layer_flops(
 def splits(options: LayerOptions, mode: str, length: int) -> Iterable[Split]:
   """The layer without a router, and with one for each of the shares."""
   shape = (options.batch, length, options.features)
-  tokens = make_arrays(
-    lambda: [
-      jax.random.normal(key, shape, options.dtype)
-      for key in jax.random.split(jax.random.key(0))
-    ]
-  )
+  tokens = [
+    jax.random.normal(key, shape, options.dtype)
+    for key in jax.random.split(jax.random.key(0))
+  ]
   for budget in (None, *options.budgets()):
     share = 1.0 if budget is None else budget.share
     evaluation = functools.partial(_evaluation, options, budget, mode)
@@ -118,10 +115,8 @@ def _module(
 @functools.cache
 def _params(options: LayerOptions, budget: HeadBudget | None) -> Any:
   token = jnp.zeros((1, 1, options.features), options.dtype)
-  init = jit_once(_module(options, budget, "forward", "dense").init)
-  return make_arrays(
-    lambda: nn.meta.unbox(init(jax.random.key(1), token)["params"])
-  )
+  init = jax.jit(_module(options, budget, "forward", "dense").init)
+  return nn.meta.unbox(init(jax.random.key(1), token)["params"])
 
 
 def _evaluation(

@@ -8,7 +8,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from moh_jax.training.bench import Row
+from moh_jax.training.bench import Row, read_rows
 
 _LINES = ("-", "--", ":", "-.")  # line styles, one for each share
 
@@ -20,7 +20,7 @@ def main() -> None:
   parser.add_argument("--out", required=True, metavar="FILE")
   args = parser.parse_args()
   stored = json.loads(pathlib.Path(args.results).read_text())
-  rows = [Row(**row) for row in stored["rows"]]
+  rows = read_rows(stored)
   draw([row for row in rows if row.share < 1], args.out)
 
 

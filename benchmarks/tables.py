@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moh_jax.training.bench import Row
+from moh_jax.training.bench import Row, read_rows
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = ("README.md", "docs/benchmarks.md", "docs/results.md")
@@ -57,7 +57,7 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def _rows(*names: str) -> list[Row]:
-  return [Row(**row) for name in names for row in _load(name)["rows"]]
+  return [row for name in names for row in read_rows(_load(name))]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

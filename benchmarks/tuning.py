@@ -21,7 +21,7 @@ from moh_jax.runtime import sharding
 from moh_jax.training.language_modeling import make_evaluate
 from moh_jax.training.train import train
 
-_CONFIG = "configs/llm_stdlib_tune.py"
+_CONFIG = "configs/llm_stdlib.py"
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
   rows, before = [], _bits(args.checkpoint)
   if args.json != "-":
     print(f"before: {before:.4f} bits per byte, all heads on")
-  for kind in ("mha", "first", f"importance:{heads}", "schedule"):
+  for kind in ("tune_mha", "tune", f"importance:{heads}", "schedule"):
     name = kind.partition(":")[0]
     config = common.load_config(
       f"{_CONFIG}:{kind}", [f"train.init_from={args.checkpoint}"]

@@ -8,46 +8,74 @@
 Arguments: s2_90, s2_75, b2_90, b2_75, l2_90, l2_75, xl2_90, xl2_75 (MoH); s2,
 s4, s8, b2, ..., xl8 (DiT, plain multi-head attention). For 512 x 512 encode
 with --image-size 512 and add --config.model.input_size="(64, 64)".
+
+Two arguments make a model of your own classes from a trained one: finetune (for
+the released models, on latents of your images) and finetune_pixels (a model
+without an autoencoder, on your images).
+
+  python -m moh_jax encode-latents --data FOLDER --vae VAE --out LATENTS
+  python train.py --config=configs/dit.py:finetune --workdir=DIR \
+    --config.data.path=LATENTS --config.train.init_from=CHECKPOINT
+
+FOLDER holds a folder of images for each class, or images alone, which is one
+class: then the model is unconditional. All but the label table is the
+checkpoint's, its vector of "no label" included.
 """
 
 import ml_collections
 
-from moh_jax import config as config_lib
-from moh_jax.config import released_model, released_models
+from moh_jax import config as lib
 
 _MODELS = {
   name.partition("dit-")[2].replace("-", "_"): name
-  for name in released_models()
+  for name in lib.released_models()
   if "dit-" in name
 }
-ARGUMENTS = tuple(_MODELS)
+# arXiv:2212.09748: constant rate, no decay, no clipping, no warm-up.
+_OPTIM = {"lr": 1e-4, "schedule": "constant", "weight_decay": 0.0}
+_DATA = {
+  "finetune": {"source": "latents", "path": "LATENTS", "batch_size": 32},
+  "finetune_pixels": {
+    "source": "image_folder",
+    "path": "IMAGES",
+    "batch_size": 32,
+    "val_share": 0.1,
+    "bad_images": "check",
+    "augment": "center_flip",
+  },
+}
+ARGUMENTS = (*_MODELS, *_DATA)
 
 
 def get_config(arg: str = "xl2_90") -> ml_collections.ConfigDict:
-  config = config_lib.Config(
-    model=released_model(_MODELS[arg], dtype="bfloat16"),
-    data=config_lib.DataConfig(
-      source="latents",
-      path="data/imagenet256_latents",
-      batch_size=256,
+  if arg in _DATA:
+    return _finetune(_DATA[arg])
+  config = lib.Config(
+    lib.released_model(_MODELS[arg], dtype="bfloat16"),
+    data=lib.DataConfig(
+      source="latents", path="data/imagenet256_latents", batch_size=256
     ),
-    # arXiv:2212.09748: constant rate, no decay, no clipping, no warm-up.
-    optim=config_lib.OptimConfig(
-      lr=1e-4,
-      schedule="constant",
-      warmup_steps=0,
-      weight_decay=0.0,
-      clip_norm=0.0,
-      ema_decay=0.9999,
+    optim=lib.OptimConfig(
+      **_OPTIM, warmup_steps=0, clip_norm=0.0, ema_decay=0.9999
     ),
-    train=config_lib.TrainConfig(
-      steps=7_000_000 if "xl" in arg else 400_000, balance_weight=0.01
-    ),
-    checkpoint=config_lib.CheckpointConfig(
-      every=5_000, keep_last=2, keep_every=50_000
-    ),
-    eval=config_lib.EvalConfig(every=50_000, batch_size=256),
-    log=config_lib.LogConfig(every=100),
-    sample=config_lib.SampleConfig(method="ddpm", steps="250", cfg_scale=1.5),
+    train=lib.TrainConfig(steps=7_000_000 if "xl" in arg else 400_000),
+    checkpoint=lib.CheckpointConfig(every=5_000, keep_every=50_000),
+    eval=lib.EvalConfig(every=50_000, batch_size=256),
+    log=lib.LogConfig(every=100),
   )
-  return config_lib.to_config_dict(config)
+  return lib.to_config_dict(config)
+
+
+def _finetune(data: dict) -> ml_collections.ConfigDict:
+  """A short run; what it does not state is the checkpoint's."""
+  return ml_collections.ConfigDict(
+    {
+      "model": {},
+      "data": data,
+      "optim": {**_OPTIM, "warmup_steps": 100, "ema_decay": 0.999},
+      "train": {"steps": 5000, "init_from": ""},
+      "checkpoint": {"every": 500},
+      "eval": {"every": 500, "batch_size": 32},
+      "sample": {"every": 0},  # previews of latents need --vae
+    }
+  ).lock()

@@ -17,7 +17,7 @@ with a head for the new classes), dit (a small MoH-DiT that makes such images of
 
 import ml_collections
 
-from moh_jax import config as config_lib
+from moh_jax import config as lib
 from moh_jax.config.released import NO_DECAY
 
 ARGUMENTS = ("small", "small_mha", "medium", "medium_mha", "finetune", "dit")
@@ -26,72 +26,57 @@ _DATA = {
   "path": "IMAGES",
   "val_share": 0.1,
   "bad_images": "check",
-}
-_CLASSIFIER_DATA = {
-  **_DATA,
   "batch_size": 32,
-  "augment": "crop_flip",
-  "eval_resize": None,
 }
-_EVAL = config_lib.EvalConfig(every=100, batch_size=32)
-_CHECKPOINT = config_lib.CheckpointConfig(every=100)
+_CLASSIFIER_DATA = {**_DATA, "augment": "crop_flip", "eval_resize": None}
+_OPTIM = {"lr": 1e-3, "final_lr": 1e-5}
+_EVERY = 100  # steps between checkpoints and evaluations of classifiers
+# Stages of "small" (1.5 million parameters), and as wide as TransNeXt-Micro's.
+_STAGES = {
+  "small": {
+    "embed_dims": (48, 96, 192),
+    "depths": (2, 2, 2),
+    "num_heads": (4, 4, 8),
+    "shared_heads": (1, 1, 2),
+    "top_k": (2, 2, 4),
+    "mlp_ratios": (4, 4, 4),
+    "sr_ratios": (4, 2, 1),
+    "drop_path": 0.05,
+  },
+  "medium": {
+    "embed_dims": (48, 96, 192, 384),
+    "depths": (2, 2, 6, 2),
+    "num_heads": (4, 4, 8, 16),
+    "shared_heads": (1, 1, 2, 4),
+    "top_k": (2, 2, 4, 8),
+    "drop_path": 0.1,
+  },
+}
 
 
 def get_config(arg: str = "small") -> ml_collections.ConfigDict:
   if arg == "finetune":
     return _finetune()
   if arg == "dit":
-    return config_lib.to_config_dict(_dit())
+    return lib.to_config_dict(_dit())
   size, _, mha = arg.partition("_")
-  model = _small() if size == "small" else _medium()
-  return config_lib.to_config_dict(
-    config_lib.Config(
-      model=config_lib.without_router(model) if mha else model,
-      data=config_lib.DataConfig(**_CLASSIFIER_DATA),
-      optim=config_lib.OptimConfig(
-        lr=1e-3, final_lr=1e-5, weight_decay=0.05, no_decay=NO_DECAY
-      ),
-      train=config_lib.TrainConfig(steps=2000),
-      classifier=config_lib.ClassifierConfig(label_smoothing=0.1),
-      checkpoint=_CHECKPOINT,
-      eval=_EVAL,
-    )
+  model = lib.ViTConfig(image_size=None, **_STAGES[size])
+  config = lib.Config(
+    lib.without_router(model) if mha else model,
+    data=lib.DataConfig(**_CLASSIFIER_DATA),
+    optim=lib.OptimConfig(**_OPTIM, no_decay=NO_DECAY),
+    train=lib.TrainConfig(steps=2000),
+    classifier=lib.ClassifierConfig(label_smoothing=0.1),
+    checkpoint=lib.CheckpointConfig(every=_EVERY),
+    eval=lib.EvalConfig(every=_EVERY, batch_size=32),
   )
+  return lib.to_config_dict(config)
 
 
-def _small() -> config_lib.ViTConfig:
-  """Three stages, 1.5 million parameters."""
-  return config_lib.ViTConfig(
-    image_size=None,
-    embed_dims=(48, 96, 192),
-    depths=(2, 2, 2),
-    num_heads=(4, 4, 8),
-    shared_heads=(1, 1, 2),
-    top_k=(2, 2, 4),
-    mlp_ratios=(4, 4, 4),
-    sr_ratios=(4, 2, 1),
-    drop_path=0.05,
-  )
-
-
-def _medium() -> config_lib.ViTConfig:
-  """Four stages as wide as TransNeXt-Micro's."""
-  return config_lib.ViTConfig(
-    image_size=None,
-    embed_dims=(48, 96, 192, 384),
-    depths=(2, 2, 6, 2),
-    num_heads=(4, 4, 8, 16),
-    shared_heads=(1, 1, 2, 4),
-    top_k=(2, 2, 4, 8),
-    drop_path=0.1,
-  )
-
-
-def _dit() -> config_lib.Config:
+def _dit() -> lib.Config:
   depth = 6
-  return config_lib.Config(
-    model=config_lib.DiTConfig(
-      input_size=(32, 32),
+  return lib.Config(
+    lib.DiTConfig(
       patch_size=4,
       width=192,
       num_heads=(8,) * depth,
@@ -99,18 +84,14 @@ def _dit() -> config_lib.Config:
       shared_heads=(2,) * depth,
       top_k=(4,) * depth,
     ),
-    data=config_lib.DataConfig(**_DATA, batch_size=32, augment="center_flip"),
-    optim=config_lib.OptimConfig(
-      lr=1e-3, final_lr=1e-5, weight_decay=0.0, ema_decay=0.999
-    ),
-    train=config_lib.TrainConfig(steps=4000),
-    checkpoint=config_lib.CheckpointConfig(every=250),
-    eval=config_lib.EvalConfig(every=500, batch_size=32),
+    data=lib.DataConfig(**_DATA, augment="center_flip"),
+    optim=lib.OptimConfig(**_OPTIM, weight_decay=0.0, ema_decay=0.999),
+    train=lib.TrainConfig(steps=4000),
+    checkpoint=lib.CheckpointConfig(every=250),
+    eval=lib.EvalConfig(every=500, batch_size=32),
     # As for digits: few steps and few pixels learn v faster than the noise.
-    diffusion=config_lib.DiffusionConfig(space="pixel", prediction="v"),
-    sample=config_lib.SampleConfig(
-      every=500, num=16, method="dpm", steps="20", cfg_scale=2.0
-    ),
+    diffusion=lib.DiffusionConfig(space="pixel", prediction="v"),
+    sample=lib.SampleConfig(every=500, method="dpm", steps="20", cfg_scale=2.0),
   )
 
 
@@ -120,16 +101,10 @@ def _finetune() -> ml_collections.ConfigDict:
     {
       "model": {},
       "data": _CLASSIFIER_DATA,
-      "optim": {
-        "lr": 1e-3,
-        "final_lr": 1e-5,
-        "weight_decay": 0.05,
-        "no_decay": NO_DECAY,
-        "layer_decay": 0.9,
-      },
+      "optim": {**_OPTIM, "no_decay": NO_DECAY, "layer_decay": 0.9},
       "train": {"steps": 300, "init_from": ""},
       "classifier": {"label_smoothing": 0.1},
-      "checkpoint": {"every": _CHECKPOINT.every},
-      "eval": {"every": _EVAL.every, "batch_size": _EVAL.batch_size},
+      "checkpoint": {"every": _EVERY},
+      "eval": {"every": _EVERY, "batch_size": 32},
     }
   ).lock()

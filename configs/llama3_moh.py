@@ -25,13 +25,13 @@ import pathlib
 
 import ml_collections
 
-from moh_jax import config as config_lib
-from moh_jax.config import released_model
+from moh_jax import config as lib
 
 _SEQUENCE = 8192
 _BATCH = 2048  # sequences: 16 million tokens
-# The paper names the rates, the warm-up and the batch; its share of the run
-# over which all heads become 8 of 16 is ours.
+# Model, billions of tokens and both rates. The paper names the rates, the
+# warm-up and the batch; its share of the run over which all heads become 8 of
+# 16 is ours.
 _STAGES = {
   "stage1": ("llama3-8b-expanded", 300, 6e-5, 6e-6),
   "stage2": ("moh-llama3-8b", 100, 2e-5, 1e-6),
@@ -47,48 +47,44 @@ def get_config(arg: str = "stage2") -> ml_collections.ConfigDict:
     raise ValueError(f"{arg}: an order of heads is for stage 2")
   name, billions, lr, final_lr = _STAGES[stage]
   steps = billions * 10**9 // (_BATCH * _SEQUENCE)
-  model = released_model(name, dtype="bfloat16", remat="full")
-  if name == "llama3-70b":
+  model = lib.released_model(name, dtype="bfloat16", remat="full")
+  is_large = name == "llama3-70b"
+  if is_large:
     model = dataclasses.replace(
       model,
-      router=config_lib.RouterConfig("query_norm"),
+      router=lib.RouterConfig("query_norm"),
       shared_heads=(32,) * model.depth,
       top_k=(16,) * model.depth,
     )
   if order:
     orders = json.loads(pathlib.Path(order).read_text())["head_order"]
     model = dataclasses.replace(model, head_order=orders)
-  tune = config_lib.TuneConfig()
+  tune = lib.TuneConfig()
   if stage == "stage2_schedule":
-    values = (16, 14, 12, 10, 8)
-    begins = tuple(steps // 20 * i for i in range(len(values)))
-    tune = config_lib.TuneConfig(top_k_steps=begins, top_k_values=values)
-  config = config_lib.Config(
-    model=model,
-    data=config_lib.TextDataConfig(
+    begins = tuple(steps // 20 * i for i in range(5))
+    tune = lib.TuneConfig(begins, (16, 14, 12, 10, 8))
+  config = lib.Config(
+    model,
+    data=lib.TextDataConfig(
       source="tokens",
       path="data/tokens",
       sequence_length=_SEQUENCE,
       batch_size=_BATCH,
     ),
-    optim=config_lib.OptimConfig(
+    optim=lib.OptimConfig(
       lr=lr,
-      schedule="cosine",
       warmup_steps=50,
       final_lr=final_lr,
       b2=0.95,  # ours, the paper does not say
       weight_decay=0.1,
-      clip_norm=1.0,
-      accumulation=4 if name == "llama3-70b" else 32,
+      accumulation=4 if is_large else 32,
     ),
-    train=config_lib.TrainConfig(steps=steps, balance_weight=0.01),
+    train=lib.TrainConfig(steps=steps),
     tune=tune,
-    mesh=config_lib.MeshConfig(data=1, fsdp=-1),
-    checkpoint=config_lib.CheckpointConfig(every=500, keep_last=2),
+    mesh=lib.MeshConfig(data=1, fsdp=-1),
+    checkpoint=lib.CheckpointConfig(every=500),
     # One sequence a device at least.
-    eval=config_lib.EvalConfig(
-      every=1000, batch_size=512 if name == "llama3-70b" else 256
-    ),
-    log=config_lib.LogConfig(every=10),
+    eval=lib.EvalConfig(every=1000, batch_size=512 if is_large else 256),
+    log=lib.LogConfig(every=10),
   )
-  return config_lib.to_config_dict(config)
+  return lib.to_config_dict(config)

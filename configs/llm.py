@@ -11,8 +11,7 @@ tokens each; s75_200, b_200 and so on train on 200 billion.
 
 import ml_collections
 
-from moh_jax import config as config_lib
-from moh_jax.config import released_model, released_models
+from moh_jax import config as lib
 
 # Percent of the sequences: RedPajama's Books, Wikipedia, ArXiv, StackExchange
 # and C4, Dolma, and the Pile.
@@ -29,18 +28,21 @@ _SEQUENCE = 2048
 _BATCH = 2048  # sequences: 4 million tokens
 _MODELS = {
   name.partition("llm-")[2].replace("-", ""): name
-  for name in released_models()
+  for name in lib.released_models()
   if "llm-" in name
 }
+# Both rates and the warm-up, by the size of the model.
+_RATES = {"s": (3e-4, 3e-5, 2000), "b": (5e-4, 5e-5, 500)}
 ARGUMENTS = (*_MODELS, *(f"{name}_200" for name in _MODELS))
 
 
 def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
   name, _, billions = arg.partition("_")
-  small = name[0] == "s"
-  config = config_lib.Config(
-    model=released_model(_MODELS[name], dtype="bfloat16"),
-    data=config_lib.TextDataConfig(
+  lr, final_lr, warmup_steps = _RATES[name[0]]
+  steps = int(billions or 100) * 10**9 // (_BATCH * _SEQUENCE)
+  config = lib.Config(
+    lib.released_model(_MODELS[name], dtype="bfloat16"),
+    data=lib.TextDataConfig(
       source="tokens",
       path="data/tokens",
       mix=tuple(MIX),
@@ -48,25 +50,18 @@ def get_config(arg: str = "s75") -> ml_collections.ConfigDict:
       sequence_length=_SEQUENCE,
       batch_size=_BATCH,
     ),
-    optim=config_lib.OptimConfig(
-      lr=3e-4 if small else 5e-4,
-      schedule="cosine",
-      warmup_steps=2000 if small else 500,
+    optim=lib.OptimConfig(
+      lr=lr,
+      final_lr=final_lr,
+      warmup_steps=warmup_steps,
       warmup_lr=1e-7,
-      final_lr=3e-5 if small else 5e-5,
       b2=0.95,  # ours, the paper does not say
       weight_decay=0.1,
-      clip_norm=1.0,
       accumulation=32,  # four sequences a device at a time on 16 devices
     ),
-    train=config_lib.TrainConfig(
-      steps=int(billions or 100) * 10**9 // (_BATCH * _SEQUENCE),
-      balance_weight=0.01,
-    ),
-    checkpoint=config_lib.CheckpointConfig(
-      every=1000, keep_last=2, keep_every=5000
-    ),
-    eval=config_lib.EvalConfig(every=2000, batch_size=256),
-    log=config_lib.LogConfig(every=20),
+    train=lib.TrainConfig(steps=steps),
+    checkpoint=lib.CheckpointConfig(every=1000, keep_every=5000),
+    eval=lib.EvalConfig(every=2000, batch_size=256),
+    log=lib.LogConfig(every=20),
   )
-  return config_lib.to_config_dict(config)
+  return lib.to_config_dict(config)

@@ -6,54 +6,89 @@
 
 Arguments: moh (default; 75 % of the heads), moh50 (50 %), mha (the multi-head
 baseline), bytes (75 %, bytes in place of a trained vocabulary).
+
+Four more continue-tune the multi-head model into MoH, as `llama3_moh.py:stage2`
+does with LLaMA3, in a minute or two: query-norm router, half of the heads
+shared, a quarter chosen by each token.
+
+  python train.py --config=configs/llm_stdlib.py:mha --workdir=MHA
+  python train.py --config=configs/llm_stdlib.py:tune --workdir=DIR \
+    --config.train.init_from=MHA
+
+They are tune (the first heads are shared), importance:FILE (those that
+`python -m moh_jax heads --json FILE` found most important), schedule (all heads
+on at first, then fewer step by step), tune_mha (nothing but more steps).
 """
+
+import dataclasses
+import json
+import pathlib
 
 import ml_collections
 
-from moh_jax import config as config_lib
+from moh_jax import config as lib
 
-ARGUMENTS = ("moh", "moh50", "mha", "bytes")
+_TUNING = ("tune", "importance", "schedule", "tune_mha")
+ARGUMENTS = ("moh", "moh50", "mha", "bytes", *_TUNING)
+_DEPTH = 4
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
-  depth, heads = 4, 2 if arg == "moh50" else 3
-  model = config_lib.LLMConfig(
+  kind, _, order = arg.partition(":")
+  if (kind == "importance") != bool(order):
+    raise ValueError(f"{arg}: importance:FILE, and it alone, names a file")
+  heads = 2 if kind == "moh50" else 3
+  model = lib.LLMConfig(
     max_length=1024,
     width=256,
     mlp_dim=704,
-    num_heads=(8,) * depth,
+    num_heads=(8,) * _DEPTH,
     num_kv_heads=8,
     head_dim=32,
-    shared_heads=(heads,) * depth,
-    top_k=(heads,) * depth,
+    shared_heads=(heads,) * _DEPTH,
+    top_k=(heads,) * _DEPTH,
     tie_embeddings=True,
     loss_chunk=0,
   )
-  if arg == "mha":
-    model = config_lib.without_router(model)
-  return config_lib.to_config_dict(
-    config_lib.Config(
-      model=model,
-      data=config_lib.TextDataConfig(
-        source="stdlib",
-        path="data/stdlib",
-        tokenizer="bytes" if arg == "bytes" else "bpe",
-        sequence_length=256,
-        batch_size=8,
-        num_threads=1,
-      ),
-      optim=config_lib.OptimConfig(
-        lr=2e-3,
-        schedule="cosine",
-        final_lr=1e-4,
-        warmup_steps=40,
-        b2=0.95,
-        weight_decay=0.1,
-        clip_norm=1.0,
-      ),
-      train=config_lib.TrainConfig(steps=400),
-      checkpoint=config_lib.CheckpointConfig(every=100),
-      eval=config_lib.EvalConfig(every=0, batch_size=16),
-      log=config_lib.LogConfig(every=50),
+  config = lib.Config(
+    lib.without_router(model) if kind in ("mha", *_TUNING) else model,
+    data=lib.TextDataConfig(
+      source="stdlib",
+      path="data/stdlib",
+      tokenizer="bytes" if kind == "bytes" else "bpe",
+      sequence_length=256,
+      num_threads=1,
+    ),
+    optim=lib.OptimConfig(
+      lr=2e-3, final_lr=1e-4, warmup_steps=40, b2=0.95, weight_decay=0.1
+    ),
+    train=lib.TrainConfig(steps=400),
+    checkpoint=lib.CheckpointConfig(every=100),
+    eval=lib.EvalConfig(every=0, batch_size=16),
+  )
+  if kind in _TUNING:
+    config = _tuned(config, kind, order)
+  return lib.to_config_dict(config)
+
+
+def _tuned(config: lib.Config, kind: str, order: str) -> lib.Config:
+  """A short run that makes the multi-head model an MoH."""
+  steps, model, tune = 80, config.model, lib.TuneConfig()
+  if kind != "tune_mha":
+    model = dataclasses.replace(
+      model,
+      router=lib.RouterConfig("query_norm"),
+      shared_heads=(4,) * _DEPTH,
+      top_k=(2,) * _DEPTH,
     )
+  if order:
+    orders = json.loads(pathlib.Path(order).read_text())["head_order"]
+    model = dataclasses.replace(model, head_order=orders)
+  if kind == "schedule":
+    tune = lib.TuneConfig((0, steps // 6, steps // 3), (4, 3, 2))
+  rates = {"lr": 5e-4, "final_lr": 5e-5, "warmup_steps": 5}
+  optim = dataclasses.replace(config.optim, **rates)
+  train = dataclasses.replace(config.train, steps=steps, seed=1)
+  return dataclasses.replace(
+    config, model=model, tune=tune, optim=optim, train=train
   )

@@ -30,26 +30,20 @@ def get_config(arg: str) -> ml_collections.ConfigDict:
       "top_k": (heads // 4,) * depth,
       "head_order": orders,
     }
+  data = {"source": "tokens", "path": "TOKENS", "sequence_length": 1024}
   return ml_collections.ConfigDict(
     {
       "model": model,
-      "data": {
-        "source": "tokens",
-        "path": "TOKENS",
-        "sequence_length": 1024,
-        "batch_size": 32,
-      },
+      "data": {**data, "batch_size": 32},
       # The rates, the warm-up and the weights of the paper's stage 2.
       "optim": {
         "lr": 2e-5,
-        "schedule": "cosine",
         "warmup_steps": 50,
         "final_lr": 1e-6,
         "b2": 0.95,  # ours, the paper does not say
         "weight_decay": 0.1,
-        "clip_norm": 1.0,
       },
-      "train": {"steps": 1000, "balance_weight": 0.01, "init_from": ""},
+      "train": {"steps": 1000, "init_from": ""},
       "mesh": {"data": 1, "fsdp": -1},
       "checkpoint": {"every": 200},
       "eval": {"every": 200, "batch_size": 32},

@@ -12,21 +12,12 @@ finetune_384, five epochs of a trained one at 384 x 384 pixels.
 
 import ml_collections
 
-from moh_jax import config as config_lib
-from moh_jax.config import released_model
+from moh_jax import config as lib
 from moh_jax.config.released import NO_DECAY
 
-_ALIASES = {
-  "s80": "moh-vit-s80",
-  "s75": "moh-vit-s75",
-  "b75": "moh-vit-b75",
-  "b50": "moh-vit-b50",
-  "micro": "transnext-micro",
-  "tiny": "transnext-tiny",
-  "small": "transnext-small",
-  "base": "transnext-base",
-}
-ARGUMENTS = (*_ALIASES, "finetune_384")
+_MOH = {name: f"moh-vit-{name}" for name in ("s80", "s75", "b75", "b50")}
+_MHA = {n: f"transnext-{n}" for n in ("micro", "tiny", "small", "base")}
+ARGUMENTS = (*_MOH, *_MHA, "finetune_384")
 _BATCH = 1024
 _EPOCH = 1_281_167 // _BATCH  # steps
 _DATA = {
@@ -42,12 +33,7 @@ _DATA = {
   "std": (0.229, 0.224, 0.225),
   "num_threads": 32,
 }
-_CLASSIFIER = {
-  "label_smoothing": 0.1,
-  "mixup": 0.8,
-  "cutmix": 1.0,
-  "cutmix_prob": 0.5,
-}
+_CLASSIFIER = {"label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0}
 # No decay on what the release exempts.
 _OPTIM = {"weight_decay": 0.05, "no_decay": NO_DECAY, "clip_norm": 1.0}
 
@@ -55,26 +41,23 @@ _OPTIM = {"weight_decay": 0.05, "no_decay": NO_DECAY, "clip_norm": 1.0}
 def get_config(arg: str = "s80") -> ml_collections.ConfigDict:
   if arg == "finetune_384":
     return _finetune()
-  config = config_lib.Config(
-    model=released_model(_ALIASES[arg], dtype="bfloat16"),
-    data=config_lib.DataConfig(**_DATA),
+  config = lib.Config(
+    lib.released_model({**_MOH, **_MHA}[arg], dtype="bfloat16"),
+    data=lib.DataConfig(**_DATA),
     # arXiv:2410.11842, appendix.
-    optim=config_lib.OptimConfig(
+    optim=lib.OptimConfig(
       **_OPTIM,
       lr=1e-3,
       warmup_steps=5 * _EPOCH,
       warmup_lr=1e-6,
       final_lr=1e-5,
     ),
-    train=config_lib.TrainConfig(steps=300 * _EPOCH, balance_weight=0.01),
-    classifier=config_lib.ClassifierConfig(**_CLASSIFIER),
-    checkpoint=config_lib.CheckpointConfig(
-      every=_EPOCH, keep_last=2, keep_every=50 * _EPOCH
-    ),
-    eval=config_lib.EvalConfig(every=5 * _EPOCH, batch_size=1024),
-    log=config_lib.LogConfig(every=50),
+    train=lib.TrainConfig(steps=300 * _EPOCH),
+    classifier=lib.ClassifierConfig(**_CLASSIFIER),
+    checkpoint=lib.CheckpointConfig(every=_EPOCH, keep_every=50 * _EPOCH),
+    eval=lib.EvalConfig(every=5 * _EPOCH, batch_size=1024),
   )
-  return config_lib.to_config_dict(config)
+  return lib.to_config_dict(config)
 
 
 def _finetune() -> ml_collections.ConfigDict:
@@ -84,24 +67,16 @@ def _finetune() -> ml_collections.ConfigDict:
   rate, no CutMix, evaluation without a crop. Its files state a drop path rate,
   but its script keeps the network in evaluation mode, where nothing is dropped.
   """
+  size = {"image_size": (384, 384), "drop_path": 0.0, "dtype": "bfloat16"}
+  rate = {"lr": 1e-5, "schedule": "constant", "warmup_steps": 0}
   return ml_collections.ConfigDict(
     {
-      "model": {
-        "image_size": (384, 384),
-        "drop_path": 0.0,
-        "dtype": "bfloat16",
-      },
+      "model": size,
       "data": {**_DATA, "eval_resize": 0},
-      "optim": {
-        **_OPTIM,
-        "lr": 1e-5,
-        "schedule": "constant",
-        "warmup_steps": 0,
-      },
-      "train": {"steps": 5 * _EPOCH, "balance_weight": 0.01, "init_from": ""},
+      "optim": {**_OPTIM, **rate},
+      "train": {"steps": 5 * _EPOCH, "init_from": ""},
       "classifier": {**_CLASSIFIER, "cutmix": 0.0},
       "checkpoint": {"every": _EPOCH},
       "eval": {"every": _EPOCH, "batch_size": 1024},
-      "log": {"every": 50},
     }
   ).lock()

@@ -7,14 +7,14 @@ Arguments: moh (default; 75 % of the heads), mha (the multi-head baseline).
 
 import ml_collections
 
-from moh_jax import config as config_lib
+from moh_jax import config as lib
 from moh_jax.config.released import NO_DECAY
 
 ARGUMENTS = ("moh", "mha")
 
 
 def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
-  model = config_lib.ViTConfig(
+  model = lib.ViTConfig(
     image_size=(8, 8),
     patch_stride=1,  # a token per pixel
     embed_dims=(48, 96),
@@ -26,29 +26,22 @@ def get_config(arg: str = "moh") -> ml_collections.ConfigDict:
     sr_ratios=(2, 1),
     drop_path=0.05,
   )
-  if arg == "mha":
-    model = config_lib.without_router(model)
-  return config_lib.to_config_dict(
-    config_lib.Config(
-      model=model,
-      data=config_lib.DataConfig(
-        source="digits",
-        batch_size=64,
-        augment="shift",
-        num_threads=1,
-      ),
-      optim=config_lib.OptimConfig(
-        lr=2e-3,
-        warmup_steps=50,
-        warmup_lr=1e-6,
-        final_lr=1e-5,
-        weight_decay=0.05,
-        no_decay=NO_DECAY,
-      ),
-      train=config_lib.TrainConfig(steps=500),
-      classifier=config_lib.ClassifierConfig(label_smoothing=0.1),
-      checkpoint=config_lib.CheckpointConfig(every=50),
-      eval=config_lib.EvalConfig(every=100, batch_size=120),
-      log=config_lib.LogConfig(every=20),
-    )
+  config = lib.Config(
+    lib.without_router(model) if arg == "mha" else model,
+    data=lib.DataConfig(
+      "digits", batch_size=64, augment="shift", num_threads=1
+    ),
+    optim=lib.OptimConfig(
+      lr=2e-3,
+      warmup_steps=50,
+      warmup_lr=1e-6,
+      final_lr=1e-5,
+      no_decay=NO_DECAY,
+    ),
+    train=lib.TrainConfig(steps=500),
+    classifier=lib.ClassifierConfig(label_smoothing=0.1),
+    checkpoint=lib.CheckpointConfig(every=50),
+    eval=lib.EvalConfig(every=100, batch_size=120),
+    log=lib.LogConfig(every=20),
   )
+  return lib.to_config_dict(config)

@@ -11,10 +11,13 @@ import contextlib
 import io
 import os
 import pathlib
+from typing import Any
 
 import moh_jax
 from moh_jax.cli import main
 from moh_jax.config import reference
+from moh_jax.config.registry import FAMILIES
+from moh_jax.config.run import section_types
 
 FOLDER = pathlib.Path(__file__).parent / "reference"
 
@@ -57,8 +60,48 @@ def config() -> str:
   return (
     "# Config\n\nAll sections of a config and their keys, with the defaults. "
     "On the command line a key is `--config.SECTION.FIELD=VALUE`.\n\n"
-    f"{reference.markdown()}"
+    f"{sections()}"
   )
+
+
+def sections() -> str:
+  """The sections of all families with their defaults."""
+  families = {name: section_types(name) for name in FAMILIES.names()}
+  first, *others = families.values()
+  shared = {
+    name: cls
+    for name, cls in first.items()
+    if all(other.get(name) is cls for other in others)
+  }
+  parts = ["## Sections of every family"]
+  parts += [_table(name, cls()) for name, cls in shared.items()]
+  described = set(shared.values())
+  for family, types in families.items():
+    parts.append(f"## Sections of `{family}`")
+    for name, cls in types.items():
+      if cls not in described:
+        parts.append(_table(name, cls()))
+      elif name not in shared:  # such as the images of two families
+        parts.append(f"### {name}\n\n`{cls.__name__}`, see above.")
+      described.add(cls)
+  return "\n\n".join(parts) + "\n"
+
+
+def _table(name: str, section: Any) -> str:
+  lines = [
+    f"### {name}",
+    "",
+    f"`{type(section).__name__}`: {reference.first_sentence(type(section))}",
+    "",
+    "| key | default | type | meaning |",
+    "|---|---|---|---|",
+  ]
+  for key in reference.keys(name, section):
+    cells = (f"`{key.name}`", f"`{key.value!r}`", f"`{key.type}`", key.text)
+    lines.append(
+      f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
+    )
+  return "\n".join(lines)
 
 
 def commands() -> str:
@@ -70,7 +113,9 @@ def commands() -> str:
     "folders to read, `--out` where to write, `--json` a file for the metrics.",
   ]
   for name in main.COMMANDS:
-    parts += [f"## {name}", f"```text\n{_help(name)}\n```"]
+    for kind in main.kinds(name):
+      command = f"{name} {kind}".strip()
+      parts += [f"## {command}", f"```text\n{_help(command)}\n```"]
   return "\n\n".join(parts) + "\n"
 
 
@@ -78,7 +123,7 @@ def _help(command: str) -> str:
   out = io.StringIO()
   os.environ["COLUMNS"] = "80"  # argparse's width
   with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-    main.main([command, "--help"])
+    main.main([*command.split(), "--help"])
   return out.getvalue().rstrip()
 
 

@@ -29,17 +29,17 @@ if _typing.TYPE_CHECKING:
   from moh_jax.inference.restore import restore as restore
   from moh_jax.inference.sample import Sampler as Sampler
   from moh_jax.layers.heads import HeadMix as HeadMix
-  from moh_jax.layers.model_aux import collect_aux as collect_aux
   from moh_jax.layers.moh import MoHAttention as MoHAttention
   from moh_jax.layers.router import HeadRouter as HeadRouter
-  from moh_jax.layers.routers import Router as Router
+  from moh_jax.layers.router import Router as Router
+  from moh_jax.layers.stack import collect_aux as collect_aux
   from moh_jax.models.dit import DiT as DiT
   from moh_jax.models.llm import LLM as LLM
   from moh_jax.models.registry import get_model as get_model
   from moh_jax.models.vit import ViT as ViT
   from moh_jax.ops.attention import attention as attention
   from moh_jax.ops.routing import Routing as Routing
-  from moh_jax.runtime.load import load_config as load_config
+  from moh_jax.runtime.steps import load_config as load_config
   from moh_jax.training.train import train as train
 
 # Public names that are imported when they are first used, by module.
@@ -51,17 +51,16 @@ _LAZY = {
   "inference.restore": ("Restored", "restore"),
   "inference.sample": ("Sampler",),
   "layers.heads": ("HeadMix",),
-  "layers.model_aux": ("collect_aux",),
   "layers.moh": ("MoHAttention",),
-  "layers.router": ("HeadRouter",),
-  "layers.routers": ("Router",),
+  "layers.router": ("HeadRouter", "Router"),
+  "layers.stack": ("collect_aux",),
   "models.dit": ("DiT",),
   "models.llm": ("LLM",),
   "models.registry": ("get_model",),
   "models.vit": ("ViT",),
   "ops.attention": ("attention",),
   "ops.routing": ("Routing",),
-  "runtime.load": ("load_config",),
+  "runtime.steps": ("load_config",),
   "training.train": ("train",),
 }
 
@@ -148,46 +147,30 @@ register_family(
     exports=("hf", "released"),
   )
 )
-register_router("two_stage", "moh_jax.layers.routers:TwoStageRouter")
+register_router("two_stage", "moh_jax.layers.router:TwoStageRouter")
 register_router(
   "query_norm",
-  "moh_jax.layers.routers:QueryNormRouter",
+  "moh_jax.layers.router:QueryNormRouter",
   reads_norms=True,
   straight_through=True,
 )
 register_router("none", None)
-register_source("digits", "moh_jax.data.sources:DigitsSource", has_path=False)
-register_source(
-  "image_folder",
-  "moh_jax.data.image_folders:ImageFolderSource",
-  options=("class_list", "decode"),
-)
-register_source(
-  "array_record",
-  "moh_jax.data.image_shards:ArrayRecordSource",
-  options=("decode",),
-)
-register_source(
-  "parquet",
-  "moh_jax.data.image_tables:ParquetSource",
-  options=("class_list", "label_column", "decode"),
-)
-register_source(
-  "latents", "moh_jax.data.latents:LatentSource", holds=("latents",)
-)
-register_source(
-  "fake",
-  "moh_jax.data.sources:FakeSource",
-  holds=("images", "latents"),
-  has_path=False,
-)
-register_source(
-  "tokens",
-  "moh_jax.data.sequences:PackedSource",
-  reads="text",
-  options=("mix", "ratios"),
-)
-register_source("stdlib", "moh_jax.data.stdlib:StdlibSource", reads="text")
-register_source(
-  "fake", "moh_jax.data.sequences:FakeSequences", reads="text", has_path=False
-)
+
+
+def _source(name: str, code: str, **properties: _typing.Any) -> None:
+  register_source(name, f"moh_jax.data.{code}", **properties)
+
+
+_FILES = ("class_list", "decode")
+_source("digits", "sources:DigitsSource", has_path=False)
+_source("image_folder", "image_folders:ImageFolderSource", options=_FILES)
+_source("array_record", "image_shards:ArrayRecordSource", options=("decode",))
+_TABLES = (*_FILES, "label_column")
+_source("parquet", "image_tables:ParquetSource", options=_TABLES)
+_source("latents", "latents:LatentSource", holds=("latents",))
+_BOTH = ("images", "latents")
+_source("fake", "sources:FakeSource", holds=_BOTH, has_path=False)
+_MIX = ("mix", "ratios")
+_source("tokens", "sequences:PackedSource", reads="text", options=_MIX)
+_source("stdlib", "stdlib:StdlibSource", reads="text")
+_source("fake", "sequences:FakeSequences", reads="text", has_path=False)

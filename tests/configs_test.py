@@ -1,12 +1,12 @@
 import dataclasses
 import json
 import pathlib
+import runpy
 import sys
 import tempfile
 import warnings
 from unittest import mock
 
-import ml_collections
 import numpy as np
 import pytest
 from absl import flags
@@ -15,6 +15,7 @@ from ml_collections import config_flags
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
+from moh_jax.config import parse
 from moh_jax.runtime import checkpoint
 from moh_jax.runtime.devices import parse_topology
 from moh_jax.training.plan import make_plan
@@ -25,43 +26,42 @@ _ARGUMENTS = {
   "vit": ("s80", "s75", "b75", "b50", "micro", "tiny", "small", "base"),
   "vit_digits": ("moh", "mha"),
   "dit": (
-    *("s2_90", "s2_75", "b2_90", "b2_75"),
-    *("l2_90", "l2_75", "xl2_90", "xl2_75"),
+    *("xl2_90", "s2_90", "s2_75", "b2_90", "b2_75", "l2_90", "l2_75", "xl2_75"),
     *("s2", "s4", "s8", "b2", "b4", "b8"),
     *("l2", "l4", "l8", "xl2", "xl4", "xl8"),
   ),
   "dit_digits": ("moh", "mha", "long", "mha_long", "flow"),
   "llm": ("s75", "s50", "b75", "b50", "s", "b", "s75_200", "b_200"),
-  "llm_stdlib": ("moh", "moh50", "mha", "bytes"),
-  "llm_stdlib_tune": ("first", "schedule", "mha"),
-  "llama3_moh": ("stage1", "stage2", "stage2_schedule", "70b_stage2"),
+  "llm_stdlib": (
+    "moh",
+    "moh50",
+    "mha",
+    "bytes",
+    "tune",
+    "schedule",
+    "tune_mha",
+  ),
+  "llama3_moh": ("stage2", "stage1", "stage2_schedule", "70b_stage2"),
   "images": ("small", "small_mha", "medium", "medium_mha", "dit"),
 }
-# Those that take the model of a checkpoint.
-_FINETUNE = (
-  ("vit", "finetune_384"),
-  ("images", "finetune"),
-  ("dit_finetune", "latents"),
-  ("dit_finetune", "pixels"),
-  ("llm_tune", "dense"),
-)
 _ALL = [(name, arg) for name, args in _ARGUMENTS.items() for arg in args]
-# With the config of the checkpoint that they start from, or the layers and
-# heads of the file that they read.
-_ALL_RUNS = (
-  *_ALL,
+# Those that take the model of a checkpoint, and one that they may start from.
+_FINETUNE = (
   ("vit", "finetune_384", ("vit", "s80")),
   ("images", "finetune", ("vit_digits", "moh")),
-  ("dit_finetune", "latents", ("dit", "s2_90")),
-  ("dit_finetune", "pixels", ("dit_digits", "moh")),
+  ("dit", "finetune", ("dit", "s2_90")),
+  ("dit", "finetune_pixels", ("dit_digits", "moh")),
   ("llm_tune", "dense", ("llm_stdlib", "moh")),
+)
+# Those that read a file of so many layers and heads.
+_ORDERED = (
   ("llm_tune", "", ("llm_stdlib", "mha"), (4, 8)),
-  ("llm_stdlib_tune", "importance:", None, (4, 8)),
+  ("llm_stdlib", "importance:", None, (4, 8)),
   ("llama3_moh", "stage2:", None, (32, 32)),
   ("llama3_moh", "stage2_schedule:", None, (32, 32)),
   ("llama3_moh", "70b_stage2:", None, (80, 64)),
 )
-_SMALL = ("llm_stdlib", "llm_stdlib_tune", "vit_digits", "dit_digits")
+_RUNS = (*_ALL, *_FINETUNE, *_ORDERED)
 
 
 def _spec(name, arg):
@@ -69,7 +69,7 @@ def _spec(name, arg):
 
 
 def _from_flags(*arguments):
-  """The config that `train.py` would see for these flags."""
+  """The config that `config_flags` makes of these flags."""
   values = flags.FlagValues()
   holder = config_flags.DEFINE_config_file("config", flag_values=values)
   argv = ["train.py", *arguments]  # config_flags looks for overrides there
@@ -78,18 +78,6 @@ def _from_flags(*arguments):
     warnings.filterwarnings("ignore", "the load_module", DeprecationWarning)
     values(argv)
   return holder.value
-
-
-def _leaves(cfg):
-  return dict(config_dict_leaves("", cfg))
-
-
-def config_dict_leaves(prefix, cfg):
-  for name, value in cfg.items():
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from config_dict_leaves(f"{prefix}{name}.", value)
-    else:
-      yield f"{prefix}{name}", value
 
 
 def _another(value):
@@ -107,11 +95,17 @@ def _another(value):
 
 
 class ConfigsTest(parameterized.TestCase):
-  def test_every_file_is_covered(self):
+  def test_every_file_and_argument_is_covered(self):
     names = {path.stem for path in _CONFIGS.glob("*.py")}
-    self.assertEqual(names, {name for name, _ in (*_ALL, *_FINETUNE)})
+    self.assertEqual(names, {name for name, *_ in _RUNS})
+    for name, args in _ARGUMENTS.items():
+      known = runpy.run_path(str(_CONFIGS / f"{name}.py"))["ARGUMENTS"]
+      missing = {*known} - {
+        x.partition(":")[0] for n, x, *_ in _RUNS if n == name
+      }
+      self.assertLessEqual(missing, {f"{arg}_200" for arg in args}, name)
 
-  @parameterized.parameters(*_FINETUNE)
+  @parameterized.parameters(*(run[:2] for run in _FINETUNE))
   def test_fine_tuning_asks_for_a_checkpoint(self, name, arg):
     with self.assertRaisesRegex(ValueError, "add --config.train.init_from=DIR"):
       common.load_config(_spec(name, arg))
@@ -120,78 +114,48 @@ class ConfigsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "llm_tune.py: needs an argument"):
       common.load_config(str(_CONFIGS / "llm_tune.py"))
 
-  @parameterized.parameters(*_ALL, *_FINETUNE)
-  def test_is_a_locked_dict(self, name, arg):
-    cfg = _from_flags(f"--config={_spec(name, arg)}")
-    self.assertIsInstance(cfg, ml_collections.ConfigDict)
-    self.assertTrue(cfg.is_locked)
-
-  @parameterized.parameters(
-    ("vit", "s80"),
-    ("vit_digits", "moh"),
-    ("dit", "xl2_90"),
-    ("dit_digits", "moh"),
-  )
-  def test_default_argument(self, name, arg):
+  @parameterized.parameters(*_ARGUMENTS)
+  def test_arguments_have_a_default_and_are_listed(self, name):
+    first, *others = _ARGUMENTS[name]
     self.assertEqual(
       common.load_config(str(_CONFIGS / f"{name}.py")),
-      common.load_config(_spec(name, arg)),
+      common.load_config(_spec(name, first)),
     )
-
-  @parameterized.parameters(*_ARGUMENTS)
-  def test_unknown_argument_lists_the_known(self, name):
     with self.assertRaises(ValueError) as caught:
       common.load_config(_spec(name, "huge"))
-    finetune = [arg for file, arg in _FINETUNE if file == name]
-    for arg in (*_ARGUMENTS[name], *finetune):
+    for arg in (first, *others):
       self.assertIn(repr(arg), str(caught.exception))
 
-  @parameterized.parameters(
-    *((name, args[0]) for name, args in _ARGUMENTS.items() if args)
-  )
-  def test_every_leaf_can_be_changed_by_a_flag(self, name, arg):
-    spec = f"--config={_spec(name, arg)}"
-    plain = _leaves(_from_flags(spec))
+  @parameterized.parameters(*_ARGUMENTS)
+  def test_every_leaf_can_be_changed_by_a_flag(self, name):
+    spec = f"--config={_spec(name, _ARGUMENTS[name][0])}"
+    plain = parse.leaves("", _from_flags(spec).to_dict())
     others = {
       path: _another(value)
       for path, value in plain.items()
       if value is not None  # left to the data
     }
-    flags_ = (f"--config.{path}={value}" for path, value in others.items())
-    changed = _leaves(_from_flags(spec, *flags_))
+    flags_ = (f"--config{path}={value}" for path, value in others.items())
+    cfg = _from_flags(spec, *flags_)
+    self.assertTrue(cfg.is_locked)
+    changed = parse.leaves("", cfg.to_dict())
     self.assertEqual(changed, plain | others)
     for path, value in others.items():
       self.assertIs(type(changed[path]), type(value), path)
 
   @parameterized.parameters(
-    (("vit", "s80"), "optim.lr=3e-4", 3e-4),
     (("vit", "s80"), "optim.lr=1", 1.0),
     (("vit", "s80"), "model.top_k=(0,0,5,11)", (0, 0, 5, 11)),
-    (("vit", "s80"), "data.path=/images", "/images"),
-    (("vit", "s80"), "checkpoint.async_save=false", False),
     (("vit", "s80"), "optim.no_decay=('*/bias',)", ("*/bias",)),
-    (("dit", "s2_90"), "model.input_size=(64,64)", (64, 64)),
-    (("dit", "s2_90"), "diffusion.schedule=cosine", "cosine"),
     (("dit", "s2_90"), "sample.steps=50", "50"),
-    (("dit", "s2_90"), "sample.cfg_scale=4", 4.0),
     (("dit", "s2_90"), "sample.cfg_interval=(100,900)", (100, 900)),
+    (("vit_digits", "moh"), "model.num_classes=10", 10),
   )
   def test_a_flag_changes_its_leaf(self, spec, flag, value):
-    cfg = _from_flags(f"--config={_spec(*spec)}", f"--config.{flag}")
     section, _, field = flag.partition("=")[0].partition(".")
-    changed = getattr(getattr(config_lib.from_config_dict(cfg), section), field)
-    self.assertEqual(changed, value)
-    self.assertIs(type(changed), type(value))
-
-  def test_overrides_change_leaves_that_are_left_to_the_data(self):
-    overrides = ["data.mean=(0.5,)", "data.std=(0.25,)", "model.num_classes=10"]
-    config = common.load_config(_spec("vit_digits", "moh"), overrides)
-    self.assertEqual((config.data.mean, config.data.std), ((0.5,), (0.25,)))
-    self.assertEqual(config.model.num_classes, 10)
-
-  def test_loading_leaves_no_module_behind(self):
-    common.load_config(_spec("vit_digits", "moh"))
-    self.assertNotIn("vit_digits", sys.modules)
+    config = common.load_config(_spec(*spec), [flag])
+    changed = getattr(getattr(config, section), field)
+    self.assertEqual((changed, type(changed)), (value, type(value)))
 
 
 class PlanTest(parameterized.TestCase):
@@ -213,7 +177,7 @@ class PlanTest(parameterized.TestCase):
       arg += str(file)
     return common.load_config(_spec(name, arg), overrides)
 
-  @parameterized.parameters(*_ALL_RUNS)
+  @parameterized.parameters(*_RUNS)
   def test_has_variants(self, *run):
     config = self._load(*run)
     mha = make_variant(config, "mha")
@@ -223,13 +187,18 @@ class PlanTest(parameterized.TestCase):
       half = make_variant(config, "moh50")
       self.assertEqual(half.train, config.train)
 
-  @parameterized.parameters(*(run for run in _ALL_RUNS if run[0] in _SMALL))
+  @parameterized.parameters(
+    *(run for run in _RUNS if run[0] in ("vit_digits", "dit_digits")),
+    ("llm_stdlib", "schedule"),
+  )
   def test_small_ones_are_planned(self, *run):
     self._check_plan(*run)
 
-  @parameterized.parameters(*(run for run in _ALL_RUNS if run[0] not in _SMALL))
+  @parameterized.parameters(
+    *(run for run in _RUNS if run[0] not in ("vit_digits", "dit_digits"))
+  )
   @pytest.mark.slow  # minutes
-  def test_large_ones_are_planned(self, *run):
+  def test_others_are_planned(self, *run):
     self._check_plan(*run)
 
   def _check_plan(self, *run):
@@ -335,23 +304,18 @@ class RecipeTest(parameterized.TestCase):
     config = common.load_config(
       _spec("vit", "finetune_384"), [f"train.init_from={folder}"]
     )
-    model = dataclasses.replace(
-      trained.model,
-      image_size=(384, 384),
-      pretrain_image_size=224,
-      drop_path=0.0,
-      num_classes=None,
+    stated = common.load_config(
+      _spec("vit", "s80"),
+      """model.image_size=(384,384) model.pretrain_image_size=224
+      model.drop_path=0 model.num_classes=none data.eval_resize=0
+      classifier.cutmix=0 optim.lr=1e-5 optim.schedule=constant
+      optim.warmup_steps=0""".split(),
     )
-    self.assertEqual(config.model, model)
-    self.assertEqual(
-      config.data, dataclasses.replace(trained.data, eval_resize=0)
-    )
-    self.assertEqual(
-      config.classifier, config_lib.ClassifierConfig(0.1, 0.8, 0.0, 0.5)
-    )
-    optim = (config.optim.lr, config.optim.schedule, config.optim.warmup_steps)
-    self.assertEqual(optim, (1e-5, "constant", 0))
-    self.assertEqual(config.optim.no_decay, trained.optim.no_decay)
+    self.assertEqual(config.model, stated.model)
+    self.assertEqual(config.data, stated.data)
+    self.assertEqual(config.classifier, stated.classifier)
+    rates = {"warmup_lr": 0.0, "final_lr": 0.0}  # of no warm-up and no fall
+    self.assertEqual(config.optim, dataclasses.replace(stated.optim, **rates))
     self.assertEqual(config.train.steps, 5 * _EPOCH)
 
 
@@ -383,14 +347,6 @@ class SmallRunsTest(parameterized.TestCase):
   def test_share_of_active_heads(self, name, arg, share):
     budgets = common.load_config(_spec(name, arg)).model.budgets()
     self.assertEqual({b.share for b in budgets}, {share})
-
-  @parameterized.parameters(("moh", "long"), ("mha", "mha_long"))
-  def test_long_is_the_same_model_with_more_steps(self, short, long):
-    short, long = (
-      common.load_config(_spec("dit_digits", arg)) for arg in (short, long)
-    )
-    self.assertEqual((short.train.steps, long.train.steps), (1500, 4000))
-    self.assertEqual(long.model, short.model)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 from absl.testing import absltest
@@ -17,7 +19,7 @@ _PROMISED = (
   *("Generator", "load_config", "train", "register_family", "Family"),
   *("register_router", "Router", "Routing"),
 )
-_HEAVY = ("jax", "flax", "numpy", "orbax", "grain", "optax", "ml_collections")
+_HEAVY = ("jax", "flax", "chex", "numpy", "orbax", "grain", "ml_collections")
 
 
 class PublicApiTest(absltest.TestCase):
@@ -46,7 +48,7 @@ class PublicApiTest(absltest.TestCase):
 
   def test_import_loads_nothing_heavy(self):
     code = (
-      "import sys, moh_jax; "
+      "import sys, moh_jax, moh_jax.config; "
       "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     done = subprocess.run(
@@ -57,6 +59,12 @@ class PublicApiTest(absltest.TestCase):
       cwd=_ROOT,
     )
     self.assertNoCommonElements(done.stdout.split(), _HEAVY)
+
+  def test_train_brings_what_requirements_txt_lists(self):
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    listed = re.sub("#.*", "", (_ROOT / "requirements.txt").read_text()).split()
+    extra = project["optional-dependencies"]["train"]
+    self.assertCountEqual(project["dependencies"] + extra, listed)
 
   def test_is_typed(self):
     self.assertTrue((_ROOT / "moh_jax" / "py.typed").is_file())

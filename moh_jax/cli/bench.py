@@ -29,7 +29,7 @@ from moh_jax.ops.target import target
 from moh_jax.runtime import checkpoint
 from moh_jax.training import bench as bench_lib
 from moh_jax.training import timing
-from moh_jax.training.bench import Row, is_absent, make_arrays
+from moh_jax.training.bench import Row
 from moh_jax.training.flops import attention_flops, passes
 
 # Forms that can compute every head as well: the baselines of the others.
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return importlib.import_module("moh_jax.cli.bench_input").run(args)
   if args.op == "attention":
     options = HeadOptions(**fields.given_fields(args, HeadOptions))
-    result = run_heads(args.target, options, "attention", splits, check_shapes)
+    result = run_heads(options, "attention", splits, check_shapes)
     return report(args.json, result)
   if args.checkpoint:
     args.config = checkpoint.read_metadata(args.checkpoint)[0].config
@@ -73,8 +73,6 @@ def report(json: str, result: dict[str, Any]) -> int:
       print(f"matrix peak: {peak / 1e9:,.1f} GFLOP/s ({dtype})")
     if result.get("memory_peak"):
       print(f"memory peak: {result['memory_peak'] / 1e9:,.1f} GB/s")
-    if result.get("target"):
-      print(f"compiled for {rows[0].device}, which is not here: no times")
     for part in ("train_step", "sampler"):
       for name, value in result.get(part, {}).items():
         print(f"{part} {name}: {value:,.3f}".rstrip("0").rstrip("."))
@@ -86,38 +84,28 @@ def report(json: str, result: dict[str, Any]) -> int:
   return 1 if any(row.fault for row in rows) else 0
 
 
-def run_heads(
-  absent: str, options: HeadOptions, *benchmark: Any
-) -> dict[str, Any]:
+def run_heads(options: HeadOptions, *benchmark: Any) -> dict[str, Any]:
   """Measures heads, and the device's peaks to judge them by.
 
   Args:
-    absent: device that is not here, to compile for; "" is the one that is.
     options: of the benchmark.
     *benchmark: the other arguments of `compare_forms`.
   """
-  with bench_lib.compiling_for(absent):
-    peaks = {}
-    with bench_lib.exact_products(options.dtype):
-      if absent:
-        rows = compare_forms(options, *benchmark)
-      else:
-        # Before and after: a phase may be slow.
-        first = bench_lib.matrix_peak(options.dtype)
-        rows = compare_forms(options, *benchmark)
-        rates = [row.rate for row in rows if row.rate]
-        last = bench_lib.matrix_peak(options.dtype)
-        peaks = {
-          "matrix_peak": max(first, last, *rates),
-          "memory_peak": bench_lib.memory_peak(),
-        }
-        rows = bench_lib.with_peaks(rows, *peaks.values())
+  with bench_lib.exact_products(options.dtype):
+    # Before and after: a phase may be slow.
+    first = bench_lib.matrix_peak(options.dtype)
+    rows = compare_forms(options, *benchmark)
+    last = bench_lib.matrix_peak(options.dtype)
+    rates = [row.rate for row in rows if row.rate]
+    peaks = {
+      "matrix_peak": max(first, last, *rates),
+      "memory_peak": bench_lib.memory_peak(),
+    }
   return {
     "machine": timing.machine(),
     **peaks,
-    "target": absent,
     "settings": dataclasses.asdict(options),
-    "rows": rows,
+    "rows": bench_lib.with_peaks(rows, *peaks.values()),
   }
 
 
@@ -211,23 +199,20 @@ def _measure(
   entries: Sequence[tuple[Split, str, Form]],
 ) -> list[Row]:
   """Compiles forms, measures their errors, and times them in turns."""
-  compiled = bench_lib.compile_all(
-    [(split.evaluation(name), split.args) for split, name, _ in entries],
-    loops=bench_lib.default_loops(max(split.flops for split, *_ in entries)),
-  )
+  loops = bench_lib.default_loops(max(split.flops for split, *_ in entries))
   rows, programs, current, expected = [], [], None, None
-  for (split, name, form), program in zip(entries, compiled):
-    error = fault = None
+  for split, name, form in entries:
+    program = error = fault = None
     try:
-      if isinstance(program, Exception):
-        raise program
-      if program.run is not None:
-        found = program.run()
-        if split is not current:
-          current, expected = split, split.comparable(split.expected())
-        error, fault = bench_lib.check_exact(
-          split.comparable(found), expected, options.dtype
-        )
+      program = bench_lib.compile_program(
+        split.evaluation(name), *split.args, loops=loops
+      )
+      found = program.run()
+      if split is not current:
+        current, expected = split, split.comparable(split.expected())
+      error, fault = bench_lib.check_exact(
+        split.comparable(found), expected, options.dtype
+      )
     except Exception as reason:  # compilers and drivers share no error class
       program, fault = None, bench_lib.failure(reason)
     programs.append(program)
@@ -312,15 +297,12 @@ def splits(options: HeadOptions, mode: str, length: int) -> Iterable[Split]:
   batch, heads, dim = options.batch, options.heads, options.head_dim
   groups = options.num_kv_heads
 
-  def random_arrays() -> list[jax.Array]:
-    """Queries, keys, values and the output's cotangent."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [
-      jax.random.normal(key, (batch, length, count, dim), options.dtype)
-      for key, count in zip(keys, (heads, groups, groups, heads))
-    ]
-
-  *qkv, cotangent = make_arrays(random_arrays)
+  *qkv, cotangent = (
+    jax.random.normal(key, (batch, length, count, dim), options.dtype)
+    for key, count in zip(
+      jax.random.split(jax.random.key(0), 4), (heads, groups, groups, heads)
+    )
+  )
   reference = make_reference(mode)
 
   def moved(pairs: int, packs: bool) -> float:
@@ -331,13 +313,10 @@ def splits(options: HeadOptions, mode: str, length: int) -> Iterable[Split]:
 
   for budget in (None, *options.budgets()):
     share = 1.0 if budget is None else budget.share
-    active, mask = None, None
+    active = mask = None
+    arrays = *qkv, cotangent, None
     if budget is not None:
-      active = make_arrays(
-        functools.partial(random_active, budget, batch, length)
-      )
-    arrays = *qkv, cotangent, active
-    if active is not None and not is_absent():
+      active = random_active(budget, batch, length)
       mask = active.mask
       # Inactive heads have a gate of 0, so they receive no gradient.
       arrays = *qkv, jnp.where(mask[..., None], cotangent, 0), active

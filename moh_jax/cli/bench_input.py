@@ -17,6 +17,7 @@ from moh_jax.cli import common
 from moh_jax.config import Config
 from moh_jax.config.registry import sources_with
 from moh_jax.data.identity import Identity
+from moh_jax.data.image_folders import EncodedSource, Record
 from moh_jax.data.infer import resolve
 from moh_jax.data.pipeline import (
   TrainBatches,
@@ -24,16 +25,11 @@ from moh_jax.data.pipeline import (
   train_images,
   train_recipe,
 )
-from moh_jax.data.sources import (
-  CheckedSource,
-  EncodedSource,
-  Record,
-  make_source,
-)
+from moh_jax.data.sources import CheckedSource, make_source
 from moh_jax.runtime import sharding
 from moh_jax.training import timing
 from moh_jax.training.feed import Feed
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 # What one thread does for an example, one stage after the other.

@@ -33,18 +33,17 @@ from moh_jax.models.registry import make_model
 from moh_jax.ops.attention import choose_cached_form
 from moh_jax.ops.target import target
 from moh_jax.runtime import sharding
-from moh_jax.runtime.params import init_params, unbox
+from moh_jax.runtime.sharding import init_params, unbox
 from moh_jax.training import timing
 from moh_jax.training.bench import (
   Program,
   Row,
   compile_program,
-  jit_once,
   time_rows,
 )
 from moh_jax.training.entrance import check_memory
 from moh_jax.training.flops import form_summary, step_forms
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 _SPAN = 32  # tokens that one call of the decoding program generates
@@ -172,7 +171,7 @@ def random_params(run: Config) -> Any:
   """
   model, abstract = make_model(run)
   inputs = [jnp.zeros(x.shape, x.dtype) for x in abstract]
-  init = jit_once(lambda: unbox(init_params(model, jax.random.key(1), inputs)))
+  init = jax.jit(lambda: unbox(init_params(model, jax.random.key(1), inputs)))
   return jax.tree.map(lambda x: x + 0.02, init())
 
 

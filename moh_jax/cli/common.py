@@ -16,7 +16,7 @@ from moh_jax.config.heads import GATE_FORMS
 from moh_jax.config.registry import SPLITS
 from moh_jax.runtime import run_lock, steps
 from moh_jax.runtime.json_files import strict_json
-from moh_jax.runtime.load import load_config
+from moh_jax.runtime.steps import load_config
 
 if TYPE_CHECKING:
   from moh_jax.inference.restore import Restored

@@ -1,54 +1,92 @@
 """`python -m moh_jax compare`."""
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import jax
-
-from moh_jax.cli import common, distributed, run_log
+from moh_jax.cli.options import Distributed, OutPath, Output, Place, Workdir
 from moh_jax.cli.train import read_decoder
 from moh_jax.config import Config
-from moh_jax.data.infer import resolve
-from moh_jax.evaluation import comparison, pictures
-from moh_jax.models.registry import make_model
-from moh_jax.runtime.files import write_whole
-from moh_jax.runtime.params import abstract_params
-from moh_jax.runtime.sharding import axis_sizes
-from moh_jax.training import timing
-from moh_jax.training.comparison import Comparison, Outcome
-from moh_jax.training.flops import step_flops, step_forms
-from moh_jax.training.timing import Timing, step_seconds
-from moh_jax.training.variants import ComparedRun, compared_runs
+from moh_jax.config.base import Count, Natural
+
+if TYPE_CHECKING:
+  from moh_jax.training.comparison import Outcome
+  from moh_jax.training.timing import Timing
+  from moh_jax.training.variants import ComparedRun
 
 _Row = tuple[str, str]  # variant and setting
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Workdir, Distributed, Output):
+  """Train variants of a run over several seeds, and compare their scores.
+
+  Attributes:
+    workdir: directory of the runs' checkpoints and metrics; run again with the
+      same arguments, the command resumes.
+    variants: each is config, mha or mohNN (NN % of the heads active); config
+      and mohNN also with -onestage (the groups of heads weigh the same) or
+      -sharedNN (NN % of the active heads are shared), as in moh50-shared0;
+      differences are to the first one.
+    seeds: runs of each variant, from train.seed on.
+    sweep: train each variant with each value of a config field, such as
+      optim.lr=1e-3,2e-3 or model.top_k=(1,2),(1,3); the best one of each, and
+      of these one of which no run diverged, stands for it.
+    metrics: what to compare, the one that decides first; without it accuracy,
+      bits_per_byte and loss, those that the evaluation has.
+    rounds: turns in which the times of a step are measured, side by side; 0
+      measures none.
+    plot: draw the first metric over the activated share, as .png or .svg.
+    vae: autoencoder weights that show samples of latent diffusion.
+  """
+
+  workdir: OutPath = "runs/compare"
+  variants: tuple[str, ...] = ("mha", "config")
+  seeds: Count = 3
+  sweep: str = ""
+  metrics: tuple[str, ...] = ()
+  rounds: Natural = 5
+  plot: OutPath | None = None
+  vae: Place | None = None
+
+  KEEPS_PROGRAMS = True  # runs that differ in their seed are one program
+
+
+def run(options: Options) -> int:
   """Trains the variants and prints the table that compares them.
 
   Returns:
     0, also after a request to stop.
   """
-  runs = compared_runs(args.config, args.variants, args.sweep, args.seeds)
-  if args.rounds < 0:
-    raise ValueError(f"--rounds {args.rounds} must be at least 0")
-  if args.plot:
-    pictures.check_plot(args.plot)
-  is_first = distributed.join(args)
+  from moh_jax.cli import run_log
+  from moh_jax.data.infer import resolve
+  from moh_jax.evaluation import comparison, pictures
+  from moh_jax.runtime.files import write_whole
+  from moh_jax.training import timing
+  from moh_jax.training.comparison import Comparison
+  from moh_jax.training.variants import compared_runs
+
+  runs = compared_runs(
+    options.loaded, options.variants, options.sweep, options.seeds
+  )
+  if options.plot:
+    pictures.check_plot(options.plot)
+  options.join()
   runs = [dataclasses.replace(one, config=resolve(one.config)) for one in runs]
-  decode = read_decoder(args.vae, runs[0].config)
-  with run_log.kept(args.workdir, is_first, args.distributed):
-    compared = Comparison(args.config, args.workdir)
-    finished = compared.run(runs, decode, args.verify)
+  decode = read_decoder(options.vae, runs[0].config)
+  with run_log.kept(options):
+    compared = Comparison(options.loaded, options.workdir)
+    finished = compared.run(runs, decode, not options.no_verify)
   configs = {(one.variant, one.setting): one.config for one in runs}
   seconds = {}
-  if finished and args.rounds:
+  if finished and options.rounds:
     programs = {_step(one): one for one in configs.values()}
-    seconds = step_seconds(programs, args.rounds)
-  if not is_first:
+    seconds = timing.step_seconds(programs, options.rounds)
+  if not options.is_first():
     return 0
   if not finished:
     print("stopped; run the command again to go on", file=sys.stderr)
@@ -58,9 +96,11 @@ def run(args: argparse.Namespace) -> int:
     if fault := outcomes[one.name].fault:
       print(f"warning: {one.name}: {fault}", file=sys.stderr)
   results = _by_row(runs, outcomes)
-  metrics = args.metrics or ["loss"]
+  metrics = options.metrics or ["loss"]
   if any(results.values()):
-    metrics = comparison.choose_metrics(list(results.values()), args.metrics)
+    metrics = comparison.choose_metrics(
+      list(results.values()), list(options.metrics)
+    )
   for one in runs:
     for name in metrics:
       if outcomes[one.name].metrics.get(name, 0) is None:
@@ -68,15 +108,16 @@ def run(args: argparse.Namespace) -> int:
   costs = {
     key: _costs(one, seconds.get(_step(one))) for key, one in configs.items()
   }
-  rows = comparison.summarize(results, args.seeds, metrics, costs)
-  if args.json != "-":
-    print(comparison.to_markdown(rows))
-  if args.plot:
-    form = pathlib.PurePath(args.plot).suffix[1:]
+  rows = comparison.summarize(results, options.seeds, metrics, costs)
+  if options.plot:
+    form = pathlib.PurePath(options.plot).suffix[1:]
     content = pictures.encode(comparison.plot(rows), form)
-    write_whole(pathlib.Path(args.plot), content)
+    write_whole(pathlib.Path(options.plot), content)
   found = [dataclasses.asdict(row) for row in rows]
-  common.write_json(args.json, {"machine": timing.machine(), "rows": found})
+  options.give(
+    {"machine": timing.machine(), "rows": found},
+    [comparison.to_markdown(rows)],
+  )
   return 0
 
 
@@ -103,6 +144,12 @@ def _step(config: Config) -> str:
 
 def _costs(config: Config, time: Timing | None) -> dict[str, float]:
   """Parameters, FLOPs and, where measured, seconds of a step."""
+  import jax
+
+  from moh_jax.models.registry import make_model
+  from moh_jax.runtime.sharding import abstract_params, axis_sizes
+  from moh_jax.training.flops import step_flops, step_forms
+
   params = jax.tree.leaves(abstract_params(*make_model(config)))
   sizes = axis_sizes(config.mesh, jax.device_count())
   flops = step_flops(config)

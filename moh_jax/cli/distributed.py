@@ -18,17 +18,6 @@ def add_distributed(parser: argparse.ArgumentParser) -> None:
     "three, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID",
   )
   parser.add_argument(
-    "--coordinator",
-    metavar="HOST:PORT",
-    help="where process 0 of the run listens; implies --distributed",
-  )
-  parser.add_argument(
-    "--num-processes", type=int, metavar="N", help="processes of the run"
-  )
-  parser.add_argument(
-    "--process-id", type=int, metavar="I", help="number of this one, from 0"
-  )
-  parser.add_argument(
     "--join-seconds",
     type=int,
     default=cluster.JOIN_SECONDS,
@@ -48,18 +37,10 @@ def check_given(args: argparse.Namespace) -> None:
   given = vars(args)
   if "distributed" not in given:
     return
-  values = args.coordinator, args.num_processes, args.process_id
-  if args.coordinator is not None:
-    args.distributed = True
-  elif values != (None, None, None) and not args.distributed:
-    raise ValueError(
-      "--num-processes and --process-id need --coordinator HOST:PORT or "
-      "--distributed"
-    )
   if args.join_seconds < 1:
     raise ValueError(f"--join-seconds={args.join_seconds} must be at least 1")
   if args.distributed:
-    args.place = cluster.given_place(*values)
+    args.place = cluster.given_place()
 
 
 def join(args: argparse.Namespace) -> bool:

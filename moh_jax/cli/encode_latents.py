@@ -8,7 +8,6 @@ from moh_jax.cli import fields
 from moh_jax.config.dit import EncodeOptions
 from moh_jax.convert.vae import load_vae
 from moh_jax.data.image_shards import open_splits
-from moh_jax.data.sources import check_class_names
 from moh_jax.inference import encode
 
 
@@ -24,9 +23,6 @@ def run(args: argparse.Namespace) -> int:
     label_column=args.label_column,
     val_share=args.val_share,
   )
-  first, *others = sources.values()
-  for other in others:
-    check_class_names(first.class_names, other.class_names, args.data)
   out = pathlib.Path(args.out)
   writers = {  # all before the first image: here other settings are refused
     split: encode.open_latents(

@@ -12,8 +12,6 @@ from moh_jax.config.llm import Sampling
 from moh_jax.data.text_files import list_pieces
 from moh_jax.data.tokenizers import Tokenizer
 from moh_jax.evaluation import harness
-from moh_jax.evaluation.documents import score_documents
-from moh_jax.evaluation.harness_tasks import choose_tasks
 from moh_jax.inference.generate import Generator
 from moh_jax.inference.restore import (
   Restored,
@@ -39,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
   groups = list_pieces(args.data, _PIECE_BYTES) if args.data else []
   tasks = None
   if args.tasks:
-    choices = choose_tasks(args.tasks, args.num_fewshot)
+    choices = harness.choose_tasks(args.tasks, args.num_fewshot)
     tasks = harness.load_tasks(choices, args.include_path)
 
   mesh = sharding.make_mesh(args.mesh)
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         row |= _run_tasks(tasks, one, tokenizer, scorer, mesh, args)
       if groups:
         texts = text_files.read_texts(groups, args.field)
-        row["text"] = score_documents(
+        row["text"] = harness.score_documents(
           scorer, tokenizer, texts, progress=sys.stderr.isatty()
         )
       runs.append(row)

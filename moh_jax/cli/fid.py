@@ -16,15 +16,19 @@ from moh_jax.cli.arguments.images import METRICS
 from moh_jax.config import MeshConfig
 from moh_jax.convert import HOW_TO_GET_INCEPTION
 from moh_jax.convert.inception import load_inception
-from moh_jax.evaluation import precision_recall, statistics_files
-from moh_jax.evaluation.fid import frechet_distance
-from moh_jax.evaluation.image_metrics import Summary, make_extractor, summarize
-from moh_jax.evaluation.image_sets import ImageSet, open_images
-from moh_jax.evaluation.statistics_files import Statistics
+from moh_jax.evaluation import fid
+from moh_jax.evaluation.fid import Statistics, frechet_distance
+from moh_jax.evaluation.image_metrics import (
+  ImageSet,
+  Summary,
+  make_extractor,
+  open_images,
+  summarize,
+)
 from moh_jax.models import inception
-from moh_jax.models.weights_hash import params_sha256
+from moh_jax.models.registry import params_sha256
 from moh_jax.runtime import sharding
-from moh_jax.runtime.array_files import npz_names
+from moh_jax.runtime.files import npz_names
 
 # Metric -> dimensions of the features whose distributions it compares.
 _FRECHET = {"fid": inception.POOL_DIM, "sfid": inception.SPATIAL_DIM}
@@ -62,9 +66,8 @@ def run(args: argparse.Namespace) -> int:
   passes = [(side, _wanted(side, names, args.save_stats)) for side in sides]
   for side, wanted in passes:
     _check(side, "sfid" in names, **wanted)
-  for target in (args.save_stats, args.json):
-    if target and target != "-":
-      statistics_files.check_writable(target)
+  if args.save_stats and os.path.isdir(args.save_stats):
+    raise ValueError(f"--save-stats {args.save_stats} is a directory")
   extract, made_with = None, {}
   if any(any(wanted.values()) for _, wanted in passes):
     params = _network(args.inception)
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
   if args.save_stats:
     first = results[0]
     saved = Statistics(first.pool3, first.spatial, made_with)
-    statistics_files.write_statistics(args.save_stats, saved)
+    fid.write_statistics(args.save_stats, saved)
   metrics = {
     **_scores(names, *results),
     "samples": args.samples,
@@ -100,9 +103,9 @@ def run(args: argparse.Namespace) -> int:
 def _open(name: str, path: str, image_size: int | None) -> _Side:
   """Checks one side; reads statistics, not images."""
   statistics, images = None, None
-  if statistics_files.has_statistics(path):
+  if fid.has_statistics(path):
     sizes = inception.POOL_DIM, inception.SPATIAL_DIM
-    statistics = statistics_files.read_statistics(path, *sizes)
+    statistics = fid.read_statistics(path, *sizes)
   if statistics is None or "arr_0" in npz_names(path):
     images = open_images(path, image_size)
   return _Side(name, path, images, statistics)
@@ -157,15 +160,15 @@ def _check(
       "Score need the images (arr_0)"
     )
   if keep_features:
-    neighbours = precision_recall.NEIGHBOURS
-    precision_recall.check_samples(len(images), neighbours, flag)
+    neighbours = fid.NEIGHBOURS
+    fid.check_samples(images.count, neighbours, flag)
   statistics = side.statistics
   if statistics and statistics.spatial is None and spatial:
     raise ValueError(
       f"{flag}: holds mu and sigma alone, which serve fid; sfid needs mu_s and "
       "sigma_s too"
     )
-  if distributions and len(images) < 2:
+  if distributions and images.count < 2:
     raise ValueError(f"{flag}: has one image; a covariance needs at least 2")
 
 
@@ -173,9 +176,9 @@ def _warn(side: _Side, metrics: tuple[str, ...]) -> None:
   """Says how many images are missing for covariances of full rank."""
   dims = {name: d for name, d in _FRECHET.items() if name in metrics}
   dims = dims or _FRECHET
-  if len(side.images) <= max(dims.values()):
+  if side.images.count <= max(dims.values()):
     print(
-      f"warning: {side.path}: {len(side.images)} images give a singular "
+      f"warning: {side.path}: {side.images.count} images give a singular "
       f"covariance; {' and '.join(dims)} need at least "
       f"{max(dims.values()) + 1}, and published numbers use 50000",
       file=sys.stderr,
@@ -186,10 +189,10 @@ def _summary(
   side: _Side, extract: Callable | None, batch_size: int, **wanted: bool
 ) -> Summary:
   """The side's summary; the file's statistics where it states them."""
-  summary = Summary(0, None, None, None, None)
+  summary = Summary()
   if any(wanted.values()):
     with tqdm.tqdm(
-      total=len(side.images), desc=side.name, unit="image", disable=None
+      total=side.images.count, desc=side.name, unit="image", disable=None
     ) as bar:
       summary = summarize(
         extract, side.images, batch_size, **wanted, progress=bar.update
@@ -231,6 +234,6 @@ def _scores(
     scores["sfid"] = frechet_distance(samples.spatial, reference.spatial)
   if "pr" in metrics:
     both = samples.features, reference.features
-    found = precision_recall.precision_recall(*both)
+    found = fid.precision_recall(*both)
     scores["precision"], scores["recall"] = found
   return scores

@@ -14,13 +14,28 @@ import sys
 import traceback as traceback_lib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from moh_jax.cli import common
-from moh_jax.cli.arguments import COMMANDS
-from moh_jax.cli.overrides import split_overrides
+from moh_jax.cli import common, options
+from moh_jax.cli.arguments import COMMANDS as OLD
+from moh_jax.cli.options import BaseOptions, Parser
 from moh_jax.config import reference
-from moh_jax.runtime import compilation_cache, signals
+from moh_jax.runtime import compilation_cache, signals, steps
+
+# Commands, each a module of this folder; see `options`.
+COMMANDS = (
+  "classify",
+  "compare",
+  "heads",
+  "inspect",
+  "train",
+)
+# Commands of older versions, and what to write instead.
+_RENAMED = {
+  "show-batch": "inspect --config FILE --batch OUT.png",
+  "show-latents": "inspect --data DIR --batch OUT.png --vae PATH",
+  "verify": "inspect --checksums --checkpoint DIR, or --data DIR for shards",
+}
 
 _USER_ERRORS = (ValueError, OSError, NotImplementedError, MemoryError)
 _FULL = "RESOURCE_EXHAUSTED"  # how XLA says that memory is full
@@ -31,11 +46,7 @@ _LESS = (
 _HELP = {"-h", "--help"}
 
 
-class _Parser(argparse.ArgumentParser):
-  """A parser whose errors are one line."""
-
-  def error(self, message: str) -> NoReturn:
-    self.exit(2, f"error: {message}; see {self.prog} --help\n")
+Run = Callable[[Any], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   # Names that the terminal cannot show must not end a command.
   with contextlib.suppress(AttributeError):  # stdout may be a notebook's
     sys.stdout.reconfigure(errors="backslashreplace")
-  imports = _Parser(add_help=False, allow_abbrev=False)
+  imports = Parser(add_help=False, allow_abbrev=False)
   imports.add_argument(
     "--import",
     dest="modules",
@@ -52,18 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     metavar="MODULE",
     help="import a module first, such as one that registers a family",
   )
-  parser = _Parser(
+  parser = Parser(
     prog="python -m moh_jax",
     parents=[imports],
     description="Mixture-of-Head attention: train, convert and use models.",
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="commands:\n"
-    + "\n".join(
-      f"  {name:<16}{inspect.getdoc(options)}"
-      for name, options in COMMANDS.items()
-    ),
+    epilog="commands:",
   )
-  parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+  for name in COMMANDS:
+    parser.epilog += f"\n  {name:<10}{_sentence(name)}"
+  for name, declare in OLD.items():
+    parser.epilog += f"\n  {name:<10}{inspect.getdoc(declare)}"
+  parser.add_argument(
+    "command",
+    choices=(*COMMANDS, *OLD, *_RENAMED),
+    metavar="COMMAND",
+  )
   parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
   given, argv = imports.parse_known_args(argv)
   args = parser.parse_args(argv)
@@ -100,34 +115,98 @@ def _run(name: str, argv: Sequence[str], modules: Sequence[str]) -> int:
       raise ValueError(
         f"--import {module}: {error}; it takes a name as `import` does"
       ) from error
-  command = _Parser(
+  if name in OLD:
+    return _run_old(name, argv)
+  if name in _RENAMED:
+    raise ValueError(f"{name} is now: python -m moh_jax {_RENAMED[name]}")
+  given, run = parsed(name, argv)
+  given.prepare()
+  # Several processes would wait for one another's lock on a shared disk.
+  if given.KEEPS_PROGRAMS and not getattr(given, "distributed", False):
+    compilation_cache.enable()
+  with _plain_warnings():
+    return run(given)
+
+
+def parsed(name: str, argv: Sequence[str]) -> tuple[BaseOptions, Run]:
+  """The options of a command, and the function that takes them.
+
+  Wrong ones end the program with status 2, and --help with 0.
+
+  Args:
+    name: of the command.
+    argv: what follows it.
+  """
+  prog, cls, run, argv = _kind(name, argv)
+  parser = options.make_parser(prog, cls)
+  if _HELP.intersection(argv):
+    parser.print_help()
+    others, changes = options.split_changes(argv)
+    config = Parser(add_help=False, allow_abbrev=False)
+    config.add_argument("--config")
+    if file := config.parse_known_args(others)[0].config:
+      print(f"\n{reference.describe(steps.load_config(file, changes))}")
+    sys.exit(0)
+  return options.parse(parser, cls, argv), run
+
+
+def kinds(name: str) -> dict[str, tuple[type[BaseOptions], Run]]:
+  """Options and function of each kind of a command; "" where it has one."""
+  module = importlib.import_module(f"moh_jax.cli.{name}")
+  if hasattr(module, "KINDS"):
+    return module.KINDS
+  return {"": (module.Options, module.run)}
+
+
+def _kind(
+  name: str, argv: Sequence[str]
+) -> tuple[str, type[BaseOptions], Run, Sequence[str]]:
+  """What messages call a command, its options, function and arguments."""
+  prog, every = f"python -m moh_jax {name}", kinds(name)
+  if "" in every:
+    return (prog, *every[""], argv)
+  parser = Parser(
+    prog=prog,
+    description=_sentence(name),
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    epilog="kinds:",
+    add_help=bool(_HELP.intersection(argv[:1])),
+  )
+  for kind, (cls, _) in every.items():
+    parser.epilog += f"\n  {kind:<18}{options.description(cls)}"
+  parser.add_argument("kind", choices=every, metavar="KIND")
+  kind = parser.parse_args(argv[:1]).kind
+  return (f"{prog} {kind}", *every[kind], argv[1:])
+
+
+def _sentence(name: str) -> str:
+  """What a command does: the first line of its options or its module."""
+  every = kinds(name)
+  told = every[""][0] if "" in every else sys.modules[f"moh_jax.cli.{name}"]
+  return inspect.getdoc(told).partition("\n")[0]
+
+
+def _run_old(name: str, argv: Sequence[str]) -> int:
+  command = Parser(
     prog=f"python -m moh_jax {name}",
-    description=inspect.getdoc(COMMANDS[name]),
+    description=inspect.getdoc(OLD[name]),
     allow_abbrev=False,
   )
-  COMMANDS[name](command)
+  OLD[name](command)
   command.add_argument(
     "--traceback", action="store_true", help="show the traceback of an error"
   )
-  argv, overrides = split_overrides(argv)
-  config = _given_config(argv)
-  if config and _HELP.intersection(argv):
-    command.print_help()
-    print(f"\n{reference.describe(common.load_config(config, overrides))}")
-    return 0
-  options, unknown = command.parse_known_args(argv)
+  argv, overrides = options.split_changes(argv)
+  given, unknown = command.parse_known_args(argv)
   if unknown:
-    command.error(
-      f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown)}"
-    )
-  common.read_inputs(options, overrides)
-  given = vars(options)
-  # Several processes would wait for one another's lock on a shared disk.
-  if given.get("compilation_cache") and not given.get("distributed"):
+    command.error(f"unrecognized arguments: {' '.join(unknown)}")
+  common.read_inputs(given, overrides)
+  values = vars(given)
+  if values.get("compilation_cache") and not values.get("distributed"):
     compilation_cache.enable()
   module = importlib.import_module(f"moh_jax.cli.{name.replace('-', '_')}")
   with _plain_warnings():
-    return module.run(options)
+    return module.run(given)
 
 
 @contextlib.contextmanager
@@ -144,22 +223,6 @@ def _plain_warnings() -> Iterator[None]:
     yield
   finally:
     ours.handlers, ours.propagate = before
-
-
-def _meant(unknown: Sequence[str]) -> str:
-  """A hint where an override lacks its prefix."""
-  for argument in unknown:
-    key = argument.lstrip("-").removeprefix("config.")
-    if "." in key.partition("=")[0]:
-      return f"; did you mean --config.{key}?"
-  return ""
-
-
-def _given_config(argv: Sequence[str]) -> str | None:
-  """The value of --config, whatever else is missing."""
-  parser = _Parser(add_help=False, allow_abbrev=False)
-  parser.add_argument("--config")
-  return parser.parse_known_args(argv)[0].config
 
 
 def report_errors(call: Callable[[], int], show_traceback: bool) -> int:

@@ -3,9 +3,8 @@
 import argparse
 import pathlib
 
-from moh_jax.data.image_folders import listed_classes
 from moh_jax.data.image_shards import open_splits, pack_images
-from moh_jax.data.sources import check_class_names
+from moh_jax.data.sources import listed_classes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -18,9 +17,6 @@ def run(args: argparse.Namespace) -> int:
     label_column=args.label_column,
     val_share=args.val_share,
   )
-  first, *others = sources.values()
-  for other in others:
-    check_class_names(first.class_names, other.class_names, args.data)
   for split, source in sources.items():
     out = pathlib.Path(args.out) / split
     metadata = pack_images(

@@ -30,24 +30,22 @@ class _File(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def kept(workdir: str, is_first: bool, several: bool) -> Iterator[None]:
+def kept(options: Any) -> Iterator[None]:
   """Shows our own messages, and keeps those of libraries in WORKDIR/run.log.
 
   Tracebacks, also those of other threads and of an error that ends the block,
   are in the file alone.
 
   Args:
-    workdir: working directory; in a bucket no file is written.
-    is_first: whether this is the first process, which says more.
-    several: whether the run has several processes. Then what C++ code writes to
-      stderr goes to the file too, such as the stacks of JAX's own watch over
-      the processes.
+    options: of a command that trains: its `workdir`; in a bucket no file is
+      written. Where it is `distributed`, what C++ code writes to stderr goes to
+      the file too, such as the stacks of JAX's own watch over the processes.
   """
-  file = _open(workdir)
+  file = _open(options.workdir)
   with contextlib.ExitStack() as stack:
-    if several and isinstance(file, _File):
+    if options.distributed and isinstance(file, _File):
       stack.enter_context(_stderr_to(file))
-    level = logging.INFO if is_first else logging.WARNING
+    level = logging.INFO if options.is_first() else logging.WARNING
     stack.enter_context(_handlers(file, level))
     yield
 

@@ -18,7 +18,7 @@ from moh_jax.data.image_folders import find_images
 from moh_jax.data.transforms import center_crop
 from moh_jax.inference import sample
 from moh_jax.inference.restore import fingerprint
-from moh_jax.models.weights_hash import weights_sha256
+from moh_jax.models.vae import weights_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.runtime.files import check_writable
@@ -59,16 +59,13 @@ def run(args: argparse.Namespace) -> int:
       if is_first:
         sample.write_grid(out, images, args.columns or min(num, 10))
     else:
-      write = (
-        sample.sample_npz if out.suffix == ".npz" else sample.sample_folder
-      )
       model = fingerprint(config.model, restored.params, mesh)
       settings = _settings(args, config, start) | {
         "checkpoint": model,
         "step": restored.step,
         "vae": vae and weights_sha256(vae.config, vae.params),
       }
-      write(
+      sample.sample_files(
         sampler, num, out, batch_size=size, settings=settings, progress=True
       )
   if is_first:

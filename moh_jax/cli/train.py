@@ -1,62 +1,81 @@
 """`python -m moh_jax train`, and train.py."""
 
-import argparse
+from __future__ import annotations
+
+import dataclasses
 import sys
+from typing import TYPE_CHECKING
 
-from moh_jax.cli import common, distributed, run_log
+from moh_jax.cli.options import Distributed, Output, Place, Workdir
 from moh_jax.config import Config
-from moh_jax.convert.vae import load_autoencoder
-from moh_jax.data.infer import resolve, tell
-from moh_jax.models.generation import Decode
-from moh_jax.runtime import sharding
-from moh_jax.training.flops import at_peak
-from moh_jax.training.rewind import NonFiniteLossError
-from moh_jax.training.train import train
+
+if TYPE_CHECKING:
+  from moh_jax.models.generation import Decode
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Workdir, Distributed, Output):
+  """Train a model; run again, it resumes.
+
+  Attributes:
+    vae: autoencoder weights that show samples of latent diffusion.
+  """
+
+  vae: Place | None = None
+
+
+def run(options: Options) -> int:
   """Trains and prints the final metrics.
 
   Returns:
     0 when all steps are done or a stop was asked for, 1 when the loss became
     NaN or infinite.
   """
-  is_first = distributed.join(args)
-  config = resolve(args.config)
-  decode = read_decoder(args.vae, config)
+  options.join()
+  from moh_jax.cli import run_log
+  from moh_jax.data.infer import resolve
+  from moh_jax.training.flops import at_peak
+  from moh_jax.training.saving import NonFiniteLossError
+  from moh_jax.training.train import train
+
+  config = resolve(options.loaded)
+  decode = read_decoder(options.vae, config)
   try:
-    with run_log.kept(args.workdir, is_first, args.distributed):
+    with run_log.kept(options):
       result = train(
         config,
-        args.workdir,
+        options.workdir,
         decode=decode,
-        verify=args.verify,
+        verify=not options.no_verify,
         at_peak=at_peak,
       )
   except NonFiniteLossError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
   metrics = {**result.evaluation, "step": int(result.state.step)}
-  if is_first:
-    common.write_json(args.json, metrics)
-    if result.finished and args.json != "-":
-      shown = ", ".join(
-        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in metrics.items()
-      )
-      if result.evaluation:
-        print(f"held-out: {shown}")
-      print(f"checkpoint: {args.workdir}")
+  lines = []
+  if result.finished:
+    shown = ", ".join(
+      f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+      for name, value in metrics.items()
+    )
+    lines += [f"held-out: {shown}"] if result.evaluation else []
+    lines += [f"checkpoint: {options.workdir}"]
+  options.give(metrics, lines)
   return 0
 
 
-def read_decoder(vae: str, config: Config) -> Decode | None:
+def read_decoder(vae: str | None, config: Config) -> Decode | None:
   """Reads what turns a run's latents into images.
 
   Args:
-    vae: autoencoder weights; "" for none.
+    vae: autoencoder weights, if there are any.
     config: of the run.
   """
+  from moh_jax.convert.vae import load_autoencoder
+  from moh_jax.data.infer import tell
+  from moh_jax.runtime import sharding
+
   if not vae:
     return None
   encoder = tell(config, ["encoder_sha256"]).get("encoder_sha256", "")

@@ -22,7 +22,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 # Largest values of fields that have no limit of their own: what an int32 holds,
 # and what float32 computes with.
@@ -35,8 +35,7 @@ MOST_WIDTH = 1 << 20  # columns of a layer
 _MOST_ITEMS = 1 << 16  # of a tuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
   """The numbers that a field may hold; none is infinite.
 
   Attributes:
@@ -53,9 +52,8 @@ class Range:
 
   def refusal(self, value: float) -> str:
     """What a value must be, or "" where it is allowed."""
-    high = self.high
-    if high is None:
-      high = MOST_COUNT if isinstance(value, int) else MOST_NUMBER
+    most = MOST_COUNT if isinstance(value, int) else MOST_NUMBER
+    high = most if self.high is None else self.high
     is_low = value > self.low if self.ends[:1] == "(" else value >= self.low
     is_high = value < high if self.ends[1:] == ")" else value <= high
     if is_low and is_high:
@@ -101,21 +99,13 @@ class Section:
   # Fields that parameters were trained for: a run cannot start from them with
   # others.
   NUMERIC_FIELDS: ClassVar[tuple[str, ...]] = ()
-  # Registries in which fields are looked up, see `registry.Registry`.
-  REGISTRIES: ClassVar[Mapping[str, Any]] = {}
   # Whether the section says nothing of a model that is served.
   ONLY_TRAINS: ClassVar[bool] = False
 
   def __post_init__(self):
-    for name, hint in hints(type(self)).items():
-      value = converted(self._path(name), getattr(self, name), hint)
+    for name, value in read_fields(self.NAME, type(self), vars(self)).items():
       object.__setattr__(self, name, value)
-    for name, registry in self.REGISTRIES.items():
-      registry.get(getattr(self, name))
     self.check()
-
-  def _path(self, name: str) -> str:
-    return f"{self.NAME}.{name}" if self.NAME else name
 
   def check(self) -> None:
     """Raises ValueError where fields do not fit together."""
@@ -123,7 +113,7 @@ class Section:
   def fail(self, name: str, allowed: str) -> NoReturn:
     """Raises the ValueError of a field: its name, value and what is allowed."""
     value = shown(getattr(self, name))
-    raise ValueError(f"{self._path(name)}={value} {allowed}")
+    raise ValueError(f"{_path(self.NAME, name)}={value} {allowed}")
 
 
 class GivenText(str):
@@ -139,10 +129,12 @@ def hints(cls: type) -> dict[str, Any]:
 
 def choices(cls: type, name: str) -> tuple[Any, ...]:
   """All allowed values of a field of a section, () where there is no list."""
-  if name in getattr(cls, "REGISTRIES", {}):
-    return cls.REGISTRIES[name].names()
   hint = without_none(hints(cls)[name])
-  return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+  kind, *allowed = typing.get_args(hint) or (hint,)
+  if typing.get_origin(hint) is Literal:
+    return (kind, *allowed)
+  names = getattr(allowed[0], "names", None) if allowed else None
+  return names() if names else ()
 
 
 def without_none(hint: Any) -> Any:
@@ -188,30 +180,15 @@ MOVED = {
 }
 
 
-def unknown_key(path: str, known: Iterable[str] = ()) -> str:
-  """The error of a config key that does not exist.
-
-  Args:
-    path: of the key, for instance "model.gate_form".
-    known: keys that its section has.
-  """
-  if path in MOVED:
-    return f"unknown config key {path}; it is now {MOVED[path]}"
-  hint = f"; known: {sorted(known)}" if known else ""
-  for close in difflib.get_close_matches(path.rpartition(".")[2], known, 1):
-    hint = f"; did you mean {close!r}?{hint}"
-  return f"unknown config key {path}{hint}"
-
-
 def make_section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
   """Builds a section; arguments and errors as for `read_fields`."""
-  given = read_fields(name, cls, values)
+  _check_keys(name, cls, values)
   try:
-    return cls(**given)
+    return cls(**values)
   except ValueError as error:
     # A nested section names its fields from itself on: "router.kind=...".
     parent = name.rpartition(".")[0]
-    raise ValueError(f"{parent}.{error}" if parent else str(error)) from error
+    raise ValueError(_path(parent, str(error))) from error
 
 
 def read_fields(
@@ -228,80 +205,85 @@ def read_fields(
   Raises:
     ValueError: an unknown key, a wrong type or a value out of range.
   """
-  if not isinstance(values, Mapping):
-    raise ValueError(f"config section {name}={values!r} must have fields")
-  known = hints(cls)
-  for key in values:
-    if key not in known:
-      raise ValueError(unknown_key(f"{name}.{key}", known))
+  _check_keys(name, cls, values)
   return {
-    key: converted(f"{name}.{key}", value, known[key])
+    key: converted(_path(name, key), value, hints(cls)[key])
     for key, value in values.items()
   }
+
+
+def _path(parent: str, name: str) -> str:
+  return f"{parent}.{name}" if parent else name
+
+
+def _check_keys(name: str, cls: type, values: Any) -> None:
+  if not isinstance(values, Mapping):
+    raise ValueError(f"config section {name}={values!r} must have fields")
+  for key in values:
+    if key not in (known := hints(cls)):
+      raise ValueError(_unknown_key(f"{name}.{key}", known))
+
+
+def _unknown_key(path: str, known: Iterable[str]) -> str:
+  if path in MOVED:
+    return f"unknown config key {path}; it is now {MOVED[path]}"
+  hint = f"; known: {sorted(known)}"
+  for close in difflib.get_close_matches(path.rpartition(".")[2], known, 1):
+    hint = f"; did you mean {close!r}?{hint}"
+  return f"unknown config key {path}{hint}"
 
 
 def converted(path: str, value: Any, hint: Any) -> Any:
   """A value as its type wants it.
 
   Args:
-    path: of the key, for errors.
+    path: of the key or option, for errors.
     value: from Python, JSON or, as `GivenText`, a command line.
     hint: type of the field, see the module.
 
   Raises:
     ValueError: a wrong type or a value out of range.
   """
-  is_given = isinstance(value, GivenText)
-  kind = without_none(hint)
-  if kind is not hint:
-    is_none = value is None or (is_given and value.lower() == "none")
-    return None if is_none else converted(path, value, kind)
-  if is_given:
+  if (kind := without_none(hint)) is not hint:
+    is_none = isinstance(value, GivenText) and value.lower() == "none"
+    return None if value is None or is_none else converted(path, value, kind)
+  if isinstance(value, GivenText):
     value = _read(value, plain(hint))
-  origin = typing.get_origin(hint)
+  if dataclasses.is_dataclass(hint):
+    return _nested(path, value, hint)
+  kind, *parts = typing.get_args(hint) or (hint,)
+  origin, allowed = typing.get_origin(hint), ""
+  if origin is tuple:
+    return _tuple(path, value, kind, None if parts == [...] else 1 + len(parts))
   if origin is Literal:
-    if value not in typing.get_args(hint):
-      raise ValueError(
-        f"{path}={shown(value)} must be one of {typing.get_args(hint)}"
-      )
-  elif origin is tuple:
-    value = _tuple(path, value, hint)
-  elif origin is Annotated:
-    kind, limits = typing.get_args(hint)
-    value = _of_type(path, value, kind)
-    if allowed := limits.refusal(value):
-      raise ValueError(f"{path}={shown(value)} must be {allowed}")
-  elif dataclasses.is_dataclass(hint):
-    value = _nested(path, value, hint)
+    if value not in (kind, *parts):
+      allowed = f"one of {(kind, *parts)}"
   else:
-    value = _of_type(path, value, hint)
+    value = _of_type(path, value, kind)
+    allowed = parts[0].refusal(value) if parts else ""
+  if allowed:
+    raise ValueError(f"{path}={shown(value)} must be {allowed}")
   return value
 
 
 def _of_type(path: str, value: Any, kind: type) -> Any:
   """A number, a bool or a text; integers become floats."""
-  if not isinstance(value, bool):
-    if kind is float and isinstance(value, numbers.Real):
-      try:
-        return float(value)
-      except OverflowError:
-        raise ValueError(f"{path}={shown(value)} must be finite") from None
-    if kind is int and isinstance(value, numbers.Integral):
-      return int(value)
-  if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+  wider = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
+  if not isinstance(value, wider) or (isinstance(value, bool) > (kind is bool)):
     raise ValueError(f"{path}={shown(value)} must be of type {kind.__name__}")
-  return value
+  try:
+    return kind(value)
+  except OverflowError:
+    raise ValueError(f"{path}={shown(value)} must be finite") from None
 
 
-def _tuple(path: str, value: Any, hint: Any) -> tuple[Any, ...]:
-  """Items of tuple[int, int] or tuple[str, ...]."""
+def _tuple(path: str, value: Any, item: Any, length: int | None) -> tuple:
+  """Items of one type, so many of them where that is stated."""
   if not isinstance(value, list | tuple) or len(value) > _MOST_ITEMS:
     raise ValueError(
       f"{path}={shown(value)} must be a tuple, {_MOST_ITEMS} values at most"
     )
-  item, *rest = typing.get_args(hint)
-  length = None if rest == [...] else 1 + len(rest)
-  if length is not None and len(value) != length:
+  if length not in (None, len(value)):
     raise ValueError(f"{path}={value!r} must have {length} values")
   return tuple(
     converted(f"{path}[{i}]", part, item) for i, part in enumerate(value)
@@ -322,8 +304,9 @@ def _nested(path: str, value: Any, cls: type) -> Any:
 
 _BOOLS = {"true": True, "false": False}
 # "(1,2)" and "[[0,1],[1,0]]", whose first bracket closes at the end.
-_LISTED = re.compile(r"\((?:[^()]|\([^()]*\))*\)|\[(?:[^][]|\[[^][]*\])*\]")
-_NO_LITERAL = (ValueError, SyntaxError, MemoryError, RecursionError)
+_LISTED = r"\((?:[^()]|\([^()]*\))*\)|\[(?:[^][]|\[[^][]*\])*\]"
+_QUOTED = r"'[^']*'|\"[^\"]*\""
+_ITEM = re.compile(rf"((?:{_QUOTED}|{_LISTED}|[^,])*)(?:,|$)")
 
 
 def _read(text: str, hint: Any) -> Any:
@@ -332,25 +315,17 @@ def _read(text: str, hint: Any) -> Any:
     return str(text)
   if typing.get_origin(hint) is tuple:
     text = text.strip()
-    listed = text[1:-1] if _LISTED.fullmatch(text) else text
+    listed = text[1:-1] if re.fullmatch(_LISTED, text) else text
     return [GivenText(item) for item in split_items(listed)]
   try:
     value = _BOOLS.get(text.lower())
     return ast.literal_eval(text) if value is None else value
-  except _NO_LITERAL:
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
     return str(text)
 
 
 def split_items(text: str) -> list[str]:
   """The items of "1,2", "(1, 2),(3,)" or "*bias,'a,b'", each as text."""
-  listed = re.sub(r"[\r\n]", " ", f"[{text}]")
-  try:
-    items, content = ast.parse(listed, mode="eval").body.elts, listed.encode()
-  except (*_NO_LITERAL, AttributeError):  # such as "/a,/b" or "(*/a,*/b),*/c"
-    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
-  return [
-    item.value
-    if isinstance(item, ast.Constant) and isinstance(item.value, str)
-    else content[item.col_offset : item.end_col_offset].decode()
-    for item in items
-  ]
+  *items, _ = (item.strip() for item in _ITEM.findall(text))
+  is_quoted = re.compile(_QUOTED).fullmatch
+  return [item[1:-1] if is_quoted(item) else item for item in items]

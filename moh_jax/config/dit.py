@@ -47,18 +47,16 @@ class LatentScaling(base.Section):
     """Raises ValueError unless `mean` and `std` have a value per channel."""
     for name in ("mean", "std"):
       value = getattr(self, name)
-      if value and len(value) != channels:
-        raise ValueError(
-          f"latent {name}={value} must have {channels} values, one per channel"
-        )
+      if len(value) not in (0, channels):
+        self.fail(name, f"must have {channels} values, one per channel")
 
   def differences(self, other: "LatentScaling") -> list[str]:
     """Names the fields that differ, as "scale 0.18215, not 0.13025"."""
-    ours, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+    theirs = dataclasses.asdict(other)
     return [
-      f"{name} {ours[name]}, not {theirs[name]}"
-      for name in ours
-      if not _close(ours[name], theirs[name])
+      f"{name} {value}, not {theirs[name]}"
+      for name, value in dataclasses.asdict(self).items()
+      if not _close(value, theirs[name])
     ]
 
 
@@ -112,11 +110,8 @@ class VAEConfig(base.Section):
     self.scaling.check_channels(self.latent_channels)
     widths = self.block_out_channels
     if not widths or any(width % self.norm_groups for width in widths):
-      self.fail(
-        "block_out_channels",
-        f"must be multiples of vae.norm_groups={self.norm_groups}, at least "
-        "one",
-      )
+      groups = f"multiples of vae.norm_groups={self.norm_groups}"
+      self.fail("block_out_channels", f"must be {groups}, at least one")
 
   @property
   def downscale(self) -> int:
@@ -128,7 +123,6 @@ FLOW = "flow"
 DIFFUSION_METHODS = ("ddpm", "ddim", "dpm")
 FLOW_METHODS = ("euler", "heun")
 MOST_TIMESTEPS = 100_000  # of the training process
-_MOST_FLOW_STEPS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,15 +197,9 @@ class DiffusionConfig(base.Section):
     """Flow matching predicts velocities, all of the same weight."""
     is_flow = self.schedule == FLOW
     if is_flow != (self.prediction == "velocity"):
-      raise ValueError(
-        f"diffusion.schedule={self.schedule!r} and diffusion.prediction="
-        f"{self.prediction!r} do not go together: 'flow' needs 'velocity', the "
-        "others another one"
-      )
+      self.fail("prediction", "must be 'velocity' for 'flow', and for it alone")
     if is_flow and self.loss_weight != "uniform":
-      self.fail(
-        "loss_weight", "must be 'uniform' for diffusion.schedule='flow'"
-      )
+      self.fail("loss_weight", "must be 'uniform' for the schedule 'flow'")
 
   @property
   def methods(self) -> tuple[str, ...]:
@@ -221,10 +209,9 @@ class DiffusionConfig(base.Section):
   @property
   def scaling(self) -> LatentScaling:
     """How latents become the model's input."""
+    scale = self.latent_scale or LatentScaling.scale
     others = self.latent_shift, self.latent_mean, self.latent_std
-    if self.latent_scale is None:
-      return LatentScaling(LatentScaling.scale, *others)
-    return LatentScaling(self.latent_scale, *others)
+    return LatentScaling(scale, *others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +257,7 @@ class SampleConfig(base.Section):
   eta: base.Share = 0.0
   cfg_scale: base.Amount = 1.5
   cfg_channels: Literal["three", "all"] = "three"
-  cfg_interval: tuple[int, Annotated[int, base.Range(0)]] = (0, MOST_TIMESTEPS)
+  cfg_interval: tuple[int, base.Natural] = (0, MOST_TIMESTEPS)
   fid_images: base.Natural = 0
   fid_reference: str = ""
   fid_inception: str = ""
@@ -287,7 +274,7 @@ class SampleConfig(base.Section):
       if self.fid_images and not getattr(self, name):
         self.fail(name, "must name a file where sample.fid_images is not 0")
     low, high = self.cfg_interval
-    if not 0 <= low < high <= base.MOST_COUNT:
+    if not 0 <= low < high:
       self.fail("cfg_interval", "must be (low, high) with 0 <= low < high")
 
 
@@ -349,18 +336,13 @@ class DiTConfig(LayerStack, ImageModel):
 
   def check(self) -> None:
     """Widths, patches and head splits add up."""
-    if self.width % 4:
-      self.fail(
-        "width",
-        "must be a multiple of 4: sines and cosines of rows and columns",
-      )
+    if self.width % 4:  # sines and cosines of rows and columns
+      self.fail("width", "must be a multiple of 4")
     if self.width * self.mlp_ratio < 1:
       self.fail("mlp_ratio", f"leaves no MLP column at width {self.width}")
-    if any(side % self.patch_size for side in self.input_size):
-      self.fail(
-        "input_size",
-        f"must be multiples of model.patch_size={self.patch_size}",
-      )
+    size = self.patch_size
+    if any(side % size for side in self.input_size):
+      self.fail("input_size", f"must be multiples of model.patch_size={size}")
     super().check()
 
   @property
@@ -402,7 +384,8 @@ class DiTConfig(LayerStack, ImageModel):
   def check_run(self, run: Config) -> None:
     """The data is in the space of the diffusion; sampling steps exist."""
     _check_space(run)
-    _check_sampling(run)
+    _check_labels(run)
+    _check_steps(run)
     if run.diffusion.space != "latent":  # latents are normalized already
       self.check_channels(run)
 
@@ -427,83 +410,57 @@ _OF_PIXELS = (
 def _check_space(run: Config) -> None:
   data = run.data
   space, holds = run.diffusion.space, get_source(data).holds
-  if ("latents" if space == "latent" else "images") not in holds:
-    raise ValueError(
-      f"diffusion.space={space!r} and data.source={data.source!r} do not go "
-      "together: 'latent' needs 'latents', as `encode-latents` writes them, "
-      "and 'pixel' an image source"
+  is_latent = space == "latent"
+  if ("latents" if is_latent else "images") not in holds:
+    need = (
+      "latents, as `encode-latents` writes them," if is_latent else "images"
     )
+    data.fail("source", f"must hold {need} for diffusion.space={space!r}")
   if "images" not in holds:
     for name in _OF_PIXELS:
       if getattr(data, name) != (neutral := getattr(type(data), name)):
-        data.fail(
-          name,
-          f"must be {neutral!r} for latents, which are cropped and mirrored "
-          "when they are encoded",
-        )
-  if space == "pixel" and {*(data.mean or ()), *(data.std or ())} - {0.5}:
-    raise ValueError(
-      f"data.mean={data.mean} and data.std={data.std} must be 0.5 "
-      "for diffusion.space='pixel': pixels in [-1, 1]"
-    )
+        # They were cropped and mirrored when they were encoded.
+        data.fail(name, f"must be {neutral!r} for latents")
+  for name in ("mean", "std"):
+    if not is_latent and {*(getattr(data, name) or ())} - {0.5}:
+      data.fail(name, "must be 0.5 for diffusion.space='pixel': [-1, 1]")
 
 
-def _check_sampling(run: Config) -> None:
+def _check_labels(run: Config) -> None:
+  sample, classes = run.sample, run.model.num_classes
+  if classes is not None and max(sample.labels, default=-1) >= classes:
+    sample.fail("labels", f"must be in [-1, {classes - 1}]")
+  if run.model.label_dropout:
+    return
+  lack = "a model with model.label_dropout=0 has no unconditional form"
+  if -1 in sample.labels:
+    sample.fail("labels", f"must be at least 0: {lack}")
+  if sample.cfg_scale != 1:
+    sample.fail("cfg_scale", f"must be 1: {lack}")
+
+
+def _check_steps(run: Config) -> None:
   sample, diffusion = run.sample, run.diffusion
-  if sample.method not in diffusion.methods:
-    sample.fail(
-      "method",
-      f"must be one of {diffusion.methods} for diffusion.schedule="
-      f"{diffusion.schedule!r}",
-    )
+  schedule = f"the schedule {diffusion.schedule!r}"
+  methods = diffusion.methods
+  if sample.method not in methods:
+    sample.fail("method", f"must be one of {methods} for {schedule}")
   if sample.eta and sample.method != "ddim":
-    sample.fail(
-      "eta",
-      f"must be 0 for sample.method={sample.method!r}: it is the noise of "
-      "'ddim'",
-    )
+    sample.fail("eta", f"must be 0 for sample.method={sample.method!r}")
   if diffusion.schedule == FLOW:
-    _check_flow(run)
+    if run.model.learn_sigma:  # its samplers have no variance
+      run.model.fail("learn_sigma", "must be False for the schedule 'flow'")
+    steps = sample.steps
+    if not steps.isdecimal() or not 1 <= int(steps[:9]) <= MOST_TIMESTEPS:
+      sample.fail("steps", f"must be a number in [1, {MOST_TIMESTEPS}]")
   else:
     try:
       spaced_timesteps(diffusion.steps, sample.steps)
     except ValueError as error:
       raise ValueError(f"sample.{error}") from error
   if sample.cfg_interval[0] >= diffusion.steps:
-    sample.fail(
-      "cfg_interval", f"must begin below diffusion.steps={diffusion.steps}"
-    )
-  classes = run.model.num_classes
-  if classes is not None and max(sample.labels, default=-1) >= classes:
-    sample.fail("labels", f"must be in [-1, {classes - 1}]")
-  if -1 in sample.labels and not run.model.label_dropout:
-    sample.fail(
-      "labels",
-      "must be at least 0: a model with model.label_dropout=0 has no label "
-      "that stands for none",
-    )
-  if sample.cfg_scale != 1 and not run.model.label_dropout:
-    sample.fail(
-      "cfg_scale",
-      "must be 1 for a model with model.label_dropout=0: it has no "
-      "unconditional form to guide away from",
-    )
-
-
-def _check_flow(run: Config) -> None:
-  if run.model.learn_sigma:
-    run.model.fail(
-      "learn_sigma",
-      "must be False for diffusion.schedule='flow': its samplers have no "
-      "variance",
-    )
-  steps = run.sample.steps
-  if not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_FLOW_STEPS:
-    run.sample.fail(
-      "steps",
-      f"must be a number in [1, {_MOST_FLOW_STEPS}] for "
-      "diffusion.schedule='flow'",
-    )
+    steps = diffusion.steps
+    sample.fail("cfg_interval", f"must begin below diffusion.steps={steps}")
 
 
 def spaced_timesteps(num_steps: int, spacing: str) -> list[int]:
@@ -520,12 +477,27 @@ def spaced_timesteps(num_steps: int, spacing: str) -> list[int]:
     ValueError: more steps than the process (or a section) has, or a stride
       that no integer gives.
   """
-  if spacing.startswith("ddim"):
-    return _strided(num_steps, _count(spacing.removeprefix("ddim"), spacing))
-  counts = [_count(part, spacing) for part in spacing.split(",")]
+  counts = spacing.removeprefix("ddim").split(",")
+  is_strided = spacing.startswith("ddim")
+  well_formed = all(re.fullmatch(r"\s*0*[1-9][0-9]{0,8}\s*", n) for n in counts)
+  if not well_formed or (is_strided and len(counts) > 1):
+    raise ValueError(
+      f"steps={spacing!r} must be N, 'ddimN' or 'N,M,...' with numbers of at "
+      "least 1"
+    )
+  if is_strided:
+    count = int(counts[0])
+    # The largest stride of which so many fit.
+    kept = range(0, num_steps, max(1, -(-num_steps // count)))
+    if len(kept) != count:
+      raise ValueError(
+        f"steps='ddim{count}' must be the number of steps that an integer "
+        f"stride takes through {num_steps} timesteps"
+      )
+    return list(kept)
   size, extra = divmod(num_steps, len(counts))
   kept, start = [], 0
-  for section, count in enumerate(counts):
+  for section, count in enumerate(map(int, counts)):
     length = size + (section < extra)
     if count > length:
       raise ValueError(
@@ -539,23 +511,3 @@ def spaced_timesteps(num_steps: int, spacing: str) -> list[int]:
       place += stride
     start += length
   return kept
-
-
-def _strided(num_steps: int, count: int) -> list[int]:
-  for stride in range(1, num_steps + 1):
-    kept = range(0, num_steps, stride)
-    if len(kept) == count:
-      return list(kept)
-  raise ValueError(
-    f"steps='ddim{count}' must be the number of steps that an integer stride "
-    f"takes through {num_steps} timesteps"
-  )
-
-
-def _count(text: str, spacing: str) -> int:
-  if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) < 1:
-    raise ValueError(
-      f"steps={spacing!r} must be N, 'ddimN' or 'N,M,...' with numbers of at "
-      "least 1"
-    )
-  return int(text)

@@ -1,14 +1,14 @@
 """How the heads of a layer are split, and which router chooses among them."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from moh_jax.config.base import MOST_HEADS, MOST_WIDTH, Section, Share, choices
+from moh_jax.config import base
 from moh_jax.config.registry import ROUTERS, get_router
 
 
 @dataclasses.dataclass(frozen=True)
-class RouterConfig(Section):
+class RouterConfig(base.Section):
   """Which router chooses a token's heads; `HeadBudget` says how many.
 
   Attributes:
@@ -30,20 +30,17 @@ class RouterConfig(Section):
   """
 
   NAME = "router"
-  REGISTRIES = {"kind": ROUTERS}
 
-  kind: str = "two_stage"
+  kind: Annotated[str, ROUTERS] = "two_stage"
   gate_form: Literal["released", "paper"] = "released"
   two_stage: bool = True
   straight_through: Literal["selected", "all"] = "selected"
-  top_p: Share = 0.0
+  top_p: base.Share = 0.0
 
   def check(self) -> None:
     """There are heads to select."""
     if self.top_p and self.kind == "none":
-      self.fail(
-        "top_p", "must be 0 for router.kind='none', which has no routed heads"
-      )
+      self.fail("top_p", "must be 0 for router.kind='none', which routes none")
 
   @property
   def needs_all_heads(self) -> bool:
@@ -67,11 +64,11 @@ class RouterConfig(Section):
     return self.top_p > 0 or get_router(self.kind).varies
 
 
-GATE_FORMS = choices(RouterConfig, "gate_form")
+GATE_FORMS = base.choices(RouterConfig, "gate_form")
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadBudget:
+class HeadBudget(base.Section):
   """How the heads of one layer are split; all counts are heads.
 
   Attributes:
@@ -81,35 +78,22 @@ class HeadBudget:
     head_dim: width of one head.
   """
 
-  num_heads: int
-  shared: int
-  top_k: int
-  head_dim: int
+  NAME = ""
 
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{field.name}={value!r} must be an integer")
-    for name, most in (("num_heads", MOST_HEADS), ("head_dim", MOST_WIDTH)):
-      if not 1 <= (value := getattr(self, name)) <= most:
-        raise ValueError(f"{name}={value} must be at least 1, at most {most}")
-    if not 0 <= self.shared <= self.num_heads:
-      raise ValueError(
-        f"shared={self.shared} must be in [0, {self.num_heads}], "
-        f"the layer has num_heads={self.num_heads}"
-      )
-    if not 0 <= self.top_k <= self.routed:
-      raise ValueError(
-        f"top_k={self.top_k} must be in [0, {self.routed}]: "
-        f"{self.num_heads} heads less {self.shared} shared leave "
-        f"{self.routed} routed"
-      )
-    if self.active == 0:
-      raise ValueError(
-        f"shared={self.shared} and top_k={self.top_k} leave no head active; "
-        "their sum must be at least 1"
-      )
+  num_heads: Annotated[int, base.Range(1, base.MOST_HEADS)]
+  shared: base.Heads
+  top_k: base.Heads
+  head_dim: base.Width
+
+  def check(self) -> None:
+    """The parts are no more than the whole, and some head is active."""
+    if self.shared > self.num_heads:
+      self.fail("shared", f"must be in [0, {self.num_heads}], the num_heads")
+    if self.top_k > self.routed:
+      heads = f"{self.num_heads} heads less {self.shared} shared"
+      self.fail("top_k", f"must be in [0, {self.routed}], {heads}")
+    if not self.active:
+      self.fail("shared", "and top_k=0 leave no head active")
 
   @property
   def routed(self) -> int:

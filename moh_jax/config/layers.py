@@ -96,26 +96,6 @@ class RoutedLayers(Section):
     "none"
   )
 
-  def check_lengths(self, part: str, like: str, *names: str) -> None:
-    """Checks that tuples have one value per part of the model.
-
-    Args:
-      part: "layer" or "stage".
-      like: field whose length is right.
-      *names: fields to check.
-
-    Raises:
-      ValueError: a tuple of another length.
-    """
-    expected = getattr(self, like)
-    for name in names:
-      if len(getattr(self, name)) != len(expected):
-        self.fail(
-          name,
-          f"must have one value per {part}, as model.{like}={shown(expected)} "
-          f"has ({len(expected)})",
-        )
-
   @property
   def example_inputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Shapes and dtypes of the network's inputs, with a batch of one."""
@@ -192,25 +172,8 @@ class RoutedLayers(Section):
   @property
   def activated_share(self) -> float:
     """Heads that a token uses over heads present, all layers together."""
-    groups = self.layer_groups()
-    active = sum(group.depth * group.budget.active for group in groups)
-    present = sum(group.depth * group.budget.num_heads for group in groups)
-    return active / present
-
-  def make_budget(
-    self, place: str, num_heads: int, shared: int, top_k: int, head_dim: int
-  ) -> HeadBudget:
-    """One head split; without a router all heads are shared.
-
-    Raises:
-      ValueError: the counts do not add up; it names `place`.
-    """
-    if self.router.kind == "none":
-      shared, top_k = num_heads, 0
-    try:
-      return HeadBudget(num_heads, shared, top_k, head_dim)
-    except ValueError as error:
-      raise ValueError(f"model, {place}: {error}") from error
+    budgets = self.layer_budgets().values()
+    return sum(b.active for b in budgets) / sum(b.num_heads for b in budgets)
 
 
 _Model = TypeVar("_Model", bound=RoutedLayers)
@@ -257,10 +220,8 @@ class ImageModel(RoutedLayers):
   def check_channels(self, run: Config) -> None:
     """Raises ValueError unless every channel of the model is normalized."""
     mean, channels = run.data.mean, self.channels
-    if mean is not None and channels is not None and len(mean) != channels:
-      raise ValueError(
-        f"data.mean={mean} must have model.channels={channels} values"
-      )
+    if None not in (mean, channels) and len(mean) != channels:
+      run.data.fail("mean", f"must have model.channels={channels} values")
 
 
 class ImageClassifier(ImageModel):
@@ -271,10 +232,7 @@ class ImageClassifier(ImageModel):
   def check_run(self, run: Config) -> None:
     """Classifiers read images, normalized per channel."""
     if "images" not in get_source(run.data).holds:
-      raise ValueError(
-        f"data.source={run.data.source!r} is for diffusion models, "
-        f"model.family={self.family!r}"
-      )
+      run.data.fail("source", f"must hold images, which {self.family!r} reads")
     self.check_channels(run)
 
 
@@ -286,6 +244,12 @@ class LayerStack(RoutedLayers):
   layer, `sees` as in `LayerGroup`, `num_kv_heads` its `kv_heads`, and
   `head_order` holds its `orders`.
   """
+
+  # What a value of the tuples is for, the number of the first in messages, and
+  # the field that says how many there are.
+  PART: ClassVar[str] = "layer"
+  FIRST: ClassVar[int] = 0
+  COUNTED_BY: ClassVar[str] = "num_heads"
 
   sees = "all"
   num_kv_heads = 0
@@ -305,23 +269,38 @@ class LayerStack(RoutedLayers):
     if not self.num_heads:
       self.fail("num_heads", "must have at least one layer")
     if self.depth > MOST_LAYERS:
-      self.fail(
-        "num_heads", f"must have at most {MOST_LAYERS} layers, not {self.depth}"
-      )
-    self.check_lengths("layer", "num_heads", "shared_heads", "top_k")
+      self.fail("num_heads", f"must have at most {MOST_LAYERS} layers")
+    self.check_lengths("shared_heads", "top_k")
     self.budgets()
 
+  def check_lengths(self, *names: str) -> None:
+    """Raises ValueError unless these fields have a value for every part."""
+    like = getattr(self, self.COUNTED_BY)
+    for name in names:
+      if len(getattr(self, name)) != len(like):
+        parts = f"as model.{self.COUNTED_BY}={shown(like)} has ({len(like)})"
+        self.fail(name, f"must have one value per {self.PART}, {parts}")
+
+  def head_dims(self) -> tuple[int, ...]:
+    """The width of a head in every part."""
+    return (self.head_dim,) * self.depth
+
   def budgets(self) -> tuple[HeadBudget, ...]:
-    """The head split of every layer.
+    """The head split of every part; without a router all heads are shared.
 
     Raises:
-      ValueError: a split that does not add up, with its layer.
+      ValueError: a split that does not add up, with its place.
     """
+    found, routes = [], self.router.kind != "none"
     splits = zip(self.num_heads, self.shared_heads, self.top_k)
-    return tuple(
-      self.make_budget(f"layer {layer}", *split, self.head_dim)
-      for layer, split in enumerate(splits)
-    )
+    for (heads, *split), head_dim in zip(splits, self.head_dims()):
+      split = split if routes else (heads, 0)
+      try:
+        found.append(HeadBudget(heads, *split, head_dim))
+      except ValueError as error:
+        place = f"{self.PART} {len(found) + self.FIRST}"
+        raise ValueError(f"model, {place}: {error}") from error
+    return tuple(found)
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The layers by groups of equal ones, in order.
@@ -331,12 +310,12 @@ class LayerStack(RoutedLayers):
     """
     splits = zip(self.num_heads, self.shared_heads, self.top_k)
     layers = zip(splits, self.budgets())
-    groups = []
+    groups, first = [], 0
     shape = self.width, self.num_tokens, self.sees, self.num_kv_heads
     for _, equal in itertools.groupby(layers, key=lambda layer: layer[0]):
       budgets = [budget for _, budget in equal]
-      first = sum(group.depth for group in groups)
-      orders = self.head_order[first : first + len(budgets)]
-      group = LayerGroup(budgets[0], len(budgets), *shape, orders=orders)
-      groups.append(group)
+      depth = len(budgets)
+      orders = self.head_order[first : first + depth]
+      groups.append(LayerGroup(budgets[0], depth, *shape, orders=orders))
+      first += depth
     return tuple(groups)

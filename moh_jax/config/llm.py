@@ -56,17 +56,12 @@ class RotaryConfig(base.Section):
 
   def check(self) -> None:
     """Borders are in order, and bases are."""
-    low, high = self.low_freq_factor, self.high_freq_factor
-    if not 0 < low < high:
-      self.fail(
-        "low_freq_factor",
-        f"must be above 0 and below rope.high_freq_factor={high}",
-      )
+    if not 0 < self.low_freq_factor < self.high_freq_factor:
+      most = f"rope.high_freq_factor={self.high_freq_factor}"
+      self.fail("low_freq_factor", f"must be above 0 and below {most}")
     if not 0 < self.beta_slow <= self.beta_fast:
-      self.fail(
-        "beta_slow",
-        f"must be above 0 and at most rope.beta_fast={self.beta_fast}",
-      )
+      most = f"rope.beta_fast={self.beta_fast}"
+      self.fail("beta_slow", f"must be above 0 and at most {most}")
     if self.scaling == "yarn" and self.theta <= 1:
       self.fail("theta", "must be above 1 for rope.scaling='yarn'")
 
@@ -187,22 +182,19 @@ class LLMConfig(LayerStack):
         )
     self._check_order()
 
-  def _check_order(self):
-    if self.head_order and len(self.head_order) != self.depth:
-      raise ValueError(
-        f"model.head_order has {len(self.head_order)} rows, must have one per "
-        f"layer ({self.depth}) or none"
-      )
-    if self.head_order and len(set(self.num_heads)) > 1:
-      raise ValueError(
-        "model.head_order must be () where layers differ in their heads, "
-        f"model.num_heads={self.num_heads}"
-      )
-    for layer, order in enumerate(self.head_order):
-      if sorted(order) != list(range(self.num_heads[layer])):
+  def _check_order(self) -> None:
+    if not self.head_order:
+      return
+    self.check_lengths("head_order")
+    for layer, (order, heads) in enumerate(
+      zip(self.head_order, self.num_heads)
+    ):
+      if heads != self.num_heads[0]:
+        self.fail("head_order", "must be () where layers differ in num_heads")
+      if sorted(order) != list(range(heads)):
         raise ValueError(
-          f"model.head_order[{layer}]={order} must hold each of the "
-          f"{self.num_heads[layer]} heads once"
+          f"model.head_order[{layer}]={order} must hold each of the {heads} "
+          "heads once"
         )
 
   @property
@@ -218,49 +210,40 @@ class LLMConfig(LayerStack):
   def check_run(self, run: Config) -> None:
     """Sequences fit the positions; a schedule of top_k ends as the model is."""
     if run.data.sequence_length > self.max_length:
-      raise ValueError(
-        f"data.sequence_length={run.data.sequence_length} must be at most "
-        f"model.max_length={self.max_length}, the range of its positions"
-      )
-    self._check_schedule(run)
-
-  def _check_schedule(self, run: Config) -> None:
+      most = f"model.max_length={self.max_length}"
+      run.data.fail("sequence_length", f"must be at most {most}")
     tune = run.tune
     if not tune.top_k_values:
       return
-    routing = [k for k in self.top_k if k] if self.router.kind != "none" else []
-    if not routing or set(routing) != {tune.top_k_values[-1]}:
-      raise ValueError(
-        f"tune.top_k_values={tune.top_k_values} must end with the model.top_k "
-        f"of the layers that route, {tuple(sorted(set(routing)))}"
+    routed = [b for b in self.budgets() if b.top_k]
+    if {b.top_k for b in routed} != {tune.top_k_values[-1]}:
+      ends = tuple(sorted({b.top_k for b in routed}))
+      tune.fail(
+        "top_k_values", f"must end with the routing layers' top_k {ends}"
       )
     if tune.top_k_steps[-1] >= run.train.steps:
-      raise ValueError(
-        f"tune.top_k_steps={tune.top_k_steps} must end before train.steps="
-        f"{run.train.steps}"
-      )
-    least = min(b.routed for b in self.budgets() if b.top_k)
-    if max(tune.top_k_values) > least:
-      raise ValueError(
-        f"tune.top_k_values={tune.top_k_values} must be at most the {least} "
-        "routed heads of a layer"
+      tune.fail("top_k_steps", f"must end before train.steps={run.train.steps}")
+    if max(tune.top_k_values) > (least := _least_routed(self)):
+      tune.fail(
+        "top_k_values", f"must be at most {least}, a layer's routed heads"
       )
 
   def in_run(self, run: Config) -> Config:
     """A schedule of top_k keeps its steps and ends as this model is."""
-    tune, values = run.tune, run.tune.top_k_values
+    tune = run.tune
     if self.router.kind == "none":
       tune = TuneConfig()
-    elif values:
+    elif values := tune.top_k_values:
       # They lie between the last one and all routed heads as before.
       last, new_last = values[-1], max(self.top_k)
-      most, new_most = (
-        min(b.routed for b in one.budgets() if b.top_k)
-        for one in (run.model, self)
-      )
-      scale = (new_most - new_last) / max(1, most - last)
+      room = max(1, _least_routed(run.model) - last)
+      scale = (_least_routed(self) - new_last) / room
       moved = (new_last + round((value - last) * scale) for value in values)
-      tune = dataclasses.replace(
-        tune, top_k_values=tuple(max(1, value) for value in moved)
-      )
+      values = tuple(max(1, value) for value in moved)
+      tune = dataclasses.replace(tune, top_k_values=values)
     return dataclasses.replace(run, model=self, tune=tune)
+
+
+def _least_routed(model: LLMConfig) -> int:
+  """Routed heads of the layer that has the fewest, of those that route."""
+  return min(b.routed for b in model.budgets() if b.top_k)

@@ -9,11 +9,11 @@ import pathlib
 import runpy
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from moh_jax.config.base import MOVED, GivenText, make_section
-from moh_jax.config.registry import ROUTERS, family_names
+from moh_jax.config.registry import FAMILIES, ROUTERS
 from moh_jax.config.run import Config, check_known, section_types
 
 
@@ -35,9 +35,8 @@ def from_config_dict(cfg: Mapping[str, Any]) -> Config:
   cfg = cfg if isinstance(cfg, Mapping) else cfg.to_dict()
   if "model" not in cfg:
     raise ValueError("the config has no section 'model'")
-  for name, section in cfg.items():
-    if not isinstance(section, Mapping):
-      raise ValueError(f"config section {name}={section!r} must have fields")
+  if not isinstance(cfg["model"], Mapping):
+    raise ValueError(f"config section model={cfg['model']!r} must have fields")
   family = cfg["model"].get("family")
   check_known(cfg, family)
   known = section_types(family)
@@ -83,15 +82,22 @@ def differing_fields(ours: Any, theirs: Any, section: str) -> list[str]:
   Returns:
     Lines "section.field: OURS here, THEIRS there".
   """
-  here, there = (
-    dict(_leaves(section, dataclasses.asdict(values)))
-    for values in (ours, theirs)
-  )
+  here = leaves(section, dataclasses.asdict(ours))
+  there = leaves(section, dataclasses.asdict(theirs))
   return [
     f"{path}: {here.get(path)!r} here, {there.get(path)!r} there"
     for path in sorted({*here, *there})
     if here.get(path) != there.get(path)
   ]
+
+
+def leaves(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Every path and value of nested dicts."""
+  found = {}
+  for name, value in values.items():
+    path, is_part = f"{prefix}.{name}", isinstance(value, Mapping)
+    found |= leaves(path, value) if is_part else {path: value}
+  return found
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,13 +128,7 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
     if value is None or isinstance(value, Mapping):
       continue
     del sections[section][name]
-    *path, name = new.split(".")
-    place = sections
-    for part in path:
-      place = place.setdefault(part, {})
-      if not isinstance(place, dict):
-        raise ValueError(f"{section}.{part}={place!r} must be a section")
-    place[name] = value
+    _set(sections, new, value)
   data = sections.get("data", {})
   if data.get("decode") == "reduced":
     # Now a part of "fast". Such a run cannot go on, since its stream is another
@@ -139,21 +139,6 @@ def upgrade(stored: Mapping[str, Any]) -> dict[str, Any]:
   if family is not None and "classifier" not in section_types(family):
     sections.pop("classifier", None)
   return sections
-
-
-def _leaves(
-  prefix: str, values: Mapping[str, Any]
-) -> Iterable[tuple[str, Any]]:
-  """Every path and value of nested dicts."""
-  for name, value in values.items():
-    path = f"{prefix}.{name}"
-    if isinstance(value, Mapping):
-      yield from _leaves(path, value)
-    else:
-      yield path, value
-
-
-_REQUIRED = inspect.Parameter.empty
 
 
 def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -174,8 +159,29 @@ def override(cfg: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
       raise ValueError(f"override {text!r} must be FIELD=VALUE")
-    _set(cfg, key, value)
+    _set(cfg, key, GivenText(value))
   return cfg
+
+
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+  """A run with some keys changed; arguments and errors as of `override`."""
+  if not overrides:
+    return config
+  return from_config_dict(override(to_dict(config), overrides))
+
+
+def _set(cfg: dict[str, Any], key: str, value: Any) -> None:
+  """Changes one leaf; whether there is such a key is checked with the rest."""
+  *path, name = key.split(".")
+  if not path:
+    raise ValueError(
+      f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
+    )
+  for part in path:
+    cfg = cfg.setdefault(part, {})
+    if not isinstance(cfg, dict):
+      raise ValueError(f"unknown config key {key}")
+  cfg[name] = value
 
 
 def run_file(spec: str) -> dict[str, Any]:
@@ -200,7 +206,7 @@ def run_file(spec: str) -> dict[str, Any]:
   if path.suffix != ".py":
     raise ValueError(f"{path}: a config file is Python and ends in .py")
   folder = str(path.parent.resolve())
-  before, registered = set(sys.modules), (family_names(), ROUTERS.names())
+  before, registered = set(sys.modules), (FAMILIES.names(), ROUTERS.names())
   sys.path.insert(0, folder)  # a module of the user's own may lie beside it
   try:
     content = runpy.run_path(str(path))
@@ -209,7 +215,11 @@ def run_file(spec: str) -> dict[str, Any]:
     parameters = [*inspect.signature(get_config).parameters.values()]
     if argument and not parameters:
       raise ValueError(f"{path}: takes no argument, {argument!r} was given")
-    if not argument and parameters and parameters[0].default is _REQUIRED:
+    if (
+      not argument
+      and parameters
+      and parameters[0].default is inspect.Parameter.empty
+    ):
       raise ValueError(f"{path}: needs an argument, {path}:ARG")
     known = content.get("ARGUMENTS")
     if argument and known and argument.partition(":")[0] not in known:
@@ -219,14 +229,15 @@ def run_file(spec: str) -> dict[str, Any]:
   except (Exception, SystemExit) as error:  # the user's code may raise anything
     if str(error).startswith(f"{path}: "):
       raise
-    raise ValueError(f"{path}{_line(error, path)}: {_said(error)}") from error
+    raise ValueError(f"{path}{_said(error, path)}") from error
   finally:
     if folder in sys.path:  # the file may have taken it out
       sys.path.remove(folder)
     # Another config may have other modules of these names, or change what they
     # hold. Those that register a family or a router stay: it is in use.
-    if registered == (family_names(), ROUTERS.names()):
-      _forget(set(sys.modules) - before, before, folder)
+    if registered == (FAMILIES.names(), ROUTERS.names()):
+      for name in [n for n in sys.modules if _is_of(n, folder, before)]:
+        del sys.modules[name]
   if not isinstance(cfg, dict):
     raise ValueError(
       f"{path}: get_config returned {type(cfg).__name__}, not a ConfigDict"
@@ -234,49 +245,27 @@ def run_file(spec: str) -> dict[str, Any]:
   return cfg
 
 
-def _forget(names: Set[str], known: Set[str], folder: str) -> None:
-  """Drops modules that were found in a folder, but for parts of known ones."""
-  for name in [
-    name
-    for name in names
-    if (top := name.partition(".")[0]) not in known
-    and _place(sys.modules[name]).startswith(os.path.join(folder, top))
-  ]:
-    del sys.modules[name]
+def _is_of(name: str, folder: str, known: Set[str]) -> bool:
+  """Whether a module was found in a folder, but for parts of known ones."""
+  module, top = sys.modules[name], name.partition(".")[0]
+  places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+  place = next(filter(None, places), "")
+  return top not in known and place.startswith(os.path.join(folder, top))
 
 
-def _place(module: Any) -> str:
-  """Its file, or its folder where that has no __init__.py."""
-  file = getattr(module, "__file__", None)
-  return file or next(iter(getattr(module, "__path__", ())), "")
-
-
-def _line(error: BaseException, path: pathlib.Path) -> str:
-  """Where in a config file an error arose: ", line 3", or ""."""
-  if isinstance(error, SyntaxError) and error.filename == str(path):
-    return f", line {error.lineno}"
-  frames = traceback.extract_tb(error.__traceback__)
-  lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-  return f", line {lines[-1]}" if lines else ""
-
-
-def _said(error: BaseException) -> str:
-  """What an error says; ours need no name of a class."""
-  text = error.msg if isinstance(error, SyntaxError) else str(error)
-  is_plain = isinstance(error, ValueError | OSError) and text
-  return text if is_plain else f"{type(error).__name__}: {text}"
-
-
-def _set(cfg: dict[str, Any], key: str, text: str) -> None:
-  """Changes one leaf; whether there is such a key is checked with the rest."""
-  *path, name = key.split(".")
-  if not path:
-    raise ValueError(
-      f"config key {key!r} must be SECTION.FIELD; sections: {sorted(cfg)}"
-    )
-  section = cfg
-  for part in path:
-    section = section.setdefault(part, {})
-    if not isinstance(section, dict):
-      raise ValueError(f"unknown config key {key}")
-  section[name] = GivenText(text)
+def _said(error: BaseException, path: pathlib.Path) -> str:
+  """Where in a config file an error arose, and what it says."""
+  text, lines = (
+    str(error),
+    [
+      frame.lineno
+      for frame in traceback.extract_tb(error.__traceback__)
+      if frame.filename == str(path)
+    ],
+  )
+  if isinstance(error, SyntaxError):
+    text, found = error.msg, error.filename == str(path)
+    lines = [error.lineno] if found else lines
+  if not isinstance(error, ValueError | OSError) or not text:
+    text = f"{type(error).__name__}: {text}"
+  return f", line {lines[-1]}: {text}" if lines else f": {text}"

@@ -1,4 +1,4 @@
-"""Every key of a config, described from the dataclasses of its sections."""
+"""The keys of a config, described from the dataclasses of its sections."""
 
 import dataclasses
 import inspect
@@ -6,17 +6,15 @@ import re
 import textwrap
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from moh_jax.config import base
-from moh_jax.config.registry import family_names
-from moh_jax.config.run import Config, section_types
+from moh_jax.config.run import Config
 
 _WIDTH = 80
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
   """One leaf of a config.
 
   Attributes:
@@ -49,13 +47,14 @@ def keys(name: str, section: Any) -> Iterator[Key]:
     name: the section's.
     section: a dataclass instance whose docstring has a block `Attributes:`.
   """
-  described = meanings(type(section))
-  for field, hint in base.hints(type(section)).items():
+  cls = type(section)
+  described = meanings(cls)
+  for field, hint in base.hints(cls).items():
     path, value = f"{name}.{field}", getattr(section, field)
     if dataclasses.is_dataclass(value):
       yield from keys(path, value)
     else:
-      allowed = tuple(map(repr, base.choices(type(section), field)))
+      allowed = tuple(map(repr, base.choices(cls, field)))
       meaning = described.get(field, "")
       yield Key(path, value, _type_name(hint), meaning, allowed)
 
@@ -64,7 +63,7 @@ def describe(config: Config) -> str:
   """Every key of a run with its value, type, meaning and choices, as text."""
   lines = ["config keys, each with its value in this config:"]
   for name, section in config.by_name().items():
-    lines += ["", f"{name}: {_first_sentence(type(section))}"]
+    lines += ["", f"{name}: {first_sentence(type(section))}"]
     for key in keys(name, section):
       lines.append(f"  --config.{key.name}={key.value!r}  ({key.type})")
       indents = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
@@ -72,47 +71,8 @@ def describe(config: Config) -> str:
   return "\n".join(lines)
 
 
-def markdown() -> str:
-  """The sections of all families with their defaults, for the documentation."""
-  families = {name: section_types(name) for name in family_names()}
-  first, *others = families.values()
-  shared = {
-    name: cls
-    for name, cls in first.items()
-    if all(other.get(name) is cls for other in others)
-  }
-  parts = ["## Sections of every family"]
-  parts += [_table(name, cls()) for name, cls in shared.items()]
-  described = set(shared.values())
-  for family, sections in families.items():
-    parts.append(f"## Sections of `{family}`")
-    for name, cls in sections.items():
-      if cls not in described:
-        parts.append(_table(name, cls()))
-      elif name not in shared:  # such as the images of two families
-        parts.append(f"### {name}\n\n`{cls.__name__}`, see above.")
-      described.add(cls)
-  return "\n\n".join(parts) + "\n"
-
-
-def _table(name: str, section: Any) -> str:
-  lines = [
-    f"### {name}",
-    "",
-    f"`{type(section).__name__}`: {_first_sentence(type(section))}",
-    "",
-    "| key | default | type | meaning |",
-    "|---|---|---|---|",
-  ]
-  for key in keys(name, section):
-    cells = (f"`{key.name}`", f"`{key.value!r}`", f"`{key.type}`", key.text)
-    lines.append(
-      f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
-    )
-  return "\n".join(lines)
-
-
-def _first_sentence(cls: type) -> str:
+def first_sentence(cls: type) -> str:
+  """The first line of a docstring."""
   return inspect.getdoc(cls).partition("\n")[0]
 
 
@@ -120,18 +80,11 @@ def meanings(cls: type) -> dict[str, str]:
   """Field -> its text in the blocks `Attributes:` of a class and its bases."""
   found: dict[str, str] = {}
   for part in reversed(cls.__mro__):
-    _, _, block = inspect.cleandoc(part.__doc__ or "").partition(
-      "Attributes:\n"
-    )
-    name = None
-    for line in block.splitlines():
-      if line and not line.startswith(" "):
-        break  # the next block
-      if entry := re.fullmatch(r"  (\w+): (.*)", line):
-        name = entry[1]
-        found[name] = entry[2]
-      elif name and line.strip():
-        found[name] += " " + line.strip()
+    text = inspect.cleandoc(part.__doc__ or "").partition("Attributes:\n")[2]
+    block = re.split(r"^\S", text, maxsplit=1, flags=re.MULTILINE)[0]
+    for entry in re.split(r"^  (?=\w+: )", block, flags=re.MULTILINE)[1:]:
+      name, _, meaning = entry.partition(": ")
+      found[name] = " ".join(meaning.split())
   return found
 
 

@@ -18,7 +18,7 @@ Record = TypeVar("Record")
 
 
 class Registry(Generic[Record]):
-  """Records by their field `name`."""
+  """Records by their field `name`; `Annotated[str, registry]` types a field."""
 
   def __init__(self, key: str, what: str, code: str, entry_points: str = ""):
     """Makes an empty registry.
@@ -55,16 +55,21 @@ class Registry(Generic[Record]):
     Raises:
       ValueError: there is none; the known names are listed.
     """
+    if allowed := self.refusal(name):
+      raise ValueError(f"{self.key}={shown(name)} must be {allowed}")
+    return self._records[name]
+
+  def refusal(self, name: Any) -> str:
+    """What a name must be, or "" where there is a record of it."""
     if isinstance(name, str) and name not in self._records:
       for point in importlib.metadata.entry_points(group=self.entry_points):
         point.load()
-    if not isinstance(name, str) or name not in self._records:
-      raise ValueError(
-        f"{self.key}={shown(name)} must be one of {self.names()}; a "
-        f"{self.what} of another package must be imported first (--import "
-        "MODULE)"
-      )
-    return self._records[name]
+    if isinstance(name, str) and name in self._records:
+      return ""
+    return (
+      f"one of {self.names()}; a {self.what} of another package must be "
+      "imported first (--import MODULE)"
+    )
 
   def names(self) -> tuple[str, ...]:
     """All names, in the order in which they were added."""
@@ -131,11 +136,9 @@ class Family:
   exports: tuple[str, ...] = ("",)
 
 
-_FAMILIES: Registry[Family] = Registry(
+FAMILIES: Registry[Family] = Registry(
   "model.family", "family", "model", entry_points="moh_jax.families"
 )
-family_names = _FAMILIES.names
-families = _FAMILIES.records
 
 
 def register_family(family: Family) -> Family:
@@ -147,7 +150,7 @@ def register_family(family: Family) -> Family:
   Raises:
     ValueError: the name is that of another family.
   """
-  return _FAMILIES.add(family)
+  return FAMILIES.add(family)
 
 
 def get_family(name: str) -> Family:
@@ -156,7 +159,7 @@ def get_family(name: str) -> Family:
   Raises:
     ValueError: there is no such family; the known ones are listed.
   """
-  return _FAMILIES.get(name)
+  return FAMILIES.get(name)
 
 
 def check_command(model: Any, command: str, where: str) -> Family:
@@ -172,7 +175,7 @@ def check_command(model: Any, command: str, where: str) -> Family:
   """
   family = get_family(model.family)
   if command not in family.commands:
-    able = [other.name for other in families() if command in other.commands]
+    able = [f.name for f in FAMILIES.records() if command in f.commands]
     raise ValueError(
       f"{where} holds a model of family {family.name!r}; `{command}` needs "
       f"{' or '.join(map(repr, able))}"
@@ -200,19 +203,20 @@ def released_models() -> dict[str, Any]:
   """All released models: name to model section."""
   return {
     name: model
-    for family in families()
+    for family in FAMILIES.records()
     for name, model in imported(family.released).items()
   }
 
 
 def public_formats() -> tuple[str, ...]:
   """Formats of public checkpoints that `convert` reads."""
-  return tuple(kind for family in families() for kind in family.formats)
+  return tuple(kind for family in FAMILIES.records() for kind in family.formats)
 
 
 def export_forms() -> tuple[str, ...]:
   """Forms of the folders that `export` writes."""
-  return tuple(form for family in families() for form in family.exports if form)
+  forms = (form for f in FAMILIES.records() for form in f.exports)
+  return tuple(filter(None, forms))
 
 
 def family_of_format(kind: str) -> Family:
@@ -221,7 +225,7 @@ def family_of_format(kind: str) -> Family:
   Raises:
     ValueError: none does; the known formats are listed.
   """
-  for family in families():
+  for family in FAMILIES.records():
     if kind in family.formats:
       return family
   raise ValueError(f"--from {kind!r} must be one of {public_formats()}")
@@ -252,7 +256,6 @@ class RouterKind:
 
 
 ROUTERS: Registry[RouterKind] = Registry("router.kind", "router", "module")
-add_router = ROUTERS.add
 get_router = ROUTERS.get
 
 
@@ -277,7 +280,7 @@ def register_router(
   Raises:
     ValueError: the name is that of another router.
   """
-  return add_router(RouterKind(name, module, **properties))
+  return ROUTERS.add(RouterKind(name, module, **properties))
 
 
 SPLITS = ("train", "val")
@@ -348,23 +351,3 @@ def sources_with(data: Any, option: str) -> tuple[str, ...]:
   """Names of the sources that alone read a field of the section `data`."""
   kinds = SOURCES[data.reads].records()
   return tuple(kind.name for kind in kinds if option in kind.options)
-
-
-def check_source(data: Any) -> None:
-  """Checks the fields of a section `data` that depend on its source.
-
-  Raises:
-    ValueError: the path of the source is missing, or a field is set that it
-      does not read.
-  """
-  if get_source(data).has_path and not data.path:
-    raise ValueError(
-      f"data.path='' must name the directory of data.source={data.source!r}"
-    )
-  for field in dataclasses.fields(data):
-    value, readers = getattr(data, field.name), sources_with(data, field.name)
-    if value != field.default and readers and data.source not in readers:
-      raise ValueError(
-        f"data.{field.name}={shown(value)} must be {field.default!r} with "
-        f"data.source={data.source!r}; it is for {readers}"
-      )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from moh_jax.config import base
 from moh_jax.config.registry import get_family, imported
 
-_MOST_DEVICES = 1 << 20
+_Axis = Annotated[int, base.Range(-1, 1 << 20)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,10 +180,10 @@ class MeshConfig(base.Section):
   NAME = "mesh"
   AXES = ("data", "fsdp", "tensor", "sequence")
 
-  data: int = -1
-  fsdp: int = 1
-  tensor: int = 1
-  sequence: int = 1
+  data: _Axis = -1
+  fsdp: _Axis = 1
+  tensor: _Axis = 1
+  sequence: _Axis = 1
   dcn_data: base.Count = 1
   max_imbalance: Annotated[float, base.Range(1)] = 1.1
   max_whole: base.Natural = 1 << 30
@@ -192,10 +192,8 @@ class MeshConfig(base.Section):
     """Sizes are -1 or those of axes; one axis at most takes what is left."""
     sizes = {axis: getattr(self, axis) for axis in self.AXES}
     for name, size in sizes.items():
-      if size != -1 and not 1 <= size <= _MOST_DEVICES:
-        self.fail(
-          name, f"must be -1 or at least 1, and at most {_MOST_DEVICES}"
-        )
+      if size == 0:
+        self.fail(name, "must be -1 or at least 1")
     if list(sizes.values()).count(-1) > 1:
       raise ValueError(f"mesh={sizes} must have at most one axis of size -1")
 
@@ -225,11 +223,8 @@ class CheckpointConfig(base.Section):
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
     if self.keep_every % self.every:
-      self.fail(
-        "keep_every",
-        f"must be a multiple of checkpoint.every={self.every}: other steps are "
-        "not saved",
-      )
+      whole = f"a multiple of checkpoint.every={self.every}"
+      self.fail("keep_every", f"must be {whole}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,10 +291,7 @@ class LogConfig(base.Section):
     first, _, end = self.profile.partition(":")
     numbers = [x for x in (first, end) if x.isdecimal() and len(x) <= 10]
     if len(numbers) < 2 or not 1 <= int(first) < int(end):
-      self.fail(
-        "profile",
-        "must be '' or 'A:B' with steps 1 <= A < B, such as '100:105'",
-      )
+      self.fail("profile", "must be '' or 'A:B' with steps 1 <= A < B")
     return int(first), int(end)
 
 
@@ -369,10 +361,7 @@ class Config:
           f"config section {name!r} must be a {types[name].__name__} for "
           f"model.family={model.family!r}, not a {type(section).__name__}"
         )
-    every = {
-      name: given[name] if name in given else cls()
-      for name, cls in types.items()
-    }
+    every = {n: given[n] if n in given else cls() for n, cls in types.items()}
     own = {name: every.pop(name) for name in model.SECTIONS}
     for name, value in {**every, "sections": own}.items():
       object.__setattr__(self, name, value)
@@ -382,31 +371,23 @@ class Config:
     """A section that not all families have."""
     sections = self.__dict__.get("sections", {})
     if name not in sections:
-      raise AttributeError(
-        f"the config has no section {name!r}, only {sorted(self.__dict__)} and "
-        f"{sorted(sections)}"
-      )
+      known = f"{sorted(self.__dict__)} and {sorted(sections)}"
+      raise AttributeError(f"the config has no section {name!r}, only {known}")
     return sections[name]
 
   def _check(self) -> None:
     self.model.check_run(self)
-    batch, parts = self.data.batch_size, self.optim.accumulation
-    if batch % parts:
+    optim, steps = self.optim, self.train.steps
+    if self.data.batch_size % (parts := optim.accumulation):
+      whole = f"a multiple of optim.accumulation={parts}"
+      self.data.fail("batch_size", f"must be {whole}")
+    warmup, decay = optim.warmup(steps), optim.decay(steps)
+    if warmup > steps:
+      optim.fail("warmup_steps", f"must be at most train.steps={steps}")
+    if warmup + decay > steps:
       raise ValueError(
-        f"data.batch_size={batch} must be a multiple of "
-        f"optim.accumulation={parts}"
-      )
-    warmup = self.optim.warmup(self.train.steps)
-    if warmup > self.train.steps:
-      raise ValueError(
-        f"optim.warmup_steps={warmup} must be at most "
-        f"train.steps={self.train.steps}"
-      )
-    decay = self.optim.decay(self.train.steps)
-    if warmup + decay > self.train.steps:
-      raise ValueError(
-        f"optim.decay_steps={decay} must be at most train.steps="
-        f"{self.train.steps} less the {warmup} steps of the warm-up"
+        f"optim.decay_steps={decay} must be at most train.steps={steps} less "
+        f"the {warmup} steps of the warm-up"
       )
 
   def served(self) -> "Config":

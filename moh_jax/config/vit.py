@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from moh_jax.config import base
-from moh_jax.config.heads import HeadBudget
-from moh_jax.config.layers import ImageClassifier, LayerGroup
+from moh_jax.config.layers import ImageClassifier, LayerGroup, LayerStack
 from moh_jax.config.run import Config
 
 _Size = Annotated[int, base.Range(0, 1 << 14)]  # 0 stands for another one
@@ -29,7 +28,7 @@ class StageShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class ViTConfig(ImageClassifier):
+class ViTConfig(LayerStack, ImageClassifier):
   """TransNeXt classifier with or without MoH; tuples hold one value per stage.
 
   Attributes:
@@ -90,49 +89,39 @@ class ViTConfig(ImageClassifier):
   pretrain_columns: _Size = 0
   qkv_bias: bool = True
   drop_path: Annotated[float, base.Range(0, 0.999, "[]")] = 0.0
+  # The kernels add no position bias.
+  attention_impl: Literal["auto", "dense", "packed", "cudnn"] = "auto"
 
   RUNTIME_FIELDS = (*ImageClassifier.RUNTIME_FIELDS, "drop_path")
+  PART = "stage"
+  FIRST = 1
+  COUNTED_BY = "depths"
   POSITION_BIAS = True
   CLASS_AXES = {("head", "kernel"): 1, ("head", "bias"): 0}
 
   def check(self) -> None:
     """Stages, head splits and grids add up; attention has a position bias."""
-    if self.attention_impl == "kernel":
-      self.fail(
-        "attention_impl",
-        "must be 'auto', 'dense', 'packed' or 'cudnn': the kernels add no "
-        "position bias",
-      )
     if self.window % 2 == 0:
       self.fail("window", "must be odd")
-    self._check_stages()
     if self.router.reads_norms:
-      raise ValueError(
-        f"model.router.kind={self.router.kind!r} must be a router that does "
-        "not read the norms of queries, such as 'two_stage': those of a ViT "
-        "have unit length"
-      )
-    self.budgets()
-    if self.image_size is not None:
-      self.stage_shapes()
-
-  def _check_stages(self) -> None:
+      # Those of a ViT have unit length.
+      kind = f"model.router.kind={self.router.kind!r}"
+      raise ValueError(f"{kind} must not read the norms of queries")
     if not self.depths:
       self.fail("depths", "must have at least one stage")
     names = "embed_dims", "num_heads", "shared_heads", "top_k"
-    self.check_lengths("stage", "depths", *names, "mlp_ratios", "sr_ratios")
+    self.check_lengths(*names, "mlp_ratios", "sr_ratios")
     for stage, (dim, heads) in enumerate(zip(self.embed_dims, self.num_heads)):
       if dim % heads:
         raise ValueError(
           f"model.embed_dims[{stage}]={dim} must be a multiple of "
           f"model.num_heads[{stage}]={heads}"
         )
-    for stage, hidden in enumerate(self.mlp_dims):
-      if hidden < 1:
-        raise ValueError(
-          f"model.mlp_ratios[{stage}]={self.mlp_ratios[stage]} leaves no MLP "
-          f"column at width {self.embed_dims[stage]}"
-        )
+    if 0 in self.mlp_dims:
+      self.fail("mlp_ratios", f"leaves a stage no MLP column: {self.mlp_dims}")
+    self.budgets()
+    if self.image_size is not None:
+      self.stage_shapes()
 
   @property
   def input_shape(self) -> tuple[int, int, int]:
@@ -151,28 +140,20 @@ class ViTConfig(ImageClassifier):
     (rows, columns), side = self.image_size, self.pretrain_image_size
     return side or rows, self.pretrain_columns or side or columns
 
-  def budgets(self) -> tuple[HeadBudget, ...]:
-    """The head split of every stage.
-
-    Raises:
-      ValueError: a split that does not add up, with its stage.
-    """
-    splits = zip(self.num_heads, self.shared_heads, self.top_k)
-    return tuple(
-      self.make_budget(f"stage {stage}", *split, width // split[0])
-      for stage, (width, split) in enumerate(zip(self.embed_dims, splits), 1)
-    )
+  def head_dims(self) -> tuple[int, ...]:
+    """The width of a head in every stage."""
+    pairs = zip(self.embed_dims, self.num_heads)
+    return tuple(width // heads for width, heads in pairs)
 
   def layer_groups(self) -> tuple[LayerGroup, ...]:
     """The blocks by stage."""
     groups = []
-    stages = zip(self.budgets(), self.stage_shapes())
-    for stage, (budget, shape) in enumerate(stages):
-      depth, width = self.depths[stage], self.embed_dims[stage]
-      tokens = shape.grid[0] * shape.grid[1]
+    stages = zip(self.budgets(), self.depths, self.embed_dims)
+    for stage, shape in zip(stages, self.stage_shapes()):
+      tokens = math.prod(shape.grid)
       sees = "window" if shape.pool_grid else "all"
       pairs = tokens * math.prod(shape.pool_grid or shape.grid)
-      groups.append(LayerGroup(budget, depth, width, tokens, sees, pairs=pairs))
+      groups.append(LayerGroup(*stage, tokens, sees, pairs=pairs))
     return tuple(groups)
 
   def stack_names(self) -> tuple[str, ...]:
@@ -197,13 +178,10 @@ class ViTConfig(ImageClassifier):
     """Position tables and the crop of evaluation follow the size."""
     # Keep the ratio of crop to resize that the model was evaluated with.
     resize = run.data.eval_resize * size // min(self.image_size)
-    return dataclasses.replace(
-      run,
-      model=dataclasses.replace(
-        self, image_size=(size, size), **self._pretrained()
-      ),
-      data=dataclasses.replace(run.data, eval_resize=resize),
-    )
+    data = dataclasses.replace(run.data, eval_resize=resize)
+    sizes = {"image_size": (size, size), **self._pretrained()}
+    model = dataclasses.replace(self, **sizes)
+    return dataclasses.replace(run, model=model, data=data)
 
   def _pretrained(self) -> dict[str, int]:
     """Fields of another image size that keep the coordinates of this one."""
@@ -218,8 +196,7 @@ class ViTConfig(ImageClassifier):
       ValueError: a stage whose grid cannot hold its pooled grid.
     """
     shapes = []
-    grid = tuple(self.image_size)
-    pretrain = self.pretrain_size
+    grid, pretrain = tuple(self.image_size), self.pretrain_size
     for stage, ratio in enumerate(self.sr_ratios):
       stride = 2 if stage else self.patch_stride
       # A padded convolution with stride s keeps ceil(size / s) positions.
@@ -227,16 +204,11 @@ class ViTConfig(ImageClassifier):
       pretrain = tuple(-(-size // stride) for size in pretrain)
       pool = None
       if ratio > 1:
-        pool = tuple(size // ratio for size in grid)
-        if self.fixed_pool_size:
-          pool = (self.fixed_pool_size, self.fixed_pool_size)
-        fits = all(1 <= p <= size for p, size in zip(pool, grid))
-        if not fits:
-          raise ValueError(
-            f"model.image_size={self.image_size} is too small for stage "
-            f"{stage + 1}: its grid {grid} cannot be pooled to {pool} "
-            f"(model.sr_ratios[{stage}]={ratio}, "
-            f"model.fixed_pool_size={self.fixed_pool_size})"
+        pool = tuple(self.fixed_pool_size or size // ratio for size in grid)
+        if not all(1 <= p <= size for p, size in zip(pool, grid)):
+          pooled = f"a pooled grid {pool} in stage {stage + 1}"
+          self.fail(
+            "image_size", f"is too small for {pooled}, of {grid} tokens"
           )
       shapes.append(StageShape(grid, pool, pretrain))
     return tuple(shapes)

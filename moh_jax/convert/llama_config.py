@@ -64,21 +64,28 @@ _DEFAULTS = {
     "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128
   },
 }  # fmt: skip
-# The numbers of each RoPE scaling, by our fields.
+# The numbers of each RoPE scaling, by our fields; the needed ones have no
+# defaults.
 _ROPE_NUMBERS = {
-  "none": (),
-  "linear": ("factor",),
-  "dynamic": ("factor",),
-  "llama3": (
-    *("factor", "low_freq_factor", "high_freq_factor", "original_length"),
-  ),
-  "yarn": (
-    *("factor", "original_length", "beta_fast", "beta_slow", "truncate"),
-    "attention_factor",
-  ),
+  "none": "",
+  "linear": "factor",
+  "dynamic": "factor",
+  "llama3": "factor low_freq_factor high_freq_factor original_length",
+  "yarn": "factor original_length beta_fast beta_slow truncate"
+  " attention_factor",
 }
-_NEEDED = ("factor", "low_freq_factor", "high_freq_factor")  # no defaults
+_NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 
+# Keys of every architecture -> fields of `LLMConfig` of the same values.
+_KEYS = {
+  "vocab_size": "vocab_size",
+  "hidden_size": "width",
+  "intermediate_size": "mlp_dim",
+  "num_key_value_heads": "num_kv_heads",
+  "head_dim": "head_dim",
+  "rms_norm_eps": "norm_eps",
+  "tie_word_embeddings": "tie_embeddings",
+}
 # Keys of our architecture -> fields of `LLMConfig`.
 _OUR_KEYS = {
   "router": "router",
@@ -248,17 +255,13 @@ def from_hf(stored: Mapping[str, Any]) -> LLMConfig:
       *(window, window, keys.max_position_embeddings),
     )
     length = window
+  keys.num_key_value_heads = keys.num_key_value_heads or heads
+  keys.head_dim = keys.head_dim or keys.hidden_size // heads
   is_qwen2 = architecture == "Qwen2ForCausalLM"
   fields = {
-    "vocab_size": keys.vocab_size,
+    **{field: getattr(keys, key) for key, field in _KEYS.items()},
     "max_length": length,
-    "width": keys.hidden_size,
-    "mlp_dim": keys.intermediate_size,
     "num_heads": (heads,) * layers,
-    "num_kv_heads": keys.num_key_value_heads or heads,
-    "head_dim": keys.head_dim or keys.hidden_size // heads,
-    "norm_eps": keys.rms_norm_eps,
-    "tie_embeddings": keys.tie_word_embeddings,
     "qkv_bias": keys.attention_bias or is_qwen2,
     "out_bias": keys.attention_bias and not is_qwen2,
     "mlp_bias": keys.mlp_bias,
@@ -319,18 +322,15 @@ def _check_own_code(stored: Mapping[str, Any], folder: pathlib.Path) -> None:
 
   Its config.json names code (`auto_map`), or a modeling file lies beside it.
   """
-  code = sorted(path.name for path in folder.glob("modeling_*.py"))
-  if stored.get("auto_map"):
-    found = f"auto_map={stored['auto_map']!r}"
-  elif code:
-    found = f"the file {code[0]!r} beside it"
-  else:
-    return
-  raise ValueError(
-    f"{found}: the model is computed by code of its own, which is not run; "
-    "the release's MoH-LLaMA3 is --from moh-llama3; of a folder that stock "
-    "LLaMA computes remove auto_map and the modeling file"
-  )
+  found = f"auto_map={stored['auto_map']!r}" if stored.get("auto_map") else ""
+  for path in sorted(folder.glob("modeling_*.py"))[:1]:
+    found = found or f"the file {path.name!r} beside it"
+  if found:
+    raise ValueError(
+      f"{found}: the model is computed by code of its own, which is not run; "
+      "the release's MoH-LLaMA3 is --from moh-llama3; of a folder that stock "
+      "LLaMA computes remove auto_map and the modeling file"
+    )
 
 
 def _window(keys: _Stored, architecture: str) -> int | None:
@@ -371,7 +371,7 @@ def _rope(keys: _Stored) -> tuple[int, dict[str, Any]]:
     )
   theta = keys.rope_theta if given.rope_theta is None else given.rope_theta
   rope: dict[str, Any] = {"theta": theta, "scaling": kind}
-  for number in _ROPE_NUMBERS[kind]:
+  for number in _ROPE_NUMBERS[kind].split():
     if (value := getattr(given, number)) is not None:
       rope[number] = value
     elif number in _NEEDED:
@@ -525,24 +525,19 @@ def _to_hf(
     length = rope.original_length
   scaling = None
   if rope.scaling != "none":  # older versions of transformers read `type`
-    numbers = {n: getattr(rope, n) for n in _ROPE_NUMBERS[rope.scaling]}
+    names = _ROPE_NUMBERS[rope.scaling].split()
+    numbers = {name: getattr(rope, name) for name in names}
     scaling = msgspec.to_builtins(_Rope(rope.scaling, rope.scaling, **numbers))
   stored = {
     "architectures": [architecture],
     "model_type": _ARCHITECTURES[architecture],
-    "vocab_size": model.vocab_size,
-    "hidden_size": model.width,
-    "intermediate_size": model.mlp_dim,
+    **{key: getattr(model, field) for key, field in _KEYS.items()},
     "num_hidden_layers": model.depth,
     "num_attention_heads": model.num_heads[0],
-    "num_key_value_heads": model.num_kv_heads,
-    "head_dim": model.head_dim,
     "hidden_act": "silu",
     "max_position_embeddings": length,
-    "rms_norm_eps": model.norm_eps,
     "rope_theta": rope.theta,
     "rope_scaling": scaling,
-    "tie_word_embeddings": model.tie_embeddings,
     "attention_dropout": 0.0,
   }
   if architecture in _QWEN:

@@ -20,7 +20,7 @@ from flax import traverse_util
 from moh_jax.config import Config, LayerStack, get_family, imported
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.layers.routers import TwoStageRouter
+from moh_jax.layers.router import TwoStageRouter
 
 Path = tuple[str, ...]
 Arrays = list[Any]

@@ -25,27 +25,27 @@ from moh_jax.convert import HOW_TO_GET_VAE, VAE_FILES, rules
 from moh_jax.convert.rules import CONFIG_FILE, Rule
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.models.generation import Decode
-from moh_jax.models.vae import VAE
-from moh_jax.models.vae_tiling import apply_tiled
-from moh_jax.models.weights_hash import encoder_sha256
+from moh_jax.models.vae import VAE, apply_tiled, encoder_sha256
 from moh_jax.runtime import sharding
 from moh_jax.runtime.json_files import Size, check_json, read_json
 
 
 class _Public(msgspec.Struct):
-  """What is read of diffusers' config.json."""
+  """What is read of diffusers' config.json, by the names of `VAEConfig`."""
 
   block_out_channels: Annotated[
     list[Size], msgspec.Meta(min_length=1, max_length=16)
   ]
-  layers_per_block: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-  in_channels: Size = 3
+  layers_per_block: Size = 1
+  image_channels: Size = msgspec.field(name="in_channels", default=3)
   latent_channels: Size = 4
-  norm_num_groups: Size = 32
+  norm_groups: Size = msgspec.field(name="norm_num_groups", default=32)
   norm_eps: float = 1e-6
   use_quant_conv: bool = True
   use_post_quant_conv: bool = True
-  mid_block_add_attention: bool = True
+  mid_attention: bool = msgspec.field(
+    name="mid_block_add_attention", default=True
+  )
   scaling_factor: float = LatentScaling.scale
   shift_factor: float | None = None
   latents_mean: list[float] | None = None
@@ -84,7 +84,7 @@ def load_vae(path: str | os.PathLike) -> tuple[VAEConfig, Any]:
     ValueError: a file is damaged, or its tensors do not fit.
   """
   file = _find_weights(pathlib.Path(path))
-  config = _read_config(file.with_name(CONFIG_FILE))
+  config = read_config(file.with_name(CONFIG_FILE))
   return config, convert_vae(read_tensors(file), config, source=str(file))
 
 
@@ -191,36 +191,38 @@ def public_config(entries: Mapping[str, Any]) -> VAEConfig:
     ValueError: a value is out of range.
   """
   public = msgspec.convert(check_json(entries, _Public), _Public)
-  widths = tuple(public.block_out_channels)
+  levels = len(public.block_out_channels)
   supported = {
     "_class_name": ["AutoencoderKL"],
     "act_fn": ["silu", "swish"],
-    "out_channels": [public.in_channels],
-    "down_block_types": [["DownEncoderBlock2D"] * len(widths)],
-    "up_block_types": [["UpDecoderBlock2D"] * len(widths)],
+    "out_channels": [public.image_channels],
+    "down_block_types": [["DownEncoderBlock2D"] * levels],
+    "up_block_types": [["UpDecoderBlock2D"] * levels],
   }
   for key, allowed in supported.items():
     if key in entries and entries[key] not in allowed:
       raise NotImplementedError(
         f"{key}={entries[key]!r} must be one of {allowed}"
       )
-  return VAEConfig(
-    block_out_channels=widths,
-    layers_per_block=public.layers_per_block,
-    image_channels=public.in_channels,
-    latent_channels=public.latent_channels,
-    norm_groups=public.norm_num_groups,
-    norm_eps=public.norm_eps,
-    use_quant_conv=public.use_quant_conv,
-    use_post_quant_conv=public.use_post_quant_conv,
-    mid_attention=public.mid_block_add_attention,
-    scaling=LatentScaling(
-      public.scaling_factor,
-      public.shift_factor or 0.0,
-      tuple(public.latents_mean or ()),
-      tuple(public.latents_std or ()),
-    ),
+  fields = msgspec.structs.asdict(public)
+  scaling = LatentScaling(
+    fields.pop("scaling_factor"),
+    fields.pop("shift_factor") or 0.0,
+    tuple(fields.pop("latents_mean") or ()),
+    tuple(fields.pop("latents_std") or ()),
   )
+  return VAEConfig(**fields, scaling=scaling)
+
+
+def read_config(file: pathlib.Path) -> VAEConfig:
+  """Reads diffusers' config.json; errors as for `load_vae`."""
+  if not file.is_file():
+    raise FileNotFoundError(f"{file}: no such file; {HOW_TO_GET_VAE}")
+  entries = read_json(file)
+  try:
+    return public_config(entries)
+  except (NotImplementedError, ValueError) as error:
+    raise type(error)(f"{file}: {error}") from error
 
 
 def _find_weights(path: pathlib.Path) -> pathlib.Path:
@@ -236,16 +238,6 @@ def _find_weights(path: pathlib.Path) -> pathlib.Path:
     f"{path}: found neither {' nor '.join(VAE_FILES)}, here or in its "
     f"subfolder vae; {HOW_TO_GET_VAE}"
   )
-
-
-def _read_config(file: pathlib.Path) -> VAEConfig:
-  if not file.is_file():
-    raise FileNotFoundError(f"{file}: no such file; {HOW_TO_GET_VAE}")
-  entries = read_json(file)
-  try:
-    return public_config(entries)
-  except (NotImplementedError, ValueError) as error:
-    raise type(error)(f"{file}: {error}") from error
 
 
 def _resnet(theirs: str, ours: str, *, shortcut: bool = False) -> list[Rule]:
@@ -357,29 +349,18 @@ def load_autoencoder(
       f"--vae {path!r}: its {vae_config.latent_channels} latent channels must "
       f"be model.channels={config.model.channels}"
     )
-  _warn_of_others(path, vae_config, params, diffusion.scaling, encoder)
-  params = jax.device_put(params, sharding.replicated(mesh))
-  return Autoencoder(vae_config, params, diffusion.scaling)
-
-
-def _warn_of_others(
-  path: str,
-  config: VAEConfig,
-  params: Any,
-  scaling: LatentScaling,
-  encoder: str,
-) -> None:
-  """Says so where the latents of the training seem to be another's."""
-  if differing := config.scaling.differences(scaling):
+  if differing := vae_config.scaling.differences(diffusion.scaling):
     _LOG.warning(
       "--vae %s: its latents are scaled with %s as those that the model was "
       "trained on; the model's scaling is used",
       path,
       "; ".join(differing),
     )
-  if encoder and encoder_sha256(config, params) != encoder:
+  if encoder and encoder_sha256(vae_config, params) != encoder:
     _LOG.warning(
       "--vae %s: its encoder is not the one that made the latents of the "
       "training: images may come out wrong",
       path,
     )
+  params = jax.device_put(params, sharding.replicated(mesh))
+  return Autoencoder(vae_config, params, diffusion.scaling)

@@ -210,7 +210,7 @@ def sample_box(
 def augmentations(data: DataConfig) -> list:
   """The changes that follow crop and flip, in timm's order."""
   chosen: list = []
-  policy = parse_policy(data.auto_augment, "data.auto_augment")
+  policy = parse_policy(data.auto_augment)
   if policy:
     fill = tuple(min(255, round(255 * value)) for value in data.mean or ())
     chosen.append(RandAugment(policy, fill))

@@ -10,7 +10,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moh_jax.data.extras import import_extra
+import msgspec
+
+from moh_jax.data.input_files import import_extra
 from moh_jax.data.tokenizer_files import (
   TEMPLATE,
   TEMPLATE_FOLDER,
@@ -20,7 +22,7 @@ from moh_jax.data.tokenizer_files import (
   read_json,
 )
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.runtime.json_files import plain
+from moh_jax.runtime.json_files import check_json, plain
 
 Message = Mapping[str, Any]  # "role" and "content", and what templates ask for
 _KEY = "chat_template"
@@ -91,23 +93,19 @@ def load_chat_template(
   Raises:
     ValueError: there is none, or none of that name.
   """
-  found = _sources(tokenizer.files)
+  found, wanted = _sources(tokenizer.files), name or _DEFAULT
   if not found:
     raise ValueError(
       f"the model has no chat template: there is no {TEMPLATE} beside its "
       f"tokenizer and no {_KEY!r} in {TOKENIZER_CONFIG}"
     )
-  wanted = _DEFAULT if name is None else name
   if wanted not in found:
     raise ValueError(f"chat template {wanted!r} must be one of {tuple(found)}")
   source, file = found[wanted]
   ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-  tokens: dict[str, str | None] = {
-    key: tokenizer.id_to_token(i) for key, i in ids.items() if i is not None
-  }
-  tokens |= named_tokens(tokenizer.files)
-  variables = {key: token for key, token in tokens.items() if token}
-  return ChatTemplate(source, file, variables)
+  own = {k: tokenizer.id_to_token(i) for k, i in ids.items() if i is not None}
+  tokens = own | named_tokens(tokenizer.files)
+  return ChatTemplate(source, file, {k: t for k, t in tokens.items() if t})
 
 
 def chat_ids(
@@ -151,17 +149,12 @@ def check_messages(messages: Any) -> None:
   if not messages:
     raise ValueError("messages must not be empty")
   for index, message in enumerate(messages):
-    if not isinstance(message, Mapping):
-      raise ValueError(f"message {index}={message!r} must be an object")
-    if not isinstance(message.get("role"), str):
-      raise ValueError(
-        f"message {index}: role={message.get('role')!r} must be a text"
-      )
-    if not isinstance(message.get("content"), str | list | None):
-      raise ValueError(
-        f"message {index}: content={message['content']!r} must be a text, or a "
-        "list of parts"
-      )
+    check_json(message, _Message, f"message {index}")
+
+
+class _Message(msgspec.Struct):
+  role: str
+  content: str | list | None = None
 
 
 def _sources(files: Mapping[str, bytes]) -> dict[str, tuple[str, str]]:

@@ -25,8 +25,8 @@ import numpy as np
 from etils import epath
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from moh_jax.data.extras import import_extra
-from moh_jax.runtime.files import DEFLATE_RATIO
+from moh_jax.data.input_files import import_extra
+from moh_jax.runtime import files
 
 # A larger image takes more than a gigabyte while it is decoded.
 _MOST_PIXELS = 89_478_485
@@ -84,10 +84,8 @@ def read_bytes(file: str | os.PathLike) -> bytes:
   if not path.is_file():
     what = "a broken link" if os.path.islink(path) else "no such image file"
     raise FileNotFoundError(f"{path}: {what}")
-  if (size := path.stat().length) > _MOST_BYTES:
-    raise ValueError(f"{path}: {size:,} bytes, must be at most {_MOST_BYTES:,}")
   try:
-    return path.read_bytes()
+    return files.read_bytes(path, _MOST_BYTES)
   except OSError as error:
     raise ValueError(f"{path}: cannot be read: {error}") from error
 
@@ -100,7 +98,6 @@ def decode_image(
   rows: int | None = None,
   *,
   fast: bool = False,
-  header: "JpegHeader | None" = None,
 ) -> np.ndarray:
   """Decodes one image from the bytes of its file.
 
@@ -115,7 +112,6 @@ def decode_image(
     fast: does not interpolate the colours of a JPEG file that has fewer of them
       than pixels, which changes these by about a level on average. Only with
       simplejpeg.
-    header: of `read_jpeg_header`, where it is known.
 
   Returns:
     [X, Y, channels] uint8.
@@ -124,9 +120,7 @@ def decode_image(
     ValueError: the bytes are not an image, or truncated.
   """
   if channels in _MODES:
-    pixels = decode_jpeg(
-      content, channels, factor, rows, fast=fast, header=header
-    )
+    pixels = decode_jpeg(content, channels, factor, rows, fast=fast)
     if pixels is not None:
       return pixels
   with _named_errors(name), open_picture(io.BytesIO(content)) as image:
@@ -171,7 +165,7 @@ def _check_plausible(image: Image.Image, size: int) -> None:
   """Refuses a PNG file too short for the pixels that its header states."""
   bits = {"1": 1, "P": 1, "L;2": 2, "L;4": 4, "I;16": 16, "RGB": 24}
   bits = bits.get(_stored_mode(image), bits.get(image.mode, 8))
-  least = math.prod(image.size) * bits // 8 // DEFLATE_RATIO
+  least = math.prod(image.size) * bits // 8 // files.DEFLATE_RATIO
   if image.format == "PNG" and size < least:
     raise ValueError(
       f"{size:,} bytes cannot hold {image.size[1]} rows x {image.size[0]} "
@@ -323,7 +317,6 @@ def decode_jpeg(
   rows: int | None = None,
   *,
   fast: bool = False,
-  header: JpegHeader | None = None,
 ) -> np.ndarray | None:
   """Decodes a JPEG file, or its upper rows, as `decode_image` describes.
 
@@ -332,18 +325,19 @@ def decode_jpeg(
     not installed, the file is damaged, may have to be turned, or has colours
     that are converted.
   """
-  header = header or read_jpeg_header(content)
-  if header is None or header.rows * header.columns > _MOST_PIXELS:
+  header = read_jpeg_header(content)
+  space = _SPACES[channels].get(header.colours) if header else None
+  if not space or header.rows * header.columns > _MOST_PIXELS:
     return None
-  space = _SPACES[channels].get(header.colours)
-  if space is None:
-    return None
-  height, width = header.rows, header.columns
+  height, width, place = header.rows, header.columns, header.size_place
   decoded = min((rows or height) + _SPARE_ROWS * factor, height)
   shortened = None
-  if decoded < height:
-    shortened = _first_rows(content, header.size_place, decoded)
-  if shortened is None:
+  # Truncation of a file could go unnoticed.
+  if decoded < height and place and content.endswith(_JPEG_END):
+    # The same file with a header that states fewer rows: decoders end there.
+    shortened = bytearray(content)
+    shortened[place : place + 2] = decoded.to_bytes(2, "big")
+  else:
     rows = decoded = height
   try:
     pixels = _simplejpeg().decode_jpeg(
@@ -358,19 +352,6 @@ def decode_jpeg(
   except ValueError:
     return None
   return pixels[: -(-rows // factor)]
-
-
-def _first_rows(content: bytes, place: int, rows: int) -> bytearray | None:
-  """The same file with a header that states fewer rows: decoders end there.
-
-  None where the pixels do not come row by row, or where the file is truncated,
-  which could go unnoticed.
-  """
-  if not place or not content.endswith(_JPEG_END):
-    return None
-  shortened = bytearray(content)
-  shortened[place : place + 2] = rows.to_bytes(2, "big")
-  return shortened
 
 
 def _places(content: bytes) -> tuple[int, int]:
@@ -406,13 +387,11 @@ class LaterImage:
     content: of the file.
     place: names it in messages.
     shape: upright rows, columns, channels.
-    header: of the file; None where Pillow decodes it.
   """
 
   content: bytes
   place: str
   shape: tuple[int, int, int]
-  header: JpegHeader | None
 
   @classmethod
   def of(cls, content: bytes, channels: int, place: str) -> "LaterImage":
@@ -421,9 +400,8 @@ class LaterImage:
     Raises:
       ValueError: it is damaged; the message names it.
     """
-    header = read_jpeg_header(content)
-    size = header or describe_image(content, place)[0]
-    return cls(content, place, (*size[:2], channels), header)
+    size = read_jpeg_header(content) or describe_image(content, place)[0]
+    return cls(content, place, (*size[:2], channels))
 
   def region(
     self,
@@ -449,26 +427,14 @@ class LaterImage:
       ValueError: the file is damaged; the message names it.
     """
     sides = box[3] - box[1], box[2] - box[0]
-    factor = next(
-      (
-        factor
-        for factor in (_FACTORS if reduced else ())
-        if all(n >= _SPARE * factor * wanted for n, wanted in zip(sides, size))
-      ),
-      1,
-    )
+    scale = min(n / (_SPARE * wanted) for n, wanted in zip(sides, size))
+    factors = _FACTORS if reduced else ()
+    factor = next((factor for factor in factors if factor <= scale), 1)
     # The filter reaches over two pixels of the smaller of the two images.
     reach = 2 * max(factor, sides[0] / size[0]) + factor
     rows = math.ceil(box[3] + reach)
-    pixels = decode_image(
-      self.content,
-      self.shape[-1],
-      self.place,
-      factor,
-      rows,
-      fast=fast,
-      header=self.header,
-    )
+    what = self.content, self.shape[-1], self.place
+    pixels = decode_image(*what, factor, rows, fast=fast)
     return pixels, tuple(edge / factor for edge in box)
 
 

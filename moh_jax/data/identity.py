@@ -8,7 +8,7 @@ import concurrent.futures
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -79,8 +79,8 @@ def differences(
   ours: Mapping[str, Identity], stored: Mapping[str, Identity]
 ) -> list[str]:
   """Describes how the data of two runs differ, by the name of the source."""
-  lines = [f"data {name!r} is new" for name in _without(ours, stored)]
-  lines += [f"data {name!r} is gone" for name in _without(stored, ours)]
+  lines = [f"data {name!r} is new" for name in ours.keys() - stored.keys()]
+  lines += [f"data {name!r} is gone" for name in stored.keys() - ours.keys()]
   for name in ours.keys() & stored.keys():
     here, there = ours[name], stored[name]
     differing = [
@@ -92,7 +92,3 @@ def differences(
     if differing:
       lines.append(f"data {name!r}: {', '.join(differing)}")
   return sorted(lines)
-
-
-def _without(names: Iterable[str], others: Iterable[str]) -> list[str]:
-  return sorted(set(names) - set(others))

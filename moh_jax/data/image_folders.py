@@ -1,21 +1,34 @@
 """Folders of image files: their splits, classes and held-out share."""
 
-import dataclasses
+import abc
 import functools
 import hashlib
 import logging
 import os
-import pathlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+import statistics
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from etils import epath
 
 from moh_jax.config import Config
 from moh_jax.config.registry import SPLITS, MissingSplitError
-from moh_jax.data.decode import read_bytes
+from moh_jax.data.decode import (
+  LaterImage,
+  decode_image,
+  describe_image,
+  is_jpeg,
+  read_bytes,
+)
 from moh_jax.data.identity import Identity, of_files
-from moh_jax.data.sources import EncodedSource, Record
+from moh_jax.data.sources import (
+  ClassList,
+  Example,
+  ImageSource,
+  listed_classes,
+  match_classes,
+)
 
 # Words in the names of files or folders, and the split that they mean.
 SPLIT_WORDS = {
@@ -24,113 +37,113 @@ SPLIT_WORDS = {
   **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-# Formats that Pillow knows, but decodes with other programs or not at all.
-_NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+# Further ones that commands read, but training does not.
+_OTHER_SUFFIXES = (
+  *(".avif", ".bw", ".dds", ".dib", ".ico", ".j2k", ".jfif", ".jp2", ".pbm"),
+  *(".pcx", ".pgm", ".pnm", ".ppm", ".psd", ".sgi", ".tga", ".xbm", ".apng"),
+)
 FLAT_CLASS = "images"  # the one class of a folder without class folders
-_MOST_LIST_BYTES = 1 << 24  # of a list of classes
 _LOG = logging.getLogger(__name__)
+
+# Images whose headers tell the size and the channels of all: a look at each
+# would take minutes at ImageNet's size.
+_LOOKED_AT = 64
+# Sides of inputs are multiples of this, which every stage can halve.
+_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
 
 # "CLASS/NAME" (or "NAME" in a flat folder) and label of each image.
 Files = list[tuple[str, int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class ClassList:
-  """A file of class names, whose positions are the labels.
+class Record(NamedTuple):
+  """An image file and its label; `place` names it in messages."""
 
-  Attributes:
-    where: names the file in messages.
-    lines: those of it that are not empty.
-  """
+  label: int
+  place: str
+  content: bytes
 
-  where: str
-  lines: tuple[str, ...]
 
-  def names(self, found: tuple[str, ...]) -> tuple[str, ...]:
-    """The classes: the whole line where it is in `found`, else its first word.
+class EncodedSource(ImageSource):
+  """Images that are files, which are decoded to grey or RGB by `channels`."""
+
+  @classmethod
+  def open(
+    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
+  ) -> "EncodedSource":
+    """Opens a split as the section `data` says.
+
+    The class takes path, split and channels, and the keywords below: the share
+    that is held out where there is no val, the classes whose positions are the
+    labels (() takes those of the data), and the column of labels of tables.
+    """
+    data = config.data
+    return cls(
+      data.path,
+      split,
+      config.model.channels or 3,
+      val_share=data.val_share,
+      class_names=class_names or listed_classes(data.class_list),
+      label_column=data.label_column,
+    )
+
+  @abc.abstractmethod
+  def read(self, index: int) -> Record:
+    """The file of an image, not decoded.
 
     Raises:
-      ValueError: a class is there twice.
+      FileNotFoundError: it is gone.
+      ValueError: it cannot be read.
     """
-    names = tuple(n if n in found else n.split()[0] for n in self.lines)
-    if len(set(names)) < len(names):
-      twice = next(name for name in names if names.count(name) > 1)
-      raise ValueError(f"{self.where}: class {twice!r} is there twice")
-    return names
 
+  @property
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """Identifies the list of images."""
 
-def listed_classes(file: str) -> ClassList | tuple[()]:
-  """Reads a list of classes; () where `file` is "".
+  @classmethod
+  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The classes of the training images, and what some headers say.
 
-  Args:
-    file: a class on each line, such as "n01440764", "n01440764 tench, Tinca
-      tinca" or "polar bear"; the data tell whether the first word or all is the
-      name. Empty lines are left out.
+    The size is a square about as large as the images, in steps of 32 up to
+    224. Images whose headers cannot be read are for `data.bad_images`.
+    """
+    if not {"channels", "image_size", "num_classes"} & set(names):
+      return {}
+    source = cls.open(config, "train")
+    told = {"num_classes": len(source.class_names)}
+    if not {"channels", "image_size"} & set(names):
+      return told
+    sides, colours, bad = [], False, ""
+    for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
+      try:
+        record = source.read(i)
+        size, grey = describe_image(record.content, record.place)
+      except (ValueError, FileNotFoundError) as error:
+        bad = bad or str(error)
+        continue
+      sides.append(min(size))
+      colours |= not grey
+    if not sides:
+      raise ValueError(
+        f"data.path={config.data.path!r}: none of the images that were looked "
+        f"at can be read; the first: {bad}"
+      )
+    side = statistics.median_low(sides) // _SIDE_STEP * _SIDE_STEP
+    side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
+    return {**told, "channels": 3 if colours else 1, "image_size": (side, side)}
 
-  Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: it is no text or names no class.
-  """
-  if not file:
-    return ()
-  path = pathlib.Path(file)
-  where = f"data.class_list={file!r}"
-  if not path.is_file():
-    raise FileNotFoundError(f"{where}: no such file")
-  try:
-    with path.open("rb") as stream:
-      text = stream.read(_MOST_LIST_BYTES).decode()
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{where}: not UTF-8: {error}") from error
-  lines = tuple(line.strip() for line in text.splitlines() if line.strip())
-  if not lines:
-    raise ValueError(f"{where}: names no class")
-  return ClassList(where, lines)
+  def __getitem__(self, index: int) -> Example:
+    """Returns a decoded example."""
+    record = self.read(index)
+    image = decode_image(record.content, self.channels, record.place)
+    return {"image": image, "label": np.int32(record.label)}
 
-
-def match_classes(
-  found: tuple[str, ...], wanted: tuple[str, ...] | ClassList, where: str
-) -> tuple[tuple[str, ...], list[int]]:
-  """Finds the labels of class folders among a model's classes, by name.
-
-  Folders that are named by numbers, as those of ImageNet-V2, are labels
-  themselves, or where the classes have such names too, the class of that value:
-  leading zeros do not matter.
-
-  Args:
-    found: names of the folders.
-    wanted: classes of the model, or a list of them.
-    where: name of the data, for the message.
-
-  Returns:
-    The wanted classes, and the label of each folder.
-
-  Raises:
-    ValueError: a folder is none of the classes, two are the same one, or a list
-      has one twice.
-  """
-  whose, origin = "the model's", ", the names of the training's folders"
-  if isinstance(wanted, ClassList):
-    whose, origin = "the", f" of {wanted.where}"
-    wanted = wanted.names(found)
-  labels = {name: label for label, name in enumerate(wanted)}
-  unknown = [name for name in found if name not in labels]
-  if unknown and all(map(str.isdecimal, found)):
-    values = {int(n): i for i, n in enumerate(wanted) if n.isdecimal()}
-    values = values or {label: label for label in range(len(wanted))}
-    labels = {n: values[int(n)] for n in found if int(n) in values}
-    unknown = [name for name in found if name not in labels]
-    if len(set(labels.values())) < len(labels):
-      raise ValueError(f"{where}: class folders {found} have a number twice")
-  if unknown:
-    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
-    raise ValueError(
-      f"{where}: class folder {unknown[0]!r} is none of {whose} "
-      f"{len(wanted)} classes ({known}){origin}"
-    )
-  if missing := len(wanted) - len(set(found)):
-    _LOG.warning("%s: no folder of %d classes", where, missing)
-  return wanted, [labels[name] for name in found]
+  def later(self, index: int) -> Example:
+    """As `source[index]`, but "image" of a JPEG file is a `LaterImage`."""
+    record = self.read(index)
+    decode = LaterImage.of if is_jpeg(record.content) else decode_image
+    image = decode(record.content, self.channels, record.place)
+    return {"image": image, "label": np.int32(record.label)}
 
 
 class ImageFolderSource(EncodedSource):
@@ -144,6 +157,7 @@ class ImageFolderSource(EncodedSource):
     *,
     val_share: float = 0.0,
     class_names: tuple[str, ...] | ClassList = (),
+    label_column: str = "",
   ):
     """Lists the files of a split.
 
@@ -154,11 +168,13 @@ class ImageFolderSource(EncodedSource):
       val_share: share that is held out where there is no val/.
       class_names: classes whose positions are the labels; () numbers the
         class folders in alphabetical order.
+      label_column: is for tables.
 
     Raises:
       FileNotFoundError: there is no such directory, or no image in it.
       ValueError: a class folder holds no image or is none of `class_names`.
     """
+    del label_column
     self._held_out = ""
     if split:
       self._root, own, self._files = list_split(path, split, val_share)
@@ -166,7 +182,7 @@ class ImageFolderSource(EncodedSource):
         self._held_out = f"{val_share:g}"
     else:
       self._root = epath.Path(path)
-      own, self._files = list_images(self._root)
+      own, self._files = list_images(path)
     self.class_names, self.channels = own, channels
     if split == "val" and not class_names and all(map(str.isdecimal, own)):
       # Without names of the model, numbers are labels; in training folders are
@@ -176,20 +192,6 @@ class ImageFolderSource(EncodedSource):
       where = str(self._root)
       self.class_names, labels = match_classes(own, class_names, where)
       self._files = [(name, labels[label]) for name, label in self._files]
-
-  @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "ImageFolderSource":
-    """Opens a split, whose order of classes `data.class_list` may say."""
-    data = config.data
-    return cls(
-      data.path,
-      split,
-      config.model.channels or 3,
-      val_share=data.val_share,
-      class_names=class_names or listed_classes(data.class_list),
-    )
 
   @property
   def fingerprint(self) -> str:
@@ -365,13 +367,14 @@ def find_files(folder: str | os.PathLike, *, warn: bool = False) -> list[str]:
   """Paths of the images in a folder and all below it, in order.
 
   Args:
-    folder: local; images are of any format that Pillow decodes, by suffix.
+    folder: local; images are of the usual formats that Pillow decodes, by
+      suffix.
     warn: whether to warn of other files that are not hidden.
 
   Raises:
     FileNotFoundError: there is none.
   """
-  suffixes, paths, others = _decoded_suffixes(), [], []
+  suffixes, paths, others = _SUFFIXES + _OTHER_SUFFIXES, [], []
   for where, below, names in os.walk(folder):
     below[:] = [name for name in below if not name.startswith(".")]
     for name in names:
@@ -387,26 +390,17 @@ def find_files(folder: str | os.PathLike, *, warn: bool = False) -> list[str]:
   return sorted(paths)
 
 
-@functools.cache
-def _decoded_suffixes() -> tuple[str, ...]:
-  """Suffixes of the formats that Pillow decodes."""
-  from PIL import Image  # takes a while, and help needs none
-
-  known = Image.registered_extensions().items()
-  kinds = Image.OPEN.keys() - _NOT_DECODED
-  return tuple(sorted(suffix for suffix, kind in known if kind in kinds))
-
-
 def find_images(paths: Iterable[str]) -> list[str]:
   """Image files: those given, and all in and below the folders given.
 
   Raises:
     FileNotFoundError: a folder holds none.
   """
-  found = []
-  for path in paths:
-    found += find_files(path, warn=True) if os.path.isdir(path) else [path]
-  return found
+  return [
+    file
+    for path in paths
+    for file in (find_files(path, warn=True) if os.path.isdir(path) else [path])
+  ]
 
 
 def find_splits(
@@ -426,8 +420,7 @@ def find_splits(
   Raises:
     FileNotFoundError: there is no such directory or split.
   """
-  root = epath.Path(root)
-  folders = {path.name: path for path in _folders(root)}
+  folders = {path.name: path for path in _folders(epath.Path(root))}
   # A class may be called "train" too: beside other classes, it is a split only
   # if it does not hold image files alone.
   only = {name.lower() for name in folders} <= SPLIT_WORDS.keys()
@@ -436,15 +429,12 @@ def find_splits(
     for name in SPLITS
     if name in folders and (only or _is_split(folders[name]))
   }
-  if not found:
-    return {split or SPLITS[0]: root}
-  if split is None:
-    return found
-  if split not in found:
+  found = found or {split or SPLITS[0]: epath.Path(root)}
+  if split is not None and split not in found:
     raise FileNotFoundError(
       f"{root} has no split {split!r}, only {sorted(found)}"
     )
-  return {split: found[split]}
+  return found if split is None else {split: found[split]}
 
 
 def has_class_images(root: str | os.PathLike) -> bool:

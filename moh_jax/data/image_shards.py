@@ -13,7 +13,6 @@ from typing import Any
 
 import tqdm
 
-from moh_jax.config import Config
 from moh_jax.config.registry import SPLITS
 from moh_jax.data.decode import (
   decode_image,
@@ -23,14 +22,15 @@ from moh_jax.data.decode import (
 )
 from moh_jax.data.identity import Identity
 from moh_jax.data.image_folders import (
-  ClassList,
+  EncodedSource,
   ImageFolderSource,
+  Record,
   find_splits,
 )
 from moh_jax.data.image_tables import ParquetSource, find_tables, is_tables
 from moh_jax.data.shard_writer import ShardSetWriter
 from moh_jax.data.shards import METADATA, Shards
-from moh_jax.data.sources import EncodedSource, Record
+from moh_jax.data.sources import ClassList, check_class_names
 
 KIND = "images"
 _THREADS = 8  # threads that read image files
@@ -40,8 +40,8 @@ _QUALITY = 95  # of JPEG files that are written in place of larger images
 class ArrayRecordSource(EncodedSource):
   """Source of the images in PATH/SPLIT/*.array_record."""
 
-  def __init__(self, path: str, split: str, channels: int):
-    """Opens a split.
+  def __init__(self, path: str, split: str, channels: int, **_: Any):
+    """Opens a split, whose metadata.json says the classes.
 
     Args:
       path: directory of the splits, local or mounted.
@@ -56,14 +56,6 @@ class ArrayRecordSource(EncodedSource):
     self._shards = Shards(self._folder, KIND)
     self.class_names = tuple(self._shards.metadata["class_names"])
     self.channels = channels
-
-  @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "ArrayRecordSource":
-    """Opens a split, whose shards say its classes."""
-    del class_names
-    return cls(config.data.path, split, config.model.channels or 3)
 
   @property
   def fingerprint(self) -> str:
@@ -127,37 +119,36 @@ def open_splits(
     raise ValueError(
       f"--label-column={label_column!r} must be '': {path} has no tables"
     )
-  folders = {} if of_tables else find_splits(path)
-  divided = val_share > 0 and folders.keys() == {"train"}
-  if divided and (folders["train"] / METADATA).is_file():
-    raise ValueError(f"--val-share={val_share} must be 0: {path} is packed")
-  if of_tables:
-    names = SPLITS if val_share else find_tables(path)
-  else:
-    folders = folders if divided else find_splits(path, split)
-    names = SPLITS if divided else folders
+  found = find_tables(path) if of_tables else find_splits(path)
+  divided = val_share > 0 and found.keys() == {"train"}
+  if not (of_tables or divided):
+    found = find_splits(path, split)
   opened: dict[str, EncodedSource] = {}
-  for name in [split] if split else names:
-    if of_tables:
-      source = ParquetSource(
-        path,
-        name,
-        channels,
-        val_share=val_share,
-        class_names=class_names,
-        label_column=label_column,
-      )
-    elif divided:
-      source = ImageFolderSource(
-        path, name, channels, val_share=val_share, class_names=class_names
-      )
-    elif (folders[name] / METADATA).is_file():
-      source = ArrayRecordSource(str(folders[name]), "", channels)
-    else:
-      source = ImageFolderSource(
-        str(folders[name]), "", channels, class_names=class_names
-      )
-    opened[name], class_names = source, source.class_names
+  for name in [split] if split else (SPLITS if divided else found):
+    where, part, kind = path, name, ParquetSource
+    if not of_tables:
+      kind = ImageFolderSource
+      folder = found["train" if divided else name]
+      if (folder / METADATA).is_file():
+        kind = ArrayRecordSource
+        if divided:
+          raise ValueError(
+            f"--val-share={val_share} must be 0: {path} is packed"
+          )
+      if not divided:
+        where, part = str(folder), ""
+    opened[name] = source = kind(
+      where,
+      part,
+      channels,
+      val_share=val_share,
+      class_names=class_names,
+      label_column=label_column,
+    )
+    class_names = source.class_names
+  first, *others = opened.values()
+  for other in others:
+    check_class_names(first.class_names, other.class_names, path)
   return opened
 
 

@@ -4,45 +4,44 @@ A row holds an image's bytes, as {"bytes", "path"} or as a column of bytes, and
 its label, as the library `datasets` writes them; `datasets` is not needed.
 
 Any row can be read. Of a Parquet file its whole row group is read for it (often
-100 rows), and the last groups are kept, so rows in order are quick and random
-ones are not; `pack-images` makes shards of them. Arrow files are mapped into
-memory.
+100 rows; 10 MB took 2.7 ms of one core), and the last groups are kept, so rows
+in order are quick and random ones are not; `pack-images` makes shards of them.
+Arrow files are mapped into memory.
 """
 
 import bisect
 import collections
-import dataclasses
+import contextlib
 import itertools
-import logging
 import os
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import xxhash
 
-from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
-from moh_jax.data.extras import import_extra
 from moh_jax.data.identity import Identity, of_shards
 from moh_jax.data.image_folders import (
   FLAT_CLASS,
   SPLIT_WORDS,
-  ClassList,
+  EncodedSource,
+  Record,
   has_class_images,
   hold_out,
-  listed_classes,
-  match_classes,
 )
-from moh_jax.data.input_files import list_files, open_arrow, open_parquet
-from moh_jax.data.sources import EncodedSource, Record, SharedReads
+from moh_jax.data.input_files import (
+  import_extra,
+  list_files,
+  open_arrow,
+  open_parquet,
+)
+from moh_jax.data.sources import ClassList, SharedReads, match_classes
 from moh_jax.runtime.json_files import parse_json
 
-_LOG = logging.getLogger(__name__)
-_LARGE_GROUP = 1 << 26  # bytes; 10 MB took 2.7 ms of one core for one image
 _MOST_CLASSES = 1 << 20
 _KEPT_BYTES = 1 << 28  # of row groups that a process keeps
 _SUFFIXES = (".parquet", ".arrow")
@@ -56,16 +55,14 @@ class _Feature(msgspec.Struct):
   names: list[str] | None = None
 
 
-class _Info(msgspec.Struct):
-  features: dict[str, Any] = {}
-
-
 class _Notes(msgspec.Struct):
-  info: _Info = msgspec.field(default_factory=_Info)
+  class Info(msgspec.Struct):
+    features: dict[str, Any] = {}
+
+  info: Info = msgspec.field(default_factory=Info)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Columns:
+class _Columns(NamedTuple):
   """Which columns hold images and labels.
 
   Attributes:
@@ -77,29 +74,6 @@ class _Columns:
   image: str
   label: str
   class_names: tuple[str, ...]
-
-  @property
-  def names(self) -> list[str]:
-    """The columns to read."""
-    return [self.image] + [self.label] * bool(self.label)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Head:
-  """What the head of a file says.
-
-  Attributes:
-    file: its path.
-    schema: of pyarrow.
-    rows: number of rows of each row group; an Arrow file, which is mapped into
-      memory, is one group.
-    group_bytes: size of its largest row group.
-  """
-
-  file: str
-  schema: Any
-  rows: tuple[int, ...]
-  group_bytes: int
 
 
 class ParquetSource(EncodedSource):
@@ -142,19 +116,25 @@ class ParquetSource(EncodedSource):
         f"expected such as {path}/{split}-0.parquet or {path}/{split}/0.parquet"
       )
     self._root, self.channels = pathlib.Path(path), channels
-    heads = [_read_head(str(self._root / name)) for name in self._names]
-    first = heads[0]
-    self._columns = _find_columns(first.schema, first.file, label_column)
-    self._check_heads(heads)
-    self._file_rows = [sum(head.rows) for head in heads]
-    # (number of the file, of the group in it), and the rows up to its end.
-    self._groups = [
-      (number, group)
-      for number, head in enumerate(heads)
-      for group in range(len(head.rows))
-    ]
-    rows = (rows for head in heads for rows in head.rows)
-    self._ends = list(itertools.accumulate(rows))
+    # (number of the file, of the row group in it), and the rows up to its end.
+    self._groups: list[tuple[int, int]] = []
+    group_rows: list[int] = []
+    self._file_rows: list[int] = []
+    for number, name in enumerate(self._names):
+      schema, rows = _read_head(file := str(self._root / name))
+      if not number:
+        first, self._columns = schema, _find_columns(schema, file, label_column)
+      for column in filter(None, self._columns[:2]):
+        wanted, index = first.field(column).type, schema.get_field_index(column)
+        if index < 0 or schema.field(index).type != wanted:
+          raise ValueError(
+            f"{file}: column {column!r} must be as in {self._names[0]}, "
+            f"{wanted}; columns are {schema.names}"
+          )
+      self._groups += [(number, group) for group in range(len(rows))]
+      group_rows += rows
+      self._file_rows.append(sum(rows))
+    self._ends = list(itertools.accumulate(group_rows))
     self._starts = [0, *itertools.accumulate(self._file_rows)]
     self._read_groups = SharedReads(_KEPT_BYTES, _kept_bytes)
     if not any(self._file_rows):
@@ -167,38 +147,20 @@ class ParquetSource(EncodedSource):
       self._rows = np.array(hold_out(names, *known, self._root))
       self._held_out = f"{val_share:g}"
     if class_names:
-      where = str(self._root)
-      matched = match_classes(self.class_names, class_names, where)
-      self.class_names, known = matched
-      self._labels = np.array(known, np.int32)[self._labels]
-
-  @classmethod
-  def open(
-    cls, config: Config, split: str, class_names: tuple[str, ...] = ()
-  ) -> "ParquetSource":
-    """Opens a split, whose columns and classes the section `data` may say."""
-    data = config.data
-    return cls(
-      data.path,
-      split,
-      config.model.channels or 3,
-      val_share=data.val_share,
-      class_names=class_names or listed_classes(data.class_list),
-      label_column=data.label_column,
-    )
+      self.class_names, labels = match_classes(
+        self.class_names, class_names, str(self._root)
+      )
+      self._labels = np.array(labels, np.int32)[self._labels]
 
   def __len__(self) -> int:
     return len(self._rows)
 
   def identity(self) -> Identity:
     """Identifies the files, in order, and the rows that are taken of them."""
+    sizes = [(self._root / name).stat().st_size for name in self._names]
     entries = [
-      {
-        "file": name,
-        "examples": rows,
-        "bytes": (self._root / name).stat().st_size,
-      }
-      for name, rows in zip(self._names, self._file_rows)
+      {"file": name, "examples": rows, "bytes": size}
+      for name, rows, size in zip(self._names, self._file_rows, sizes)
     ]
     found = of_shards(self._root, entries)
     labels = xxhash.xxh3_64_hexdigest(self._labels.tobytes())
@@ -218,19 +180,18 @@ class ParquetSource(EncodedSource):
     place = bisect.bisect_right(self._ends, row)
     number, group = self._groups[place]
     file = str(self._root / self._names[number])
+    column = self._columns.image
     table = self._read_groups.get(
-      (file, group), lambda: _read_group(file, group, self._columns.names)
+      (file, group), lambda: _read_group(file, group, column)
     )
-    first = self._ends[place] - table.num_rows
-    content = table.column(self._columns.image)[row - first].as_py()
-    name = f"{self._root}/{self._row_name(row)}"
+    content = table.column(column)[row - self._ends[place] + table.num_rows]
+    content, name = content.as_py(), f"{self._root}/{self._row_name(row)}"
     if isinstance(content, dict):
       content = content["bytes"]
     if content is None:
       raise ValueError(
-        f"{name}: the row has no bytes of an image in column "
-        f"{self._columns.image!r}, at most the path of a file; `save_to_disk` "
-        "of datasets stores the bytes, its `to_parquet` may not"
+        f"{name}: the row has no bytes of an image in column {column!r}, at "
+        "most the path of a file; `save_to_disk` of datasets stores the bytes"
       )
     return Record(int(self._labels[row]), name, content)
 
@@ -242,37 +203,14 @@ class ParquetSource(EncodedSource):
     number = bisect.bisect_right(self._starts, row) - 1
     return f"{self._names[number]}:{row - self._starts[number] + 1}"
 
-  def _check_heads(self, heads: list[_Head]) -> None:
-    """Refuses files of other columns; warns where a row is slow to read."""
-    first = heads[0].schema
-    for head in heads[1:]:
-      for column in self._columns.names:
-        index = head.schema.get_field_index(column)
-        wanted = first.field(column).type
-        if index < 0 or head.schema.field(index).type != wanted:
-          raise ValueError(
-            f"{head.file}: column {column!r} must be as in {heads[0].file}, "
-            f"{wanted}; columns are {head.schema.names}"
-          )
-    largest = max(head.group_bytes for head in heads)
-    if largest > _LARGE_GROUP:
-      _LOG.warning(
-        "%s: row groups of up to %d MB, which are read whole for one image; "
-        "pack-images makes shards of them",
-        self._root,
-        largest >> 20,
-      )
-
   def _read_labels(self) -> tuple[np.ndarray, tuple[str, ...]]:
     """The label of every row, and the names of the classes."""
     pyarrow = import_extra("pyarrow", str(self._root), "images")
-    column = self._columns.label
+    _, column, names = self._columns
     if not column:
       return np.zeros(sum(self._file_rows), np.int32), (FLAT_CLASS,)
-    parts = [
-      _read_group(str(self._root / name), None, [column])
-      for name in self._names
-    ]
+    files = (str(self._root / name) for name in self._names)
+    parts = [_read_group(file, None, column) for file in files]
     labels = pyarrow.concat_tables(parts).column(column)
     where = f"{self._root}: column {column!r}"
     if labels.null_count:
@@ -283,19 +221,17 @@ class ParquetSource(EncodedSource):
     if not pyarrow.types.is_integer(labels.type):
       raise ValueError(f"{where} is of {labels.type}, must be numbers or text")
     numbers = labels.to_numpy()
-    names = self._columns.class_names
-    lowest, highest = int(numbers.min()), int(numbers.max())
-    if lowest < 0:
-      raise ValueError(
-        f"{where} has the label {lowest}, must be at least 0; a test split "
-        "without labels cannot be used"
-      )
-    if highest >= (len(names) or _MOST_CLASSES):
-      raise ValueError(
-        f"{where} has the label {highest}, must be below "
-        f"{len(names) or _MOST_CLASSES}, the number of classes"
-      )
-    names = names or tuple(map(str, range(highest + 1)))
+    most = len(names) or _MOST_CLASSES
+    for label, fits in (
+      (
+        int(numbers.min()),
+        "at least 0; a test split without labels cannot be used",
+      ),
+      (int(numbers.max()), f"below {most}, the number of classes"),
+    ):
+      if not 0 <= label < most:
+        raise ValueError(f"{where} has the label {label}, must be {fits}")
+    names = names or tuple(map(str, range(int(numbers.max()) + 1)))
     return numbers.astype(np.int32), names
 
 
@@ -379,16 +315,17 @@ def _find_columns(schema: Any, file: str, label: str) -> _Columns:
   """
   types = import_extra("pyarrow.types", file, "images")
   features = _features(schema, file)
-  images = [
-    field.name
-    for field in schema
-    if (
-      (types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0)
-      or types.is_binary(field.type)
-      or types.is_large_binary(field.type)
-    )
-  ]
-  images = [n for n in images if features[n].kind == "Image"] or images
+
+  def holds_bytes(kind: Any) -> bool:
+    if types.is_struct(kind):
+      return kind.get_field_index("bytes") >= 0
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+  def of_kind(kind: str) -> list[str]:
+    return [name for name in schema.names if features[name].kind == kind]
+
+  images = [field.name for field in schema if holds_bytes(field.type)]
+  images = [name for name in of_kind("Image") if name in images] or images
   if len(images) != 1:
     raise ValueError(
       f"{file}: {len(images)} columns of images {images}, must be one; columns "
@@ -399,70 +336,63 @@ def _find_columns(schema: Any, file: str, label: str) -> _Columns:
       f"data.label_column={label!r} must be one of {schema.names}, the columns "
       f"of {file}"
     )
-  if not label:
-    classes = [n for n in schema.names if features[n].kind == "ClassLabel"]
-    candidates = classes or [n for n in schema.names if n in _LABELS]
-    if len(candidates) > 1:
-      raise ValueError(
-        f"{file}: labels may be in the columns {candidates}; choose with "
-        "data.label_column or --label-column"
-      )
-    label = candidates[0] if candidates else ""
-  names = features[label].names if label else None
-  return _Columns(images[0], label, tuple(names or ()))
+  usual = [name for name in schema.names if name in _LABELS]
+  labels = [label] if label else of_kind("ClassLabel") or usual
+  if len(labels) > 1:
+    raise ValueError(
+      f"{file}: labels may be in the columns {labels}; choose with "
+      "data.label_column or --label-column"
+    )
+  label = labels[0] if labels else ""
+  return _Columns(images[0], label, tuple(features[label].names or ()))
 
 
 def _features(schema: Any, file: str) -> dict[str, _Feature]:
   """What the library `datasets` noted of the columns."""
   found: dict[str, _Feature] = collections.defaultdict(_Feature)
-  text = (schema.metadata or {}).get(b"huggingface")
-  if text is None:
-    return found
+  text = (schema.metadata or {}).get(b"huggingface", b"{}")
   what = f"{file}: the notes of `datasets` in its schema"
   notes = parse_json(text, _Notes, what, _MOST_SCHEMA)
-  for name, value in notes["info"]["features"].items():
-    try:
+  features = notes.get("info", {}).get("features", {})
+  for name, value in features.items():
+    with contextlib.suppress(msgspec.ValidationError):  # a list, no image
       found[name] = msgspec.convert(value, _Feature)
-    except msgspec.ValidationError:  # a list or a nested feature, no image
-      continue
   return found
 
 
-def _read_head(file: str) -> _Head:
-  """Reads the head of a file.
+def _read_head(file: str) -> tuple[Any, list[int]]:
+  """The schema of a file, and the rows of each row group.
+
+  An Arrow file, which is mapped into memory, is one group.
 
   Raises:
     ValueError: it is damaged, or pyarrow is missing.
   """
-  import_extra("pyarrow", file, "images")
   if _is_arrow(file):
     mapped = _map_arrow(file)
-    return _Head(file, mapped.schema, (mapped.num_rows,), 0)
+    return mapped.schema, [mapped.num_rows]
   with open_parquet(file) as table:
-    metadata = table.metadata
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    rows = tuple(group.num_rows for group in groups)
-    largest = max((group.total_byte_size for group in groups), default=0)
-    return _Head(file, table.schema_arrow, rows, largest)
+    groups = map(table.metadata.row_group, range(table.num_row_groups))
+    return table.schema_arrow, [group.num_rows for group in groups]
 
 
-def _read_group(file: str, group: int | None, columns: list[str]) -> Any:
-  """Reads some columns of a row group, None of all, as a table of pyarrow.
+def _read_group(file: str, group: int | None, column: str) -> Any:
+  """Reads a column of a row group, None of all, as a table of pyarrow.
 
   Raises:
     ValueError: the file is damaged.
   """
   if _is_arrow(file):
-    return _map_arrow(file).select(columns)
+    return _map_arrow(file).select([column])
   pyarrow = import_extra("pyarrow", file, "images")
   with open_parquet(file) as table:
     groups = range(table.num_row_groups) if group is None else [group]
     try:
-      return table.read_row_groups(groups, columns=columns, use_threads=False)
+      return table.read_row_groups(groups, columns=[column], use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
-      which = f"row group {group}"
-      which = f"column {columns[0]!r}" if group is None else which
-      raise ValueError(f"{file}: {which} is damaged: {error}") from error
+      raise ValueError(
+        f"{file}: row group {group}, column {column!r} is damaged: {error}"
+      ) from error
 
 
 def _is_arrow(file: str) -> bool:

@@ -3,13 +3,14 @@
 An address has a protocol, such as "hf://datasets/NAME/data.parquet" (the
 Hugging Face Hub), "s3://..." or "memory://...", and goes through fsspec. A
 folder that `save_to_disk` of the library `datasets` wrote stands for the Arrow
-files in it.
+files in it. The libraries for it are optional: pip installs them as extras.
 """
 
 import contextlib
 import errno
 import glob
 import gzip
+import importlib
 import io
 import os
 import pathlib
@@ -18,7 +19,6 @@ from typing import IO, Any
 
 import msgspec
 
-from moh_jax.data.extras import import_extra
 from moh_jax.runtime.json_files import MAX_BYTES, FileName, parse_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -37,6 +37,26 @@ class _DataFile(msgspec.Struct):
 
 class _State(msgspec.Struct):
   files: list[_DataFile] = msgspec.field(name="_data_files")
+
+
+def import_extra(library: str, purpose: str, extra: str = "llm") -> Any:
+  """Imports an optional library, or says how to install it.
+
+  Args:
+    library: name of the module, such as "pyarrow.parquet".
+    purpose: what needs the library, such as a file name, for the message.
+    extra: name of the extra in pyproject.toml that installs it.
+
+  Raises:
+    ValueError: the library is not installed.
+  """
+  try:
+    return importlib.import_module(library)
+  except ModuleNotFoundError as error:
+    raise ValueError(
+      f"{purpose} needs the library {library.partition('.')[0]!r}: pip install "
+      f"'moh_jax[{extra}]'"
+    ) from error
 
 
 def is_address(file: str) -> bool:

@@ -175,7 +175,7 @@ class RepeatedImages(grain.MapDataset):
     super().__init__(parent)
     self._copies, images = copies, len(parent)
     self._length = images // _EPOCH_STEP * _EPOCH_STEP or images
-    self._reads = SharedReads(_MOST_KEPT, _one, copies)
+    self._reads = SharedReads(_MOST_KEPT, uses=copies)
 
   def __len__(self) -> int:
     return self._length
@@ -184,10 +184,6 @@ class RepeatedImages(grain.MapDataset):
     epoch, place = divmod(index, self._length)
     number = epoch * len(self._parent) + place // self._copies
     return self._reads.get(number, lambda: self._parent[number])
-
-
-def _one(number: int, image: Any) -> int:
-  return 1
 
 
 class TrainBatches:
@@ -314,7 +310,7 @@ def worker_count(data: DataConfig | TextDataConfig) -> int:
   if data.workers is not None:
     return data.workers
   # Reading text is quick. Images of a large host keep one Python too busy.
-  if hasattr(data, "sequence_length"):
+  if data.reads == "text":
     return 0
   has_affinity = hasattr(os, "sched_getaffinity")
   cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -74,8 +74,6 @@ class Text:
         training sequence, or was made with another tokenizer than another
         source or the other split.
     """
-    if split not in SPLITS:
-      raise ValueError(f"split={split!r} must be one of {SPLITS}")
     kind = imported(get_source(data).source)
     self.sources: dict[str, PackedSource] = kind.open(data, vocab_size, split)
     self._ratios = data.ratios
@@ -177,13 +175,6 @@ def mixture_shares(data: TextDataConfig, sequences: int) -> dict[str, float]:
   return {name: n / max(sequences, 1) for name, n in zip(names, counts)}
 
 
-def train_sequences(
-  data: TextDataConfig, vocab_size: int, seed: int
-) -> grain.MapDataset:
-  """The endless training stream of the configured text; see `Text`."""
-  return Text(data, vocab_size, "train").stream(seed)
-
-
 class PackedSource:
   """Source of the packed sequences of a set of tokens, in order.
 
@@ -219,9 +210,7 @@ class PackedSource:
     self._length, self._separate = length, separate
     self._has_ends = separate and has_ends(token_set.folder, token_set.metadata)
     targets = max(token_set.num_tokens - 1, 0)
-    self._examples = targets // length
-    if keep_rest:
-      self._examples = -(-targets // length)
+    self._examples = (targets + keep_rest * (length - 1)) // length
 
   @classmethod
   def open(
@@ -350,37 +339,19 @@ class FakeSequences:
 
   notes: Mapping[str, Any] = {}
 
-  def __init__(
-    self,
-    vocab_size: int,
-    length: int,
-    examples: int,
-    separate: bool = True,
-    *,
-    seed: int = 0,
-  ):
-    """Prepares the source.
-
-    Args:
-      vocab_size: number of token ids.
-      length: tokens of a sequence, N.
-      examples: number of sequences.
-      separate: keep documents apart, as segments of their own.
-      seed: seed of the tokens; each split has its own.
-    """
-    self._vocab_size, self._length = vocab_size, length
-    self._examples, self._separate, self._seed = examples, separate, seed
-    self.total_bytes = examples * length
+  def __init__(self, data: TextDataConfig, vocab_size: int, split: str):
+    """Prepares a split, which has random numbers of its own; see `Text`."""
+    self._vocab_size, self._length = vocab_size, data.sequence_length
+    self._separate, self._seed = data.separate_documents, SPLITS.index(split)
+    self._examples = data.fake_examples
+    self.total_bytes = self._examples * self._length
 
   @classmethod
   def open(
     cls, data: TextDataConfig, vocab_size: int, split: str
   ) -> dict[str, "FakeSequences"]:
     """Makes a split."""
-    length, separate = data.sequence_length, data.separate_documents
-    seed = SPLITS.index(split)
-    made = cls(vocab_size, length, data.fake_examples, separate, seed=seed)
-    return {data.source: made}
+    return {data.source: cls(data, vocab_size, split)}
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:

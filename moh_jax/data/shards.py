@@ -12,12 +12,14 @@ about two milliseconds, so sets with more shards can be read, but slower.
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 import json
 import os
 import pathlib
 import resource
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -266,12 +268,8 @@ class Shards:
       IndexError: the set has no such record.
       ValueError: the record is damaged; the message names it.
     """
-    record = self.record(index)
-    try:
-      return unpack(record)
-    except ValueError as error:
-      where = self.locate(index)
-      raise ValueError(f"{where}: damaged record: {error}") from error
+    with self._named(index):
+      return unpack(self._read(index))
 
   def identity(self) -> Identity:
     """Identifies the shards and their order."""
@@ -284,13 +282,21 @@ class Shards:
       IndexError: the set has no such record.
       ValueError: the record is damaged; the message names it.
     """
-    shard, position = self._find(index)
+    with self._named(index):
+      return self._read(index)
+
+  @contextlib.contextmanager
+  def _named(self, index: int) -> Iterator[None]:
     try:
-      reader = _reader(str(self.path(shard)), self._written[shard])
-      return reader.read([position])[0]
+      yield
     except (RuntimeError, ValueError, IndexError) as error:
       where = self.locate(index)
       raise ValueError(f"{where}: damaged record: {error}") from error
+
+  def _read(self, index: int) -> bytes:
+    shard, position = self._find(index)
+    reader = _reader(str(self.path(shard)), self._written[shard])
+    return reader.read([position])[0]
 
   def locate(self, index: int) -> str:
     """Names a record for messages: "PATH/00000-of-00002.array_record[7]"."""
@@ -310,27 +316,20 @@ class Shards:
 
   def _check_files(self) -> list[int]:
     """Times of the last changes of the shards, which are of the right sizes."""
-    written, missing, other = [], [], []
-    for shard in self._shards:
-      try:
-        found = (self._folder / shard["file"]).stat()
-      except FileNotFoundError:
-        missing.append(shard["file"])
-        continue
-      written.append(found.st_mtime_ns)
-      if found.st_size != shard["bytes"]:
-        other.append(f"{shard['file']} ({found.st_size} bytes)")
-    if missing:
+    names = [shard["file"] for shard in self._shards]
+    if missing := [n for n in names if not (self._folder / n).is_file()]:
       raise FileNotFoundError(
-        f"{self._folder} lacks {len(missing)} of its {len(self._shards)} "
-        f"shards: {_some(missing)}"
+        f"{self._folder} lacks {len(missing)} of its {len(names)} shards: "
+        f"{', '.join(missing[:5])}"
       )
-    if other:
-      raise ValueError(
-        f"{self._folder}: {len(other)} shard(s) are truncated or not of this "
-        f"set: {_some(other)}"
-      )
-    return written
+    found = [(self._folder / name).stat() for name in names]
+    for shard, stat in zip(self._shards, found):
+      if stat.st_size != shard["bytes"]:
+        raise ValueError(
+          f"{self._folder}: a shard is truncated or not of this set: "
+          f"{shard['file']} ({stat.st_size} bytes)"
+        )
+    return [stat.st_mtime_ns for stat in found]
 
 
 @functools.lru_cache(_MOST_OPEN)
@@ -351,8 +350,3 @@ def _reader(path: str, written: int) -> Any:
     reader.close()
     reader.read([0])  # raises, with the reason
   return reader
-
-
-def _some(names: list[str]) -> str:
-  more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-  return ", ".join(names[:5]) + more

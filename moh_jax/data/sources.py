@@ -8,7 +8,6 @@ import abc
 import concurrent.futures
 import functools
 import logging
-import statistics
 import threading
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
@@ -16,22 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moh_jax.config import Config, imported
-from moh_jax.config.registry import SPLITS, MissingSplitError, get_source
-from moh_jax.data.decode import (
-  LaterImage,
-  decode_image,
-  describe_image,
-  is_jpeg,
-)
-from moh_jax.data.extras import import_extra
+from moh_jax.config.registry import SPLITS, get_source
 from moh_jax.data.identity import Identity
+from moh_jax.data.input_files import import_extra
+from moh_jax.runtime.files import read_bytes
 
 Example = dict[str, Any]
-# Images whose headers tell the size and the channels of all: a look at each
-# would take minutes at ImageNet's size.
-_LOOKED_AT = 64
-# Sides of inputs are multiples of this, which every stage can halve.
-_SIDE_STEP, _MOST_INFERRED_SIDE = 32, 224
+_DIGITS_SIDE = 32  # of inputs, which every stage can halve
+_MOST_LIST_BYTES = 1 << 24  # of a list of classes
 _MOST_NAMED = 10  # bad images in one message
 _FAKE_CLASSES, _FAKE_SIDE = 1000, 224  # the usual ones
 _LOG = logging.getLogger(__name__)
@@ -103,84 +94,13 @@ class ImageSource(abc.ABC):
       ValueError: it is damaged; the message names it.
     """
 
-  @abc.abstractmethod
   def identity(self) -> Identity:
-    """What identifies the examples and their order."""
+    """What identifies the examples and their order: here their number alone."""
+    return {"examples": len(self)}
 
   def name(self, index: int) -> str:
     """Name of an example, the same wherever the data lie."""
     return f"example {index}"
-
-
-class Record(NamedTuple):
-  """An image file and its label; `place` names it in messages."""
-
-  label: int
-  place: str
-  content: bytes
-
-
-class EncodedSource(ImageSource):
-  """Images that are files, which are decoded to grey or RGB by `channels`."""
-
-  @abc.abstractmethod
-  def read(self, index: int) -> Record:
-    """The file of an image, not decoded.
-
-    Raises:
-      FileNotFoundError: it is gone.
-      ValueError: it cannot be read.
-    """
-
-  @property
-  @abc.abstractmethod
-  def fingerprint(self) -> str:
-    """Identifies the list of images."""
-
-  @classmethod
-  def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The classes of the training images, and what some headers say.
-
-    The size is a square about as large as the images, in steps of 32 up to
-    224. Images whose headers cannot be read are for `data.bad_images`.
-    """
-    if not {"channels", "image_size", "num_classes"} & set(names):
-      return {}
-    source = cls.open(config, "train")
-    told = {"num_classes": len(source.class_names)}
-    if not {"channels", "image_size"} & set(names):
-      return told
-    sides, colours, bad = [], False, ""
-    for i in range(0, len(source), -(-len(source) // _LOOKED_AT)):
-      try:
-        record = source.read(i)
-        size, grey = describe_image(record.content, record.place)
-      except (ValueError, FileNotFoundError) as error:
-        bad = bad or str(error)
-        continue
-      sides.append(min(size))
-      colours |= not grey
-    if not sides:
-      raise ValueError(
-        f"data.path={config.data.path!r}: none of the images that were looked "
-        f"at can be read; the first: {bad}"
-      )
-    side = statistics.median_low(sides) // _SIDE_STEP * _SIDE_STEP
-    side = max(min(side, _MOST_INFERRED_SIDE), _SIDE_STEP)
-    return {**told, "channels": 3 if colours else 1, "image_size": (side, side)}
-
-  def __getitem__(self, index: int) -> Example:
-    """Returns a decoded example."""
-    record = self.read(index)
-    image = decode_image(record.content, self.channels, record.place)
-    return {"image": image, "label": np.int32(record.label)}
-
-  def later(self, index: int) -> Example:
-    """As `source[index]`, but "image" of a JPEG file is a `LaterImage`."""
-    record = self.read(index)
-    decode = LaterImage.of if is_jpeg(record.content) else decode_image
-    image = decode(record.content, self.channels, record.place)
-    return {"image": image, "label": np.int32(record.label)}
 
 
 class DigitsSource(ImageSource):
@@ -211,15 +131,11 @@ class DigitsSource(ImageSource):
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """All fields; mean and standard deviation are the training scans'."""
     del config, names
-    told = {"channels": 1, "num_classes": 10, "image_size": (_SIDE_STEP,) * 2}
+    told = {"channels": 1, "num_classes": 10, "image_size": (_DIGITS_SIDE,) * 2}
     return {**told, "mean": (0.3,), "std": (0.37,)}
 
   def __len__(self) -> int:
     return len(self._index)
-
-  def identity(self) -> Identity:
-    """The number of the examples, which are the same in every run."""
-    return {"examples": len(self)}
 
   def __getitem__(self, index: int) -> Example:
     row = self._index[index]
@@ -242,37 +158,21 @@ class FakeSource(ImageSource):
   """
 
   def __init__(
-    self,
-    split: str,
-    examples: int,
-    model: Any,
-    *,
-    latent: bool = False,
-    class_names: tuple[str, ...] = (),
+    self, config: Config, split: str, class_names: tuple[str, ...] = ()
   ):
-    """Prepares the source.
-
-    Args:
-      split: "train" or "val".
-      examples: number of examples.
-      model: section `model` of the config, which they fit.
-      latent: whether they are latents.
-      class_names: of the model; () are the numbers of the labels.
-    """
+    """Prepares a split, of what the model reads; see `open`."""
+    model = config.model
     self.class_names = class_names or tuple(map(str, range(model.num_classes)))
-    self.channels = model.channels
-    self._shape = model.input_shape
-    self._seed = SPLITS.index(split)
-    self._examples = examples
-    self._latent = latent
+    self.channels, self._shape = model.channels, model.input_shape
+    self._seed, self._latent = SPLITS.index(split), is_latent(config)
+    self._examples = config.data.fake_examples
 
   @classmethod
   def open(
     cls, config: Config, split: str, class_names: tuple[str, ...] = ()
   ) -> "FakeSource":
-    """Makes a split, of what the model reads."""
-    known = {"latent": is_latent(config), "class_names": class_names}
-    return cls(split, config.data.fake_examples, config.model, **known)
+    """Makes a split."""
+    return cls(config, split, class_names)
 
   @classmethod
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
@@ -286,10 +186,6 @@ class FakeSource(ImageSource):
 
   def __len__(self) -> int:
     return self._examples
-
-  def identity(self) -> Identity:
-    """The number of the examples, which are the same in every run."""
-    return {"examples": len(self)}
 
   def __getitem__(self, index: int) -> Example:
     rng = np.random.default_rng((self._seed, index))
@@ -380,22 +276,14 @@ def make_source(
   # Training leaves out what it cannot read, evaluation must not: so it is known
   # before the first step that it will not end the run.
   if data.bad_images == "check" or (data.bad_images, split) == ("skip", "val"):
-    bad = checked.read_all(
-      data.num_threads,
-      "remove them, or leave them out with data.bad_images='skip'"
-      if split == "train"
-      else "remove them: data.bad_images='skip' is for training images, as "
-      "accuracies on fewer images could not be compared",
-    )
-    if bad and split == "train":
-      try:  # one error for both parts
-        make_source(config, "val", source.class_names)
-      except MissingSplitError:
-        pass
-      except (ValueError, FileNotFoundError) as error:
-        bad += f"; {error}"
-    if bad:
-      raise ValueError(f"{where} {bad}")
+    advice = "remove them, or leave them out with data.bad_images='skip'"
+    if split == "val":
+      advice = (
+        "remove them: data.bad_images='skip' is for training images, as "
+        "accuracies on fewer images could not be compared"
+      )
+    if bad := checked.read_all(data.num_threads):
+      raise ValueError(f"{where} {bad}; {advice}")
   return checked
 
 
@@ -418,6 +306,94 @@ def check_class_names(
         f"{where}: class {label} is {other!r}, the model's is {mine!r}; class "
         "directories must have the names of the training split"
       )
+
+
+class ClassList(NamedTuple):
+  """A file of class names, whose positions are the labels.
+
+  Attributes:
+    where: names the file in messages.
+    lines: those of it that are not empty.
+  """
+
+  where: str
+  lines: tuple[str, ...]
+
+
+def listed_classes(file: str) -> ClassList | tuple[()]:
+  """Reads a list of classes; () where `file` is "".
+
+  Args:
+    file: a class on each line, such as "n01440764", "n01440764 tench, Tinca
+      tinca" or "polar bear"; the data tell whether the first word or all is the
+      name. Empty lines are left out.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no text or names no class.
+  """
+  if not file:
+    return ()
+  where = f"data.class_list={file!r}"
+  try:
+    text = read_bytes(file, _MOST_LIST_BYTES).decode()
+  except FileNotFoundError as error:
+    raise FileNotFoundError(f"{where}: no such file") from error
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{where}: not UTF-8: {error}") from error
+  lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+  if not lines:
+    raise ValueError(f"{where}: names no class")
+  return ClassList(where, lines)
+
+
+def match_classes(
+  found: tuple[str, ...], wanted: tuple[str, ...] | ClassList, where: str
+) -> tuple[tuple[str, ...], list[int]]:
+  """Finds the labels of class folders among a model's classes, by name.
+
+  Folders that are named by numbers, as those of ImageNet-V2, are labels
+  themselves, or where the classes have such names too, the class of that value:
+  leading zeros do not matter.
+
+  Args:
+    found: names of the folders.
+    wanted: classes of the model, or a list of them, of which the first word of
+      a line is the name where the whole line is not in `found`.
+    where: name of the data, for the message.
+
+  Returns:
+    The wanted classes, and the label of each folder.
+
+  Raises:
+    ValueError: a folder is none of the classes, two are the same one, or a list
+      has one twice.
+  """
+  whose, origin = "the model's", ", the names of the training's folders"
+  if isinstance(wanted, ClassList):
+    whose, origin = "the", f" of {wanted.where}"
+    names = tuple(n if n in found else n.split()[0] for n in wanted.lines)
+    if twice := [name for name in names if names.count(name) > 1]:
+      raise ValueError(f"{wanted.where}: class {twice[0]!r} is there twice")
+    wanted = names
+  labels = {name: label for label, name in enumerate(wanted)}
+  if any(name not in labels for name in found) and all(
+    map(str.isdecimal, found)
+  ):
+    values = {int(n): i for i, n in enumerate(wanted) if n.isdecimal()}
+    values = values or dict(enumerate(range(len(wanted))))
+    labels = {n: values[int(n)] for n in found if int(n) in values}
+    if len(set(labels.values())) < len(labels):
+      raise ValueError(f"{where}: class folders {found} have a number twice")
+  if unknown := [name for name in found if name not in labels]:
+    known = ", ".join(wanted[:10]) + ", ..." * (len(wanted) > 10)
+    raise ValueError(
+      f"{where}: class folder {unknown[0]!r} is none of {whose} "
+      f"{len(wanted)} classes ({known}){origin}"
+    )
+  if missing := len(wanted) - len(set(found)):
+    _LOG.warning("%s: no folder of %d classes", where, missing)
+  return wanted, [labels[name] for name in found]
 
 
 class CheckedSource:
@@ -491,12 +467,11 @@ class CheckedSource:
         self._warn_once(candidate, error)
     raise ValueError(f"none of the {size} images can be read")
 
-  def read_all(self, threads: int, advice: str) -> str:
+  def read_all(self, threads: int) -> str:
     """Reads every example once.
 
     Args:
       threads: number of threads that read.
-      advice: what to do about bad images.
 
     Returns:
       A message that names those that cannot be read, "" where all can.
@@ -511,12 +486,10 @@ class CheckedSource:
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
       bad = [text for text in pool.map(error, range(len(self))) if text]
-    if not bad:
-      return ""
     more = f"; and {len(bad) - _MOST_NAMED} more" * (len(bad) > _MOST_NAMED)
+    named = f"{'; '.join(bad[:_MOST_NAMED])}{more}"
     return (
-      f"{len(bad)} of {len(self)} images cannot be used: "
-      f"{'; '.join(bad[:_MOST_NAMED])}{more}; {advice}"
+      f"{len(bad)} of {len(self)} images cannot be used: {named}" if bad else ""
     )
 
   def _checked(self, example: Example, index: int) -> Example:
@@ -544,14 +517,17 @@ class SharedReads:
   """
 
   def __init__(
-    self, most: int, size: Callable[[Hashable, Any], int], uses: int = 0
+    self,
+    most: int,
+    size: Callable[[Hashable, Any], int] | None = None,
+    uses: int = 0,
   ):
     """Holds nothing yet.
 
     Args:
       most: sum of the sizes of the results that are kept. The last one is kept
         whatever its size.
-      size: of a result, from its key and itself.
+      size: of a result, from its key and itself; None counts results.
       uses: drops a result that was asked for so often; 0 is never.
     """
     self._most, self._size, self._uses = most, size, uses
@@ -589,7 +565,7 @@ class SharedReads:
         if read.done() and read.exception():
           del self._kept[key]
         elif read.done():
-          sizes[key] = self._size(key, read.result())
+          sizes[key] = self._size(key, read.result()) if self._size else 1
       total = sum(sizes.values())
       for key, size in sizes.items():
         if total <= self._most or len(self._kept) == 1:

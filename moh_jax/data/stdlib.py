@@ -5,7 +5,6 @@ text. The sources differ between versions of Python, so metrics can be compared
 within one version only.
 """
 
-import contextlib
 import functools
 import glob
 import gzip
@@ -16,35 +15,31 @@ import pathlib
 import platform
 import shutil
 import sysconfig
-import time
 import uuid
 from collections.abc import Collection
 from typing import Any
 
 from moh_jax.config import Config
 from moh_jax.config.data import TextDataConfig
+from moh_jax.config.registry import SPLITS
 from moh_jax.data.sequences import PackedSource, open_sets
 from moh_jax.data.token_sets import TokenSet
 from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import (
   BytesTokenizer,
-  load_tokenizer,
-  tokenizer_from_bytes,
+  JsonTokenizer,
+  Tokenizer,
   train_bpe,
 )
 
 HELD_OUT = ("asyncio", "email", "json", "logging")
-_EXCLUDED = (
+_EXCLUDED = {
   "__pycache__",
-  "dist-packages",
-  "idle_test",
-  "site-packages",
-  "test",
-  "tests",
-)
+  *("idle_test", "test", "tests"),
+  *("dist-packages", "site-packages"),
+}
 _PIECE_BYTES = 4 << 20
 _XZ_PRESET = 9
-_ABANDONED_SECONDS = 3600  # age of a killed run's folder; a run takes a minute
 _BPE_TOKENS = 2048  # 10 MiB of text train no more
 _LOG = logging.getLogger(__name__)
 
@@ -64,10 +59,8 @@ class StdlibSource(PackedSource):
   def tell(cls, config: Config, names: Collection[str]) -> dict[str, Any]:
     """The vocabulary of the tokenizer that `prepare` makes."""
     del names
-    is_bytes = config.data.tokenizer == BytesTokenizer.kind
-    return {
-      "vocab_size": BytesTokenizer.vocab_size if is_bytes else _BPE_TOKENS
-    }
+    is_bytes = config.data.tokenizer == "bytes"
+    return {"vocab_size": 257 if is_bytes else _BPE_TOKENS}
 
 
 def prepare(
@@ -89,23 +82,22 @@ def prepare(
 
   Raises:
     FileNotFoundError: this Python is installed without its sources.
-    ValueError: the tokenizer is unknown, or an existing set is damaged.
+    ValueError: an existing set is damaged.
   """
-  if tokenizer not in ("bpe", "bytes"):
-    raise ValueError(f"tokenizer={tokenizer!r} must be one of ('bpe', 'bytes')")
   name = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
   folder = pathlib.Path(path) / name
-  _remove_abandoned(folder)
   if not folder.is_dir():
     growing = folder.with_name(f".{name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
       _write(growing, tokenizer, vocab_size)
-      _move(growing, folder)
+      growing.rename(folder)
+    except OSError:
+      if not folder.is_dir():  # else another process made it before
+        raise
     finally:
       shutil.rmtree(growing, ignore_errors=True)
-  for split in ("train", "val"):
-    token_set = TokenSet(folder / split)
-  made_by = token_set.metadata["notes"].get("python", "unknown")
+  notes = [TokenSet(folder / split).metadata["notes"] for split in SPLITS]
+  made_by = notes[0].get("python", "unknown")
   if made_by != platform.python_version():
     _warn_of_python(folder, made_by)
   return folder
@@ -121,9 +113,8 @@ def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
   train, held_out = [], []
   for file in sorted(root.rglob("*.py")):
     folders = file.relative_to(root).parts[:-1]
-    if not set(folders).isdisjoint(_EXCLUDED) or not _is_text(file):
-      continue
-    (held_out if folders[:1] and folders[0] in HELD_OUT else train).append(file)
+    if _EXCLUDED.isdisjoint(folders) and _is_text(file.read_bytes()):
+      (held_out if {*folders[:1]} & {*HELD_OUT} else train).append(file)
   if not train or not held_out:
     raise FileNotFoundError(
       f"{root} lacks the sources of the standard library (.py files, among "
@@ -135,13 +126,11 @@ def list_sources() -> tuple[list[pathlib.Path], list[pathlib.Path]]:
 def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
   folder.mkdir(parents=True)
   train, held_out = list_sources()
-  if tokenizer == "bytes":
-    used = load_tokenizer("bytes")
-  else:
+  used: Tokenizer = BytesTokenizer()
+  if tokenizer == "bpe":
     # Decoded here, since reading as text would convert line ends.
     texts = (file.read_bytes().decode() for file in train)
-    trained = train_bpe(texts, vocab_size)
-    used = tokenizer_from_bytes("tokenizer_json", trained)
+    used = JsonTokenizer(train_bpe(texts, vocab_size))
   content = b"".join(file.read_bytes() for file in held_out)
   sizes = {
     "gzip_bytes": len(gzip.compress(content, 9, mtime=0)),
@@ -163,8 +152,7 @@ def _write(folder: pathlib.Path, tokenizer: str, vocab_size: int):
     )
 
 
-def _is_text(file: pathlib.Path) -> bool:
-  content = file.read_bytes()
+def _is_text(content: bytes) -> bool:
   try:
     content.decode()
   except UnicodeDecodeError:
@@ -181,20 +169,3 @@ def _warn_of_python(folder: pathlib.Path, made_by: str):
     made_by,
     platform.python_version(),
   )
-
-
-def _remove_abandoned(folder: pathlib.Path):
-  """Removes unfinished folders of killed runs, an hour after their start."""
-  for growing in folder.parent.glob(f".{folder.name}.*.tmp"):
-    with contextlib.suppress(FileNotFoundError):  # another process removed it
-      if time.time() - growing.stat().st_mtime > _ABANDONED_SECONDS:
-        shutil.rmtree(growing, ignore_errors=True)
-
-
-def _move(source: pathlib.Path, target: pathlib.Path):
-  """Renames a folder, unless another process made the target before."""
-  try:
-    source.rename(target)
-  except OSError:
-    if not target.is_dir():
-      raise

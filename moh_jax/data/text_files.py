@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from moh_jax.data.extras import import_extra
 from moh_jax.data.input_files import (
   file_size,
+  import_extra,
   is_address,
   list_files,
   open_arrow,
@@ -208,12 +208,6 @@ def _cut(file: str, name: str, piece_bytes: int) -> list[Piece]:
   is_cut = kind == "jsonl" and not packing and not is_address(file)
   if not is_cut or size <= piece_bytes:
     return [Piece(file, name, 0, size, 1, size)]
-  return _cut_lines(file, name, piece_bytes, size)
-
-
-def _cut_lines(
-  file: str, name: str, piece_bytes: int, size: int
-) -> list[Piece]:
   pieces, start, line = [], 0, 1
   with open(file, "rb") as stream:
     while start < size:
@@ -233,21 +227,19 @@ def _cut_lines(
 
 
 def _cut_table(file: str, name: str, piece_bytes: int) -> list[Piece]:
-  with open_parquet(file) as table:
-    metadata = table.metadata
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    sizes = [(group.total_byte_size, group.num_rows) for group in groups]
   pieces: list[Piece] = []
   row = 1
-  for index, (size, rows) in enumerate(sizes):
-    last = pieces[-1] if pieces else None
-    if last and last.size + size <= piece_bytes:
-      pieces[-1] = dataclasses.replace(
-        last, stop=index + 1, size=last.size + size
-      )
-    else:
-      pieces.append(Piece(file, name, index, index + 1, row, size))
-    row += rows
+  with open_parquet(file) as table:
+    for index in range(table.num_row_groups):
+      group = table.metadata.row_group(index)
+      size = group.total_byte_size
+      if pieces and pieces[-1].size + size <= piece_bytes:
+        last, stop = pieces.pop(), index + 1
+        last = dataclasses.replace(last, stop=stop, size=last.size + size)
+      else:
+        last = Piece(file, name, index, index + 1, row, size)
+      pieces.append(last)
+      row += group.num_rows
   return pieces
 
 
@@ -325,14 +317,12 @@ def _read_lines(
         if left:
           raise ValueError(f"{where}: the file became shorter")
         return
-      if left is not None:
-        left -= size
+      left = None if left is None else left - size
       if number == 1:
         line = line.removeprefix(codecs.BOM_UTF8)  # some programs add it
-      if size > MOST_LINE_BYTES or (line and not line.isspace()):
+      if size > MOST_LINE_BYTES or not (line.isspace() or not line):
         try:
-          _check_size(size, where, MOST_LINE_BYTES)
-          text = _parse(line, field, where)
+          text = _parse(line, size, field, where)
         except BadTextError as problem:
           on_bad(name, problem)
         else:
@@ -340,7 +330,8 @@ def _read_lines(
       number += 1
 
 
-def _parse(line: bytes, field: str, where: str) -> str:
+def _parse(line: bytes, size: int, field: str, where: str) -> str:
+  _check_size(size, where, MOST_LINE_BYTES)
   text = _decode(line, where)
   try:
     value = json.loads(text)
@@ -373,64 +364,60 @@ def _read_rows(
 
   A row group or batch that is damaged counts as one bad row. How many rows a
   damaged batch of an Arrow file had is not known: those after it are numbered
-  without it.
+  without it. Two in a row that cannot be read end the file.
   """
-  is_parquet = file_format(piece.file)[0] == "parquet"
-  columns = _parquet_columns if is_parquet else _arrow_columns
-  for first, column in columns(piece, field, on_bad):
-    for number, value in enumerate(column, first):
-      name, where = f"{piece.name}:{number}", f"{piece.file}, row {number}"
+  pyarrow = import_extra("pyarrow", piece.file)
+  number = piece.first
+  for rows, batches in _groups(piece, field, on_bad):
+    first, read = number, True
+    while True:
+      where = f"{piece.file}, row {number} or after"
+      before, read = read, False
       try:
-        text = _checked_text(_as_python(value, where), field, where)
+        with damage(where, pyarrow.ArrowException):
+          batch = next(batches, None)
+          read = True
+          if batch is None:
+            break
+          column = batch.column(field)
+          kind = _BYTES.get(str(column.type), column.type)
+          column.view(kind).validate(full=True)
       except BadTextError as problem:
-        on_bad(name, problem)
-      else:
-        yield name, text
+        if not (read or before):
+          break  # nothing is left after what was reported
+        on_bad(f"{piece.name}:{number}", problem)
+        continue
+      for row, value in enumerate(column, number):
+        name, where = f"{piece.name}:{row}", f"{piece.file}, row {row}"
+        try:
+          text = _checked_text(value, field, where)
+        except BadTextError as problem:
+          on_bad(name, problem)
+        else:
+          yield name, text
+      number += batch.num_rows
+    number = first + rows if rows is not None else number
 
 
-def _checked_text(value: Any, field: str, where: str) -> str:
-  """A field's text; null counts as "".
+def _groups(
+  piece: Piece, field: str, on_bad: OnBad
+) -> Iterator[tuple[int | None, Iterator[Any]]]:
+  """Parts of a table that can be read whatever is wrong with the others.
 
-  Raises:
-    BadTextError: the value is no text that UTF-8 can hold.
+  Yields:
+    The number of rows, None where only the batches tell, and the batches.
   """
-  if value is None:
-    return ""
-  if not isinstance(value, str):
-    reason = f"{field!r} is {type(value).__name__}, expected text"
-    raise BadTextError(where, reason)
-  try:
-    value.encode()
-  except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not text
-    raise BadTextError(where, "half a surrogate pair", f": {error}") from error
-  return value
-
-
-def _as_python(value: Any, where: str) -> Any:
-  try:
-    return value.as_py()
-  except UnicodeDecodeError as error:
-    raise BadTextError(where, "not UTF-8", f": {error}") from error
-
-
-def _parquet_columns(
-  piece: Piece, field: str, on_bad: OnBad
-) -> Iterator[tuple[int, Any]]:
-  """Values of rows, and the number of the first of them."""
-  with open_parquet(piece.file) as table:
-    _check_column(piece.file, table.schema_arrow, field)
-    after = piece.first
-    for group in range(piece.start, piece.stop):
-      number, after = after, after + table.metadata.row_group(group).num_rows
-      batches = table.iter_batches(
-        _ROWS, row_groups=[group], columns=[field], use_threads=False
-      )
-      yield from _columns(batches, piece, field, number, on_bad)
-
-
-def _arrow_columns(
-  piece: Piece, field: str, on_bad: OnBad
-) -> Iterator[tuple[int, Any]]:
+  if file_format(piece.file)[0] == "parquet":
+    with open_parquet(piece.file) as table:
+      _check_column(piece.file, table.schema_arrow, field)
+      for group in range(piece.start, piece.stop):
+        yield (
+          table.metadata.row_group(group).num_rows,
+          table.iter_batches(
+            _ROWS, row_groups=[group], columns=[field], use_threads=False
+          ),
+        )
+    return
   pyarrow = import_extra("pyarrow", piece.file)
   try:
     with damage(piece.file, pyarrow.ArrowException):
@@ -440,60 +427,38 @@ def _arrow_columns(
     return
   with file:
     _check_column(piece.file, reader.schema, field)
-    batches, place = reader, file.tell
-    if hasattr(reader, "get_batch"):
-      batches = map(reader.get_batch, range(reader.num_record_batches))
-      place = None
-    yield from _columns(batches, piece, field, piece.first, on_bad, place)
-
-
-def _columns(
-  batches: Iterator[Any],
-  piece: Piece,
-  field: str,
-  number: int,
-  on_bad: OnBad,
-  place: Callable[[], int] | None = None,
-) -> Iterator[tuple[int, Any]]:
-  """Columns of batches, each with the number of its first row.
-
-  Args:
-    batches: of rows.
-    piece: that they belong to.
-    field: name of the column.
-    number: of the first row.
-    on_bad: called for batches that are damaged.
-    place: of a stream, how far it was read; where damage does not let it get
-      further, it ends.
-  """
-  pyarrow = import_extra("pyarrow", piece.file)
-  damaged = False
-  while True:
-    before = place() if place else None
-    where = f"{piece.file}, row {number} or after"
-    try:
-      with damage(where, pyarrow.ArrowException):
-        batch = next(batches, None)
-        if batch is None:
-          return
-        column = batch.column(field)
-        kind = str(column.type)
-        column.view(_BYTES.get(kind, column.type)).validate(full=True)
-    except BadTextError as problem:
-      if damaged and place and place() == before:
-        return  # nothing is left after what was reported
-      damaged = True
-      on_bad(f"{piece.name}:{number}", problem)
-    else:
-      damaged = False
-      yield number, column
-      number += batch.num_rows
+    if not hasattr(reader, "get_batch"):
+      yield None, reader
+      return
+    for index in range(reader.num_record_batches):
+      yield None, map(reader.get_batch, [index])
 
 
 def _check_column(file: str, schema: Any, field: str) -> None:
   """Refuses a table without the column, whatever is done with bad rows."""
   if field not in schema.names:
     raise ValueError(f"{file}: no column {field!r}, found {schema.names}")
+
+
+def _checked_text(value: Any, field: str, where: str) -> str:
+  """A field's text, of JSON or a table; null counts as "".
+
+  Raises:
+    BadTextError: the value is no text that UTF-8 can hold.
+  """
+  try:
+    value = value.as_py() if hasattr(value, "as_py") else value
+    if value is None:
+      return ""
+    if not isinstance(value, str):
+      reason = f"{field!r} is {type(value).__name__}, expected text"
+      raise BadTextError(where, reason)
+    value.encode()
+  except UnicodeDecodeError as error:
+    raise BadTextError(where, "not UTF-8", f": {error}") from error
+  except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not text
+    raise BadTextError(where, "half a surrogate pair", f": {error}") from error
+  return value
 
 
 class Prompts:

@@ -180,18 +180,16 @@ class TokenSet:
     return part
 
   def _open_ends(self) -> np.ndarray:
-    path = self.folder / DOCUMENTS
-    if not path.is_file():
+    path, documents = self.folder / DOCUMENTS, self.metadata["documents"]
+    try:
+      # A plain array view, since indexing a memmap is slow.
+      ends = np.asarray(np.load(path, mmap_mode="r"))
+    except FileNotFoundError as error:
       raise FileNotFoundError(
         f"{path}: no such file; the command that made the set writes it again"
-      )
-    try:
-      ends = np.load(path, mmap_mode="r")
+      ) from error
     except ValueError as error:
       raise ValueError(f"{path}: damaged: {error}") from error
-    # A plain array view, since indexing a memmap is slow.
-    ends = np.asarray(ends)
-    documents = self.metadata["documents"]
     if (
       ends.shape != (documents + 1,)
       or ends.dtype != np.int64
@@ -213,13 +211,12 @@ class TokenShard:
   """A shard of tokenized documents that is being written."""
 
   def __init__(self, shard: OpenShard, tokenizer: Tokenizer):
-    self._shard = shard
+    self._shard, self.skip = shard, shard.skip
     self._dtype = token_dtype(tokenizer.vocab_size)
-    self._before = [tokenizer.bos_id] if tokenizer.add_bos else []
     self._after = [i for i in (tokenizer.eos_id,) if i is not None]
     # A document needs a token before its text, so that the model predicts the
     # first token of the text too: without a begin, the end token stands in.
-    self._before = self._before or self._after
+    self._before = [tokenizer.bos_id] if tokenizer.add_bos else self._after
     self._pending: list[np.ndarray] = []
     self._num_pending = 0
     self._lengths: list[int] = []
@@ -244,10 +241,6 @@ class TokenShard:
         self._shard.add_record(tokens[start : start + BLOCK].tobytes())
       self._pending = [tokens[whole:]]
       self._num_pending = len(tokens) - whole
-
-  def skip(self, name: str, reason: str, detail: str = "") -> None:
-    """Records that the document `name` is left out; see `OpenShard.skip`."""
-    self._shard.skip(name, reason, detail)
 
   def close(self) -> None:
     """Writes the last block, and the record with the documents' lengths."""

@@ -25,7 +25,6 @@ import tqdm
 from moh_jax.data.shard_writer import describe_skipped
 from moh_jax.data.text_files import (
   PIECE_BYTES,
-  OnBad,
   OnError,
   Piece,
   count_or_stop,
@@ -100,13 +99,11 @@ def fill_parts(
   Raises:
     ValueError: there are fewer than two documents, or all have the same text.
   """
-  keeps = [keep for keep in parts.values() if isinstance(keep, HeldOutPart)]
-  if len(keeps) < 2 or len({keep.share for keep in keeps}) > 1:
+  share = getattr(parts.get("val"), "share", None)
+  if share is None or parts != held_out_parts(share):
     return dict(parts)
-  share = keeps[0].share
   low, high, count = 1.0, 0.0, 0
-  for text in texts:
-    number = _number(text)
+  for number in map(_number, texts):
     low, high, count = min(low, number), max(high, number), count + 1
     if low < share <= high:
       return dict(parts)
@@ -118,11 +115,7 @@ def fill_parts(
       f"the input has {count} {same}, and documents are not cut; tokenize "
       "other files with --split val, and this one with --split train"
     )
-  share = high if low < share else math.nextafter(low, 1)
-  return {
-    split: dataclasses.replace(keep, share=share)
-    for split, keep in parts.items()
-  }
+  return held_out_parts(high if low < share else math.nextafter(low, 1))
 
 
 def _number(text: str) -> float:
@@ -162,7 +155,14 @@ class _Job:
             target.skip(name, reason, detail)
 
       on_bad = skip_or_stop(self.on_error, skip)
-      for names, texts in _batches(self._documents(group, on_bad)):
+      documents = (
+        (name, text)
+        for piece in self.groups[group]
+        for name, text in read_documents(piece, self.field, on_bad)
+        if not text
+        or any(_wanted(self.keeps[split], text) for split in targets)
+      )
+      for names, texts in _batches(documents):
         ids = self.tokenizer.encode_batch(texts)
         for name, text, tokens in zip(names, texts, ids):
           if not tokens:
@@ -176,13 +176,6 @@ class _Job:
   def size(self, group: int) -> int:
     """Bytes of the pieces of a group."""
     return sum(piece.size for piece in self.groups[group])
-
-  def _documents(self, group: int, on_bad: OnBad) -> Iterator[tuple[str, str]]:
-    keeps = [self.keeps[split] for split in self.todo[group]]
-    for piece in self.groups[group]:
-      for name, text in read_documents(piece, self.field, on_bad):
-        if not text or any(_wanted(keep, text) for keep in keeps):
-          yield name, text
 
 
 def tokenize(
@@ -230,8 +223,6 @@ def tokenize(
     ValueError: an input is damaged and `on_error` is "stop", a split gets no
       document, or `out` holds sets with other settings.
   """
-  if workers < 1:
-    raise ValueError(f"workers={workers} must be at least 1")
   groups = list_pieces(inputs, piece_bytes)
   out = pathlib.Path(out)
   for split in parts:
@@ -257,7 +248,17 @@ def tokenize(
       for group in writer.todo():
         todo.setdefault(group, []).append(split)
     job = _Job(writers, parts, groups, todo, tokenizer, field, on_error)
-    _run(job, workers, progress)
+    total = sum(map(job.size, range(len(groups))))
+    with tqdm.tqdm(
+      desc=", ".join(writers),
+      total=total,
+      initial=total - sum(map(job.size, todo)),
+      unit="B",
+      unit_scale=True,
+      disable=not progress or None,  # None: where stderr is no terminal
+    ) as bar:
+      for size in _write_all(job, sorted(todo), workers):
+        bar.update(size)
   except (OSError, ValueError):
     for writer in writers.values():
       if len(writer.todo()) == len(groups):
@@ -312,21 +313,6 @@ def _batches(
       names, texts, size = [], [], 0
   if names:
     yield names, texts
-
-
-def _run(job: _Job, workers: int, progress: bool):
-  """Writes the missing shards under a progress bar."""
-  total = sum(map(job.size, range(len(job.groups))))
-  with tqdm.tqdm(
-    desc=", ".join(job.writers),
-    total=total,
-    initial=total - sum(map(job.size, job.todo)),
-    unit="B",
-    unit_scale=True,
-    disable=not progress or None,  # None: where stderr is no terminal
-  ) as bar:
-    for size in _write_all(job, sorted(job.todo), workers):
-      bar.update(size)
 
 
 def _write_all(job: _Job, todo: list[int], workers: int) -> Iterator[int]:

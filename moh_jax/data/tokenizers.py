@@ -12,12 +12,12 @@ import os
 import pathlib
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import tokenizers as hf
 
-from moh_jax.data.extras import import_extra
+from moh_jax.data.input_files import import_extra
 from moh_jax.data.tokenizer_files import (
   ADDED_TOKENS,
   BEGIN,
@@ -33,7 +33,6 @@ from moh_jax.data.tokenizer_files import (
 )
 from moh_jax.runtime.files import read_bytes
 
-KINDS = ("tokenizer_json", "sentencepiece", "bytes")
 _MOST_ENTRIES = 1 << 22  # of a trained vocabulary
 _NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 
@@ -42,8 +41,8 @@ class TokenizerFileError(ValueError):
   """A tokenizer's own file cannot be used, or its library is missing."""
 
 
-class Tokenizer(Protocol):
-  """Interface of all tokenizers, which are picklable.
+class Tokenizer:
+  """What all tokenizers have in common; they are picklable.
 
   Attributes:
     kind: one of `KINDS`.
@@ -60,14 +59,29 @@ class Tokenizer(Protocol):
 
   kind: str
   file_name: str
-  content: bytes
-  files: Mapping[str, bytes]
-  sha256: str
   vocab_size: int
   bos_id: int | None
   eos_id: int | None
   add_bos: bool
   stop_ids: tuple[int, ...]
+
+  def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
+    """Parses the content of a tokenizer's file.
+
+    Args:
+      content: of the file.
+      files: beside it.
+
+    Raises:
+      TokenizerFileError: the content is not of that kind, or a library is
+        missing.
+      ValueError: one of the files is damaged or names an unknown token.
+    """
+    self.content, self.files = content, dict(files)
+    self.sha256 = hashlib.sha256(content).hexdigest()
+
+  def __reduce__(self):
+    return type(self), (self.content, self.files)
 
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
     """Returns the ids of a text, without begin and end of text.
@@ -76,43 +90,41 @@ class Tokenizer(Protocol):
       text: to encode.
       parse_special: names of special tokens in the text become these tokens.
     """
+    raise NotImplementedError
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text."""
+    """Returns the ids of each text, computed on several cores."""
+    raise NotImplementedError
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids; special tokens and unknown ids are left out."""
+    raise NotImplementedError
 
   def id_to_token(self, token: int) -> str | None:
     """Returns the name of an id, None if it has none."""
 
+  def _set_special(self, token_to_id: Callable, own: Ids) -> None:
+    found = special_ids(self.files, token_to_id, own)
+    self.bos_id, self.eos_id, self.add_bos, self.stop_ids = found
 
-class JsonTokenizer:
+
+class JsonTokenizer(Tokenizer):
   """Tokenizer of a tokenizer.json file, by the library `tokenizers`."""
 
   kind = "tokenizer_json"
   file_name = "tokenizer.json"
 
   def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
-    """Parses the content of a tokenizer.json.
-
-    Args:
-      content: of the file.
-      files: beside it.
-
-    Raises:
-      TokenizerFileError: the content is not a tokenizer.json.
-      ValueError: one of the files is damaged or names an unknown token.
-    """
-    self.content, self.files = content, dict(files)
+    super().__init__(content, files)
     self._tokenizer = self._parse(special_as_text=True)
-    self.sha256 = hashlib.sha256(content).hexdigest()
     # Ids may have gaps, so the largest counts, not the number of entries.
     vocabulary = self._tokenizer.get_vocab()
     self.vocab_size = max(vocabulary.values(), default=-1) + 1
-    self.bos_id, self.eos_id, self.add_bos, self.stop_ids = special_ids(
-      files, vocabulary.get, self._own_ids()
-    )
+    # The special tokens that the file's post-processor puts around a text.
+    made = self._tokenizer.encode("a", add_special_tokens=True)
+    ids = [i if m else None for i, m in zip(made.ids, made.special_tokens_mask)]
+    first, *others = ids or [None]
+    self._set_special(vocabulary.get, (first, others[-1] if others else None))
 
   def _parse(self, *, special_as_text: bool) -> hf.Tokenizer:
     try:
@@ -123,15 +135,6 @@ class JsonTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-  def _own_ids(self) -> Ids:
-    """The special tokens that the file's post-processor puts around a text."""
-    made = self._tokenizer.encode("a", add_special_tokens=True)
-    ends = list(zip(made.ids, made.special_tokens_mask))
-    first, last = (
-      ends[place][0] if ends and ends[place][1] else None for place in (0, -1)
-    )
-    return first, last if len(ends) > 1 else None
 
   @functools.cached_property
   def _with_special(self) -> hf.Tokenizer:
@@ -144,7 +147,7 @@ class JsonTokenizer:
     return used.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text, computed on several cores."""
+    """Returns the ids of each text."""
     encode = self._tokenizer.encode_batch_fast
     return [e.ids for e in encode(list(texts), add_special_tokens=False)]
 
@@ -156,41 +159,28 @@ class JsonTokenizer:
     """Returns the name of an id."""
     return self._tokenizer.id_to_token(token)
 
-  def __reduce__(self):
-    return JsonTokenizer, (self.content, self.files)
 
-
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
   """Tokenizer of a tokenizer.model file, by the library `sentencepiece`.
 
   It encodes as SentencePiece does, with a space before the text and after a
   special token ("legacy" in transformers), and has the model's own tokens.
+  Files beside it that add tokens, or want other spaces, are refused.
   """
 
   kind = "sentencepiece"
   file_name = "tokenizer.model"
 
   def __init__(self, content: bytes, files: Mapping[str, bytes] = _NO_FILES):
-    """Parses the content of a tokenizer.model.
-
-    Args:
-      content: of the file.
-      files: beside it.
-
-    Raises:
-      TokenizerFileError: the content is not a SentencePiece model, the files
-        add tokens to it or want other spaces, or the library is missing.
-      ValueError: one of the files is damaged or names an unknown token.
-    """
+    super().__init__(content, files)
     try:
       library = import_extra("sentencepiece", "a SentencePiece model")
-      self._processor = library.SentencePieceProcessor(model_proto=content)
+      self._processor = model = library.SentencePieceProcessor(
+        model_proto=content
+      )
     except (RuntimeError, ValueError) as error:
       what = "not a SentencePiece model: " * isinstance(error, RuntimeError)
       raise TokenizerFileError(f"{what}{error}") from error
-    self.content, self.files = content, dict(files)
-    self.sha256 = hashlib.sha256(content).hexdigest()
-    model = self._processor
     self.vocab_size = model.vocab_size()
     self._special = {
       model.id_to_piece(i): i
@@ -198,12 +188,8 @@ class SentencePieceTokenizer:
       if model.is_control(i) or model.is_unknown(i)
     }
     self._check_files()
-    begin, end = (
-      i if i >= 0 else None for i in (model.bos_id(), model.eos_id())
-    )
-    self.bos_id, self.eos_id, self.add_bos, self.stop_ids = special_ids(
-      files, self._token_to_id, (begin, end)
-    )
+    own = (i if i >= 0 else None for i in (model.bos_id(), model.eos_id()))
+    self._set_special(self._token_to_id, tuple(own))
 
   def _check_files(self) -> None:
     """Refuses what the files beside ask for and a model alone does not do."""
@@ -246,46 +232,49 @@ class SentencePieceTokenizer:
     return ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Returns the ids of each text, computed on several cores."""
+    """Returns the ids of each text."""
     return self._processor.encode(list(texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
-    return self._processor.decode(
-      [int(i) for i in ids if 0 <= i < self.vocab_size]
-    )
-
-  def __reduce__(self):
-    return SentencePieceTokenizer, (self.content, self.files)
+    known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+    return self._processor.decode(known)
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
   """Tokenizer whose ids 0 to 255 are UTF-8 bytes; 256 begins and ends text."""
 
   kind = "bytes"
-  file_name = ""
-  content = b""
-  files = _NO_FILES
+  file_name, content, files = "", b"", _NO_FILES
   sha256 = hashlib.sha256(b"bytes").hexdigest()
   vocab_size = 257
   bos_id = eos_id = 256
   add_bos, stop_ids = True, (256,)
 
+  def __init__(self, content: bytes = b"", files: Mapping = _NO_FILES):
+    del content, files  # it has none
+
+  __reduce__ = object.__reduce__  # a subclass may have a state
+
   def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-    """Returns the ids of a text; no text names the special token."""
-    del parse_special
+    """Returns the ids of a text."""
+    del parse_special  # no text names the special token
     return list(text.encode())
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of each text."""
-    return [list(text.encode()) for text in texts]
+    return list(map(self.encode, texts))
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids."""
     return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
-  def id_to_token(self, token: int) -> None:
-    """Returns None: bytes are not text by themselves."""
+
+_CLASSES: dict[str, type[Tokenizer]] = {
+  kind.kind: kind
+  for kind in (JsonTokenizer, SentencePieceTokenizer, BytesTokenizer)
+}
+KINDS = tuple(_CLASSES)
 
 
 def prompt_ids(
@@ -304,10 +293,8 @@ def prompt_ids(
       tokenizer says.
     parse_special: names of special tokens in the text become these tokens.
   """
-  add_bos = tokenizer.add_bos if add_bos is None else add_bos
-  before = (
-    [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
-  )
+  begins = tokenizer.add_bos if add_bos is None else add_bos
+  before = [i for i in (tokenizer.bos_id,) if begins and i is not None]
   return before + tokenizer.encode(text, parse_special=parse_special)
 
 
@@ -351,13 +338,9 @@ def tokenizer_from_bytes(
     ValueError: the kind is unknown, the content is not of that kind, one of the
       files is damaged, or an optional library is missing.
   """
-  if kind == "tokenizer_json":
-    return JsonTokenizer(content, files)
-  if kind == "sentencepiece":
-    return SentencePieceTokenizer(content, files)
-  if kind == "bytes":
-    return BytesTokenizer()
-  raise ValueError(f"tokenizer kind {kind!r} must be one of {KINDS}")
+  if kind not in KINDS:
+    raise ValueError(f"tokenizer kind {kind!r} must be one of {KINDS}")
+  return _CLASSES[kind](content, files)
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
@@ -380,8 +363,6 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     if not found:
       raise FileNotFoundError(f"{file} holds none of {TOKENIZER_FILES}")
     file = found[0]
-  if not file.is_file():
-    raise FileNotFoundError(f"{file}: no such tokenizer file")
   kinds = {".json": "tokenizer_json", ".model": "sentencepiece"}
   if file.suffix not in kinds:
     raise ValueError(
@@ -438,13 +419,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     ValueError: `vocab_size` is below 258.
   """
   smallest = 256 + 2
-  if vocab_size < smallest:
+  # The library takes memory for all entries.
+  if not smallest <= vocab_size <= _MOST_ENTRIES:
     raise ValueError(
-      f"vocab_size={vocab_size} must be at least {smallest}: the 256 bytes, "
-      f"{BEGIN} and {END}"
+      f"vocab_size={vocab_size} must be at least {smallest}, the 256 bytes, "
+      f"{BEGIN} and {END}, and at most {_MOST_ENTRIES}"
     )
-  if vocab_size > _MOST_ENTRIES:  # the library takes memory for all of them
-    raise ValueError(f"vocab_size={vocab_size} must be at most {_MOST_ENTRIES}")
   tokenizer: Any = hf.Tokenizer(hf.models.BPE())
   tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = hf.decoders.ByteLevel()

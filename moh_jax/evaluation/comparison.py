@@ -33,14 +33,12 @@ class Spread:
   mean: float
   deviation: float
 
-  def __str__(self) -> str:
-    return self.text(".4f")
-
-  def text(self, form: str) -> str:
+  def text(self, form: str = ".4f") -> str:
     """Mean and deviation; one value has none to show."""
-    text = f"{self.mean:{form}}"
-    more = len(self.values) > 1
-    return f"{text} ± {self.deviation:.4f}" if more else text
+    if not self.values:
+      return "-"
+    more = f" ± {self.deviation:.4f}" if len(self.values) > 1 else ""
+    return f"{self.mean:{form}}{more}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,30 +126,27 @@ def summarize(
     values = [one[name] for name in metrics]
     return None not in values and all(map(math.isfinite, values))
 
-  results = {
+  finite = {
     key: {seed: one for seed, one in seeds.items() if is_finite(one)}
     for key, seeds in results.items()
   }
-  spreads = {
-    key: {n: _spread([one[n] for one in seeds.values()]) for n in metrics}
-    for key, seeds in results.items()
-  }
-  ranked = sorted(
-    (key for key, seeds in results.items() if seeds),
-    key=lambda key: (len(results[key]), sign * spreads[key][decides].mean),
-    reverse=True,
-  )
+
+  def rank(key: tuple[str, str]) -> tuple[int, float]:
+    seeds = finite[key].values()
+    return len(seeds), sign * _spread([one[decides] for one in seeds]).mean
+
   best: dict[str, tuple[str, str]] = {}
-  for key in ranked:
+  for key in sorted(filter(finite.get, finite), key=rank, reverse=True):
     best.setdefault(key[0], key)
-  baseline = results.get(best.get(next(iter(results))[0]), {})
+  baseline = finite.get(best.get(next(iter(results))[0]), {})
   rows = []
-  for key, seeds in results.items():
+  for key, seeds in finite.items():
     differences = [
       one[decides] - baseline[seed][decides]
       for seed, one in seeds.items()
       if seed in baseline
     ]
+    found = {n: _spread([one[n] for one in seeds.values()]) for n in metrics}
     shares = [one["activated_share"] for one in seeds.values()]
     rows.append(
       Row(
@@ -159,7 +154,7 @@ def summarize(
         runs=runs,
         failed=runs - len(seeds),
         best=best.get(key[0]) == key,
-        metrics=spreads[key],
+        metrics=found,
         difference=_spread(differences),
         better=sum(sign * difference > 0 for difference in differences),
         activated_share=_spread(shares).mean,
@@ -176,44 +171,37 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-  """The rows as a Markdown table; ratios are to the first row.
-
-  Where runs diverged, a column has their number.
-  """
-  swept = any(row.setting for row in rows)
+  """The rows as a Markdown table; ratios are to the first row."""
   costs = [n for n in _COSTS if all(n in row.costs for row in rows)]
   names = list(rows[0].metrics)
+  swept = any(row.setting for row in rows)
   header = ["variant", *["setting"] * swept, *names]
-  header += [f"{names[0]}, difference", "better in", "heads", "parameters"]
-  header += [_COSTS[name] for name in costs]
-  diverged = any(row.failed for row in rows)
-  header += ["diverged"] * diverged
+  header += [f"{names[0]}, difference"]
+  header += ["better in", "heads", "parameters", *map(_COSTS.get, costs)]
   lines = [header, ["---"] * len(header)]
   for row in rows:
-    finished = row.runs - row.failed
-    cells = [row.variant]
-    if swept:
-      setting = row.setting.partition("=")[2]
-      cells.append(f"**{setting}**" if row.best and setting else setting)
-    shown = [str(spread) for spread in row.metrics.values()]
-    pairs = len(row.difference.values)
-    compared = [row.difference.text("+.4f"), f"{row.better} of {pairs}"]
-    if not pairs:
-      compared = ["-", "-"]
+    setting = row.setting.partition("=")[2]
+    is_baseline = row.variant == rows[0].variant and row.best
+    better = f"{row.better} of {len(row.difference.values)}"
     share = f"{row.activated_share:.1%}"
-    if row.variant == rows[0].variant and row.best:
-      compared = ["", ""]
-    if not finished:
-      shown, share = ["-"] * len(names), "-"
+    shown = [spread.text() for spread in row.metrics.values()]
     if row.failed:
-      shown[0] += f" ({finished} of {row.runs} runs)"
-    cells += [*shown, *compared, share, f"{row.costs['parameters']:,.0f}"]
-    for name in costs:
-      cells.append(f"{row.costs[name] / rows[0].costs[name]:.2f}")
+      shown[0] += f" ({row.runs - row.failed} of {row.runs} runs)"
+    ratios = [f"{row.costs[n] / rows[0].costs[n]:.2f}" for n in costs]
     if (spread := row.costs.get("step_spread")) and row is not rows[0]:
-      cells[-1] += f" ± {float(cells[-1]) * spread / 2:.2f}"
-    cells += [f"{row.failed} of {row.runs}"] * diverged
-    lines.append(cells)
+      ratios[-1] += f" ± {float(ratios[-1]) * spread / 2:.2f}"
+    lines.append(
+      [
+        row.variant,
+        *[f"**{setting}**" if row.best and setting else setting] * swept,
+        *shown,
+        "" if is_baseline else row.difference.text("+.4f"),
+        "" if is_baseline else better if row.difference.values else "-",
+        share if row.failed < row.runs else "-",
+        f"{row.costs['parameters']:,.0f}",
+        *ratios,
+      ]
+    )
   return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -224,7 +212,7 @@ def plot(rows: Sequence[Row]) -> Any:
     A figure with the best setting of each variant.
   """
   name = next(iter(rows[0].metrics))
-  figure = pictures.new_figure(figsize=(5.6, 3.8), layout="constrained")
+  figure = pictures.new_figure(figsize=(5.6, 3.8))
   axis = figure.subplots()
   shown = [row for row in rows if row.best]
   for row, color in zip(shown, pictures.head_colors(len(shown))):
@@ -232,13 +220,10 @@ def plot(rows: Sequence[Row]) -> Any:
     label = f"{row.variant} {row.setting}".rstrip()
     if row.failed:
       label += f" ({row.failed} of {row.runs} diverged)"
-    axis.plot(
-      [share] * len(spread.values), spread.values, "o", color=color, alpha=0.4
-    )
-    axis.errorbar(
-      *([share], [spread.mean], [spread.deviation]),
-      color=color, label=label, marker="_", markersize=14, capsize=4,
-    )  # fmt: skip
+    places = [share] * len(spread.values)
+    axis.plot(places, spread.values, "o", color=color, alpha=0.4)
+    line = {"color": color, "marker": "_", "markersize": 14, "capsize": 4}
+    axis.errorbar(share, spread.mean, spread.deviation, label=label, **line)
   axis.set_xlabel("activated share of the heads")
   axis.set_ylabel(name)
   axis.grid(alpha=0.3)

@@ -1,21 +1,32 @@
-"""Runs tasks of the evaluation harness (lm-eval) and gathers their metrics."""
+"""Scores of language models: documents, and tasks of the harness (lm-eval).
+
+The presets are the tasks and shots of the MoH paper (arXiv:2410.11842). It does
+not say which of a task's metrics it reports; here that is the one that the
+harness normalizes by the length of the answers (`acc_norm`) where there is one,
+else accuracy or exact match. TruthfulQA is `truthfulqa_mc2`, LAMBADA is
+`lambada_openai`, CEVAL the validation split, as its test answers are not
+public. GSM8K counts answers in the form that its examples have
+(`strict-match`). Of the 16 tasks of "paper-llama3" each of the paper's two
+tables has 14.
+"""
 
 import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
 import os
-import pathlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from moh_jax.data.extras import import_extra
-from moh_jax.evaluation.harness_tasks import TaskChoice, main_metric
+from moh_jax.data.input_files import import_extra
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.evaluation.metrics import bits_per_byte, perplexity
 
+_WINDOWS = 4096  # of documents, scored at one time: sorted by length
 # Of the harness's own command, so that the examples before a question are the
 # same; the first is that of Python's random numbers.
 _SEED, _SHOTS_SEED = 0, 1234
@@ -23,6 +34,169 @@ _SEED, _SHOTS_SEED = 0, 1234
 # 100,000 take minutes in one process, and a forked JAX may hang.
 _RESAMPLES = 1000
 _STDERR = "_stderr"
+_MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
+# Names of the same option, the first that is given counts.
+_LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens")
+_OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p")
+
+
+def score_documents(
+  scorer: Any, tokenizer: Tokenizer, texts: Iterable[str], *, progress=False
+) -> dict[str, float]:
+  """Scores every token of every document once.
+
+  Documents are independent. One that is longer than the model's range is read
+  in windows with one token of context; the end of a document is not predicted.
+
+  Args:
+    scorer: an `inference.score.Scorer`.
+    tokenizer: of the model.
+    texts: the documents.
+    progress: show bars on stderr.
+
+  Returns:
+    "bits_per_byte", "perplexity" (per token), "word_perplexity" (words are what
+    stands between white space), "nats", and the numbers of "tokens", "words",
+    "bytes" (UTF-8) and "documents".
+
+  Raises:
+    ValueError: the tokenizer has neither begin nor end of text, or there is no
+      text.
+  """
+  prefix = first_token(tokenizer, "document")
+  counts = dict.fromkeys(("tokens", "words", "bytes", "documents"), 0)
+  nats = 0.0
+  windows: list[tuple[list[int], list[int]]] = []
+
+  def score() -> float:
+    scores = scorer.log_likelihoods(windows, progress=progress)
+    windows.clear()
+    return -sum(score.log_likelihood for score in scores)
+
+  for text in texts:
+    tokens = tokenizer.encode(text)
+    windows += scorer.rolling(tokens, prefix)
+    counts["tokens"] += len(tokens)
+    counts["words"] += len(text.split())
+    counts["bytes"] += len(text.encode())
+    counts["documents"] += 1
+    if len(windows) >= _WINDOWS:
+      nats += score()
+  nats += score()
+  if not counts["tokens"] or not counts["words"]:
+    raise ValueError(f"the text to score is empty: {counts}")
+  return {
+    "bits_per_byte": bits_per_byte(nats, counts["bytes"]),
+    "perplexity": perplexity(nats, counts["tokens"]),
+    "word_perplexity": perplexity(nats, counts["words"]),
+    "nats": nats,
+    **counts,
+  }
+
+
+def first_token(tokenizer: Tokenizer, what: str) -> int:
+  """The id that stands before the first token of a text: begin, else end.
+
+  Args:
+    tokenizer: of the model.
+    what: what is scored, for the message.
+
+  Raises:
+    ValueError: the tokenizer has neither.
+  """
+  for token in (tokenizer.bos_id, tokenizer.eos_id):
+    if token is not None:
+      return token
+  raise ValueError(
+    f"the tokenizer ({tokenizer.kind}) has neither begin nor end of text; "
+    f"one of them must stand before a {what}'s first token"
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskChoice:
+  """A task to run.
+
+  Attributes:
+    name: of a task, group or tag of the harness.
+    shots: examples before each question; None is the task's own number.
+    metric: the one that counts, "METRIC" or "METRIC,FILTER"; "" is the first of
+      `MAIN_METRICS` that the task has.
+  """
+
+  name: str
+  shots: int | None = None
+  metric: str = ""
+
+
+# Shares of right answers, so that their mean over tasks says something.
+MAIN_METRICS = ("acc_norm", "acc", "exact_match", "em", "f1")
+
+PRESETS: Mapping[str, tuple[TaskChoice, ...]] = {
+  "paper-small": (
+    TaskChoice("sciq", 0, "acc_norm"),
+    TaskChoice("piqa", 0, "acc_norm"),
+    TaskChoice("winogrande", 0, "acc"),
+    TaskChoice("openbookqa", 0, "acc_norm"),
+    TaskChoice("logiqa", 0, "acc_norm"),
+    TaskChoice("truthfulqa_mc2", 0, "acc"),
+  ),
+  "paper-llama3": (
+    TaskChoice("mmlu", 5, "acc"),
+    TaskChoice("ceval-valid", 5, "acc"),
+    TaskChoice("cmmlu", 5, "acc"),
+    TaskChoice("gsm8k", 8, "exact_match,strict-match"),
+    TaskChoice("truthfulqa_mc2", 0, "acc"),
+    TaskChoice("hellaswag", 10, "acc_norm"),
+    TaskChoice("logiqa", 0, "acc_norm"),
+    TaskChoice("boolq", 32, "acc"),
+    TaskChoice("lambada_openai", 0, "acc"),
+    TaskChoice("sciq", 0, "acc_norm"),
+    TaskChoice("piqa", 0, "acc_norm"),
+    TaskChoice("winogrande", 0, "acc"),
+    TaskChoice("nq_open", 32, "exact_match,remove_whitespace"),
+    TaskChoice("arc_easy", 0, "acc_norm"),
+    TaskChoice("arc_challenge", 25, "acc_norm"),
+    TaskChoice("openbookqa", 0, "acc_norm"),
+  ),
+}
+
+
+def choose_tasks(text: str, shots: int | None = None) -> tuple[TaskChoice, ...]:
+  """Reads a choice of tasks.
+
+  Args:
+    text: names of tasks and presets, separated by commas.
+    shots: examples before each question; None is as many as the preset or the
+      task says.
+
+  Raises:
+    ValueError: a negative number of shots.
+  """
+  if shots is not None and shots < 0:
+    raise ValueError(f"num_fewshot={shots} must be at least 0")
+  names = [name.strip() for name in text.split(",")]
+  chosen = [c for name in names for c in PRESETS.get(name, [TaskChoice(name)])]
+  if shots is not None:
+    chosen = [dataclasses.replace(choice, shots=shots) for choice in chosen]
+  return tuple(chosen)
+
+
+def main_metric(wanted: str, metrics: Sequence[str]) -> str:
+  """The metric of a task that counts.
+
+  Args:
+    wanted: a choice's `metric`.
+    metrics: of the task, "METRIC" or "METRIC,FILTER".
+
+  Returns:
+    `wanted` where the task has it, else the first of `MAIN_METRICS`, or "" if
+    it has none of them.
+  """
+  found = [wanted] if wanted in metrics else []
+  for name in MAIN_METRICS:
+    found += [m for m in metrics if m.partition(",")[0] == name]
+  return next(iter(found), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +238,7 @@ def load_tasks(
       its data cannot be loaded, or it asks for something that we do not have.
   """
   import_extra("lm_eval", "the evaluation harness")
-  from moh_jax.evaluation.harness_model import generation_options
-
-  if include_path and not pathlib.Path(include_path).is_dir():
+  if include_path and not os.path.isdir(include_path):
     raise FileNotFoundError(f"include-path {include_path}: no such folder")
   manager = _open_manager([choice.name for choice in choices], include_path)
   random.seed(_SEED)  # tasks may shuffle their data
@@ -91,6 +263,44 @@ def load_tasks(
     summed = group is not None and group.has_aggregation
     rows.append((choice.name,) if summed else tuple(found["tasks"]))
   return HarnessTasks(tuple(choices), tasks, groups, tuple(rows))
+
+
+def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
+  """A task's options of generation under our names.
+
+  Args:
+    given: "until", "max_gen_toks" (or "max_new_tokens", "max_tokens"),
+      "do_sample", "temperature", "top_k", "top_p".
+
+  Returns:
+    "stop", "max_new_tokens", "temperature" (0 is greedy), "top_k", "top_p".
+
+  Raises:
+    ValueError: an option that is not known; it would change the metrics.
+  """
+  given = {n: v for n, v in given.items() if (n, v) != ("num_beams", 1)}
+  if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):
+    raise ValueError(
+      f"generation option {unknown[0]}={given[unknown[0]]!r} must be one of "
+      f"{(*_OPTIONS, *_LENGTH_OPTIONS)}"
+    )
+  until = given.get("until") or []
+  stop = (until,) if isinstance(until, str) else tuple(until)
+  lengths = [given[n] for n in _LENGTH_OPTIONS if given.get(n) is not None]
+  temperature = given.get("temperature")
+  sampled = given.get("do_sample")
+  if sampled is None:
+    sampled = bool(temperature)
+  if temperature is None:
+    temperature = 1.0
+  top_p = given.get("top_p")
+  return {
+    "stop": tuple(text for text in stop if text),
+    "max_new_tokens": int((lengths or [_MAX_NEW_TOKENS])[0]),
+    "temperature": float(temperature) if sampled else 0.0,
+    "top_k": int(given.get("top_k") or 0),
+    "top_p": 1.0 if top_p is None else float(top_p),
+  }
 
 
 def run_tasks(
@@ -202,10 +412,8 @@ def _open_manager(names: Sequence[str], include_path: str) -> Any:
   for name in names:
     if name not in manager.all_tasks:
       near = difflib.get_close_matches(name, manager.all_tasks)
-      raise ValueError(
-        f"task {name!r} is none of the harness's"
-        + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
-      )
+      hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+      raise ValueError(f"task {name!r} is none of the harness's{hint}")
   return manager
 
 
@@ -215,11 +423,7 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
   except Exception as error:  # whatever its data set's reader raises
     text = f"task {name!r} cannot be loaded: {type(error).__name__}: {error}"
     if "scripts are no longer supported" in str(error):
-      text += (
-        "; pip install 'datasets<4' and set HF_DATASETS_TRUST_REMOTE_CODE=1 to "
-        "run its reader, or give a copy of the task with other data in "
-        "--include-path"
-      )
+      text += "; pip install 'datasets<4', or give a copy in --include-path"
     raise ValueError(text) from error
 
 

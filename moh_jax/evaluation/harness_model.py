@@ -5,7 +5,7 @@ that it is there.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tqdm
@@ -13,13 +13,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from moh_jax.data.tokenizers import Tokenizer
-from moh_jax.evaluation.documents import first_token
+from moh_jax.evaluation.harness import first_token, generation_options
 
 _CALL = 128  # prompts of a call of `generate`, so that the bar moves
-_MAX_NEW_TOKENS = 256  # where a task does not say, as in the harness
-# Names of the same option, the first that is given counts.
-_LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens")
-_OPTIONS = ("until", "do_sample", "temperature", "top_k", "top_p")
 
 
 # (prompts as token ids; options of `generation_options`, and `seed`) -> the
@@ -158,46 +154,6 @@ class HarnessModel(LM):
     """Token ids of each distinct text."""
     distinct = list(dict.fromkeys(texts))
     return dict(zip(distinct, self._tokenizer.encode_batch(distinct)))
-
-
-def generation_options(given: Mapping[str, Any]) -> dict[str, Any]:
-  """A task's options of generation under our names.
-
-  Args:
-    given: "until", "max_gen_toks" (or "max_new_tokens", "max_tokens"),
-      "do_sample", "temperature", "top_k", "top_p".
-
-  Returns:
-    "stop", "max_new_tokens", "temperature" (0 is greedy), "top_k", "top_p".
-
-  Raises:
-    ValueError: an option that is not known; it would change the metrics.
-  """
-  given = {n: v for n, v in given.items() if (n, v) != ("num_beams", 1)}
-  if unknown := sorted(set(given) - {*_OPTIONS, *_LENGTH_OPTIONS}):
-    raise ValueError(
-      f"generation option {unknown[0]}={given[unknown[0]]!r} must be one of "
-      f"{(*_OPTIONS, *_LENGTH_OPTIONS)}"
-    )
-  until = given.get("until") or []
-  stop = (until,) if isinstance(until, str) else tuple(until)
-  lengths = [given[n] for n in _LENGTH_OPTIONS if given.get(n) is not None]
-  temperature = given.get("temperature")
-  sampled = given.get("do_sample")
-  if sampled is None:
-    sampled = bool(temperature)
-  if not sampled:
-    temperature = 0.0
-  elif temperature is None:
-    temperature = 1.0
-  top_p = given.get("top_p")
-  return {
-    "stop": tuple(text for text in stop if text),
-    "max_new_tokens": int((lengths or [_MAX_NEW_TOKENS])[0]),
-    "temperature": float(temperature),
-    "top_k": int(given.get("top_k") or 0),
-    "top_p": 1.0 if top_p is None else float(top_p),
-  }
 
 
 def _split(context: str, continuation: str) -> tuple[str, str]:

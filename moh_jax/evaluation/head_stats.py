@@ -8,24 +8,31 @@ are listed as the router does, the shared ones first.
 """
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
 from moh_jax.config.heads import HeadBudget
-from moh_jax.evaluation.probe import Batch, Grouping, Probe
+from moh_jax.evaluation.probe import (
+  Batch,
+  Grouping,
+  Probe,
+  on_host,
+  recorded_layers,
+)
 from moh_jax.ops.routing import Routing, collapse_lines, load_entropy
 from moh_jax.runtime import sharding
 
 # What is averaged over the tokens of a group, for every head.
 VALUES = ("load", "score", "gate")
+# Columns of `table_rows`.
+HEADER = ("grouping", "group", "layer", "head", "kind", "tokens", *VALUES)
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -45,6 +52,11 @@ class Layer:
   budget: HeadBudget
   order: tuple[int, ...]
   grid: tuple[int, int] | None = None
+
+  @property
+  def routed(self) -> tuple[int, ...]:
+    """Numbers of the routed heads, as they are listed."""
+    return self.order[self.budget.shared :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +91,8 @@ class RoutingMaps:
   Attributes:
     index: [M] position of each example in the data.
     label: [M] its label.
-    best: for each layer [M, N] int16, the place in the layer's list of the
-      selected head with the highest score; -1 for padding, and where none is
-      selected.
+    best: for each layer [M, N] int16, the number of the selected head with the
+      highest score; -1 for padding, and where none is selected.
     selected: for each layer [M, N, R] bool.
     inputs: [M, ...] what the network read: normalized images, or tokens.
     counted: [M, N] bool, False for padding of a text; [M, 1] True where there
@@ -176,14 +187,20 @@ def head_stats(
   step = _make_step(probe, groupings, mesh)
   total: Any = None
   kept: list[dict[str, Any]] = []
-  wanted = _Wanted(maps, len(names))
+  # Labels without a name are in no group, so they have no map either.
+  left = dict.fromkeys(range(len(names)), -(-maps // max(len(names), 1)))
   for batch in batches:
     sums, chosen = step(params, batch)
-    rows = wanted.rows(*sharding.gather((batch["label"], batch["mask"]), mesh))
-    if len(rows):
+    rows = []
+    labels, mask = sharding.gather((batch["label"], batch["mask"]), mesh)
+    for row in np.flatnonzero(mask > 0).tolist():
+      if maps and left.get(label := int(labels[row]), 0):
+        maps, left[label] = maps - 1, left[label] - 1
+        rows.append(row)
+    if rows:
       part = sharding.gather(chosen, mesh)
       kept.append(jax.tree.map(lambda x: x[rows], part))  # noqa: B023
-    sums = jax.tree.map(_on_host, sums)
+    sums = jax.tree.map(on_host, sums)
     total = sums if total is None else jax.tree.map(np.add, total, sums)
   if not kept:
     raise ValueError("there is no example to measure heads on")
@@ -192,53 +209,11 @@ def head_stats(
     for kind, grouping in groupings.items()
   }
   whole = jax.tree.map(lambda *parts: np.concatenate(parts), *kept)
+  whole["best"] = tuple(
+    np.where(best < 0, -1, np.array(layer.order, np.int16)[best])
+    for layer, best in zip(layers, whole["best"])
+  )
   return HeadStats(layers, groups, RoutingMaps(**whole))
-
-
-class _Wanted:
-  """Chooses the examples whose maps are kept: the first ones of each label."""
-
-  def __init__(self, examples: int, labels: int):
-    self._missing = examples
-    each = -(-examples // max(labels, 1))
-    self._of_label = dict.fromkeys(range(labels), each)
-
-  def rows(self, labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The rows of a batch that are kept."""
-    rows = []
-    for row in np.flatnonzero(mask > 0).tolist():
-      label = int(labels[row])
-      # Labels without a name are in no group, so they have no map either.
-      if self._missing and self._of_label.get(label, 0):
-        self._missing -= 1
-        self._of_label[label] -= 1
-        rows.append(row)
-    return np.array(rows, int)
-
-
-def recorded_layers(recorded: Any, name: str, rank: int) -> list[Any]:
-  """What layers recorded under a name, in the order of the layers.
-
-  Args:
-    recorded: a collection of a network, such as its "intermediates".
-    name: what was recorded.
-    rank: dimensions of its arrays, without that of stacked layers.
-
-  Returns:
-    A value for each stack of equal layers, with a leading layer axis; layers
-    that no scan stacks have one of length 1.
-  """
-  flat = traverse_util.flatten_dict(recorded)
-  found = {"/".join(path): x for path, x in flat.items() if path[-1] == name}
-
-  def place(path: str) -> list[Any]:  # "blocks10" comes after "blocks2"
-    parts = re.split(r"(\d+)", path)
-    return [int(part) if part.isdecimal() else part for part in parts]
-
-  return [
-    jax.tree.map(lambda x: x[None] if x.ndim == rank else x, found[path][0])
-    for path in sorted(found, key=place)
-  ]
 
 
 def _make_step(
@@ -249,9 +224,7 @@ def _make_step(
   def step(params: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
     _, recorded = probe.apply(params, batch, mutable=["intermediates"])
     routings = recorded_layers(recorded.get("intermediates", {}), "routing", 3)
-    counted = batch["mask"][:, None]
-    if probe.token_mask is not None:
-      counted = counted * probe.token_mask(batch)
+    counted = probe.counted(batch)
     examples = [_example_sums(routing, counted) for routing in routings]
     sums = {}
     for kind, grouping in groupings.items():
@@ -267,8 +240,8 @@ def _make_step(
       "label": batch["label"],
       "inputs": batch[probe.shown],
       "counted": counted > 0,
-      "best": tuple(best for pair in chosen for best in pair[0]),
-      "selected": tuple(mask for pair in chosen for mask in pair[1]),
+      "best": tuple(layer for best, _ in chosen for layer in best),
+      "selected": tuple(layer for _, mask in chosen for layer in mask),
     }
     return sums, maps
 
@@ -287,45 +260,36 @@ def _example_sums(routing: Routing, counted: jax.Array) -> dict[str, jax.Array]:
   """
   counted = jnp.broadcast_to(counted, routing.probs.shape[1:3])
   shared = jnp.ones_like(routing.shared_scores)
-
-  def over_tokens(x: jax.Array) -> jax.Array:
-    x = x.astype(jnp.float32)
-    return jnp.einsum("lbnx,bn->lbx", x, counted, precision=_EXACT)
-
   values = {
-    "load": (shared, routing.selected),
-    "score": (routing.shared_scores, routing.probs),
-    "gate": (routing.gates,),
-    "weights": (routing.groups,),
+    "load": jnp.concatenate([shared, routing.selected], -1),
+    "score": jnp.concatenate([routing.shared_scores, routing.probs], -1),
+    "gate": routing.gates.astype(jnp.float32),
+    "weights": routing.groups.astype(jnp.float32),
   }
-  tokens = jnp.broadcast_to(counted.sum(-1)[None], routing.probs.shape[:2])
   return {
-    "tokens": tokens,
+    "tokens": jnp.broadcast_to(counted.sum(-1), routing.probs.shape[:2]),
     **{
-      name: jnp.concatenate([over_tokens(part) for part in parts], -1)
-      for name, parts in values.items()
+      name: jnp.einsum("lbnx,bn->lbx", x, counted, precision=_EXACT)
+      for name, x in values.items()
     },
   }
 
 
 def _chosen(
   routing: Routing, counted: jax.Array
-) -> tuple[list[jax.Array], list[jax.Array]]:
-  """For every layer of a stack `best` [B, N] and `selected` [B, N, R]."""
-  depth, *shape, _ = routing.selected.shape
-  counted = jnp.broadcast_to(counted, shape)
+) -> tuple[jax.Array, jax.Array]:
+  """Of every layer of a stack the best head's place in its list, and a mask.
+
+  Returns:
+    [L, B, N] int16, -1 where no head is selected, and [L, B, N, R] bool.
+  """
+  counted = jnp.broadcast_to(counted, routing.selected.shape[1:3])
   selected = routing.selected & (counted > 0)[None, ..., None]
   # A column before the heads is the best where there is no head to select.
   scores = jnp.where(selected, routing.probs, -1.0)
   scores = jnp.pad(scores, [(0, 0)] * 3 + [(1, 0)], constant_values=-1.0)
   best = scores.argmax(-1) - 1 + routing.shared_scores.shape[-1]
-  best = jnp.where(selected.any(-1), best, -1).astype(jnp.int16)
-  return [best[i] for i in range(depth)], [selected[i] for i in range(depth)]
-
-
-def _on_host(x: jax.Array) -> np.ndarray:
-  """A replicated array on the host, wide enough for sums of many batches."""
-  return np.asarray(x.addressable_data(0), np.float64)
+  return jnp.where(selected.any(-1), best, -1).astype(jnp.int16), selected
 
 
 def _means(
@@ -334,12 +298,85 @@ def _means(
   """Means from the sums of every stack of layers."""
   tokens = [np.empty((0, len(names))), *(stack["tokens"] for stack in stacks)]
   tokens = np.concatenate(tokens)
+  counts = np.where(tokens > 0, tokens, np.nan)
 
   def means(name: str) -> tuple[np.ndarray, ...]:
     sums = [layer for stack in stacks for layer in stack[name]]
-    counts = np.where(tokens > 0, tokens, np.nan)
     return tuple(layer / count[:, None] for layer, count in zip(sums, counts))
 
   values = {name: means(name) for name in VALUES}
   weights = np.reshape(means("weights"), (-1, len(names), 2))
   return GroupStats(names, tokens, **values, weights=weights)
+
+
+def table_rows(stats: HeadStats) -> Iterator[tuple[Any, ...]]:
+  """A row of `HEADER` for each head of each layer, by group.
+
+  Heads have their own numbers. Values of a group without tokens are "".
+  """
+  for kind, groups in stats.groups.items():
+    for g, name in enumerate(groups.names):
+      for place, layer in enumerate(stats.layers):
+        tokens = int(groups.tokens[place, g])
+        for head, number in enumerate(layer.order):
+          values = [getattr(groups, v)[place][g, head] for v in VALUES]
+          yield (
+            *(kind, name, layer.name, number),
+            "shared" if head < layer.budget.shared else "routed",
+            tokens,
+            *(f"{value:.6g}" if tokens else "" for value in values),
+          )
+
+
+def to_npz(stats: HeadStats) -> bytes:
+  """The content of an npz file with all statistics and maps.
+
+  Arrays of layers are filled up with NaN (maps with -1, False) to the largest
+  number of heads and tokens. "layers" has the layers' names and "order" the
+  numbers of the listed heads; for a grouping such as "class" there are
+  "class/names" [G], "class/tokens" [L, G], "class/load", "class/score" and
+  "class/gate" [L, G, H], "class/weights" [L, G, 2] and "class/entropy" [L, G];
+  "maps/best" [L, M, N], "maps/selected" [L, M, N, H], "maps/index" [M],
+  "maps/label" [M] and "maps/inputs".
+  """
+  arrays = {
+    "layers": np.array([layer.name for layer in stats.layers]),
+    "order": _filled([np.array(layer.order) for layer in stats.layers], -1),
+    "shared": np.array([layer.budget.shared for layer in stats.layers]),
+    "top_k": np.array([layer.budget.top_k for layer in stats.layers]),
+  }
+  for kind, groups in stats.groups.items():
+    arrays |= {
+      f"{kind}/names": np.array(groups.names),
+      f"{kind}/tokens": groups.tokens.astype(np.int64),
+      f"{kind}/weights": groups.weights,
+      f"{kind}/entropy": stats.entropy(kind),
+    }
+    for name in VALUES:
+      arrays[f"{kind}/{name}"] = _filled(getattr(groups, name), np.nan)
+  maps = stats.maps
+  selected = [
+    np.pad(chosen, ((0, 0), (0, 0), (layer.budget.shared, 0)))
+    for chosen, layer in zip(maps.selected, stats.layers)
+  ]
+  arrays |= {
+    "maps/best": _filled(maps.best, -1),
+    "maps/selected": _filled(selected, False),
+    "maps/index": maps.index,
+    "maps/label": maps.label,
+    "maps/inputs": maps.inputs,
+  }
+  stream = io.BytesIO()
+  np.savez_compressed(stream, **arrays)
+  return stream.getvalue()
+
+
+def _filled(parts: Any, value: Any) -> np.ndarray:
+  """Stacks arrays of one rank, each filled up at the ends of its axes."""
+  if not parts:
+    return np.empty(0)
+  shape = np.max([part.shape for part in parts], axis=0)
+  out = np.full((len(parts), *shape), value, parts[0].dtype)
+  for row, part in zip(out, parts):
+    row[tuple(map(slice, part.shape))] = part
+  return out

@@ -1,24 +1,177 @@
-"""One pass of images through the feature network, keeping what is asked for."""
+"""Sets of images, and one pass of them through the feature network."""
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Callable
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from moh_jax.evaluation import statistics
-from moh_jax.evaluation.fid import INCEPTION_BLOCK, block_score
-from moh_jax.evaluation.image_sets import ImageSet
-from moh_jax.evaluation.statistics import Gaussian, Moments
+from moh_jax.data.decode import open_picture, picture_size, read_image
+from moh_jax.data.image_folders import find_files
+from moh_jax.data.transforms import center_crop
+from moh_jax.evaluation.fid import (
+  INCEPTION_BLOCK,
+  Gaussian,
+  Moments,
+  block_score,
+  moments,
+)
 from moh_jax.models.inception import Features, InceptionV3, prepare
+from moh_jax.runtime.files import (
+  check_regular,
+  npz_damage,
+  npz_names,
+  open_member,
+  read_npz,
+)
 
-_CHUNK = 1024  # samples per update of the moments, which touch 64 MB each
+_LAYOUT = "arr_0 of dtype uint8 and shape (images, X, Y, 3 or 1)"
+_THREADS = 8
+_SEED = 0  # of the order of a folder's images
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSet:
+  """A set of equally large images, made by `open_images`.
+
+  Attributes:
+    path: its file or folder.
+    count: images.
+    size: (X, Y) of every image.
+    batches: images of a batch -> iterator of [b, X, Y, 3] uint8 in order, of
+      which the last may be smaller; ValueError if a file is damaged.
+  """
+
+  path: str
+  count: int
+  size: tuple[int, int]
+  batches: Callable[[int], Iterator[np.ndarray]]
+
+
+def open_images(
+  path: str | os.PathLike, image_size: int | None = None
+) -> ImageSet:
+  """Checks a set of images and makes it readable, a batch at a time.
+
+  Images of a folder come in random order, the same in each call: the Inception
+  Score compares the images of a block, which would be of few classes in order
+  of the paths. Grey images get three equal channels.
+
+  Args:
+    path: an npz file with `arr_0`, uint8 [N, X, Y, 3] or of grey images [N, X,
+      Y, 1] (other arrays in it are not read), or a folder with images of any
+      format Pillow reads.
+    image_size: rows and columns to which images of a folder are cropped, as in
+      training of diffusion models; None: all must have one size.
+
+  Raises:
+    FileNotFoundError: there is no such file or folder, or no image in it.
+    ValueError: another layout or dtype, no images, several sizes, a damaged
+      file.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    return _open_folder(path, image_size)
+  names = npz_names(path)
+  if "arr_0" not in names:
+    raise ValueError(f"{path}: holds {names}; images must be {_LAYOUT}")
+  with open_member(path, "arr_0") as (_, (shape, fortran_order, dtype)):
+    pass
+  if dtype != np.uint8 or len(shape) != 4 or shape[-1] not in (1, 3):
+    raise ValueError(
+      f"{path}: arr_0 has dtype {dtype} and shape {shape}; images must be "
+      f"{_LAYOUT}, with values 0-255"
+    )
+  if 0 in shape:
+    raise ValueError(f"{path}: arr_0 of shape {shape} holds no image")
+  read = _fortran_batches if fortran_order else _npz_batches
+  batches = functools.partial(read, path, shape)
+  return ImageSet(str(path), shape[0], shape[1:3], batches)
+
+
+def _npz_batches(
+  path: pathlib.Path, shape: tuple[int, ...], batch_size: int
+) -> Iterator[np.ndarray]:
+  with open_member(path, "arr_0") as (stream, _):
+    for start in range(0, shape[0], batch_size):
+      wanted = (min(batch_size, shape[0] - start), *shape[1:])
+      with npz_damage(path):
+        data = np.frombuffer(stream.read(int(np.prod(wanted))), np.uint8)
+        images = data.reshape(wanted)
+      yield np.broadcast_to(images, (*wanted[:3], 3))
+
+
+def _fortran_batches(
+  path: pathlib.Path, shape: tuple[int, ...], batch_size: int
+) -> Iterator[np.ndarray]:
+  """Batches of an array whose first image ends with the file."""
+  images = read_npz(path, ["arr_0"])["arr_0"]
+  for start in range(0, shape[0], batch_size):
+    part = np.ascontiguousarray(images[start : start + batch_size])
+    yield np.broadcast_to(part, (*part.shape[:3], 3))
+
+
+def _open_folder(path: pathlib.Path, image_size: int | None) -> ImageSet:
+  files = find_files(path)
+  sizes = [_image_size(file) for file in files]
+  size = (image_size,) * 2 if image_size else sizes[0]
+  for file, found in zip(files, sizes):
+    if image_size and min(found) < image_size:
+      raise ValueError(
+        f"{file} has {_written(found)}, fewer than --image-size {image_size}"
+      )
+    if not image_size and found != size:
+      raise ValueError(
+        f"{path}: all images must have one size; {files[0]} has "
+        f"{_written(size)}, {file} has {_written(found)}; --image-size N "
+        "crops them to N x N"
+      )
+  order = np.random.RandomState(_SEED).permutation(len(files))
+  ordered = [files[i] for i in order]
+
+  def read(file: str) -> np.ndarray:
+    image = read_image(file, 3)
+    if not image_size and image.shape[:2] != size:
+      raise ValueError(f"{file} has {_written(image.shape)}, others have not")
+    return center_crop(image, size)
+
+  batches = functools.partial(_folder_batches, ordered, read)
+  return ImageSet(str(path), len(files), size, batches)
+
+
+def _folder_batches(
+  files: Sequence[str], read: Callable[[str], np.ndarray], batch_size: int
+) -> Iterator[np.ndarray]:
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    for start in range(0, len(files), batch_size):
+      part = files[start : start + batch_size]
+      yield np.stack(list(pool.map(read, part)))
+
+
+def _image_size(file: str) -> tuple[int, int]:
+  """(X, Y) from the header alone, for a folder may hold 50,000 images."""
+  check_regular(file)
+  try:
+    with open_picture(file) as image:
+      return picture_size(image)
+  except Exception as error:  # a damaged image raises nearly anything
+    raise ValueError(
+      f"{file}: not an image Pillow can read: {error}"
+    ) from error
+
+
+def _written(size: tuple[int, ...]) -> str:
+  return f"{size[0]} rows x {size[1]} columns"
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """What a set of images leaves behind; None where it was not asked for.
+  """Features of a set of images; None for what was not asked for.
 
   Attributes:
     count: images.
@@ -28,11 +181,11 @@ class Summary:
     features: [N, 2048] float32 pool3 features, in order.
   """
 
-  count: int
-  pool3: Gaussian | None
-  spatial: Gaussian | None
-  inception_score: float | None
-  features: np.ndarray | None
+  count: int = 0
+  pool3: Gaussian | None = None
+  spatial: Gaussian | None = None
+  inception_score: float | None = None
+  features: np.ndarray | None = None
 
 
 def make_extractor(
@@ -64,6 +217,7 @@ def summarize(
   score: bool = False,
   keep_features: bool = False,
   progress: Callable[[int], Any] = lambda count: None,
+  block_size: int = INCEPTION_BLOCK,
 ) -> Summary:
   """Streams a set of images through the network.
 
@@ -79,87 +233,82 @@ def summarize(
     score: compute the Inception Score.
     keep_features: keep pool3 for precision and recall.
     progress: called with the number of images done since its last call.
+    block_size: images per Inception Score.
 
   Raises:
     ValueError: one image where a covariance is asked for, a damaged file, or
       features that are not finite.
   """
-  if distributions and len(images) < 2:
+  if distributions and images.count < 2:
     raise ValueError(
       f"{images.path}: has one image; a covariance needs at least 2"
     )
-  gathered = _Gathered(len(images), distributions, score, keep_features)
+  wanted = {
+    "pool3": distributions or keep_features,
+    "spatial": distributions,
+    "logits": score,
+  }
+  names = [name for name, asked in wanted.items() if asked]
+  sums: dict[str, Moments] = {}
+  scores, kept = [], []
+  rows = _rows(extract, images, batch_size, names, progress)
+  for block in _blocks(rows, block_size):
+    if distributions:
+      for name in ("pool3", "spatial"):
+        sums[name] = moments(block[name], sums.get(name))
+    if score:
+      scores.append(block_score(block["logits"]))
+    if keep_features:
+      kept.append(block["pool3"])
+  return Summary(
+    images.count,
+    **{name: moments.gaussian() for name, moments in sums.items()},
+    inception_score=float(np.mean(scores)) if score else None,
+    features=np.concatenate(kept) if keep_features else None,
+  )
+
+
+def _rows(
+  extract: Callable[[np.ndarray], Features],
+  images: ImageSet,
+  batch_size: int,
+  names: Sequence[str],
+  progress: Callable[[int], Any],
+) -> Iterator[dict[str, np.ndarray]]:
+  """The features of every batch by name, [b, D] float32 on the host."""
+
+  def on_host(features: Features, count: int) -> dict[str, np.ndarray]:
+    found = {
+      name: np.asarray(getattr(features, name))[:count].reshape(count, -1)
+      for name in names
+    }
+    progress(count)
+    return found
+
   waiting = None
   for batch in images.batches(batch_size):
-    count = len(batch)
-    fill = np.repeat(batch[-1:], batch_size - count, axis=0)
+    fill = np.repeat(batch[-1:], batch_size - len(batch), axis=0)
     features = extract(np.concatenate([batch, fill]))
     # One batch in flight: the device computes while the host reads and adds.
     if waiting is not None:
-      progress(gathered.add(*waiting))
-    waiting = features, count
-  progress(gathered.add(*waiting))
-  return gathered.finish()
+      yield on_host(*waiting)
+    waiting = features, len(batch)
+  yield on_host(*waiting)
 
 
-class _Gathered:
-  """Running sums and buffered features of one pass over a set of images."""
-
-  def __init__(self, size: int, distributions: bool, score: bool, keep: bool):
-    self._size, self._seen = size, 0
-    self._distributions = distributions
-    self._score = score
-    self._keep = keep
-    self._chunk: dict[str, list[np.ndarray]] = {"pool3": [], "spatial": []}
-    self._moments: dict[str, Moments] = {}
-    self._logits: list[np.ndarray] = []
-    self._block_scores: list[float] = []
-    self._features: np.ndarray | None = None
-
-  def add(self, features: Features, count: int) -> int:
-    """Adds the first `count` rows of a batch; returns count."""
-    if self._distributions:
-      spatial = np.asarray(features.spatial)[:count].reshape(count, -1)
-      self._chunk["pool3"].append(np.asarray(features.pool3)[:count])
-      self._chunk["spatial"].append(spatial)
-      if sum(map(len, self._chunk["pool3"])) >= _CHUNK:
-        self._flush_moments()
-    if self._score:
-      self._logits.append(np.asarray(features.logits)[:count])
-      while sum(map(len, self._logits)) >= INCEPTION_BLOCK:
-        logits = np.concatenate(self._logits)
-        self._block_scores.append(block_score(logits[:INCEPTION_BLOCK]))
-        self._logits = [logits[INCEPTION_BLOCK:]]
-    if self._keep:
-      if self._features is None:  # at once: joining parts would need it twice
-        shape = (self._size, features.pool3.shape[-1])
-        self._features = np.empty(shape, np.float32)
-      rows = slice(self._seen, self._seen + count)
-      self._features[rows] = np.asarray(features.pool3)[:count]
-    self._seen += count
-    return count
-
-  def finish(self) -> Summary:
-    """Adds the last, partly filled chunk and block and returns the summary."""
-    if self._distributions:
-      self._flush_moments()
-    if self._score and sum(map(len, self._logits)):
-      self._block_scores.append(block_score(np.concatenate(self._logits)))
-    gaussians = {name: m.gaussian() for name, m in self._moments.items()}
-    return Summary(
-      self._seen,
-      gaussians.get("pool3"),
-      gaussians.get("spatial"),
-      float(np.mean(self._block_scores)) if self._score else None,
-      self._features,
-    )
-
-  def _flush_moments(self) -> None:
-    for name, rows in self._chunk.items():
-      if rows:
-        update = statistics.moments(np.concatenate(rows))
-        before = self._moments.get(name)
-        self._moments[name] = (
-          update if before is None else statistics.merge(before, update)
-        )
-        rows.clear()
+def _blocks(
+  parts: Iterator[dict[str, np.ndarray]], size: int
+) -> Iterator[dict[str, np.ndarray]]:
+  """Puts rows together to blocks of `size`; the last may be smaller."""
+  held: list[dict[str, np.ndarray]] = []
+  for part in parts:
+    held.append(part)
+    count = sum(len(x) for one in held for x in list(one.values())[:1])
+    if count >= size:
+      whole = {n: np.concatenate([one[n] for one in held]) for n in part}
+      for start in range(0, count - size + 1, size):
+        yield {n: x[start : start + size] for n, x in whole.items()}
+      held = [{n: x[count - count % size :] for n, x in whole.items()}]
+  last = {n: np.concatenate([one[n] for one in held]) for n in held[0]}
+  if all(map(len, last.values())):
+    yield last

@@ -1,4 +1,9 @@
-"""Pictures of head statistics: PNG and SVG, with palettes for all eyes."""
+"""Pictures of head statistics: PNG and SVG, with palettes for all eyes.
+
+Heads have the numbers and colours of their place in the layer's parameters,
+0 to H - 1, in every picture. matplotlib is imported where a figure is made:
+it takes long, and most commands make none.
+"""
 
 import io
 import pathlib
@@ -9,8 +14,7 @@ import numpy as np
 from PIL import Image
 
 from moh_jax.data.decode import to_picture
-from moh_jax.data.extras import import_extra
-from moh_jax.evaluation.head_stats import HeadStats, Layer, RoutingMaps
+from moh_jax.evaluation.head_stats import HeadStats, Layer
 
 FORMATS = ("png", "svg")
 # Okabe and Ito's colours, which the common kinds of colour blindness tell
@@ -21,55 +25,33 @@ _PALETTE = (
 )
 _MASKED = "#DDDDDD"
 SCORES = ("bits_per_byte", "accuracy", "loss")  # the main ones
-_PURPOSE = "a picture"  # what needs matplotlib, where `check` was not asked
-_DPI = (110, 80, 55, 40)  # the first one where nothing limits the size
+_DPI = 110
 _MOST_BYTES = 400_000  # of a picture in a page
 _PANELS = 4  # panels side by side
 _SHOWN_LAYERS = 6  # columns of routing maps
 _SHOWN_TICKS = 40  # more groups have no names at the axis
 
 
-def check(option: str) -> None:
-  """Checks that matplotlib is installed, before anything is measured.
-
-  Args:
-    option: what asks for pictures, such as "--out".
-
-  Raises:
-    ValueError: it is not.
-  """
-  import_extra("matplotlib", option, "plot")
-
-
 def check_plot(path: str) -> None:
   """Checks that a picture can be written, before anything is measured.
 
   Raises:
-    ValueError: matplotlib is missing, or the file is of another form.
+    ValueError: the file is of another form.
   """
   if pathlib.PurePath(path).suffix[1:] not in FORMATS:
     raise ValueError(f"--plot {path} must end in .png or .svg")
-  check("--plot")
 
 
-def encode(figure: Any, form: str, dpi: int = _DPI[0]) -> bytes:
+def encode(figure: Any, form: str) -> bytes:
   """A figure as the content of a file, "png" or "svg"."""
+  from matplotlib.text import Text
+
   # Names of classes and texts may hold "$", which would begin a formula.
-  text = import_extra("matplotlib.text", _PURPOSE, "plot").Text
-  for part in figure.findobj(text):
+  for part in figure.findobj(Text):
     part.set_parse_math(False)
   stream = io.BytesIO()
-  figure.savefig(stream, format=form, dpi=dpi)
+  figure.savefig(stream, format=form, dpi=_DPI)
   return stream.getvalue()
-
-
-def encode_small(figure: Any) -> bytes:
-  """A figure as a PNG of at most 400 kB where a coarser one can be so small."""
-  for dpi in _DPI:
-    content = encode(figure, "png", dpi)
-    if len(content) <= _MOST_BYTES:
-      break
-  return content
 
 
 def shrunk(png: bytes) -> bytes:
@@ -85,12 +67,25 @@ def png_of_pixels(pixels: np.ndarray) -> bytes:
   return _png(to_picture(pixels))
 
 
+def _png(picture: Image.Image) -> bytes:
+  stream = io.BytesIO()
+  picture.save(stream, "png")
+  return stream.getvalue()
+
+
+def new_figure(**options: Any) -> Any:
+  """An empty figure of matplotlib, with `options` of its `Figure`."""
+  from matplotlib.figure import Figure
+
+  return Figure(layout="constrained", **options)
+
+
 def head_colors(count: int) -> list[str]:
-  """A colour for each of a layer's routed heads, "#RRGGBB"."""
+  """A colour for each of several heads, "#RRGGBB"."""
   if count <= len(_PALETTE):
     return list(_PALETTE[:count])
-  colors = import_extra("matplotlib.colors", _PURPOSE, "plot")
-  colormaps = import_extra("matplotlib", _PURPOSE, "plot").colormaps
+  from matplotlib import colormaps, colors
+
   shades = colormaps["cividis"](np.linspace(0, 1, count))
   return [colors.to_hex(shade) for shade in shades]
 
@@ -112,26 +107,23 @@ def load_by_group(stats: HeadStats, kind: str) -> Any:
   named = count <= _SHOWN_TICKS
   height = min(max(1.2 + 0.16 * count, 1.8), 6.0 if named else 3.0)
   figure, axes = _panels(len(shown), (2.4, height), (1.6, 0.6))
-  columns = min(_PANELS, len(shown))
   for panel, (axis, place) in enumerate(zip(axes, shown)):
     layer = stats.layers[place]
     shared = layer.budget.shared
     values = groups.load[place][:, shared:]
     axis.set_facecolor(_MASKED)
-    image = axis.imshow(
-      values, cmap="cividis", vmin=0, vmax=1, aspect="auto", rasterized=True
-    )
+    style = {"cmap": "cividis", "aspect": "auto", "rasterized": True}
+    image = axis.imshow(values, vmin=0, vmax=1, **style)
     axis.set_title(f"{layer.name}, top {layer.budget.top_k}", fontsize=8)
-    axis.set_xticks(
-      range(values.shape[1]), layer.order[shared:], fontsize=6, rotation=90
-    )
-    first = panel % columns == 0
-    names = [_printable(n) for n in groups.names] if named and first else []
-    axis.set_yticks(range(count) if names else [], names, fontsize=6)
-    if first:
+    heads = layer.order[shared:]
+    axis.set_xticks(range(len(heads)), heads, fontsize=6, rotation=90)
+    is_first = panel % _PANELS == 0
+    names = map(_printable, groups.names) if named and is_first else ()
+    axis.set_yticks(range(count) if named and is_first else (), list(names))
+    axis.tick_params(axis="y", labelsize=6)
+    if is_first:
       axis.set_ylabel(kind, fontsize=8)
-    if panel + columns >= len(shown):
-      axis.set_xlabel("routed head", fontsize=8)
+  figure.supxlabel("routed head", fontsize=8)
   figure.colorbar(image, ax=figure.axes, label="share of tokens", shrink=0.6)
   figure.suptitle(f"Load of routed heads by {kind}", fontsize=10)
   return figure
@@ -154,56 +146,67 @@ def routing_maps(
     A figure with a row for each example. Patches have the colour of their best
     selected head; of a text each row is a layer and each column a token.
   """
-  maps, titles = stats.maps, [_printable(title) for title in titles]
-  if stats.layers[0].grid is None:
-    return _text_maps(stats.layers, maps, titles)
-  shown = _spread(len(stats.layers), _SHOWN_LAYERS)
+  layers, best = stats.layers, stats.maps.best
+  colors = _rgb_table(layers)
+  is_text = layers[0].grid is None
+  shown = np.linspace(0, len(layers) - 1, min(len(layers), _SHOWN_LAYERS))
+  shown = sorted({round(place) for place in shown.tolist()})
   extra = pictures is not None
-  columns = len(shown) + extra
-  figure = new_figure(
-    figsize=(1.5 * columns + 0.4, 1.5 * len(titles) + 0.9), layout="constrained"
-  )
+  columns = 1 if is_text else len(shown) + extra
+  width, height = 1.5 * columns + 0.4, 1.5
+  if is_text:
+    width, height = 10, 0.6 + 0.12 * len(layers)
+  size = width, height * len(titles) + 1.0
+  figure = new_figure(figsize=size)
   axes = figure.subplots(len(titles), columns, squeeze=False)
-  for example, title in enumerate(titles):
-    row = axes[example]
+  for axis in axes.flat:
+    axis.set_xticks([])
+    axis.set_yticks([])
+  for example, (row, title) in enumerate(zip(axes, map(_printable, titles))):
+    if is_text:
+      rows = np.stack([colors[numbers[example]] for numbers in best])
+      row[0].imshow(rows, aspect="auto", interpolation="nearest")
+      row[0].set_title(title, fontsize=7, loc="left")
+      row[0].set_ylabel("layer", fontsize=7)
+      continue
     if extra:
       row[0].imshow(pictures[example].squeeze(), cmap="gray", vmin=0, vmax=255)
     row[0].set_ylabel(title, fontsize=7)
     for axis, place in zip(row[extra:], shown):
-      layer = stats.layers[place]
-      axis.imshow(
-        _colored(maps.best[place][example].reshape(layer.grid), layer)
-      )
+      axis.imshow(colors[best[place][example].reshape(layers[place].grid)])
       if not example:
-        axis.set_title(layer.name, fontsize=8)
-  for axis in axes.flat:
-    axis.set_xticks([])
-    axis.set_yticks([])
-  _head_legend(figure, stats.layers)
-  figure.suptitle("Best selected head of each patch", fontsize=10)
+        axis.set_title(layers[place].name, fontsize=8)
+  _head_legend(figure, layers)
+  what = "token" if is_text else "patch"
+  figure.suptitle(f"Best selected head of each {what}", fontsize=10)
   return figure
 
 
 def load_over_steps(
   loads: Mapping[str, Sequence[tuple[int, Sequence[float]]]],
+  layers: Sequence[Layer],
 ) -> Any:
   """Load of every routed head over the steps of the training.
 
   Args:
-    loads: for each layer pairs of the step and the loads of its routed heads.
+    loads: for each layer pairs of the step and the loads of its routed heads,
+      in the order of their numbers.
+    layers: of the model.
   """
   figure, axes = _panels(len(loads), (2.6, 1.9), (0.4, 0.6))
+  routed = {layer.name: sorted(layer.routed) for layer in layers}
+  colors = head_colors(_most_heads(layers))
   for axis, (name, points) in zip(axes, loads.items()):
-    steps = [step for step, _ in points]
-    values = np.array([load for _, load in points])
-    for head, color in enumerate(head_colors(values.shape[1])):
-      axis.plot(steps, values[:, head], color=color, linewidth=1)
+    steps, values = zip(*points)
+    for head, line in zip(routed.get(name, ()), np.transpose(values)):
+      axis.plot(steps, line, color=colors[head], linewidth=1)
     axis.set_title(name, fontsize=8)
     axis.set_ylim(0, 1)
     axis.tick_params(labelsize=6)
   figure.supxlabel("step", fontsize=8)
   figure.supylabel("share of tokens", fontsize=8)
   figure.suptitle("Load of routed heads over the training", fontsize=10)
+  _head_legend(figure, layers)
   return figure
 
 
@@ -217,9 +220,6 @@ def similarity(features: Mapping[str, np.ndarray]) -> Any:
   for axis, (name, values) in zip(axes, features.items()):
     image = axis.imshow(values, cmap="cividis", vmin=-1, vmax=1)
     axis.set_title(name, fontsize=8)
-    ticks = range(0, len(values), -(-len(values) // 16))
-    axis.set_xticks(ticks)
-    axis.set_yticks(ticks)
     axis.tick_params(labelsize=6)
   figure.colorbar(image, ax=figure.axes, label="cosine", shrink=0.6)
   figure.suptitle("Similarity of what heads add to the tokens", fontsize=10)
@@ -234,16 +234,11 @@ def curves(
   Args:
     series: for each metric its splits, each with pairs of step and value.
   """
-  figure, axes = _panels(len(series), (3.2, 2.2), (0, 0.3), across=3)
-  splits = list(dict.fromkeys(s for parts in series.values() for s in parts))
+  figure, axes = _panels(len(series), (3.2, 2.2), (0, 0.3))
   for axis, (name, parts) in zip(axes, series.items()):
     for split, points in parts.items():
-      color = _PALETTE[4 + splits.index(split) % 4]
       marker = "o" if len(points) < 20 else None
-      steps, values = zip(*points)
-      axis.plot(
-        steps, values, color=color, marker=marker, markersize=3, label=split
-      )
+      axis.plot(*zip(*points), marker=marker, markersize=3, label=split)
     axis.set_title(name, fontsize=8)
     axis.tick_params(labelsize=6)
     axis.ticklabel_format(useOffset=False)
@@ -268,68 +263,41 @@ def dial(rows: Sequence[Mapping[str, float]]) -> Any:
   if not shown:  # a family of the user's own may have other scores
     found = {n for n, value in rows[0].items() if isinstance(value, float)}
     shown = sorted(found - over.keys())
-  figure = new_figure(figsize=(3.4 * len(shown), 5), layout="constrained")
+  figure = new_figure(figsize=(3.4 * len(shown), 5))
   axes = figure.subplots(2, len(shown), squeeze=False)
   for line, (place, label) in zip(axes, over.items()):
     points = sorted(rows, key=lambda row: row[place])
+    xs = [row[place] for row in points]
     for axis, name in zip(line, shown):
-      xs = [row[place] for row in points]
-      ys = [row[name] for row in points]
-      axis.plot(xs, ys, color=_PALETTE[4], marker="o")
+      axis.plot(xs, [r[name] for r in points], color=_PALETTE[4], marker="o")
       axis.set_xlabel(label, fontsize=8)
       axis.set_ylabel(name, fontsize=8)
       axis.grid(alpha=0.3)
   return figure
 
 
-def _text_maps(
-  layers: Sequence[Layer], maps: RoutingMaps, titles: Sequence[str]
-) -> Any:
-  figure = new_figure(
-    figsize=(10, len(titles) * (0.6 + 0.12 * len(layers)) + 1.0),
-    layout="constrained",
-  )
-  axes = figure.subplots(len(titles), 1, squeeze=False)[:, 0]
-  for example, (axis, title) in enumerate(zip(axes, titles)):
-    colored = [
-      _colored(maps.best[place][example][None], layer)[0]
-      for place, layer in enumerate(layers)
-    ]
-    axis.imshow(np.stack(colored), aspect="auto", interpolation="nearest")
-    axis.set_title(title, fontsize=7, loc="left")
-    axis.set_ylabel("layer", fontsize=7)
-    axis.tick_params(labelsize=6)
-  axes[-1].set_xlabel("token", fontsize=7)
-  _head_legend(figure, layers)
-  figure.suptitle("Best selected head of each token", fontsize=10)
-  return figure
+def _most_heads(layers: Sequence[Layer]) -> int:
+  return max((layer.budget.num_heads for layer in layers), default=0)
 
 
-def _colored(best: np.ndarray, layer: Layer) -> np.ndarray:
-  """RGB in [0, 1] of the best heads [X, Y]; grey where there is none."""
-  to_rgb = import_extra("matplotlib.colors", _PURPOSE, "plot").to_rgb
-  colors = [*head_colors(layer.budget.routed), _MASKED]
-  table = np.array([to_rgb(color) for color in colors])
-  return table[np.where(best < 0, -1, best - layer.budget.shared)]
+def _rgb_table(layers: Sequence[Layer]) -> np.ndarray:
+  """RGB in [0, 1] by number of the head; the last, for -1, is grey."""
+  from matplotlib.colors import to_rgb
+
+  colors = [*head_colors(_most_heads(layers)), _MASKED]
+  return np.array([to_rgb(color) for color in colors])
 
 
 def _head_legend(figure: Any, layers: Sequence[Layer]) -> None:
-  """Names the colours, by place among a layer's routed heads."""
-  patch = import_extra("matplotlib.patches", _PURPOSE, "plot").Patch
-  count = max(layer.budget.routed for layer in layers)
-  if count > len(_PALETTE):
-    return
-  handles = [patch(color=color) for color in head_colors(count)]
-  labels = [f"routed head {place + 1}" for place in range(count)]
-  figure.legend(
-    handles, labels, loc="outside lower center", ncols=4, fontsize=7
-  )
+  """Names the colours of the heads that a layer routes, where all differ."""
+  from matplotlib.patches import Patch
 
-
-def _spread(count: int, most: int) -> list[int]:
-  """At most `most` of `count` places, evenly spread, with first and last."""
-  places = np.linspace(0, count - 1, min(count, most))
-  return sorted({round(place) for place in places.tolist()})
+  colors = head_colors(_most_heads(layers))
+  if len(colors) <= len(_PALETTE):
+    heads = sorted({head for layer in layers for head in layer.routed})
+    handles = [Patch(color=colors[n], label=f"head {n}") for n in heads]
+    where = {"loc": "outside lower center", "ncols": 4}
+    figure.legend(handles=handles, fontsize=7, **where)
 
 
 def _printable(name: str) -> str:
@@ -337,17 +305,8 @@ def _printable(name: str) -> str:
   return name.encode(errors="replace").decode()
 
 
-def _png(picture: Image.Image) -> bytes:
-  stream = io.BytesIO()
-  picture.save(stream, "png")
-  return stream.getvalue()
-
-
 def _panels(
-  count: int,
-  each: tuple[float, float],
-  around: tuple[float, float],
-  across: int = _PANELS,
+  count: int, each: tuple[float, float], around: tuple[float, float]
 ) -> tuple[Any, list[Any]]:
   """A figure of `count` panels, row by row, and their axes.
 
@@ -355,18 +314,12 @@ def _panels(
     count: at least 1.
     each: width and height of a panel, inches.
     around: what the figure has beside them.
-    across: panels of a row, at most.
   """
-  columns = min(across, count)
+  columns = min(_PANELS, count)
   lines = -(-count // columns)
   size = each[0] * columns + around[0], each[1] * lines + around[1]
-  figure = new_figure(figsize=size, layout="constrained")
+  figure = new_figure(figsize=size)
   axes = list(figure.subplots(lines, columns, squeeze=False).flat)
   for axis in axes[count:]:
     axis.set_axis_off()
   return figure, axes[:count]
-
-
-def new_figure(**options: Any) -> Any:
-  """An empty figure of matplotlib, with `options` of its `Figure`."""
-  return import_extra("matplotlib.figure", _PURPOSE, "plot").Figure(**options)

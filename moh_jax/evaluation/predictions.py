@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from moh_jax.evaluation.metrics import EvalStep, batch_sums
 from moh_jax.layers.router import count_examples
 from moh_jax.runtime import sharding
 
@@ -68,6 +69,32 @@ def predict_step(model: nn.Module) -> Callable[[Any, Any], dict[str, Any]]:
     }
 
   return step
+
+
+def accuracy_step(model: nn.Module) -> EvalStep:
+  """Jitted sums over one batch; padded examples (mask 0) count nothing.
+
+  Args:
+    model: maps images to (logits, aux).
+
+  Returns:
+    (params, batch) -> {name: [] float32 sum over the batch's examples}.
+  """
+  predict = predict_step(model)
+
+  @jax.jit
+  def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
+    found = predict(params, batch)
+    right = found["top"] == batch["label"][:, None]
+    return batch_sums(
+      batch["mask"],
+      loss=found["loss"],
+      accuracy=right[:, 0],
+      top5_accuracy=right.any(-1),
+      activated_share=found["activated_share"],
+    )
+
+  return eval_step
 
 
 def predict_all(

@@ -1,158 +1,424 @@
-"""One HTML page about a checkpoint, which needs no network and no server."""
+"""The report of a checkpoint: its pictures, and one HTML page with all of it.
+
+The page needs no network and no server.
+"""
 
 import base64
+import dataclasses
 import html
 import json
-from collections.abc import Mapping, Sequence
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from moh_jax import config as config_lib
+from moh_jax.config import Config, get_family
+from moh_jax.data.tokenizers import Tokenizer
+from moh_jax.evaluation import pictures
+from moh_jax.evaluation.head_stats import VALUES, HeadStats
+from moh_jax.evaluation.probe import Probe
+from moh_jax.evaluation.similarity import HeadSimilarity, mean_similarity
+from moh_jax.models.generation import image_grid
+from moh_jax.ops.routing import LOAD_SPLIT
+from moh_jax.runtime import sharding, steps
+from moh_jax.runtime.files import read_bytes, write_whole
+
+# Metrics whose curves the page has, those that the run recorded of them.
+_CURVES = (
+  *("loss", "task_loss", "accuracy", "bits_per_byte", "mse"),
+  *("balance_loss", "activated_share", "load_entropy", "lr"),
+)
+_NO_ROUTER = (
+  "This model is multi-head attention: it has no router, and every token uses "
+  "every head. There is no load to show."
+)
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
   max-width: 70rem; padding: 0 1rem; color: #222; background: #fff; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { border: 1px solid #ccc; padding: .15rem .5rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-table.sortable th { cursor: pointer; background: #f2f2f2; }
-th[aria-sort=ascending]::after { content: " \\25B2"; }
-th[aria-sort=descending]::after { content: " \\25BC"; }
 .scroll { max-height: 28rem; overflow: auto; }
-.warning { background: #fff3cd; border-left: 4px solid #b8860b;
-  padding: .4rem .8rem; margin: .5rem 0; }
+.warning { background: #fff3cd; padding: .4rem .8rem; }
 img { max-width: 100%; } pre { font-size: .8rem; overflow: auto; }
-.text span { padding: 1px 0; white-space: pre-wrap; }
-figure { display: inline-block; margin: .4rem; text-align: center;
-  font-size: .8rem; } figure img { width: 96px; image-rendering: pixelated; }
+p.text { white-space: pre-wrap; }
+figure { display: inline-block; margin: .4rem; font-size: .8rem; }
+figure img { width: 96px; image-rendering: pixelated; }
 """
+_MOST_METRICS, _MOST_PNG = 1 << 30, 1 << 26  # bytes that are read of a file
+_POINTS = 500  # of a curve; more are thinned out
+_SAMPLES, _COLUMNS = 8, 4
+_TOKENS = 200  # of a text that are coloured
+_ZOOM_TO = 256  # pixels that small samples are enlarged to, about
 
-# Sorts a table by the column whose header is clicked; numbers as numbers.
-_SCRIPT = """
-document.querySelectorAll("table.sortable").forEach(function (table) {
-  var heads = Array.from(table.tHead.rows[0].cells);
-  heads.forEach(function (head, column) {
-    head.addEventListener("click", function () {
-      var up = head.getAttribute("aria-sort") !== "ascending";
-      heads.forEach(function (other) { other.removeAttribute("aria-sort"); });
-      head.setAttribute("aria-sort", up ? "ascending" : "descending");
-      var body = table.tBodies[0], rows = Array.from(body.rows);
-      rows.sort(function (a, b) {
-        var x = a.cells[column].textContent, y = b.cells[column].textContent;
-        var numbers = x !== "" && y !== "" && !isNaN(x) && !isNaN(y);
-        var order = numbers ? x - y : x.localeCompare(y);
-        return up ? order : -order;
-      });
-      rows.forEach(function (row) { body.appendChild(row); });
-    });
-  });
-});
-document.querySelectorAll("select.layer").forEach(function (select) {
-  function show() {
-    var texts = JSON.parse(document.getElementById("routing").textContent);
-    var layer = texts.layers[select.value];
-    document.querySelectorAll("p.text").forEach(function (text, number) {
-      Array.from(text.children).forEach(function (token, place) {
-        var head = layer.heads[number][place];
-        token.style.background = head < 0 ? "" : layer.colors[head] + "99";
-        token.title = head < 0 ? "" : "head " + layer.names[head];
-      });
-    });
-  }
-  select.addEventListener("change", show);
-  show();
-});
-"""
+Points = list[tuple[int, Any]]
 
 
-def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-  """The whole page.
+@dataclasses.dataclass(frozen=True)
+class RunMetrics:
+  """The rows of metrics.jsonl; empty where there is no such file.
+
+  Attributes:
+    curves: for each metric its splits, each with pairs of step and value.
+    loads: for each layer pairs of the step and the loads of its routed heads.
+  """
+
+  curves: dict[str, dict[str, Points]]
+  loads: dict[str, Points]
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+  """What was found out about a checkpoint.
+
+  Attributes:
+    config: of the model.
+    checkpoint: its directory and step, as text.
+    where: the data that heads were measured on.
+    stats: of its heads.
+    importance: [layers, H], or None where nothing measures it.
+    metrics: of its run.
+    samples: HTML of examples.
+    tokenizer: of a language model, or None.
+    similarity: of the heads of this checkpoint, and of others to compare with,
+      by directory and step.
+  """
+
+  config: Config
+  checkpoint: str
+  where: str
+  stats: HeadStats
+  importance: np.ndarray | None
+  metrics: RunMetrics
+  samples: str
+  tokenizer: Tokenizer | None
+  similarity: Mapping[str, HeadSimilarity]
+
+
+def read_run_metrics(directory: str, last: int) -> RunMetrics:
+  """Reads the metrics beside a checkpoint.
+
+  Rows that are damaged, as a killed run may leave them, are left out.
 
   Args:
-    title: plain text.
-    sections: pairs of a heading, plain text, and its HTML; empty ones are left
-      out.
+    directory: the working directory of the run.
+    last: step of the checkpoint; later rows are left out.
+
+  Raises:
+    ValueError: the file is too large.
   """
-  parts = [
-    f"<section><h2>{html.escape(heading)}</h2>\n{body}</section>"
-    for heading, body in sections
-    if body
+  curves: dict[str, dict[str, Points]] = {}
+  loads: dict[str, Points] = {}
+  path = steps.workdir(directory) / "metrics.jsonl"
+  lines = read_bytes(path, _MOST_METRICS).splitlines() if path.exists() else ()
+  for line in lines:
+    try:
+      row = json.loads(line)
+      step, split = row.pop("step"), row.pop("split")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+      continue
+    if not isinstance(step, int) or step > last:
+      continue
+    for name, value in row.items():
+      if split != LOAD_SPLIT and _is_number(value):
+        points = curves.setdefault(name, {}).setdefault(str(split), [])
+        points.append((step, float(value)))
+      is_load = (
+        isinstance(value, list) and value and all(map(_is_number, value))
+      )
+      if split == LOAD_SPLIT and is_load:
+        points = loads.setdefault(name, [])
+        if not points or len(value) == len(points[0][1]):
+          points.append((step, value))
+  for parts in (loads, *curves.values()):
+    for name, points in parts.items():
+      stride = max(-(-len(points) // _POINTS), 1)
+      parts[name] = points[::-1][::stride][::-1]  # the last one is kept
+  return RunMetrics(curves, loads)
+
+
+def _is_number(value: object) -> bool:
+  """Whether a value is a number that a float can hold, so not NaN."""
+  return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def write_report(found: Findings, folder: pathlib.Path) -> None:
+  """Writes every picture as PNG and SVG, and report.html, to a folder."""
+  images = {}
+  for name, figure in _figures(found):
+    contents = {
+      form: pictures.encode(figure, form) for form in pictures.FORMATS
+    }
+    for form, content in contents.items():
+      write_whole(folder / f"{name}.{form}", content)
+    images[name] = _image(pictures.shrunk(contents["png"]), name)
+  # Names of classes and files may hold bytes that are not UTF-8.
+  page = _page(found, images).encode(errors="replace")
+  write_whole(folder / "report.html", page)
+
+
+def _figures(found: Findings) -> Iterator[tuple[str, Any]]:
+  stats = found.stats
+  if ours := found.similarity.get(found.checkpoint):
+    yield "similarity", pictures.similarity(ours.features)
+  curves = found.metrics.curves
+  if shown := {name: curves[name] for name in _CURVES if name in curves}:
+    yield "curves", pictures.curves(shown)
+  if loads := found.metrics.loads:
+    yield "load_over_steps", pictures.load_over_steps(loads, stats.layers)
+  if not any(layer.budget.top_k for layer in stats.layers):
+    return
+  label, *others = list(stats.groups)[1:]
+  for kind in (label, *others):
+    yield f"load_by_{kind}", pictures.load_by_group(stats, kind)
+  names = stats.groups[label].names
+  titles = [names[i] for i in stats.maps.label.tolist()]
+  if stats.layers[0].grid is None:
+    texts = token_texts(found.tokenizer, stats)
+    titles = [f"{t}: {''.join(x)[:60]!r}" for t, x in zip(titles, texts)]
+  shown = _pixels(found.config, stats.maps.inputs)
+  yield "routing_maps", pictures.routing_maps(stats, titles, shown)
+
+
+def _page(found: Findings, images: Mapping[str, str]) -> str:
+  config, stats = found.config, found.stats
+  warnings = stats.collapsed(config.log.collapse_entropy)
+  if not stats.layers:
+    warnings = [_NO_ROUTER]
+  budgets = [
+    (
+      *(name, budget.num_heads, budget.shared, budget.routed, budget.top_k),
+      f"{budget.share:.1%}",
+    )
+    for name, budget in config.model.layer_budgets().items()
   ]
+  header = ("layer", "heads", "shared", "routed", "top_k", "active")
+  similarity = similarity_rows(found.similarity)
+  sections = {
+    "Warnings": "".join(
+      f'<p class="warning">{html.escape(text)}</p>' for text in warnings
+    ),
+    "Head budget": f"<p>Activated share of all heads: "
+    f"{config.model.activated_share:.1%}</p>{_table(header, budgets)}",
+    "Curves": images.get("curves", ""),
+    f"Load of heads on {found.where}": "".join(
+      image for name, image in images.items() if name.startswith("load_by_")
+    ),
+    "Load over the training": images.get("load_over_steps", ""),
+    "Every head": _heads(found),
+    "Similarity of heads": similarity
+    and "<p>Mean cosine between different heads of a layer, of their attention "
+    "weights and of what they add to the tokens.</p>"
+    + _table(similarity[0], similarity[1:])
+    + images["similarity"],
+    "Which head each token chose": images.get("routing_maps", ""),
+    "Samples": found.samples,
+    f"Config ({config.model.family})": _preformatted(
+      json.dumps(config_lib.to_dict(config), indent=1)
+    ),
+  }
+  title = html.escape(found.checkpoint)
+  parts = "\n".join(
+    f"<section><h2>{html.escape(heading)}</h2>\n{body}</section>"
+    for heading, body in sections.items()
+    if body
+  )
   return (
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-    f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style></head>\n"
-    f"<body><h1>{html.escape(title)}</h1>\n"
-    + "\n".join(parts)
-    + f"\n<script>{_SCRIPT}</script>\n</body></html>\n"
+    f"<title>{title}</title>\n<style>{_STYLE}</style></head>\n"
+    f"<body><h1>{title}</h1>\n{parts}\n</body></html>\n"
   )
 
 
-def table(
-  header: Sequence[str], rows: Sequence[Sequence[Any]], sortable: bool = False
+def similarity_rows(similarity: Mapping[str, HeadSimilarity]) -> list[tuple]:
+  """A header, and a row for each layer: means over pairs of heads."""
+  layers = dict.fromkeys(n for one in similarity.values() for n in one.features)
+  kinds = ("patterns", "features")
+  header = [f"{kind}, {name}" for name in similarity for kind in kinds]
+  rows: list[tuple] = [("layer", *header)] if layers else []
+  for layer in layers:
+    found = [
+      getattr(one, kind).get(layer)
+      for one in similarity.values()
+      for kind in kinds
+    ]
+    cells = ["" if x is None else f"{mean_similarity(x):.3f}" for x in found]
+    rows.append((layer, *cells))
+  return rows
+
+
+def _heads(found: Findings) -> str:
+  """A table with a row for each head."""
+  stats, importance = found.stats, found.importance
+  rows: list[tuple[Any, ...]] = []
+  groups = stats.groups["all"]
+  for place, layer in enumerate(stats.layers):
+    for head, number in enumerate(layer.order):
+      kind = "shared" if head < layer.budget.shared else "routed"
+      values = [float(getattr(groups, v)[place][0, head]) for v in VALUES]
+      worth = [] if importance is None else [float(importance[place, number])]
+      rows.append((layer.name, number, kind, *values, *worth))
+  if not stats.layers and importance is not None:
+    rows = [
+      (f"layer {place}", head, "always on", float(importance[place, head]))
+      for place, head in np.ndindex(importance.shape)
+    ]
+  measured = VALUES if stats.layers else ()
+  worth = () if importance is None else ("importance",)
+  return rows and _table(("layer", "head", "kind", *measured, *worth), rows)
+
+
+def _pixels(config: Config, inputs: np.ndarray) -> np.ndarray | None:
+  """Images [M, X, Y, channels] uint8 from what the network read.
+
+  None for texts, and for latents, which only their autoencoder can show.
+  """
+  data = config.data
+  if getattr(data, "mean", None) is None:
+    return None
+  values = (inputs * np.float32(data.std) + np.float32(data.mean)) * 255
+  return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+
+
+def token_texts(
+  tokenizer: Tokenizer | None, stats: HeadStats
+) -> list[list[str]]:
+  """The text of every token of the kept examples; its number without tokenizer.
+
+  Padding is left out.
+  """
+  inputs = stats.maps.inputs
+  is_real = np.broadcast_to(stats.maps.counted, inputs.shape)
+  return [
+    [tokenizer.decode([t]) if tokenizer else f"{t} " for t in tokens.tolist()]
+    for tokens in (row[real] for row, real in zip(inputs, is_real))
+  ]
+
+
+def samples(
+  config: Config,
+  params: Any,
+  probe: Probe,
+  stats: HeadStats,
+  names: Sequence[str],
+  tokenizer: Tokenizer | None,
+  mesh: Mesh,
+  *,
+  preview: bytes | None = None,
+  generate: Callable[[int], np.ndarray] | None = None,
 ) -> str:
-  """A table of plain text and numbers; a click on a header may sort it."""
+  """HTML of images with their classes, a generated grid, or coloured text.
+
+  Args:
+    config: of the model.
+    params: its parameters.
+    probe: of the family.
+    stats: with the examples that are shown.
+    names: of the labels.
+    tokenizer: of a language model, or None.
+    mesh: the devices.
+    preview: PNG file of samples that the run drew, see `run_preview`.
+    generate: of a diffusion model, number -> images uint8.
+  """
+  family = get_family(config.model.family)
+  if config.model.READS_TEXT:
+    return _texts(stats, names, tokenizer)
+  if "sample" in family.commands:
+    return _generated(config, preview, generate)
+  shown = _pixels(config, stats.maps.inputs)
+  if shown is None or "classify" not in family.commands:
+    return ""
+
+  @jax.jit
+  def probabilities(params: Any, batch: Any) -> jax.Array:
+    return jax.nn.softmax(probe.apply(params, batch)[0])
+
+  images = sharding.pad_to_shards(stats.maps.inputs, mesh)
+  batch = {probe.shown: sharding.put_batch(images, mesh)}
+  found = sharding.gather(probabilities(params, batch), mesh)
+  figures = []
+  for image, row, label in zip(shown, found, stats.maps.label.tolist()):
+    best = int(row.argmax())
+    text = f"{names[label]}: taken for {names[best]}, {row[best]:.0%}"
+    picture = _image(pictures.png_of_pixels(image), text)
+    caption = f"<figcaption>{html.escape(text)}</figcaption>"
+    figures.append(f"<figure>{picture}{caption}</figure>")
+  return "".join(figures)
+
+
+def run_preview(directory: str, last: int) -> bytes | None:
+  """The newest picture that a run drew up to a step; None without any."""
+  folder = steps.workdir(directory) / "samples"
+  own = [
+    file
+    for file in sorted(folder.glob("*.png"))
+    if file.stem.isdecimal() and int(file.stem) <= last
+  ]
+  return read_bytes(own[-1], _MOST_PNG) if own else None
+
+
+def _generated(
+  config: Config,
+  preview: bytes | None,
+  generate: Callable[[int], np.ndarray] | None,
+) -> str:
+  if preview is not None:
+    return _image(pictures.shrunk(preview), "samples of the run")
+  if config.diffusion.space != "pixel":
+    return "<p>Latents need their autoencoder to be shown: see `sample`.</p>"
+  grid = image_grid(generate(_SAMPLES), columns=_COLUMNS)
+  zoom = max(1, _ZOOM_TO // grid.shape[0])
+  grid = grid.repeat(zoom, axis=0).repeat(zoom, axis=1)
+  png = pictures.shrunk(pictures.png_of_pixels(grid))
+  return _image(png, "generated samples")
+
+
+def _texts(
+  stats: HeadStats, names: Sequence[str], tokenizer: Tokenizer | None
+) -> str:
+  """The beginnings of texts, for each layer coloured by the tokens' heads."""
+  texts = [text[:_TOKENS] for text in token_texts(tokenizer, stats)]
+  if not stats.layers:
+    return "".join(_preformatted("".join(text)) for text in texts)
+  is_real = np.broadcast_to(stats.maps.counted, stats.maps.inputs.shape)
+  tasks = ", ".join(dict.fromkeys(names[i] for i in stats.maps.label.tolist()))
+  parts = [_preformatted(tasks)]
+  for layer, best in zip(stats.layers, stats.maps.best):
+    colors = pictures.head_colors(layer.budget.num_heads)
+    parts.append(f"<details><summary>{html.escape(layer.name)}</summary>")
+    for tokens, heads, real in zip(texts, best, is_real):
+      spans = [
+        f'<span title="head {head}" style="background:{colors[head]}99">'
+        f"{html.escape(token)}</span>"
+        if head >= 0
+        else html.escape(token)
+        for token, head in zip(tokens, heads[real].tolist())
+      ]
+      parts.append(f'<p class="text">{"".join(spans)}</p>')
+    parts.append("</details>")
+  return "\n".join(parts)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+  """A table of plain text and numbers."""
 
   def line(cells: Sequence[Any], tag: str) -> str:
-    inner = "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells)
+    texts = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells)
+    inner = "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
     return f"<tr>{inner}</tr>"
 
   body = "\n".join(line(row, "td") for row in rows)
-  kind = ' class="sortable"' if sortable else ""
-  return (
-    f'<div class="scroll"><table{kind}><thead>{line(header, "th")}</thead>'
-    f"<tbody>{body}</tbody></table></div>"
-  )
+  return f'<div class="scroll"><table>{line(header, "th")}{body}</table></div>'
 
 
-def image(png: bytes, alt: str) -> str:
-  """A picture inside the page."""
+def _image(png: bytes, alt: str) -> str:
   data = base64.b64encode(png).decode()
   return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
 
 
-def captioned(png: bytes, caption: str) -> str:
-  """A small picture with a line under it."""
-  return (
-    f"<figure>{image(png, caption)}<figcaption>{html.escape(caption)}"
-    "</figcaption></figure>"
-  )
-
-
-def warning(text: str) -> str:
-  """A line that must not be overlooked."""
-  return f'<p class="warning">{html.escape(text)}</p>'
-
-
-def preformatted(text: str) -> str:
-  """Text as it stands."""
+def _preformatted(text: str) -> str:
   return f"<pre>{html.escape(text)}</pre>"
-
-
-def colored_texts(
-  texts: Sequence[Sequence[str]], layers: Mapping[str, Mapping[str, Any]]
-) -> str:
-  """Texts whose tokens have the colour of their head, in a layer of choice.
-
-  Args:
-    texts: tokens of each text.
-    layers: by name "heads" (for each text a number for each token, -1 where it
-      has none), "colors" and "names" by that number.
-  """
-  options = "".join(f"<option>{html.escape(name)}</option>" for name in layers)
-  paragraphs = "\n".join(
-    '<p class="text">'
-    + "".join(f"<span>{html.escape(token)}</span>" for token in tokens)
-    + "</p>"
-    for tokens in texts
-  )
-  # "<" would end the element where a text has "</script>".
-  data = json.dumps({"layers": layers}).replace("<", "\\u003c")
-  return (
-    f'<label>Layer <select class="layer">{options}</select></label>\n'
-    f"{paragraphs}\n"
-    f'<script type="application/json" id="routing">{data}</script>'
-  )
-
-
-def _text(cell: Any) -> str:
-  if isinstance(cell, float):
-    return f"{cell:.4g}"
-  return html.escape(str(cell))

@@ -3,7 +3,10 @@
 The paper's Table B (arXiv:2410.11842) in kind: heads that specialise attend to
 other tokens and add other features than their neighbours. Every head is
 computed for every token, whatever a router chose, so models with and without a
-router are measured alike.
+router are measured alike. Layers know nothing of it: calls are intercepted.
+
+Shapes: B batch, N queries, M keys, H query heads, K key/value heads, D head
+dim, C width.
 """
 
 import dataclasses
@@ -11,18 +14,21 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from moh_jax.config import Config
-from moh_jax.evaluation.head_stats import recorded_layers
-from moh_jax.evaluation.probe import Batch, Probe
-from moh_jax.ops.head_similarity import SIMILARITY
+from moh_jax.evaluation.probe import Batch, Probe, on_host, recorded_layers
+from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
+from moh_jax.layers.heads import HeadMix
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.runtime import sharding
 
 _BATCHES = 8  # batches that are measured at most
+_EXACT = jax.lax.Precision.HIGHEST
 _TOKENS = 256  # tokens of a text that are read at most: logits are their square
 
 
@@ -57,10 +63,9 @@ def head_similarity(
   """
 
   def step(params: Any, batch: Batch) -> tuple[Any, jax.Array]:
-    _, recorded = probe.apply(params, batch, mutable=[SIMILARITY])
-    counted = batch["mask"][:, None]
-    if probe.token_mask is not None:
-      counted = counted * probe.token_mask(batch)
+    with nn.intercept_methods(_capture):
+      _, recorded = probe.apply(params, batch, mutable=["intermediates"])
+    counted = probe.counted(batch)
 
     def total(cosines: jax.Array) -> jax.Array:  # [L, B, N, H, H]
       weights = jnp.broadcast_to(counted, cosines.shape[1:3])
@@ -69,7 +74,8 @@ def head_similarity(
 
     sums = {
       name: [
-        total(stack) for stack in recorded_layers(recorded[SIMILARITY], name, 4)
+        total(stack)
+        for stack in recorded_layers(recorded["intermediates"], name, 4)
       ]
       for name in ("patterns", "features")
     }
@@ -82,24 +88,17 @@ def head_similarity(
       batch = {
         n: x[:, :_TOKENS] if x.ndim == 2 else x for n, x in batch.items()
       }
-    part, count = jax.tree.map(
-      lambda x: np.asarray(x.addressable_data(0), np.float64),
-      jitted(params, batch),
-    )
+    part, count = jax.tree.map(on_host, jitted(params, batch))
     sums = part if sums is None else jax.tree.map(np.add, sums, part)
     examples += count
   if not examples:
     raise ValueError("there is no example to compare heads on")
   names = config.model.layer_budgets()
-  return HeadSimilarity(
-    **{
-      kind: {
-        name: layer / examples
-        for name, layer in zip(names, itertools.chain(*stacks))
-      }
-      for kind, stacks in sums.items()
-    }
-  )
+  means = {
+    kind: dict(zip(names, (x / examples for x in itertools.chain(*stacks))))
+    for kind, stacks in sums.items()
+  }
+  return HeadSimilarity(**means)
 
 
 def mean_similarity(cosines: np.ndarray) -> float:
@@ -107,3 +106,100 @@ def mean_similarity(cosines: np.ndarray) -> float:
   heads = len(cosines)
   pairs = heads * (heads - 1)
   return float((cosines.sum() - np.trace(cosines)) / pairs if pairs else np.nan)
+
+
+def _capture(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
+  """Has a layer compute every head, and records how alike its heads are."""
+  layer = context.module
+  if isinstance(layer, HeadMix) and context.method_name == "__call__":
+    layer.sow("intermediates", "features", _features(layer, args[0]))
+  elif context.method_name == "attend":
+    patterns = _patterns(layer, *args, **kwargs)
+    layer.sow("intermediates", "patterns", patterns)
+    if "active" in kwargs:
+      kwargs = kwargs | {"active": None}  # every head, whatever tokens chose
+  return call(*args, **kwargs)
+
+
+def _features(layer: HeadMix, heads: jax.Array) -> jax.Array:
+  """Cosines of what every two heads add, in the order of the layer."""
+  kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
+  kernel = jnp.moveaxis(kernel, 0, -1) if layer.output_major else kernel
+  if layer.layout is not None:
+    heads = heads[..., : layer.layout.dim].swapaxes(2, 3)
+    heads = layer.layout.undealt(heads).swapaxes(2, 3)
+  return feature_cosines(heads, kernel)
+
+
+def _patterns(layer: nn.Module, *args: Any, **kwargs: Any) -> jax.Array:
+  """Cosines of a layer's attention weights, in the order of the layer."""
+  if isinstance(layer, AggregatedAttention):
+    near, pooled, total = args[0]
+    pooled = pooled.swapaxes(1, 2) / total[..., None]
+    return cosines(jnp.concatenate([near, pooled], axis=-1))
+  q, k, _, given = args
+  if isinstance(layer, FullAttention):
+    return pattern_cosines(q, k, visible=Visible(), scale=1.0, bias=given)
+  visible, layout = kwargs["visible"], given
+  found = pattern_cosines(q, k, visible=visible, scale=layout.dim**-0.5)
+  for _ in range(2):  # rows, then columns
+    found = layout.undealt(found).swapaxes(2, 3)
+  return found
+
+
+def pattern_cosines(
+  q: jax.Array,
+  k: jax.Array,
+  *,
+  visible: Visible,
+  scale: float,
+  bias: jax.Array | None = None,
+) -> jax.Array:
+  """Cosines of the attention weights of every two heads, at every query.
+
+  Args:
+    q: [B, N, H, D].
+    k: [B, M, K, D].
+    visible: which keys a query sees.
+    scale: factor of the logits.
+    bias: [H, N, M] added to the scaled logits, or None.
+
+  Returns:
+    [B, N, H, H] float32; 0 for a query that sees no key.
+  """
+  q, k = (x.astype(jnp.float32) for x in (q, k))
+  k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+  logits = jnp.einsum("bnhd,bmhd->bhnm", q, k, precision=_EXACT) * scale
+  if bias is not None:
+    logits = logits + bias[None]
+  mask = visible.mask(q.shape[1], k.shape[1])
+  if mask is not None:
+    logits = jnp.where(mask, logits, -jnp.inf)
+  highest = logits.max(-1, keepdims=True)
+  weights = jnp.exp(logits - jnp.where(jnp.isfinite(highest), highest, 0.0))
+  return cosines(weights.swapaxes(1, 2))
+
+
+def feature_cosines(heads: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Cosines of what every two heads add to each token.
+
+  Outputs of two heads have no coordinates in common before the output
+  projection, so they are compared behind it.
+
+  Args:
+    heads: [B, N, H, D] outputs of the heads, without gates.
+    kernel: [H, D, C] of the output projection.
+
+  Returns:
+    [B, N, H, H] float32.
+  """
+  heads, kernel = (x.astype(jnp.float32) for x in (heads, kernel))
+  added = jnp.einsum("bnhd,hdc->bnhc", heads, kernel, precision=_EXACT)
+  return cosines(added)
+
+
+def cosines(vectors: jax.Array) -> jax.Array:
+  """Cosines [B, N, H, H] of vectors [B, N, H, X]; those of a zero are 0."""
+  norms = jnp.sqrt(jnp.square(vectors).sum(-1, keepdims=True))
+  unit = vectors / jnp.where(norms > 0, norms, 1.0)
+  return jnp.einsum("bnhx,bnix->bnhi", unit, unit, precision=_EXACT)

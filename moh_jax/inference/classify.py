@@ -1,6 +1,7 @@
 """Class probabilities of images, from files or from memory."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -33,118 +34,99 @@ class Prediction:
   probability: float
 
 
-class Classifier:
-  """Predicts the classes of images.
+def classify(
+  model: nn.Module,
+  params: Any,
+  config: Config,
+  images: Sequence[ImageLike] | np.ndarray,
+  *,
+  class_names: Sequence[str] = (),
+  top: int = 5,
+  batch_size: int = 32,
+) -> list[list[Prediction]]:
+  """Classifies images; all are read and checked before the model runs.
 
   Images go through the transforms of the run's evaluation: channels, size and
-  normalization are the config's. The network is compiled at the first call.
+  normalization are the config's.
+
+  Args:
+    model: maps images [B, X, Y, channels] to (logits [B, classes], aux).
+    params: its parameters.
+    config: the run.
+    images: paths, Pillow images or uint8 arrays [X, Y] or [X, Y, 1] (grey)
+      or [X, Y, 3] (RGB), mixed at will and of any size, which are converted
+      to the model's channels; or one uint8 array [B, X, Y, channels].
+    class_names: of the outputs; () names them by their index.
+    top: classes per image, most probable first.
+    batch_size: images at a time. Fewer are filled up to a power of two, so
+      that few numbers of images need a compilation of their own.
+
+  Returns:
+    Per image, its `top` predictions (fewer if the model has fewer classes).
+
+  Raises:
+    FileNotFoundError: a file does not exist.
+    ValueError: the model classifies no images, a file is no image or a damaged
+      one, an array is not uint8 or no such picture, or an argument is out of
+      range.
   """
-
-  def __init__(
-    self,
-    model: nn.Module,
-    params: Any,
-    config: Config,
-    class_names: Sequence[str] = (),
-  ):
-    """Takes a trained model.
-
-    Args:
-      model: maps images [B, X, Y, channels] to (logits [B, classes], aux).
-      params: its parameters.
-      config: the run.
-      class_names: of the outputs; () names them by their index.
-
-    Raises:
-      ValueError: the model classifies no images.
-    """
-    check_command(config.model, "classify", "the checkpoint")
-    self._params, self._config, self._names = params, config, class_names
-    # A few images need no faster resizing, nor the library of "fast".
-    data = dataclasses.replace(config.data, decode="exact")
-    self._transforms = eval_transforms(data, config.model)
-
-    @jax.jit
-    def probabilities(params: Any, images: jax.Array) -> jax.Array:
-      logits, _ = model.apply({"params": params}, images)
-      return jax.nn.softmax(logits)
-
-    self._probabilities = probabilities
-
-  def predict(
-    self,
-    images: Sequence[ImageLike] | np.ndarray,
-    *,
-    top: int = 5,
-    batch_size: int = 32,
-  ) -> list[list[Prediction]]:
-    """Classifies images; all are read and checked before the model runs.
-
-    Args:
-      images: paths, Pillow images or uint8 arrays [X, Y] or [X, Y, 1] (grey)
-        or [X, Y, 3] (RGB), mixed at will and of any size, which are converted
-        to the model's channels; or one uint8 array [B, X, Y, channels].
-      top: classes per image, most probable first.
-      batch_size: images at a time. Fewer are filled up to a power of two, so
-        that few numbers of images need a compilation of their own.
-
-    Returns:
-      Per image, its `top` predictions (fewer if the model has fewer classes).
-
-    Raises:
-      FileNotFoundError: a file does not exist.
-      ValueError: a file is no image or a damaged one, an array is not uint8 or
-        no such picture, or an argument is out of range.
-    """
-    for name, value in (("top", top), ("batch_size", batch_size)):
-      if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-    if isinstance(images, ImageLike) and np.ndim(images) != 4:
-      raise ValueError(
-        f"images must be a list of images, not one {type(images).__name__}"
-      )
-    ready = [self._prepare(i, image) for i, image in enumerate(images)]
-    rows: list[np.ndarray] = []
-    size = min(batch_size, 1 << max(0, len(ready) - 1).bit_length())
-    for start in range(0, len(ready), size):
-      part = ready[start : start + size]
-      batch = np.stack(part + part[:1] * (size - len(part)))
-      rows += list(np.asarray(self._probabilities(self._params, batch)))
-    return [self._best(row, top) for row in rows[: len(ready)]]
-
-  def _prepare(self, index: int, image: ImageLike) -> np.ndarray:
-    """The input of the network, [X, Y, channels] float32."""
-    channels = self._config.model.channels
-    if isinstance(image, str | os.PathLike):
-      pixels = read_image(image, channels)
-    elif isinstance(image, Image.Image):
-      pixels = to_pixels(image, channels)
-    else:
-      pixels = np.asarray(image)
-      if pixels.dtype != np.uint8:
-        raise ValueError(
-          f"image {index} has dtype {pixels.dtype}, must be uint8 in [0, 255]: "
-          "normalization is done here"
-        )
-      if pixels.ndim == 2:
-        pixels = pixels[..., None]
-      if pixels.ndim != 3 or pixels.shape[-1] not in (1, 3, channels):
-        raise ValueError(
-          f"image {index} has shape {pixels.shape}, must be [X, Y, {channels}] "
-          "or a picture, [X, Y] or [X, Y, 1] in grey, [X, Y, 3] in RGB"
-        )
-      if pixels.shape[-1] != channels:
-        pixels = to_pixels(to_picture(pixels), channels)
-    example = {"image": pixels}
-    for transform in self._transforms:
+  check_command(config.model, "classify", "the checkpoint")
+  for name, value in (("top", top), ("batch_size", batch_size)):
+    if value < 1:
+      raise ValueError(f"{name}={value} must be at least 1")
+  if isinstance(images, ImageLike) and np.ndim(images) != 4:
+    raise ValueError(
+      f"images must be a list of images, not one {type(images).__name__}"
+    )
+  # A few images need no faster resizing, nor the library of "fast".
+  data = dataclasses.replace(config.data, decode="exact")
+  transforms = eval_transforms(data, config.model)
+  ready = []
+  for index, image in enumerate(images):
+    example = {"image": _pixels(index, image, config.model.channels)}
+    for transform in transforms:
       example = transform.map(example)
-    return example["image"]
-
-  def _best(self, row: np.ndarray, top: int) -> list[Prediction]:
-    order = np.argsort(-row, kind="stable")[:top]
-    return [
-      Prediction(
-        int(i), self._names[i] if self._names else str(i), float(row[i])
-      )
-      for i in order
+    ready.append(example["image"])
+  rows: list[np.ndarray] = []
+  size = min(batch_size, 1 << max(0, len(ready) - 1).bit_length())
+  for start in range(0, len(ready), size):
+    part = ready[start : start + size]
+    batch = np.stack(part + part[:1] * (size - len(part)))
+    rows += list(np.asarray(_probabilities(model, params, batch)))
+  names = class_names or [str(i) for i in range(config.model.num_classes)]
+  return [
+    [
+      Prediction(int(i), names[i], float(row[i]))
+      for i in np.argsort(-row, kind="stable")[:top]
     ]
+    for row in rows[: len(ready)]
+  ]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _probabilities(model: nn.Module, params: Any, images: Any) -> jax.Array:
+  return jax.nn.softmax(model.apply({"params": params}, images)[0])
+
+
+def _pixels(index: int, image: ImageLike, channels: int) -> np.ndarray:
+  """An image as [X, Y, channels] uint8."""
+  if isinstance(image, str | os.PathLike):
+    return read_image(image, channels)
+  if isinstance(image, Image.Image):
+    return to_pixels(image, channels)
+  pixels = np.asarray(image)
+  if pixels.dtype != np.uint8:
+    raise ValueError(
+      f"image {index} has dtype {pixels.dtype}, must be uint8 in [0, 255]: "
+      "normalization is done here"
+    )
+  if pixels.ndim == 2:
+    pixels = pixels[..., None]
+  if pixels.ndim != 3 or pixels.shape[-1] not in (1, 3, channels):
+    raise ValueError(
+      f"image {index} has shape {pixels.shape}, must be [X, Y, {channels}] "
+      "or a picture, [X, Y] or [X, Y, 1] in grey, [X, Y, 3] in RGB"
+    )
+  if pixels.shape[-1] != channels:
+    return to_pixels(to_picture(pixels), channels)
+  return pixels

@@ -1,4 +1,4 @@
-"""The jitted parts of text generation: reading prompts, choosing tokens."""
+"""What text generation computes: prompts read, tokens chosen, their text."""
 
 import dataclasses
 import functools
@@ -13,8 +13,7 @@ from moh_jax.config import LLMConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.data.tokenizers import StreamDecoder, Tokenizer
 from moh_jax.layers.partitioning import constrain
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_output import unrolled_logits
+from moh_jax.models.llm import LLM, unrolled_logits
 from moh_jax.ops.cache import Slots
 
 _MIN_TEMPERATURE = 1e-6  # lower ones are raised to it: it gives the best token
@@ -106,22 +105,31 @@ def make_decode(model: LLM, stop_ids: tuple[int, ...], span: int) -> Any:
     def one(carry):
       step, state, tokens, log_probs = carry
       keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, first + step)
+      options = {n: numbers[n] for n in ("temperature", "top_k", "top_p")}
       chosen, log_prob = choose_tokens(
-        state.logits,
-        keys,
-        temperature=numbers["temperature"],
-        top_k=numbers["top_k"],
-        top_p=numbers["top_p"],
-        greedy=greedy,
-        cut=cut,
+        state.logits, keys, greedy=greedy, cut=cut, **options
       )
-      written = jnp.where(state.finished, NO_TOKEN, chosen)
-      tokens = tokens.at[:, step].set(written)
+      tokens = tokens.at[:, step].set(
+        jnp.where(state.finished, NO_TOKEN, chosen)
+      )
       log_probs = log_probs.at[:, step].set(log_prob)
       ended = (chosen[:, None] == stops[None]).any(-1)
-      finished = state.finished | ended
-      state = _read_token(model, params, state, chosen)
-      state = dataclasses.replace(state, finished=finished)
+      x, _, cache = model.apply(
+        {"params": params},
+        chosen[:, None],
+        state.cache,
+        Slots(state.slot, state.padding),
+        positions=(state.slot - state.padding)[:, None],
+        with_logits=False,
+        method="extend",
+      )
+      state = dataclasses.replace(
+        state,
+        cache=cache,
+        slot=state.slot + 1,
+        logits=_next_logits(params, model.config, x),
+        finished=state.finished | ended,
+      )
       return step + 1, state, tokens, log_probs
 
     def unfinished(carry):
@@ -158,27 +166,6 @@ def span_numbers(
     "top_k": np.int32(sampling.top_k),
     "top_p": np.float32(sampling.top_p),
   }
-
-
-def _read_token(
-  model: LLM, params: Any, state: Decoding, tokens: jax.Array
-) -> Decoding:
-  """Puts [B] tokens into the cache and predicts the next ones."""
-  x, _, cache = model.apply(
-    {"params": params},
-    tokens[:, None],
-    state.cache,
-    Slots(state.slot, state.padding),
-    positions=(state.slot - state.padding)[:, None],
-    with_logits=False,
-    method="extend",
-  )
-  return dataclasses.replace(
-    state,
-    cache=cache,
-    slot=state.slot + 1,
-    logits=_next_logits(params, model.config, x),
-  )
 
 
 def _next_logits(params: Any, config: LLMConfig, x: jax.Array) -> jax.Array:

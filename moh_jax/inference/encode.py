@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 
 from moh_jax.config import MeshConfig
 from moh_jax.config.dit import EncodeOptions, LatentScaling, VAEConfig
+from moh_jax.data.image_folders import EncodedSource
 from moh_jax.data.latents import KIND, encode_moments
 from moh_jax.data.shard_writer import OpenShard, ShardSetWriter
-from moh_jax.data.sources import CheckedSource, EncodedSource
+from moh_jax.data.sources import CheckedSource
 from moh_jax.data.transforms import center_crop
-from moh_jax.models.vae import VAE
-from moh_jax.models.weights_hash import encoder_sha256, weights_sha256
+from moh_jax.models.vae import VAE, encoder_sha256, weights_sha256
 from moh_jax.runtime import sharding
 
 
@@ -120,9 +120,33 @@ def encode_latents(
   sharding.check_batch("batch_size", options.batch_size, mesh)
   index, count = process or (jax.process_index(), jax.process_count())
   mine = range(index, writer.num_shards, count)
-  with sharding.use_mesh(mesh):
-    encoder = _Encoder(VAE(config), params, mesh, options.batch_size)
-    _write_shards(encoder, source, writer, options, mine, progress)
+  todo = [shard for shard in writer.todo() if shard in mine]
+  left, total = (
+    sum(len(writer.items(s)) for s in part) for part in (todo, mine)
+  )
+  bar = tqdm.tqdm(
+    total=total,
+    initial=total - left,
+    unit="image",
+    disable=not progress or None,
+  )
+  encode = _make_encode(VAE(config), params, mesh, options.batch_size)
+  places = itertools.chain.from_iterable(map(writer.items, todo))
+  images = _read_images(source, list(places), options)
+  with bar, sharding.use_mesh(mesh):
+    for shard in todo:
+      of_shard = itertools.islice(images, len(writer.items(shard)))
+      with writer.open(shard) as target:
+        previous: tuple = ((), ())  # added while the devices encode the next
+        while batch := list(itertools.islice(of_shard, options.batch_size)):
+          for bad in (image for image in batch if image.problem):
+            target.skip(bad.name, "unreadable", f": {bad.problem}")
+          good = [image for image in batch if not image.problem]
+          encoded = (good, encode(good)) if good else ((), ())
+          _add(target, *previous)
+          previous = encoded
+          bar.update(len(batch))
+        _add(target, *previous)
   return None if writer.todo() else writer.finish()
 
 
@@ -136,102 +160,65 @@ class _Image:
   problem: str = ""
 
 
-class _Encoder:
-  """The compiled autoencoder, over all devices of a mesh."""
-
-  def __init__(self, autoencoder: VAE, params: Any, mesh: Mesh, batch: int):
-    self.batch = batch
-    self._mesh = mesh
-    self._params = jax.device_put(params, sharding.replicated(mesh))
-
-    @jax.jit
-    def encode(params: Any, images: jax.Array) -> jax.Array:
-      x = images.astype(jnp.float32) / 127.5 - 1
-      moments = [
-        jnp.stack(
-          autoencoder.apply({"params": params}, view, method="encode"), 1
-        )
-        for view in (x, x[:, :, ::-1])
-      ]
-      return jnp.stack(moments, 1).astype(jnp.float32)
-
-    self._encode = encode
-
-  def __call__(self, images: list[_Image]) -> jax.Array:
-    """At most `batch` images -> [batch, 2, 2, x, y, channels] float32."""
-    pixels = np.stack([image.pixels for image in images])
-    padding = [(0, self.batch - len(images)), *((0, 0),) * 3]
-    pixels = np.pad(pixels, padding)  # one size, one compilation
-    return self._encode(self._params, sharding.shard_batch(pixels, self._mesh))
-
-
-def _write_shards(
-  encoder: _Encoder,
-  source: EncodedSource,
-  writer: ShardSetWriter,
-  options: EncodeOptions,
-  mine: range,
-  progress: bool,
-):
-  """Encodes those of this process's shards that are not done."""
-  todo = [shard for shard in writer.todo() if shard in mine]
-  left = sum(len(writer.items(shard)) for shard in todo)
-  total = sum(len(writer.items(shard)) for shard in mine)
+def _read_images(
+  source: EncodedSource, places: list[int], options: EncodeOptions
+) -> Iterator[_Image]:
+  """Reads images ahead of their use."""
   size = (options.image_size,) * 2
   checked = CheckedSource(source, skip=False, smallest=size)
 
-  def read(index: int) -> _Image:
+  def read(place: int) -> _Image:
+    name = source.name(place)
     try:
-      example = checked[index]
+      example = checked[place]
     except (ValueError, FileNotFoundError) as error:
-      if options.bad_images == "raise" and isinstance(error, ValueError):
-        raise ValueError(
-          f"{error}; --bad-images skip leaves out what cannot be used"
-        ) from error
-      if options.bad_images == "raise":
+      if options.bad_images == "skip":
+        return _Image(name, problem=str(error))
+      if isinstance(error, FileNotFoundError):
         raise
-      return _Image(source.name(index), problem=str(error))
-    pixels = center_crop(example["image"], size)
-    return _Image(source.name(index), int(example["label"]), pixels)
+      raise ValueError(
+        f"{error}; --bad-images skip leaves out what cannot be used"
+      ) from error
+    return _Image(
+      name, int(example["label"]), center_crop(example["image"], size)
+    )
 
-  bar = tqdm.tqdm(
-    total=total,
-    initial=total - left,
-    unit="image",
-    disable=not progress or None,
-  )
-  indices = list(itertools.chain.from_iterable(map(writer.items, todo)))
   ahead = grain.ReadOptions(
     num_threads=options.threads, prefetch_buffer_size=2 * options.batch_size
   )
-  dataset = grain.MapDataset.source(indices).map(read)
-  images = iter(dataset.to_iter_dataset(ahead))
-  with bar:
-    for shard in todo:
-      of_shard = itertools.islice(images, len(writer.items(shard)))
-      with writer.open(shard) as target:
-        _write_shard(encoder, of_shard, target, bar)
+  dataset = grain.MapDataset.source(places).map(read)
+  return iter(dataset.to_iter_dataset(ahead))
 
 
-def _write_shard(
-  encoder: _Encoder, images: Iterator[_Image], target: OpenShard, bar: tqdm.tqdm
-):
-  """Encodes one shard; the devices work while the last batch is written."""
-  previous = None
-  while batch := list(itertools.islice(images, encoder.batch)):
-    for bad in (image for image in batch if image.problem):
-      target.skip(bad.name, "unreadable", f": {bad.problem}")
-    good = [image for image in batch if not image.problem]
-    encoded = (good, encoder(good)) if good else None
-    if previous:
-      _add(target, *previous)
-    previous = encoded
-    bar.update(len(batch))
-  if previous:
-    _add(target, *previous)
+def _make_encode(
+  autoencoder: VAE, params: Any, mesh: Mesh, batch: int
+) -> Callable[[list[_Image]], jax.Array]:
+  """Makes the function of at most `batch` images over all devices of a mesh.
+
+  Returns:
+    A function from images to [batch, 2, 2, x, y, channels] float32.
+  """
+  params = jax.device_put(params, sharding.replicated(mesh))
+
+  @jax.jit
+  def encode(params: Any, images: jax.Array) -> jax.Array:
+    x = images.astype(jnp.float32) / 127.5 - 1
+    moments = [
+      jnp.stack(autoencoder.apply({"params": params}, view, method="encode"), 1)
+      for view in (x, x[:, :, ::-1])
+    ]
+    return jnp.stack(moments, 1).astype(jnp.float32)
+
+  def run(images: list[_Image]) -> jax.Array:
+    pixels = np.stack([image.pixels for image in images])
+    padding = [(0, batch - len(images)), *((0, 0),) * 3]
+    pixels = np.pad(pixels, padding)  # one size, one compilation
+    return encode(params, sharding.shard_batch(pixels, mesh))
+
+  return run
 
 
-def _add(target: OpenShard, images: list[_Image], moments: jax.Array):
+def _add(target: OpenShard, images: Sequence[_Image], moments: Any) -> None:
   for image, values in zip(images, np.asarray(moments)):
     try:
       payload = encode_moments(values)

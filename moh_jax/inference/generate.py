@@ -1,4 +1,4 @@
-"""Text generation with a key/value cache."""
+"""Text generation with a key/value cache, and completions of whole files."""
 
 import dataclasses
 import itertools
@@ -33,11 +33,15 @@ from moh_jax.inference.restore import (
   load_checkpoint_tokenizer,
   restore,
 )
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import compute_dtypes, unroll
+from moh_jax.models.llm import LLM, unroll
+from moh_jax.models.registry import compute_dtypes
 from moh_jax.runtime import sharding
-from moh_jax.runtime.files import disk_errors, replacing
-from moh_jax.runtime.json_files import plain, read_json, strict_json
+from moh_jax.runtime.files import disk_errors, write_whole
+from moh_jax.runtime.json_files import (
+  differences,
+  read_json,
+  strict_json,
+)
 from moh_jax.runtime.peers import ask_first_process
 
 Prompt = str | Sequence[int]
@@ -45,6 +49,9 @@ Prompt = str | Sequence[int]
 _SPAN = 32  # tokens between two looks at what was written
 _SMALLEST_BUCKET = 16
 _GREEDY = Sampling()
+# Batches of a file whose prompts are sorted by length and written together.
+_CHUNK_BATCHES = 8
+_OPTIONS = ("cache_dtype", "batch_size", "add_bos", "parse_special")
 
 
 class Generator:
@@ -91,8 +98,7 @@ class Generator:
     """
     config = restored.config.model
     check_command(restored.config.model, "generate", "the checkpoint")
-    if cache_dtype is None:
-      cache_dtype = default_cache_dtype(config)
+    cache_dtype = cache_dtype or default_cache_dtype(config)
     if cache_dtype not in CACHE_DTYPES:
       raise ValueError(
         f"cache_dtype={cache_dtype!r} must be one of {CACHE_DTYPES}"
@@ -104,9 +110,9 @@ class Generator:
       raise ValueError("add_bos=True: the tokenizer has no begin of text")
     self.config, self.tokenizer = config, tokenizer
     self._add_bos, self._parse_special = add_bos, parse_special
+    self.batch_size = batch_size
     one = jax.local_devices()[:1]
     self._mesh = mesh or sharding.make_mesh(MeshConfig(), one)
-    self.batch_size = batch_size
     # Gates are the same whatever gradients pass them; "all" would make layers
     # compute every head for theirs.
     served = dataclasses.replace(
@@ -121,26 +127,15 @@ class Generator:
 
   @classmethod
   def from_checkpoint(
-    cls,
-    directory: str,
-    *,
-    mesh: Mesh | None = None,
-    cache_dtype: str | None = None,
-    batch_size: int = 8,
-    add_bos: bool | None = None,
-    parse_special: bool = False,
-    **options: Any,
+    cls, directory: str, *, mesh: Mesh | None = None, **options: Any
   ) -> "Generator":
     """Restores a language model and the tokenizer that lies beside it.
 
     Args:
       directory: a working directory of `train` or an output of `convert`.
       mesh: as in the constructor.
-      cache_dtype: as in the constructor.
-      batch_size: as in the constructor.
-      add_bos: as in the constructor.
-      parse_special: as in the constructor.
-      **options: of `restore`, for instance `top_k` or `dtype`.
+      **options: `cache_dtype`, `batch_size`, `add_bos` and `parse_special` of
+        the constructor; others are of `restore`, such as `top_k` or `dtype`.
 
     Raises:
       FileNotFoundError: there is no checkpoint, or no tokenizer beside it.
@@ -148,15 +143,9 @@ class Generator:
         the allowed.
     """
     tokenizer = load_checkpoint_tokenizer(directory)
-    return cls(
-      restore(directory, mesh=mesh, **options),
-      tokenizer,
-      mesh=mesh,
-      cache_dtype=cache_dtype,
-      batch_size=batch_size,
-      add_bos=add_bos,
-      parse_special=parse_special,
-    )
+    ours = {name: options.pop(name) for name in _OPTIONS if name in options}
+    restored = restore(directory, mesh=mesh, **options)
+    return cls(restored, tokenizer, mesh=mesh, **ours)
 
   def fingerprint(self) -> str:
     """Identifies the model by its content; reads all parameters."""
@@ -218,19 +207,14 @@ class Generator:
       ValueError: a prompt is empty, holds an id beyond the vocabulary, or is
         too long for the model with what is to be written.
     """
-    ids = [self._encode(i, p, sampling) for i, p in enumerate(prompts, first)]
+    ids = [self.encode(i, p, sampling) for i, p in enumerate(prompts, first)]
     # Texts of similar length share a batch, so that little of it is padding.
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     done: dict[int, Completion] = {}
     for start in range(0, len(order), self.batch_size):
       rows = order[start : start + self.batch_size]
       numbers = [first + row for row in rows]
-      batch = [ids[row] for row in rows]
-      writers = [
-        CompletionWriter(self.tokenizer, sampling, prompt) for prompt in batch
-      ]
-      for _ in self._write(numbers, batch, writers, sampling):
-        pass
+      *_, writers = self._write(numbers, [ids[row] for row in rows], sampling)
       done |= {row: w.completion() for row, w in zip(rows, writers)}
     return [done[row] for row in range(len(ids))]
 
@@ -246,27 +230,22 @@ class Generator:
     Yields:
       Pieces of the text; together they are what `generate` gives.
     """
-    ids = self._encode(0, prompt, sampling)
-    writer = CompletionWriter(self.tokenizer, sampling, ids)
-    for _ in self._write([0], [ids], [writer], sampling, span=1):
+    ids = self.encode(0, prompt, sampling)
+    for (writer,) in self._write([0], [ids], sampling, span=1):
       if piece := writer.new_text():
         yield piece
-    if piece := writer.new_text():
-      yield piece
 
-  def check(self, index: int, prompt: Prompt, sampling: Sampling) -> None:
-    """Raises the ValueError that `generate` would, without the work.
+  def encode(self, index: int, prompt: Prompt, sampling: Sampling) -> list[int]:
+    """The tokens of a prompt.
 
     Args:
-      index: number of the prompt, for the message.
+      index: number of the prompt, for messages.
       prompt: a text or ids.
-      sampling: how tokens would be sampled.
-    """
-    self._encode(index, prompt, sampling)
+      sampling: how tokens will be sampled.
 
-  def _encode(
-    self, index: int, prompt: Prompt, sampling: Sampling
-  ) -> list[int]:
+    Raises:
+      ValueError: as for `generate`.
+    """
     if isinstance(prompt, str):
       ids = prompt_ids(
         self.tokenizer,
@@ -297,29 +276,23 @@ class Generator:
     self,
     rows: list[int],
     prompts: list[list[int]],
-    writers: list[CompletionWriter],
     sampling: Sampling,
     span: int = _SPAN,
-  ) -> Iterator[None]:
-    """Feeds writers until all are done, `span` tokens at a time."""
+  ) -> Iterator[list[CompletionWriter]]:
+    """Gives the writers of a batch after every `span` tokens, until all end."""
+    writers = [CompletionWriter(self.tokenizer, sampling, p) for p in prompts]
     state = self._start(rows, prompts, sampling)
-    written = 0
-    while written < sampling.max_new_tokens:
+    for written in range(0, sampling.max_new_tokens, span):
       count = min(span, sampling.max_new_tokens - written)
+      numbers = span_numbers(sampling, written, count)
       with sharding.use_mesh(self._mesh):
         state, *new = self._decode(
-          self._params,
-          state,
-          span_numbers(sampling, written, count),
-          sampling.greedy,
-          sampling.cut,
+          self._params, state, numbers, sampling.greedy, sampling.cut
         )
-      tokens, log_probs = sharding.gather(new, self._mesh)
-      for row, writer in enumerate(writers):
-        for place in range(count):
-          writer.add(int(tokens[row, place]), float(log_probs[row, place]))
-      written += count
-      yield
+      for writer, *row in zip(writers, *sharding.gather(new, self._mesh)):
+        for token, log_prob in zip(*row):
+          writer.add(int(token), float(log_prob))
+      yield writers
       if all(writer.finish_reason for writer in writers):
         return
 
@@ -337,13 +310,8 @@ class Generator:
     for row, ids in enumerate(prompts):
       tokens[row, length - len(ids) :] = ids
       padding[row] = length - len(ids)
-    missing = size - len(rows)
-    inputs = (
-      tokens,
-      padding,
-      np.asarray(rows + [0] * missing, np.int32),
-      np.arange(size) >= len(rows),
-    )
+    numbers = np.asarray(rows + [0] * (size - len(rows)), np.int32)
+    inputs = tokens, padding, numbers, np.arange(size) >= len(rows)
     inputs = [sharding.put_batch(x, self._mesh) for x in inputs]
     with sharding.use_mesh(self._mesh):
       return self._prefill(self._params, *inputs, slots)
@@ -394,10 +362,6 @@ def serving_params(params: Any, config: LLMConfig) -> Any:
   return jax.jit(prepare)(nn.unbox(params))
 
 
-# Batches whose prompts are sorted by length and written together.
-_CHUNK_BATCHES = 8
-
-
 def complete_file(
   generator: Generator,
   prompts: Prompts,
@@ -441,64 +405,44 @@ def complete_file(
     **dataclasses.asdict(sampling),
   }
   for index, prompt in enumerate(prompts):
-    generator.check(index, prompt_of([prompt]), sampling)
+    generator.encode(index, prompt_of([prompt]), sampling)
   (done,) = ask_first_process(lambda: [_open(out, settings)], 1)
   is_first = jax.process_index() == 0
+  size = _CHUNK_BATCHES * generator.batch_size
+  # A chunk that is half written is made again, with the same batches.
+  first = done // size * size if done < len(prompts) else done
+  texts = itertools.islice(prompts, first, None)
   with tqdm.tqdm(
     total=len(prompts),
     initial=done,
     unit="prompt",
     disable=not progress or not is_first or None,
   ) as bar:
-    for first, rows in _complete(generator, prompts, sampling, prompt_of, done):
-      rows = rows[max(done - first, 0) :]
+    while chunk := list(itertools.islice(texts, size)):
+      made = generator.generate(
+        [prompt_of([text]) for text in chunk], sampling, first=first
+      )
+      rows = [
+        {"index": index, "prompt": text, **dataclasses.asdict(completion)}
+        for index, text, completion in zip(itertools.count(first), chunk, made)
+      ][max(done - first, 0) :]
       if is_first:
-        _append(out, rows)
+        with disk_errors(str(out), "the lines before are"):
+          with out.open("ab") as file:
+            file.writelines(strict_json(x).encode() + b"\n" for x in rows)
+            file.flush()
+            os.fsync(file.fileno())
       bar.update(len(rows))
+      first += len(chunk)
   return done
-
-
-def _complete(
-  generator: Generator,
-  prompts: Prompts,
-  sampling: Sampling,
-  prompt_of: Callable[[Sequence[str]], Prompt],
-  done: int,
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-  """The chunks that are not done: index of the first prompt, and lines."""
-  size = _CHUNK_BATCHES * generator.batch_size
-  # A chunk that is half written is made again, with the same batches.
-  first = done // size * size if done < len(prompts) else done
-  texts = itertools.islice(prompts, first, None)
-  while chunk := list(itertools.islice(texts, size)):
-    made = [prompt_of([text]) for text in chunk]
-    completions = generator.generate(made, sampling, first=first)
-    yield (
-      first,
-      [
-        {"index": index, "prompt": prompt, **dataclasses.asdict(completion)}
-        for index, (prompt, completion) in enumerate(
-          zip(chunk, completions), first
-        )
-      ],
-    )
-    first += len(chunk)
-
-
-def _append(out: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-  with disk_errors(str(out), "the lines before are"), out.open("ab") as file:
-    file.writelines(strict_json(row).encode() + b"\n" for row in rows)
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
   """Starts the file, or cuts off a half-written line; returns whole lines."""
   stated = out.with_name(out.name + ".settings.json")
-  wanted = plain(settings)  # tuples as stored: lists
   if not out.exists():
-    with disk_errors(str(stated), "nothing else is"), replacing(stated) as path:
-      path.write_text(json.dumps(wanted, indent=2) + "\n")
+    with disk_errors(str(stated), "nothing else is"):
+      write_whole(stated, json.dumps(settings, indent=2).encode() + b"\n")
     out.touch()
     return 0
   if not stated.exists():
@@ -506,18 +450,12 @@ def _open(out: pathlib.Path, settings: dict[str, Any]) -> int:
       f"{out} exists, and no {stated.name} beside it says what it was made "
       "with; choose another --out"
     )
-  found = read_json(stated)
-  differing = [
-    f"{name}: {wanted.get(name)!r} here, {found.get(name)!r} there"
-    for name in {**found, **wanted}
-    if wanted.get(name) != found.get(name)
-  ]
-  if differing:
+  if differing := differences(settings, read_json(stated)):
     raise ValueError(
-      f"{out} holds completions of other settings; {'; '.join(differing)}. "
-      "Choose another --out or the same settings"
+      f"{out} holds completions of other settings; {differing}. Choose another "
+      "--out or the same settings"
     )
-  lines, size = 0, 0
+  lines = size = 0
   with out.open("r+b") as file:
     for line in file:
       if line.endswith(b"\n"):

@@ -12,8 +12,8 @@ import xxhash
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from moh_jax import config as config_lib
-from moh_jax.config import Config, check_command
+from moh_jax.config import Config, apply_overrides, check_command
+from moh_jax.config.parse import changed
 from moh_jax.data.tokenizers import (
   BytesTokenizer,
   JsonTokenizer,
@@ -21,13 +21,11 @@ from moh_jax.data.tokenizers import (
   Tokenizer,
   read_tokenizer,
 )
-from moh_jax.inference.classify import Classifier, ImageLike, Prediction
-from moh_jax.models.registry import make_model
-from moh_jax.models.restack import fit_params, serving_dtypes
+from moh_jax.inference.classify import ImageLike, Prediction, classify
+from moh_jax.models.registry import fit_params, make_model, serving_dtypes
 from moh_jax.ops.head_layout import check_heads
 from moh_jax.runtime import checkpoint, sharding, steps
-from moh_jax.runtime.params import abstract_on, abstract_params, unbox
-from moh_jax.runtime.sharding import check_tree
+from moh_jax.runtime.sharding import abstract_on, abstract_params, unbox
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +55,6 @@ class Restored:
     family = self.config.model.family
     return f"Restored({family!r}, step={self.step}, parameters={count:,})"
 
-  def __getstate__(self) -> dict[str, Any]:
-    # A compiled function cannot be pickled; a copy compiles its own.
-    return {k: v for k, v in vars(self).items() if k != "_classifier"}
-
   def at_top_k(self, top_k: Sequence[int]) -> "Restored":
     """The same parameters with other numbers of routed heads.
 
@@ -71,11 +65,8 @@ class Restored:
       ValueError: the model has no such heads.
     """
     wanted = with_top_k(self.config, top_k)
-    model, inputs = make_model(wanted)
     params = fit_params(self.params, self.config.model, wanted.model)
-    _check_parameters(
-      unbox(abstract_params(model, inputs)), params, {"top_k": top_k}
-    )
+    model = _network(wanted, params, {"top_k": top_k})
     return dataclasses.replace(self, config=wanted, model=model, params=params)
 
   def predict(
@@ -85,7 +76,7 @@ class Restored:
 
     Args:
       images: paths, Pillow images or uint8 arrays [X, Y, channels].
-      **options: `top` and `batch_size`, see `Classifier.predict`.
+      **options: `top` and `batch_size`, see `classify`.
 
     Returns:
       Per image, its most probable classes.
@@ -94,11 +85,14 @@ class Restored:
       FileNotFoundError: a file does not exist.
       ValueError: an image cannot be used, or the model classifies no images.
     """
-    return self._classifier.predict(images, **options)
-
-  @functools.cached_property
-  def _classifier(self) -> Classifier:
-    return Classifier(self.model, self.params, self.config, self.class_names)
+    return classify(
+      self.model,
+      self.params,
+      self.config,
+      images,
+      class_names=self.class_names,
+      **options,
+    )
 
 
 def restore(
@@ -109,6 +103,7 @@ def restore(
   mesh: Mesh | None = None,
   sample: Mapping[str, Any] | None = None,
   verify: bool = True,
+  changes: Sequence[str] = (),
   **model_overrides: Any,
 ) -> Restored:
   """Restores a checkpoint for inference.
@@ -120,6 +115,8 @@ def restore(
     mesh: devices to shard the parameters over; None is one device.
     sample: fields of the section `sample` to change, for diffusion models.
     verify: compare what is read with its checksums first.
+    changes: keys of the config to change, as on command lines:
+      "sample.steps=50"; `model_overrides` come after them.
     **model_overrides: model fields to change, for instance `top_k` to serve
       one training at several activated shares, `router={"gate_form": "paper"}`,
       `dtype`, or `attention_impl`. A `top_k` of one number holds for every
@@ -133,55 +130,95 @@ def restore(
     ValueError: the checkpoint is damaged, or an override does not fit the
       model.
   """
-  metadata, step = checkpoint.read_metadata(directory, step, verify=verify)
+  stored, step = checkpoint.read_metadata(directory, step, verify=verify)
   overrides = {k: v for k, v in model_overrides.items() if v is not None}
-  config = metadata.config.served()
-  others = {k: v for k, v in overrides.items() if k != "top_k"}
-  if others:
-    config = config_lib.apply_overrides(config, "model", **others)
-  if "top_k" in overrides:
-    config = with_top_k(config, overrides["top_k"])
-  if sample:
-    if "sample" not in config.sections:
-      raise ValueError(
-        f"model.family={config.model.family!r} has no section 'sample' to "
-        f"change {sorted(sample)} of"
-      )
-    config = config_lib.apply_overrides(config, "sample", **sample)
+  served = changed(stored.config.served(), changes)
+  config = _serving_config(served, overrides, sample or {})
   if mesh is not None:
     check_heads(config.model, mesh)
   # The stored tree is the trained model's: an override such as top_k = 0 may
   # use fewer parameters than the checkpoint holds.
-  trained, inputs = make_model(metadata.config)
-  abstract = abstract_on(trained, inputs, mesh)
+  abstract = abstract_on(*make_model(stored.config), mesh)
   abstract = jax.tree.map(
     lambda x, dtype: x.update(dtype=dtype),
     abstract,
     serving_dtypes(abstract, config.model),
   )
-  model, _ = make_model(config)
   fit = functools.partial(
-    fit_params, trained=metadata.config.model, wanted=config.model
+    fit_params, trained=stored.config.model, wanted=config.model
   )
-  _check_parameters(
-    unbox(abstract_params(model, inputs)),
-    jax.eval_shape(fit, abstract),
-    overrides,
+  told = overrides or list(changes)
+  model = _network(config, jax.eval_shape(fit, abstract), told)
+  sharding.check_tree(abstract, f"the parameters of {directory}")
+  params = checkpoint.restore_params(
+    directory, step, abstract, use_ema=use_ema, verify=verify
   )
-  check_tree(abstract, f"the parameters of {directory}")
-  params = fit(
-    checkpoint.restore_params(
-      directory, step, abstract, use_ema=use_ema, verify=verify
+  names, sha256 = stored.class_names, stored.tokenizer_sha256
+  return Restored(config, model, fit(params), step, names, sha256)
+
+
+def _serving_config(
+  config: Config, model: dict[str, Any], sample: Mapping[str, Any]
+) -> Config:
+  """The config of a served model with other fields of model and sampling."""
+  others = {k: v for k, v in model.items() if k != "top_k"}
+  if others:
+    config = apply_overrides(config, "model", **others)
+  if "top_k" in model:
+    config = with_top_k(config, model["top_k"])
+  if sample and "sample" not in config.sections:
+    raise ValueError(
+      f"model.family={config.model.family!r} has no section 'sample' to "
+      f"change {sorted(sample)} of"
     )
-  )
-  return Restored(
-    config,
-    model,
-    params,
-    step,
-    metadata.class_names,
-    metadata.tokenizer_sha256,
-  )
+  return apply_overrides(config, "sample", **sample) if sample else config
+
+
+def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
+  """A config with other numbers of routed heads.
+
+  Args:
+    config: of a model to serve.
+    top_k: one for each layer (ViT: stage), or one for all.
+
+  Raises:
+    ValueError: the model has no such heads.
+  """
+  values = (top_k,) if isinstance(top_k, int) else top_k
+  router = config.model.router
+  if values and router.kind == "none":
+    raise ValueError(
+      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
+    )
+  if values and router.top_p:
+    raise ValueError(
+      f"top_k={values}: router.top_p={router.top_p} selects heads by score, so "
+      "they exclude each other"
+    )
+  if isinstance(values, list | tuple) and len(values) == 1:
+    values = tuple(values) * len(config.model.top_k)
+  return apply_overrides(config, "model", top_k=values)
+
+
+def _network(config: Config, params: Any, overrides: Any) -> nn.Module:
+  """The network of a config, which must use no parameters but the given ones.
+
+  Raises:
+    ValueError: overrides need parameters that were never trained.
+  """
+  model, inputs = make_model(config)
+  needed = traverse_util.flatten_dict(unbox(abstract_params(model, inputs)))
+  there = traverse_util.flatten_dict(params)
+  if unmet := [
+    "/".join(path)
+    for path, leaf in needed.items()
+    if path not in there or there[path].shape != leaf.shape
+  ]:
+    raise ValueError(
+      f"the overrides {overrides} do not fit the checkpoint: it has no "
+      f"{', '.join(unmet)} of that shape"
+    )
+  return model
 
 
 def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
@@ -200,48 +237,10 @@ def fingerprint(config: Any, params: Any, mesh: Mesh) -> str:
   return state.hexdigest()
 
 
-def with_top_k(config: Config, top_k: int | Sequence[int]) -> Config:
-  """A config with other numbers of routed heads.
-
-  Args:
-    config: of a model to serve.
-    top_k: one for each layer (ViT: stage), or one for all.
-
-  Raises:
-    ValueError: the model has no such heads.
-  """
-  values = (top_k,) if isinstance(top_k, int) else top_k
-  if values and config.model.router.kind == "none":
-    raise ValueError(
-      f"top_k={values}: the model has no routed heads, model.router.kind='none'"
-    )
-  if values and config.model.router.top_p:
-    raise ValueError(
-      f"top_k={values}: router.top_p={config.model.router.top_p} selects heads "
-      "by score, so they exclude each other"
-    )
-  if isinstance(values, list | tuple) and len(values) == 1:
-    values = tuple(values) * len(config.model.top_k)
-  return config_lib.apply_overrides(config, "model", top_k=values)
-
-
-def _check_parameters(needed: Any, stored: Any, overrides: dict) -> None:
-  """Refuses overrides that need parameters which were never trained."""
-  flat = [traverse_util.flatten_dict(tree) for tree in (needed, stored)]
-  needed, stored = ({p: x.shape for p, x in tree.items()} for tree in flat)
-  unmet = [p for p, shape in needed.items() if stored.get(p) != shape]
-  if unmet:
-    names = ", ".join("/".join(path) for path in unmet)
-    raise ValueError(
-      f"the overrides {overrides} do not fit the checkpoint: it has no {names} "
-      "of that shape"
-    )
-
-
 def load_checkpoint_tokenizer(
   directory: str, step: int | None = None, *, verify: bool = True
 ) -> Tokenizer:
-  """Opens the tokenizer of a language model.
+  """Opens the tokenizer that belongs to the checkpoint of a language model.
 
   Args:
     directory: a working directory of train.py or an output of `convert`.
@@ -258,14 +257,13 @@ def load_checkpoint_tokenizer(
   expected = metadata.tokenizer_sha256
   if expected == BytesTokenizer.sha256:
     return BytesTokenizer()
-  folder = steps.workdir(directory)
-  refused = []
+  folder, refused = steps.workdir(directory), []
   for kind in (JsonTokenizer, SentencePieceTokenizer):
     file = folder / kind.file_name
-    if not file.exists():
-      continue
     try:
       return read_tokenizer(kind.kind, file, expected, "the checkpoint")
+    except FileNotFoundError:
+      continue
     except ValueError as error:  # the right one may lie beside it
       refused.append(str(error))
   if refused:

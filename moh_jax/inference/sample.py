@@ -1,12 +1,13 @@
-"""Images from a diffusion checkpoint: a few, into memory."""
+"""Images from a diffusion checkpoint: a few into memory, many into files."""
 
+import itertools
 import json
 import math
 import os
 import pathlib
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from moh_jax.config import Config, MeshConfig, check_command
 from moh_jax.data.decode import to_picture
 from moh_jax.inference.restore import Restored
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
-from moh_jax.runtime import memory, sharding
+from moh_jax.runtime import sharding
+from moh_jax.runtime.devices import check_bytes
 from moh_jax.runtime.files import (
   disk_errors,
   inside,
@@ -27,10 +29,14 @@ from moh_jax.runtime.files import (
   replacing,
   write_whole,
 )
-from moh_jax.runtime.json_files import plain, read_json
+from moh_jax.runtime.json_files import differences, read_json
 from moh_jax.runtime.peers import ask_first_process
 
 Labels = Sequence[int | None]
+
+_SETTINGS = "settings.json"
+# Pattern of the names of parts of which a kill stopped the writing.
+_GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
 
 
 class Sampler:
@@ -148,31 +154,27 @@ def sample_images(
 ) -> np.ndarray:
   """Samples a few images into memory; returns [num, X, Y, channels] uint8."""
   starts = range(0, num, batch_size)
-  batches = [
-    sampler.batch(start, size)[: num - start]
-    for start, size in full_batches(num, batch_size, starts, progress)
-  ]
-  return np.concatenate(batches)
+  batches = _batches(sampler, num, batch_size, starts, progress)
+  return np.concatenate([images for _, images in batches])
 
 
-def full_batches(
-  num: int, size: int, starts: Sequence[int], progress: bool
-) -> Iterator[tuple[int, int]]:
-  """(start, size) of every wanted batch; all are full, so one program."""
+def _batches(
+  sampler: Sampler, num: int, size: int, starts: Sequence[int], progress: bool
+) -> Iterator[tuple[int, np.ndarray]]:
+  """Start and images of every wanted batch of `num` images in all.
+
+  All are sampled full, so that there is one program.
+  """
+  sizes = {start: min(size, num - start) for start in starts}
   with tqdm.tqdm(
     total=num,
-    initial=num - sum(min(size, num - start) for start in starts),
+    initial=num - sum(sizes.values()),
     unit="image",
     disable=not progress or jax.process_index() > 0 or None,
   ) as bar:
-    for start in starts:
-      yield start, size
-      bar.update(min(size, num - start))
-
-
-_SETTINGS = "settings.json"
-# Pattern of the names of parts of which a kill stopped the writing.
-_GROWING = "." + "[0-9]" * 9 + ".npy.*.tmp"
+    for start, count in sizes.items():
+      yield start, sampler.batch(start, size)[:count]
+      bar.update(count)
 
 
 def check_size(config: Config, num: int, out: pathlib.Path) -> None:
@@ -191,18 +193,16 @@ def check_size(config: Config, num: int, out: pathlib.Path) -> None:
     size = 3 * 64 * math.prod(config.model.input_size)
   what = f"{num:,} images of {size:,} bytes"
   if out.suffix == ".png":
-    memory.check(num * size, what)
+    check_bytes(num * size, what)
     return
-  place = out.parent
-  while not place.exists():
-    place = place.parent
+  place = next(folder for folder in out.parents if folder.exists())
   free = shutil.disk_usage(place).free
-  done = out.exists() or out.with_name(out.name + ".parts").exists()
+  done = out.exists() or _parts(out).exists()
   if num * size > free and not done:
     raise ValueError(f"{what} do not fit {out.parent}, {free:,} bytes are free")
 
 
-def sample_npz(
+def sample_files(
   sampler: Sampler,
   num: int,
   out: str | os.PathLike,
@@ -211,16 +211,17 @@ def sample_npz(
   settings: dict[str, Any],
   progress: bool = False,
 ) -> int:
-  """Samples many images into the npz file of ADM's evaluator.
+  """Samples many images into the npz file of ADM's evaluator, or into PNGs.
 
-  Finished batches wait in OUT.parts, so that a killed call continues where it
-  stopped; the file appears when it is whole, with "arr_0" [num, X, Y, channels]
-  uint8 and the labels "arr_1" [num] int32.
+  A killed call continues with the batches that are not all there. For an npz
+  file they wait in OUT.parts; the file appears when it is whole, with "arr_0"
+  [num, X, Y, channels] uint8 and the labels "arr_1" [num] int32. PNGs are
+  OUT/LABEL/NUMBER.png, see `Sampler.name`.
 
   Args:
     sampler: which images.
     num: images.
-    out: file to write, .npz.
+    out: .npz file to write, or folder to write into.
     batch_size: images per batch and part.
     settings: what the images depend on, as JSON values; a later call must have
       the same.
@@ -230,108 +231,62 @@ def sample_npz(
     The number of images sampled by this call; the others were there.
 
   Raises:
-    ValueError: the file, or OUT.parts, holds images of other settings.
-    OSError: a part cannot be written; the parts before it are whole.
-  """
-  out = pathlib.Path(out)
-  parts = out.with_name(out.name + ".parts")
-  settings = {**settings, "num": num, "batch_size": batch_size}
-  whole = f"what is in {parts} is"
-  starts = range(0, num, batch_size)
-  files = [parts / f"{start:09d}.npy" for start in starts]
-
-  def find_missing() -> list[bool]:
-    if _is_finished(out, settings):
-      return [False] * len(starts)
-    if not _has_settings(parts, settings):
-      # Of versions that removed the settings first.
-      for stale in filter(pathlib.Path.exists, files):
-        stale.unlink()
-      parts.mkdir(parents=True, exist_ok=True)
-      write_whole(parts / _SETTINGS, _comment(settings))
-    return [not file.exists() for file in files]
-
-  def write(start: int, images: np.ndarray) -> None:
-    file = files[start // batch_size]
-    with disk_errors(str(file), whole), replacing(file) as fresh:
-      with fresh.open("wb") as stream:
-        np.save(stream, images)
-
-  fresh = _sample_missing(sampler, num, starts, find_missing, write, progress)
-  if jax.process_index() == 0:
-    if not _is_finished(out, settings):
-      labels = sampler.label(np.arange(num, dtype=np.int32))
-      with disk_errors(str(out), whole):
-        _join(out, files, num, labels, settings)
-    _remove_parts(parts, files, settings)
-  multihost_utils.sync_global_devices("samples written")
-  return fresh
-
-
-def sample_folder(
-  sampler: Sampler,
-  num: int,
-  out: str | os.PathLike,
-  *,
-  batch_size: int,
-  settings: dict[str, Any],
-  progress: bool = False,
-) -> int:
-  """Samples images into files OUT/LABEL/NUMBER.png, see `Sampler.name`.
-
-  A killed call continues with the batches whose files are not all there.
-
-  Args:
-    sampler: which images.
-    num: images.
-    out: folder to write into.
-    batch_size: images per batch.
-    settings: what the images depend on, as JSON values; a later call must have
-      the same.
-    progress: show a progress bar on stderr, where that is a terminal.
-
-  Returns:
-    The number of images sampled by this call; the others were there.
-
-  Raises:
-    ValueError: the folder holds images of other settings.
+    ValueError: there are images of other settings.
     OSError: a file cannot be written; those before it are whole.
   """
-  out = pathlib.Path(out)
-  labels = sampler.label(np.arange(num, dtype=np.int32))
-  files = [
-    # A name of several words, "cup/mug" say, is one folder.
-    inside(out, sampler.name(label).replace("/", "%2F"), "class name")
-    / f"{i:06d}.png"
-    for i, label in enumerate(labels)
-  ]
+  out, settings = pathlib.Path(out), {**settings, "num": num}
   starts = range(0, num, batch_size)
+  labels = sampler.label(np.arange(num, dtype=np.int32))
+  joined = out.suffix == ".npz"
+  if joined:
+    folder, settings["batch_size"] = _parts(out), batch_size
+    files = [[folder / f"{start:09d}.npy"] for start in starts]
+  else:
+    folder = out
+    pictures = [
+      # A name of several words, "cup/mug" say, is one folder.
+      inside(out, sampler.name(label).replace("/", "%2F"), "class name")
+      / f"{i:06d}.png"
+      for i, label in enumerate(labels)
+    ]
+    files = [pictures[start : start + batch_size] for start in starts]
+  every = list(itertools.chain.from_iterable(files))
 
   def find_missing() -> list[bool]:
-    wanted = {**settings, "num": num}
-    if not _has_settings(out, wanted):
-      if found := next((file for file in files if file.exists()), None):
+    if joined and _is_finished(out, settings):
+      return [False] * len(files)
+    if not _has_settings(folder, settings):
+      if found := next((file for file in every if file.exists()), None):
         raise ValueError(
-          f"{found} is there, and no {out / _SETTINGS} says what it was made "
-          "with; choose another folder"
+          f"{found} is there, and no {folder / _SETTINGS} says what it was "
+          "made with; remove it, or choose another --out"
         )
-      out.mkdir(parents=True, exist_ok=True)
-      write_whole(out / _SETTINGS, _comment(wanted))
-    return [
-      not all(f.exists() for f in files[start : start + batch_size])
-      for start in starts
-    ]
+      folder.mkdir(parents=True, exist_ok=True)
+      write_whole(folder / _SETTINGS, _comment(settings))
+    return [not all(file.exists() for file in batch) for batch in files]
 
-  def write(start: int, images: np.ndarray) -> None:
-    for file, pixels in zip(files[start:], images):
+  flags = ask_first_process(find_missing, len(files))
+  missing = [start for start, flag in zip(starts, flags) if flag]
+  is_first = jax.process_index() == 0
+  for start, images in _batches(sampler, num, batch_size, missing, progress):
+    contents = zip(files[start // batch_size], [images] if joined else images)
+    for file, content in contents if is_first else ():
       file.parent.mkdir(exist_ok=True)
-      with disk_errors(str(file), "those before are"):
+      with disk_errors(str(file), "what was written before is"):
         with replacing(file) as fresh:
-          write_png(fresh, pixels)
-
-  fresh = _sample_missing(sampler, num, starts, find_missing, write, progress)
+          (_write_part if joined else write_png)(fresh, content)
+  if joined and is_first:
+    if not _is_finished(out, settings):
+      with disk_errors(str(out), f"what is in {folder} is"):
+        _join(out, every, num, labels, settings)
+    _remove_parts(folder, every, settings)
   multihost_utils.sync_global_devices("samples written")
-  return fresh
+  return sum(min(batch_size, num - start) for start in missing)
+
+
+def _write_part(path: pathlib.Path, images: np.ndarray) -> None:
+  with path.open("wb") as stream:
+    np.save(stream, images)
 
 
 def write_png(path: pathlib.Path, pixels: np.ndarray) -> None:
@@ -345,31 +300,9 @@ def write_grid(path: pathlib.Path, images: np.ndarray, columns: int) -> None:
     write_png(fresh, image_grid(images, columns))
 
 
-def _sample_missing(
-  sampler: Sampler,
-  num: int,
-  starts: range,
-  find_missing: Callable[[], list[bool]],
-  write: Callable[[int, np.ndarray], None],
-  progress: bool,
-) -> int:
-  """Samples the batches that are missing; returns their number of images.
-
-  Args:
-    sampler: which images.
-    num: images in all.
-    starts: index of the first image of every batch.
-    find_missing: whether each batch is missing; asked of the first process.
-    write: writes a batch by its start, on the first process.
-    progress: show a progress bar.
-  """
-  flags = ask_first_process(find_missing, len(starts))
-  missing = [start for start, flag in zip(starts, flags) if flag]
-  for start, size in full_batches(num, starts.step, missing, progress):
-    images = sampler.batch(start, size)[: num - start]
-    if jax.process_index() == 0:
-      write(start, images)
-  return sum(min(starts.step, num - start) for start in missing)
+def _parts(out: pathlib.Path) -> pathlib.Path:
+  """The folder of the finished batches of an npz file."""
+  return out.with_name(out.name + ".parts")
 
 
 def _is_finished(out: pathlib.Path, settings: dict[str, Any]) -> bool:
@@ -395,21 +328,14 @@ def _comment(settings: dict[str, Any]) -> bytes:
 
 def _has_settings(folder: pathlib.Path, settings: dict[str, Any]) -> bool:
   """Whether a folder has settings, which must be those of the same images."""
-  file = folder / _SETTINGS
   if folder.is_symlink():
     raise ValueError(f"{folder} is a symbolic link; remove it")
-  if not file.exists():
+  if not (folder / _SETTINGS).exists():
     return False
-  stored, wanted = read_json(file), plain(settings)
-  differing = [
-    f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
-    for name in sorted({*wanted, *stored})
-    if wanted.get(name) != stored.get(name)
-  ]
-  if differing:
+  if differing := differences(settings, read_json(folder / _SETTINGS)):
     raise ValueError(
-      f"{folder} holds unfinished samples of other settings; "
-      f"{'; '.join(differing)}. Use the same settings, or remove it"
+      f"{folder} holds unfinished samples of other settings; {differing}. Use "
+      "the same settings, or remove it"
     )
   return True
 
@@ -417,7 +343,7 @@ def _has_settings(folder: pathlib.Path, settings: dict[str, Any]) -> bool:
 def _remove_parts(
   parts: pathlib.Path, files: list[pathlib.Path], settings: dict[str, Any]
 ) -> None:
-  """Removes what `sample_npz` wrote, the settings last; other files stay.
+  """Removes the parts, and the settings last; other files stay.
 
   After a kill the next call goes on with it.
   """

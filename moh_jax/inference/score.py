@@ -20,7 +20,7 @@ import tqdm
 from jax.sharding import Mesh
 
 from moh_jax.config import LLMConfig, MeshConfig
-from moh_jax.models.llm_output import (
+from moh_jax.models.llm import (
   output_kernel,
   output_logits,
   token_nats,
@@ -109,10 +109,8 @@ class Scorer:
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
     sharding.check_batch("batch_size", batch_size, mesh)
     self.max_length = config.max_length
-    self._params = params
-    self._config = config
-    self._batch_size = batch_size
-    self._mesh = mesh
+    self._params, self._config = params, config
+    self._batch_size, self._mesh = batch_size, mesh
     step = _make_step(model, config)
     self._step = jax.jit(step, out_shardings=sharding.replicated(mesh))
 
@@ -137,17 +135,16 @@ class Scorer:
     results = [Score(0.0, True, 0)] * len(pairs)  # of empty continuations
     rows = self._rows(pairs)
     waiting: list[tuple[list[_Row], Any]] = []
-    bar = tqdm.tqdm(
+    with tqdm.tqdm(
       total=len(pairs), unit="request", disable=not progress, smoothing=0.1
-    )
-    bar.update(len(pairs) - sum(len(row.requests) for row in rows))
-    with bar:
+    ) as bar:
+      bar.update(len(pairs) - sum(len(row.requests) for row in rows))
       for batch, length, places in self._batches(rows):
         waiting.append((batch, self._run(batch, length, places)))
         if len(waiting) == _IN_FLIGHT:
           bar.update(_collect(*waiting.pop(0), results))
-      for batch, outputs in waiting:
-        bar.update(_collect(batch, outputs, results))
+      for one in waiting:
+        bar.update(_collect(*one, results))
     return results
 
   def rolling(
@@ -223,11 +220,9 @@ class Scorer:
   def _run(self, batch: Sequence[_Row], length: int, places: int) -> Any:
     """Starts a forward pass over rows, filled up to the batch size."""
     size = self._batch_size
-    tokens = np.zeros((size, length), np.int32)
-    firsts = np.zeros(size, np.int32)
-    targets = np.zeros((size, places), np.int32)
-    lasts = np.zeros(size, np.int32)
-    choices = np.zeros((size, _CHOICES), np.int32)
+    shapes = (size, length), (size,), (size, places), (size,), (size, _CHOICES)
+    arrays = [np.zeros(shape, np.int32) for shape in shapes]
+    tokens, firsts, targets, lasts, choices = arrays
     for i, row in enumerate(batch):
       count = len(row.tokens)
       firsts[i] = first = _first_place(count, places)
@@ -235,7 +230,6 @@ class Scorer:
       targets[i, : count - 1 - first] = row.tokens[first + 1 :]
       lasts[i] = count - 1
       choices[i, : len(row.choices)] = list(row.choices)
-    arrays = (tokens, firsts, targets, lasts, choices)
     arrays = [sharding.put_batch(array, self._mesh) for array in arrays]
     with sharding.use_mesh(self._mesh):
       return self._step(self._params, *arrays)

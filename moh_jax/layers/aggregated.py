@@ -14,15 +14,14 @@ import numpy as np
 
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.attend import active_heads, attend
-from moh_jax.layers.embed import CONV_INIT, LayerNorm
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import LINEAR_INIT, add_bias
+from moh_jax.layers.mlp import CONV_INIT, LayerNorm
 from moh_jax.layers.partitioning import constrain, declare, with_axes
 from moh_jax.layers.router import HeadRouter
 from moh_jax.ops import window as window_ops
-from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.basics import gelu
-from moh_jax.ops.head_similarity import SIMILARITY, cosines, pattern_cosines
+from moh_jax.ops.head_blocks import ActiveHeads
 from moh_jax.ops.position import RelativeCoordinates, pooling_bins
 from moh_jax.ops.routing import RouterAux
 from moh_jax.ops.window import (
@@ -151,20 +150,21 @@ class FullAttention(CosineAttention):
     q, k = (part.astype(self.dtype) for part in (q, l2_normalize(k)))
     bias = PositionBias(self.budget.num_heads, name="cpb")(coordinates)
     active = active_heads(gates, self.budget, self.router)
-    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
-      active = None  # every head, whatever tokens chose
-      how = {"visible": Visible(), "scale": 1.0, "bias": bias}
-      self.sow(SIMILARITY, "patterns", pattern_cosines(q, k, **how))
-    out = attend(
-      q,
-      k,
-      v,
-      bias=bias,
-      scale=1.0,
-      active=active,
-      implementation=self.implementation,
-    )
-    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
+    heads = self.attend(q, k, v, bias, active=active)
+    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(heads, gates), aux
+
+  def attend(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array,
+    *,
+    active: ActiveHeads | None,
+  ) -> jax.Array:
+    """Outputs of the heads, [B, N, H, D]."""
+    how = {"active": active, "implementation": self.implementation}
+    return attend(q, k, v, bias=bias, scale=1.0, **how)
 
 
 class AggregatedAttention(CosineAttention, kw_only=True):
@@ -201,7 +201,6 @@ class AggregatedAttention(CosineAttention, kw_only=True):
     counts = window_ops.window_counts(self.grid, self.window)
     num_keys = counts + math.prod(self.pool_grid)
     unit_q, q = QueryScale(name="query_scale")(q, num_keys)
-    on = {"grid": self.grid, "window": self.window}
     weights = aggregated_weights(
       q.astype(self.dtype),
       l2_normalize(k).astype(self.dtype),
@@ -211,15 +210,19 @@ class AggregatedAttention(CosineAttention, kw_only=True):
       ),
       pool_bias=PositionBias(self.budget.num_heads, name="cpb")(coordinates),
       position_weights=self._position_weights(unit_q),
-      **on,
+      grid=self.grid,
+      window=self.window,
     )
-    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
-      near, pooled, total = weights
-      pooled = pooled.swapaxes(1, 2) / total[..., None]
-      every = jnp.concatenate([near, pooled], axis=-1)
-      self.sow(SIMILARITY, "patterns", cosines(every))
-    out = aggregated_attention(weights, v, pool_v, **on)
-    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(out, gates), aux
+    heads = self.attend(weights, v, pool_v)
+    return HeadMix(x.shape[-1], name="out", dtype=self.dtype)(heads, gates), aux
+
+  def attend(
+    self, weights: tuple[jax.Array, ...], v: jax.Array, pool_v: jax.Array
+  ) -> jax.Array:
+    """Outputs of the heads, [B, N, H, D]."""
+    return aggregated_attention(
+      weights, v, pool_v, grid=self.grid, window=self.window
+    )
 
   def _pool(self, x: jax.Array) -> jax.Array:
     """Pooled tokens [B, P, C]: linear, GELU, average pooling, LayerNorm."""

@@ -16,13 +16,15 @@ from moh_jax.ops.attention import (
   cached_attention,
   choose_cached_form,
 )
+from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.cache import LayerCache, Slots
 from moh_jax.ops.head_blocks import ActiveHeads
-from moh_jax.ops.head_layout import HeadPlacement, kv_repeats
+from moh_jax.ops.head_layout import HeadLayout, kv_repeats
 from moh_jax.ops.target import target
 
 _HEADS = ("batch", None, "heads", None)  # [B, N, H, D]
 _ATTENDED = ("batch", None, "attended_heads", None)
+_EVERYTHING = Visible()
 _BIAS = ("attended_heads", None, None)  # [H, N, M]
 
 
@@ -31,7 +33,7 @@ def active_heads(
   budget: HeadBudget,
   router: RouterConfig,
   choice: HeadChoice | None = None,
-  placement: HeadPlacement | None = None,
+  layout: HeadLayout | None = None,
 ) -> ActiveHeads | None:
   """Finds the heads that attention must compute for each token.
 
@@ -41,7 +43,7 @@ def active_heads(
     router: the kind of the router.
     choice: runtime overrides of the budget, whose values are not known when the
       program is compiled.
-    placement: how a tensor axis holds the heads; the gates are in its order.
+    layout: where the heads lie; the gates are in its order.
 
   Returns:
     The heads whose gate is not 0, or None where all must be computed: without a
@@ -49,9 +51,10 @@ def active_heads(
   """
   if gates is None or router.needs_all_heads:
     return None
-  choice = HeadChoice() if choice is None else choice
+  choice = choice or HeadChoice()
   if choice.top_k is not None or router.varies:
     return ActiveHeads(gates != 0, budget.num_heads)
+  placement = layout and layout.placement
   if placement is None:
     return ActiveHeads(gates != 0, budget.active)
   if choice.order is not None:  # any heads may be shared, also all of a device
@@ -67,9 +70,7 @@ def attend(
   *,
   active: ActiveHeads | None,
   implementation: str,
-  causal: bool = False,
-  key_mask: jax.Array | None = None,
-  segments: jax.Array | None = None,
+  visible: Visible = _EVERYTHING,
   bias: jax.Array | None = None,
   scale: float | None = None,
 ) -> jax.Array:
@@ -91,9 +92,7 @@ def attend(
     v: [B, M, K, D] values.
     active: the heads that tokens use; None is every head.
     implementation: see `attention`, as for all arguments below.
-    causal: whether later keys are hidden.
-    key_mask: [B, M] bool, the keys that may be seen.
-    segments: [B, N] int32 document of each token.
+    visible: which keys a query sees.
     bias: [H, N, M] added to the scaled logits.
     scale: factor of the logits; None is D ** -0.5.
 
@@ -104,15 +103,15 @@ def attend(
     ValueError: the implementation is unknown or cannot do this.
   """
 
-  def local(q, k, v, key_mask, segments, active, bias):
+  def local(q, k, v, visible, active, bias):
     return attention(
       q,
       k,
       v,
       bias=bias,
-      key_mask=key_mask,
-      segments=segments,
-      causal=causal,
+      key_mask=visible.key_mask,
+      segments=visible.segments,
+      causal=visible.causal,
       scale=scale,
       active=active,
       implementation=implementation,
@@ -126,9 +125,8 @@ def attend(
     # All tokens first: from there each device takes its heads without exchange.
     k, v = (constrain(x, "batch", None, "heads", None) for x in (k, v))
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-  arrays = (q, k, v, key_mask, segments, active, bias)
-  tokens = ("batch", None)
-  names = (*(_ATTENDED,) * 3, tokens, tokens, _ATTENDED[:3], _BIAS)
+  arrays = (q, k, v, visible, active, bias)
+  names = (*(_ATTENDED,) * 3, _ATTENDED[:2], _ATTENDED[:3], _BIAS)
   out = map_shards(local, arrays, names, _ATTENDED, whole_mesh=True)
   return constrain(out, "batch", "tokens", "heads", None)
 

@@ -21,7 +21,6 @@ from moh_jax.ops.head_layout import (
   over_lanes,
   store_by_head,
 )
-from moh_jax.ops.head_similarity import SIMILARITY, feature_cosines
 
 _HEAD_AXES = ("heads", "head_dim")
 
@@ -105,9 +104,6 @@ class HeadProjection(KernelLayer):
 class HeadMix(KernelLayer):
   """Gated sum of the heads' outputs (arXiv:2410.11842, eq. 4).
 
-  Under `mutable=["similarity"]` it records how alike the heads are, "features"
-  (`ops.head_similarity.feature_cosines`).
-
   The kernel is [H, D, C], or output-major [C, H, D].
 
   Attributes:
@@ -130,29 +126,23 @@ class HeadMix(KernelLayer):
       [B, N, C].
     """
     chex.assert_rank(heads, 4)
-    # The bias is whole on every device: to gather it would take longer than
-    # the memory is worth.
     num_heads, dim = heads.shape[2:]
     layout = self.layout or layer_layout(dim, num_heads)
-    inputs = num_heads, layout.dim
-    kernel, bias = self.parameters(
-      inputs, (self.features,), (_HEAD_AXES, ("embed",)), (None,)
-    )
+    inputs, axes = (num_heads, layout.dim), (_HEAD_AXES, ("embed",))
+    # The bias is whole on every device: to gather it would take longer than
+    # the memory is worth.
+    kernel, bias = self.parameters(inputs, (self.features,), axes, (None,))
     kernel = _pad(kernel, dim, -1 if self.output_major else 1)
     count = 1 if self.output_major else layout.count(num_heads)
     if count > 1:
       kernel = kernel.reshape(-1, count * dim, self.features)
     gated = fill_lanes(heads, count)
-    if dim != inputs[1]:
+    if dim != layout.dim:
       gated = _store_by_head(gated)
     if gates is not None:
       chex.assert_equal_shape_prefix((heads, gates), 3)
       gated = gated * over_lanes(gates, count, dim).astype(heads.dtype)
     out = self.multiply(gated, kernel, bias, 2)
-    if self.is_mutable_collection(SIMILARITY) and not self.is_initializing():
-      kernel = nn.meta.unbox(self.get_variable("params", "kernel"))
-      kernel = jnp.moveaxis(kernel, 0, -1) if self.output_major else kernel
-      self.sow(SIMILARITY, "features", feature_cosines(heads, kernel))
     return constrain(out, "batch", "tokens", None)
 
 

@@ -23,8 +23,8 @@ from moh_jax.layers.router import HeadChoice, HeadRouter
 from moh_jax.ops import routing
 from moh_jax.ops.attention_forms import Visible
 from moh_jax.ops.cache import LayerCache, Slots, write_cache
-from moh_jax.ops.head_layout import HeadLayout, HeadPlacement, place_heads
-from moh_jax.ops.head_similarity import SIMILARITY, pattern_cosines
+from moh_jax.ops.head_blocks import ActiveHeads
+from moh_jax.ops.head_layout import HeadLayout, place_heads
 from moh_jax.ops.position import Rotation, rotate
 from moh_jax.ops.routing import RouterAux
 
@@ -148,58 +148,87 @@ class MoHAttention(nn.Module):
       it; the one that was given is unchanged.
     """
     self._check(x, token_mask)
-    places = Places() if places is None else places
-    compares = self.is_mutable_collection(SIMILARITY) and not (
-      self.is_initializing()
-    )
-    layout = self._layout(plain=cache is None and not compares)
-    q, k, v = self._project(x, layout)
-    norms = None
-    if self.router.reads_norms:
-      norms = layout.undealt(routing.query_norms(q))
+    places, choice = places or Places(), choice or HeadChoice()
+    layout = self._layout(cached=cache is not None)
+    q, k, v = self.project(x, layout)
+    reads = self.router.reads_norms
+    norms = layout.undealt(routing.query_norms(q)) if reads else None
     gates, aux = HeadRouter(
       self.budget, self.router, self.kernel_init, name="router"
     )(x, token_mask, norms=norms, choice=choice)
-    if self.qk_norm is not None:
-      q, k = (
-        nn.RMSNorm(self.qk_norm, dtype=self.dtype, name=f"{name}_norm")(part)
-        for name, part in (("q", q), ("k", k))
-      )
-    if places.rotation is not None:
-      q, k = (
-        rotate(part, places.rotation, layout.count(part.shape[2]))
-        for part in (q, k)
-      )
+    q, k = self.rotate(q, k, places.rotation, layout)
     if cache is not None:
       cache = write_cache(cache, k, v, slots.start)
-    if gates is not None:
-      gates = layout.dealt(gates)
-    active = active_heads(
-      gates, self.budget, self.router, choice, layout.placement
+    gates = layout.dealt(gates)
+    heads = self.attend(
+      q,
+      k,
+      v,
+      layout,
+      active=active_heads(gates, self.budget, self.router, choice, layout),
+      visible=Visible(token_mask, places.segments, self.causal),
+      cache=cache,
+      slots=slots,
     )
-    if compares:
-      active = None  # every head, whatever tokens chose
-      visible = Visible(token_mask, places.segments, self.causal)
-      scale = self.budget.head_dim**-0.5
-      cosines = pattern_cosines(q, k, visible=visible, scale=scale)
-      self.sow(SIMILARITY, "patterns", cosines)
+    return self.mix(heads, gates, layout, x.shape[-1]), aux, cache
+
+  def project(self, x: jax.Array, layout: HeadLayout) -> list[jax.Array]:
+    """Queries, keys and values, [B, N, H or K, the layout's width]."""
+    heads, dim = self.budget.num_heads, self.budget.head_dim
+    kinds = self._kinds(self.use_bias, layout)
+    if self.num_kv_heads in (None, heads):
+      return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
+    query = HeadProjection(1, heads, dim, name="q", **kinds)
+    pair = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)
+    return [*query(x), *pair(x)]
+
+  def rotate(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    angles: Rotation | None,
+    layout: HeadLayout,
+  ) -> list[jax.Array]:
+    """Norms and rotates queries and keys, as far as the layer does."""
+    parts = [q, k]
+    if self.qk_norm is not None:
+      parts = [
+        nn.RMSNorm(self.qk_norm, dtype=self.dtype, name=name)(x)
+        for name, x in zip(("q_norm", "k_norm"), parts)
+      ]
+    if angles is not None:
+      parts = [rotate(x, angles, layout.count(x.shape[2])) for x in parts]
+    return parts
+
+  def attend(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layout: HeadLayout,
+    *,
+    active: ActiveHeads | None,
+    visible: Visible,
+    cache: LayerCache | None,
+    slots: Slots | None,
+  ) -> jax.Array:
+    """Outputs of the heads, [B, N, H, the layout's width]."""
     how = {"active": active, "implementation": self.implementation}
     if cache is not None and slots.first is not None:
-      out = attend_to_cache(q, cache, slots, **how)
-    else:
-      out = attend(
-        q,
-        k,
-        v,
-        key_mask=token_mask,
-        segments=places.segments,
-        causal=self.causal,
-        scale=self.budget.head_dim**-0.5,
-        **how,
-      )
+      return attend_to_cache(q, cache, slots, **how)
+    return attend(q, k, v, visible=visible, scale=layout.dim**-0.5, **how)
+
+  def mix(
+    self,
+    heads: jax.Array,
+    gates: jax.Array | None,
+    layout: HeadLayout,
+    width: int,
+  ) -> jax.Array:
+    """Gated sum of the heads' outputs, [B, N, width]."""
     bias = self.use_bias if self.out_bias is None else self.out_bias
-    mix = HeadMix(x.shape[-1], name="out", **self._kinds(bias, layout))
-    return mix(out, gates), aux, cache
+    mix = HeadMix(width, name="out", **self._kinds(bias, layout))
+    return mix(heads, gates)
 
   @nn.nowrap
   def _check(self, x: jax.Array, token_mask: jax.Array | None) -> None:
@@ -220,45 +249,25 @@ class MoHAttention(nn.Module):
       )
 
   @nn.nowrap
-  def _placement(self) -> HeadPlacement | None:
-    """How the mesh's devices compute the heads; None is in their own order.
+  def _layout(self, *, cached: bool) -> HeadLayout:
+    """Where the heads lie.
 
-    With a cache heads stay where their parameters are: to move those for every
-    new token would take longer than the token.
+    With a cache they stay where their parameters are, in their own width: to
+    move parameters for every new token would take longer than the token.
     """
-    if self.router.needs_all_heads:
-      return None
     heads = self.budget.num_heads
     kv_heads = self.num_kv_heads or heads
     tensor, both = axes_of("heads"), axes_of("attended_heads")
-    if not both:
-      return None
-    devices = math.prod(tensor.values())
-    sequence = math.prod(both.values()) // devices
-    return place_heads(heads, kv_heads, devices, sequence, *tensor)
-
-  @nn.nowrap
-  def _layout(self, *, plain: bool) -> HeadLayout:
-    """Where heads lie; in their own order and width unless `plain`."""
-    heads = self.budget.num_heads
+    placement = None
+    if both and not cached and not self.router.needs_all_heads:
+      devices = math.prod(tensor.values())
+      sequence = math.prod(both.values()) // devices
+      placement = place_heads(heads, kv_heads, devices, sequence, *tensor)
+    # An RMSNorm over D must not count zeros.
+    pads = not cached and not self.output_major and self.qk_norm is None
     return layer_layout(
-      self.budget.head_dim,
-      heads,
-      self.num_kv_heads or heads,
-      # An RMSNorm over D must not count zeros.
-      pads=plain and not self.output_major and self.qk_norm is None,
-      placement=self._placement() if plain else None,
+      self.budget.head_dim, heads, kv_heads, pads=pads, placement=placement
     )
-
-  def _project(self, x: jax.Array, layout: HeadLayout) -> list[jax.Array]:
-    """Queries, keys and values, [B, N, H or K, the layout's width]."""
-    heads, dim = self.budget.num_heads, self.budget.head_dim
-    kinds = self._kinds(self.use_bias, layout)
-    if self.num_kv_heads in (None, heads):
-      return HeadProjection(3, heads, dim, name="qkv", **kinds)(x)
-    query = HeadProjection(1, heads, dim, name="q", **kinds)
-    pair = HeadProjection(2, self.num_kv_heads, dim, name="kv", **kinds)
-    return [*query(x), *pair(x)]
 
   def _kinds(self, use_bias: bool, layout: HeadLayout) -> dict[str, Any]:
     return {

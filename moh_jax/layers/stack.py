@@ -1,13 +1,15 @@
 """Stacks of equal blocks, scanned so that they compile once."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from moh_jax.ops.basics import ATTENTION
-from moh_jax.ops.head_similarity import SIMILARITY
+from moh_jax.ops.routing import RouterAux
 
 _policies = jax.checkpoint_policies
 _TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
@@ -79,7 +81,7 @@ def scan_blocks(
     block = nn.remat(block, policy=REMAT_POLICIES[remat], prevent_cse=False)
   return nn.scan(
     block,
-    variable_axes={"params": 0, "intermediates": 0, SIMILARITY: 0},
+    variable_axes={"params": 0, "intermediates": 0},
     split_rngs={"params": True, "dropout": True},
     in_axes=in_axes,
     length=depth,
@@ -105,3 +107,54 @@ class DropPath(nn.Module):
     shape = (x.shape[0],) + (1,) * (x.ndim - 1)
     kept = jax.random.bernoulli(self.make_rng("dropout"), keep, shape)
     return x * (kept / keep).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelAux:
+  """Router side values of a whole model.
+
+  Attributes:
+    balance_loss: [] float32 mean over the layers that route, 0 if none does.
+    activated_share: [] float32 heads used over all heads, of all layers.
+    layers: the values that `collect_aux` was given.
+  """
+
+  balance_loss: jax.Array
+  activated_share: jax.Array
+  layers: Mapping[str, RouterAux] | Sequence[RouterAux]
+
+
+def collect_aux(
+  layers: Mapping[str, RouterAux] | Sequence[RouterAux],
+) -> ModelAux:
+  """Gathers the side values of a model's attention layers.
+
+  For instance `collect_aux({"block0": aux0, "block1": aux1})`.
+
+  Args:
+    layers: by name or in order, the side values of a layer, or of a scanned
+      stack of equal layers (with a leading layer axis).
+
+  Returns:
+    The model's balance loss and activated share. Every layer counts once,
+    whether it is part of a stack or not.
+
+  Raises:
+    ValueError: it holds no layer, or anything but their side values.
+  """
+  values = layers.values() if isinstance(layers, Mapping) else layers
+  values = list(values) if isinstance(values, Iterable) else []
+  if not values or not all(isinstance(aux, RouterAux) for aux in values):
+    kinds = sorted({type(aux).__name__ for aux in values or [layers]})
+    raise ValueError(
+      f"layers holds {kinds}, must be a dict or list of RouterAux, the second "
+      "results of layers"
+    )
+  losses = [jnp.atleast_1d(aux.balance_loss) for aux in values if aux.routed]
+  loss = (
+    jnp.concatenate(losses).mean() if losses else jnp.zeros((), jnp.float32)
+  )
+  used = sum(aux.load.sum() for aux in values)
+  present = sum(aux.load.size for aux in values)
+  return ModelAux(loss, used / present, layers)

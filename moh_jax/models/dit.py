@@ -6,13 +6,11 @@ import jax.numpy as jnp
 
 from moh_jax.config import DiTConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.embed import LayerNorm, Table, check_shape
 from moh_jax.layers.linear import dot_whole, xavier_init
-from moh_jax.layers.mlp import MLP
-from moh_jax.layers.model_aux import ModelAux, collect_aux
+from moh_jax.layers.mlp import MLP, LayerNorm, Table, check_shape
 from moh_jax.layers.moh import MoHAttention
 from moh_jax.layers.partitioning import constrain, with_axes
-from moh_jax.layers.stack import scan_blocks
+from moh_jax.layers.stack import ModelAux, collect_aux, scan_blocks
 from moh_jax.ops.position import sincos_2d, sinusoidal
 from moh_jax.ops.routing import RouterAux
 

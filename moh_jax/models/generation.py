@@ -10,16 +10,15 @@ import numpy as np
 
 from moh_jax.config import Config
 from moh_jax.config.dit import FLOW, MOST_TIMESTEPS
-from moh_jax.models.flow import even_times
-from moh_jax.models.guidance import guide
-from moh_jax.models.process import (
+from moh_jax.models.diffusion import (
   AnyProcess,
   even_log_snr,
+  even_times,
   make_process,
   q_sample,
   respace,
 )
-from moh_jax.models.samplers import sample
+from moh_jax.models.samplers import guide, sample
 
 _GAP = 2  # white pixels between the images of a grid
 

@@ -8,16 +8,14 @@ import jax.numpy as jnp
 
 from moh_jax.config import LayerGroup, LLMConfig
 from moh_jax.config.heads import HeadBudget
-from moh_jax.layers.embed import Table
-from moh_jax.layers.linear import KernelLayer
-from moh_jax.layers.mlp import SwiGLU
-from moh_jax.layers.model_aux import ModelAux, collect_aux
+from moh_jax.layers import vocabulary
+from moh_jax.layers.linear import KernelLayer, product
+from moh_jax.layers.mlp import SwiGLU, Table
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.layers.partitioning import constrain
 from moh_jax.layers.router import HeadChoice
-from moh_jax.layers.stack import scan_blocks
+from moh_jax.layers.stack import ModelAux, collect_aux, scan_blocks
 from moh_jax.layers.vocabulary import lookup
-from moh_jax.models.llm_output import output_logits
 from moh_jax.ops.cache import LayerCache, Slots, make_cache
 from moh_jax.ops.position import rotation
 from moh_jax.ops.routing import RouterAux
@@ -27,19 +25,13 @@ StackCache = LayerCache | tuple[LayerCache, ...]
 
 
 class OutputKernel(KernelLayer):
-  """Weights of the output layer, stored as [C, V] or output-major as [V, C].
-
-  Attributes:
-    config: the model.
-  """
-
-  config: LLMConfig
+  """Weights of the output layer, stored as [C, V] or output-major as [V, C]."""
 
   @nn.compact
-  def __call__(self) -> jax.Array:
+  def __call__(self, width: int, vocab: int) -> jax.Array:
     """Returns the kernel [C, V] float32."""
-    inputs, outputs = (self.config.width,), (self.config.vocab_size,)
-    kernel = self.declare_kernel(inputs, outputs, (("embed",), ("vocab",)))
+    axes = (("embed",), ("vocab",))
+    kernel, _ = self.parameters((width,), (vocab,), axes)
     return kernel.T if self.output_major else kernel
 
 
@@ -216,8 +208,10 @@ class LLM(nn.Module):
     if cfg.tie_embeddings:
       kernel = table.T
     else:
-      head = OutputKernel(cfg, output_major=self.unrolled, name="head")
-      kernel = head()
+      head = OutputKernel(
+        use_bias=False, output_major=self.unrolled, name="head"
+      )
+      kernel = head(cfg.width, cfg.vocab_size)
     return output_logits(x, kernel), aux, tuple(written)
 
   @nn.nowrap
@@ -282,3 +276,106 @@ def rms_norm(config: LLMConfig, name: str) -> nn.RMSNorm:
   return nn.RMSNorm(
     epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), name=name
   )
+
+
+def output_kernel(params: Any, config: LLMConfig) -> jax.Array:
+  """Returns the output layer's weights [C, V] from a model's parameters."""
+  if config.tie_embeddings:
+    return params["embed"]["embedding"].T
+  return params["head"]["kernel"]
+
+
+def output_logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Applies the output layer: x [..., C], kernel [C, V] to [..., V] float32."""
+  return jnp.matmul(
+    x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
+  )
+
+
+def unrolled_logits(x: jax.Array, params: Any, config: LLMConfig) -> jax.Array:
+  """Applies the output layer of unrolled parameters (`llm_params.unroll`).
+
+  Args:
+    x: [..., C] what the output layer reads.
+    params: of the model, unrolled.
+    config: the model.
+
+  Returns:
+    [..., V] float32.
+  """
+  tied = config.tie_embeddings
+  kernel = params["embed"]["embedding"] if tied else params["head"]["kernel"]
+  kernel = kernel.astype(x.dtype)  # [V, C]
+  return product(x, kernel, output_major=True, dtype=jnp.float32)
+
+
+def summed_nats(
+  x: jax.Array,
+  params: Any,
+  config: LLMConfig,
+  targets: jax.Array,
+  weights: jax.Array,
+) -> jax.Array:
+  """Weighted sum of the targets' cross-entropies, a few logits at a time.
+
+  Args:
+    x: [B, N, C] what the output layer reads.
+    params: of the model.
+    config: the model.
+    targets: [B, N] int32.
+    weights: [B, N] float32.
+
+  Returns:
+    [] float32.
+  """
+  kernel = output_kernel(params, config)
+  return vocabulary.summed_nats(x, kernel, targets, weights, config.loss_chunk)
+
+
+def token_nats(
+  x: jax.Array, params: Any, config: LLMConfig, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Cross-entropy of each token, a few logits at a time.
+
+  Args:
+    x: [B, N, C] what the output layer reads.
+    params: of the model.
+    config: the model.
+    targets: [B, N] int32.
+
+  Returns:
+    [B, N] float32 nats; and [B, N] bool, True if no logit is larger.
+  """
+  kernel = output_kernel(params, config)
+  return vocabulary.token_nats(x, kernel, targets, config.loss_chunk)
+
+
+def unroll(params: Any, config: LLMConfig) -> Any:
+  """Cuts stacks into layers and stores kernels output-major.
+
+  Args:
+    params: as trained, every stack with a leading layer axis.
+    config: the model.
+
+  Returns:
+    Parameters for `LLM(config, unrolled=True)`.
+  """
+  out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
+  if "head" in out:
+    out["head"] = {"kernel": out["head"]["kernel"].T}
+  for index, group in enumerate(config.layer_groups()):
+    for layer in range(group.depth):
+      out[f"blocks{index}_{layer}"] = jax.tree_util.tree_map_with_path(
+        lambda path, x: _output_major(path, x[layer]),  # noqa: B023
+        params[f"blocks{index}"],
+      )
+  return out
+
+
+def _output_major(path: tuple, x: jax.Array) -> jax.Array:
+  """Puts the output dimensions of a layer's kernel first."""
+  names = [key.key for key in path]
+  if names[-1] != "kernel":
+    return x
+  inputs = 2 if names[-2] == "out" else 1  # heads and their dim, or the width
+  return jnp.moveaxis(x, range(inputs), range(-inputs, 0))

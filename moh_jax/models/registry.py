@@ -1,11 +1,24 @@
 """Networks by their config, and released models by name."""
 
+import hashlib
+import itertools
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
 
-from moh_jax.config import Config, get_family, imported, released_model
+from moh_jax.config import (
+  Config,
+  LayerStack,
+  LLMConfig,
+  RoutedLayers,
+  get_family,
+  imported,
+  released_model,
+)
 
 
 def make_model(
@@ -44,3 +57,132 @@ def get_model(name: str) -> tuple[nn.Module, Any]:
   """
   section = released_model(name)
   return imported(get_family(section.family).network)(section), section
+
+
+def fit_params(params: Any, trained: RoutedLayers, wanted: RoutedLayers) -> Any:
+  """Parameters of a trained model in the layout of another config of it.
+
+  Layers are stacked as the wanted head budgets group them, and a larger
+  vocabulary gets further rows.
+
+  Args:
+    params: the parameter tree of `trained`.
+    trained: model section that the parameters were trained with.
+    wanted: section of the model that will use them.
+  """
+  if getattr(wanted, "vocab_size", 0) > getattr(trained, "vocab_size", 0):
+    params = grow_vocabulary(params, wanted.vocab_size)
+  if isinstance(wanted, LayerStack):
+    params = restack(params, trained, wanted)
+  return params
+
+
+def serving_dtypes(params: Any, model: RoutedLayers) -> Any:
+  """Dtypes that parameters can be stored in without changing any output.
+
+  Args:
+    params: arrays or ShapeDtypeStructs.
+    model: section of the network.
+
+  Returns:
+    A tree of dtypes.
+  """
+  if model.SERVED_IN_DTYPE:
+    return compute_dtypes(params, model)
+  return jax.tree.map(lambda x: x.dtype, params)
+
+
+def restack(params: Any, trained: LayerStack, wanted: LayerStack) -> Any:
+  """Stacks the layers' parameters in the groups of another head budget.
+
+  Which layers are equal, and so stacked, depends on `top_k`; a layer's own
+  parameters do not, but for routers that a layer with `top_k` 0 does without.
+
+  Args:
+    params: of the trained model.
+    trained: its config.
+    wanted: the config of the model that will use them.
+
+  Returns:
+    The tree that the wanted model expects, where the trained one has it all;
+    the same tree where the runs are equal or the depths differ.
+  """
+  ours, theirs = (
+    [group.depth for group in config.layer_groups()]
+    for config in (trained, wanted)
+  )
+  if trained.depth != wanted.depth or ours == theirs:
+    return params
+  stacks = (params[f"blocks{index}"] for index in range(len(ours)))
+  layers = [
+    {path: x[i] for path, x in stack.items()}
+    for stack, depth in zip(map(traverse_util.flatten_dict, stacks), ours)
+    for i in range(depth)
+  ]
+  out = {n: tree for n, tree in params.items() if not n.startswith("blocks")}
+  rest = iter(layers)
+  for index, depth in enumerate(theirs):
+    equal = list(itertools.islice(rest, depth))
+    shared = set.intersection(*(set(layer) for layer in equal))
+    out[f"blocks{index}"] = traverse_util.unflatten_dict(
+      {p: jnp.stack([layer[p] for layer in equal]) for p in sorted(shared)}
+    )
+  return out
+
+
+def params_sha256(params: Any, sizes: str = "") -> str:
+  """Hash of the parameters of a network.
+
+  Args:
+    params: tree of arrays, which count as float32.
+    sizes: what else tells the network apart.
+  """
+  digest = hashlib.sha256(sizes.encode())
+  flat = traverse_util.flatten_dict(params, sep="/")
+  for name in sorted(flat):
+    array = np.asarray(flat[name], np.float32)
+    digest.update(f"{name} {array.shape}".encode())
+    digest.update(array.tobytes())
+  return digest.hexdigest()
+
+
+def grow_vocabulary(params: Any, rows: int) -> Any:
+  """Adds tokens, whose vectors are the mean of the old ones.
+
+  Args:
+    params: of a model with fewer tokens.
+    rows: tokens wanted.
+
+  Returns:
+    Parameters of a model with `rows` tokens.
+  """
+  grown = dict(params)
+  for module, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
+    if module in params:
+      old = params[module][leaf]
+      mean = old.mean(axis, keepdims=True)
+      new = jnp.repeat(mean, rows - old.shape[axis], axis=axis)
+      grown[module] = {leaf: jnp.concatenate([old, new], axis=axis)}
+  return grown
+
+
+def compute_dtypes(params: Any, config: LLMConfig) -> Any:
+  """The dtype that the network uses each parameter in.
+
+  Matrices are used in the compute dtype, so storing them in it changes no
+  output; routers, norms and biases stay float32.
+
+  Args:
+    params: arrays or their shapes.
+    config: the model.
+
+  Returns:
+    The tree with a dtype for every leaf.
+  """
+
+  def dtype(path: tuple, leaf: Any) -> jnp.dtype:
+    names = [key.key for key in path]
+    matrix = names[-1] in ("kernel", "embedding") and "router" not in names
+    return jnp.dtype(config.dtype) if matrix else leaf.dtype
+
+  return jax.tree_util.tree_map_with_path(dtype, params)

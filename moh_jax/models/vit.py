@@ -8,12 +8,15 @@ import numpy as np
 from moh_jax.config import StageShape, ViTConfig
 from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.aggregated import AggregatedAttention, FullAttention
-from moh_jax.layers.embed import LayerNorm, OverlapPatchEmbed, check_shape
 from moh_jax.layers.linear import LINEAR_INIT
-from moh_jax.layers.mlp import ConvGLU
-from moh_jax.layers.model_aux import ModelAux, collect_aux
+from moh_jax.layers.mlp import (
+  ConvGLU,
+  LayerNorm,
+  OverlapPatchEmbed,
+  check_shape,
+)
 from moh_jax.layers.partitioning import constrain, with_axes
-from moh_jax.layers.stack import DropPath, scan_blocks
+from moh_jax.layers.stack import DropPath, ModelAux, collect_aux, scan_blocks
 from moh_jax.ops.position import RelativeCoordinates, relative_coordinates
 from moh_jax.ops.routing import RouterAux
 

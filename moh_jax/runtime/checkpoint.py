@@ -43,7 +43,7 @@ class Metadata:
     class_names: names of the classifier's outputs, () for other models.
     tokenizer_sha256: SHA-256 of the tokenizer's file, "" without one.
     encoder_sha256: of the autoencoder whose latents the model was trained on,
-      see `models.weights_hash`; "" without one, and for older latents.
+      see `models.vae`; "" without one, and for older latents.
   """
 
   config: Config

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import socket
 import sys
 import threading
@@ -13,10 +14,10 @@ JOIN_SECONDS = 12  # that the coordinator has to answer in
 _ALL_SECONDS = 300  # that all processes have to come in, once one is there
 _SPARE_SECONDS = 30  # after which JAX would end the process itself
 _RETRY_SECONDS = 0.5
-_FLAGS = {
-  "coordinator": ("--coordinator", "JAX_COORDINATOR_ADDRESS"),
-  "count": ("--num-processes", "JAX_NUM_PROCESSES"),
-  "index": ("--process-id", "JAX_PROCESS_ID"),
+_VARIABLES = {
+  "coordinator": "JAX_COORDINATOR_ADDRESS",
+  "count": "JAX_NUM_PROCESSES",
+  "index": "JAX_PROCESS_ID",
 }
 
 
@@ -38,31 +39,26 @@ class Place:
     if self.coordinator is not None:
       _host_and_port(self.coordinator)
     if self.count is not None and self.count < 1:
-      raise ValueError(f"{_name('count')}={self.count} must be at least 1")
+      raise ValueError(f"{_VARIABLES['count']}={self.count} must be at least 1")
     if self.index is not None and not 0 <= self.index < (self.count or 1 << 31):
       raise ValueError(
-        f"{_name('index')}={self.index} must be at least 0 and below "
-        f"{_name('count')}={self.count}"
+        f"{_VARIABLES['index']}={self.index} must be at least 0 and below "
+        f"{_VARIABLES['count']}={self.count}"
       )
 
 
-def given_place(
-  coordinator: str | None, count: int | None, index: int | None
-) -> Place:
-  """The place that options say, or else JAX's environment variables.
+def given_place() -> Place:
+  """The place that JAX's environment variables say.
 
   Raises:
     ValueError: a value is none of those allowed.
   """
-  options = {"coordinator": coordinator, "count": count, "index": index}
-  values = {}
-  for name, value in options.items():
-    text = _environment(name)
-    if value is None and text:
-      if name != "coordinator" and not text.isdecimal():
-        raise ValueError(f"{_FLAGS[name][1]}={text!r} must be a whole number")
-      value = text if name == "coordinator" else int(text)
-    values[name] = value
+  values: dict[str, str | int] = {}
+  for name, variable in _VARIABLES.items():
+    if text := os.environ.get(variable):
+      if name != "coordinator" and not re.fullmatch("-?[0-9]{1,9}", text):
+        raise ValueError(f"{variable}={text!r} must be a whole number")
+      values[name] = text if name == "coordinator" else int(text)
   return Place(**values)
 
 
@@ -93,11 +89,9 @@ def join(place: Place, seconds: float = JOIN_SECONDS) -> None:
         initialization_timeout=limit + _SPARE_SECONDS,
       )
   except (ValueError, RuntimeError) as error:
-    flags = " ".join(flag for flag, _ in _FLAGS.values())
     raise ValueError(
       f"--distributed: {error}; outside TPU pods, Slurm, Open MPI and "
-      f"Kubernetes give {flags}, or set "
-      f"{', '.join(variable for _, variable in _FLAGS.values())}"
+      f"Kubernetes set {', '.join(_VARIABLES.values())}"
     ) from error
 
 
@@ -171,15 +165,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
     raise ValueError(
-      f"{_name('coordinator')}={address!r} must be HOST:PORT, with a port of 1 "
-      "to 65535"
+      f"{_VARIABLES['coordinator']}={address!r} must be HOST:PORT, with a port "
+      "of 1 to 65535"
     )
   return host.strip("[]"), int(port)
-
-
-def _name(field: str) -> str:
-  return " or ".join(_FLAGS[field])
-
-
-def _environment(field: str) -> str:
-  return os.environ.get(_FLAGS[field][1], "")

@@ -26,12 +26,13 @@ def enable() -> None:
   """Makes JAX keep compiled programs, before it has compiled the first one.
 
   A cache that the user gave JAX itself (JAX_COMPILATION_CACHE_DIR) stays, and
-  so do JAX's other variables. Where the folder cannot be used, a warning says
-  so and programs are compiled as without it.
+  so do JAX's other variables. MOH_JAX_COMPILATION_CACHE=off keeps none.
+  Where the folder cannot be used, a warning says so and programs are compiled
+  as without it.
   """
   import jax
 
-  if jax.config.jax_compilation_cache_dir:
+  if jax.config.jax_compilation_cache_dir or os.environ.get(VARIABLE) == "off":
     return
   path = folder()
   try:

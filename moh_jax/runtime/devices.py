@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -120,6 +121,10 @@ _NAME = re.compile(
 _MOST = 2**16  # chips
 # What XLA must know of a GPU: a text proto each, the published figures of it.
 _GPU_DIR = pathlib.Path(__file__).parent / "gpu_targets"
+_GROUP_LIMITS = (
+  "/sys/fs/cgroup/memory.max",
+  "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 # libtpu would ask a metadata server for a TPU's network.
 _TPU_ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
@@ -323,3 +328,37 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
   finally:
     os.environ.clear()
     os.environ.update(before)
+
+
+@functools.cache
+def total_memory() -> int:
+  """Bytes of memory that this machine, or the container, may use."""
+  limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+  for name in _GROUP_LIMITS:
+    try:
+      limits.append(int(pathlib.Path(name).read_text()))
+    except (OSError, ValueError):  # no such group, or "max"
+      continue
+  return min(limits)
+
+
+def check_bytes(needed: int, what: str, have: int | None = None) -> None:
+  """Refuses what is larger than all memory.
+
+  Args:
+    needed: bytes that are needed at least.
+    what: names what needs them and its sizes, for the message.
+    have: bytes of memory; None is that of the machine.
+
+  Raises:
+    ValueError: they are more than there are.
+  """
+  have = total_memory() if have is None else have
+  if needed > have:
+    raise ValueError(
+      f"{what}: at least {_gib(needed)} of memory, there are {_gib(have)}"
+    )
+
+
+def _gib(count: int) -> str:
+  return f"{count / 2**30:,.1f} GiB"

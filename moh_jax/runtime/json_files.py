@@ -117,6 +117,21 @@ def plain(value: Any) -> Any:
   return json.loads(json.dumps(value))
 
 
+def differences(wanted: dict[str, Any], stored: dict[str, Any]) -> str:
+  """The entries that differ, as "seed: 1 here, 0 there"; "" if none does.
+
+  Args:
+    wanted: settings of this call.
+    stored: those of an earlier call, parsed from JSON.
+  """
+  wanted = plain(wanted)
+  return "; ".join(
+    f"{name}: {wanted.get(name)!r} here, {stored.get(name)!r} there"
+    for name in {**wanted, **stored}
+    if wanted.get(name) != stored.get(name)
+  )
+
+
 def strict_json(value: Any, indent: int | None = None) -> str:
   """Text of a value that every reader takes: NaN and infinity become null."""
   finite = json.loads(json.dumps(value), parse_constant=lambda _: None)

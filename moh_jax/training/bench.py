@@ -1,15 +1,11 @@
 """Compiled programs, timed in turns and reported as rows of a table."""
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import math
-import os
-import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moh_jax.ops.target import target
-from moh_jax.runtime.devices import absent_devices
 from moh_jax.training import timing
 
 # On accelerators the call of a small function takes longer than its evaluation,
@@ -30,10 +25,6 @@ _PEAK_CALLS = 10
 _CPU_SIZES = (1024, 2048)
 _ACCELERATOR_SIZES = (4096, 8192)
 _COPY_BYTES = 1 << 30
-_CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
-# Calls whose operands and results are all that they move: matrix products of
-# libraries, and notes to the compiler.
-_COUNTED_CALLS = ("__cublas", "__onednn", "AssumeGather", "ConcatBitcast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +32,19 @@ class Program:
   """A compiled function with its arguments.
 
   Attributes:
-    run: calls it and returns its arrays; None if it was compiled for a device
-      that is not here.
+    run: calls it and returns its arrays.
     loops: evaluations of the function in one call.
     bytes: memory that XLA allocates for one evaluation: arguments, outputs and
       temporaries; None where it is unknown.
-    temporary_bytes: of these the temporaries.
     moved_bytes: bytes that the compiler counts as read and written by one
       evaluation; None where it does not count them, or not right: what a kernel
       reads again, and what a loop moves after its first iteration, is missing.
-    kernels: how many calls of each kernel the program has that XLA did not
-      make; matrix products of libraries are left out.
   """
 
-  run: Callable[[], Any] | None
+  run: Callable[[], Any]
   loops: int = 1
   bytes: int | None = None
-  temporary_bytes: int | None = None
   moved_bytes: int | None = None
-  kernels: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,15 +79,10 @@ class Row:
     fault: which error exceeds its limit, or why it did not run, in words; None
       if nothing is wrong.
     every_head: whether the form computes every head, or the active ones only.
-    measured: False for a device that is not here, of which the compiler alone
-      tells something.
-    temporary_bytes: the temporaries of `peak_bytes`.
     moved_bytes: bytes that one evaluation reads and writes.
     moved_by: "compiler" if it counted them; "count" if they are the least that
       the shapes allow, where the compiler cannot count: kernels and loops.
     memory_share: moved bytes per second over the memory's measured speed.
-    kernels: how many calls of each kernel the program has that XLA did not
-      make, by its name.
   """
 
   device: str
@@ -124,12 +104,9 @@ class Row:
   max_error: float | None = None
   fault: str | None = None
   every_head: bool | None = None
-  measured: bool = True
-  temporary_bytes: int | None = None
   moved_bytes: int | None = None
   moved_by: str = ""
   memory_share: float | None = None
-  kernels: dict[str, int] | None = None
 
   @property
   def to_mha(self) -> str | None:
@@ -176,14 +153,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
   ("GFLOP", "flops", lambda value: f"{value / 1e9:.3f}"),
   ("of peak", "peak_share", "{:.1%}".format),
   ("MB", "peak_bytes", _megabytes),
-  ("temp MB", "temporary_bytes", _megabytes),
   ("moved MB", "moved_bytes", _megabytes),
   ("of memory", "memory_share", "{:.1%}".format),
-  (
-    "kernels",
-    "kernels",
-    lambda calls: ", ".join(f"{n} {name}" for name, n in sorted(calls.items())),
-  ),
   ("max error", "max_error", "{:.1e}".format),
 )
 
@@ -199,7 +170,7 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[tuple], list[str]]:
   def cell(row: Row, field: str, write: Callable[[Any], str]) -> str:
     value = getattr(row, field)
     unused = field == "units_per_second" and row.op != "model"
-    if value is None or value == {} or unused:
+    if value is None or unused:
       return ""
     tilde = field == "moved_bytes" and row.moved_by == "count"
     return "~" * tilde + write(value)
@@ -210,6 +181,15 @@ def table_cells(rows: Sequence[Row]) -> tuple[list[tuple], list[str]]:
   }
   columns = {title: cells for title, cells in columns.items() if any(cells)}
   return list(zip(*columns.values())), list(columns)
+
+
+def read_rows(result: Mapping[str, Any]) -> list[Row]:
+  """The rows of a stored result, without fields of other versions."""
+  names = {field.name for field in dataclasses.fields(Row)}
+  return [
+    Row(**{name: row[name] for name in names & row.keys()})
+    for row in result["rows"]
+  ]
 
 
 def with_peaks(
@@ -247,8 +227,6 @@ def time_rows(
 ) -> list[Row]:
   """Times programs in turns and adds to their rows what was measured.
 
-  Programs for a device that is not here are reported without times.
-
   Args:
     rows: what is known of each program; what the compiler counts as moved
       takes the place of what they say.
@@ -260,7 +238,7 @@ def time_rows(
     min_seconds: seconds that a turn lasts at least; shorter programs are
       repeated in it.
   """
-  here = {i: one for i, one in enumerate(programs) if one and one.run}
+  here = {i: one for i, one in enumerate(programs) if one}
   times = timing.interleaved(
     {i: one.run for i, one in here.items()},
     rounds,
@@ -271,24 +249,21 @@ def time_rows(
   fastest = min(timed, key=lambda i: times[i].median, default=None)
   found = []
   for index, (row, program) in enumerate(zip(rows, programs)):
-    program = program or Program(None)
+    if program is None:
+      found.append(row)
+      continue
+    time = times[index]
     added: dict[str, Any] = {
-      "measured": not is_absent(),
+      "ms": time.median * 1e3,
+      "spread": time.spread,
+      "units_per_second": units / time.median,
       "peak_bytes": program.bytes,
-      "temporary_bytes": program.temporary_bytes,
-      "kernels": dict(program.kernels),
     }
     if program.moved_bytes is not None:
       added |= {"moved_bytes": program.moved_bytes, "moved_by": "compiler"}
-    if time := times.get(index):
-      added |= {
-        "ms": time.median * 1e3,
-        "spread": time.spread,
-        "units_per_second": units / time.median,
-      }
-      if fastest is not None:
-        ratio = time.over(times[fastest])
-        added |= {"ratio_to_mha": ratio.median, "ratio_spread": ratio.spread}
+    if fastest is not None:
+      ratio = time.over(times[fastest])
+      added |= {"ratio_to_mha": ratio.median, "ratio_spread": ratio.spread}
     if index == fastest:
       added["implementation"] = "mha"
     found.append(dataclasses.replace(row, **added))
@@ -300,35 +275,27 @@ def compile_program(function: Callable, *args: Any, loops: int = 1) -> Program:
 
   Args:
     function: function of trees of arrays.
-    *args: its arguments; `jax.ShapeDtypeStruct`s where the device is not here.
+    *args: its arguments.
     loops: evaluations in one call, one after another; the call returns the
       value of the last one.
   """
-  return _lower(function, *args, loops=loops)()
-
-
-def compile_all(
-  calls: Sequence[tuple[Callable, Sequence[Any]]], loops: int = 1
-) -> list[Program | Exception]:
-  """Compiles functions for their arguments at the same time.
-
-  Args:
-    calls: functions and arguments, as for `compile_program`.
-    loops: evaluations in one call.
-
-  Returns:
-    Programs, and errors of those that fail.
-  """
-  # Contexts, such as that of a mesh, hold for this thread: it traces.
-  lowered = [
-    attempt(_lower, function, *a, loops=loops) for function, a in calls
-  ]
-  with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-    return list(
-      pool.map(
-        lambda one: one if isinstance(one, Exception) else attempt(one), lowered
-      )
-    )
+  compiled = jax.jit(function).lower(*args).compile()
+  # Of a program with loops or calls the compiler does not count all bytes.
+  moved, text = None, compiled.as_text() or ""
+  if " while(" not in text and " custom-call(" not in text:
+    moved = (compiled.cost_analysis() or {}).get("bytes accessed")
+  memory = compiled.memory_analysis()
+  run = compiled
+  if loops > 1:
+    run = jax.jit(_loop(function, loops)).lower(*args).compile()
+  return Program(
+    lambda: run(*args),
+    loops,
+    bytes=memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    + memory.temp_size_in_bytes,
+    moved_bytes=None if moved is None else int(moved),
+  )
 
 
 def attempt(call: Callable, *args: Any, **options: Any) -> Any:
@@ -342,52 +309,6 @@ def attempt(call: Callable, *args: Any, **options: Any) -> Any:
 def failure(error: Exception) -> str:
   """One line that says why a program does not run."""
   return textwrap.shorten(f"does not run: {type(error).__name__}: {error}", 300)
-
-
-def _lower(
-  function: Callable, *args: Any, loops: int = 1
-) -> Callable[[], Program]:
-  """Traces a function, and returns what compiles it in any thread."""
-  absent = is_absent()
-  # Autotuning runs kernels, for which there is no device.
-  quick = absent and target().platform == "gpu"
-  options = {"xla_gpu_autotune_level": 0} if quick else None
-  once, looped = jax.jit(function).lower(*args), None
-  if loops > 1 and not absent:
-    looped = jax.jit(_loop(function, loops)).lower(*args)
-
-  def finish() -> Program:
-    compiled = once.compile(compiler_options=options)
-    program = _describe(compiled)
-    if absent:
-      return program
-    run = compiled if looped is None else looped.compile()
-    return dataclasses.replace(program, run=lambda: run(*args), loops=loops)
-
-  return finish
-
-
-def _describe(compiled: jax.stages.Compiled) -> Program:
-  """What the compiler tells of one evaluation."""
-  text = compiled.as_text() or ""
-  kernels = collections.Counter(
-    name
-    for name in _CUSTOM_CALL.findall(text)
-    if not name.startswith(_COUNTED_CALLS)
-  )
-  moved = None
-  if not kernels and " while(" not in text:
-    moved = (compiled.cost_analysis() or {}).get("bytes accessed")
-  memory = compiled.memory_analysis()
-  return Program(
-    None,
-    bytes=memory.argument_size_in_bytes
-    + memory.output_size_in_bytes
-    + memory.temp_size_in_bytes,
-    temporary_bytes=memory.temp_size_in_bytes,
-    moved_bytes=None if moved is None else int(moved),
-    kernels=dict(kernels),
-  )
 
 
 def _loop(function: Callable, loops: int) -> Callable:
@@ -417,55 +338,6 @@ def default_loops(flops: float = 0.0) -> int:
   """
   on_cpu = target().platform == "cpu"
   return 1 if on_cpu or flops > _LONG_FLOPS else _LOOPS
-
-
-@contextlib.contextmanager
-def compiling_for(name: str) -> Iterator[None]:
-  """Context in which programs are compiled for a device that is not here.
-
-  Args:
-    name: as for `runtime.targets.absent_devices`; "" is the device that is.
-
-  Raises:
-    ValueError: the target is unknown, or a package is missing.
-  """
-  if not name:
-    yield
-    return
-  mesh = jax.sharding.Mesh(np.array(absent_devices(name)[:1]), ("data",))
-  with jax.set_mesh(mesh):
-    yield
-
-
-def is_absent() -> bool:
-  """Whether programs are compiled for a device that is not here."""
-  mesh = jax.sharding.get_mesh()
-  return not mesh.empty and mesh.devices.flat[0] not in jax.devices()
-
-
-def make_arrays(make: Callable[[], Any]) -> Any:
-  """Arguments of programs: arrays, or their shapes for an absent device.
-
-  Args:
-    make: makes a tree of arrays.
-  """
-  if not is_absent():
-    return make()
-  sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    jax.eval_shape(make),
-  )
-
-
-def jit_once(function: Callable) -> Callable:
-  """Jits a function that runs once, such as an initialization.
-
-  On CPUs it is compiled without optimization: that takes longer than running.
-  """
-  on_cpu = target().platform == "cpu"
-  quick = {"xla_backend_optimization_level": 0} if on_cpu else None
-  return jax.jit(function, compiler_options=quick)
 
 
 def exact_products(dtype: str) -> contextlib.AbstractContextManager:

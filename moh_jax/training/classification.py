@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from moh_jax.config import ClassifierConfig, Config
 from moh_jax.data.pipeline import held_out_images
 from moh_jax.data.sources import ImageSource, make_source
-from moh_jax.evaluation import accuracy, predictions
+from moh_jax.evaluation import predictions
 from moh_jax.evaluation.predictions import Predict
 from moh_jax.layers.partitioning import axes_of
 from moh_jax.models.generation import Decode
@@ -57,7 +57,7 @@ def make_evaluate(
     config: the run.
     trained: its class names must be those of the held-out split.
   """
-  step = accuracy.make_eval_step(model)
+  step = predictions.accuracy_step(model)
   return evaluate_held_out(config, trained.class_names, step)
 
 

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from moh_jax.config import Config
-from moh_jax.config.registry import RouterKind, add_router, get_router
+from moh_jax.config.registry import ROUTERS, RouterKind, get_router
 from moh_jax.runtime import devices as devices_lib
 from moh_jax.runtime import sharding
 from moh_jax.runtime.devices import USABLE, Topology
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from moh_jax.training.task import task_builder
 
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda13-plugin"}
@@ -160,7 +160,7 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
 
 def _compile(config: Config, router: RouterKind, wanted: Topology) -> Compiled:
   """`compile_step` in a process of its own, which knows no routers but ours."""
-  add_router(router)
+  ROUTERS.add(router)
   platform = wanted.chip.platform
   limit = USABLE * wanted.chip.memory
   devices = devices_lib.absent_devices(wanted.name, wanted.slices)

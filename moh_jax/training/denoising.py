@@ -15,17 +15,19 @@ from jax.sharding import Mesh
 from moh_jax.config import Config
 from moh_jax.config.registry import MissingSplitError
 from moh_jax.convert.inception import load_inception
-from moh_jax.evaluation.denoising import denoising_losses, make_eval_step
-from moh_jax.evaluation.fid import frechet_distance
+from moh_jax.evaluation.fid import (
+  Gaussian,
+  frechet_distance,
+  moments,
+  read_statistics,
+)
 from moh_jax.evaluation.image_metrics import make_extractor
-from moh_jax.evaluation.statistics import Gaussian, merge, moments
-from moh_jax.evaluation.statistics_files import read_statistics
+from moh_jax.evaluation.metrics import denoising_losses, denoising_step
 from moh_jax.models import inception
+from moh_jax.models.diffusion import make_process
 from moh_jax.models.generation import Decode, image_grid, make_image_sampler
-from moh_jax.models.guidance import drop_labels
-from moh_jax.models.process import make_process
-from moh_jax.models.registry import make_model
-from moh_jax.models.weights_hash import params_sha256
+from moh_jax.models.registry import make_model, params_sha256
+from moh_jax.models.samplers import drop_labels
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
@@ -97,7 +99,7 @@ def make_evaluate(
   Raises:
     FileNotFoundError: there is no held-out split.
   """
-  eval_step = make_eval_step(model, config.diffusion)
+  eval_step = denoising_step(model, config.diffusion)
   return evaluate_held_out(config, trained.class_names, eval_step)
 
 
@@ -262,8 +264,7 @@ def make_fid(
       if images.shape[-1] == 1:
         images = images.repeat(3, -1)
       features = sharding.gather(extract(images, mesh), mesh)[: num - start]
-      found = moments(features)
-      seen = found if seen is None else merge(seen, found)
+      seen = moments(features, seen)
     return {"fid": frechet_distance(seen.gaussian(), reference)}
 
   return evaluate

@@ -15,8 +15,7 @@ from moh_jax.ops.attention import choose_form
 from moh_jax.ops.attention_forms import AttentionCase
 from moh_jax.ops.head_layout import head_placement
 from moh_jax.ops.target import Target, has_cudnn, target
-from moh_jax.runtime.params import abstract_params, unbox
-from moh_jax.runtime.sharding import BATCH_AXES
+from moh_jax.runtime.sharding import BATCH_AXES, abstract_params, unbox
 from moh_jax.training.task import task_builder
 
 _LOOPS = ("while", "pallas_call")

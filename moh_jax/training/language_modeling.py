@@ -13,11 +13,14 @@ from moh_jax.config import Config, TuneConfig
 from moh_jax.data import sequences
 from moh_jax.data.pipeline import eval_indices
 from moh_jax.data.sequences import pack
-from moh_jax.evaluation.language import make_eval_step
-from moh_jax.evaluation.means import sum_metrics
-from moh_jax.evaluation.text_metrics import bits_per_byte, perplexity
+from moh_jax.evaluation.metrics import (
+  bits_per_byte,
+  language_step,
+  perplexity,
+  sum_metrics,
+)
 from moh_jax.models.generation import Decode
-from moh_jax.models.llm_output import summed_nats
+from moh_jax.models.llm import summed_nats
 from moh_jax.models.registry import make_model
 from moh_jax.runtime.checkpoint import Metadata
 from moh_jax.training.step import LossFn, Mean, Metrics, add_balance_loss
@@ -104,7 +107,7 @@ def make_evaluate(
       f"data.path={data.path!r} was made with a tokenizer of sha256 "
       f"{sha256[:16]}, the model was trained with {tokenizer_sha256[:16]}"
     )
-  eval_step = make_eval_step(model, config.model)
+  eval_step = language_step(model, config.model)
 
   def evaluate(params: Any, mesh: Mesh) -> dict[str, float]:
     batches = held_out_batches(config, held_out, mesh)

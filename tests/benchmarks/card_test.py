@@ -163,7 +163,7 @@ class StagesTest(parameterized.TestCase):
         status, _, err = _call(program, *argv)
         self.assertEqual((status, err), (0, ""), name)
         self.assertTrue((folder / f"{name}.json").exists())
-    options = [call.args[1] for call in run.call_args_list]
+    options = [call.args[0] for call in run.call_args_list]
     self.assertEqual({one.dtype for one in options}, {"bfloat16"})
     self.assertEqual({one.heads for one in options}, {32})
 

@@ -1,4 +1,3 @@
-import csv
 import json
 import pathlib
 import tempfile
@@ -62,20 +61,6 @@ class ClassifyCommandTest(parameterized.TestCase):
     expected = [folder / "a.png", folder / "b/2.PNG", self.image]
     self.assertEqual(files, [str(path) for path in expected])
 
-  def test_csv_has_a_row_for_each_image(self):
-    target = self.root / "new" / "out.csv"
-    status, _, err = self._call(
-      self.image, self.image, "--top", 2, "--csv", target
-    )
-    self.assertEqual(status, 0, err)
-    with open(target, newline="") as file:
-      rows = list(csv.DictReader(file))
-    self.assertLen(rows, 2)
-    self.assertEqual(rows[0]["image"], str(self.image))
-    self.assertIn(rows[0]["class_1"], tiny_checkpoint.CLASS_NAMES)
-    first, second = (float(rows[0][f"probability_{i}"]) for i in (1, 2))
-    self.assertGreaterEqual(first, second)
-
   def test_folder_without_images_is_named(self):
     (self.root / "empty").mkdir()
     status, _, err = self._call(self.root / "empty")
@@ -115,7 +100,8 @@ class ClassifyCommandTest(parameterized.TestCase):
 
   def test_top_is_at_least_one(self):
     status, _, err = self._call(self.image, "--top", 0)
-    self.assertEqual((status, err), (2, "error: top=0 must be at least 1\n"))
+    self.assertEqual(status, 2)
+    self.assertStartsWith(err, "error: --top=0 must be at least 1; see")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from unittest import mock
 from absl.testing import absltest
 
 from moh_jax import config as config_lib
-from moh_jax.cli import compare
-from moh_jax.training import comparison
-from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training import comparison, timing
+from moh_jax.training.saving import NonFiniteLossError
 from moh_jax.training.timing import Timing
 from moh_jax.training.train import Result
 from tests.cli import tiny_checkpoint
@@ -153,7 +152,7 @@ class CompareCommandTest(absltest.TestCase):
       timed = []
       with (
         mock.patch.object(comparison, "train", _fake_train),
-        mock.patch.object(compare, "step_seconds", seconds),
+        mock.patch.object(timing, "step_seconds", seconds),
       ):
         status, out, err = self._compare(
           *("--sweep", sweep, "--variants", "mha,config")
@@ -183,7 +182,7 @@ class CompareCommandTest(absltest.TestCase):
 
   def test_wrong_options(self):
     for argv, message in (
-      (["--rounds", "-1"], "--rounds -1 must be at least 0"),
+      (["--rounds", "-1"], "--rounds=-1 must be at least 0"),
       (["--variants", "mha,moe"], "variant 'moe' must be config, mha"),
       (["--sweep", "optim.lr=-1,1"], "optim.lr=-1.0 must be at least 0"),
       (["--plot", "runs.pdf"], "must end in .png or .svg"),

@@ -118,7 +118,7 @@ class FidCommandTest(parameterized.TestCase):
     ("one", ("--reference", "one.npz"), "at least 4 samples"),
     ("one_fid", ("--reference", "one.npz", "--metrics", "fid"), "at least 2"),
     ("half", ("--reference", "half.npz"), "lacks"),
-    ("place", ("--save-stats", "no/stats.npz"), "no directory"),
+    ("place", ("--save-stats", "."), "is a directory"),
     ("weights", ("--inception", "no.pth"), "pt_inception-2015-12-05-6726825d"),
   )
   def test_mistakes_are_one_line(self, argv, reason):

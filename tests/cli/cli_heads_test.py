@@ -14,10 +14,9 @@ from flax import traverse_util
 from PIL import Image
 
 from moh_jax import config as config_lib
-from moh_jax.cli import heads
+from moh_jax.evaluation import head_stats
 from moh_jax.runtime import checkpoint
 from tests.cli import tiny_checkpoint
-from tests.evaluation import browser
 from tests.inference import tiny_text_model
 from tests.training import tiny
 
@@ -26,26 +25,6 @@ _ROWS = [
   {"step": 0, "split": "heads", "stage1.0": [0.25, 0.75]},
   {"step": 0, "split": "train", "loss": 3.0},
 ]
-_SORT = """
-  var table = document.querySelector("table.sortable");
-  function column() { return Array.from(table.tBodies[0].rows).map(
-    function (row) { return row.cells[1].textContent; }); }
-  table.tHead.rows[0].cells[1].click();
-  var up = column();
-  table.tHead.rows[0].cells[1].click();
-  return {up: up, down: column()};
-"""
-_COLORS = """
-  var select = document.querySelector("select.layer");
-  function colors() { return Array.from(
-    document.querySelectorAll("p.text span")).map(
-    function (token) { return token.style.background; }); }
-  var first = colors();
-  select.selectedIndex = 1;
-  select.dispatchEvent(new Event("change"));
-  return {first: first, second: colors(),
-          text: document.querySelector("p.text").textContent};
-"""
 
 
 class _Links(html.parser.HTMLParser):
@@ -71,23 +50,18 @@ class HeadsTest(parameterized.TestCase):
     self.assertEqual(status, 0, error)
     return out, text, error
 
-  def _open(self, out, script):
-    """Opens the report in a browser; checks that it is whole by itself."""
+  def _page(self, out):
+    """The report; checks that it is whole by itself."""
     page = (out / "report.html").read_text()
     self.assertLess(len(page), 5 << 20)
     links = _Links()
     links.feed(page)
-    self.assertEqual(
-      [x for x in links.found if not x.startswith("data:image/png;base64,")], []
-    )
-    if browser.find() is None:
-      self.skipTest("no browser is installed, so the page is only parsed")
-    result = browser.open_page(page, script, str(self.folder))
-    self.assertEqual(result["problems"], [])
-    self.assertEqual(result["requests"], [])
-    self.assertLen(result["pictures"], len(links.found))
-    self.assertGreater(min(result["pictures"]), 0)
-    return result
+    links.close()
+    self.assertNotEmpty(links.found)
+    for link in links.found:
+      self.assertStartsWith(link, "data:image/png;base64,")
+    self.assertNotIn("<script", page)
+    return page
 
   def test_classifier(self):
     run = self.folder / "run"
@@ -128,10 +102,7 @@ class HeadsTest(parameterized.TestCase):
         self.assertAlmostEqual(sum(loads), top_k[0], places=4)
     report = json.loads(numbers.read_text())
     self.assertEqual(report["layers"][0]["layer"], "stage1.0")
-    result = self._open(out, _SORT)
-    values = [int(value) for value in result["up"]]
-    self.assertEqual(values, sorted(values))
-    self.assertEqual(result["down"], [str(v) for v in sorted(values)[::-1]])
+    self.assertIn("taken for", self._page(out))
 
   def test_text_files_are_tasks_and_tokens_are_coloured(self):
     run = self.folder / "run"
@@ -146,10 +117,11 @@ class HeadsTest(parameterized.TestCase):
     with (out / "heads.csv").open() as stream:
       tasks = {r["group"] for r in csv.DictReader(stream)}
     self.assertEqual(tasks, {"all", "python.txt", "prose.txt"})
-    result = self._open(out, _COLORS)
-    self.assertEqual(result["text"], "It </script> rai"[:16])
-    self.assertTrue(all(result["first"]))
-    self.assertNotEqual(result["first"], result["second"])
+    page = self._page(out)
+    self.assertRegex(
+      page, r'<span title="head \d" style="background:#\w{8}">I<'
+    )
+    self.assertNotIn("</script>", page)
 
   def test_multi_head_attention_has_no_loads(self):
     config = tiny.deterministic_config()
@@ -235,7 +207,9 @@ class HeadsTest(parameterized.TestCase):
       other = self.folder / "MISSING"
     else:
       tiny_checkpoint.save_dit(str(other))
-    with mock.patch.object(heads, "head_stats", side_effect=AssertionError):
+    with mock.patch.object(
+      head_stats, "head_stats", side_effect=AssertionError
+    ):
       status, _, error = tiny_checkpoint.call(
         *("heads", "--checkpoint", run, "--against", other)
       )

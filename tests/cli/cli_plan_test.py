@@ -100,12 +100,12 @@ class PlanCommandTest(parameterized.TestCase):
     self.assertIn(again, out)
 
   def test_figures_of_a_schedule_are_said_to_be_of_its_end(self):
-    spec = pathlib.Path(__file__).parents[2] / "configs" / "llm_stdlib_tune.py"
+    spec = pathlib.Path(__file__).parents[2] / "configs" / "llm_stdlib.py"
     argv = "--topology=v5e-8", "--config.model.vocab_size=512"
     _, out, _ = self._plan(f"{spec}:schedule", *argv)
     self.assertRegex(out, r"75.0% of the heads active in the end, .*tune\.")
     self.assertIn("attention of 100.0%", out)
-    _, out, _ = self._plan(f"{spec}:first", *argv)
+    _, out, _ = self._plan(f"{spec}:tune", *argv)
     self.assertRegex(out, "(?m)75.0% of the heads active$")
 
   @parameterized.parameters(

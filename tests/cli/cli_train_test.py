@@ -12,7 +12,7 @@ from PIL import Image
 
 from moh_jax import config as config_lib
 from moh_jax.cli import common
-from moh_jax.training.rewind import NonFiniteLossError
+from moh_jax.training.saving import NonFiniteLossError
 from tests.cli import tiny_checkpoint
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,7 +41,8 @@ def _train(
     file = _write_config(folder, config, sections)
     return tiny_checkpoint.call(
       *("train", "--config", file, "--workdir", workdir),
-      *("--json", json, "--vae", vae, *["--traceback"] * traceback),
+      *("--json", json, *(["--vae", vae] if vae else [])),
+      *["--traceback"] * traceback,
     )
 
 
@@ -84,7 +85,7 @@ class TrainCommandTest(parameterized.TestCase):
 
   def test_loss_that_is_not_finite_is_a_failed_check(self):
     error = NonFiniteLossError("loss=nan at step 1")
-    with mock.patch("moh_jax.cli.train.train", side_effect=error):
+    with mock.patch("moh_jax.training.train.train", side_effect=error):
       status, out, err = _train(self.workdir)
     self.assertEqual((status, out), (1, ""))
     self.assertEqual(err, "error: loss=nan at step 1\n")
@@ -141,8 +142,7 @@ class TrainCommandTest(parameterized.TestCase):
       self.workdir, config=tiny_checkpoint.DIT_CONFIG, sample=sample
     )
     self.assertEqual(status, 2)
-    self.assertIn(name, err)
-    self.assertLen(err.splitlines(), 1)
+    self.assertIn(name, err.splitlines()[-1])
     self.assertFalse((self.workdir / "checkpoints").exists())
 
   def test_pictures_of_latents_need_the_autoencoder(self):
@@ -154,14 +154,7 @@ class TrainCommandTest(parameterized.TestCase):
       sample={"every": 1},
     )
     self.assertEqual((status, out), (2, ""))
-    *notes, error = err.splitlines()
-    self.assertEqual(
-      notes,
-      [
-        f"data: fake, {split}: 1,024 examples of 10 classes"
-        for split in ("train", "val")
-      ],
-    )
+    error = err.splitlines()[-1]
     self.assertStartsWith(error, "error: sample.every=1 must be 0, or --vae")
     self.assertFalse(self.workdir.exists())
 
@@ -173,7 +166,7 @@ class TrainHelpTest(absltest.TestCase):
       "train", "--config", spec, "--help", "--config.optim.lr=0.25"
     )
     self.assertEqual((status, err), (0, ""))
-    self.assertIn("--workdir DIR", out)
+    self.assertIn("--workdir PATH", out)
     self.assertIn("\n  --config.optim.lr=0.25  (float)\n", out)
     config = common.load_config(str(spec))
     for section, fields in config_lib.to_config_dict(config).items():

@@ -42,7 +42,6 @@ class MeshTest(parameterized.TestCase):
 
 class HelpTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("classify", "images at a time (default: 32)"),
     ("encode-latents", "training (default: the autoencoder's); the stored"),
     ("evaluate-lm", "texts at a time (default: 8)"),
     ("generate", "texts at a time (default: 8)"),

@@ -71,7 +71,7 @@ class OwnImagesTest(parameterized.TestCase):
   def test_unconditional_diffusion(self):
     tiny_checkpoint.save_dit(self.start)
     self._write("")
-    status, _, err = self._train("dit_finetune.py:pixels")
+    status, _, err = self._train("dit.py:finetune_pixels")
     self.assertEqual(status, 0, err)
     metadata, _ = checkpoint.read_metadata(self.workdir)
     self.assertEqual(metadata.config.model.num_classes, 1)

@@ -11,7 +11,7 @@ from moh_jax.cli import main
 from moh_jax.data.infer import resolve
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from tests.models import small_vit
 from tests.training import tiny
 

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from moh_jax.runtime.devices import missing_packages, parse_topology
-from moh_jax.runtime.load import load_config
+from moh_jax.runtime.steps import load_config
 from moh_jax.training.plan import make_plan
 
 pytestmark = pytest.mark.compiles

@@ -17,7 +17,7 @@ from moh_jax.ops.kernels.attention import block_sizes, kernel_attention
 from moh_jax.ops.position import rotation
 from moh_jax.ops.splash import splash_attention
 from moh_jax.runtime.devices import absent_devices, missing_packages
-from moh_jax.runtime.params import unbox
+from moh_jax.runtime.sharding import unbox
 
 pytestmark = [
   pytest.mark.compiles,

@@ -12,7 +12,7 @@ from moh_jax.config import LLMConfig, without_router
 from moh_jax.convert import llama_config, rules
 from moh_jax.convert.llama import model_rules, released_run
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 
 MOH = LLMConfig(
   vocab_size=37,

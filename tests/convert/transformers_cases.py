@@ -19,8 +19,7 @@ from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import export, model_rules
 from moh_jax.convert.llama import released_run
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import unroll
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.runtime import checkpoint
 from tests.convert import tiny_llm
 

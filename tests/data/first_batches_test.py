@@ -188,7 +188,7 @@ def _of_images(root):
 
 def _text(data, vocab_size=300):
   """Of a source of text."""
-  train = sequences.train_sequences(data, vocab_size, 3)
+  train = sequences.Text(data, vocab_size, "train").stream(3)
   val = sequences.Text(data, vocab_size, "val")
   found = {
     "train": _digest(_batches(train, data)),

@@ -1,10 +1,6 @@
-import concurrent.futures
-import gzip
-import os
 import pathlib
 import platform
 import tempfile
-import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -66,49 +62,6 @@ class StdlibTest(absltest.TestCase):
         folder.iterdir(), [folder / "train", folder / "val"]
       )
 
-  def test_is_prepared_once(self):
-    folder = stdlib_text.prepare(self.out, "bytes", 257)
-    times = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
-    (self.library / "abc.py").write_text("changed")
-    stdlib_text.prepare(self.out, "bytes", 257)
-    self.assertEqual(
-      {p: p.stat().st_mtime_ns for p in folder.rglob("*")}, times
-    )
-
-  def test_an_error_leaves_nothing(self):
-    with (
-      mock.patch.object(stdlib_text, "tokenize", side_effect=OSError("full")),
-      self.assertRaisesRegex(OSError, "full"),
-    ):
-      stdlib_text.prepare(self.out, "bytes", 257)
-    self.assertEmpty(list(self.out.iterdir()))
-    stdlib_text.prepare(self.out, "bytes", 257)
-
-  def test_several_at_once_do_no_harm(self):
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-      found = [
-        pool.submit(stdlib_text.prepare, self.out, "bytes", 257)
-        for _ in range(4)
-      ]
-    self.assertLen({f.result() for f in found}, 1)
-    self.assertEqual([p.name for p in self.out.iterdir()], ["bytes"])
-
-  def test_leftovers_of_killed_runs_disappear(self):
-    for name, age in (
-      (".bytes.1.tmp", 4000),
-      (".bytes.2.tmp", 3000),  # perhaps of a run that goes on
-      (".bpe300.3.tmp", 4000),  # of another set
-    ):
-      (self.out / name / "train").mkdir(parents=True)
-      then = time.time() - age
-      os.utime(self.out / name, (then, then))
-    for _ in range(2):
-      stdlib_text.prepare(self.out, "bytes", 257)
-      self.assertCountEqual(
-        [path.name for path in self.out.iterdir()],
-        ["bytes", ".bytes.2.tmp", ".bpe300.3.tmp"],
-      )
-
   def test_set_of_another_python_is_told(self):
     with self.assertNoLogs(level="WARNING"):
       stdlib_text.prepare(self.out, "bytes", 257)
@@ -122,26 +75,16 @@ class StdlibTest(absltest.TestCase):
     made_by = platform.python_version()
     self.assertIn(f"sources of Python {made_by}, this is Python 3.99.1", line)
 
-  def test_damage_is_noticed_later(self):
-    folder = stdlib_text.prepare(self.out, "bytes", 257)
-    (folder / "val" / "documents.npy").unlink()
-    with self.assertRaisesRegex(FileNotFoundError, "documents.npy: no such"):
-      stdlib_text.prepare(self.out, "bytes", 257)
-
   def test_python_without_sources_is_told(self):
     self.get_path.return_value = str(self.library / "nowhere")
     with self.assertRaisesRegex(FileNotFoundError, "nowhere lacks the sources"):
       stdlib_text.prepare(self.out, "bytes", 257)
 
-  def test_unknown_tokenizer_is_refused(self):
-    with self.assertRaisesRegex(ValueError, "tokenizer='words' must be one of"):
-      stdlib_text.prepare(self.out, "words", 257)
-
   def test_is_a_source_of_training(self):
     data = TextDataConfig(
       source="stdlib", path=str(self.out), sequence_length=16
     )
-    stream = sequences.train_sequences(data, 300, seed=0)
+    stream = sequences.Text(data, 300, "train").stream(0)
     self.assertEqual(stream[0]["inputs"].shape, (16,))
     held_out = sequences.Text(data, 300, "val")
     self.assertIn("xz_bytes", held_out.notes)
@@ -149,12 +92,6 @@ class StdlibTest(absltest.TestCase):
     self.assertEqual(held_out.text_bytes, size)
     tokenizer = sequences.Text(data, 300, "train").tokenizer
     self.assertLessEqual(tokenizer.vocab_size, 300)
-
-  def test_this_python_has_megabytes_of_text(self):
-    self.get_path.return_value = str(pathlib.Path(gzip.__file__).parent)
-    train, held_out = stdlib_text.list_sources()
-    for files, smallest in ((train, 5_000_000), (held_out, 500_000)):
-      self.assertGreater(sum(f.stat().st_size for f in files), smallest)
 
 
 if __name__ == "__main__":

@@ -59,12 +59,12 @@ def test_job_sets(text):
   assert shell == ["bash", "-c"]
   subprocess.run(["bash", "-n"], input=command, check=True, text=True)
   _check_command(command)
-  if "--coordinator" in command:
+  if "JAX_COORDINATOR_ADDRESS" in command:
     first = f"{made['metadata']['name']}-{job['name']}-0-0"
     port = container["ports"][0]["containerPort"]
-    host = f"--coordinator={first}.{made['metadata']['name']}:{port}"
+    host = f"JAX_COORDINATOR_ADDRESS={first}.{made['metadata']['name']}:{port}"
     assert host in command.split()
-    assert f"--num-processes={spec['completions']}" in command.split()
+    assert f"JAX_NUM_PROCESSES={spec['completions']}" in command.split()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import sys
 import pytest
 
 from moh_jax.cli import main
-from moh_jax.cli.overrides import split_overrides
-from moh_jax.runtime.load import load_config
+from moh_jax.cli.options import split_changes
+from moh_jax.runtime.steps import load_config
 from tests.docs import blocks, stand_ins
 
 BLOCKS = blocks.all_blocks()
@@ -108,7 +108,7 @@ def test_every_command_has_an_example():
     if command.module == "moh_jax"
     for argument in command.arguments
   }
-  assert shown >= set(main.COMMANDS)
+  assert shown >= {*main.COMMANDS, *main.OLD}
 
 
 def test_a_wrong_option_or_key_is_found():
@@ -152,9 +152,17 @@ def _check(name, *arguments):
   while name == "--import":
     module, name, *arguments = arguments
     importlib.import_module(module)
+  if name in main.COMMANDS:
+    given, _ = main.parsed(name, arguments)
+    if getattr(given, "config", None):
+      try:
+        _ = given.loaded
+      except FileNotFoundError as error:  # the model is that of a checkpoint
+        assert "holds no checkpoint" in str(error), error
+    return
   parser = argparse.ArgumentParser(allow_abbrev=False)
-  main.COMMANDS[name](parser)
-  arguments, overrides = split_overrides(arguments)
+  main.OLD[name](parser)
+  arguments, overrides = split_changes(arguments)
   config = getattr(parser.parse_args(arguments), "config", None)
   if config:
     try:

@@ -9,15 +9,13 @@ import re
 
 import pytest
 
+from docs import write_reference
 from moh_jax.cli import main
-from moh_jax.cli.arguments import COMMANDS
-from moh_jax.config import reference
 from moh_jax.config.registry import get_router
 from tests.docs import blocks
 
-KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", reference.markdown()))
+KEYS = set(re.findall(r"`([a-z]+\.[a-z_.]+)`", write_reference.sections()))
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
-OPERATIONS = ("attention", "model", "input")
 # Of Google Cloud, Slurm, Docker, XLA and a benchmark.
 FOREIGN = {"--spot", "--worker", "--requeue", "--signal", "--me", "--shm-size"}
 FOREIGN |= {"--xla", "--layers", "--check", "--config", "--import"}
@@ -38,8 +36,11 @@ def _help(*argv):
 
 @pytest.fixture(scope="module")
 def options():
-  calls = [(name,) for name in COMMANDS]
-  calls += [("bench", operation) for operation in OPERATIONS]
+  calls = [
+    (name, *kind.split()) for name in main.COMMANDS for kind in main.kinds(name)
+  ]
+  calls += [(name,) for name in main.OLD]
+  calls += [("bench", kind) for kind in ("attention", "model", "input")]
   texts = "".join(_help(*call) for call in calls)
   return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", texts))
 
@@ -84,7 +85,7 @@ def test_tables_of_values_are_whole(page, header, key):
   (choices,) = {
     choices.replace("'", "")
     for choices in re.findall(
-      rf"^\| `{key}` .* One of (.*)\. \|$", reference.markdown(), re.M
+      rf"^\| `{key}` .* One of (.*)\. \|$", write_reference.sections(), re.M
     )
     if "kernel" in choices or key != "model.attention_impl"
   }

@@ -1,19 +1,56 @@
-"""Closed forms and refusals; tests/parity has recorded values."""
+"""Closed forms, definitions and refusals; tests/parity has recorded values."""
+
+import functools
+import pathlib
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.evaluation import fid
-from moh_jax.evaluation.statistics import Gaussian, moments
+from moh_jax.evaluation.fid import Gaussian, moments
+
+_RECORDED = (
+  pathlib.Path(__file__).parents[1] / "goldens/fid_metrics/adm_reference.npz"
+)
+_DIMS = (24, 63)
+_MADE_WITH = {"resize": "tf1", "inception": "ab12"}
 
 
 def _diagonal(mean, variances):
   return Gaussian(np.array(mean, np.float64), np.diag(variances).astype(float))
 
 
-def _sampled(count, dim, seed):
-  rng = np.random.default_rng(seed)
-  return moments(rng.normal(size=(count, dim)) * rng.uniform(size=dim))
+def _features(count, dim=6, offset=0.0):
+  rng = np.random.default_rng(0)
+  mix = rng.normal(size=(dim, dim))
+  return np.float32(rng.normal(size=(count, dim)) @ mix + offset)
+
+
+class MomentsTest(parameterized.TestCase):
+  @parameterized.parameters(0.0, 1e4)
+  def test_uneven_batches_equal_one_pass(self, offset):
+    features = _features(50, offset=offset)
+    parts = np.split(features, np.cumsum((1, 17, 3, 28)))
+    seen = functools.reduce(lambda seen, x: moments(x, seen), parts, None)
+    streamed, exact = seen.gaussian(), features.astype(np.float64)
+    self.assertEqual(streamed.mean.dtype, np.float64)
+    np.testing.assert_allclose(streamed.mean, exact.mean(0), rtol=1e-13)
+    # Sums of squares would lose 8 digits to the offset.
+    np.testing.assert_allclose(
+      streamed.covariance, np.cov(exact.T), rtol=1e-9, atol=1e-11
+    )
+    np.testing.assert_array_equal(streamed.covariance, streamed.covariance.T)
+
+  def test_what_has_no_covariance_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "at least 2 samples, there are 1"):
+      moments(_features(1)).gaussian()
+    for value in (np.nan, np.inf):
+      features = _features(5)
+      features[2, 1] = value
+      with np.errstate(invalid="ignore"):
+        seen = moments(features)
+      with self.assertRaisesRegex(ValueError, "must be finite"):
+        seen.gaussian()
 
 
 class FrechetTest(parameterized.TestCase):
@@ -24,43 +61,29 @@ class FrechetTest(parameterized.TestCase):
     terms = fid.frechet_terms(a, b)
     np.testing.assert_allclose(terms, (5, 13, 26, 2 + 15), rtol=1e-14)
 
-  def test_rotation_changes_nothing(self):
-    a, b = (_sampled(50, 7, seed).gaussian() for seed in (1, 2))
+  def test_rotation_and_order_change_nothing(self):
+    a = moments(_features(50, 7)).gaussian()
+    b = moments(2 * _features(40, 7, 1.0)).gaussian()
     q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(7, 7)))
     turned = [Gaussian(q @ g.mean, q @ g.covariance @ q.T) for g in (a, b)]
-    self.assertAlmostEqual(
-      fid.frechet_distance(*turned), fid.frechet_distance(a, b), places=12
-    )
-
-  def test_is_symmetric(self):
-    a, b = (_sampled(30, 5, seed).gaussian() for seed in (1, 2))
-    self.assertAlmostEqual(
-      fid.frechet_distance(a, b), fid.frechet_distance(b, a), places=13
-    )
-
-  @parameterized.parameters(3, 40)
-  def test_distance_to_itself_is_zero(self, count):
-    g = _sampled(count, 20, 0).gaussian()
-    self.assertAlmostEqual(fid.frechet_distance(g, g), 0.0, places=12)
+    found = fid.frechet_distance(a, b)
+    self.assertAlmostEqual(fid.frechet_distance(*turned) / found, 1, places=12)
+    self.assertAlmostEqual(fid.frechet_distance(b, a) / found, 1, places=12)
+    self.assertAlmostEqual(fid.frechet_distance(a, a), 0.0, places=11)
 
   def test_singular_covariances_are_exact(self):
     # Variance along two lines: the root's trace is sd * sd * |cosine|.
-    x, y = np.zeros((6, 6)), np.zeros((6, 6))
     u, v = np.eye(6)[0], np.ones(6) / np.sqrt(6)
     x, y = 9 * np.outer(u, u), 4 * np.outer(v, v)
     zero = np.zeros(6)
     got = fid.frechet_distance(Gaussian(zero, x), Gaussian(zero, y))
     self.assertAlmostEqual(got, 13 - 2 * 6 / np.sqrt(6), places=12)
-
-  def test_points_have_the_distance_of_their_means(self):
     a, b = _diagonal([3, 0], [0, 0]), _diagonal([0, 4], [0, 0])
     self.assertEqual(fid.frechet_distance(a, b), 25.0)
 
-  def test_other_dimensions_are_refused(self):
+  def test_what_cannot_be_compared_is_refused(self):
     with self.assertRaisesRegex(ValueError, "second .* both must have 2"):
       fid.frechet_distance(_diagonal([0] * 2, [1] * 2), _diagonal([0], [1]))
-
-  def test_broken_statistics_are_refused(self):
     with self.assertRaisesRegex(ValueError, "first distribution holds NaN"):
       fid.frechet_distance(_diagonal([np.nan], [1]), _diagonal([0], [1]))
 
@@ -75,19 +98,158 @@ class InceptionScoreTest(parameterized.TestCase):
     logits = np.float32(large) * np.eye(6, dtype=np.float32)
     self.assertAlmostEqual(fid.block_score(logits), 6.0, places=12)
 
-  def test_mean_of_blocks_counts_the_short_one_like_others(self):
-    logits = np.random.default_rng(0).normal(size=(25, 4)).astype(np.float32)
-    blocks = [logits[:10], logits[10:20], logits[20:]]
-    self.assertAlmostEqual(
-      fid.inception_score(logits, 10),
-      np.mean([fid.block_score(block) for block in blocks]),
-      places=14,
-    )
-
   @parameterized.parameters((np.zeros((0, 3)),), (np.full((2, 3), np.nan),))
   def test_nothing_and_nan_are_refused(self, logits):
     with self.assertRaisesRegex(ValueError, "at least 1 sample and finite"):
-      fid.inception_score(logits)
+      fid.block_score(logits)
+
+
+def _distances(x, y):
+  return ((x[:, None].astype(np.float64) - y[None]) ** 2).sum(-1)
+
+
+def _by_hand(generated, reference, k):
+  """The definition, from whole distance matrices."""
+  radii = [
+    np.sort(_distances(x, x), axis=-1)[:, k] for x in (reference, generated)
+  ]
+  cross = _distances(generated, reference)
+  precision = (cross <= radii[0]).any(1).mean()
+  return precision, (cross <= radii[1][:, None]).any(0).mean()
+
+
+class PrecisionRecallTest(parameterized.TestCase):
+  @parameterized.parameters((1, 40), (3, 40), (5, 40), (3, 300))
+  def test_follows_the_definition(self, k, count):
+    rng = np.random.default_rng(k)
+    reference = rng.normal(size=(count, 8)).astype(np.float32)
+    generated = rng.normal(size=(33, 8)).astype(np.float32) + 0.8
+    got = fid.precision_recall(generated, reference, k)
+    self.assertEqual(got, _by_hand(generated, reference, k))
+    self.assertBetween(min(got), 0.05, 0.99)
+
+  def test_ties_and_copies_follow_the_definition(self):
+    rng = np.random.default_rng(0)
+    reference = rng.integers(0, 3, (300, 3)).astype(np.float32)
+    generated = rng.integers(0, 4, (50, 3)).astype(np.float32)
+    got = fid.precision_recall(generated, reference)
+    self.assertEqual(got, _by_hand(generated, reference, 3))
+
+  def test_a_copy_of_the_neighbour_lies_on_the_surface(self):
+    # Irrational coordinates: only equal rounding makes the distances equal.
+    features = np.random.default_rng(0).normal(size=(4, 2048)) + 100
+    radii = fid.knn_radii(features, 3)
+    for i in range(4):
+      farthest = np.argmax(_distances(features[i : i + 1], features)[0])
+      point = features[farthest : farthest + 1]
+      inside = fid.in_manifold(point, features[i : i + 1], radii[i : i + 1])
+      self.assertTrue(inside[0])
+      smaller = np.nextafter(radii[i : i + 1], 0)
+      outside = fid.in_manifold(point, features[i : i + 1], smaller)
+      self.assertFalse(outside[0])
+
+  def test_sets_that_are_the_same_and_apart(self):
+    x = np.random.default_rng(0).normal(size=(20, 30)).astype(np.float32)
+    self.assertEqual(fid.precision_recall(x, x), (1.0, 1.0))
+    self.assertEqual(fid.precision_recall(x, x + 100), (0.0, 0.0))
+
+  def test_a_collapsed_generator_is_precise_and_covers_nothing(self):
+    reference = np.random.default_rng(0).normal(size=(20, 30)) + 5
+    generated = np.repeat(reference.mean(0, keepdims=True), 50, axis=0)
+    np.testing.assert_array_equal(fid.knn_radii(generated), np.zeros(50))
+    self.assertEqual(fid.precision_recall(generated, reference), (1.0, 0.0))
+
+  def test_copies_of_a_feature_are_its_neighbours(self):
+    x = np.array([[0.0], [0.0], [2.0], [5.0]])
+    np.testing.assert_array_equal(fid.knn_radii(x, 1), [0, 0, 4, 9])
+    np.testing.assert_array_equal(fid.knn_radii(x, 2), [4, 4, 4, 25])
+
+  @parameterized.parameters(("generated", 3, 9), ("reference", 9, 2))
+  def test_too_few_samples_are_refused(self, name, generated, reference):
+    sets = np.ones((generated, 4)), np.ones((reference, 4))
+    with self.assertRaisesRegex(
+      ValueError, f"k=3 need at least 4 samples, the {name} set has [23]"
+    ):
+      fid.precision_recall(*sets)
+
+  def test_features_that_are_not_finite_are_refused(self):
+    with self.assertRaisesRegex(ValueError, "must be finite"):
+      fid.knn_radii(np.full((9, 4), np.nan))
+
+
+class StatisticsFilesTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.file = pathlib.Path(self.create_tempdir().full_path) / "stats.npz"
+
+  def _read(self):
+    return fid.read_statistics(self.file, *_DIMS)
+
+  def _write(self):
+    pair = [moments(_features(9, dim)).gaussian() for dim in _DIMS]
+    written = fid.Statistics(*pair, _MADE_WITH)
+    fid.write_statistics(self.file, written)
+    return written
+
+  def test_reads_what_it_wrote_under_the_names_of_the_recorded_file(self):
+    written = self._write()
+    self.assertTrue(fid.has_statistics(self.file))
+    read = self._read()
+    self.assertEqual(read.made_with, _MADE_WITH)
+    for name in ("pool3", "spatial"):
+      got, want = getattr(read, name), getattr(written, name)
+      np.testing.assert_array_equal(got.mean, want.mean)
+      np.testing.assert_array_equal(got.covariance, want.covariance)
+    with np.load(self.file) as ours, np.load(_RECORDED) as theirs:
+      self.assertEqual(set(ours) - {"made_with"}, set(theirs) - {"arr_0"})
+      for name in set(ours) - {"made_with"}:
+        self.assertEqual(ours[name].shape, theirs[name].shape)
+        self.assertEqual(ours[name].dtype, np.float64)
+
+  def test_file_of_pytorch_fid_has_no_spatial_features(self):
+    with np.load(_RECORDED) as stored:
+      np.savez(self.file, **{k: np.float32(stored[k]) for k in ("mu", "sigma")})
+    read = self._read()
+    self.assertIsNone(read.spatial)
+    self.assertEqual(read.pool3.covariance.dtype, np.float64)
+    self.assertEqual(read.made_with, {})
+    read.check_made_with(_MADE_WITH, "x.npz")  # it may be the same
+
+  @parameterized.parameters(
+    ({"resize": "ptfid"}, "x.npz: .* resize='tf1', not 'ptfid'"),
+    ({"inception": "cd"}, "x.npz: .* inception='ab12', not 'cd'"),
+  )
+  def test_statistics_made_otherwise_are_refused(self, ours, text):
+    with self.assertRaisesRegex(ValueError, text):
+      self._write().check_made_with({**_MADE_WITH, **ours}, "x.npz")
+
+  def test_mu_decides(self):
+    np.savez(self.file, np.zeros(3), sigma=np.zeros(3))
+    self.assertFalse(fid.has_statistics(self.file))
+    self.assertFalse(fid.has_statistics(self.file.parent))
+    self.assertTrue(fid.has_statistics(_RECORDED))
+
+  @parameterized.named_parameters(
+    ("missing", {"sigma_s": None}, r"lacks \['sigma_s'\]"),
+    ("misshapen", {"mu_s": np.zeros(62)}, r"mu_s has .*\(62,\).*\(63,\)"),
+    ("whole", {"mu": np.zeros(24, int)}, "mu has dtype int64"),
+    ("objects", {"mu": np.array([None])}, "damaged npz"),
+    ("broken", {"sigma": np.full((24, 24), np.nan)}, "sigma holds NaN"),
+    ("note", {"made_with": np.frombuffer(b"[1", np.uint8)}, "made_with"),
+  )
+  def test_other_content_is_refused(self, changes, pattern):
+    with np.load(_RECORDED) as stored:
+      arrays = {**stored, **changes}
+    np.savez(self.file, **{k: v for k, v in arrays.items() if v is not None})
+    with self.assertRaisesRegex(ValueError, f"stats.npz: .*{pattern}"):
+      self._read()
+
+  def test_missing_and_other_files_are_named(self):
+    with self.assertRaisesRegex(FileNotFoundError, r"stats.npz: no such file"):
+      self._read()
+    self.file.write_text("text")
+    with self.assertRaisesRegex(ValueError, "stats.npz: not an npz file"):
+      self._read()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moh_jax.data import tokenizers
-from moh_jax.evaluation.harness_model import HarnessModel, generation_options
+from moh_jax.evaluation.harness import generation_options
+from moh_jax.evaluation.harness_model import HarnessModel
 
 
 @dataclasses.dataclass

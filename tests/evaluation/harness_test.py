@@ -1,6 +1,9 @@
+import dataclasses
+import math
 import pathlib
 import sys
 import tempfile
+import types
 from unittest import mock
 
 import jax
@@ -9,7 +12,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.evaluation import harness
-from moh_jax.evaluation.harness_tasks import TaskChoice, choose_tasks
+from moh_jax.evaluation.harness import TaskChoice, choose_tasks, main_metric
 from moh_jax.inference.score import Scorer
 from moh_jax.models.registry import make_model
 from tests.evaluation import tiny_harness
@@ -166,13 +169,89 @@ class HarnessTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, message):
         self._load(name)
 
-  def test_missing_folder_of_tasks_is_named(self):
-    with self.assertRaisesRegex(FileNotFoundError, "include-path /nope"):
-      harness.load_tasks(choose_tasks("tiny_choice"), "/nope")
-
   def test_limit_must_be_positive(self):
     with self.assertRaisesRegex(ValueError, "limit=0 must be at least 1"):
       self._run("tiny_choice", limit=0)
+
+
+class TasksTest(parameterized.TestCase):
+  def test_presets_and_names_give_their_tasks(self):
+    chosen = choose_tasks("paper-small, mmlu,arc_easy")
+    self.assertEqual(
+      [choice.name for choice in chosen],
+      [c.name for c in harness.PRESETS["paper-small"]] + ["mmlu", "arc_easy"],
+    )
+    self.assertEqual(chosen[0], TaskChoice("sciq", 0, "acc_norm"))
+    self.assertEqual(chosen[-2], TaskChoice("mmlu"))
+    shots = {choice.shots for choice in choose_tasks("paper-llama3", 3)}
+    self.assertEqual(shots, {3})
+    with self.assertRaisesRegex(ValueError, "num_fewshot=-1 must be at least"):
+      choose_tasks("mmlu", -1)
+
+  @parameterized.parameters(
+    ("acc", ["acc", "acc_norm"], "acc"),
+    ("", ["acc", "acc_norm"], "acc_norm"),
+    ("nope", ["f1", "em,none"], "em,none"),
+    ("", ["exact_match,b", "exact_match,a"], "exact_match,b"),
+    ("", ["word_perplexity"], ""),
+  )
+  def test_metric_that_counts(self, wanted, metrics, expected):
+    self.assertEqual(main_metric(wanted, metrics), expected)
+
+
+@dataclasses.dataclass
+class _Uniform:
+  """Finds every one of 256 tokens as likely; windows of two tokens."""
+
+  def __post_init__(self):
+    self.sizes = []
+
+  def log_likelihoods(self, pairs, progress):
+    del progress
+    self.sizes.append(len(pairs))
+    return [
+      types.SimpleNamespace(log_likelihood=-math.log(256) * len(scored))
+      for _, scored in pairs
+    ]
+
+  def rolling(self, tokens, prefix_id):
+    assert prefix_id == 256
+    return [
+      (tokens[i - 1 : i], tokens[i : i + 2]) for i in range(0, len(tokens), 2)
+    ]
+
+
+class DocumentsTest(parameterized.TestCase):
+  def test_counts_and_metrics_are_those_of_all_documents(self):
+    texts = ["one two\n", "caf\u00e9", ""]
+    metrics = harness.score_documents(_Uniform(), BytesTokenizer(), texts)
+    nats = 13 * math.log(256)
+    self.assertAlmostEqual(metrics.pop("nats"), nats)
+    self.assertAlmostEqual(metrics.pop("perplexity"), 256)
+    self.assertAlmostEqual(metrics.pop("bits_per_byte"), 8)
+    self.assertAlmostEqual(
+      metrics.pop("word_perplexity") ** 3, 256**13, delta=1e25
+    )
+    counts = {"tokens": 13, "bytes": 13, "words": 3, "documents": 3}
+    self.assertEqual(metrics, counts)
+
+  def test_long_text_is_scored_in_parts(self):
+    scorer = _Uniform()
+    texts = ["ab" * 5000, "gh", "ij"]
+    metrics = harness.score_documents(scorer, BytesTokenizer(), texts)
+    self.assertEqual(scorer.sizes, [5000, 2])
+    self.assertAlmostEqual(metrics["nats"], 10004 * math.log(256), places=3)
+
+  @parameterized.parameters(([],), ([""],), ([" \n"],))
+  def test_nothing_to_score_is_refused(self, texts):
+    with self.assertRaisesRegex(ValueError, "the text to score is empty"):
+      harness.score_documents(_Uniform(), BytesTokenizer(), texts)
+
+  def test_tokenizer_without_begin_and_end_is_refused(self):
+    tokenizer = BytesTokenizer()
+    tokenizer.bos_id = tokenizer.eos_id = None
+    with self.assertRaisesRegex(ValueError, "neither begin nor end of text"):
+      harness.score_documents(_Uniform(), tokenizer, ["a"])
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from PIL import Image
 
 from moh_jax.config import EvalConfig, MeshConfig
 from moh_jax.evaluation import predictions
-from moh_jax.evaluation.accuracy import make_eval_step
-from moh_jax.evaluation.means import mean_metrics
+from moh_jax.evaluation.metrics import mean_metrics
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import sharding
 from moh_jax.runtime.checkpoint import Metadata
@@ -53,19 +52,36 @@ def _predict(logits=_LOGITS, labels=_LABELS, real=21):
 
 
 class ScoresTest(parameterized.TestCase):
-  def test_equal_the_sums_over_batches(self):
-    found, parts = _predict()
-    expected = mean_metrics(make_eval_step(_Echo()), {}, parts)
-    ours = predictions.scores(found)
-    self.assertEqual(ours.keys(), expected.keys())
-    for name, value in expected.items():
-      self.assertAlmostEqual(ours[name], value, places=5, msg=name)
-    self.assertEqual(ours["examples"], 21)
+  def test_equal_the_definition_and_the_sums_over_batches(self):
+    found, parts = _predict()  # the last three of 24 are padding
+    logits, labels = _LOGITS[:21], _LABELS[:21]
+    hits = np.argsort(-logits, axis=-1) == labels[:, None]
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = {
+      "accuracy": hits[:, 0].mean(),
+      "top5_accuracy": hits[:, :5].any(-1).mean(),
+      "loss": -logp[np.arange(21), labels].mean(),
+      "activated_share": 0.5,
+      "examples": 21,
+    }
+    sums = mean_metrics(predictions.accuracy_step(_Echo()), {}, parts)
+    for ours in (predictions.scores(found), sums):
+      self.assertEqual(ours.keys(), expected.keys())
+      for name, value in expected.items():
+        self.assertAlmostEqual(ours[name], value, places=5, msg=name)
 
-  def test_model_that_gives_nan_scores_nothing(self):
-    found, _ = _predict(np.full_like(_LOGITS, np.nan))
+  @parameterized.product(classes=(2, 4, 5, 8), place=(0, 1, slice(None)))
+  def test_model_that_gives_nan_scores_nothing(self, classes, place):
+    logits = np.zeros((24, classes), np.float32)
+    logits[:, place] = np.nan
+    found, _ = _predict(logits, np.arange(24, dtype=np.int32) % classes)
     ours = predictions.scores(found)
     self.assertEqual((ours["accuracy"], ours["top5_accuracy"]), (0, 0))
+
+  def test_equal_logits_are_no_winner(self):
+    found, _ = _predict(np.zeros_like(_LOGITS), np.arange(24) % 8, 24)
+    ours = predictions.scores(found)
+    self.assertEqual((ours["accuracy"], ours["top5_accuracy"]), (1 / 8, 5 / 8))
 
   def test_several_classes_may_be_right(self):
     found, _ = _predict()

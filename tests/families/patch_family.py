@@ -26,10 +26,6 @@ class PatchConfig(LayerStack, ImageClassifier):
     head_dim: width of a head.
     shared_heads: heads that are always on.
     top_k: routed heads per token.
-    router: the kind and form of the router.
-    attention_impl: implementation of the attention.
-    dtype: compute dtype.
-    remat: unused; nothing is computed again.
   """
 
   family: str = "patch"
@@ -42,20 +38,11 @@ class PatchConfig(LayerStack, ImageClassifier):
   head_dim: int = 8
   shared_heads: tuple[int, ...] = (1, 1)
   top_k: tuple[int, ...] = (2, 2)
-  router: moh_jax.RouterConfig = moh_jax.RouterConfig()
-  attention_impl: str = "auto"
-  dtype: str = "float32"
-  remat: str = "none"
 
-  RUNTIME_FIELDS = ("attention_impl", "dtype", "remat")
-
-  def __post_init__(self):
+  def check(self):
+    super().check()
     if any(side % self.patch for side in self.image_size):
-      raise ValueError(
-        f"model.image_size={self.image_size} must be multiples of model.patch="
-        f"{self.patch}"
-      )
-    self.check_layers()
+      self.fail("image_size", f"must be multiples of model.patch={self.patch}")
 
   @property
   def input_shape(self) -> tuple[int, int, int]:

@@ -8,8 +8,8 @@ from absl.testing import absltest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moh_jax.evaluation import image_sets, statistics_files
-from moh_jax.runtime import array_files
+from moh_jax.evaluation import fid, image_metrics
+from moh_jax.runtime import files
 from tests.fuzz import hostile
 
 
@@ -37,12 +37,12 @@ class ArraysTest(hostile.ReaderTest):
   def _read(self, content: bytes):
     file = self.folder / "x.npz"
     file.write_bytes(content)
-    self.check(array_files.read_npz, file)
+    self.check(files.read_npz, file)
     self.check(self._read_images, file)
-    self.check(statistics_files.read_statistics, file, 4, 4)
+    self.check(fid.read_statistics, file, 4, 4)
 
   def _read_images(self, file):
-    for batch in image_sets.open_images(file).batches(2):
+    for batch in image_metrics.open_images(file).batches(2):
       self.assertEqual(batch.dtype, np.uint8)
 
   @hostile.examples()

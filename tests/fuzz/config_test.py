@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moh_jax import config as config_lib
 from moh_jax.config import parse
 from moh_jax.config.run import section_types
-from moh_jax.runtime.load import load_config
+from moh_jax.runtime.steps import load_config
 from tests.fuzz import hostile
 
 _FAMILIES = ("vit", "dit", "llm")

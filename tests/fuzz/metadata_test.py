@@ -193,7 +193,7 @@ class MetadataTest(hostile.ReaderTest):
   @hostile.examples()
   @given(st.data())
   def test_config_of_an_autoencoder(self, data):
-    self.check(vae._read_config, self._write(data, "vae.json", _VAE))
+    self.check(vae.read_config, self._write(data, "vae.json", _VAE))
 
   @hostile.examples()
   @given(st.data())

@@ -7,7 +7,7 @@ from moh_jax import config as config_lib
 from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 
 CONFIG = config_lib.Config(
   model=config_lib.LLMConfig(

@@ -12,7 +12,7 @@ from moh_jax.data.tokenizers import BytesTokenizer
 from moh_jax.inference.restore import Restored
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint
-from moh_jax.runtime.params import abstract_on
+from moh_jax.runtime.sharding import abstract_on
 from tests.data import tiny_words
 from tests.training import tiny
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.layers.embed import OverlapPatchEmbed
+from moh_jax.layers.mlp import OverlapPatchEmbed
 
 
 def _images(rows, columns, dtype=jnp.float32):

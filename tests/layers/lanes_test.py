@@ -17,7 +17,7 @@ from moh_jax.ops import head_layout
 from moh_jax.ops.position import rotate, rotation
 from moh_jax.ops.target import Target
 from moh_jax.runtime import sharding
-from moh_jax.runtime.params import unbox
+from moh_jax.runtime.sharding import unbox
 
 
 def _as_on_a_tpu():

@@ -11,7 +11,7 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.layers.heads import HeadMix, HeadProjection
 from moh_jax.layers.linear import Linear, xavier_init
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.runtime.params import unbox
+from moh_jax.runtime.sharding import unbox
 from tests.layers import small
 
 _X = jax.random.normal(jax.random.key(0), (2, 3, 8))

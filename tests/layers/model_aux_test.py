@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.layers.model_aux import collect_aux
+from moh_jax.layers.stack import collect_aux
 from moh_jax.ops.routing import RouterAux
 
 

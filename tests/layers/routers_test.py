@@ -13,8 +13,7 @@ from moh_jax.config import registry
 from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.config.registry import register_router
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.layers.router import HeadChoice, HeadRouter
-from moh_jax.layers.routers import Router
+from moh_jax.layers.router import HeadChoice, HeadRouter, Router
 from tests.layers import small
 
 
@@ -151,7 +150,7 @@ class TableTest(absltest.TestCase):
   def test_a_record_may_be_added_twice(self):
     for name in ("two_stage", "threshold"):
       kind = registry.get_router(name)
-      self.assertIs(registry.add_router(kind), kind)
+      self.assertIs(registry.ROUTERS.add(kind), kind)
 
 
 if __name__ == "__main__":

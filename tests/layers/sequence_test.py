@@ -12,7 +12,7 @@ from moh_jax.config.heads import HeadBudget, RouterConfig
 from moh_jax.layers.moh import MoHAttention, Places
 from moh_jax.ops import head_layout
 from moh_jax.runtime import sharding
-from moh_jax.runtime.params import unbox
+from moh_jax.runtime.sharding import unbox
 from moh_jax.training.compiling import read_collectives
 from tests.training import tiny
 

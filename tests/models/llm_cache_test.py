@@ -9,8 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import LLMConfig
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import unroll
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.ops.cache import Slots
 from tests.models import small_llm as small
 

@@ -7,10 +7,8 @@ import jax
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_output import output_kernel
-from moh_jax.models.llm_params import grow_vocabulary, unroll
-from moh_jax.models.restack import fit_params, restack
+from moh_jax.models.llm import LLM, output_kernel, unroll
+from moh_jax.models.registry import fit_params, grow_vocabulary, restack
 from tests.models import small_llm as small
 from tests.training import tiny
 

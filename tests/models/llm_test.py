@@ -12,10 +12,9 @@ from absl.testing import absltest, parameterized
 from flax import traverse_util
 
 from moh_jax.config import LLMConfig, RotaryConfig
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_output import output_kernel, output_logits
-from moh_jax.models.restack import restack
-from moh_jax.runtime.params import init_params, unbox
+from moh_jax.models.llm import LLM, output_kernel, output_logits
+from moh_jax.models.registry import restack
+from moh_jax.runtime.sharding import init_params, unbox
 from tests.models import small_llm as small
 
 

@@ -20,7 +20,7 @@ from moh_jax.config import (
 from moh_jax.convert import rules
 from moh_jax.convert.checkpoints import model_rules
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 
 _GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 _PUBLIC = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from moh_jax.config import LLMConfig, RotaryConfig, RouterConfig
 from moh_jax.models.llm import LLM
-from moh_jax.runtime.params import init_params, unbox
+from moh_jax.runtime.sharding import init_params, unbox
 from tests.training import tiny
 
 CONFIG = tiny.LLM

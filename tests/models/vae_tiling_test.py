@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from moh_jax.models.vae_tiling import apply_tiled
+from moh_jax.models.vae import apply_tiled
 
 
 def _array(rows, columns):

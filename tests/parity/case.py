@@ -15,9 +15,9 @@ from moh_jax.config.heads import HeadBudget
 from moh_jax.convert import rules
 from moh_jax.convert.tensor_files import read_tensors
 from moh_jax.ops.routing import RouterAux
-from moh_jax.runtime.array_files import read_npz
+from moh_jax.runtime.files import read_npz
 from moh_jax.runtime.json_files import FileName, Shape, read_json
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 
 
 class _Array(msgspec.Struct):

@@ -13,18 +13,17 @@ from moh_jax.config.heads import RouterConfig
 from moh_jax.convert.dit import model_rules
 from moh_jax.convert.rules import mix_rules, projection_rules, router_rules
 from moh_jax.layers.moh import MoHAttention
-from moh_jax.models.dit import DiT
-from moh_jax.models.guidance import LabelledPredict, Predict, guide
-from moh_jax.models.objective import training_losses
-from moh_jax.models.prediction import reverse_step
-from moh_jax.models.process import (
+from moh_jax.models.diffusion import (
   Process,
   make_process,
   q_sample,
   respace,
+  reverse_step,
   spaced_timesteps,
+  training_losses,
 )
-from moh_jax.models.samplers import sample
+from moh_jax.models.dit import DiT
+from moh_jax.models.samplers import LabelledPredict, Predict, guide, sample
 from tests.parity.case import (
   Case,
   apply,

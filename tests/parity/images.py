@@ -15,10 +15,9 @@ from moh_jax.config.dit import RESIZES
 from moh_jax.convert.inception import convert_inception
 from moh_jax.convert.vae import convert_vae, public_config
 from moh_jax.data.latents import sample_posterior
-from moh_jax.evaluation import fid, precision_recall
-from moh_jax.evaluation.image_sets import open_images
-from moh_jax.evaluation.statistics import Gaussian, moments
-from moh_jax.evaluation.statistics_files import read_statistics
+from moh_jax.evaluation import fid
+from moh_jax.evaluation.fid import Gaussian, moments, read_statistics
+from moh_jax.evaluation.image_metrics import open_images
 from moh_jax.layers.linear import add_bias
 from moh_jax.models.inception import InceptionV3, prepare
 from moh_jax.models.vae import VAE
@@ -68,8 +67,8 @@ def metrics(case: Case) -> dict[str, Any]:
     ("sfid", gaussians["gen_s"], references[1]),
     ("deg_fid", _gaussian(arrays["deg_gen"]), _gaussian(arrays["deg_real"])),
   ):
-    terms = fid.frechet_terms(a, b)
-    results |= {prefix: terms.distance, f"{prefix}_parts": np.array(terms)}
+    parts = np.array(fid.frechet_terms(a, b))
+    results |= {prefix: fid.frechet_distance(a, b), f"{prefix}_parts": parts}
   for name, a, b in (
     ("fid_self", gaussians["real"], gaussians["real"]),
     (
@@ -93,8 +92,8 @@ def _read_adm(
   for name in ("adm_samples.npz", "adm_reference.npz"):
     images = open_images(directory / name)
     count = sum(len(batch) for batch in images.batches(2))
-    if count != len(images):
-      raise ValueError(f"{name}: {count} images read of {len(images)}")
+    if count != images.count:
+      raise ValueError(f"{name}: {count} images read of {images.count}")
   dims = [g.mean.size for g in ours]
   read = read_statistics(directory / "adm_reference.npz", *dims)
   return read.pool3, read.spatial
@@ -118,8 +117,10 @@ def _scores(case: Case) -> dict[str, Any]:
     "is_one_block": scores(*range(0, count, block), count),
     f"is_blocks_{small}": scores(*range(0, count, small), count),
     "is_tenths": tenths,
-    "inception_score": fid.inception_score(logits, block),
-    f"inception_score_blocks_{small}": fid.inception_score(logits, small),
+    "inception_score": scores(*range(0, count, block), count).mean(),
+    f"inception_score_blocks_{small}": scores(
+      *range(0, count, small), count
+    ).mean(),
     "inception_score_tenths": np.array([tenths.mean(), tenths.std()]),
     "extreme_inception_score": fid.block_score(case.arrays["extreme_logits"]),
   }
@@ -135,11 +136,10 @@ def _manifolds(case: Case) -> dict[str, Any]:
     ("tie_", arrays["tie_real"], arrays["tie_gen"]),
   ):
     radii_a, radii_b = (
-      precision_recall.knn_radii(features, hyper["pr_k_default"])
-      for features in (a, b)
+      fid.knn_radii(features, hyper["pr_k_default"]) for features in (a, b)
     )
-    inside = precision_recall.in_manifold(b, a, radii_a)
-    covered = precision_recall.in_manifold(a, b, radii_b)
+    inside = fid.in_manifold(b, a, radii_a)
+    covered = fid.in_manifold(a, b, radii_b)
     results |= {
       f"{prefix}radii_real": radii_a,
       f"{prefix}radii_gen": radii_b,
@@ -148,9 +148,7 @@ def _manifolds(case: Case) -> dict[str, Any]:
       f"{prefix}precision": inside.mean(),
       f"{prefix}recall": covered.mean(),
     }
-  pairs = [
-    precision_recall.precision_recall(gen, real, k) for k in hyper["pr_k"]
-  ]
+  pairs = [fid.precision_recall(gen, real, k) for k in hyper["pr_k"]]
   results["precision"], results["recall"] = map(np.array, zip(*pairs))
   return results
 

@@ -14,8 +14,7 @@ from moh_jax.config import LLMConfig, RouterConfig
 from moh_jax.config.llm import Sampling
 from moh_jax.convert import llama, llama_config
 from moh_jax.inference.decoding import make_decode, make_prefill, span_numbers
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_params import unroll
+from moh_jax.models.llm import LLM, unroll
 from moh_jax.ops.cache import Slots
 from tests.parity.case import Case, apply
 

@@ -21,27 +21,28 @@ def _free_port() -> int:
 
 class ClusterTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("host0", 2, 1, "must be HOST:PORT"),
-    ("host0:http", 2, 1, "must be HOST:PORT"),
-    ("host0:70000", 2, 1, "port of 1 to 65535"),
-    ("host0:1234", 0, 0, "--num-processes or JAX_NUM_PROCESSES=0"),
-    ("host0:1234", 2, 2, "--process-id or JAX_PROCESS_ID=2 must be at least 0"),
-    ("host0:1234", 2, -1, "JAX_PROCESS_ID=-1 must be at least 0"),
+    ("host0", "2", "1", "must be HOST:PORT"),
+    ("host0:http", "2", "1", "must be HOST:PORT"),
+    ("host0:70000", "2", "1", "port of 1 to 65535"),
+    ("host0:1234", "0", "0", "JAX_NUM_PROCESSES=0 must be at least 1"),
+    ("host0:1234", "2", "2", "JAX_PROCESS_ID=2 must be at least 0"),
+    ("host0:1234", "2", "-1", "JAX_PROCESS_ID=-1 must be at least 0"),
+    ("host0:1234", "two", "1", "'two' must be a whole number"),
   )
   def test_wrong_places_are_refused(self, coordinator, count, index, message):
-    with self.assertRaisesRegex(ValueError, message):
-      cluster.given_place(coordinator, count, index)
+    given = {
+      "JAX_COORDINATOR_ADDRESS": coordinator,
+      "JAX_NUM_PROCESSES": count,
+      "JAX_PROCESS_ID": index,
+    }
+    with mock.patch.dict(os.environ, given):
+      with self.assertRaisesRegex(ValueError, message):
+        cluster.given_place()
 
-  def test_options_come_before_the_environment(self):
+  def test_what_is_not_said_is_left_to_jax(self):
     given = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4"}
     with mock.patch.dict(os.environ, given):
-      place = cluster.given_place("b:2", None, 3)
-    self.assertEqual(place, cluster.Place("b:2", 4, 3))
-
-  def test_environment_must_be_numbers(self):
-    with mock.patch.dict(os.environ, {"JAX_NUM_PROCESSES": "two"}):
-      with self.assertRaisesRegex(ValueError, "'two' must be a whole number"):
-        cluster.given_place(None, None, None)
+      self.assertEqual(cluster.given_place(), cluster.Place("a:1", 4, None))
 
   def test_closed_port_is_one_line_and_jax_is_not_asked(self):
     place = cluster.Place(f"127.0.0.1:{_free_port()}", 2, 1)
@@ -96,7 +97,7 @@ class ClusterTest(parameterized.TestCase):
       "JAX_COORDINATOR_PORT": str(_free_port()),
     }
     with mock.patch.dict(os.environ, slurm):
-      place = cluster.given_place(None, None, None)
+      place = cluster.given_place()
       with self.assertRaisesRegex(OSError, "process 1 of 2 cannot reach"):
         cluster.join(place, seconds=1)
 

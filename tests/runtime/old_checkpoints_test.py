@@ -20,6 +20,7 @@ from absl.testing import absltest, parameterized
 from moh_jax.config import RotaryConfig, RouterConfig
 from moh_jax.inference.restore import restore
 from moh_jax.runtime.checkpoint import read_metadata
+from moh_jax.training.train import train
 from tests.training import tiny
 
 _GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "old_checkpoints"
@@ -64,8 +65,8 @@ class OldCheckpointsTest(parameterized.TestCase):
     folder = self._unpack(name)
     metadata, step = read_metadata(folder)
     self.assertEqual(step, 2)
-    train = dataclasses.replace(metadata.config.train, steps=4)
-    config = dataclasses.replace(metadata.config, train=train)
+    longer = dataclasses.replace(metadata.config.train, steps=4)
+    config = dataclasses.replace(metadata.config, train=longer)
     train(config, str(folder), devices=jax.devices()[:1])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     ours = [row for row in map(json.loads, lines) if row["split"] == "train"]

@@ -3,8 +3,8 @@
 from absl.testing import absltest, parameterized
 
 from moh_jax.models.registry import make_model
-from moh_jax.runtime import params
-from moh_jax.runtime.params import abstract_params
+from moh_jax.runtime import sharding
+from moh_jax.runtime.sharding import abstract_params
 from tests.training import tiny
 
 _SIZES = {"data": 1, "fsdp": 1, "tensor": 1, "sequence": 1}
@@ -16,7 +16,7 @@ def _boxed(**model):
 
 class WholeParamsTest(parameterized.TestCase):
   def test_norms_and_routers_are_whole_by_design(self):
-    rows = params.unsplit_params(_boxed(), {**_SIZES, "fsdp": 2})
+    rows = sharding.unsplit_params(_boxed(), {**_SIZES, "fsdp": 2})
     self.assertCountEqual(
       {(one.name.split("/")[-2], one.why) for one in rows if one.whole},
       [("router", ""), ("attn_norm", ""), ("mlp_norm", ""), ("norm", "")],
@@ -24,7 +24,7 @@ class WholeParamsTest(parameterized.TestCase):
     self.assertTrue(all(one.whole for one in rows))
 
   def test_what_an_axis_does_not_divide_is_listed(self):
-    rows = params.unsplit_params(
+    rows = sharding.unsplit_params(
       _boxed(mlp_dim=27), {**_SIZES, "fsdp": 2, "tensor": 2}
     )
     (down,) = [one for one in rows if one.name.endswith("mlp/down/kernel")]
@@ -36,28 +36,28 @@ class WholeParamsTest(parameterized.TestCase):
     ))  # fmt: skip
 
   def test_a_vocabulary_that_one_axis_divides_is_split_by_it(self):
-    rows = params.unsplit_params(
+    rows = sharding.unsplit_params(
       _boxed(vocab_size=62), {**_SIZES, "fsdp": 2, "tensor": 2}
     )
     self.assertEmpty([one for one in rows if one.why])
 
   def test_nothing_is_listed_where_nothing_is_to_be_split(self):
-    self.assertEmpty(params.unsplit_params(_boxed(), {**_SIZES, "data": 8}))
+    self.assertEmpty(sharding.unsplit_params(_boxed(), {**_SIZES, "data": 8}))
 
   def test_limit_refuses_and_names_the_largest(self):
     sizes = {**_SIZES, "fsdp": 2}
-    line = params.check_whole(_boxed(), sizes, 10**6)
+    line = sharding.check_whole(_boxed(), sizes, 10**6)
     self.assertRegex(line, r"^\d+ parameters \(.* bytes\) whole")
     with self.assertRaisesRegex(
       ValueError, r"mesh.max_whole=10 bytes: .*router/routed \[2, 32, 3\]"
     ) as caught:
-      params.check_whole(_boxed(), sizes, 10)
+      sharding.check_whole(_boxed(), sizes, 10)
     self.assertNotIn("\n", str(caught.exception))
 
   @parameterized.parameters("fsdp", "tensor")
   def test_axis_that_divides_nothing_is_refused(self, axis):
     with self.assertRaisesRegex(ValueError, f"mesh.{axis}=7 divides no dim"):
-      params.check_whole(_boxed(), {**_SIZES, axis: 7}, 10**9)
+      sharding.check_whole(_boxed(), {**_SIZES, axis: 7}, 10**9)
 
 
 if __name__ == "__main__":

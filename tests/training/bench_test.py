@@ -1,7 +1,12 @@
-"""Rows of timed programs, their table, what programs tell, and exactness."""
+"""Rows of timed programs, their table, programs, exactness, and turns."""
 
 import dataclasses
+import functools
+import itertools
 import math
+import pathlib
+import subprocess
+import tempfile
 from unittest import mock
 
 import chex
@@ -11,14 +16,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.cli import common
-from moh_jax.cli.arguments.speed import HeadOptions
-from moh_jax.training import bench
-from moh_jax.training.bench import (
-  Program,
-  Row,
-  check_exact,
-  compile_program,
-)
+from moh_jax.training import bench, timing
+from moh_jax.training.bench import Program, Row, check_exact, compile_program
 from moh_jax.training.timing import Timing
 from tests.ops.devices import traced_for
 
@@ -41,34 +40,29 @@ _ROW = Row(
   peak_bytes=12_340_000,
   max_error=1.5e-7,
   every_head=False,
-  temporary_bytes=2_340_000,
   moved_bytes=5_600_000,
   moved_by="count",
   memory_share=0.55,
-  kernels={"triton": 2},
 )
 
 
 class TableTest(parameterized.TestCase):
-  def test_table_shows_every_figure(self):
+  def test_table_shows_every_figure_and_no_empty_column(self):
     mha = dataclasses.replace(_ROW, implementation="mha", share=1.0)
     text = common.table(*bench.table_cells([mha, _ROW]))
     head, _, last = (line.split() for line in text.splitlines())
     self.assertEqual(
       " ".join(head),
       "mode length share implementation form computed ms spread to MHA GFLOP "
-      "of peak MB temp MB moved MB of memory kernels max error",
+      "of peak MB moved MB of memory max error",
     )
     self.assertEqual(
       " ".join(last),
       "forward 256 62.5% packed packed 62.5% 1.235 5% 0.68 ± 0.01 2.500 41.0% "
-      "12.3 2.3 ~5.6 55.0% 2 triton 1.5e-07",
+      "12.3 ~5.6 55.0% 1.5e-07",
     )
-
-  def test_columns_of_no_row_are_left_out(self):
     row = Row(
-      *("cpu", "model", "forward", None, 0.625, "packed"),
-      *(1.2, 0.05, 0.7, 0.0),
+      *("cpu", "model", "forward", None, 0.625, "packed", 1.2, 0.05, 0.7, 0.0),
       units_per_second=1e5,
       peak_bytes=12,
     )
@@ -96,6 +90,10 @@ class TableTest(parameterized.TestCase):
     self.assertAlmostEqual(row.peak_share, 2.5e9 / 1.23456e-3 / 1e13)
     self.assertAlmostEqual(row.memory_share, 5.6e6 / 1.23456e-3 / 1e10)
 
+  def test_rows_of_other_versions_are_read(self):
+    stored = dataclasses.asdict(_ROW) | {"removed": 1}
+    self.assertEqual(bench.read_rows({"rows": [stored]}), [_ROW])
+
 
 def _row(implementation, share=0.5, **more):
   return Row("cpu", "attention", "forward", 16, share, implementation, **more)
@@ -105,8 +103,7 @@ class TimeRowsTest(absltest.TestCase):
   def _timed(self, rows, seconds, mha, **program):
     """Rows whose programs take so many seconds; None did not compile."""
     programs = [
-      s and Program(lambda: None, bytes=7, temporary_bytes=3, **program)
-      for s in seconds
+      s and Program(lambda: None, bytes=7, **program) for s in seconds
     ]
 
     def interleaved(calls, rounds, min_seconds, evaluations):
@@ -120,42 +117,32 @@ class TimeRowsTest(absltest.TestCase):
   def test_a_row_keeps_what_is_known_and_gets_what_is_measured(self):
     known = _row("packed", flops=100.0, moved_bytes=80, moved_by="count")
     rows = self._timed([_row("dense", 1.0), known], [0.5, 0.2], [0], loops=4)
-    expected = dataclasses.replace(
-      known,
-      ms=200.0,
-      spread=0.1,
-      ratio_to_mha=0.4,
-      ratio_spread=0.0,
-      units_per_second=160.0,
-      peak_bytes=7,
-      temporary_bytes=3,
-      kernels={},
-    )
-    self.assertEqual(rows[1], expected)
+    measured = {
+      **{"ms": 200.0, "spread": 0.1, "ratio_to_mha": 0.4, "ratio_spread": 0.0},
+      **{"units_per_second": 160.0, "peak_bytes": 7},
+    }
+    self.assertEqual(rows[1], dataclasses.replace(known, **measured))
     self.assertEqual(rows[1].rate, 500)
     (row,) = self._timed([known], [1], [], moved_bytes=5)
     self.assertEqual((row.moved_bytes, row.moved_by), (5, "compiler"))
     self.assertIsNone(row.ratio_to_mha)
 
-  def test_ratios_are_to_the_fastest_multi_head_attention(self):
+  def test_ratios_are_to_the_fastest_multi_head_attention_that_ran(self):
     rows = [_row("dense", 1.0), _row("cudnn", 1.0), _row("dense")]
-    found = self._timed([*rows, _row("packed", 0.75)], [4, 2, 8, 1], [0, 1])
+    rows += [_row("packed", 0.75), _row("kernel", fault="does not run")]
+    found = self._timed(rows, [4, 2, 8, 1, None], [0, 1])
     self.assertEqual(
-      [(r.implementation, r.share, r.ratio_to_mha) for r in found],
+      [(r.implementation, r.share, r.ratio_to_mha, r.ms) for r in found],
       [
-        ("dense", 1.0, 2.0),
-        ("mha", 1.0, 1.0),
-        ("dense", 0.5, 4.0),
-        ("packed", 0.75, 0.5),
+        ("dense", 1.0, 2.0, 4e3),
+        ("mha", 1.0, 1.0, 2e3),
+        ("dense", 0.5, 4.0, 8e3),
+        ("packed", 0.75, 0.5, 1e3),
+        ("kernel", 0.5, None, None),
       ],
     )
-
-  def test_what_did_not_run_has_no_time(self):
-    rows = [_row("kernel", fault="does not run"), _row("dense", 1.0)]
-    failed, ran = self._timed(rows, [None, 1], [1])
-    self.assertEqual((failed.ms, failed.fault), (None, "does not run"))
-    self.assertIsNone(failed.rate)
-    self.assertEqual((ran.ms, ran.fault), (1e3, None))
+    self.assertEqual(found[-1].fault, "does not run")
+    self.assertIsNone(found[-1].rate)
 
 
 class ProgramTest(parameterized.TestCase):
@@ -173,33 +160,21 @@ class ProgramTest(parameterized.TestCase):
     jax.effects_barrier()
     self.assertLen(seen, loops)
 
-  def test_bytes_are_arguments_outputs_and_temporaries(self):
-    x = jnp.ones((64, 64))
-    program = compile_program(lambda x: jnp.sort(x @ x, axis=0) @ x, x)
-    rest = program.bytes - program.temporary_bytes
-    self.assertEqual(rest, 2 * 4 * 64 * 64)
-    self.assertGreaterEqual(program.temporary_bytes, 4 * 64 * 64)
-
-  def test_moved_bytes_are_the_compiler_s_where_it_can_count(self):
+  def test_bytes_are_those_of_the_compiler_where_it_can_count(self):
     x = jnp.ones((256, 256))
     program = compile_program(lambda x: x + 1, x)
     self.assertEqual(program.moved_bytes, 2 * 4 * 256 * 256)
-    self.assertEqual(program.kernels, {})
+    self.assertEqual(program.bytes, 2 * 4 * 256 * 256)
     loop = lambda x: jax.lax.fori_loop(0, 9, lambda _, x: jnp.sin(x), x)  # noqa: E731
     self.assertIsNone(compile_program(loop, x).moved_bytes)
 
-  def test_programs_compile_together_and_fail_alone(self):
+  def test_a_failure_is_one_line(self):
     def fail(x):
       raise RuntimeError("no such\nkernel")
 
-    x = jnp.zeros(3)
-    calls = [(jnp.sin, [x]), (fail, [x]), (jnp.sin, [x])]
-    first, error, last = bench.compile_all(calls)
-    for program in (first, last):
-      chex.assert_trees_all_close(program.run(), x)
-    self.assertEqual(
-      bench.failure(error), "does not run: RuntimeError: no such kernel"
-    )
+    error = bench.attempt(compile_program, fail, jnp.zeros(3))
+    said = "does not run: RuntimeError: no such kernel"
+    self.assertEqual(bench.failure(error), said)
 
   @parameterized.parameters(
     ("cpu", 1, "float32", None), ("gpu", 16, "float32", "highest"),
@@ -212,12 +187,6 @@ class ProgramTest(parameterized.TestCase):
       self.assertEqual(bench.default_loops(), loops)
       self.assertEqual(bench.default_loops(1e12), 1)
       self.assertEqual(jax.config.jax_default_matmul_precision, precision)
-
-  def test_matrix_peak_is_the_fastest_product(self):
-    with mock.patch.object(bench, "_CPU_SIZES", (32, 64)):
-      self.assertGreater(bench.matrix_peak("bfloat16"), 0)
-      with mock.patch.object(bench, "_fastest", return_value=1e-3):
-        self.assertAlmostEqual(bench.matrix_peak("float32"), 2 * 64**3 / 1e-3)
 
 
 class ExactTest(parameterized.TestCase):
@@ -254,8 +223,61 @@ class ExactTest(parameterized.TestCase):
     error, _ = check_exact((half, ()), (jnp.zeros(3), ()), "float32")
     self.assertEqual(error, 0.5)
 
-  def test_every_dtype_has_limits(self):
-    self.assertEqual(set(HeadOptions.CHOICES["dtype"]), set(bench._LIMITS))
+
+class InterleavedTest(parameterized.TestCase):
+  def _times(self, seconds, rounds, **options):
+    """Times calls "a", "b", ... that last so many seconds each time."""
+    now, order = [0.0], []
+
+    def call(name, lasts):
+      now[0] += next(lasts)
+      order.append(name)
+
+    calls = {
+      name: functools.partial(call, name, iter(lasts))
+      for name, lasts in seconds.items()
+    }
+    with mock.patch.object(timing.time, "perf_counter", lambda: now[0]):
+      return timing.interleaved(calls, rounds, **options), "".join(order)
+
+  @parameterized.parameters(
+    ([9, 1, 2, 3, 4, 5], {}, Timing(3.0, (4.5 - 1.5) / 3.0)),
+    ([9, 2], {}, Timing(2.0, 0.0)),
+    ([9, 2, 4, 6], {"evaluations": {"a": 4}}, Timing(1.0, 1.0)),
+  )
+  def test_median_and_spread_of_an_evaluation_after_one_to_warm_up(
+    self, seconds, options, expected
+  ):
+    times, _ = self._times({"a": seconds}, len(seconds) - 1, **options)
+    self.assertEqual(times, {"a": expected})
+
+  def test_ratios_are_between_calls_of_one_turn(self):
+    # The machine is three times as slow in the second turn.
+    seconds = {"a": [9, 1, 3, 1], "b": [9, 2, 6, 2]}
+    times, order = self._times(seconds, 3)
+    self.assertEqual(order, "ab" + "ababab")
+    self.assertEqual(times["a"].over(times["b"]), Timing(0.5, 0.0))
+    self.assertGreater(times["a"].spread, 1)
+
+  def test_short_calls_are_repeated_in_a_turn_after_one_to_warm_up(self):
+    seconds = {"a": itertools.repeat(0.3), "b": itertools.repeat(2.0)}
+    times, order = self._times(seconds, 2, min_seconds=1.0)
+    self.assertEqual(order, "aabb" + "aaaaab" * 2)
+    self.assertAlmostEqual(times["a"].median, 0.3)
+    _, order = self._times({"a": itertools.repeat(1e-9)}, 1, min_seconds=1.0)
+    self.assertLess(len(order), 2000)
+
+
+class MachineTest(absltest.TestCase):
+  def test_a_package_that_is_not_in_git_has_no_commit(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    file = root / "site-packages" / "moh_jax" / "training" / "timing.py"
+    file.parent.mkdir(parents=True)
+    commit = "-c user.name=a -c user.email=a commit -q --allow-empty -m a"
+    for args in ("init -q", commit):  # a repository of somebody else
+      subprocess.run(["git", "-C", root, *args.split()], check=True)
+    with mock.patch.object(timing, "__file__", str(file)):
+      self.assertIsNone(timing.machine()["commit"])
 
 
 if __name__ == "__main__":

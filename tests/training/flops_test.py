@@ -12,7 +12,7 @@ from moh_jax.cli.arguments.speed import bench_run, with_length
 from moh_jax.config import without_router
 from moh_jax.data.infer import resolve
 from moh_jax.ops import attention
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import flops
 from moh_jax.training.flops import (
   LayerForm,

@@ -31,7 +31,7 @@ _SCHEDULE = {"top_k_steps": (0, 2), "top_k_values": (3, 2)}
 
 def _batch(config=None, size=4):
   config = config or tiny.llm_config()
-  data = sequences.train_sequences(config.data, config.model.vocab_size, 0)
+  data = sequences.Text(config.data, config.model.vocab_size, "train").stream(0)
   return jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(size)])
 
 

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from flax.traverse_util import flatten_dict
 
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import optim
 from tests.models import small_vit
 from tests.training import tiny

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 from moh_jax.models.registry import make_model
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.params import abstract_on
+from moh_jax.runtime.sharding import abstract_on
 from moh_jax.training.warm_start import warm_start
 from tests.training import tiny
 

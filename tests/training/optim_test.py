@@ -13,7 +13,7 @@ from moh_jax.config import OptimConfig, ViTConfig
 from moh_jax.convert import rules
 from moh_jax.convert import vit as convert_vit
 from moh_jax.models.vit import ViT
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training import optim
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]

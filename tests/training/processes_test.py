@@ -10,7 +10,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.inference.restore import restore
-from moh_jax.inference.sample import Sampler, sample_images, sample_npz
+from moh_jax.inference.sample import Sampler, sample_files, sample_images
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.training.train import train
 from tests import two_processes
@@ -50,7 +50,7 @@ def train_and_draw(root: str) -> None:
     train(config, os.path.join(root, family))
   mesh = sharding.make_mesh(_dit_config(mesh={"data": -1}).mesh)
   restored = restore(os.path.join(root, "dit"), mesh=mesh)
-  sample_npz(
+  sample_files(
     Sampler(restored, mesh=mesh),
     _IMAGES,
     os.path.join(root, "images.npz"),

@@ -12,8 +12,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import SampleConfig
-from moh_jax.evaluation.fid import frechet_distance
-from moh_jax.evaluation.statistics import Gaussian, moments
+from moh_jax.evaluation.fid import Gaussian, frechet_distance, moments
 from moh_jax.inference.restore import Restored
 from moh_jax.inference.sample import Sampler, sample_images
 from moh_jax.models.registry import make_model

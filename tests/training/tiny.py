@@ -9,7 +9,7 @@ import numpy as np
 from moh_jax import config as config_lib
 from moh_jax.config import Config
 from moh_jax.models.registry import make_model
-from moh_jax.runtime.params import abstract_params, unbox
+from moh_jax.runtime.sharding import abstract_params, unbox
 from moh_jax.training.task import task_builder
 
 # All eight fake devices. Few heads are never balanced.

@@ -16,12 +16,10 @@ from flax import traverse_util
 
 from moh_jax.config import Config, RotaryConfig, RouterConfig, without_router
 from moh_jax.data import sequences
-from moh_jax.models.llm_params import grow_vocabulary
-from moh_jax.models.registry import make_model
-from moh_jax.models.restack import restack
+from moh_jax.models.registry import grow_vocabulary, make_model, restack
 from moh_jax.runtime import checkpoint, sharding
 from moh_jax.runtime.checkpoint import Metadata
-from moh_jax.runtime.params import abstract_on
+from moh_jax.runtime.sharding import abstract_on
 from moh_jax.training.language_modeling import make_loss
 from moh_jax.training.step import metric_values
 from moh_jax.training.train import Log, train
@@ -117,7 +115,7 @@ class WarmStartTest(parameterized.TestCase):
     model = {"router": RouterConfig("query_norm"), "top_k": (3, 3)}
     config = tiny.llm_config(model=model)
     loaded, _ = self._load(config, source=self.baseline)
-    data = sequences.train_sequences(config.data, 60, 0)
+    data = sequences.Text(config.data, 60, "train").stream(0)
     batch = jax.tree.map(lambda *x: np.stack(x), *[data[i] for i in range(4)])
 
     def loss(config, params):

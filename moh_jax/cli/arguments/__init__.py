@@ -11,8 +11,6 @@ from moh_jax.cli.arguments import images, models, speed, text
 # Command -> the function that declares its options.
 COMMANDS = {
   "bench": speed.bench,
-  "classify": images.classify,
-  "compare": models.compare,
   "convert": models.convert,
   "encode-latents": images.encode_latents,
   "evaluate": models.evaluate,
@@ -20,15 +18,9 @@ COMMANDS = {
   "export": models.export,
   "fid": images.fid,
   "generate": text.generate,
-  "heads": models.heads,
-  "inspect": models.inspect,
   "pack-images": images.pack_images,
   "plan": models.plan,
   "sample": images.sample,
-  "show-batch": images.show_batch,
-  "show-latents": images.show_latents,
   "tokenize": text.tokenize,
-  "train": models.train,
   "train-tokenizer": text.train_tokenizer,
-  "verify": models.verify,
 }

@@ -243,8 +243,6 @@ def bench(parser: argparse.ArgumentParser) -> None:
       which.add_argument(
         "--checkpoint", metavar="DIR", help=common.CHECKPOINT_HELP
       )
-    else:
-      add_target(sub)
     names = {field.name for field in dataclasses.fields(cls)}
     fields.add_fields(sub, cls, *(names - {"model", "config"}))
     _add_shared(sub)
@@ -264,17 +262,6 @@ def bench(parser: argparse.ArgumentParser) -> None:
     "training's instead",
   )
   _add_shared(sub)
-
-
-def add_target(parser: argparse.ArgumentParser) -> None:
-  """Adds --target."""
-  parser.add_argument(
-    "--target",
-    metavar="NAME",
-    default="",
-    help="compile for a device that is not here and show what the compiler "
-    "tells: h100, a100, v5e:2x2, v6e:2x2, ...",
-  )
 
 
 def _add_shared(parser: argparse.ArgumentParser) -> None:

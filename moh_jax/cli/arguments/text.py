@@ -7,7 +7,6 @@ from moh_jax.cli import common, fields, text_files
 from moh_jax.config import CACHE_DTYPES
 from moh_jax.config.llm import Sampling
 from moh_jax.data.text_files import PIECE_BYTES
-from moh_jax.evaluation.harness_tasks import PRESETS
 
 
 def evaluate_lm(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +16,7 @@ def evaluate_lm(parser: argparse.ArgumentParser) -> None:
     "--tasks",
     metavar="T,T,...",
     help="tasks, groups or tags of lm-eval (the extra moh_jax[llm]), or a "
-    f"preset: {', '.join(PRESETS)}",
+    "preset: paper-small, paper-llama3",
   )
   text_files.add_texts(parser, required=False, note="; scored without lm-eval")
   parser.add_argument(

@@ -8,8 +8,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import DiffusionConfig
 from moh_jax.convert.vae import load_autoencoder
-from moh_jax.models.vae import VAE
-from moh_jax.models.weights_hash import encoder_sha256
+from moh_jax.models.vae import VAE, encoder_sha256
 from moh_jax.runtime import sharding
 from tests.inference import tiny_vae
 from tests.training import tiny

@@ -9,15 +9,14 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from moh_jax.config import HeadBudget, RouterConfig
-from moh_jax.evaluation.importance import (
+from moh_jax.evaluation.probe import (
   head_importance,
   order_by_importance,
+  text_probe,
   top_k_by_importance,
 )
-from moh_jax.evaluation.probe import text_probe
-from moh_jax.models.llm import LLM
-from moh_jax.models.llm_output import summed_nats
-from moh_jax.runtime.params import unbox
+from moh_jax.models.llm import LLM, summed_nats
+from moh_jax.runtime.sharding import unbox
 from tests.training import tiny
 
 _B, _N = 2, 16

@@ -1,0 +1,582 @@
+"""Options of commands, derived from dataclasses; importable without JAX.
+
+A command NAME is the module `cli/NAME.py`, listed in `main.COMMANDS`, which has
+a dataclass and a function:
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class Options(Checkpoint, Output):
+    '''Name what image files show. (`Attributes:` describe the fields.)'''
+
+    images: tuple[InPath, ...] = option("positional")
+    top: Count = 5
+
+  def run(options: Options) -> int:
+    '''Prints the classes of each image, and returns the exit status.'''
+    from moh_jax.data import image_folders  # what needs JAX is imported here
+    ...
+    options.give(values, lines)
+    return 0
+
+The docstring is the help, the name of a field its flag, and its type what is
+allowed: a range, a `Literal`, a tuple ("1,2" on the command line) or a path.
+`Checkpoint`, `RunConfig`, `Distributed` and `Output` are options that commands
+share, with what they do. A command of several kinds has `KINDS` in place of the
+two: by name, pairs of a dataclass and a function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import inspect
+import json as json_lib
+import os
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from moh_jax.config import Config, MeshConfig, base, check_command, reference
+from moh_jax.config.base import Count, GivenText
+from moh_jax.config.parse import changed
+from moh_jax.runtime import cluster, files, run_lock, steps
+from moh_jax.runtime.json_files import strict_json
+
+if TYPE_CHECKING:
+  from moh_jax.inference.restore import Restored
+  from moh_jax.runtime.checkpoint import Metadata
+
+PREFIX = "--config."  # of options that change a key of a config
+# Changes of a stored run for the commands that serve its model: it has the
+# devices that are here, all held-out examples, and averaged parameters.
+_SERVED = (
+  *(f"mesh.{k}={v}" for k, v in dataclasses.asdict(MeshConfig()).items()),
+  *("eval.examples=0", "eval.use_ema=true"),
+)
+
+
+class _Path:
+  """A type's mark of a path."""
+
+  def refusal(self, value: str) -> str:
+    """What a value must be, or "" where it is allowed."""
+    # To most functions "" is the current folder.
+    return "" if value else "the name of a file or folder"
+
+
+_IN, _OUT = _Path(), _Path()
+Place = Annotated[str, _Path()]  # a path or address that its reader checks
+InPath = Annotated[str, _IN]  # must exist
+OutPath = Annotated[str, _OUT]  # must be writable
+
+
+def option(how: str, **field: Any) -> Any:
+  """A field whose values are given in another way than "--flag value".
+
+  Args:
+    how: "positional" (without a flag), "listed" (several values after the
+      flag), "repeated" (the flag several times), or "hidden" (no option).
+    **field: of `dataclasses.field`, such as a default.
+  """
+  return dataclasses.field(metadata={"how": how}, **field)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseOptions(base.Section):
+  """Options of every command.
+
+  Attributes:
+    changes: keys of the config that are changed, as "optim.lr=3e-4".
+    traceback: show the traceback of an error.
+  """
+
+  changes: tuple[str, ...] = option("hidden", default=())
+  traceback: bool = False
+
+  # Whether the command keeps the programs that it compiles, see
+  # `runtime.compilation_cache`.
+  KEEPS_PROGRAMS = False
+  # Options in which the processes of a run may differ.
+  OF_A_PROCESS = ("json", "join_seconds", "traceback")
+
+  def __post_init__(self):
+    for name, hint in base.hints(type(self)).items():
+      value = base.converted(flag(name), getattr(self, name), hint)
+      object.__setattr__(self, name, value)
+    self.check()
+
+  def fail(self, name: str, allowed: str) -> NoReturn:
+    """Raises the ValueError of an option: its flag, value and what may be."""
+    value = base.shown(getattr(self, name))
+    raise ValueError(f"{flag(name)}={value} {allowed}")
+
+  def prepare(self) -> None:
+    """Refuses what can be refused before JAX is imported.
+
+    Raises:
+      FileNotFoundError: an input does not exist.
+      OSError: an output cannot be written.
+      ValueError: an input is a pipe or a device, which might block for ever.
+    """
+    for _, path in self._paths(_IN):
+      if "://" in path:
+        continue
+      if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such file or folder")
+      if not os.path.isdir(path):
+        files.check_regular(path)
+    for name, path in self._paths(_OUT):
+      if path != "-" and "://" not in path:
+        files.check_writable(path, flag(name))
+
+  def _paths(self, mark: _Path) -> Iterator[tuple[str, str]]:
+    """Names and values of the paths of a kind."""
+    for name, hint in base.hints(type(self)).items():
+      value, hint = getattr(self, name), base.without_none(hint)
+      if is_tuple := typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+      if mark in typing.get_args(hint) and value is not None:
+        yield from ((name, path) for path in (value if is_tuple else [value]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(BaseOptions):
+  """Options of commands that tell results.
+
+  Attributes:
+    json: write the results as JSON to this file; '-' prints one line to stdout
+      in place of the text.
+  """
+
+  json: OutPath | None = None
+
+  def give(self, values: Any, lines: Iterable[str] = ()) -> None:
+    """Shows results, in the first process of a run.
+
+    Args:
+      values: for --json: anything JSON can hold; numbers that it cannot, such
+        as NaN, become null.
+      lines: the same for people, left out with --json=-.
+    """
+    if not self.is_first():
+      return
+    if self.json == "-":
+      print(strict_json(values), flush=True)
+      return
+    for line in lines:
+      print(line)
+    if self.json:
+      with open(self.json, "w") as file:
+        file.write(strict_json(values, indent=2) + "\n")
+
+  def is_first(self) -> bool:
+    """Whether this process is the first of its run, which writes results."""
+    if not getattr(self, "distributed", False):
+      return True
+    import jax
+
+    return jax.process_index() == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distributed(BaseOptions):
+  """Options of commands that run as several processes.
+
+  Attributes:
+    distributed: join the other processes of the run; the first one prints. JAX
+      finds them on TPU pods, Slurm, Open MPI and Kubernetes; elsewhere set
+      JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    join_seconds: how long process 0 may take to listen, before the others give
+      up; a cluster that starts its hosts one by one needs more.
+  """
+
+  distributed: bool = False
+  join_seconds: Count = cluster.JOIN_SECONDS
+
+  @functools.cached_property
+  def _place(self) -> cluster.Place:
+    return cluster.given_place()
+
+  def prepare(self) -> None:
+    """Checks where the processes find one another, too."""
+    if self.distributed:
+      _ = self._place
+    super().prepare()
+
+  def join(self) -> None:
+    """Connects this process to the others of its run if --distributed asks.
+
+    JAX allows it only before its first use.
+
+    Raises:
+      ValueError: the cluster is none that JAX recognizes, and the environment
+        does not describe it; or the processes differ in their versions, options
+        or checkpoints.
+      OSError: the first process cannot be reached, or another one does not
+        come.
+    """
+    if not self.distributed:
+      return
+    from moh_jax.runtime.peers import agree
+
+    cluster.join(self._place, self.join_seconds)
+    agree(self.compared())
+
+  def compared(self) -> dict[str, Any]:
+    """The options in which processes must not differ, and the checkpoint.
+
+    Training compares its config later, complete with what its data tell.
+    """
+    own = {*self.OF_A_PROCESS}
+    if hasattr(self, "config"):
+      own |= {"config", "changes"}
+    options = {
+      k: v for k, v in dataclasses.asdict(self).items() if k not in own
+    }
+    values = {"options": json_lib.loads(json_lib.dumps(options))}
+    if isinstance(self, Stored) and self.step_number is None:
+      values["newest checkpoint"] = steps.list_steps(self.checkpoint)[-1:]
+    return values
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(BaseOptions):
+  """Options of commands that read a config file.
+
+  Attributes:
+    config: config file, as FILE or FILE:ARG; --config.KEY=VALUE changes a key
+      of it, and with --help all keys are listed.
+  """
+
+  config: Place
+
+  @functools.cached_property
+  def loaded(self) -> Config:
+    """The config of --config with its changes."""
+    return steps.load_config(self.config, self.changes)
+
+  def prepare(self) -> None:
+    """Loads the config, too."""
+    if self.config is not None:
+      _ = self.loaded
+    super().prepare()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workdir(RunConfig):
+  """Options of commands that train.
+
+  Attributes:
+    workdir: directory of checkpoints and metrics, local or a bucket; run again
+      with the same arguments, the command resumes from its last checkpoint.
+    no_verify: use a checkpoint without comparing it with its checksums, which
+      takes the time of reading it.
+  """
+
+  workdir: OutPath
+  no_verify: bool = False
+
+  def prepare(self) -> None:
+    """Checks that no run has the directory, too."""
+    # With several processes the first one, which may be quicker, has the lock.
+    if not getattr(self, "distributed", False):
+      run_lock.check_free(self.workdir)
+    super().prepare()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored(BaseOptions):
+  """Options of commands that read a checkpoint.
+
+  Attributes:
+    checkpoint: workdir of `train` or output of `convert`.
+    step: which checkpoint: a number, newest, or whole: the newest one that is
+      whole, where newer ones are damaged.
+    no_verify: use a checkpoint without comparing it with its checksums, which
+      takes the time of reading it.
+  """
+
+  checkpoint: Place
+  step: str = "newest"
+  no_verify: bool = False
+
+  def check(self) -> None:
+    """The step is a number or one of two words."""
+    super().check()
+    is_number = self.step.isascii() and self.step.isdecimal()
+    if self.step not in ("newest", "whole") and not is_number:
+      self.fail("step", "must be a number, newest or whole")
+
+  @functools.cached_property
+  def step_number(self) -> int | None:
+    """The number of --step; None is the newest."""
+    if self.step == "whole":
+      return steps.newest_whole_step(self.checkpoint)
+    return None if self.step == "newest" else int(self.step)
+
+  def prepare(self) -> None:
+    """Checks that there is such a checkpoint, too."""
+    if self.checkpoint is not None:
+      if "://" not in self.checkpoint:
+        steps.check_exists(self.checkpoint)
+      _ = self.step_number
+    super().prepare()
+
+  def stored(self, command: str | None = None) -> tuple[Metadata, int]:
+    """Metadata and step of --checkpoint, read before its parameters.
+
+    Args:
+      command: its name, if it works with some families only.
+
+    Returns:
+      The metadata, whose config has the changes of the command line, and the
+      step.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      ValueError: it is damaged, a change does not fit it, or the command does
+        not work with its family.
+    """
+    from moh_jax.runtime import checkpoint
+
+    metadata, step = checkpoint.read_metadata(
+      self.checkpoint, self.step_number, verify=not self.no_verify
+    )
+    if command is not None:
+      check_command(metadata.config.model, command, self.checkpoint)
+    config = changed(metadata.config, self.changes)
+    return dataclasses.replace(metadata, config=config), step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint(Stored):
+  """Options of commands that serve a model.
+
+  Every key of its config can be changed: --config.model.dtype=bfloat16,
+  --config.mesh.tensor=8 for a model too large for one device,
+  --config.eval.use_ema=false for the raw parameters.
+
+  Attributes:
+    top_k: routed heads per token, one number for each layer (ViT: stage) or one
+      for all, instead of the trained ones.
+  """
+
+  top_k: tuple[int, ...] | None = None
+
+  KEEPS_PROGRAMS = True
+
+  def stored(self, command: str | None = None) -> tuple[Metadata, int]:
+    """As `Stored.stored`; the config is that of the served model."""
+    metadata, step = super().stored(command)
+    config = changed(metadata.config, (*_SERVED, *self.changes))
+    return dataclasses.replace(metadata, config=config), step
+
+  def restore(self, **options: Any) -> Restored:
+    """Restores the model with the changes of the command line.
+
+    Args:
+      **options: of `moh_jax.restore`, instead of the parsed ones or beside
+        them.
+    """
+    from moh_jax.inference.restore import restore
+
+    metadata, step = self.stored()
+    given = {
+      "step": step,
+      "use_ema": metadata.config.eval.use_ema,
+      "verify": not self.no_verify,
+      "changes": (*_SERVED, *self.changes),
+      "top_k": self.top_k,
+    }
+    return restore(self.checkpoint, **(given | options))
+
+  def change(self, key: str) -> str | None:
+    """The text that a key of the config is changed to, None if it is not."""
+    given = dict(text.split("=", 1) for text in self.changes)
+    return given.get(key)
+
+
+def flag(name: str) -> str:
+  """The flag of a field: "--top-k"; "from_" is "--from"."""
+  return "--" + name.rstrip("_").replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+  """A parser whose errors are one line."""
+
+  def error(self, message: str) -> NoReturn:
+    """Ends the program with status 2."""
+    self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def make_parser(prog: str, cls: type[BaseOptions]) -> Parser:
+  """A parser of the options of a class.
+
+  Args:
+    prog: what its messages call the command.
+    cls: dataclass whose docstring describes each field.
+  """
+  parser = Parser(prog=prog, description=description(cls), allow_abbrev=False)
+  texts, fields = reference.meanings(cls), {}
+  for field in dataclasses.fields(cls):
+    fields[field.name] = field
+  # A command's own options come first, then those of its bases.
+  order = [n for c in cls.__mro__ for n in vars(c).get("__annotations__", {})]
+  for name in dict.fromkeys(order):
+    how = fields[name].metadata.get("how", "") if name in fields else "hidden"
+    if how != "hidden":
+      _add(parser, cls, fields[name], texts[name], how)
+  return parser
+
+
+def description(cls: type) -> str:
+  """What the docstring of a class says before its fields."""
+  return inspect.getdoc(cls).partition("\n\nAttributes:")[0]
+
+
+def _add(
+  parser: Parser, cls: type, field: dataclasses.Field, text: str, how: str
+) -> None:
+  """Adds the option of a field; one that is not given has no attribute."""
+  hint = base.without_none(base.hints(cls)[field.name])
+  is_tuple = typing.get_origin(hint) is tuple
+  item = typing.get_args(hint)[0] if is_tuple else hint
+  names = ",".join(map(str, base.choices(cls, field.name)))
+  settings: dict[str, Any] = {
+    "default": argparse.SUPPRESS,
+    "metavar": f"{{{names}}}" if names else _metavar(item),
+  }
+  if how == "positional":
+    settings["metavar"] = field.name.upper()
+    settings["nargs"] = "+" if is_tuple else None
+  else:
+    settings["required"] = field.default is dataclasses.MISSING
+    settings["dest"] = field.name
+  if how == "listed":
+    settings["nargs"] = "+"
+  elif how == "repeated":
+    settings["action"] = "append"
+  elif is_tuple and how != "positional":
+    settings["metavar"] += ",..."
+  if hint is bool:
+    settings["action"] = "store_true"
+    del settings["metavar"]
+  text = text.removesuffix(".").replace("%", "%%")
+  if (default := field.default) not in (
+    *(None, "", False, ()),
+    dataclasses.MISSING,
+  ):
+    if isinstance(default, tuple):
+      default = ",".join(map(str, default))
+    text += f" (default: {default})"
+  name = field.name if how == "positional" else flag(field.name)
+  parser.add_argument(name, help=text, **settings)
+
+
+def _metavar(hint: Any) -> str:
+  """What stands for a value of a type in the help."""
+  if isinstance(getattr(hint, "__metadata__", (None,))[0], _Path):
+    return "PATH"
+  names = {int: "N", float: "X", str: "NAME"}
+  return names.get(base.plain(hint), "VALUE")
+
+
+def parse(
+  parser: Parser, cls: type[BaseOptions], argv: Sequence[str]
+) -> BaseOptions:
+  """Reads the options of a class; a wrong one ends the program with status 2.
+
+  Args:
+    parser: of `make_parser`.
+    cls: the same class.
+    argv: arguments, with changes of config keys: "--config.optim.lr=3e-4".
+
+  Raises:
+    ValueError: a key is changed, and there is no config.
+  """
+  argv, changes = split_changes(argv)
+  args, unknown = parser.parse_known_args(argv)
+  if unknown:
+    parser.error(
+      f"unrecognized arguments: {' '.join(unknown)}{_meant(unknown)}"
+    )
+  given = {
+    name: _value(value, base.hints(cls)[name])
+    for name, value in vars(args).items()
+  }
+  if changes and not {"config", "checkpoint"} & set(given):
+    raise ValueError(f"{PREFIX}{changes[0]} needs --config FILE[:ARG]")
+  try:
+    return cls(**given, changes=changes)
+  except ValueError as error:
+    parser.error(str(error))
+
+
+def _value(given: Any, hint: Any) -> Any:
+  """An argument, or several, for the type of its field to read."""
+  if isinstance(given, list):
+    item = typing.get_args(base.without_none(hint))[0]
+    return [_value(text, item) for text in given]
+  is_text = base.plain(base.without_none(hint)) is str
+  return given if is_text or isinstance(given, bool) else GivenText(given)
+
+
+def split_changes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Takes the changes of config keys out of a command's arguments.
+
+  Args:
+    argv: with changes "--config.a.b=v" or "--config.a.b", "v".
+
+  Returns:
+    The other arguments, and the changes as `load_config` takes them: "a.b=v".
+
+  Raises:
+    ValueError: a change has no value.
+  """
+  others, changes = [], []
+  rest = iter(argv)
+  for arg in rest:
+    if not arg.startswith(PREFIX):
+      others.append(arg)
+      continue
+    key, equals, value = arg.removeprefix(PREFIX).partition("=")
+    if not equals:
+      value = next(rest, None)
+      if value is None or value.startswith("--"):
+        raise ValueError(f"{arg} needs a value: {arg}=VALUE")
+    changes.append(f"{key}={value}")
+  return others, changes
+
+
+def _meant(unknown: Sequence[str]) -> str:
+  """A hint where a change of a key lacks its prefix."""
+  for argument in unknown:
+    key = argument.lstrip("-").removeprefix("config.")
+    if "." in key.partition("=")[0]:
+      return f"; did you mean --config.{key}?"
+  return ""
+
+
+def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
+  """Aligns rows under a header, as text."""
+  cells = [[str(value) for value in row] for row in (header, *rows)]
+  widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+  lines = [
+    "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()
+    for row in cells
+  ]
+  return "\n".join(lines)
+
+
+def cell(value: Any) -> str:
+  """A value as text: floats have four places."""
+  return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def metric_lines(metrics: Mapping[str, Any]) -> list[str]:
+  """A line for each metric that there is."""
+  return [
+    f"{name}: {cell(value)}"
+    for name, value in metrics.items()
+    if value is not None
+  ]

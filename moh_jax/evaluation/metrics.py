@@ -1,0 +1,242 @@
+"""Metrics of held-out data: sums over batches, and what the tasks sum."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moh_jax.config import DiffusionConfig, LLMConfig
+from moh_jax.layers.router import count_examples
+from moh_jax.layers.stack import ModelAux
+from moh_jax.models.diffusion import (
+  AnyProcess,
+  make_process,
+  q_sample,
+  training_losses,
+)
+from moh_jax.models.llm import token_nats
+
+_SEED = 0
+_GOLDEN_RATIO = np.uint32(0x9E3779B9)  # its fraction, times 2**32
+# (params, batch) -> {name: [] float32 sum over the batch's examples}, with the
+# number of "examples"; padded examples (mask 0) count nothing.
+EvalStep = Callable[[Any, Any], dict[str, jax.Array]]
+
+
+def batch_sums(mask: jax.Array, **values: jax.Array) -> dict[str, jax.Array]:
+  """Sums over one batch, as an `EvalStep` gives them.
+
+  Args:
+    mask: [B] float32, 0 for padded examples.
+    **values: by name, [B] metric of each example, or [] their mean.
+
+  Returns:
+    "examples" and the sums of `values`.
+  """
+  sums = {name: (value * mask).sum() for name, value in values.items()}
+  return {"examples": mask.sum(), **sums}
+
+
+def mean_metrics(
+  eval_step: EvalStep, params: Any, batches: Iterable[Any]
+) -> dict[str, float]:
+  """Means over a split: `sum_metrics` over the number of examples."""
+  total = sum_metrics(eval_step, params, batches)
+  examples = int(total.pop("examples"))
+  means = {name: value / examples for name, value in total.items()}
+  return {**means, "examples": examples}
+
+
+def sum_metrics(
+  eval_step: EvalStep, params: Any, batches: Iterable[Any]
+) -> dict[str, float]:
+  """Sums over a split.
+
+  Args:
+    eval_step: sums over one batch, jitted.
+    params: the parameters.
+    batches: global batches with "mask", on the devices.
+
+  Returns:
+    The sum of every metric, the number of "examples" among them.
+
+  Raises:
+    ValueError: there is no batch.
+  """
+  sums: list[dict[str, jax.Array]] = []
+  for batch in batches:
+    sums.append(eval_step(params, batch))
+    # Two batches in flight: the device is busy, its memory not full of them.
+    jax.block_until_ready(sums[-2:][0])
+  if not sums:
+    raise ValueError("the split to evaluate is empty")
+  host = jax.device_get(sums)  # at once, not one scalar after the other
+  return {name: sum(float(s[name]) for s in host) for name in host[0]}
+
+
+def bits_per_byte(nats: float, num_bytes: float) -> float:
+  """Bits that a model needs for a byte of text, whatever its tokenizer.
+
+  Args:
+    nats: summed cross-entropy of the text's tokens.
+    num_bytes: of the text as UTF-8, more than 0.
+  """
+  return nats / math.log(2) / num_bytes
+
+
+def perplexity(nats: float, count: int) -> float:
+  """Exponential of the mean nats per unit; infinite where it is too large.
+
+  Args:
+    nats: summed cross-entropy.
+    count: units, at least 1.
+  """
+  try:
+    return math.exp(nats / count)
+  except OverflowError:
+    return math.inf
+
+
+def language_step(model: nn.Module, config: LLMConfig) -> EvalStep:
+  """Jitted sums over one batch of packed sequences.
+
+  Args:
+    model: the network.
+    config: its section.
+
+  Returns:
+    (params, batch) -> sums over the batch: "nats" and "tokens" of the targets
+    that count, those the model gets right ("correct"), and per sequence
+    "examples" and "activated_share".
+  """
+
+  @jax.jit
+  def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
+    x, aux = model.apply(
+      {"params": params},
+      batch["inputs"],
+      positions=batch["positions"],
+      segments=batch["segments"],
+      token_mask=batch["segments"] > 0,
+      with_logits=False,
+    )
+    nats, correct = token_nats(x, params, config, batch["targets"])
+    weights = batch["weights"]
+    return {
+      **batch_sums(batch["mask"], activated_share=aux.activated_share),
+      "nats": (nats * weights).sum(),
+      "tokens": weights.sum(),
+      "correct": (correct * weights).sum(),
+    }
+
+  return eval_step
+
+
+def denoising_step(model: nn.Module, diffusion: DiffusionConfig) -> EvalStep:
+  """Jitted sums over one batch.
+
+  Each example has one timestep and one noise, functions of its index alone:
+  metrics of different steps, models and devices are comparable.
+
+  Args:
+    model: maps (x, t, labels) to (output, aux).
+    diffusion: the process and the objective.
+
+  Returns:
+    (params, batch) -> sums of "loss" (weighted squared error and bound), "mse",
+    "vb" where the variance is learned, and "activated_share".
+  """
+  process = make_process(diffusion.schedule, diffusion.steps)
+
+  @jax.jit
+  def eval_step(params: Any, batch: Any) -> dict[str, jax.Array]:
+    x0, labels = batch["image"], batch["label"]
+    t, noise = noise_of_index(batch["index"], x0.shape[1:], process)
+    with count_examples(batch["mask"]):
+      losses, aux = denoising_losses(
+        model, diffusion, process, params, x0, labels, t=t, noise=noise
+      )
+    losses["activated_share"] = aux.activated_share
+    return batch_sums(batch["mask"], **losses)
+
+  return eval_step
+
+
+def noise_of_index(
+  index: jax.Array, shape: tuple[int, ...], process: AnyProcess
+) -> tuple[jax.Array, jax.Array]:
+  """The timestep and the noise of held-out examples.
+
+  Args:
+    index: [B] int32, position of each example in its data.
+    shape: of an example.
+    process: the training process.
+
+  Returns:
+    t [B] int32, spread evenly over the steps, and noise [B, *shape], both
+    functions of an example's index alone.
+  """
+  # Multiples of the golden ratio, modulo 1, spread evenly however many there
+  # are; 24 bits of them are exact in float32.
+  place = (index.astype(jnp.uint32) * _GOLDEN_RATIO) >> 8
+  t = (place / 2**24 * process.num_steps).astype(jnp.int32)
+  key = jax.random.key(_SEED)
+
+  def draw(i: jax.Array) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(key, i), shape)
+
+  return t, jax.vmap(draw)(index)
+
+
+def denoising_losses(
+  model: nn.Module,
+  diffusion: DiffusionConfig,
+  process: AnyProcess,
+  params: Any,
+  x0: jax.Array,
+  labels: jax.Array,
+  *,
+  t: jax.Array,
+  noise: jax.Array,
+  rng: jax.Array | None = None,
+) -> tuple[dict[str, jax.Array], ModelAux]:
+  """Noises clean examples, denoises them and compares.
+
+  Args:
+    model: maps (x, t, labels) to (output, aux).
+    diffusion: the objective.
+    process: the training process.
+    params: of the model.
+    x0: [B, X, Y, channels] clean examples.
+    labels: [B] int32.
+    t: [B] int32 steps.
+    noise: [B, X, Y, channels] standard normal.
+    rng: in training, key for routers that need one.
+
+  Returns:
+    Losses of every example, [B] float32: "loss" (the objective), "mse", and
+    "vb" where the variance is learned; and the routers' side values.
+  """
+  x = q_sample(process, x0, t, noise)
+  times = jnp.asarray(process.timesteps)[t]
+  rngs = None if rng is None else {"dropout": rng}
+  out, aux = model.apply({"params": params}, x, times, labels, rngs=rngs)
+  losses = training_losses(
+    process,
+    diffusion.prediction,
+    out,
+    x0=x0,
+    x=x,
+    t=t,
+    noise=noise,
+    loss_weight=diffusion.loss_weight,
+    snr_gamma=diffusion.snr_gamma,
+  )
+  loss = losses.pop("weighted_mse")
+  if "vb" in losses:
+    loss = loss + diffusion.vb_weight * losses["vb"]
+  return {"loss": loss, **losses}, aux

@@ -1,0 +1,254 @@
+"""Options of commands: their flags, types, help and checks before JAX."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import tempfile
+from typing import Literal
+from unittest import mock
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.cli import options
+from moh_jax.cli.options import (
+  BaseOptions,
+  Checkpoint,
+  Distributed,
+  InPath,
+  OutPath,
+  Output,
+  RunConfig,
+  option,
+)
+from moh_jax.config.base import Count, Decay
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options(Output):
+  """Say something.
+
+  More of it.
+
+  Attributes:
+    files: to read, 100% of
+      them.
+    kind: how.
+    sizes: of the parts.
+    several: of groups.
+    words: texts.
+    share: of the whole.
+    from_: where it begins.
+    out: to write.
+    quick: hurry.
+  """
+
+  files: tuple[InPath, ...] = option("positional")
+  kind: Literal["x", "y"] = "x"
+  sizes: tuple[Count, ...] = (1, 2)
+  several: tuple[tuple[Count, ...], ...] = option("repeated", default=())
+  words: tuple[str, ...] = option("listed", default=())
+  share: Decay | None = None
+  from_: str
+  out: OutPath | None = None
+  quick: bool = False
+
+
+def _parse(*argv, cls=_Options):
+  """The options, or what is said of them."""
+  parser = options.make_parser("command", cls)
+  with contextlib.redirect_stderr(io.StringIO()) as err:
+    try:
+      return options.parse(parser, cls, argv)
+    except SystemExit as stop:
+      assert stop.code == 2
+      return err.getvalue()
+
+
+class ParseTest(parameterized.TestCase):
+  def test_values_have_the_types_of_their_fields(self):
+    given = _parse(
+      *("a", "b", "--from", "7", "--kind", "y", "--sizes", "3, 4", "--quick"),
+      *("--several", "1,2", "--several", "3", "--words", "1,2", "none"),
+      *("--share", "0.5", "--out", "none", "--json=-"),
+    )
+    wanted = _Options(
+      files=("a", "b"), from_="7", kind="y", sizes=(3, 4), quick=True,
+      several=((1, 2), (3,)), words=("1,2", "none"), share=0.5, out="none",
+      json="-",
+    )  # fmt: skip
+    self.assertEqual(given, wanted)
+
+  def test_what_is_not_given_has_its_default(self):
+    self.assertEqual(_parse("a", "--from="), _Options(files=("a",), from_=""))
+
+  @parameterized.parameters(
+    ("--kind z", "--kind='z' must be one of ('x', 'y')"),
+    ("--sizes 1,,2", "--sizes[1]='' must be of type int"),
+    ("--sizes 0", "--sizes[0]=0 must be at least 1"),
+    ("--sizes 1.5", "--sizes[0]=1.5 must be of type int"),
+    ("--share 1", "--share=1.0 must be in [0, 1)"),
+    ("--out=", "--out='' must be the name of a file or folder"),
+    ("--nope", "unrecognized arguments: --nope"),
+    ("--qui", "unrecognized arguments: --qui"),
+  )
+  def test_wrong_ones_are_one_line(self, argv, message):
+    said = _parse("a", "--from=1", *argv.split())
+    self.assertStartsWith(said, "error: ")
+    self.assertIn(message, said)
+    self.assertEndsWith(said, "; see command --help\n")
+    self.assertLen(said.splitlines(), 1)
+
+  def test_required_ones_must_be_given(self):
+    said = _parse("--quick")
+    self.assertIn("the following arguments are required: FILES", said)
+    self.assertIn("--from", said)
+
+  def test_help_is_that_of_the_docstring(self):
+    text = options.make_parser("command", _Options).format_help()
+    text = " ".join(text.split())
+    self.assertIn("Say something. More of it. positional arguments:", text)
+    self.assertIn("FILES to read, 100% of them", text)
+    self.assertIn("--kind {x,y} how (default: x)", text)
+    self.assertIn("--sizes N,... of the parts (default: 1,2)", text)
+    self.assertIn("--share X of the whole --", text)
+    self.assertLess(text.index("--quick hurry"), text.index("--json PATH w"))
+
+
+class ChangesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (("--config.optim.lr=3e-4",), ("optim.lr=3e-4",)),
+    (("--config.optim.lr", "3e-4"), ("optim.lr=3e-4",)),
+    (("--config.data.path=a=b",), ("data.path=a=b",)),
+    (("--config.a.b=1", "--config.a.b", "-2"), ("a.b=1", "a.b=-2")),
+  )
+  def test_are_taken_out_in_order(self, argv, expected):
+    given = _parse("--config=x.py", *argv, "--traceback", cls=RunConfig)
+    self.assertEqual((given.config, given.traceback), ("x.py", True))
+    self.assertEqual(given.changes, expected)
+
+  def test_there_must_be_a_config(self):
+    with self.assertRaisesRegex(ValueError, "a.b=1 needs --config FILE"):
+      _parse("x", "--from=1", "--config.a.b=1")
+
+  def test_value_must_be_given(self):
+    with self.assertRaisesRegex(ValueError, "--config.optim.lr needs a value"):
+      _parse("--config.optim.lr", "--traceback", cls=RunConfig)
+
+  def test_the_last_of_a_key_holds(self):
+    argv = "--config.model.top_k=1", "--config.model.top_k=2"
+    given = _parse("--checkpoint=x", *argv, cls=Checkpoint)
+    self.assertEqual(given.change("model.top_k"), "2")
+    self.assertIsNone(given.change("model.dtype"))
+
+  def test_hint_where_the_prefix_lacks(self):
+    for argv in ("train.steps=5", "--train.steps=5", "config.train.steps=5"):
+      said = _parse("--config=x.py", argv, cls=RunConfig)
+      self.assertIn("did you mean --config.train.steps=5?", said)
+
+
+class PrepareTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  def _prepare(self, **given):
+    there = self.folder / "there"
+    there.touch()
+    _Options(**{"files": (str(there),), "from_": "", **given}).prepare()
+
+  def test_inputs_must_exist(self):
+    self._prepare(files=(str(self.folder), "gs://bucket/file"))
+    with self.assertRaisesRegex(FileNotFoundError, "nope: no such file or"):
+      self._prepare(files=(str(self.folder), "nope"))
+
+  def test_a_pipe_would_block(self):
+    os.mkfifo(self.folder / "pipe")
+    with self.assertRaisesRegex(ValueError, "is a pipe, socket or device"):
+      self._prepare(files=(str(self.folder / "pipe"),))
+
+  @parameterized.parameters("out", "json")
+  def test_outputs_must_be_writable(self, name):
+    self._prepare(**{name: str(self.folder / "new" / "file")})
+    self._prepare(**{name: "-"})
+    with self.assertRaisesRegex(OSError, f"--{name} /proc/x: .*cannot be"):
+      self._prepare(**{name: "/proc/x"})
+
+  @parameterized.parameters("-1", "newer", "1.5")
+  def test_step_is_a_number_or_a_word(self, step):
+    with self.assertRaisesRegex(ValueError, "a number, newest or whole"):
+      Checkpoint(checkpoint="x", step=step)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Served(Checkpoint, Distributed, Output):
+  """Serve a model."""
+
+
+class ProcessesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"json": "b", "join_seconds": 3}, True),
+    ({"top_k": (1,)}, False),
+    ({"changes": ("model.dtype=bfloat16",)}, False),
+  )
+  def test_processes_of_a_run_have_the_same_options(self, changes, same):
+    given = {"checkpoint": "run", "step": "3", "json": "a", "top_k": (2,)}
+    told = [_Served(**x).compared() for x in (given, {**given, **changes})]
+    self.assertEqual(told[0] == told[1], same)
+    self.assertEqual(json.loads(json.dumps(told)), told)
+
+  def test_a_newer_checkpoint_matters_where_no_step_is_given(self):
+    newest = iter([[100], [200]])
+    with mock.patch.object(options.steps, "list_steps", lambda _: next(newest)):
+      told = [_Served(checkpoint="run").compared() for _ in range(2)]
+    self.assertNotEqual(*told)
+
+
+class GiveTest(parameterized.TestCase):
+  def _give(self, target, values, lines=("a line", "another")):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+      Output(json=target).give(values, lines)
+    return out.getvalue()
+
+  def test_lines_are_for_people_and_minus_for_programs(self):
+    self.assertEqual(self._give(None, {"a": 1}), "a line\nanother\n")
+    value = {"a": [1, 2], "b": {"c": 0.5}}
+    told = '{"a": [1, 2], "b": {"c": 0.5}}\n'
+    self.assertEqual(self._give("-", value), told)
+
+  def test_file_has_null_where_a_number_is_not_finite(self):
+    where = self.enterContext(tempfile.TemporaryDirectory())
+    path = pathlib.Path(where) / "metrics.json"
+    nan, inf = float("nan"), np.float64("inf")
+    value = {"loss": nan, "rows": [{"a": (inf, -inf, 1.5)}], "name": "NaN"}
+    self.assertEqual(self._give(str(path), value), "a line\nanother\n")
+    self.assertEqual(
+      json.loads(path.read_text(), parse_constant=self.fail),
+      {"loss": None, "rows": [{"a": [None, None, 1.5]}], "name": "NaN"},
+    )
+
+  def test_only_the_first_process_writes(self):
+    with (
+      mock.patch("jax.process_index", lambda: 1),
+      contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+      given = _Served(checkpoint="x", distributed=True, json="-")
+      given.give({"a": 1})
+    self.assertEmpty(out.getvalue())
+
+  def test_columns_are_aligned(self):
+    text = options.table([("a", 100), ("long", 2)], ("name", "n"))
+    self.assertEqual(text, "name  n\na     100\nlong  2")
+
+
+class DocstringsTest(absltest.TestCase):
+  def test_shared_options_are_described(self):
+    for cls in (BaseOptions, Checkpoint, Distributed, Output, RunConfig):
+      options.make_parser("command", cls)
+
+
+if __name__ == "__main__":
+  absltest.main()

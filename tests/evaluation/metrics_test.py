@@ -1,0 +1,285 @@
+"""Sums over held-out batches: any batches, orders and padding give the same."""
+
+import functools
+import math
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from moh_jax.config import DiffusionConfig
+from moh_jax.data import sequences
+from moh_jax.evaluation import metrics
+from moh_jax.evaluation.metrics import bits_per_byte, mean_metrics, perplexity
+from moh_jax.models.diffusion import make_process
+from moh_jax.models.registry import make_model
+from tests.training import tiny
+
+_VALUES = np.float32([1, 2, 3, 10, 20, 30, -4])
+
+
+def _step(params, batch):
+  """Sums of the values and of their squares, times the parameter."""
+  value = batch["value"] * params
+  return metrics.batch_sums(batch["mask"], value=value, square=value**2)
+
+
+def _value_batches(size, values=_VALUES, filler=0.0):
+  """Batches of `size`, the last one filled up with masked examples."""
+  count = -(-len(values) // size) * size
+  padded = np.full(count, filler, np.float32)
+  padded[: len(values)] = values
+  mask = np.float32(np.arange(count) < len(values))
+  for start in range(0, count, size):
+    part = slice(start, start + size)
+    yield {"value": jnp.array(padded[part]), "mask": jnp.array(mask[part])}
+
+
+class MeanMetricsTest(parameterized.TestCase):
+  @parameterized.product(size=(1, 3, 7, 16), filler=(0.0, 1e6))
+  def test_are_means_over_the_examples_in_any_batches(self, size, filler):
+    batches = _value_batches(size, filler=filler)
+    found = mean_metrics(_step, 2.0, batches)
+    expected = {
+      "value": 2 * _VALUES.mean(),
+      "square": 4 * np.square(_VALUES).mean(),
+      "examples": 7,
+    }
+    self.assertEqual(found.keys(), expected.keys())
+    for name, value in expected.items():
+      self.assertAlmostEqual(found[name], value, places=4, msg=name)
+    self.assertIsInstance(found["examples"], int)
+    self.assertIsInstance(found["value"], float)
+
+  def test_are_summed_in_double_precision(self):
+    ones = np.float32([2**25, 1, 1, 1, 1])  # 2**25 + 1 is no float32
+    found = mean_metrics(_step, 1.0, _value_batches(1, ones))
+    self.assertEqual(found["value"], (2**25 + 4) / 5)
+
+  def test_empty_split_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "split to evaluate is empty"):
+      mean_metrics(_step, 1.0, [])
+
+
+class TextMetricsTest(absltest.TestCase):
+  def test_units_are_what_one_counts(self):
+    nats = 12 * math.log(4)  # twelve tokens, six words, forty-eight bytes
+    self.assertAlmostEqual(perplexity(nats, 6), 16)
+    self.assertAlmostEqual(bits_per_byte(nats, 48), 0.5)
+    self.assertEqual(perplexity(1e6, 1), math.inf)
+
+
+_CONFIG = tiny.llm_config()
+_SIZE = 4
+
+
+@functools.cache
+def _language_step():
+  return metrics.language_step(make_model(_CONFIG)[0], _CONFIG.model)
+
+
+def _text_batch(real=_SIZE):
+  """Packed sequences, those beyond the first `real` as padding fills them."""
+  held_out = sequences.Text(_CONFIG.data, _CONFIG.model.vocab_size, "val")
+  batch = jax.tree.map(
+    lambda *x: np.stack(x), *[held_out[i] for i in range(_SIZE)]
+  )
+  there = np.arange(_SIZE) < real
+  batch = {
+    name: np.where(there.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+    for name, x in batch.items()
+  }
+  return batch | {"mask": np.float32(there)}
+
+
+def _sums(params, batch):
+  return {n: float(x) for n, x in _language_step()(params, batch).items()}
+
+
+class LanguageTest(absltest.TestCase):
+  def test_uniform_logits_cost_the_logarithm_of_the_vocabulary(self):
+    batch = _text_batch()
+    zeros = jax.tree.map(np.zeros_like, tiny.random_params(_CONFIG))
+    sums = _sums(zeros, batch)
+    tokens = batch["weights"].sum()
+    self.assertEqual(sums["tokens"], tokens)
+    self.assertEqual(sums["correct"], tokens)  # ties go to the target
+    self.assertAlmostEqual(sums["nats"] / (tokens * math.log(60)), 1, places=5)
+    self.assertEqual(sums["examples"], _SIZE)
+    self.assertAlmostEqual(sums["activated_share"], 0.75 * _SIZE, places=5)
+
+  def test_sums_equal_those_of_all_logits(self):
+    batch, params = _text_batch(), tiny.random_params(_CONFIG)
+    logits, _ = jax.jit(make_model(_CONFIG)[0].apply)(
+      {"params": params},
+      batch["inputs"],
+      positions=batch["positions"],
+      segments=batch["segments"],
+    )
+    log_probs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    targets, weights = batch["targets"], batch["weights"]
+    picked = np.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
+    sums = _sums(params, batch)
+    self.assertAlmostEqual(
+      sums["nats"] / -(picked * weights).sum(), 1, places=5
+    )
+    hits = ((log_probs.argmax(-1) == targets) * weights).sum()
+    self.assertEqual(sums["correct"], hits)
+
+  def test_padding_counts_nothing(self):
+    params, whole = tiny.random_params(_CONFIG), _text_batch()
+    part = _text_batch(real=3)  # sequences
+    without = {
+      name: np.where(np.arange(_SIZE) == 3, 0, whole[name].T).T
+      for name in ("weights", "mask")
+    }
+    sums, expected = _sums(params, part), _sums(params, whole | without)
+    self.assertEqual(sums["examples"], 3)
+    for name in ("nats", "tokens", "correct"):
+      self.assertAlmostEqual(sums[name], expected[name], places=3, msg=name)
+    # The end of a split: tokens of segment 0 at the end of a sequence.
+    for name in ("inputs", "targets", "segments", "positions", "weights"):
+      whole[name][-1, 9:] = 0
+    other = {name: x.copy() for name, x in whole.items()}
+    other["inputs"][-1, 9:] = 7
+    other["targets"][-1, 9:] = 8
+    self.assertEqual(_sums(params, whole), _sums(params, other))
+    self.assertEqual(_sums(params, whole)["tokens"], whole["weights"].sum())
+
+
+_STEPS, _EXAMPLES, _SHAPE = 50, 22, (4, 4, 2)
+_RNG = np.random.RandomState(0)
+_IMAGES = _RNG.normal(size=(_EXAMPLES, *_SHAPE)).astype(np.float32)
+_LABELS = _RNG.randint(0, 10, _EXAMPLES).astype(np.int32)
+
+
+def _diffusion(**fields):
+  return DiffusionConfig(space="pixel", steps=_STEPS, **fields)
+
+
+def _aux(share):
+  return types.SimpleNamespace(activated_share=jnp.float32(share))
+
+
+class _Guess(nn.Module):
+  """Some function of everything that it is told."""
+
+  learn_sigma: bool = True
+
+  @nn.compact
+  def __call__(self, x, t, labels):
+    said = (t / _STEPS + 0.1 * labels).reshape(-1, 1, 1, 1)
+    out = 0.5 * x + 0.2 * said
+    if self.learn_sigma:
+      out = jnp.concatenate([out, 0.3 * jnp.sin(x + said)], axis=-1)
+    return out, _aux(0.75)
+
+
+class _Clock(nn.Module):
+  """Predicts the timestep, as a share of the process."""
+
+  @nn.compact
+  def __call__(self, x, t, labels):
+    share = (t / _STEPS).reshape(-1, 1, 1, 1)
+    return jnp.broadcast_to(share, x.shape), _aux(1.0)
+
+
+class _Ones(nn.Module):
+  """Knows that the clean example is all ones."""
+
+  @nn.compact
+  def __call__(self, x, t, labels):
+    levels = make_process("linear", _STEPS).alphas_cumprod
+    level = jnp.float32(levels)[t].reshape(-1, 1, 1, 1)
+    return (x - jnp.sqrt(level)) / jnp.sqrt(1 - level), _aux(1.0)
+
+
+class _Nothing(nn.Module):
+  """Predicts 0: its error is what it should have predicted, squared."""
+
+  @nn.compact
+  def __call__(self, x, t, labels):
+    return jnp.zeros_like(x), _aux(1.0)
+
+
+def _batches(size=8, order=None, filler=0.0, images=_IMAGES):
+  """Batches in some order, the last one filled up with masked examples."""
+  order = np.arange(_EXAMPLES) if order is None else order
+  missing = -len(order) % size
+  index = np.concatenate([order, np.zeros(missing, int)]).astype(np.int32)
+  mask = np.float32(np.arange(len(index)) < len(order))
+  images = np.where(mask.reshape(-1, 1, 1, 1) > 0, images[index], filler)
+  for start in range(0, len(index), size):
+    part = slice(start, start + size)
+    yield {
+      "image": images[part].astype(np.float32),
+      "label": _LABELS[index[part]],
+      "index": index[part],
+      "mask": mask[part],
+    }
+
+
+def _denoised(model=None, batches=None, **fields):
+  step = metrics.denoising_step(model or _Guess(), _diffusion(**fields))
+  return mean_metrics(step, {}, batches or _batches())
+
+
+class DenoisingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"size": 5},),
+    ({"size": 32, "filler": 50.0},),
+    ({"order": np.random.RandomState(1).permutation(_EXAMPLES)},),
+  )
+  def test_batches_order_and_padding_change_no_figure(self, how):
+    ours, theirs = _denoised(batches=_batches(**how)), _denoised()
+    self.assertEqual(ours.keys(), theirs.keys())
+    for name, value in ours.items():
+      np.testing.assert_allclose(value, theirs[name], rtol=2e-6, err_msg=name)
+    self.assertEqual(ours["examples"], _EXAMPLES)
+    self.assertEqual(ours["activated_share"], 0.75)
+
+  @parameterized.parameters(0.0, 0.25, 1.0)
+  def test_loss_is_error_plus_weighted_bound(self, weight):
+    found = _denoised(vb_weight=weight)
+    names = {"loss", "mse", "vb", "activated_share", "examples"}
+    self.assertEqual(found.keys(), names)
+    expected = found["mse"] + weight * found["vb"]
+    self.assertAlmostEqual(found["loss"], expected, places=4)
+
+  def test_weight_of_the_error_changes_the_loss_alone(self):
+    weighted, plain = _denoised(loss_weight="min_snr"), _denoised()
+    self.assertAlmostEqual(weighted["mse"], plain["mse"], places=5)
+    self.assertGreater(abs(weighted["loss"] - plain["loss"]), 0.05)
+
+  def test_bound_is_missing_without_a_learned_variance(self):
+    found = _denoised(_Guess(learn_sigma=False))
+    self.assertNotIn("vb", found)
+    self.assertAlmostEqual(found["loss"], found["mse"], places=6)
+
+  def test_timesteps_spread_evenly_and_noises_differ(self):
+    index = np.arange(100, dtype=np.int32)
+    process = make_process("linear", _STEPS)
+    t, noise = metrics.noise_of_index(index, _SHAPE, process)
+    counts = np.bincount(np.asarray(t) // 5, minlength=10)
+    self.assertBetween(counts.min(), 9, counts.max())
+    self.assertLessEqual(counts.max(), 11)
+    self.assertLen({x.tobytes() for x in np.asarray(noise)}, 100)
+    # The squared error of a prediction of 0 is then the timestep's square.
+    zeros = np.zeros((_EXAMPLES, *_SHAPE), np.float32)
+    found = _denoised(_Clock(), _batches(images=zeros), prediction="x0")
+    shares = np.asarray(t[:_EXAMPLES]) / _STEPS
+    self.assertAlmostEqual(found["mse"], np.square(shares).mean(), places=5)
+
+  def test_error_is_that_of_the_noised_example(self):
+    ones = np.ones((_EXAMPLES, *_SHAPE), np.float32)
+    found = _denoised(_Ones(), _batches(images=ones))
+    self.assertLess(found["mse"], 1e-6)
+    # Without a prediction it is the noise's variance.
+    self.assertAlmostEqual(_denoised(_Nothing())["mse"], 1.0, delta=0.25)
+
+
+if __name__ == "__main__":
+  absltest.main()
