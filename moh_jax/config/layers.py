@@ -269,22 +269,17 @@ class LayerStack(RoutedLayers):
     if not self.num_heads:
       self.fail("num_heads", "must have at least one layer")
     if self.depth > MOST_LAYERS:
-      self.fail(
-        "num_heads", f"must have at most {MOST_LAYERS} layers, not {self.depth}"
-      )
+      self.fail("num_heads", f"must have at most {MOST_LAYERS} layers")
     self.check_lengths("shared_heads", "top_k")
     self.budgets()
 
   def check_lengths(self, *names: str) -> None:
     """Raises ValueError unless these fields have a value for every part."""
-    expected = getattr(self, self.COUNTED_BY)
+    like = getattr(self, self.COUNTED_BY)
     for name in names:
-      if len(getattr(self, name)) != len(expected):
-        self.fail(
-          name,
-          f"must have one value per {self.PART}, as model.{self.COUNTED_BY}="
-          f"{shown(expected)} has ({len(expected)})",
-        )
+      if len(getattr(self, name)) != len(like):
+        parts = f"as model.{self.COUNTED_BY}={shown(like)} has ({len(like)})"
+        self.fail(name, f"must have one value per {self.PART}, {parts}")
 
   def head_dims(self) -> tuple[int, ...]:
     """The width of a head in every part."""

@@ -223,9 +223,8 @@ class CheckpointConfig(base.Section):
   def check(self) -> None:
     """Only checkpoints that are written can be kept."""
     if self.keep_every % self.every:
-      self.fail(
-        "keep_every", f"must be a multiple of checkpoint.every={self.every}"
-      )
+      whole = f"a multiple of checkpoint.every={self.every}"
+      self.fail("keep_every", f"must be {whole}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,9 +379,8 @@ class Config:
     self.model.check_run(self)
     optim, steps = self.optim, self.train.steps
     if self.data.batch_size % (parts := optim.accumulation):
-      self.data.fail(
-        "batch_size", f"must be a multiple of optim.accumulation={parts}"
-      )
+      whole = f"a multiple of optim.accumulation={parts}"
+      self.data.fail("batch_size", f"must be {whole}")
     warmup, decay = optim.warmup(steps), optim.decay(steps)
     if warmup > steps:
       optim.fail("warmup_steps", f"must be at most train.steps={steps}")

@@ -322,6 +322,8 @@ def _training(config: Config, step: int) -> str:
   optimizer = f"{optim.name}, weight decay {optim.weight_decay:g}"
   if optim.clip_norm:
     optimizer += f", gradients up to norm {optim.clip_norm:g}"
+  if optim.ema_decay:
+    optimizer += f", weights averaged with decay {optim.ema_decay:g}"
   tune = config.sections["tune"]
   top_k = zip(tune.top_k_steps, tune.top_k_values)
   rows = [
@@ -332,10 +334,8 @@ def _training(config: Config, step: int) -> str:
     ("Start", "other weights" if train.init_from else "random"),
     ("Learning rate", rate),
     ("Optimizer", optimizer),
-    ("Averaged", f"decay {optim.ema_decay:g}" if optim.ema_decay else ""),
     ("Weight of the balance loss", train.balance_weight),
     ("Heads chosen", ", ".join(f"{k} from step {n:,}" for n, k in top_k)),
-    ("Seed", train.seed),
   ]
   return _table(("", ""), [row for row in rows if row[1] != ""])
 

@@ -126,19 +126,6 @@ class ViTTest(_Case):
       restore(out).params, restore(str(self.out)).params
     )
 
-  def test_other_image_size_keeps_the_pretraining_size_and_crop(self):
-    out = self.target()
-    convert("moh-vit", str(self.source), out, config=_VIT, image_size=32)
-    config = restore(out).config
-    self.assertEqual(config.model.image_size, (32, 32))
-    self.assertEqual(config.model.pretrain_image_size, 16)
-    self.assertEqual(config.data.eval_resize, 40)
-
-  def test_directory_that_holds_checkpoints_is_left_alone(self):
-    with self.assertRaisesRegex(ValueError, "ours"):
-      convert("moh-vit", str(self.source), str(self.out), config=_VIT)
-    self.assertEqual(restore(str(self.out)).config.model, _VIT.model)
-
   @parameterized.parameters(
     ("vit", {}, "'vit' .*moh-vit.*transnext"),
     ("moh-vit", {"model": "moh-vit-s81"}, "'moh-vit-s81' .*moh-vit-s80"),
@@ -232,7 +219,7 @@ class ReleasedRunTest(parameterized.TestCase):
 
   @parameterized.product(name=("dit-s2", "moh-dit-s2-75"), side=(32, 64, 16))
   def test_input_size_is_that_of_the_position_table(self, name, side):
-    run = checkpoints._released_run(released_model(name), _shapes(name, side))
+    run = checkpoints.released_run(released_model(name), _shapes(name, side))
     same = dataclasses.replace(released_model(name), input_size=(side, side))
     self.assertEqual(run.model, same)
     self.assertEqual(run.data.source, "latents")
@@ -253,7 +240,7 @@ class ReleasedRunTest(parameterized.TestCase):
     ("moh-vit-s80", {}),
   )
   def test_otherwise_the_size_is_the_models(self, name, tensors):
-    run = checkpoints._released_run(released_model(name), tensors)
+    run = checkpoints.released_run(released_model(name), tensors)
     self.assertEqual(run.model, released_model(name))
     if run.model.family == "vit":
       self.assertEqual(run.data.eval_resize, 256)

@@ -164,12 +164,6 @@ class DiffusersTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       convert("diffusers", str(self.root), str(self.root / "ours"))
 
-  def test_without_a_config_the_file_is_named(self):
-    with self.assertRaisesRegex(FileNotFoundError, "config.json"):
-      file = self.out / "diffusion_pytorch_model.safetensors"
-      (self.root / file.name).write_bytes(file.read_bytes())
-      convert("diffusers", str(self.root), str(self.root / "ours"))
-
 
 if __name__ == "__main__":
   if len(sys.argv) == 2:

@@ -67,7 +67,7 @@ class PromptFileTest(parameterized.TestCase):
     sizes = [len(call.args[0]) for call in generate.call_args_list]
     self.assertEqual(sizes, [16, 7])
 
-  @parameterized.parameters(0, 3, 16, 20)
+  @parameterized.parameters(0, 16, 20)
   def test_a_killed_call_continues_to_the_same_file(self, whole_lines):
     self._complete()
     expected = self.out.read_bytes()
