@@ -125,6 +125,16 @@ class NamesTest(parameterized.TestCase):
     self.assertCountEqual(names, [f"{name}.weight" for name in expected])
     self.assertEmpty(rules.router_rules(budget, RouterConfig(kind="none")))
 
+  def test_routers_of_language_models_have_our_names(self):
+    tensors = _dump("llm")
+    found = {n: x.shape for n, x in tensors.items() if ".router." in n}
+    expected = {
+      f"model.layers.{layer}.self_attn.router.{name}.weight": (size, 24)
+      for layer, sizes in enumerate([(4, 2), (4, 2), (3, 3)])
+      for name, size in zip(("routed", "shared", "group"), (*sizes, 2))
+    }
+    self.assertEqual(found, expected)
+
   def test_what_follows_from_other_tensors_is_ignored(self):
     self.assertNotIn("lm_head.weight", _dump("llm_tied"))
     tied = _MODELS["llm_tied"]
