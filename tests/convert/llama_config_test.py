@@ -210,7 +210,10 @@ class ReadTest(parameterized.TestCase):
     ),
     ({"architectures": ["MoHLlamaForCausalLM"]}, "needs router.kind"),
     (
-      {"architectures": ["MoHLlamaForCausalLM"], "router": {}},
+      {
+        "architectures": ["MoHLlamaForCausalLM"],
+        "router": {"kind": "query_norm"},
+      },
       "no 'shared_heads'",
     ),
   )
@@ -275,13 +278,13 @@ _MODELS = {
         "router": RouterConfig("query_norm", straight_through="all")}),
       ("qwen3_moh", tiny_llm.QUERY_NORM, _OURS, {"qk_norm": True}),
       ("out_bias", tiny_llm.MHA, _OURS, {"out_bias": True}),
-      ("biases", tiny_llm.MHA, _LLAMA, {**_BIASES, "mlp_bias": True}),
       ("qwen2", tiny_llm.MHA, "Qwen2ForCausalLM", {"qkv_bias": True}),
-      ("qwen3", tiny_llm.MHA, "Qwen3ForCausalLM", {"qk_norm": True}),
       ("qwen3_biases", tiny_llm.MHA, "Qwen3ForCausalLM",
        {"qk_norm": True, **_BIASES}),
       ("tied", tiny_llm.MHA, _LLAMA,
-       {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16"}),
+       {"tie_embeddings": True, "norm_eps": 1e-6, "dtype": "bfloat16",
+        **_BIASES, "mlp_bias": True,
+        "rope": RotaryConfig(factor=2.0, original_length=5)}),
       ("linear", tiny_llm.MHA, _LLAMA,
        {"rope": RotaryConfig(scaling="linear", factor=3.0),
         "max_length": 100}),
@@ -292,12 +295,9 @@ _MODELS = {
       ("llama3", tiny_llm.MHA, _LLAMA,
        {"rope": RotaryConfig(scaling="llama3", factor=8.0,
                              low_freq_factor=2.0, original_length=32)}),
-      ("yarn", tiny_llm.MHA, _LLAMA, {"rope": RotaryConfig(**_WRITTEN_YARN)}),
       ("yarn_options", tiny_llm.MHA, _LLAMA,
        {"rope": RotaryConfig(**{**_WRITTEN_YARN, **_OPTIONS}),
         "max_length": 100}),
-      ("unused", tiny_llm.MHA, _LLAMA,
-       {"rope": RotaryConfig(factor=2.0, original_length=5)}),
     )
   },
 }  # fmt: skip

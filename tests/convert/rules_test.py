@@ -106,7 +106,10 @@ class InverseTest(parameterized.TestCase):
     chex.assert_trees_all_equal(loaded, _params(name))
     again = rules.dump_params(model_rules(_MODELS[name]), loaded)
     chex.assert_trees_all_equal(again, tensors)
-    halves = {k: v.astype(np.float16) for k, v in tensors.items()}
+    halves = {
+      k: v if k == "pos_embed" else v.astype(np.float16)
+      for k, v in tensors.items()
+    }
     chex.assert_type(jax.tree.leaves(_load(name, halves)), np.float32)
 
 
