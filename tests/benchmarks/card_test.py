@@ -211,14 +211,14 @@ class TilesTest(parameterized.TestCase):
   def test_tiles_that_do_not_run_are_reported_and_passed_over(self):
     devices.need("triton")
     wrong, right = Tile(16, 8), Tile(16, 16)
-    forward = triton.forward
+    forward = triton.Triton.forward
 
     def fails(*args):
       if args[-1] == wrong:
         raise RuntimeError("too\nlarge")
       return forward(*args)
 
-    with mock.patch.object(triton, "forward", fails):
+    with mock.patch.object(triton.Triton, "forward", fails):
       best, lines = self._tune("triton", (wrong, right), interpret=True)
       self.assertEqual(best.forward, right)
       self.assertEqual(

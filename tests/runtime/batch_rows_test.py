@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from moh_jax.config import MeshConfig
 from moh_jax.runtime import sharding
-from moh_jax.training.program import make_program
+from moh_jax.training.step import make_program
 from tests.training import tiny
 
 _AXES = sharding.AXES

@@ -75,7 +75,7 @@ class FaultsTest(parameterized.TestCase):
     other = {"fake": {"examples": 21}}
     pattern = "data 'fake': examples 21 here, 20 there"
     with mock.patch.object(
-      language_modeling.sequences, "identity", return_value=other
+      language_modeling.sequences.Text, "identity", return_value=other
     ):
       with self.assertRaisesRegex(ValueError, pattern):
         _train(self._copy(), train={"steps": 6})
