@@ -29,6 +29,7 @@ from moh_jax.evaluation.probe import (
   top_k_by_importance,
 )
 from moh_jax.evaluation.report import (
+  NO_ROUTER,
   Findings,
   read_run_metrics,
   run_preview,
@@ -200,10 +201,7 @@ def _missing(stats: HeadStats) -> Sequence[str]:
 def _print(stats: HeadStats, importance: np.ndarray | None) -> None:
   """A row for each layer, and the importance of its heads."""
   if not stats.layers:
-    print(
-      "the model is multi-head attention: it has no router, and every token "
-      "uses every head"
-    )
+    print(NO_ROUTER)
   rows = []
   entropies = stats.entropy()[:, 0]
   for place, (layer, entropy) in enumerate(zip(stats.layers, entropies)):
