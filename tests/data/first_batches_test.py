@@ -20,7 +20,7 @@ from moh_jax.config import Config, DataConfig, TextDataConfig, ViTConfig
 from moh_jax.data import identity, image_shards, pipeline, sequences, stdlib
 from moh_jax.data.image_folders import ImageFolderSource
 from moh_jax.data.sources import make_source
-from moh_jax.data.tokenize import held_out_parts, tokenize
+from moh_jax.data.tokenize import tokenize
 from moh_jax.data.tokenizers import BytesTokenizer
 from tests.data import photos, tiny_sets, tiny_text
 
@@ -247,7 +247,7 @@ def _of_text(root):
     [str(root / "lines.jsonl"), *map(str, files)],
     BytesTokenizer(),
     root / "tokenized",
-    held_out_parts(0.25),
+    held_out=0.25,
     piece_bytes=400,
     on_error="skip",
   )
